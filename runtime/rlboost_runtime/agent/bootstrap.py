@@ -1,0 +1,53 @@
+"""What a machine is given at its start so that its agents can dial in: one mode-600 JSON file.
+
+The run's token and certificate reach a machine in this file only, never in argv or the environment.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from rlboost_runtime.run_folder import write_atomically
+from rlboost_runtime.wire import Sampling
+
+
+class EngineBootstrap(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The part of `engines.base.EngineSpec` that the head decides."""
+
+    kind: str
+    sampling: Sampling
+    max_context_tokens: int
+    max_running: int
+    dtype: str
+    seed: int
+    threads: int = 1
+    tokens_per_s_per_response: float | None = None
+    count_tokens: bool = False
+    """Diagnostics: let the engine child keep a side file of every token that it generated."""
+
+
+class Bootstrap(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Everything that the agents of one machine need. URLs are of the head, as seen from the machine."""
+
+    run: str
+    machine: str
+    pool: str
+    instances: tuple[str, ...]
+    coordinator_url: str
+    token: str
+    certificate: str
+    """PEM text; the only certificate that the agents trust."""
+    engine: EngineBootstrap
+    weight_streams: int = 4
+
+
+def write_bootstrap(path: Path, bootstrap: Bootstrap) -> None:
+    """Write with mode 600."""
+    write_atomically(path, msgspec.json.encode(bootstrap))
+
+
+def read_bootstrap(path: Path) -> Bootstrap:
+    """Read what `write_bootstrap` wrote; unknown keys are ignored."""
+    return msgspec.json.decode(path.read_bytes(), type=Bootstrap)

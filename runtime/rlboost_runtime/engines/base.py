@@ -1,0 +1,138 @@
+"""What an agent needs of an inference engine.
+
+Token ids in; token ids, logprobs and the policy version out: text never crosses this seam, so nothing is
+ever re-tokenised. The agent owns the engine object on its event loop; the model itself lives in a child process
+in a session of its own, so that loading or generating can never starve the agent's heartbeat.
+
+Guarantees an implementation gives:
+
+- every accepted request ends in exactly one `Output` with `finished` set, or in the engine's `EngineDied`;
+- tokens of one request come in order, each once; after `abort` returns, no more tokens of it come;
+- logprobs are natural logs under the distribution sampled from (after temperature and top-p);
+- tokens in one `Output` were all sampled under `policy_version`;
+- `load` is all-or-nothing: on error the engine serves nothing (version None) rather than a mixture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from rlboost_runtime.errors import RuntimeFault
+from rlboost_runtime.wire import Sampling
+
+
+class EngineDied(RuntimeFault):
+    """The engine's process is gone; everything that it held is lost."""
+
+
+class LoadFailed(RuntimeFault):
+    """The version could not be loaded; the engine serves nothing until another load succeeds."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """What to start. The model's configuration and weights both come with the first `load`."""
+
+    kind: str
+    sampling: Sampling
+    max_context_tokens: int
+    max_running: int
+    dtype: str
+    seed: int
+    threads: int
+    log: Path
+    side_file: Path | None = None
+    """Diagnostics: the engine child appends its own count of every generated token here, unbuffered."""
+    tokens_per_s_per_response: float | None = None
+    """Paces generation, to stand in for a large model on a laptop; None: as fast as it goes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What this engine can do."""
+
+    max_running: int
+    """Responses decoded at once."""
+    kv_tokens: int
+    """KV cache capacity in tokens."""
+    can_sleep: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One continuation. `request_id` is the assignment; `token_ids` the prompt and what is kept so far."""
+
+    request_id: int
+    token_ids: list[int]
+    max_new_tokens: int
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """New tokens of one request. `finished`: None while it goes on, else "stop", "length", "aborted" or "failed"."""
+
+    request_id: int
+    token_ids: list[int]
+    logprobs: list[float]
+    policy_version: int
+    finished: str | None = None
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A snapshot for the heartbeat. `counter` grows whenever the engine does anything at all."""
+
+    counter: int
+    running: int
+    waiting: int
+    tokens_generated: int
+
+
+class Engine(Protocol):
+    """One inference engine. All methods are called from the agent's event loop."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Known once `start` returned."""
+
+    @property
+    def version(self) -> int | None:
+        """Policy version being served; None before the first load, after a failed one and while asleep."""
+
+    async def start(self, timeout_s: float) -> None:
+        """Start the child and wait until it can load weights. Raises `EngineDied`."""
+
+    def submit(self, requests: list[Request]) -> None:
+        """Queue requests; what cannot be accepted comes back as an `Output` with finished "failed"."""
+
+    async def abort(self, request_ids: list[int]) -> None:
+        """Stop these; each that was still held ends in an `Output` "aborted" with its last tokens."""
+
+    def outputs(self) -> AsyncIterator[list[Output]]:
+        """Yield batches of outputs as they come, until the engine stops. Raises `EngineDied`. One consumer."""
+
+    async def load(self, version: int, folder: Path) -> None:
+        """Take the weights of the complete, verified version in `folder`; the engine must hold no request.
+
+        Raises `LoadFailed`. `folder` has the layout of `rlboost_runtime.weights.store`.
+        """
+
+    async def greedy(self, token_ids: list[int], max_new_tokens: int) -> tuple[list[int], list[float]]:
+        """Return the greedy continuation and its logprobs at temperature 1: the probe. The engine must hold no request."""
+
+    async def sleep(self) -> None:
+        """Free the GPU memory; the engine must hold no request."""
+
+    async def wake(self) -> None:
+        """Take the memory again; weights must be loaded anew (version is None)."""
+
+    def progress(self) -> Progress:
+        """Return counters; never waits."""
+
+    async def stop(self) -> None:
+        """End the child and everything it started, within 5 s; idempotent."""

@@ -1,0 +1,88 @@
+"""Failures that we can explain.
+
+::
+
+    RLBoostError            1  failed
+    ├── ConfigError         2  bad input: job file, trace, argument
+    ├── NotFound            3  no such run, instance or machine
+    ├── ProviderError       7  cloud unreachable
+    │   ├── NoCapacity      4  nothing to be had at this price now: later, or elsewhere
+    │   ├── QuotaExceeded   6  the account may not have more
+    │   ├── CredentialsRejected 6
+    │   └── NotYet          7  asked too early; ask again
+    ├── BudgetReached       5
+    ├── ProtocolError       1  a peer said something that makes no sense
+    └── RuntimeFault        1  one of our processes or a user's function failed
+
+`problem` says what is wrong (where, what was found), `remedy` what to type or change next.
+"""
+
+from __future__ import annotations
+
+
+class RLBoostError(Exception):
+    """A failure that we can explain; `exit_code` is what the CLI returns for it."""
+
+    exit_code = 1
+
+    def __init__(self, problem: str, remedy: str) -> None:
+        super().__init__(problem, remedy)  # both in args, so that it survives pickling
+        self.problem = problem
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.problem}; {self.remedy}"
+
+
+class ConfigError(RLBoostError):
+    """What a person wrote cannot be used."""
+
+    exit_code = 2
+
+
+class NotFound(RLBoostError):
+    """No such run, instance or machine."""
+
+    exit_code = 3
+
+
+class ProviderError(RLBoostError):
+    """A cloud could not be reached or answered something unexpected: try again later."""
+
+    exit_code = 7
+
+
+class NoCapacity(ProviderError):
+    """The cloud has no such machine to give at this price now: later, or elsewhere."""
+
+    exit_code = 4
+
+
+class QuotaExceeded(ProviderError):
+    """The account may not have more of these: never, until a person acts."""
+
+    exit_code = 6
+
+
+class CredentialsRejected(ProviderError):
+    """Missing, wrong or expired credentials: never, until a person acts."""
+
+    exit_code = 6
+
+
+class NotYet(ProviderError):
+    """The machine exists but cannot answer this yet: ask again."""
+
+
+class BudgetReached(RLBoostError):
+    """The run's budget is spent."""
+
+    exit_code = 5
+
+
+class ProtocolError(RLBoostError):
+    """A peer sent something that makes no sense at this point."""
+
+
+class RuntimeFault(RLBoostError):
+    """One of our processes, or a function of the user's, failed."""

@@ -1,0 +1,182 @@
+"""The one folder that a run keeps on disk, and the names in it.
+
+Everything about run NAME lies in `$RLBOOST_HOME/runs/NAME` (default `~/.rlboost`). Whoever writes a file there
+is named below; everybody else only reads it.
+
+::
+
+    job.yaml          the job file as the user gave it                      CLI
+    job.json          resolved job; `files/` the user's files it names      CLI
+    secrets/          token, key.pem, cert.pem (folder 700, files 600)      CLI
+    endpoint.json     {"url"}: where the coordinator listens; kept through restarts      coordinator
+    weights_endpoint.json  {"url"}: where the weight server listens; likewise       weight server
+    reserved/         the reserved agents' working folders                  supervisor
+    status.json       last status, once a second and at the end             coordinator
+    outcome.json      {"state", "problem", "remedy", "exit_code"} once the run has ended   coordinator
+    ledger.sqlite     machines, steps, events in words                      coordinator
+    events.log        the core's events                                     coordinator
+    journal/          step-000012.seg: tokens                               coordinator
+    weights/          v000012/: immutable versions                          trainer
+    checkpoints/      step-000012/, and `model/` at the end                 trainer
+    metrics.jsonl     a line per step                                       trainer
+    processes/        supervisor.json, coordinator.json, ...: {"pid", "started_at"}        each process
+    logs/             a file per process; logs/machines/ID/ per machine
+    cloud/            the local provider's machines and its market's state  local provider
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+def home() -> Path:
+    """Return `$RLBOOST_HOME`, by default `~/.rlboost`."""
+    return Path(os.environ.get("RLBOOST_HOME") or Path.home() / ".rlboost").absolute()
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Paths of one run."""
+
+    path: Path
+
+    @classmethod
+    def named(cls, name: str) -> RunFolder:
+        """Return the folder of run `name`; it need not exist."""
+        return cls(home() / "runs" / name)
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        return self.path.name
+
+    @property
+    def job_yaml(self) -> Path:
+        """The job file as given."""
+        return self.path / "job.yaml"
+
+    @property
+    def job_json(self) -> Path:
+        """The resolved job."""
+        return self.path / "job.json"
+
+    @property
+    def files(self) -> Path:
+        """Copies of the user's files, under the names that the job uses."""
+        return self.path / "files"
+
+    @property
+    def token(self) -> Path:
+        """The run's bearer token."""
+        return self.path / "secrets" / "token"
+
+    @property
+    def key(self) -> Path:
+        """TLS private key."""
+        return self.path / "secrets" / "key.pem"
+
+    @property
+    def certificate(self) -> Path:
+        """TLS certificate; clients trust this one and no other."""
+        return self.path / "secrets" / "cert.pem"
+
+    @property
+    def endpoint(self) -> Path:
+        """Where the coordinator listens."""
+        return self.path / "endpoint.json"
+
+    @property
+    def weights_endpoint(self) -> Path:
+        """Where the weight server listens."""
+        return self.path / "weights_endpoint.json"
+
+    @property
+    def reserved(self) -> Path:
+        """Working folders of the reserved agents."""
+        return self.path / "reserved"
+
+    @property
+    def status(self) -> Path:
+        """Last status."""
+        return self.path / "status.json"
+
+    @property
+    def outcome(self) -> Path:
+        """How the run ended; absent while it is open."""
+        return self.path / "outcome.json"
+
+    @property
+    def ledger(self) -> Path:
+        """SQLite file of machines, steps and events."""
+        return self.path / "ledger.sqlite"
+
+    @property
+    def events(self) -> Path:
+        """The core's event log."""
+        return self.path / "events.log"
+
+    @property
+    def journal(self) -> Path:
+        """Token segments."""
+        return self.path / "journal"
+
+    @property
+    def weights(self) -> Path:
+        """Weight versions."""
+        return self.path / "weights"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Checkpoints, and the final model in `model/`."""
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        """JSON lines, one per step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def processes(self) -> Path:
+        """One JSON file per process of ours on the head."""
+        return self.path / "processes"
+
+    @property
+    def logs(self) -> Path:
+        """Log files."""
+        return self.path / "logs"
+
+    @property
+    def cloud(self) -> Path:
+        """State of the local provider."""
+        return self.path / "cloud"
+
+
+def write_atomically(path: Path, data: bytes, *, mode: int = 0o600) -> None:
+    """Replace `path` by `data` so that a reader sees the old content or the new, never a part."""
+    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+        os.chmod(temporary, mode)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def write_json(path: Path, value: Any) -> None:  # any JSON value
+    """Replace `path` by `value` as JSON."""
+    write_atomically(path, json.dumps(value, indent=1).encode())
+
+
+def read_json(path: Path) -> Any | None:  # any JSON value
+    """Return the JSON in `path`, or None where there is no such file."""
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None

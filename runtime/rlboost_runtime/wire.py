@@ -1,0 +1,347 @@
+"""Messages between processes of a run: msgpack over TLS WebSockets, read leniently (unknown keys ignored).
+
+Two conversations with the coordinator, both dialled by the other side, both starting with a hello that
+carries `SCHEMA`:
+
+- agent (`/v1/agent`): `AgentHello` -> `Welcome` | `Refused`; then `Frame`, `Beat`, `VersionReady`, ... up and
+  `Ack`, `Work`, `AbortWork`, `Load`, ... down.
+- trainer (`/v1/trainer`): `TrainerHello` -> `TrainerWelcome`; then `StepRequest`, `Published`, `Trained`, ... up
+  and `GroupDone`, `LeaseGranted`, `LeaseRecalled` down.
+
+Flat arrays travel as little-endian bytes: token ids i32, logprobs f32, assignments and offsets u32, counts u16.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+SCHEMA = (1, 0)
+"""(major, minor). The same major speaks; a higher minor only adds fields."""
+
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+"""Upper bound of one WebSocket message: a step request of 1,024 prompts of 4,096 tokens takes 16 MiB."""
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=False, omit_defaults=True):
+    """Base of all messages: tagged with its class name."""
+
+
+# --- shared parts ----------------------------------------------------------------------------------------
+
+
+class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How to sample. Temperature 0 is greedy. Logprobs are of the distribution sampled from."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+
+
+class WorkItem(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One assignment. `token_ids`: i32 prompt followed by the tokens kept so far; `offset`: how many of
+    them are kept response tokens; `max_new_tokens`: how many may still be generated (> 0)."""
+
+    assignment: int
+    token_ids: bytes
+    offset: int
+    max_new_tokens: int
+    group: int
+    policy_version: int
+
+
+# --- agent -> coordinator --------------------------------------------------------------------------------
+
+
+class AgentHello(Message, frozen=True, omit_defaults=True):
+    """First message of an agent's connection.
+
+    `boot_id` is random per agent process. `epoch` is the one it was welcomed under before (None: never), with
+    `assignments` the work it still holds; `next_seq` is the number of the next frame that it will create.
+    """
+
+    schema: tuple[int, int]
+    run: str
+    instance: str
+    machine: str
+    pool: str
+    boot_id: str
+    max_running: int
+    kv_tokens: int
+    engine: str
+    epoch: int | None = None
+    assignments: tuple[int, ...] = ()
+    next_seq: int = 0
+    version: int | None = None
+
+
+class Ending(msgspec.Struct, frozen=True, array_like=True):
+    """An assignment that ends with this frame. `reason` is a FinishReason or a ReleaseReason value."""
+
+    assignment: int
+    reason: str
+    problem: str = ""
+
+
+class Frame(Message, frozen=True, omit_defaults=True):
+    """Generated tokens since the last frame, all under one policy version; deltas only.
+
+    Columns, one entry per assignment that moved: `assignments` u32, `offsets` u32 (index in the response of
+    the first token of the delta), `counts` u16 (> 0). `token_ids` i32 and `logprobs` f32 hold the deltas end to end:
+    both have sum(counts) entries. `endings` apply after the tokens. `seq` grows by one per frame within an agent process,
+    and a frame is kept by the agent until an `Ack` of its number or a higher one.
+    """
+
+    seq: int
+    policy_version: int
+    assignments: bytes
+    offsets: bytes
+    counts: bytes
+    token_ids: bytes
+    logprobs: bytes
+    endings: tuple[Ending, ...] = ()
+
+
+class Beat(Message, frozen=True, omit_defaults=True):
+    """Heartbeat, every `Welcome.beat_s`. `engine_progress` grows whenever the engine does anything."""
+
+    engine_progress: int
+    running: int
+    waiting: int
+    tokens_generated: int
+    tokens_per_s: float
+    state: str
+
+
+class VersionReady(Message, frozen=True, omit_defaults=True):
+    """The engine serves `version`; digests and probe agreed. Seconds spent pulling and paused to apply."""
+
+    version: int
+    pulled_bytes: int = 0
+    pull_s: float = 0.0
+    apply_s: float = 0.0
+
+
+class VersionFailed(Message, frozen=True, omit_defaults=True):
+    """`version` could not be pulled, applied or proved; the engine serves nothing until another load."""
+
+    version: int
+    problem: str
+
+
+class EngineSlept(Message, frozen=True):
+    """Answer to `SleepEngine`."""
+
+
+class Notice(Message, frozen=True, omit_defaults=True):
+    """The machine will be taken in `seconds`; `source` says who told us."""
+
+    seconds: float
+    source: str
+
+
+class Goodbye(Message, frozen=True, omit_defaults=True):
+    """Last message: all frames have been sent and acknowledged."""
+
+    reason: str
+
+
+# --- coordinator -> agent --------------------------------------------------------------------------------
+
+
+class Welcome(Message, frozen=True, omit_defaults=True):
+    """Registration accepted. `acked_seq`: frames up to this number are journalled (-1: none).
+
+    `resumed` False means that everything held from before is void and must be dropped.
+    """
+
+    epoch: int
+    resumed: bool
+    acked_seq: int
+    lease_s: float
+    beat_s: float
+    flush_s: float
+    weights_url: str
+
+
+class Refused(Message, frozen=True, omit_defaults=True):
+    """Registration refused; `retry` False means that the agent should end."""
+
+    problem: str
+    retry: bool = False
+
+
+class Ack(Message, frozen=True, omit_defaults=True):
+    """All frames up to `seq` are journalled."""
+
+    seq: int
+
+
+class Work(Message, frozen=True, omit_defaults=True):
+    """New assignments."""
+
+    items: tuple[WorkItem, ...]
+
+
+class AbortWork(Message, frozen=True, omit_defaults=True):
+    """Stop these; answer with an `Ending` "aborted" for each that was still held."""
+
+    assignments: tuple[int, ...]
+
+
+class Load(Message, frozen=True, omit_defaults=True):
+    """Fetch `version`; apply it when the engine is awake and holds no work."""
+
+    version: int
+
+
+class SleepEngine(Message, frozen=True):
+    """Free the GPU."""
+
+
+class WakeEngine(Message, frozen=True):
+    """Take the GPU again, apply and prove the newest fetched version (`VersionReady` answers)."""
+
+
+class Stop(Message, frozen=True, omit_defaults=True):
+    """End the agent and its children."""
+
+    reason: str
+
+
+AgentMessage = AgentHello | Frame | Beat | VersionReady | VersionFailed | EngineSlept | Notice | Goodbye
+AgentCommand = Welcome | Refused | Ack | Work | AbortWork | Load | SleepEngine | WakeEngine | Stop
+
+
+# --- trainer -> coordinator ------------------------------------------------------------------------------
+
+
+class TrainerHello(Message, frozen=True, omit_defaults=True):
+    """First message of the trainer's connection; a later trainer replaces an earlier one."""
+
+    schema: tuple[int, int]
+    run: str
+    boot_id: str
+
+
+class PromptSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One prompt of a step: `group` is its index in the step, `token_ids` i32 bytes."""
+
+    group: int
+    token_ids: bytes
+
+
+class StepRequest(Message, frozen=True, omit_defaults=True):
+    """Roll out `group_size` responses for each prompt under `policy_version`; gives the GPU lease back.
+
+    Idempotent: the same step, version and prompts again deliver what is finished again.
+    """
+
+    step: int
+    policy_version: int
+    prompts: tuple[PromptSpec, ...]
+    group_size: int
+    max_response_tokens: int
+
+
+class Published(Message, frozen=True, omit_defaults=True):
+    """`version` lies complete in the store; `digest` is its manifest's content digest, sizes in bytes."""
+
+    version: int
+    digest: str
+    num_bytes: int
+    publish_s: float
+
+
+class LeaseReleased(Message, frozen=True):
+    """Answer to `LeaseRecalled`: the GPU is free."""
+
+
+class Trained(Message, frozen=True, omit_defaults=True):
+    """The step is trained and checkpointed. `metrics` go to status and the step table as they are."""
+
+    step: int
+    wait_s: float
+    busy_s: float
+    tokens_trained: int
+    reward_mean: float
+    metrics: dict[str, float]
+
+
+class RunFinished(Message, frozen=True, omit_defaults=True):
+    """All steps are trained and the final model is saved at `model_path`."""
+
+    model_path: str
+
+
+class RunFailed(Message, frozen=True, omit_defaults=True):
+    """The trainer cannot go on, and a restart would not help."""
+
+    problem: str
+    remedy: str
+
+
+# --- coordinator -> trainer ------------------------------------------------------------------------------
+
+
+class TrainerWelcome(Message, frozen=True, omit_defaults=True):
+    """Registration accepted. `published_version` is the newest version known here (None: none yet)."""
+
+    published_version: int | None
+
+
+class Segment(msgspec.Struct, frozen=True, array_like=True):
+    """`num_tokens` tokens in a row made by `instance` under `policy_version`."""
+
+    instance: str
+    policy_version: int
+    num_tokens: int
+
+
+class FinishedResponse(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A complete response: ids i32, logprobs f32 of the same length; segments add up to it."""
+
+    response: int
+    token_ids: bytes
+    logprobs: bytes
+    segments: tuple[Segment, ...]
+    finish_reason: str
+
+
+class GroupDone(Message, frozen=True, omit_defaults=True):
+    """All responses of one group, in response order."""
+
+    step: int
+    group: int
+    responses: tuple[FinishedResponse, ...]
+
+
+class LeaseGranted(Message, frozen=True, omit_defaults=True):
+    """The GPU is the trainer's until it asks for the next step or answers a recall."""
+
+    step: int
+
+
+class LeaseRecalled(Message, frozen=True, omit_defaults=True):
+    """Free the GPU after the current micro-batch and say `LeaseReleased`."""
+
+    step: int
+
+
+TrainerMessage = TrainerHello | StepRequest | Published | LeaseReleased | Trained | RunFinished | RunFailed
+TrainerCommand = TrainerWelcome | GroupDone | LeaseGranted | LeaseRecalled | Refused
+
+
+_encoder = msgspec.msgpack.Encoder()
+agent_message_decoder: msgspec.msgpack.Decoder[AgentMessage] = msgspec.msgpack.Decoder(AgentMessage)
+agent_command_decoder: msgspec.msgpack.Decoder[AgentCommand] = msgspec.msgpack.Decoder(AgentCommand)
+trainer_message_decoder: msgspec.msgpack.Decoder[TrainerMessage] = msgspec.msgpack.Decoder(TrainerMessage)
+trainer_command_decoder: msgspec.msgpack.Decoder[TrainerCommand] = msgspec.msgpack.Decoder(TrainerCommand)
+
+M = TypeVar("M", bound=Message)
+
+
+def encode(message: Message) -> bytes:
+    """One message as bytes."""
+    return _encoder.encode(message)
