@@ -1,0 +1,1 @@
+"""The `rlboost` command: one module per command, heavy imports inside the commands."""

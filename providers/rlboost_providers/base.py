@@ -1,8 +1,8 @@
 """What the fleet controller needs of a cloud: five verbs that may block, called in a thread.
 
-Every machine that a provider launches carries the run's name and the client token (our machine id) as tags, so
-that it can be found again from the cloud alone. Errors say when asking again makes sense: `NoCapacity` later or
-elsewhere, `QuotaExceeded` and `CredentialsRejected` never, other `ProviderError` later.
+Every machine that a provider launches carries the run's name and the client token (our machine id) as tags,
+so that it can be found again from the cloud alone. Errors say when asking again makes sense: `NoCapacity`
+later or elsewhere, `QuotaExceeded` and `CredentialsRejected` never, other `ProviderError` later.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class Provider(Protocol):
     def launch(self, request: LaunchRequest) -> MachineView:
         """Start one machine; idempotent by `request.machine`. Money runs once this returns.
 
-        Raises `NoCapacity`, `QuotaExceeded`, `CredentialsRejected` or `ProviderError`; then nothing was launched.
+        Raises `NoCapacity`, `QuotaExceeded`, `CredentialsRejected` or `ProviderError`; then nothing was
+        launched.
         """
 
     def describe(self, run: str) -> list[MachineView]:
@@ -82,4 +83,4 @@ class CanPreempt(Protocol):
     """A provider that can take a machine away on purpose, as its cloud would."""
 
     def preempt(self, run: str, machine: str, notice_s: float | None) -> None:
-        """Reclaim the machine: at once, or after giving it `notice_s` seconds of notice. Raises `NotFound`."""
+        """Reclaim the machine at once, or after `notice_s` seconds of notice. Raises `NotFound`."""

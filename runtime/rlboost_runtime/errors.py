@@ -56,6 +56,8 @@ class NoCapacity(ProviderError):
     """The cloud has no such machine to give at this price now: later, or elsewhere."""
 
     exit_code = 4
+    retry_after_s: float | None = None
+    """When asking again makes sense, where the cloud says so."""
 
 
 class QuotaExceeded(ProviderError):

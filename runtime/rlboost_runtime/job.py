@@ -1,6 +1,6 @@
 """The job file: what a person writes, checked strictly, every field with its unit and a default that works.
 
-`load_job` turns a YAML file into a `Job` or raises `JobErrors`, one line per mistake:
+`job_file.load_job` turns a YAML file into a `Job` or raises `JobErrors`, one line per mistake:
 `job.yaml:14: rollout.spot.max_instance: unknown field; did you mean max_instances?`
 The resolved job is stored as JSON beside the run and read back with `Job.model_validate_json`.
 """
@@ -16,7 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 class Model(BaseModel):
     """Strict, immutable base: unknown keys and wrong types are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class Warmup(Model):
@@ -32,9 +34,13 @@ class TinyModel(Model):
     """A small random Qwen3 with a byte-level tokenizer, made offline: for laptops and tests."""
 
     init: Literal["tiny"]
+    """Asks for a random model."""
     hidden_size: int = Field(default=128, ge=32, multiple_of=32)
+    """Width of the hidden states."""
     num_layers: int = Field(default=2, ge=1)
+    """Transformer layers."""
     seed: int = Field(default=0, ge=0)
+    """Seed of the random weights."""
     warmup: Warmup | None = Warmup()
     """null leaves the model random."""
 
@@ -56,6 +62,7 @@ class ReasoningGym(Model):
     size: int = Field(default=2000, ge=1)
     """Number of prompts."""
     seed: int = Field(default=0, ge=0)
+    """Seed of the generated prompts."""
     config: dict[str, int | float | str | bool] = {}
     """Options of the data set(s), such as min_word_len."""
 
@@ -64,22 +71,28 @@ class HttpReward(Model):
     """Rewards from an HTTP endpoint."""
 
     http: str
+    """URL that is asked by POST."""
 
 
 class Algorithm(Model):
     """The RL algorithm."""
 
     loss: Literal["grpo", "dapo"] = "dapo"
-    """grpo: per-sequence mean (arXiv 2402.03300); dapo: token mean and a higher upper clip (arXiv 2503.14476)."""
+    """grpo: per-sequence mean (arXiv 2402.03300); dapo: token mean, higher upper clip (arXiv 2503.14476)."""
     group_size: int = Field(default=8, ge=2)
     """Responses per prompt."""
     prompts_per_step: int = Field(default=128, ge=1)
+    """Prompts per step; a step has prompts_per_step x group_size responses."""
     steps: int = Field(default=200, ge=1)
+    """Steps of the run: roll out, train, publish."""
     learning_rate: float = Field(default=1.0e-6, gt=0)
+    """Peak learning rate."""
     learning_rate_warmup_steps: int = Field(default=5, ge=0)
+    """Steps over which the learning rate rises to its peak."""
     minibatches_per_step: int = Field(default=1, ge=1)
     """Optimizer steps per step; must divide prompts_per_step."""
     clip_low: float = Field(default=0.2, gt=0, lt=1)
+    """Lower clip of the probability ratio: 1 - clip_low."""
     clip_high: float | None = Field(default=None, gt=0)
     """Upper clip; null: 0.28 for dapo, 0.2 for grpo."""
     dual_clip: float | None = Field(default=3.0, gt=1)
@@ -87,29 +100,38 @@ class Algorithm(Model):
     importance_cap: float | None = Field(default=2.0, gt=0)
     """Token-level truncated importance sampling against the engine's logprobs; null: off."""
     max_prompt_tokens: int = Field(default=512, ge=1)
+    """Longest prompt, in tokens."""
     max_response_tokens: int = Field(default=4096, ge=1)
+    """Longest response, in tokens."""
     overlong_penalty_tokens: int = Field(default=0, ge=0)
     """DAPO's soft overlong penalty over the last so many tokens of max_response_tokens; 0: off."""
     temperature: float = Field(default=1.0, ge=0)
     """0 is greedy: every response of a group is the same, so nothing is learnt; for tests."""
     top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling: the smallest set of tokens with this probability; 1: off."""
     grad_clip: float = Field(default=1.0, gt=0)
+    """Upper bound of the gradient's norm."""
     micro_batch_responses: int = Field(default=16, ge=1)
     """Finished responses needed before a micro-batch is trained."""
     max_staleness: Literal[0] = 0
     """0: synchronous, every token of a step comes from the step's policy version."""
     seed: int = Field(default=0, ge=0)
+    """Seed of prompt order and sampling."""
 
     @model_validator(mode="after")
     def _minibatches_divide(self) -> Self:
-        if self.prompts_per_step % self.minibatches_per_step:
+        prompts, parts = self.prompts_per_step, self.minibatches_per_step
+        if left := prompts % parts:
+            near = max(divisor for divisor in range(1, min(parts, prompts) + 1) if prompts % divisor == 0)
             raise ValueError(
-                f"minibatches_per_step {self.minibatches_per_step} does not divide prompts_per_step {self.prompts_per_step}"
+                f"minibatches_per_step {parts} does not divide prompts_per_step {prompts}"
+                f" ({prompts} = {prompts // parts} x {parts} + {left}); write {near}"
             )
         if self.overlong_penalty_tokens >= self.max_response_tokens:
             raise ValueError(
-                f"overlong_penalty_tokens {self.overlong_penalty_tokens} must be less than"
-                f" max_response_tokens {self.max_response_tokens}"
+                f"overlong_penalty_tokens {self.overlong_penalty_tokens} is not less than"
+                f" max_response_tokens {self.max_response_tokens};"
+                f" write at most {self.max_response_tokens - 1}"
             )
         return self
 
@@ -118,6 +140,7 @@ class Trainer(Model):
     """The reserved node."""
 
     infra: Literal["local"] = "local"
+    """Where it is; local: this machine."""
     price_usd_per_hour: float = Field(default=0.0, ge=0)
     """What the cost report charges for this machine: `local` has no price list of its own."""
     local_engines: int = Field(default=1, ge=0)
@@ -125,7 +148,9 @@ class Trainer(Model):
     threads: int = Field(default=1, ge=1)
     """CPU threads of the trainer."""
     checkpoint_every_steps: int = Field(default=1, ge=1)
+    """Steps from one checkpoint to the next; a restarted trainer repeats the steps since the last."""
     keep_checkpoints: int = Field(default=2, ge=1)
+    """Newest checkpoints kept on disk."""
 
 
 class Market(Model):
@@ -134,6 +159,7 @@ class Market(Model):
     trace: str | None = None
     """File of `time_ms,add|remove,node` rows, relative to the job file; instead of a seed."""
     seed: int = Field(default=0, ge=0)
+    """Seed of the random lifetimes and absences."""
     mean_lifetime_s: float = Field(default=60.0, gt=0)
     """Mean time that a machine is left alive."""
     mean_absence_s: float = Field(default=10.0, ge=0)
@@ -148,7 +174,9 @@ class LocalOffer(Model):
     """Spot machines as processes on this machine."""
 
     infra: Literal["local"]
+    """Where the machines are; local: processes on this machine."""
     price_usd_per_hour: float = Field(default=0.0, ge=0)
+    """What the cost report charges for one machine."""
     market: Market | None = None
     """null: machines stay until they are preempted by hand."""
 
@@ -157,14 +185,19 @@ class Spot(Model):
     """The preemptible pool."""
 
     any_of: list[LocalOffer] = Field(default=[LocalOffer(infra="local")], min_length=1)
+    """Offers to choose from."""
     min_instances: int = Field(default=0, ge=0)
+    """Lower bound in machines while the run generates."""
     max_instances: int = Field(default=3, ge=0)
     """Upper bound in machines; the useful number is learned. 0: the reserved node does everything."""
 
     @model_validator(mode="after")
     def _bounds_agree(self) -> Self:
         if self.min_instances > self.max_instances:
-            raise ValueError(f"min_instances {self.min_instances} exceeds max_instances {self.max_instances}")
+            raise ValueError(
+                f"min_instances {self.min_instances} exceeds max_instances {self.max_instances};"
+                f" write at most {self.max_instances}, or raise max_instances"
+            )
         return self
 
 
@@ -176,15 +209,20 @@ class EngineArgs(Model):
     tokens_per_s_per_response: float | None = Field(default=None, gt=0)
     """Paces generation so that a tiny model takes as long as a large one; null: as fast as it goes."""
     threads: int = Field(default=1, ge=1)
+    """CPU threads of one engine."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the engine's weights."""
 
 
 class Rollout(Model):
     """Generation."""
 
     engine: Literal["transformers"] = "transformers"
+    """Inference engine on every instance."""
     engine_args: EngineArgs = EngineArgs()
+    """Options of the engine."""
     spot: Spot = Spot()
+    """The preemptible pool."""
     seeding_initial_s: float = Field(default=10.0, ge=0)
     """First seeding window (T_init); adapted from then on."""
 
@@ -193,16 +231,29 @@ class Weights(Model):
     """How weights reach the instances."""
 
     transfer: Literal["full"] = "full"
+    """full: every version is sent whole."""
     streams: int = Field(default=4, ge=1, le=32)
     """Parallel range requests per pull."""
     chunk_bytes: int = Field(default=4 * 1024 * 1024, ge=65536)
+    """Bytes per chunk: the unit that is requested and checked."""
 
 
 class Budget(Model):
     """When to stop spending."""
 
     max_usd: float | None = Field(default=None, gt=0)
+    """The run ends when it has cost this much; null: no bound."""
     max_usd_per_hour: float | None = Field(default=None, gt=0)
+    """No machine is launched that would take the rate above this; null: no bound."""
+
+
+class Evidence(Model):
+    """What a run keeps so that it can be audited afterwards; costs disk."""
+
+    keep_journal: bool = False
+    """Keep the token journal of trained steps."""
+    count_tokens: bool = False
+    """Let every engine keep its own count of the tokens that it generated, beside its log."""
 
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
@@ -216,17 +267,25 @@ class Job(Model):
     model: str | TinyModel
     """Folder in HF format, or {init: tiny}."""
     data: PromptFile | ReasoningGym
+    """Where the prompts come from."""
     reward: str | HttpReward = "reasoning_gym"
     """`file.py:function` relative to the job file, or the built-in `reasoning_gym`."""
     reward_timeout_s: float = Field(default=10.0, gt=0)
     """Longest time one call of the reward function may take."""
     algorithm: Algorithm = Algorithm()
+    """The RL algorithm."""
     trainer: Trainer = Trainer()
+    """The reserved node."""
     rollout: Rollout = Rollout()
+    """Generation."""
     weights: Weights = Weights()
+    """How weights reach the instances."""
     files: list[str] = []
     """Further files that the reward function needs, relative to the job file."""
     budget: Budget = Budget()
+    """When to stop spending."""
+    evidence: Evidence = Evidence()
+    """What is kept so that a run can be audited."""
 
     def canonical_json(self) -> str:
         """Return the resolved job as JSON: equal text means the same job."""

@@ -1,7 +1,7 @@
 """The one folder that a run keeps on disk, and the names in it.
 
-Everything about run NAME lies in `$RLBOOST_HOME/runs/NAME` (default `~/.rlboost`). Whoever writes a file there
-is named below; everybody else only reads it.
+Everything about run NAME lies in `$RLBOOST_HOME/runs/NAME` (default `~/.rlboost`). Whoever writes a file
+there is named below; everybody else only reads it.
 
 ::
 
@@ -11,6 +11,7 @@ is named below; everybody else only reads it.
     endpoint.json     {"url"}: where the coordinator listens; kept through restarts      coordinator
     weights_endpoint.json  {"url"}: where the weight server listens; likewise       weight server
     reserved/         the reserved agents' working folders                  supervisor
+    wanted.json       {"train": bool}: what the supervisor is to run; watched by it           CLI
     status.json       last status, once a second and at the end             coordinator
     outcome.json      {"state", "problem", "remedy", "exit_code"} once the run has ended   coordinator
     ledger.sqlite     machines, steps, events in words                      coordinator
@@ -99,6 +100,11 @@ class RunFolder:
     def reserved(self) -> Path:
         """Working folders of the reserved agents."""
         return self.path / "reserved"
+
+    @property
+    def wanted(self) -> Path:
+        """What the supervisor is to run; absent means everything but the trainer."""
+        return self.path / "wanted.json"
 
     @property
     def status(self) -> Path:

@@ -63,6 +63,9 @@ class Disk(Protocol):
     def write(self, fd: int, data: bytes) -> None:
         """Write all of `data` or raise `OSError`."""
 
+    def truncate(self, fd: int, length: int) -> None:
+        """Cut the file to its first `length` bytes, so that the next write continues there."""
+
     def sync(self, fd: int) -> None:
         """Return once everything written is on stable storage."""
 
@@ -82,6 +85,10 @@ class SystemDisk:
         view = memoryview(data)
         while view:
             view = view[os.write(fd, view) :]
+
+    def truncate(self, fd: int, length: int) -> None:
+        """Cut the file; descriptors of `append` write at its end."""
+        os.ftruncate(fd, length)
 
     def sync(self, fd: int) -> None:
         """Call fdatasync, or fsync where there is none."""

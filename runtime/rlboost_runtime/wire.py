@@ -5,10 +5,11 @@ carries `SCHEMA`:
 
 - agent (`/v1/agent`): `AgentHello` -> `Welcome` | `Refused`; then `Frame`, `Beat`, `VersionReady`, ... up and
   `Ack`, `Work`, `AbortWork`, `Load`, ... down.
-- trainer (`/v1/trainer`): `TrainerHello` -> `TrainerWelcome`; then `StepRequest`, `Published`, `Trained`, ... up
-  and `GroupDone`, `LeaseGranted`, `LeaseRecalled` down.
+- trainer (`/v1/trainer`): `TrainerHello` -> `TrainerWelcome`; then `StepRequest`, `Published`, `Trained`, ...
+  up and `GroupDone`, `LeaseGranted`, `LeaseRecalled` down.
 
-Flat arrays travel as little-endian bytes: token ids i32, logprobs f32, assignments and offsets u32, counts u16.
+Flat arrays travel as little-endian bytes: token ids i32, logprobs f32, assignments and offsets u32, counts
+u16.
 """
 
 from __future__ import annotations
@@ -88,9 +89,9 @@ class Frame(Message, frozen=True, omit_defaults=True):
     """Generated tokens since the last frame, all under one policy version; deltas only.
 
     Columns, one entry per assignment that moved: `assignments` u32, `offsets` u32 (index in the response of
-    the first token of the delta), `counts` u16 (> 0). `token_ids` i32 and `logprobs` f32 hold the deltas end to end:
-    both have sum(counts) entries. `endings` apply after the tokens. `seq` grows by one per frame within an agent process,
-    and a frame is kept by the agent until an `Ack` of its number or a higher one.
+    the first token of the delta), `counts` u16 (> 0). `token_ids` i32 and `logprobs` f32 hold the deltas end
+    to end: both have sum(counts) entries. `endings` apply after the tokens. `seq` grows by one per frame
+    within an agent process, and a frame is kept by the agent until an `Ack` of its number or a higher one.
     """
 
     seq: int
@@ -218,11 +219,15 @@ AgentCommand = Welcome | Refused | Ack | Work | AbortWork | Load | SleepEngine |
 
 
 class TrainerHello(Message, frozen=True, omit_defaults=True):
-    """First message of the trainer's connection; a later trainer replaces an earlier one."""
+    """First message of the trainer's connection; a later trainer replaces an earlier one.
+
+    `holds_lease`: it is training right now, on a lease granted before the connection was lost.
+    """
 
     schema: tuple[int, int]
     run: str
     boot_id: str
+    holds_lease: bool = False
 
 
 class PromptSpec(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -243,6 +248,8 @@ class StepRequest(Message, frozen=True, omit_defaults=True):
     prompts: tuple[PromptSpec, ...]
     group_size: int
     max_response_tokens: int
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end a response, also in `generation_config.json` of every version."""
 
 
 class Published(Message, frozen=True, omit_defaults=True):

@@ -1,0 +1,1 @@
+"""Decisions as pure functions of events and time; the standard library only."""

@@ -85,7 +85,7 @@ class CoreConfig:
     seeding_eta: float = 3.0
     """Adaptation rate eta: the idle-time difference is divided by it."""
     recall_after_s: float = 3.0
-    """With work left and no spot instance able to serve for this long, the GPU is recalled from the trainer."""
+    """With work left and no spot instance able to serve for so long, the GPU is recalled from the trainer."""
     boot_deadline_s: float = 600.0
     """A machine whose agents have not dialled in by then is ended and replaced."""
     quarantine_after: int = 3
@@ -93,7 +93,7 @@ class CoreConfig:
     hang_after_s: float = 60.0
     """An engine with work that makes no progress for this long is evicted."""
     affinity_slack: float = 0.25
-    """How much fuller (share of its KV capacity) an instance may be and still get a sibling's prompt cache."""
+    """How much fuller (share of its KV capacity) an instance may be and still be given its siblings' work."""
 
 
 # --- events ----------------------------------------------------------------------------------------------
@@ -128,7 +128,8 @@ class ResponseRequest:
 class StepStarted:
     """The trainer asks for a step's responses under `policy_version`, and by that gives the GPU lease back.
 
-    The same step and version again (a restarted trainer) re-opens nothing: finished groups are delivered again.
+    The same step and version again (a restarted trainer) re-opens nothing: finished groups are delivered
+    again.
     """
 
     at: float
@@ -172,7 +173,7 @@ class TrainerLost:
 
 @dataclass(frozen=True, slots=True)
 class InstanceJoined:
-    """An agent registered. `max_running`: responses its engine decodes at once; `kv_tokens`: its KV capacity."""
+    """An agent registered. `max_running`: responses its engine decodes at once; `kv_tokens`: KV capacity."""
 
     at: float
     instance: str
@@ -216,8 +217,8 @@ class Slept:
 @dataclass(frozen=True, slots=True)
 class Beat:
     """A heartbeat. `engine_progress` grows whenever the engine does anything; `tokens` maps the responses
-    that it runs to their tokens so far (prompt not counted): estimates for balance, nothing is decided on them
-    that must be exact."""
+    that it runs to their tokens so far (prompt not counted): estimates for balance, nothing that must be
+    exact is decided on them."""
 
     at: float
     instance: str
@@ -277,7 +278,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """The instance let go of the assignment; all its tokens up to `num_tokens` of the response are journalled."""
+    """The instance let go of the assignment; the response's first `num_tokens` tokens are journalled."""
 
     at: float
     instance: str
@@ -378,7 +379,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class LoadVersion:
-    """Fetch `version` and, once the engine holds no work and is awake, apply and prove it (`InstanceReady`)."""
+    """Fetch `version`; once the engine holds no work and is awake, apply and prove it (`InstanceReady`)."""
 
     instance: str
     epoch: int

@@ -1,8 +1,8 @@
 """What an agent needs of an inference engine.
 
 Token ids in; token ids, logprobs and the policy version out: text never crosses this seam, so nothing is
-ever re-tokenised. The agent owns the engine object on its event loop; the model itself lives in a child process
-in a session of its own, so that loading or generating can never starve the agent's heartbeat.
+ever re-tokenised. The agent owns the engine object on its event loop; the model itself lives in a child
+process in a session of its own, so that loading or generating can never starve the agent's heartbeat.
 
 Guarantees an implementation gives:
 
@@ -73,7 +73,10 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """New tokens of one request. `finished`: None while it goes on, else "stop", "length", "aborted" or "failed"."""
+    """New tokens of one request.
+
+    `finished`: None while it goes on, else "stop", "length", "aborted" or "failed".
+    """
 
     request_id: int
     token_ids: list[int]
@@ -114,7 +117,7 @@ class Engine(Protocol):
         """Stop these; each that was still held ends in an `Output` "aborted" with its last tokens."""
 
     def outputs(self) -> AsyncIterator[list[Output]]:
-        """Yield batches of outputs as they come, until the engine stops. Raises `EngineDied`. One consumer."""
+        """Yield batches of outputs as they come until the engine stops. Raises `EngineDied`. One consumer."""
 
     async def load(self, version: int, folder: Path) -> None:
         """Take the weights of the complete, verified version in `folder`; the engine must hold no request.
@@ -123,7 +126,10 @@ class Engine(Protocol):
         """
 
     async def greedy(self, token_ids: list[int], max_new_tokens: int) -> tuple[list[int], list[float]]:
-        """Return the greedy continuation and its logprobs at temperature 1: the probe. The engine must hold no request."""
+        """Return the greedy continuation and its logprobs at temperature 1: the probe.
+
+        The engine must hold no request.
+        """
 
     async def sleep(self) -> None:
         """Free the GPU memory; the engine must hold no request."""

@@ -1,0 +1,1 @@
+"""The training loop on the reserved node: samples in, weight versions out."""

@@ -1,0 +1,1 @@
+"""Immutable weight versions: store, server and puller."""

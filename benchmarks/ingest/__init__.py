@@ -1,0 +1,1 @@
+"""Token ingest: how much of a core the coordinator needs for a million tokens per second."""

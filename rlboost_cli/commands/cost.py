@@ -1,0 +1,32 @@
+"""`rlboost cost`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def cost(
+    run: Annotated[str, typer.Argument(help="The run", metavar="RUN", show_default=False)],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print a line per machine and other cost")] = False,
+) -> None:
+    """Show what a run costs, and would cost on demand
+
+    Example: rlboost cost quickstart --json
+    """
+    from rlboost_cli import output
+    from rlboost_cli.costs import report_of
+    from rlboost_runtime.errors import ConfigError
+    from rlboost_runtime.run_create import find_run
+
+    if as_json and as_csv:
+        raise ConfigError("both --json and --csv were given", "leave one of them out")
+    report = report_of(find_run(run))
+    if as_json:
+        output.as_json(report)
+    elif as_csv:
+        output.cost_csv(report)
+    else:
+        output.cost(report)

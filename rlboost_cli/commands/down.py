@@ -1,0 +1,28 @@
+"""`rlboost down`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def down(
+    run: Annotated[str, typer.Argument(help="The run", metavar="RUN", show_default=False)],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask")] = False,
+) -> None:
+    """End a run for certain and show what it cost
+
+    Example: rlboost down quickstart
+    """
+    from rlboost_cli import output
+    from rlboost_cli.costs import report_of
+    from rlboost_cli.teardown import end_run
+    from rlboost_runtime.run_create import find_run, is_open
+
+    folder = find_run(run)
+    question = f"end {run}? its checkpoints stay"
+    if is_open(folder) and not yes and output.is_terminal() and not output.confirm(question):
+        raise typer.Exit(0)
+    output.ending(folder, end_run(folder, output.progress))
+    output.cost(report_of(folder))

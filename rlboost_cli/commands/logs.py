@@ -1,0 +1,45 @@
+"""`rlboost logs`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def logs(
+    run: Annotated[str, typer.Argument(help="The run", metavar="RUN", show_default=False)],
+    instance: Annotated[
+        str | None,
+        typer.Argument(
+            help="An instance, a machine or one of our processes, such as coordinator",
+            metavar="[INSTANCE]",
+            show_default=False,
+        ),
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Read on until the run ends")] = False,
+    lines: Annotated[
+        int, typer.Option("--lines", "-n", min=0, help="Last lines of each file; 0 for all")
+    ] = 100,
+) -> None:
+    """Show a run's logs, also of machines that are gone
+
+    Example: rlboost logs quickstart coordinator -f
+    """
+    import time
+
+    from rlboost_cli import output
+    from rlboost_cli.log_files import Tail
+    from rlboost_runtime.run_create import find_run, is_open
+
+    folder = find_run(run)
+    tail = Tail(folder, instance, lines)
+    try:
+        while True:
+            ended = not is_open(folder)  # before reading: what was written by then is shown
+            output.log_text(tail.read(), folder.logs)
+            if not follow or ended:
+                return
+            time.sleep(0.25)
+    except KeyboardInterrupt:
+        raise typer.Exit(0) from None

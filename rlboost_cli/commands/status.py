@@ -1,0 +1,48 @@
+"""`rlboost status`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def status(
+    run: Annotated[
+        str | None, typer.Argument(help="The run; without it, all runs", metavar="[RUN]", show_default=False)
+    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Follow the run until it ends")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object")] = False,
+) -> None:
+    """Show all runs, or how one of them is doing
+
+    Example: rlboost status quickstart --watch
+    """
+    from rlboost_cli import output
+    from rlboost_cli.attach import NewLines, follow
+    from rlboost_cli.run_status import run_status, runs_table
+    from rlboost_runtime.errors import ConfigError
+    from rlboost_runtime.run_create import find_run
+
+    if watch and (run is None or as_json):
+        raise ConfigError("--watch follows one run on the screen", "name the run, and leave --json out")
+    if run is None:
+        rows = runs_table()
+        if as_json:
+            output.as_json({"runs": rows})
+        else:
+            output.runs(rows)
+        return
+    folder = find_run(run)
+    if watch:
+        try:
+            output.follow(follow(folder), NewLines().of)
+        except KeyboardInterrupt:
+            raise typer.Exit(0) from None
+        return
+    found = run_status(folder)
+    if as_json:
+        output.staleness(found)
+        output.as_json(found.data | {"live": found.is_live, "age_s": round(found.age_s, 1)})
+    else:
+        output.status(found)

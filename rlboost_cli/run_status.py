@@ -1,0 +1,93 @@
+"""What a run looks like: from its coordinator while it answers, else from the files that it left.
+
+Data only; `output` shows it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from rlboost_cli import client
+from rlboost_cli.supervision import is_supervised
+from rlboost_runtime.core.money import MICRO_USD_PER_USD
+from rlboost_runtime.errors import NotFound
+from rlboost_runtime.run_create import all_runs
+from rlboost_runtime.run_folder import RunFolder, read_json
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    """A status and how much to trust it."""
+
+    data: dict[str, Any]  # JSON: design section 6
+    is_live: bool
+    """From the coordinator itself, just now."""
+    has_ended: bool
+    age_s: float
+    """Age of the data: 0 where live."""
+    problem: str | None = None
+    """Why the coordinator does not answer; None where it does, or has nothing left to do."""
+
+
+def run_status(run: RunFolder, timeout_s: float = 2.0) -> RunStatus:
+    """Return one run's status; from its files where it has ended or its coordinator does not answer."""
+    ended = run.outcome.exists()
+    problem = None
+    if not ended:
+        try:
+            return RunStatus(client.get_status(run, timeout_s), is_live=True, has_ended=False, age_s=0.0)
+        except client.NotAnswering as silence:
+            ended = run.outcome.exists()  # it may have ended this very moment
+            problem = None if ended else silence.problem
+    data = _stored(run)
+    return RunStatus(data, is_live=False, has_ended=ended, age_s=_age_s(run), problem=problem)
+
+
+def runs_table() -> list[dict[str, Any]]:
+    """Return one row per run, oldest first, from files only: quick, and also right while nothing answers."""
+    return [_row(run) for run in all_runs()]
+
+
+def spent_micro_usd(run: RunFolder) -> int | None:
+    """Return what the run has spent by its ledger; None where it has none."""
+    from rlboost_runtime.coordinator.ledger import Ledger
+
+    try:
+        ledger = Ledger(run.ledger, read_only=True)
+    except NotFound:
+        return None
+    try:
+        return ledger.total_micro_usd(time.time())
+    finally:
+        ledger.close()
+
+
+def _stored(run: RunFolder) -> dict[str, Any]:
+    data: dict[str, Any] = {"run": run.name, "state": "provisioning"} | (read_json(run.status) or {})
+    outcome = read_json(run.outcome)
+    if outcome is not None:
+        data |= {"state": outcome.get("state", "stopped"), "outcome": outcome}
+    return data
+
+
+def _age_s(run: RunFolder) -> float:
+    path = run.status if run.status.exists() else run.job_json
+    return max(0.0, time.time() - path.stat().st_mtime)
+
+
+def _row(run: RunFolder) -> dict[str, Any]:
+    data = _stored(run)
+    job = read_json(run.job_json) or {}
+    spent = spent_micro_usd(run)
+    return {
+        "run": run.name,
+        "state": data["state"],
+        "running": not run.outcome.exists() and is_supervised(run),
+        "step": data.get("step", 0),
+        "steps": data.get("steps", job.get("algorithm", {}).get("steps")),
+        "reward_mean": data.get("reward_mean"),
+        "spent_usd": None if spent is None else spent / MICRO_USD_PER_USD,
+        "age_s": round(_age_s(run), 1),
+    }

@@ -1,0 +1,52 @@
+"""From what was typed, a job file or a run's name, to a job and a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlboost_runtime.errors import ConfigError, NotFound
+from rlboost_runtime.job import Job
+from rlboost_runtime.run_create import FoundRun, find_run, is_open, prepare_run, reopen, stored_job
+from rlboost_runtime.run_folder import RunFolder, read_json
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What to launch; nothing is created yet."""
+
+    job: Job
+    job_file: Path | None
+    run: RunFolder | None
+    """The named run; None where a job file was given."""
+
+    def prepare(self, *, resume: bool) -> FoundRun:
+        """Return the run, made or opened again where that is needed. Raises `ConfigError`, `NotFound`."""
+        if self.run is None:
+            assert self.job_file is not None
+            return prepare_run(self.job_file, self.job, resume=resume)
+        if resume:
+            reopen(self.run)
+        return FoundRun(self.run, self.job, is_new=False)
+
+
+def find_target(argument: str, *, resume: bool) -> Target:
+    """Return what `argument` means. Raises `ConfigError` (bad job file, ended run) and `NotFound`."""
+    path = Path(argument)
+    if path.is_file() or path.suffix in (".yaml", ".yml") or "/" in argument:
+        from rlboost_runtime.job_file import load_job
+
+        return Target(load_job(path), path, None)
+    try:
+        run = find_run(argument)
+    except NotFound as error:
+        raise NotFound(
+            error.problem, f"give a job file, such as job.yaml, or a run ({error.remedy})"
+        ) from None
+    if not is_open(run) and not resume:
+        state = (read_json(run.outcome) or {}).get("state", "ended")
+        raise ConfigError(
+            f"run {run.name} has ended: {state}",
+            f"rlboost launch {run.name} --resume continues it; a job file starts a new run",
+        )
+    return Target(stored_job(run), None, run)

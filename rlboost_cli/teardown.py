@@ -1,0 +1,106 @@
+"""Ending a run for certain: ask its coordinator, then end whatever is left, then look again.
+
+Guarantees once `end_run` returns: no process of the run lives on this machine, no provider lists a machine of
+it, its ledger has no open machine, and its outcome is written. Doing it again changes nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import psutil
+
+from rlboost_cli import client
+from rlboost_cli.supervision import is_supervised
+from rlboost_providers.base import MachineState, MachineView
+from rlboost_runtime.coordinator.ledger import Ledger
+from rlboost_runtime.errors import RuntimeFault
+from rlboost_runtime.processes import end_all, tagged
+from rlboost_runtime.run_create import stored_job
+from rlboost_runtime.run_folder import RunFolder, write_json
+
+GRACEFUL_S = 30.0
+"""How long the coordinator may take to save, end its machines and say how the run ended."""
+TERM_GRACE_S = 5.0
+"""How long a process may take to end after SIGTERM: whatever matters has been saved by then."""
+
+_POLL_S = 0.1
+_EXIT_S = 2.0  # between a supervisor's last word and its exit
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What it took to end the run."""
+
+    was_graceful: bool
+    """The run had ended before, or its coordinator ended it."""
+    processes: tuple[int, ...]
+    machines: tuple[str, ...]
+    """Processes and machines that were left after that, and were ended."""
+
+
+def end_run(run: RunFolder, progress: Callable[[str], None]) -> Ending:
+    """End the run; blocks for up to about a minute. Raises `RuntimeFault` where something cannot be ended."""
+    graceful = _ask_coordinator(run, progress)
+    processes = end_all(run.path, TERM_GRACE_S)
+    machines, views = _end_machines(run)
+    _close_books(run, views)
+    if not run.outcome.exists():
+        outcome = {
+            "state": "stopped",
+            "problem": "ended by `rlboost down`",
+            "remedy": f"rlboost launch {run.name} --resume continues it from its last checkpoint",
+            "exit_code": 0,
+        }
+        write_json(run.outcome, outcome)
+    return Ending(graceful, tuple(processes), tuple(machines))
+
+
+def _ask_coordinator(run: RunFolder, progress: Callable[[str], None]) -> bool:
+    if not run.outcome.exists():
+        try:
+            client.stop(run)
+        except client.NotAnswering:
+            return False
+        progress(f"asked the coordinator of {run.name} to end the run")
+    deadline = time.monotonic() + GRACEFUL_S
+    while time.monotonic() < deadline:
+        if run.outcome.exists() and not is_supervised(run):
+            psutil.wait_procs(tagged(run.path), timeout=_EXIT_S)
+            return True
+        time.sleep(_POLL_S)
+    progress(f"it has not ended after {GRACEFUL_S:.0f} s: ending its processes")
+    return False
+
+
+def _end_machines(run: RunFolder) -> tuple[list[str], list[MachineView]]:
+    from rlboost_providers.registry import provider_for
+
+    provider = provider_for(stored_job(run), run)
+    left = [v.machine for v in provider.describe(run.name) if v.state is not MachineState.GONE]
+    for machine in left:
+        provider.terminate(run.name, machine)
+    views = provider.describe(run.name)
+    remaining = [v.machine for v in views if v.state is not MachineState.GONE]
+    if remaining:
+        raise RuntimeFault(
+            f"machines of {run.name} are left: {', '.join(remaining)}",
+            f"type `rlboost down {run.name}` again",
+        )
+    return left, views
+
+
+def _close_books(run: RunFolder, views: list[MachineView]) -> None:
+    """End every machine that the ledger still has open: no coordinator lives that could."""
+    if not run.ledger.exists():
+        return
+    ended_at = {view.machine: view.ended_at for view in views}
+    ledger = Ledger(run.ledger)
+    try:
+        for machine in ledger.open_machines():
+            ended = ended_at.get(machine)
+            ledger.ended(machine, time.time() if ended is None else ended, "ended by rlboost down")
+    finally:
+        ledger.close()

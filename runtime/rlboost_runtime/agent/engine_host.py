@@ -1,0 +1,349 @@
+"""Keeps one engine alive and at the version that is wanted; nobody else touches the engine.
+
+Guarantees: requests reach the engine only under the version that it has proved (`served`), by loading
+verified files and by a probe whose logprobs match the manifest's; loading, sleeping and waking happen only
+while it holds no request; an engine that died is started again and proves its version anew before it serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Protocol
+
+from rlboost_runtime.agent.puller import Pulled, PullFailed
+from rlboost_runtime.engines.base import Engine, EngineDied, LoadFailed, Output, Progress, Request
+from rlboost_runtime.errors import ProtocolError, RuntimeFault
+from rlboost_runtime.logs import event
+from rlboost_runtime.seams import Clock
+from rlboost_runtime.weights.manifest import probe_matches, read_manifest
+from rlboost_runtime.wire import EngineSlept, Message, VersionFailed, VersionReady
+
+log = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 180.0
+"""Importing torch from a cold disk takes a minute on a small machine."""
+QUICK_DEATH_S = 60.0
+"""An engine that lived shorter died quickly."""
+MAX_QUICK_DEATHS = 5
+"""Quick deaths in a row after which the machine is taken for unfit."""
+FIRST_PAUSE_S = 0.2
+LONGEST_PAUSE_S = 10.0
+
+
+class EngineKeepsDying(RuntimeFault):
+    """The engine died quickly several times in a row."""
+
+
+class HostOwner(Protocol):
+    """Who the host works for."""
+
+    def outputs(self, batch: list[Output]) -> None:
+        """Take new tokens and endings."""
+
+    async def room(self) -> None:
+        """Return once more outputs may come."""
+
+    def engine_died(self, problem: str) -> None:
+        """Everything that the engine held is lost."""
+
+    def say(self, message: Message) -> None:
+        """Tell the coordinator."""
+
+
+class EngineHost:
+    """One engine, its version, and whether it sleeps."""
+
+    def __init__(
+        self,
+        make: Callable[[int], Engine],
+        pull: Callable[[int], Awaitable[Pulled]],
+        owner: HostOwner,
+        clock: Clock,
+    ) -> None:
+        self._make = make  # given the number of the start
+        self._pull = pull
+        self._owner = owner
+        self._clock = clock
+        self._engine: Engine | None = None
+        self._held: set[int] = set()  # requests that the engine has and that have not ended
+        self._wanted: int | None = None
+        self._pulled: Pulled | None = None
+        self._must_prove = False
+        self._sleep_wanted = False
+        self._is_asleep = False
+        self._answer_sleep = False
+        self._changed = asyncio.Event()
+        self._wanted_changed = asyncio.Event()
+        self._served: int | None = None
+        self._fact: VersionReady | None = None
+        self._past = Progress(0, 0, 0, 0)
+
+    # --- what the owner asks ------------------------------------------------------------------------------
+
+    @property
+    def served(self) -> int | None:
+        """The version that is proved and served now."""
+        return self._served
+
+    @property
+    def state(self) -> str:
+        """A word for the heartbeat."""
+        if self._engine is None:
+            return "starting"
+        if self._served is not None:
+            return "serving"
+        return "asleep" if self._is_asleep else "loading"
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the engine holds no request."""
+        return not self._held
+
+    @property
+    def facts(self) -> list[Message]:
+        """What a coordinator that may have missed it must hear again."""
+        facts: list[Message] = []
+        if self._served is not None and self._fact is not None:
+            facts.append(self._fact)
+        if self._is_asleep and self._sleep_wanted:
+            facts.append(EngineSlept())
+        return facts
+
+    def progress(self) -> Progress:
+        """Counters over all of this agent's engines."""
+        now = Progress(0, 0, 0, 0) if self._engine is None else self._engine.progress()
+        past = self._past
+        return Progress(
+            past.counter + now.counter, now.running, now.waiting, past.tokens_generated + now.tokens_generated
+        )
+
+    def submit(self, requests: list[Request]) -> None:
+        """Give the engine work; only while `served` is its version."""
+        assert self._engine is not None
+        self._held.update(request.request_id for request in requests)
+        self._engine.submit(requests)
+
+    async def abort(self, request_ids: Iterable[int]) -> None:
+        """Stop requests; their endings come through `outputs`, or through `engine_died`."""
+        ids = [request_id for request_id in request_ids if request_id in self._held]
+        if ids and self._engine is not None:
+            try:
+                await self._engine.abort(ids)
+            except EngineDied:
+                return  # said by the loop that keeps it
+
+    async def abort_all(self) -> None:
+        """Stop everything."""
+        await self.abort(list(self._held))
+
+    def want(self, version: int) -> None:
+        """Fetch `version`; apply and prove it once the engine is awake and idle. The newest wish counts."""
+        self._wanted = version
+        self._wanted_changed.set()
+        if not self._repeat_fact():
+            self._must_prove = True
+        self._changed.set()
+
+    def sleep(self) -> None:
+        """Free the memory once idle."""
+        self._sleep_wanted = self._answer_sleep = True
+        self._changed.set()
+
+    def wake(self) -> None:
+        """Take memory again, then apply and prove the version that is wanted."""
+        self._sleep_wanted = False
+        if not self._repeat_fact():
+            self._must_prove = True
+        self._changed.set()
+
+    def distrust(self) -> None:
+        """A new registration: serve nothing until asked, and prove it again."""
+        self._served, self._wanted, self._sleep_wanted = None, None, False
+        self._must_prove = True
+
+    def _repeat_fact(self) -> bool:
+        """Answer a repeated order at once: what was proved in this registration stays proved."""
+        if self._served is None or self._served != self._wanted or self._fact is None:
+            return False
+        self._owner.say(self._fact)
+        return True
+
+    async def run(self) -> None:
+        """Work until cancelled. Raises `EngineKeepsDying`."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._keep_engine())
+                tasks.create_task(self._keep_version())
+                tasks.create_task(self._fetch())
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from group
+
+    # --- the engine's life --------------------------------------------------------------------------------
+
+    async def _keep_engine(self) -> None:
+        deaths = starts = 0
+        while True:
+            began = self._clock.now()
+            engine = self._make(starts)
+            starts += 1
+            try:
+                problem = await self._live(engine)
+                self._bury(engine)
+                self._say_died(problem)
+            finally:
+                await engine.stop()
+            deaths = deaths + 1 if self._clock.now() - began < QUICK_DEATH_S else 1
+            event(log, "engine.died", level=logging.WARNING, problem=problem, in_a_row=deaths)
+            if deaths >= MAX_QUICK_DEATHS:
+                raise EngineKeepsDying(f"the engine died {deaths} times in a row: {problem}", "see its log")
+            pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (deaths - 1))
+            await self._clock.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
+
+    async def _live(self, engine: Engine) -> str:
+        """Start an engine and carry its outputs until it dies; return why."""
+        try:
+            await engine.start(START_TIMEOUT_S)
+            self._engine, self._is_asleep = engine, False
+            self._changed.set()
+            async for batch in engine.outputs():
+                self._held.difference_update(out.request_id for out in batch if out.finished is not None)
+                self._owner.outputs(batch)
+                if not self._held:
+                    self._changed.set()
+                await self._owner.room()
+        except EngineDied as exc:
+            return exc.problem
+        return "it stopped by itself"
+
+    def _bury(self, engine: Engine) -> None:
+        last = engine.progress()
+        past = self._past
+        self._past = Progress(
+            past.counter + last.counter, 0, 0, past.tokens_generated + last.tokens_generated
+        )
+        self._engine = None
+        self._held.clear()
+        self._served = None
+
+    def _say_died(self, problem: str) -> None:
+        """The coordinator hears that nothing is served before it hears of the work that fell."""
+        if self._wanted is not None and not self._sleep_wanted:
+            self._owner.say(VersionFailed(self._wanted, f"the engine died and is started again: {problem}"))
+            self._must_prove = True
+        self._owner.engine_died(problem)
+
+    # --- the version --------------------------------------------------------------------------------------
+
+    async def _keep_version(self) -> None:
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            if self._engine is None or not self.is_idle:
+                continue
+            try:
+                await self._settle(self._engine)
+            except EngineDied:
+                continue  # said by `_keep_engine`
+
+    async def _settle(self, engine: Engine) -> None:
+        """Bring an idle engine to what is wanted."""
+        if self._sleep_wanted:
+            await self._go_to_sleep(engine)
+            return
+        pulled = self._pulled
+        if pulled is None or pulled.version != self._wanted or not self._must_prove:
+            return
+        self._served = None
+        if self._is_asleep:
+            await engine.wake()
+            self._is_asleep = False
+            event(log, "engine.woken")
+        began = self._clock.now()
+        problem = await _apply(engine, pulled)
+        if self._wanted != pulled.version or self._sleep_wanted or self._engine is not engine:
+            self._changed.set()  # overtaken meanwhile
+            return
+        self._must_prove = False
+        if problem is not None:
+            self._refuse(pulled.version, problem)
+            return
+        self._served = pulled.version
+        apply_s = self._clock.now() - began
+        self._fact = VersionReady(pulled.version, pulled.num_bytes, pulled.seconds, apply_s)
+        event(log, "version.served", version=pulled.version, pull_s=pulled.seconds, apply_s=round(apply_s, 4))
+        self._owner.say(self._fact)
+
+    async def _go_to_sleep(self, engine: Engine) -> None:
+        self._served = None
+        if not self._is_asleep:
+            await engine.sleep()
+            self._is_asleep = True
+            event(log, "engine.slept")
+        if self._answer_sleep and self._sleep_wanted:
+            self._answer_sleep = False
+            self._owner.say(EngineSlept())
+        if not self._sleep_wanted:
+            self._changed.set()
+
+    def _refuse(self, version: int, problem: str) -> None:
+        """Say so, and forget the files: the next wish fetches or verifies them again."""
+        self._pulled = self._wanted = None
+        event(log, "version.refused", level=logging.WARNING, version=version, problem=problem)
+        self._owner.say(VersionFailed(version, problem))
+
+    async def _fetch(self) -> None:
+        """Pull what is wanted, also while the engine serves something older."""
+        while True:
+            self._wanted_changed.clear()
+            version = self._wanted
+            if version is None or (self._pulled is not None and self._pulled.version == version):
+                await self._wanted_changed.wait()
+                continue
+            try:
+                pulled = await self._pull_unless_overtaken(version)
+            except PullFailed as exc:
+                if self._wanted == version:
+                    self._refuse(version, exc.problem)
+                continue
+            if pulled is not None:
+                event(
+                    log, "version.pulled", version=version, num_bytes=pulled.num_bytes, seconds=pulled.seconds
+                )
+                self._pulled = pulled
+                self._changed.set()
+
+    async def _pull_unless_overtaken(self, version: int) -> Pulled | None:
+        """Pull; None if another version was wanted before it was done."""
+        pulling = asyncio.ensure_future(self._pull(version))
+        try:
+            while not pulling.done():
+                overtaken = asyncio.ensure_future(self._wanted_changed.wait())
+                await asyncio.wait({pulling, overtaken}, return_when=asyncio.FIRST_COMPLETED)
+                overtaken.cancel()
+                if not pulling.done() and self._wanted != version:
+                    return None
+                self._wanted_changed.clear()
+            return pulling.result()
+        finally:
+            pulling.cancel()
+            await asyncio.gather(pulling, return_exceptions=True)
+
+
+async def _apply(engine: Engine, pulled: Pulled) -> str | None:
+    """Load and probe; None if the engine has proved that it holds the version, else the problem."""
+    try:
+        manifest = read_manifest(pulled.folder)
+        if engine.version != pulled.version:
+            await engine.load(pulled.version, pulled.folder)
+        probe = manifest.probe
+        token_ids, logprobs = await engine.greedy(list(probe.token_ids), len(probe.next_token_ids))
+    except (LoadFailed, ProtocolError) as exc:
+        return exc.problem
+    except EngineDied:
+        raise
+    except RuntimeFault as exc:
+        return exc.problem
+    return probe_matches(manifest, token_ids, logprobs)

@@ -1,0 +1,135 @@
+"""Pulls weight versions through a child process, so that neither TLS nor hashing delays a heartbeat.
+
+The child ends with its standard input, hence with us. Its token and certificate travel on that input only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from rlboost_runtime.errors import RuntimeFault
+from rlboost_runtime.logs import event
+
+log = logging.getLogger(__name__)
+
+PROGRESS_TIMEOUT_S = 30.0
+"""A pull whose verified bytes do not grow for so long is started over; what is verified is kept on disk."""
+ATTEMPTS = 5
+"""Failed attempts after which the coordinator is told; it asks again, or for something newer."""
+FIRST_PAUSE_S = 0.2
+LONGEST_PAUSE_S = 5.0
+KEEP_VERSIONS = 2
+COMMAND = (sys.executable, "-m", "rlboost_runtime.weights.puller")
+
+
+class PullFailed(RuntimeFault):
+    """The version could not be fetched, several times over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """A complete, verified version on this machine."""
+
+    version: int
+    folder: Path
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where and how to pull. `folder` receives a sub-folder per version."""
+
+    folder: Path
+    token: str
+    certificate: str
+    streams: int
+
+
+class _Line(msgspec.Struct):
+    """Any line of the child."""
+
+    bytes: int = -1
+    done: bool = False
+    folder: str = ""
+    pulled_bytes: int = 0
+    seconds: float = 0.0
+    error: str = ""
+
+
+class Puller:
+    """Pulls one version at a time; cancelling a pull ends its child."""
+
+    def __init__(self, source: Source, log_path: Path, command: tuple[str, ...] = COMMAND) -> None:
+        self._source = source
+        self._log_path = log_path
+        self._command = command
+        self.weights_url = ""
+        """Base URL of the weight server, as the coordinator said last."""
+
+    async def pull(self, version: int) -> Pulled:
+        """Fetch `version`. Raises `PullFailed` after several attempts."""
+        problem = ""
+        for attempt in range(ATTEMPTS):
+            try:
+                return await self._attempt(version)
+            except (RuntimeFault, TimeoutError, OSError, ValueError) as exc:
+                problem = str(exc) or "no progress"
+                event(log, "pull.failed", level=logging.WARNING, version=version, problem=problem)
+            pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**attempt)
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
+        raise PullFailed(f"version {version} cannot be pulled: {problem}", f"see {self._log_path}")
+
+    async def _attempt(self, version: int) -> Pulled:
+        with self._log_path.open("ab") as log_file:
+            child = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log_file,
+                start_new_session=True,
+            )
+        try:
+            return await self._follow(child, version)
+        finally:
+            if child.returncode is None:
+                child.kill()
+            await child.wait()
+
+    async def _follow(self, child: asyncio.subprocess.Process, version: int) -> Pulled:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdin.write(self._request(version))
+        best = -1
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(PROGRESS_TIMEOUT_S) as quiet:
+            while line_bytes := await child.stdout.readline():
+                line = msgspec.json.decode(line_bytes, type=_Line)
+                if line.error:
+                    raise RuntimeFault(line.error, f"see {self._log_path}")
+                if line.done:
+                    return Pulled(version, Path(line.folder), line.pulled_bytes, line.seconds)
+                if line.bytes > best:
+                    best = line.bytes
+                    quiet.reschedule(loop.time() + PROGRESS_TIMEOUT_S)
+        raise RuntimeFault("the puller ended without a word", f"see {self._log_path}")
+
+    def _request(self, version: int) -> bytes:
+        source = self._source
+        request = {
+            "url": self.weights_url,
+            "version": version,
+            "folder": str(source.folder),
+            "token": source.token,
+            "certificate": source.certificate,
+            "streams": source.streams,
+            "keep": KEEP_VERSIONS,
+        }
+        return msgspec.json.encode(request) + b"\n"

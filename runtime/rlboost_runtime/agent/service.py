@@ -1,0 +1,378 @@
+"""The agent: one per engine, between it and the coordinator. It holds nothing that cannot be lost.
+
+`Agent.run` owns everything here through one task group: the connection (`link`), the engine and its version
+(`engine_host`), what is owed (`outbox`), the heartbeat, and the watch for notices. It ends
+
+- with 0 when the coordinator says `Stop`, or after a preemption notice once everything is handed over,
+- with 1 when the engine keeps dying, or nothing was heard from the coordinator for a quarter of an hour,
+- with 3 when the coordinator refuses it for good.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import hashlib
+import logging
+import secrets
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+from rlboost_runtime.agent.bootstrap import Bootstrap
+from rlboost_runtime.agent.engine_host import EngineHost, EngineKeepsDying
+from rlboost_runtime.agent.link import Link
+from rlboost_runtime.agent.notice import PreemptionNotice, wait_for_notice
+from rlboost_runtime.agent.outbox import Outbox
+from rlboost_runtime.agent.puller import Puller, Source
+from rlboost_runtime.core.messages import LossCause, ReleaseReason
+from rlboost_runtime.engines.base import Engine, EngineSpec, Output, Request
+from rlboost_runtime.errors import ProtocolError
+from rlboost_runtime.logs import event
+from rlboost_runtime.seams import Clock, SystemClock, Transport
+from rlboost_runtime.wire import (
+    SCHEMA,
+    AbortWork,
+    Ack,
+    AgentCommand,
+    AgentHello,
+    Beat,
+    Goodbye,
+    Load,
+    Message,
+    Notice,
+    Refused,
+    SleepEngine,
+    Stop,
+    WakeEngine,
+    Welcome,
+    Work,
+    WorkItem,
+)
+
+log = logging.getLogger(__name__)
+
+SELF_DESTRUCT_S = 900.0
+"""Silence of the coordinator after which an agent ends: a machine that nobody reaches should not wait."""
+DEFAULT_FLUSH_S = 0.05
+DEFAULT_BEAT_S = 1.0
+RATE_WINDOW_BEATS = 5
+QUIET_BEFORE_GOODBYE_S = 1.0
+"""After a notice: nothing held and nothing owed for this long means that everything is handed over."""
+NOTICE_RESERVE_S = 1.0
+"""An agent under notice leaves this long before its machine does."""
+GOODBYE_TIMEOUT_S = 1.0
+
+
+class ExitCode(IntEnum):
+    """How the agent's process ends."""
+
+    DONE = 0
+    FAILED = 1
+    REFUSED = 3
+
+
+class _Over(Exception):
+    """Ends the agent's task group."""
+
+    def __init__(self, code: ExitCode) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class Seams:
+    """Where the agent touches the world."""
+
+    dial: Callable[[], Awaitable[Transport]]
+    make_engine: Callable[[EngineSpec], Engine]
+    puller: Puller
+    clock: Clock
+
+
+class Agent:
+    """One instance. `folder` is the machine's working folder."""
+
+    def __init__(self, bootstrap: Bootstrap, instance: str, folder: Path, seams: Seams) -> None:
+        self._bootstrap = bootstrap
+        self._instance = instance
+        self._folder = folder
+        self._seams = seams
+        self._clock = seams.clock
+        self._boot_id = secrets.token_hex(8)
+        self._outbox = Outbox()
+        self._host = EngineHost(self._make_engine, seams.puller.pull, self, self._clock)
+        self._link = Link(seams.dial, self, self._clock)
+        self._epoch: int | None = None
+        self._beat_s, self._flush_s = DEFAULT_BEAT_S, DEFAULT_FLUSH_S
+        self._notice: PreemptionNotice | None = None
+        self._owing = asyncio.Event()
+        self._room = asyncio.Event()
+        self._room.set()
+        self._over: asyncio.Queue[ExitCode] = asyncio.Queue()
+        self._aborts: asyncio.Queue[tuple[int, ...] | None] = asyncio.Queue()  # None: everything
+        self._tasks: asyncio.TaskGroup | None = None
+
+    async def run(self, terminated: asyncio.Event) -> ExitCode:
+        """Work until told to end; `terminated` is set by SIGTERM. Children have ended when this returns."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._end_when_told())
+                tasks.create_task(self._link.run())
+                tasks.create_task(self._host.run())
+                tasks.create_task(self._flush_often())
+                tasks.create_task(self._beat_often())
+                tasks.create_task(self._abort_as_told())
+                tasks.create_task(self._leave_on_notice(terminated))
+                tasks.create_task(self._end_in_silence())
+        except ExceptionGroup as group:
+            return _exit_code(group)
+        raise AssertionError("the agent's tasks run until one of them raises")
+
+    # --- what the link asks -------------------------------------------------------------------------------
+
+    def hello(self) -> AgentHello:
+        """Introduce ourselves, with what we still hold."""
+        engine = self._bootstrap.engine
+        return AgentHello(
+            schema=SCHEMA,
+            run=self._bootstrap.run,
+            instance=self._instance,
+            machine=self._bootstrap.machine,
+            pool=self._bootstrap.pool,
+            boot_id=self._boot_id,
+            max_running=engine.max_running,
+            kv_tokens=engine.max_running * engine.max_context_tokens,
+            engine=engine.kind,
+            epoch=self._epoch,
+            assignments=self._outbox.held,
+            next_seq=self._outbox.next_seq,
+            version=self._host.served,
+        )
+
+    def welcomed(self, welcome: Welcome) -> list[Message]:
+        """Take up a connection: resend what is owed, or drop everything if it is void."""
+        self._epoch = welcome.epoch
+        self._beat_s, self._flush_s = welcome.beat_s, welcome.flush_s
+        self._seams.puller.weights_url = welcome.weights_url
+        event(log, "agent.welcomed", epoch=welcome.epoch, resumed=welcome.resumed)
+        repeated: list[Message] = []
+        if welcome.resumed:
+            self._outbox.ack(welcome.acked_seq)
+            repeated += self._host.facts
+        else:
+            self._outbox.void()
+            self._host.distrust()
+            self._aborts.put_nowait(None)
+        self._check_room()
+        if self._notice is not None:
+            repeated.append(Notice(self._notice.seconds, self._notice.source))
+        return [*self._outbox.unacked(), *repeated, *self._outbox.cut()]
+
+    def received(self, command: AgentCommand) -> None:
+        """Carry out one command; what takes time goes to a task of its own."""
+        match command:
+            case Ack(seq=seq):
+                self._outbox.ack(seq)
+                self._check_room()
+            case Work(items=items):
+                self._begin(items)
+            case AbortWork(assignments=assignments):
+                self._aborts.put_nowait(assignments)
+            case Load(version=version):
+                self._host.want(version)
+            case SleepEngine():
+                self._host.sleep()
+            case WakeEngine():
+                self._host.wake()
+            case Stop(reason=reason):
+                event(log, "agent.stopped", reason=reason)
+                self._over.put_nowait(ExitCode.DONE)
+            case Welcome() | Refused():
+                event(log, "coordinator.confused", level=logging.WARNING, message=type(command).__name__)
+
+    # --- what the engine host asks ------------------------------------------------------------------------
+
+    def outputs(self, batch: list[Output]) -> None:
+        """Owe the coordinator these; words that it waits for leave at once."""
+        self._outbox.add(batch)
+        self._owing.set()
+        if any(output.finished == "aborted" for output in batch):
+            self._flush()
+        if self._outbox.is_full:
+            self._room.clear()
+
+    async def room(self) -> None:
+        """Return once the coordinator has acknowledged enough."""
+        await self._room.wait()
+
+    def engine_died(self, problem: str) -> None:
+        """Hand back everything, with the tokens that came before."""
+        for assignment in self._outbox.open:
+            self._outbox.end(assignment, ReleaseReason.ENGINE_FAILED, problem)
+        self._flush()
+
+    def say(self, message: Message) -> None:
+        """Tell the coordinator, if there is one now; what came before it is sent before it."""
+        self._flush()
+        self._link.post(message)
+
+    # --- tasks --------------------------------------------------------------------------------------------
+
+    async def _end_when_told(self) -> None:
+        raise _Over(await self._over.get())
+
+    async def _flush_often(self) -> None:
+        while True:
+            await self._owing.wait()
+            await self._clock.sleep(self._flush_s)
+            self._owing.clear()
+            self._flush()
+
+    async def _beat_often(self) -> None:
+        generated = [0]
+        while True:
+            progress = self._host.progress()
+            generated = [*generated[-RATE_WINDOW_BEATS:], progress.tokens_generated]
+            seconds = self._beat_s * (len(generated) - 1)
+            self._link.post(
+                Beat(
+                    engine_progress=progress.counter,
+                    running=progress.running,
+                    waiting=progress.waiting,
+                    tokens_generated=progress.tokens_generated,
+                    tokens_per_s=(generated[-1] - generated[0]) / seconds,
+                    state=self._host.state if self._notice is None else "leaving",
+                )
+            )
+            await self._clock.sleep(self._beat_s)
+
+    async def _abort_as_told(self) -> None:
+        while True:
+            assignments = await self._aborts.get()
+            if assignments is None:
+                await self._host.abort_all()
+            else:
+                await self._host.abort(assignments)
+
+    async def _leave_on_notice(self, terminated: asyncio.Event) -> None:
+        """Say that the machine goes, hand over what is held, leave."""
+        notice = self._notice = await wait_for_notice(self._folder, terminated)
+        began = self._clock.now()
+        event(log, "agent.noticed", seconds=notice.seconds, source=notice.source)
+        self._link.post(Notice(notice.seconds, notice.source))
+        self._flush()
+        quiet_since = began
+        while self._clock.now() < began + notice.seconds - NOTICE_RESERVE_S:
+            if not (self._host.is_idle and self._outbox.is_clear and self._link.is_up):
+                quiet_since = self._clock.now()
+            if self._clock.now() >= quiet_since + QUIET_BEFORE_GOODBYE_S:
+                break
+            await self._clock.sleep(self._flush_s)
+        self._flush()
+        self._link.post(Goodbye(LossCause.NOTICED))
+        await self._link.drain(GOODBYE_TIMEOUT_S)
+        raise _Over(ExitCode.DONE)
+
+    async def _end_in_silence(self) -> None:
+        while (left_s := self._link.last_word_at + SELF_DESTRUCT_S - self._clock.now()) > 0:
+            await self._clock.sleep(left_s)
+        event(log, "agent.abandoned", level=logging.ERROR, silent_s=SELF_DESTRUCT_S)
+        raise _Over(ExitCode.FAILED)
+
+    # --- helpers ------------------------------------------------------------------------------------------
+
+    def _begin(self, items: tuple[WorkItem, ...]) -> None:
+        requests = []
+        for item in items:
+            if item.policy_version != self._host.served:
+                problem = f"asked for version {item.policy_version}, serving {self._host.served}"
+                self._outbox.refuse(item.assignment, item.policy_version, problem)
+                self._owing.set()
+                continue
+            self._outbox.begin(item.assignment, item.offset, item.policy_version)
+            requests.append(Request(item.assignment, _int32s(item.token_ids), item.max_new_tokens))
+        if requests:
+            self._host.submit(requests)
+
+    def _flush(self) -> None:
+        """Send what is owed; without a connection it stays together until there is one."""
+        if self._link.is_up:
+            for frame in self._outbox.cut():
+                self._link.post(frame)
+
+    def _check_room(self) -> None:
+        if not self._outbox.is_full:
+            self._room.set()
+
+    def _make_engine(self, start: int) -> Engine:
+        engine = self._bootstrap.engine
+        number = self._instance.rpartition("/")[2]
+        side_file = self._folder / f"engine-{number}.tokens" if engine.count_tokens else None
+        return self._seams.make_engine(
+            EngineSpec(
+                kind=engine.kind,
+                sampling=engine.sampling,
+                max_context_tokens=engine.max_context_tokens,
+                max_running=engine.max_running,
+                dtype=engine.dtype,
+                seed=own_seed(engine.seed, self._instance, self._boot_id, start),
+                threads=engine.threads,
+                log=self._folder / f"engine-{number}.log",
+                side_file=side_file,
+                tokens_per_s_per_response=engine.tokens_per_s_per_response,
+            )
+        )
+
+
+def own_seed(seed: int, instance: str, boot_id: str, start: int) -> int:
+    """Return a seed that no other engine of the run has: equal ones would give siblings equal responses."""
+    text = f"{seed}/{instance}/{boot_id}/{start}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "big")
+
+
+def system_seams(bootstrap: Bootstrap, instance: str, folder: Path) -> Seams:
+    """Return the live network, engines, puller and clock."""
+    from rlboost_runtime.engines.factory import make_engine
+    from rlboost_runtime.transport import connect
+
+    url = bootstrap.coordinator_url.rstrip("/") + "/v1/agent"
+    weights = folder / "weights" / instance.rpartition("/")[2]
+    weights.mkdir(parents=True, exist_ok=True)
+    source = Source(weights, bootstrap.token, bootstrap.certificate, bootstrap.weight_streams)
+
+    def dial() -> Awaitable[Transport]:
+        return connect(url, bootstrap.token, bootstrap.certificate, timeout_s=DIAL_S)
+
+    puller = Puller(source, folder / f"puller-{instance.rpartition('/')[2]}.log")
+    return Seams(dial, make_engine, puller, SystemClock())
+
+
+DIAL_S = 8.0
+"""Longest wait for TCP, TLS and WebSocket together."""
+
+
+def _int32s(data: bytes) -> list[int]:
+    values = array.array("i", data)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tolist()
+
+
+def _exit_code(group: ExceptionGroup[Exception]) -> ExitCode:
+    """Return how the process ends; what is not one of the expected ends is raised."""
+    reasons, others = group.split((_Over, ProtocolError, EngineKeepsDying))
+    if others is not None:
+        raise others
+    assert reasons is not None
+    match reasons.exceptions[0]:
+        case _Over(code=code):
+            return code
+        case ProtocolError() as refusal:
+            event(log, "agent.refused", level=logging.ERROR, problem=refusal.problem)
+            return ExitCode.REFUSED
+        case reason:
+            event(log, "agent.failed", level=logging.ERROR, problem=str(reason))
+            return ExitCode.FAILED

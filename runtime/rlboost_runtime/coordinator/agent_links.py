@@ -1,0 +1,415 @@
+"""The agents' side of the coordinator: registration, frames in, work out.
+
+One `AgentLink` per open connection, one `AgentLinks` for all. An instance's word counts only under its
+current epoch; a frame is acknowledged only once it is journalled; a connection whose peer stops reading is
+closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+
+from rlboost_runtime.coordinator.state import TOKENS, State
+from rlboost_runtime.coordinator.token_store import Accepted, EndedAssignment
+from rlboost_runtime.core.messages import (
+    Abort,
+    Assign,
+    Beat,
+    Disconnected,
+    Event,
+    Evict,
+    Finished,
+    FinishReason,
+    InstanceJoined,
+    InstanceLeft,
+    InstanceReady,
+    LoadVersion,
+    LossCause,
+    NoticeReceived,
+    Pool,
+    Reconnected,
+    Released,
+    ReleaseReason,
+    Sleep,
+    Slept,
+    VersionRefused,
+    Wake,
+)
+from rlboost_runtime.errors import ProtocolError
+from rlboost_runtime.logs import event as log_event
+from rlboost_runtime.seams import Transport
+from rlboost_runtime.wire import (
+    SCHEMA,
+    AbortWork,
+    Ack,
+    AgentHello,
+    EngineSlept,
+    Frame,
+    Goodbye,
+    Load,
+    Message,
+    Notice,
+    Refused,
+    SleepEngine,
+    Stop,
+    VersionFailed,
+    VersionReady,
+    WakeEngine,
+    Welcome,
+    Work,
+    WorkItem,
+    agent_message_decoder,
+    encode,
+)
+from rlboost_runtime.wire import Beat as BeatMessage
+
+log = logging.getLogger(__name__)
+
+HELLO_TIMEOUT_S = 10.0
+"""A connection that does not introduce itself by then is closed."""
+SEND_TIMEOUT_S = 10.0
+"""A peer that does not read for so long is cut off; its lease decides what becomes of it."""
+TOKEN_COUNTS_EVERY_S = 5.0
+"""How often a beat carries token counts to the core: they steer balance only, and fill the event log."""
+
+
+@dataclass(slots=True)
+class LinkStats:
+    """What status shows of an instance beyond what the core knows."""
+
+    tokens_accepted: int = 0
+    tokens_per_s: float = 0.0
+    running: int = 0
+    engine: str = ""
+    pull_s: float = 0.0
+    apply_s: float = 0.0
+    ready_at: float | None = None
+    counts_sent_at: float = -1e9
+
+
+class AgentLink:
+    """One agent's open connection."""
+
+    def __init__(self, hello: AgentHello, epoch: int, transport: Transport) -> None:
+        self.instance = hello.instance
+        self.machine = hello.machine
+        self.boot_id = hello.boot_id
+        self.epoch = epoch
+        self.closed = False
+        self._transport = transport
+        self._outgoing: deque[Message] = deque()
+        self._items: list[WorkItem] = []
+        self._aborts: list[int] = []
+        self._ack = -1
+        self._acked = -1
+        self._wake = asyncio.Event()
+
+    def send(self, message: Message) -> None:
+        """Queue a message."""
+        self._settle()
+        self._outgoing.append(message)
+        self._wake.set()
+
+    def work(self, item: WorkItem) -> None:
+        """Queue work; items queued in one turn of the loop travel together."""
+        if self._aborts:
+            self._settle()
+        self._items.append(item)
+        self._wake.set()
+
+    def abort(self, assignment: int) -> None:
+        """Queue an abort; likewise."""
+        if self._items:
+            self._settle()
+        self._aborts.append(assignment)
+        self._wake.set()
+
+    def ack(self, seq: int) -> None:
+        """Acknowledge all frames up to `seq`; only the newest number travels."""
+        self._ack = max(self._ack, seq)
+        self._wake.set()
+
+    async def write(self) -> None:
+        """Send what is queued until cancelled. Raises `ConnectionError` or `TimeoutError`."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            self._settle()
+            if self._ack > self._acked:
+                self._acked = self._ack
+                self._outgoing.appendleft(Ack(self._ack))
+            while self._outgoing:
+                async with asyncio.timeout(SEND_TIMEOUT_S):
+                    await self._transport.send(encode(self._outgoing.popleft()))
+            if self.closed:
+                raise ConnectionError("closed by us")
+
+    def close(self) -> None:
+        """Let the connection end once what is queued has been sent."""
+        self.closed = True
+        self._wake.set()
+
+    def _settle(self) -> None:
+        if self._items:
+            self._outgoing.append(Work(tuple(self._items)))
+            self._items = []
+        if self._aborts:
+            self._outgoing.append(AbortWork(tuple(self._aborts)))
+            self._aborts = []
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What agents are told at registration, in seconds."""
+
+    lease_s: float
+    beat_s: float = 1.0
+    flush_s: float = 0.05
+
+
+class AgentLinks:
+    """All agents' connections."""
+
+    def __init__(
+        self, state: State, run_name: str, timing: Timing, reserved_machines: frozenset[str]
+    ) -> None:
+        self._state = state
+        self._run_name = run_name
+        self._timing = timing
+        self._reserved = reserved_machines
+        self.weights_url = ""
+        self.links: dict[str, AgentLink] = {}
+        self.stats: dict[str, LinkStats] = {}
+        self.tokens_accepted = 0
+        self.tokens_dropped = 0
+        self.tokens_duplicate = 0
+        self.lost_estimate = 0
+        self.stopping: str | None = None
+
+    # --- commands out -------------------------------------------------------------------------------------
+
+    def work(self, command: Assign, item: WorkItem) -> None:
+        """Send work to the instance."""
+        link = self._link(command.instance, command.epoch)
+        if link is not None:
+            link.work(item)
+
+    def carry_out(self, command: Abort | LoadVersion | Sleep | Wake | Evict) -> None:
+        """Send a command to the instance; one without a connection gets none."""
+        link = self._link(command.instance, command.epoch)
+        if link is None:
+            return
+        match command:
+            case Abort(assignment=assignment):
+                link.abort(assignment)
+            case LoadVersion(version=version):
+                link.send(Load(version))
+            case Sleep():
+                link.send(SleepEngine())
+            case Wake():
+                link.send(WakeEngine())
+            case Evict(cause=cause):
+                log_event(log, "instance.evicted", instance=command.instance, cause=str(cause))
+                self._drop(link)
+
+    def stop_all(self, reason: str) -> None:
+        """Tell every agent to end, and every later one too."""
+        self.stopping = reason
+        for link in self.links.values():
+            link.send(Stop(reason))
+
+    def _link(self, instance: str, epoch: int) -> AgentLink | None:
+        link = self.links.get(instance)
+        return link if link is not None and link.epoch == epoch and not link.closed else None
+
+    def _drop(self, link: AgentLink) -> None:
+        link.close()
+        if self.links.get(link.instance) is link:
+            del self.links[link.instance]
+
+    # --- serving a connection -----------------------------------------------------------------------------
+
+    async def serve(self, transport: Transport) -> None:
+        """Serve one connection until it ends."""
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                hello = agent_message_decoder.decode(await transport.receive())
+        except (TimeoutError, ConnectionError, msgspec.DecodeError) as problem:
+            log_event(log, "agent.hello_failed", problem=repr(problem))
+            return
+        refusal = self._refusal(hello)
+        if refusal is not None or not isinstance(hello, AgentHello):
+            await transport.send(encode(refusal or Refused("the first message must be AgentHello")))
+            return
+        link = self._register(hello, transport)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._read(link, transport))
+                tasks.create_task(link.write())
+        except* (ConnectionError, TimeoutError) as group:
+            log_event(log, "agent.disconnected", instance=link.instance, problem=repr(group.exceptions[0]))
+        except* (ProtocolError, msgspec.DecodeError) as group:
+            log_event(log, "agent.protocol_error", instance=link.instance, problem=str(group.exceptions[0]))
+        finally:
+            if self.links.get(link.instance) is link:
+                del self.links[link.instance]
+                self._state.apply(Disconnected(self._state.now(), link.instance, link.epoch))
+
+    def _refusal(self, hello: object) -> Refused | None:
+        if not isinstance(hello, AgentHello):
+            return Refused("the first message must be AgentHello")
+        if hello.schema[0] != SCHEMA[0]:
+            return Refused(f"agent speaks schema {hello.schema}, we {SCHEMA}: deploy the agent again")
+        if hello.run != self._run_name:
+            return Refused(f"agent belongs to run {hello.run}, this is {self._run_name}")
+        if self.stopping is not None:
+            return Refused(f"the run is ending: {self.stopping}")
+        machines = self._state.core.machines
+        if hello.pool == Pool.RESERVED and hello.machine in self._reserved:
+            return None
+        machine = machines.get(hello.machine)
+        if machine is None or not machine.is_alive:
+            return Refused(f"machine {hello.machine} is not one of this run's, or was given up")
+        return None
+
+    def _register(self, hello: AgentHello, transport: Transport) -> AgentLink:
+        state = self._state
+        known = state.core.instances.get(hello.instance)
+        former = self.links.pop(hello.instance, None)
+        if former is not None:
+            self._drop(former)
+            state.apply(Disconnected(state.now(), hello.instance, former.epoch))
+        resumed = known is not None and known.is_alive and known.epoch == hello.epoch
+        epoch = known.epoch if resumed and known is not None else state.tally.next_epoch
+        link = AgentLink(hello, epoch, transport)
+        self.links[hello.instance] = link
+        self.stats.setdefault(hello.instance, LinkStats()).engine = hello.engine
+        link.send(
+            Welcome(
+                epoch=epoch,
+                resumed=resumed,
+                acked_seq=-1,
+                lease_s=self._timing.lease_s,
+                beat_s=self._timing.beat_s,
+                flush_s=self._timing.flush_s,
+                weights_url=self.weights_url,
+            )
+        )
+        if resumed:
+            state.apply(Reconnected(state.now(), hello.instance, epoch, hello.assignments))
+        else:
+            self.stats[hello.instance] = LinkStats(engine=hello.engine)
+            state.apply(
+                InstanceJoined(
+                    state.now(),
+                    hello.instance,
+                    hello.machine,
+                    Pool(hello.pool),
+                    epoch,
+                    hello.max_running,
+                    hello.kv_tokens,
+                )
+            )
+        log_event(log, "instance.joined", instance=hello.instance, epoch=epoch, resumed=resumed)
+        return link
+
+    async def _read(self, link: AgentLink, transport: Transport) -> None:
+        while not link.closed:
+            message = agent_message_decoder.decode(await transport.receive())
+            if link.closed:
+                break
+            match message:
+                case Frame():
+                    self._on_frame(link, message)
+                case BeatMessage():
+                    self._on_beat(link, message)
+                case VersionReady():
+                    self._on_version_ready(link, message)
+                case VersionFailed(version=version, problem=problem):
+                    log_event(log, "instance.version_refused", instance=link.instance, problem=problem)
+                    self._state.apply(
+                        VersionRefused(self._state.now(), link.instance, link.epoch, version, problem)
+                    )
+                case EngineSlept():
+                    self._state.apply(Slept(self._state.now(), link.instance, link.epoch))
+                case Notice(seconds=seconds, source=source):
+                    log_event(log, "instance.noticed", instance=link.instance, seconds=seconds, source=source)
+                    self._state.apply(NoticeReceived(self._state.now(), link.instance, link.epoch, seconds))
+                case Goodbye(reason=reason):
+                    self._on_goodbye(link, reason)
+                case AgentHello():
+                    raise ProtocolError("a second AgentHello on one connection", "deploy the agent again")
+        raise ConnectionError("closed by us")
+
+    def _on_frame(self, link: AgentLink, frame: Frame) -> None:
+        accepted = self._state.store.accept(frame)
+        self.tokens_accepted += accepted.num_accepted
+        self.tokens_dropped += accepted.num_dropped
+        self.tokens_duplicate += accepted.num_duplicate
+        self.stats[link.instance].tokens_accepted += accepted.num_accepted
+        record = b"" if accepted.record is None else TOKENS + accepted.record
+        events = self._endings(link, accepted)
+
+        def committed() -> None:
+            for make in events:
+                self._state.apply(make(self._state.now()))
+            link.ack(frame.seq)
+
+        self._state.journal.append(record, committed)
+
+    def _endings(self, link: AgentLink, accepted: Accepted) -> list[Callable[[float], Event]]:
+        """Return the events that follow from a frame once it is journalled, each wanting its time."""
+        store = self._state.store
+        made: list[Callable[[float], Event]] = []
+        for response in accepted.full:
+            reason = store.is_complete(response) or FinishReason.LENGTH
+            made.append(partial(_finished, response, store.length(response), reason))
+        for ending in accepted.endings:
+            if ending.reason in (FinishReason.STOP, FinishReason.LENGTH):
+                made.append(
+                    partial(_finished, ending.response, ending.num_tokens, FinishReason(ending.reason))
+                )
+            else:
+                made.append(partial(_released, link.instance, ending))
+        return made
+
+    def _on_beat(self, link: AgentLink, beat: BeatMessage) -> None:
+        state = self._state
+        stats = self.stats[link.instance]
+        stats.tokens_per_s = beat.tokens_per_s
+        stats.running = beat.running
+        now = state.now()
+        counts: tuple[tuple[int, int], ...] = ()
+        if now - stats.counts_sent_at >= TOKEN_COUNTS_EVERY_S:
+            stats.counts_sent_at = now
+            held = state.core.responses_on(link.instance)
+            counts = tuple((response, state.store.length(response)) for response in held)
+        state.apply(Beat(now, link.instance, link.epoch, beat.engine_progress, counts))
+
+    def _on_version_ready(self, link: AgentLink, message: VersionReady) -> None:
+        stats = self.stats[link.instance]
+        stats.pull_s, stats.apply_s = message.pull_s, message.apply_s
+        if stats.ready_at is None:
+            stats.ready_at = self._state.now()
+        self._state.apply(InstanceReady(self._state.now(), link.instance, link.epoch, message.version))
+
+    def _on_goodbye(self, link: AgentLink, reason: str) -> None:
+        log_event(log, "instance.left", instance=link.instance, reason=reason)
+        cause = LossCause.NOTICED if reason == LossCause.NOTICED else LossCause.STOPPED
+        self._drop(link)
+        self._state.apply(InstanceLeft(self._state.now(), link.instance, link.epoch, cause))
+
+
+def _finished(response: int, num_tokens: int, reason: FinishReason, at: float) -> Event:
+    return Finished(at, response, num_tokens, reason)
+
+
+def _released(instance: str, ending: EndedAssignment, at: float) -> Event:
+    return Released(at, instance, ending.assignment, ending.num_tokens, ReleaseReason(ending.reason))

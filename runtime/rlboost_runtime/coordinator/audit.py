@@ -1,0 +1,146 @@
+"""Check a run against the promises, from what it left on disk: event log, token journal, ledger, side files.
+
+Needs `evidence.keep_journal` (and `evidence.count_tokens` for lost tokens) in the job. Only reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from rlboost_runtime.coordinator.event_log import read_events
+from rlboost_runtime.coordinator.journal import Journal
+from rlboost_runtime.coordinator.state import OpenStep, StepHeader
+from rlboost_runtime.coordinator.tally import Tally
+from rlboost_runtime.coordinator.token_store import TokenStore
+from rlboost_runtime.core.core import Core
+from rlboost_runtime.core.log import encode_command
+from rlboost_runtime.core.messages import Assign, Finished
+from rlboost_runtime.run_folder import RunFolder
+
+
+@dataclass(slots=True)
+class StepAudit:
+    """One step's responses as the journal has them; `tokens` by response."""
+
+    step: int
+    policy_version: int
+    tokens: dict[int, bytes] = field(default_factory=dict)
+    prompts: dict[int, bytes] = field(default_factory=dict)
+    instances: dict[int, list[str]] = field(default_factory=dict)
+    """Where each response was made, in order."""
+
+
+@dataclass(slots=True)
+class Audit:
+    """What was found. `problems` is empty when every promise that was checked held."""
+
+    problems: list[str] = field(default_factory=list)
+    requested: int = 0
+    finished: int = 0
+    assignments: Counter[int] = field(default_factory=Counter)
+    """Assignments per response."""
+    tokens_accepted: int = 0
+    tokens_generated: int | None = None
+    """By the engines' own count; None where they did not count."""
+    lost: dict[int, int] = field(default_factory=dict)
+    """Tokens per response that an engine generated and nobody accepted; only responses that lost any."""
+    commands_digest: str = ""
+    steps: list[StepAudit] = field(default_factory=list)
+
+
+def audit(run: RunFolder) -> Audit:
+    """Read everything and return what was found."""
+    found = Audit()
+    core, tally, digest = Core(), Tally(), hashlib.blake2b(digest_size=16)
+    finished: Counter[int] = Counter()
+    response_of: dict[int, int] = {}
+    for event in read_events(run.events):
+        commands = core.handle(event)
+        core.check()
+        tally.fold(event, commands)
+        if isinstance(event, Finished):
+            finished[event.response] += 1
+        for command in commands:
+            digest.update(encode_command(command))
+            if isinstance(command, Assign):
+                found.assignments[command.response] += 1
+                response_of[command.assignment] = command.response
+    found.commands_digest = digest.hexdigest()
+    found.requested = tally.requested
+    found.finished = len(finished) + len(core.counters.quarantined)
+    if found.requested != found.finished + core.counters.cancelled:
+        found.problems.append(
+            f"{found.requested} requested, {found.finished} finished, {core.counters.cancelled} cancelled"
+        )
+    lengths: dict[int, int] = {}
+    for segment in sorted(run.journal.glob("step-*.seg")):
+        step = int(segment.stem.split("-")[1])
+        found.steps.append(_audit_step(run, step, finished, lengths, found.problems))
+    found.tokens_accepted = sum(lengths.values())
+    _count_lost(run, response_of, lengths, found)
+    return found
+
+
+def _audit_step(
+    run: RunFolder, step: int, finished: Counter[int], lengths: dict[int, int], problems: list[str]
+) -> StepAudit:
+    records = Journal.read(run.journal, step)
+    header = msgspec.msgpack.decode(next(records)[1:], type=StepHeader)
+    opened = OpenStep(header.request, header.first_response)
+    store = TokenStore()
+    store.open_step(
+        step, opened.all_responses(), header.request.max_response_tokens, header.request.stop_token_ids
+    )
+    for record in records:
+        if record:
+            store.restore(record[1:])
+    store.check()
+    result = StepAudit(step, header.request.policy_version)
+    for response in opened.all_responses():
+        if finished[response] == 0:
+            problems.append(f"step {step}: response {response} never finished")
+        segments = store.segments(response)
+        versions = {segment.policy_version for segment in segments}
+        if versions - {header.request.policy_version}:
+            problems.append(f"step {step}: response {response} has tokens of versions {sorted(versions)}")
+        lengths[response] = store.length(response)
+        result.tokens[response] = store.token_ids(response)
+        result.prompts[response] = opened.prompts[opened.group_of(response)]
+        result.instances[response] = [segment.instance for segment in segments]
+    return result
+
+
+def _count_lost(run: RunFolder, response_of: dict[int, int], lengths: dict[int, int], found: Audit) -> None:
+    generated: dict[int, int] = defaultdict(int)
+    counted = False
+    for assignment, count in _side_counts(run.path):
+        counted = True
+        response = response_of.get(assignment)
+        if response in lengths:
+            generated[response] += count
+    if not counted:
+        return
+    found.tokens_generated = sum(generated.values())
+    for response, accepted in lengths.items():
+        missing = generated[response] - accepted
+        if missing > 0:
+            found.lost[response] = missing
+        elif missing < 0:
+            found.problems.append(
+                f"response {response}: {accepted} accepted, only {generated[response]} generated"
+            )
+
+
+def _side_counts(folder: Path) -> Iterator[tuple[int, int]]:
+    for path in folder.rglob("*.tokens"):
+        for line in path.read_text().splitlines():
+            match = re.fullmatch(r"(\d+) (\d+) (\d+)", line)
+            if match:
+                yield int(match[1]), int(match[2])

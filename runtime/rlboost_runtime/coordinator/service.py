@@ -1,0 +1,336 @@
+"""The coordinator process: one asyncio loop that owns the core, the tokens, the books and every connection.
+
+It ends in one way: `end_run` takes the fleet down, closes the books, writes `outcome.json`, and the loop
+returns. A SIGTERM instead leaves the run open: all is on disk, and the next coordinator goes on with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections import deque
+from dataclasses import dataclass
+
+import msgspec
+
+from rlboost_providers.base import Provider
+from rlboost_providers.registry import provider_for
+from rlboost_runtime.coordinator.agent_links import AgentLinks, Timing
+from rlboost_runtime.coordinator.fleet import Fleet, MachineMaker
+from rlboost_runtime.coordinator.ledger import Ledger
+from rlboost_runtime.coordinator.server import Handlers, bind, make_app, make_server
+from rlboost_runtime.coordinator.state import State
+from rlboost_runtime.coordinator.status import StatusSources, build_status
+from rlboost_runtime.coordinator.story import Story
+from rlboost_runtime.coordinator.trainer_link import TrainerLink
+from rlboost_runtime.coordinator.waste import WasteMeter
+from rlboost_runtime.core.core import Core
+from rlboost_runtime.core.messages import (
+    Abort,
+    Assign,
+    Command,
+    CoreConfig,
+    Event,
+    Evict,
+    GrantLease,
+    LaunchMachine,
+    LoadVersion,
+    Pool,
+    RecallLease,
+    RunEnding,
+    Sleep,
+    TerminateMachine,
+    Wake,
+)
+from rlboost_runtime.errors import NotFound
+from rlboost_runtime.job import Job
+from rlboost_runtime.logs import event as log_event
+from rlboost_runtime.machine_bootstrap import RESERVED_MACHINE, make_bootstrap
+from rlboost_runtime.run_folder import RunFolder, read_json, write_json
+from rlboost_runtime.seams import Clock, Disk
+from rlboost_runtime.security import read_token
+from rlboost_runtime.wire import GroupDone, WorkItem
+
+log = logging.getLogger(__name__)
+
+HOUSEKEEPING_S = 1.0
+"""How often status is written, waste is metered and the budget is checked."""
+RATE_WINDOW_S = 5.0
+"""Tokens per second are a mean over so long."""
+LAG_PROBE_S = 0.02
+"""Spacing of the event loop's lag probes; p99 is over the last minute."""
+END_TIMEOUT_S = 30.0
+"""Longest wait for the provider to say that the fleet is gone; then the outcome names what is left."""
+EXIT_CODES = {"done": 0, "failed": 1, "stopped": 0, "budget": 5}
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How the run ends."""
+
+    state: str
+    problem: str
+    remedy: str
+    exit_code: int
+
+
+def core_config(job: Job) -> CoreConfig:
+    """Return the core's tunables for a job; `max_usd_per_hour` bounds the fleet's size."""
+    machines = job.rollout.spot.max_instances
+    price = min(offer.price_usd_per_hour for offer in job.rollout.spot.any_of)
+    cap = job.budget.max_usd_per_hour
+    if cap is not None and price > 0:
+        machines = min(machines, max(0, int((cap - job.trainer.price_usd_per_hour) / price + 1e-9)))
+    return CoreConfig(
+        max_spot_instances=machines,
+        reserved_instances=job.trainer.local_engines,
+        seeding_initial_s=job.rollout.seeding_initial_s,
+    )
+
+
+class Coordinator:
+    """Everything of one run on the head node."""
+
+    def __init__(self, run: RunFolder, job: Job, clock: Clock, disk: Disk) -> None:
+        self._run = run
+        self._job = job
+        self._clock = clock
+        run.journal.mkdir(exist_ok=True)
+        self._ledger = Ledger(run.ledger)
+        self._state = State(run, clock, disk, core_config(job), keep_journal=job.evidence.keep_journal)
+        timing = Timing(lease_s=core_config(job).lease_s)
+        self._agents = AgentLinks(self._state, run.name, timing, frozenset({RESERVED_MACHINE}))
+        self._trainer = TrainerLink(self._state, self._ledger, clock, run.name, self.end_run)
+        provider: Provider = provider_for(job, run)
+        self._fleet = Fleet(
+            self._state, self._ledger, provider, MachineMaker(run.name, self._bootstrap), clock
+        )
+        self._sources = StatusSources(
+            job, run.name, clock.wall(), self._state, self._agents, self._trainer, self._ledger
+        )
+        self._waste = WasteMeter(self._ledger)
+        self._story = Story(self._ledger, clock)
+        self._ending: Ending | None = None
+        self._end_asked = asyncio.Event()
+        self._leave = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._state.outlet = self
+        self._state.on_change = self._changed.set
+        self._state.on_event = self._hear
+
+    def _hear(self, event: Event, commands: list[Command], core: Core) -> None:
+        self._story.tell(event, commands, core)
+        self._trainer.reserved.hear(event, core)
+
+    # --- the core's commands ------------------------------------------------------------------------------
+
+    def to_agent(self, command: Abort | LoadVersion | Sleep | Wake | Evict) -> None:
+        """Tell an agent."""
+        self._agents.carry_out(command)
+
+    def work(self, command: Assign, item: WorkItem) -> None:
+        """Send work to an agent."""
+        self._agents.work(command, item)
+
+    def deliver(self, group: GroupDone) -> None:
+        """Hand a finished group to the trainer."""
+        self._trainer.deliver(group)
+
+    def lease(self, command: GrantLease | RecallLease) -> None:
+        """Tell the trainer about the GPU."""
+        self._trainer.lease(command)
+
+    def fleet(self, command: LaunchMachine | TerminateMachine) -> None:
+        """Start or end a machine."""
+        self._fleet.carry_out(command)
+
+    # --- life ---------------------------------------------------------------------------------------------
+
+    async def serve(self) -> None:
+        """Serve until the run has ended or SIGTERM asks to leave it open."""
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, self._leave.set)
+        self._state.journal.start(loop)
+        listener = bind(self._run)
+        weights = read_json(self._run.weights_endpoint)
+        self._agents.weights_url = "" if weights is None else str(weights["url"])
+        server = make_server(make_app(self._handlers(), read_token(self._run)), self._run)
+        self._open_books()
+        self._state.begin()
+        self._fleet.reconcile()
+        log_event(log, "coordinator.started", url=str(read_json(self._run.endpoint)))
+        async with asyncio.TaskGroup() as tasks:
+            serving = tasks.create_task(server.serve(sockets=[listener]))
+            workers = [
+                tasks.create_task(self._fleet.serve()),
+                tasks.create_task(self._tick()),
+                tasks.create_task(self._keep_house()),
+                tasks.create_task(self._probe_lag()),
+            ]
+            leave = asyncio.ensure_future(self._leave.wait())
+            end = asyncio.ensure_future(self._end_asked.wait())
+            await asyncio.wait({leave, end, serving}, return_when=asyncio.FIRST_COMPLETED)
+            if self._ending is not None:
+                await self._wind_up(self._ending)
+            for task in (*workers, leave, end):
+                task.cancel()
+            server.should_exit = True
+        await self._state.journal.close()
+        self._write_status()
+        if self._ending is not None and not self._leave.is_set():
+            write_json(self._run.outcome, msgspec.structs.asdict(_outcome(self._ending)))
+        self._ledger.close()
+
+    def end_run(self, state: str, problem: str, remedy: str) -> None:
+        """End the run, once: `state` is done, failed, stopped or budget."""
+        if self._ending is None:
+            self._ending = Ending(state, problem, remedy, EXIT_CODES.get(state, 1))
+            log_event(log, "run.ending", state=state, problem=problem)
+            self._end_asked.set()
+
+    async def _wind_up(self, ending: Ending) -> None:
+        now = self._clock.wall()
+        text = f"run {_state_of(ending)}" + (f": {ending.problem}" if ending.problem else "")
+        self._ledger.note(now, "ended", text)
+        self._state.apply(RunEnding(self._state.now(), ending.state))
+        self._agents.stop_all(ending.state)
+        left = await self._fleet.end_all(END_TIMEOUT_S)
+        if left:
+            self._ending = Ending(
+                "failed",
+                f"machines still listed by the provider: {', '.join(left)}",
+                f"rlboost down {self._run.name}",
+                1,
+            )
+        self._ledger.ended(RESERVED_MACHINE, self._clock.wall())
+        self._sources.ended = _state_of(self._ending or ending)
+
+    def _open_books(self) -> None:
+        trainer = self._job.trainer
+        now = self._clock.wall()
+        self._ledger.intend(
+            RESERVED_MACHINE,
+            pool=Pool.RESERVED,
+            provider=trainer.infra,
+            zone="local",
+            accelerator="cpu",
+            price_micro_usd_per_hour=round(trainer.price_usd_per_hour * 1_000_000),
+            price_source="job file: trainer.price_usd_per_hour",
+            at=now,
+        )
+        self._ledger.launched(RESERVED_MACHINE, now)
+        first = self._ledger.machines(now)[0].launched_ns
+        self._sources.started_at = now if first is None else first / 1e9
+
+    def _bootstrap(self, machine: str) -> dict[str, object]:
+        built = make_bootstrap(self._job, self._run, machine, Pool.SPOT, (f"{machine}/0",))
+        value = msgspec.to_builtins(built)
+        assert isinstance(value, dict)
+        return value
+
+    def _handlers(self) -> Handlers:
+        return Handlers(
+            agent=self._agents.serve,
+            trainer=self._trainer.serve,
+            status=self._status,
+            preempt=self._preempt,
+            stop=self.end_run,
+        )
+
+    async def _preempt(self, name: str, notice_s: float | None) -> None:
+        core = self._state.core
+        instance = core.instances.get(name)
+        machine = name if instance is None else instance.machine
+        known = core.machines.get(machine)
+        if known is None or not known.is_alive:
+            alive = sorted(m.machine for m in core.machines.values() if m.is_alive)
+            raise NotFound(
+                f"no living spot machine or instance {name}",
+                f"choose one of: {', '.join(alive)}" if alive else "no spot machine is alive at the moment",
+            )
+        await self._fleet.preempt(machine, notice_s)
+
+    # --- tasks --------------------------------------------------------------------------------------------
+
+    async def _tick(self) -> None:
+        while True:
+            deadline = self._state.core.next_deadline()
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(
+                    None if deadline is None else max(0.0, deadline - self._state.now())
+                ):
+                    await self._changed.wait()
+            except TimeoutError:
+                self._state.tick()
+
+    async def _keep_house(self) -> None:
+        seen: deque[tuple[float, int]] = deque()
+        while True:
+            now = self._state.now()
+            seen.append((now, self._agents.tokens_accepted))
+            while now - seen[0][0] > RATE_WINDOW_S:
+                seen.popleft()
+            span = now - seen[0][0]
+            if span > 0:
+                self._sources.tokens_per_s = (seen[-1][1] - seen[0][1]) / span
+            self._waste.meter(self._state, now)
+            self._check_budget()
+            self._write_status()
+            self._learn_weights_url()
+            await self._clock.sleep(HOUSEKEEPING_S)
+
+    async def _probe_lag(self) -> None:
+        lags: deque[float] = deque(maxlen=round(60 / LAG_PROBE_S))
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + LAG_PROBE_S
+            await asyncio.sleep(LAG_PROBE_S)
+            lags.append(max(0.0, loop.time() - due))
+            if len(lags) % 50 == 0:
+                self._sources.loop_lag_p99_ms = 1000 * sorted(lags)[int(0.99 * (len(lags) - 1))]
+
+    def _check_budget(self) -> None:
+        budget = self._job.budget.max_usd
+        if budget is None:
+            return
+        ahead = self._ledger.rate_micro_usd_per_hour() * (2 * HOUSEKEEPING_S) / 3600
+        spent = self._ledger.total_micro_usd(self._clock.wall())
+        if spent + ahead >= budget * 1_000_000:
+            self.end_run(
+                "budget",
+                f"the budget of ${budget:.2f} is spent after {len(self._ledger.steps())} steps",
+                f"raise budget.max_usd and type: rlboost launch --resume {self._run.name}",
+            )
+
+    def _learn_weights_url(self) -> None:
+        if not self._agents.weights_url:
+            weights = read_json(self._run.weights_endpoint)
+            if weights is not None:
+                self._agents.weights_url = str(weights["url"])
+
+    def _status(self) -> dict[str, object]:
+        return build_status(self._sources, self._clock.wall())
+
+    def _write_status(self) -> None:
+        try:
+            write_json(self._run.status, self._status())
+        except OSError as problem:
+            log_event(log, "status.write_failed", problem=str(problem))
+
+
+class _Outcome(msgspec.Struct):
+    state: str
+    problem: str
+    remedy: str
+    exit_code: int
+
+
+def _state_of(ending: Ending) -> str:
+    return "stopped" if ending.state == "budget" else ending.state
+
+
+def _outcome(ending: Ending) -> _Outcome:
+    return _Outcome(_state_of(ending), ending.problem, ending.remedy, ending.exit_code)

@@ -1,0 +1,169 @@
+"""What a run looks like now: one plain dictionary for people, scripts and the status file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rlboost_runtime.coordinator.agent_links import AgentLinks
+from rlboost_runtime.coordinator.ledger import Ledger
+from rlboost_runtime.coordinator.state import State
+from rlboost_runtime.coordinator.trainer_link import TrainerLink
+from rlboost_runtime.core.lease import LeaseState
+from rlboost_runtime.core.messages import LossCause, Pool
+from rlboost_runtime.job import Job
+
+REWARD_HISTORY = 1000
+"""Longest reward history in a status, in steps."""
+LAST_EVENTS = 20
+"""Events in words shown by a status."""
+
+
+@dataclass(slots=True)
+class StatusSources:
+    """Where a status comes from."""
+
+    job: Job
+    run: str
+    started_at: float
+    state: State
+    agents: AgentLinks
+    trainer: TrainerLink
+    ledger: Ledger
+    tokens_per_s: float = 0.0
+    loop_lag_p99_ms: float = 0.0
+    ended: str | None = None
+
+
+def build_status(sources: StatusSources, now_wall: float) -> dict[str, Any]:
+    """Return the status of design section 6, as plain JSON values."""
+    state, agents = sources.state, sources.agents
+    core, tally = state.core, state.tally
+    steps = sources.ledger.steps()
+    rewards = [row.reward_mean for row in steps][-REWARD_HISTORY:]
+    step = core.step
+    in_flight = sum(i.num_assigned for i in core.instances.values() if i.is_alive)
+    unfinished = sum(
+        state.store.length(r)
+        for r in (state.step.all_responses() if state.step is not None and step is not None else ())
+        if core.response(r).finish_reason is None
+    )
+    losses = core.counters.losses
+    return {
+        "run": sources.run,
+        "state": sources.ended or _state_name(sources),
+        "phase": _phase(sources),
+        "step": len(steps),
+        "steps": sources.job.algorithm.steps,
+        "policy_version": core.newest_version,
+        "reward_mean": rewards[-1] if rewards else None,
+        "reward_history": rewards,
+        "tokens": {
+            "generated": tally.tokens_finished + unfinished,
+            "trained": sum(row.tokens for row in steps),
+            "migrated": max(state.tokens_migrated, core.counters.tokens_migrated),
+            "lost_estimate": agents.lost_estimate,
+            "redone": tally.tokens_redone,
+            "dropped_late": agents.tokens_dropped,
+            "duplicate": agents.tokens_duplicate,
+        },
+        "responses": {
+            "requested": tally.requested,
+            "in_flight": in_flight,
+            "finished": tally.finished + len(core.counters.quarantined),
+            "migrated": tally.responses_migrated,
+            "quarantined": len(core.counters.quarantined),
+            "cancelled": core.counters.cancelled,
+        },
+        "preemptions": {
+            "noticed": losses.get(LossCause.NOTICED, 0),
+            "silent": losses.get(LossCause.SILENT, 0),
+            "reset": losses.get(LossCause.RESET, 0) + losses.get(LossCause.MACHINE_GONE, 0),
+        },
+        "seeding": {
+            "t_seed_s": core.seeding.t_seed_s,
+            "useful_instances": core.useful_instances,
+            "lease": str(core.lease),
+        },
+        "machines": _machines(sources, now_wall),
+        "instances": _instances(sources),
+        "cost": {
+            "spent_usd": sources.ledger.total_micro_usd(now_wall) / 1e6,
+            "rate_usd_per_hour": sources.ledger.rate_micro_usd_per_hour() / 1e6,
+            "budget_usd": sources.job.budget.max_usd,
+        },
+        "tokens_per_s": round(sources.tokens_per_s, 1),
+        "started_at": sources.started_at,
+        "at": now_wall,
+        "trainer": {"connected": sources.trainer.connected},
+        "events": [{"at": e.at, "kind": e.kind, "text": e.text} for e in sources.ledger.events(LAST_EVENTS)],
+        "replay": {
+            "events": state.num_events,
+            "commands": state.num_commands,
+            "digest": state.commands_digest,
+        },
+        "journal_problem": state.journal_problem,
+        "loop_lag_p99_ms": round(sources.loop_lag_p99_ms, 2),
+    }
+
+
+def _state_name(sources: StatusSources) -> str:
+    core = sources.state.core
+    if core.step is None:
+        return "provisioning"
+    return "training" if core.lease is LeaseState.TRAINER else "rollout"
+
+
+def _phase(sources: StatusSources) -> str:
+    core = sources.state.core
+    if sources.ended is not None:
+        return sources.ended
+    if core.step is None:
+        return "waiting for the trainer's first step"
+    done = f"{core.step.finished} of {core.step.requested} responses"
+    match core.lease:
+        case LeaseState.TRAINER:
+            return f"training, {done} finished"
+        case LeaseState.ENGINES:
+            return f"rollout on reserved and spot engines, {done} finished"
+        case _:
+            return f"handing the GPU over, {done} finished"
+
+
+def _machines(sources: StatusSources, now_wall: float) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": row.machine,
+            "pool": row.pool,
+            "provider": row.provider,
+            "zone": row.zone,
+            "accelerator": row.accelerator,
+            "price_usd_per_hour": row.price_micro_usd_per_hour / 1e6,
+            "billed_s": row.billed_ns / 1e9,
+            "cost_usd": row.cost_micro_usd / 1e6,
+            "state": str(row.state),
+        }
+        for row in sources.ledger.machines(now_wall)
+    ]
+
+
+def _instances(sources: StatusSources) -> list[dict[str, Any]]:
+    core, now = sources.state.core, sources.state.now()
+    rows = []
+    for name, instance in sorted(core.instances.items()):
+        stats = sources.agents.stats.get(name)
+        rows.append(
+            {
+                "id": name,
+                "machine": instance.machine,
+                "pool": str(Pool(instance.pool)),
+                "state": str(instance.state),
+                "policy_version": instance.version,
+                "in_flight": instance.num_assigned,
+                "tokens_per_s": 0.0 if stats is None else round(stats.tokens_per_s, 1),
+                "uptime_s": round(now - instance.joined_at, 1),
+                "pull_s": 0.0 if stats is None else stats.pull_s,
+                "apply_s": 0.0 if stats is None else stats.apply_s,
+            }
+        )
+    return rows

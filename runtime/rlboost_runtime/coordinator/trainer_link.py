@@ -1,0 +1,220 @@
+"""The trainer's side of the coordinator: step requests in, finished groups and the GPU lease out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+from rlboost_runtime.coordinator.ledger import Ledger
+from rlboost_runtime.coordinator.reserved_meter import ReservedMeter
+from rlboost_runtime.coordinator.state import State
+from rlboost_runtime.core.lease import LeaseState
+from rlboost_runtime.core.messages import (
+    GrantLease,
+    LeaseReturned,
+    RecallLease,
+    StepTrained,
+    TrainerLost,
+    VersionPublished,
+)
+from rlboost_runtime.errors import ProtocolError
+from rlboost_runtime.logs import event as log_event
+from rlboost_runtime.seams import Clock, Transport
+from rlboost_runtime.wire import (
+    SCHEMA,
+    GroupDone,
+    LeaseGranted,
+    LeaseRecalled,
+    LeaseReleased,
+    Message,
+    Published,
+    Refused,
+    RunFailed,
+    RunFinished,
+    StepRequest,
+    Trained,
+    TrainerHello,
+    TrainerWelcome,
+    encode,
+    trainer_message_decoder,
+)
+
+log = logging.getLogger(__name__)
+
+HELLO_TIMEOUT_S = 10.0
+"""A connection that does not introduce itself by then is closed."""
+SEND_TIMEOUT_S = 60.0
+"""The trainer may be busy in a long micro-batch, but its connection has a thread of its own."""
+
+EndRun = Callable[[str, str, str], None]
+"""Called with state ("done" or "failed"), problem and remedy."""
+
+
+class TrainerLink:
+    """The one trainer's connection; a newer one replaces it."""
+
+    def __init__(self, state: State, ledger: Ledger, clock: Clock, run_name: str, end_run: EndRun) -> None:
+        self._state = state
+        self._ledger = ledger
+        self._clock = clock
+        self._run_name = run_name
+        self._end_run = end_run
+        self._outgoing: deque[Message] = deque()
+        self._wake = asyncio.Event()
+        self._generation = 0
+        self._resumes_lease = False
+        self.connected = False
+        self.reserved = ReservedMeter()
+        self.step_started_wall = clock.wall()
+
+    # --- commands out -------------------------------------------------------------------------------------
+
+    def deliver(self, group: GroupDone) -> None:
+        """Hand over a finished group; without a trainer it is delivered when one asks again."""
+        self._send(group)
+
+    def lease(self, command: GrantLease | RecallLease) -> None:
+        """Tell the trainer about the GPU."""
+        match command:
+            case GrantLease(step=step):
+                self._send(LeaseGranted(step))
+            case RecallLease(step=step):
+                self._send(LeaseRecalled(step))
+
+    def _send(self, message: Message) -> None:
+        if self.connected:
+            self._outgoing.append(message)
+            self._wake.set()
+
+    # --- serving the connection ---------------------------------------------------------------------------
+
+    async def serve(self, transport: Transport) -> None:
+        """Serve one connection until it ends or a newer trainer takes its place."""
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                hello = trainer_message_decoder.decode(await transport.receive())
+        except (TimeoutError, ConnectionError, msgspec.DecodeError) as problem:
+            log_event(log, "trainer.hello_failed", problem=repr(problem))
+            return
+        refusal = self._refusal(hello)
+        if refusal is not None:
+            await transport.send(encode(refusal))
+            return
+        assert isinstance(hello, TrainerHello)
+        self._generation += 1
+        generation = self._generation
+        self._wake.set()  # a former connection's writer sees that its time is over
+        self._outgoing = deque([TrainerWelcome(self._state.core.newest_version)])
+        self._wake = asyncio.Event()
+        self._wake.set()
+        self._resumes_lease = hello.holds_lease
+        self.connected = True
+        log_event(log, "trainer.connected", boot_id=hello.boot_id, holds_lease=hello.holds_lease)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._read(transport, generation))
+                tasks.create_task(self._write(transport, generation))
+        except* (ConnectionError, TimeoutError) as group:
+            log_event(log, "trainer.disconnected", problem=repr(group.exceptions[0]))
+        except* (ProtocolError, msgspec.DecodeError) as group:
+            log_event(log, "trainer.protocol_error", problem=str(group.exceptions[0]))
+        finally:
+            if generation == self._generation:
+                self.connected = False
+                self._state.apply(TrainerLost(self._state.now()))
+
+    def _refusal(self, hello: object) -> Refused | None:
+        if not isinstance(hello, TrainerHello):
+            return Refused("the first message must be TrainerHello")
+        if hello.schema[0] != SCHEMA[0]:
+            return Refused(f"trainer speaks schema {hello.schema}, coordinator {SCHEMA}: install one version")
+        if hello.run != self._run_name:
+            return Refused(f"trainer belongs to run {hello.run}, this is {self._run_name}")
+        return None
+
+    async def _read(self, transport: Transport, generation: int) -> None:
+        while True:
+            message = trainer_message_decoder.decode(await transport.receive())
+            if generation != self._generation:
+                raise ConnectionError("a newer trainer took over")
+            self._handle(message)
+
+    async def _write(self, transport: Transport, generation: int) -> None:
+        wake, outgoing = self._wake, self._outgoing
+        while True:
+            await wake.wait()
+            wake.clear()
+            if generation != self._generation:
+                raise ConnectionError("a newer trainer took over")
+            while outgoing:
+                async with asyncio.timeout(SEND_TIMEOUT_S):
+                    await transport.send(encode(outgoing.popleft()))
+
+    def _handle(self, message: object) -> None:
+        state = self._state
+        match message:
+            case StepRequest():
+                self._on_step_request(message)
+            case Published(version=version, num_bytes=num_bytes, publish_s=publish_s):
+                log_event(log, "version.published", version=version, bytes=num_bytes, seconds=publish_s)
+                state.apply(VersionPublished(state.now(), version))
+            case LeaseReleased():
+                state.apply(LeaseReturned(state.now()))
+            case Trained():
+                self._on_trained(message)
+            case RunFinished(model_path=path):
+                log_event(log, "run.trained", model=path)
+                self._end_run("done", "", "")
+            case RunFailed(problem=problem, remedy=remedy):
+                self._end_run("failed", problem, remedy)
+            case _:
+                raise ProtocolError(
+                    f"unexpected {type(message).__name__} from the trainer", "install one version of rlboost"
+                )
+
+    def _on_step_request(self, request: StepRequest) -> None:
+        state = self._state
+        resumes, self._resumes_lease = self._resumes_lease, False
+        same = state.step is not None and state.step.request == request
+        if same and resumes and state.core.lease in (LeaseState.TRAINER, LeaseState.RECALLING):
+            # It never stopped training: hand over what it may have missed, and leave the GPU with it.
+            assert state.step is not None
+            for group in state.core.complete_groups():
+                self.deliver(state.finished_group(group))
+            self.lease(GrantLease(request.step))
+            if state.core.lease is LeaseState.RECALLING:
+                self.lease(RecallLease(request.step))
+            return
+        if not same:
+            self.step_started_wall = self._clock.wall()
+        state.open_step(request)
+
+    def _on_trained(self, message: Trained) -> None:
+        state = self._state
+        if state.core.step is None or state.core.step.step != message.step:
+            log_event(log, "trainer.stale_step", step=message.step)
+            return
+        self._ledger.record_step(
+            step=message.step,
+            started_at=self.step_started_wall,
+            ended_at=self._clock.wall(),
+            tokens=message.tokens_trained,
+            reward_mean=message.reward_mean,
+            metrics=self._measured(message),
+        )
+        state.apply(StepTrained(state.now(), message.step, message.wait_s, message.busy_s))
+        state.step_trained(message.step)
+        log_event(log, "step.trained", step=message.step, reward=message.reward_mean)
+
+    def _measured(self, message: Trained) -> dict[str, float]:
+        """Return the trainer's metrics and what the report needs beside them."""
+        state = self._state
+        metrics = dict(message.metrics)
+        metrics["train_busy_s"] = message.busy_s
+        if state.step is not None:
+            metrics |= self.reserved.measured(state.step, state.store, state.core)
+        return metrics

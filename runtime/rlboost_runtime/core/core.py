@@ -1,0 +1,514 @@
+"""The core: every scheduling decision of a run, as a pure function of events and their times.
+
+`Core.handle` takes one event and returns the commands that follow from it. The live coordinator and the
+simulator drive this same object; a log of events driven through a fresh core gives the same commands
+(`log.replay`). It reads no clock, opens nothing, draws no random number and logs nothing.
+
+After every event, `check` holds. What it promises a run (design, section 4):
+
+- every response that was asked for ends exactly once: finished, or cancelled by another step;
+- work goes only to an instance that has proved the step's policy version in its present life;
+- a response continues from the tokens it keeps on another instance whenever its own goes;
+- with no spot instance the reserved engines do everything, and get the GPU back from the trainer if need be;
+- a machine is asked to end until the provider says that it is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import assert_never
+
+from rlboost_runtime.core.check import check_core
+from rlboost_runtime.core.context import Context
+from rlboost_runtime.core.counters import Counters
+from rlboost_runtime.core.crew import Crew
+from rlboost_runtime.core.instances import Instance, InstanceState, Roster
+from rlboost_runtime.core.lease import GpuLease, LeaseState, Outlook
+from rlboost_runtime.core.machines import Fleet, Machine, MachineState
+from rlboost_runtime.core.messages import (
+    Beat,
+    Command,
+    CoordinatorRestarted,
+    CoreConfig,
+    Disconnected,
+    Event,
+    Finished,
+    GrantLease,
+    InstanceJoined,
+    InstanceLeft,
+    InstanceReady,
+    LaunchFailed,
+    LeaseReturned,
+    LossCause,
+    MachineGone,
+    MachineLaunched,
+    NoticeReceived,
+    Pool,
+    RecallLease,
+    Reconnected,
+    Released,
+    RunEnding,
+    RunStarted,
+    Slept,
+    StepStarted,
+    StepTrained,
+    Tick,
+    TrainerLost,
+    VersionPublished,
+    VersionRefused,
+)
+from rlboost_runtime.core.responses import Response, ResponseState, StepView
+from rlboost_runtime.core.seeding import CountMeter, Seeding, StepObservation
+from rlboost_runtime.core.sizing import SurplusWatch, desired_machines, useful_instances
+from rlboost_runtime.core.timers import INSTANCE_TIMERS, Timer
+from rlboost_runtime.core.work import Work
+
+InstanceWord = (
+    InstanceReady | VersionRefused | Slept | Beat | Disconnected | Reconnected | NoticeReceived | InstanceLeft
+)
+MachineWord = MachineLaunched | LaunchFailed | MachineGone
+
+
+class Core:
+    """All scheduling state of one run. Only `handle` changes it."""
+
+    def __init__(self) -> None:
+        self._has_started = False
+        self._newest_version: int | None = None
+        self._has_able_spot = False
+        self._lease = GpuLease()
+        self._presence = CountMeter()
+        self._surplus = SurplusWatch()
+        self._build(Context())
+
+    def _build(self, context: Context) -> None:
+        config = context.config
+        self._context = context
+        self._roster = Roster()
+        self._work = Work(context, self._roster)
+        self._fleet = Fleet(config.boot_deadline_s, context.timers, context.emit)
+        self._crew = Crew(context, self._roster, self._work, self._fleet)
+        self._seeding = Seeding(config.seeding_initial_s, config.seeding_eta, config.reserved_instances)
+
+    # --- driving ------------------------------------------------------------------------------------------
+
+    def handle(self, event: Event) -> list[Command]:
+        """Take in one event; return what is to be done, in order.
+
+        Events that no longer mean anything are counted and ignored; one with a time before the last is taken
+        to happen at the last. Raises `IllegalMove` only for a bug in here.
+        """
+        context = self._context
+        if event.at < context.now:
+            event = replace(event, at=context.now)
+        context.now = event.at
+        context.commands.clear()
+        self._route(event)
+        if not isinstance(event, Beat):  # estimates and leases: nothing to decide on
+            self._settle()
+        return list(self._context.commands)
+
+    def next_deadline(self) -> float | None:
+        """Return when a `Tick` is due, in seconds of the run; None: nothing is waited for."""
+        return self._context.timers.earliest()
+
+    def check(self) -> None:
+        """Assert every invariant. Looks at everything: for tests and debugging."""
+        check_core(self._roster, self._work, self._fleet, self._lease, self._context)
+        able = self._able()
+        stalled = [r for r in self._work.dispatcher.queued() if not r.failed_on] if able else []
+        empty = [i.instance for i in able.values() if not i.assignments]
+        assert not (stalled and empty), f"responses wait although {empty} are empty"
+        present = sum(i.is_present for i in self._roster.spot())
+        assert present == self._presence.count, f"{present} spot instances, {self._presence.count} metered"
+
+    # --- what status and shells read ----------------------------------------------------------------------
+
+    @property
+    def now(self) -> float:
+        """Time of the last event."""
+        return self._context.now
+
+    @property
+    def config(self) -> CoreConfig:
+        """The run's tunables."""
+        return self._context.config
+
+    @property
+    def step(self) -> StepView | None:
+        """The open step in numbers; it stays open, all finished, until the next one."""
+        return None if self._work.book is None else self._work.book.view()
+
+    @property
+    def newest_version(self) -> int | None:
+        """The newest published version."""
+        return self._newest_version
+
+    @property
+    def instances(self) -> Mapping[str, Instance]:
+        """Live instances by name."""
+        return MappingProxyType(self._roster.instances)
+
+    @property
+    def machines(self) -> Mapping[str, Machine]:
+        """Spot machines of the run by name, also those that are gone."""
+        return MappingProxyType(self._fleet.machines)
+
+    @property
+    def lease(self) -> LeaseState:
+        """Whose the reserved GPUs are."""
+        return self._lease.state
+
+    @property
+    def seeding(self) -> Seeding:
+        """The learned window, N_prem and memory."""
+        return self._seeding
+
+    @property
+    def useful_instances(self) -> int:
+        """Spot instances worth having, as far as is known."""
+        return useful_instances(self._seeding.n_prem, self.config)
+
+    @property
+    def counters(self) -> Counters:
+        """Counts since the run began."""
+        return self._context.counters
+
+    def response(self, response: int) -> Response:
+        """Return a response of the open step. Raises `KeyError` for any other."""
+        known = self._work.response(response)
+        if known is None:
+            raise KeyError(response)
+        return known
+
+    def complete_groups(self) -> list[int]:
+        """Return the groups of the open step whose responses are all finished, in order of completion."""
+        return [] if self._work.book is None else list(self._work.book.complete_groups)
+
+    def assignments(self) -> Iterator[tuple[int, int, str]]:
+        """Yield the current assignments: assignment, response, instance."""
+        for assignment, response in self._work.current.items():
+            assert response.holder is not None
+            yield assignment, response.response, response.holder
+
+    def responses_on(self, instance: str) -> list[int]:
+        """Return the responses that an instance holds; none for an unknown one."""
+        known = self._roster.instances.get(instance)
+        return [] if known is None else [r.response for r in known.assignments.values()]
+
+    def instance_of(self, assignment: int) -> str | None:
+        """Return who holds a current assignment; None if it is not current."""
+        response = self._work.current.get(assignment)
+        return None if response is None else response.holder
+
+    # --- events -------------------------------------------------------------------------------------------
+
+    def _route(self, event: Event) -> None:
+        match event:
+            case RunStarted():
+                self._on_run_started(event)
+            case CoordinatorRestarted():
+                self._on_coordinator_restarted(event)
+            case StepStarted():
+                self._on_step_started(event)
+            case StepTrained():
+                self._on_step_trained(event)
+            case VersionPublished(version=version):
+                newest = self._newest_version
+                self._newest_version = version if newest is None else max(newest, version)
+            case LeaseReturned():
+                self._on_lease_returned(event)
+            case TrainerLost():
+                pass  # its work goes on; it gives the GPU back by asking for a step
+            case InstanceJoined():
+                self._crew.joined(event)
+            case Finished():
+                self._on_finished(event)
+            case Released():
+                self._crew.released(event)
+            case MachineLaunched() | LaunchFailed() | MachineGone():
+                self._on_machine_word(event)
+            case RunEnding(reason=reason):
+                self._on_run_ending(reason)
+            case Tick():
+                for timer, subject in self._context.timers.pop_due(event.at):
+                    self._on_deadline(timer, subject)
+            case (
+                InstanceReady()
+                | VersionRefused()
+                | Slept()
+                | Beat()
+                | Disconnected()
+                | Reconnected()
+                | NoticeReceived()
+                | InstanceLeft()
+            ):
+                self._on_instance_word(event)
+            case _:
+                assert_never(event)
+
+    def _on_instance_word(self, event: InstanceWord) -> None:
+        instance = self._roster.current(event.instance, event.epoch)
+        if instance is None:
+            self._context.counters.stale_words += 1
+            return
+        match event:
+            case InstanceReady():
+                self._crew.ready(instance, event)
+            case VersionRefused():
+                self._crew.refused(instance, event)
+            case Slept():
+                self._crew.slept(instance, event)
+            case Beat():
+                self._crew.beat(instance, event)
+            case Disconnected():
+                self._crew.disconnected(instance, event)
+            case Reconnected():
+                self._crew.reconnected(instance, event)
+            case NoticeReceived():
+                self._crew.noticed(instance, event)
+            case InstanceLeft():
+                self._crew.left(instance, event)
+            case _:
+                assert_never(event)
+
+    def _on_run_started(self, event: RunStarted) -> None:
+        if self._has_started:
+            self._context.counters.duplicates += 1
+            return
+        self._has_started = True
+        self._build(Context(now=event.at, config=event.config))
+
+    def _on_coordinator_restarted(self, event: CoordinatorRestarted) -> None:
+        self._crew.coordinator_restarted()
+        self._fleet.restarted(event.at)
+        self._lease.unserved_since = None
+
+    def _on_step_started(self, event: StepStarted) -> None:
+        if self._context.is_ending:
+            self._context.counters.stale_words += 1
+            return
+        book = self._work.book
+        if book is not None and book.is_for(event.step, event.policy_version):
+            book.was_reopened = True
+            self._work.deliver_again()
+        else:
+            self._work.open(event)
+            self._presence.restart(event.at)
+        self._lease.open(f"step {event.step} asked for", event.at)
+        self._crew.has_changed = True
+
+    def _on_step_trained(self, event: StepTrained) -> None:
+        book = self._work.book
+        if book is None or book.step != event.step or book.num_unfinished:
+            self._context.counters.stale_words += 1
+            return
+        if book.trained:
+            self._context.counters.duplicates += 1
+            return
+        book.trained = True
+        # A step that a restarted trainer opened again tells nothing: its times span two processes.
+        if book.last_finished_at is not None and not book.was_reopened:
+            self._seeding.learn(
+                StepObservation(
+                    n_prem=self._presence.mean(event.at),
+                    n_hat=self._presence.count,
+                    t_train_wait=event.wait_s,
+                    t_remote_wait=event.at - book.last_finished_at,
+                    t_train=event.busy_s,
+                    t_remote=book.last_finished_at - book.started_at,
+                )
+            )
+        self._shrink(event.at)
+
+    def _shrink(self, at: float) -> None:
+        count = self._surplus.after_step(self._fleet.num_counted, self._desired_machines())
+        for machine in self._fleet.least_busy(count, self._work_on):
+            self._end_machine(machine, "more machines than are useful", at)
+
+    def _work_on(self, machine: Machine) -> int:
+        return sum(i.num_assigned for i in self._crew.on_machine(machine))
+
+    def _on_lease_returned(self, event: LeaseReturned) -> None:
+        if self._lease.state is not LeaseState.RECALLING:
+            self._context.counters.stale_words += 1
+            return
+        self._lease.open("the trainer answered the recall", event.at)
+
+    def _on_finished(self, event: Finished) -> None:
+        response = self._work.response(event.response)
+        if response is None:
+            self._context.counters.stale_words += 1
+        elif response.state is ResponseState.FINISHED:
+            self._context.counters.duplicates += 1
+        else:
+            self._crew.finished_on(response.holder)
+            self._work.finish(response, event.num_tokens, event.reason)
+
+    def _on_machine_word(self, event: MachineWord) -> None:
+        machine = self._fleet.machines.get(event.machine)
+        if machine is None:
+            self._context.counters.stale_words += 1
+            return
+        match event:
+            case MachineLaunched():
+                is_news = self._fleet.launched(machine, event.at)
+            case LaunchFailed():
+                is_news = self._fleet.failed(machine, event.problem, event.retry_after_s, event.at)
+            case MachineGone():
+                is_news = self._on_machine_gone(machine, event.at)
+            case _:
+                assert_never(event)
+        if not is_news:
+            self._context.counters.duplicates += 1
+
+    def _on_machine_gone(self, machine: Machine, at: float) -> bool:
+        ended_by_us = machine.state is MachineState.TERMINATING
+        is_news = self._fleet.gone(machine, at)
+        for instance in self._crew.on_machine(machine):
+            cause = LossCause.STOPPED if ended_by_us else LossCause.MACHINE_GONE
+            self._crew.lose(instance, cause, evict=True)
+        return is_news
+
+    def _on_run_ending(self, reason: str) -> None:
+        if self._context.is_ending:
+            self._context.counters.duplicates += 1
+            return
+        self._context.is_ending = True
+        for instance in self._roster.instances.values():
+            self._work.abort_all(instance)
+        for machine in list(self._fleet.machines.values()):
+            if machine.is_alive:
+                self._end_machine(machine, f"the run is ending: {reason}", self.now)
+
+    def _on_deadline(self, timer: Timer, subject: str) -> None:
+        if timer in INSTANCE_TIMERS:
+            self._crew.on_deadline(timer, subject)
+            return
+        machine = self._fleet.machines.get(subject)
+        if machine is None:
+            return  # a window, a recall or a launch: the settling after each event sees the time itself
+        match timer:
+            case Timer.BOOT:
+                waited = f"no agent dialled in within {self.config.boot_deadline_s:g} s"
+                self._end_machine(machine, waited, self.now)
+            case Timer.NOTICE:
+                self._end_machine(machine, "its preemption notice has run out", self.now)
+            case Timer.TERMINATE:
+                self._fleet.ask_for_end(machine, self.now)
+            case _:
+                pass
+
+    def _end_machine(self, machine: Machine, reason: str, at: float) -> None:
+        for instance in self._crew.on_machine(machine):
+            self._crew.drain(instance)
+        self._fleet.terminate(machine, reason, at)
+
+    # --- what follows from any event ----------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Bring lease, versions, assignments and fleet in line with what is known now."""
+        self._count_spot()
+        self._settle_lease()
+        self._crew.aim_at(self._target_version())
+        if self._work.dispatcher.has_waiting():
+            self._work.assign_waiting(self._able())
+        if self._has_started and not self._context.is_ending:
+            self._fleet.grow(self._desired_machines(), self.now)
+
+    def _count_spot(self) -> None:
+        if not self._crew.has_changed:
+            return
+        self._crew.has_changed = False
+        self._presence.set(sum(i.is_present for i in self._roster.spot()), self.now)
+        book = self._work.book
+        self._has_able_spot = book is not None and any(
+            i.can_serve(book.policy_version) for i in self._roster.spot()
+        )
+
+    def _settle_lease(self) -> None:
+        lease, outlook = self._lease, self._outlook()
+        reason = lease.reason_to_close(outlook)
+        if reason is not None:
+            lease.close(reason, self.now)
+        for instance in self._roster.reserved.values():
+            self._order_to_sleep_or_wake(instance)
+        asleep = all(i.life.state is InstanceState.ASLEEP for i in self._roster.reserved.values())
+        if lease.state is LeaseState.CLOSING and asleep:
+            lease.grant(self.now)
+            assert self._work.book is not None
+            self._context.emit(GrantLease(self._work.book.step))
+        self._watch_window(outlook)
+        self._watch_recall(outlook)
+
+    def _outlook(self) -> Outlook:
+        reserved = self._roster.reserved
+        return Outlook(
+            now=self.now,
+            num_unfinished=self._work.num_unfinished,
+            has_able_spot=self._has_able_spot,
+            has_reserved=self.config.reserved_instances > 0 or bool(reserved),
+            can_recall=any(i.is_connected for i in reserved.values()),
+            t_seed_s=self._seeding.t_seed_s,
+        )
+
+    def _order_to_sleep_or_wake(self, instance: Instance) -> None:
+        """One order at a time: a Wake waits for the answer to a Sleep, a Sleep for the release of all
+        work."""
+        if not instance.is_connected:
+            return
+        if self._lease.state is LeaseState.ENGINES:
+            if instance.life.state is InstanceState.ASLEEP and not self._context.is_ending:
+                self._crew.wake(instance)
+        elif instance.assignments:
+            self._work.abort_all(instance)
+        elif instance.is_awake:
+            self._crew.sleep(instance)
+
+    def _watch_window(self, outlook: Outlook) -> None:
+        closes_at = self._lease.closes_at(outlook.t_seed_s)
+        if self._lease.state is LeaseState.ENGINES and closes_at > self.now:
+            self._context.timers.set(Timer.WINDOW, "", closes_at)
+        else:
+            self._context.timers.cancel(Timer.WINDOW, "")
+
+    def _watch_recall(self, outlook: Outlook) -> None:
+        since = self._lease.watch_for_recall(outlook)
+        if since is None:
+            self._context.timers.cancel(Timer.RECALL, "")
+            return
+        due = since + self.config.recall_after_s
+        if self.now < due:
+            self._context.timers.set(Timer.RECALL, "", due)
+            return
+        assert self._work.book is not None
+        self._context.timers.cancel(Timer.RECALL, "")
+        self._lease.recall(self.now)
+        self._context.counters.recalls += 1
+        self._context.emit(RecallLease(self._work.book.step))
+
+    def _target_version(self) -> int | None:
+        """The version to load: the open step's while it has work left, else the newest."""
+        book, newest = self._work.book, self._newest_version
+        if book is not None and book.num_unfinished and newest is not None and book.policy_version < newest:
+            return book.policy_version
+        return newest
+
+    def _able(self) -> dict[str, Instance]:
+        """Instances that may be given work now."""
+        book = self._work.book
+        if book is None or self._context.is_ending:
+            return {}
+        open_window = self._lease.state is LeaseState.ENGINES
+        return {
+            name: instance
+            for name, instance in self._roster.instances.items()
+            if instance.can_serve(book.policy_version)
+            and instance.paused_until <= self.now
+            and (open_window or instance.pool is Pool.SPOT)
+        }
+
+    def _desired_machines(self) -> int:
+        return desired_machines(self.useful_instances, self.config)

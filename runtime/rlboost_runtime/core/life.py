@@ -1,0 +1,50 @@
+"""A state with a table of legal moves and the story of how it came to be.
+
+A move outside the table raises `IllegalMove` with the whole story of the object, so that a report of a bug
+starts with what led to it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Generic, TypeVar
+
+S = TypeVar("S", bound=StrEnum)
+
+STORY_LENGTH = 64
+"""Moves remembered per object: a long run moves an instance a few times per step; the last ones matter."""
+
+
+class IllegalMove(RuntimeError):
+    """An object was asked to do what its state does not allow: a bug in the core, never in its input."""
+
+
+class Life(Generic[S]):
+    """The state of one object, called `subject` in messages."""
+
+    __slots__ = ("_legal", "state", "story", "subject")
+
+    def __init__(self, subject: str, state: S, legal: Mapping[S, frozenset[S]], at: float) -> None:
+        self.subject = subject
+        self.state = state
+        self.story: deque[tuple[float, S, str]] = deque([(at, state, "created")], maxlen=STORY_LENGTH)
+        self._legal = legal
+
+    def can_move(self, to: S) -> bool:
+        """Return whether `to` may follow the present state."""
+        return to in self._legal[self.state]
+
+    def move(self, to: S, why: str, at: float) -> None:
+        """Go to `to`; `at` in seconds of the run. Raises `IllegalMove`."""
+        if not self.can_move(to):
+            raise IllegalMove(
+                f"{self.subject}: {self.state} -> {to} ({why}) at {at:g} s; story: {self.told()}"
+            )
+        self.state = to
+        self.story.append((at, to, why))
+
+    def told(self) -> str:
+        """Return the story on one line."""
+        return "; ".join(f"{at:g} s {state} ({why})" for at, state, why in self.story)

@@ -1,0 +1,237 @@
+"""Spot machines: asked for, launched, ended, and never forgotten until the provider says that they are gone.
+
+A machine is billed; it carries one or more instances. Names are `spot-0`, `spot-1`, ... and never reused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from rlboost_runtime.core.life import Life
+from rlboost_runtime.core.messages import Command, LaunchMachine, TerminateMachine
+from rlboost_runtime.core.timers import MACHINE_TIMERS, Timer, Timers
+
+TERMINATE_AGAIN_S = 5.0
+"""Pause between two requests to end a machine: long against a provider call, short against a bill."""
+NOTICE_SLACK_S = 5.0
+"""How long after its notice ran out a machine may still be there before we end it ourselves: clouds are not
+punctual, and a notice that came to nothing would otherwise leave an idle machine running."""
+RELAUNCH_PAUSE_S = 1.0
+"""Pause after a machine that went before any agent of it dialled in, so that a broken image is not launched
+in a tight loop."""
+
+
+class MachineState(StrEnum):
+    """Where a machine is in its life."""
+
+    REQUESTED = "requested"
+    """The provider was asked for it."""
+    LAUNCHED = "launched"
+    """The provider accepted the launch: money runs."""
+    TERMINATING = "terminating"
+    """We asked for its end and have not heard that it is gone."""
+    GONE = "gone"
+    """The provider says that it does not exist, or never did."""
+
+
+LEGAL = {
+    MachineState.REQUESTED: frozenset({MachineState.LAUNCHED, MachineState.TERMINATING, MachineState.GONE}),
+    MachineState.LAUNCHED: frozenset({MachineState.TERMINATING, MachineState.GONE}),
+    MachineState.TERMINATING: frozenset({MachineState.GONE}),
+    # A launch accepted after we had heard that it failed or was gone: it must be ended again.
+    MachineState.GONE: frozenset({MachineState.TERMINATING}),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Machine:
+    """One machine."""
+
+    machine: str
+    number: int
+    life: Life[MachineState]
+    instances: dict[str, None] = field(default_factory=dict)
+    """Its live instances."""
+    has_joined: bool = False
+    """An agent of it has dialled in at some time."""
+    was_accepted: bool = False
+    """Its launch was accepted at some time, so only the provider's word ends it."""
+    is_leaving: bool = False
+    """It will go (preemption notice): a replacement is due already."""
+    reason: str = ""
+    """Why it is being ended."""
+
+    @property
+    def state(self) -> MachineState:
+        """Where it is in its life."""
+        return self.life.state
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it may still exist."""
+        return self.state is not MachineState.GONE
+
+    @property
+    def is_requested(self) -> bool:
+        """Whether the provider has not answered its launch yet."""
+        return self.state is MachineState.REQUESTED
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether it may be billed: launched, or being ended and not known to be gone."""
+        return self.state in (MachineState.LAUNCHED, MachineState.TERMINATING)
+
+    @property
+    def counts(self) -> bool:
+        """Whether it counts towards the machines that we want."""
+        return self.state in (MachineState.REQUESTED, MachineState.LAUNCHED) and not self.is_leaving
+
+
+class Fleet:
+    """All spot machines of the run. `out` takes the commands, in order."""
+
+    def __init__(self, boot_deadline_s: float, timers: Timers, out: Callable[[Command], None]) -> None:
+        self.machines: dict[str, Machine] = {}
+        self._boot_deadline_s = boot_deadline_s
+        self._timers = timers
+        self._out = out
+        self._not_before = 0.0
+        self._num_counted = 0
+
+    @property
+    def num_counted(self) -> int:
+        """Machines asked for or launched that are not about to go."""
+        return self._num_counted
+
+    # --- what we want -------------------------------------------------------------------------------------
+
+    def grow(self, desired: int, at: float) -> None:
+        """Ask for machines until as many as desired count, unless a pause after a failure is on."""
+        while self._num_counted < desired:
+            if at < self._not_before:
+                self._timers.set(Timer.LAUNCH, "", self._not_before)
+                return
+            self._request(at)
+
+    def least_busy(self, count: int, work: Callable[[Machine], int]) -> list[Machine]:
+        """Return the `count` launched machines with the least work, the newest first among equals."""
+        launched = [m for m in self.machines.values() if m.counts and not m.is_requested]
+        return sorted(launched, key=lambda m: (work(m), -m.number))[:count]
+
+    def terminate(self, machine: Machine, reason: str, at: float) -> None:
+        """End a machine that is not being ended yet; asked again until it is gone."""
+        if machine.state is MachineState.TERMINATING:
+            return
+        machine.reason = reason
+        self._move(machine, MachineState.TERMINATING, reason, at)
+        self._timers.cancel_all(MACHINE_TIMERS, machine.machine)
+        self.ask_for_end(machine, at)
+
+    def ask_for_end(self, machine: Machine, at: float) -> None:
+        """Ask the provider to end a terminating machine, now and again later."""
+        if machine.state is MachineState.TERMINATING:
+            self._out(TerminateMachine(machine.machine, machine.reason))
+            self._timers.set(Timer.TERMINATE, machine.machine, at + TERMINATE_AGAIN_S)
+
+    def notice(self, machine: Machine, seconds: float, at: float) -> None:
+        """The cloud will take the machine in `seconds`."""
+        if machine.counts:
+            self._num_counted -= 1
+            machine.is_leaving = True
+            self._timers.set(Timer.NOTICE, machine.machine, at + max(0.0, seconds) + NOTICE_SLACK_S)
+
+    # --- what the provider says ---------------------------------------------------------------------------
+
+    def launched(self, machine: Machine, at: float) -> bool:
+        """The launch was accepted. Returns whether that was news."""
+        match machine.state:
+            case MachineState.REQUESTED:
+                self._accept(machine, "launch accepted", at)
+            case MachineState.GONE:
+                machine.was_accepted = True
+                self.terminate(machine, "launched after it had been given up", at)
+            case MachineState.TERMINATING if not machine.was_accepted:
+                machine.was_accepted = True
+            case _:
+                return False
+        return True
+
+    def failed(self, machine: Machine, problem: str, retry_after_s: float, at: float) -> bool:
+        """The launch did not happen; pause before the next. Returns whether that was news."""
+        if not machine.is_alive or machine.was_accepted:
+            return False
+        self._move(machine, MachineState.GONE, f"launch failed: {problem}", at)
+        self._timers.cancel_all(MACHINE_TIMERS, machine.machine)
+        self._not_before = max(self._not_before, at + retry_after_s)
+        return True
+
+    def gone(self, machine: Machine, at: float) -> bool:
+        """The provider says that the machine does not exist. Returns whether that was news."""
+        if not machine.is_alive:
+            return False
+        self._move(machine, MachineState.GONE, "the provider says so", at)
+        self._timers.cancel_all(MACHINE_TIMERS, machine.machine)
+        if not machine.has_joined:
+            self._not_before = max(self._not_before, at + RELAUNCH_PAUSE_S)
+        return True
+
+    def restarted(self, at: float) -> None:
+        """The coordinator was away: agents could not dial in meanwhile, and launches may not have been
+        made."""
+        for machine in self.machines.values():
+            if machine.is_requested:
+                self._out(LaunchMachine(machine.machine))
+            if machine.counts and not machine.has_joined:
+                self._timers.set(Timer.BOOT, machine.machine, at + self._boot_deadline_s)
+
+    # --- its instances ------------------------------------------------------------------------------------
+
+    def joined(self, machine: Machine, instance: str, at: float) -> None:
+        """One of its agents dialled in."""
+        if machine.is_requested:
+            self._accept(machine, f"{instance} dialled in", at)
+        machine.instances[instance] = None
+        machine.has_joined = True
+        self._timers.cancel(Timer.BOOT, machine.machine)
+
+    def lost(self, machine: Machine, instance: str, cause: str, at: float) -> None:
+        """One of its instances was lost; without any, the machine is of no use."""
+        machine.instances.pop(instance, None)
+        if not machine.instances and machine.is_alive:
+            self.terminate(machine, f"its last instance is lost: {cause}", at)
+
+    def check(self) -> None:
+        """Assert that counts and deadlines agree with the states."""
+        counted = [m.machine for m in self.machines.values() if m.counts]
+        assert self._num_counted == len(counted), (
+            f"{self._num_counted} machines counted, these count: {counted}"
+        )
+        for machine in self.machines.values():
+            story = f"machine {machine.machine}: {machine.life.told()}"
+            terminating = machine.state is MachineState.TERMINATING
+            assert terminating == (self._timers.due(Timer.TERMINATE, machine.machine) is not None), story
+            booting = machine.counts and not machine.has_joined
+            assert booting <= (self._timers.due(Timer.BOOT, machine.machine) is not None), story
+
+    # --- helpers ------------------------------------------------------------------------------------------
+
+    def _request(self, at: float) -> None:
+        number = len(self.machines)
+        name = f"spot-{number}"
+        life = Life(f"machine {name}", MachineState.REQUESTED, LEGAL, at)
+        self.machines[name] = Machine(name, number, life)
+        self._num_counted += 1
+        self._timers.set(Timer.BOOT, name, at + self._boot_deadline_s)
+        self._out(LaunchMachine(name))
+
+    def _accept(self, machine: Machine, why: str, at: float) -> None:
+        machine.was_accepted = True
+        self._move(machine, MachineState.LAUNCHED, why, at)
+        self._timers.set(Timer.BOOT, machine.machine, at + self._boot_deadline_s)
+
+    def _move(self, machine: Machine, to: MachineState, why: str, at: float) -> None:
+        self._num_counted -= machine.counts
+        machine.life.move(to, why, at)
+        self._num_counted += machine.counts

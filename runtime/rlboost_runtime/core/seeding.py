@@ -1,0 +1,92 @@
+"""The seeding window's length and the useful number of spot instances: the paper's Algorithm 1 (section 4.1).
+
+After each step::
+
+    T_seed <- T_seed + (t_train_wait - t_remote_wait) / eta
+    N_prem <- (t_remote * n_prem + T_seed * N_resv) / t_train
+    if n_prem = n_hat:    M[n_hat] <- T_seed       (no churn in the step: remember the window)
+    if n_hat in M:        T_seed <- M[n_hat]       (after churn: jump to the remembered window)
+
+A waiting trainer lengthens the window, waiting spot instances shorten it. Departures, none of which changes
+the algorithm where it applies: times are float seconds and T_seed never falls below 0; a step without any
+spot instance teaches nothing (its window stayed open until the end, whatever T_seed says); N_prem is None
+until a step has taught it, where the paper starts with N_resv, so that a first step is not starved (`sizing`
+uses the job's cap then).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+SAME_COUNT = 1e-6
+"""A time average this close to a whole number of instances had no churn; far above the rounding of a mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepObservation:
+    """What a trained step showed; times in seconds."""
+
+    n_prem: float
+    """Time average of spot instances during the step."""
+    n_hat: int
+    """Spot instances just before the next step."""
+    t_train_wait: float
+    """Trainer's time waiting for responses."""
+    t_remote_wait: float
+    """From the last response to the end of the step."""
+    t_train: float
+    """Trainer's time without waiting."""
+    t_remote: float
+    """From the start of the step to the last response."""
+
+
+@dataclass(slots=True)
+class Seeding:
+    """T_seed, N_prem and the memory M."""
+
+    t_seed_s: float
+    eta: float
+    num_reserved: int
+    n_prem: float | None = None
+    """Instances that make rollout just keep up with training; None until a step has taught it."""
+    memory: dict[int, float] = field(default_factory=dict)
+    """Window in seconds, by number of spot instances."""
+
+    def learn(self, seen: StepObservation) -> None:
+        """Take in one trained step."""
+        if seen.n_prem <= 0:
+            return
+        self.t_seed_s = max(0.0, self.t_seed_s + (seen.t_train_wait - seen.t_remote_wait) / self.eta)
+        if seen.t_train > 0:
+            work = seen.t_remote * seen.n_prem + self.t_seed_s * self.num_reserved
+            self.n_prem = work / seen.t_train
+        if abs(seen.n_prem - seen.n_hat) < SAME_COUNT:
+            self.memory[seen.n_hat] = self.t_seed_s
+        self.t_seed_s = self.memory.get(seen.n_hat, self.t_seed_s)
+
+
+@dataclass(slots=True)
+class CountMeter:
+    """The time average of a count."""
+
+    since: float = 0.0
+    count: int = 0
+    _at: float = 0.0
+    _integral: float = 0.0
+
+    def restart(self, at: float) -> None:
+        """Begin a new average at `at` with the present count."""
+        self.since = self._at = at
+        self._integral = 0.0
+
+    def set(self, count: int, at: float) -> None:
+        """The count is `count` from `at` on."""
+        self._integral += self.count * (at - self._at)
+        self._at = at
+        self.count = count
+
+    def mean(self, at: float) -> float:
+        """Return the average since the restart; over no time, the present count."""
+        if at <= self.since:
+            return float(self.count)
+        return (self._integral + self.count * (at - self._at)) / (at - self.since)

@@ -1,0 +1,47 @@
+"""How many spot instances, and so machines, are worth having (N_prem of the paper's Algorithm 1)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from rlboost_runtime.core.messages import CoreConfig
+
+STEPS_BEFORE_SHRINKING = 3
+"""Steps in a row that must find a machine superfluous before one is ended: a machine costs minutes to get
+back."""
+ROUNDING = 1e-9
+"""Slack, in instances, that keeps a whole number of useful instances from being rounded up to the next."""
+
+
+def useful_instances(n_prem: float | None, config: CoreConfig) -> int:
+    """Return the useful number of spot instances: N_prem rounded up, from 1 to `max_spot_instances`.
+
+    Departures from the paper: while no step has taught N_prem this is `max_spot_instances`, where the paper
+    starts with the number of local engines and would starve a first step that could have had more. And it is
+    never 0 unless the job forbids spot instances: without any, no later step could teach that they pay again.
+    """
+    if n_prem is None:
+        return config.max_spot_instances
+    return min(config.max_spot_instances, max(1, math.ceil(n_prem - ROUNDING)))
+
+
+def desired_machines(useful: int, config: CoreConfig) -> int:
+    """Return the machines that hold `useful` instances; the last one may stay partly unneeded."""
+    return -(-useful // max(1, config.instances_per_machine))
+
+
+@dataclass(slots=True)
+class SurplusWatch:
+    """Ends machines only after several steps agree that they are superfluous."""
+
+    num_steps: int = 0
+
+    def after_step(self, num_machines: int, desired: int) -> int:
+        """Take in a step; return how many machines to end now."""
+        surplus = num_machines - desired
+        self.num_steps = self.num_steps + 1 if surplus > 0 else 0
+        if self.num_steps < STEPS_BEFORE_SHRINKING:
+            return 0
+        self.num_steps = 0
+        return surplus

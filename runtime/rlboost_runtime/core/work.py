@@ -1,0 +1,165 @@
+"""Who generates what: assignments of the open step's responses to instances.
+
+Guarantees: an assignment number names one attempt and is never reused; a response has at most one current
+assignment; whatever an instance loses goes back to the queue with the tokens it keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rlboost_runtime.core.context import Context
+from rlboost_runtime.core.dispatch import Dispatcher
+from rlboost_runtime.core.instances import Instance, Roster
+from rlboost_runtime.core.messages import Abort, Assign, DeliverGroup, FinishReason, StepStarted
+from rlboost_runtime.core.responses import Response, ResponseState, StepBook
+from rlboost_runtime.core.timers import Timer
+
+FAILURES_PER_INSTANCE = 3
+"""A response is quarantined after `quarantine_after` distinct instances, or after this many failures per
+such instance in all: with fewer instances alive than that it would otherwise fail for ever and hold up the
+run."""
+
+
+class Work:
+    """The open step, its queue, and the current assignments."""
+
+    def __init__(self, context: Context, roster: Roster) -> None:
+        self._context = context
+        self._roster = roster
+        self.dispatcher = Dispatcher(context.config.affinity_slack)
+        self.book: StepBook | None = None
+        self.current: dict[int, Response] = {}
+        """Current assignments."""
+        self._next_assignment = 0
+
+    # --- the step -----------------------------------------------------------------------------------------
+
+    def open(self, event: StepStarted) -> None:
+        """Open a step; what is unfinished of the former one is cancelled."""
+        if self.book is not None:
+            self._cancel(self.book)
+        self.dispatcher.open_step(self.book)
+        self.book = StepBook(event)
+        for response in self.book.responses.values():
+            self.dispatcher.enqueue(response)
+
+    def deliver_again(self) -> None:
+        """Hand every complete group over once more, in order of completion."""
+        assert self.book is not None
+        for group in self.book.complete_groups:
+            self._context.emit(DeliverGroup(self.book.step, group))
+
+    @property
+    def num_unfinished(self) -> int:
+        """Responses of the open step still to be finished."""
+        return 0 if self.book is None else self.book.num_unfinished
+
+    def response(self, number: int) -> Response | None:
+        """Return a response of the open step."""
+        return None if self.book is None else self.book.responses.get(number)
+
+    # --- giving and taking --------------------------------------------------------------------------------
+
+    def assign_waiting(self, able: Mapping[str, Instance]) -> None:
+        """Give waiting responses to able instances as far as they fit."""
+        self.dispatcher.place(able, self._assign)
+
+    def finish(self, response: Response, num_tokens: int, reason: FinishReason) -> None:
+        """End a response, wherever it is, and free its slot."""
+        assert self.book is not None
+        self._detach(response)
+        if reason is FinishReason.QUARANTINED:
+            self._context.counters.quarantined.append(response.response)
+        if self.book.finish(response, num_tokens, reason, self._context.now):
+            self._context.emit(DeliverGroup(self.book.step, response.group))
+
+    def take_back(self, response: Response, why: str) -> None:
+        """Put a running response back into the queue."""
+        assert self.book is not None
+        self._detach(response)
+        self.book.wait(response, why, self._context.now)
+        self.dispatcher.enqueue(response)
+
+    def take_back_all(self, instance: Instance, why: str) -> None:
+        """Put everything that an instance holds back into the queue."""
+        for response in list(instance.assignments.values()):
+            self.take_back(response, why)
+
+    def fail_on(self, instance: Instance, response: Response) -> None:
+        """Take back a response that made the instance fail; quarantine it if it did so too often."""
+        response.failed_on[instance.instance] = None
+        response.num_failures += 1
+        limit = self._context.config.quarantine_after
+        if len(response.failed_on) >= limit or response.num_failures >= FAILURES_PER_INSTANCE * limit:
+            self.finish(response, response.num_tokens, FinishReason.QUARANTINED)
+        else:
+            self.take_back(response, f"failed on {instance.instance}")
+
+    def abort(self, instance: Instance, assignment: int) -> None:
+        """Ask the instance to release an assignment, once, or again after a reconnect."""
+        instance.aborting[assignment] = None
+        if not instance.is_connected:
+            return
+        self._context.emit(Abort(instance.instance, instance.epoch, assignment))
+        if self._context.timers.due(Timer.ANSWER, instance.instance) is None:
+            self.expect_answer(instance)
+
+    def abort_all(self, instance: Instance) -> None:
+        """Ask the instance to release everything that it has not been asked for."""
+        for assignment in [a for a in instance.assignments if a not in instance.aborting]:
+            self.abort(instance, assignment)
+
+    def expect_answer(self, instance: Instance) -> None:
+        """An instance that does not answer in time hangs."""
+        due = self._context.now + self._context.config.hang_after_s
+        self._context.timers.set(Timer.ANSWER, instance.instance, due)
+
+    def expect_progress(self, instance: Instance) -> None:
+        """An engine that holds work and makes no progress until then hangs."""
+        if instance.assignments:
+            due = self._context.now + self._context.config.hang_after_s
+            self._context.timers.set(Timer.HANG, instance.instance, due)
+
+    # --- helpers ------------------------------------------------------------------------------------------
+
+    def _assign(self, response: Response, instance: Instance, kv_estimate: int) -> None:
+        assert self.book is not None
+        context, assignment = self._context, self._next_assignment
+        self._next_assignment += 1
+        if response.num_assignments:
+            context.counters.redispatches += 1
+        if response.num_tokens and response.last_holder != instance.instance:
+            context.counters.migrations += 1
+            context.counters.tokens_migrated += response.num_tokens
+        was_idle = not instance.assignments
+        instance.hold(assignment, response, kv_estimate)
+        self.current[assignment] = response
+        self.book.run(response, assignment, instance.instance, context.now)
+        if was_idle:
+            self.expect_progress(instance)
+        context.emit(Assign(instance.instance, instance.epoch, assignment, response.response))
+
+    def _detach(self, response: Response) -> None:
+        """Unbook a response's assignment, if it has one; its own state is the caller's to change."""
+        if response.assignment is None or response.holder is None:
+            return
+        instance = self._roster.instances[response.holder]
+        del self.current[response.assignment]
+        instance.let_go(response.assignment)
+        if not instance.assignments:
+            self._context.timers.cancel(Timer.HANG, instance.instance)
+        if not instance.aborting:
+            self._context.timers.cancel(Timer.ANSWER, instance.instance)
+
+    def _cancel(self, book: StepBook) -> None:
+        for response in book.responses.values():
+            if response.state is ResponseState.FINISHED:
+                continue
+            self._context.counters.cancelled += 1
+            if response.assignment is not None and response.holder is not None:
+                holder = self._roster.instances[response.holder]
+                if holder.is_connected and response.assignment not in holder.aborting:
+                    self._context.emit(Abort(holder.instance, holder.epoch, response.assignment))
+                self._detach(response)
+            book.cancel(response, self._context.now)

@@ -1,0 +1,298 @@
+"""What a job names outside of itself: files, functions, folders and data sets must be there.
+
+Works on the plain data, so that these mistakes are told together with those of the job's shape. Nothing of
+the user's is imported or run.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import functools
+import importlib.util
+import json
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from rlboost_runtime.job_checks.shape import close_match, shown
+from rlboost_runtime.job_checks.tree import FieldPath, Mistake
+
+PROMPT_LINES_CHECKED = 1000
+"""Lines of a prompt file that are parsed before a run: more would make a large file slow to launch."""
+
+TRACE_FILE = "a file of `time_ms,add|remove,node` rows"
+
+
+def check_disk(data: dict[str, Any], base: Path) -> list[Mistake]:
+    """Return what is wrong with what `data` names; relative names start at `base`."""
+    return [
+        *_check_model(data, base),
+        *_check_prompts(data, base),
+        *_check_gym(data),
+        *_check_reward(data, base),
+        *_check_files(data, base),
+        *_check_traces(data, base),
+        *_check_somebody_generates(data),
+    ]
+
+
+def looks_like_folder(model: str) -> bool:
+    """Whether `model` can only be meant as a folder, never as an HF id such as Qwen/Qwen3-8B."""
+    return model.startswith((".", "/", "~")) or model.endswith("/") or model.count("/") > 1
+
+
+def find_model(model: str, base: Path) -> Path:
+    """Return where the folder `model` would be."""
+    return base / Path(model).expanduser()
+
+
+def _at(data: Any, *path: str | int) -> Any:  # any JSON value; None where the path leads nowhere
+    for part in path:
+        try:
+            data = data[part]
+        except (LookupError, TypeError):
+            return None
+    return data
+
+
+def _check_model(data: dict[str, Any], base: Path) -> Iterator[Mistake]:
+    model = _at(data, "model")
+    if not isinstance(model, str):
+        return
+    folder = find_model(model, base)
+    if model == "tiny" and not folder.is_dir():
+        yield Mistake(("model",), "found 'tiny', which is no folder here; write {init: tiny}")
+    elif folder.is_dir():
+        if not (folder / "config.json").is_file():
+            yield Mistake(
+                ("model",), f"found folder {model} without config.json; write a folder in HF format"
+            )
+    elif looks_like_folder(model) or not model.strip():
+        yield Mistake(("model",), f"found {shown(model)}, which does not exist; write a folder in HF format")
+
+
+def _check_prompts(data: dict[str, Any], base: Path) -> Iterator[Mistake]:
+    source = _at(data, "data", "source")
+    if not isinstance(source, str):
+        return
+    path: FieldPath = ("data", "source")
+    problem = _file_problem(source, base, "a JSON-lines file")
+    if problem is None:
+        field = _at(data, "data", "prompt_field")
+        problem = _prompt_file_problem(base / source, source, field if isinstance(field, str) else "prompt")
+    if problem:
+        yield Mistake(path, problem)
+
+
+def _prompt_file_problem(path: Path, name: str, field: str) -> str | None:
+    num_prompts = 0
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if number > PROMPT_LINES_CHECKED:
+                    break
+                if line.strip():
+                    num_prompts += 1
+                    if problem := _prompt_line_problem(line, field):
+                        return f"found {name}:{number}: {problem}"
+    except UnicodeDecodeError:
+        return f"found {name}, which is not UTF-8 text; write a JSON-lines file"
+    return None if num_prompts else f"found {name} without a single prompt; write one JSON object per line"
+
+
+def _prompt_line_problem(line: str, field: str) -> str | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return "not JSON; write one JSON object per line"
+    if not isinstance(row, dict):
+        return f"{shown(row)}; write one JSON object per line"
+    if not isinstance(row.get(field), str) or not row[field]:
+        close = close_match(field, list(row))
+        fields = ", ".join(row) or "none"
+        remedy = f"set prompt_field: {close}" if close and close != field else "set data.prompt_field"
+        return f"no text in field {field} (fields: {fields}); {remedy}"
+    return None
+
+
+def _check_gym(data: dict[str, Any]) -> Iterator[Mistake]:
+    names, options = _at(data, "data", "reasoning_gym"), _at(data, "data", "config")
+    if not isinstance(names, list) or importlib.util.find_spec("reasoning_gym") is None:
+        return
+    options = options if isinstance(options, dict) else {}
+    if _sources_agree(names, options):
+        return
+    known = _gym_options()
+    for index, name in enumerate(names):
+        if isinstance(name, str) and name not in known:
+            hint = _hint(name, known) or f"there are {len(known)}, such as spell_backward"
+            yield Mistake(("data", "reasoning_gym", index), f"found {shown(name)}, no such data set; {hint}")
+    for name in names:
+        for option in set(options) - known[name] if isinstance(name, str) and name in known else ():
+            hint = _hint(option, known[name]) or f"there are {', '.join(sorted(known[name]))}"
+            if option in {"size", "seed"}:
+                hint = f"write data.{option}"
+            yield Mistake(("data", "config", option), f"{name} has no such option; {hint}")
+
+
+def _sources_agree(names: list[Any], options: dict[str, Any]) -> bool:
+    """Whether all names and options stand in reasoning-gym's sources: importing it takes seconds."""
+    found = _gym_sources()
+    return all(isinstance(name, str) and name in found and set(options) <= found[name] for name in names)
+
+
+@functools.cache
+def _gym_sources() -> dict[str, set[str]]:
+    """Return the data sets in reasoning-gym's sources; what may be an option of each."""
+    spec = importlib.util.find_spec("reasoning_gym")
+    assert spec is not None
+    assert spec.origin is not None
+    found: dict[str, set[str]] = {}
+    for path in Path(spec.origin).parent.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        for name in re.findall(r'^DATASET_NAME = "(\w+)"', text, re.MULTILINE):
+            found[name] = set(re.findall(r"^    (\w+): ", text, re.MULTILINE)) - {"size", "seed"}
+    return found
+
+
+def _gym_options() -> dict[str, set[str]]:
+    """Return the options of every data set; the prompts' number and seed are fields of the job."""
+    from reasoning_gym.factory import DATASETS
+
+    return {
+        name: {field.name for field in dataclasses.fields(config)} - {"size", "seed"}
+        for name, (_, config) in DATASETS.items()
+    }
+
+
+def _check_reward(data: dict[str, Any], base: Path) -> Iterator[Mistake]:
+    reward = _at(data, "reward") if isinstance(data, dict) and "reward" in data else "reasoning_gym"
+    if isinstance(reward, dict):
+        url = reward.get("http")
+        if isinstance(url, str) and not re.match(r"https?://[^/\s]+", url):
+            yield Mistake(("reward", "http"), f"found {shown(url)}; write a URL such as https://HOST/score")
+    elif isinstance(reward, str) and (problem := _reward_problem(reward, data, base)):
+        yield Mistake(("reward",), problem)
+
+
+def _reward_problem(reward: str, data: dict[str, Any], base: Path) -> str | None:
+    if reward == "reasoning_gym":
+        source = _at(data, "data", "source")
+        if isinstance(source, str) and _lacks_gym_metadata(base / source):
+            return (
+                f"reasoning_gym cannot score {source}, whose lines name no data set; write FILE.py:FUNCTION"
+            )
+        return None
+    if reward in {"math", "exact"}:
+        return f"found {reward}, which is not in this version yet; use FILE.py:FUNCTION"
+    file, colon, function = reward.rpartition(":")
+    if not colon and not reward.endswith(".py"):
+        close = difflib.get_close_matches(reward, ["reasoning_gym"])
+        hint = "did you mean reasoning_gym?" if close else "write FILE.py:FUNCTION or reasoning_gym"
+        return f"found {shown(reward)}; {hint}"
+    if not colon:
+        file, function = reward, ""
+    elif not file.endswith(".py"):
+        example = f"{file or 'rewards'}.py:{function or 'score'}"
+        return f"found {shown(reward)}; write FILE.py:FUNCTION, such as {example}"
+    return _file_problem(file, base, "a Python file") or _function_problem(base / file, file, function)
+
+
+def _lacks_gym_metadata(prompts: Path) -> bool:
+    """Whether the first prompt is readable but was not written by reasoning-gym."""
+    try:
+        with prompts.open(encoding="utf-8") as file:
+            first = json.loads(next((line for line in file if line.strip()), "null"))
+    except (OSError, ValueError):
+        return False  # said elsewhere
+    return isinstance(first, dict) and _at(first, "metadata", "source_dataset") is None
+
+
+def _function_problem(path: Path, file: str, function: str) -> str | None:
+    try:
+        module = ast.parse(path.read_bytes(), filename=file)
+    except (SyntaxError, ValueError) as exc:
+        line = getattr(exc, "lineno", None) or 1
+        return f"found {file}:{line}: not Python: {getattr(exc, 'msg', exc)}; correct it"
+    names = list(_defined(module.body))
+    if function in names or "*" in names:
+        return None
+    functions = [
+        node.name for node in module.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    found = f"found {file}:{function}" if function else f"found {file} without a function"
+    if function:
+        found += f", but {file} has no function {function}"
+    hint = _hint(function, functions) if function else None
+    if hint is None:
+        each = " or ".join(f"{file}:{name}" for name in functions if not name.startswith("_"))
+        hint = f"write {each}" if each else f"define one in {file}"
+    return f"{found}; {hint}"
+
+
+def _defined(body: list[ast.stmt]) -> Iterator[str]:
+    """Yield the names that a module's statements bind, also under `if`, `try` and `with`."""
+    for node in body:
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name
+            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+                yield from (alias.asname or alias.name for alias in aliases)
+            case ast.Assign(targets=targets):
+                yield from (target.id for target in targets if isinstance(target, ast.Name))
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                yield name
+            case ast.If() | ast.Try() | ast.With():
+                yield from _defined(node.body)
+                yield from _defined(getattr(node, "orelse", []))
+                for handler in getattr(node, "handlers", []):
+                    yield from _defined(handler.body)
+
+
+def _check_files(data: dict[str, Any], base: Path) -> Iterator[Mistake]:
+    files = _at(data, "files")
+    for index, name in enumerate(files if isinstance(files, list) else []):
+        if isinstance(name, str) and (problem := _file_problem(name, base, "a file")):
+            yield Mistake(("files", index), problem)
+
+
+def _check_traces(data: dict[str, Any], base: Path) -> Iterator[Mistake]:
+    offers = _at(data, "rollout", "spot", "any_of")
+    for index in range(len(offers) if isinstance(offers, list) else 0):
+        path = ("rollout", "spot", "any_of", index, "market", "trace")
+        trace = _at(data, *path)
+        if isinstance(trace, str) and (problem := _file_problem(trace, base, TRACE_FILE)):
+            yield Mistake(path, problem)
+
+
+def _check_somebody_generates(data: dict[str, Any]) -> Iterator[Mistake]:
+    engines = _at(data, "trainer", "local_engines")
+    machines = _at(data, "rollout", "spot", "max_instances")
+    if engines == 0 and machines == 0:
+        problem = "0 reserved engines + 0 rollout.spot.max_instances = nobody generates; raise one of them"
+        yield Mistake(("trainer", "local_engines"), problem)
+
+
+def _file_problem(name: str, base: Path, wanted: str) -> str | None:
+    """Return why `name` cannot be copied to the run's folder under its own name; None if it can."""
+    pure = PurePosixPath(name)
+    if pure.is_absolute() or ".." in pure.parts or name.startswith("~"):
+        return f"found {shown(name)}, which is not below the job file's folder; put it there"
+    path = base / name
+    if path.is_file():
+        return None if path.stat().st_size else f"found {name}, which is empty; write {wanted}"
+    if path.is_dir():
+        return f"found {shown(name)}, which is a folder; write {wanted}"
+    folder = path.parent
+    near = [each.name for each in folder.iterdir() if each.is_file()] if folder.is_dir() else []
+    close = difflib.get_close_matches(path.name, near, n=1, cutoff=0.7)
+    hint = f"did you mean {(pure.parent / close[0]).as_posix()}?" if close else f"write {wanted}"
+    return f"found {shown(name)}, which does not exist; {hint}"
+
+
+def _hint(word: str, known: Iterable[str]) -> str | None:
+    close = close_match(word, sorted(known))
+    return f"did you mean {close}?" if close else None

@@ -1,0 +1,112 @@
+"""Reads job files and describes their fields.
+
+`load_job` tells every mistake of a file at once, in the order of its lines, each as
+`job.yaml:14: rollout.spot.max_instance: unknown field; did you mean max_instances?`: where, which field, what
+was found and what to do. A job that loads names only files, functions and data sets that are there.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from rlboost_runtime.errors import ConfigError
+from rlboost_runtime.job import HttpReward, Job
+from rlboost_runtime.job_checks.disk import check_disk, find_model
+from rlboost_runtime.job_checks.shape import field_type, sections, validate
+from rlboost_runtime.job_checks.tree import FieldPath, Mistake, SyntaxMistake, Tree, dotted, parse
+
+
+class JobErrors(ConfigError):
+    """A job file with mistakes; `problem` holds one line for each."""
+
+    @property
+    def lines(self) -> list[str]:
+        """The mistakes, each as `file:line: field: what was found; what to do`."""
+        return self.problem.split("\n")
+
+
+def load_job(path: Path) -> Job:
+    """Return the job in the YAML file `path`; a model folder is made absolute, other names stay as they are.
+
+    Raises `JobErrors`.
+    """
+    try:
+        tree = parse(_read(path))
+    except SyntaxMistake as exc:
+        raise _errors(path, [f"{path}:{exc.line}: {exc.problem}"]) from exc
+    job, mistakes = validate(tree.data)
+    mistakes = [*tree.mistakes, *mistakes, *check_disk(tree.data, path.parent)]
+    if job is None or mistakes:
+        raise _errors(path, _lines(path, tree, mistakes))
+    return _with_absolute_model(job, path.parent)
+
+
+def hints(job: Job) -> list[str]:
+    """Return what is legal but may surprise, a sentence each."""
+    found = []
+    if isinstance(job.model, str) and not Path(job.model).is_dir():
+        found.append(
+            f"model: {job.model} is no folder here, so it is taken as a Hugging Face id:"
+            " it must be in the local cache, or this machine must reach the hub"
+        )
+    if isinstance(job.reward, HttpReward) and job.reward.http.startswith("http://"):
+        found.append(f"reward: {job.reward.http} is not encrypted: everybody on the way reads your prompts")
+    if job.algorithm.temperature == 0:
+        found.append("algorithm.temperature: 0 makes all responses of a group the same: nothing is learnt")
+    return found
+
+
+class FieldDoc(NamedTuple):
+    """One field of the job file; `default` is empty for sections and "required" where there is none."""
+
+    path: str
+    type: str
+    default: str
+    doc: str
+
+
+def describe_fields() -> list[FieldDoc]:
+    """Return every field that a job file may have, in the order of the models."""
+    return [
+        FieldDoc(dotted((*path, name)), *field_type(dotted((*path, name)), field), field.description or "")
+        for path, model in sections()
+        for name, field in model.model_fields.items()
+    ]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigError(f"{path}: no such job file", "write one, or start with `rlboost init`") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: a folder", f"name the job file in it, such as {path}/job.yaml") from None
+    except PermissionError as exc:
+        raise ConfigError(f"{path}: may not be read", "check its permissions") from exc
+    except UnicodeDecodeError as exc:
+        line = exc.object.count(b"\n", 0, exc.start) + 1
+        raise _errors(path, [f"{path}:{line}: not UTF-8 text; save it as UTF-8"]) from exc
+
+
+def _lines(path: Path, tree: Tree, mistakes: list[Mistake]) -> list[str]:
+    """One line per mistake, by line; of a value that is no plain data nothing else is said."""
+    odd = {each.path for each in tree.mistakes if each.line == tree.lines.get(each.path)}
+    first: dict[tuple[FieldPath, int | None], Mistake] = {}
+    for mistake in mistakes:
+        inside = {mistake.path[:length] for length in range(len(mistake.path) + 1)}
+        if mistake in tree.mistakes or not inside & odd:
+            first.setdefault((mistake.path, mistake.line), mistake)
+    placed = [(each.line or tree.line(each.path), dotted(each.path), each.problem) for each in first.values()]
+    placed.sort(key=lambda item: item[0])
+    return [f"{path}:{line}: {field}{': ' if field else ''}{problem}" for line, field, problem in placed]
+
+
+def _errors(path: Path, lines: list[str]) -> JobErrors:
+    return JobErrors("\n".join(lines), f"correct the file, then run `rlboost check {path}`")
+
+
+def _with_absolute_model(job: Job, base: Path) -> Job:
+    if isinstance(job.model, str) and (folder := find_model(job.model, base)).is_dir():
+        return job.model_copy(update={"model": str(folder.resolve())})
+    return job

@@ -1,0 +1,57 @@
+"""What the agents of one machine of a run are told: made from the job and what lies in the run's folder."""
+
+from __future__ import annotations
+
+from rlboost_runtime.agent.bootstrap import Bootstrap, EngineBootstrap
+from rlboost_runtime.errors import NotYet
+from rlboost_runtime.job import Job
+from rlboost_runtime.run_folder import RunFolder, read_json
+from rlboost_runtime.security import read_token
+from rlboost_runtime.wire import Sampling
+
+RESERVED_MACHINE = "reserved-0"
+"""The reserved node, as status, ledger and agents call it."""
+
+
+def reserved_instances(job: Job) -> tuple[str, ...]:
+    """Return the names of the engines on the trainer's own GPUs."""
+    return tuple(f"{RESERVED_MACHINE}/{index}" for index in range(job.trainer.local_engines))
+
+
+def make_bootstrap(
+    job: Job, run: RunFolder, machine: str, pool: str, instances: tuple[str, ...]
+) -> Bootstrap:
+    """Return the bootstrap of `machine`, whose agents are `instances` ("spot-3/0") in `pool` (a `core` Pool).
+
+    Stop tokens are not in it: they come with the model, in every weight version. Raises `NotYet` until the
+    coordinator has said where it listens.
+    """
+    endpoint = read_json(run.endpoint)
+    if endpoint is None:
+        raise NotYet("the coordinator does not listen yet", "ask again once endpoint.json is there")
+    return Bootstrap(
+        run=run.name,
+        machine=machine,
+        pool=str(pool),
+        instances=instances,
+        coordinator_url=endpoint["url"],
+        token=read_token(run),
+        certificate=run.certificate.read_text(),
+        engine=_engine(job),
+        weight_streams=job.weights.streams,
+    )
+
+
+def _engine(job: Job) -> EngineBootstrap:
+    algorithm, options = job.algorithm, job.rollout.engine_args
+    return EngineBootstrap(
+        kind=job.rollout.engine,
+        sampling=Sampling(temperature=algorithm.temperature, top_p=algorithm.top_p),
+        max_context_tokens=algorithm.max_prompt_tokens + algorithm.max_response_tokens,
+        max_running=options.max_running,
+        dtype=options.dtype,
+        seed=algorithm.seed,
+        threads=options.threads,
+        tokens_per_s_per_response=options.tokens_per_s_per_response,
+        count_tokens=job.evidence.count_tokens,
+    )

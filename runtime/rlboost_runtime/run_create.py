@@ -1,0 +1,241 @@
+"""Making a run's folder out of a job file, or finding the run that the job file already has.
+
+Guarantees:
+
+- a run's folder appears complete or not at all, also when two commands make it at once;
+- the same job under the name of an open run continues that run; another job under it is an error that says
+  what differs; the name of an ended run gets the next free number: `name-2`, `name-3`;
+- the folder holds copies of the files that the job names, so that the run no longer depends on the originals;
+- `job.json` carries the run's own name: with `name-2` it is `name-2`.
+
+A run is open until its outcome is written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from rlboost_runtime.errors import ConfigError, NotFound, RuntimeFault
+from rlboost_runtime.job import Job, PromptFile, read_resolved
+from rlboost_runtime.run_folder import RunFolder, home, write_atomically
+from rlboost_runtime.security import create_secrets
+
+_MAX_NAME = 63  # as `job.Name` allows
+_MAY_CHANGE = ("budget.", "algorithm.steps:")
+"""Fields that may differ when an ended run is resumed: to spend more, or to train longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundRun:
+    """A run that can be started or is running."""
+
+    run: RunFolder
+    job: Job
+    is_new: bool
+    changed_files: tuple[str, ...] = ()
+    """Files of the user that have changed since the run took its copies; the copies are used."""
+
+
+def prepare_run(job_file: Path, job: Job, *, resume: bool = False) -> FoundRun:
+    """Return the run of `job`, which was read from `job_file`; make it where there is none to continue.
+
+    With `resume` the newest run of the job's name is continued even though it has ended. Raises `ConfigError`
+    where the open run (or the one to resume) has another job, or a file that the job names cannot be copied,
+    and `NotFound` where there is nothing to resume.
+    """
+    while True:
+        existing = list(_runs_named(job.name))
+        newest = existing[-1] if existing else None
+        if resume and newest is None:
+            raise NotFound(f"no run {job.name} to resume", "leave --resume out to start one")
+        if newest is not None and (resume or is_open(newest)):
+            found = _continue(newest, job_file, job, resume=resume)
+            if resume:
+                reopen(newest)
+            return found
+        name = job.name if newest is None else _numbered(job.name, len(existing) + 1)
+        run = _create(RunFolder.named(name), job_file, job)
+        if run is not None:
+            return FoundRun(run, read_resolved(run.job_json), is_new=True)
+
+
+def find_run(name: str) -> RunFolder:
+    """Return the run called `name`. Raises `NotFound`, naming those that there are."""
+    run = RunFolder.named(name)
+    if _is_plain(name) and run.job_json.exists():
+        return run
+    others = ", ".join(r.name for r in all_runs()[-8:])
+    raise NotFound(f"no run {name} in {home() / 'runs'}", f"runs there: {others or 'none'}")
+
+
+def all_runs() -> list[RunFolder]:
+    """Return every run of `$RLBOOST_HOME`, oldest first."""
+    try:
+        folders = [p for p in (home() / "runs").iterdir() if _is_plain(p.name) and (p / "job.json").exists()]
+    except FileNotFoundError:
+        return []
+    return [
+        RunFolder(p) for p in sorted(folders, key=lambda p: ((p / "job.json").stat().st_mtime_ns, p.name))
+    ]
+
+
+def stored_job(run: RunFolder) -> Job:
+    """Return the run's resolved job. Raises `RuntimeFault` where this program cannot read it."""
+    try:
+        return read_resolved(run.job_json)
+    except (ValueError, OSError) as exc:
+        raise RuntimeFault(
+            f"{run.job_json} cannot be read: {str(exc).splitlines()[0]}",
+            "use the RLBoost version that the run was started with",
+        ) from exc
+
+
+def is_open(run: RunFolder) -> bool:
+    """Whether the run has not ended yet."""
+    return not run.outcome.exists()
+
+
+def reopen(run: RunFolder) -> None:
+    """Make an ended run open again: its last outcome is kept as `outcome.previous.json`."""
+    if run.outcome.exists():
+        os.replace(run.outcome, run.outcome.with_name("outcome.previous.json"))
+
+
+def files_of(job: Job) -> list[str]:
+    """Return the files that the job names, as it names them, relative to the job file; each once."""
+    names = list(job.files)
+    if isinstance(job.data, PromptFile):
+        names.append(job.data.source)
+    if isinstance(job.reward, str) and ":" in job.reward:
+        names.append(job.reward.rsplit(":", 1)[0])
+    names += [o.market.trace for o in job.rollout.spot.any_of if o.market is not None and o.market.trace]
+    return list(dict.fromkeys(names))
+
+
+def differences(old: Job, new: Job) -> list[str]:
+    """Return what differs, one `field: old there, new here` per field; empty where the jobs are the same."""
+    before = dict(_flat(json.loads(old.canonical_json())))
+    after = dict(_flat(json.loads(new.canonical_json())))
+    fields = dict.fromkeys([*before, *after])
+    return [
+        f"{field}: {_shown(before, field)} there, {_shown(after, field)} here"
+        for field in fields
+        if before.get(field, ...) != after.get(field, ...)
+    ]
+
+
+# --- finding -----------------------------------------------------------------------------------------------
+
+
+def _runs_named(name: str) -> Iterator[RunFolder]:
+    number = 1
+    while (run := RunFolder.named(name if number == 1 else _numbered(name, number))).job_json.exists():
+        yield run
+        number += 1
+
+
+def _numbered(name: str, number: int) -> str:
+    suffix = f"-{number}"
+    return name[: _MAX_NAME - len(suffix)] + suffix
+
+
+def _continue(run: RunFolder, job_file: Path, job: Job, *, resume: bool) -> FoundRun:
+    stored = stored_job(run)
+    wanted = job.model_copy(update={"name": run.name})
+    different = differences(stored, wanted)
+    if different and resume and not is_open(run) and all(d.startswith(_MAY_CHANGE) for d in different):
+        write_atomically(run.job_json, wanted.canonical_json().encode())
+        stored, different = wanted, []
+    if different:
+        raise ConfigError(
+            f"run {run.name} has another job: {'; '.join(different)}",
+            f"give {job_file.name} another name, or end that run: rlboost down {run.name}"
+            if is_open(run)
+            else f"undo the changes in {job_file.name}, or leave --resume out to start a new run",
+        )
+    changed = tuple(name for name in files_of(job) if _has_changed(job_file.parent / name, run.files / name))
+    return FoundRun(run, stored, is_new=False, changed_files=changed)
+
+
+def _has_changed(original: Path, copy: Path) -> bool:
+    try:
+        return original.is_file() and original.read_bytes() != copy.read_bytes()
+    except OSError:
+        return True
+
+
+def _is_plain(name: str) -> bool:
+    return bool(name) and not name.startswith(".") and "/" not in name
+
+
+def _flat(value: object, at: str = "") -> Iterator[tuple[str, object]]:
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _flat(inner, f"{at}.{key}" if at else str(key))
+    elif isinstance(value, list) and value:
+        for index, inner in enumerate(value):
+            yield from _flat(inner, f"{at}[{index}]")
+    else:
+        yield at, value
+
+
+def _shown(values: dict[str, object], field: str) -> str:
+    return json.dumps(values[field]) if field in values else "nothing"
+
+
+# --- creating ----------------------------------------------------------------------------------------------
+
+
+def _create(run: RunFolder, job_file: Path, job: Job) -> RunFolder | None:
+    """Return the run, or None where somebody else made one of that name meanwhile."""
+    run.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    workshop = Path(tempfile.mkdtemp(dir=run.path.parent, prefix=".new-"))
+    try:
+        draft = RunFolder(workshop / run.name)
+        _fill(draft, job_file, job)
+        try:
+            os.rename(draft.path, run.path)
+        except OSError:
+            if run.path.exists():
+                return None
+            raise
+        return run
+    finally:
+        shutil.rmtree(workshop, ignore_errors=True)
+
+
+def _fill(draft: RunFolder, job_file: Path, job: Job) -> None:
+    for folder in (draft.path, draft.files, draft.logs, draft.processes):
+        folder.mkdir(mode=0o700)
+    shutil.copyfile(job_file, draft.job_yaml)
+    for name in files_of(job):
+        _copy(job_file.parent, name, draft.files)
+    draft.job_json.write_text(job.model_copy(update={"name": draft.name}).canonical_json())
+    read_resolved(draft.job_json)  # what cannot be read back must not become a run
+    create_secrets(draft)
+
+
+def _copy(source: Path, name: str, target: Path) -> None:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise ConfigError(
+            f"{name} lies outside the job file's folder",
+            "name files relative to the job file and below its folder: copy or link it there",
+        )
+    copy = target / path
+    copy.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        if (source / path).is_dir():
+            shutil.copytree(source / path, copy, dirs_exist_ok=True)
+        else:
+            shutil.copyfile(source / path, copy)
+    except OSError as exc:
+        raise ConfigError(
+            f"{name}: cannot be copied from {source}: {exc.strerror}", "see that it exists and can be read"
+        ) from exc

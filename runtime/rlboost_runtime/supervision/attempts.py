@@ -1,0 +1,58 @@
+"""When to start a role again, and when to give up: pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+EX_CONFIG = 78
+"""sysexits.h: how a role says that a restart would not help."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Times in seconds."""
+
+    backoff_s: float = 0.2
+    """Pause before the first restart; doubled for each further one."""
+    backoff_limit_s: float = 10.0
+    """Longest pause; also the one after a role ended of its own accord (exit status 0)."""
+    healthy_after_s: float = 30.0
+    """A process that lived so long was well: pauses start small again."""
+    crashes: int = 6
+    """Crashes in a row without progress after which the run has failed."""
+    look_s: float = 0.2
+    """Time between two looks for files that other processes write."""
+    grace_s: float = 5.0
+    """Time between SIGTERM and SIGKILL at the end."""
+    stop_timeout_s: float = 30.0
+    """How long the coordinator gets to end a failed run in order before that is done for it."""
+
+
+@dataclass(slots=True)
+class Attempts:
+    """The lives of one role so far. `measures_progress`: it is seen in its work, not in its life time."""
+
+    tuning: Tuning
+    measures_progress: bool
+    progress: int = 0
+    restarts: int = 0
+    crashes: int = 0
+
+    def ended(self, status: int | None, lived_s: float, progress: int) -> float:
+        """Take note of the end of a life; return the pause before the next. Exit status 0 is no crash."""
+        healthy = lived_s >= self.tuning.healthy_after_s
+        if progress != self.progress or (healthy and not self.measures_progress):
+            self.crashes = 0
+        if healthy:
+            self.restarts = 0
+        self.progress = progress
+        self.crashes += status != 0
+        self.restarts += 1
+        if status == 0:
+            return self.tuning.backoff_limit_s
+        exponent = min(self.restarts - 1, 30)  # far beyond any limit, and no overflow
+        return float(min(self.tuning.backoff_s * 2**exponent, self.tuning.backoff_limit_s))
+
+    def is_hopeless(self, status: int | None) -> bool:
+        """Whether another restart would not help, after a life that ended with `status`."""
+        return status == EX_CONFIG or self.crashes >= self.tuning.crashes

@@ -1,0 +1,232 @@
+"""Keeps the processes of one run alive on the head: `python -m rlboost_runtime.supervisor RUN_FOLDER`.
+
+Guarantees:
+
+- one supervisor per run: a second one says so and exits 0;
+- every role of the run is one process, started again with growing pauses when it ends; a supervisor that
+  takes over from a killed one adopts the living processes instead of starting second ones;
+- whatever a role leaves behind (children in sessions of their own) is gone before it is started again;
+- a role that cannot be helped by a restart ends the run, with an outcome that says why;
+- once `outcome.json` exists, and also on SIGTERM (the run then stays open), no machine and no process of the
+  run is left, and only then does the supervisor exit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import psutil
+
+from rlboost_providers.base import MachineState
+from rlboost_providers.registry import provider_for
+from rlboost_runtime.errors import ProviderError, RLBoostError
+from rlboost_runtime.job import Job, read_resolved
+from rlboost_runtime.logs import event, explain, last_explanation, setup
+from rlboost_runtime.process_tags import kill_tagged
+from rlboost_runtime.processes import end_all
+from rlboost_runtime.run_folder import RunFolder, write_json
+from rlboost_runtime.supervision.attempts import EX_CONFIG, Attempts, Tuning
+from rlboost_runtime.supervision.coordinator_client import ask_to_stop
+from rlboost_runtime.supervision.roles import Role, roles_of
+from rlboost_runtime.supervision.watched import Watched, adopt, start, write_identity
+
+log = logging.getLogger(__name__)
+
+
+DEFAULT_TUNING = Tuning()
+
+
+class Supervisor:
+    """Runs `roles` until the run ends or `stop` is called."""
+
+    def __init__(
+        self,
+        run: RunFolder,
+        roles: Sequence[Role],
+        end_machines: Callable[[], None],
+        tuning: Tuning = DEFAULT_TUNING,
+    ) -> None:
+        self._run = run
+        self._roles = roles
+        self._end_machines = end_machines
+        self._tuning = tuning
+        self._stop = asyncio.Event()
+        self._failed = False
+
+    def stop(self) -> None:
+        """Take everything down; the run stays open."""
+        self._stop.set()
+
+    async def serve(self) -> None:
+        """Keep the roles alive; returns once the run has ended or was stopped and nothing of it is left."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                keepers = [group.create_task(self._keep(role)) for role in self._roles]
+                while not self._run.outcome.exists() and not self._stop.is_set():
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._stop.wait(), self._tuning.look_s)
+                for keeper in keepers:
+                    keeper.cancel()
+        finally:
+            event(log, "teardown.started", ended=self._run.outcome.exists())
+            await asyncio.to_thread(self._tear_down)
+
+    # --- one role -----------------------------------------------------------------------------------------
+
+    async def _keep(self, role: Role) -> None:
+        """Keep one process of `role` alive."""
+        attempts = Attempts(self._tuning, role.measures_progress, role.progress())
+        process = adopt(role, self._run)
+        if process is not None:
+            event(log, "process.adopted", process=role.name, pid=process.pid)
+        while True:
+            if process is None:
+                process = await self._start(role)
+            status, lived_s = await _end_of(process)
+            event(log, "process.ended", process=role.name, status=status, lived_s=round(lived_s, 3))
+            pause_s = attempts.ended(status, lived_s, role.progress())
+            if attempts.is_hopeless(status):
+                offset = 0 if process is None else process.log_offset
+                told = last_explanation(role.log(self._run), offset)
+                await self._fail(role, told or _explanation(role, self._run, status, attempts.crashes))
+            process = None
+            await asyncio.sleep(pause_s)
+
+    async def _start(self, role: Role) -> Watched | None:
+        """Start `role` as soon as it may; what a former process of it left behind goes first.
+
+        None: it could not be started, which counts as a crash.
+        """
+        while not role.may_start():  # noqa: ASYNC110 it depends on files of other processes
+            await asyncio.sleep(self._tuning.look_s)
+        try:
+            await asyncio.to_thread(kill_tagged, self._run.path, role=role.name)
+            process = start(role, self._run)
+        except (OSError, RLBoostError):
+            event(log, "process.not_started", level=logging.ERROR, process=role.name, exc_info=True)
+            return None
+        event(log, "process.started", process=role.name, pid=process.pid)
+        return process
+
+    # --- failing ------------------------------------------------------------------------------------------
+
+    async def _fail(self, role: Role, explanation: tuple[str, str]) -> None:
+        """End the run as failed because of `role`: through the coordinator, or else without it.
+
+        `explanation`: problem and remedy.
+        """
+        if self._failed:
+            return
+        self._failed = True
+        problem, remedy = explanation
+        event(log, "run.failed", level=logging.ERROR, process=role.name, problem=problem)
+        if role.name != "coordinator" and await asyncio.to_thread(ask_to_stop, self._run, problem, remedy):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._tuning.stop_timeout_s):
+                    while not self._run.outcome.exists():  # noqa: ASYNC110 written by another process
+                        await asyncio.sleep(self._tuning.look_s)
+        if not self._run.outcome.exists():
+            outcome = {"state": "failed", "problem": problem, "remedy": remedy, "exit_code": 1}
+            write_json(self._run.outcome, outcome)
+
+    # --- the end ------------------------------------------------------------------------------------------
+
+    def _tear_down(self) -> None:
+        """End every machine and process of the run. Blocks for `grace_s` and a little more at most."""
+        try:
+            self._end_machines()
+        except RLBoostError as error:
+            event(log, "machines.end_failed", level=logging.ERROR, problem=error.problem)
+        ended = end_all(self._run.path, self._tuning.grace_s)
+        for role in self._roles:
+            role.identity(self._run).unlink(missing_ok=True)
+        event(log, "teardown.finished", processes=len(ended))
+
+
+async def _end_of(process: Watched | None) -> tuple[int | None, float]:
+    """Wait for the end of a process; return its status and the seconds that it lived."""
+    if process is None:
+        return None, 0.0
+    status = await process.wait()
+    return status, time.monotonic() - process.began
+
+
+def _explanation(role: Role, run: RunFolder, status: int | None, crashes: int) -> tuple[str, str]:
+    """Return problem and remedy for a role that could not say them itself."""
+    how = f"signal {-status}" if status is not None and status < 0 else f"exit status {status}"
+    times = "ended" if status == EX_CONFIG else f"ended {crashes} times in a row without progress, last"
+    return (
+        f"the {role.name} {times} with {how}; its log is {role.log(run)}",
+        "see the end of that log for the cause, then launch the job again",
+    )
+
+
+@contextlib.contextmanager
+def only_supervisor(run: RunFolder) -> Iterator[bool]:
+    """Hold the run's supervisor lock; yields whether this process got it. Freed with the process."""
+    run.processes.mkdir(mode=0o700, parents=True, exist_ok=True)
+    fd = os.open(run.processes / "supervisor.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        yield False
+    else:
+        yield True
+    finally:
+        os.close(fd)
+
+
+def end_machines(job: Job, run: RunFolder) -> None:
+    """End every machine that the run still has at its provider. Raises `ProviderError`."""
+    provider = provider_for(job, run)
+    left = []
+    for view in provider.describe(run.name):
+        if view.state is not MachineState.GONE:
+            try:
+                provider.terminate(run.name, view.machine)
+            except ProviderError:
+                left.append(view.machine)
+    if left:
+        raise ProviderError(f"machines {', '.join(left)} may still run", f"rlboost down {run.name}")
+
+
+async def serve(run: RunFolder) -> None:
+    """Supervise the run until it ends, or until SIGTERM or SIGINT."""
+    job = read_resolved(run.job_json)
+    supervisor = Supervisor(run, roles_of(job, run), lambda: end_machines(job, run))
+    for name in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(name, supervisor.stop)
+    await supervisor.serve()
+
+
+def main() -> int:
+    """Supervise the run in the folder given as the only argument; return the exit status."""
+    setup("supervisor")
+    run = RunFolder(Path(sys.argv[1]).absolute())
+    with only_supervisor(run) as alone:
+        if not alone:
+            print(f"run {run.name} has a supervisor already", file=sys.stderr)
+            return 0
+        identity = run.processes / "supervisor.json"
+        write_identity(identity, os.getpid(), psutil.Process().create_time())
+        try:
+            asyncio.run(serve(run))
+        except RLBoostError as error:
+            explain(log, error)
+            return EX_CONFIG if error.exit_code == 2 else 1
+        finally:
+            identity.unlink(missing_ok=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

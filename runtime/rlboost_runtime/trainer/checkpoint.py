@@ -1,0 +1,125 @@
+"""Checkpoints: everything that is needed to go on after step k as if nothing had happened.
+
+`checkpoints/step-000012/` holds the model in HF format (float32, exactly), `optimizer.pt` (AdamW state and
+random number generators) and `state.json`. A folder of that name is complete and durable: it is built under
+another name, synced and renamed. Loading one on a CPU continues bit for bit.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from rlboost_runtime.run_folder import read_json, write_json
+from rlboost_runtime.trainer.policy import Policy
+
+_NAME = re.compile(r"step-([0-9]{6,})")
+_BUILDING = ".building-"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedState:
+    """The step that a checkpoint follows, with its report: what the coordinator and the metrics file are told
+    again where the trainer was killed before it could. `policy_version`: the version published after the
+    step."""
+
+    step: int
+    policy_version: int
+    wait_s: float
+    busy_s: float
+    tokens_trained: int
+    reward_mean: float
+    line: dict[str, float]
+
+
+def step_folder(checkpoints: Path, step: int) -> Path:
+    """Return the folder of the checkpoint after `step`; it need not exist."""
+    return checkpoints / f"step-{step:06d}"
+
+
+def saved_steps(checkpoints: Path) -> list[int]:
+    """Return the steps after which there is a checkpoint, ascending."""
+    if not checkpoints.is_dir():
+        return []
+    matches = (_NAME.fullmatch(path.name) for path in checkpoints.iterdir())
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def save(
+    checkpoints: Path, policy: Policy, optimizer: torch.optim.Optimizer, state: TrainedState, *, keep: int
+) -> Path:
+    """Write the checkpoint after `state.step`, then delete all but the newest `keep`."""
+
+    def write(folder: Path) -> None:
+        policy.save(folder)
+        torch.save(_resumable(optimizer), folder / "optimizer.pt")
+        write_json(folder / "state.json", asdict(state))
+
+    final = step_folder(checkpoints, state.step)
+    replace_folder(final, write)
+    for step in saved_steps(checkpoints)[:-keep]:
+        _remove(step_folder(checkpoints, step))
+    return final
+
+
+def read_state(folder: Path) -> TrainedState:
+    """Return what the checkpoint in `folder` says about its step."""
+    return TrainedState(**(read_json(folder / "state.json") or {}))
+
+
+def restore_optimizer(folder: Path, optimizer: torch.optim.Optimizer) -> None:
+    """Load optimizer state and random number generators."""
+    stored = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
+    optimizer.load_state_dict(stored["optimizer"])
+    torch.set_rng_state(stored["rng"])
+    if stored["cuda_rng"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(stored["cuda_rng"])
+
+
+def _resumable(optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    return {
+        "optimizer": optimizer.state_dict(),
+        "rng": torch.get_rng_state(),
+        "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def replace_folder(final: Path, write: Callable[[Path], None]) -> None:
+    """Give `final` the content that `write` puts into an empty folder: whole, or not at all."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    for left in final.parent.glob(f"{_BUILDING}*"):
+        shutil.rmtree(left, ignore_errors=True)  # of a killed process: there is one trainer
+    building = Path(tempfile.mkdtemp(dir=final.parent, prefix=_BUILDING))
+    try:
+        write(building)
+        for path in sorted(building.rglob("*")):
+            _sync(path)
+        _sync(building)
+        if final.exists():
+            _remove(final)
+        os.rename(building, final)
+        _sync(final.parent)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+def _remove(folder: Path) -> None:
+    """Delete so that a half-deleted folder never bears its name."""
+    doomed = Path(tempfile.mkdtemp(dir=folder.parent, prefix=_BUILDING))
+    os.rename(folder, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,277 @@
+"""What a weight version consists of, in one JSON file beside the weights.
+
+A version lies in a folder named by `version_name`: `model.safetensors`, `config.json`,
+`generation_config.json` and `manifest.json`. The manifest lists each other file with its chunks and their
+BLAKE3 digests, where every tensor lies, and a *probe*: a prompt with its greedy continuation and logprobs, by
+which an engine proves that it serves these very weights.
+
+Guarantees of a `Manifest` that was read here: the chunks tile every file exactly; file names stay inside the
+folder; every tensor lies inside its file; `content_digest` agrees with the chunk digests. Anything else is a
+`ProtocolError`. Unknown keys are ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from blake3 import blake3
+
+from rlboost_runtime.errors import ProtocolError
+
+SCHEMA = (1, 0)
+"""(major, minor). The same major can be read; a higher minor only adds fields."""
+
+MANIFEST = "manifest.json"
+
+MAX_CHUNK_BYTES = 256 * 1024 * 1024
+"""A receiver holds one chunk per stream in memory."""
+
+_MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
+_VERSION_NAME = re.compile(r"v([0-9]{6,})")
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_REMEDY = "publish the version again with this RLBoost version"
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """A byte range of a file and the BLAKE3 of its bytes in hex."""
+
+    offset: int
+    length: int
+    blake3: str
+
+
+class File(msgspec.Struct, frozen=True):
+    """One file, `size` in bytes; its chunks in order."""
+
+    name: str
+    size: int
+    chunks: tuple[Chunk, ...]
+
+
+class Tensor(msgspec.Struct, frozen=True):
+    """Where a tensor's bytes lie: absolute offset and length in `file`; dtype as safetensors spells it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+    offset: int
+    length: int
+
+
+class Tied(msgspec.Struct, frozen=True):
+    """A parameter that shares the stored tensor `same_as` and is not stored itself."""
+
+    name: str
+    same_as: str
+
+
+class Probe(msgspec.Struct, frozen=True):
+    """`next_token_ids` greedily continue `token_ids`; `logprobs` are theirs, natural logs at temperature 1.
+
+    `tolerance`: how far another engine's logprobs may be off, in nats.
+    """
+
+    token_ids: tuple[int, ...]
+    next_token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    tolerance: float
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """A weight version. `created_at`: seconds since the epoch. `base`: always None for encoding "full"."""
+
+    schema: tuple[int, int]
+    version: int
+    encoding: str
+    base: int | None
+    files: tuple[File, ...]
+    tensors: tuple[Tensor, ...]
+    tied: tuple[Tied, ...]
+    probe: Probe
+    content_digest: str
+    """BLAKE3 over all files' names, sizes and chunk digests: equal for equal content in any version."""
+    created_at: float
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all files, the manifest itself left out."""
+        return sum(file.size for file in self.files)
+
+
+def version_name(version: int) -> str:
+    """Return the name of a version's folder: `v000012`."""
+    return f"v{version:06d}"
+
+
+def parse_version_name(name: str) -> int | None:
+    """Return the version whose folder is called `name`, None where it is no such name."""
+    match = _VERSION_NAME.fullmatch(name)
+    if match is None or version_name(int(match[1])) != name:
+        return None
+    return int(match[1])
+
+
+def digest(data: bytes | memoryview) -> str:
+    """Return the digest by which chunks are named: BLAKE3 in hex."""
+    return blake3(data).hexdigest()
+
+
+def content_digest(files: Sequence[File]) -> str:
+    """Return the digest of a version's content: order of the files does not matter."""
+    rows = sorted([f.name, f.size, [[c.length, c.blake3] for c in f.chunks]] for f in files)
+    return digest(json.dumps(rows, separators=(",", ":")).encode())
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Return the manifest as JSON. Raises `ProtocolError` where it would be refused when read."""
+    _check(manifest)
+    return msgspec.json.format(msgspec.json.encode(manifest), indent=1)
+
+
+def decode_manifest(data: bytes) -> Manifest:
+    """Read and check a manifest. Raises `ProtocolError`."""
+    try:
+        head: Any = msgspec.json.decode(data)  # any JSON: the schema decides whether we can read the rest
+        major = head["schema"][0]
+    except (msgspec.DecodeError, UnicodeDecodeError, TypeError, KeyError, IndexError) as exc:
+        raise ProtocolError("the weight manifest is no manifest", _REMEDY) from exc
+    if major != SCHEMA[0]:
+        raise ProtocolError(
+            f"the weight manifest has schema {major}, this version reads {SCHEMA[0]}",
+            "run the same RLBoost version on the head and on the machines",
+        )
+    try:
+        manifest = msgspec.json.decode(data, type=Manifest)
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:  # ValidationError is a DecodeError
+        raise ProtocolError(f"the weight manifest cannot be read: {exc}", _REMEDY) from exc
+    _check(manifest)
+    return manifest
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return the manifest of the version in `folder`. Raises `ProtocolError` on none or garbage."""
+    try:
+        data = (folder / MANIFEST).read_bytes()
+    except OSError as exc:
+        raise ProtocolError(f"no weight manifest in {folder}: {exc.strerror}", _REMEDY) from exc
+    return decode_manifest(data)
+
+
+def read_tensors(path: Path) -> tuple[Tensor, ...]:
+    """Return the tensors of a safetensors file, by offset. Raises `ProtocolError` where it is none."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > _MAX_HEADER_BYTES:
+                raise ValueError(f"header of {length} bytes")
+            header: Any = json.loads(file.read(length))  # checked field by field below
+        start = 8 + length
+        tensors = [
+            Tensor(
+                name=str(name),
+                dtype=str(entry["dtype"]),
+                shape=tuple(int(n) for n in entry["shape"]),
+                file=path.name,
+                offset=start + int(entry["data_offsets"][0]),
+                length=int(entry["data_offsets"][1]) - int(entry["data_offsets"][0]),
+            )
+            for name, entry in header.items()
+            if name != "__metadata__"
+        ]
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as exc:
+        raise ProtocolError(f"{path.name} is no safetensors file: {exc}", _REMEDY) from exc
+    return tuple(sorted(tensors, key=lambda tensor: (tensor.offset, tensor.name)))
+
+
+def probe_matches(manifest: Manifest, token_ids: Sequence[int], logprobs: Sequence[float]) -> str | None:
+    """Compare an engine's greedy continuation of the probe with the trainer's; None: they agree.
+
+    Logprobs are compared position by position as long as the ids agree. The first differing id is accepted
+    only as a near tie (both picks equally likely within the tolerance); what follows it has another context
+    and is not compared. Otherwise returns the problem in words.
+    """
+    probe = manifest.probe
+    if len(token_ids) != len(logprobs):
+        return f"probe: {len(token_ids)} tokens but {len(logprobs)} logprobs"
+    for i, value in enumerate(logprobs):
+        if not math.isfinite(value):
+            return f"probe: logprob {value} at position {i}"
+    for i, (expected, wanted) in enumerate(zip(probe.next_token_ids, probe.logprobs, strict=True)):
+        if i >= len(token_ids):
+            return f"probe: {len(token_ids)} tokens instead of {len(probe.next_token_ids)}"
+        off = abs(logprobs[i] - wanted)
+        same = token_ids[i] == expected
+        if not off <= probe.tolerance:
+            what = f"token {token_ids[i]}" if same else f"token {token_ids[i]} instead of {expected}"
+            return (
+                f"probe: {what} at position {i} has logprob {logprobs[i]:.4f},"
+                f" expected {wanted:.4f} within {probe.tolerance:g}"
+            )
+        if not same:
+            return None
+    if len(token_ids) > len(probe.next_token_ids):
+        return f"probe: {len(token_ids)} tokens instead of {len(probe.next_token_ids)}"
+    return None
+
+
+def _check(manifest: Manifest) -> None:
+    problem = _problem(manifest)
+    if problem is not None:
+        raise ProtocolError(f"the weight manifest makes no sense: {problem}", _REMEDY)
+
+
+def _problem(manifest: Manifest) -> str | None:
+    if manifest.version < 0:
+        return f"version {manifest.version}"
+    if manifest.encoding != "full" or manifest.base is not None:
+        return f"encoding {manifest.encoding!r} on base {manifest.base}, only full versions are understood"
+    for file in manifest.files:
+        problem = _file_problem(file)
+        if problem is not None:
+            return f"{file.name!r}: {problem}"
+    sizes = {file.name: file.size for file in manifest.files}
+    if len(sizes) != len(manifest.files):
+        return "two files of one name"
+    names = {tensor.name for tensor in manifest.tensors}
+    for tensor in manifest.tensors:
+        if not 0 <= tensor.offset <= tensor.offset + tensor.length <= sizes.get(tensor.file, -1):
+            return f"tensor {tensor.name!r} lies outside its file"
+    for tied in manifest.tied:
+        if tied.same_as not in names or tied.name in names:
+            return f"tied {tied.name!r} = {tied.same_as!r}"
+    if manifest.content_digest != content_digest(manifest.files):
+        return "content digest and chunk digests disagree"
+    return _probe_problem(manifest.probe)
+
+
+def _file_problem(file: File) -> str | None:
+    if _FILE_NAME.fullmatch(file.name) is None or file.name == MANIFEST:
+        return "not a usable file name"
+    end = 0
+    for chunk in file.chunks:
+        if chunk.offset != end or not 0 < chunk.length <= MAX_CHUNK_BYTES:
+            return f"chunk of {chunk.length} bytes at {chunk.offset}, expected one at {end}"
+        if _DIGEST.fullmatch(chunk.blake3) is None:
+            return f"digest {chunk.blake3!r}"
+        end += chunk.length
+    return None if end == file.size else f"chunks of {end} bytes, file of {file.size}"
+
+
+def _probe_problem(probe: Probe) -> str | None:
+    if not probe.token_ids or not probe.next_token_ids:
+        return "an empty probe proves nothing"
+    if len(probe.next_token_ids) != len(probe.logprobs):
+        return f"probe of {len(probe.next_token_ids)} tokens and {len(probe.logprobs)} logprobs"
+    if not all(math.isfinite(x) for x in probe.logprobs):
+        return "probe with a logprob that is no number"
+    if not (math.isfinite(probe.tolerance) and probe.tolerance >= 0):
+        return f"probe tolerance {probe.tolerance}"
+    return None

@@ -1,0 +1,240 @@
+"""A version that is being pulled: what is on disk already, and how it becomes a version.
+
+::
+
+    FOLDER/v000012.part/           locked (flock) by its one puller
+    FOLDER/v000012.part/.verified  a byte per chunk of the manifest, 1: written and verified
+
+Guarantees: only verified bytes are written; a chunk is marked after its bytes are; marks are checked against
+the bytes when a pull is taken up again, so a crash at any point costs at most the chunks in flight;
+`FOLDER/v000012` appears whole, by one rename. A full disk shows at the start, not in the middle.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlboost_runtime.errors import ProtocolError, RuntimeFault
+from rlboost_runtime.run_folder import write_atomically
+from rlboost_runtime.weights import manifest as manifests
+from rlboost_runtime.weights.manifest import MANIFEST, Chunk, File, Manifest
+
+PART = ".part"
+VERIFIED = ".verified"
+LOCK_S = 5.0
+"""How long to wait for a former puller of the same version to die."""
+_LOCK_RETRY_S = 0.05
+_HASH_THREADS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A chunk and where it belongs; `index` counts through all chunks of the manifest."""
+
+    index: int
+    file: File
+    chunk: Chunk
+
+
+def pieces_of(manifest: Manifest) -> list[Piece]:
+    """Return all chunks of a version, file by file."""
+    pieces = [(file, chunk) for file in manifest.files for chunk in file.chunks]
+    return [Piece(i, file, chunk) for i, (file, chunk) in enumerate(pieces)]
+
+
+def complete_version(folder: Path, manifest: Manifest) -> Path | None:
+    """Return the folder of this very version where every byte of it is here already; reads all of it."""
+    path = folder / manifests.version_name(manifest.version)
+    try:
+        if manifests.read_manifest(path).content_digest != manifest.content_digest:
+            return None
+        sizes = [(path / file.name).stat().st_size == file.size for file in manifest.files]
+    except (ProtocolError, OSError):
+        return None
+    fds = _open_files(path, manifest, os.O_RDONLY)
+    try:
+        return path if all(sizes) and all(_verify(fds, pieces_of(manifest))) else None
+    finally:
+        _close(fds)
+
+
+class PartFolder:
+    """The folder of one pull, from `part_folder`. `write` may be called by several threads."""
+
+    def __init__(self, path: Path, manifest: Manifest, marks: int) -> None:
+        self._path = path
+        self._manifest = manifest
+        self._marks = marks
+        self._fds: dict[str, int] = {}
+
+    def prepare(self) -> list[Piece]:
+        """Reserve the disk space, verify what is marked, return what is still to fetch.
+
+        Raises `RuntimeFault`, like `write`, where the disk is full or fails.
+        """
+        with _explaining_disk_errors(self._path):
+            self._drop_other_content()
+            self._fds = _open_files(self._path, self._manifest, os.O_RDWR | os.O_CREAT)
+            for file in self._manifest.files:
+                _allocate(self._fds[file.name], file.size)
+            return self._missing()
+
+    def _missing(self) -> list[Piece]:
+        pieces = pieces_of(self._manifest)
+        marks = os.pread(self._marks, len(pieces), 0)
+        marked = [piece for piece, mark in zip(pieces, marks, strict=True) if mark]
+        for piece, good in zip(marked, _verify(self._fds, marked), strict=True):
+            if not good:
+                os.pwrite(self._marks, b"\0", piece.index)
+        marks = os.pread(self._marks, len(pieces), 0)
+        return [piece for piece, mark in zip(pieces, marks, strict=True) if not mark]
+
+    def write(self, piece: Piece, data: memoryview) -> None:
+        """Keep the verified bytes of a piece."""
+        fd, at = self._fds[piece.file.name], piece.chunk.offset
+        with _explaining_disk_errors(self._path):
+            while data:
+                count = os.pwrite(fd, data, at)
+                data, at = data[count:], at + count
+            os.pwrite(self._marks, b"\1", piece.index)
+
+    def finish(self) -> Path:
+        """Turn the complete part into the version; returns its folder."""
+        self.close()
+        final = self._path.with_suffix("")
+        with _explaining_disk_errors(self._path):
+            shutil.rmtree(final, ignore_errors=True)  # not this version's bytes: `complete_version` looked
+            os.rename(self._path, final)
+            (final / VERIFIED).unlink()
+        return final
+
+    def close(self) -> None:
+        """Close the files; idempotent."""
+        _close(self._fds)
+        self._fds = {}
+
+    def _drop_other_content(self) -> None:
+        """Keep what a former pull left only if it is of the same content."""
+        try:
+            same = manifests.read_manifest(self._path).content_digest == self._manifest.content_digest
+        except ProtocolError:
+            same = False
+        num_chunks = len(pieces_of(self._manifest))
+        if not same or os.fstat(self._marks).st_size != num_chunks:
+            os.ftruncate(self._marks, 0)
+            for path in self._path.iterdir():
+                if path.name != VERIFIED:
+                    path.unlink()
+            write_atomically(self._path / MANIFEST, manifests.encode_manifest(self._manifest))
+            os.ftruncate(self._marks, num_chunks)
+
+
+@contextmanager
+def part_folder(folder: Path, manifest: Manifest) -> Iterator[PartFolder]:
+    """Lock, create or take up the part folder of a version. Raises `RuntimeFault`: disk full, or in use."""
+    path = folder / (manifests.version_name(manifest.version) + PART)
+    marks = _lock_waiting(path)
+    try:
+        part = PartFolder(path, manifest, marks)
+        try:
+            yield part
+        finally:
+            part.close()
+    finally:
+        os.close(marks)
+
+
+def prune(folder: Path, version: int, keep: int) -> None:
+    """Delete versions before `version` beyond the newest `keep`, and other pulls that nobody is at."""
+    numbers = [n for path in folder.iterdir() if (n := manifests.parse_version_name(path.name)) is not None]
+    for number in sorted(n for n in numbers if n <= version)[:-keep]:
+        shutil.rmtree(folder / manifests.version_name(number), ignore_errors=True)
+    for path in folder.glob(f"v*{PART}"):
+        fd = _try_lock(path)
+        if fd is not None:
+            shutil.rmtree(path, ignore_errors=True)
+            os.close(fd)
+
+
+def _lock_waiting(path: Path) -> int:
+    deadline = time.monotonic() + LOCK_S
+    while True:
+        with _explaining_disk_errors(path):
+            path.mkdir(parents=True, exist_ok=True)
+            fd = _try_lock(path)
+        if fd is not None:
+            return fd
+        if time.monotonic() > deadline:
+            raise RuntimeFault(f"another process is pulling into {path}", "end it, or wait until it is done")
+        time.sleep(_LOCK_RETRY_S)
+
+
+def _try_lock(path: Path) -> int | None:
+    """Lock the part folder and return the open file of marks; None where somebody is at it, or it is gone."""
+    try:
+        fd = os.open(path / VERIFIED, os.O_RDWR | os.O_CREAT, 0o600)
+    except FileNotFoundError:
+        return None
+    with suppress(BlockingIOError, FileNotFoundError):
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(fd), (path / VERIFIED).stat()):
+            return fd
+    os.close(fd)
+    return None
+
+
+def _open_files(path: Path, manifest: Manifest, flags: int) -> dict[str, int]:
+    fds: dict[str, int] = {}
+    try:
+        for file in manifest.files:
+            fds[file.name] = os.open(path / file.name, flags, 0o600)
+    except BaseException:
+        _close(fds)
+        raise
+    return fds
+
+
+def _close(fds: dict[str, int]) -> None:
+    for fd in fds.values():
+        os.close(fd)
+
+
+def _allocate(fd: int, size: int) -> None:
+    if os.fstat(fd).st_size > size:
+        os.ftruncate(fd, size)
+    if size:
+        os.posix_fallocate(fd, 0, size)
+
+
+def _verify(fds: dict[str, int], pieces: list[Piece]) -> list[bool]:
+    """Whether the bytes on disk are those of each piece."""
+
+    def good(piece: Piece) -> bool:
+        data = os.pread(fds[piece.file.name], piece.chunk.length, piece.chunk.offset)
+        return manifests.digest(data) == piece.chunk.blake3
+
+    if len(pieces) < 2:
+        return [good(piece) for piece in pieces]
+    with ThreadPoolExecutor(_HASH_THREADS) as pool:
+        return list(pool.map(good, pieces))
+
+
+@contextmanager
+def _explaining_disk_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as exc:
+        if exc.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            problem, remedy = "no space left on disk for weights", "use a machine with a larger disk"
+        else:
+            problem, remedy = f"cannot write weights ({exc.strerror})", "check the machine's disk"
+        raise RuntimeFault(f"{problem} in {path}", remedy) from exc

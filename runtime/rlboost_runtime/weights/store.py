@@ -1,0 +1,277 @@
+"""Weight versions on the head's disk: written once by the trainer, read by the weight server.
+
+::
+
+    weights/v000012/          a complete version; see `weights.manifest` for its files
+    weights/v000012/.lease    locked shared (flock) by whoever reads the version
+    weights/.building-*/      a version being built (its builder holds the lease) or deleted
+
+Guarantees: a folder named by a version is complete, durable and never changes; a failed or killed
+publication leaves the other versions as they were, and what remains of it is removed by the next one; a
+version with a reader is never deleted. Locks are the kernel's, so that they end with the process that holds
+them, and several processes may use one store.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from rlboost_runtime.errors import RuntimeFault
+from rlboost_runtime.weights import manifest as manifests
+from rlboost_runtime.weights.manifest import MANIFEST, Chunk, File, Manifest, Probe, Tied
+
+LEASE = ".lease"
+CHUNK_BYTES = 4 * 1024 * 1024
+_BUILDING = ".building-"
+_DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_MAX_HASH_THREADS = 8
+
+
+class VersionGone(LookupError):
+    """The store has no such version, or not any more."""
+
+
+class Lease:
+    """A reader's hold on a version: it is not deleted before `release`."""
+
+    def __init__(self, folder: Path, fd: int) -> None:
+        self.folder = folder
+        self._fd: int | None = fd
+
+    def release(self) -> None:
+        """Let go; idempotent."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class WeightStore:
+    """The versions in one folder; the newest `keep` stay; files are digested in chunks of `chunk_bytes`."""
+
+    def __init__(self, folder: Path, keep: int = 2, chunk_bytes: int = CHUNK_BYTES) -> None:
+        if keep < 1 or not 0 < chunk_bytes <= manifests.MAX_CHUNK_BYTES:
+            raise ValueError(f"keep {keep}, chunk_bytes {chunk_bytes}")
+        self.folder = folder
+        self.keep = keep
+        self.chunk_bytes = chunk_bytes
+
+    def versions(self) -> list[int]:
+        """Return the numbers of all complete versions, ascending."""
+        if not self.folder.is_dir():
+            return []
+        numbers = (manifests.parse_version_name(path.name) for path in self.folder.iterdir())
+        return sorted(n for n in numbers if n is not None)
+
+    def latest(self) -> int | None:
+        """Return the highest version, None where there is none."""
+        return max(self.versions(), default=None)
+
+    def path(self, version: int) -> Path:
+        """Return the folder of a version; it need not exist."""
+        return self.folder / manifests.version_name(version)
+
+    def read(self, version: int) -> Lease:
+        """Hold a version for reading. Raises `VersionGone`."""
+        folder = self.path(version)
+        fd = _lock(folder / LEASE, fcntl.LOCK_SH)
+        if fd is None:
+            raise VersionGone(f"no version {version}")
+        return Lease(folder, fd)
+
+    def publish(
+        self, version: int, write: Callable[[Path], None], probe: Probe, tied: Sequence[Tied] = ()
+    ) -> Manifest:
+        """Build, digest and publish a version, then delete what is old; blocks, also for the disk.
+
+        `write` gets an empty folder and puts `model.safetensors`, `config.json`, `generation_config.json`
+        there. Publishing a version again with the same content returns the existing one.
+
+        Raises `RuntimeFault` where the content differs or the disk is full, `ProtocolError` where what was
+        written makes no version, and whatever `write` raises. After an error the store is as before.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.collect()
+        try:
+            with self._building() as folder:
+                write(folder)
+                manifest = self._describe(version, folder, probe, tied)
+                (folder / MANIFEST).write_bytes(manifests.encode_manifest(manifest))
+                _sync_all(folder)
+                manifest = self._accept(folder, manifest)
+        except Exception as exc:
+            if _is_disk_full(exc):
+                raise RuntimeFault(
+                    f"no space left on disk for weight version {version} in {self.folder}",
+                    "free some disk space and start the run again: it resumes from its last checkpoint",
+                ) from exc
+            raise
+        self.collect()
+        return manifest
+
+    def collect(self) -> list[int]:
+        """Delete versions beyond the newest `keep` and remains of killed builds, save what somebody uses.
+
+        Returns the versions deleted.
+        """
+        if not self.folder.is_dir():
+            return []
+        for path in self.folder.glob(f"{_BUILDING}*"):
+            _delete(path)
+        return [version for version in self.versions()[: -self.keep] if _delete(self.path(version))]
+
+    @contextmanager
+    def _building(self) -> Iterator[Path]:
+        """Yield a new folder that is ours while the context lasts, and gone after it unless renamed."""
+        folder = Path(tempfile.mkdtemp(dir=self.folder, prefix=_BUILDING))
+        fd = os.open(folder / LEASE, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH)  # shared: readers may come the moment it has its final name
+            yield folder
+        finally:
+            _remove(folder)
+            os.close(fd)
+
+    def _describe(self, version: int, folder: Path, probe: Probe, tied: Sequence[Tied]) -> Manifest:
+        paths = sorted(path for path in folder.iterdir() if path.name != LEASE)
+        files = tuple(describe_file(path, self.chunk_bytes) for path in paths)
+        return Manifest(
+            schema=manifests.SCHEMA,
+            version=version,
+            encoding="full",
+            base=None,
+            files=files,
+            tensors=tuple(t for p in paths if p.suffix == ".safetensors" for t in manifests.read_tensors(p)),
+            tied=tuple(tied),
+            probe=probe,
+            content_digest=manifests.content_digest(files),
+            created_at=time.time(),
+        )
+
+    def _accept(self, built: Path, manifest: Manifest) -> Manifest:
+        """Give the built folder its final name, or return the version that has this name already."""
+        final = self.path(manifest.version)
+        try:
+            os.rename(built, final)
+        except OSError as exc:
+            if exc.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        else:
+            _sync(self.folder)
+            return manifest
+        existing = manifests.read_manifest(final)
+        if existing.content_digest != manifest.content_digest:
+            raise RuntimeFault(
+                f"weight version {manifest.version} is published already with other content",
+                "a published version never changes: publish the new weights under the next number",
+            )
+        return existing
+
+
+def describe_file(path: Path, chunk_bytes: int) -> File:
+    """Return the file's size and chunks; large files are hashed by several threads."""
+    size = path.stat().st_size
+    ranges = [(at, min(chunk_bytes, size - at)) for at in range(0, size, chunk_bytes)]
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        threads = min(len(ranges), os.cpu_count() or 1, _MAX_HASH_THREADS)
+        if threads <= 1:
+            chunks = [_describe_chunk(fd, *r) for r in ranges]
+        else:
+            with ThreadPoolExecutor(threads) as pool:
+                chunks = list(pool.map(lambda r: _describe_chunk(fd, *r), ranges))
+    finally:
+        os.close(fd)
+    return File(path.name, size, tuple(chunks))
+
+
+def _describe_chunk(fd: int, offset: int, length: int) -> Chunk:
+    data = os.pread(fd, length, offset)
+    if len(data) != length:
+        raise OSError(errno.EIO, "file changed while it was digested")
+    return Chunk(offset, length, manifests.digest(data))
+
+
+def _lock(path: Path, kind: int) -> int | None:
+    """Lock the file without waiting; None where it is gone or somebody holds it otherwise.
+
+    A lock counts only on the file that still bears the name: whoever deletes a version locks it first.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(fd), path.stat()):
+            return fd
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except BaseException:
+        os.close(fd)
+        raise
+    os.close(fd)
+    return None
+
+
+def _delete(folder: Path) -> bool:
+    """Delete the folder unless its lease is held; whether it was deleted."""
+    fd = _lock(folder / LEASE, fcntl.LOCK_EX)
+    if fd is None:
+        return False
+    try:
+        doomed = folder
+        if not folder.name.startswith(_BUILDING):  # a half-deleted version must not look like one
+            doomed = folder.with_name(f"{_BUILDING}{folder.name}-{secrets.token_hex(4)}")
+            os.rename(folder, doomed)
+        _remove(doomed)
+    finally:
+        os.close(fd)
+    return True
+
+
+def _remove(folder: Path) -> None:
+    """Remove what there is of the folder; its lease goes last, so that a killed removal is taken up again."""
+    with suppress(FileNotFoundError):
+        for path in folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name != LEASE:
+                path.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sync_all(folder: Path) -> None:
+    for path in folder.iterdir():
+        _sync(path)
+    _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _is_disk_full(exc: BaseException) -> bool:
+    """Whether the disk was full; safetensors reports the operating system's error in words only."""
+    if isinstance(exc, OSError):
+        return exc.errno in _DISK_FULL
+    return any(f"(os error {code})" in str(exc) for code in _DISK_FULL)

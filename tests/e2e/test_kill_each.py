@@ -1,0 +1,66 @@
+"""SIGKILL each process in turn: the run goes on, or says what to type; after `down` nothing is left."""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import Any
+
+import psutil
+import pytest
+
+from rlboost_runtime.coordinator.audit import audit
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+
+def engine_children(cli: Any, run: str) -> list[psutil.Process]:
+    """Return the run's engine processes."""
+    return [p for p in cli.processes(run) if "transformers_child" in " ".join(p.cmdline())]
+
+
+def test_every_process_may_be_killed_once(cli: Any) -> None:
+    job = cli.job("kills", algorithm={"steps": 10, "max_response_tokens": 48})
+    attached = cli.start("launch", job, "--yes")
+    cli.wait("kills", lambda s: s["step"] >= 1, timeout_s=180)
+
+    attached.send_signal(signal.SIGKILL)  # the terminal is closed
+    attached.communicate(timeout=10)
+
+    for role in ("coordinator", "trainer", "weights"):
+        before = cli.wait("kills", lambda s: True, timeout_s=10)["step"]
+        cli.process("kills", role).kill()
+        cli.wait("kills", lambda s, b=before: s["step"] > b, timeout_s=120)
+
+    engine_children(cli, "kills")[0].kill()
+    agents = [p for p in cli.processes("kills") if "rlboost_runtime.agent" in " ".join(p.cmdline())]
+    agents[0].kill()
+    before = cli.wait("kills", lambda s: True, timeout_s=10)["step"]
+    cli.wait("kills", lambda s: s["step"] > before, timeout_s=120)
+
+    cli.process("kills", "supervisor").kill()
+    time.sleep(1.0)
+    said = cli("status", "kills")
+    assert "rlboost launch" in said.stdout + said.stderr
+    cli("launch", job, "--detach", "--yes")  # adopts what lives
+    assert cli.wait_outcome("kills", timeout_s=300)["exit_code"] == 0
+
+    status = cli.json("status", "kills")
+    assert status["step"] == 10
+    assert (
+        status["responses"]["requested"] == status["responses"]["finished"] + status["responses"]["cancelled"]
+    )
+    assert audit(cli.run_folder("kills")).problems == []
+    cli("down", "kills", "--yes")
+    assert cli.processes("kills") == []
+
+
+def test_down_in_the_middle_leaves_nothing(cli: Any) -> None:
+    cli("launch", cli.job("short", algorithm={"steps": 50}), "--detach", "--yes")
+    cli.wait("short", lambda s: s["step"] >= 1, timeout_s=180)
+    cli("down", "short", "--yes")
+    assert cli.processes("short") == []
+    assert cli.json("status", "short")["state"] == "stopped"
+    assert cli.json("cost", "short")["total_usd"] > 0
+    cli("down", "short", "--yes")  # again: nothing to do
+    cli("down", "nobody", "--yes", expect=3)

@@ -1,0 +1,339 @@
+"""The coordinator's shell over in-memory connections: what is acknowledged, what survives, who is refused."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlboost_runtime.coordinator.agent_links import AgentLinks, Timing
+from rlboost_runtime.coordinator.ledger import Ledger
+from rlboost_runtime.coordinator.state import State
+from rlboost_runtime.coordinator.trainer_link import TrainerLink
+from rlboost_runtime.core.log import replay
+from rlboost_runtime.core.messages import CoreConfig
+from rlboost_runtime.run_folder import RunFolder
+from rlboost_runtime.seams import SystemClock, SystemDisk
+from rlboost_runtime.wire import (
+    SCHEMA,
+    Ack,
+    AgentHello,
+    Ending,
+    EngineSlept,
+    Frame,
+    GroupDone,
+    LeaseGranted,
+    PromptSpec,
+    Published,
+    Refused,
+    SleepEngine,
+    StepRequest,
+    Trained,
+    TrainerHello,
+    TrainerWelcome,
+    VersionReady,
+    WakeEngine,
+    Welcome,
+    Work,
+    agent_command_decoder,
+    encode,
+    trainer_command_decoder,
+)
+
+pytestmark = pytest.mark.integration
+
+
+class Pipe:
+    """One end of an in-memory connection."""
+
+    def __init__(self) -> None:
+        self.inbox: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self.other: Pipe
+
+    async def send(self, message: bytes) -> None:
+        self.other.inbox.put_nowait(message)
+
+    async def receive(self) -> bytes:
+        message = await self.inbox.get()
+        if message is None:
+            self.inbox.put_nowait(None)
+            raise ConnectionError("closed")
+        return message
+
+    async def close(self) -> None:
+        self.inbox.put_nowait(None)
+        self.other.inbox.put_nowait(None)
+
+
+def pipe() -> tuple[Pipe, Pipe]:
+    a, b = Pipe(), Pipe()
+    a.other, b.other = b, a
+    return a, b
+
+
+class Peer:
+    """The far end of a connection, speaking one protocol."""
+
+    def __init__(self, end: Pipe, decoder: Any, task: asyncio.Task[None]) -> None:
+        self.end, self.decoder, self.task = end, decoder, task
+
+    async def say(self, message: Any) -> None:
+        await self.end.send(encode(message))
+
+    async def hear(self, kind: type, timeout_s: float = 5.0) -> Any:
+        """Return the next message of that kind; others are passed over."""
+        async with asyncio.timeout(timeout_s):
+            while True:
+                message = self.decoder.decode(await self.end.receive())
+                if isinstance(message, kind):
+                    return message
+
+    async def hang_up(self) -> None:
+        await self.end.close()
+        await asyncio.wait_for(self.task, 5)
+
+
+class Outlet:
+    """Agents and trainer for real; no fleet: machines are the test's."""
+
+    def __init__(self, agents: AgentLinks, trainer: TrainerLink) -> None:
+        self.agents, self.trainer = agents, trainer
+        self.to_agent = agents.carry_out
+        self.work = agents.work
+        self.deliver = trainer.deliver
+        self.lease = trainer.lease
+        self.machines: list[Any] = []
+        self.fleet = self.machines.append
+
+
+class Shell:
+    """Everything of a coordinator but its port and its fleet."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run = RunFolder(folder)
+        for path in (self.run.journal,):
+            path.mkdir(parents=True, exist_ok=True)
+        clock = SystemClock()
+        self.ended: list[tuple[str, str, str]] = []
+        self.ledger = Ledger(self.run.ledger)
+        config = CoreConfig(max_spot_instances=0, reserved_instances=1, seeding_initial_s=0.2)
+        self.state = State(self.run, clock, SystemDisk(), config, keep_journal=True)
+        self.agents = AgentLinks(self.state, "job", Timing(lease_s=6.0), frozenset({"reserved-0"}))
+        self.trainer = TrainerLink(
+            self.state, self.ledger, clock, "job", lambda *words: self.ended.append(words)
+        )
+        self.state.outlet = Outlet(self.agents, self.trainer)
+
+    async def start(self) -> None:
+        self.state.journal.start(asyncio.get_running_loop())
+        self.state.begin()
+        self._ticker = asyncio.create_task(self._tick())
+
+    async def _tick(self) -> None:
+        while True:
+            self.state.tick()
+            await asyncio.sleep(0.01)
+
+    async def stop(self) -> None:
+        self._ticker.cancel()
+        await self.state.journal.close()
+        self.ledger.close()
+
+    def agent(self) -> Peer:
+        ours, theirs = pipe()
+        return Peer(theirs, agent_command_decoder, asyncio.create_task(self.agents.serve(ours)))
+
+    def trainers(self) -> Peer:
+        ours, theirs = pipe()
+        return Peer(theirs, trainer_command_decoder, asyncio.create_task(self.trainer.serve(ours)))
+
+
+@asynccontextmanager
+async def shell(folder: Path) -> AsyncIterator[Shell]:
+    made = Shell(folder)
+    await made.start()
+    try:
+        yield made
+    finally:
+        await made.stop()
+
+
+def hello(**changes: Any) -> AgentHello:
+    fields: dict[str, Any] = {
+        "schema": SCHEMA,
+        "run": "job",
+        "instance": "reserved-0/0",
+        "machine": "reserved-0",
+        "pool": "reserved",
+        "boot_id": "boot",
+        "max_running": 8,
+        "kv_tokens": 4096,
+        "engine": "emulated",
+    }
+    return AgentHello(**(fields | changes))
+
+
+def request(step: int = 0, version: int = 0, num_prompts: int = 1) -> StepRequest:
+    prompt = np.arange(3, dtype="<i4").tobytes()
+    prompts = tuple(PromptSpec(group, prompt) for group in range(num_prompts))
+    return StepRequest(step, version, prompts, group_size=2, max_response_tokens=4, stop_token_ids=(9,))
+
+
+def frame(seq: int, entries: list[tuple[int, int, list[int]]], *endings: Ending, version: int = 0) -> Frame:
+    """Return a frame of (assignment, offset, token ids)."""
+    tokens = [token for _, _, ids in entries for token in ids]
+    return Frame(
+        seq=seq,
+        policy_version=version,
+        assignments=np.array([e[0] for e in entries], "<u4").tobytes(),
+        offsets=np.array([e[1] for e in entries], "<u4").tobytes(),
+        counts=np.array([len(e[2]) for e in entries], "<u2").tobytes(),
+        token_ids=np.array(tokens, "<i4").tobytes(),
+        logprobs=np.full(len(tokens), -0.5, "<f4").tobytes(),
+        endings=endings,
+    )
+
+
+def texts(group: GroupDone) -> list[list[int]]:
+    return [np.frombuffer(r.token_ids, "<i4").tolist() for r in group.responses]
+
+
+async def join(made: Shell, trainer: Peer) -> Peer:
+    """Bring a trainer and a ready agent up to where work flows."""
+    await trainer.say(TrainerHello(SCHEMA, "job", "boot"))
+    await trainer.hear(TrainerWelcome)
+    await trainer.say(Published(0, "digest", 1, 0.0))
+    agent = made.agent()
+    await agent.say(hello())
+    await agent.hear(Welcome)
+    await agent.hear(SleepEngine)  # until a step is asked for, the GPU is the trainer's
+    await agent.say(EngineSlept())
+    return agent
+
+
+async def begin_step(agent: Peer, trainer: Peer) -> list[int]:
+    await trainer.say(request())
+    await agent.hear(WakeEngine)
+    await agent.say(VersionReady(0))
+    return [item.assignment for item in (await agent.hear(Work)).items]
+
+
+async def test_a_step_flows_from_request_to_delivery_and_lease(tmp_path: Path) -> None:
+    async with shell(tmp_path) as made:
+        trainer = made.trainers()
+        agent = await join(made, trainer)
+        a, b = await begin_step(agent, trainer)
+        await agent.say(frame(0, [(a, 0, [1, 2]), (b, 0, [5])]))
+        assert (await agent.hear(Ack)).seq == 0
+        await agent.say(frame(1, [(a, 2, [9]), (b, 1, [6, 7, 8])], Ending(a, "stop"), Ending(b, "length")))
+        group = await trainer.hear(GroupDone)
+        assert [np.frombuffer(r.token_ids, "<i4").tolist() for r in group.responses] == [
+            [1, 2, 9],
+            [5, 6, 7, 8],
+        ]
+        assert [r.finish_reason for r in group.responses] == ["stop", "length"]
+        assert [s.instance for r in group.responses for s in r.segments] == ["reserved-0/0"] * 2
+        await agent.hear(SleepEngine)
+        await agent.say(EngineSlept())
+        assert (await trainer.hear(LeaseGranted)).step == 0
+        await trainer.say(Trained(0, 0.0, 0.1, 7, 0.5, {"loss": 1.0}))
+        await asyncio.sleep(0.05)
+        assert [row.tokens for row in made.ledger.steps()] == [7]
+
+
+async def test_what_was_acknowledged_survives_a_restart_and_goes_on_elsewhere(tmp_path: Path) -> None:
+    async with shell(tmp_path) as made:
+        trainer = made.trainers()
+        agent = await join(made, trainer)
+        a, b = await begin_step(agent, trainer)
+        await agent.say(frame(0, [(a, 0, [1, 2]), (b, 0, [5, 9])], Ending(b, "stop")))
+        await agent.hear(Ack)
+        digest = made.state.commands_digest
+    async with shell(tmp_path) as made:  # a new process would do the same: nothing but the folder is shared
+        assert made.state.commands_digest == digest
+        agent = made.agent()
+        await agent.say(hello(boot_id="another life"))
+        assert not (await agent.hear(Welcome)).resumed
+        await agent.say(VersionReady(0))
+        (item,) = (await agent.hear(Work)).items
+        assert np.frombuffer(item.token_ids, "<i4").tolist() == [0, 1, 2, 1, 2]
+        assert (item.offset, item.max_new_tokens) == (2, 2)
+        trainer = made.trainers()
+        await trainer.say(TrainerHello(SCHEMA, "job", "boot"))
+        await trainer.say(request())
+        await agent.say(frame(0, [(item.assignment, 2, [3, 9])], Ending(item.assignment, "stop")))
+        group = await trainer.hear(GroupDone)
+        assert texts(group) == [[1, 2, 3, 9], [5, 9]]
+    core, _ = replay((tmp_path / "events.log").read_bytes().splitlines(keepends=True))
+    assert core.step is not None
+    assert core.step.finished == 2
+
+
+async def test_an_agent_resumes_after_a_restart_and_resends_without_doubling(tmp_path: Path) -> None:
+    async with shell(tmp_path) as made:
+        trainer = made.trainers()
+        agent = await join(made, trainer)
+        a, b = await begin_step(agent, trainer)
+        await agent.say(frame(0, [(a, 0, [1])]))
+        await agent.hear(Ack)
+        epoch = made.state.core.instances["reserved-0/0"].epoch
+    async with shell(tmp_path) as made:
+        agent = made.agent()
+        await agent.say(hello(epoch=epoch, assignments=(a, b), next_seq=2, version=0))
+        assert (await agent.hear(Welcome)).resumed
+        await agent.say(frame(0, [(a, 0, [1])]))  # its acknowledgement may have been lost
+        await agent.say(frame(1, [(a, 1, [9]), (b, 0, [9])], Ending(a, "stop"), Ending(b, "stop")))
+        assert (await agent.hear(Ack)).seq >= 0
+        for _ in range(100):
+            if made.state.core.complete_groups():
+                break
+            await asyncio.sleep(0.02)
+        assert made.state.core.complete_groups() == [0]
+        assert made.agents.tokens_duplicate == 1
+        made.state.store.check()
+
+
+async def test_a_finish_in_the_journal_that_the_core_never_heard_of_is_made_good(tmp_path: Path) -> None:
+    async with shell(tmp_path) as made:
+        trainer = made.trainers()
+        agent = await join(made, trainer)
+        a, b = await begin_step(agent, trainer)
+        await agent.say(frame(0, [(a, 0, [9]), (b, 0, [9])], Ending(a, "stop"), Ending(b, "stop")))
+        await trainer.hear(GroupDone)
+    events = (tmp_path / "events.log").read_bytes().splitlines(keepends=True)
+    first_finish = next(i for i, line in enumerate(events) if b"Finished" in line)
+    (tmp_path / "events.log").write_bytes(b"".join(events[:first_finish]) + b'{"torn')
+    async with shell(tmp_path) as made:
+        assert made.state.core.complete_groups() == [0]
+
+
+async def test_strangers_are_refused_in_words(tmp_path: Path) -> None:
+    async with shell(tmp_path) as made:
+        for change, word in [
+            ({"run": "other"}, "other"),
+            ({"schema": (9, 0)}, "schema"),
+            ({"machine": "spot-7", "pool": "spot"}, "spot-7"),
+        ]:
+            agent = made.agent()
+            await agent.say(hello(**change))
+            refused = await agent.hear(Refused)
+            assert word in refused.problem
+            assert not refused.retry
+
+
+async def test_a_contradictory_frame_costs_the_sender_its_connection_only(tmp_path: Path) -> None:
+    async with shell(tmp_path) as made:
+        trainer = made.trainers()
+        agent = await join(made, trainer)
+        a, _ = await begin_step(agent, trainer)
+        await agent.say(frame(0, [(a, 0, [1]), (a, 0, [1])]))
+        await asyncio.wait_for(agent.task, 5)
+        assert made.state.store.length(made.state.step.first_response) == 0
+        again = made.agent()
+        await again.say(hello(boot_id="b"))
+        assert not (await again.hear(Welcome)).resumed

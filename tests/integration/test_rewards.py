@@ -1,0 +1,181 @@
+"""Rewards in their child process: whatever a user's function does, the response scores 0 and the run goes on."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlboost_runtime.errors import ConfigError, RuntimeFault
+from rlboost_runtime.job import HttpReward
+from rlboost_runtime.trainer.data import generate_examples
+from rlboost_runtime.trainer.rewards import (
+    OUTPUT_LIMIT_BYTES,
+    Reward,
+    RewardCall,
+    RewardFailure,
+    RewardScorer,
+    failure_metrics,
+    require_some_reward,
+)
+
+pytestmark = pytest.mark.integration
+
+MISBEHAVING = """
+import os, subprocess, sys, time
+
+def score(prompt, response, row):
+    if response == "raise": raise ValueError("no idea")
+    if response == "exit": sys.exit(3)
+    if response == "hang": subprocess.Popen(["sleep", "1000"]); time.sleep(1000)
+    if response == "nan": return float("nan")
+    if response == "text": return "1.0"
+    if response == "none": return None
+    if response == "die": os._exit(7)
+    if response == "print":
+        for _ in range(64): print("x" * 65536)
+        sys.stderr.write("y" * 65536)
+        return 0.5
+    if response == "stdout": os.close(1); return 0.25
+    return len(response) + row["bonus"]
+"""
+
+
+def scorer(
+    folder: Path, code: str = MISBEHAVING, *, timeout_s: float = 1.0, children: int = 1
+) -> RewardScorer:
+    (folder / "rewards.py").write_text(code)
+    return RewardScorer(
+        "rewards.py:score", folder, timeout_s=timeout_s, log_file=folder / "reward.log", num_children=children
+    )
+
+
+def calls(*responses: str) -> list[RewardCall]:
+    return [RewardCall("p", response, {"bonus": 10}) for response in responses]
+
+
+def test_every_kind_of_failure_scores_zero_and_the_next_call_works(tmp_path):
+    kinds = {
+        "raise": RewardFailure.RAISED,
+        "exit": RewardFailure.RAISED,
+        "hang": RewardFailure.TIMEOUT,
+        "nan": RewardFailure.NOT_FINITE,
+        "text": RewardFailure.NOT_A_NUMBER,
+        "none": RewardFailure.NOT_A_NUMBER,
+        "die": RewardFailure.DIED,
+    }
+    with scorer(tmp_path) as rewards:
+        found = rewards.score(calls(*(r for kind in kinds for r in (kind, "fine"))))
+    assert found[1::2] == [Reward(14.0)] * len(kinds)
+    assert [r.failure for r in found[::2]] == list(kinds.values())
+    assert {r.value for r in found[::2]} == {0.0}
+    assert "no idea" in found[0].problem
+    assert "exit code 7" in found[-2].problem
+    metrics = failure_metrics(found)
+    assert (metrics["reward_failures_raised"], metrics["reward_failures_timeout"]) == (2, 1)
+    assert sum(metrics.values()) == len(kinds)
+
+
+def test_nothing_outlives_a_killed_child(tmp_path):
+    with scorer(tmp_path, timeout_s=0.5) as rewards:
+        rewards.score(calls("hang", "fine"))
+        mine = psutil.Process().children(recursive=True)
+        assert not [p for p in mine if p.name() == "sleep"]
+    assert not [
+        p for p in psutil.Process().children(recursive=True) if "reward_child" in " ".join(p.cmdline())
+    ]
+
+
+def test_output_is_bounded_and_never_mixes_with_answers(tmp_path):
+    with scorer(tmp_path, timeout_s=10.0) as rewards:
+        assert [r.value for r in rewards.score(calls("print", "stdout", "ab"))] == [0.5, 0.25, 12.0]
+    size = (tmp_path / "reward.log").stat().st_size
+    assert OUTPUT_LIMIT_BYTES <= size < OUTPUT_LIMIT_BYTES + 100
+
+
+def test_several_children_keep_order(tmp_path):
+    with scorer(tmp_path, timeout_s=5.0, children=2) as rewards:
+        found = rewards.score(calls(*("x" * n for n in range(20))))
+    assert [r.value for r in found] == [n + 10 for n in range(20)]
+
+
+def test_only_the_parameters_that_a_function_has_are_passed(tmp_path):
+    with scorer(tmp_path, "def score(response, *, row=None): return len(response)") as rewards:
+        assert rewards.score(calls("abc")) == [Reward(3.0)]
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("def score(completion): return 1", "completion are unknown; there are prompt, response, row"),
+        ("def other(): return 1", "no function score"),
+        ("def score(:", "SyntaxError"),
+        ("raise RuntimeError('at import')", "at import"),
+        ("async def score(): return 1", "async"),
+        ("import os; os._exit(1)", "its process ended"),
+    ],
+)
+def test_a_function_that_cannot_be_loaded_is_said_at_the_start(tmp_path, code, told):
+    with pytest.raises(ConfigError, match=told):
+        scorer(tmp_path, code)
+
+
+@pytest.mark.parametrize("reward", ["rewards.py", "math", "missing.py:score"])
+def test_a_reward_that_is_no_function_is_explained(tmp_path, reward):
+    with pytest.raises(ConfigError):
+        RewardScorer(reward, tmp_path, timeout_s=1, log_file=tmp_path / "log")
+
+
+def test_a_step_in_which_every_reward_failed_ends_the_run():
+    failed = Reward(0.0, RewardFailure.RAISED, "Traceback ...\nKeyError: 'x'")
+    require_some_reward([failed, Reward(0.0)], "rewards.py:score")
+    with pytest.raises(RuntimeFault, match=r"(?s)rewards.py:score failed for all 2.*KeyError: 'x'"):
+        require_some_reward([failed, failed], "rewards.py:score")
+
+
+def test_the_built_in_scorer(tmp_path):
+    from rlboost_runtime.job import ReasoningGym
+
+    # graph_color's rows are keyed by integers, which JSON would turn into text: they must arrive as they are
+    data = ReasoningGym(reasoning_gym=["spell_backward", "graph_color"], size=2)
+    word, graph = generate_examples(data, seed=1, size=2)
+    with RewardScorer("reasoning_gym", tmp_path, timeout_s=30, log_file=tmp_path / "log") as rewards:
+        good = RewardCall(word.text, word.answer, word.row)
+        bad = RewardCall(word.text, "zzz", word.row)
+        colours = RewardCall(graph.text, json.dumps(graph.row["metadata"]["possible_answer"]), graph.row)
+        found = [r.value for r in rewards.score([good, bad, colours])]
+    assert found[0] == found[2] == 1.0
+    assert found[1] < 0.2
+
+
+class Endpoint(BaseHTTPRequestHandler):
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if body["response"] == "bad":
+            self.send_error(500)
+            return
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"reward": len(body["prompt"]) + body["row"]["bonus"]}).encode())
+
+    def log_message(self, *args):
+        pass
+
+
+def test_http_reward(tmp_path):
+    server = HTTPServer(("127.0.0.1", 0), Endpoint)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        reward = HttpReward(http=f"http://127.0.0.1:{server.server_port}/score")
+        with RewardScorer(reward, tmp_path, timeout_s=5, log_file=tmp_path / "log") as rewards:
+            good, bad = rewards.score(calls("fine", "bad"))
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+    assert good == Reward(11.0)
+    assert bad.failure is RewardFailure.RAISED
+    assert "500" in bad.problem

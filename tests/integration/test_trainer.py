@@ -1,0 +1,333 @@
+"""The trainer against a scripted coordinator over real TLS: steps, recalls, crashes, and what a person is told."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from websockets.asyncio.server import ServerConnection, serve
+from websockets.exceptions import ConnectionClosed
+
+from rlboost_runtime import security
+from rlboost_runtime.errors import RLBoostError, RuntimeFault
+from rlboost_runtime.job import Job
+from rlboost_runtime.run_folder import RunFolder, write_json
+from rlboost_runtime.trainer.__main__ import train
+from rlboost_runtime.trainer.metrics import MetricsLog
+from rlboost_runtime.trainer.step_stream import StepStream
+from rlboost_runtime.wire import (
+    FinishedResponse,
+    GroupDone,
+    LeaseGranted,
+    LeaseRecalled,
+    LeaseReleased,
+    Message,
+    Published,
+    Refused,
+    RunFailed,
+    RunFinished,
+    Segment,
+    StepRequest,
+    Trained,
+    TrainerHello,
+    TrainerWelcome,
+    encode,
+    trainer_message_decoder,
+)
+
+pytestmark = pytest.mark.integration
+
+STEPS = 4
+GROUPS = 4
+SIZE = 4
+
+JOB = {
+    "name": "r",
+    "model": {"init": "tiny", "hidden_size": 32, "num_layers": 1, "warmup": None},
+    "data": {"source": "prompts.jsonl"},
+    "reward": "rewards.py:score",
+    "reward_timeout_s": 20.0,
+    "algorithm": {
+        "group_size": SIZE, "prompts_per_step": GROUPS, "steps": STEPS, "learning_rate": 1e-3,
+        "minibatches_per_step": 2, "micro_batch_responses": 4, "max_response_tokens": 6,
+    },
+}  # fmt: skip
+
+
+class Coordinator:
+    """Plays the coordinator on a thread of its own; responses are made up, always the same for a step and group."""
+
+    def __init__(self, run: RunFolder) -> None:
+        self.heard: list[Message] = []
+        self.on_step: Callable[[int], None] = lambda step: None
+        self.refuse_step: int | None = None
+        self.quarantine: set[tuple[int, int]] = set()
+        self._run = run
+        self._published: int | None = None
+        self._ready = threading.Event()
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._thread = threading.Thread(target=lambda: self._loop.run_until_complete(self._serve()))
+
+    def __enter__(self) -> "Coordinator":
+        self._thread.start()
+        assert self._ready.wait(10)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+        self._loop.close()
+
+    def of(self, kind: type[Message]) -> list:
+        return [message for message in self.heard if isinstance(message, kind)]
+
+    async def _serve(self) -> None:
+        server = await serve(self._talk, "127.0.0.1", 0, ssl=security.server_context(self._run))
+        port = server.sockets[0].getsockname()[1]
+        write_json(self._run.endpoint, {"url": f"https://127.0.0.1:{port}"})
+        self._ready.set()
+        await self._stop.wait()
+        server.close()
+        await server.wait_closed()
+
+    async def _talk(self, connection: ServerConnection) -> None:
+        assert connection.request.path == "/v1/trainer"
+        assert security.authorised(
+            connection.request.headers.get("Authorization"), security.read_token(self._run)
+        )
+        try:
+            async for data in connection:
+                message = trainer_message_decoder.decode(data)
+                self.heard.append(message)
+                for answer in self._answers(message):
+                    await connection.send(encode(answer))
+        except ConnectionClosed:
+            return
+
+    def _answers(self, message: Message) -> list[Message]:
+        match message:
+            case TrainerHello():
+                return [TrainerWelcome(self._published)]
+            case Published(version=version):
+                self._published = version
+            case StepRequest(step=step):
+                self.on_step(step)
+                if step == self.refuse_step:
+                    return [Refused("enough")]
+                self._request = message
+                order = np.random.default_rng(step).permutation(GROUPS).tolist()
+                self._order = [self._group(message, group) for group in order]
+                return [self._order[0], LeaseGranted(step), self._order[1], LeaseRecalled(step)]
+            case LeaseReleased():
+                return [LeaseGranted(self._request.step), *self._order[2:]]
+        return []
+
+    def _group(self, request: StepRequest, group: int) -> GroupDone:
+        draw = np.random.default_rng([request.step, group])
+        responses = []
+        for i in range(request.group_size):
+            n = int(draw.integers(1, 7))
+            bad = (request.step, group) in self.quarantine and i == 0
+            responses.append(
+                FinishedResponse(
+                    group * SIZE + i,
+                    draw.integers(0, 256, n).astype("<i4").tobytes(),
+                    draw.normal(-5.5, 0.1, n).astype("<f4").tobytes(),
+                    (Segment("a", request.policy_version, 1), Segment("b", request.policy_version, n - 1))
+                    if n > 1
+                    else (Segment("a", request.policy_version, 1),),
+                    "quarantined" if bad else "length" if n == 6 else "stop",
+                )
+            )
+        return GroupDone(request.step, group, tuple(responses))
+
+
+REWARD = "def score(response, row): return (sum(map(ord, response)) % 7) / 7 + row['bonus']"
+
+
+def make_run(tmp_path: Path, name: str = "r", reward: str = REWARD, **changes) -> RunFolder:
+    run = RunFolder(tmp_path / "runs" / name)
+    run.files.mkdir(parents=True)
+    security.create_secrets(run)
+    rows = [{"prompt": f"question {i}", "bonus": i % 2} for i in range(9)]
+    (run.files / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (run.files / "rewards.py").write_text(reward)
+    run.job_json.write_text(Job.model_validate_json(json.dumps({**JOB, **changes})).canonical_json())
+    return run
+
+
+@pytest.fixture(autouse=True)
+def one_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("RLBOOST_HOME", str(tmp_path))
+
+
+def go(run: RunFolder) -> Path:
+    state = torch.get_rng_state()
+    try:
+        with StepStream.for_run(run) as stream:
+            return train(run, Job.model_validate_json(run.job_json.read_bytes()), stream)
+    finally:
+        torch.set_rng_state(state)
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "model.safetensors").read_bytes()
+
+
+def lines(run: RunFolder) -> list[dict]:
+    return [json.loads(line) for line in run.metrics.read_text().splitlines()]
+
+
+@pytest.fixture
+def quiet(tmp_path) -> Path:
+    """The final model of a run to which nothing happened."""
+    run = make_run(tmp_path, "quiet")
+    with Coordinator(run):
+        return go(run)
+
+
+def test_a_whole_run(tmp_path):
+    run = make_run(tmp_path)
+    with Coordinator(run) as coordinator:
+        coordinator.quarantine = {(1, 2)}
+        final = go(run)
+    assert [m.version for m in coordinator.of(Published)] == [0, 1, 2, 3, 4]
+    assert [(m.step, m.policy_version) for m in coordinator.of(StepRequest)] == [(i, i) for i in range(STEPS)]
+    assert len(coordinator.of(LeaseReleased)) == STEPS
+    assert coordinator.of(RunFinished) == [RunFinished(str(final))]
+    trained = coordinator.of(Trained)
+    assert [m.step for m in trained] == list(range(STEPS))
+    assert sorted(path.name for path in run.weights.iterdir()) == ["v000003", "v000004"]
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["model", "step-000002", "step-000003"]
+    table = lines(run)
+    assert [line["step"] for line in table] == list(range(STEPS))
+    assert all(np.isfinite(list(line.values())).all() for line in table)
+    assert table[1]["quarantined_share"] == 1 / 16
+    assert table[0]["migrated_share"] > 0.5
+    assert table[0]["mismatch_kl"] > 0
+    assert {k: v for k, v in table[2].items()} == trained[2].metrics
+    stored, exact = (
+        load_file(run.weights / "v000004" / "model.safetensors"),
+        load_file(final / "model.safetensors"),
+    )
+    assert set(stored) == set(exact)
+    assert all(torch.equal(stored[name], exact[name]) for name in stored)
+    manifests = [json.loads((run.weights / v / "manifest.json").read_text()) for v in ("v000003", "v000004")]
+    assert manifests[0]["content_digest"] != manifests[1]["content_digest"]
+    assert manifests[0]["tied"] == [{"name": "lm_head.weight", "same_as": "model.embed_tokens.weight"}]
+
+
+def test_coming_back_continues_bit_for_bit(tmp_path, quiet):
+    run = make_run(tmp_path)
+    with Coordinator(run) as coordinator:
+        coordinator.refuse_step = 2
+        with pytest.raises(RLBoostError, match="enough"):
+            go(run)
+        coordinator.refuse_step = None
+        coordinator.heard.clear()
+        final = go(run)
+    assert weights(final) == weights(quiet)
+    assert [line["step"] for line in lines(run)] == list(range(STEPS))
+    assert [m.step for m in coordinator.of(Trained)] == [1, 2, 3]  # step 1's report may have been lost
+    assert [m.policy_version for m in coordinator.of(StepRequest)] == [2, 3]  # version 2 had the same content
+
+
+def test_a_lost_weight_store_is_published_again_under_an_unused_number(tmp_path, quiet):
+    run = make_run(tmp_path)
+    with Coordinator(run) as coordinator:
+        coordinator.refuse_step = 1
+        with pytest.raises(RLBoostError, match="enough"):
+            go(run)
+        (run.weights / "v000001").rename(tmp_path / "gone")
+        (tmp_path / "gone").rename(run.weights / "v000007")
+        path = run.weights / "v000007" / "manifest.json"
+        path.write_text((run.weights / "v000000" / "manifest.json").read_text())  # another content's
+        coordinator.refuse_step = None
+        coordinator.heard.clear()
+        final = go(run)
+    assert [m.policy_version for m in coordinator.of(StepRequest)] == [8, 9, 10]
+    assert weights(final) == weights(quiet)
+
+
+def test_dying_between_checkpoint_and_report_loses_and_doubles_nothing(tmp_path, quiet, monkeypatch):
+    run = make_run(tmp_path)
+
+    def broken(self: MetricsLog, line: dict) -> None:
+        raise KeyboardInterrupt
+
+    with Coordinator(run) as coordinator:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(MetricsLog, "append", broken)
+            go(run)
+        assert not coordinator.of(Trained)
+        final = go(run)
+    assert [m.step for m in coordinator.of(Trained)] == [0, 1, 2, 3]
+    assert [line["step"] for line in lines(run)] == list(range(STEPS))
+    assert weights(final) == weights(quiet)
+
+
+def test_a_finished_run_only_says_so_again(tmp_path):
+    run = make_run(tmp_path)
+    with Coordinator(run) as coordinator:
+        go(run)
+        coordinator.heard.clear()
+        go(run)
+    assert len(coordinator.of(RunFinished)) == 1
+    assert not coordinator.of(StepRequest)
+
+
+def test_a_reward_that_always_fails_ends_the_run_and_names_itself(tmp_path):
+    run = make_run(tmp_path, reward="def score(response): return {}['missing key']")
+    with Coordinator(run), pytest.raises(RuntimeFault, match=r"(?s)rewards.py:score.*missing key"):
+        go(run)
+
+
+def start(run: RunFolder) -> subprocess.Popen[bytes]:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "rlboost_runtime.trainer", str(run.path)]
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+
+
+def test_the_process_killed_and_started_again(tmp_path, quiet):
+    run = make_run(tmp_path)
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def kill_once(step: int) -> None:
+        if step == 2 and len(processes) == 1:
+            processes[0].send_signal(signal.SIGKILL)
+
+    with Coordinator(run) as coordinator:
+        coordinator.on_step = kill_once
+        for expected in (-signal.SIGKILL, 0):
+            processes.append(start(run))
+            _, errors = processes[-1].communicate(timeout=100)
+            assert processes[-1].returncode == expected, errors.decode()
+    assert weights(run.checkpoints / "model") == weights(quiet)
+    assert len(coordinator.of(RunFinished)) == 1
+    assert json.loads((run.processes / "trainer.json").read_text())["pid"] == processes[1].pid
+
+
+def test_a_persons_mistake_ends_with_78_and_is_said(tmp_path):
+    run = make_run(tmp_path, reward="def score(completion): return 1")
+    with Coordinator(run) as coordinator:
+        process = start(run)
+        _, errors = process.communicate(timeout=100)
+    assert process.returncode == 78, errors.decode()
+    (failed,) = coordinator.of(RunFailed)
+    assert "completion are unknown" in failed.problem
+    explained = [json.loads(line) for line in errors.splitlines() if b"process.failed" in line]
+    assert explained[-1]["remedy"] == failed.remedy

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from rlboost_runtime.coordinator.ledger import Ledger, UsageKind, WasteKind
+from rlboost_runtime.coordinator.report import cost_report
+
+T0 = 1_800_000_000.0
+HOUR_OF_DOLLAR_SECONDS = 3_600_000_000
+"""Micro-dollars per hour that make a dollar per second."""
+
+
+@pytest.fixture
+def ledger(tmp_path: Path):
+    books = Ledger(tmp_path / "ledger.sqlite")
+    yield books
+    books.close()
+
+
+def run_machine(books: Ledger, machine: str, pool: str, price: int, start: float, end: float | None) -> None:
+    books.intend(
+        machine,
+        pool=pool,
+        provider="local",
+        zone="here",
+        accelerator="cpu",
+        price_micro_usd_per_hour=price,
+        price_source="job file",
+        at=T0 + start,
+    )
+    books.launched(machine, T0 + start)
+    if end is not None:
+        books.ended(machine, T0 + end)
+
+
+def add_step(books: Ledger, step: int, start: float, end: float, tokens: int, **metrics: float) -> None:
+    books.record_step(
+        step, started_at=T0 + start, ended_at=T0 + end, tokens=tokens, reward_mean=0.5, metrics=metrics
+    )
+
+
+def micro(usd: float) -> int:
+    return round(usd * 1_000_000)
+
+
+def test_an_empty_ledger_has_a_complete_report(ledger: Ledger) -> None:
+    report = cost_report(ledger, T0, "empty")
+    assert report.keys() >= {
+        "run",
+        "total_usd",
+        "compute_usd",
+        "other_usd",
+        "wasted_usd",
+        "tokens_trained",
+        "usd_per_million_tokens",
+        "counterfactual",
+        "steps",
+        "machines",
+    }
+    assert report["compute_usd"] == {"reserved": 0, "spot": 0}
+    assert report["other_usd"] == {"egress": 0, "storage": 0}
+    assert report["wasted_usd"] == {"boot": 0, "idle": 0, "lost": 0, "redone": 0}
+    assert report["usd_per_million_tokens"] is None
+    assert report["counterfactual"]["saving_fraction"] is None
+
+
+def test_parts_add_up_to_the_total_to_the_micro_dollar_also_after_json(ledger: Ledger) -> None:
+    rng = random.Random(11)
+    run_machine(ledger, "head", "reserved", 98_320_017, 0, None)
+    for number in range(60):
+        start = rng.random() * 3000
+        run_machine(ledger, f"s{number}", "spot", rng.randrange(10**8), start, start + rng.random() * 900)
+    for step in range(40):
+        add_step(ledger, step, 20 + step * 80.123, 20 + (step + 1) * 80.123, rng.randrange(10**6))
+    ledger.add_usage(UsageKind.EGRESS, 123_457, "3 GB", T0 + 100)
+    ledger.add_usage(UsageKind.STORAGE, 11, "bucket", T0 + 5000)
+    report = json.loads(json.dumps(cost_report(ledger, T0 + 4000.5, "r")))
+    total = micro(report["total_usd"])
+    assert total == sum(micro(m["cost_usd"]) for m in report["machines"]) + 123_457
+    assert total == sum(micro(usd) for usd in report["compute_usd"].values()) + 123_457
+    outside = report["outside_steps_usd"]
+    assert total == sum(micro(s["usd"]) for s in report["steps"]) + micro(
+        outside["before"] + outside["after"]
+    )
+    for value in [report["total_usd"], *(m["cost_usd"] for m in report["machines"])]:
+        assert micro(value) / 1_000_000 == value
+
+
+def test_steps_pay_for_their_own_time(ledger: Ledger) -> None:
+    run_machine(ledger, "head", "reserved", HOUR_OF_DOLLAR_SECONDS, 0, 40)
+    run_machine(ledger, "spot", "spot", HOUR_OF_DOLLAR_SECONDS, 15, 20)
+    add_step(ledger, 0, 10, 20, 1000)
+    add_step(ledger, 1, 21, 30, 1000)  # the second between the steps belongs to the later one
+    report = cost_report(ledger, T0 + 100, "r")
+    assert [s["usd"] for s in report["steps"]] == [15.0, 10.0]
+    assert [s["seconds"] for s in report["steps"]] == [10.0, 9.0]
+    assert report["outside_steps_usd"] == {"before": 10.0, "after": 10.0}
+    assert report["usd_per_million_tokens"] == 45.0 / 2000 * 1e6
+
+
+def test_waste_comes_from_the_books(ledger: Ledger) -> None:
+    run_machine(ledger, "spot", "spot", HOUR_OF_DOLLAR_SECONDS, 0, 10)
+    ledger.add_waste(WasteKind.BOOT, "spot", 2.0)
+    assert cost_report(ledger, T0 + 100, "r")["wasted_usd"]["boot"] == 2.0
+
+
+def test_the_counterfactual_is_computed_from_what_was_measured(ledger: Ledger) -> None:
+    run_machine(ledger, "head", "reserved", 4 * HOUR_OF_DOLLAR_SECONDS, 0, 100)
+    run_machine(ledger, "spot", "spot", HOUR_OF_DOLLAR_SECONDS, 0, 100)
+    measured = {"reserved_tokens": 200.0, "reserved_rollout_s": 2.0, "train_busy_s": 5.0}
+    add_step(ledger, 0, 0, 10, 2000, **measured)  # alone: 2000 / 100 tokens/s + 5 s = 25 s at $4: $100
+    add_step(ledger, 1, 10, 20, 9999)  # did not measure: takes no part on either side
+    found = cost_report(ledger, T0 + 100, "r")["counterfactual"]
+    assert found["usd_per_million_tokens"] == 100 / 2000 * 1e6
+    assert found["saving_fraction"] == 0.5  # $50 were spent on step 0
+    assert "computed, not run" in found["basis"]
+    assert "1 measured steps" in found["basis"]
+
+
+def test_an_unknown_counterfactual_says_why(ledger: Ledger) -> None:
+    run_machine(ledger, "head", "reserved", 0, 0, 10)
+    add_step(ledger, 0, 0, 10, 100, reserved_tokens=1, reserved_rollout_s=1, train_busy_s=1)
+    found = cost_report(ledger, T0 + 100, "r")["counterfactual"]
+    assert (found["usd_per_million_tokens"], found["saving_fraction"]) == (None, None)
+    assert "trainer.price_usd_per_hour" in found["basis"]
+
+
+def test_local_prices_are_said_to_be_the_job_files_own(ledger: Ledger) -> None:
+    run_machine(ledger, "spot", "spot", 1, 0, 10)
+    assert any("job file's own" in note for note in cost_report(ledger, T0, "r")["notes"])

@@ -1,0 +1,602 @@
+"""Every mistake in a job file is told in one helpful line; jobs without mistakes load as written."""
+
+# ruff: noqa: E501 - the exact lines that people read
+
+from __future__ import annotations
+
+import pickle
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import rlboost_templates
+from rlboost_runtime.errors import ConfigError
+from rlboost_runtime.job import HttpReward, PromptFile, TinyModel
+from rlboost_runtime.job_checks.shape import NOT_YET_FIELDS, sections
+from rlboost_runtime.job_checks.tree import MAX_NODES
+from rlboost_runtime.job_file import JobErrors, describe_fields, hints, load_job
+
+ROOT = Path(__file__).resolve().parents[2]
+GOOD = """\
+name: good
+model: {init: tiny}
+data: {reasoning_gym: [spell_backward]}
+"""
+Check = Callable[[str], list[str]]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n\n{"prompt": "2+2"}\n')
+    (tmp_path / "rewards.py").write_text("import math as m\n\ndef score(response):\n    return m.pi\n")
+    return tmp_path
+
+
+@pytest.fixture
+def check(folder: Path) -> Check:
+    """Return the lines that a job file is answered with."""
+
+    def lines_of(text: str) -> list[str]:
+        (folder / "job.yaml").write_text(textwrap.dedent(text))
+        try:
+            load_job(Path("job.yaml"))
+        except JobErrors as exc:
+            return exc.lines
+        return []
+
+    return lines_of
+
+
+# --- good files --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").rglob("*.yaml")), ids=lambda path: path.name)
+def test_every_example_loads(example: Path) -> None:
+    assert load_job(example).name
+
+
+@pytest.mark.parametrize("name", rlboost_templates.names())
+def test_every_template_loads_and_keeps_its_comments(name: str, folder: Path) -> None:
+    text = rlboost_templates.text(name)
+    (folder / "job.yaml").write_text(text)
+    assert load_job(Path("job.yaml")).name == "my-run"
+    assert text.startswith("# ")
+
+
+def test_an_unknown_template_is_a_key_error() -> None:
+    with pytest.raises(KeyError, match="nope"):
+        rlboost_templates.text("nope")
+    with pytest.raises(KeyError):
+        rlboost_templates.text("../rlboost_templates/local")
+
+
+def test_a_small_job_gets_every_default(check: Check, folder: Path) -> None:
+    assert check(GOOD) == []
+    job = load_job(Path("job.yaml"))
+    assert isinstance(job.model, TinyModel)
+    assert job.algorithm.group_size == 8
+    assert job.reward == "reasoning_gym"
+
+
+def test_yaml_1_2_numbers_text_anchors_and_merges_work(check: Check, folder: Path) -> None:
+    text = GOOD.replace("good", "2024-01-01") + textwrap.dedent("""\
+        algorithm: {learning_rate: 1e-6, group_size: 0x10, steps: 1_000}
+        rollout:
+          spot:
+            any_of:
+              - &first {infra: local, price_usd_per_hour: 1}
+              - {<<: *first, price_usd_per_hour: 2}
+        """)
+    assert check(text) == []
+    job = load_job(Path("job.yaml"))
+    assert job.name == "2024-01-01"
+    assert (job.algorithm.learning_rate, job.algorithm.group_size, job.algorithm.steps) == (1e-6, 16, 1000)
+    assert [offer.price_usd_per_hour for offer in job.rollout.spot.any_of] == [1, 2]
+
+
+def test_own_prompts_and_reward_keep_their_names(check: Check, folder: Path) -> None:
+    assert check("""\
+        name: own
+        model: {init: tiny, warmup: null}
+        data: {source: prompts.jsonl}
+        reward: rewards.py:score
+        files: [rewards.py]
+        """) == []  # fmt: skip
+    job = load_job(folder / "job.yaml")
+    assert isinstance(job.data, PromptFile)
+    assert (job.data.source, job.reward, job.files) == ("prompts.jsonl", "rewards.py:score", ["rewards.py"])
+
+
+def test_a_model_folder_becomes_absolute(check: Check, folder: Path) -> None:
+    (folder / "my-model").mkdir()
+    text = GOOD.replace("{init: tiny}", "my-model")
+    assert check(text) == [
+        "job.yaml:2: model: found folder my-model without config.json; write a folder in HF format"
+    ]
+    (folder / "my-model" / "config.json").write_text("{}")
+    assert check(text) == []
+    assert load_job(Path("job.yaml")).model == str(folder.resolve() / "my-model")
+
+
+def test_a_hub_id_and_other_surprises_are_hints(check: Check, folder: Path) -> None:
+    text = GOOD.replace("{init: tiny}", "Qwen/Qwen3-8B") + "reward: {http: 'http://127.0.0.1:9/score'}\n"
+    assert check(text + "algorithm: {temperature: 0}\n") == []
+    job = load_job(Path("job.yaml"))
+    assert isinstance(job.reward, HttpReward)
+    assert [hint.split(":")[0] for hint in hints(job)] == ["model", "reward", "algorithm.temperature"]
+
+
+def test_prompts_exported_from_reasoning_gym_may_use_its_scorer(check: Check, folder: Path) -> None:
+    (folder / "gym.jsonl").write_text('{"prompt": "x", "metadata": {"source_dataset": "spell_backward"}}\n')
+    assert check("name: a\nmodel: {init: tiny}\ndata: {source: gym.jsonl}\n") == []
+
+
+# --- the file and its YAML ---------------------------------------------------------------------------------
+
+BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+    f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]\n" for old, new in zip("abcde", "bcdef", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("", "1: the file is empty; write at least name, model and data"),
+        ("# nothing yet\n", "1: the file is empty; write at least name, model and data"),
+        ("- a\n", "1: found no fields; write `field: value` lines, at least name, model and data"),
+        ("name: x\n\ty: 1\n", "2: found a tab; indent with spaces"),
+        (
+            "name: a\nreward: b: c\n",
+            "2: found a colon where none can be; put the value in quotes, or indent the line as its section",
+        ),
+        ("name: a\n---\nname: b\n", "2: found a second document (---); write one job per file"),
+        (
+            "name: *other\n",
+            "1: found undefined alias 'other'; define it with & above, or put the text in quotes",
+        ),
+        ("a: 1\nb: &x\n  c: *x\n", "2: found an alias of the section that it is in; write it out"),
+        (
+            "files: [a\n",
+            "1: not YAML: expected ',' or ']', but got '<stream end>' while parsing a flow sequence;"
+            " check quotes, brackets and indentation here",
+        ),
+        ("name: a\nb: \x07\n", "2: found a character that YAML does not allow; remove it"),
+        (BOMB, f"1: more than {MAX_NODES} entries; write fewer, or use fewer aliases"),
+        ("[" * 600, "1: nested too deeply; write it flatter"),
+    ],
+)
+def test_a_file_that_is_not_yaml_says_where(check: Check, text: str, line: str) -> None:
+    assert check(text) == [f"job.yaml:{line}"]
+
+
+def test_text_that_is_not_utf8_says_where(check: Check, folder: Path) -> None:
+    (folder / "job.yaml").write_bytes(b"name: a\nmodel: \xff\n")
+    with pytest.raises(JobErrors) as caught:
+        load_job(Path("job.yaml"))
+    assert caught.value.lines == ["job.yaml:2: not UTF-8 text; save it as UTF-8"]
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("no.yaml", "no.yaml: no such job file"),
+        (".", ".: a folder"),
+        ("job.yaml/x", "job.yaml/x: no such job file"),
+    ],
+)
+def test_a_file_that_is_not_there_is_a_config_error(check: Check, name: str, problem: str) -> None:
+    check(GOOD)
+    with pytest.raises(ConfigError) as caught:
+        load_job(Path(name))
+    assert caught.value.problem == problem
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("name: other\n", "4: name: already given in line 1; keep one of the two"),
+        ("8: x\n", "4: 8: found 8 as a field's name; write text"),
+        ("[a, b]: x\n", "4: a list or section: found a list or section as a field's name; write text"),
+        ("reward: !env REWARD\n", "4: reward: found the tag !env; write the value without a tag"),
+        ("weights: !!set {streams}\n", "4: weights: found the tag !!set; write the value without a tag"),
+        (
+            "reward_timeout_s: !!int x\n",
+            "4: reward_timeout_s: found 'x', which is no int; write it without the tag",
+        ),
+        ("<<: 8\n", "4: <<: found << without a section to merge; write <<: *NAME"),
+    ],
+)
+def test_odd_yaml_is_a_mistake(check: Check, text: str, line: str) -> None:
+    assert check(GOOD + text) == [f"job.yaml:{line}"]
+
+
+# --- one field ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (
+            "rollout:\n  spot:\n    max_instance: 3\n",
+            "6: rollout.spot.max_instance: unknown field; did you mean max_instances?",
+        ),
+        ("algorithm: {group-size: 4}\n", "4: algorithm.group-size: unknown field; did you mean group_size?"),
+        ("steps: 3\n", "4: steps: unknown field here; did you mean algorithm.steps?"),
+        ("budget: {eur: 3}\n", "4: budget.eur: unknown field; there are max_usd, max_usd_per_hour"),
+        ("algorithm: {group_size: '8'}\n", "4: algorithm.group_size: found '8' (text); write 8"),
+        (
+            "algorithm: {group_size: 8.0}\n",
+            "4: algorithm.group_size: found 8.0 (a number with a fraction); write 8",
+        ),
+        (
+            "algorithm: {group_size: 8.5}\n",
+            "4: algorithm.group_size: found 8.5 (a number with a fraction); write a whole number of at least 2",
+        ),
+        ("algorithm: {group_size: true}\n", "4: algorithm.group_size: found true; write a whole number of at least 2"),
+        ("algorithm: {group_size: 1}\n", "4: algorithm.group_size: found 1; write a whole number of at least 2"),
+        ("algorithm: {clip_low: 1}\n", "4: algorithm.clip_low: found 1; write a number greater than 0, less than 1"),
+        ("algorithm: {clip_high: -1}\n", "4: algorithm.clip_high: found -1; write a number greater than 0, or null"),
+        ("algorithm: {learning_rate: .nan}\n", "4: algorithm.learning_rate: found nan; write a number greater than 0"),
+        ("algorithm: {learning_rate: 1e999}\n", "4: algorithm.learning_rate: found inf; write a number greater than 0"),
+        ("reward_timeout_s: 10s\n", "4: reward_timeout_s: found '10s' (text); write a number greater than 0"),
+        (
+            "algorithm:\n  temperature:\n",
+            "5: algorithm.temperature: found nothing;"
+            " write a number of at least 0, or remove the line for the default 1.0",
+        ),
+        ("algorithm:\n", "4: algorithm: found nothing; indent its fields below it, or remove the line"),
+        ("budget: 5\n", "4: budget: found 5 (a number); write a section with any of max_usd, max_usd_per_hour"),
+        ("evidence: {keep_journal: yes}\n", "4: evidence.keep_journal: found 'yes' (text); write true"),
+        ("algorithm: {loss: grpoo}\n", "4: algorithm.loss: found 'grpoo'; write grpo or dapo"),
+        ("files: rewards.py\n", "4: files: found 'rewards.py' (text); write [rewards.py]"),
+        ("files: [rewards.py, 8]\n", "4: files[1]: found 8 (a number); write '8'"),
+        (
+            "rollout: {spot: {any_of: []}}\n",
+            "4: rollout.spot.any_of: found an empty list; write a list with at least one entry",
+        ),
+        (
+            "rollout:\n  spot:\n    any_of:\n    - infra: local\n    - price_usd_per_hour: 1\n",
+            "8: rollout.spot.any_of[1].infra: missing; add `infra: local`",
+        ),
+        (
+            "rollout:\n  spot:\n    any_of:\n    - infra: local\n      market:\n        sed: 1\n",
+            "9: rollout.spot.any_of[0].market.sed: unknown field; did you mean seed?",
+        ),
+    ],
+)  # fmt: skip
+def test_a_wrong_field_says_what_was_found_and_what_to_do(check: Check, text: str, line: str) -> None:
+    assert check(GOOD + text) == [f"job.yaml:{line}"]
+
+
+def test_long_and_many_line_text_stays_one_short_line(check: Check) -> None:
+    (line,) = check(GOOD + f"reward_timeout_s: |\n  two\n  lines {'x' * 200}\n")
+    assert line.startswith(r"job.yaml:4: reward_timeout_s: found 'two\nlines xxx")
+    assert len(line) < 200
+
+
+def test_missing_fields_point_to_their_section(check: Check) -> None:
+    assert check("algorithm: {}\n") == [
+        "job.yaml:1: name: missing; add `name: my-run`",
+        "job.yaml:1: model: missing; add `model: {init: tiny}`",
+        "job.yaml:1: data: missing; add `data: {source: prompts.jsonl}`",
+    ]
+
+
+@pytest.mark.parametrize("name", ["My Run", "-x", "a" * 64, "a/b", ""])
+def test_a_name_that_cannot_be_a_folder_is_refused(check: Check, name: str) -> None:
+    (line,) = check(GOOD.replace("good", f"'{name}'"))
+    assert line.startswith("job.yaml:1: name: found '")
+    assert line.endswith("; write lower-case letters, digits and dashes (at most 63), such as my-run")
+
+
+# --- fields with several forms: one line per mistake -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "line"),
+    [
+        ("8", "model: found 8 (a number); write a folder in HF format, or {init: tiny}"),
+        ("[a]", "model: found a list; write a folder in HF format, or {init: tiny}"),
+        ("{}", "model: found an empty section; write a folder in HF format, or {init: tiny}"),
+        ("{int: tiny}", "model.int: unknown field; did you mean init?"),
+        ("{init: small}", "model.init: found 'small'; write tiny"),
+        (
+            "{init: tiny, hidden_size: 100}",
+            "model.hidden_size: found 100; write a whole number of at least 32, a multiple of 32",
+        ),
+        ("{hidden_size: 64}", "model.init: missing; add `init: tiny`"),
+        ("tiny", "model: found 'tiny', which is no folder here; write {init: tiny}"),
+        ("./gone", "model: found './gone', which does not exist; write a folder in HF format"),
+        ("models/a/b", "model: found 'models/a/b', which does not exist; write a folder in HF format"),
+    ],
+)
+def test_model_has_one_message(check: Check, model: str, line: str) -> None:
+    assert check(GOOD.replace("{init: tiny}", model)) == [f"job.yaml:2: {line}"]
+
+
+DATA_FORMS = "{source: FILE.jsonl}, or {reasoning_gym: [NAME, ...]}"
+
+
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        ("prompts.jsonl", f"data: found 'prompts.jsonl' (text); write {DATA_FORMS}"),
+        ("{foo: 1}", f"data: found a section; write {DATA_FORMS}"),
+        ("{sorce: prompts.jsonl}", "data.sorce: unknown field; did you mean source?"),
+        ("{source: 3}", "data.source: found 3 (a number); write '3'"),
+        (
+            "{reasoning_gym: spell_backward}",
+            "data.reasoning_gym: found 'spell_backward' (text); write [spell_backward]",
+        ),
+        (
+            "{reasoning_gym: []}",
+            "data.reasoning_gym: found an empty list; write a list with at least one entry",
+        ),
+        ("{reasoning_gym: [dice], size: 0}", "data.size: found 0; write a whole number of at least 1"),
+        (
+            "{reasoning_gym: [dice], config: {a: [1]}}",
+            "data.config.a: found a list; write a number, text, true or false",
+        ),
+        (
+            "{reasoning_gym: [dice, spell_backwards]}",
+            "data.reasoning_gym[1]: found 'spell_backwards', no such data set; did you mean spell_backward?",
+        ),
+        (
+            "{reasoning_gym: [spell_backward], config: {min_word_length: 3}}",
+            "data.config.min_word_length: spell_backward has no such option; did you mean min_word_len?",
+        ),
+        (
+            "{reasoning_gym: [spell_backward], config: {size: 3}}",
+            "data.config.size: spell_backward has no such option; write data.size",
+        ),
+    ],
+)
+def test_data_has_one_message(check: Check, data: str, line: str) -> None:
+    assert check(GOOD.replace("{reasoning_gym: [spell_backward]}", data)) == [f"job.yaml:3: {line}"]
+
+
+@pytest.mark.parametrize(
+    ("reward", "problem"),
+    [
+        ("8", "found 8 (a number); write FILE.py:FUNCTION, reasoning_gym, or {http: URL}"),
+        ("{url: x}", "found a section; write FILE.py:FUNCTION, reasoning_gym, or {http: URL}"),
+        ("math", "found math, which is not in this version yet; use FILE.py:FUNCTION"),
+        ("reasoning-gym", "found 'reasoning-gym'; did you mean reasoning_gym?"),
+        ("score", "found 'score'; write FILE.py:FUNCTION or reasoning_gym"),
+        ("rewards:score", "found 'rewards:score'; write FILE.py:FUNCTION, such as rewards.py:score"),
+        ("rewards.py", "found rewards.py without a function; write rewards.py:score"),
+        (
+            "rewards.py:scor",
+            "found rewards.py:scor, but rewards.py has no function scor; did you mean score?",
+        ),
+        (
+            "rewards.py:nothing",
+            "found rewards.py:nothing, but rewards.py has no function nothing; write rewards.py:score",
+        ),
+        ("reward.py:score", "found 'reward.py', which does not exist; did you mean rewards.py?"),
+        ("broken.py:score", "found broken.py:2: not Python: invalid syntax; correct it"),
+        (
+            "../rewards.py:score",
+            "found '../rewards.py', which is not below the job file's folder; put it there",
+        ),
+    ],
+)
+def test_reward_says_what_is_wrong_with_the_function(
+    check: Check, folder: Path, reward: str, problem: str
+) -> None:
+    (folder / "broken.py").write_text("\ndef score(:\n")
+    assert check(GOOD + f"reward: {reward}\n") == [f"job.yaml:4: reward: {problem}"]
+
+
+def test_a_reward_url_must_be_one(check: Check) -> None:
+    line = "job.yaml:4: reward.http: found 'localhost:8000'; write a URL such as https://HOST/score"
+    assert check(GOOD + "reward: {http: 'localhost:8000'}\n") == [line]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from x import score",
+        "score = print",
+        "try:\n    from a import score\nexcept ImportError:\n    def score(): ...",
+        "if True:\n    async def score(): ...",
+        "from x import *",
+    ],
+)
+def test_a_reward_may_be_bound_in_any_way_and_is_never_run(check: Check, folder: Path, source: str) -> None:
+    (folder / "rewards.py").write_text(f"{source}\nraise SystemExit('imported')\n")
+    assert check(GOOD + "reward: rewards.py:score\n") == []
+
+
+# --- what this version has not yet ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("algorithm: {loss: gspo}", "algorithm.loss: found gspo, which is not in this version yet; use grpo or dapo"),
+        ("algorithm: {max_staleness: 1}", "algorithm.max_staleness: found 1, which is not in this version yet; use 0"),
+        (
+            "algorithm: {lora: {rank: 32}}",
+            "algorithm.lora: is not in this version yet; remove it: all weights are trained",
+        ),
+        ("rollout: {engine: vllm}", "rollout.engine: found vllm, which is not in this version yet; use transformers"),
+        ("weights: {transfer: delta}", "weights.transfer: found delta, which is not in this version yet; use full"),
+        (
+            "trainer: {infra: aws/us-east-1, accelerators: 'H100:8', nodes: 2}",
+            "trainer.infra: found aws/us-east-1, which is not in this version yet; use local",
+        ),
+        (
+            "trainer: {accelerators: 'H100:8'}",
+            "trainer.accelerators: is not in this version yet; remove it: the trainer uses what this machine has",
+        ),
+        (
+            "rollout: {spot: {any_of: [{infra: gcp/x, accelerators: 'H100:2', via: direct}]}}",
+            "rollout.spot.any_of[0].infra: found gcp/x, which is not in this version yet; use local",
+        ),
+    ],
+)  # fmt: skip
+def test_things_of_later_versions_are_named_as_such_once(check: Check, text: str, line: str) -> None:
+    assert check(GOOD + text + "\n") == [f"job.yaml:4: {line}"]
+
+
+def test_no_field_is_called_missing_from_this_version_once_it_is_there() -> None:
+    there = {field.path for field in describe_fields()}
+    assert not there & NOT_YET_FIELDS.keys()
+
+
+# --- fields that disagree, and what they name on disk ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (
+            "algorithm: {prompts_per_step: 10, minibatches_per_step: 3}",
+            "algorithm.minibatches_per_step: 3 does not divide prompts_per_step 10 (10 = 3 x 3 + 1); write 2",
+        ),
+        (
+            "algorithm: {prompts_per_step: 2, minibatches_per_step: 3}",
+            "algorithm.minibatches_per_step: 3 does not divide prompts_per_step 2 (2 = 0 x 3 + 2); write 2",
+        ),
+        (
+            "algorithm: {max_response_tokens: 8, overlong_penalty_tokens: 8}",
+            "algorithm.overlong_penalty_tokens: 8 is not less than max_response_tokens 8; write at most 7",
+        ),
+        (
+            "rollout: {spot: {min_instances: 4}}",
+            "rollout.spot.min_instances: 4 exceeds max_instances 3; write at most 3, or raise max_instances",
+        ),
+        (
+            "{trainer: {local_engines: 0}, rollout: {spot: {max_instances: 0}}}",
+            "trainer.local_engines: 0 reserved engines + 0 rollout.spot.max_instances = nobody generates;"
+            " raise one of them",
+        ),
+    ],
+)
+def test_fields_that_disagree_show_the_arithmetic(check: Check, text: str, line: str) -> None:
+    if text.startswith("{trainer"):
+        text = "trainer: {local_engines: 0}\nrollout: {spot: {max_instances: 0}}"
+    assert check(GOOD + text + "\n") == [f"job.yaml:4: {line}"]
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (None, "found 'mine.jsonl', which does not exist; write a JSON-lines file"),
+        ("", "found mine.jsonl, which is empty; write a JSON-lines file"),
+        ("\n \n", "found mine.jsonl without a single prompt; write one JSON object per line"),
+        ('{"prompt": "a"}\nb\n', "found mine.jsonl:2: not JSON; write one JSON object per line"),
+        ('"a"\n', "found mine.jsonl:1: 'a'; write one JSON object per line"),
+        (
+            '{"prompts": "a"}\n',
+            "found mine.jsonl:1: no text in field prompt (fields: prompts); set prompt_field: prompts",
+        ),
+        (
+            '{"prompt": 1}\n',
+            "found mine.jsonl:1: no text in field prompt (fields: prompt); set data.prompt_field",
+        ),
+        ('{"q": "a"}\n', "found mine.jsonl:1: no text in field prompt (fields: q); set data.prompt_field"),
+    ],
+)
+def test_a_prompt_file_must_hold_prompts(
+    check: Check, folder: Path, content: str | None, problem: str
+) -> None:
+    if content is not None:
+        (folder / "mine.jsonl").write_text(content)
+    text = "name: a\nmodel: {init: tiny}\ndata:\n  source: mine.jsonl\nreward: rewards.py:score\n"
+    assert check(text) == [f"job.yaml:4: data.source: {problem}"]
+
+
+def test_own_prompts_need_an_own_reward(check: Check) -> None:
+    problem = "reasoning_gym cannot score prompts.jsonl, whose lines name no data set; write FILE.py:FUNCTION"
+    text = "name: a\nmodel: {init: tiny}\ndata: {source: prompts.jsonl}\n"
+    assert check(text) == [f"job.yaml:1: reward: {problem}"]
+    assert check(text + "reward: reasoning_gym\n") == [f"job.yaml:4: reward: {problem}"]
+
+
+def test_files_and_traces_must_be_there_below_the_job_file(check: Check, folder: Path) -> None:
+    (folder / "sub").mkdir()
+    (folder / "sub" / "trace.csv").write_text("0,add,a\n")
+    assert check(
+        GOOD
+        + textwrap.dedent("""\
+            files:
+            - rewards.py
+            - reward.py
+            - sub
+            - /etc/hosts
+            rollout:
+              spot:
+                any_of:
+                - {infra: local, market: {trace: sub/trace.csv}}
+                - {infra: local, market: {trace: sub/traces.csv}}
+            """)
+    ) == [
+        "job.yaml:6: files[1]: found 'reward.py', which does not exist; did you mean rewards.py?",
+        "job.yaml:7: files[2]: found 'sub', which is a folder; write a file",
+        "job.yaml:8: files[3]: found '/etc/hosts', which is not below the job file's folder; put it there",
+        "job.yaml:13: rollout.spot.any_of[1].market.trace: found 'sub/traces.csv', which does not exist;"
+        " did you mean sub/trace.csv?",
+    ]
+
+
+# --- all of it ---------------------------------------------------------------------------------------------
+
+
+def test_all_mistakes_come_at_once_in_the_order_of_lines(check: Check, folder: Path) -> None:
+    lines = check("""\
+        name: My Run
+        model: {init: tiny, hidden_size: 100}
+        data: {source: none.jsonl}
+        reward: rewards.py:scor
+        algorithm:
+          group_size: '8'
+          loss: gspo
+          group_size: 8
+        rollout:
+          spot:
+            max_instance: 3
+        files: [gone.txt]
+        """)
+    assert [line.split(": ")[0] + " " + line.split(": ")[1] for line in lines] == [
+        "job.yaml:1 name",
+        "job.yaml:2 model.hidden_size",
+        "job.yaml:3 data.source",
+        "job.yaml:4 reward",
+        "job.yaml:6 algorithm.group_size",
+        "job.yaml:7 algorithm.loss",
+        "job.yaml:8 algorithm.group_size",
+        "job.yaml:11 rollout.spot.max_instance",
+        "job.yaml:12 files[0]",
+    ]
+
+
+def test_the_error_tells_how_to_go_on_and_survives_pickling(check: Check) -> None:
+    check("name: 8\n")
+    with pytest.raises(JobErrors) as caught:
+        load_job(Path("job.yaml"))
+    error = pickle.loads(pickle.dumps(caught.value))
+    assert error.lines == caught.value.lines
+    assert error.problem == "\n".join(error.lines)
+    assert error.remedy == "correct the file, then run `rlboost check job.yaml`"
+    assert error.exit_code == 2
+
+
+def test_every_field_is_described_with_a_type_and_a_default() -> None:
+    fields = describe_fields()
+    for field in fields:
+        assert field.doc.endswith("."), f"{field.path} needs a docstring"
+        assert field.type
+    assert len({field.path for field in fields}) == len(fields)
+    by_path = {field.path: field for field in fields}
+    assert by_path["algorithm.group_size"] == (
+        "algorithm.group_size", "a whole number of at least 2", "8", "Responses per prompt."
+    )  # fmt: skip
+    assert by_path["name"].default == "required"
+    assert by_path["rollout.spot.any_of[].market.seed"].default == "0"
+    assert sum(len(model.model_fields) for _, model in sections()) == len(fields)

@@ -1,0 +1,234 @@
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from rlboost_runtime.coordinator.ledger import Ledger, MachineBookState, UsageKind, WasteKind
+from rlboost_runtime.core.money import NS_PER_HOUR
+from rlboost_runtime.errors import NotFound, RuntimeFault
+
+T0 = 1_800_000_000.0
+
+
+@pytest.fixture
+def ledger(tmp_path: Path):
+    books = Ledger(tmp_path / "ledger.sqlite")
+    yield books
+    books.close()
+
+
+def intend(
+    ledger: Ledger, machine: str, *, at: float = T0, price: int = 3_600_000_000, pool: str = "spot"
+) -> None:
+    ledger.intend(
+        machine,
+        pool="spot",
+        provider="local",
+        zone="here",
+        accelerator="cpu",
+        price_micro_usd_per_hour=price,
+        price_source="job file",
+        at=at,
+    )
+
+
+def test_a_machine_is_billed_from_launch_to_end(ledger: Ledger) -> None:
+    intend(ledger, "a")
+    assert ledger.total_micro_usd(T0 + 100) == 0
+    ledger.launched("a", T0 + 10)
+    assert ledger.total_micro_usd(T0 + 12) == 2_000_000
+    ledger.ended("a", T0 + 15)
+    (bill,) = ledger.machines(T0 + 999)
+    assert (bill.state, bill.billed_ns, bill.cost_micro_usd) == (
+        MachineBookState.GONE,
+        5_000_000_000,
+        5_000_000,
+    )
+
+
+def test_saying_it_twice_changes_nothing(ledger: Ledger) -> None:
+    for shift in (0, 7):
+        intend(ledger, "a", at=T0 + shift, price=3_600_000_000 + shift)
+    for shift in (0, 7):
+        ledger.launched("a", T0 + 1 + shift)
+    for shift in (0, 7):
+        ledger.ended("a", T0 + 2 + shift, "first" if not shift else "second")
+    ledger.launched("a", T0 + 1)
+    ledger.failed("a", T0 + 51, "no")
+    (bill,) = ledger.machines(T0 + 100)
+    assert bill.cost_micro_usd == 1_000_000
+    assert (bill.state, bill.detail) == (MachineBookState.GONE, "first")
+    assert ledger.open_machines() == []
+
+
+def test_a_failed_launch_costs_nothing_unless_the_machine_turns_up(ledger: Ledger) -> None:
+    intend(ledger, "a")
+    ledger.failed("a", T0 + 1, "no capacity")
+    assert ledger.open_machines() == []
+    assert ledger.total_micro_usd(T0 + 9) == 0
+    ledger.launched("a", T0 + 0.5)  # the provider lists it after all
+    assert ledger.machines(T0 + 9)[0].state is MachineBookState.RUNNING
+    assert ledger.open_machines() == ["a"]
+
+
+def test_a_launch_heard_of_after_its_end_is_billed_without_reopening(ledger: Ledger) -> None:
+    intend(ledger, "a")
+    ledger.ended("a", T0 + 4)
+    assert ledger.total_micro_usd(T0 + 9) == 0
+    ledger.launched("a", T0 + 1)
+    assert ledger.total_micro_usd(T0 + 9) == 3_000_000
+    assert ledger.open_machines() == []
+
+
+def test_a_machine_used_again_is_billed_for_each_interval(ledger: Ledger) -> None:
+    intend(ledger, "a")
+    ledger.launched("a", T0)
+    ledger.ended("a", T0 + 3)
+    intend(ledger, "a", at=T0 + 100)
+    for _ in range(2):
+        ledger.launched("a", T0 + 100)
+    assert ledger.open_machines() == ["a"]
+    assert ledger.total_micro_usd(T0 + 2) == 2_000_000
+    assert ledger.total_micro_usd(T0 + 50) == 3_000_000
+    assert ledger.total_micro_usd(T0 + 104) == 7_000_000
+    ledger.ended("a", T0 + 105)
+    (bill,) = ledger.machines(T0 + 999)
+    assert (bill.launched_ns, bill.cost_micro_usd) == (round(T0 * 1e9), 8_000_000)
+    assert ledger.open_machines() == []
+
+
+def test_an_end_before_the_launch_never_bills_less_than_nothing(ledger: Ledger) -> None:
+    intend(ledger, "a")
+    ledger.launched("a", T0 + 5)
+    ledger.ended("a", T0 + 4)
+    assert ledger.total_micro_usd(T0 + 9) == 0
+
+
+def test_open_machines_are_those_not_known_to_be_gone(ledger: Ledger) -> None:
+    for machine, at in (("b", 2), ("a", 1), ("c", 3), ("d", 4)):
+        intend(ledger, machine, at=T0 + at, price=1_000_000)
+    ledger.launched("b", T0 + 5)
+    ledger.failed("c", T0 + 5, "no")
+    ledger.launched("d", T0 + 5)
+    ledger.ended("d", T0 + 6)
+    assert ledger.open_machines() == ["a", "b"]
+    assert ledger.rate_micro_usd_per_hour() == 2_000_000
+
+
+def test_a_machine_without_an_intent_is_refused(ledger: Ledger) -> None:
+    for call in (
+        lambda: ledger.launched("x", T0),
+        lambda: ledger.failed("x", T0, "p"),
+        lambda: ledger.ended("x", T0),
+        lambda: ledger.add_waste(WasteKind.IDLE, "x", 1.0),
+    ):
+        with pytest.raises(NotFound):
+            call()
+
+
+def test_many_random_intervals_sum_to_the_micro_dollar(ledger: Ledger) -> None:
+    rng = random.Random(7)
+    exact = 0
+    for number in range(150):
+        price = rng.randrange(0, 100_000_000)
+        start_us, length_us = rng.randrange(10**9), rng.randrange(1, 10**11)
+        intend(ledger, f"m{number}", price=price)
+        ledger.launched(f"m{number}", T0 + start_us / 1e6)
+        ledger.ended(f"m{number}", T0 + (start_us + length_us) / 1e6)
+        exact += int(Fraction(price * length_us * 1000, NS_PER_HOUR) + Fraction(1, 2))  # round half up
+    ledger.add_usage(UsageKind.EGRESS, 17, "1 GB at $0.000017", T0)
+    ledger.add_usage(UsageKind.STORAGE, 4, "a bucket", T0)
+    end = T0 + 10**6
+    assert ledger.total_micro_usd(end) == exact + 21
+    assert sum(b.cost_micro_usd for b in ledger.machines(end)) == exact
+    assert ledger.usage(end) == {UsageKind.EGRESS: 17, UsageKind.STORAGE: 4}
+
+
+def test_the_total_never_falls_over_time(ledger: Ledger) -> None:
+    rng = random.Random(3)
+    for number in range(10):
+        intend(ledger, f"m{number}", price=rng.randrange(10**8))
+        ledger.launched(f"m{number}", T0 + rng.random() * 100)
+        ledger.ended(f"m{number}", T0 + 100 + rng.random() * 100)
+    totals = [ledger.total_micro_usd(T0 + t) for t in range(0, 220, 3)]
+    assert totals == sorted(totals)
+    assert totals[0] == 0 < totals[-1]
+
+
+def test_what_was_committed_survives_a_killed_writer(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    writer = f"""
+import os, signal, pathlib
+from rlboost_runtime.coordinator.ledger import Ledger
+books = Ledger(pathlib.Path({str(path)!r}))
+books.intend("a", pool="spot", provider="local", zone="z", accelerator="cpu", price_micro_usd_per_hour=1,
+             price_source="s", at={T0})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    environment = {"PYTHONPATH": ":".join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", writer], env=environment, timeout=30).returncode == -9
+    books = Ledger(path)
+    assert books.open_machines() == ["a"]
+    books.close()
+
+
+def test_a_reader_sees_the_books_while_they_are_written_and_after(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    with pytest.raises(NotFound):
+        Ledger(path, read_only=True)
+    writer = Ledger(path)
+    intend(writer, "a")
+    reader = Ledger(path, read_only=True)
+    assert reader.open_machines() == ["a"]
+    writer.launched("a", T0)
+    assert reader.total_micro_usd(T0 + 1) == 1_000_000
+    reader.close()
+    writer.close()
+    late = Ledger(path, read_only=True)
+    assert late.total_micro_usd(T0 + 1) == 1_000_000
+    late.close()
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_file_that_is_no_ledger_is_explained(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    path.write_text("this is not a database, but long enough to look like one" * 30)
+    with pytest.raises(RuntimeFault, match="is not a ledger"):
+        Ledger(path)
+
+
+def test_steps_and_events_are_kept_in_order(ledger: Ledger) -> None:
+    ledger.record_step(
+        1, started_at=T0 + 5, ended_at=T0 + 9, tokens=70, reward_mean=0.5, metrics={"loss": 0.1}
+    )
+    ledger.record_step(0, started_at=T0, ended_at=T0 + 5, tokens=50, reward_mean=None, metrics={})
+    ledger.record_step(
+        1, started_at=T0 + 7, ended_at=T0 + 12, tokens=71, reward_mean=0.6, metrics={"loss": 0.2}
+    )
+    assert [(s.step, s.tokens, s.reward_mean) for s in ledger.steps()] == [(0, 50, None), (1, 71, 0.6)]
+    assert ledger.steps()[1].started_ns == round((T0 + 5) * 1e9)  # a step trained again keeps its first start
+    for number in range(5):
+        ledger.note(T0 + number, "machine.gone", f"machine {number}", machine=f"m{number}")
+    assert [e.text for e in ledger.events(last=2)] == ["machine 3", "machine 4"]
+    assert ledger.events()[0].data == {"machine": "m0"}
+    assert ledger.events()[0].at == T0
+
+
+def test_waste_is_machine_time_at_the_machines_price(ledger: Ledger) -> None:
+    intend(ledger, "a", price=3_600_000_000)  # $1 a second
+    intend(ledger, "b", price=7_200_000_000)
+    ledger.add_waste(WasteKind.BOOT, "a", 1.5)
+    ledger.add_waste(WasteKind.BOOT, "a", 0.5)
+    ledger.add_waste(WasteKind.BOOT, "b", 1.0)
+    ledger.add_waste(WasteKind.LOST, "b", 0.25)
+    assert ledger.wasted() == {
+        WasteKind.BOOT: 4_000_000,
+        WasteKind.IDLE: 0,
+        WasteKind.LOST: 500_000,
+        WasteKind.REDONE: 0,
+    }

@@ -1,0 +1,88 @@
+"""What agents are told comes from the job and the run's folder, and roles follow from the job."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from rlboost_runtime.agent.bootstrap import Bootstrap, read_bootstrap
+from rlboost_runtime.core.messages import Pool
+from rlboost_runtime.errors import NotYet
+from rlboost_runtime.job import Job, LocalOffer, Market, ReasoningGym, Rollout, Spot, TinyModel, Trainer
+from rlboost_runtime.machine_bootstrap import make_bootstrap
+from rlboost_runtime.run_folder import RunFolder, write_json
+from rlboost_runtime.security import create_secrets, read_token
+from rlboost_runtime.supervision.roles import roles_of
+
+
+def job_with(local_engines: int = 1, market: Market | None = None) -> Job:
+    return Job(
+        name="told",
+        model=TinyModel(init="tiny"),
+        data=ReasoningGym(reasoning_gym=["basic_arithmetic"]),
+        trainer=Trainer(local_engines=local_engines),
+        rollout=Rollout(spot=Spot(any_of=[LocalOffer(infra="local", market=market)])),
+    )
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = RunFolder(tmp_path / "told")
+    folder.path.mkdir()
+    create_secrets(folder)
+    return folder
+
+
+def test_agents_are_told_what_the_job_says(run):
+    write_json(run.endpoint, {"url": "https://127.0.0.1:4711"})
+    job = job_with()
+    told = make_bootstrap(job, run, "spot-3", Pool.SPOT, ("spot-3/0",))
+    assert (told.run, told.machine, told.pool, told.instances) == ("told", "spot-3", "spot", ("spot-3/0",))
+    assert told.coordinator_url == "https://127.0.0.1:4711"
+    assert told.token == read_token(run)
+    assert told.certificate.startswith("-----BEGIN CERTIFICATE-----")
+    limit = job.algorithm.max_prompt_tokens + job.algorithm.max_response_tokens
+    assert told.engine.max_context_tokens == limit
+    assert told.engine.max_running == job.rollout.engine_args.max_running
+    as_plain_data = msgspec.to_builtins(told)
+    assert msgspec.convert(as_plain_data, Bootstrap) == told
+
+
+def test_nobody_is_told_anything_before_the_coordinator_listens(run):
+    with pytest.raises(NotYet):
+        make_bootstrap(job_with(), run, "spot-3", Pool.SPOT, ("spot-3/0",))
+
+
+def test_roles_follow_from_the_job(run):
+    def names(job: Job) -> list[str]:
+        return [role.name for role in roles_of(job, run)]
+
+    assert names(job_with()) == ["coordinator", "weights", "agent-reserved-0-0", "trainer"]
+    assert names(job_with(local_engines=0)) == ["coordinator", "weights", "trainer"]
+    assert "market" in names(job_with(market=Market()))
+
+
+def test_reserved_agents_wait_for_the_coordinator_and_get_one_private_file(run):
+    agents = [role for role in roles_of(job_with(local_engines=2), run) if role.machine == "reserved-0"]
+    assert [agent.command[-1] for agent in agents] == ["reserved-0/0", "reserved-0/1"]
+    assert not any(agent.may_start() for agent in agents)
+    write_json(run.endpoint, {"url": "https://127.0.0.1:4711"})
+    assert all(agent.may_start() for agent in agents)
+    agents[1].prepare()
+    path = run.reserved / "reserved-0" / "bootstrap.json"
+    assert str(path) in agents[0].command
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert read_bootstrap(path).instances == ("reserved-0/0", "reserved-0/1")
+    assert read_bootstrap(path).pool == "reserved"
+
+
+def test_the_trainer_is_wanted_by_a_file_and_gets_on_by_steps(run):
+    trainer = roles_of(job_with(), run)[-1]
+    assert not trainer.may_start()
+    write_json(run.wanted, {"train": False})
+    assert not trainer.may_start()
+    write_json(run.wanted, {"train": True})
+    assert trainer.may_start()
+    assert trainer.progress() == 0
+    run.metrics.write_text('{"step": 0}\n{"step": 1}\n{"st')
+    assert trainer.progress() == 2

@@ -1,0 +1,57 @@
+"""When a role is started again: pauses grow, health and progress are rewarded, hopeless cases end."""
+
+from __future__ import annotations
+
+from rlboost_runtime.supervision.attempts import EX_CONFIG, Attempts, Tuning
+
+
+def attempts(measures_progress: bool = False, **tuning) -> Attempts:
+    return Attempts(Tuning(**tuning), measures_progress)
+
+
+def test_pauses_double_up_to_their_limit():
+    role = attempts(crashes=100)
+    pauses = [role.ended(1, 0.1, 0) for _ in range(8)]
+    assert pauses == [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0]
+
+
+def test_a_healthy_life_makes_pauses_small_again():
+    role = attempts()
+    for _ in range(4):
+        role.ended(1, 0.1, 0)
+    assert role.ended(-9, 31.0, 0) == 0.2
+    assert role.ended(-9, 0.1, 0) == 0.4
+
+
+def test_crashes_in_a_row_are_hopeless_and_a_healthy_life_breaks_the_row():
+    role = attempts()
+    for _ in range(5):
+        role.ended(1, 0.1, 0)
+        assert not role.is_hopeless(1)
+    role.ended(1, 31.0, 0)
+    assert not role.is_hopeless(1)
+    for _ in range(5):
+        role.ended(None, 0.1, 0)
+    assert role.is_hopeless(None)
+
+
+def test_work_rather_than_life_time_counts_where_it_can_be_seen():
+    role = attempts(measures_progress=True)
+    for step in range(1, 20):
+        role.ended(-9, 1.0, step)
+        assert not role.is_hopeless(-9)
+    for _ in range(5):
+        role.ended(-9, 1000.0, 19)
+    assert role.is_hopeless(-9)
+
+
+def test_leaving_of_its_own_accord_is_no_crash_but_is_not_hurried():
+    role = attempts()
+    assert {role.ended(0, 0.1, 0) for _ in range(20)} == {10.0}
+    assert not role.is_hopeless(0)
+
+
+def test_a_configuration_error_is_hopeless_at_once():
+    role = attempts()
+    role.ended(EX_CONFIG, 0.1, 0)
+    assert role.is_hopeless(EX_CONFIG)
