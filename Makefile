@@ -29,17 +29,17 @@ $(BIN)/python:
 
 $(TORCH_STAMP): | $(BIN)/python
 	@echo "installing torch $(TORCH) (once; the largest download)"
-	@$(BIN)/python -m pip install --quiet "torch==$(TORCH)"
+	@$(BIN)/python -m pip install -qq --no-compile "torch==$(TORCH)"
 	@touch $@
 
 $(TRAIN): pyproject.toml $(TORCH_STAMP)
 	@echo "installing RLBoost with [train]"
-	@$(BIN)/python -m pip install --quiet --editable ".[train]"
+	@$(BIN)/python -m pip install -qq --no-compile --editable ".[train]"
 	@touch $@
 
 $(DEV): pyproject.toml $(TORCH_STAMP)
 	@echo "installing RLBoost with [dev]"
-	@$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	@$(BIN)/python -m pip install -qq --no-compile --editable ".[dev]"
 	@touch $(TRAIN) $@
 
 .PHONY: install

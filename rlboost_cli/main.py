@@ -36,3 +36,7 @@ for _command in (check, up, launch, status, logs, cost, preempt, down):
 def run() -> None:
     """Run the command that was typed; never returns."""
     app(prog_name="rlboost")
+
+
+if __name__ == "__main__":
+    run()

@@ -29,6 +29,8 @@ class RunStatus:
     """Age of the data: 0 where live."""
     problem: str | None = None
     """Why the coordinator does not answer; None where it does, or has nothing left to do."""
+    is_supervised: bool = True
+    """Whether somebody restarts the run's processes; not asked of a run that has ended."""
 
 
 def run_status(run: RunFolder, timeout_s: float = 2.0) -> RunStatus:
@@ -37,7 +39,8 @@ def run_status(run: RunFolder, timeout_s: float = 2.0) -> RunStatus:
     problem = None
     if not ended:
         try:
-            return RunStatus(client.get_status(run, timeout_s), is_live=True, has_ended=False, age_s=0.0)
+            data = client.get_status(run, timeout_s)
+            return RunStatus(data, is_live=True, has_ended=False, age_s=0.0, is_supervised=is_supervised(run))
         except client.NotAnswering as silence:
             ended = run.outcome.exists()  # it may have ended this very moment
             problem = None if ended else silence.problem

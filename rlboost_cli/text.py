@@ -68,10 +68,15 @@ def runs_table(rows: Sequence[Json]) -> str:
 
 
 def staleness(found: RunStatus) -> list[str]:
-    """Return what to say where the data is not from a living coordinator; empty where it is."""
+    """Return what to say where the coordinator or the supervisor is gone; empty where all is well."""
+    name = found.data.get("run", "RUN")
+    if found.problem is None and not found.is_supervised:
+        return [
+            "the run goes on, but its supervisor is gone: a process that fails now stays down",
+            f"rlboost launch {name} starts the supervisor again; rlboost down {name} ends the run",
+        ]
     if found.problem is None:
         return []
-    name = found.data.get("run", "RUN")
     return [
         f"{found.problem}; what follows is {duration(found.age_s)} old",
         f"rlboost launch {name} starts it again; rlboost down {name} ends the run",

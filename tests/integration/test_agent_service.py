@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import struct
 import subprocess
 import sys
@@ -14,11 +15,13 @@ import numpy as np
 import pytest
 
 from rlboost_runtime.agent import engine_host, link, notice, puller, service
-from rlboost_runtime.agent.bootstrap import Bootstrap, EngineBootstrap
+from rlboost_runtime.agent.bootstrap import Bootstrap, EngineBootstrap, write_bootstrap
 from rlboost_runtime.agent.puller import Puller, Source
 from rlboost_runtime.agent.service import Agent, ExitCode, Seams
 from rlboost_runtime.engines.emulated import MAX_UNREAD_STEPS, EmulatedEngine, emulated_response
+from rlboost_runtime.run_folder import RunFolder
 from rlboost_runtime.seams import SystemClock
+from rlboost_runtime.security import create_secrets
 from rlboost_runtime.weights.manifest import MANIFEST, Manifest, Probe, content_digest, encode_manifest
 from rlboost_runtime.wire import (
     AbortWork,
@@ -553,6 +556,35 @@ async def test_silence_makes_it_dial_anew_and_at_last_end(tmp_path, monkeypatch)
         again = await head.welcome(resumed=True)  # nothing was said for a while
         assert again.epoch == 1
         assert await exit_code(rig) == ExitCode.FAILED  # and then nobody answered any more
+
+
+@pytest.fixture
+def bootstrap_file(tmp_path):
+    run = RunFolder(tmp_path / "run")
+    create_secrets(run)
+    engine = EngineBootstrap("emulated", Sampling(), 1024, 4, "float32", 0)
+    certificate = run.certificate.read_text()
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        url = f"https://127.0.0.1:{unused.getsockname()[1]}"
+    path = tmp_path / "bootstrap.json"
+    write_bootstrap(path, Bootstrap("run", "m1", "spot", ("m1-0",), url, "secret", certificate, engine))
+    return path
+
+
+def test_the_process_keeps_dialling_and_ends_on_sigterm(bootstrap_file):
+    command = [sys.executable, "-m", "rlboost_runtime.agent", str(bootstrap_file), "m1-0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as agent:
+        try:
+            lost = 0
+            while lost < 2:
+                lost += json.loads(agent.stderr.readline())["event"] == "coordinator.lost"
+            agent.terminate()
+            rest = agent.stderr.read()
+            assert agent.wait(WAIT_S) == 0
+        finally:
+            agent.kill()
+    assert "agent.noticed" in rest
+    assert "secret" not in rest
 
 
 def test_the_agent_imports_no_torch():

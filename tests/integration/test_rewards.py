@@ -1,4 +1,4 @@
-"""Rewards in their child process: whatever a user's function does, the response scores 0 and the run goes on."""
+"""Rewards in their child process: whatever a user's function does, its response scores 0 and we go on."""
 
 import json
 import threading

@@ -1,4 +1,4 @@
-"""The trainer against a scripted coordinator over real TLS: steps, recalls, crashes, and what a person is told."""
+"""The trainer against a scripted coordinator over real TLS: steps, recalls, crashes, mistakes."""
 
 import asyncio
 import json
@@ -64,7 +64,7 @@ JOB = {
 
 
 class Coordinator:
-    """Plays the coordinator on a thread of its own; responses are made up, always the same for a step and group."""
+    """Plays the coordinator on its own thread; made-up responses, the same ones for a step and group."""
 
     def __init__(self, run: RunFolder) -> None:
         self.heard: list[Message] = []
@@ -215,7 +215,7 @@ def test_a_whole_run(tmp_path):
     assert table[1]["quarantined_share"] == 1 / 16
     assert table[0]["migrated_share"] > 0.5
     assert table[0]["mismatch_kl"] > 0
-    assert {k: v for k, v in table[2].items()} == trained[2].metrics
+    assert table[2] == trained[2].metrics
     stored, exact = (
         load_file(run.weights / "v000004" / "model.safetensors"),
         load_file(final / "model.safetensors"),
@@ -266,9 +266,10 @@ def test_dying_between_checkpoint_and_report_loses_and_doubles_nothing(tmp_path,
         raise KeyboardInterrupt
 
     with Coordinator(run) as coordinator:
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        with monkeypatch.context() as patch:
             patch.setattr(MetricsLog, "append", broken)
-            go(run)
+            with pytest.raises(KeyboardInterrupt):
+                go(run)
         assert not coordinator.of(Trained)
         final = go(run)
     assert [m.step for m in coordinator.of(Trained)] == [0, 1, 2, 3]

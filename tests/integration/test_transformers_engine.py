@@ -327,20 +327,15 @@ async def test_pacing_holds_the_rate(models, tmp_path):
         await engine.stop()
 
 
-async def test_nobody_reading_holds_the_child_and_reading_goes_on(models, tmp_path, monkeypatch):
+async def test_nobody_reading_holds_the_child_and_reading_goes_on(greedy_engine, models, monkeypatch):
     monkeypatch.setattr("rlboost_runtime.engines.transformers.MAX_UNREAD_STEPS", 10)
-    engine = make_engine(spec_for(tmp_path))
-    await engine.start(60)
-    try:
-        await engine.load(0, models[0][1])
-        engine.submit([Request(0, [20], 300)])
-        await asyncio.sleep(0.4)
-        unread = len(engine._outputs)
-        await asyncio.sleep(0.3)
-        assert unread == len(engine._outputs) < 200
-        assert len((await collect(engine, 1))[0][0]) == 300
-    finally:
-        await engine.stop()
+    await greedy_engine.load(0, models[0][1])
+    greedy_engine.submit([Request(0, [20], 300)])
+    await asyncio.sleep(0.4)
+    unread = len(greedy_engine._outputs)
+    await asyncio.sleep(0.3)
+    assert unread == len(greedy_engine._outputs) < 200
+    assert len((await collect(greedy_engine, 1))[0][0]) == 300
 
 
 async def test_a_killed_child_is_reported_once_and_everywhere(models, tmp_path):
@@ -372,9 +367,8 @@ async def main():
     spec = EngineSpec("transformers", Sampling(), 1024, 4, "float32", 1, 1, folder / "engine.log")
     engine = make_engine(spec)
     await engine.start(60)
-    if sys.argv[2] != "-":
-        await engine.load(0, Path(sys.argv[2]))
-        engine.submit([Request(0, [20], 1000)])
+    await engine.load(0, Path(sys.argv[2]))
+    engine.submit([Request(0, [20], 1000)])
     print(engine.pid, flush=True)
     await asyncio.sleep(60)
 
@@ -382,9 +376,8 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("busy", [True, False])
-async def test_the_child_dies_with_a_killed_agent(models, tmp_path, busy):
-    weights = str(models[0][1]) if busy else "-"
+async def test_the_child_dies_with_a_killed_agent(models, tmp_path):
+    weights = str(models[0][1])
     parent = subprocess.Popen(  # noqa: ASYNC220 - nothing else runs here
         [sys.executable, "-c", PARENT, str(tmp_path), weights], stdout=subprocess.PIPE
     )

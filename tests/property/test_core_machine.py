@@ -638,14 +638,16 @@ class CoreRun(RuleBasedStateMachine):
         self.behave()
         self.replay()
 
-    def behave(self) -> None:
+    def behave(self, has_cloud: bool | None = None) -> None:
         """From any state: once everybody behaves, the open step completes and the trainer gets the GPU.
 
         Every other time the cloud has nothing to give any more, and the reserved engines must do it alone.
         """
         for agent in self.agents:
             agent.is_silent = agent.is_hung = False
-        self.has_cloud = self.config.reserved_instances == 0 or len(self.lines) % 2 == 0
+        if has_cloud is None:
+            has_cloud = self.config.reserved_instances == 0 or len(self.lines) % 2 == 0
+        self.has_cloud = has_cloud
         if not self.has_cloud:
             for machine, state in list(self.machines.items()):
                 if state != "gone":
@@ -758,18 +760,38 @@ def weighted_actions(run: CoreRun, rng: Random) -> list[tuple[int, Callable[[], 
     ]
 
 
+def lose_the_cloud_in_mid_step(run: CoreRun) -> None:
+    """Every spot instance goes for good while the trainer has the GPU: it must be recalled."""
+    run.has_cloud = True
+    run.open_step(run.step + 1, 3, 2)
+    for _ in range(120):
+        run.quiet_second()
+        if run.core.lease is LeaseState.TRAINER:
+            break
+    assert run.core.lease is LeaseState.TRAINER, "the window never closed"
+    assert run.unfinished()
+    recalls = run.core.counters.recalls
+    run.behave(has_cloud=False)
+    assert run.core.counters.recalls == recalls + 1
+
+
 @pytest.mark.parametrize("seed", range(24))
 def test_long_lives_keep_every_promise(seed: int) -> None:
     rng = Random(seed)
     run = CoreRun()
     run.begin(spot=seed % 4, reserved=(seed // 4) % 3, per_machine=1 + seed % 2)
     weights, actions = zip(*weighted_actions(run, rng), strict=True)
-    for action in rng.choices(actions, weights, k=500):
+    for number, action in enumerate(rng.choices(actions, weights, k=500)):
+        if number == 450 and seed % 6 == 5:
+            run.run_ends(0)
         action()
         run.every_response_is_known_once()
         run.machines_stay_within_the_cap()
         run.no_machine_is_kept_for_nothing()
-    run.teardown()
+    run.behave()
+    if run.config.reserved_instances and run.config.max_spot_instances and not run.is_ending:
+        lose_the_cloud_in_mid_step(run)
+    run.replay()
     counters = run.core.counters
     assert counters.redispatches
     assert counters.stale_words
@@ -778,7 +800,7 @@ def test_long_lives_keep_every_promise(seed: int) -> None:
 
 
 CoreRun.TestCase.settings = settings(
-    max_examples=100,
+    max_examples=60,
     stateful_step_count=50,
     deadline=None,
     derandomize=True,

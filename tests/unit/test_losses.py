@@ -1,4 +1,4 @@
-"""Losses against values and gradients worked out by hand in numpy, and identities that need no golden value."""
+"""Losses against values and gradients worked out in numpy, and identities that need no golden value."""
 
 import itertools
 
@@ -21,6 +21,15 @@ LOGP = np.array([[-1.0, -0.5, -2.0], [np.nan, -0.7, -1.2], [-0.3, np.inf, -9.0]]
 OLD = np.array([[-1.1, -1.0, -1.5], [5.0, -2.5, -1.2], [-0.4, 0.0, 0.0]])
 MU = np.array([[-1.0, -1.9, -1.5], [0.0, -2.4, -1.3], [-0.4, 0.0, 0.0]])
 ADV = np.array([1.0, -0.5, 2.0])
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small tensors: more threads only get in one another's way."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def expected(kind: str, config: LossConfig) -> tuple[float, np.ndarray, float]:
@@ -75,7 +84,7 @@ def test_golden_numbers():
     logp = torch.tensor([[0.1, -0.3], [0.5, 0.0]]).requires_grad_()
     zero = torch.zeros(2, 2)
     adv, mask = torch.tensor([1.0, -1.0]), torch.tensor([[1.0, 1.0], [1.0, 0.0]])
-    # ratios e^.1 = 1.10517 (inside), e^-.3 = .74082 (A > 0: min keeps it), e^.5 = 1.64872 (A < 0: min keeps it)
+    # ratios: e^.1 = 1.10517 (inside), e^-.3 = .74082 (A > 0: min keeps it), e^.5 = 1.64872 (A < 0: likewise)
     dapo = policy_loss(logp, zero, zero, adv, mask, LossConfig("dapo"))
     assert dapo.loss.item() == pytest.approx(-(1.10517 + 0.74082 - 1.64872), abs=1e-4)
     grpo = policy_loss(logp, zero, zero, adv, mask, LossConfig("grpo", 0.2, 0.2))

@@ -33,6 +33,7 @@ from rlboost_runtime.wire import (
 )
 
 PATIENCE_S = 10.0
+NOTHING_KNOWN = TrainerWelcome(None)
 
 
 class Connection:
@@ -92,7 +93,7 @@ class Coordinator:
         self._accepted.put(connection)
         return connection
 
-    def accept(self, welcome: Message = TrainerWelcome(None)) -> tuple[Connection, TrainerHello]:
+    def accept(self, welcome: Message = NOTHING_KNOWN) -> tuple[Connection, TrainerHello]:
         connection = self._accepted.get(timeout=PATIENCE_S)
         hello = connection.hear()
         assert isinstance(hello, TrainerHello)
@@ -280,7 +281,8 @@ def test_waits_are_timed_with_and_without_the_lease(coordinator, stream):
     stream.next_groups()
     helper.join()
     assert stream.waits.without_lease_s >= 0.15
-    assert 0.08 <= stream.waits.with_lease_s
+    assert stream.waits.with_lease_s >= 0.08
+    assert stream.waits.for_lease_s == 0
     request(stream, step=1)
     assert stream.waits.with_lease_s == 0
 
@@ -368,6 +370,15 @@ def test_closing_twice_and_using_a_closed_stream(coordinator):
     stream.close()
     with pytest.raises(RuntimeFault, match="closed"):
         stream.hold_lease()
+
+
+def test_closing_does_not_wait_for_a_coordinator_that_says_nothing(coordinator):
+    with StepStream("r", "t", "pem", lambda: "https://x", connect=coordinator.connect):
+        connection = coordinator._accepted.get(timeout=PATIENCE_S)
+        assert isinstance(connection.hear(), TrainerHello)
+        started = time.monotonic()
+    assert time.monotonic() - started < 3
+    assert connection.closed.is_set()
 
 
 def test_run_failed_is_the_last_word(coordinator, stream):

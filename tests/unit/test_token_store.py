@@ -72,6 +72,16 @@ def test_an_unknown_assignment_is_dropped_and_counted():
     assert store.accept(make_frame((0, 0, [2]))).record is None
 
 
+@pytest.mark.parametrize("offset", [0, 1, 2**32 - 1, 2**32 - 2])
+def test_no_offset_lets_an_unknown_assignment_in(offset):
+    store = make_store()
+    store.assign(11, 100, "i-a")
+    accepted = store.accept(make_frame((12, offset, [2, 3])))
+    assert (counts(accepted), accepted.record) == ((0, 2, 0), None)
+    assert counts(store.accept(make_frame((11, 2**32 - 1, [2, 3])))) == (0, 2, 0)
+    store.check()
+
+
 def test_no_assignment_at_all_drops_everything():
     store = make_store(num_responses=0)
     assert counts(store.accept(make_frame((0, 0, [2, 3])))) == (0, 2, 0)

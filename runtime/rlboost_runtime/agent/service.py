@@ -266,7 +266,7 @@ class Agent:
         self._flush()
         quiet_since = began
         while self._clock.now() < began + notice.seconds - NOTICE_RESERVE_S:
-            if not (self._host.is_idle and self._outbox.is_clear and self._link.is_up):
+            if not (self._host.is_idle and self._outbox.is_clear):
                 quiet_since = self._clock.now()
             if self._clock.now() >= quiet_since + QUIET_BEFORE_GOODBYE_S:
                 break

@@ -136,6 +136,10 @@ class AgentLink:
         self._ack = max(self._ack, seq)
         self._wake.set()
 
+    def answer(self) -> None:
+        """Acknowledge again what is acknowledged: the peer hears that we live."""
+        self.send(Ack(self._ack))
+
     async def write(self) -> None:
         """Send what is queued until cancelled. Raises `ConnectionError` or `TimeoutError`."""
         while True:
@@ -392,6 +396,7 @@ class AgentLinks:
             held = state.core.responses_on(link.instance)
             counts = tuple((response, state.store.length(response)) for response in held)
         state.apply(Beat(now, link.instance, link.epoch, beat.engine_progress, counts))
+        link.answer()
 
     def _on_version_ready(self, link: AgentLink, message: VersionReady) -> None:
         stats = self.stats[link.instance]

@@ -15,6 +15,7 @@ from rlboost_runtime.core.messages import (
     MachineGone,
     NoticeReceived,
     RecallLease,
+    RunEnding,
     StepTrained,
     VersionRefused,
 )
@@ -29,10 +30,12 @@ class Story:
         self._clock = clock
         self._served: set[tuple[str, int]] = set()
         self._no_capacity = False
+        self._is_over = False
 
     def tell(self, event: Event, commands: list[Command], core: Core) -> None:
         """Note what `event` means, if it means anything to a person."""
-        line = self._line(event, core)
+        self._is_over = self._is_over or isinstance(event, RunEnding)
+        line = None if self._is_over else self._line(event, core)
         if line is not None:
             self._ledger.note(self._clock.wall(), *line)
         if any(isinstance(command, RecallLease) for command in commands):

@@ -43,7 +43,6 @@ from rlboost_runtime.errors import ProtocolError
 _FINISHES = {FinishReason.STOP.value: FinishReason.STOP, FinishReason.LENGTH.value: FinishReason.LENGTH}
 _RELEASES = {reason.value for reason in ReleaseReason}
 _NO_VERSION = -1
-_NOT_EVER = 2**32 - 1  # the length of no response: nothing continues there
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +91,7 @@ class TokenStore:
             raise ValueError(
                 f"responses of step {step} are not consecutive numbers: {list(responses)[:10]}..."
             )
-        if not 0 < max_tokens < _NOT_EVER:
+        if not 0 < max_tokens < 2**31:
             raise ValueError(f"max_tokens of step {step} is {max_tokens}")
         self._step = step
         self._first = first
@@ -100,10 +99,9 @@ class TokenStore:
         self._max_tokens = max_tokens
         self._stop_token_ids = frozenset(stop_token_ids)
         self._matrix.reshape(num_rows, max_tokens)
-        # One row more than there are responses: that of all assignments that are not current. No delta fits.
+        # One row more than there are responses: that of all assignments that are not current.
         self._assignments = AssignmentTable(nowhere=num_rows)
         self._lengths: NDArray[np.uint32] = np.zeros(num_rows + 1, U32)
-        self._lengths[num_rows] = _NOT_EVER
         self._open_versions: Ints = np.full(
             num_rows + 1, _NO_VERSION, np.int64
         )  # of the segment that may go on
@@ -220,7 +218,7 @@ class TokenStore:
 
     def check(self) -> None:
         """Assert every invariant."""
-        assert self._lengths[self._num_rows] == _NOT_EVER
+        assert self._lengths[self._num_rows] == 0, "tokens were accepted for nobody"
         assert self._assignments.num_current() + len(self._mute) == len(self._current)
         for row, (assignment, _) in self._current.items():
             assert self._row_of(assignment) == row, f"row {row}"
@@ -232,9 +230,11 @@ class TokenStore:
     # --- tokens ------------------------------------------------------------------------------------------
 
     def _fits(self, rows_N: Ints, deltas: Deltas, lengths_N: NDArray[np.uint32]) -> bool:
-        """Return whether all of `deltas` can be added as they are, which gives `lengths_N`: the usual case."""
+        """Return whether all of `deltas` can be added as they are, giving `lengths_N`: the usual case."""
         if not len(rows_N):
             return True
+        if rows_N[rows_N.argmax()] == self._assignments.nowhere:
+            return False
         if self._lengths.take(rows_N).tobytes() != deltas.offsets_N.tobytes():
             return False
         return bool(lengths_N[lengths_N.argmax()] <= self._max_tokens)
@@ -409,7 +409,7 @@ class TokenStore:
 
 
 def _ends(deltas: Deltas) -> NDArray[np.uint32]:
-    """Return the index after the last token of each delta. It wraps around for offsets that fit no response."""
+    """Return the index after the last token of each delta; wraps around for offsets that fit nowhere."""
     return deltas.offsets_N + deltas.counts_N.astype(U32)
 
 

@@ -48,6 +48,7 @@ def _check_deadlines(instance: Instance, timers: Timers) -> None:
     story = f"instance {name}: {instance.life.told()}"
     assert timers.due(Timer.LEASE, name) is not None, f"lives without a lease, {story}"
     assert instance.is_connected == (timers.due(Timer.GRACE, name) is None), f"grace, {story}"
+    assert instance.is_paused == (timers.due(Timer.PAUSE, name) is not None), f"pause, {story}"
     if instance.is_connected:
         hang = timers.due(Timer.HANG, name) is not None
         assert hang == bool(instance.assignments), f"hang deadline, {story}"

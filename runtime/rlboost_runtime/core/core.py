@@ -24,8 +24,9 @@ from rlboost_runtime.core.check import check_core
 from rlboost_runtime.core.context import Context
 from rlboost_runtime.core.counters import Counters
 from rlboost_runtime.core.crew import Crew
-from rlboost_runtime.core.instances import Instance, InstanceState, Roster
-from rlboost_runtime.core.lease import GpuLease, LeaseState, Outlook
+from rlboost_runtime.core.handover import Handover
+from rlboost_runtime.core.instances import Instance, Roster
+from rlboost_runtime.core.lease import LeaseState
 from rlboost_runtime.core.machines import Fleet, Machine, MachineState
 from rlboost_runtime.core.messages import (
     Beat,
@@ -35,7 +36,6 @@ from rlboost_runtime.core.messages import (
     Disconnected,
     Event,
     Finished,
-    GrantLease,
     InstanceJoined,
     InstanceLeft,
     InstanceReady,
@@ -46,7 +46,6 @@ from rlboost_runtime.core.messages import (
     MachineLaunched,
     NoticeReceived,
     Pool,
-    RecallLease,
     Reconnected,
     Released,
     RunEnding,
@@ -78,7 +77,8 @@ class Core:
         self._has_started = False
         self._newest_version: int | None = None
         self._has_able_spot = False
-        self._lease = GpuLease()
+        self._able: dict[str, Instance] = {}
+        self._able_under: LeaseState | None = None  # None: nobody has looked since something changed
         self._presence = CountMeter()
         self._surplus = SurplusWatch()
         self._build(Context())
@@ -91,6 +91,8 @@ class Core:
         self._fleet = Fleet(config.boot_deadline_s, context.timers, context.emit)
         self._crew = Crew(context, self._roster, self._work, self._fleet)
         self._seeding = Seeding(config.seeding_initial_s, config.seeding_eta, config.reserved_instances)
+        self._handover = Handover(context, self._roster, self._work, self._crew, self._seeding)
+        self._lease = self._handover.lease
 
     # --- driving ------------------------------------------------------------------------------------------
 
@@ -117,7 +119,9 @@ class Core:
     def check(self) -> None:
         """Assert every invariant. Looks at everything: for tests and debugging."""
         check_core(self._roster, self._work, self._fleet, self._lease, self._context)
-        able = self._able()
+        able = self._find_able()
+        known = self._able_under is not self._lease.state or able == self._able or self._crew.has_changed
+        assert known, f"{list(able)} are able, {list(self._able)} taken for it"
         stalled = [r for r in self._work.dispatcher.queued() if not r.failed_on] if able else []
         empty = [i.instance for i in able.values() if not i.assignments]
         assert not (stalled and empty), f"responses wait although {empty} are empty"
@@ -376,7 +380,7 @@ class Core:
         if self._context.is_ending:
             self._context.counters.duplicates += 1
             return
-        self._context.is_ending = True
+        self._context.is_ending = self._crew.has_changed = True
         for instance in self._roster.instances.values():
             self._work.abort_all(instance)
         for machine in list(self._fleet.machines.values()):
@@ -411,10 +415,10 @@ class Core:
     def _settle(self) -> None:
         """Bring lease, versions, assignments and fleet in line with what is known now."""
         self._count_spot()
-        self._settle_lease()
+        self._handover.settle(self._has_able_spot)
         self._crew.aim_at(self._target_version())
         if self._work.dispatcher.has_waiting():
-            self._work.assign_waiting(self._able())
+            self._work.assign_waiting(self._able_now())
         if self._has_started and not self._context.is_ending:
             self._fleet.grow(self._desired_machines(), self.now)
 
@@ -422,72 +426,12 @@ class Core:
         if not self._crew.has_changed:
             return
         self._crew.has_changed = False
+        self._able_under = None
         self._presence.set(sum(i.is_present for i in self._roster.spot()), self.now)
         book = self._work.book
         self._has_able_spot = book is not None and any(
             i.can_serve(book.policy_version) for i in self._roster.spot()
         )
-
-    def _settle_lease(self) -> None:
-        lease, outlook = self._lease, self._outlook()
-        reason = lease.reason_to_close(outlook)
-        if reason is not None:
-            lease.close(reason, self.now)
-        for instance in self._roster.reserved.values():
-            self._order_to_sleep_or_wake(instance)
-        asleep = all(i.life.state is InstanceState.ASLEEP for i in self._roster.reserved.values())
-        if lease.state is LeaseState.CLOSING and asleep:
-            lease.grant(self.now)
-            assert self._work.book is not None
-            self._context.emit(GrantLease(self._work.book.step))
-        self._watch_window(outlook)
-        self._watch_recall(outlook)
-
-    def _outlook(self) -> Outlook:
-        reserved = self._roster.reserved
-        return Outlook(
-            now=self.now,
-            num_unfinished=self._work.num_unfinished,
-            has_able_spot=self._has_able_spot,
-            has_reserved=self.config.reserved_instances > 0 or bool(reserved),
-            can_recall=any(i.is_connected for i in reserved.values()),
-            t_seed_s=self._seeding.t_seed_s,
-        )
-
-    def _order_to_sleep_or_wake(self, instance: Instance) -> None:
-        """One order at a time: a Wake waits for the answer to a Sleep, a Sleep for the release of all
-        work."""
-        if not instance.is_connected:
-            return
-        if self._lease.state is LeaseState.ENGINES:
-            if instance.life.state is InstanceState.ASLEEP and not self._context.is_ending:
-                self._crew.wake(instance)
-        elif instance.assignments:
-            self._work.abort_all(instance)
-        elif instance.is_awake:
-            self._crew.sleep(instance)
-
-    def _watch_window(self, outlook: Outlook) -> None:
-        closes_at = self._lease.closes_at(outlook.t_seed_s)
-        if self._lease.state is LeaseState.ENGINES and closes_at > self.now:
-            self._context.timers.set(Timer.WINDOW, "", closes_at)
-        else:
-            self._context.timers.cancel(Timer.WINDOW, "")
-
-    def _watch_recall(self, outlook: Outlook) -> None:
-        since = self._lease.watch_for_recall(outlook)
-        if since is None:
-            self._context.timers.cancel(Timer.RECALL, "")
-            return
-        due = since + self.config.recall_after_s
-        if self.now < due:
-            self._context.timers.set(Timer.RECALL, "", due)
-            return
-        assert self._work.book is not None
-        self._context.timers.cancel(Timer.RECALL, "")
-        self._lease.recall(self.now)
-        self._context.counters.recalls += 1
-        self._context.emit(RecallLease(self._work.book.step))
 
     def _target_version(self) -> int | None:
         """The version to load: the open step's while it has work left, else the newest."""
@@ -496,8 +440,14 @@ class Core:
             return book.policy_version
         return newest
 
-    def _able(self) -> dict[str, Instance]:
-        """Instances that may be given work now."""
+    def _able_now(self) -> dict[str, Instance]:
+        """Instances that may be given work now; looked for only when something has changed."""
+        if self._crew.has_changed or self._able_under is not self._lease.state:
+            self._able = self._find_able()
+            self._able_under = self._lease.state
+        return self._able
+
+    def _find_able(self) -> dict[str, Instance]:
         book = self._work.book
         if book is None or self._context.is_ending:
             return {}
@@ -506,7 +456,7 @@ class Core:
             name: instance
             for name, instance in self._roster.instances.items()
             if instance.can_serve(book.policy_version)
-            and instance.paused_until <= self.now
+            and not instance.is_paused
             and (open_window or instance.pool is Pool.SPOT)
         }
 

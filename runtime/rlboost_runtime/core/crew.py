@@ -158,7 +158,7 @@ class Crew:
         if instance.life.state is InstanceState.LOADING:
             instance.life.move(InstanceState.READY, f"version {event.version}", event.at)
         instance.version, instance.has_served = event.version, True
-        instance.wake_sent, instance.refusals, instance.paused_until = False, 0, event.at
+        instance.wake_sent, instance.refusals, instance.is_paused = False, 0, False
         self._context.timers.cancel(Timer.PAUSE, instance.instance)
         self._context.timers.cancel(Timer.RELOAD, instance.instance)
         self.has_changed = True
@@ -291,8 +291,11 @@ class Crew:
             case Timer.RELOAD:
                 instance.told_version = None
                 self._to_brief[name] = None
+            case Timer.PAUSE:
+                instance.is_paused = False
+                self.has_changed = True
             case _:
-                pass  # a pause is over: the core looks for work after every event
+                pass
 
     # --- helpers ------------------------------------------------------------------------------------------
 
@@ -331,15 +334,16 @@ class Crew:
         self._to_brief[instance.instance] = None
 
     def _pause(self, instance: Instance) -> None:
-        now = self._context.now
-        if now < instance.paused_until:
+        if instance.is_paused:
             return  # the same failure: it lets go of everything that it held
         instance.engine_failures += 1
         if instance.engine_failures >= ENGINE_FAILURES_BEFORE_EVICTION:
             self.lose(instance, LossCause.HUNG, evict=True)
             return
-        instance.paused_until = now + ENGINE_PAUSE_S * 2 ** (instance.engine_failures - 1)
-        self._context.timers.set(Timer.PAUSE, instance.instance, instance.paused_until)
+        instance.is_paused = True
+        self.has_changed = True
+        pause_s = ENGINE_PAUSE_S * 2 ** (instance.engine_failures - 1)
+        self._context.timers.set(Timer.PAUSE, instance.instance, self._context.now + pause_s)
 
 
 def _true_cause(instance: Instance, machine: Machine | None, cause: LossCause) -> LossCause:

@@ -72,7 +72,8 @@ class Instance:
     """Loads refused in a row."""
     engine_failures: int = 0
     """Pauses after a failed engine in a row."""
-    paused_until: float = 0.0
+    is_paused: bool = False
+    """Its engine failed a moment ago: no work until the pause is over or a version is proved."""
     progress: int | None = None
     """The engine's progress counter as last heard."""
     assignments: dict[int, Response] = field(default_factory=dict)

@@ -42,7 +42,6 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True):
     request_id: int
     token_ids: list[int]
     max_new_tokens: int
-    priority: int
 
 
 class Submit(ChannelMessage, frozen=True):

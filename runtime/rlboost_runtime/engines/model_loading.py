@@ -16,8 +16,6 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from rlboost_runtime.engines.slot_batch import ATTENTION
-
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
 _SAMPLE = 5  # names quoted in a problem
@@ -35,7 +33,7 @@ def build_model(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTr
         raise Unloadable(f"layers of kind {sorted(kinds)}; this engine serves full attention only")
     with no_init_weights(), device:
         model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call] # theirs
-            config, dtype=dtype, attn_implementation=ATTENTION
+            config, dtype=dtype, attn_implementation="sdpa"
         )
     model.tie_weights()  # skipped along with the initialisation
     for parameter in model.parameters():

@@ -122,9 +122,7 @@ class TransformersEngine:
 
     def submit(self, requests: list[Request]) -> None:
         """Queue requests."""
-        self._send(
-            Submit([NewRequest(r.request_id, r.token_ids, r.max_new_tokens, r.priority) for r in requests])
-        )
+        self._send(Submit([NewRequest(r.request_id, r.token_ids, r.max_new_tokens) for r in requests]))
 
     async def abort(self, request_ids: list[int]) -> None:
         """Stop these; their last outputs are queued when this returns. Raises `EngineDied`."""

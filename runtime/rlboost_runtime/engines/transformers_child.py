@@ -48,10 +48,10 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from rlboost_runtime.engines.slot_batch import SlotBatch
+    from rlboost_runtime.engines.continuous_batch import ContinuousBatch
 
 NICENESS = 5
-"""Added to the child's niceness: an agent that cannot beat loses its work."""
+"""Added to the child's niceness once it is ready: an agent that cannot beat loses its work."""
 _PR_SET_PDEATHSIG = 1
 _READ_BYTES = 1 << 20
 
@@ -100,8 +100,8 @@ class Pace:
         return max(0.0, self._next_at - time.monotonic())
 
     def begin(self) -> None:
-        """A step begins; a late one does not make the following ones faster."""
-        self._next_at = max(self._next_at + self._period_s, time.monotonic() + self._period_s / 2)
+        """A step begins: a late one does not make the following ones faster."""
+        self._next_at = time.monotonic() + self._period_s
 
 
 class Child:
@@ -112,7 +112,7 @@ class Child:
         self._config = config
         self._model: PreTrainedModel | None = None
         self._model_config = ""
-        self._batch: SlotBatch | None = None
+        self._batch: ContinuousBatch | None = None
         self._version: int | None = None
         self._asleep = False
         self._held = False
@@ -189,9 +189,10 @@ class Child:
     def _submit(self, message: Submit) -> None:
         refused = []
         for request in message.requests:
-            problem = "no weights are loaded" if self._batch is None else self._batch.refusal(request)
-            if problem is not None or self._batch is None:
-                refused.append(Ended(request.request_id, "failed", problem or ""))
+            if self._batch is None or self._version is None:
+                refused.append(Ended(request.request_id, "failed", "no weights are loaded"))
+            elif (problem := self._batch.refusal(request)) is not None:
+                refused.append(Ended(request.request_id, "failed", problem))
             else:
                 self._batch.add(request)
         if refused:
@@ -226,30 +227,35 @@ class Child:
         self._channel.send(Done(message.ticket, problem, token_ids, logprobs))
 
     def _load(self, version: int, folder: Path) -> None:
-        """Swap weights; the batch, with all its cached keys, is made anew. On error nothing is served."""
-        import torch
-
-        from rlboost_runtime.engines import model_loading, slot_batch
+        """Swap the weights in place; on error nothing is served."""
+        from rlboost_runtime.engines import model_loading
 
         if self._asleep:
             raise RuntimeError("the engine sleeps")
-        self._batch = self._version = None
+        self._version = None
         config = model_loading.config_text(folder)
-        if self._model is None or config != self._model_config:
-            self._model = None
-            self._model = model_loading.build_model(folder, getattr(torch, self._config.dtype), _device())
+        if self._model is None or self._batch is None or config != self._model_config:
+            self._batch = self._model = None
+            self._model, self._batch = self._build(folder)
             self._model_config = config
             self._counter += 1
             self._channel.send(Alive(self._counter))
         model_loading.load_weights(self._model, folder)
-        self._batch = slot_batch.SlotBatch(
-            self._model,
-            self._config.sampling,
-            self._config.max_running,
-            self._config.max_context_tokens,
-            (self._config.seed * 1_000_003 + version) & (2**63 - 1),
-        )
+        self._batch.seed((self._config.seed * 1_000_003 + version) & (2**63 - 1))
         self._version = version
+
+    def _build(self, folder: Path) -> tuple[PreTrainedModel, ContinuousBatch]:
+        """A model without weights, and its batch with an empty cache."""
+        import torch
+
+        from rlboost_runtime.engines import continuous_batch, model_loading
+
+        config = self._config
+        model = model_loading.build_model(folder, getattr(torch, config.dtype), _device())
+        batch = continuous_batch.ContinuousBatch(
+            model, config.sampling, config.max_running, config.max_context_tokens
+        )
+        return model, batch
 
     def _probe(self, token_ids: list[int], num_new: int) -> tuple[list[int], list[float]]:
         if self._model is None or self._version is None:
@@ -319,7 +325,7 @@ def _import_all(threads: int) -> None:
     torch.set_num_threads(threads)
     from transformers.utils import logging
 
-    from rlboost_runtime.engines import model_loading  # noqa: F401
+    from rlboost_runtime.engines import continuous_batch, model_loading  # noqa: F401
 
     logging.set_verbosity_error()  # type: ignore[no-untyped-call] # theirs
 
@@ -339,9 +345,9 @@ def main(fd: int) -> None:
     try:
         config = _first_message(channel)
         die_with_parent(config.parent_pid)
-        os.nice(NICENESS)
         began = time.monotonic()
         _import_all(config.threads)
+        os.nice(NICENESS)
         channel.send(
             Ready({"python": round(began - _STARTED_AT, 3), "imports": round(time.monotonic() - began, 3)})
         )

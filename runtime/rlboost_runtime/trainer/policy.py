@@ -155,7 +155,7 @@ class Policy:
 class Residency:
     """Whether model and optimizer lie on the accelerator; moved away while somebody else has the lease.
 
-    On a CPU there is nothing to move: giving the memory back means dropping what can be computed again.
+    On a CPU there is nothing to move and nothing is cached between micro-batches.
     """
 
     def __init__(self, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
@@ -167,8 +167,8 @@ class Residency:
         """Leave the accelerator; idempotent. Accumulated gradients move along and are kept."""
         if self._resident and self._policy.device.type != "cpu":
             self._move(torch.device("cpu"))
+            gc.collect()
             torch.cuda.empty_cache()
-        gc.collect()
         self._resident = False
 
     def take(self) -> None:

@@ -25,8 +25,8 @@ Guarantees, while the coordinator may restart at any moment:
   thread), then `LeaseReleased`. A lost connection alone does not end the lease; the hello says that we hold
   it.
 
-Waits for groups are timed, separately with and without the lease: the first is what the trainer loses for
-want of responses (t_train^wait of the paper's Algorithm 1).
+Waits are timed (`Waits`), those for groups separately with and without the lease: the first is what the
+trainer loses for want of responses (t_train^wait of the paper's Algorithm 1).
 """
 
 from __future__ import annotations
@@ -92,10 +92,14 @@ class Connect(Protocol):
 
 @dataclass(slots=True)
 class Waits:
-    """Seconds that the trainer waited for groups since the last `request_step`."""
+    """Seconds that the trainer waited since the last `request_step`."""
 
     with_lease_s: float = 0.0
+    """For groups, while it held the GPU."""
     without_lease_s: float = 0.0
+    """For groups, while others had the GPU."""
+    for_lease_s: float = 0.0
+    """For the GPU, with groups at hand."""
 
 
 class StepStream:
@@ -141,6 +145,7 @@ class StepStream:
 
         self._loop = asyncio.new_event_loop()
         self._wake = asyncio.Event()
+        self._serving: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._run_loop, name="step-stream")
 
     @classmethod
@@ -247,7 +252,7 @@ class StepStream:
             arrived = sum(len(group.responses) for group in self._groups)
             return arrived >= min_responses or self._num_returned + len(self._groups) >= self._num_groups()
 
-        self._wait(enough, timed=True)
+        self._wait(enough, for_lease=False)
         with self._changed:
             groups = list(self._groups)
             self._groups.clear()
@@ -256,7 +261,7 @@ class StepStream:
 
     def hold_lease(self) -> None:
         """Return once the GPU is ours and nobody asked for it back. Raises what ended the stream."""
-        self._wait(lambda: self._lease, timed=False)
+        self._wait(lambda: self._lease, for_lease=True)
 
     def answer_recall(self) -> None:
         """Free the GPU if it was asked back; call between micro-batches. Never waits for the coordinator."""
@@ -272,7 +277,7 @@ class StepStream:
             self._lease = self._recalled = False
             self._say(LeaseReleased())
 
-    def _wait(self, done: Callable[[], bool], *, timed: bool) -> None:
+    def _wait(self, done: Callable[[], bool], *, for_lease: bool) -> None:
         """Wait for `done` (asked under the lock), answering recalls first."""
         while True:
             self.answer_recall()
@@ -284,10 +289,15 @@ class StepStream:
                     return
                 started, lease = time.monotonic(), self._lease
                 self._changed.wait()
-                if timed:
-                    waited = time.monotonic() - started
-                    self.waits.with_lease_s += waited if lease else 0.0
-                    self.waits.without_lease_s += 0.0 if lease else waited
+                self._count(time.monotonic() - started, lease, for_lease)
+
+    def _count(self, waited_s: float, lease: bool, for_lease: bool) -> None:
+        if for_lease:
+            self.waits.for_lease_s += waited_s
+        elif lease:
+            self.waits.with_lease_s += waited_s
+        else:
+            self.waits.without_lease_s += waited_s
 
     def _num_groups(self) -> int:
         return 0 if self._request is None else len(self._request.prompts)
@@ -315,8 +325,14 @@ class StepStream:
             self._closing = True
             self._changed.notify_all()
         with contextlib.suppress(RuntimeError):  # the loop has just ended by itself
-            self._loop.call_soon_threadsafe(self._wake.set)
+            self._loop.call_soon_threadsafe(self._stop)
         self._thread.join()
+
+    def _stop(self) -> None:
+        """End the connection's task: a connected one by itself, one that is still dialling at once."""
+        self._wake.set()
+        if self._serving is not None and not self._connected:
+            self._serving.cancel()
 
     def _say(self, message: Message) -> None:
         """Queue a message if connected; otherwise the next connection begins with what matters. Holds the
@@ -332,6 +348,8 @@ class StepStream:
         try:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
                 runner.run(self._serve())
+        except asyncio.CancelledError:
+            assert self._closing
         except BaseException as exc:  # noqa: BLE001 - the thread's edge: told to whoever waits
             event(log, "stream.failed", level=logging.ERROR, exc_info=True)
             self._end_with(exc)
@@ -343,6 +361,7 @@ class StepStream:
 
     async def _serve(self) -> None:
         """Connect again and again until closed or told never to come back."""
+        self._serving = asyncio.current_task()
         backoff_s = FIRST_BACKOFF_S
         while not self._closing:
             try:

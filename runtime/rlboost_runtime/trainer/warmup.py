@@ -2,9 +2,9 @@
 
 It learns answer + end-of-text after each prompt from examples that are not the run's own: for reasoning-gym
 data the same data set under another seed, for a prompt file with `answer` fields its lines save the held-out
-ones. Muon trains the 2-D matrices of the layers, AdamW embeddings and norms. Every 5 steps, and every 2 once it is
-half-way there, it samples held-out prompts and stops when their mean reward reaches `warmup.reward`: early, for a
-policy that is already sure of itself leaves RL nothing to sharpen.
+ones. Muon trains the 2-D matrices of the layers, AdamW embeddings and norms. Every 5 steps, and every 2 once
+it is half-way there, it samples held-out prompts and stops when their mean reward reaches `warmup.reward`:
+early, for a policy that is already sure of itself leaves RL nothing to sharpen.
 """
 
 from __future__ import annotations
