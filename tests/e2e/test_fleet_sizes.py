@@ -23,29 +23,46 @@ def test_no_spot_machine_at_all_trains_to_the_end(cli: Any) -> None:
 
 
 def test_all_spot_machines_lost_at_once_and_back_two_steps_later(cli: Any) -> None:
-    trace = cli.home / "blackout.csv"
-    trace.write_text("0,add,a\n0,add,b\n20000,remove,a\n20000,remove,b\n45000,add,c\n45000,add,d\n")
-    offer = {"infra": "local", "price_usd_per_hour": 2.66, "market": {"trace": "blackout.csv"}}
+    market = {
+        "seed": 22,
+        "mean_lifetime_s": 1.0e6,
+        "mean_absence_s": 25.0,
+    }  # a place stays empty after a loss
+    offer = {"infra": "local", "price_usd_per_hour": 2.66, "market": market}
     job = cli.job(
         "blackout",
-        algorithm={"steps": 12, "max_response_tokens": 48},
-        rollout={"spot": {"any_of": [offer], "max_instances": 2}},
+        algorithm={"steps": 14, "max_response_tokens": 24, "prompts_per_step": 4},
+        rollout={
+            "engine_args": {"max_running": 8, "tokens_per_s_per_response": 6},
+            "spot": {"any_of": [offer], "max_instances": 2},
+        },
     )
     cli("launch", job, "--detach", "--yes")
-    cli.wait("blackout", lambda s: _spot(s, "ready") >= 1, timeout_s=120)
-    dark = cli.wait("blackout", lambda s: _gone(s) >= 2 and _spot(s, "ready") == 0, timeout_s=120)
-    lit = cli.wait("blackout", lambda s: _spot(s, "ready") >= 1 and s["step"] > dark["step"], timeout_s=120)
-    assert lit["step"] - dark["step"] >= 1
+    full = cli.wait("blackout", lambda s: _working_spot(s) == 2 and s["step"] >= 1, timeout_s=120)
+    takers = [cli.start("preempt", "blackout", m["id"]) for m in _spot_machines(full)]
+    for taker in takers:
+        taker.communicate(timeout=30)
+    assert [taker.returncode for taker in takers] == [0, 0]
+    dark = cli.wait("blackout", lambda s: _spot(s, "ready") == 0, timeout_s=30)
+    lit = cli.wait("blackout", lambda s: _spot(s, "ready") >= 1, timeout_s=120)
+    assert lit["step"] - dark["step"] >= 2
+    assert lit["preemptions"]["reset"] >= 2
+    lost = [e["text"] for e in lit["events"] if e["kind"] == "lost"]
+    assert any("its 0 responses" not in text for text in lost), f"not in the middle of a step: {lost}"
     assert cli.wait_outcome("blackout", timeout_s=300)["exit_code"] == 0
     status = cli.json("status", "blackout")
-    assert status["step"] == 12
+    assert status["step"] == 14
     assert status["responses"]["requested"] == status["responses"]["finished"]
     assert audit(cli.run_folder("blackout")).problems == []
 
 
+def _spot_machines(status: dict[str, Any]) -> list[dict[str, Any]]:
+    return [m for m in status["machines"] if m["pool"] == "spot" and m["state"] == "running"]
+
+
+def _working_spot(status: dict[str, Any]) -> int:
+    return sum(i["pool"] == "spot" and i["in_flight"] > 0 for i in status["instances"])
+
+
 def _spot(status: dict[str, Any], state: str) -> int:
     return sum(i["pool"] == "spot" and i["state"] == state for i in status["instances"])
-
-
-def _gone(status: dict[str, Any]) -> int:
-    return sum(m["pool"] == "spot" and m["state"] == "gone" for m in status["machines"])

@@ -55,8 +55,9 @@ def test_every_process_may_be_killed_once(cli: Any) -> None:
     assert cli.processes("kills") == []
 
 
-def test_down_in_the_middle_leaves_nothing(cli: Any) -> None:
-    cli("launch", cli.job("short", algorithm={"steps": 50}), "--detach", "--yes")
+def test_down_in_the_middle_leaves_nothing_and_the_run_can_be_resumed(cli: Any) -> None:
+    job = cli.job("short", algorithm={"steps": 5})
+    cli("launch", job, "--detach", "--yes")
     cli.wait("short", lambda s: s["step"] >= 1, timeout_s=180)
     cli("down", "short", "--yes")
     assert cli.processes("short") == []
@@ -64,3 +65,9 @@ def test_down_in_the_middle_leaves_nothing(cli: Any) -> None:
     assert cli.json("cost", "short")["total_usd"] > 0
     cli("down", "short", "--yes")  # again: nothing to do
     cli("down", "nobody", "--yes", expect=3)
+
+    cli("launch", job, "--resume", "--yes")
+    status = cli.json("status", "short")
+    assert (status["state"], status["step"]) == ("done", 5)
+    assert len(cli.run_folder("short").metrics.read_text().splitlines()) == 5
+    assert cli.processes("short") == []

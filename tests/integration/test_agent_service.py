@@ -558,6 +558,19 @@ async def test_silence_makes_it_dial_anew_and_at_last_end(tmp_path, monkeypatch)
         assert await exit_code(rig) == ExitCode.FAILED  # and then nobody answered any more
 
 
+async def test_a_coordinator_that_answers_beats_is_not_dialled_anew(tmp_path, monkeypatch):
+    assert 10 * service.DEFAULT_BEAT_S <= link.QUIET_S <= 15  # several answers may be late, a dead one not long
+    monkeypatch.setattr(link, "QUIET_S", 0.4)
+    async with running(tmp_path) as (_rig, head):
+        await head.welcome()
+        began = asyncio.get_running_loop().time()
+        while asyncio.get_running_loop().time() - began < 1.2:
+            await head.hear(Beat)
+            head.say(Ack(-1))
+        assert head.dialled.empty()
+        assert (await head.welcome(resumed=True)).epoch == 1  # the answers ended
+
+
 @pytest.fixture
 def bootstrap_file(tmp_path):
     run = RunFolder(tmp_path / "run")

@@ -203,6 +203,7 @@ def test_a_whole_run(tmp_path):
         final = go(run)
     assert [m.version for m in coordinator.of(Published)] == [0, 1, 2, 3, 4]
     assert [(m.step, m.policy_version) for m in coordinator.of(StepRequest)] == [(i, i) for i in range(STEPS)]
+    assert {m.stop_token_ids for m in coordinator.of(StepRequest)} == {(257,)}
     assert len(coordinator.of(LeaseReleased)) == STEPS
     assert coordinator.of(RunFinished) == [RunFinished(str(final))]
     trained = coordinator.of(Trained)

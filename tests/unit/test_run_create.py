@@ -118,9 +118,20 @@ def test_resume_opens_the_newest_run_again(job_file: Path) -> None:
 def test_resume_refuses_another_job_and_leaves_the_run_ended(job_file: Path) -> None:
     run = prepare_run(job_file, make_job()).run
     end(run)
-    with pytest.raises(ConfigError, match=r"algorithm\.steps"):
-        prepare_run(job_file, make_job(algorithm={"steps": 7}), resume=True)
+    with pytest.raises(ConfigError, match=r"algorithm\.group_size"):
+        prepare_run(job_file, make_job(algorithm={"group_size": 7}), resume=True)
     assert not is_open(run)
+
+
+def test_an_ended_run_may_be_resumed_to_train_longer_or_to_spend_more(job_file: Path) -> None:
+    run = prepare_run(job_file, make_job()).run
+    with pytest.raises(ConfigError, match=r"algorithm\.steps"):  # not while it is open
+        prepare_run(job_file, make_job(algorithm={"steps": 7}))
+    end(run)
+    longer = make_job(algorithm={"steps": 7}, budget={"max_usd": 3.0})
+    assert prepare_run(job_file, longer, resume=True).run == run
+    assert is_open(run)
+    assert stored_job(run).algorithm.steps == 7
 
 
 def test_there_must_be_something_to_resume(job_file: Path) -> None:

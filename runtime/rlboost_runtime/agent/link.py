@@ -34,8 +34,8 @@ DIAL_TIMEOUT_S = 10.0
 WELCOME_TIMEOUT_S = 10.0
 SEND_TIMEOUT_S = 10.0
 """A coordinator that does not read for so long is taken for gone."""
-QUIET_S = 60.0
-"""Silence after which we dial anew: an idle coordinator says nothing, and neither does a vanished one."""
+QUIET_S = 15.0
+"""Silence after which we dial anew: a living coordinator answers every beat, and beats are a second apart."""
 CLOSE_TIMEOUT_S = 2.0
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0

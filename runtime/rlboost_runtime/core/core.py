@@ -289,6 +289,8 @@ class Core:
         self._crew.coordinator_restarted()
         self._fleet.restarted(event.at)
         self._lease.unserved_since = None
+        self._context.is_ending = False  # an ended run that is started again goes on
+        self._crew.has_changed = True
 
     def _on_step_started(self, event: StepStarted) -> None:
         if self._context.is_ending:

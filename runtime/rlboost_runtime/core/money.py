@@ -6,6 +6,7 @@ Rates may be floats elsewhere; sums and everything here are integers, so that pa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from decimal import Decimal
 
 MICRO_USD_PER_USD = 1_000_000
 NS_PER_HOUR = 3_600_000_000_000
@@ -48,3 +49,15 @@ def split_exactly(total: int, weights: Sequence[int]) -> list[int]:
     for i in by_remainder[: total - sum(parts)]:
         parts[i] += 1
     return parts
+
+
+def parse_usd(usd: str | float | Decimal) -> int:
+    """Return dollars, such as `"$1,234.56"`, `"8.4"` or 8.4, in micro-dollars, rounded half even.
+
+    A float is taken as the decimal that it prints as. Raises `ValueError` for anything that is no amount.
+    """
+    text = str(usd).strip().replace("$", "", 1).replace(",", "")
+    try:
+        return int((Decimal(text) * MICRO_USD_PER_USD).to_integral_value())
+    except (ArithmeticError, ValueError) as problem:  # no number, infinite, or not a number
+        raise ValueError(f"{usd!r} is not an amount of dollars") from problem

@@ -5,15 +5,17 @@ and returns logprobs; requests enter by `add_request`, leave by `cancel_request`
 `get_result`. Here the manager's own thread is not started: `run_step` makes its step when the owner says so.
 
 Why not its thread: a thread cannot be held between two steps. Pacing must keep steps apart, an abort must end
-a request without a further token, and tokens must be counted before the next ones are made; `pause` comes
-close, but the loop has read its queues before it waits (`ContinuousBatchProcessor._update_tp_group_state`), so
-whatever is cancelled or added meanwhile takes part in, or misses, one more step. The price is one private
-method of the library, named in `run_step` alone.
+a request without a further token, and tokens must be counted before the next ones are made. `pause` comes
+close, but the loop reads its queues before it waits (`ContinuousBatchProcessor._update_tp_group_state`): what
+is cancelled or added in a pause takes effect a step late. The price is one private method of the library,
+called in `run_step` alone.
+
+@@FIGURES@@
 
 Guarantees: the tokens and logprobs of a request do not depend on which others share its batch, but for the
-rounding of floating-point sums; no key or value outlives its request (blocks are never shared), so new weights
-in the same model meet no stale cache; after `drop` no token of a request is sampled; one step samples one
-token for each running request whose prompt is through. Requests are admitted first come, first served.
+rounding of floating-point sums; no key or value outlives its request (blocks are never shared), so new
+weights in the same model meet no stale cache; after `drop` no token of a request is sampled; one step samples
+one token for each running request whose prompt is through. Requests are admitted first come, first served.
 """
 
 from __future__ import annotations
@@ -22,10 +24,15 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
-from transformers.generation.continuous_batching import ContinuousBatchingManager, RequestStatus
+from transformers.generation.continuous_batching import (
+    ContinuousBatchingManager,
+    ContinuousMixin,
+    RequestStatus,
+)
 
 from rlboost_runtime.engines.channel import Ended, NewRequest
 from rlboost_runtime.wire import Sampling
@@ -33,7 +40,7 @@ from rlboost_runtime.wire import Sampling
 PAGE_TOKENS = 32
 """Cache is given out in pages of so many tokens: what a response wastes at most."""
 PREFILL_TOKENS = 512
-"""Prompt tokens per step, of all requests together: bounds a step's time, and its mask at this x the cache."""
+"""Prompt tokens per step, of all requests together: bounds a step's time, and the mask at so many rows."""
 
 
 @dataclass(slots=True)
@@ -64,7 +71,9 @@ class ContinuousBatch:
         self._vocabulary = model.config.get_text_config().vocab_size
         self._max_running = max_running
         self._max_context_tokens = max_context_tokens
-        self._manager = model.init_continuous_batching(
+        self._manager = cast(
+            ContinuousMixin, model
+        ).init_continuous_batching(  # what a model that generates is
             generation_config(sampling), batching_config(max_running, max_context_tokens)
         )
         self._manager.warmup()  # allocates the cache
@@ -155,13 +164,14 @@ class ContinuousBatch:
 
 
 def run_step(manager: ContinuousBatchingManager) -> None:
-    """Make one step of a manager whose thread is not running: what its loop does between two looks at its queues.
+    """Make one step of a manager whose thread is not running, as its own loop would.
 
     `_generation_step` is private to the library (5.19); `test_stepping_equals_the_librarys_own_thread` in
     tests/integration/test_continuous_batch.py fails when it changes. What sampling refuses (logits that are
     not finite) fails the requests of this step, as in the library's loop; an accelerator's error flies.
     """
     processor = manager.batch_processor
+    assert processor is not None  # since `warmup`
     if not processor.prepare_next_batch():
         return
     try:
@@ -169,7 +179,7 @@ def run_step(manager: ContinuousBatchingManager) -> None:
     except torch.AcceleratorError:
         raise
     except RuntimeError as exc:
-        processor.handle_batch_error(exc)
+        processor.handle_batch_error(exc)  # type: ignore[no-untyped-call] # theirs
     else:
         processor.update_batch()
 
@@ -178,8 +188,8 @@ def generation_config(sampling: Sampling) -> GenerationConfig:
     """Say `sampling` in the library's words; temperature 0 takes the likeliest token."""
     stop: list[int] | int = list(sampling.stop_token_ids) or -1  # -1: none
     if sampling.temperature == 0:
-        return GenerationConfig(do_sample=False, eos_token_id=stop)
-    return GenerationConfig(
+        return GenerationConfig(do_sample=False, eos_token_id=stop)  # type: ignore[no-untyped-call] # theirs
+    return GenerationConfig(  # type: ignore[no-untyped-call] # theirs
         do_sample=True, temperature=sampling.temperature, top_p=sampling.top_p, top_k=0, eos_token_id=stop
     )
 

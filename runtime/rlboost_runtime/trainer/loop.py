@@ -227,6 +227,7 @@ class TrainerLoop:
         self._stream.request_step(
             step, self._version, [_spec(group, prompt) for group, prompt in enumerate(prompts)],
             group_size=algorithm.group_size, max_response_tokens=algorithm.max_response_tokens,
+            stop_token_ids=sorted(self._policy.stop_token_ids),
         )  # fmt: skip
         order = self._completion_order(len(prompts))
         groups: list[ScoredGroup] = []

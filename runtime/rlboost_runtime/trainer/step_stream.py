@@ -190,9 +190,12 @@ class StepStream:
         *,
         group_size: int,
         max_response_tokens: int,
+        stop_token_ids: Sequence[int] = (),
     ) -> None:
         """Ask for a step's groups and give the lease back: the GPU must be free when this is called."""
-        request = StepRequest(step, policy_version, tuple(prompts), group_size, max_response_tokens)
+        request = StepRequest(
+            step, policy_version, tuple(prompts), group_size, max_response_tokens, tuple(stop_token_ids)
+        )
         with self._changed:
             self._request = request
             self._groups.clear()
