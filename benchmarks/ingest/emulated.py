@@ -74,7 +74,7 @@ class EmulatedAgent:
     def __init__(self, number: int, load: Load, pool: TokenPool, counters: NDArray[np.int64]) -> None:
         self.ack_delays_s: list[float] = []
         self._load = load
-        self._name = f"i-emulated-{number:03d}"
+        self._name = f"spot-{number}/0"
         self._pool = pool
         self._counters = counters
         self._socket = RawWebSocket(self._on_message)
@@ -97,7 +97,7 @@ class EmulatedAgent:
             schema=wire.SCHEMA,
             run=self._load.run,
             instance=self._name,
-            machine=self._name.replace("i-", "m-"),
+            machine=self._name.split("/")[0],
             pool="spot",
             boot_id=os.urandom(8).hex(),
             max_running=self._load.responses_per_agent,

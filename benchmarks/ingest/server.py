@@ -1,8 +1,9 @@
-"""The server under test, as a process of its own: the coordinator's port, token store and journal.
+"""The server under test, as a process of its own: the coordinator's port, links, core, tokens and journal.
 
-What stands between the port and the store here is the shortest that keeps the protocol: every agent gets an
-equal share of one large step, and a frame is acknowledged once it is journalled. `GET /v1/status` returns the
-event loop's lag and the counts since it was asked last.
+Everything between the socket and the disk is the coordinator's own: TLS, registration, leases, core, event
+log, token store, journal, acknowledgement. Only the fleet and the trainer are stood in for: machines are
+"launched" at once, and one large step is asked for at the start. `GET /v1/status` returns the event loop's lag
+and the counts since it was asked last.
 
     python -m benchmarks.ingest.server FOLDER --responses N --agents N --max-tokens N
 """
@@ -20,16 +21,26 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from rlboost_runtime import wire
-from rlboost_runtime.coordinator.journal import Journal
+from rlboost_runtime.coordinator.agent_links import AgentLinks, Timing
 from rlboost_runtime.coordinator.server import Handlers, bind, make_app, make_server
-from rlboost_runtime.coordinator.token_store import Accepted, TokenStore
+from rlboost_runtime.coordinator.state import State
+from rlboost_runtime.core.messages import (
+    CoreConfig,
+    GrantLease,
+    LaunchMachine,
+    MachineLaunched,
+    RecallLease,
+    TerminateMachine,
+    VersionPublished,
+)
 from rlboost_runtime.run_folder import RunFolder
-from rlboost_runtime.seams import SystemDisk, Transport
+from rlboost_runtime.seams import SystemClock, SystemDisk
 from rlboost_runtime.security import create_secrets, read_token
+from rlboost_runtime.wire import GroupDone, PromptSpec, StepRequest
 
 _LAG_EVERY_S = 0.005
 _PROMPT = b"\0" * 4 * 16
+_GROUP_SIZE = 8
 
 
 class LoopLag:
@@ -57,100 +68,68 @@ class LoopLag:
         self.start()
 
 
-class Ingest:
-    """One large step for all agents: hands out work, takes frames, acknowledges them."""
+class Outlet:
+    """Agents for real; machines appear when asked for, and nobody trains."""
 
-    def __init__(self, folder: Path, num_responses: int, num_agents: int, max_tokens: int) -> None:
-        self.journal = Journal(folder, SystemDisk(), self._on_problem)
-        self._store = TokenStore()
-        self._store.open_step(0, range(num_responses), max_tokens, ())
-        self._shares = np.array_split(np.arange(num_responses), num_agents)
-        self._max_tokens = max_tokens
-        self._next_assignment = 0
-        self._num_tokens = 0
-        self._num_refused = 0
+    def __init__(self, state: State, agents: AgentLinks) -> None:
+        self.to_agent = agents.carry_out
+        self.work = agents.work
+        self._state = state
+
+    def fleet(self, command: LaunchMachine | TerminateMachine) -> None:
+        """Launch at once."""
+        if isinstance(command, LaunchMachine):
+            self._state.apply(MachineLaunched(self._state.now(), command.machine))
+
+    def deliver(self, group: GroupDone) -> None:
+        """Nobody asks."""
+
+    def lease(self, command: GrantLease | RecallLease) -> None:
+        """Nobody asks."""
+
+
+class Ingest:
+    """A coordinator without fleet and trainer."""
+
+    def __init__(self, run: RunFolder, num_agents: int) -> None:
+        config = CoreConfig(max_spot_instances=num_agents, reserved_instances=0)
+        run.journal.mkdir(parents=True)
+        self.state = State(run, SystemClock(), SystemDisk(), config, keep_journal=False)
+        self.agents = AgentLinks(self.state, run.name, Timing(config.lease_s), frozenset())
+        self.state.outlet = Outlet(self.state, self.agents)
         self._max_pending_bytes = 0
 
-    async def serve(self, transport: Transport) -> None:
-        """Serve one agent until its connection closes."""
-        hello = wire.agent_message_decoder.decode(await transport.receive())
-        if not isinstance(hello, wire.AgentHello):
-            raise TypeError(f"expected AgentHello, got {hello!r}")
-        await transport.send(wire.encode(wire.Welcome(1, False, -1, 6.0, 1.0, 0.05, "")))
-        await transport.send(wire.encode(wire.Work(self._assign(hello.instance))))
-        acks = Acks(transport)
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(acks.write())
-                tasks.create_task(self._read(transport, acks))
-        except* ConnectionError:
-            pass  # the agent has gone, as agents do
+    def begin(self, num_responses: int, max_tokens: int) -> None:
+        """Ask for one large step."""
+        self.state.begin()
+        self.state.apply(VersionPublished(self.state.now(), 0))
+        prompts = tuple(PromptSpec(group, _PROMPT) for group in range(num_responses // _GROUP_SIZE))
+        self.state.open_step(StepRequest(0, 0, prompts, _GROUP_SIZE, max_tokens))
+
+    async def tick(self) -> None:
+        """Let the core see time pass."""
+        while True:
+            self.state.tick()
+            self._max_pending_bytes = max(self._max_pending_bytes, self.state.journal.pending_bytes)
+            await asyncio.sleep(0.02)
 
     def counts(self) -> dict[str, int]:
         """Return what was accepted and refused so far, and the most bytes that waited for the disk."""
         return {
-            "tokens": self._num_tokens,
-            "refused_tokens": self._num_refused,
+            "tokens": self.agents.tokens_accepted,
+            "refused_tokens": self.agents.tokens_dropped + self.agents.tokens_duplicate,
             "max_pending_bytes": self._max_pending_bytes,
         }
-
-    def _assign(self, instance: str) -> tuple[wire.WorkItem, ...]:
-        items: list[wire.WorkItem] = []
-        for response in self._shares.pop().tolist():
-            self._next_assignment += 1
-            offset = self._store.assign(self._next_assignment, response, instance)
-            items.append(
-                wire.WorkItem(self._next_assignment, _PROMPT, offset, self._max_tokens, response // 8, 0)
-            )
-        return tuple(items)
-
-    async def _read(self, transport: Transport, acks: Acks) -> None:
-        while True:
-            message = wire.agent_message_decoder.decode(await transport.receive())
-            if isinstance(message, wire.Frame):
-                self._on_frame(message, acks)
-
-    def _on_frame(self, frame: wire.Frame, acks: Acks) -> None:
-        accepted: Accepted = self._store.accept(frame)
-        self._num_tokens += accepted.num_accepted
-        self._num_refused += accepted.num_dropped + accepted.num_duplicate
-        self.journal.append(accepted.record or b"", lambda: acks.acknowledge(frame.seq))
-        self._max_pending_bytes = max(self._max_pending_bytes, self.journal.pending_bytes)
-
-    def _on_problem(self, problem: str | None) -> None:
-        print(problem, flush=True)
-
-
-class Acks:
-    """Acknowledgements of one connection; the newest number stands for all."""
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
-        self._newest = -1
-        self._wake = asyncio.Event()
-
-    def acknowledge(self, seq: int) -> None:
-        """Everything up to `seq` is journalled."""
-        self._newest = seq
-        self._wake.set()
-
-    async def write(self) -> None:
-        """Send acknowledgements until cancelled."""
-        while True:
-            await self._wake.wait()
-            self._wake.clear()
-            await self._transport.send(wire.encode(wire.Ack(self._newest)))
 
 
 async def serve(run: RunFolder, num_responses: int, num_agents: int, max_tokens: int) -> None:
     """Serve until SIGTERM."""
     loop = asyncio.get_running_loop()
     lag = LoopLag(loop)
-    ingest = Ingest(run.journal, num_responses, num_agents, max_tokens)
-    ingest.journal.start(loop)
-    ingest.journal.open_step(0)
+    ingest = Ingest(run, num_agents)
+    ingest.state.journal.start(loop)
     handlers = Handlers(
-        agent=ingest.serve,
+        agent=ingest.agents.serve,
         trainer=_refuse,
         status=lambda: {"loop_lag": lag.take(), **ingest.counts()},
         preempt=_refuse,
@@ -159,8 +138,11 @@ async def serve(run: RunFolder, num_responses: int, num_agents: int, max_tokens:
     server = make_server(make_app(handlers, read_token(run)), run)
     lag.start()
     loop.add_signal_handler(signal.SIGTERM, _end(server))
+    ingest.begin(num_responses, max_tokens)
+    ticking = asyncio.create_task(ingest.tick())
     await server.serve([bind(run)])
-    await ingest.journal.close()
+    ticking.cancel()
+    await ingest.state.journal.close()
 
 
 def _end(server: Any) -> Callable[[], None]:  # uvicorn's server

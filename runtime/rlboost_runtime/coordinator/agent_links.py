@@ -76,6 +76,10 @@ HELLO_TIMEOUT_S = 10.0
 """A connection that does not introduce itself by then is closed."""
 SEND_TIMEOUT_S = 10.0
 """A peer that does not read for so long is cut off; its lease decides what becomes of it."""
+ACK_AFTER_FRAMES = 4
+"""Frames that one acknowledgement stands for while they come fast: each costs a message through TLS."""
+ACK_AFTER_S = 0.1
+"""A journalled frame is acknowledged after this long at the latest."""
 TOKEN_COUNTS_EVERY_S = 5.0
 """How often a beat carries token counts to the core: they steer balance only, and fill the event log."""
 
@@ -109,6 +113,7 @@ class AgentLink:
         self._aborts: list[int] = []
         self._ack = -1
         self._acked = -1
+        self._ack_timer: asyncio.TimerHandle | None = None
         self._wake = asyncio.Event()
 
     def send(self, message: Message) -> None:
@@ -132,9 +137,12 @@ class AgentLink:
         self._wake.set()
 
     def ack(self, seq: int) -> None:
-        """Acknowledge all frames up to `seq`; only the newest number travels."""
+        """Acknowledge all frames up to `seq`, soon; only the newest number travels."""
         self._ack = max(self._ack, seq)
-        self._wake.set()
+        if self._ack - self._acked >= ACK_AFTER_FRAMES:
+            self._wake.set()
+        elif self._ack_timer is None:
+            self._ack_timer = asyncio.get_running_loop().call_later(ACK_AFTER_S, self._wake.set)
 
     def answer(self) -> None:
         """Acknowledge again what is acknowledged: the peer hears that we live."""
@@ -146,9 +154,7 @@ class AgentLink:
             await self._wake.wait()
             self._wake.clear()
             self._settle()
-            if self._ack > self._acked:
-                self._acked = self._ack
-                self._outgoing.appendleft(Ack(self._ack))
+            self._settle_ack()
             while self._outgoing:
                 async with asyncio.timeout(SEND_TIMEOUT_S):
                     await self._transport.send(encode(self._outgoing.popleft()))
@@ -159,6 +165,14 @@ class AgentLink:
         """Let the connection end once what is queued has been sent."""
         self.closed = True
         self._wake.set()
+
+    def _settle_ack(self) -> None:
+        if self._ack_timer is not None:
+            self._ack_timer.cancel()
+            self._ack_timer = None
+        if self._ack > self._acked:
+            self._acked = self._ack
+            self._outgoing.appendleft(Ack(self._ack))
 
     def _settle(self) -> None:
         if self._items:

@@ -18,6 +18,9 @@ from rlboost_runtime.coordinator.token_columns import Deltas, Ints, spans
 
 _PAIR = np.dtype("<i8")  # token id and logprob of one token, 32 bits each, moved as one
 
+BLOCK = 16
+"""Tokens of a response that lie next to each other (a power of two): 128 bytes, two cache lines."""
+
 
 class AssignmentTable:
     """Rows of the current assignments, looked up for a whole frame at once.
@@ -71,47 +74,56 @@ class AssignmentTable:
 
 
 class TokenMatrix:
-    """One row per response, one (token id, logprob) pair per token. Kept and reused from step to step, since
-    giving gigabytes back to the operating system would hold the event loop up."""
+    """One (token id, logprob) pair per token of each response, kept and reused from step to step, since giving
+    gigabytes back to the operating system would hold the event loop up.
+
+    Blocks of `BLOCK` tokens lie side by side for all responses: responses that are about as long write near one
+    another, which keeps a frame's few tokens for each of hundreds of responses within a few pages.
+    """
 
     def __init__(self) -> None:
-        self._stride = 0
+        self._num_rows = 0
         self._allocate(0)
 
     def reshape(self, num_rows: int, max_tokens: int) -> None:
         """Make room for `num_rows` rows of `max_tokens`; what they hold is undefined."""
-        # An odd number of 64-byte cache lines per row: with a power of two, the ends of rows of equal length
-        # would all compete for the same few cache sets.
-        self._stride = (-(-max_tokens // 8) | 1) * 8
-        needed = num_rows * self._stride
+        self._num_rows = num_rows
+        needed = num_rows * -(-max_tokens // BLOCK) * BLOCK
         if not needed <= len(self._pairs) <= 4 * needed:
             self._allocate(needed)
 
     def scatter(self, rows_N: Ints, deltas: Deltas) -> None:
         """Write each delta into its row, from its offset on."""
-        starts_N = rows_N * self._stride
-        starts_N += deltas.offsets_N
         pairs_T2 = np.empty((len(deltas.token_ids_T), 2), np.int32)
         pairs_T2[:, 0] = deltas.token_ids_T
         pairs_T2[:, 1] = deltas.logprobs_T.view(np.int32)
-        indices_T = spans(starts_N, deltas.counts_N, deltas.ends_N)
+        indices_T = spans(deltas.offsets_N.astype(np.int64), deltas.counts_N, deltas.ends_N)
+        within_T = indices_T & (BLOCK - 1)
+        indices_T -= within_T
+        indices_T *= self._num_rows
+        indices_T += within_T
+        indices_T += (rows_N * BLOCK).repeat(deltas.counts_N)
         self._pairs[indices_T] = pairs_T2.view(_PAIR)[:, 0]
 
     def token_ids(self, row: int, length: int) -> NDArray[np.int32]:
-        """Return the first `length` token ids of a row (a view)."""
+        """Return the first `length` token ids of a row (a copy)."""
         return self._row(row, length)[:, 0]
 
     def logprobs(self, row: int, length: int) -> NDArray[np.float32]:
-        """Return the first `length` logprobs of a row (a view)."""
+        """Return the first `length` logprobs of a row (a copy)."""
         return self._row(row, length)[:, 1].view(np.float32)
 
     def last_token_id(self, row: int, length: int) -> int:
         """Return the last of the first `length` (> 0) token ids of a row."""
-        return int(self._row(row, length)[-1, 0])
+        block, within = divmod(length - 1, BLOCK)
+        pair = self._pairs[(block * self._num_rows + row) * BLOCK + within]
+        return int(pair & 0xFFFFFFFF)
 
     def _row(self, row: int, length: int) -> NDArray[np.int32]:
-        start = row * self._stride
-        return self._pairs[start : start + length].view(np.int32).reshape(-1, 2)
+        num_blocks = -(-length // BLOCK)
+        blocks = self._pairs[: num_blocks * self._num_rows * BLOCK].reshape(-1, self._num_rows, BLOCK)
+        pairs: Ints = np.ascontiguousarray(blocks[:, row]).reshape(-1)[:length]
+        return pairs.view(np.int32).reshape(-1, 2)
 
     def _allocate(self, num_pairs: int) -> None:
         self._pairs: Ints = np.frombuffer(_untouched_pages(_PAIR.itemsize * num_pairs), _PAIR)
