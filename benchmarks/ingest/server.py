@@ -2,8 +2,8 @@
 
 Everything between the socket and the disk is the coordinator's own: TLS, registration, leases, core, event
 log, token store, journal, acknowledgement. Only the fleet and the trainer are stood in for: machines are
-"launched" at once, and one large step is asked for at the start. `GET /v1/status` returns the event loop's lag
-and the counts since it was asked last.
+"launched" at once, and one large step is asked for at the start. `GET /v1/status` returns the event loop's
+lag and the counts since it was asked last.
 
     python -m benchmarks.ingest.server FOLDER --responses N --agents N --max-tokens N
 """

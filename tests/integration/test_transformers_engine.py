@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -392,3 +393,22 @@ async def test_the_child_dies_with_a_killed_agent(models, tmp_path):
         parent.stdout.close()
     _, alive = psutil.wait_procs([child], timeout=2)
     assert not alive
+
+
+async def test_a_response_ends_at_the_stop_token_of_the_models_own_configuration(
+    greedy_engine, models, tmp_path
+):
+    model, folder = models[0]
+    prompt = prompts(1, seed=5)[0]
+    await greedy_engine.load(70, folder)
+    greedy_engine.submit([Request(7001, prompt, 8)])
+    free, _, finished, _ = (await collect(greedy_engine, 1))[7001]
+    assert (finished, len(free)) == ("length", 8)
+    stop = free[4]
+    with_stop = save(model, tmp_path / "with_stop")
+    (with_stop / "generation_config.json").write_text(json.dumps({"eos_token_id": [stop, 3]}))
+    await greedy_engine.load(71, with_stop)
+    greedy_engine.submit([Request(7002, prompt, 8)])
+    ids, _, finished, _ = (await collect(greedy_engine, 1))[7002]
+    assert finished == "stop"
+    assert ids == free[: free.index(stop) + 1]

@@ -74,10 +74,10 @@ class AssignmentTable:
 
 
 class TokenMatrix:
-    """One (token id, logprob) pair per token of each response, kept and reused from step to step, since giving
+    """One (token id, logprob) pair per token of each response, kept and reused from step to step: giving
     gigabytes back to the operating system would hold the event loop up.
 
-    Blocks of `BLOCK` tokens lie side by side for all responses: responses that are about as long write near one
+    Blocks of `BLOCK` tokens lie side by side for all responses: those that are about as long write near one
     another, which keeps a frame's few tokens for each of hundreds of responses within a few pages.
     """
 

@@ -18,6 +18,7 @@ from transformers.initialization import no_init_weights
 
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
 _SAMPLE = 5  # names quoted in a problem
 
 
@@ -43,8 +44,20 @@ def build_model(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTr
 
 
 def config_text(folder: Path) -> str:
-    """Return the folder's model configuration in a form in which equal text means the same model."""
-    return json.dumps(json.loads((folder / CONFIG_FILE).read_bytes()), sort_keys=True)
+    """Return the folder's configuration; equal text means the same model and the same stop tokens."""
+    model = json.loads((folder / CONFIG_FILE).read_bytes())
+    return json.dumps([model, stop_token_ids(folder)], sort_keys=True)
+
+
+def stop_token_ids(folder: Path) -> list[int]:
+    """Return the token ids that end a response of this model: `eos_token_id` of its generation configuration,
+    else of its model configuration; none where both are silent."""
+    for name in (GENERATION_FILE, CONFIG_FILE):
+        path = folder / name
+        found = json.loads(path.read_bytes()).get("eos_token_id") if path.exists() else None
+        if found is not None:
+            return sorted({found} if isinstance(found, int) else set(found))
+    return []
 
 
 def load_weights(model: PreTrainedModel, folder: Path) -> int:

@@ -22,6 +22,8 @@ import sys  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import TYPE_CHECKING  # noqa: E402
 
+import msgspec  # noqa: E402
+
 from rlboost_runtime.engines.channel import (  # noqa: E402
     AbortRequests,
     Alive,
@@ -252,8 +254,10 @@ class Child:
 
         config = self._config
         model = model_loading.build_model(folder, getattr(torch, config.dtype), _device())
+        stops = {*config.sampling.stop_token_ids, *model_loading.stop_token_ids(folder)}
+        sampling = msgspec.structs.replace(config.sampling, stop_token_ids=tuple(sorted(stops)))
         batch = continuous_batch.ContinuousBatch(
-            model, config.sampling, config.max_running, config.max_context_tokens
+            model, sampling, config.max_running, config.max_context_tokens
         )
         return model, batch
 
