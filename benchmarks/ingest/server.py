@@ -116,8 +116,8 @@ class Ingest:
     def counts(self) -> dict[str, int]:
         """Return what was accepted and refused so far, and the most bytes that waited for the disk."""
         return {
-            "tokens": self.agents.tokens_accepted,
-            "refused_tokens": self.agents.tokens_dropped + self.agents.tokens_duplicate,
+            "tokens": self.agents.intake.tokens_accepted,
+            "refused_tokens": self.agents.intake.tokens_dropped + self.agents.intake.tokens_duplicate,
             "max_pending_bytes": self._max_pending_bytes,
         }
 

@@ -294,7 +294,7 @@ async def test_an_agent_resumes_after_a_restart_and_resends_without_doubling(tmp
                 break
             await asyncio.sleep(0.02)
         assert made.state.core.complete_groups() == [0]
-        assert made.agents.tokens_duplicate == 1
+        assert made.agents.intake.tokens_duplicate == 1
         made.state.store.check()
 
 

@@ -10,23 +10,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import msgspec
 
-from rlboost_runtime.coordinator.state import TOKENS, State
-from rlboost_runtime.coordinator.token_store import Accepted, EndedAssignment
+from rlboost_runtime.coordinator.intake import Intake
+from rlboost_runtime.coordinator.state import State
 from rlboost_runtime.core.messages import (
     Abort,
     Assign,
     Beat,
     Disconnected,
-    Event,
     Evict,
-    Finished,
-    FinishReason,
     InstanceJoined,
     InstanceLeft,
     InstanceReady,
@@ -35,8 +30,6 @@ from rlboost_runtime.core.messages import (
     NoticeReceived,
     Pool,
     Reconnected,
-    Released,
-    ReleaseReason,
     Sleep,
     Slept,
     VersionRefused,
@@ -78,17 +71,19 @@ SEND_TIMEOUT_S = 10.0
 """A peer that does not read for so long is cut off; its lease decides what becomes of it."""
 ACK_AFTER_FRAMES = 4
 """Frames that one acknowledgement stands for while they come fast: each costs a message through TLS."""
-ACK_AFTER_S = 0.1
+ACK_AFTER_S = 0.2
 """A journalled frame is acknowledged after this long at the latest."""
 TOKEN_COUNTS_EVERY_S = 5.0
-"""How often a beat carries token counts to the core: they steer balance only, and fill the event log."""
+"""Shortest time between two reports of an instance's token counts to the core: they steer balance only, and
+fill the event log."""
+TOKEN_COUNTS_S_PER_RESPONSE = 0.1
+"""What each response that an instance holds adds to that time: a report costs in proportion."""
 
 
 @dataclass(slots=True)
 class LinkStats:
     """What status shows of an instance beyond what the core knows."""
 
-    tokens_accepted: int = 0
     tokens_per_s: float = 0.0
     running: int = 0
     engine: str = ""
@@ -161,6 +156,11 @@ class AgentLink:
             if self.closed:
                 raise ConnectionError("closed by us")
 
+    def fail(self, problem: ProtocolError) -> None:
+        """Close the connection: the peer sent something that makes no sense."""
+        log_event(log, "agent.protocol_error", instance=self.instance, problem=str(problem))
+        self.close()
+
     def close(self) -> None:
         """Let the connection end once what is queued has been sent."""
         self.closed = True
@@ -205,9 +205,7 @@ class AgentLinks:
         self.weights_url = ""
         self.links: dict[str, AgentLink] = {}
         self.stats: dict[str, LinkStats] = {}
-        self.tokens_accepted = 0
-        self.tokens_dropped = 0
-        self.tokens_duplicate = 0
+        self.intake = Intake(state)
         self.lost_estimate = 0
         self.stopping: str | None = None
 
@@ -276,6 +274,7 @@ class AgentLinks:
         except* (ProtocolError, msgspec.DecodeError) as group:
             log_event(log, "agent.protocol_error", instance=link.instance, problem=str(group.exceptions[0]))
         finally:
+            self.intake.settle()
             if self.links.get(link.instance) is link:
                 del self.links[link.instance]
                 self._state.apply(Disconnected(self._state.now(), link.instance, link.epoch))
@@ -343,11 +342,14 @@ class AgentLinks:
             message = agent_message_decoder.decode(await transport.receive())
             if link.closed:
                 break
+            if isinstance(message, Frame):
+                self.intake.take(link, message)
+                continue
+            if isinstance(message, BeatMessage):
+                self._on_beat(link, message)
+                continue
+            self.intake.settle()  # what the peer says now, it says after its frames
             match message:
-                case Frame():
-                    self._on_frame(link, message)
-                case BeatMessage():
-                    self._on_beat(link, message)
                 case VersionReady():
                     self._on_version_ready(link, message)
                 case VersionFailed(version=version, problem=problem):
@@ -366,38 +368,6 @@ class AgentLinks:
                     raise ProtocolError("a second AgentHello on one connection", "deploy the agent again")
         raise ConnectionError("closed by us")
 
-    def _on_frame(self, link: AgentLink, frame: Frame) -> None:
-        accepted = self._state.store.accept(frame)
-        self.tokens_accepted += accepted.num_accepted
-        self.tokens_dropped += accepted.num_dropped
-        self.tokens_duplicate += accepted.num_duplicate
-        self.stats[link.instance].tokens_accepted += accepted.num_accepted
-        record = b"" if accepted.record is None else TOKENS + accepted.record
-        events = self._endings(link, accepted)
-
-        def committed() -> None:
-            for make in events:
-                self._state.apply(make(self._state.now()))
-            link.ack(frame.seq)
-
-        self._state.journal.append(record, committed)
-
-    def _endings(self, link: AgentLink, accepted: Accepted) -> list[Callable[[float], Event]]:
-        """Return the events that follow from a frame once it is journalled, each wanting its time."""
-        store = self._state.store
-        made: list[Callable[[float], Event]] = []
-        for response in accepted.full:
-            reason = store.is_complete(response) or FinishReason.LENGTH
-            made.append(partial(_finished, response, store.length(response), reason))
-        for ending in accepted.endings:
-            if ending.reason in (FinishReason.STOP, FinishReason.LENGTH):
-                made.append(
-                    partial(_finished, ending.response, ending.num_tokens, FinishReason(ending.reason))
-                )
-            else:
-                made.append(partial(_released, link.instance, ending))
-        return made
-
     def _on_beat(self, link: AgentLink, beat: BeatMessage) -> None:
         state = self._state
         stats = self.stats[link.instance]
@@ -405,9 +375,10 @@ class AgentLinks:
         stats.running = beat.running
         now = state.now()
         counts: tuple[tuple[int, int], ...] = ()
-        if now - stats.counts_sent_at >= TOKEN_COUNTS_EVERY_S:
+        held = state.core.responses_on(link.instance)
+        pause_s = max(TOKEN_COUNTS_EVERY_S, TOKEN_COUNTS_S_PER_RESPONSE * len(held))
+        if now - stats.counts_sent_at >= pause_s:
             stats.counts_sent_at = now
-            held = state.core.responses_on(link.instance)
             counts = tuple((response, state.store.length(response)) for response in held)
         state.apply(Beat(now, link.instance, link.epoch, beat.engine_progress, counts))
         link.answer()
@@ -424,11 +395,3 @@ class AgentLinks:
         cause = LossCause.NOTICED if reason == LossCause.NOTICED else LossCause.STOPPED
         self._drop(link)
         self._state.apply(InstanceLeft(self._state.now(), link.instance, link.epoch, cause))
-
-
-def _finished(response: int, num_tokens: int, reason: FinishReason, at: float) -> Event:
-    return Finished(at, response, num_tokens, reason)
-
-
-def _released(instance: str, ending: EndedAssignment, at: float) -> Event:
-    return Released(at, instance, ending.assignment, ending.num_tokens, ReleaseReason(ending.reason))

@@ -270,7 +270,7 @@ class Coordinator:
         seen: deque[tuple[float, int]] = deque()
         while True:
             now = self._state.now()
-            seen.append((now, self._agents.tokens_accepted))
+            seen.append((now, self._agents.intake.tokens_accepted))
             while now - seen[0][0] > RATE_WINDOW_S:
                 seen.popleft()
             span = now - seen[0][0]

@@ -64,8 +64,8 @@ def build_status(sources: StatusSources, now_wall: float) -> dict[str, Any]:
             "migrated": max(state.tokens_migrated, core.counters.tokens_migrated),
             "lost_estimate": agents.lost_estimate,
             "redone": tally.tokens_redone,
-            "dropped_late": agents.tokens_dropped,
-            "duplicate": agents.tokens_duplicate,
+            "dropped_late": agents.intake.tokens_dropped,
+            "duplicate": agents.intake.tokens_duplicate,
         },
         "responses": {
             "requested": tally.requested,

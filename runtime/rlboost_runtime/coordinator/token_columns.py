@@ -4,11 +4,12 @@ Guarantees: whoever holds a `Deltas` holds columns that agree with one another, 
 everything else with a `ProtocolError` that names what was found. A record is keyed by response, never by
 assignment, so it means the same to a coordinator that has restarted.
 
-Shape legend: N deltas, T tokens (the sum of their counts).
+Shape legend: N deltas, T tokens (the sum of their counts), F frames.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +90,35 @@ def frame_deltas(frame: wire.Frame) -> Deltas:
     if not 0 <= frame.policy_version <= MAX_POLICY_VERSION:
         raise _malformed(f"{what}: policy version {frame.policy_version} is not in 0..{MAX_POLICY_VERSION}")
     return _deltas(what, frame.assignments, frame.offsets, frame.counts, frame.token_ids, frame.logprobs)
+
+
+def merge_frames(frames: Sequence[wire.Frame]) -> wire.Frame | None:
+    """Return one frame that says what all of `frames`, of one policy version, say; None where one of them has
+    columns that do not agree, so that merging would hide whose they are."""
+    for frame in frames:
+        num_deltas, num_tokens = len(frame.counts) // 2, len(frame.token_ids) // 4
+        if not (
+            len(frame.counts) == 2 * num_deltas
+            and len(frame.assignments) == len(frame.offsets) == 4 * num_deltas
+            and len(frame.token_ids) == len(frame.logprobs) == 4 * num_tokens
+        ):
+            return None
+    counts_N = np.frombuffer(b"".join([frame.counts for frame in frames]), U16)
+    ends_N = np.concatenate(([0], np.add.accumulate(counts_N, dtype=np.int64)))
+    deltas_to_F = np.add.accumulate([len(frame.counts) // 2 for frame in frames])
+    tokens_to_F = np.add.accumulate([len(frame.token_ids) // 4 for frame in frames])
+    if (ends_N[deltas_to_F] != tokens_to_F).any():
+        return None
+    return wire.Frame(
+        seq=max(frame.seq for frame in frames),
+        policy_version=frames[0].policy_version,
+        assignments=b"".join([frame.assignments for frame in frames]),
+        offsets=b"".join([frame.offsets for frame in frames]),
+        counts=counts_N.tobytes(),
+        token_ids=b"".join([frame.token_ids for frame in frames]),
+        logprobs=b"".join([frame.logprobs for frame in frames]),
+        endings=tuple(ending for frame in frames for ending in frame.endings),
+    )
 
 
 def record_deltas(record: JournalRecord) -> Deltas:

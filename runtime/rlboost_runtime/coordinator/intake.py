@@ -1,0 +1,147 @@
+"""Frames from all agents into the token store and the journal, several at a time.
+
+What a frame costs is mostly the number of numpy calls and of journal records, not its tokens. So frames that
+arrive within `GATHER_S` of one another are merged and accepted as one, with one journal record; each sender
+gets its own acknowledgement once that record is on stable storage, and only then does the core hear what ended.
+
+Guarantees: frames of one sender are accepted in their order; a frame that contradicts itself costs its sender
+the connection and touches nobody else's tokens; `settle` leaves nothing gathered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+from rlboost_runtime.coordinator.state import TOKENS, State
+from rlboost_runtime.coordinator.token_columns import merge_frames
+from rlboost_runtime.coordinator.token_store import Accepted, EndedAssignment
+from rlboost_runtime.core.messages import Event, Finished, FinishReason, Released, ReleaseReason
+from rlboost_runtime.errors import ProtocolError
+from rlboost_runtime.wire import Frame
+
+GATHER_S = 0.02
+"""How long frames gather after the first one: less than half of the agents' flush interval."""
+
+
+class Sender(Protocol):
+    """One agent's connection."""
+
+    @property
+    def instance(self) -> str:
+        """Who sends."""
+
+    def ack(self, seq: int) -> None:
+        """All frames up to `seq` are journalled."""
+
+    def fail(self, problem: ProtocolError) -> None:
+        """Close the connection: the peer sent something that makes no sense."""
+
+
+Arrived = tuple[Sender, Frame]
+
+
+class Intake:
+    """Takes frames; counts tokens over the life of this process."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._arrived: list[Arrived] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self.tokens_accepted = 0
+        self.tokens_dropped = 0
+        """Late: their assignment was no longer current, or they left a gap."""
+        self.tokens_duplicate = 0
+
+    def take(self, sender: Sender, frame: Frame) -> None:
+        """Take one frame, soon."""
+        self._arrived.append((sender, frame))
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(GATHER_S, self.settle)
+
+    def settle(self) -> None:
+        """Accept everything that has arrived, now."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        left = self._arrived
+        self._arrived = []
+        while left:
+            batch, left = _one_per_sender(left)
+            self._accept_merged(batch)
+
+    def _accept_merged(self, batch: list[Arrived]) -> None:
+        merged = merge_frames([frame for _, frame in batch]) if len(batch) > 1 else None
+        if merged is not None:
+            try:
+                self._journal(batch, self._state.store.accept(merged))
+            except ProtocolError:
+                pass  # one of them is to blame: the next lines find out which
+            else:
+                return
+        for sender, frame in batch:
+            try:
+                accepted = self._state.store.accept(frame)
+            except ProtocolError as problem:
+                sender.fail(problem)
+            else:
+                self._journal([(sender, frame)], accepted)
+
+    def _journal(self, batch: Sequence[Arrived], accepted: Accepted) -> None:
+        self.tokens_accepted += accepted.num_accepted
+        self.tokens_dropped += accepted.num_dropped
+        self.tokens_duplicate += accepted.num_duplicate
+        events = self._events(batch, accepted)
+
+        def committed() -> None:
+            for make in events:
+                self._state.apply(make(self._state.now()))
+            for sender, frame in batch:
+                sender.ack(frame.seq)
+
+        self._state.journal.append(b"" if accepted.record is None else TOKENS + accepted.record, committed)
+
+    def _events(self, batch: Sequence[Arrived], accepted: Accepted) -> list[Callable[[float], Event]]:
+        """Return what follows for the core once the tokens are journalled; each wants its time."""
+        store = self._state.store
+        made: list[Callable[[float], Event]] = []
+        for response in accepted.full:
+            reason = store.is_complete(response) or FinishReason.LENGTH
+            made.append(partial(_finished, response, store.length(response), reason))
+        if accepted.endings:
+            said_by = {e.assignment: sender for sender, frame in batch for e in frame.endings}
+            for ending in accepted.endings:
+                if ending.reason in (FinishReason.STOP, FinishReason.LENGTH):
+                    reason = FinishReason(ending.reason)
+                    made.append(partial(_finished, ending.response, ending.num_tokens, reason))
+                else:
+                    made.append(partial(_released, said_by[ending.assignment].instance, ending))
+        return made
+
+
+def _one_per_sender(arrived: list[Arrived]) -> tuple[list[Arrived], list[Arrived]]:
+    """Split into the first frame of each sender, all under the first one's policy version, and the rest.
+
+    Once a sender's frame has to wait, so do its later ones.
+    """
+    version = arrived[0][1].policy_version
+    batch: list[Arrived] = []
+    rest: list[Arrived] = []
+    seen: set[int] = set()
+    for sender, frame in arrived:
+        if id(sender) in seen or frame.policy_version != version:
+            rest.append((sender, frame))
+        else:
+            batch.append((sender, frame))
+        seen.add(id(sender))
+    return batch, rest
+
+
+def _finished(response: int, num_tokens: int, reason: FinishReason, at: float) -> Event:
+    return Finished(at, response, num_tokens, reason)
+
+
+def _released(instance: str, ending: EndedAssignment, at: float) -> Event:
+    return Released(at, instance, ending.assignment, ending.num_tokens, ReleaseReason(ending.reason))
