@@ -99,12 +99,12 @@ class Ingest:
         self.state.outlet = Outlet(self.state, self.agents)
         self._max_pending_bytes = 0
 
-    def begin(self, num_responses: int, max_tokens: int) -> None:
+    async def begin(self, num_responses: int, max_tokens: int) -> None:
         """Ask for one large step."""
         self.state.begin()
         self.state.apply(VersionPublished(self.state.now(), 0))
         prompts = tuple(PromptSpec(group, _PROMPT) for group in range(num_responses // _GROUP_SIZE))
-        self.state.open_step(StepRequest(0, 0, prompts, _GROUP_SIZE, max_tokens))
+        await self.state.open_step(StepRequest(0, 0, prompts, _GROUP_SIZE, max_tokens))
 
     async def tick(self) -> None:
         """Let the core see time pass."""
@@ -138,7 +138,7 @@ async def serve(run: RunFolder, num_responses: int, num_agents: int, max_tokens:
     server = make_server(make_app(handlers, read_token(run)), run)
     lag.start()
     loop.add_signal_handler(signal.SIGTERM, _end(server))
-    ingest.begin(num_responses, max_tokens)
+    await ingest.begin(num_responses, max_tokens)
     ticking = asyncio.create_task(ingest.tick())
     await server.serve([bind(run)])
     ticking.cancel()

@@ -21,6 +21,7 @@ from rlboost_runtime.run_folder import RunFolder
 from rlboost_runtime.seams import SystemClock, SystemDisk
 from rlboost_runtime.wire import (
     SCHEMA,
+    AbortWork,
     Ack,
     AgentHello,
     Ending,
@@ -114,7 +115,7 @@ class Outlet:
 class Shell:
     """Everything of a coordinator but its port and its fleet."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, disk: SystemDisk) -> None:
         self.run = RunFolder(folder)
         for path in (self.run.journal,):
             path.mkdir(parents=True, exist_ok=True)
@@ -122,7 +123,7 @@ class Shell:
         self.ended: list[tuple[str, str, str]] = []
         self.ledger = Ledger(self.run.ledger)
         config = CoreConfig(max_spot_instances=0, reserved_instances=1, seeding_initial_s=0.2)
-        self.state = State(self.run, clock, SystemDisk(), config, keep_journal=True)
+        self.state = State(self.run, clock, disk, config, keep_journal=True)
         self.agents = AgentLinks(self.state, "job", Timing(lease_s=6.0), frozenset({"reserved-0"}))
         self.trainer = TrainerLink(
             self.state, self.ledger, clock, "job", lambda *words: self.ended.append(words)
@@ -154,13 +155,17 @@ class Shell:
 
 
 @asynccontextmanager
-async def shell(folder: Path) -> AsyncIterator[Shell]:
-    made = Shell(folder)
+async def shell(folder: Path, disk: SystemDisk | None = None) -> AsyncIterator[Shell]:
+    made = Shell(folder, disk or SystemDisk())
     await made.start()
     try:
         yield made
     finally:
         await made.stop()
+
+
+def segments(folder: Path) -> list[Path]:
+    return sorted((folder / "journal").glob("*.seg"))
 
 
 def hello(**changes: Any) -> AgentHello:
@@ -312,6 +317,77 @@ async def test_a_finish_in_the_journal_that_the_core_never_heard_of_is_made_good
         assert made.state.core.complete_groups() == [0]
 
 
+async def test_a_coordinator_killed_while_it_opens_a_step_goes_on(tmp_path: Path) -> None:
+    """The header of a step is on disk before the core hears of the step, whatever the disk does."""
+
+    class StuckDisk(SystemDisk):
+        def write(self, fd: int, data: bytes) -> None:
+            if b"StepStarted" in data:
+                (tmp_path / "header_first").write_bytes(b"".join(p.read_bytes() for p in segments(tmp_path)))
+            super().write(fd, data)
+
+    async with shell(tmp_path, StuckDisk()) as made:
+        trainer = made.trainers()
+        agent = await join(made, trainer)
+        await begin_step(agent, trainer)
+    assert b"StepRequest" in (tmp_path / "header_first").read_bytes()
+
+    events = (tmp_path / "events.log").read_bytes().splitlines(keepends=True)
+    started = next(i for i, line in enumerate(events) if b"StepStarted" in line)
+    (tmp_path / "events.log").write_bytes(b"".join(events[:started]))  # killed between header and event
+    async with shell(tmp_path) as made:
+        trainer = made.trainers()
+        agent = await join(made, trainer)
+        a, b = await begin_step(agent, trainer)
+        await agent.say(frame(0, [(a, 0, [9]), (b, 0, [9])], Ending(a, "stop"), Ending(b, "stop")))
+        assert texts(await trainer.hear(GroupDone)) == [[9], [9]]
+
+
+async def test_a_step_under_a_new_version_that_was_cut_short_is_asked_for_again(tmp_path: Path) -> None:
+    async with shell(tmp_path) as made:
+        trainer = made.trainers()
+        agent = await join(made, trainer)
+        await begin_step(agent, trainer)
+        events = (tmp_path / "events.log").read_bytes()
+        await trainer.say(Published(1, "digest", 1, 0.0))
+        await trainer.say(request(version=1))
+        await agent.hear(AbortWork)
+    (tmp_path / "events.log").write_bytes(events)  # the new opening's header is on disk, its event is not
+    async with shell(tmp_path) as made:
+        assert made.state.step is None
+        trainer = made.trainers()
+        await trainer.say(TrainerHello(SCHEMA, "job", "again"))
+        await trainer.say(Published(1, "digest", 1, 0.0))
+        await trainer.say(request(version=1))
+        agent = made.agent()
+        await agent.say(hello(boot_id="b"))
+        await agent.hear(Welcome)
+        await agent.say(VersionReady(1))
+        a, b = [item.assignment for item in (await agent.hear(Work)).items]
+        await agent.say(frame(0, [(a, 0, [9]), (b, 0, [9])], Ending(a, "stop"), Ending(b, "stop"), version=1))
+        assert texts(await trainer.hear(GroupDone)) == [[9], [9]]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        StepRequest(0, 0, (), 2, 4),
+        StepRequest(0, 0, (PromptSpec(1, b"\0" * 4),), 2, 4),
+        StepRequest(0, 0, (PromptSpec(0, b""),), 2, 4),
+        StepRequest(0, 0, (PromptSpec(0, b"\0" * 4),), 0, 4),
+        StepRequest(0, 7, (PromptSpec(0, b"\0" * 4),), 2, 4),
+    ],
+)
+async def test_an_impossible_step_is_refused_and_leaves_no_trace(tmp_path: Path, bad: StepRequest) -> None:
+    async with shell(tmp_path) as made:
+        trainer = made.trainers()
+        await trainer.say(TrainerHello(SCHEMA, "job", "boot"))
+        await trainer.say(Published(0, "digest", 1, 0.0))
+        await trainer.say(bad)
+        assert "cannot be rolled out" in (await trainer.hear(Refused)).problem
+    assert b"StepStarted" not in (tmp_path / "events.log").read_bytes()
+
+
 async def test_strangers_are_refused_in_words(tmp_path: Path) -> None:
     async with shell(tmp_path) as made:
         for change, word in [
@@ -334,6 +410,7 @@ async def test_a_contradictory_frame_costs_the_sender_its_connection_only(tmp_pa
         await agent.say(frame(0, [(a, 0, [1]), (a, 0, [1])]))
         await asyncio.wait_for(agent.task, 5)
         assert made.state.store.length(made.state.step.first_response) == 0
+        assert "reserved-0/0" not in made.state.core.instances  # resumed, it would say the same again
         again = made.agent()
         await again.say(hello(boot_id="b"))
         assert not (await again.hear(Welcome)).resumed

@@ -8,6 +8,7 @@ closed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import msgspec
 
 from rlboost_runtime.coordinator.intake import Intake
 from rlboost_runtime.coordinator.state import State
+from rlboost_runtime.core.core import Core
 from rlboost_runtime.core.messages import (
     Abort,
     Assign,
@@ -85,11 +87,9 @@ class LinkStats:
     """What status shows of an instance beyond what the core knows."""
 
     tokens_per_s: float = 0.0
-    running: int = 0
     engine: str = ""
     pull_s: float = 0.0
     apply_s: float = 0.0
-    ready_at: float | None = None
     counts_sent_at: float = -1e9
 
 
@@ -98,16 +98,17 @@ class AgentLink:
 
     def __init__(self, hello: AgentHello, epoch: int, transport: Transport) -> None:
         self.instance = hello.instance
-        self.machine = hello.machine
-        self.boot_id = hello.boot_id
         self.epoch = epoch
         self.closed = False
+        self.failed = False
+        """The peer broke the protocol."""
         self._transport = transport
         self._outgoing: deque[Message] = deque()
         self._items: list[WorkItem] = []
         self._aborts: list[int] = []
         self._ack = -1
         self._acked = -1
+        self._has_sent = False
         self._ack_timer: asyncio.TimerHandle | None = None
         self._wake = asyncio.Event()
 
@@ -140,8 +141,10 @@ class AgentLink:
             self._ack_timer = asyncio.get_running_loop().call_later(ACK_AFTER_S, self._wake.set)
 
     def answer(self) -> None:
-        """Acknowledge again what is acknowledged: the peer hears that we live."""
-        self.send(Ack(self._ack))
+        """Let the peer hear that we live: acknowledge again if nothing was sent since the last answer."""
+        if not self._has_sent:
+            self.send(Ack(self._ack))
+        self._has_sent = False
 
     async def write(self) -> None:
         """Send what is queued until cancelled. Raises `ConnectionError` or `TimeoutError`."""
@@ -151,6 +154,7 @@ class AgentLink:
             self._settle()
             self._settle_ack()
             while self._outgoing:
+                self._has_sent = True
                 async with asyncio.timeout(SEND_TIMEOUT_S):
                     await self._transport.send(encode(self._outgoing.popleft()))
             if self.closed:
@@ -159,6 +163,7 @@ class AgentLink:
     def fail(self, problem: ProtocolError) -> None:
         """Close the connection: the peer sent something that makes no sense."""
         log_event(log, "agent.protocol_error", instance=self.instance, problem=str(problem))
+        self.failed = True
         self.close()
 
     def close(self) -> None:
@@ -192,6 +197,10 @@ class Timing:
     flush_s: float = 0.05
 
 
+UNANNOUNCED = (LossCause.RESET, LossCause.SILENT, LossCause.MACHINE_GONE, LossCause.HUNG)
+"""Losses that take tokens with them."""
+
+
 class AgentLinks:
     """All agents' connections."""
 
@@ -207,6 +216,8 @@ class AgentLinks:
         self.stats: dict[str, LinkStats] = {}
         self.intake = Intake(state)
         self.lost_estimate = 0
+        """Tokens that instances made and took with them: their rate over one flush interval."""
+        self._num_lost = 0
         self.stopping: str | None = None
 
     # --- commands out -------------------------------------------------------------------------------------
@@ -262,7 +273,9 @@ class AgentLinks:
             return
         refusal = self._refusal(hello)
         if refusal is not None or not isinstance(hello, AgentHello):
-            await transport.send(encode(refusal or Refused("the first message must be AgentHello")))
+            with contextlib.suppress(ConnectionError, TimeoutError):
+                async with asyncio.timeout(SEND_TIMEOUT_S):
+                    await transport.send(encode(refusal or Refused("the first message must be AgentHello")))
             return
         link = self._register(hello, transport)
         try:
@@ -272,12 +285,16 @@ class AgentLinks:
         except* (ConnectionError, TimeoutError) as group:
             log_event(log, "agent.disconnected", instance=link.instance, problem=repr(group.exceptions[0]))
         except* (ProtocolError, msgspec.DecodeError) as group:
-            log_event(log, "agent.protocol_error", instance=link.instance, problem=str(group.exceptions[0]))
+            link.fail(ProtocolError(str(group.exceptions[0]), "deploy the agent again"))
         finally:
             self.intake.settle()
             if self.links.get(link.instance) is link:
                 del self.links[link.instance]
-                self._state.apply(Disconnected(self._state.now(), link.instance, link.epoch))
+                now = self._state.now()
+                if link.failed:  # resumed, it would say the same again
+                    self._state.apply(InstanceLeft(now, link.instance, link.epoch, LossCause.HUNG))
+                else:
+                    self._state.apply(Disconnected(now, link.instance, link.epoch))
 
     def _refusal(self, hello: object) -> Refused | None:
         if not isinstance(hello, AgentHello):
@@ -370,9 +387,8 @@ class AgentLinks:
 
     def _on_beat(self, link: AgentLink, beat: BeatMessage) -> None:
         state = self._state
-        stats = self.stats[link.instance]
+        stats = self._stats_of(link.instance)
         stats.tokens_per_s = beat.tokens_per_s
-        stats.running = beat.running
         now = state.now()
         counts: tuple[tuple[int, int], ...] = ()
         held = state.core.responses_on(link.instance)
@@ -383,11 +399,22 @@ class AgentLinks:
         state.apply(Beat(now, link.instance, link.epoch, beat.engine_progress, counts))
         link.answer()
 
+    def hear(self, core: Core) -> None:
+        """Forget instances that the core lost, and estimate what they had generated and not yet sent."""
+        num_lost = sum(core.counters.losses[cause] for cause in UNANNOUNCED)
+        gone = self.stats.keys() - core.instances.keys() if num_lost or len(self.stats) > 64 else ()
+        for name in gone:
+            stats = self.stats.pop(name)
+            if num_lost > self._num_lost:
+                self.lost_estimate += round(stats.tokens_per_s * self._timing.flush_s)
+        self._num_lost = num_lost
+
+    def _stats_of(self, instance: str) -> LinkStats:
+        return self.stats.setdefault(instance, LinkStats())
+
     def _on_version_ready(self, link: AgentLink, message: VersionReady) -> None:
-        stats = self.stats[link.instance]
+        stats = self._stats_of(link.instance)
         stats.pull_s, stats.apply_s = message.pull_s, message.apply_s
-        if stats.ready_at is None:
-            stats.ready_at = self._state.now()
         self._state.apply(InstanceReady(self._state.now(), link.instance, link.epoch, message.version))
 
     def _on_goodbye(self, link: AgentLink, reason: str) -> None:

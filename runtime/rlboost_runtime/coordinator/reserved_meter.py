@@ -9,7 +9,7 @@ from rlboost_runtime.coordinator.state import OpenStep
 from rlboost_runtime.coordinator.token_store import TokenStore
 from rlboost_runtime.core.core import Core
 from rlboost_runtime.core.lease import LeaseState
-from rlboost_runtime.core.messages import Event, Pool, StepStarted
+from rlboost_runtime.core.messages import CoordinatorRestarted, Event, Pool, StepStarted
 
 
 class ReservedMeter:
@@ -19,10 +19,14 @@ class ReservedMeter:
         self._step: tuple[int, int] | None = None
         self._seconds = 0.0
         self._since: float | None = None
+        self._partial = False
 
     def hear(self, event: Event, core: Core) -> None:
         """Take in one event after the core handled it."""
+        if isinstance(event, CoordinatorRestarted):
+            self._partial = True  # how long it was before the restart is not known any more
         if isinstance(event, StepStarted) and self._step != (event.step, event.policy_version):
+            self._partial = self._partial and core.step is not None and core.step.started_at < event.at
             self._step = (event.step, event.policy_version)
             self._seconds, self._since = 0.0, None
         holds = any(i.num_assigned for i in core.instances.values() if i.pool is Pool.RESERVED)
@@ -34,7 +38,9 @@ class ReservedMeter:
             self._since = None
 
     def measured(self, step: OpenStep, store: TokenStore, core: Core) -> dict[str, float]:
-        """Return seconds and tokens of the open step so far."""
+        """Return seconds and tokens of the open step so far; nothing if a part of it was not seen."""
+        if self._partial:
+            return {}
         reserved = {i.instance for i in core.instances.values() if i.pool is Pool.RESERVED}
         tokens = sum(
             segment.num_tokens

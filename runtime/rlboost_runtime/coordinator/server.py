@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 from collections.abc import Awaitable, Callable, Iterator
@@ -17,6 +18,8 @@ from rlboost_runtime.seams import Transport
 from rlboost_runtime.security import authorised
 from rlboost_runtime.wire import MAX_MESSAGE_BYTES
 
+CLOSE_TIMEOUT_S = 2.0
+"""Longest wait for a peer to let go of its connection."""
 _NOT_AN_OBJECT = {"problem": "the body is not a JSON object", "remedy": "send a JSON object"}
 
 
@@ -57,8 +60,9 @@ class ServedConnection:
 
     async def close(self) -> None:
         """Close; idempotent."""
-        with contextlib.suppress(RuntimeError, WebSocketDisconnect):
-            await self._websocket.close()
+        with contextlib.suppress(RuntimeError, WebSocketDisconnect, TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self._websocket.close()
 
 
 def make_app(handlers: Handlers, token: str) -> FastAPI:
@@ -87,6 +91,8 @@ def make_app(handlers: Handlers, token: str) -> FastAPI:
         demand(request.headers.get("authorization"))
         body = await _json(request)
         notice_s = body.get("notice_s")
+        if notice_s is not None and not (isinstance(notice_s, int | float) and 0 <= notice_s < 1e6):
+            raise HTTPException(400, {"problem": f"notice_s is {notice_s!r}", "remedy": "give seconds"})
         try:
             name = str(body.get("instance", ""))
             await handlers.preempt(name, None if notice_s is None else float(notice_s))

@@ -122,6 +122,7 @@ class Coordinator:
     def _hear(self, event: Event, commands: list[Command], core: Core) -> None:
         self._story.tell(event, commands, core)
         self._trainer.reserved.hear(event, core)
+        self._agents.hear(core)
 
     # --- the core's commands ------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ Nothing here waits: effects are handed to the links and the fleet, which own the
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 from collections import deque
@@ -176,6 +177,7 @@ class State:
         self.num_events = 0
         self.num_commands = 0
         self._digest = hashlib.blake2b(digest_size=16)
+        self._opening = asyncio.Lock()
         self._pending: deque[Event] = deque()
         self._handling = False
         self._recover(clock, disk, config)
@@ -209,9 +211,9 @@ class State:
         self.events.append(event)
         commands = self.core.handle(event)
         self._fold(event, commands)
-        self.on_event(event, commands, self.core)
         for command in commands:
             self._carry_out(command)
+        self.on_event(event, commands, self.core)
 
     def _fold(self, event: Event, commands: list[Command]) -> None:
         self.tally.fold(event, commands)
@@ -233,21 +235,22 @@ class State:
             case Abort() | LoadVersion() | Sleep() | Wake() | Evict():
                 self.outlet.to_agent(command)
             case DeliverGroup(group=group):
-                self.outlet.deliver(self.finished_group(group))
+                if self.step is not None:
+                    self.outlet.deliver(self.finished_group(group))
             case GrantLease() | RecallLease():
                 self.outlet.lease(command)
             case LaunchMachine() | TerminateMachine():
                 self.outlet.fleet(command)
 
     def _assign(self, command: Assign) -> None:
-        assert self.step is not None
         assert self.outlet is not None
+        if self.step is None:
+            return  # the next step is being opened: it cancels this one's responses
         response = command.response
         offset = self.store.assign(command.assignment, response, command.instance)
         complete = self.store.is_complete(response)
-        if (
-            complete is not None
-        ):  # its last word was lost, its tokens were not: a finished response is never resumed
+        if complete is not None:
+            # Its last word was lost, its tokens were not: a finished response is never resumed.
             self.store.unassign(command.assignment)
             self._pending.append(Finished(self.now(), response, offset, complete))
             return
@@ -266,19 +269,32 @@ class State:
 
     # --- steps --------------------------------------------------------------------------------------------
 
-    def open_step(self, request: StepRequest) -> None:
-        """Open the step that the trainer asks for; the open one again only delivers again."""
-        open_now = self.step
-        if open_now is not None and open_now.request == request and self.core.step is not None:
-            self.apply(StepStarted(self.now(), request.step, request.policy_version, open_now.requests()))
-            return
-        self.step = OpenStep(request, self.tally.next_response)
+    async def open_step(self, request: StepRequest) -> None:
+        """Open the step that the trainer asks for; the open one again only delivers again.
+
+        The core hears of a step only once its header is on stable storage: whatever a later coordinator finds
+        in the event log, it finds the prompts for.
+        """
+        async with self._opening:
+            if self.step is None or self.step.request != request:
+                self.step = await self._write_header(request)
+                log_event(log, "step.opened", step=request.step, policy_version=request.policy_version)
+            requests = self.step.requests()
+            self.apply(StepStarted(self.now(), request.step, request.policy_version, requests))
+
+    async def _write_header(self, request: StepRequest) -> OpenStep:
+        """Begin the step's segment; from here on, what still comes for the former step is dropped."""
+        known = self.core.step
+        lost_header = known is not None and not known.trained and self.tally.open_step == _key(request)
+        step = OpenStep(request, self.tally.first_response if lost_header else self.tally.next_response)
+        self.step = None
+        self._open_store(step)
         self.journal.open_step(request.step, fresh=True)
-        header = StepHeader(self.step.first_response, request)
-        self.journal.append(STEP_HEADER + msgspec.msgpack.encode(header))
-        self._open_store(self.step)
-        log_event(log, "step.opened", step=request.step, policy_version=request.policy_version)
-        self.apply(StepStarted(self.now(), request.step, request.policy_version, self.step.requests()))
+        self.journal.append(STEP_HEADER + msgspec.msgpack.encode(StepHeader(step.first_response, request)))
+        await self.journal.flushed()
+        if lost_header:
+            self._restore_assignments()
+        return step
 
     def _open_store(self, step: OpenStep) -> None:
         first = step.first_response
@@ -333,18 +349,23 @@ class State:
         if header is None:  # trained and dropped: the trainer asks for the next one
             return
         opened = msgspec.msgpack.decode(header[1:], type=StepHeader)
+        if opened.first_response != self.tally.first_response:  # of an opening that the core never heard of
+            return
         self.step = OpenStep(opened.request, opened.first_response)
         self._open_store(self.step)
         finished: dict[int, FinishReason] = {}
         for record in records:
             finished.update(self.store.restore(record[1:]))
-        for assignment, response, instance in self.core.assignments():
-            self.store.assign(assignment, response, instance)
+        self._restore_assignments()
         self.journal.open_step(step)
         for response, reason in finished.items():
             if self.core.response(response).finish_reason is None:
                 event = Finished(0.0, response, self.store.length(response), reason)
                 self._late.append(event)
+
+    def _restore_assignments(self) -> None:
+        for assignment, response, instance in self.core.assignments():
+            self.store.assign(assignment, response, instance)
 
     def begin(self) -> None:
         """Start the run, or go on after a restart; the outlet must be in place."""
@@ -359,3 +380,7 @@ class State:
         if problem is not None:
             log_event(log, "journal.failed", problem=problem)
         self.journal_problem = problem
+
+
+def _key(request: StepRequest) -> tuple[int, int]:
+    return request.step, request.policy_version

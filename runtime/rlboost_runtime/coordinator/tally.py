@@ -13,9 +13,7 @@ from rlboost_runtime.core.messages import (
     Command,
     Event,
     Finished,
-    FinishReason,
     InstanceJoined,
-    NoticeReceived,
     StepStarted,
     StepTrained,
 )
@@ -27,7 +25,6 @@ class Tally:
 
     requested: int = 0
     finished: int = 0
-    quarantined: int = 0
     tokens_finished: int = 0
     tokens_in_step: int = 0
     """Tokens of the responses that finished in the open step."""
@@ -37,11 +34,11 @@ class Tally:
     """Assignments per response of the open step."""
     responses_migrated: int = 0
     """Responses that went on elsewhere at least once."""
-    notices: int = 0
-    last_finished_at: float | None = None
     open_step: tuple[int, int] | None = None
     """(step, policy version)."""
     trained_step: int = -1
+    first_response: int = 0
+    """Number of the open step's first response."""
     next_response: int = 0
     """Number of the next response to be asked for; never reused."""
     next_epoch: int = 1
@@ -52,23 +49,20 @@ class Tally:
         match event:
             case StepStarted(step=step, policy_version=version, requests=requests):
                 if self.open_step != (step, version):
-                    if self.open_step is not None and self.trained_step < self.open_step[0]:
+                    if self.open_step is not None and step <= self.open_step[0]:
                         self.tokens_redone += self.tokens_in_step
                     self.open_step = (step, version)
                     self.requested += len(requests)
+                    self.first_response = requests[0].response
                     self.next_response = max(self.next_response, requests[-1].response + 1)
                     self.tokens_in_step = 0
                     self.assigned = Counter()
-            case Finished(num_tokens=num_tokens, reason=reason, at=at):
+            case Finished(num_tokens=num_tokens):
                 self.finished += 1
-                self.quarantined += reason is FinishReason.QUARANTINED
                 self.tokens_finished += num_tokens
                 self.tokens_in_step += num_tokens
-                self.last_finished_at = at
             case StepTrained(step=step):
                 self.trained_step = step
-            case NoticeReceived():
-                self.notices += 1
             case InstanceJoined(epoch=epoch):
                 self.next_epoch = max(self.next_epoch, epoch + 1)
             case _:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -69,7 +70,6 @@ class TrainerLink:
         self._resumes_lease = False
         self.connected = False
         self.reserved = ReservedMeter()
-        self.step_started_wall = clock.wall()
 
     # --- commands out -------------------------------------------------------------------------------------
 
@@ -102,7 +102,7 @@ class TrainerLink:
             return
         refusal = self._refusal(hello)
         if refusal is not None:
-            await transport.send(encode(refusal))
+            await _refuse(transport, refusal)
             return
         assert isinstance(hello, TrainerHello)
         self._generation += 1
@@ -122,6 +122,7 @@ class TrainerLink:
             log_event(log, "trainer.disconnected", problem=repr(group.exceptions[0]))
         except* (ProtocolError, msgspec.DecodeError) as group:
             log_event(log, "trainer.protocol_error", problem=str(group.exceptions[0]))
+            await _refuse(transport, Refused(str(group.exceptions[0])))
         finally:
             if generation == self._generation:
                 self.connected = False
@@ -141,7 +142,7 @@ class TrainerLink:
             message = trainer_message_decoder.decode(await transport.receive())
             if generation != self._generation:
                 raise ConnectionError("a newer trainer took over")
-            self._handle(message)
+            await self._handle(message)
 
     async def _write(self, transport: Transport, generation: int) -> None:
         wake, outgoing = self._wake, self._outgoing
@@ -154,11 +155,11 @@ class TrainerLink:
                 async with asyncio.timeout(SEND_TIMEOUT_S):
                     await transport.send(encode(outgoing.popleft()))
 
-    def _handle(self, message: object) -> None:
+    async def _handle(self, message: object) -> None:
         state = self._state
         match message:
             case StepRequest():
-                self._on_step_request(message)
+                await self._on_step_request(message)
             case Published(version=version, num_bytes=num_bytes, publish_s=publish_s):
                 log_event(log, "version.published", version=version, bytes=num_bytes, seconds=publish_s)
                 state.apply(VersionPublished(state.now(), version))
@@ -176,8 +177,9 @@ class TrainerLink:
                     f"unexpected {type(message).__name__} from the trainer", "install one version of rlboost"
                 )
 
-    def _on_step_request(self, request: StepRequest) -> None:
+    async def _on_step_request(self, request: StepRequest) -> None:
         state = self._state
+        _check(request, state.core.newest_version)
         resumes, self._resumes_lease = self._resumes_lease, False
         same = state.step is not None and state.step.request == request
         if same and resumes and state.core.lease in (LeaseState.TRAINER, LeaseState.RECALLING):
@@ -189,18 +191,17 @@ class TrainerLink:
             if state.core.lease is LeaseState.RECALLING:
                 self.lease(RecallLease(request.step))
             return
-        if not same:
-            self.step_started_wall = self._clock.wall()
-        state.open_step(request)
+        await state.open_step(request)
 
     def _on_trained(self, message: Trained) -> None:
         state = self._state
-        if state.core.step is None or state.core.step.step != message.step:
+        step = state.core.step
+        if step is None or step.step != message.step or step.trained:
             log_event(log, "trainer.stale_step", step=message.step)
             return
         self._ledger.record_step(
             step=message.step,
-            started_at=self.step_started_wall,
+            started_at=self._clock.wall() - (state.now() - step.started_at),
             ended_at=self._clock.wall(),
             tokens=message.tokens_trained,
             reward_mean=message.reward_mean,
@@ -218,3 +219,25 @@ class TrainerLink:
         if state.step is not None:
             metrics |= self.reserved.measured(state.step, state.store, state.core)
         return metrics
+
+
+async def _refuse(transport: Transport, refusal: Refused) -> None:
+    with contextlib.suppress(ConnectionError, TimeoutError):
+        async with asyncio.timeout(SEND_TIMEOUT_S):
+            await transport.send(encode(refusal))
+
+
+def _check(request: StepRequest, newest_version: int | None) -> None:
+    """Raise `ProtocolError` for a step that nobody could roll out: nothing of it may reach the event log."""
+    groups = [prompt.group for prompt in request.prompts]
+    problem = None
+    if not groups or groups != list(range(len(groups))):
+        problem = f"its groups are not 0, 1, 2, ... but {groups[:5]}"
+    elif request.group_size < 1 or request.max_response_tokens < 1:
+        problem = f"group_size {request.group_size}, max_response_tokens {request.max_response_tokens}"
+    elif any(len(prompt.token_ids) == 0 or len(prompt.token_ids) % 4 for prompt in request.prompts):
+        problem = "a prompt has no token ids, or not whole ones"
+    elif newest_version is None or request.policy_version > newest_version:
+        problem = f"policy version {request.policy_version} is not published (newest: {newest_version})"
+    if problem is not None:
+        raise ProtocolError(f"step {request.step} cannot be rolled out: {problem}", "correct the trainer")
