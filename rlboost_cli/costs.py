@@ -12,7 +12,7 @@ from rlboost_runtime.run_folder import RunFolder
 
 
 def report_of(run: RunFolder) -> dict[str, object]:
-    """Return the report up to now."""
+    """Return the report up to now, or up to the end of a run that has ended."""
     if not run.ledger.exists():
         with tempfile.TemporaryDirectory() as folder:
             return _report(Ledger(Path(folder) / "ledger.sqlite"), run)
@@ -21,6 +21,16 @@ def report_of(run: RunFolder) -> dict[str, object]:
 
 def _report(ledger: Ledger, run: RunFolder) -> dict[str, object]:
     try:
-        return cost_report(ledger, time.time(), run.name)
+        return cost_report(ledger, _billed_until(ledger, run), run.name)
     finally:
         ledger.close()
+
+
+def _billed_until(ledger: Ledger, run: RunFolder) -> float:
+    """Return now, or when the run ended: as its outcome says, or later, when its last machine did."""
+    now = time.time()
+    try:
+        outcome_at = run.outcome.stat().st_mtime
+    except FileNotFoundError:
+        return now
+    return min(now, max(outcome_at, ledger.last_end() or 0.0))

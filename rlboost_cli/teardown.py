@@ -15,7 +15,7 @@ import psutil
 from rlboost_cli import client
 from rlboost_cli.supervision import is_supervised
 from rlboost_providers.base import MachineState, MachineView
-from rlboost_runtime.coordinator.ledger import Ledger
+from rlboost_runtime.coordinator.closing import close_books
 from rlboost_runtime.errors import RuntimeFault
 from rlboost_runtime.processes import end_all, tagged
 from rlboost_runtime.run_create import stored_job
@@ -46,7 +46,7 @@ def end_run(run: RunFolder, progress: Callable[[str], None]) -> Ending:
     graceful = _ask_coordinator(run, progress)
     processes = end_all(run.path, TERM_GRACE_S)
     machines, views = _end_machines(run)
-    _close_books(run, views)
+    close_books(run, views, "ended by rlboost down")
     if not run.outcome.exists():
         outcome = {
             "state": "stopped",
@@ -90,17 +90,3 @@ def _end_machines(run: RunFolder) -> tuple[list[str], list[MachineView]]:
             f"type `rlboost down {run.name}` again",
         )
     return left, views
-
-
-def _close_books(run: RunFolder, views: list[MachineView]) -> None:
-    """End every machine that the ledger still has open: no coordinator lives that could."""
-    if not run.ledger.exists():
-        return
-    ended_at = {view.machine: view.ended_at for view in views}
-    ledger = Ledger(run.ledger)
-    try:
-        for machine in ledger.open_machines():
-            ended = ended_at.get(machine)
-            ledger.ended(machine, time.time() if ended is None else ended, "ended by rlboost down")
-    finally:
-        ledger.close()

@@ -183,9 +183,12 @@ def cost_lines(report: Json) -> list[str]:
         f"  tokens     {report['tokens_trained']:,} trained{rate}",
         *_on_demand(report["counterfactual"]),
     ]
-    if machines := report["machines"]:
+    machines = [m for m in report["machines"] if m.get("state") != "failed"]
+    if machines:
         headers = ("machine", "pool", "state", "billed s", "per hour", "cost")
         lines += ["", table(headers, (_machine(machine) for machine in machines))]
+    if refused := len(report["machines"]) - len(machines):
+        lines.append(f"and {refused} launches that the provider refused, at no cost")
     return [*lines, *(f"note: {note}" for note in report["notes"])]
 
 

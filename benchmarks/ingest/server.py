@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import uvloop
 
+from rlboost_runtime.coordinator import gc_tuning
 from rlboost_runtime.coordinator.agent_links import AgentLinks, Timing
 from rlboost_runtime.coordinator.server import Handlers, bind, make_app, make_server
 from rlboost_runtime.coordinator.state import State
@@ -136,6 +137,7 @@ async def serve(run: RunFolder, num_responses: int, num_agents: int, max_tokens:
         stop=lambda *_: None,
     )
     server = make_server(make_app(handlers, read_token(run)), run)
+    gc_tuning.relax()
     lag.start()
     loop.add_signal_handler(signal.SIGTERM, _end(server))
     await ingest.begin(num_responses, max_tokens)

@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -33,6 +34,9 @@ _INHERITED = re.compile(
     r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LC_\w+|TZ|TMPDIR|VIRTUAL_ENV|PYTHON\w+|LD_LIBRARY_PATH|DYLD_\w+"
     r"|\w+_NUM_THREADS|CUDA_\w+|NVIDIA_\w+|HF_\w+|TRANSFORMERS_\w+|TOKENIZERS_\w+"
 )
+
+_SECRETS = frozenset({"TOKEN", "KEY", "SECRET", "PASSWORD"})
+"""Words in the names of variables that a machine does not inherit: it has its own token, in its bootstrap."""
 
 _children: dict[
     int, subprocess.Popen[bytes]
@@ -176,10 +180,16 @@ class Machines:
             reap()
 
     def end(self, record: MachineRecord, detail: str, at: float | None = None) -> MachineRecord:
-        """Record that the machine is gone since `at` (default: now), unless that is recorded already."""
+        """Record that the machine is gone since `at` (default: now), unless that is recorded already.
+
+        Its disk goes with it: weights, and the bootstrap with the run's token. Logs and token counts stay.
+        """
         if record.ended_at is not None:
             return record
         ended_at = time.time() if at is None else at
+        folder = self.folder(record.machine)
+        (folder / "bootstrap.json").unlink(missing_ok=True)
+        shutil.rmtree(folder / "weights", ignore_errors=True)
         return self.write(msgspec.structs.replace(record, ended_at=ended_at, detail=detail))
 
     def begin_reclaim(
@@ -227,8 +237,12 @@ class Machines:
 
 
 def inherited_environment() -> dict[str, str]:
-    """Return what a new machine may know of this process's environment."""
-    return {name: value for name, value in os.environ.items() if _INHERITED.fullmatch(name)}
+    """Return what a new machine may know of this process's environment: nothing secret."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if _INHERITED.fullmatch(name) and _SECRETS.isdisjoint(name.split("_"))
+    }
 
 
 def start_detached(

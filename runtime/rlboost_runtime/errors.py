@@ -19,6 +19,12 @@
 
 from __future__ import annotations
 
+import errno
+
+DISK_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO})
+"""Numbers of an `OSError` by which a disk takes no more or fails: it may pass, and no code of ours is to
+blame."""
+
 
 class RLBoostError(Exception):
     """A failure that we can explain; `exit_code` is what the CLI returns for it."""

@@ -104,6 +104,7 @@ def is_open(run: RunFolder) -> bool:
 def reopen(run: RunFolder) -> None:
     """Make an ended run open again: its last outcome is kept as `outcome.previous.json`."""
     if run.outcome.exists():
+        run.ending.unlink(missing_ok=True)  # first: an open run that has it would only be wound up
         os.replace(run.outcome, run.outcome.with_name("outcome.previous.json"))
 
 

@@ -13,6 +13,8 @@ there is named below; everybody else only reads it.
     reserved/         the reserved agents' working folders                  supervisor
     wanted.json       {"train": bool}: what the supervisor is to run; watched by it           CLI
     status.json       last status, once a second and at the end             coordinator
+    ending.json       {"state", "problem", "remedy", "exit_code"} once it is decided how the run ends; its
+                      machines are ended then                               coordinator
     outcome.json      {"state", "problem", "remedy", "exit_code"} once the run has ended   coordinator
     ledger.sqlite     machines, steps, events in words                      coordinator
     events.log        the core's events                                     coordinator
@@ -20,7 +22,7 @@ there is named below; everybody else only reads it.
     weights/          v000012/: immutable versions                          trainer
     checkpoints/      step-000012/, and `model/` at the end                 trainer
     metrics.jsonl     a line per step                                       trainer
-    processes/        supervisor.json, coordinator.json, ...: {"pid", "started_at"}        each process
+    processes/        supervisor.json, coordinator.json, ...: {"pid", "started_at"}        supervisor
     logs/             a file per process; logs/machines/ID/ per machine
     cloud/            the local provider's machines and its market's state  local provider
 """
@@ -110,6 +112,11 @@ class RunFolder:
     def status(self) -> Path:
         """Last status."""
         return self.path / "status.json"
+
+    @property
+    def ending(self) -> Path:
+        """How the run is to end, from the decision on; without an outcome it is still being wound up."""
+        return self.path / "ending.json"
 
     @property
     def outcome(self) -> Path:

@@ -19,6 +19,7 @@ import fcntl
 import logging
 import os
 import signal
+import sqlite3
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,13 +29,14 @@ import psutil
 
 from rlboost_providers.base import MachineState
 from rlboost_providers.registry import provider_for
-from rlboost_runtime.errors import ProviderError, RLBoostError
+from rlboost_runtime.coordinator.closing import close_books
+from rlboost_runtime.errors import DISK_ERRNOS, ProviderError, RLBoostError
 from rlboost_runtime.job import Job, read_resolved
 from rlboost_runtime.logs import event, explain, last_explanation, setup
 from rlboost_runtime.process_tags import kill_tagged
 from rlboost_runtime.processes import end_all
 from rlboost_runtime.run_folder import RunFolder, write_json
-from rlboost_runtime.supervision.attempts import EX_CONFIG, Attempts, Tuning
+from rlboost_runtime.supervision.attempts import EX_CONFIG, EX_TEMPFAIL, Attempts, Tuning
 from rlboost_runtime.supervision.coordinator_client import ask_to_stop
 from rlboost_runtime.supervision.roles import Role, roles_of
 from rlboost_runtime.supervision.watched import Watched, adopt, start, write_identity
@@ -85,35 +87,36 @@ class Supervisor:
     async def _keep(self, role: Role) -> None:
         """Keep one process of `role` alive."""
         attempts = Attempts(self._tuning, role.measures_progress, role.progress())
-        process = adopt(role, self._run)
-        if process is not None:
+        process: Watched | int | None = adopt(role, self._run)
+        if isinstance(process, Watched):
             event(log, "process.adopted", process=role.name, pid=process.pid)
         while True:
-            if process is None:
+            if process is None:  # nothing to adopt, or ended
                 process = await self._start(role)
             status, lived_s = await _end_of(process)
             event(log, "process.ended", process=role.name, status=status, lived_s=round(lived_s, 3))
             pause_s = attempts.ended(status, lived_s, role.progress())
             if attempts.is_hopeless(status):
-                offset = 0 if process is None else process.log_offset
+                offset = process.log_offset if isinstance(process, Watched) else 0
                 told = last_explanation(role.log(self._run), offset)
                 await self._fail(role, told or _explanation(role, self._run, status, attempts.crashes))
             process = None
             await asyncio.sleep(pause_s)
 
-    async def _start(self, role: Role) -> Watched | None:
+    async def _start(self, role: Role) -> Watched | int:
         """Start `role` as soon as it may; what a former process of it left behind goes first.
 
-        None: it could not be started, which counts as a crash.
+        Where it could not be started: the exit status that this amounts to.
         """
         while not role.may_start():  # noqa: ASYNC110 it depends on files of other processes
             await asyncio.sleep(self._tuning.look_s)
         try:
             await asyncio.to_thread(kill_tagged, self._run.path, role=role.name)
             process = start(role, self._run)
-        except (OSError, RLBoostError):
+        except (OSError, RLBoostError) as problem:
             event(log, "process.not_started", level=logging.ERROR, process=role.name, exc_info=True)
-            return None
+            wants_disk = isinstance(problem, OSError) and problem.errno in DISK_ERRNOS
+            return EX_TEMPFAIL if wants_disk else 1
         event(log, "process.started", process=role.name, pid=process.pid)
         return process
 
@@ -144,18 +147,34 @@ class Supervisor:
         """End every machine and process of the run. Blocks for `grace_s` and a little more at most."""
         try:
             self._end_machines()
-        except RLBoostError as error:
-            event(log, "machines.end_failed", level=logging.ERROR, problem=error.problem)
+        except (RLBoostError, OSError) as error:
+            event(log, "machines.end_failed", level=logging.ERROR, problem=str(error))
         ended = end_all(self._run.path, self._tuning.grace_s)
+        if self._run.outcome.exists():
+            self._close_books()
         for role in self._roles:
             role.identity(self._run).unlink(missing_ok=True)
         event(log, "teardown.finished", processes=len(ended))
 
+    def _close_books(self) -> None:
+        """End in the ledger what its coordinator had no time to end."""
+        if not self._run.ledger.exists():
+            return
+        views = None
+        try:
+            views = provider_for(read_resolved(self._run.job_json), self._run).describe(self._run.name)
+        except (RLBoostError, OSError, ValueError) as error:
+            event(log, "machines.not_described", level=logging.ERROR, problem=str(error))
+        try:
+            close_books(self._run, views, "the run had ended")
+        except (RLBoostError, sqlite3.Error) as error:
+            event(log, "books.not_closed", level=logging.ERROR, problem=str(error))
 
-async def _end_of(process: Watched | None) -> tuple[int | None, float]:
+
+async def _end_of(process: Watched | int) -> tuple[int | None, float]:
     """Wait for the end of a process; return its status and the seconds that it lived."""
-    if process is None:
-        return None, 0.0
+    if not isinstance(process, Watched):
+        return process, 0.0
     status = await process.wait()
     return status, time.monotonic() - process.began
 

@@ -143,7 +143,8 @@ class Notice(Message, frozen=True, omit_defaults=True):
 
 
 class Goodbye(Message, frozen=True, omit_defaults=True):
-    """Last message: all frames have been sent and acknowledged."""
+    """Last message. Every frame was sent before it; where the notice ran out first, some may not have been
+    acknowledged, and the engine may have held work."""
 
     reason: str
 
@@ -266,7 +267,10 @@ class LeaseReleased(Message, frozen=True):
 
 
 class Trained(Message, frozen=True, omit_defaults=True):
-    """The step is trained and checkpointed. `metrics` go to status and the step table as they are."""
+    """The step is trained. `metrics` go to status and the step table as they are.
+
+    `checkpointed`: with a checkpoint; without one, a restarted trainer will ask for this step again.
+    """
 
     step: int
     wait_s: float
@@ -274,6 +278,7 @@ class Trained(Message, frozen=True, omit_defaults=True):
     tokens_trained: int
     reward_mean: float
     metrics: dict[str, float]
+    checkpointed: bool = True
 
 
 class RunFinished(Message, frozen=True, omit_defaults=True):

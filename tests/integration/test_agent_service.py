@@ -18,7 +18,9 @@ from rlboost_runtime.agent import engine_host, link, notice, puller, service
 from rlboost_runtime.agent.bootstrap import Bootstrap, EngineBootstrap, write_bootstrap
 from rlboost_runtime.agent.puller import Puller, Source
 from rlboost_runtime.agent.service import Agent, ExitCode, Seams
+from rlboost_runtime.engines.base import LoadFailed
 from rlboost_runtime.engines.emulated import MAX_UNREAD_STEPS, EmulatedEngine, emulated_response
+from rlboost_runtime.errors import RuntimeFault
 from rlboost_runtime.run_folder import RunFolder
 from rlboost_runtime.seams import SystemClock
 from rlboost_runtime.security import create_secrets
@@ -443,6 +445,137 @@ async def test_a_dead_engine_hands_back_its_work_and_proves_itself_anew(tmp_path
         assert head.tokens(3) == expected(3)
         assert len(rig.engines) == 2
         assert rig.engines[0]._spec.seed != rig.engines[1]._spec.seed
+
+
+async def test_an_engine_that_dies_asleep_stays_down_until_it_is_woken(tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_host, "FIRST_PAUSE_S", 0.001)
+    async with running(tmp_path) as (rig, head):
+        await head.welcome()
+        await head.serve_version(0)
+        head.say(SleepEngine())
+        await head.hear(EngineSlept)
+        rig.engines[0].die()
+        await asyncio.sleep(0.1)
+        head.say(SleepEngine())
+        await head.hear(EngineSlept)
+        head.wire.reset()
+        await head.welcome(resumed=True)
+        await head.hear(EngineSlept)
+        head.say(Load(1))
+        await asyncio.sleep(0.2)
+        assert len(rig.engines) == 1
+        head.say(WakeEngine())
+        assert (await head.hear(VersionReady)).version == 1
+        assert len(rig.engines) == 2
+
+
+async def test_an_engine_that_died_asleep_is_not_started_by_a_new_registration_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_host, "FIRST_PAUSE_S", 0.001)
+    async with running(tmp_path) as (rig, head):
+        await head.welcome()
+        await head.serve_version(0)
+        head.say(SleepEngine())
+        await head.hear(EngineSlept)
+        rig.engines[0].die()
+        head.wire.reset()
+        await head.welcome(epoch=2)
+        head.say(SleepEngine())
+        head.say(Load(0))
+        await head.hear(EngineSlept)
+        await asyncio.sleep(0.2)
+        assert len(rig.engines) == 1
+        head.wire.reset()
+        await head.welcome(epoch=3)
+        head.say(Load(0))
+        assert (await head.hear(VersionReady)).version == 0
+
+
+async def test_an_engine_that_dies_on_its_way_to_sleep_frees_its_memory_by_that(tmp_path):
+    async with running(tmp_path, rate=100) as (rig, head):
+        await head.welcome()
+        await head.serve_version(0)
+        head.say(Work((item(1, num=500),)))
+        await head.hear(Frame)
+        head.say(SleepEngine())
+        rig.engines[0].die()
+        await head.hear(EngineSlept)
+        assert head.endings() == {1: "engine_failed"}
+        await asyncio.sleep(0.3)
+        assert len(rig.engines) == 1
+
+
+async def test_an_engine_told_to_sleep_while_it_starts_answers_and_loads_nothing(tmp_path, monkeypatch):
+    may_start = asyncio.Event()
+    start = EmulatedEngine.start
+
+    async def slowly(self, timeout_s) -> None:
+        await may_start.wait()
+        await start(self, timeout_s)
+
+    monkeypatch.setattr(EmulatedEngine, "start", slowly)
+    async with running(tmp_path) as (rig, head):
+        await head.welcome()
+        head.say(SleepEngine())
+        head.say(Load(0))
+        await head.hear(EngineSlept)
+        may_start.set()
+        await asyncio.sleep(0.2)
+        assert rig.engines[0].version is None
+        assert rig.engines[0]._asleep
+        head.say(WakeEngine())
+        assert (await head.hear(VersionReady)).version == 0
+        assert len(rig.engines) == 1
+
+
+@pytest.mark.parametrize("fault", [LoadFailed, RuntimeFault])
+async def test_an_engine_that_cannot_wake_refuses_the_version_and_the_agent_goes_on(
+    tmp_path, monkeypatch, fault
+):
+    async with running(tmp_path) as (rig, head):
+        await head.welcome()
+        await head.serve_version(0)
+        head.say(SleepEngine())
+        await head.hear(EngineSlept)
+
+        async def no_memory() -> None:
+            raise fault("no memory is left", "wait")
+
+        monkeypatch.setattr(rig.engines[0], "wake", no_memory)
+        head.say(WakeEngine())
+        refused = await head.hear(VersionFailed)
+        assert (refused.version, refused.problem) == (0, "no memory is left")
+        monkeypatch.undo()
+        head.say(Load(0))
+        assert (await head.hear(VersionReady)).version == 0
+
+
+async def test_an_engine_that_cannot_sleep_is_stopped_which_frees_its_memory(tmp_path, monkeypatch):
+    async with running(tmp_path) as (rig, head):
+        await head.welcome()
+        await head.serve_version(0)
+
+        async def sleepless() -> None:
+            raise LoadFailed("it holds on to it", "stop it")
+
+        monkeypatch.setattr(rig.engines[0], "sleep", sleepless)
+        head.say(SleepEngine())
+        await head.hear(EngineSlept)
+        assert rig.engines[0]._stopped
+        head.say(WakeEngine())
+        assert (await head.hear(VersionReady)).version == 0
+        assert len(rig.engines) == 2
+
+
+async def test_any_fault_of_a_pull_is_said(tmp_path, monkeypatch):
+    async with running(tmp_path) as (rig, head):
+        await head.welcome()
+
+        async def broken(version: int) -> None:
+            raise RuntimeFault(f"version {version} is odd", "see its log")
+
+        monkeypatch.setattr(rig.agent._host, "_pull", broken)
+        head.say(Load(0))
+        assert (await head.hear(VersionFailed)).problem == "version 0 is odd"
 
 
 async def test_an_engine_that_keeps_dying_ends_the_agent(tmp_path, monkeypatch):

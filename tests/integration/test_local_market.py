@@ -278,3 +278,31 @@ def test_records_survive_a_round_trip(run):
     assert msgspec.json.decode(msgspec.json.encode(record), type=MachineRecord) == record
     assert record.reclaim is not None
     assert record.ended_at is not None
+
+
+def test_an_ended_machine_leaves_no_token_and_no_weights(run):
+    provider = provider_of(run, None)
+    provider.launch(request_for(run, "spot-0"))
+    folder = run.cloud / "machines" / "spot-0"
+    (folder / "weights" / "0").mkdir(parents=True)
+    (folder / "weights" / "0" / "part").write_bytes(b"w")
+    (folder / "engine-1.tokens").touch()
+    provider.terminate(run.name, "spot-0")
+    assert not (folder / "bootstrap.json").exists()
+    assert not (folder / "weights").exists()
+    assert (folder / "engine-1.tokens").exists()
+    assert (run.logs / "machines" / "spot-0" / "agent-0.log").exists()
+    assert state(provider, run, "spot-0") is MachineState.GONE
+
+
+def test_a_machine_does_not_inherit_its_launchers_secrets(run, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("HF_HOME", "/somewhere")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    provider = provider_of(run, None)
+    provider.launch(request_for(run, "spot-0"))
+    [process] = tagged(run.path, machine="spot-0")
+    environment = process.environ()
+    assert "HF_TOKEN" not in environment
+    assert environment["HF_HOME"] == "/somewhere"
+    assert environment["TOKENIZERS_PARALLELISM"] == "false"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import http.server
 import json
 import os
@@ -15,10 +17,17 @@ import time
 import psutil
 import pytest
 
+from rlboost_runtime.coordinator.ledger import Ledger
+from rlboost_runtime.job import Job, ReasoningGym, TinyModel
+from rlboost_runtime.machine_bootstrap import RESERVED_MACHINE
 from rlboost_runtime.process_tags import kill_tagged, tagged
 from rlboost_runtime.run_folder import RunFolder, read_json, write_json
 from rlboost_runtime.security import create_secrets, read_token
+from rlboost_runtime.supervision import watched
+from rlboost_runtime.supervision.attempts import Tuning
 from rlboost_runtime.supervision.coordinator_client import ask_to_stop
+from rlboost_runtime.supervision.roles import Role
+from rlboost_runtime.supervisor import Supervisor
 
 pytestmark = pytest.mark.integration
 
@@ -169,6 +178,76 @@ def test_a_new_supervisor_adopts_what_lives_and_sees_it_end(run, supervise):
     assert len(tagged(run.path, role="coordinator")) == 1
 
 
+# The real trainer's way in, its imports included, up to where it would dial.
+TRAINER = """
+import pathlib, time
+from rlboost_runtime.trainer import __main__ as trainer
+
+class Stream:
+    @staticmethod
+    def for_run(run):
+        time.sleep(2.5)
+        (run.path / "dials").touch()
+        time.sleep(600)
+
+trainer.StepStream = Stream
+trainer.main([str(pathlib.Path.cwd())])
+"""
+
+
+def test_a_trainer_that_took_long_to_start_is_adopted(run, supervise):
+    write_json(run.wanted, {"train": True})
+    first = supervise(trainer=TRAINER)
+    trainer = wait_for(run, "trainer")
+    wait_until((run.path / "dials").exists, timeout_s=90.0)
+    first.kill()
+    second = supervise(trainer=TRAINER)
+    wait_until(lambda: second.events("process.adopted") or len(second.events("process.started")) > 1)
+    assert [event["pid"] for event in second.events("process.adopted")] == [trainer.pid]
+
+
+def test_a_disk_that_takes_no_identity_does_not_cost_the_process(run, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(watched, "write_json", full)
+    process = watched.start(Role("coordinator", (sys.executable, "-c", NAP)), run)
+    assert process.child is not None
+    assert process.child.poll() is None
+    process.child.kill()
+    process.child.wait()
+
+
+def test_a_full_disk_never_ends_a_run(run, supervise):
+    disk = "import errno, os, pathlib, sys; full = pathlib.Path('full').exists(); "
+    code = disk + "sys.exit(75) if full else __import__('time').sleep(600)"
+    (run.path / "full").touch()
+    supervised = supervise(coordinator=code)
+    wait_until(lambda: len(supervised.events("process.ended")) >= 8)
+    assert not run.outcome.exists()
+    (run.path / "full").unlink()
+    wait_for(run, "coordinator")
+
+
+async def test_a_role_that_cannot_be_prepared_for_want_of_disk_is_tried_on(run):
+    tries = 0
+
+    def prepare() -> None:
+        nonlocal tries
+        tries += 1
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    role = Role("agent-head-0", (sys.executable, "-c", NAP), prepare=prepare)
+    tuning = Tuning(backoff_s=0.01, backoff_limit_s=0.02, look_s=0.05, grace_s=1.0, stop_timeout_s=1.0)
+    supervisor = Supervisor(run, [role], lambda: None, tuning)
+    serving = asyncio.ensure_future(supervisor.serve())
+    await asyncio.wait({serving}, timeout=2.0)
+    supervisor.stop()
+    await serving
+    assert tries >= 10
+    assert not run.outcome.exists()
+
+
 def test_a_foreign_process_under_an_old_number_is_not_adopted(run, supervise):
     run.processes.mkdir()
     me = psutil.Process()
@@ -299,3 +378,32 @@ def test_a_coordinator_that_is_not_there_cannot_be_asked(run):
     assert not ask_to_stop(run, "x", "y")
     write_json(run.endpoint, {"url": "https://127.0.0.1:9"})
     assert not ask_to_stop(run, "x", "y")
+
+
+def test_a_run_that_the_supervisor_ends_itself_costs_nothing_any_more(run, supervise):
+    job = Job(
+        name=run.name,
+        model=TinyModel(init="tiny"),
+        data=ReasoningGym(reasoning_gym=["basic_arithmetic"]),
+    )
+    run.job_json.write_text(job.canonical_json())
+    books = Ledger(run.ledger)
+    for machine in (RESERVED_MACHINE, "spot-0"):
+        books.intend(
+            machine,
+            pool="spot",
+            provider="local",
+            zone="z",
+            accelerator="cpu",
+            price_micro_usd_per_hour=1,
+            price_source="",
+            at=1.0,
+        )
+        books.launched(machine, time.time())
+    books.close()
+    supervised = supervise(coordinator="raise SystemExit(78)")
+    assert supervised.process.wait(timeout=60) == 0
+    assert read_json(run.outcome)["state"] == "failed"
+    books = Ledger(run.ledger, read_only=True)
+    assert books.open_machines() == []
+    books.close()

@@ -294,6 +294,15 @@ def test_a_reward_that_always_fails_ends_the_run_and_names_itself(tmp_path):
         go(run)
 
 
+def test_every_report_says_whether_there_is_a_checkpoint(tmp_path):
+    run = make_run(tmp_path, trainer={"checkpoint_every_steps": 3})
+    with Coordinator(run) as coordinator:
+        go(run)
+        go(run)
+    said = [(trained.step, trained.checkpointed) for trained in coordinator.of(Trained)]
+    assert said == [(0, False), (1, False), (2, True), (3, True), (3, True)]
+
+
 def start(run: RunFolder) -> subprocess.Popen[bytes]:
     environment = {
         **os.environ,
@@ -320,7 +329,7 @@ def test_the_process_killed_and_started_again(tmp_path, quiet):
             assert processes[-1].returncode == expected, errors.decode()
     assert weights(run.checkpoints / "model") == weights(quiet)
     assert len(coordinator.of(RunFinished)) == 1
-    assert json.loads((run.processes / "trainer.json").read_text())["pid"] == processes[1].pid
+    assert not run.processes.exists(), "which process it is, its supervisor says"
 
 
 def test_a_persons_mistake_ends_with_78_and_is_said(tmp_path):

@@ -211,7 +211,6 @@ def test_the_process_keeps_its_port_over_a_kill(run: RunFolder) -> None:
         url = read_json(run.weights_endpoint)["url"]
         port = int(url.rsplit(":", 1)[1])
         assert get(run, port, "/v1/weights/latest")[0] == 200
-        assert read_json(run.processes / "weights.json")["pid"] == first.pid
         first.kill()
     second = start(run)
     with second:

@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from rlboost_runtime.core.core import Core
 from rlboost_runtime.core.lease import LeaseState
 from rlboost_runtime.core.log import decode_event, encode_command, encode_event
+from rlboost_runtime.core.machines import REJOIN_S
 from rlboost_runtime.core.messages import (
     Abort,
     Assign,
@@ -114,6 +115,8 @@ class CoreRun(RuleBasedStateMachine):
         self.finished: set[int] = set()
         self.failed_on: dict[int, set[str]] = {}
         self.inhabited: set[str] = set()
+        self.empty_since: dict[str, float] = {}
+        self.failed_launches: set[str] = set()
         self.delivered: list[int] = []
         self.is_trained = True
         self.is_ending = False
@@ -155,6 +158,12 @@ class CoreRun(RuleBasedStateMachine):
             assert deadline is None or deadline > event.at, "a tick left its deadline where it was"
         for command in commands:
             self.obey(command)
+        self.watch_empty_machines()
+
+    def watch_empty_machines(self) -> None:
+        lived_in = {i.machine for i in self.core.instances.values()}
+        empty = [m for m, s in self.machines.items() if s == "launched" and m in self.inhabited - lived_in]
+        self.empty_since = {m: self.empty_since.get(m, self.now) for m in empty}
 
     def obey(self, command: Command) -> None:
         match command:
@@ -463,7 +472,9 @@ class CoreRun(RuleBasedStateMachine):
         agent = self.pick(pick, [a for a in self.talking() if not a.holds])
         if agent is not None:
             agent.is_running = agent.has_gpu = False
+            was_current = self.is_current(agent)
             self.send(InstanceLeft(self.now, agent.instance, agent.epoch, LossCause.STOPPED))
+            assert not was_current or agent.machine not in self.empty_since, "nobody comes back to it"
 
     @rule(pick=PICK)
     def evicted_joins_again(self, pick: int) -> None:
@@ -482,11 +493,15 @@ class CoreRun(RuleBasedStateMachine):
             return
         machine = asked[pick % len(asked)]
         if fails:
-            self.machines[machine] = "gone"
-            self.send(LaunchFailed(self.now, machine, "no capacity", 2.0))
+            self.launch_fails(machine)
         else:
             self.machines[machine] = self.machines[machine].replace("requested", "launched")
             self.send(MachineLaunched(self.now, machine))
+
+    def launch_fails(self, machine: str) -> None:
+        self.machines[machine] = "gone"
+        self.failed_launches.add(machine)
+        self.send(LaunchFailed(self.now, machine, "no capacity", 2.0))
 
     @rule(pick=PICK)
     def machine_goes(self, pick: int) -> None:
@@ -593,6 +608,8 @@ class CoreRun(RuleBasedStateMachine):
             if agent.hears:
                 self.cut_off(agent)
         self.may_repeat_launch = True
+        self.empty_since.clear()  # its agents could not dial in: it is waited for anew
+        self.is_ending = False  # an ended run that is started again goes on
         self.send(CoordinatorRestarted(self.now))
         self.may_repeat_launch = False
 
@@ -624,13 +641,15 @@ class CoreRun(RuleBasedStateMachine):
 
     @invariant()
     def no_machine_is_kept_for_nothing(self) -> None:
-        lived_in = {i.machine for i in self.core.instances.values()}
-        empty = [
-            m
-            for m, s in self.machines.items()
-            if s == "launched" and m in self.inhabited and m not in lived_in
-        ]
-        assert not empty, f"{empty} run without a single instance"
+        useless = [m for m, since in self.empty_since.items() if self.now - since > REJOIN_S]
+        assert not useless, f"{useless} run without a single instance"
+
+    @invariant()
+    def what_never_was_is_forgotten(self) -> None:
+        known = self.core.machines
+        assert all(m in known for m, s in self.machines.items() if s.split()[0] in ("requested", "launched"))
+        for machine in self.failed_launches & known.keys():
+            assert known[machine].was_accepted, f"{machine} never was, and is kept"
 
     def teardown(self) -> None:
         if not hasattr(self, "config"):
@@ -673,8 +692,7 @@ class CoreRun(RuleBasedStateMachine):
             if "ending" in state:
                 self.machine_ends(machine)
             elif state == "requested" and not self.has_cloud:
-                self.machines[machine] = "gone"
-                self.send(LaunchFailed(self.now, machine, "no capacity", 2.0))
+                self.launch_fails(machine)
             elif state == "requested":
                 self.machines[machine] = "launched"
                 self.send(MachineLaunched(self.now, machine))
@@ -788,6 +806,7 @@ def test_long_lives_keep_every_promise(seed: int) -> None:
         run.every_response_is_known_once()
         run.machines_stay_within_the_cap()
         run.no_machine_is_kept_for_nothing()
+        run.what_never_was_is_forgotten()
     run.behave()
     if run.config.reserved_instances and run.config.max_spot_instances and not run.is_ending:
         lose_the_cloud_in_mid_step(run)

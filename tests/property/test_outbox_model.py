@@ -14,6 +14,8 @@ from rlboost_runtime.wire import Frame
 
 pytestmark = pytest.mark.property
 
+MAX_COUNT = 3
+
 
 class Receiver:
     """Journals each frame number once, as the coordinator does; checks what a frame promises."""
@@ -33,6 +35,8 @@ class Receiver:
         counts = np.frombuffer(frame.counts, "<u2")
         assert counts.sum() == len(ids) == len(logprobs)
         assert (counts > 0).all()
+        assert len(set(np.frombuffer(frame.assignments, "<u4"))) == len(counts), "an assignment comes twice"
+        assert (counts <= MAX_COUNT).all()
         at = 0
         rows = zip(
             np.frombuffer(frame.assignments, "<u4"), np.frombuffer(frame.offsets, "<u4"), counts, strict=True
@@ -54,7 +58,7 @@ class Receiver:
 class OutboxMachine(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
-        self.outbox = Outbox()
+        self.outbox = Outbox(max_count=MAX_COUNT)
         self.receiver = Receiver()
         self.starts: dict[int, int] = {}
         self.given: dict[int, list[tuple[int, float, int]]] = {}

@@ -82,6 +82,13 @@ def test_nonsense_is_refused(line: bytes) -> None:
         decode_event(line)
 
 
+@pytest.mark.parametrize("counts", ["[1]", "[1,2,3]", "7"])
+def test_a_token_count_that_is_no_pair_is_refused(counts: str) -> None:
+    line = encode_event(m.Beat(6.5, "a", 3, 1, ((1, 2),))).decode().replace("[1,2]", counts)
+    with pytest.raises(ValueError):  # noqa: PT011 - any problem of the line
+        decode_event(line)
+
+
 def test_a_replay_gives_the_same_commands_and_survives_a_torn_last_line(new_run) -> None:
     events = [
         m.RunStarted(0.0, m.CoreConfig(max_spot_instances=1, reserved_instances=0)),

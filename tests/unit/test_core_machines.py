@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-from rlboost_runtime.core.machines import MachineState
+import pytest
+
+from rlboost_runtime.core.machines import FORGET_AFTER_S, REJOIN_S, MachineState
 from rlboost_runtime.core.messages import (
     CoordinatorRestarted,
     Disconnected,
@@ -50,7 +52,50 @@ def test_a_failed_launch_waits_as_told_and_gets_a_new_name(new_run) -> None:
     run.now = 1.0
     assert run.until(4.5) == []
     assert launches(run.until(5.0)) == ["spot-1"]
-    assert not run.core.machines["spot-0"].is_alive
+
+
+def test_a_stock_out_of_days_leaves_nothing_behind_but_the_number(new_run) -> None:
+    run = new_run(max_spot_instances=1)
+    for number in range(50):
+        run.send(LaunchFailed(run.now, f"spot-{number}", "no capacity", 2.0))
+        assert launches(run.until(run.now + 2.0)) == [f"spot-{number + 1}"]
+    assert list(run.core.machines) == ["spot-50"]
+
+
+def test_a_machine_that_went_long_ago_is_forgotten_and_its_number_is_not_given_again(new_run) -> None:
+    run = new_run(max_spot_instances=1)
+    up(run, "spot-0", "a")
+    assert launches(run.send(MachineGone(0.0, "spot-0"))) == ["spot-1"]
+    up(run, "spot-1", "b")
+    run.until(FORGET_AFTER_S - 1.0)
+    assert launches(run.send(MachineGone(run.now, "spot-1"))) == ["spot-2"]
+    assert list(run.core.machines) == ["spot-0", "spot-1", "spot-2"]
+    up(run, "spot-2", "c")
+    run.until(FORGET_AFTER_S)
+    assert launches(run.send(MachineGone(run.now, "spot-2"))) == ["spot-3"]
+    assert list(run.core.machines) == ["spot-1", "spot-2", "spot-3"]
+    assert run.send(MachineGone(run.now, "spot-0")) == []
+    assert ends(run.launched("spot-0")) == ["spot-0"], "a forgotten one that exists after all"
+    run.send(MachineGone(run.now, "spot-0"))
+    assert launches(run.commands) == ["spot-0", "spot-1", "spot-2", "spot-3"]
+
+
+def test_a_gone_machine_with_a_living_instance_is_not_forgotten(new_run) -> None:
+    run = new_run(max_spot_instances=2)
+    up(run, "spot-0", "a")
+    up(run, "spot-1", "b")
+    run.send(MachineGone(0.0, "spot-0"))
+    run.join("a", machine="spot-0")
+    run.until(FORGET_AFTER_S)
+    run.send(MachineGone(run.now, "spot-1"))
+    assert "spot-0" in run.core.machines
+
+
+@pytest.mark.parametrize("name", ["spot-7", "spot--1", "spot-01", "spot-", "by-hand", "spot-²"])
+def test_a_launch_that_this_run_never_asked_for_means_nothing(new_run, name: str) -> None:
+    run = new_run(max_spot_instances=2)
+    assert run.launched(name) == []
+    assert run.core.counters.stale_words == 1
 
 
 def test_a_machine_that_nobody_dials_in_from_is_ended_and_replaced(new_run) -> None:
@@ -68,8 +113,7 @@ def test_a_machine_that_nobody_dials_in_from_is_ended_and_replaced(new_run) -> N
 def test_a_termination_is_asked_for_until_the_provider_says_gone(new_run) -> None:
     run = new_run(max_spot_instances=1)
     up(run, "spot-0", "a")
-    run.send(Disconnected(0.0, "a", 1))
-    assert ends(run.until(4.0)) == ["spot-0"]
+    assert ends(run.send(InstanceLeft(0.0, "a", 1, LossCause.STOPPED))) == ["spot-0"]
     assert ends(run.until(16.0)) == ["spot-0", "spot-0", "spot-0"]
     run.send(MachineGone(16.0, "spot-0"))
     assert ends(run.until(60.0)) == []
@@ -80,6 +124,54 @@ def test_a_machine_that_lost_one_of_two_instances_stays(new_run) -> None:
     up(run, "spot-0", "a", "b")
     assert run.send(InstanceLeft(0.0, "a", 1, LossCause.STOPPED)) == []
     assert ends(run.send(InstanceLeft(0.0, "b", 2, LossCause.STOPPED))) == ["spot-0"]
+
+
+@pytest.mark.parametrize("cause", [LossCause.RESET, LossCause.SILENT])
+def test_a_machine_whose_last_instance_may_come_back_is_ended_only_if_it_does_not(new_run, cause) -> None:
+    run = new_run(max_spot_instances=1)
+    up(run, "spot-0", "a")
+    if cause is LossCause.RESET:
+        run.send(Disconnected(0.0, "a", 1))
+    lost_at = run.core.next_deadline()
+    run.until(lost_at, beating=())
+    assert run.core.counters.losses == {cause: 1}
+    assert run.until(lost_at + REJOIN_S - 0.5) == [], "neither ended nor replaced"
+    assert run.until(lost_at + REJOIN_S) == [
+        TerminateMachine("spot-0", "its last instance is lost and did not come back in 10 s"),
+        LaunchMachine("spot-1"),
+    ]
+
+
+def test_an_instance_dropped_by_mistake_registers_again_and_keeps_its_machine(new_run) -> None:
+    run = new_run(max_spot_instances=1)
+    run.publish()
+    up(run, "spot-0", "a")
+    run.until(7.0, beating=())
+    assert "a" not in run.core.instances
+    run.join("a", machine="spot-0")
+    run.ready("a")
+    assert ends(run.until(60.0)) == []
+    assert run.assigned(run.step()) == {0: "a"}
+
+
+def test_the_wait_for_an_instance_begins_anew_with_a_new_coordinator(new_run) -> None:
+    run = new_run(max_spot_instances=1)
+    up(run, "spot-0", "a")
+    run.until(7.0, beating=())
+    run.now = 60.0
+    assert run.send(CoordinatorRestarted(60.0)) == []
+    assert run.until(69.5) == []
+    assert ends(run.until(70.0)) == ["spot-0"]
+
+
+def test_an_instance_that_hangs_or_leaves_is_not_waited_for(new_run) -> None:
+    run = new_run(max_spot_instances=2, hang_after_s=12.0)
+    run.publish()
+    up(run, "spot-0", "a")
+    up(run, "spot-1", "b")
+    run.step()
+    assert ends(run.until(12.5, stuck=("a",))) == ["spot-0"]
+    assert ends(run.send(InstanceLeft(run.now, "b", 2, LossCause.STOPPED))) == ["spot-1"]
 
 
 def test_a_registration_anew_keeps_the_machine(new_run) -> None:

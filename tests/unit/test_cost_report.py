@@ -132,3 +132,13 @@ def test_an_unknown_counterfactual_says_why(ledger: Ledger) -> None:
 def test_local_prices_are_said_to_be_the_job_files_own(ledger: Ledger) -> None:
     run_machine(ledger, "spot", "spot", 1, 0, 10)
     assert any("job file's own" in note for note in cost_report(ledger, T0, "r")["notes"])
+
+
+def test_a_report_reads_the_machines_once_however_many_steps_there_are(ledger: Ledger) -> None:
+    run_machine(ledger, "head", "reserved", HOUR_OF_DOLLAR_SECONDS, 0, None)
+    for step in range(20):
+        add_step(ledger, step, step, step + 1, 10)
+    queries: list[str] = []
+    ledger._db.set_trace_callback(queries.append)
+    cost_report(ledger, T0 + 30, "r")
+    assert sum("FROM machines" in query for query in queries) <= 2  # the rate is asked for apart

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import sqlite3
 import subprocess
 import sys
 from fractions import Fraction
@@ -232,3 +233,124 @@ def test_waste_is_machine_time_at_the_machines_price(ledger: Ledger) -> None:
         WasteKind.LOST: 500_000,
         WasteKind.REDONE: 0,
     }
+
+
+def test_a_failed_launch_that_turns_up_is_billed_until_it_ends(ledger: Ledger) -> None:
+    intend(ledger, "a")
+    ledger.failed("a", T0 + 1, "no answer")
+    ledger.launched("a", T0 + 0.5)
+    assert ledger.total_micro_usd(T0 + 9.5) == 9_000_000
+    ledger.ended("a", T0 + 10.5)
+    assert ledger.total_micro_usd(T0 + 99) == 10_000_000
+
+
+def test_bills_of_closed_machines_hold_whoever_writes_and_whenever_is_asked(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    reader, writer = Ledger(path), Ledger(path)
+    intend(writer, "a")
+    writer.launched("a", T0)
+    writer.ended("a", T0 + 5)
+    assert reader.total_micro_usd(T0 + 9) == 5_000_000
+    assert reader.total_micro_usd(T0 + 2) == 2_000_000  # before it was closed
+    for books in (writer, reader):  # another life: by another connection, then by our own
+        start = T0 + (10 if books is writer else 20)
+        books.launched("a", start)
+        books.ended("a", start + 1)
+        assert reader.total_micro_usd(T0 + 99) == writer.total_micro_usd(T0 + 99)
+    assert reader.total_micro_usd(T0 + 99) == 7_000_000
+    intend(reader, "b", at=T0 - 1)
+    assert [bill.machine for bill in reader.machines(T0 + 99)] == ["b", "a"]
+    reader.close()
+    writer.close()
+
+
+def test_closed_machines_are_read_once(ledger: Ledger) -> None:
+    for number in range(50):
+        intend(ledger, f"m{number}")
+        ledger.launched(f"m{number}", T0)
+        ledger.ended(f"m{number}", T0 + 1)
+    first = ledger.machines(T0 + 9)
+    ledger.note(T0, "k", "a note")
+    ledger.write_notes()
+    ledger.add_waste(WasteKind.BOOT, "m0", 1.0)
+    assert all(a is b for a, b in zip(first, ledger.machines(T0 + 10), strict=True))
+
+
+def test_spending_is_what_the_ledger_says_at_every_moment(ledger: Ledger) -> None:
+    rng = random.Random(5)
+    for number in range(12):
+        intend(ledger, f"m{number}", price=rng.randrange(10**8))
+        ledger.launched(f"m{number}", T0 + rng.random() * 50)
+        if number % 3:
+            ledger.ended(f"m{number}", T0 + 50 + rng.random() * 50)
+        if number % 4 == 1:
+            ledger.launched(f"m{number}", T0 + 120)
+    ledger.add_usage(UsageKind.EGRESS, 17, "1 GB", T0 + 60)
+    spending = ledger.spending()
+    for now in (T0 + t for t in range(-5, 150, 5)):
+        assert spending.total_micro_usd(now) == ledger.total_micro_usd(now)
+        assert spending.machines(now) == ledger.machines(now)
+        assert spending.usage(now) == ledger.usage(now)
+
+
+def test_the_summary_of_steps_agrees_with_the_steps(ledger: Ledger) -> None:
+    assert ledger.step_summary(5) == (0, 0, [])
+    for step, reward in enumerate([0.5, None, 0.25]):
+        ledger.record_step(
+            step, started_at=T0, ended_at=T0 + 1, tokens=10 + step, reward_mean=reward, metrics={}
+        )
+    assert ledger.step_summary(2) == (3, 33, [None, 0.25])
+    assert ledger.step_summary(0).num_steps == 3
+
+
+def test_notes_wait_in_memory_and_are_written_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    books = Ledger(path)
+    reader = Ledger(path, read_only=True)
+    for number in range(3):
+        books.note(T0, "kind", f"note {number}")
+    assert reader.events() == []
+    assert [e.text for e in books.events(last=2)] == ["note 1", "note 2"]
+    books.write_notes()
+    books.note(T0, "kind", "note 3")
+    assert [e.text for e in reader.events()] == ["note 0", "note 1", "note 2"]
+    assert [e.text for e in books.events(last=2)] == ["note 2", "note 3"]
+    books.close()
+    assert [e.text for e in reader.events()] == [f"note {number}" for number in range(4)]
+    reader.close()
+
+
+def test_notes_that_cannot_be_written_wait_on(
+    ledger: Ledger, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ledger.note(T0, "kind", "kept")
+    other = sqlite3.connect(tmp_path / "ledger.sqlite")
+    other.execute("ALTER TABLE events RENAME TO away")
+    with caplog.at_level("INFO"):
+        ledger.write_notes()
+    assert "notes.write_failed" in caplog.messages
+    other.execute("ALTER TABLE away RENAME TO events")
+    other.close()
+    ledger.write_notes()
+    assert [e.text for e in ledger.events()] == ["kept"]
+
+
+def test_wastes_are_added_all_or_none(ledger: Ledger) -> None:
+    intend(ledger, "a")
+    with pytest.raises(NotFound):
+        ledger.add_wastes({(WasteKind.BOOT, "a"): 1.0, (WasteKind.IDLE, "unknown"): 1.0})
+    assert sum(ledger.wasted().values()) == 0
+    ledger.add_wastes({(WasteKind.BOOT, "a"): 1.0, (WasteKind.IDLE, "a"): 2.0})
+    assert sum(ledger.wasted().values()) == 3_000_000
+
+
+def test_only_words_on_which_money_hangs_wait_for_the_disk(ledger: Ledger) -> None:
+    def level() -> int:
+        return int(ledger._db.execute("PRAGMA synchronous").fetchone()[0])
+
+    intend(ledger, "a")
+    assert level() == 2  # FULL
+    ledger.add_waste(WasteKind.BOOT, "a", 1.0)
+    assert level() == 1  # NORMAL
+    ledger.launched("a", T0)
+    assert level() == 2

@@ -95,10 +95,13 @@ def test_void_forgets_everything_but_the_numbering():
     assert outbox.cut() == []
 
 
-def test_a_delta_longer_than_a_count_can_say_is_split():
+def test_a_delta_longer_than_a_count_can_say_goes_into_frames_of_its_own():
     outbox = Outbox()
     outbox.begin(1, 10, 0)
-    outbox.add([Output(1, [0] * 70_000, [0.0] * 70_000, 0)])
-    (frame,) = outbox.cut()
-    assert np.frombuffer(frame.counts, "<u2").tolist() == [65_535, 4_465]
-    assert np.frombuffer(frame.offsets, "<u4").tolist() == [10, 65_545]
+    outbox.begin(2, 0, 0)
+    outbox.add([Output(2, [1], [0.0], 0), Output(1, [0] * 70_000, [0.0] * 70_000, 0)])
+    outbox.add([Output(2, [2], [0.0], 0, "stop"), Output(1, [0] * 61_075, [0.0] * 61_075, 0)])
+    frames = outbox.cut()
+    assert [np.frombuffer(f.assignments, "<u4").tolist() for f in frames] == [[2, 1], [1, 2], [1]]
+    assert [np.frombuffer(f.counts, "<u2").tolist() for f in frames] == [[1, 65_535], [65_535, 1], [5]]
+    assert [np.frombuffer(f.offsets, "<u4").tolist() for f in frames] == [[0, 10], [65_545, 1], [131_080]]

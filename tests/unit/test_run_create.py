@@ -14,6 +14,7 @@ from rlboost_runtime.run_create import (
     find_run,
     is_open,
     prepare_run,
+    reopen,
     stored_job,
 )
 from rlboost_runtime.run_folder import RunFolder, home, write_json
@@ -196,3 +197,14 @@ def test_the_same_job_has_no_differences() -> None:
         'files[0]: "lib/helper.py" there, nothing here',
         "files: nothing there, [] here",
     ]
+
+
+def test_an_ended_run_that_is_opened_again_forgets_how_it_was_to_end(job_file: Path) -> None:
+    run = prepare_run(job_file, make_job()).run
+    write_json(run.ending, {"state": "done"})
+    reopen(run)
+    assert run.ending.exists()  # it is still being wound up
+    end(run)
+    reopen(run)
+    assert is_open(run)
+    assert not run.ending.exists()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from rlboost_runtime.supervision.attempts import EX_CONFIG, Attempts, Tuning
+import pytest
+
+from rlboost_runtime.supervision.attempts import EX_CONFIG, EX_TEMPFAIL, Attempts, Tuning
 
 
 def attempts(measures_progress: bool = False, **tuning) -> Attempts:
@@ -38,11 +40,11 @@ def test_crashes_in_a_row_are_hopeless_and_a_healthy_life_breaks_the_row():
 def test_work_rather_than_life_time_counts_where_it_can_be_seen():
     role = attempts(measures_progress=True)
     for step in range(1, 20):
-        role.ended(-9, 1.0, step)
-        assert not role.is_hopeless(-9)
+        role.ended(-11, 1.0, step)
+        assert not role.is_hopeless(-11)
     for _ in range(5):
-        role.ended(-9, 1000.0, 19)
-    assert role.is_hopeless(-9)
+        role.ended(-11, 1000.0, 19)
+    assert role.is_hopeless(-11)
 
 
 def test_leaving_of_its_own_accord_is_no_crash_but_is_not_hurried():
@@ -55,3 +57,21 @@ def test_a_configuration_error_is_hopeless_at_once():
     role = attempts()
     role.ended(EX_CONFIG, 0.1, 0)
     assert role.is_hopeless(EX_CONFIG)
+
+
+@pytest.mark.parametrize("status", [EX_TEMPFAIL, -9])
+def test_what_others_did_to_a_role_is_borne_for_ever_with_growing_pauses(status):
+    role = attempts()
+    pauses = [role.ended(status, 0.1, 0) for _ in range(50)]
+    assert not role.is_hopeless(status)
+    assert pauses[:3] == [0.2, 0.4, 0.8]
+    assert set(pauses[10:]) == {10.0}
+
+
+def test_a_full_disk_between_crashes_neither_counts_nor_excuses_them():
+    role = attempts()
+    for status in (1, EX_TEMPFAIL, 1, -9, 1, 1, 1, EX_TEMPFAIL):
+        role.ended(status, 0.1, 0)
+        assert not role.is_hopeless(status)
+    role.ended(1, 0.1, 0)
+    assert role.is_hopeless(1)

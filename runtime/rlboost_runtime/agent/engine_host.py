@@ -2,7 +2,8 @@
 
 Guarantees: requests reach the engine only under the version that it has proved (`served`), by loading
 verified files and by a probe whose logprobs match the manifest's; loading, sleeping and waking happen only
-while it holds no request; an engine that died is started again and proves its version anew before it serves.
+while it holds no request; an engine that died is started again and proves its version anew before it serves,
+but not while it is to sleep: one that is down holds no memory, and is started when it is to wake.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import random
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Protocol
 
-from rlboost_runtime.agent.puller import Pulled, PullFailed
+from rlboost_runtime.agent.puller import Pulled
 from rlboost_runtime.engines.base import Engine, EngineDied, LoadFailed, Output, Progress, Request
 from rlboost_runtime.errors import ProtocolError, RuntimeFault
 from rlboost_runtime.logs import event
@@ -75,6 +76,8 @@ class EngineHost:
         self._sleep_wanted = False
         self._is_asleep = False
         self._answer_sleep = False
+        self._may_restart = asyncio.Event()
+        self._may_restart.set()
         self._changed = asyncio.Event()
         self._wanted_changed = asyncio.Event()
         self._served: int | None = None
@@ -92,7 +95,7 @@ class EngineHost:
     def state(self) -> str:
         """A word for the heartbeat."""
         if self._engine is None:
-            return "starting"
+            return "asleep" if self._sleep_wanted else "starting"
         if self._served is not None:
             return "serving"
         return "asleep" if self._is_asleep else "loading"
@@ -108,9 +111,14 @@ class EngineHost:
         facts: list[Message] = []
         if self._served is not None and self._fact is not None:
             facts.append(self._fact)
-        if self._is_asleep and self._sleep_wanted:
+        if self._sleep_wanted and self._holds_no_memory and not self._answer_sleep:
             facts.append(EngineSlept())
         return facts
+
+    @property
+    def _holds_no_memory(self) -> bool:
+        """An engine takes memory with its first load, not at its start."""
+        return self._engine is None or self._is_asleep
 
     def progress(self) -> Progress:
         """Counters over all of this agent's engines."""
@@ -145,22 +153,29 @@ class EngineHost:
         self._wanted_changed.set()
         if not self._repeat_fact():
             self._must_prove = True
+        if not self._sleep_wanted:
+            self._may_restart.set()
         self._changed.set()
 
     def sleep(self) -> None:
         """Free the memory once idle."""
         self._sleep_wanted = self._answer_sleep = True
+        self._may_restart.clear()
         self._changed.set()
 
     def wake(self) -> None:
         """Take memory again, then apply and prove the version that is wanted."""
         self._sleep_wanted = False
+        self._may_restart.set()
         if not self._repeat_fact():
             self._must_prove = True
         self._changed.set()
 
     def distrust(self) -> None:
-        """A new registration: serve nothing until asked, and prove it again."""
+        """A new registration: serve nothing until asked, and prove it again.
+
+        An engine that is down because it was to sleep stays so until it may load.
+        """
         self._served, self._wanted, self._sleep_wanted = None, None, False
         self._must_prove = True
 
@@ -201,6 +216,7 @@ class EngineHost:
                 raise EngineKeepsDying(f"the engine died {deaths} times in a row: {problem}", "see its log")
             pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (deaths - 1))
             await self._clock.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
+            await self._may_restart.wait()
 
     async def _live(self, engine: Engine) -> str:
         """Start an engine and carry its outputs until it dies; return why."""
@@ -227,6 +243,7 @@ class EngineHost:
         self._engine = None
         self._held.clear()
         self._served = None
+        self._changed.set()  # down is as good as asleep
 
     def _say_died(self, problem: str) -> None:
         """The coordinator hears that nothing is served before it hears of the work that fell."""
@@ -241,7 +258,11 @@ class EngineHost:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            if self._engine is None or not self.is_idle:
+            if not self.is_idle:
+                continue
+            if self._engine is None:
+                if self._sleep_wanted:
+                    self._say_slept()
                 continue
             try:
                 await self._settle(self._engine)
@@ -257,10 +278,8 @@ class EngineHost:
         if pulled is None or pulled.version != self._wanted or not self._must_prove:
             return
         self._served = None
-        if self._is_asleep:
-            await engine.wake()
-            self._is_asleep = False
-            event(log, "engine.woken")
+        if self._is_asleep and not await self._wake(engine, pulled.version):
+            return
         began = self._clock.now()
         problem = await _apply(engine, pulled)
         if self._wanted != pulled.version or self._sleep_wanted or self._engine is not engine:
@@ -276,17 +295,42 @@ class EngineHost:
         event(log, "version.served", version=pulled.version, pull_s=pulled.seconds, apply_s=round(apply_s, 4))
         self._owner.say(self._fact)
 
+    async def _wake(self, engine: Engine, version: int) -> bool:
+        """Let the engine take memory; where it cannot, refuse the version and return False."""
+        try:
+            await engine.wake()
+        except EngineDied:
+            raise
+        except RuntimeFault as exc:
+            self._refuse(version, exc.problem)
+            return False
+        self._is_asleep = False
+        event(log, "engine.woken")
+        return True
+
     async def _go_to_sleep(self, engine: Engine) -> None:
         self._served = None
         if not self._is_asleep:
-            await engine.sleep()
+            try:
+                await engine.sleep()
+            except EngineDied:
+                raise
+            except RuntimeFault as exc:
+                event(log, "engine.sleepless", level=logging.WARNING, problem=exc.problem)
+                await engine.stop()  # memory is free once it has ended; `_bury` has the rest said
+                return
             self._is_asleep = True
             event(log, "engine.slept")
-        if self._answer_sleep and self._sleep_wanted:
+        if self._sleep_wanted:
+            self._say_slept()
+        else:
+            self._changed.set()
+
+    def _say_slept(self) -> None:
+        """Answer the order to sleep, once."""
+        if self._answer_sleep:
             self._answer_sleep = False
             self._owner.say(EngineSlept())
-        if not self._sleep_wanted:
-            self._changed.set()
 
     def _refuse(self, version: int, problem: str) -> None:
         """Say so, and forget the files: the next wish fetches or verifies them again."""
@@ -304,7 +348,7 @@ class EngineHost:
                 continue
             try:
                 pulled = await self._pull_unless_overtaken(version)
-            except PullFailed as exc:
+            except RuntimeFault as exc:
                 if self._wanted == version:
                     self._refuse(version, exc.problem)
                 continue

@@ -1,8 +1,8 @@
 """What an agent still owes the coordinator: tokens and endings not yet acknowledged.
 
 Pure. Guarantees: laid end to end, the frames of one process give for each assignment exactly the tokens that
-its engine gave, each once, offsets without a gap, the ending last; a frame carries one policy version, stays
-until it is acknowledged, and is resent in its order.
+its engine gave, each once, offsets without a gap, the ending last; a frame carries one policy version and
+each assignment once, stays until it is acknowledged, and is resent in its order.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from rlboost_runtime.wire import Ending, Frame
 
 MAX_TOKENS = 1_000_000
 """Tokens kept for a silent coordinator before the engine is held: 8 MB, minutes of a fast engine."""
+MAX_COUNT = 0xFFFF
+"""Tokens of one assignment in a frame: counts travel as u16. What is more goes into the next frame."""
 
 _REASONS: dict[str, FinishReason | ReleaseReason] = {
     "stop": FinishReason.STOP,
@@ -50,8 +52,9 @@ class _Section:
 class Outbox:
     """Collects outputs, cuts them into frames, keeps frames until they are acknowledged."""
 
-    def __init__(self, max_tokens: int = MAX_TOKENS) -> None:
+    def __init__(self, max_tokens: int = MAX_TOKENS, max_count: int = MAX_COUNT) -> None:
         self._max_tokens = max_tokens
+        self._max_count = max_count
         self._open: dict[int, _Open] = {}
         self._pending: deque[_Section] = deque()
         self._unacked: deque[tuple[Frame, int]] = deque()
@@ -145,44 +148,49 @@ class Outbox:
         self._num_tokens = 0
 
     def _append(self, entry: _Open, output: Output) -> None:
-        section = self._section(output.policy_version)
-        assignment = output.request_id
+        token_ids, logprobs = output.token_ids, output.logprobs
+        while token_ids:
+            section = self._section(output.policy_version)
+            taken = len(section.tokens.get(output.request_id, ()))
+            if taken >= self._max_count:
+                section = self._new_section(output.policy_version)
+                taken = 0
+            room = self._max_count - taken
+            self._extend(section, entry, output.request_id, token_ids[:room], logprobs[:room])
+            token_ids, logprobs = token_ids[room:], logprobs[room:]
+        entry.policy_version = output.policy_version
+
+    def _extend(
+        self, section: _Section, entry: _Open, assignment: int, token_ids: list[int], logprobs: list[float]
+    ) -> None:
         if assignment not in section.tokens:
             section.tokens[assignment] = array("i")
             section.logprobs[assignment] = array("f")
             section.offsets[assignment] = entry.offset
-        section.tokens[assignment].extend(output.token_ids)
-        section.logprobs[assignment].extend(output.logprobs)
-        entry.offset += len(output.token_ids)
-        entry.policy_version = output.policy_version
-        self._num_tokens += len(output.token_ids)
+        section.tokens[assignment].extend(token_ids)
+        section.logprobs[assignment].extend(logprobs)
+        entry.offset += len(token_ids)
+        self._num_tokens += len(token_ids)
 
     def _section(self, policy_version: int) -> _Section:
         """The last section if it is of this version, else a new one: order between versions is kept."""
         if not self._pending or self._pending[-1].policy_version != policy_version:
-            self._pending.append(_Section(policy_version))
+            return self._new_section(policy_version)
+        return self._pending[-1]
+
+    def _new_section(self, policy_version: int) -> _Section:
+        self._pending.append(_Section(policy_version))
         return self._pending[-1]
 
 
-MAX_COUNT = 0xFFFF
-"""Counts travel as u16: a longer delta takes several entries."""
-
-
 def _frame(seq: int, section: _Section) -> Frame:
-    assignments: list[int] = []
-    offsets: list[int] = []
-    counts: list[int] = []
-    for assignment, tokens in section.tokens.items():
-        for start in range(0, len(tokens), MAX_COUNT):
-            assignments.append(assignment)
-            offsets.append(section.offsets[assignment] + start)
-            counts.append(min(MAX_COUNT, len(tokens) - start))
+    num = len(section.tokens)
     return Frame(
         seq=seq,
         policy_version=section.policy_version,
-        assignments=struct.pack(f"<{len(assignments)}I", *assignments),
-        offsets=struct.pack(f"<{len(offsets)}I", *offsets),
-        counts=struct.pack(f"<{len(counts)}H", *counts),
+        assignments=struct.pack(f"<{num}I", *section.tokens),
+        offsets=struct.pack(f"<{num}I", *section.offsets.values()),
+        counts=struct.pack(f"<{num}H", *map(len, section.tokens.values())),
         token_ids=b"".join(_little_endian(tokens) for tokens in section.tokens.values()),
         logprobs=b"".join(_little_endian(logprobs) for logprobs in section.logprobs.values()),
         endings=tuple(section.endings),

@@ -1,22 +1,33 @@
-"""`python -m rlboost_runtime.coordinator RUN_FOLDER`: the coordinator of one run."""
+"""`python -m rlboost_runtime.coordinator RUN_FOLDER`: the coordinator of one run.
+
+Exit status 0: the run has ended. 78: a restart would not help; problem and remedy are in the log. 75: the
+disk refuses, which may pass. Anything else: start it again, it goes on from what is on disk.
+"""
 
 from __future__ import annotations
 
 import logging
+import sqlite3
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import uvloop
 
+from rlboost_runtime.coordinator import gc_tuning
 from rlboost_runtime.coordinator.service import Coordinator
-from rlboost_runtime.errors import RLBoostError
+from rlboost_runtime.errors import DISK_ERRNOS, RLBoostError, RuntimeFault
 from rlboost_runtime.job import read_resolved
 from rlboost_runtime.logs import explain, setup
 from rlboost_runtime.run_folder import RunFolder
 from rlboost_runtime.seams import SystemClock, SystemDisk
 
+log = logging.getLogger(__name__)
+
 EX_CONFIG = 78
 """A restart would not help."""
+EX_TEMPFAIL = 75
+"""The disk takes no more, or fails: to be tried again, for as long as it takes."""
 
 
 async def _serve(run: RunFolder) -> None:
@@ -24,17 +35,41 @@ async def _serve(run: RunFolder) -> None:
 
 
 def main() -> int:
-    """Serve until the run ends; return the process's exit status."""
+    """Serve until the run ends; return the process's exit status. Raises what nobody can explain."""
     setup("coordinator")
     run = RunFolder(Path(sys.argv[1]).absolute())
     if run.outcome.exists():
         return 0
+    gc_tuning.relax()
     try:
         uvloop.run(_serve(run))
-    except RLBoostError as error:
-        explain(logging.getLogger(__name__), error)
-        return EX_CONFIG if error.exit_code == 2 else 1
+    except (RLBoostError, OSError, sqlite3.OperationalError, ExceptionGroup) as error:
+        problems = list(_leaves(error))
+        disk = next((problem for problem in problems if _is_of_disk(problem)), None)
+        if disk is not None:
+            explain(log, RuntimeFault(f"the disk refuses: {disk}", f"free some space for {run.path}"))
+            return EX_TEMPFAIL
+        (first, *others) = problems
+        if others or not isinstance(first, RLBoostError):
+            raise
+        explain(log, first)
+        return EX_CONFIG if first.exit_code == 2 else 1
     return 0
+
+
+def _leaves(error: Exception) -> Iterator[Exception]:
+    """Yield the problems in `error`, out of however many groups."""
+    if isinstance(error, ExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error
+
+
+def _is_of_disk(problem: Exception) -> bool:
+    if isinstance(problem, OSError):
+        return problem.errno in DISK_ERRNOS
+    return isinstance(problem, sqlite3.OperationalError)
 
 
 if __name__ == "__main__":

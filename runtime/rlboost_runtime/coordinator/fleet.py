@@ -4,7 +4,9 @@ Guarantees:
 
 - the intent to launch is in the ledger before the provider is asked;
 - a machine leaves the ledger's open list only when the provider says that it is gone (or never was);
-- after a restart, machines that were asked for and not heard of are asked for again, under the same token;
+- a machine that the provider started is billed from then on, whether or not the launch was heard of;
+- a machine that the provider has and the core does not want is ended;
+- no launch brings what an hour costs above the cap;
 - provider calls run in threads, one at a time per machine, and never block the event loop.
 """
 
@@ -25,8 +27,10 @@ from rlboost_runtime.core.messages import (
     MachineLaunched,
     TerminateMachine,
 )
-from rlboost_runtime.errors import NoCapacity, NotFound, ProviderError
+from rlboost_runtime.core.money import format_usd
+from rlboost_runtime.errors import NoCapacity, NotFound, ProviderError, RLBoostError
 from rlboost_runtime.logs import event as log_event
+from rlboost_runtime.machine_bootstrap import RESERVED_MACHINE
 from rlboost_runtime.seams import Clock
 
 log = logging.getLogger(__name__)
@@ -35,6 +39,10 @@ DESCRIBE_EVERY_S = 1.0
 """How often the provider is asked what exists; bounds how late a vanished machine stops being billed."""
 CALL_TIMEOUT_S = 120.0
 """Longest wait for one provider call."""
+MIN_CALL_S = 0.1
+"""Time that a provider call gets even when the run's end is overdue."""
+END_AGAIN_S = 0.1
+"""Pause between two looks at what is left while the run ends."""
 RETRY_NO_CAPACITY_S = 2.0
 """Pause after a stock-out before the next launch."""
 RETRY_ERROR_S = 10.0
@@ -54,13 +62,21 @@ class Fleet:
     """Carries out the core's machine commands."""
 
     def __init__(
-        self, state: State, ledger: Ledger, provider: Provider, maker: MachineMaker, clock: Clock
+        self,
+        state: State,
+        ledger: Ledger,
+        provider: Provider,
+        maker: MachineMaker,
+        clock: Clock,
+        cap_micro_usd_per_hour: int | None = None,
     ) -> None:
         self._state = state
         self._ledger = ledger
         self._provider = provider
         self._maker = maker
         self._clock = clock
+        self._cap = cap_micro_usd_per_hour
+        self._is_closed = False
         self._commands: asyncio.Queue[LaunchMachine | TerminateMachine] = asyncio.Queue()
         self._busy: set[str] = set()
 
@@ -79,11 +95,9 @@ class Fleet:
                 self._busy.add(command.machine)
                 tasks.create_task(self._run(command))
 
-    def reconcile(self) -> None:
-        """Ask again for every machine whose launch was not heard of before a restart."""
-        for machine in self._state.core.machines.values():
-            if machine.is_requested:
-                self.carry_out(LaunchMachine(machine.machine))
+    def close(self) -> None:
+        """Launch nothing any more; launches under way go on."""
+        self._is_closed = True
 
     async def preempt(self, machine: str, notice_s: float | None) -> None:
         """Take a machine away on purpose. Raises `NotFound`, `ProviderError`."""
@@ -92,19 +106,39 @@ class Fleet:
         await asyncio.to_thread(self._provider.preempt, self._maker.run, machine, notice_s)
 
     async def end_all(self, timeout_s: float) -> list[str]:
-        """End every machine of the run; return those that the provider still lists at the deadline."""
+        """End every machine of the run; return those that may still exist at the deadline.
+
+        Launches nothing any more. While the provider does not answer nothing is known, and it is asked again.
+        """
+        self.close()
         deadline = self._clock.now() + timeout_s
         while True:
-            alive = [v.machine for v in await self._describe() if v.state is not MachineState.GONE]
-            self._settle_ledger(set(alive))
-            if not alive or self._clock.now() > deadline:
-                return alive
-            for machine in alive:
-                try:
+            left = await self._end_once(deadline)
+            if left is not None and not left:
+                self._end_unlisted()
+                return []
+            if self._clock.now() > deadline:
+                return sorted(self._open_machines() | self._busy if left is None else left)
+            await self._clock.sleep(END_AGAIN_S)
+
+    async def _end_once(self, deadline: float) -> set[str] | None:
+        """Look what there is and ask for its end; return what is there or may come, None: not known."""
+        busy = set(self._busy)
+        settleable = self._settleable()
+        try:
+            views = await self._describe(max(MIN_CALL_S, deadline - self._clock.now()))
+        except (RLBoostError, OSError) as error:
+            log_event(log, "provider.describe_failed", problem=repr(error))
+            return None
+        self._settle(views, settleable)
+        alive = {view.machine for view in views if view.state is not MachineState.GONE}
+        for machine in sorted(alive - self._busy):
+            try:
+                async with asyncio.timeout(max(MIN_CALL_S, deadline - self._clock.now())):
                     await asyncio.to_thread(self._provider.terminate, self._maker.run, machine)
-                except ProviderError as error:
-                    log_event(log, "machine.terminate_failed", machine=machine, problem=str(error))
-            await self._clock.sleep(0.1)
+            except (RLBoostError, OSError) as error:
+                log_event(log, "machine.terminate_failed", machine=machine, problem=repr(error))
+        return alive | busy | self._busy
 
     # --- one command --------------------------------------------------------------------------------------
 
@@ -125,15 +159,17 @@ class Fleet:
         state = self._state
         try:
             offer = await asyncio.to_thread(self._cheapest)
+            if self._is_closed:
+                return
             self._intend(machine, offer)
-        except ProviderError as error:
+        except (RLBoostError, OSError) as error:
             self._launch_failed(machine, error)
             return
         try:
             request = LaunchRequest(self._maker.run, machine, offer, self._maker.bootstrap(machine))
             view = await asyncio.to_thread(self._provider.launch, request)
-        except ProviderError as error:
-            self._ledger.failed(machine, self._clock.wall(), error.problem)
+        except (RLBoostError, OSError) as error:
+            self._ledger.failed(machine, self._clock.wall(), _problem(error))
             self._launch_failed(machine, error)
             return
         started_at = self._clock.wall() if view.started_at is None else view.started_at
@@ -142,10 +178,10 @@ class Fleet:
         log_event(log, "machine.launched", machine=machine, zone=offer.zone)
         state.apply(MachineLaunched(state.now(), machine))
 
-    def _launch_failed(self, machine: str, error: ProviderError) -> None:
-        log_event(log, "machine.launch_failed", machine=machine, problem=error.problem)
-        at = self._state.now()
-        self._state.apply(LaunchFailed(at, machine, error.problem, _retry_after(error)))
+    def _launch_failed(self, machine: str, error: RLBoostError | OSError) -> None:
+        problem = _problem(error)
+        log_event(log, "machine.launch_failed", machine=machine, problem=problem)
+        self._state.apply(LaunchFailed(self._state.now(), machine, problem, _retry_after(error)))
 
     def _cheapest(self) -> Offer:
         offers = self._provider.offers()
@@ -156,6 +192,17 @@ class Fleet:
         return offers[0]
 
     def _intend(self, machine: str, offer: Offer) -> None:
+        """Note the intent, if the cap allows it. Never waits: no other launch comes between the two."""
+        if self._cap is not None and machine not in self._ledger.open_machines():
+            rate = self._ledger.rate_micro_usd_per_hour()
+            if rate + offer.price_micro_usd_per_hour > self._cap:
+                refusal = NoCapacity(
+                    f"{offer.zone} at {format_usd(offer.price_micro_usd_per_hour)} an hour beside the"
+                    f" {format_usd(rate)} that run now is above max_usd_per_hour, {format_usd(self._cap)}",
+                    "wait for a cheaper one, or raise budget.max_usd_per_hour",
+                )
+                refusal.retry_after_s = RETRY_ERROR_S
+                raise refusal
         self._ledger.intend(
             machine,
             pool="spot",
@@ -173,33 +220,46 @@ class Fleet:
             await asyncio.to_thread(self._provider.terminate, self._maker.run, machine)
         except NotFound:
             pass
-        except ProviderError as error:
-            log_event(log, "machine.terminate_failed", machine=machine, problem=str(error))
+        except (RLBoostError, OSError) as error:
+            log_event(log, "machine.terminate_failed", machine=machine, problem=repr(error))
 
     # --- watching -----------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        while True:
+        while not self._is_closed:  # `end_all` looks by itself
+            settleable = self._settleable()
             try:
-                views = await self._describe()
-            except (ProviderError, TimeoutError) as error:
+                views = await self._describe(CALL_TIMEOUT_S)
+            except (RLBoostError, OSError) as error:
                 log_event(log, "provider.describe_failed", problem=repr(error))
             else:
-                self._settle(views)
+                self._settle(views, settleable)
             await self._clock.sleep(DESCRIBE_EVERY_S)
 
-    async def _describe(self) -> list[MachineView]:
-        async with asyncio.timeout(CALL_TIMEOUT_S):
+    async def _describe(self, timeout_s: float) -> list[MachineView]:
+        async with asyncio.timeout(min(CALL_TIMEOUT_S, timeout_s)):
             return await asyncio.to_thread(self._provider.describe, self._maker.run)
 
-    def _settle(self, views: list[MachineView]) -> None:
-        """Close the books of what is gone, and of what was launched and is no longer listed at all."""
-        is_open = set(self._ledger.open_machines())
-        listed = {view.machine for view in views}
+    def _settleable(self) -> set[str]:
+        """Return the machines that a list made from now on must hold, unless they are gone."""
+        return {
+            m.machine
+            for m in self._state.core.machines.values()
+            if m.is_launched and m.machine not in self._busy
+        }
+
+    def _settle(self, views: list[MachineView], settleable: set[str]) -> None:
+        """Bring core and books in line with what the provider lists.
+
+        `settleable`: of before it was asked; what was launched later may be missing from the list.
+        """
+        unbilled = self._ledger.unbilled_machines()
+        for view in views:
+            if view.machine not in self._busy:
+                self._settle_start(view, unbilled)
         gone = {view.machine: view.ended_at for view in views if view.state is MachineState.GONE}
-        for machine in self._state.core.machines.values():
-            if machine.is_launched and machine.machine not in listed:
-                gone[machine.machine] = None
+        gone |= dict.fromkeys(settleable - {view.machine for view in views})
+        is_open = self._open_machines()
         for name, ended_at in gone.items():
             if name in self._busy:
                 continue
@@ -210,13 +270,36 @@ class Fleet:
                 log_event(log, "machine.gone", machine=name)
                 self._state.apply(MachineGone(self._state.now(), name))
 
-    def _settle_ledger(self, alive: set[str]) -> None:
-        for machine in self._ledger.open_machines():
-            if machine in self._state.core.machines and machine not in alive:
-                self._ledger.ended(machine, self._clock.wall())
+    def _settle_start(self, view: MachineView, unbilled: set[str]) -> None:
+        """Make good a launch that was not heard of; end a machine that nobody wants."""
+        is_there = view.state is not MachineState.GONE
+        if view.machine in unbilled and view.started_at is not None:
+            self._ledger.launched(view.machine, view.started_at)
+        known = self._state.core.machines.get(view.machine)
+        if known is None:
+            if is_there:
+                self.carry_out(TerminateMachine(view.machine, "the run knows no such machine"))
+        elif (known.is_requested and (is_there or view.started_at is not None)) or (
+            is_there and not known.is_alive
+        ):
+            log_event(log, "machine.found", machine=view.machine, state=str(known.state))
+            self._state.apply(MachineLaunched(self._state.now(), view.machine))  # unwanted: the core ends it
+
+    def _open_machines(self) -> set[str]:
+        """Return the spot machines that the ledger has open."""
+        return set(self._ledger.open_machines()) - {RESERVED_MACHINE}
+
+    def _end_unlisted(self) -> None:
+        """Close the books of what the provider no longer lists, or never did."""
+        for machine in self._open_machines():
+            self._ledger.ended(machine, self._clock.wall())
 
 
-def _retry_after(error: ProviderError) -> float:
+def _problem(error: RLBoostError | OSError) -> str:
+    return error.problem if isinstance(error, RLBoostError) else repr(error)
+
+
+def _retry_after(error: RLBoostError | OSError) -> float:
     if isinstance(error, NoCapacity):
         return RETRY_NO_CAPACITY_S if error.retry_after_s is None else error.retry_after_s
     return RETRY_ERROR_S

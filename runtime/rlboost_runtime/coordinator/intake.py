@@ -25,6 +25,9 @@ from rlboost_runtime.wire import Frame
 GATHER_S = 0.02
 """How long frames gather after the first one: less than half of the agents' flush interval."""
 
+MAX_MERGED = 64
+"""Most frames accepted as one: a few milliseconds of the event loop's time."""
+
 
 class Sender(Protocol):
     """One agent's connection."""
@@ -59,18 +62,25 @@ class Intake:
         """Take one frame, soon."""
         self._arrived.append((sender, frame))
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(GATHER_S, self.settle)
+            self._timer = asyncio.get_running_loop().call_later(GATHER_S, self._accept_some)
 
     def settle(self) -> None:
         """Accept everything that has arrived, now."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        left = self._arrived
-        self._arrived = []
-        while left:
-            batch, left = _one_per_sender(left)
-            self._accept_merged(batch)
+        while self._arrived:
+            self._accept_batch()
+
+    def _accept_some(self) -> None:
+        """Accept one batch, and the next one in another turn of the loop: nobody else waits for long."""
+        self._accept_batch()
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(0, self._accept_some) if self._arrived else None
+
+    def _accept_batch(self) -> None:
+        batch, self._arrived = _one_per_sender(self._arrived)
+        self._accept_merged(batch)
 
     def _accept_merged(self, batch: list[Arrived]) -> None:
         merged = merge_frames([frame for _, frame in batch]) if len(batch) > 1 else None
@@ -131,7 +141,7 @@ def _one_per_sender(arrived: list[Arrived]) -> tuple[list[Arrived], list[Arrived
     rest: list[Arrived] = []
     seen: set[int] = set()
     for sender, frame in arrived:
-        if id(sender) in seen or frame.policy_version != version:
+        if id(sender) in seen or frame.policy_version != version or len(batch) == MAX_MERGED:
             rest.append((sender, frame))
         else:
             batch.append((sender, frame))

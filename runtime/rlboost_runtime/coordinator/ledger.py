@@ -5,8 +5,9 @@ writes the last ends of machines once it has seen that no coordinator is left.
 
 Guarantees:
 
-- a call that changes the books has committed to stable storage when it returns: an intent is on disk before
-  its launch is asked for;
+- a call that says something of a machine's life, a step or money has committed to stable storage when it
+  returns: an intent is on disk before its launch is asked for. Waste survives a killed process, not a power
+  cut; notes wait in memory for `write_notes`, so that nobody waits for the disk to tell a story;
 - money and time are integers (micro-dollars, nanoseconds since the Unix epoch), summed exactly. A machine is
   billed over the half-open intervals from each launch to its end, or to the moment asked for;
 - saying the same thing about a machine twice changes nothing: the first word holds;
@@ -18,19 +19,26 @@ Times are given in seconds since the Unix epoch and kept to the microsecond. Saf
 from __future__ import annotations
 
 import json
+import logging
 import sqlite3
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlboost_runtime.core.money import cost_micro_usd
 from rlboost_runtime.errors import NotFound, RuntimeFault
+from rlboost_runtime.logs import event as log_event
+
+log = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
+MAX_WAITING_NOTES = 10_000
+"""Notes kept in memory while they cannot be written; then the oldest are dropped."""
 
 Row = tuple[Any, ...]  # what SQLite hands out; the tables are STRICT, so columns have their declared types
 
@@ -63,8 +71,10 @@ CREATE TABLE IF NOT EXISTS waste (
 _MACHINES = """
 SELECT machine, pool, provider, zone, accelerator, price_micro_usd_per_hour, price_source, intended_at,
     launched_at, ended_at, state, detail
-FROM machines ORDER BY intended_at, machine
+FROM machines WHERE {which} ORDER BY intended_at, machine
 """
+_END_OF_TIME = 2**63 - 1  # nanoseconds; an SQLite integer's largest
+_ALL, _OPEN, _CLOSED = "1", "state IN ('intended', 'running')", "state IN ('failed', 'gone')"
 
 
 class MachineBookState(StrEnum):
@@ -93,7 +103,7 @@ class WasteKind(StrEnum):
     BOOT = "boot"
     """From the launch until the machine's first agent could serve."""
     IDLE = "idle"
-    """Able to serve, without work."""
+    """Billed after an agent of it could serve, without work; also while it is being ended."""
     LOST = "lost"
     """Time that tokens took which a preemption swallowed."""
     REDONE = "redone"
@@ -145,6 +155,106 @@ class BookEvent:
     data: dict[str, object]
 
 
+class StepSummary(NamedTuple):
+    """All trained steps in three figures."""
+
+    num_steps: int
+    tokens: int
+    """Trained on, in all steps."""
+    reward_means: list[float | None]
+    """Of the last steps, oldest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spending:
+    """What was bought as of one read of the books: any number of moments may be asked for."""
+
+    _accounts: tuple[_Account, ...]
+    _usage: tuple[tuple[int, UsageKind, int], ...]
+    """(at in nanoseconds, kind, micro-dollars)."""
+
+    def machines(self, now: float) -> list[MachineBill]:
+        """Return all machines, oldest intent first, billed up to `now`."""
+        return [account.bill(_ns(now)) for account in self._accounts]
+
+    def usage(self, now: float) -> dict[UsageKind, int]:
+        """Return micro-dollars per kind up to `now`; every kind is present."""
+        totals = dict.fromkeys(UsageKind, 0)
+        for at, kind, amount in self._usage:
+            totals[kind] += amount if at <= _ns(now) else 0
+        return totals
+
+    def total_micro_usd(self, now: float) -> int:
+        """Return everything spent up to `now`. Never falls as `now` grows."""
+        until = _ns(now)
+        machines = sum(account.cost_micro_usd(until) for account in self._accounts)
+        return machines + sum(amount for at, _, amount in self._usage if at <= until)
+
+
+class _Account:
+    """One machine's row and the intervals over which it is billed; an end of None is still to come."""
+
+    __slots__ = ("_begins", "_ends", "_full_cost", "_intervals", "_price", "_row")
+
+    def __init__(self, row: Row, earlier: Sequence[tuple[int, int]]) -> None:
+        price, launched, ended = row[5], row[8], row[9]
+        self._row = row
+        self._price: int = price
+        self._intervals: list[tuple[int, int | None]] = [*earlier]
+        if launched is not None:
+            self._intervals.append((launched, ended))
+        last = self._intervals[-1][1] if self._intervals else 0
+        self._begins: int | None = min((start for start, _ in self._intervals), default=None)
+        self._ends = last
+        self._full_cost = 0 if last is None else cost_micro_usd(price, self._billed_ns(last))
+
+    def _billed_ns(self, until: int) -> int:
+        return sum(
+            max(0, (until if end is None else min(end, until)) - start) for start, end in self._intervals
+        )
+
+    def cost_micro_usd(self, until: int) -> int:
+        """Return what it cost up to `until` (nanoseconds)."""
+        if self._begins is None or until <= self._begins:
+            return 0
+        if self._ends is not None and until >= self._ends:
+            return self._full_cost
+        return cost_micro_usd(self._price, self._billed_ns(until))
+
+    def bill(self, until: int) -> MachineBill:
+        """Return its bill up to `until` (nanoseconds)."""
+        machine, pool, provider, zone, accelerator, price, source, intended = self._row[:8]
+        ended, state, detail = self._row[9:]
+        return MachineBill(
+            machine=str(machine),
+            pool=str(pool),
+            provider=str(provider),
+            zone=str(zone),
+            accelerator=str(accelerator),
+            price_micro_usd_per_hour=price,
+            price_source=str(source),
+            intended_ns=intended,
+            launched_ns=self._intervals[0][0] if self._intervals else None,
+            ended_ns=ended,
+            state=MachineBookState(str(state)),
+            detail=str(detail),
+            billed_ns=self._billed_ns(until),
+            cost_micro_usd=self.cost_micro_usd(until),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _ClosedBills:
+    """Bills of the machines that failed or are gone: the same until somebody writes about one."""
+
+    version: int
+    """Of the data, as other connections change it."""
+    bills: list[MachineBill]
+    cost_micro_usd: int
+    until: int
+    """The last end among them; they hold from then on."""
+
+
 class Ledger:
     """The books in `path`; created where they do not exist.
 
@@ -154,6 +264,8 @@ class Ledger:
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
         self._lock = threading.Lock()
+        self._notes: deque[tuple[int, str, str, str]] = deque(maxlen=MAX_WAITING_NOTES)
+        self._closed: _ClosedBills | None = None
         if read_only and not path.exists():
             raise NotFound(
                 f"no ledger at {path}", "nothing has been spent before the coordinator first starts"
@@ -177,7 +289,8 @@ class Ledger:
             path.chmod(0o600)
 
     def close(self) -> None:
-        """Close the file."""
+        """Write what waits and close the file."""
+        self.write_notes()
         with self._lock:
             self._db.close()
 
@@ -227,9 +340,14 @@ class Ledger:
             _must_know(db, machine)
             _begin_another_life(db, machine, _ns(at))
             db.execute(
-                "UPDATE machines SET launched_at = min(?, coalesce(ended_at, ?)), state ="
-                " CASE state WHEN ? THEN state ELSE ? END WHERE machine = ? AND launched_at IS NULL",
-                (_ns(at), _ns(at), MachineBookState.GONE, MachineBookState.RUNNING, machine),
+                "UPDATE machines SET launched_at = min(?, coalesce(ended_at, ?))"
+                " WHERE machine = ? AND launched_at IS NULL AND state = ?",
+                (_ns(at), _ns(at), machine, MachineBookState.GONE),
+            )
+            db.execute(
+                "UPDATE machines SET launched_at = ?, ended_at = NULL, state = ?"
+                " WHERE machine = ? AND launched_at IS NULL",
+                (_ns(at), MachineBookState.RUNNING, machine),
             )
 
     def failed(self, machine: str, at: float, problem: str) -> None:
@@ -267,25 +385,43 @@ class Ledger:
         )
         return [str(row[0]) for row in rows]
 
+    def running_machines(self) -> set[str]:
+        """Return the machines for which money runs."""
+        rows = self._rows("SELECT machine FROM machines WHERE state = ?", (MachineBookState.RUNNING,))
+        return {str(row[0]) for row in rows}
+
+    def unbilled_machines(self) -> set[str]:
+        """Return the machines of which no launch is noted: not yet, failed, or not heard of."""
+        return {str(row[0]) for row in self._rows("SELECT machine FROM machines WHERE launched_at IS NULL")}
+
+    def last_end(self) -> float | None:
+        """Return when the last machine ended that did, or None."""
+        (row,) = self._rows("SELECT max(ended_at) FROM machines")
+        return None if row[0] is None else int(row[0]) / 1e9
+
     def machines(self, now: float) -> list[MachineBill]:
         """Return all machines, oldest intent first, billed up to `now`."""
-        with self._lock:
-            self._db.execute("BEGIN")  # both tables as of one moment
-            rows = self._db.execute(_MACHINES).fetchall()
-            lives = self._db.execute(
-                "SELECT machine, launched_at, ended_at FROM lives ORDER BY rowid"
-            ).fetchall()
-            self._db.execute("COMMIT")
-        earlier: dict[str, list[tuple[int, int]]] = {}
-        for machine, start, end in lives:
-            earlier.setdefault(machine, []).append((start, end))
-        return [_bill(row, earlier.get(row[0], []), _ns(now)) for row in rows]
+        until = _ns(now)
+        closed, accounts = self._bought(until)
+        bills = [*closed.bills, *(account.bill(until) for account in accounts)]
+        return sorted(bills, key=lambda bill: (bill.intended_ns, bill.machine))
+
+    def spending(self) -> Spending:
+        """Return all that was bought until now, for many questions at once."""
+        with self._snapshot():
+            accounts = self._accounts(_ALL)
+            rows = self._db.execute("SELECT at, kind, micro_usd FROM usage").fetchall()
+        usage = tuple((int(at), UsageKind(kind), int(amount)) for at, kind, amount in rows)
+        return Spending(tuple(accounts), usage)
 
     # --- money --------------------------------------------------------------------------------------------
 
     def total_micro_usd(self, now: float) -> int:
         """Return everything spent up to `now`: machine time and other usage. Never falls as `now` grows."""
-        return sum(bill.cost_micro_usd for bill in self.machines(now)) + sum(self.usage(now).values())
+        until = _ns(now)
+        closed, accounts = self._bought(until)
+        machines = closed.cost_micro_usd + sum(account.cost_micro_usd(until) for account in accounts)
+        return machines + sum(self.usage(now).values())
 
     def rate_micro_usd_per_hour(self) -> int:
         """Return what an hour costs with the machines that are running or asked for now."""
@@ -311,20 +447,26 @@ class Ledger:
         return dict.fromkeys(UsageKind, 0) | {UsageKind(kind): int(total) for kind, total in rows}
 
     def add_waste(self, kind: WasteKind, machine: str, seconds: float) -> None:
-        """Add `seconds` of `machine`'s billed time that came to nothing.
+        """Add `seconds` of `machine`'s billed time that came to nothing, as `add_wastes`."""
+        self.add_wastes({(kind, machine): seconds})
+
+    def add_wastes(self, seconds: Mapping[tuple[WasteKind, str], float]) -> None:
+        """Add seconds of billed time that came to nothing, by kind and machine: all of them or, on an error,
+        none.
 
         Lost or repeated tokens are given as the machine-seconds that they took. Raises `NotFound` for an
         unknown machine.
         """
-        if seconds < 0:
-            raise ValueError(f"wasted time of {machine} is negative: {seconds}")
-        with self._transaction() as db:
-            _must_know(db, machine)
-            db.execute(
-                "INSERT INTO waste (machine, kind, wasted_ns) VALUES (?, ?, ?) ON CONFLICT (machine, kind)"
-                " DO UPDATE SET wasted_ns = wasted_ns + excluded.wasted_ns",
-                (machine, WasteKind(kind), _ns(seconds)),
-            )
+        with self._transaction(durable=False) as db:
+            for (kind, machine), wasted_s in seconds.items():
+                if wasted_s < 0:
+                    raise ValueError(f"wasted time of {machine} is negative: {wasted_s}")
+                _must_know(db, machine)
+                db.execute(
+                    "INSERT INTO waste (machine, kind, wasted_ns) VALUES (?, ?, ?)"
+                    " ON CONFLICT (machine, kind) DO UPDATE SET wasted_ns = wasted_ns + excluded.wasted_ns",
+                    (machine, WasteKind(kind), _ns(wasted_s)),
+                )
 
     def wasted(self) -> dict[WasteKind, int]:
         """Return micro-dollars per kind of waste; every kind is present. Part of the total, not beside it."""
@@ -367,23 +509,52 @@ class Ledger:
             for step, start, end, tokens, reward, metrics in rows
         ]
 
+    def step_summary(self, last: int) -> StepSummary:
+        """Return how many steps were trained, on how many tokens, and the rewards of the `last` ones.
+
+        Costs little however many there are, unlike `steps`.
+        """
+        (totals,) = self._rows("SELECT count(*), coalesce(sum(tokens), 0) FROM steps")
+        rewards = self._rows("SELECT reward_mean FROM steps ORDER BY step DESC LIMIT ?", (last,))
+        return StepSummary(int(totals[0]), int(totals[1]), [row[0] for row in reversed(rewards)])
+
     def note(self, at: float, kind: str, text: str, **data: object) -> None:
-        """Note something that happened. `data` must be JSON values and hold no secret."""
-        with self._transaction() as db:
-            db.execute(
-                "INSERT INTO events (at, kind, text, data) VALUES (?, ?, ?, ?)",
-                (_ns(at), kind, text, json.dumps(data)),
-            )
+        """Note something that happened; touches no disk: `write_notes` does, now and then.
+
+        `data` must be JSON values and hold no secret.
+        """
+        with self._lock:
+            self._notes.append((_ns(at), kind, text, json.dumps(data)))
+
+    def write_notes(self) -> None:
+        """Write the notes that wait, all at once. Where that fails it is logged and they wait on."""
+        with self._lock:
+            waiting = list(self._notes)
+        if not waiting:
+            return
+        try:
+            with self._transaction(durable=False) as db:
+                db.executemany("INSERT INTO events (at, kind, text, data) VALUES (?, ?, ?, ?)", waiting)
+        except sqlite3.Error as problem:
+            log_event(log, "notes.write_failed", problem=str(problem), waiting=len(waiting))
+            return
+        with self._lock:
+            for note in waiting:
+                if self._notes and self._notes[0] is note:  # not dropped meanwhile
+                    self._notes.popleft()
 
     def events(self, last: int | None = None) -> list[BookEvent]:
-        """Return what happened, oldest first; only the `last` ones where given."""
-        rows = self._rows(
-            "SELECT at, kind, text, data FROM events ORDER BY id DESC LIMIT ?",
-            (-1 if last is None else last,),
-        )
+        """Return what happened, oldest first, also what waits to be written; only the `last` ones where
+        given."""
+        with self._lock:
+            rows: list[Row] = self._db.execute(
+                "SELECT at, kind, text, data FROM events ORDER BY id DESC LIMIT ?",
+                (-1 if last is None else last,),
+            ).fetchall()
+            rows = [*reversed(rows), *self._notes]
         return [
             BookEvent(int(at) / 1e9, str(kind), str(text), json.loads(data))
-            for at, kind, text, data in reversed(rows)
+            for at, kind, text, data in (rows if last is None else rows[max(0, len(rows) - last) :])
         ]
 
     # --- SQLite -------------------------------------------------------------------------------------------
@@ -404,19 +575,59 @@ class Ledger:
             )
 
     @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
+    def _transaction(self, *, durable: bool = True) -> Iterator[sqlite3.Connection]:
+        """Change something; `durable`: committed to stable storage, and not only beyond this process."""
         with self._lock:
+            if durable:
+                self._closed = None
+            self._db.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield self._db
+                self._db.execute("COMMIT")
             except BaseException:
-                self._db.execute("ROLLBACK")
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
                 raise
-            self._db.execute("COMMIT")
+
+    @contextmanager
+    def _snapshot(self) -> Iterator[None]:
+        """Read several times as of one moment."""
+        with self._lock:
+            self._db.execute("BEGIN")
+            try:
+                yield
+            finally:
+                self._db.execute("COMMIT")
 
     def _rows(self, query: str, parameters: tuple[object, ...] = ()) -> list[Row]:
         with self._lock:
             return self._db.execute(query, parameters).fetchall()
+
+    def _accounts(self, which: str) -> list[_Account]:
+        earlier: dict[str, list[tuple[int, int]]] = {}
+        for machine, start, end in self._db.execute(
+            "SELECT machine, launched_at, ended_at FROM lives ORDER BY rowid"
+        ):
+            earlier.setdefault(machine, []).append((start, end))
+        rows = self._db.execute(_MACHINES.format(which=which)).fetchall()
+        return [_Account(row, earlier.get(row[0], [])) for row in rows]
+
+    def _bought(self, until: int) -> tuple[_ClosedBills, list[_Account]]:
+        """Return bills that are final by `until`, and the accounts of all other machines."""
+        with self._snapshot():
+            version = int(self._db.execute("PRAGMA data_version").fetchone()[0])
+            if self._closed is None or self._closed.version != version:
+                bills = [account.bill(_END_OF_TIME) for account in self._accounts(_CLOSED)]
+                self._closed = _ClosedBills(
+                    version,
+                    bills,
+                    sum(bill.cost_micro_usd for bill in bills),
+                    max((bill.ended_ns or 0 for bill in bills), default=0),
+                )
+            if until < self._closed.until:
+                return _ClosedBills(version, [], 0, 0), self._accounts(_ALL)
+            return self._closed, self._accounts(_OPEN)
 
 
 def _ns(seconds: float) -> int:
@@ -440,27 +651,4 @@ def _begin_another_life(db: sqlite3.Connection, machine: str, at_ns: int) -> Non
     db.execute(
         f"UPDATE machines SET launched_at = NULL, ended_at = NULL, state = ? WHERE {again}",  # noqa: S608
         (MachineBookState.INTENDED, *which),
-    )
-
-
-def _bill(row: Row, earlier: Sequence[tuple[int, int]], until: int) -> MachineBill:
-    machine, pool, provider, zone, accelerator, price, source, intended, launched, ended, state, detail = row
-    intervals = [*earlier] if launched is None else [*earlier, (launched, until if ended is None else ended)]
-    billed = sum(max(0, min(end, until) - start) for start, end in intervals)
-    first = intervals[0][0] if intervals else None
-    return MachineBill(
-        machine=str(machine),
-        pool=str(pool),
-        provider=str(provider),
-        zone=str(zone),
-        accelerator=str(accelerator),
-        price_micro_usd_per_hour=price,
-        price_source=str(source),
-        intended_ns=intended,
-        launched_ns=first,
-        ended_ns=ended,
-        state=MachineBookState(str(state)),
-        detail=str(detail),
-        billed_ns=billed,
-        cost_micro_usd=cost_micro_usd(price, billed),
     )

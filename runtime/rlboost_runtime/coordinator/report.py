@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from rlboost_runtime.coordinator.ledger import Ledger, MachineBill, StepRecord
+from rlboost_runtime.coordinator.ledger import Ledger, MachineBill, Spending, StepRecord
 from rlboost_runtime.core.money import MICRO_USD_PER_USD, cost_micro_usd, format_usd
 
 _NS_PER_S = 1_000_000_000
@@ -27,12 +27,13 @@ _POOLS = ("reserved", "spot")
 
 def cost_report(ledger: Ledger, now_wall: float, run: str) -> dict[str, object]:
     """Return the report of `run` up to `now_wall` (seconds since the Unix epoch); JSON values only."""
-    bills = ledger.machines(now_wall)
+    spending = ledger.spending()
+    bills = spending.machines(now_wall)
     steps = ledger.steps()
-    total = ledger.total_micro_usd(now_wall)
-    spent = _spent_per_step(ledger, steps)
+    total = spending.total_micro_usd(now_wall)
+    spent = _spent_per_step(spending, steps)
     tokens = sum(step.tokens for step in steps)
-    before = ledger.total_micro_usd(_seconds(steps[0].started_ns)) if steps else 0
+    before = spending.total_micro_usd(_seconds(steps[0].started_ns)) if steps else 0
     return {
         "run": run,
         "as_of": now_wall,
@@ -41,7 +42,7 @@ def cost_report(ledger: Ledger, now_wall: float, run: str) -> dict[str, object]:
         "compute_usd": {
             pool: _usd(sum(b.cost_micro_usd for b in bills if b.pool == pool)) for pool in _POOLS
         },
-        "other_usd": {str(kind): _usd(amount) for kind, amount in ledger.usage(now_wall).items()},
+        "other_usd": {str(kind): _usd(amount) for kind, amount in spending.usage(now_wall).items()},
         "wasted_usd": {str(kind): _usd(amount) for kind, amount in ledger.wasted().items()},
         "tokens_trained": tokens,
         "usd_per_million_tokens": _usd_per_million(total, tokens),
@@ -62,12 +63,12 @@ def cost_report(ledger: Ledger, now_wall: float, run: str) -> dict[str, object]:
     }
 
 
-def _spent_per_step(ledger: Ledger, steps: Sequence[StepRecord]) -> list[int]:
+def _spent_per_step(spending: Spending, steps: Sequence[StepRecord]) -> list[int]:
     """Return micro-dollars per step: differences of a total that never falls, so they are a partition."""
     spent: list[int] = []
-    so_far = ledger.total_micro_usd(_seconds(steps[0].started_ns)) if steps else 0
+    so_far = spending.total_micro_usd(_seconds(steps[0].started_ns)) if steps else 0
     for step in steps:
-        until = ledger.total_micro_usd(_seconds(step.ended_ns))
+        until = spending.total_micro_usd(_seconds(step.ended_ns))
         spent.append(until - so_far)
         so_far = until
     return spent
@@ -140,11 +141,6 @@ def _why_unknown(bills: Sequence[MachineBill], measured: _Measured, price: int) 
     if measured.reserved_tokens <= 0 or measured.reserved_rollout_s <= 0:
         return "the reserved machine generated nothing, so its speed alone was not measured"
     return None
-
-
-def _step(step: StepRecord, micro_usd: int) -> dict[str, object]:
-    seconds = (step.ended_ns - step.started_ns) / 1e9
-    return {"step": step.step, "usd": _usd(micro_usd), "tokens": step.tokens, "seconds": seconds}
 
 
 def _machine(bill: MachineBill) -> dict[str, object]:

@@ -1,7 +1,8 @@
 """The coordinator process: one asyncio loop that owns the core, the tokens, the books and every connection.
 
-It ends in one way: `end_run` takes the fleet down, closes the books, writes `outcome.json`, and the loop
-returns. A SIGTERM instead leaves the run open: all is on disk, and the next coordinator goes on with it.
+It ends in one way: `end_run` writes `ending.json`, the fleet is taken down, the books are closed,
+`outcome.json` is written, and the loop returns; a coordinator that finds an ending goes on with that. A
+SIGTERM instead leaves the run open: all is on disk, and the next coordinator goes on with it.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import socket
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import msgspec
 
@@ -43,7 +45,7 @@ from rlboost_runtime.core.messages import (
     TerminateMachine,
     Wake,
 )
-from rlboost_runtime.errors import NotFound
+from rlboost_runtime.errors import NotFound, RLBoostError
 from rlboost_runtime.job import Job
 from rlboost_runtime.logs import event as log_event
 from rlboost_runtime.machine_bootstrap import RESERVED_MACHINE, make_bootstrap
@@ -76,7 +78,10 @@ class Ending:
 
 
 def core_config(job: Job) -> CoreConfig:
-    """Return the core's tunables for a job; `max_usd_per_hour` bounds the fleet's size."""
+    """Return the core's tunables for a job; `max_usd_per_hour` bounds the fleet's size.
+
+    That bound is for the cheapest offer; what is bought is held against the cap by the fleet.
+    """
     machines = job.rollout.spot.max_instances
     price = min(offer.price_usd_per_hour for offer in job.rollout.spot.any_of)
     cap = job.budget.max_usd_per_hour
@@ -103,8 +108,14 @@ class Coordinator:
         self._agents = AgentLinks(self._state, run.name, timing, frozenset({RESERVED_MACHINE}))
         self._trainer = TrainerLink(self._state, self._ledger, clock, run.name, self.end_run)
         provider: Provider = provider_for(job, run)
+        cap = job.budget.max_usd_per_hour
         self._fleet = Fleet(
-            self._state, self._ledger, provider, MachineMaker(run.name, self._bootstrap), clock
+            self._state,
+            self._ledger,
+            provider,
+            MachineMaker(run.name, self._bootstrap),
+            clock,
+            None if cap is None else round(cap * 1_000_000),
         )
         self._sources = StatusSources(
             job, run.name, clock.wall(), self._state, self._agents, self._trainer, self._ledger
@@ -149,18 +160,37 @@ class Coordinator:
     # --- life ---------------------------------------------------------------------------------------------
 
     async def serve(self) -> None:
-        """Serve until the run has ended or SIGTERM asks to leave it open."""
+        """Serve until the run has ended or SIGTERM asks to leave it open. Raises `RLBoostError`."""
+        try:
+            await self._serve()
+        except ExceptionGroup as group:
+            cause = _only_cause(group)
+            if isinstance(cause, RLBoostError):
+                raise cause from group
+            raise
+
+    async def _serve(self) -> None:
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._leave.set)
         self._state.journal.start(loop)
-        listener = bind(self._run)
+        try:
+            with bind(self._run) as listener:
+                await self._serve_on(listener)
+        finally:
+            await self._state.journal.close()
+        self._write_status()
+        if self._ending is not None and not self._leave.is_set():
+            write_json(self._run.outcome, msgspec.structs.asdict(_outcome(self._ending)))
+        self._ledger.close()
+
+    async def _serve_on(self, listener: socket.socket) -> None:
         weights = read_json(self._run.weights_endpoint)
         self._agents.weights_url = "" if weights is None else str(weights["url"])
         server = make_server(make_app(self._handlers(), read_token(self._run)), self._run)
         self._open_books()
+        self._go_on_ending()
         self._state.begin()
-        self._fleet.reconcile()
         log_event(log, "coordinator.started", url=str(read_json(self._run.endpoint)))
         async with asyncio.TaskGroup() as tasks:
             serving = tasks.create_task(server.serve(sockets=[listener]))
@@ -178,17 +208,25 @@ class Coordinator:
             for task in (*workers, leave, end):
                 task.cancel()
             server.should_exit = True
-        await self._state.journal.close()
-        self._write_status()
-        if self._ending is not None and not self._leave.is_set():
-            write_json(self._run.outcome, msgspec.structs.asdict(_outcome(self._ending)))
-        self._ledger.close()
 
     def end_run(self, state: str, problem: str, remedy: str) -> None:
         """End the run, once: `state` is done, failed, stopped or budget."""
         if self._ending is None:
             self._ending = Ending(state, problem, remedy, EXIT_CODES.get(state, 1))
             log_event(log, "run.ending", state=state, problem=problem)
+            try:
+                write_json(self._run.ending, asdict(self._ending))
+            except OSError as error:  # only a crash from here on to the outcome would miss it
+                log_event(log, "ending.write_failed", problem=str(error))
+            self._end_asked.set()
+
+    def _go_on_ending(self) -> None:
+        """Where a former coordinator was winding the run up, do that and nothing else."""
+        ending = read_json(self._run.ending)
+        if ending is not None:
+            self._ending = msgspec.convert(ending, Ending)
+            log_event(log, "run.still_ending", state=self._ending.state)
+            self._fleet.close()
             self._end_asked.set()
 
     async def _wind_up(self, ending: Ending) -> None:
@@ -206,6 +244,7 @@ class Coordinator:
                 1,
             )
         self._ledger.ended(RESERVED_MACHINE, self._clock.wall())
+        self._waste.flush()
         self._sources.ended = _state_of(self._ending or ending)
 
     def _open_books(self) -> None:
@@ -278,6 +317,7 @@ class Coordinator:
             if span > 0:
                 self._sources.tokens_per_s = (seen[-1][1] - seen[0][1]) / span
             self._waste.meter(self._state, now)
+            self._ledger.write_notes()
             self._check_budget()
             self._write_status()
             self._learn_weights_url()
@@ -302,7 +342,7 @@ class Coordinator:
         if spent + ahead >= budget * 1_000_000:
             self.end_run(
                 "budget",
-                f"the budget of ${budget:.2f} is spent after {len(self._ledger.steps())} steps",
+                f"the budget of ${budget:.2f} is spent after {self._ledger.step_summary(0).num_steps} steps",
                 f"raise budget.max_usd and type: rlboost launch --resume {self._run.name}",
             )
 
@@ -335,3 +375,11 @@ def _state_of(ending: Ending) -> str:
 
 def _outcome(ending: Ending) -> _Outcome:
     return _Outcome(_state_of(ending), ending.problem, ending.remedy, ending.exit_code)
+
+
+def _only_cause(group: ExceptionGroup) -> Exception | None:
+    """Return the one exception in the group and the groups within it; None where there are several."""
+    inner = group.exceptions[0]
+    if len(group.exceptions) > 1:
+        return None
+    return _only_cause(inner) if isinstance(inner, ExceptionGroup) else inner

@@ -208,7 +208,8 @@ class TrainerLink:
             metrics=self._measured(message),
         )
         state.apply(StepTrained(state.now(), message.step, message.wait_s, message.busy_s))
-        state.step_trained(message.step)
+        if message.checkpointed:
+            state.step_trained(message.step)
         log_event(log, "step.trained", step=message.step, reward=message.reward_mean)
 
     def _measured(self, message: Trained) -> dict[str, float]:

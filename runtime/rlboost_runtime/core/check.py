@@ -67,7 +67,6 @@ def _check_lease(roster: Roster, lease: GpuLease) -> None:
 def _check_machines(roster: Roster, fleet: Fleet) -> None:
     for machine in fleet.machines.values():
         lives = {i.instance for i in roster.spot() if i.machine == machine.machine}
-        if machine.is_alive:
-            assert set(machine.instances) == lives, f"{machine.machine} has {lives}, not {machine.instances}"
+        assert set(machine.instances) == lives, f"{machine.machine} has {lives}, not {machine.instances}"
     for instance in roster.instances.values():
         assert instance.pool is Pool.SPOT or instance.instance in roster.reserved

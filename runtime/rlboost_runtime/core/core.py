@@ -65,7 +65,7 @@ from rlboost_runtime.core.timers import INSTANCE_TIMERS, Timer
 from rlboost_runtime.core.work import Work
 
 InstanceWord = (
-    InstanceReady | VersionRefused | Slept | Beat | Disconnected | Reconnected | NoticeReceived | InstanceLeft
+    InstanceReady | VersionRefused | Slept | Disconnected | Reconnected | NoticeReceived | InstanceLeft
 )
 MachineWord = MachineLaunched | LaunchFailed | MachineGone
 
@@ -157,7 +157,7 @@ class Core:
 
     @property
     def machines(self) -> Mapping[str, Machine]:
-        """Spot machines of the run by name, also those that are gone."""
+        """Spot machines of the run by name, also those that went within the last minutes."""
         return MappingProxyType(self._fleet.machines)
 
     @property
@@ -211,6 +211,8 @@ class Core:
 
     def _route(self, event: Event) -> None:
         match event:
+            case Beat():  # first: nine of ten events of a long log
+                self._on_beat(event)
             case RunStarted():
                 self._on_run_started(event)
             case CoordinatorRestarted():
@@ -243,7 +245,6 @@ class Core:
                 InstanceReady()
                 | VersionRefused()
                 | Slept()
-                | Beat()
                 | Disconnected()
                 | Reconnected()
                 | NoticeReceived()
@@ -252,6 +253,13 @@ class Core:
                 self._on_instance_word(event)
             case _:
                 assert_never(event)
+
+    def _on_beat(self, event: Beat) -> None:
+        instance = self._roster.current(event.instance, event.epoch)
+        if instance is None:
+            self._context.counters.stale_words += 1
+        else:
+            self._crew.beat(instance, event)
 
     def _on_instance_word(self, event: InstanceWord) -> None:
         instance = self._roster.current(event.instance, event.epoch)
@@ -265,8 +273,6 @@ class Core:
                 self._crew.refused(instance, event)
             case Slept():
                 self._crew.slept(instance, event)
-            case Beat():
-                self._crew.beat(instance, event)
             case Disconnected():
                 self._crew.disconnected(instance, event)
             case Reconnected():
@@ -356,7 +362,10 @@ class Core:
     def _on_machine_word(self, event: MachineWord) -> None:
         machine = self._fleet.machines.get(event.machine)
         if machine is None:
-            self._context.counters.stale_words += 1
+            if not (
+                isinstance(event, MachineLaunched) and self._fleet.launched_unknown(event.machine, event.at)
+            ):
+                self._context.counters.stale_words += 1
             return
         match event:
             case MachineLaunched():
@@ -400,6 +409,8 @@ class Core:
             case Timer.BOOT:
                 waited = f"no agent dialled in within {self.config.boot_deadline_s:g} s"
                 self._end_machine(machine, waited, self.now)
+            case Timer.REJOIN:
+                self._fleet.give_up_waiting(machine, self.now)
             case Timer.NOTICE:
                 self._end_machine(machine, "its preemption notice has run out", self.now)
             case Timer.TERMINATE:

@@ -72,7 +72,7 @@ class Crew:
         if former is not None:
             same_place = (former.machine, former.pool) == (event.machine, event.pool)
             self.lose(former, LossCause.REPLACED, keeps_machine=same_place)
-        if machine is not None and machine.is_alive:
+        if machine is not None:
             self._fleet.joined(machine, event.instance, event.at)
         instance = self._roster.join(event)
         instance.is_draining = machine is not None and not machine.counts

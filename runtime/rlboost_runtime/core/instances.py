@@ -167,11 +167,11 @@ class Roster:
     def __init__(self) -> None:
         self.instances: dict[str, Instance] = {}
         self.reserved: dict[str, Instance] = {}
-        self._last_epoch: dict[str, int] = {}
+        self._last_epoch: int | None = None
 
     def is_news(self, event: InstanceJoined) -> bool:
-        """Return whether the registration is newer than any known one of the instance."""
-        return event.epoch > self._last_epoch.get(event.instance, event.epoch - 1)
+        """Return whether the registration is newer than all before it."""
+        return self._last_epoch is None or event.epoch > self._last_epoch
 
     def join(self, event: InstanceJoined) -> Instance:
         """Begin the life of an instance that is not alive."""
@@ -187,7 +187,7 @@ class Roster:
             joined_at=event.at,
             life=Life(name, InstanceState.LOADING, LEGAL, event.at),
         )
-        self._last_epoch[event.instance] = event.epoch
+        self._last_epoch = event.epoch
         self.instances[event.instance] = instance
         if event.pool is Pool.RESERVED:
             self.reserved[event.instance] = instance

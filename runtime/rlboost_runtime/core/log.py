@@ -69,7 +69,7 @@ def _encode(key: str, message: Event | Command) -> bytes:
 
 
 def _decode(key: str, union: types.UnionType, line: bytes | str) -> object:
-    plain = json.loads(line)
+    plain = json.loads(line.decode() if isinstance(line, bytes) else line)  # of bytes it guesses the coding
     if not isinstance(plain, dict) or key not in plain:
         raise ValueError(f"not an {key}: {line[:200]!r}")
     kind = _kinds(union).get(plain[key])
@@ -108,10 +108,17 @@ def _encoder_of(hint: object) -> Convert:
 
 @cache
 def _decoder(kind: type) -> Convert:
-    fields = [(name, _decoder_of(hint)) for name, hint in _hints(kind)]
+    hints = _hints(kind)
+    names = [name for name, _ in hints]
+    converts = [(name, _decoder_of(hint)) for name, hint in hints]
+    converts = [(name, convert) for name, convert in converts if convert is not _same]
 
     def decode(plain: Any) -> Any:  # a JSON object
-        return kind(**{name: convert(plain[name]) for name, convert in fields if name in plain})
+        known = {name: plain[name] for name in names if name in plain}
+        for name, convert in converts:
+            if name in known:
+                known[name] = convert(known[name])
+        return kind(**known)
 
     return decode
 
@@ -129,9 +136,16 @@ def _decoder_of(hint: object) -> Convert:
 def _tuple_decoder(arguments: tuple[object, ...]) -> Convert:
     if len(arguments) == 2 and arguments[1] is Ellipsis:
         element = _decoder_of(arguments[0])
-        return lambda values: tuple(element(value) for value in values)
+        return tuple if element is _same else lambda values: tuple(map(element, values))
     elements = [_decoder_of(argument) for argument in arguments]
+    if elements == [_same, _same]:  # the token counts of heartbeats: most of a long log
+        return _pair
     return lambda values: tuple(convert(value) for convert, value in zip(elements, values, strict=True))
+
+
+def _pair(values: list[object]) -> tuple[object, object]:
+    first, second = values
+    return first, second
 
 
 def _hints(kind: type) -> list[tuple[str, object]]:

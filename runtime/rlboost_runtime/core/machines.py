@@ -1,6 +1,8 @@
 """Spot machines: asked for, launched, ended, and never forgotten until the provider says that they are gone.
 
 A machine is billed; it carries one or more instances. Names are `spot-0`, `spot-1`, ... and never reused.
+What is gone for good is forgotten after a while; should the provider accept such a launch after all, the
+machine is known again and ended.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from rlboost_runtime.core.life import Life
-from rlboost_runtime.core.messages import Command, LaunchMachine, TerminateMachine
+from rlboost_runtime.core.messages import Command, LaunchMachine, LossCause, TerminateMachine
 from rlboost_runtime.core.timers import MACHINE_TIMERS, Timer, Timers
 
 TERMINATE_AGAIN_S = 5.0
@@ -21,6 +23,15 @@ punctual, and a notice that came to nothing would otherwise leave an idle machin
 RELAUNCH_PAUSE_S = 1.0
 """Pause after a machine that went before any agent of it dialled in, so that a broken image is not launched
 in a tight loop."""
+REJOIN_S = 10.0
+"""Seconds a machine may be without instances, after the last was dropped for its silence or a reset, until it
+is ended: its agents may live and register again (longer: a machine in trouble is waited for, billed and not
+replaced). An agent notices by itself within 15 s that nobody hears it, of which the lease takes 6. Machines
+that are truly gone do not wait: the provider says so within a second or two."""
+FORGET_AFTER_S = 600.0
+"""Seconds for which a machine that is gone stays known, counted at the next launch: late words about it have
+come by then. A run of weeks would otherwise keep, and look at every second, all that it ever had."""
+PREFIX = "spot-"
 
 
 class MachineState(StrEnum):
@@ -62,6 +73,8 @@ class Machine:
     """It will go (preemption notice): a replacement is due already."""
     reason: str = ""
     """Why it is being ended."""
+    moved_at: float = 0.0
+    """When it came into its present state, in seconds of the run."""
 
     @property
     def state(self) -> MachineState:
@@ -94,6 +107,7 @@ class Fleet:
 
     def __init__(self, boot_deadline_s: float, timers: Timers, out: Callable[[Command], None]) -> None:
         self.machines: dict[str, Machine] = {}
+        self._next_number = 0
         self._boot_deadline_s = boot_deadline_s
         self._timers = timers
         self._out = out
@@ -150,20 +164,31 @@ class Fleet:
             case MachineState.REQUESTED:
                 self._accept(machine, "launch accepted", at)
             case MachineState.GONE:
-                machine.was_accepted = True
-                self.terminate(machine, "launched after it had been given up", at)
+                self._accept_after_all(machine, at)
             case MachineState.TERMINATING if not machine.was_accepted:
                 machine.was_accepted = True
             case _:
                 return False
         return True
 
+    def launched_unknown(self, name: str, at: float) -> bool:
+        """A launch that was given up and forgotten was accepted after all: end it. Returns whether `name` is
+        one that this run gave."""
+        digits = name.removeprefix(PREFIX)
+        if not digits.isdecimal() or name != f"{PREFIX}{int(digits)}" or int(digits) >= self._next_number:
+            return False
+        machine = self._add(int(digits), MachineState.GONE, at)
+        self._accept_after_all(machine, at)
+        return True
+
     def failed(self, machine: Machine, problem: str, retry_after_s: float, at: float) -> bool:
-        """The launch did not happen; pause before the next. Returns whether that was news."""
+        """The launch did not happen: forget the machine, and pause before the next. Returns whether it was
+        news."""
         if not machine.is_alive or machine.was_accepted:
             return False
         self._move(machine, MachineState.GONE, f"launch failed: {problem}", at)
         self._timers.cancel_all(MACHINE_TIMERS, machine.machine)
+        del self.machines[machine.machine]
         self._not_before = max(self._not_before, at + retry_after_s)
         return True
 
@@ -185,6 +210,8 @@ class Fleet:
                 self._out(LaunchMachine(machine.machine))
             if machine.counts and not machine.has_joined:
                 self._timers.set(Timer.BOOT, machine.machine, at + self._boot_deadline_s)
+            if self._timers.due(Timer.REJOIN, machine.machine) is not None:
+                self._timers.set(Timer.REJOIN, machine.machine, at + REJOIN_S)
 
     # --- its instances ------------------------------------------------------------------------------------
 
@@ -195,12 +222,22 @@ class Fleet:
         machine.instances[instance] = None
         machine.has_joined = True
         self._timers.cancel(Timer.BOOT, machine.machine)
+        self._timers.cancel(Timer.REJOIN, machine.machine)
 
-    def lost(self, machine: Machine, instance: str, cause: str, at: float) -> None:
-        """One of its instances was lost; without any, the machine is of no use."""
+    def lost(self, machine: Machine, instance: str, cause: LossCause, at: float) -> None:
+        """One of its instances was lost; without any, the machine is of no use, unless one may come back."""
         machine.instances.pop(instance, None)
-        if not machine.instances and machine.is_alive:
+        if machine.instances or not machine.is_alive:
+            return
+        if machine.state is MachineState.LAUNCHED and cause in (LossCause.RESET, LossCause.SILENT):
+            self._timers.set(Timer.REJOIN, machine.machine, at + REJOIN_S)
+        else:
             self.terminate(machine, f"its last instance is lost: {cause}", at)
+
+    def give_up_waiting(self, machine: Machine, at: float) -> None:
+        """The time to dial in again is over: end a machine that is still without instances."""
+        if machine.state is MachineState.LAUNCHED and not machine.instances:
+            self.terminate(machine, f"its last instance is lost and did not come back in {REJOIN_S:g} s", at)
 
     def check(self) -> None:
         """Assert that counts and deadlines agree with the states."""
@@ -214,17 +251,36 @@ class Fleet:
             assert terminating == (self._timers.due(Timer.TERMINATE, machine.machine) is not None), story
             booting = machine.counts and not machine.has_joined
             assert booting <= (self._timers.due(Timer.BOOT, machine.machine) is not None), story
+            deserted = machine.state is MachineState.LAUNCHED and machine.has_joined and not machine.instances
+            assert deserted == (self._timers.due(Timer.REJOIN, machine.machine) is not None), story
+            assert machine.number < self._next_number, f"its number will be used again, {story}"
 
     # --- helpers ------------------------------------------------------------------------------------------
 
     def _request(self, at: float) -> None:
-        number = len(self.machines)
-        name = f"spot-{number}"
-        life = Life(f"machine {name}", MachineState.REQUESTED, LEGAL, at)
-        self.machines[name] = Machine(name, number, life)
+        self._forget_gone(at)
+        machine = self._add(self._next_number, MachineState.REQUESTED, at)
+        self._next_number += 1
         self._num_counted += 1
-        self._timers.set(Timer.BOOT, name, at + self._boot_deadline_s)
-        self._out(LaunchMachine(name))
+        self._timers.set(Timer.BOOT, machine.machine, at + self._boot_deadline_s)
+        self._out(LaunchMachine(machine.machine))
+
+    def _add(self, number: int, state: MachineState, at: float) -> Machine:
+        name = f"{PREFIX}{number}"
+        machine = Machine(name, number, Life(f"machine {name}", state, LEGAL, at), moved_at=at)
+        self.machines[name] = machine
+        return machine
+
+    def _forget_gone(self, at: float) -> None:
+        """Forget what has been gone for long and has no instance left."""
+        for machine in list(self.machines.values()):
+            is_old = at - machine.moved_at >= FORGET_AFTER_S
+            if is_old and not machine.is_alive and not machine.instances:
+                del self.machines[machine.machine]
+
+    def _accept_after_all(self, machine: Machine, at: float) -> None:
+        machine.was_accepted = True
+        self.terminate(machine, "launched after it had been given up", at)
 
     def _accept(self, machine: Machine, why: str, at: float) -> None:
         machine.was_accepted = True
@@ -234,4 +290,5 @@ class Fleet:
     def _move(self, machine: Machine, to: MachineState, why: str, at: float) -> None:
         self._num_counted -= machine.counts
         machine.life.move(to, why, at)
+        machine.moved_at = at
         self._num_counted += machine.counts

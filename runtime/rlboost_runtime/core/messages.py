@@ -7,7 +7,8 @@ identical commands (tests/integration holds that promise over live runs).
 
 Vocabulary: a *response* is one continuation; an *assignment* is one attempt of one instance at one response.
 Assignment numbers are unique in a run and never reused, so a late word under an old assignment can always be
-told from a current one. An *epoch* numbers the registrations of an instance, unique in a run.
+told from a current one. An *epoch* numbers the registrations of a run: unique, and each greater than all
+before it.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ class StepStarted:
 
 @dataclass(frozen=True, slots=True)
 class StepTrained:
-    """The trainer has trained and checkpointed the step. `wait_s`: idle, holding the lease, for want of
+    """The trainer has trained the step. `wait_s`: idle, holding the lease, for want of
     responses to fill a micro-batch (t_train^wait); `busy_s`: its training time without that (t_train)."""
 
     at: float

@@ -30,6 +30,8 @@ class Timer(StrEnum):
     """A machine's agents should have dialled in."""
     NOTICE = "notice"
     """A noticed machine should be gone."""
+    REJOIN = "rejoin"
+    """An agent of a machine without instances should have dialled in again."""
     TERMINATE = "terminate"
     """Ask again to end a machine."""
     LAUNCH = "launch"
@@ -41,7 +43,7 @@ class Timer(StrEnum):
 
 
 INSTANCE_TIMERS = (Timer.LEASE, Timer.GRACE, Timer.HANG, Timer.ANSWER, Timer.RELOAD, Timer.PAUSE)
-MACHINE_TIMERS = (Timer.BOOT, Timer.NOTICE, Timer.TERMINATE)
+MACHINE_TIMERS = (Timer.BOOT, Timer.REJOIN, Timer.NOTICE, Timer.TERMINATE)
 
 Key = tuple[Timer, str]
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
 
 EX_CONFIG = 78
 """sysexits.h: how a role says that a restart would not help."""
+EX_TEMPFAIL = 75
+"""sysexits.h: how a role says that the machine's disk fails it, which is no fault of its own and may pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,11 @@ class Tuning:
 
 @dataclass(slots=True)
 class Attempts:
-    """The lives of one role so far. `measures_progress`: it is seen in its work, not in its life time."""
+    """The lives of one role so far. `measures_progress`: it is seen in its work, not in its life time.
+
+    A crash is an end that speaks against the role itself: not status 0, nor `EX_TEMPFAIL`, nor SIGKILL, which
+    is always somebody else's doing.
+    """
 
     tuning: Tuning
     measures_progress: bool
@@ -39,14 +46,14 @@ class Attempts:
     crashes: int = 0
 
     def ended(self, status: int | None, lived_s: float, progress: int) -> float:
-        """Take note of the end of a life; return the pause before the next. Exit status 0 is no crash."""
+        """Take note of the end of a life; return the pause before the next."""
         healthy = lived_s >= self.tuning.healthy_after_s
         if progress != self.progress or (healthy and not self.measures_progress):
             self.crashes = 0
         if healthy:
             self.restarts = 0
         self.progress = progress
-        self.crashes += status != 0
+        self.crashes += status not in (0, EX_TEMPFAIL, -signal.SIGKILL)
         self.restarts += 1
         if status == 0:
             return self.tuning.backoff_limit_s

@@ -6,6 +6,7 @@ Its end is seen at once through a pidfd; where the system has none, within a sec
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import subprocess
 import time
@@ -14,9 +15,12 @@ from pathlib import Path
 
 import psutil
 
+from rlboost_runtime.logs import event
 from rlboost_runtime.process_tags import identify, tags, untagged
 from rlboost_runtime.run_folder import RunFolder, read_json, write_json
 from rlboost_runtime.supervision.roles import Role
+
+log = logging.getLogger(__name__)
 
 _POLL_S = 1.0  # without pidfd
 
@@ -64,13 +68,16 @@ class Watched:
 
 
 def start(role: Role, run: RunFolder) -> Watched:
-    """Start `role` in a session of its own, tagged, its output appended to its log; write who it is."""
+    """Start `role` in a session of its own, tagged, its output appended to its log; write who it is.
+
+    On a full disk that cannot be written: the process then works, but a later supervisor replaces it.
+    """
     role.prepare()
-    log = role.log(run)
-    log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = role.log(run)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     environment = untagged(os.environ) | tags(run.path, machine=role.machine, role=role.name)
     began = time.monotonic()
-    with log.open("ab") as output:
+    with path.open("ab") as output:
         log_offset = output.tell()
         child = subprocess.Popen(
             role.command,
@@ -82,7 +89,10 @@ def start(role: Role, run: RunFolder) -> Watched:
             start_new_session=True,
         )
     process = Watched(child.pid, psutil.Process(child.pid).create_time(), run.path, child, began, log_offset)
-    write_identity(role.identity(run), process.pid, process.started_at)
+    try:
+        write_identity(role.identity(run), process.pid, process.started_at)
+    except OSError as problem:
+        event(log, "identity.not_written", level=logging.WARNING, process=role.name, problem=str(problem))
     return process
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -18,7 +17,7 @@ import transformers
 from rlboost_runtime import logs
 from rlboost_runtime.errors import RLBoostError
 from rlboost_runtime.job import Job, TinyModel, read_resolved
-from rlboost_runtime.run_folder import RunFolder, write_json
+from rlboost_runtime.run_folder import RunFolder
 from rlboost_runtime.trainer import checkpoint
 from rlboost_runtime.trainer.data import Example, PromptSource, read_examples
 from rlboost_runtime.trainer.loop import TrainerLoop
@@ -41,8 +40,6 @@ def main(arguments: list[str]) -> int:
         return 2
     run = RunFolder(Path(arguments[0]).absolute())
     logs.setup("trainer")
-    run.processes.mkdir(parents=True, exist_ok=True)
-    write_json(run.processes / "trainer.json", {"pid": os.getpid(), "started_at": time.time()})
     with StepStream.for_run(run) as stream:
         try:
             train(run, read_resolved(run.job_json), stream)

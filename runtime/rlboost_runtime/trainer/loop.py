@@ -120,7 +120,7 @@ class TrainerLoop:
             self._metrics.append(dict(state.line))
         event(log, "trainer.resumed", after_step=state.step, policy_version=state.policy_version)
         self._publish_current(state.policy_version)
-        self._stream.trained(_report(state))
+        self._stream.trained(_report(state, checkpointed=True))
         return state.step + 1
 
     def _publish_current(self, at_least: int) -> None:
@@ -204,7 +204,8 @@ class TrainerLoop:
     def _finish(self, state: TrainedState, seconds: Seconds) -> None:
         """Checkpoint where it is due, then report."""
         every, steps = self._job.trainer.checkpoint_every_steps, self._job.algorithm.steps
-        if (state.step + 1) % every == 0 or state.step + 1 == steps:
+        is_due = (state.step + 1) % every == 0 or state.step + 1 == steps
+        if is_due:
             with seconds.timed("checkpoint"):
                 checkpoint.save(
                     self._run.checkpoints, self._policy, self._learner.optimizer, state,
@@ -212,7 +213,7 @@ class TrainerLoop:
                 )  # fmt: skip
         state.line["checkpoint_s"] = seconds.spent.get("checkpoint", 0.0)
         self._metrics.append(dict(state.line))
-        self._stream.trained(_report(state))
+        self._stream.trained(_report(state, checkpointed=is_due))
         event(
             log, "step.trained", reward_mean=round(state.reward_mean, 4), tokens=state.tokens_trained,
             train_s=round(state.busy_s, 3), wait_s=round(state.wait_s, 3),
@@ -291,7 +292,8 @@ def _spec(group: int, prompt: Prompt) -> PromptSpec:
     return PromptSpec(group, np.asarray(prompt.token_ids, dtype="<i4").tobytes())
 
 
-def _report(state: TrainedState) -> Trained:
+def _report(state: TrainedState, *, checkpointed: bool) -> Trained:
     return Trained(
-        state.step, state.wait_s, state.busy_s, state.tokens_trained, state.reward_mean, dict(state.line)
-    )
+        state.step, state.wait_s, state.busy_s, state.tokens_trained, state.reward_mean, dict(state.line),
+        checkpointed,
+    )  # fmt: skip

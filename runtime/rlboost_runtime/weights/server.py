@@ -19,11 +19,9 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -233,8 +231,6 @@ async def _main(run: RunFolder) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    run.processes.mkdir(parents=True, exist_ok=True)
-    write_json(run.processes / "weights.json", {"pid": os.getpid(), "started_at": time.time()})
     await serve(run, stop)
 
 

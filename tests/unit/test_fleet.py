@@ -1,0 +1,300 @@
+"""The fleet controller over a cloud in memory that answers late, fails, and forgets to answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlboost_providers.base import LaunchRequest, MachineState, MachineView, Offer
+from rlboost_runtime.coordinator import fleet as fleet_module
+from rlboost_runtime.coordinator.fleet import Fleet, MachineMaker
+from rlboost_runtime.coordinator.ledger import Ledger, MachineBookState
+from rlboost_runtime.coordinator.state import State
+from rlboost_runtime.coordinator.waste import WasteMeter
+from rlboost_runtime.core import machines as core_machines
+from rlboost_runtime.core.messages import CoreConfig, LaunchFailed, RunEnding
+from rlboost_runtime.errors import ProviderError
+from rlboost_runtime.run_folder import RunFolder
+from rlboost_runtime.seams import SystemClock, SystemDisk
+
+PRICE = 3_600_000_000  # micro-dollars per hour: $1 a second
+
+
+class Cloud:
+    """Machines in a dictionary; `after_list` and `launching` let a test act in the middle of a call."""
+
+    def __init__(self) -> None:
+        self.views: dict[str, MachineView] = {}
+        self.num_launched = 0
+        self.after_list: Callable[[], None] = lambda: None
+        self.launching: Callable[[str], None] = self.start
+
+    def start(self, machine: str) -> None:
+        self.num_launched += 1
+        self.views[machine] = MachineView(machine, MachineState.RUNNING, time.time(), None)
+
+    def end(self, machine: str, *, started_at: float | None, ended_at: float) -> None:
+        self.views[machine] = MachineView(machine, MachineState.GONE, started_at, ended_at)
+
+    def offers(self) -> list[Offer]:
+        return [Offer("local", "zone", "cpu", PRICE, True, "test")]
+
+    def launch(self, request: LaunchRequest) -> MachineView:
+        self.launching(request.machine)
+        return self.views[request.machine]
+
+    def describe(self, run: str) -> list[MachineView]:
+        views = list(self.views.values())
+        self.after_list()
+        return views
+
+    def terminate(self, run: str, machine: str) -> None:
+        view = self.views.get(machine)
+        if view is not None and view.state is not MachineState.GONE:
+            self.end(machine, started_at=view.started_at, ended_at=time.time())
+
+
+class Made:
+    """A fleet with a real core and ledger."""
+
+    def __init__(self, folder: Path, cloud: Cloud, cap: int | None, num_machines: int) -> None:
+        self.run = RunFolder(folder)
+        self.run.journal.mkdir()
+        self.cloud, self.ledger, clock = cloud, Ledger(self.run.ledger), SystemClock()
+        config = CoreConfig(max_spot_instances=num_machines, reserved_instances=0, seeding_initial_s=1.0)
+        self.state = State(self.run, clock, SystemDisk(), config, keep_journal=False)
+        maker = MachineMaker("run", lambda machine: {"machine": machine})
+        self.fleet = Fleet(self.state, self.ledger, cloud, maker, clock, cap)
+        self.events: list[Any] = []
+        self.state.on_event = lambda event, commands, core: self.events.append(event)
+        self.state.outlet = Outlet(self.fleet)  # type: ignore[assignment]
+
+    def core_state(self, machine: str) -> str:
+        known = self.state.core.machines.get(machine)
+        return "gone" if known is None else str(known.state)
+
+    def book_state(self, machine: str) -> str:
+        bills = self.ledger.machines(time.time())
+        return next((str(bill.state) for bill in bills if bill.machine == machine), "")
+
+    def bill(self, machine: str) -> Any:
+        return next(b for b in self.ledger.machines(time.time()) if b.machine == machine)
+
+
+@asynccontextmanager
+async def fleet_on(
+    folder: Path, cloud: Cloud, cap: int | None = None, num_machines: int = 1
+) -> AsyncIterator[Made]:
+    made = Made(folder, cloud, cap, num_machines)
+    made.state.journal.start(asyncio.get_running_loop())
+    serving = asyncio.create_task(made.fleet.serve())
+    try:
+        made.state.begin()
+        yield made
+    finally:
+        serving.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await serving
+        await made.state.journal.close()
+        made.ledger.close()
+
+
+class Outlet:
+    """Commands to machines reach the fleet; there is nobody else."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet = fleet.carry_out
+
+
+async def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110 it depends on the cloud's threads
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "DESCRIBE_EVERY_S", 0.02)
+    monkeypatch.setattr(core_machines, "TERMINATE_AGAIN_S", 0.1)
+
+
+async def test_a_launch_that_ends_while_the_cloud_lists_its_machines_is_not_taken_for_gone(
+    tmp_path: Path,
+) -> None:
+    cloud = Cloud()
+    listed, go_on = threading.Event(), threading.Event()
+
+    def hold_an_empty_list() -> None:
+        if not cloud.views or listed.is_set():
+            listed.set()
+            go_on.wait(5)
+
+    cloud.after_list = hold_an_empty_list
+
+    def start_once_listed(machine: str) -> None:
+        listed.wait(5)
+        cloud.start(machine)
+
+    cloud.launching = start_once_listed
+    async with fleet_on(tmp_path, cloud) as made:
+        await until(lambda: made.core_state("spot-0") == "launched")
+        await asyncio.sleep(0.05)
+        cloud.after_list = lambda: None
+        go_on.set()
+        await asyncio.sleep(0.2)
+        assert made.core_state("spot-0") == "launched"
+        assert made.bill("spot-0").state is MachineBookState.RUNNING
+
+
+async def test_a_machine_that_vanishes_from_the_list_is_gone(tmp_path: Path) -> None:
+    cloud = Cloud()
+    async with fleet_on(tmp_path, cloud) as made:
+        await until(lambda: made.core_state("spot-0") == "launched")
+        cloud.views.clear()
+        await until(lambda: made.book_state("spot-0") == "gone")
+        assert made.core_state("spot-0") == "gone"
+
+
+@pytest.mark.parametrize("error", [OSError("connection reset"), ProviderError("lost", "ask again")])
+async def test_a_machine_whose_launch_seemed_to_fail_is_billed_and_ended(
+    tmp_path: Path, error: Exception
+) -> None:
+    cloud = Cloud()
+
+    def start_and_lose_the_answer(machine: str) -> None:
+        cloud.start(machine)
+        raise error
+
+    cloud.launching = start_and_lose_the_answer
+    async with fleet_on(tmp_path, cloud) as made:
+        await until(lambda: any(isinstance(event, LaunchFailed) for event in made.events))
+        await until(lambda: cloud.views["spot-0"].state is MachineState.GONE)
+        await until(lambda: made.book_state("spot-0") == "gone")
+        view, bill = cloud.views["spot-0"], made.bill("spot-0")
+        assert view.started_at is not None
+        assert view.ended_at is not None
+        assert bill.billed_ns == pytest.approx((view.ended_at - view.started_at) * 1e9, abs=3e3)
+        assert made.core_state("spot-0") == "gone"
+
+
+async def test_a_machine_that_the_run_does_not_know_is_ended(tmp_path: Path) -> None:
+    cloud = Cloud()
+    cloud.start("spot-77")
+    async with fleet_on(tmp_path, cloud):
+        await until(lambda: cloud.views["spot-77"].state is MachineState.GONE)
+
+
+async def test_a_launch_whose_answer_came_too_late_is_billed_from_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_module, "CALL_TIMEOUT_S", 0.05)
+    cloud = Cloud()
+
+    def start_late(machine: str) -> None:
+        time.sleep(0.2)
+        cloud.start(machine)
+
+    cloud.launching = start_late
+    async with fleet_on(tmp_path, cloud) as made:
+        await until(lambda: made.core_state("spot-0") == "launched")
+        bill = made.bill("spot-0")
+        assert bill.state is MachineBookState.RUNNING
+        assert bill.launched_ns == pytest.approx((cloud.views["spot-0"].started_at or 0) * 1e9, abs=1e3)
+
+
+async def test_a_machine_that_is_gone_at_first_sight_is_billed_for_its_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_module, "CALL_TIMEOUT_S", 0.05)
+    cloud = Cloud()
+    now = time.time()
+
+    def live_unseen(machine: str) -> None:
+        time.sleep(0.2)
+        cloud.end(machine, started_at=now - 9, ended_at=now - 2)
+
+    cloud.launching = live_unseen
+    async with fleet_on(tmp_path, cloud) as made:
+        await until(lambda: made.book_state("spot-0") == "gone")
+        assert made.bill("spot-0").cost_micro_usd == 7_000_000
+
+
+async def test_the_end_waits_for_a_launch_under_way_and_for_a_cloud_that_does_not_answer(
+    tmp_path: Path,
+) -> None:
+    cloud = Cloud()
+    asked = threading.Event()
+    failures = [OSError("down"), ProviderError("down", "wait"), TimeoutError()]
+
+    def slow(machine: str) -> None:
+        asked.set()
+        time.sleep(0.3)
+        cloud.start(machine)
+
+    def fail_at_first() -> None:
+        if failures:
+            raise failures.pop()
+
+    cloud.launching = slow
+    async with fleet_on(tmp_path, cloud) as made:
+        await until(asked.is_set)
+        cloud.after_list = fail_at_first
+        made.state.apply(RunEnding(made.state.now(), "done"))
+        assert await made.fleet.end_all(5.0) == []
+        view = cloud.views["spot-0"]
+        assert view.state is MachineState.GONE
+        assert made.ledger.open_machines() == []
+        assert made.bill("spot-0").ended_ns == pytest.approx((view.ended_at or 0) * 1e9, abs=1e3)
+
+
+async def test_at_the_deadline_an_unknown_machine_counts_as_left(tmp_path: Path) -> None:
+    cloud = Cloud()
+
+    def fail() -> None:
+        raise ProviderError("down", "wait")
+
+    async with fleet_on(tmp_path, cloud) as made:
+        await until(lambda: made.core_state("spot-0") == "launched")
+        cloud.after_list = fail
+        assert await made.fleet.end_all(0.2) == ["spot-0"]
+        assert made.ledger.open_machines() == ["spot-0"]
+
+
+async def test_a_closed_fleet_launches_nothing(tmp_path: Path) -> None:
+    cloud = Cloud()
+    async with fleet_on(tmp_path, cloud, num_machines=2) as made:
+        made.fleet.close()  # before the first command is carried out
+        await asyncio.sleep(0.1)
+        assert cloud.num_launched == 0
+        assert made.ledger.open_machines() == []
+
+
+async def test_no_launch_goes_above_the_cap(tmp_path: Path) -> None:
+    cloud = Cloud()
+    async with fleet_on(tmp_path, cloud, cap=2 * PRICE + 1, num_machines=3) as made:
+        await until(lambda: any(isinstance(event, LaunchFailed) for event in made.events))
+        await until(lambda: len(made.ledger.running_machines()) == 2)
+        (refused,) = [event for event in made.events if isinstance(event, LaunchFailed)]
+        assert "above max_usd_per_hour, $7,200.00" in refused.problem
+        assert refused.retry_after_s > 0
+        assert cloud.num_launched == 2
+
+
+async def test_only_billed_machines_are_charged_with_waste(tmp_path: Path) -> None:
+    cloud = Cloud()
+    async with fleet_on(tmp_path, cloud) as refused:
+        refused.fleet.close()
+        refused.state.apply(RunEnding(refused.state.now(), "stopped"))  # terminating, and never intended
+        meter = WasteMeter(refused.ledger)
+        for second in range(8):
+            meter.meter(refused.state, float(second))
+        meter.flush()
+        assert sum(refused.ledger.wasted().values()) == 0
