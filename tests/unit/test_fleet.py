@@ -154,13 +154,17 @@ async def test_a_launch_that_ends_while_the_cloud_lists_its_machines_is_not_take
         assert made.bill("spot-0").state is MachineBookState.RUNNING
 
 
-async def test_a_machine_that_vanishes_from_the_list_is_gone(tmp_path: Path) -> None:
+async def test_a_machine_that_vanishes_from_the_list_is_gone_and_is_ended_if_it_comes_back(
+    tmp_path: Path,
+) -> None:
     cloud = Cloud()
     async with fleet_on(tmp_path, cloud) as made:
         await until(lambda: made.core_state("spot-0") == "launched")
-        cloud.views.clear()
+        view = cloud.views.pop("spot-0")
         await until(lambda: made.book_state("spot-0") == "gone")
         assert made.core_state("spot-0") == "gone"
+        cloud.views["spot-0"] = view
+        await until(lambda: cloud.views["spot-0"].state is MachineState.GONE)
 
 
 @pytest.mark.parametrize("error", [OSError("connection reset"), ProviderError("lost", "ask again")])
@@ -236,7 +240,7 @@ async def test_the_end_waits_for_a_launch_under_way_and_for_a_cloud_that_does_no
 
     def slow(machine: str) -> None:
         asked.set()
-        time.sleep(0.3)
+        time.sleep(0.7)  # longer than the cloud does not answer
         cloud.start(machine)
 
     def fail_at_first() -> None:
