@@ -29,17 +29,17 @@ $(BIN)/python:
 
 $(TORCH_STAMP): | $(BIN)/python
 	@echo "installing torch $(TORCH) (once; the largest download)"
-	@$(BIN)/python -m pip install -qq --no-compile "torch==$(TORCH)"
+	@$(BIN)/python -m pip install -qq "torch==$(TORCH)"
 	@touch $@
 
 $(TRAIN): pyproject.toml $(TORCH_STAMP)
 	@echo "installing RLBoost with [train]"
-	@$(BIN)/python -m pip install -qq --no-compile --editable ".[train]"
+	@$(BIN)/python -m pip install -qq --editable ".[train]"
 	@touch $@
 
 $(DEV): pyproject.toml $(TORCH_STAMP)
 	@echo "installing RLBoost with [dev]"
-	@$(BIN)/python -m pip install -qq --no-compile --editable ".[dev]"
+	@$(BIN)/python -m pip install -qq --editable ".[dev]"
 	@touch $(TRAIN) $@
 
 .PHONY: install

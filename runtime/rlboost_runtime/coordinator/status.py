@@ -39,8 +39,7 @@ def build_status(sources: StatusSources, now_wall: float) -> dict[str, Any]:
     """Return the status of design section 6, as plain JSON values."""
     state, agents = sources.state, sources.agents
     core, tally = state.core, state.tally
-    steps = sources.ledger.steps()
-    rewards = [row.reward_mean for row in steps][-REWARD_HISTORY:]
+    num_steps, tokens_trained, rewards = sources.ledger.step_summary(REWARD_HISTORY)
     step = core.step
     in_flight = sum(i.num_assigned for i in core.instances.values() if i.is_alive)
     unfinished = sum(
@@ -53,14 +52,14 @@ def build_status(sources: StatusSources, now_wall: float) -> dict[str, Any]:
         "run": sources.run,
         "state": sources.ended or _state_name(sources),
         "phase": _phase(sources),
-        "step": len(steps),
+        "step": num_steps,
         "steps": sources.job.algorithm.steps,
         "policy_version": core.newest_version,
         "reward_mean": rewards[-1] if rewards else None,
         "reward_history": rewards,
         "tokens": {
             "generated": tally.tokens_finished + unfinished,
-            "trained": sum(row.tokens for row in steps),
+            "trained": tokens_trained,
             "migrated": max(state.tokens_migrated, core.counters.tokens_migrated),
             "lost_estimate": agents.lost_estimate,
             "redone": tally.tokens_redone,
