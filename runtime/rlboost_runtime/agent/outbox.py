@@ -77,11 +77,6 @@ class Outbox:
         return not self._pending and not self._unacked
 
     @property
-    def has_pending(self) -> bool:
-        """Whether `cut` would return something."""
-        return bool(self._pending)
-
-    @property
     def open(self) -> tuple[int, ...]:
         """Assignments that have not ended."""
         return tuple(self._open)

@@ -99,7 +99,7 @@ class Journal:
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes of records that are not on stable storage yet; who appends should wait while it is large."""
+        """Bytes of records that are not on stable storage yet; agents bound what they owe."""
         return self._shared.pending_bytes
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -68,7 +68,6 @@ class Request:
     request_id: int
     token_ids: list[int]
     max_new_tokens: int
-    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
