@@ -15,6 +15,7 @@ import psutil
 import pytest
 from ruamel.yaml import YAML
 
+from rlboost_runtime.process_tags import kill_tagged
 from rlboost_runtime.run_folder import RunFolder
 
 START_TIMEOUT_S = 180.0
@@ -163,5 +164,4 @@ def cli(tmp_path: Path) -> Iterator[Cli]:
     tool = Cli(home)
     yield tool
     for folder in (home / "runs").glob("*"):
-        for process in tool.processes(folder.name):
-            process.kill()
+        kill_tagged(folder)

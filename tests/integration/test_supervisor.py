@@ -115,20 +115,24 @@ def wait_until(condition, timeout_s: float = 30.0) -> None:
 
 def process_of(run: RunFolder, role: str) -> psutil.Process | None:
     known = read_json(run.processes / f"{role}.json")
-    if known is None or not psutil.pid_exists(known["pid"]):
+    try:
+        return psutil.Process(known["pid"]) if known else None
+    except psutil.NoSuchProcess:
         return None
-    return psutil.Process(known["pid"])
 
 
 def wait_for(run: RunFolder, role: str, *, other_than: int | None = None) -> psutil.Process:
+    found: list[psutil.Process] = []
+
     def there() -> bool:
         process = process_of(run, role)
-        return process is not None and process.pid != other_than and len(tagged(run.path, role=role)) > 0
+        if process is None or process.pid == other_than or not tagged(run.path, role=role):
+            return False
+        found.append(process)
+        return True
 
     wait_until(there)
-    process = process_of(run, role)
-    assert process is not None
-    return process
+    return found[-1]
 
 
 def test_roles_are_started_tagged_with_an_identity_and_a_log(run, supervise):
