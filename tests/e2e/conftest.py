@@ -139,13 +139,14 @@ class Cli:
             f"--- {log.relative_to(self.home)}\n{log.read_text(errors='replace')[-1500:]}" for log in logs
         )
 
-    def processes(self, name: str) -> list[psutil.Process]:
-        """Return every living process of the run."""
+    def processes(self, name: str, command: str = "") -> list[psutil.Process]:
+        """Return every living process of the run whose command line has `command` in it."""
         tag = str(self.run_folder(name).path)
         found = []
         for process in psutil.process_iter():
             try:
-                if process.environ().get("RLBOOST_RUN") == tag and process.status() != psutil.STATUS_ZOMBIE:
+                ours = process.environ().get("RLBOOST_RUN") == tag
+                if ours and process.status() != psutil.STATUS_ZOMBIE and command in " ".join(process.cmdline()):
                     found.append(process)
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue

@@ -6,17 +6,11 @@ import signal
 import time
 from typing import Any
 
-import psutil
 import pytest
 
 from rlboost_runtime.coordinator.audit import audit
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
-
-
-def engine_children(cli: Any, run: str) -> list[psutil.Process]:
-    """Return the run's engine processes."""
-    return [p for p in cli.processes(run) if "transformers_child" in " ".join(p.cmdline())]
 
 
 def test_every_process_may_be_killed_once(cli: Any) -> None:
@@ -32,9 +26,8 @@ def test_every_process_may_be_killed_once(cli: Any) -> None:
         cli.process("kills", role).kill()
         cli.wait("kills", lambda s, b=before: s["step"] > b, timeout_s=120)
 
-    engine_children(cli, "kills")[0].kill()
-    agents = [p for p in cli.processes("kills") if "rlboost_runtime.agent" in " ".join(p.cmdline())]
-    agents[0].kill()
+    cli.processes("kills", "transformers_child")[0].kill()
+    cli.processes("kills", "rlboost_runtime.agent")[0].kill()
     before = cli.wait("kills", lambda s: True, timeout_s=10)["step"]
     cli.wait("kills", lambda s: s["step"] > before, timeout_s=120)
 
