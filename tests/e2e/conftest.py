@@ -145,12 +145,12 @@ class Cli:
         found = []
         for process in psutil.process_iter():
             try:
-                ours = process.environ().get("RLBOOST_RUN") == tag
-                if ours and process.status() != psutil.STATUS_ZOMBIE and command in " ".join(process.cmdline()):
-                    found.append(process)
+                is_ours = process.environ().get("RLBOOST_RUN") == tag
+                if is_ours and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append((process, " ".join(process.cmdline())))
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
-        return found
+        return [process for process, typed in found if command in typed]
 
     def process(self, name: str, role: str) -> psutil.Process:
         """Return the process of a role on the head."""
