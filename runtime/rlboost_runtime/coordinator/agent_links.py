@@ -71,7 +71,7 @@ HELLO_TIMEOUT_S = 10.0
 """A connection that does not introduce itself by then is closed."""
 SEND_TIMEOUT_S = 10.0
 """A peer that does not read for so long is cut off; its lease decides what becomes of it."""
-ACK_AFTER_FRAMES = 4
+ACK_AFTER_FRAMES = 8
 """Frames that one acknowledgement stands for while they come fast: each costs a message through TLS."""
 ACK_AFTER_S = 0.2
 """A journalled frame is acknowledged after this long at the latest."""

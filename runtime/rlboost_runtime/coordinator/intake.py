@@ -11,6 +11,7 @@ the connection and touches nobody else's tokens; `settle` leaves nothing gathere
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
@@ -51,7 +52,7 @@ class Intake:
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._arrived: list[Arrived] = []
+        self._arrived: dict[Sender, deque[Frame]] = {}  # the one that waits longest first
         self._timer: asyncio.TimerHandle | None = None
         self.tokens_accepted = 0
         self.tokens_dropped = 0
@@ -60,7 +61,7 @@ class Intake:
 
     def take(self, sender: Sender, frame: Frame) -> None:
         """Take one frame, soon."""
-        self._arrived.append((sender, frame))
+        self._arrived.setdefault(sender, deque()).append(frame)
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(GATHER_S, self._accept_some)
 
@@ -79,8 +80,22 @@ class Intake:
         self._timer = loop.call_later(0, self._accept_some) if self._arrived else None
 
     def _accept_batch(self) -> None:
-        batch, self._arrived = _one_per_sender(self._arrived)
-        self._accept_merged(batch)
+        self._accept_merged(self._take_batch())
+
+    def _take_batch(self) -> list[Arrived]:
+        """Take the first frame of each sender, all under the policy version of the very first one."""
+        version = next(iter(self._arrived.values()))[0].policy_version
+        batch: list[Arrived] = []
+        for sender, frames in self._arrived.items():
+            if frames[0].policy_version == version:
+                batch.append((sender, frames.popleft()))
+                if len(batch) == MAX_MERGED:
+                    break
+        for sender, _ in batch:
+            frames = self._arrived.pop(sender)
+            if frames:
+                self._arrived[sender] = frames  # behind those who still wait for their first
+        return batch
 
     def _accept_merged(self, batch: list[Arrived]) -> None:
         merged = merge_frames([frame for _, frame in batch]) if len(batch) > 1 else None
@@ -129,24 +144,6 @@ class Intake:
                 else:
                     made.append(partial(_released, said_by[ending.assignment].instance, ending))
         return made
-
-
-def _one_per_sender(arrived: list[Arrived]) -> tuple[list[Arrived], list[Arrived]]:
-    """Split into the first frame of each sender, all under the first one's policy version, and the rest.
-
-    Once a sender's frame has to wait, so do its later ones.
-    """
-    version = arrived[0][1].policy_version
-    batch: list[Arrived] = []
-    rest: list[Arrived] = []
-    seen: set[int] = set()
-    for sender, frame in arrived:
-        if id(sender) in seen or frame.policy_version != version or len(batch) == MAX_MERGED:
-            rest.append((sender, frame))
-        else:
-            batch.append((sender, frame))
-        seen.add(id(sender))
-    return batch, rest
 
 
 def _finished(response: int, num_tokens: int, reason: FinishReason, at: float) -> Event:
