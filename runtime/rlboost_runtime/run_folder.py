@@ -182,6 +182,15 @@ def write_atomically(path: Path, data: bytes, *, mode: int = 0o600) -> None:
         raise
 
 
+def sync_path(path: Path) -> None:
+    """Bring a file's content, or a folder's names, to stable storage: they survive a power cut then."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def write_json(path: Path, value: Any) -> None:  # any JSON value
     """Replace `path` by `value` as JSON."""
     write_atomically(path, json.dumps(value, indent=1).encode())

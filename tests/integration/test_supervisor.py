@@ -106,11 +106,13 @@ def supervise(run):
         supervised.kill()
 
 
-def wait_until(condition, timeout_s: float = 30.0) -> None:
+def wait_until(condition, timeout_s: float = 30.0):
+    """Return what `condition` returned once that was true."""
     deadline = time.monotonic() + timeout_s
-    while not condition():
+    while not (met := condition()):
         assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.02)
+    return met
 
 
 def process_of(run: RunFolder, role: str) -> psutil.Process | None:
@@ -122,17 +124,12 @@ def process_of(run: RunFolder, role: str) -> psutil.Process | None:
 
 
 def wait_for(run: RunFolder, role: str, *, other_than: int | None = None) -> psutil.Process:
-    found: list[psutil.Process] = []
-
-    def there() -> bool:
+    def there() -> psutil.Process | None:
         process = process_of(run, role)
-        if process is None or process.pid == other_than or not tagged(run.path, role=role):
-            return False
-        found.append(process)
-        return True
+        is_new = process is not None and process.pid != other_than
+        return process if is_new and tagged(run.path, role=role) else None
 
-    wait_until(there)
-    return found[-1]
+    return wait_until(there)
 
 
 def test_roles_are_started_tagged_with_an_identity_and_a_log(run, supervise):

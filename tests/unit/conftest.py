@@ -1,8 +1,9 @@
-"""A core under a hand on the clock: events are said in one line, every invariant is checked after each."""
+"""A core under a hand on the clock (events are said in one line, every invariant is checked after each), and
+what tests of small tensors want."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -145,3 +146,14 @@ def new_run() -> Callable[..., CoreDriver]:
         return CoreDriver(CoreConfig(**{**defaults, **config}))  # type: ignore[arg-type]
 
     return make
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Small tensors: more threads only get in one another's way."""
+    import torch  # most tests here do without it
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

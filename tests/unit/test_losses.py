@@ -15,21 +15,14 @@ from rlboost_runtime.trainer.losses import (
     policy_loss,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 # Three sequences of 3, 2 and 1 generated tokens; masked places hold values that would show if they counted.
 MASK = np.array([[1, 1, 1], [0, 1, 1], [1, 0, 0]], dtype=float)
 LOGP = np.array([[-1.0, -0.5, -2.0], [np.nan, -0.7, -1.2], [-0.3, np.inf, -9.0]])
 OLD = np.array([[-1.1, -1.0, -1.5], [5.0, -2.5, -1.2], [-0.4, 0.0, 0.0]])
 MU = np.array([[-1.0, -1.9, -1.5], [0.0, -2.4, -1.3], [-0.4, 0.0, 0.0]])
 ADV = np.array([1.0, -0.5, 2.0])
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Small tensors: more threads only get in one another's way."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def expected(kind: str, config: LossConfig) -> tuple[float, np.ndarray, float]:

@@ -14,16 +14,9 @@ from rlboost_runtime.trainer.sampling import sample
 from rlboost_runtime.trainer.tiny import END_ID, WarmupReport, make_model, make_tokenizer, prepare
 from rlboost_runtime.trainer.warmup import NUM_HELD_OUT, warm_up, warmup_data
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SMALL = TinyModel(init="tiny", hidden_size=32, num_layers=1)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Small tensors: more threads only get in one another's way."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -21,19 +21,12 @@ from rlboost_runtime.trainer.tiny import make_model, make_tokenizer
 from rlboost_runtime.trainer.update import Learner, Sample
 from rlboost_runtime.wire import FinishedResponse, GroupDone, Segment
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ALGORITHM = Algorithm(
     group_size=2, prompts_per_step=2, learning_rate=1e-3, learning_rate_warmup_steps=2, max_response_tokens=8,
     overlong_penalty_tokens=4,
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Small tensors: more threads only get in one another's way."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def learner(**changes) -> Learner:

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlboost_runtime.errors import RuntimeFault
+from rlboost_runtime.run_folder import sync_path
 from rlboost_runtime.seams import Disk
 
 GATHER_S = 0.01
@@ -289,7 +290,7 @@ class Journal:
         good_bytes = sum(_HEADER.size + len(record) for record in records)
         fd = self._disk.append(segment_path(self._folder, item.step))
         self._segment = _Segment(item, fd, good_bytes)
-        _sync_folder(self._folder)  # so that the file's name survives a power cut, too
+        sync_path(self._folder)  # so that the file's name survives a power cut, too
         return self._segment
 
     def _close_segment(self) -> None:
@@ -314,11 +315,3 @@ class Journal:
 def segment_path(folder: Path, step: int) -> Path:
     """Return where the segment of `step` lies."""
     return folder / f"step-{step:06d}.seg"
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

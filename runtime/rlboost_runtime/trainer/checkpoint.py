@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from rlboost_runtime.run_folder import read_json, write_json
+from rlboost_runtime.run_folder import read_json, sync_path, write_json
 from rlboost_runtime.trainer.policy import Policy
 
 _NAME = re.compile(r"step-([0-9]{6,})")
@@ -100,12 +100,12 @@ def replace_folder(final: Path, write: Callable[[Path], None]) -> None:
     try:
         write(building)
         for path in sorted(building.rglob("*")):
-            _sync(path)
-        _sync(building)
+            sync_path(path)
+        sync_path(building)
         if final.exists():
             _remove(final)
         os.rename(building, final)
-        _sync(final.parent)
+        sync_path(final.parent)
     finally:
         shutil.rmtree(building, ignore_errors=True)
 
@@ -115,11 +115,3 @@ def _remove(folder: Path) -> None:
     doomed = Path(tempfile.mkdtemp(dir=folder.parent, prefix=_BUILDING))
     os.rename(folder, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -27,6 +27,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rlboost_runtime.errors import RuntimeFault
+from rlboost_runtime.run_folder import sync_path
 from rlboost_runtime.weights import manifest as manifests
 from rlboost_runtime.weights.manifest import MANIFEST, Chunk, File, Manifest, Probe, Tied
 
@@ -172,7 +173,7 @@ class WeightStore:
             if exc.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
         else:
-            _sync(self.folder)
+            sync_path(self.folder)
             return manifest
         existing = manifests.read_manifest(final)
         if existing.content_digest != manifest.content_digest:
@@ -258,16 +259,8 @@ def _remove(folder: Path) -> None:
 
 def _sync_all(folder: Path) -> None:
     for path in folder.iterdir():
-        _sync(path)
-    _sync(folder)
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        sync_path(path)
+    sync_path(folder)
 
 
 def _is_disk_full(exc: BaseException) -> bool:
