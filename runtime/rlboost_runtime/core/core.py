@@ -20,6 +20,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import assert_never
 
+from rlboost_runtime.core.able import AbleSet, Terms
 from rlboost_runtime.core.check import check_core
 from rlboost_runtime.core.context import Context
 from rlboost_runtime.core.counters import Counters
@@ -45,7 +46,6 @@ from rlboost_runtime.core.messages import (
     MachineGone,
     MachineLaunched,
     NoticeReceived,
-    Pool,
     Reconnected,
     Released,
     RunEnding,
@@ -58,8 +58,10 @@ from rlboost_runtime.core.messages import (
     VersionPublished,
     VersionRefused,
 )
+from rlboost_runtime.core.policy import DispatchRule, WindowRule
 from rlboost_runtime.core.responses import Response, ResponseState, StepView
 from rlboost_runtime.core.seeding import CountMeter, Seeding, StepObservation
+from rlboost_runtime.core.seeding_published import seeding_for
 from rlboost_runtime.core.sizing import SurplusWatch, desired_machines, useful_instances
 from rlboost_runtime.core.timers import INSTANCE_TIMERS, Timer
 from rlboost_runtime.core.work import Work
@@ -76,9 +78,6 @@ class Core:
     def __init__(self) -> None:
         self._has_started = False
         self._newest_version: int | None = None
-        self._has_able_spot = False
-        self._able: dict[str, Instance] = {}
-        self._able_under: LeaseState | None = None  # None: nobody has looked since something changed
         self._presence = CountMeter()
         self._surplus = SurplusWatch()
         self._build(Context())
@@ -87,10 +86,11 @@ class Core:
         config = context.config
         self._context = context
         self._roster = Roster()
-        self._work = Work(context, self._roster)
+        self._able = AbleSet(self._roster)
+        self._work = Work(context, self._roster, self._able.able)
         self._fleet = Fleet(config.boot_deadline_s, context.timers, context.emit)
         self._crew = Crew(context, self._roster, self._work, self._fleet)
-        self._seeding = Seeding(config.seeding_initial_s, config.seeding_eta, config.reserved_instances)
+        self._seeding = seeding_for(config)
         self._handover = Handover(context, self._roster, self._work, self._crew, self._seeding)
         self._lease = self._handover.lease
 
@@ -107,8 +107,7 @@ class Core:
             event = replace(event, at=context.now)
         context.now = event.at
         context.commands.clear()
-        self._route(event)
-        if not isinstance(event, Beat):  # estimates and leases: nothing to decide on
+        if self._route(event):
             self._settle()
         return list(self._context.commands)
 
@@ -119,12 +118,13 @@ class Core:
     def check(self) -> None:
         """Assert every invariant. Looks at everything: for tests and debugging."""
         check_core(self._roster, self._work, self._fleet, self._lease, self._context)
-        able = self._find_able()
-        known = self._able_under is not self._lease.state or able == self._able or self._crew.has_changed
-        assert known, f"{list(able)} are able, {list(self._able)} taken for it"
+        self._refresh_able()
+        self._able.check()
+        able = self._able.able
         stalled = [r for r in self._work.dispatcher.queued() if not r.failed_on] if able else []
         empty = [i.instance for i in able.values() if not i.assignments]
-        assert not (stalled and empty), f"responses wait although {empty} are empty"
+        waits_on_purpose = self.config.policy.dispatch in (DispatchRule.DEALT, DispatchRule.PACED)
+        assert waits_on_purpose or not (stalled and empty), f"responses wait although {empty} are empty"
         present = sum(i.is_present for i in self._roster.spot())
         assert present == self._presence.count, f"{present} spot instances, {self._presence.count} metered"
 
@@ -180,6 +180,25 @@ class Core:
         """Counts since the run began."""
         return self._context.counters
 
+    def observation(self, at: float, wait_s: float, busy_s: float) -> StepObservation | None:
+        """Return what the open step has shown by `at`, given the trainer's waiting and training time.
+
+        None before its last response is finished, and for a step that a restarted trainer opened again: its
+        times span two processes.
+        """
+        book = self._work.book
+        if book is None or book.last_finished_at is None or book.was_reopened:
+            return None
+        return StepObservation(
+            n_prem=self._presence.mean(at),
+            n_hat=self._presence.count,
+            t_train_wait=wait_s,
+            t_remote_wait=at - book.last_finished_at,
+            t_train=busy_s,
+            t_remote=book.last_finished_at - book.started_at,
+            num_tokens=sum(r.num_tokens for r in book.responses.values()),
+        )
+
     def response(self, response: int) -> Response:
         """Return a response of the open step. Raises `KeyError` for any other."""
         known = self._work.response(response)
@@ -209,10 +228,11 @@ class Core:
 
     # --- events -------------------------------------------------------------------------------------------
 
-    def _route(self, event: Event) -> None:
+    def _route(self, event: Event) -> bool:
+        """Hand an event to who knows it; return whether there may be something to decide."""
         match event:
-            case Beat():  # first: nine of ten events of a long log
-                self._on_beat(event)
+            case Beat():  # first: nine of ten events of a long log, estimates and leases
+                return self._on_beat(event)
             case RunStarted():
                 self._on_run_started(event)
             case CoordinatorRestarted():
@@ -253,13 +273,14 @@ class Core:
                 self._on_instance_word(event)
             case _:
                 assert_never(event)
+        return True
 
-    def _on_beat(self, event: Beat) -> None:
+    def _on_beat(self, event: Beat) -> bool:
         instance = self._roster.current(event.instance, event.epoch)
         if instance is None:
             self._context.counters.stale_words += 1
-        else:
-            self._crew.beat(instance, event)
+            return False
+        return self._crew.beat(instance, event)
 
     def _on_instance_word(self, event: InstanceWord) -> None:
         instance = self._roster.current(event.instance, event.epoch)
@@ -296,7 +317,6 @@ class Core:
         self._fleet.restarted(event.at)
         self._lease.unserved_since = None
         self._context.is_ending = False  # an ended run that is started again goes on
-        self._crew.has_changed = True
 
     def _on_step_started(self, event: StepStarted) -> None:
         if self._context.is_ending:
@@ -310,7 +330,6 @@ class Core:
             self._work.open(event)
             self._presence.restart(event.at)
         self._lease.open(f"step {event.step} asked for", event.at)
-        self._crew.has_changed = True
 
     def _on_step_trained(self, event: StepTrained) -> None:
         book = self._work.book
@@ -321,18 +340,9 @@ class Core:
             self._context.counters.duplicates += 1
             return
         book.trained = True
-        # A step that a restarted trainer opened again tells nothing: its times span two processes.
-        if book.last_finished_at is not None and not book.was_reopened:
-            self._seeding.learn(
-                StepObservation(
-                    n_prem=self._presence.mean(event.at),
-                    n_hat=self._presence.count,
-                    t_train_wait=event.wait_s,
-                    t_remote_wait=event.at - book.last_finished_at,
-                    t_train=event.busy_s,
-                    t_remote=book.last_finished_at - book.started_at,
-                )
-            )
+        seen = self.observation(event.at, event.wait_s, event.busy_s)
+        if seen is not None:
+            self._seeding.learn(seen)
         self._shrink(event.at)
 
     def _shrink(self, at: float) -> None:
@@ -391,7 +401,7 @@ class Core:
         if self._context.is_ending:
             self._context.counters.duplicates += 1
             return
-        self._context.is_ending = self._crew.has_changed = True
+        self._context.is_ending = True
         for instance in self._roster.instances.values():
             self._work.abort_all(instance)
         for machine in list(self._fleet.machines.values()):
@@ -427,24 +437,33 @@ class Core:
 
     def _settle(self) -> None:
         """Bring lease, versions, assignments and fleet in line with what is known now."""
-        self._count_spot()
-        self._handover.settle(self._has_able_spot)
+        self._refresh_able()
+        self._handover.settle(self._has_spot_to_count_on())
         self._crew.aim_at(self._target_version())
-        if self._work.dispatcher.has_waiting():
-            self._work.assign_waiting(self._able_now())
+        self._refresh_able()
+        self._work.assign_waiting()
+        self._work.balance()
         if self._has_started and not self._context.is_ending:
             self._fleet.grow(self._desired_machines(), self.now)
 
-    def _count_spot(self) -> None:
-        if not self._crew.has_changed:
-            return
-        self._crew.has_changed = False
-        self._able_under = None
-        self._presence.set(sum(i.is_present for i in self._roster.spot()), self.now)
+    def _refresh_able(self) -> None:
         book = self._work.book
-        self._has_able_spot = book is not None and any(
-            i.can_serve(book.policy_version) for i in self._roster.spot()
+        terms = Terms(
+            version=None if book is None else book.policy_version,
+            reserved_may=self._lease.state is LeaseState.ENGINES,
+            is_ending=self._context.is_ending,
         )
+        changed, self._crew.changed = self._crew.changed, {}
+        for name in self._able.refresh(terms, changed):
+            self._work.touch_name(name)
+        if self._able.num_present_spot != self._presence.count:
+            self._presence.set(self._able.num_present_spot, self.now)
+
+    def _has_spot_to_count_on(self) -> bool:
+        """Whether spot instances can do the step's work: now, or, without a window, once they have loaded."""
+        if self.config.policy.window is WindowRule.CLOSED:
+            return self._able.num_live_spot > 0
+        return self._able.num_serving_spot > 0
 
     def _target_version(self) -> int | None:
         """The version to load: the open step's while it has work left, else the newest."""
@@ -452,26 +471,6 @@ class Core:
         if book is not None and book.num_unfinished and newest is not None and book.policy_version < newest:
             return book.policy_version
         return newest
-
-    def _able_now(self) -> dict[str, Instance]:
-        """Instances that may be given work now; looked for only when something has changed."""
-        if self._crew.has_changed or self._able_under is not self._lease.state:
-            self._able = self._find_able()
-            self._able_under = self._lease.state
-        return self._able
-
-    def _find_able(self) -> dict[str, Instance]:
-        book = self._work.book
-        if book is None or self._context.is_ending:
-            return {}
-        open_window = self._lease.state is LeaseState.ENGINES
-        return {
-            name: instance
-            for name, instance in self._roster.instances.items()
-            if instance.can_serve(book.policy_version)
-            and not instance.is_paused
-            and (open_window or instance.pool is Pool.SPOT)
-        }
 
     def _desired_machines(self) -> int:
         return desired_machines(self.useful_instances, self.config)

@@ -54,8 +54,8 @@ class Crew:
         self._roster = roster
         self._work = work
         self._fleet = fleet
-        self.has_changed = False
-        """Somebody's readiness has changed since the core last looked."""
+        self.changed: dict[str, None] = {}
+        """Instances whose readiness may have changed since the core last looked."""
         self.target: int | None = None
         """The version that instances should serve."""
         self._to_brief: dict[str, None] = {}
@@ -78,8 +78,9 @@ class Crew:
         instance.is_draining = machine is not None and not machine.counts
         instance.is_noticed = machine is not None and machine.is_leaving
         self._renew(instance)
-        self._to_brief[instance.instance] = None
-        self.has_changed = True
+        if self._context.config.policy.loads_any_time or not self._work.num_unfinished:
+            self._to_brief[instance.instance] = None
+        self.changed[instance.instance] = None
 
     def left(self, instance: Instance, event: InstanceLeft) -> None:
         """A goodbye."""
@@ -102,7 +103,7 @@ class Crew:
         """It is back in the same life: agree on what it holds, and repeat what it may not have heard."""
         self._context.timers.cancel(Timer.GRACE, instance.instance)
         instance.is_connected = True
-        self.has_changed = True
+        self.changed[instance.instance] = None
         self._renew(instance)
         held = dict.fromkeys(event.assignments)
         for assignment, response in list(instance.assignments.items()):
@@ -142,7 +143,7 @@ class Crew:
         self._to_brief.pop(instance.instance, None)
         self._context.timers.cancel_all(INSTANCE_TIMERS, instance.instance)
         self._context.counters.losses[cause] += 1
-        self.has_changed = True
+        self.changed[instance.instance] = None
         if evict:
             self._context.emit(Evict(instance.instance, instance.epoch, cause))
         if machine is not None and not keeps_machine:
@@ -161,7 +162,7 @@ class Crew:
         instance.wake_sent, instance.refusals, instance.is_paused = False, 0, False
         self._context.timers.cancel(Timer.PAUSE, instance.instance)
         self._context.timers.cancel(Timer.RELOAD, instance.instance)
-        self.has_changed = True
+        self.changed[instance.instance] = None
         book = self._work.book
         if book is not None and book.policy_version != event.version:
             self._work.abort_all(instance)
@@ -177,7 +178,7 @@ class Crew:
             instance.version = None
             instance.life.move(InstanceState.LOADING, f"refused version {event.version}", event.at)
             self._work.abort_all(instance)
-            self.has_changed = True
+            self.changed[instance.instance] = None
         is_pending = self._context.timers.due(Timer.RELOAD, instance.instance) is not None
         if event.version != instance.told_version or is_pending:
             return  # of an older version, or said twice
@@ -197,18 +198,24 @@ class Crew:
         instance.life.move(InstanceState.ASLEEP, "answered", event.at)
         self._context.timers.cancel(Timer.ANSWER, instance.instance)
 
-    def beat(self, instance: Instance, event: Beat) -> None:
-        """A heartbeat: its lease, its engine's progress, estimates of token counts."""
+    def beat(self, instance: Instance, event: Beat) -> bool:
+        """A heartbeat: its lease, its engine's progress, estimates of token counts.
+
+        Returns whether it tells another queue than was known: somebody may be given work now.
+        """
         self._renew(instance)
         if event.engine_progress != instance.progress:
             instance.progress = event.engine_progress
             if instance.is_connected:
                 self._work.expect_progress(instance)
-        for number, num_tokens in event.tokens:
-            response = self._work.response(number)
-            if response is not None and response.holder == instance.instance:
-                response.num_tokens = num_tokens
-                instance.rebook(response, self._work.dispatcher.kv_estimate(response))
+        if event.tokens:
+            self._take_counts(instance, event)
+        if event.num_queued is None:
+            return False
+        instance.tells_queue, former = True, instance.num_queued
+        instance.num_queued = min(event.num_queued, instance.num_assigned)
+        self._work.touch(instance)
+        return former != instance.num_queued
 
     def released(self, event: Released) -> None:
         """It let go of an assignment; a word about one that is not current means nothing."""
@@ -241,7 +248,7 @@ class Crew:
     def drain(self, instance: Instance) -> None:
         """Give it no more work and take back what it holds."""
         instance.is_draining = True
-        self.has_changed = True
+        self.changed[instance.instance] = None
         self._work.abort_all(instance)
 
     def wake(self, instance: Instance) -> None:
@@ -255,7 +262,7 @@ class Crew:
         assert not instance.assignments
         instance.life.move(InstanceState.SLEEPING, "told to sleep", self._context.now)
         instance.version, instance.wake_sent = None, False
-        self.has_changed = True
+        self.changed[instance.instance] = None
         self._context.emit(Sleep(instance.instance, instance.epoch))
         self._work.expect_answer(instance)
 
@@ -293,11 +300,29 @@ class Crew:
                 self._to_brief[name] = None
             case Timer.PAUSE:
                 instance.is_paused = False
-                self.has_changed = True
+                self.changed[instance.instance] = None
             case _:
                 pass
 
     # --- helpers ------------------------------------------------------------------------------------------
+
+    def _take_counts(self, instance: Instance, event: Beat) -> None:
+        """Token counts of what it runs: estimates for booking, and how fast it is at that batch."""
+        book, batch, gained = self._work.book, 0, 0
+        if book is None:
+            return
+        responses, estimate = book.responses, self._work.dispatcher.kv_estimate
+        for number, num_tokens in event.tokens:
+            response = responses.get(number)
+            if response is not None and response.holder == instance.instance:
+                batch += 1
+                gained += num_tokens - response.num_tokens
+                response.num_tokens = num_tokens
+                instance.rebook(response, estimate(response))
+        self._work.touch(instance)
+        since, instance.beaten_at = instance.beaten_at, event.at
+        if since is not None and event.at > since and batch and gained > 0:
+            self._work.balancer.profile.learn(instance, batch, gained, event.at - since)
 
     def _renew(self, instance: Instance) -> None:
         due = self._context.now + self._context.config.lease_s
@@ -306,7 +331,7 @@ class Crew:
     def _part(self, instance: Instance, cause: LossCause, grace_s: float) -> None:
         instance.is_connected = False
         instance.grace_cause = cause
-        self.has_changed = True
+        self.changed[instance.instance] = None
         timers, name = self._context.timers, instance.instance
         timers.set(Timer.GRACE, name, self._context.now + grace_s)
         timers.cancel(Timer.HANG, name)
@@ -341,7 +366,7 @@ class Crew:
             self.lose(instance, LossCause.HUNG, evict=True)
             return
         instance.is_paused = True
-        self.has_changed = True
+        self.changed[instance.instance] = None
         pause_s = ENGINE_PAUSE_S * 2 ** (instance.engine_failures - 1)
         self._context.timers.set(Timer.PAUSE, instance.instance, self._context.now + pause_s)
 

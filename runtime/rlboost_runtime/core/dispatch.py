@@ -2,24 +2,31 @@
 Algorithm 2).
 
 - Continuations go before fresh responses, the longest first: they are the ones a step waits for.
-- The emptiest instance by booked KV share gets the next response, unless one that has a sibling's prompt in
-  its cache is at most `affinity_slack` fuller.
+- `DispatchRule.BOOKED`: the emptiest instance by booked KV share gets the next response, unless one that
+  has a sibling's prompt in its cache is at most `affinity_slack` fuller.
+- `DispatchRule.PENDING`, the paper's own: the instance with the fewest responses that it does not execute
+  yet, and fewer than Theta of them; among equals the one that executes fewest.
 - A response that no instance can admit waits (delayed dispatch) and holds back those behind it, so that a
   large one is never overtaken for ever.
+- The baselines' rules are in `dealing`.
 
-Departure from the paper: load is booked KV tokens rather than the number of pending requests, because it is
-known here without asking engines and does not confuse short responses with long ones.
+BOOKED departs from the paper: load is booked KV tokens rather than the number of pending requests, because
+it is known here without asking engines and does not confuse short responses with long ones.
 
-Cost: a batch looks at every instance once, each assignment costs O(log instances).
+Cost: each assignment O(log instances), whatever else happened O(1).
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Mapping
 
-from rlboost_runtime.core.instances import Instance
-from rlboost_runtime.core.responses import Response, ResponseState, StepBook
+from rlboost_runtime.core.context import Context
+from rlboost_runtime.core.crowd import Crowd, Rank
+from rlboost_runtime.core.dealing import EvenDeal, PacedDeal
+from rlboost_runtime.core.instances import Instance, Roster
+from rlboost_runtime.core.policy import DispatchRule
+from rlboost_runtime.core.responses import Response, StepBook
+from rlboost_runtime.core.waiting import WaitingQueue
 
 HEADROOM_SHARE = 0.5
 """Share of a response's expected remaining growth that is booked ahead. Responses on an instance are at
@@ -36,13 +43,23 @@ Place = Callable[[Response, Instance, int], None]
 
 
 class Dispatcher:
-    """The queue of waiting responses of the open step, and where siblings ran."""
+    """The queue of waiting responses of the open step, where siblings ran, and how full instances are.
 
-    def __init__(self, affinity_slack: float) -> None:
-        self._affinity_slack = affinity_slack
+    `able` are the instances that may be given work: read, never changed.
+    """
+
+    def __init__(self, context: Context, roster: Roster, able: Mapping[str, Instance]) -> None:
+        config = context.config
+        self.crowd = Crowd(able, _RANKS.get(config.policy.dispatch, _by_booking))
+        self._rule = config.policy.dispatch
+        self._max_pending = config.policy.max_pending
+        self._affinity_slack = config.affinity_slack
+        self._able = able
         self._expected_tokens: float | None = None
-        self._queue: list[tuple[int, int, Response]] = []
+        self._queue = WaitingQueue()
         self._ran_on: dict[int, dict[str, None]] = {}
+        self._even = EvenDeal(roster)
+        self._paced = PacedDeal(context)
 
     def open_step(self, former: StepBook | None) -> None:
         """Forget the former step but for how long its responses became."""
@@ -53,15 +70,15 @@ class Dispatcher:
 
     def enqueue(self, response: Response) -> None:
         """Queue a waiting response by the tokens that it keeps."""
-        heapq.heappush(self._queue, (-response.num_tokens, response.order, response))
+        self._queue.add(response)
 
     def queued(self) -> list[Response]:
         """Return what is queued, in no order. Looks at all of it: for checks."""
-        return [response for _, _, response in self._queue if _is_waiting(response)]
+        return self._queue.all()
 
     def has_waiting(self) -> bool:
         """Return whether somebody waits."""
-        return self._peek() is not None
+        return self._queue.peek() is not None
 
     def kv_estimate(self, response: Response) -> int:
         """Return the KV tokens to book: prompt, tokens so far, and a part of the expected growth."""
@@ -73,83 +90,69 @@ class Dispatcher:
         growth = min(growth, max(0, request.max_tokens - so_far))
         return request.prompt_tokens + so_far + int(HEADROOM_SHARE * growth)
 
-    def place(self, able: Mapping[str, Instance], place: Place) -> None:
-        """Place waiting responses on `able` instances until nobody waits or nothing fits.
+    def place(self, book: StepBook, place: Place) -> None:
+        """Place waiting responses on able instances until nobody waits or nothing fits.
 
-        `place` must book the assignment on the instance before it returns.
+        `place` must book the assignment on the instance before it returns, and touch it in the crowd.
         """
-        crowd = _Crowd(able)
+        match self._rule:
+            case DispatchRule.DEALT:
+                for response, choice in self._even.deal(self._queue, self._able):
+                    place(response, choice, self.kv_estimate(response))
+            case DispatchRule.PACED:
+                for response, choice in self._paced.deal(self._queue, self._able, book):
+                    place(response, choice, self.kv_estimate(response))
+            case _:
+                self._place_singly(place)
+
+    def _place_singly(self, place: Place) -> None:
         stuck: list[Response] = []
-        while able and (response := self._peek()) is not None:
+        while self._able and (response := self._queue.peek()) is not None:
             estimate = self.kv_estimate(response)
-            choice = self._choose(response, estimate, crowd)
+            choice = self._choose(response, estimate)
             if choice is None and not response.failed_on:
                 break
-            heapq.heappop(self._queue)
+            self._queue.pop()
             if choice is None:  # waits for an instance that it has not made fail; others need not
                 stuck.append(response)
                 continue
             self._ran_on.setdefault(response.group, {})[choice.instance] = None
             place(response, choice, estimate)
-            crowd.put_back(choice)
         for response in stuck:
             self.enqueue(response)
 
-    def _choose(self, response: Response, estimate: int, crowd: _Crowd) -> Instance | None:
-        avoid = response.failed_on.keys() & crowd.able.keys()
-        if len(avoid) == len(crowd.able):
-            avoid = set()  # better to try again where it failed than not at all
-        emptiest = crowd.emptiest(estimate, avoid)
+    def _choose(self, response: Response, estimate: int) -> Instance | None:
+        avoid: set[str] = set()
+        if response.failed_on:
+            avoid = response.failed_on.keys() & self._able.keys()
+            if len(avoid) == len(self._able):
+                avoid = set()  # better to try again where it failed than not at all
+        meant = None if response.meant_for is None else self._able.get(response.meant_for)
+        if meant is not None and meant.can_admit(estimate) and meant.instance not in avoid:
+            return meant
+        if self._rule is DispatchRule.PENDING:
+            return self.crowd.best(lambda i: i.num_queued < self._max_pending, avoid)
+        emptiest = self.crowd.best(lambda i: i.can_admit(estimate), avoid)
         if emptiest is None:
             return None
         limit = emptiest.share + self._affinity_slack
-        near = (crowd.able.get(i) for i in self._ran_on.get(response.group, ()) if i not in avoid)
+        near = (self._able.get(i) for i in self._ran_on.get(response.group, ()) if i not in avoid)
         siblings = [i for i in near if i is not None and i.share <= limit and i.can_admit(estimate)]
         return min(siblings, key=_rank) if siblings else emptiest
 
-    def _peek(self) -> Response | None:
-        while self._queue and not _is_waiting(self._queue[0][2]):
-            heapq.heappop(self._queue)  # it ended while it waited
-        return self._queue[0][2] if self._queue else None
 
-
-class _Crowd:
-    """Able instances, emptiest first; an entry whose instance has changed since is void."""
-
-    def __init__(self, able: Mapping[str, Instance]) -> None:
-        self.able = able
-        self._heap = [_rank(i) for i in able.values() if i.num_assigned < max(1, i.max_running)]
-        heapq.heapify(self._heap)
-
-    def emptiest(self, estimate: int, avoid: set[str]) -> Instance | None:
-        """Return the emptiest instance that admits the estimate; it stays in the crowd.
-
-        One that does not admit it leaves the crowd until the next batch, so that a batch costs little.
-        """
-        avoided = []
-        found = None
-        while self._heap and found is None:
-            rank = self._heap[0]
-            instance = self.able[rank[2]]
-            if _rank(instance) != rank or not instance.can_admit(estimate):
-                heapq.heappop(self._heap)
-            elif instance.instance in avoid:
-                avoided.append(heapq.heappop(self._heap))
-            else:
-                found = instance
-        for rank in avoided:
-            heapq.heappush(self._heap, rank)
-        return found
-
-    def put_back(self, instance: Instance) -> None:
-        """Take notice of an instance whose load changed."""
-        if instance.num_assigned < instance.max_running:
-            heapq.heappush(self._heap, _rank(instance))
-
-
-def _rank(instance: Instance) -> tuple[float, float, str]:
+def _rank(instance: Instance) -> Rank:
     return instance.share, instance.fill, instance.instance
 
 
-def _is_waiting(response: Response) -> bool:
-    return response.state is ResponseState.WAITING
+def _by_booking(instance: Instance) -> Rank | None:
+    return _rank(instance) if instance.num_assigned < max(1, instance.max_running) else None
+
+
+def _by_pending(instance: Instance) -> Rank | None:
+    if instance.num_assigned >= max(1, instance.max_running):
+        return None
+    return instance.num_queued, instance.num_assigned - instance.num_queued, instance.instance
+
+
+_RANKS = {DispatchRule.BOOKED: _by_booking, DispatchRule.PENDING: _by_pending}

@@ -81,6 +81,11 @@ class Instance:
     """Assignments that it was told to stop and has not released."""
     kv_load: int = 0
     """KV tokens booked for its assignments."""
+    num_queued: int = 0
+    """Assignments that it does not execute yet, as far as it tells; 0 for one that does not tell."""
+    tells_queue: bool = False
+    beaten_at: float | None = None
+    """Time of its last heartbeat that told tokens."""
 
     @property
     def state(self) -> InstanceState:
@@ -112,6 +117,11 @@ class Instance:
         return len(self.assignments)
 
     @property
+    def num_executing(self) -> int:
+        """Assignments that it decodes, as far as it tells, and that were not taken away."""
+        return max(0, len(self.assignments) - self.num_queued - len(self.aborting))
+
+    @property
     def share(self) -> float:
         """How full it is: booked KV tokens over its capacity."""
         return self.kv_load / max(1, self.kv_tokens)
@@ -136,11 +146,13 @@ class Instance:
         self.assignments[assignment] = response
         response.kv_estimate = kv_estimate
         self.kv_load += kv_estimate
+        self.num_queued += self.tells_queue
 
     def let_go(self, assignment: int) -> None:
         """Unbook an assignment; call before the response forgets its estimate."""
         self.kv_load -= self.assignments.pop(assignment).kv_estimate
         self.aborting.pop(assignment, None)
+        self.num_queued = min(self.num_queued, len(self.assignments))
 
     def rebook(self, response: Response, kv_estimate: int) -> None:
         """Correct how much is booked for a response that it holds."""

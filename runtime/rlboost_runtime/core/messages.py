@@ -13,8 +13,10 @@ before it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+
+from rlboost_runtime.core.policy import Policy
 
 
 class Pool(StrEnum):
@@ -95,6 +97,8 @@ class CoreConfig:
     """An engine with work that makes no progress for this long is evicted."""
     affinity_slack: float = 0.25
     """How much fuller (share of its KV capacity) an instance may be and still be given its siblings' work."""
+    policy: Policy = field(default_factory=Policy)
+    """The rules for dispatch, seeding, sizing and balance."""
 
 
 # --- events ----------------------------------------------------------------------------------------------
@@ -226,6 +230,8 @@ class Beat:
     epoch: int
     engine_progress: int
     tokens: tuple[tuple[int, int], ...]
+    num_queued: int | None = None
+    """Assignments that the engine has accepted and does not execute yet; None: not told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,12 +367,16 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Assign:
-    """Generate `response` on `instance` from its prompt and whatever tokens are journalled."""
+    """Generate `response` on `instance` from its prompt and whatever tokens are journalled.
+
+    `keep_tokens`: only after so many of them; never set under the policies that live runs may have.
+    """
 
     instance: str
     epoch: int
     assignment: int
     response: int
+    keep_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ agree with the states (`StepBook.check`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -60,6 +61,15 @@ class Response:
     num_failures: int = 0
     num_assignments: int = 0
     finish_reason: FinishReason | None = None
+    keep_tokens: int | None = None
+    """The next assignment continues after so many tokens only; None: after all there are."""
+    meant_for: str | None = None
+    """The instance that it was taken away for; only the next assignment heeds it."""
+
+    def drop_tokens_beyond(self, kept: int) -> None:
+        """Have the next assignment generate anew what is beyond `kept` tokens."""
+        self.num_tokens = min(self.num_tokens, kept)
+        self.keep_tokens = kept if self.keep_tokens is None else min(self.keep_tokens, kept)
 
     @property
     def response(self) -> int:
@@ -109,8 +119,11 @@ class StepBook:
         self.was_reopened = False
         self.trained = False
         self._unfinished_of: dict[int, int] = {}
-        for request in event.requests:
-            self._unfinished_of[request.group] = self._unfinished_of.get(request.group, 0) + 1
+        self._members: dict[int, list[Response]] = {}
+        for response in self.responses.values():
+            self._members.setdefault(response.group, []).append(response)
+        for group, members in self._members.items():
+            self._unfinished_of[group] = len(members)
 
     @property
     def num_unfinished(self) -> int:
@@ -128,6 +141,10 @@ class StepBook:
             in_flight=self.num_running,
             trained=self.trained,
         )
+
+    def members_of(self, group: int) -> Sequence[Response]:
+        """Return a group's responses, in the order of the request."""
+        return self._members[group]
 
     def is_for(self, step: int, policy_version: int) -> bool:
         """Return whether this is that step under that version."""

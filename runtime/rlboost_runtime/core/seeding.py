@@ -38,6 +38,8 @@ class StepObservation:
     """Trainer's time without waiting."""
     t_remote: float
     """From the start of the step to the last response."""
+    num_tokens: int = 0
+    """Response tokens of the step."""
 
 
 @dataclass(slots=True)
@@ -51,18 +53,24 @@ class Seeding:
     """Instances that make rollout just keep up with training; None until a step has taught it."""
     memory: dict[int, float] = field(default_factory=dict)
     """Window in seconds, by number of spot instances."""
+    has_memory: bool = True
+    """The remembered windows are used."""
+    is_fixed: bool = False
+    """The window stays as it is; only N_prem is learned."""
 
     def learn(self, seen: StepObservation) -> None:
         """Take in one trained step."""
         if seen.n_prem <= 0:
             return
-        self.t_seed_s = max(0.0, self.t_seed_s + (seen.t_train_wait - seen.t_remote_wait) / self.eta)
+        if not self.is_fixed:
+            self.t_seed_s = max(0.0, self.t_seed_s + (seen.t_train_wait - seen.t_remote_wait) / self.eta)
         if seen.t_train > 0:
             work = seen.t_remote * seen.n_prem + self.t_seed_s * self.num_reserved
             self.n_prem = work / seen.t_train
         if abs(seen.n_prem - seen.n_hat) < SAME_COUNT:
             self.memory[seen.n_hat] = self.t_seed_s
-        self.t_seed_s = self.memory.get(seen.n_hat, self.t_seed_s)
+        if self.has_memory and not self.is_fixed:
+            self.t_seed_s = self.memory.get(seen.n_hat, self.t_seed_s)
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from rlboost_runtime.core.messages import CoreConfig
+from rlboost_runtime.core.policy import SizeRule
 
 STEPS_BEFORE_SHRINKING = 3
 """Steps in a row that must find a machine superfluous before one is ended: a machine costs minutes to get
@@ -18,10 +19,14 @@ def useful_instances(n_prem: float | None, config: CoreConfig) -> int:
     """Return the useful number of spot instances: N_prem rounded up, from 1 to `max_spot_instances`.
 
     Departures from the paper: while no step has taught N_prem this is `max_spot_instances`, where the paper
-    starts with the number of local engines and would starve a first step that could have had more. And it is
+    starts with the number of local engines and would starve a first step that could have had more
+    (`SizeRule.N_PREM_FROM_RESERVED` does as the paper). And it is
     never 0 unless the job forbids spot instances: without any, no later step could teach that they pay again.
     """
-    if n_prem is None:
+    rule = config.policy.sizing
+    if n_prem is None and rule is SizeRule.N_PREM_FROM_RESERVED:
+        return min(config.max_spot_instances, max(1, config.reserved_instances))
+    if n_prem is None or rule is SizeRule.CAP:
         return config.max_spot_instances
     return min(config.max_spot_instances, max(1, math.ceil(n_prem - ROUNDING)))
 

@@ -40,6 +40,10 @@ class Timer(StrEnum):
     """The seeding window has lasted T_seed."""
     RECALL = "recall"
     """Work is left and nobody serves it: recall the GPU."""
+    BALANCE = "balance"
+    """Responses may be moved between instances again."""
+    PACE = "pace"
+    """The published code's next look at the queues."""
 
 
 INSTANCE_TIMERS = (Timer.LEASE, Timer.GRACE, Timer.HANG, Timer.ANSWER, Timer.RELOAD, Timer.PAUSE)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from rlboost_runtime.core.balance import Balancer
 from rlboost_runtime.core.context import Context
 from rlboost_runtime.core.dispatch import Dispatcher
 from rlboost_runtime.core.instances import Instance, Roster
@@ -20,18 +21,23 @@ FAILURES_PER_INSTANCE = 3
 such instance in all: with fewer instances alive than that it would otherwise fail for ever and hold up the
 run."""
 
+BALANCE_S = 1.0
+"""Least pause between two moves of running responses: the former must show in what instances say first."""
+
 
 class Work:
     """The open step, its queue, and the current assignments."""
 
-    def __init__(self, context: Context, roster: Roster) -> None:
+    def __init__(self, context: Context, roster: Roster, able: Mapping[str, Instance]) -> None:
         self._context = context
         self._roster = roster
-        self.dispatcher = Dispatcher(context.config.affinity_slack)
+        self.dispatcher = Dispatcher(context, roster, able)
+        self.balancer = Balancer(able, self.dispatcher.crowd)
         self.book: StepBook | None = None
         self.current: dict[int, Response] = {}
         """Current assignments."""
         self._next_assignment = 0
+        self._balance_at = 0.0
 
     # --- the step -----------------------------------------------------------------------------------------
 
@@ -40,6 +46,7 @@ class Work:
         if self.book is not None:
             self._cancel(self.book)
         self.dispatcher.open_step(self.book)
+        self.balancer.profile.close_step()
         self.book = StepBook(event)
         for response in self.book.responses.values():
             self.dispatcher.enqueue(response)
@@ -61,9 +68,36 @@ class Work:
 
     # --- giving and taking --------------------------------------------------------------------------------
 
-    def assign_waiting(self, able: Mapping[str, Instance]) -> None:
+    def assign_waiting(self) -> None:
         """Give waiting responses to able instances as far as they fit."""
-        self.dispatcher.place(able, self._assign)
+        if self.book is not None and self.dispatcher.has_waiting():
+            self.dispatcher.place(self.book, self._assign)
+
+    def balance(self) -> None:
+        """Take responses away from a crowded instance for an idle one, if nobody waits and that helps."""
+        if not self._context.config.policy.balances or not self.num_unfinished:
+            return
+        now = self._context.now
+        relief = None if self.dispatcher.has_waiting() else self.balancer.relief()
+        if relief is None:
+            return
+        if now < self._balance_at:
+            self._context.timers.set(Timer.BALANCE, "", self._balance_at)
+            return
+        self._balance_at = now + BALANCE_S
+        for assignment in relief.assignments:
+            relief.giver.assignments[assignment].meant_for = relief.taker.instance
+            self.abort(relief.giver, assignment)
+        self.touch(relief.giver)
+
+    def touch(self, instance: Instance) -> None:
+        """The load or ability of an instance may have changed."""
+        self.touch_name(instance.instance)
+
+    def touch_name(self, name: str) -> None:
+        """The same by name: of one that may be gone."""
+        self.dispatcher.crowd.touch(name)
+        self.balancer.touch(name)
 
     def finish(self, response: Response, num_tokens: int, reason: FinishReason) -> None:
         """End a response, wherever it is, and free its slot."""
@@ -82,8 +116,11 @@ class Work:
         self.dispatcher.enqueue(response)
 
     def take_back_all(self, instance: Instance, why: str) -> None:
-        """Put everything that an instance holds back into the queue."""
+        """Put everything that a lost instance holds back into the queue."""
+        keeps_tokens = self._context.config.policy.keeps_tokens
         for response in list(instance.assignments.values()):
+            if not keeps_tokens:
+                response.drop_tokens_beyond(0)
             self.take_back(response, why)
 
     def fail_on(self, instance: Instance, response: Response) -> None:
@@ -134,11 +171,14 @@ class Work:
             context.counters.tokens_migrated += response.num_tokens
         was_idle = not instance.assignments
         instance.hold(assignment, response, kv_estimate)
+        self.touch(instance)
         self.current[assignment] = response
         self.book.run(response, assignment, instance.instance, context.now)
         if was_idle:
             self.expect_progress(instance)
-        context.emit(Assign(instance.instance, instance.epoch, assignment, response.response))
+            instance.beaten_at = None
+        kept, response.keep_tokens, response.meant_for = response.keep_tokens, None, None
+        context.emit(Assign(instance.instance, instance.epoch, assignment, response.response, kept))
 
     def _detach(self, response: Response) -> None:
         """Unbook a response's assignment, if it has one; its own state is the caller's to change."""
@@ -147,6 +187,7 @@ class Work:
         instance = self._roster.instances[response.holder]
         del self.current[response.assignment]
         instance.let_go(response.assignment)
+        self.touch(instance)
         if not instance.assignments:
             self._context.timers.cancel(Timer.HANG, instance.instance)
         if not instance.aborting:

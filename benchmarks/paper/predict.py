@@ -1,0 +1,138 @@
+"""The predictions with a constant number of machines, and the ablations: nothing here may move a parameter.
+
+    python -m benchmarks.paper.predict --out predictions.jsonl [--only NAME ...]
+
+One line of JSON per case is appended; what is there already is not run again. `report.py` sets them beside
+the published figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.paper.static import run_static, settled
+from rlboost_runtime.sim import Preset, Switches, presets, simulate
+from rlboost_runtime.sim.traces import Trace, TraceEvent
+
+SHORT_LIMIT = 5_120
+"""The paper's "5K" response limit."""
+RESTART_S = 1.0
+"""The paper's replayer starts a killed instance again at once: its node is free again after so long."""
+KILLED = 3
+"""Of six instances, in the paper's figure 14."""
+
+
+def static(preset: str, machines: int, *, limit: int | None = None, groups: bool = False) -> dict[str, float]:
+    """Return the settled step of the paper's policy (on demand for no machine)."""
+    known = _limited(presets()[preset], limit)
+    if groups:
+        known = replace(known, assumptions=replace(known.assumptions, trains_whole_groups=True))
+    if machines == 0:
+        rows = run_static(known, 0, "on_demand", steps=3).rows
+        seconds, tokens = sum(r.seconds for r in rows), sum(r.tokens for r in rows)
+        return {"tokens_per_s": tokens / seconds, "tokens_per_usd": tokens / sum(r.usd for r in rows)}
+    found = settled(run_static(known, machines, "paper"))
+    return {
+        "tokens_per_s": found.tokens_per_s,
+        "tokens_per_usd": found.tokens_per_usd,
+        "t_seed_s": found.t_seed_s,
+        "wait_s": found.wait_s,
+        "n_prem": found.n_prem,
+    }
+
+
+def kill_overhead(after_s: float, *, migration: bool) -> dict[str, float]:
+    """Return the seconds of the second step, three of six machines killed `after_s` into it and started
+    again."""
+    known = replace(presets()["paper-14b"], max_spot_instances=6, seeding_initial_s=70.0)
+    first = simulate(known, _six(()), "paper", seed=0, hours=1.0, max_steps=2)
+    start = first.rows[1].started_s
+    kills = tuple(
+        event
+        for i in range(KILLED)
+        for event in (
+            TraceEvent(start + after_s, f"node{i}", "remove"),
+            TraceEvent(start + after_s + RESTART_S, f"node{i}", "add"),
+        )
+    )
+    switches = Switches(migration=migration)
+    killed = simulate(known, _six(kills), "paper", seed=0, hours=1.0, max_steps=2, switches=switches)
+    return {"quiet_s": first.rows[1].seconds, "killed_s": killed.rows[1].seconds}
+
+
+def churn(switches: Switches) -> dict[str, float]:
+    """Return the mean throughput while five of six machines go and come back one by one (figure 12)."""
+    known = replace(presets()["paper-14b"], max_spot_instances=6)
+    events = []
+    for number in range(5):
+        events.append(TraceEvent(1_200.0 + 600.0 * number, f"node{number}", "remove"))
+        events.append(TraceEvent(4_800.0 + 600.0 * number, f"node{number}", "add"))
+    trace = _six(tuple(sorted(events, key=lambda event: event.at_s)))
+    result = simulate(known, trace, "paper", seed=0, hours=2.5, switches=switches)
+    return {"tokens_per_s": result.tokens_per_s, "steps": result.steps}
+
+
+def _six(later: tuple[TraceEvent, ...]) -> Trace:
+    begin = tuple(TraceEvent(0.0, f"node{i}", "add") for i in range(6))
+    events = tuple(sorted((*begin, *later), key=lambda event: event.at_s))
+    return Trace("six", "six machines, some of them taken and given back", events, 1e5)
+
+
+def _limited(preset: Preset, limit: int | None) -> Preset:
+    if limit is None:
+        return preset
+    return replace(preset, workload=replace(preset.workload, max_response_tokens=limit))
+
+
+CASES: dict[str, Callable[[], dict[str, float]]] = {
+    "8b n=0": lambda: static("paper-8b", 0),
+    "8b n=4": lambda: static("paper-8b", 4),
+    "8b n=1": lambda: static("paper-8b", 1),
+    "8b n=2": lambda: static("paper-8b", 2),
+    "8b n=3": lambda: static("paper-8b", 3),
+    "14b n=0": lambda: static("paper-14b", 0),
+    "14b n=1": lambda: static("paper-14b", 1),
+    "14b n=6": lambda: static("paper-14b", 6),
+    "32b n=0": lambda: static("paper-32b", 0),
+    "32b n=6": lambda: static("paper-32b", 6),
+    "14b 5K n=0": lambda: static("paper-14b", 0, limit=SHORT_LIMIT),
+    "14b 5K n=3": lambda: static("paper-14b", 3, limit=SHORT_LIMIT),
+    "14b n=6 whole groups": lambda: static("paper-14b", 6, groups=True),
+    "kill at 100 s, migrated": lambda: kill_overhead(100.0, migration=True),
+    "kill at 100 s, recomputed": lambda: kill_overhead(100.0, migration=False),
+    "kill at 200 s, migrated": lambda: kill_overhead(200.0, migration=True),
+    "kill at 200 s, recomputed": lambda: kill_overhead(200.0, migration=False),
+    "churn": lambda: churn(Switches()),
+    "churn, no seeding": lambda: churn(Switches(seeding=False)),
+    "churn, no memory": lambda: churn(Switches(memory=False)),
+}
+
+
+def main(arguments: list[str]) -> int:
+    """Run what is missing."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", nargs="*", default=list(CASES), choices=list(CASES))
+    options = parser.parse_args(arguments)
+    lines = options.out.read_text().splitlines() if options.out.exists() else []
+    known = {json.loads(line)["case"] for line in lines}
+    with options.out.open("a", encoding="utf-8") as out:
+        for name in options.only:
+            if name in known:
+                continue
+            began = time.process_time()
+            found = CASES[name]()
+            line = {"case": name, **found, "cpu_s": round(time.process_time() - began, 2)}
+            print(json.dumps(line), file=out, flush=True)
+            print(name, file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,112 @@
+"""Which instances may be given work now, and how many spot ones are there: kept up to date instance by
+instance.
+
+Guarantees: after `refresh`, `able` and the counts are what looking at every instance would give (`check`).
+The cost of an event is that of the instances that it changed; a new step or the run's end looks at all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlboost_runtime.core.instances import Instance, Roster
+from rlboost_runtime.core.messages import Pool
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What decides about all instances at once."""
+
+    version: int | None
+    """The open step's policy version; None: no step."""
+    reserved_may: bool
+    """The reserved engines have the GPUs."""
+    is_ending: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What one instance counts as."""
+
+    is_able: bool = False
+    is_present_spot: bool = False
+    """Spot, and serving some version."""
+    is_serving_spot: bool = False
+    """Spot, connected, and serving the step's version: able but for a passing pause."""
+    is_live_spot: bool = False
+    """Spot, connected, and not about to go; it may still be loading."""
+
+
+NOTHING = Standing()
+
+
+class AbleSet:
+    """Able instances and counts of spot instances."""
+
+    def __init__(self, roster: Roster) -> None:
+        self.able: dict[str, Instance] = {}
+        self.num_present_spot = 0
+        self.num_serving_spot = 0
+        self.num_live_spot = 0
+        self._roster = roster
+        self._terms = Terms(None, False, False)
+        self._standing: dict[str, Standing] = {}
+
+    def refresh(self, terms: Terms, changed: dict[str, None]) -> list[str]:
+        """Take in changes; return the instances whose ability may have changed."""
+        former, self._terms = self._terms, terms
+        if (former.version, former.is_ending) != (terms.version, terms.is_ending):
+            names = list({**self._standing, **dict.fromkeys(self._roster.instances)})
+        elif former.reserved_may != terms.reserved_may:
+            names = list({**changed, **dict.fromkeys(self._roster.reserved)})
+        else:
+            names = list(changed)
+        for name in names:
+            self._file(name)
+        return names
+
+    def check(self) -> None:
+        """Assert that nothing was missed."""
+        for name, instance in self._roster.instances.items():
+            expected, known = self._stand(instance), self._standing.get(name, NOTHING)
+            assert known == expected, f"{name} stands as {expected}, taken for {known}"
+            assert (self.able.get(name) is instance) == expected.is_able, f"{name} is {expected}"
+        gone = self._standing.keys() - self._roster.instances.keys()
+        assert not gone, f"{gone} are gone and still counted"
+        assert self.able.keys() <= self._roster.instances.keys(), "gone and still able"
+        standings = self._standing.values()
+        counted = self.num_present_spot, self.num_serving_spot, self.num_live_spot
+        real = (
+            sum(s.is_present_spot for s in standings),
+            sum(s.is_serving_spot for s in standings),
+            sum(s.is_live_spot for s in standings),
+        )
+        assert counted == real, f"counted {counted}, there are {real}"
+
+    def _file(self, name: str) -> None:
+        instance = self._roster.instances.get(name)
+        former = self._standing.pop(name, NOTHING)
+        standing = NOTHING if instance is None else self._stand(instance)
+        if instance is not None:
+            self._standing[name] = standing
+        self.num_present_spot += standing.is_present_spot - former.is_present_spot
+        self.num_serving_spot += standing.is_serving_spot - former.is_serving_spot
+        self.num_live_spot += standing.is_live_spot - former.is_live_spot
+        if instance is not None and standing.is_able:
+            self.able[name] = instance
+        else:
+            self.able.pop(name, None)
+
+    def _stand(self, instance: Instance) -> Standing:
+        terms = self._terms
+        is_spot = instance.pool is Pool.SPOT
+        serves = terms.version is not None and instance.can_serve(terms.version)
+        return Standing(
+            is_able=serves
+            and not terms.is_ending
+            and not instance.is_paused
+            and (is_spot or terms.reserved_may),
+            is_present_spot=is_spot and instance.is_present,
+            is_serving_spot=is_spot and serves,
+            is_live_spot=is_spot and instance.is_connected and not instance.is_draining,
+        )

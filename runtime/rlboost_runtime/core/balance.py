@@ -1,0 +1,139 @@
+"""CONTINUOUSLB of the paper's Algorithm 2: responses move from crowded instances to idle ones while they run.
+
+Once nobody waits for a place:
+
+1. an instance with nothing pending takes one pending response from the one with the most;
+2. an instance that executes nothing takes max(e - B, 0) running responses of the one that executes most (e
+   of them). B is the batch at which that kind of instance's throughput levels off, as heartbeats of the
+   former step showed.
+
+Moving costs a prefill on the new instance. Departures from the paper: a pending response moves only to an
+instance that executes it at once by its booked KV tokens (else two full instances would pass it to and
+fro); of the running ones those with the fewest tokens move, whose prefill is cheapest. One instance is
+relieved at a time.
+
+Cost: O(log instances) an event; a move looks at the responses of the instance that gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rlboost_runtime.core.crowd import Crowd, Rank
+from rlboost_runtime.core.instances import Instance
+from rlboost_runtime.core.responses import Response
+
+PLATEAU_SHARE = 0.9
+"""Throughput counts as levelled off from the smallest batch that reaches this share of the best seen."""
+BUCKETS_PER_DOUBLING = 4
+"""Resolution of the profile; finer and each bucket would see too few heartbeats."""
+
+Kind = tuple[int, int]
+"""What tells engines of one make: KV capacity and slots."""
+
+
+class Profile:
+    """The table P: tokens per second by batch size and kind of instance, from the former step's
+    heartbeats."""
+
+    def __init__(self) -> None:
+        self._sums: dict[Kind, dict[int, tuple[float, float]]] = {}
+        self._plateaus: dict[Kind, int] = {}
+
+    def learn(self, instance: Instance, batch: int, num_tokens: int, seconds: float) -> None:
+        """Take in `num_tokens` generated within `seconds` by `batch` responses together."""
+        table = self._sums.setdefault(_kind(instance), {})
+        bucket = _bucket(batch)
+        tokens, time = table.get(bucket, (0.0, 0.0))
+        table[bucket] = tokens + num_tokens, time + seconds
+
+    def close_step(self) -> None:
+        """The step is over: what it showed is used in the next one."""
+        for kind, table in self._sums.items():
+            rates = {bucket: tokens / time for bucket, (tokens, time) in table.items() if time > 0}
+            if rates:
+                enough = PLATEAU_SHARE * max(rates.values())
+                self._plateaus[kind] = _batch(min(b for b, rate in rates.items() if rate >= enough))
+        self._sums.clear()
+
+    def plateau(self, instance: Instance) -> int | None:
+        """Return B of that kind of instance, None while no step has shown it."""
+        return self._plateaus.get(_kind(instance))
+
+
+@dataclass(frozen=True, slots=True)
+class Relief:
+    """Assignments to take away from one instance so that another may have them."""
+
+    giver: Instance
+    taker: Instance
+    assignments: list[int]
+
+
+class Balancer:
+    """Says what to take away from whom."""
+
+    def __init__(self, able: Mapping[str, Instance], crowd: Crowd) -> None:
+        self.profile = Profile()
+        self.busiest = Crowd(able, _most_executing)
+        self.longest_queue = Crowd(able, _most_pending)
+        self._crowd = crowd
+
+    def touch(self, name: str) -> None:
+        """Take notice that an instance's load or ability may have changed."""
+        self.busiest.touch(name)
+        self.longest_queue.touch(name)
+
+    def relief(self) -> Relief | None:
+        """Return what to take away from whom for whom. Only right while nobody waits."""
+        giver = self.longest_queue.best(lambda _: True)
+        if giver is not None:
+            return self._of_pending(giver)
+        taker = self._crowd.best(lambda i: not i.assignments)
+        giver = None if taker is None else self.busiest.best(lambda _: True)
+        if taker is None or giver is None or giver is taker or giver.aborting:
+            return None
+        plateau = self.profile.plateau(giver)
+        if plateau is None or giver.num_executing <= plateau:
+            return None
+        held = sorted(giver.assignments.items(), key=lambda item: (item[1].num_tokens, item[1].order))
+        moved = [assignment for assignment, _ in held[: giver.num_executing - plateau]]
+        return Relief(giver, taker, moved)
+
+    def _of_pending(self, giver: Instance) -> Relief | None:
+        if giver.aborting:
+            return None
+        assignment, response = _newest(giver)
+        taker = self._crowd.best(lambda i: i is not giver and not i.num_queued)
+        if taker is None or not taker.can_admit(response.kv_estimate):
+            return None
+        return Relief(giver, taker, [assignment])
+
+
+def _newest(instance: Instance) -> tuple[int, Response]:
+    assignment = next(reversed(instance.assignments))
+    return assignment, instance.assignments[assignment]
+
+
+def _most_executing(instance: Instance) -> Rank | None:
+    return (-instance.num_executing, 0.0, instance.instance) if instance.assignments else None
+
+
+def _most_pending(instance: Instance) -> Rank | None:
+    return (-instance.num_queued, 0.0, instance.instance) if instance.num_queued else None
+
+
+def _kind(instance: Instance) -> Kind:
+    return instance.kv_tokens, instance.max_running
+
+
+def _bucket(batch: int) -> int:
+    exponent = batch.bit_length() - 1
+    return BUCKETS_PER_DOUBLING * exponent + (batch * BUCKETS_PER_DOUBLING >> exponent) - BUCKETS_PER_DOUBLING
+
+
+def _batch(bucket: int) -> int:
+    """Return the smallest batch in a bucket."""
+    exponent, part = divmod(bucket, BUCKETS_PER_DOUBLING)
+    return -(-((BUCKETS_PER_DOUBLING + part) << exponent) // BUCKETS_PER_DOUBLING)

@@ -1,0 +1,25 @@
+"""The core under a virtual clock: what a job would do on a fleet that comes and goes, before money is spent.
+
+`simulate` replays a trace under one policy; `presets` are the paper's set-ups. Everything here is simulated.
+"""
+
+from __future__ import annotations
+
+from rlboost_runtime.sim.policies import POLICIES
+from rlboost_runtime.sim.presets import Preset, presets
+from rlboost_runtime.sim.result import Activity, Interval, Kill, SimResult, StepRow
+from rlboost_runtime.sim.simulation import simulate
+from rlboost_runtime.sim.switches import Switches
+
+__all__ = [
+    "POLICIES",
+    "Activity",
+    "Interval",
+    "Kill",
+    "Preset",
+    "SimResult",
+    "StepRow",
+    "Switches",
+    "presets",
+    "simulate",
+]

@@ -1,0 +1,371 @@
+"""The agent beside each simulated engine: obeys the core's commands as a live one does.
+
+It generates what it is assigned, releases what it is told to, fetches versions over the shared link and
+proves them once its engine holds no work, sleeps and wakes. A killed one says nothing more; what it had
+generated in the last moment was not yet at the coordinator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from rlboost_runtime.core.messages import (
+    Abort,
+    Assign,
+    Beat,
+    Command,
+    Disconnected,
+    Event,
+    Evict,
+    InstanceJoined,
+    InstanceLeft,
+    InstanceReady,
+    LoadVersion,
+    LossCause,
+    NoticeReceived,
+    Pool,
+    Reconnected,
+    Released,
+    ReleaseReason,
+    Sleep,
+    Slept,
+    Wake,
+)
+from rlboost_runtime.sim.clock import Agenda
+from rlboost_runtime.sim.engine_model import MAX_RUNNING, EngineModel, EngineSpeed, Sequence
+from rlboost_runtime.sim.link import SharedLink, Transfer
+from rlboost_runtime.sim.responses import ResponseStore
+from rlboost_runtime.sim.result import Activity
+
+BEAT_S = 10.0
+"""Seconds between two heartbeats with token counts. Live agents beat more often; the counts only steer
+bookings."""
+FLUSH_S = 0.05
+"""Tokens of so long are lost when an agent is killed: it sends a frame at most every 50 ms."""
+
+
+class Host(Protocol):
+    """What an agent needs of the world."""
+
+    agenda: Agenda
+    link: SharedLink
+    responses: ResponseStore
+
+    def send(self, event: Event) -> None:
+        """Tell the core."""
+
+    def queued_at_core(self, instance: str) -> int:
+        """Return how many of the instance's assignments the core takes for queued."""
+
+    def will_settle(self, agent: SimAgent) -> None:
+        """Have `agent.settle` called once everything of this moment has happened."""
+
+    def finished(self, response: int) -> None:
+        """A response is complete."""
+
+    def generated(self, tokens: int) -> None:
+        """An engine has generated more tokens."""
+
+    def activity(self, agent: SimAgent, what: Activity) -> None:
+        """The agent does something else now: boot, pull, rollout, idle."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentCosts:
+    """Seconds and bytes of what is not decoding."""
+
+    weight_bytes: float
+    """On the wire; 0: the weights are on the machine (reserved engines)."""
+    link_bytes_per_s: float
+    apply_s: float
+    sleep_s: float
+    wake_s: float
+
+
+class SimAgent:
+    """One instance's agent and engine."""
+
+    def __init__(
+        self,
+        host: Host,
+        instance: str,
+        machine: str,
+        pool: Pool,
+        epoch: int,
+        speed: EngineSpeed,
+        costs: AgentCosts,
+    ) -> None:
+        self.instance = instance
+        self.machine = machine
+        self.pool = pool
+        self.epoch = epoch
+        self.engine = EngineModel(speed, host.agenda.now)
+        self.is_dead = False
+        self.is_loading = True
+        """It has not proved the newest version that it was told to load."""
+        self.version: int | None = None
+        """The version that it proved and serves."""
+        self.tokens_lost = 0
+        self.is_cut = False
+        """Its connection is gone: it hears nothing and what it says waits."""
+        self._is_hung = False
+        self._outbox: list[Event] = []
+        self._host = host
+        self.costs = costs
+        self._is_awake = True
+        self._is_new = True
+        self._is_noticed = False
+        self._told: int | None = None
+        self._fetched: int | None = None
+        self._transfer: Transfer | None = None
+        self._life = 0
+        """Grows with every order about sleep or weights: what an older one had planned is void."""
+        self._is_applying = False
+        self._planned: float | None = None
+
+    # --- life ---------------------------------------------------------------------------------------------
+
+    def join(self) -> None:
+        """Dial in and begin to beat."""
+        now, speed = self._host.agenda.now, self.engine.speed
+        self._say(
+            InstanceJoined(
+                now, self.instance, self.machine, self.pool, self.epoch, MAX_RUNNING, speed.kv_tokens
+            )
+        )
+        self._beat()
+
+    def kill(self) -> None:
+        """End without a word; tokens that were not sent yet are lost."""
+        if self.is_dead:
+            return
+        self._advance()
+        self.is_dead = True
+        self._stop_transfer()
+        unsent = int(FLUSH_S / self.engine.step_s()) if self.engine.num_running else 0
+        for sequence in self.engine.sequences.values():
+            tokens = self.engine.tokens_of(sequence)
+            kept = max(sequence.received, tokens - unsent)
+            self.tokens_lost += tokens - kept
+            self._host.responses.tokens[sequence.response] = kept
+
+    def notice(self, seconds: float) -> None:
+        """The cloud says that it will take the machine."""
+        if not self.is_dead:
+            self._is_noticed = True
+            self._say(NoticeReceived(self._host.agenda.now, self.instance, self.epoch, seconds))
+            self._host.will_settle(self)
+
+    def obey(self, command: Command) -> None:
+        """Carry out a command of the core."""
+        if self.is_dead or (self.is_cut and not isinstance(command, Evict)):
+            return
+        match command:
+            case Assign():
+                self._begin(command)
+            case Abort(assignment=assignment):
+                self._release(assignment)
+            case LoadVersion(version=version):
+                self._load(version)
+            case Sleep():
+                self._sleep()
+            case Wake():
+                self._wake()
+            case Evict():
+                self.is_dead = True
+                self._stop_transfer()
+            case _:
+                raise AssertionError(f"not for an agent: {command}")
+
+    # --- faults -------------------------------------------------------------------------------------------
+
+    def reset(self, back_after_s: float, *, tells: bool = True) -> None:
+        """The connection breaks and is back after a while, if the core still waits for it then.
+
+        `tells`: the core hears of it; not where the core itself was away.
+        """
+        if self.is_dead or self.is_cut:
+            return
+        if tells:
+            self._say(Disconnected(self._host.agenda.now, self.instance, self.epoch))
+        self.is_cut = True
+        self._host.agenda.after(back_after_s, self._reconnect)
+
+    def fall_silent(self) -> None:
+        """Nothing more is heard of it."""
+        self.is_cut = True
+
+    def hang(self) -> None:
+        """The engine stops; the agent goes on beating."""
+        self._advance()
+        self._is_hung = True
+
+    def crash_engine(self) -> None:
+        """The engine dies with its KV cache and is there again at once."""
+        self._advance()
+        for assignment in list(self.engine.sequences):
+            self._release(assignment, ReleaseReason.ENGINE_FAILED)
+
+    def _reconnect(self) -> None:
+        if self.is_dead:
+            return
+        self.is_cut = False
+        self._say(Reconnected(self._host.agenda.now, self.instance, self.epoch, tuple(self.engine.sequences)))
+        outbox, self._outbox = self._outbox, []
+        for event in outbox:
+            self._say(replace(event, at=self._host.agenda.now))
+        self._host.will_settle(self)
+
+    def _say(self, event: Event) -> None:
+        if self.is_cut:
+            self._outbox.append(event)
+        else:
+            self._host.send(event)
+
+    # --- generating ---------------------------------------------------------------------------------------
+
+    def _begin(self, command: Assign) -> None:
+        self._advance()
+        store, response = self._host.responses, command.response
+        tokens = store.begin(response, command.keep_tokens)
+        sequence = Sequence(
+            key=command.assignment,
+            response=response,
+            prompt=store.prompt_of(response),
+            tokens=tokens,
+            received=tokens,
+            goal=store.goal_of(response),
+        )
+        self.engine.submit(sequence)
+        self._host.will_settle(self)
+
+    def _release(self, assignment: int, reason: ReleaseReason = ReleaseReason.ABORTED) -> None:
+        self._advance()
+        sequence = self.engine.sequences.get(assignment)
+        if sequence is None:
+            return  # it has just ended, and the core hears of that
+        tokens = self.engine.abort(assignment)
+        self._host.responses.tokens[sequence.response] = tokens
+        now = self._host.agenda.now
+        self._say(Released(now, self.instance, assignment, tokens, reason))
+        self._host.will_settle(self)
+
+    def _advance(self) -> None:
+        if self.is_cut or self._is_hung:
+            return
+        before = self.engine.generated
+        for sequence in self.engine.advance(self._host.agenda.now):
+            self._host.finished(sequence.response)
+            self._host.will_settle(self)
+        if self.engine.generated != before:
+            self._host.generated(self.engine.generated - before)
+
+    def settle(self) -> None:
+        """Everything of this moment has happened: admit, tell the queue, plan the next look."""
+        if self.is_dead or self.is_cut or self._is_hung:
+            return
+        self._advance()
+        now, engine = self._host.agenda.now, self.engine
+        if engine.num_waiting != self._host.queued_at_core(self.instance):
+            self._say(self._short_beat())
+        if not engine.sequences:
+            if self._is_noticed:
+                self._say_goodbye()
+                return
+            self._apply_if_fetched()
+        if not self.is_loading:
+            self._host.activity(self, "rollout" if engine.num_running else "idle")
+        change = engine.next_change()
+        if change is not None and change != self._planned:
+            self._planned = change
+            self._host.agenda.at(max(change, now), lambda: self._look(change))
+
+    def _look(self, planned: float) -> None:
+        if not self.is_dead and planned == self._planned:
+            self._planned = None
+            self._advance()
+            self._host.will_settle(self)
+
+    def _beat(self) -> None:
+        if self.is_dead:
+            return
+        self._host.agenda.after(BEAT_S, self._beat)
+        if self.is_cut:
+            return
+        self._advance()
+        now, engine = self._host.agenda.now, self.engine
+        tokens = tuple(engine.running_tokens())
+        progress = 0 if self._is_hung else round(now * 1e3)
+        self._say(Beat(now, self.instance, self.epoch, progress, tokens, engine.num_waiting))
+
+    def _short_beat(self) -> Beat:
+        now = self._host.agenda.now
+        return Beat(now, self.instance, self.epoch, round(now * 1e3), (), self.engine.num_waiting)
+
+    def _say_goodbye(self) -> None:
+        self.is_dead = True
+        self._stop_transfer()
+        self._say(InstanceLeft(self._host.agenda.now, self.instance, self.epoch, LossCause.NOTICED))
+
+    # --- weights and memory -------------------------------------------------------------------------------
+
+    def _load(self, version: int) -> None:
+        self._stop_transfer()
+        self._told = version
+        self.is_loading = True
+        if not self.costs.weight_bytes:
+            self._fetched = version
+            self._host.will_settle(self)
+            return
+        self._host.activity(self, "pull")
+        self._transfer = self._host.link.start(
+            self.costs.weight_bytes, self.costs.link_bytes_per_s, lambda: self._have(version)
+        )
+
+    def _have(self, version: int) -> None:
+        self._transfer, self._fetched = None, version
+        self._host.will_settle(self)
+
+    def _apply_if_fetched(self) -> None:
+        """Apply a fetched version; a waking engine applies it by itself."""
+        has_news = self.is_loading and self._told is not None and self._fetched == self._told
+        if has_news and self._is_awake and not self._is_applying:
+            self._prove_after(self.costs.apply_s)
+
+    def _prove_after(self, seconds: float) -> None:
+        self._life += 1
+        self._is_applying = True
+        life, version = self._life, self._fetched
+        self._host.agenda.after(seconds, lambda: self._prove(version) if life == self._life else None)
+
+    def _prove(self, version: int | None) -> None:
+        if self.is_dead or version is None:
+            return
+        self._is_applying = False
+        self.is_loading = version != self._told
+        self.version = version
+        self._say(InstanceReady(self._host.agenda.now, self.instance, self.epoch, version))
+        self._host.will_settle(self)
+
+    def _sleep(self) -> None:
+        self._life += 1
+        self._is_awake = self._is_applying = False
+        self.version = None
+        life, seconds = self._life, 0.0 if self._is_new else self.costs.sleep_s
+        self._is_new = False
+        self._host.agenda.after(seconds, lambda: self._slept() if life == self._life else None)
+
+    def _slept(self) -> None:
+        if not self.is_dead:
+            self._say(Slept(self._host.agenda.now, self.instance, self.epoch))
+
+    def _wake(self) -> None:
+        self._is_awake = True
+        if self._fetched is not None:
+            self._prove_after(self.costs.wake_s)
+
+    def _stop_transfer(self) -> None:
+        if self._transfer is not None:
+            self._host.link.cancel(self._transfer)
+            self._transfer = None

@@ -1,0 +1,66 @@
+"""What each policy means in a simulation: the core's rules, and what of the shells differs with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from rlboost_runtime.core.messages import CoreConfig
+from rlboost_runtime.core.policy import ON_DEMAND, POLYRL, WindowRule
+from rlboost_runtime.core.policy import POLICIES as CORE_POLICIES
+from rlboost_runtime.core.policy import Policy as CorePolicy
+from rlboost_runtime.sim.agents import BEAT_S
+from rlboost_runtime.sim.presets import Preset
+from rlboost_runtime.sim.switches import Switches
+
+ORACLE = "oracle"
+"""Not a policy of the core but a bound that none can beat (`oracle`)."""
+POLICIES = (*CORE_POLICIES, ORACLE)
+
+LEASE_BEATS = 3
+"""Heartbeats that a lease lasts, as in live runs."""
+PUBLISHED_WINDOWS = {
+    "Qwen3-8B": ((1, 190.0), (2, 160.0), (3, 105.0), (4, 70.0)),
+    "Qwen3-14B": ((1, 346.0), (2, 212.0), (3, 145.0), (4, 60.0), (5, 8.0), (6, 5.0)),
+}
+"""The windows that the published code ships with, by model: instances, seconds."""
+FP32_WIRE_SHARE = 2.0
+"""The published code sends weights in fp32."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySetup:
+    """A policy ready to run."""
+
+    config: CoreConfig
+    wire_share: float
+    """Bytes on the wire over the weights' bytes."""
+
+
+def policy_setup(name: str, preset: Preset, switches: Switches) -> PolicySetup:
+    """Return how to run a policy on a preset. Raises `ValueError` for an unknown name."""
+    known = CORE_POLICIES.get(name)
+    if known is None:
+        raise ValueError(f"unknown policy {name!r}; there are {', '.join(POLICIES)}")
+    is_published = name == POLYRL.name
+    if is_published:
+        known = replace(known, remembered_windows=PUBLISHED_WINDOWS.get(preset.model.name, ()))
+    config = CoreConfig(
+        max_spot_instances=0 if name == ON_DEMAND.name else preset.max_spot_instances,
+        instances_per_machine=preset.spot[0].engines,
+        reserved_instances=preset.reserved_engines,
+        lease_s=LEASE_BEATS * BEAT_S,
+        seeding_initial_s=preset.seeding_initial_s,
+        policy=_without(known, switches),
+    )
+    return PolicySetup(config, FP32_WIRE_SHARE if is_published else 1.0)
+
+
+def _without(policy: CorePolicy, switches: Switches) -> CorePolicy:
+    return replace(
+        policy,
+        window=policy.window if switches.seeding else WindowRule.CLOSED,
+        has_memory=policy.has_memory and switches.memory,
+        keeps_tokens=policy.keeps_tokens and switches.migration,
+        loads_any_time=policy.loads_any_time and switches.pull,
+        balances=policy.balances and switches.balancing,
+    )

@@ -1,0 +1,102 @@
+"""What a simulated run gives back. Everything in it is simulated; nothing was measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Activity = Literal[
+    "boot", "pull", "rollout", "idle", "seed", "hand-over", "train", "wait", "optimizer", "publish"
+]
+"""What a machine does. Spot machines: boot, pull (and load) weights, rollout, idle. The reserved node: seed
+(its own engines roll out), hand-over (either way), train, wait (for responses), optimizer, publish."""
+
+RESERVED = "reserved"
+"""The reserved node's name in intervals; spot machines are called as the core calls them."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """One finished step. Times in seconds since the window's begin, lengths in seconds."""
+
+    step: int
+    started_s: float
+    seconds: float
+    tokens: int
+    """Response tokens of the step: generated and trained."""
+    t_seed_s: float
+    """Length of the seeding window that the policy had planned."""
+    seeded_s: float
+    """How long the reserved engines really rolled out, all windows of the step together."""
+    wait_s: float
+    """The trainer's idle time for want of responses."""
+    train_s: float
+    """The trainer's time in micro-batches."""
+    spot_instances: float
+    """Time average of spot instances that held a usable version."""
+    useful_instances: int
+    """Spot instances that the policy thought worth having after the step."""
+    longest_tokens: int
+    """Tokens of the longest response."""
+    usd: float
+    migrations: int
+    tokens_redone: int
+    """Tokens generated again because an instance was lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """One machine doing one thing; for a Gantt chart. Seconds since the window's begin."""
+
+    machine: str
+    start_s: float
+    end_s: float
+    what: Activity
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """A spot machine taken away while it was ours, or ended because that was announced."""
+
+    at_s: float
+    machine: str
+    node: str
+    """The trace's node that it ran on."""
+    was_noticed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SimResult:
+    """One policy over one window.
+
+    Rates and costs are over the time from the window's begin to the end of its last whole step.
+    """
+
+    preset: str
+    trace: str
+    policy: str
+    seed: int
+    hours: float
+    tokens_per_s: float
+    """Response tokens generated and trained, per second."""
+    usd_per_hour: float
+    tokens_per_usd: float
+    steps: int
+    """Whole steps finished."""
+    preemptions: int
+    tokens_lost: int
+    """Tokens that were generated, lost with a machine, and had to be generated again."""
+    mean_spot_machines: float
+    """Time average of billed spot machines."""
+    rows: tuple[StepRow, ...] = ()
+    timeline: tuple[Interval, ...] = ()
+    throughput: tuple[tuple[float, float], ...] = ()
+    """(seconds, response tokens generated per second) at regular times: the mean since the time before."""
+    kills: tuple[Kill, ...] = ()
+    events: int = 0
+    """Events that the core handled."""
+    commands_digest: str = ""
+    """Digest of all commands of the core, in order: the same seed gives the same digest."""
+    overheads_s: dict[str, float] = field(default_factory=dict)
+    """Seconds of the reserved node in hand-over, and of spot instances in prefills that repeat work, by
+    name."""

@@ -1,0 +1,183 @@
+"""The trainer as seconds: it asks for steps, eats finished groups in micro-batches while it has the GPUs,
+publishes.
+
+A response of L tokens costs six forward passes: the old log-probabilities, the reference's, and forward,
+recomputed forward and twice that backward in the update (gradient checkpointing). A micro-batch takes whole
+groups, at least `micro_batch_responses` of them and whatever else is ready, up to `MAX_SHARE` of the step,
+so that a recall is answered soon.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Protocol
+
+from rlboost_runtime.core.messages import Event, LeaseReturned, StepStarted, StepTrained, VersionPublished
+from rlboost_runtime.sim.clock import Agenda
+from rlboost_runtime.sim.lengths import draw_lengths
+from rlboost_runtime.sim.presets import Preset
+from rlboost_runtime.sim.responses import ResponseStore
+from rlboost_runtime.sim.result import Activity
+
+FORWARD_PASSES = 6.0
+"""Forward passes' worth of work per response."""
+MAX_SHARE = 1 / 16
+"""Largest micro-batch, as a share of the step's responses."""
+LOOK_AGAIN_S = 0.5
+"""With synchronised weights: pause between two looks at whether every instance has them."""
+
+
+class TrainerHost(Protocol):
+    """What the trainer needs of the world."""
+
+    agenda: Agenda
+    responses: ResponseStore
+
+    def send(self, event: Event) -> None:
+        """Tell the core."""
+
+    def trainer_does(self, what: Activity) -> None:
+        """The reserved node does something else now."""
+
+    def step_began(self, step: int) -> None:
+        """A step is asked for in this moment."""
+
+    def step_ended(self, step: int, wait_s: float, train_s: float) -> None:
+        """A step is trained and published."""
+
+    def all_loaded(self) -> bool:
+        """Return whether every spot instance serves the newest version that it was told of."""
+
+
+def train_s(preset: Preset, lengths: list[tuple[int, int]]) -> float:
+    """Return the seconds of training (prompt, response) lengths in one micro-batch."""
+    shape, calibration = preset.reserved, preset.calibration
+    rate = preset.reserved_nodes * shape.gpus * shape.gpu.flops * calibration.train_mfu
+    work = sum(preset.model.forward_flops(prompt + tokens) for prompt, tokens in lengths)
+    return FORWARD_PASSES * work / rate + calibration.micro_batch_s
+
+
+class SimTrainer:
+    """One trainer; `step` is the open one."""
+
+    def __init__(self, host: TrainerHost, preset: Preset, seed: int, *, waits_for_weights: bool) -> None:
+        self.step = -1
+        self._host = host
+        self._preset = preset
+        self._seed = seed
+        self._waits_for_weights = waits_for_weights
+        self._ready: deque[int] = deque()
+        self._num_left = 0
+        self._has_lease = False
+        self._is_busy = False
+        self._is_recalled = False
+        self._idle_since: float | None = None
+        self._wait_s = 0.0
+        self._train_s = 0.0
+
+    def begin(self) -> None:
+        """Publish version 0 and ask for the first step."""
+        self._host.send(VersionPublished(self._host.agenda.now, 0))
+        self._open()
+
+    def group_comes(self, group: int) -> None:
+        """A group is finished."""
+        if self._preset.assumptions.trains_whole_groups:
+            self._ready.extend(self._host.responses.members_of(group))
+            self._try()
+
+    def response_comes(self, response: int) -> None:
+        """A response is finished."""
+        if not self._preset.assumptions.trains_whole_groups:
+            self._ready.append(response)
+            self._try()
+
+    def granted(self) -> None:
+        """The GPUs are the trainer's."""
+        self._has_lease = True
+        self._host.trainer_does("wait")
+        self._idle_since = self._host.agenda.now
+        self._try()
+
+    def recalled(self) -> None:
+        """The GPUs are wanted back."""
+        self._is_recalled = True
+        if not self._is_busy:
+            self._give_back()
+
+    def _open(self) -> None:
+        self.step += 1
+        preset, now = self._preset, self._host.agenda.now
+        lengths = draw_lengths(preset.workload, preset.assumptions, self._seed, self.step)
+        requests = self._host.responses.open_step(lengths)
+        self._ready.clear()
+        self._num_left = preset.workload.responses
+        self._has_lease = self._is_recalled = False
+        self._wait_s = self._train_s = 0.0
+        self._host.step_began(self.step)
+        self._host.send(StepStarted(now, self.step, self.step, requests))
+
+    def _try(self) -> None:
+        if not self._has_lease or self._is_busy or not self._num_left:
+            return
+        enough = self._preset.assumptions.micro_batch_responses
+        if len(self._ready) < min(enough, self._num_left):
+            return
+        most = max(enough, int(MAX_SHARE * self._preset.workload.responses))
+        batch = [self._ready.popleft() for _ in range(min(most, len(self._ready)))]
+        self._num_left -= len(batch)
+        lengths = [self._host.responses.lengths_of(response) for response in batch]
+        seconds = train_s(self._preset, lengths)
+        self._stop_waiting()
+        self._is_busy = True
+        self._train_s += seconds
+        self._host.trainer_does("train")
+        self._host.agenda.after(seconds, self._trained)
+
+    def _trained(self) -> None:
+        self._is_busy = False
+        if not self._num_left:
+            self._optimize()
+            return
+        self._idle_since = self._host.agenda.now
+        if self._is_recalled:
+            self._give_back()
+            return
+        self._host.trainer_does("wait")
+        self._try()
+
+    def _give_back(self) -> None:
+        self._stop_waiting()
+        self._has_lease = self._is_recalled = False
+        self._host.trainer_does("hand-over")
+        self._host.send(LeaseReturned(self._host.agenda.now))
+
+    def _stop_waiting(self) -> None:
+        if self._idle_since is not None:
+            self._wait_s += self._host.agenda.now - self._idle_since
+            self._idle_since = None
+
+    def _optimize(self) -> None:
+        self._host.trainer_does("optimizer")
+        self._host.agenda.after(self._preset.assumptions.optimizer_s, self._gather)
+
+    def _gather(self) -> None:
+        self._host.trainer_does("publish")
+        self._host.agenda.after(self._preset.assumptions.gather_s, self._publish)
+
+    def _publish(self) -> None:
+        now, assumptions = self._host.agenda.now, self._preset.assumptions
+        busy_s = self._train_s + assumptions.optimizer_s + assumptions.gather_s
+        self._host.send(VersionPublished(now, self.step + 1))
+        self._host.send(StepTrained(now, self.step, self._wait_s, busy_s))
+        self._host.step_ended(self.step, self._wait_s, self._train_s)
+        if self._waits_for_weights:
+            self._host.agenda.after(0.0, self._open_when_loaded)
+        else:
+            self._open()
+
+    def _open_when_loaded(self) -> None:
+        if self._host.all_loaded():
+            self._open()
+        else:
+            self._host.agenda.after(LOOK_AGAIN_S, self._open_when_loaded)

@@ -1,0 +1,374 @@
+"""The virtual world around one core: sends it what happens, does what it says, and writes down both.
+
+Plays the coordinator's shell. Events and commands are the live ones; time comes from the agenda alone, so
+the same preset, trace, policy and seed give the same commands (`digest`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rlboost_runtime.core.core import Core
+from rlboost_runtime.core.lease import LeaseState
+from rlboost_runtime.core.messages import (
+    Abort,
+    Assign,
+    Command,
+    CoordinatorRestarted,
+    DeliverGroup,
+    Disconnected,
+    Event,
+    Evict,
+    Finished,
+    GrantLease,
+    LaunchMachine,
+    LoadVersion,
+    Pool,
+    RecallLease,
+    RunStarted,
+    Sleep,
+    TerminateMachine,
+    Tick,
+    Wake,
+)
+from rlboost_runtime.sim.agents import AgentCosts, SimAgent
+from rlboost_runtime.sim.clock import Agenda
+from rlboost_runtime.sim.cloud import Rented, SimCloud
+from rlboost_runtime.sim.engine_model import EngineSpeed, engine_speed
+from rlboost_runtime.sim.link import SharedLink
+from rlboost_runtime.sim.policies import PolicySetup
+from rlboost_runtime.sim.presets import MachineShape, Preset
+from rlboost_runtime.sim.recorder import Recorder
+from rlboost_runtime.sim.responses import ResponseStore
+from rlboost_runtime.sim.result import RESERVED, Activity, Kill, StepRow
+from rlboost_runtime.sim.traces import Trace
+from rlboost_runtime.sim.trainer_model import SimTrainer
+
+RESTART_S = 3.0
+"""Until a reserved engine whose agent was dropped is there again."""
+Watch = Callable[[Event, list[Command]], None]
+"""Sees every event and the commands that followed; tests check the core there."""
+
+
+@dataclass(slots=True)
+class _Totals:
+    """Of agents that are gone."""
+
+    tokens_lost: int = 0
+    prefill_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """What had been counted when the open step began."""
+
+    at: float = 0.0
+    t_seed_s: float = 0.0
+    seeded_s: float = 0.0
+    usd: float = 0.0
+    migrations: int = 0
+    redone: int = 0
+
+
+class World:
+    """One run in virtual time."""
+
+    def __init__(
+        self, preset: Preset, trace: Trace, setup: PolicySetup, seed: int, *, watch: Watch | None = None
+    ) -> None:
+        self.agenda = Agenda()
+        self.core = Core()
+        self.recorder = Recorder()
+        self.num_events = 0
+        self.link = SharedLink(self.agenda, preset.reserved_nodes * preset.reserved.link_bytes_per_s)
+        self.responses = ResponseStore(preset.workload.group_size, preset.workload.max_response_tokens)
+        self.cloud = SimCloud(self, trace, preset.spot)
+        self._preset = preset
+        self._setup = setup
+        self.watch = watch
+        self._digest = hashlib.blake2b(digest_size=16)
+        self._agents: dict[str, SimAgent] = {}
+        self._of_machine: dict[str, list[SimAgent]] = {}
+        self._retired = _Totals()
+        waits_for_weights = not setup.config.policy.loads_any_time
+        self._trainer = SimTrainer(self, preset, seed, waits_for_weights=waits_for_weights)
+        self._speeds: dict[tuple[MachineShape, float], EngineSpeed] = {}
+        self._inbox: deque[Event] = deque()
+        self._unsettled: dict[SimAgent, None] = {}
+        self._is_draining = False
+        self._next_epoch = 0
+        self._step_began = _Mark()
+        self.mean_spot_machines = 0.0
+        """Time average of billed spot machines until the end of the last step."""
+
+    # --- driving ------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        end_s: float,
+        max_steps: int | None = None,
+        progress: Callable[[float], None] | None = None,
+    ) -> None:
+        """Live until `end_s` or `max_steps`, and until a step is finished; what is open then is not
+        counted."""
+        rows = self.recorder.rows
+        self.cloud.begin()
+        while (when := self.agenda.next_time()) == 0.0:
+            self.agenda.step()
+        self.send(RunStarted(0.0, self._setup.config))
+        self._start_reserved()
+        self._trainer.begin()
+        while not rows or (self.agenda.now < end_s and len(rows) != max_steps):
+            when, deadline = self.agenda.next_time(), self.core.next_deadline()
+            if deadline is not None and (when is None or deadline <= when):
+                self.agenda.now = max(self.agenda.now, deadline)
+                self.send(Tick(self.agenda.now))
+            else:
+                assert when is not None, "nothing will ever happen again"
+                self.agenda.step()
+                self._drain()
+            if progress is not None:
+                progress(self.agenda.now)
+        self.recorder.close(self.agenda.now)
+
+    def agents(self) -> list[SimAgent]:
+        """Return the agents, in the order in which they joined."""
+        return list(self._agents.values())
+
+    def restart_coordinator(self, back_after_s: list[float]) -> None:
+        """The coordinator is replaced: agents, in order, are back after so many seconds."""
+        self.send(CoordinatorRestarted(self.agenda.now))
+        for agent, seconds in zip(self.agents(), back_after_s, strict=False):
+            agent.reset(seconds, tells=False)
+
+    @property
+    def digest(self) -> str:
+        """Digest of all commands so far, in order."""
+        return self._digest.hexdigest()
+
+    def tokens_lost(self) -> int:
+        """Return the tokens generated and not kept until now."""
+        lost = sum(agent.tokens_lost for agent in self._agents.values())
+        return self._retired.tokens_lost + lost + self.responses.tokens_redone
+
+    def repeated_prefill_s(self) -> float:
+        """Return the engines' seconds in prefills of what had been begun elsewhere."""
+        return self._retired.prefill_s + sum(a.engine.repeated_prefill_s for a in self._agents.values())
+
+    # --- what the parts tell ------------------------------------------------------------------------------
+
+    def send(self, event: Event) -> None:
+        """Give the core an event, after those before it."""
+        self._inbox.append(event)
+        self._drain()
+
+    def queued_at_core(self, instance: str) -> int:
+        """Return how many of its assignments the core takes for queued."""
+        known = self.core.instances.get(instance)
+        return 0 if known is None else known.num_queued
+
+    def will_settle(self, agent: SimAgent) -> None:
+        """Settle the agent once the core has heard everything of this moment."""
+        self._unsettled[agent] = None
+
+    def finished(self, response: int) -> None:
+        """A response is complete."""
+        if self.responses.is_open(response):
+            tokens, reason = self.responses.finish(response)
+            self._inbox.append(Finished(self.agenda.now, response, tokens, reason))
+            self._trainer.response_comes(response)
+
+    def activity(self, agent: SimAgent, what: Activity) -> None:
+        """A spot instance does something else."""
+        if agent.pool is Pool.SPOT:
+            self.recorder.does(agent.machine, what, self.agenda.now)
+        elif what == "rollout" and self.core.lease is LeaseState.ENGINES:
+            self.trainer_does("seed")
+
+    def generated(self, tokens: int) -> None:
+        """Engines have generated more tokens."""
+        self.recorder.generated(tokens, self.agenda.now)
+
+    def all_loaded(self) -> bool:
+        """Return whether every spot instance serves the newest version."""
+        return not any(a.is_loading for a in self._agents.values() if a.pool is Pool.SPOT and not a.is_dead)
+
+    # --- the reserved node --------------------------------------------------------------------------------
+
+    def trainer_does(self, what: Activity) -> None:
+        """The reserved node does something else."""
+        self.recorder.does(RESERVED, what, self.agenda.now)
+
+    def step_began(self, step: int) -> None:
+        """The trainer asks for a step."""
+        self.trainer_does("hand-over")
+        now = self.agenda.now
+        self._step_began = _Mark(
+            at=now,
+            t_seed_s=self.core.seeding.t_seed_s,
+            seeded_s=self.recorder.reserved_s("seed", now),
+            usd=self._usd(),
+            migrations=self.core.counters.migrations,
+            redone=self.responses.tokens_redone,
+        )
+
+    def step_ended(self, step: int, wait_s: float, train_s: float) -> None:
+        """The trainer has published."""
+        began, now = self._step_began, self.agenda.now
+        observed = self.core.observation(now, wait_s, train_s)
+        goals = list(self.responses.tokens.values())
+        self.recorder.rows.append(
+            StepRow(
+                step=step,
+                started_s=began.at,
+                seconds=now - began.at,
+                tokens=sum(goals),
+                t_seed_s=began.t_seed_s,
+                seeded_s=self.recorder.reserved_s("seed", now) - began.seeded_s,
+                wait_s=wait_s,
+                train_s=train_s,
+                spot_instances=0.0 if observed is None else observed.n_prem,
+                useful_instances=self.core.useful_instances,
+                longest_tokens=max(goals),
+                usd=self._usd() - began.usd,
+                migrations=self.core.counters.migrations - began.migrations,
+                tokens_redone=self.responses.tokens_redone - began.redone,
+            )
+        )
+        self.mean_spot_machines = self.cloud.billed()[1] / now
+
+    def _usd(self) -> float:
+        return self.cloud.billed()[0] + self._preset.reserved_usd_per_hour * self.agenda.now / 3600.0
+
+    # --- spot machines ------------------------------------------------------------------------------------
+
+    def machine_begins(self, rented: Rented) -> None:
+        """A machine boots; its agents dial in when it is up."""
+        self.recorder.does(rented.machine, "boot", self.agenda.now)
+        self._of_machine[rented.machine] = []
+        self.agenda.after(self._preset.assumptions.boot_s, lambda: self._booted(rented))
+
+    def machine_noticed(self, machine: str, seconds: float) -> None:
+        """A machine will be taken."""
+        for agent in self._of_machine.get(machine, ()):
+            agent.notice(seconds)
+
+    def machine_dies(self, rented: Rented, *, by_cloud: bool, was_noticed: bool) -> None:
+        """A machine ends."""
+        now = self.agenda.now
+        for agent in self._of_machine.pop(rented.machine):
+            agent.kill()
+            self._retire(agent)
+            if by_cloud:
+                self.send(Disconnected(now, agent.instance, agent.epoch))
+        self.recorder.stops(rented.machine, now)
+        if by_cloud or was_noticed:  # one that was noticed may have ended before it was taken
+            self.recorder.kills.append(Kill(now, rented.machine, rented.node, was_noticed))
+
+    def _booted(self, rented: Rented) -> None:
+        agents = self._of_machine.get(rented.machine)
+        if agents is None:
+            return  # it went while it booted
+        assumptions = self._preset.assumptions
+        costs = AgentCosts(
+            weight_bytes=self._setup.wire_share * self._preset.model.weight_bytes,
+            link_bytes_per_s=rented.shape.link_bytes_per_s / rented.shape.engines,
+            apply_s=assumptions.apply_s,
+            sleep_s=0.0,
+            wake_s=0.0,
+        )
+        for index in range(rented.shape.engines):
+            name = f"{rented.machine}-{index}"
+            speed = self._speed(rented.shape, self._preset.calibration.spot_memory_share)
+            agents.append(self._join(name, rented.machine, Pool.SPOT, speed, costs))
+
+    def _start_reserved(self) -> None:
+        assumptions = self._preset.assumptions
+        costs = AgentCosts(0.0, 0.0, assumptions.apply_s, assumptions.sleep_s, assumptions.wake_s)
+        speed = self._speed(self._preset.reserved, assumptions.reserved_memory_share)
+        for index in range(self._preset.reserved_engines):
+            self._join(f"head-{index}", "head", Pool.RESERVED, speed, costs)
+
+    def _join(self, name: str, machine: str, pool: Pool, speed: EngineSpeed, costs: AgentCosts) -> SimAgent:
+        agent = SimAgent(self, name, machine, pool, self._next_epoch, speed, costs)
+        self._next_epoch += 1
+        self._agents[name] = agent
+        agent.join()
+        return agent
+
+    def _speed(self, shape: MachineShape, memory_share: float) -> EngineSpeed:
+        key = shape, memory_share
+        if key not in self._speeds:
+            preset = self._preset
+            self._speeds[key] = engine_speed(
+                preset.model, shape, memory_share, preset.calibration, preset.assumptions
+            )
+        return self._speeds[key]
+
+    def _retire(self, agent: SimAgent) -> None:
+        del self._agents[agent.instance]
+        self._retired.tokens_lost += agent.tokens_lost
+        self._retired.prefill_s += agent.engine.repeated_prefill_s
+
+    # --- the shell ----------------------------------------------------------------------------------------
+
+    def _drain(self) -> None:
+        """Let the core hear everything that waits, then let engines go on; until nothing is left to say."""
+        if self._is_draining:
+            return
+        self._is_draining = True
+        while self._inbox or self._unsettled:
+            if self._inbox:
+                self._hear(self._inbox.popleft())
+                continue
+            unsettled, self._unsettled = self._unsettled, {}
+            for agent in unsettled:
+                agent.settle()
+        self._is_draining = False
+
+    def _hear(self, event: Event) -> None:
+        self.num_events += 1
+        commands = self.core.handle(event)
+        if self.watch is not None:
+            self.watch(event, commands)
+        for command in commands:
+            self._digest.update(_fingerprint(command))
+            self._obey(command)
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case Assign() | Abort() | LoadVersion() | Evict():
+                self._to_agent(command)
+            case Sleep() | Wake():
+                self.trainer_does("hand-over")
+                self._to_agent(command)
+            case DeliverGroup(group=group):
+                self._trainer.group_comes(group)
+            case GrantLease():
+                self._trainer.granted()
+            case RecallLease():
+                self._trainer.recalled()
+            case LaunchMachine(machine=machine):
+                self.cloud.launch(machine)
+            case TerminateMachine(machine=machine):
+                self.cloud.terminate(machine)
+
+    def _to_agent(self, command: Assign | Abort | LoadVersion | Evict | Sleep | Wake) -> None:
+        agent = self._agents.get(command.instance)
+        if agent is None or agent.epoch != command.epoch:
+            return
+        agent.obey(command)
+        if isinstance(command, Evict) and agent.pool is Pool.RESERVED:
+            self.agenda.after(RESTART_S, lambda: self._start_again(agent))
+
+    def _start_again(self, agent: SimAgent) -> None:
+        """A reserved engine's agent ended: what a supervisor does."""
+        self._retire(agent)
+        self._join(agent.instance, agent.machine, agent.pool, agent.engine.speed, agent.costs)
+
+
+def _fingerprint(command: Command) -> bytes:
+    return repr(command).encode()

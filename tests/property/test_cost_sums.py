@@ -1,0 +1,125 @@
+"""Whatever happened to machines, steps and waste: the report's parts add up, in JSON, in CSV and on paper."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlboost_cli.cost_csv import COLUMNS, WASTE, cost_csv
+from rlboost_cli.cost_text import WIDTH, cost_lines
+from rlboost_runtime.coordinator.accounts import UsageKind, WasteKind
+from rlboost_runtime.coordinator.ledger import Ledger
+from rlboost_runtime.coordinator.report import cost_report
+from rlboost_runtime.job import Budget
+
+pytestmark = pytest.mark.property
+
+T0 = 1_800_000_000.0
+SPAN_S = 5000.0
+
+seconds = st.floats(0, SPAN_S, allow_nan=False)
+machines = st.lists(
+    st.tuples(
+        st.sampled_from(["reserved", "spot"]),
+        st.integers(0, 10**9),  # micro-dollars per hour
+        seconds,  # launch
+        st.none() | seconds,  # lifetime
+        st.none() | seconds,  # a second launch, so long after the end
+        st.dictionaries(st.sampled_from(list(WasteKind)), seconds),
+        st.booleans(),  # the launch failed
+    ),
+    max_size=8,
+)
+steps = st.lists(
+    st.tuples(seconds, seconds, st.integers(0, 10**7), st.none() | st.floats(-5, 5)), max_size=30
+)
+usage = st.lists(st.tuples(st.sampled_from(list(UsageKind)), st.integers(0, 10**8), seconds), max_size=4)
+budgets = st.none() | st.integers(1, 10**6).map(lambda cents: Budget(max_usd=cents / 100))
+
+
+def fill(ledger: Ledger, machines: Any, steps: Any, usage: Any) -> None:
+    for number, (pool, price, start, life, pause, wasted, fails) in enumerate(machines):
+        name = f"{pool}-{number}"
+        ledger.intend(
+            name, pool=pool, provider="local", zone="here", accelerator="cpu",
+            price_micro_usd_per_hour=price, price_source="test", at=T0 + start,
+        )  # fmt: skip
+        if fails:
+            ledger.failed(name, T0 + start, "no capacity")
+            continue
+        ledger.launched(name, T0 + start)
+        if life is not None:
+            ledger.ended(name, T0 + start + life)
+            if pause is not None:
+                ledger.launched(name, T0 + start + life + pause)
+        ledger.add_wastes({(kind, name): s for kind, s in wasted.items()})
+    for number, (start, length, tokens, reward) in enumerate(steps):  # in any order: trained again
+        ledger.record_step(
+            number, started_at=T0 + start, ended_at=T0 + start + length, tokens=tokens, reward_mean=reward,
+            metrics={},
+        )  # fmt: skip
+    for kind, amount, at in usage:
+        ledger.add_usage(kind, amount, "test", T0 + at)
+
+
+def micro(usd: float | str) -> int:
+    return round(float(usd) * 1_000_000)
+
+
+def total_of(amounts: Any) -> int:
+    return sum(micro(amount) for amount in amounts)
+
+
+@settings(max_examples=25, deadline=None)
+@given(machines, steps, usage, seconds, budgets)
+def test_all_parts_add_up_to_the_micro_dollar(
+    machines: Any, steps: Any, usage: Any, now: float, budget: Budget | None
+) -> None:
+    with TemporaryDirectory() as folder:
+        ledger = Ledger(Path(folder) / "ledger.sqlite")
+        fill(ledger, machines, steps, usage)
+        report = json.loads(json.dumps(cost_report(ledger, T0 + now, "a-run", budget), allow_nan=False))
+        ledger.close()
+    check_sums(report)
+    check_csv(report, list(csv.DictReader(io.StringIO(cost_csv(report)))))
+    assert max(map(len, cost_lines(report)), default=0) <= WIDTH
+
+
+def check_sums(report: Any) -> None:
+    total, other = micro(report["total_usd"]), total_of(report["other_usd"].values())
+    assert total == total_of(m["cost_usd"] for m in report["machines"]) + other
+    assert total == total_of(report["compute_usd"].values()) + other
+    wasted = total_of(report["wasted_usd"].values())
+    assert total == micro(report["useful_usd"]) + wasted + other
+    outside = total_of(report["outside_steps_usd"].values())
+    assert total == total_of(s["usd"] for s in report["steps"]) + outside
+    for machine in report["machines"]:
+        parts = [machine["useful_usd"], *machine["wasted_usd"].values()]
+        assert min(parts) >= 0
+        assert total_of(parts) == micro(machine["cost_usd"])
+    for kind, amount in report["wasted_usd"].items():
+        assert micro(amount) == total_of(m["wasted_usd"][kind] for m in report["machines"])
+    assert all(s["usd"] >= 0 for s in report["steps"])
+
+
+def check_csv(report: Any, rows: list[dict[str, str]]) -> None:
+    assert all(tuple(row) == COLUMNS for row in rows)
+    by_kind = {
+        kind: [r for r in rows if r["kind"] == kind] for kind in ("machine", "other", "step", "outside")
+    }
+    assert sum(map(len, by_kind.values())) == len(rows)
+    total = micro(report["total_usd"])
+    assert total == total_of(r["usd"] for r in by_kind["machine"] + by_kind["other"])
+    assert total == total_of(r["usd"] for r in by_kind["step"] + by_kind["outside"])
+    for row in by_kind["machine"]:
+        assert micro(row["usd"]) == total_of(row[f"{part}_usd"] for part in ("useful", *WASTE))
+    assert [int(row["id"]) for row in by_kind["step"]] == [s["step"] + 1 for s in report["steps"]]
+    assert sum(int(row["tokens"]) for row in by_kind["step"]) == report["tokens_trained"]
