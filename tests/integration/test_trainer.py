@@ -21,7 +21,7 @@ from rlboost_runtime import security
 from rlboost_runtime.errors import RLBoostError, RuntimeFault
 from rlboost_runtime.job import Job
 from rlboost_runtime.run_folder import RunFolder, write_json
-from rlboost_runtime.trainer.__main__ import train
+from rlboost_runtime.trainer.__main__ import EXIT_CANNOT_GO_ON, train
 from rlboost_runtime.trainer.metrics import MetricsLog
 from rlboost_runtime.trainer.step_stream import StepStream
 from rlboost_runtime.wire import (
@@ -125,7 +125,7 @@ class Coordinator:
                 if step == self.refuse_step:
                     return [Refused("enough")]
                 self._request = message
-                order = np.random.default_rng(step).permutation(GROUPS).tolist()
+                order = np.random.default_rng(step).permutation(len(message.prompts)).tolist()
                 self._order = [self._group(message, group) for group in order]
                 return [self._order[0], LeaseGranted(step), self._order[1], LeaseRecalled(step)]
             case LeaseReleased():
@@ -303,6 +303,33 @@ def test_every_report_says_whether_there_is_a_checkpoint(tmp_path):
     assert said == [(0, False), (1, False), (2, True), (3, True), (3, True)]
 
 
+def test_groups_without_anything_to_learn_are_replaced_by_spares(tmp_path):
+    flat = "def score(response, row): return 0.5 if row['bonus'] else (sum(map(ord, response)) % 7) / 7"
+    algorithm = {**JOB["algorithm"], "zero_variance_groups": "replace", "spare_prompts": 3}
+    run = make_run(tmp_path, reward=flat, algorithm=algorithm)
+    with Coordinator(run) as coordinator:
+        go(run)
+    assert {len(m.prompts) for m in coordinator.of(StepRequest)} == {GROUPS + 3}
+    table = lines(run)
+    assert sum(line["groups_replaced"] for line in table) > 0
+    for line in table:
+        asked_and_good = GROUPS + 3 - line["groups_flat"]
+        assert line["groups_trained"] == min(GROUPS, asked_and_good)
+        assert line["groups_spare_unused"] == asked_and_good - line["groups_trained"]
+        assert line["zero_variance_share"] == line["groups_flat"] / (GROUPS + 3)
+        assert 0 < line["tokens_trained"] <= line["groups_trained"] * SIZE * 6
+
+
+@pytest.mark.parametrize("loss", ["gspo", "dapo"])
+def test_recomputed_old_logprobs_measure_every_token_against_the_engine(tmp_path, loss):
+    algorithm = {**JOB["algorithm"], "loss": loss, "old_logprobs": "recompute", "steps": 2}
+    run = make_run(tmp_path, algorithm=algorithm)
+    with Coordinator(run) as coordinator:
+        go(run)
+    for line, trained in zip(lines(run), coordinator.of(Trained), strict=True):
+        assert line["mismatch_tokens"] == line["tokens_trained"] == trained.tokens_trained > 0
+
+
 def start(run: RunFolder) -> subprocess.Popen[bytes]:
     environment = {
         **os.environ,
@@ -330,6 +357,29 @@ def test_the_process_killed_and_started_again(tmp_path, quiet):
     assert weights(run.checkpoints / "model") == weights(quiet)
     assert len(coordinator.of(RunFinished)) == 1
     assert not run.processes.exists(), "which process it is, its supervisor says"
+
+
+@pytest.mark.timeout(300)
+def test_two_ranks_train_and_one_goes_on_from_their_checkpoint(tmp_path, quiet):
+    run = make_run(tmp_path, trainer={"ranks": 2})
+    with Coordinator(run) as coordinator:
+        coordinator.refuse_step = 2
+        process = start(run)
+        try:
+            _, errors = process.communicate(timeout=250)
+        finally:
+            process.kill()
+            process.communicate()
+        assert process.returncode == EXIT_CANNOT_GO_ON, errors.decode()  # as one rank's would be
+        assert [m.step for m in coordinator.of(Trained)] == [0, 1]
+        coordinator.refuse_step = None
+        run.job_json.write_text(Job.model_validate_json(json.dumps(JOB)).canonical_json())
+        final = go(run)
+    assert [line["step"] for line in lines(run)] == list(range(STEPS))
+    found, wanted = (load_file(folder / "model.safetensors") for folder in (final, quiet))
+    assert found.keys() == wanted.keys()
+    for name, tensor in found.items():
+        assert (tensor - wanted[name]).norm() <= 1e-3 * wanted[name].norm(), name
 
 
 def test_a_persons_mistake_ends_with_78_and_is_said(tmp_path):

@@ -9,6 +9,7 @@ import torch
 
 from rlboost_runtime.errors import ProtocolError
 from rlboost_runtime.job import Algorithm, TinyModel
+from rlboost_runtime.reward_failures import RewardFailure
 from rlboost_runtime.trainer import checkpoint
 from rlboost_runtime.trainer.checkpoint import TrainedState
 from rlboost_runtime.trainer.data import Prompt
@@ -16,7 +17,8 @@ from rlboost_runtime.trainer.groups import GroupDesk
 from rlboost_runtime.trainer.loop import micro_batch_sizes
 from rlboost_runtime.trainer.metrics import MetricsLog, group_metrics, percentile
 from rlboost_runtime.trainer.policy import Policy
-from rlboost_runtime.trainer.rewards import Reward, RewardCall, RewardFailure
+from rlboost_runtime.trainer.reward_outcome import Reward
+from rlboost_runtime.trainer.rewards import RewardCall
 from rlboost_runtime.trainer.tiny import make_model, make_tokenizer
 from rlboost_runtime.trainer.update import Learner, Sample
 from rlboost_runtime.wire import FinishedResponse, GroupDone, Segment
@@ -55,7 +57,7 @@ def gradient(batches: list[list[Sample]], **changes) -> torch.Tensor:
     for batch in batches:
         subject.accumulate(batch)
     for parameter in subject.policy.model.parameters():
-        parameter.grad.div_(subject._weight)
+        parameter.grad.div_(subject.divisor)
     return torch.cat([p.grad.flatten() for p in subject.policy.model.parameters()])
 
 
@@ -126,9 +128,10 @@ def test_mismatch_is_measured_before_the_first_update_only():
     subject = learner()
     subject.begin_step(0)
     subject.accumulate(samples(2))
-    tokens = subject.sums.mismatch.tokens
     subject.apply()
+    tokens = subject.sums.mismatch.tokens
     subject.accumulate(samples(2))
+    subject.apply()
     assert subject.sums.mismatch.tokens == tokens > 0
     assert subject.sums.tokens == 2 * tokens
 
@@ -151,6 +154,8 @@ def test_micro_batch_sizes(arguments, sizes):
 
 class Scorer:
     """Scores by length; a response that begins with "!" fails."""
+
+    name = "rewards.py:score"
 
     def submit(self, call: RewardCall) -> Future[Reward]:
         future: Future[Reward] = Future()

@@ -50,11 +50,9 @@ FORMS = {
 YES_NO = {"yes": "true", "on": "true", "true": "true", "no": "false", "off": "false", "false": "false"}
 
 NOT_YET_FIELDS = {
-    "algorithm.lora": "all weights are trained",
     "trainer.accelerators": "the trainer uses what this machine has",
     "trainer.nodes": "the trainer is one machine",
     "rollout.tensor_parallel": "an engine uses one device",
-    "rollout.engine_args.gpu_memory_utilization": "max_running bounds an engine",
     "rollout.spot.any_of[].accelerators": "spot machines are processes on this machine",
     "rollout.spot.any_of[].via": "spot machines are processes on this machine",
     "rollout.spot.any_of[].hosts": "spot machines are processes on this machine",
@@ -71,11 +69,10 @@ NOT_YET_FIELDS = {
 """Fields of later versions, and why a job does without them today."""
 
 NOT_YET_VALUES = {
-    "algorithm.loss": r"dr_grpo|gspo|cispo|rloo|reinforce_pp",
     "algorithm.max_staleness": r"[1-9]\d*",
     "trainer.infra": r"(aws|gcp|azure|ssh|kubernetes|k8s|lambda|runpod|nebius)(/.*)?",
     "rollout.spot.any_of[].infra": r"(aws|gcp|azure|ssh|kubernetes|k8s|lambda|runpod|nebius)(/.*)?",
-    "rollout.engine": r"vllm|sglang",
+    "rollout.engine": r"sglang",
     "weights.transfer": r"auto|delta|lora",
 }
 """Values of later versions, as patterns."""
@@ -256,6 +253,9 @@ def _unknown(place: _Place) -> str:
     if close := close_match(name, known):
         return f"unknown field; did you mean {close}?"
     elsewhere = sorted({dotted((*path, name)) for path, model in sections() if name in model.model_fields})
+    if place.pattern in elsewhere:  # of another form of the same section
+        section = dotted(place.path[:-1])
+        return f"does not go with the other fields of {section}; write either {FORMS.get(section, 'one')}"
     if 0 < len(elsewhere) <= 3:
         return f"unknown field here; did you mean {' or '.join(elsewhere)}?"
     return f"unknown field; there are {', '.join(known)}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -15,13 +16,19 @@ import torch
 import transformers
 
 from rlboost_runtime import logs
-from rlboost_runtime.errors import RLBoostError
+from rlboost_runtime.errors import RLBoostError, RuntimeFault, is_disk_full
 from rlboost_runtime.job import Job, TinyModel, read_resolved
 from rlboost_runtime.run_folder import RunFolder
 from rlboost_runtime.trainer import checkpoint
 from rlboost_runtime.trainer.data import Example, PromptSource, read_examples
+from rlboost_runtime.trainer.following import be_led
+from rlboost_runtime.trainer.hub import fetch
+from rlboost_runtime.trainer.launch import die_with_launcher, is_rank, run_ranks
 from rlboost_runtime.trainer.loop import TrainerLoop
 from rlboost_runtime.trainer.policy import Policy
+from rlboost_runtime.trainer.preparing import Preparing
+from rlboost_runtime.trainer.ranks import ALONE, End, Load, Ranks
+from rlboost_runtime.trainer.reward_outcome import RewardWatch
 from rlboost_runtime.trainer.rewards import RewardCall, RewardScorer
 from rlboost_runtime.trainer.step_stream import StepStream
 from rlboost_runtime.trainer.tiny import WarmupReport, prepare
@@ -39,63 +46,128 @@ def main(arguments: list[str]) -> int:
         print("usage: python -m rlboost_runtime.trainer RUN_FOLDER", file=sys.stderr)
         return 2
     run = RunFolder(Path(arguments[0]).absolute())
+    job = read_resolved(run.job_json)
+    if job.trainer.ranks == 1:
+        return lead(run, job, ALONE)
+    if not is_rank():
+        return run_ranks(run.name, arguments, job.trainer.ranks, (EXIT_CANNOT_GO_ON,))
+    die_with_launcher()
+    ranks = Ranks.join()
+    if ranks.leads:
+        code = lead(run, job, ranks)
+    else:
+        logs.setup(f"trainer-{ranks.rank}")
+        torch.set_num_threads(job.trainer.threads)
+        be_led(ranks, job)
+        code = 0
+    ranks.leave()
+    return code
+
+
+def lead(run: RunFolder, job: Job, ranks: Ranks) -> int:
+    """Be the trainer, at the head of its ranks; return the exit code."""
     logs.setup("trainer")
     with StepStream.for_run(run) as stream:
         try:
-            train(run, read_resolved(run.job_json), stream)
-        except RLBoostError as exc:
+            train(run, job, stream, ranks)
+        except Exception as exc:
+            known = _explained(exc, run)
+            if known is None:
+                raise
             log.info("the run cannot go on", exc_info=True)
-            logs.explain(log, exc)
-            stream.failed(exc.problem, exc.remedy)
+            logs.explain(log, known)
+            stream.failed(known.problem, known.remedy, known.exit_code)
+            ranks.tell(End())
             return EXIT_CANNOT_GO_ON
     return 0
 
 
-def train(run: RunFolder, job: Job, stream: StepStream) -> Path:
+def _explained(error: Exception, run: RunFolder) -> RLBoostError | None:
+    """Return what a person can be told; None where only a restart may help."""
+    if is_disk_full(error):
+        free = shutil.disk_usage(run.path).free / 1e9
+        what = (
+            error.problem if isinstance(error, RLBoostError) else "a checkpoint or metrics cannot be written"
+        )
+        return RuntimeFault(
+            f"the disk of {run.path} is full ({free:.2f} GB free): {what}",
+            f"make room there, then type rlboost launch {run.name} --resume: it goes on from its last"
+            " checkpoint",
+        )
+    return error if isinstance(error, RLBoostError) else None
+
+
+def train(run: RunFolder, job: Job, stream: StepStream, ranks: Ranks = ALONE) -> Path:
     """Prepare model, data and rewards, then train; return the folder of the final model."""
     torch.set_num_threads(job.trainer.threads)
     torch.manual_seed(job.algorithm.seed)
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     run.logs.mkdir(parents=True, exist_ok=True)
+    preparing = Preparing(run)
+    preparing.say("reading the prompts")
     examples = read_examples(job.data, run.files)
     with RewardScorer(
         job.reward, run.files, timeout_s=job.reward_timeout_s, log_file=run.logs / "reward.log",
         num_children=max(1, min(8, (os.cpu_count() or 1) // 4)),
     ) as scorer:  # fmt: skip
-        policy = load_policy(run, job, examples, scorer)
+        policy = load_policy(run, job, examples, scorer, preparing)
+        preparing.say("encoding the prompts")
         source = PromptSource(
-            examples, policy.encode, prompts_per_step=job.algorithm.prompts_per_step,
+            examples, policy.encode, prompts_per_step=job.algorithm.prompts_asked_per_step,
             max_prompt_tokens=job.algorithm.max_prompt_tokens, seed=job.algorithm.seed,
         )  # fmt: skip
-        return TrainerLoop(run, job, policy, source, scorer, stream).train()
+        ranks.tell(Load(str(policy.source)))
+        policy.set_up(job.trainer, job.algorithm, ranks)
+        preparing.over()
+        final = TrainerLoop(run, job, policy, source, scorer, stream, ranks).train()
+        ranks.tell(End())
+        return final
 
 
-def load_policy(run: RunFolder, job: Job, examples: list[Example], scorer: RewardScorer) -> Policy:
+def load_policy(
+    run: RunFolder, job: Job, examples: list[Example], scorer: RewardScorer, preparing: Preparing
+) -> Policy:
     """Return the policy to go on with: of the newest checkpoint, else the job's model."""
     saved = checkpoint.saved_steps(run.checkpoints)
+    preparing.say("loading the checkpoint" if saved else "loading the model")
     if saved:
         return Policy.load(checkpoint.step_folder(run.checkpoints, saved[-1]))
     if isinstance(job.model, TinyModel):
-        return _tiny_policy(run, job, job.model, examples, scorer)
+        return _tiny_policy(run, job, job.model, examples, scorer, preparing)
     folder = run.files / job.model
-    return Policy.load(folder if folder.is_dir() else job.model)
+    if folder.is_dir():
+        return Policy.load(folder)
+    fetch(job.model, preparing)
+    preparing.say("loading the model")
+    return Policy.load(job.model)
 
 
 def _tiny_policy(
-    run: RunFolder, job: Job, tiny: TinyModel, examples: list[Example], scorer: RewardScorer
+    run: RunFolder,
+    job: Job,
+    tiny: TinyModel,
+    examples: list[Example],
+    scorer: RewardScorer,
+    preparing: Preparing,
 ) -> Policy:
     algorithm = job.algorithm
+    watch = RewardWatch(scorer.name)
 
     def score(pairs: list[tuple[Example, str]]) -> list[float]:
         calls = [RewardCall(example.text, text, example.row) for example, text in pairs]
-        return [reward.value for reward in scorer.score(calls)]
+        values = []
+        for future in [scorer.submit(call) for call in calls]:
+            reward = future.result()
+            watch.saw([reward])
+            values.append(reward.value)
+        return values
 
     def warm(policy: Policy) -> WarmupReport:
         assert tiny.warmup is not None
         return warm_up(
             policy, warmup_data(job.data, examples), score, tiny.warmup,
             max_prompt_tokens=algorithm.max_prompt_tokens, max_response_tokens=algorithm.max_response_tokens,
-            temperature=algorithm.temperature, seed=tiny.seed,
+            temperature=algorithm.temperature, seed=tiny.seed, say=preparing.say,
         )  # fmt: skip
 
     folder, report = prepare(job, tiny, run.files, warm)

@@ -1,9 +1,9 @@
 """From finished groups to samples: texts are scored as groups arrive, advantages follow once a group's
 rewards are in.
 
-Rules (peers.md E3): each token keeps the logprob of the segment that produced it; a response cut by a
+Rules: each token keeps the logprob of the segment that produced it; a response cut by a
 migration is not truncated, only `length` is; a quarantined response is masked out of the loss and of its
-group's statistics.
+group's statistics; with `mask_truncated` a truncated one only out of the loss.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from rlboost_runtime.errors import ProtocolError
 from rlboost_runtime.job import Algorithm
 from rlboost_runtime.trainer.data import Prompt
 from rlboost_runtime.trainer.losses import group_advantages, overlong_penalty
-from rlboost_runtime.trainer.rewards import Reward, RewardCall, RewardScorer
-from rlboost_runtime.trainer.update import Sample
+from rlboost_runtime.trainer.reward_outcome import Reward, RewardWatch
+from rlboost_runtime.trainer.rewards import RewardCall, RewardScorer
+from rlboost_runtime.trainer.sample import Sample
 from rlboost_runtime.wire import FinishedResponse, GroupDone
 
 _RECALL_CHECK_S = 0.1  # while rewards are slow, so often somebody may ask for the GPU
@@ -71,6 +72,7 @@ class GroupDesk:
     ) -> None:
         self._decode = decode
         self._scorer = scorer
+        self._watch = RewardWatch(scorer.name)
         self._algorithm = algorithm
         self._lock = threading.Lock()
         self._step = -1
@@ -123,7 +125,10 @@ class GroupDesk:
             )
 
     def collect(self, group: int, between: Callable[[], None]) -> ScoredGroup:
-        """Return the scored group; waits for its rewards, calling `between` now and then meanwhile."""
+        """Return the scored group; waits for its rewards, calling `between` now and then meanwhile.
+
+        Raises `RuntimeFault` where the rewards show that the reward function is broken.
+        """
         with self._lock:
             decoded = self._open.pop(group)
             prompt = self._prompts[group]
@@ -132,6 +137,7 @@ class GroupDesk:
         while wait(futures, timeout=_RECALL_CHECK_S).not_done:
             between()
         self.reward_wait_s += time.monotonic() - started
+        self._watch.saw(future.result() for future in futures)
         return score_group(group, prompt, decoded, self._algorithm)
 
 
@@ -150,14 +156,18 @@ def score_group(group: int, prompt: Prompt, decoded: Sequence[_Decoded], algorit
         )
         for reward, entry in zip(rewards, decoded, strict=True)
     ]
-    advantages = group_advantages(torch.tensor([shaped], dtype=torch.float64), torch.tensor([usable]))[
-        0
-    ].tolist()
+    advantages = group_advantages(
+        torch.tensor([shaped], dtype=torch.float64), torch.tensor([usable]), algorithm.loss
+    )[0].tolist()
+    trained = [
+        ok and not (algorithm.mask_truncated and entry.response.finish_reason == FinishReason.LENGTH)
+        for ok, entry in zip(usable, decoded, strict=True)
+    ]
     return ScoredGroup(
         group,
         tuple(
             ScoredResponse(
-                Sample(list(prompt.token_ids), entry.token_ids, entry.logprobs, advantages[i], usable[i]),
+                Sample(list(prompt.token_ids), entry.token_ids, entry.logprobs, advantages[i], trained[i]),
                 rewards[i],
                 entry.response.finish_reason,
                 len(entry.response.segments),

@@ -3,7 +3,8 @@ report.
 
 One step, in order: ask for the step's groups (which gives the GPU back) -> score groups as they arrive ->
 once the lease is granted, train micro-batches in the order in which groups finished -> one division, clip and
-AdamW step per mini-batch -> publish the next version -> checkpoint -> a line in `metrics.jsonl` -> `Trained`.
+AdamW step per mini-batch (where old logprobs are recomputed, the first one waits for all groups) -> publish
+the next version -> checkpoint -> a line in `metrics.jsonl` -> `Trained`.
 
 Guarantees:
 
@@ -22,9 +23,11 @@ from __future__ import annotations
 import logging
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -38,9 +41,13 @@ from rlboost_runtime.trainer.data import Prompt, PromptSource
 from rlboost_runtime.trainer.groups import GroupDesk, ScoredGroup
 from rlboost_runtime.trainer.metrics import MetricsLog, group_metrics
 from rlboost_runtime.trainer.policy import Policy, Residency
-from rlboost_runtime.trainer.rewards import RewardScorer, require_some_reward
+from rlboost_runtime.trainer.ranks import ALONE, Ranks
+from rlboost_runtime.trainer.reward_outcome import require_some_reward
+from rlboost_runtime.trainer.rewards import RewardScorer
+from rlboost_runtime.trainer.sample import Sample
+from rlboost_runtime.trainer.selection import GroupSelection
 from rlboost_runtime.trainer.step_stream import StepStream
-from rlboost_runtime.trainer.update import Learner
+from rlboost_runtime.trainer.update import Learner, recomputes_old
 from rlboost_runtime.weights.manifest import Manifest, content_digest, read_manifest
 from rlboost_runtime.weights.store import WeightStore, describe_file
 from rlboost_runtime.wire import PromptSpec, Published, Trained
@@ -77,15 +84,17 @@ class TrainerLoop:
         source: PromptSource,
         scorer: RewardScorer,
         stream: StepStream,
+        ranks: Ranks = ALONE,
     ) -> None:
+        """`policy` is set up; with several ranks this is the one that leads."""
         self._run = run
         self._job = job
         self._policy = policy
         self._source = source
         self._scorer = scorer
         self._stream = stream
-        self._learner = Learner(policy, job.algorithm)
-        self._residency = Residency(policy, self._learner.optimizer)
+        self._learner = Learner(policy, job.algorithm, job.trainer, ranks)
+        self._residency = Residency(policy, self._learner.optimizer, ranks)
         self._desk = GroupDesk(policy.decode, scorer, job.algorithm)
         self._store = WeightStore(run.weights, keep=KEEP_VERSIONS, chunk_bytes=job.weights.chunk_bytes)
         self._metrics = MetricsLog(run.metrics)
@@ -99,7 +108,7 @@ class TrainerLoop:
         for step in range(first, self._job.algorithm.steps):
             self._step(step)
         final = self._run.checkpoints / "model"
-        checkpoint.replace_folder(final, self._policy.save)
+        checkpoint.replace_folder(final, self._policy.export)
         event(log, "run.trained", model=str(final))
         self._stream.finished(str(final))
         return final
@@ -169,7 +178,10 @@ class TrainerLoop:
         started = time.monotonic()
         rollout_version = self._version
         prompts = self._source.batch(step)
-        groups = self._roll_out_and_train(step, prompts, seconds)
+        selection = GroupSelection(
+            self._job.algorithm.zero_variance_groups, self._job.algorithm.prompts_per_step
+        )
+        groups = self._roll_out_and_train(step, prompts, selection, seconds)
         require_some_reward(
             [response.reward for group in groups for response in group.responses], self._scorer.name
         )
@@ -180,6 +192,7 @@ class TrainerLoop:
             "step": float(step),
             "policy_version": float(rollout_version),
             **group_metrics(groups),
+            **selection.metrics(),
             **self._learner.sums.metrics(),
             "learning_rate": self._learner.learning_rate(step),
             "prompts_skipped": float(self._source.num_skipped),
@@ -219,7 +232,9 @@ class TrainerLoop:
             train_s=round(state.busy_s, 3), wait_s=round(state.wait_s, 3),
         )  # fmt: skip
 
-    def _roll_out_and_train(self, step: int, prompts: list[Prompt], seconds: Seconds) -> list[ScoredGroup]:
+    def _roll_out_and_train(
+        self, step: int, prompts: list[Prompt], selection: GroupSelection, seconds: Seconds
+    ) -> list[ScoredGroup]:
         """Ask for the groups and train on them as they finish; return them all, in that order."""
         algorithm = self._job.algorithm
         self._learner.begin_step(step)
@@ -230,21 +245,39 @@ class TrainerLoop:
             group_size=algorithm.group_size, max_response_tokens=algorithm.max_response_tokens,
             stop_token_ids=sorted(self._policy.stop_token_ids),
         )  # fmt: skip
-        order = self._completion_order(len(prompts))
         groups: list[ScoredGroup] = []
+        chosen = self._chosen(len(prompts), selection, groups)
+        must_recompute = recomputes_old(algorithm)
         for size in micro_batch_sizes(
-            len(prompts),
+            algorithm.prompts_per_step,
             algorithm.minibatches_per_step,
             algorithm.group_size,
             algorithm.micro_batch_responses,
         ):
-            if size == 0:
-                self._train_apply(seconds)
+            if size:
+                self._train_micro_batch(
+                    [sample for group in islice(chosen, size) for sample in group], seconds
+                )
                 continue
-            micro = [self._desk.collect(next(order), self._stream.answer_recall) for _ in range(size)]
-            self._train_micro_batch(micro, seconds)
-            groups += micro
+            if must_recompute:
+                chosen = iter([self._recompute(group, seconds) for group in chosen])
+                must_recompute = False
+            self._train_apply(seconds)
+        deque(chosen, maxlen=0)  # a step ends when all its groups are in, also spares that nobody needed
         return groups
+
+    def _chosen(
+        self, num_groups: int, selection: GroupSelection, arrived: list[ScoredGroup]
+    ) -> Iterator[list[Sample]]:
+        """Yield the samples of each group to train, as soon as it is known to be one; note all in
+        `arrived`."""
+        waiting: dict[int, ScoredGroup] = {}
+        for number in self._completion_order(num_groups):
+            group = self._desk.collect(number, self._stream.answer_recall)
+            arrived.append(group)
+            waiting[number] = group
+            for each in selection.arrived(number, flat=group.zero_variance):
+                yield [response.sample for response in waiting.pop(each).responses]
 
     def _completion_order(self, num_groups: int) -> Iterator[int]:
         """Yield group numbers as they finish, asking for a micro-batch's worth at a time."""
@@ -255,12 +288,20 @@ class TrainerLoop:
                 yield group.group
             done += len(arrived)
 
-    def _train_micro_batch(self, micro: list[ScoredGroup], seconds: Seconds) -> None:
+    def _train_micro_batch(self, samples: list[Sample], seconds: Seconds) -> None:
         self._stream.hold_lease()
         self._residency.take()
         with seconds.timed("train"):
-            self._learner.accumulate([response.sample for group in micro for response in group.responses])
+            self._learner.accumulate(samples)
         self._stream.answer_recall()
+
+    def _recompute(self, samples: list[Sample], seconds: Seconds) -> list[Sample]:
+        self._stream.hold_lease()
+        self._residency.take()
+        with seconds.timed("train"):
+            found = self._learner.recompute(samples)
+        self._stream.answer_recall()
+        return found
 
     def _train_apply(self, seconds: Seconds) -> None:
         self._stream.hold_lease()

@@ -1,43 +1,63 @@
 """Advantages and policy losses, as sums that can be accumulated and divided once.
 
 A step's responses arrive in any order and in micro-batches, so nothing here divides by a count that is only
-known at the end (peers.md calls that "the trap in streaming + token-mean"): `policy_loss` returns an
-**un-normalised sum** and the weight that the sum of all micro-batches has to be divided by, once, before
-the optimizer step. So any split of a mini-batch, in any order, gives the gradient of the whole.
+known at the end (the trap of streaming with a token mean): `policy_loss` returns an **un-normalised sum** and
+the additive `Totals` from which `divisor` tells, once the mini-batch is complete, what the summed gradient
+has to be divided by. So any split of a mini-batch over micro-batches and ranks, in any order, gives the
+gradient of the whole.
 
-Losses (the objective J is maximised, the loss is -J; m is the mask of generated tokens):
+Losses (the objective J is maximised, the loss is -J; r is the probability ratio of the current to the old
+policy, A the advantage, T_i a response's length, N the mini-batch's tokens, R its responses):
 
-- grpo, arXiv 2402.03300: mean over sequences of the mean over their tokens, clip 1 -/+ 0.2, no KL term.
-- dapo, arXiv 2503.14476: mean over all tokens of the mini-batch, upper clip 1.28, no KL term; its soft
-  overlong penalty is `overlong_penalty`.
-- dual clip, arXiv 1912.09729: tokens with a negative advantage have their objective bounded by `dual_clip *
-  A`.
-- token-level truncated importance sampling against the engine, arXiv 2505.24034 and "TIS" in peers.md E3:
-  each token is weighted with sg(min(exp(old - mu), cap)).
+| kind | advantage | term of a token | divided by | source |
+|---|---|---|---|---|
+| grpo | group mean, std | min(r A, clip(r) A) / T_i | R | arXiv 2402.03300, without its KL term |
+| dapo | group mean, std | min(r A, clip(r) A), upper clip 1.28 | N | arXiv 2503.14476 |
+| dr_grpo | group mean | min(r A, clip(r) A) | R x max_response_tokens | arXiv 2503.20783 |
+| gspo | group mean, std | min(s A, clip(s) A) / T_i, s_i = exp(mean_t log r) | R | arXiv 2507.18071 |
+| cispo | group mean, std | sg(clip(r)) A log pi | N | arXiv 2506.13585 |
+| rloo | mean of the others | min(r A, clip(r) A) | R | arXiv 2402.14740: the response is one action |
+| reinforce_pp | group mean | min(r A, clip(r) A) | N x std of the mini-batch | arXiv 2501.03262 |
 
-Which policy is "old"? `mu` is what the engine reported for the token when it sampled it, from whichever
-instance produced that segment. `old` is the step's policy as the trainer computes it. Before the first
-optimizer step of a step the trainer's own forward pass *is* old, at no cost, and the TIS weight carries the
-mismatch between engine and trainer. After it (more than one mini-batch per step), recomputing old would take
-a second copy of the weights, so there old := mu ("bypass", as in verl and prime-rl): the ratio is then that
-of the current policy to what was really sampled, clipped as a whole, and the TIS weight is 1. `update.py`
-chooses.
+- rloo: the paper has no ratio; ours is per token and clipped, and 1 where the data is on-policy.
+- reinforce_pp is the paper's variant with a group baseline. Its advantages are centred per group, so that
+  their mean over the mini-batch is 0; the std is that of responses (some codes whiten tokens instead). As
+  every objective here is homogeneous in A, dividing by the std at the end equals normalising A beforehand.
+- Dual clip, arXiv 1912.09729: with A < 0 the objective is at least `dual_clip` x A. Not with gspo and cispo.
+- Soft overlong penalty, arXiv 2503.14476: `overlong_penalty`.
+
+Trainer against engine: `mu` is what the engine reported for a token when it sampled it, from whichever
+instance produced that segment; `old` the step's policy as the trainer computes it; w = exp(old - mu). The
+term of a token is multiplied with a constant (arXiv 2505.24034):
+
+- token: min(w, cap), truncated importance sampling;
+- icepop: w where floor <= w <= cap, else 0 (arXiv 2510.18855);
+- sequence_mask: W_i = exp(sum_t log w) where W_i <= cap, else 0, for the whole response.
+
+Which policy is "old"? Before the first optimizer step of a step the trainer's own forward pass *is* old, at
+no cost. After it there are two ways, and `update.py` chooses: old recomputed beforehand, or old := mu
+("bypass"). With bypass the ratio is that of the current policy to what was really sampled and is clipped as a
+whole; the correction then weighs nothing (that would count the mismatch twice) and only drops, by
+exp(current - mu).
 
 Shape suffixes: G groups, R responses per group, B responses of a micro-batch, T token positions. A position t
 of row b is a generated token where mask_BT is 1; everything else there is padding or prompt and contributes
-nothing.
+nothing, whatever it holds.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, assert_never
 
 import torch
 from torch import Tensor
 
+LossKind = Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp"]
+ImportanceKind = Literal["token", "icepop", "sequence_mask"]
+
 STD_EPSILON = 1e-6
-"""Added to a group's standard deviation."""
+"""Added to a standard deviation before dividing by it."""
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +-20 before exp, so that a broken logprob gives a large number, not inf."""
@@ -45,13 +65,38 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True, slots=True)
 class LossConfig:
-    """Which loss; bounds are those of the ratio minus 1, caps those of the ratio itself; None: off."""
+    """Which loss; clips are the bounds of the ratio minus 1, caps and floors those of the ratio itself.
 
-    kind: Literal["grpo", "dapo"] = "dapo"
+    `importance_cap` None turns the correction off; `dual_clip` None the dual clip. `max_response_tokens` is
+    dr_grpo's constant.
+    """
+
+    kind: LossKind = "dapo"
     clip_low: float = 0.2
     clip_high: float = 0.28
     dual_clip: float | None = 3.0
     importance_cap: float | None = 2.0
+    importance: ImportanceKind = "token"
+    importance_floor: float = 0.5
+    max_response_tokens: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What a mini-batch's divisor is made of; adds up over micro-batches and ranks."""
+
+    tokens: float = 0.0
+    responses: float = 0.0
+    """Responses with at least one generated token."""
+    advantage_squares: float = 0.0
+    """Sum of squared advantages of these responses."""
+
+    def __add__(self, other: Totals) -> Totals:
+        return Totals(
+            self.tokens + other.tokens,
+            self.responses + other.responses,
+            self.advantage_squares + other.advantage_squares,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +104,17 @@ class LossSums:
     """What one micro-batch adds to its mini-batch. `loss` carries the gradient and is not yet divided."""
 
     loss: Tensor
-    """Scalar: sum over tokens (dapo) or over per-sequence means (grpo)."""
-    weight: float
-    """What the sum of `loss` over the mini-batch is divided by: tokens (dapo) or sequences (grpo)."""
-    tokens: int
+    """Scalar: the sum of all terms."""
+    totals: Totals
     clipped: int
-    """Tokens whose gradient the ratio clip took away."""
+    """Tokens whose ratio was clipped: no gradient of theirs was left (cispo: their weight was bounded)."""
+    corrected: int
+    """Tokens whose importance weight was capped or that were dropped by it."""
 
 
 @dataclass(frozen=True, slots=True)
 class MismatchSums:
-    """Sums that compare engine (mu) and trainer (old) token by token; see `Mismatch`."""
+    """Sums that compare engine (mu) and trainer (old) token by token; see `metrics`."""
 
     tokens: int = 0
     k3: float = 0.0
@@ -90,11 +135,12 @@ class MismatchSums:
 
     def metrics(self) -> dict[str, float]:
         """Return KL(mu || old) in nats per token (k3 estimate), mean and largest |old - mu|, and the
-        effective sample share (sum w)^2 / (N sum w^2), all of the tokens seen before the step's first
-        optimizer step."""
+        effective sample share (sum w)^2 / (N sum w^2), all of the tokens whose old is the trainer's own,
+        with their number."""
         n = max(self.tokens, 1)
         ess = self.weight**2 / (n * self.weight_squared) if self.weight_squared > 0 else 1.0
         return {
+            "mismatch_tokens": float(self.tokens),
             "mismatch_kl": self.k3 / n,
             "mismatch_abs_mean": self.absolute / n,
             "mismatch_abs_max": self.largest,
@@ -102,20 +148,34 @@ class MismatchSums:
         }
 
 
-def group_advantages(rewards_GR: Tensor, valid_GR: Tensor | None = None) -> Tensor:
-    """Return advantages_GR = (reward - group mean) / (group sample std (n - 1) + 1e-6).
+# --- advantages -------------------------------------------------------------------------------------------
+
+
+def group_advantages(rewards_GR: Tensor, valid_GR: Tensor | None = None, kind: LossKind = "grpo") -> Tensor:
+    """Return advantages_GR of `kind` (see the module's table); a std is the sample's (n - 1) + 1e-6.
 
     A group of equal rewards gets zeros. Where `valid_GR` is False (quarantined), the response neither counts
     in its group's mean and std nor gets an advantage; a group with fewer than two valid responses gets zeros.
+    For reinforce_pp the division by the mini-batch's std is left to `divisor`.
     """
     rewards = rewards_GR.to(torch.float64)
     valid = torch.ones_like(rewards) if valid_GR is None else valid_GR.to(torch.float64)
     count_G1 = valid.sum(dim=1, keepdim=True)
     mean_G1 = (rewards * valid).sum(dim=1, keepdim=True) / count_G1.clamp(min=1)
     centred_GR = (rewards - mean_G1) * valid
-    std_G1 = (centred_GR.square().sum(dim=1, keepdim=True) / (count_G1 - 1).clamp(min=1)).sqrt()
+    others_G1 = (count_G1 - 1).clamp(min=1)
+    std_G1 = (centred_GR.square().sum(dim=1, keepdim=True) / others_G1).sqrt()
+    match kind:
+        case "grpo" | "dapo" | "gspo" | "cispo":
+            advantages_GR = centred_GR / (std_G1 + STD_EPSILON)
+        case "dr_grpo" | "reinforce_pp":
+            advantages_GR = centred_GR
+        case "rloo":  # reward - mean of the others = (reward - mean) n / (n - 1)
+            advantages_GR = centred_GR * count_G1 / others_G1
+        case _:
+            assert_never(kind)
     flat_G1 = (std_G1 <= 1e-9) | (count_G1 < 2)  # rounding of the mean must not become an advantage
-    return torch.where(flat_G1, 0.0, centred_GR / (std_G1 + STD_EPSILON)).to(torch.float32)
+    return torch.where(flat_G1, 0.0, advantages_GR).to(torch.float32)
 
 
 def overlong_penalty(num_tokens: int, max_tokens: int, penalty_tokens: int) -> float:
@@ -130,6 +190,9 @@ def overlong_penalty(num_tokens: int, max_tokens: int, penalty_tokens: int) -> f
     return max(-1.0, min(0.0, (free - num_tokens) / penalty_tokens))
 
 
+# --- losses -----------------------------------------------------------------------------------------------
+
+
 def policy_loss(
     logprobs_BT: Tensor,
     old_logprobs_BT: Tensor,
@@ -137,34 +200,86 @@ def policy_loss(
     advantages_B: Tensor,
     mask_BT: Tensor,
     config: LossConfig,
+    *,
+    bypass: bool = False,
 ) -> LossSums:
     """Return the un-normalised policy loss of a micro-batch.
 
-    `logprobs_BT` carry the gradient; `old`, `mu`, advantages and mask are constants. Rows without a generated
-    token (a response quarantined before its first) add nothing, also not to the weight.
+    `logprobs_BT` carry the gradient; `old`, `mu`, advantages and mask are constants. `bypass` says that old
+    is mu. Rows without a generated token (a response quarantined before its first) add nothing, also not to
+    the totals.
     """
-    mask = mask_BT.to(logprobs_BT.dtype)
+    chosen_BT = mask_BT > 0
+    current_BT = _only(chosen_BT, logprobs_BT)
+    mu_BT = _only(chosen_BT, mu_logprobs_BT)
+    old_BT = mu_BT if bypass else _only(chosen_BT, old_logprobs_BT.detach())
     advantages_B1 = advantages_B.to(logprobs_BT.dtype).unsqueeze(1)
-    old = old_logprobs_BT.detach()
-    ratio = torch.exp((logprobs_BT - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
-    plain = ratio * advantages_B1
-    bounded = ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * advantages_B1
-    objective = torch.minimum(plain, bounded)
-    if config.dual_clip is not None:
-        objective = torch.where(
-            advantages_B1 < 0, torch.maximum(objective, config.dual_clip * advantages_B1), objective
-        )
-    if config.importance_cap is not None:
-        weight = torch.exp((old - mu_logprobs_BT).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
-        objective = objective * weight.clamp(max=config.importance_cap).detach()
-    objective = torch.where(mask > 0, objective, 0.0)  # not a product: 0 * nan of a padded position is nan
-    tokens_B = mask.sum(dim=1)
-    tokens = int(tokens_B.sum().item())
-    clipped = int(((bounded < plain) & (mask > 0)).sum().item())
-    if config.kind == "dapo":
-        return LossSums(-objective.sum(), float(tokens), tokens, clipped)
-    per_sequence_B = objective.sum(dim=1) / tokens_B.clamp(min=1)
-    return LossSums(-per_sequence_B.sum(), float((tokens_B > 0).sum().item()), tokens, clipped)
+    tokens_B = chosen_BT.sum(dim=1)
+    terms_BT, clipped_BT = _terms(current_BT, old_BT, advantages_B1, tokens_B, config)
+    weights_BT, corrected_BT = importance_weights(
+        current_BT.detach() if bypass else old_BT, mu_BT, chosen_BT, config
+    )
+    if bypass:
+        weights_BT = (weights_BT > 0).to(weights_BT.dtype)
+        corrected_BT = weights_BT == 0
+    terms_BT = _only(chosen_BT, terms_BT * weights_BT)
+    if config.kind in ("grpo", "gspo"):
+        terms_BT = terms_BT / tokens_B.clamp(min=1).unsqueeze(1)
+    squares_B = torch.where(tokens_B > 0, advantages_B.detach().double().square(), 0.0)
+    counts = torch.stack(
+        [
+            tokens_B.sum(),
+            (tokens_B > 0).sum(),
+            (clipped_BT & chosen_BT).sum(),
+            (corrected_BT & chosen_BT).sum(),
+        ]
+    ).tolist()  # one wait for the device
+    totals = Totals(float(counts[0]), float(counts[1]), float(squares_B.sum()))
+    return LossSums(-terms_BT.sum(), totals, counts[2], counts[3])
+
+
+def divisor(totals: Totals, config: LossConfig) -> float:
+    """Return what the summed gradient of a mini-batch is divided by; 0 if there was nothing to train on."""
+    if totals.responses == 0:
+        return 0.0
+    match config.kind:
+        case "dapo" | "cispo":
+            return totals.tokens
+        case "grpo" | "gspo" | "rloo":
+            return totals.responses
+        case "dr_grpo":
+            return totals.responses * config.max_response_tokens
+        case "reinforce_pp":
+            variance = totals.advantage_squares / max(totals.responses - 1, 1)
+            return totals.tokens * (float(variance**0.5) + STD_EPSILON)
+        case _:
+            assert_never(config.kind)
+
+
+def importance_weights(
+    old_BT: Tensor, mu_BT: Tensor, chosen_BT: Tensor, config: LossConfig
+) -> tuple[Tensor, Tensor]:
+    """Return the weights of the tokens against the engine, and where they differ from exp(old - mu).
+
+    Constants; 0 where a token is dropped. Places that are not chosen must be 0 in `old_BT` and `mu_BT`.
+    """
+    log_w_BT = old_BT - mu_BT
+    if config.importance_cap is None:
+        return torch.ones_like(log_w_BT), torch.zeros_like(chosen_BT)
+    if config.importance == "sequence_mask":
+        log_w_BT = log_w_BT.sum(dim=1, keepdim=True).expand_as(log_w_BT)
+    weight_BT = torch.exp(log_w_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    corrected_BT = weight_BT > config.importance_cap
+    match config.importance:
+        case "token":
+            return weight_BT.clamp(max=config.importance_cap), corrected_BT
+        case "icepop":
+            corrected_BT = corrected_BT | (weight_BT < config.importance_floor)
+        case "sequence_mask":
+            pass
+        case _:
+            assert_never(config.importance)
+    return torch.where(corrected_BT, 0.0, weight_BT), corrected_BT
 
 
 def mismatch(old_logprobs_BT: Tensor, mu_logprobs_BT: Tensor, mask_BT: Tensor) -> MismatchSums:
@@ -175,11 +290,36 @@ def mismatch(old_logprobs_BT: Tensor, mu_logprobs_BT: Tensor, mask_BT: Tensor) -
     if difference.numel() == 0:
         return MismatchSums()
     weight = difference.exp()
-    return MismatchSums(
-        tokens=difference.numel(),
-        k3=float((weight - difference - 1).sum()),
-        absolute=float(difference.abs().sum()),
-        largest=float(difference.abs().max()),
-        weight=float(weight.sum()),
-        weight_squared=float(weight.square().sum()),
-    )
+    sums = torch.stack(
+        [(weight - difference - 1).sum(), difference.abs().sum(), difference.abs().max(), weight.sum(),
+         weight.square().sum()]
+    ).tolist()  # fmt: skip
+    return MismatchSums(difference.numel(), *sums)
+
+
+def _terms(
+    current_BT: Tensor, old_BT: Tensor, advantages_B1: Tensor, tokens_B: Tensor, config: LossConfig
+) -> tuple[Tensor, Tensor]:
+    """Return each token's objective, without correction and normalisation, and where it was clipped."""
+    log_ratio_BT = (current_BT - old_BT).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if config.kind == "gspo":
+        mean_B1 = (current_BT - old_BT).sum(dim=1, keepdim=True) / tokens_B.clamp(min=1).unsqueeze(1)
+        log_ratio_BT = mean_B1.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expand_as(current_BT)
+    ratio_BT = torch.exp(log_ratio_BT)
+    bounded_BT = ratio_BT.clamp(1 - config.clip_low, 1 + config.clip_high)
+    if config.kind == "cispo":
+        return bounded_BT.detach() * advantages_B1 * current_BT, bounded_BT != ratio_BT
+    plain_BT = ratio_BT * advantages_B1
+    clipped_BT = bounded_BT * advantages_B1
+    objective_BT = torch.minimum(plain_BT, clipped_BT)
+    is_clipped_BT = clipped_BT < plain_BT
+    if config.dual_clip is not None and config.kind != "gspo":
+        floor_B1 = config.dual_clip * advantages_B1
+        is_clipped_BT = is_clipped_BT | ((advantages_B1 < 0) & (objective_BT < floor_B1))
+        objective_BT = torch.where(advantages_B1 < 0, torch.maximum(objective_BT, floor_B1), objective_BT)
+    return objective_BT, is_clipped_BT
+
+
+def _only(chosen_BT: Tensor, values_BT: Tensor) -> Tensor:
+    """0 where not chosen: a product would leave the nan of a padded position a nan."""
+    return torch.where(chosen_BT, values_BT, 0.0)

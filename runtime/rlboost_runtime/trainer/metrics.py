@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from rlboost_runtime.core.messages import FinishReason
+from rlboost_runtime.reward_failures import SCORED_METRIC
 from rlboost_runtime.run_folder import write_atomically
 from rlboost_runtime.trainer.groups import ScoredGroup
-from rlboost_runtime.trainer.rewards import failure_metrics
+from rlboost_runtime.trainer.reward_outcome import failure_metrics
 
 
 def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
@@ -47,6 +48,7 @@ def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         "length_p50": percentile(lengths, 50),
         "length_p90": percentile(lengths, 90),
         "length_max": float(lengths[-1]),
+        SCORED_METRIC: float(len(responses)),
         **failure_metrics(response.reward for response in responses),
     }
 

@@ -1,16 +1,18 @@
 """The policy: a Hugging Face causal LM in float32 with its tokenizer, and what the loop asks of it.
 
 It computes the logprobs that the losses need, writes the files of a weight version, and makes the probe by
-which an engine proves that it serves exactly these weights.
+which an engine proves that it serves exactly these weights. Weights are float32 whatever the arithmetic runs
+in (`trainer.dtype`); they may be divided over several ranks, frozen but for adapters (LoRA), or both: what is
+written is always whole and merged.
 
-Shape suffixes: B rows, S input positions (prompt and response, right-padded), T the last positions of S, from
-the first one that predicts a generated token of any row, V vocabulary.
+Shape suffixes: B responses, T tokens of the longest one.
 """
 
 from __future__ import annotations
 
 import copy
 import gc
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlboost_runtime.errors import ConfigError
+from rlboost_runtime.job import Algorithm, Lora, Trainer
+from rlboost_runtime.trainer import lora as adapters
+from rlboost_runtime.trainer.packing import pack
+from rlboost_runtime.trainer.ranks import ALONE, Free, GatherModel, Ranks, Take, whole
+from rlboost_runtime.trainer.ranks import Probe as ProbeCommand
+from rlboost_runtime.trainer.scoring import Scorer
+from rlboost_runtime.trainer.sharding import Adam, shard
 from rlboost_runtime.weights.manifest import Probe, Tied
 
 PROBE_TOKENS = 8
@@ -33,28 +42,35 @@ bits."""
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Results at every generated token of a micro-batch; all [B, T]. Column t predicts input `first` + t +
-    1."""
+    """Results at every generated token of a micro-batch; all [B, T], column t for token t of the response."""
 
-    first: int
     logprobs: Tensor
     """Natural logs under the tempered distribution, with gradient."""
     entropy: Tensor
     """Nats, without gradient."""
     mask: Tensor
-    """1.0 where the predicted token was generated, else 0.0."""
+    """1.0 where there is a token, else 0.0."""
 
 
 class Policy:
     """The model that is trained. Not thread-safe."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str | Path | None = None
+    ) -> None:
+        """`folder`: where the model is from, or its hub name; a checkpoint's may hold adapters."""
+        self.source = folder
         self.model = model
         self.tokenizer = tokenizer
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         torch.nn.Module.to(model, self.device, torch.float32)
         torch.nn.Module.eval(model)  # no dropout: engine and trainer must compute the same function
         self.stop_token_ids = _stop_token_ids(model, tokenizer)
+        self.scorer = Scorer(model)
+        self._tied = _find_tied(model)
+        self._lora: Lora | None = None
+        self._adapter_folder = _adapter_folder(folder)
+        self._ranks = ALONE
 
     @classmethod
     def load(cls, folder: str | Path) -> Policy:
@@ -67,7 +83,34 @@ class Policy:
                 f"model: {folder} cannot be loaded: {str(exc).splitlines()[0]}",
                 "give a folder with config.json, model.safetensors and a tokenizer, or {init: tiny}",
             ) from exc
-        return cls(model, tokenizer)
+        return cls(model, tokenizer, folder)
+
+    def set_up(self, trainer: Trainer, algorithm: Algorithm, ranks: Ranks = ALONE) -> None:
+        """Make it as the job wants it trained: adapters, precision, memory, ranks. Once, before an optimizer
+        is made. Raises `ConfigError`."""
+        self._ranks = ranks
+        if algorithm.lora is not None:
+            self._attach(algorithm.lora, algorithm.seed)
+        elif self._adapter_folder is not None:
+            raise ConfigError(
+                f"algorithm.lora: {self._adapter_folder} has adapters, but the job asks for none",
+                "go on with the `lora` that the run began with",
+            )
+        if trainer.dtype == "bfloat16":
+            self.scorer.compute_dtype = torch.bfloat16
+            self.scorer.autocast = ranks.num == 1
+        if trainer.activation_checkpointing:
+            _checkpoint_activations(self.model)
+        if ranks.num > 1:
+            shard(self.scorer, ranks, self.device)
+
+    def _attach(self, lora: Lora, seed: int) -> None:
+        adapters.attach(self.model, lora, seed)
+        torch.nn.Module.to(self.model, self.device)
+        torch.nn.Module.eval(self.model)
+        self._lora = lora
+        if self._adapter_folder is not None:
+            adapters.load(self.model, self._adapter_folder)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a prompt."""
@@ -77,48 +120,61 @@ class Policy:
         """Return a response's text, as rewards see it: without end-of-text."""
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
+    def full_state(self) -> dict[str, Tensor]:
+        """Return all weights by name, whole and on the CPU, tied ones once; on ranks other than 0 nothing."""
+        self._ranks.tell(GatherModel())
+        tied = {entry.name for entry in self._tied}
+        found: dict[str, Tensor] = {}
+        for name, tensor in self.model.state_dict().items():
+            if name not in tied:
+                gathered = whole(tensor.detach())
+                if self._ranks.leads:
+                    found[name] = gathered.to("cpu")
+        return found
+
     def save(self, folder: Path) -> None:
-        """Write model (float32, exactly) and tokenizer in HF format."""
-        self.model.save_pretrained(folder)
+        """Write what `load` and `set_up` need to go on: model (float32, exactly), tokenizer, and the adapters
+        beside the frozen model."""
+        state = self.full_state()
+        if self._lora is not None:
+            adapters.save(state, folder)
+        self._save_model(adapters.frozen(state), folder)
+
+    def export(self, folder: Path) -> None:
+        """Write the trained model for others: HF format, float32, adapters merged."""
+        self._save_model(self._merged_state(), folder)
+
+    def _merged_state(self) -> dict[str, Tensor]:
+        state = self.full_state()
+        return state if self._lora is None else adapters.merged(state, self._lora)
+
+    def _save_model(self, state: Mapping[str, Tensor], folder: Path) -> None:
+        self.model.save_pretrained(folder, state_dict=dict(state))
         self.tokenizer.save_pretrained(folder)
 
-    def forward(self, prompts: list[list[int]], responses: list[list[int]], temperature: float) -> Forward:
-        """Return logprobs of the responses; each row is prompts[i] + responses[i]. `temperature` 0 reads
+    def forward(
+        self, prompts: Sequence[list[int]], responses: Sequence[list[int]], temperature: float
+    ) -> Forward:
+        """Return logprobs of the responses, each after its prompt (at least one token). `temperature` 0 reads
         as 1."""
-        rows = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
-        width = max(len(row) for row in rows)
-        ids_BS = torch.zeros(len(rows), width, dtype=torch.long)
-        real_BS = torch.zeros(len(rows), width, dtype=torch.long)
-        first = min(map(len, prompts)) - 1  # no logits for what nobody trains on
-        mask = torch.zeros(len(rows), width - 1 - first)
-        for i, row in enumerate(rows):
-            ids_BS[i, : len(row)] = torch.tensor(row)
-            real_BS[i, : len(row)] = 1
-            mask[i, len(prompts[i]) - 1 - first : len(row) - 1 - first] = 1.0
-        ids_BS = ids_BS.to(self.device)
-        output = self.model(
-            input_ids=ids_BS,
-            attention_mask=real_BS.to(self.device),
-            logits_to_keep=width - first,
-            use_cache=False,
+        batch = pack(prompts, responses).to(self.device)
+        logprobs_N, entropies_N = self.scorer(batch, temperature or 1.0)
+        return Forward(
+            batch.table(logprobs_N), batch.table(entropies_N), batch.table(torch.ones_like(entropies_N))
         )
-        log_BTV = torch.log_softmax(output.logits[:, :-1].float() / (temperature or 1.0), dim=-1)
-        logprobs = log_BTV.gather(-1, ids_BS[:, first + 1 :].unsqueeze(-1)).squeeze(-1)
-        with torch.no_grad():
-            entropy = -(log_BTV.exp() * log_BTV).sum(dim=-1)
-        return Forward(first, logprobs, entropy, mask.to(self.device))
 
     @torch.no_grad()
     def probe(self, token_ids: list[int], dtype: str) -> Probe:
         """Return the greedy continuation of `token_ids` with logprobs at temperature 1, up to end-of-text."""
+        self._ranks.tell(ProbeCommand(token_ids, dtype))
         sequence = list(token_ids)
         logprobs: list[float] = []
         while len(logprobs) < PROBE_TOKENS:
-            logits_V = self.model(input_ids=torch.tensor([sequence], device=self.device)).logits[0, -1]
-            log_V = torch.log_softmax(logits_V.float(), dim=-1)
-            best = int(log_V.argmax())
+            batch = pack([sequence], [[0]]).to(self.device)
+            log_1V, _ = self.scorer(batch, 1.0, whole=True)
+            best = int(log_1V[0].argmax())
             sequence.append(best)
-            logprobs.append(float(log_V[best]))
+            logprobs.append(float(log_1V[0, best]))
             if best in self.stop_token_ids:
                 break
         new = tuple(sequence[len(token_ids) :])
@@ -128,11 +184,9 @@ class Policy:
         """Write what a weight version consists of: model.safetensors in `dtype` (tied tensors once),
         config.json and generation_config.json. The same weights give the same bytes."""
         kind = getattr(torch, dtype)
-        tied = {entry.name for entry in self.tied()}
         state = {
-            name: tensor.detach().to("cpu", kind if tensor.is_floating_point() else tensor.dtype).contiguous()
-            for name, tensor in self.model.state_dict().items()
-            if name not in tied
+            name: tensor.to(kind if tensor.is_floating_point() else tensor.dtype).contiguous()
+            for name, tensor in self._merged_state().items()
         }
         save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
         config = copy.deepcopy(self.model.config)
@@ -143,13 +197,7 @@ class Policy:
 
     def tied(self) -> list[Tied]:
         """Return the parameters that share another one's memory and are not written."""
-        first: dict[tuple[int, torch.Size], str] = {}
-        found = []
-        for name, tensor in self.model.state_dict().items():
-            owner = first.setdefault((tensor.data_ptr(), tensor.shape), name)
-            if owner != name:
-                found.append(Tied(name, owner))
-        return found
+        return list(self._tied)
 
 
 class Residency:
@@ -158,13 +206,15 @@ class Residency:
     On a CPU there is nothing to move and nothing is cached between micro-batches.
     """
 
-    def __init__(self, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, policy: Policy, optimizer: torch.optim.Optimizer, ranks: Ranks = ALONE) -> None:
         self._policy = policy
         self._optimizer = optimizer
+        self._ranks = ranks
         self._resident = True
 
     def free(self) -> None:
         """Leave the accelerator; idempotent. Accumulated gradients move along and are kept."""
+        self._ranks.tell(Free())
         if self._resident and self._policy.device.type != "cpu":
             self._move(torch.device("cpu"))
             gc.collect()
@@ -173,16 +223,47 @@ class Residency:
 
     def take(self) -> None:
         """Come back; idempotent."""
+        self._ranks.tell(Take())
         if not self._resident and self._policy.device.type != "cpu":
             self._move(self._policy.device)
         self._resident = True
 
     def _move(self, device: torch.device) -> None:
         torch.nn.Module.to(self._policy.model, device)
+        if isinstance(self._optimizer, Adam) and self._optimizer.offload:
+            return  # its state is never here but for a step
         for state in self._optimizer.state.values():
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.dim() > 0:  # AdamW keeps its step counts on the CPU
                     state[name] = value.to(device)
+
+
+def _find_tied(model: PreTrainedModel) -> list[Tied]:
+    first: dict[tuple[int, torch.Size], str] = {}
+    found = []
+    for name, tensor in model.state_dict().items():
+        owner = first.setdefault((tensor.data_ptr(), tensor.shape), name)
+        if owner != name:
+            found.append(Tied(name, owner))
+    return found
+
+
+def _adapter_folder(folder: str | Path | None) -> Path | None:
+    return Path(folder) if folder is not None and (Path(folder) / adapters.FILE).is_file() else None
+
+
+def _checkpoint_activations(model: PreTrainedModel) -> None:
+    """Keep a layer's input only and compute the rest anew in the backward pass.
+
+    `transformers` does so only for a model in training mode, so dropout is taken out of it by hand.
+    """
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            setattr(module, "attention_dropout", 0.0)  # noqa: B010 - no attribute that nn.Module knows
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    torch.nn.Module.train(model)
 
 
 def _stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -39,11 +39,12 @@ from typing import Any
 
 import msgspec
 
+from rlboost_runtime.trainer.reward_outcome import explain_exception
+
 Score = Callable[["RewardCall"], object]
 
 OFFERED = ("prompt", "response", "row")
 _HEADER = struct.Struct("<I")
-_MAX_PROBLEM = 4000  # characters of a traceback that travel back: its end says what happened
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,15 +103,16 @@ def main(fd: int) -> None:
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(connection, inbox), daemon=True).start()
     setup = pickle.loads(inbox.get())  # noqa: S301 - from our own parent
+    folder = Path(setup.folder)
     try:
         score = load(setup)
-    except BaseException:  # noqa: BLE001 - the edge of the process: a user's module may raise anything
-        _answer(connection, Answer(failure="load", problem=_traceback()))
+    except BaseException as error:  # noqa: BLE001 - the edge of the process: a user's module may raise anything
+        _answer(connection, Answer(failure="load", problem=_explain(error, folder)))
         return
     _answer(connection, Answer())
     while True:
         call: RewardCall = pickle.loads(inbox.get())  # noqa: S301 - from our own parent
-        _answer(connection, evaluate(score, call))
+        _answer(connection, evaluate(score, call, folder))
 
 
 def _read(connection: socket.socket, inbox: queue.SimpleQueue[bytes]) -> None:
@@ -125,12 +127,12 @@ def _answer(connection: socket.socket, answer: Answer) -> None:
     send(connection, msgspec.msgpack.encode(answer))
 
 
-def evaluate(score: Score, call: RewardCall) -> Answer:
+def evaluate(score: Score, call: RewardCall, folder: Path) -> Answer:
     """Return the reward, or which kind of failure it was. Never raises."""
     try:
         value = score(call)
-    except BaseException:  # noqa: BLE001 - the edge of the process: also SystemExit of a user's function
-        return Answer(failure="raised", problem=_traceback())
+    except BaseException as error:  # noqa: BLE001 - the edge of the process: also SystemExit of a user's function
+        return Answer(failure="raised", problem=_explain(error, folder))
     return judge(value)
 
 
@@ -225,8 +227,10 @@ def _http(url: str, timeout_s: float) -> Score:
     return score
 
 
-def _traceback() -> str:
-    return traceback.format_exc()[-_MAX_PROBLEM:]
+def _explain(error: BaseException, folder: Path) -> str:
+    """Return one line for people; the traceback goes to the log, where output has its bounds."""
+    traceback.print_exception(error)
+    return explain_exception(error, folder)
 
 
 if __name__ == "__main__":

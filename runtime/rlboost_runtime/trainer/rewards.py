@@ -1,9 +1,8 @@
 """Rewards, computed in child processes so that a user's function cannot hurt the trainer.
 
-The stated rule: a reward that raises, hangs beyond `reward_timeout_s`, returns something that is not a finite
-number, or kills its process scores **0**; it is counted by kind (`RewardFailure`) and the run goes on. A
-child that hangs or dies is killed with everything in its session and a new one takes its place. What the
-function prints goes to a log file, the first megabyte per child; the rest is read and dropped.
+What a reward that fails means is `reward_outcome`'s part: it scores 0 and is counted. A child that hangs or
+dies is killed with everything in its session and a new one takes its place. What the function prints goes to
+a log file, the first megabyte per child; the rest is read and dropped.
 
 A function that cannot even be loaded is a `ConfigError` at the start.
 """
@@ -22,20 +21,20 @@ import sys
 import threading
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
 import msgspec
 
-from rlboost_runtime.errors import ConfigError, RuntimeFault
+from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import HttpReward
 from rlboost_runtime.logs import event
+from rlboost_runtime.reward_failures import RewardFailure
 from rlboost_runtime.trainer.reward_child import Answer, RewardCall, Setup, receive, send
+from rlboost_runtime.trainer.reward_outcome import Reward, failed
 
-__all__ = ["Reward", "RewardCall", "RewardFailure", "RewardScorer", "failure_metrics", "require_some_reward"]
+__all__ = ["RewardCall", "RewardScorer"]
 
 log = logging.getLogger(__name__)
 
@@ -45,51 +44,6 @@ OUTPUT_LIMIT_BYTES = 1024 * 1024
 """Of what a child prints, so much is kept."""
 
 _answers = msgspec.msgpack.Decoder(Answer)
-
-
-class RewardFailure(StrEnum):
-    """Why a response scored 0 by rule."""
-
-    RAISED = "raised"
-    """The function raised, or the endpoint answered with an error."""
-    TIMEOUT = "timeout"
-    """It took longer than reward_timeout_s."""
-    DIED = "died"
-    """Its process ended."""
-    NOT_FINITE = "not_finite"
-    """It returned nan or an infinity."""
-    NOT_A_NUMBER = "not_a_number"
-    """It returned something else."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reward:
-    """One response's reward; 0 where there is a `failure`, which `problem` explains."""
-
-    value: float
-    failure: RewardFailure | None = None
-    problem: str = ""
-
-
-def failure_metrics(rewards: Iterable[Reward]) -> dict[str, float]:
-    """Return `reward_failures_KIND` for every kind, zeros included."""
-    counts = dict.fromkeys(RewardFailure, 0)
-    for reward in rewards:
-        if reward.failure is not None:
-            counts[reward.failure] += 1
-    return {f"reward_failures_{kind}": float(count) for kind, count in counts.items()}
-
-
-def require_some_reward(rewards: list[Reward], name: str) -> None:
-    """Raise `RuntimeFault` if every one of a step's rewards failed: such a step teaches nothing, nor will
-    the next."""
-    if rewards and all(reward.failure is not None for reward in rewards):
-        last = rewards[-1]
-        raise RuntimeFault(
-            f"reward {name} failed for all {len(rewards)} responses of the step;"
-            f" the last one ({last.failure}): {last.problem.strip()}",
-            "fix the reward function, then launch again with --resume",
-        )
 
 
 class RewardScorer:
@@ -184,14 +138,14 @@ class _Child:
             answer = self._exchange(call)
         except TimeoutError:
             self._restart_after(RewardFailure.TIMEOUT)
-            return Reward(0.0, RewardFailure.TIMEOUT, f"no answer within {self._timeout_s:g} s")
+            return failed(RewardFailure.TIMEOUT, f"no answer within {self._timeout_s:g} s")
         except (EOFError, OSError, msgspec.DecodeError) as exc:
             how = self._restart_after(RewardFailure.DIED)
-            return Reward(0.0, RewardFailure.DIED, f"its process ended: {how or exc}")
+            return failed(RewardFailure.DIED, f"its process ended: {how or exc}")
         except ConfigError as exc:  # it could be loaded before, but not this time
-            return Reward(0.0, RewardFailure.DIED, exc.problem)
+            return failed(RewardFailure.DIED, exc.problem)
         if answer.failure:
-            return Reward(0.0, RewardFailure(answer.failure), answer.problem)
+            return failed(RewardFailure(answer.failure), answer.problem)
         return Reward(answer.reward)
 
     def start(self) -> None:

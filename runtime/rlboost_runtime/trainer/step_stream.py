@@ -224,9 +224,9 @@ class StepStream:
         """Say that all steps are trained; return whether it could be said within `timeout_s`."""
         return self._end(RunFinished(model_path), timeout_s)
 
-    def failed(self, problem: str, remedy: str, *, timeout_s: float = 10.0) -> bool:
+    def failed(self, problem: str, remedy: str, exit_code: int = 1, *, timeout_s: float = 10.0) -> bool:
         """Say that the run cannot go on; return whether it could be said within `timeout_s`."""
-        return self._end(RunFailed(problem, remedy), timeout_s)
+        return self._end(RunFailed(problem, remedy, exit_code), timeout_s)
 
     def _end(self, final: RunFinished | RunFailed, timeout_s: float) -> bool:
         with self._changed:

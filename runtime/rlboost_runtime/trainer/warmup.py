@@ -41,6 +41,9 @@ _HELD_OUT_SEED_OFFSET = 2_000_003
 ScoreTexts = Callable[[list[tuple[Example, str]]], list[float]]
 """Rewards of (example, response text) pairs."""
 
+Say = Callable[[str, float, float, str], None]
+"""What is being done, how much of it is done, of how much, and in which unit."""
+
 
 @dataclass(frozen=True, slots=True)
 class WarmupData:
@@ -80,8 +83,12 @@ def warm_up(
     max_response_tokens: int,
     temperature: float,
     seed: int,
+    say: Say | None = None,
 ) -> WarmupReport:
-    """Train until held-out samples reach `warmup.reward`, at most `warmup.max_seconds`; say how it went."""
+    """Train until held-out samples reach `warmup.reward`, at most `warmup.max_seconds`; say how it went.
+
+    `say` hears how far it is, as `Preparing.say` does.
+    """
     started = time.monotonic()
     pool = _encode(policy, data.pool, max_prompt_tokens, max_response_tokens)
     if not pool:
@@ -98,6 +105,12 @@ def warm_up(
         rewards = score(list(zip(data.held_out, texts, strict=True)))
         return sum(rewards) / len(rewards)
 
+    def tell(reward: float) -> None:
+        if say is not None:
+            words = f"warming up the tiny model (at most {warmup.max_seconds:g} s)"
+            say(words, reward, warmup.reward, "reward")
+
+    tell(0.0)
     optimizers = _optimizers(policy)
     order = random.Random(seed)  # noqa: S311 - not for secrets
     reward, step = 0.0, 0
@@ -107,6 +120,7 @@ def warm_up(
             step += 1
         reward = evaluate(temperature, step)
         event(log, "warmup.evaluated", warmup_step=step, reward=round(reward, 4))
+        tell(reward)
     seconds = time.monotonic() - started
     report = WarmupReport(step, seconds, reward, evaluate(0.0, step), reward >= warmup.reward)
     event(

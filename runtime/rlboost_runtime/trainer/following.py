@@ -1,0 +1,74 @@
+"""What the ranks other than 0 do: enter the methods that rank 0 enters, until it says that this is the
+end."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from rlboost_runtime.job import Job
+from rlboost_runtime.trainer.policy import Policy, Residency
+from rlboost_runtime.trainer.ranks import (
+    Accumulate,
+    Apply,
+    BeginStep,
+    End,
+    Free,
+    GatherModel,
+    GatherOptimizer,
+    Load,
+    Probe,
+    RankCommand,
+    Ranks,
+    Recompute,
+    ScatterOptimizer,
+    Take,
+)
+from rlboost_runtime.trainer.update import Learner
+
+
+def be_led(ranks: Ranks, job: Job) -> None:
+    """Take part in a run from the model's load on; return when rank 0 is done."""
+    match ranks.hear():
+        case Load(source=source):
+            policy = Policy.load(source)
+            policy.set_up(job.trainer, job.algorithm, ranks)
+            learner = Learner(policy, job.algorithm, job.trainer, ranks)
+            follow(ranks, policy, learner, Residency(policy, learner.optimizer))
+        case End():
+            return
+        case command:
+            raise AssertionError(f"{command} before the model was loaded")
+
+
+def follow(ranks: Ranks, policy: Policy, learner: Learner, residency: Residency) -> None:
+    """Do as rank 0 does with a policy that is set up; return when it is done."""
+    while not isinstance(command := ranks.hear(), End):
+        _do(command, policy, learner, residency)
+
+
+def _do(command: RankCommand, policy: Policy, learner: Learner, residency: Residency) -> None:
+    match command:
+        case BeginStep(step=step):
+            learner.begin_step(step)
+        case Accumulate(samples=samples):
+            learner.accumulate(samples)
+        case Recompute(samples=samples):
+            learner.recompute(samples)
+        case Apply():
+            learner.apply()
+        case GatherModel():
+            policy.full_state()
+        case GatherOptimizer():
+            learner.optimizer.state_dict()
+        case ScatterOptimizer(steps=steps):
+            learner.optimizer.receive_state(steps)
+        case Probe(token_ids=token_ids, dtype=dtype):
+            policy.probe(token_ids, dtype)
+        case Free():
+            residency.free()
+        case Take():
+            residency.take()
+        case Load() | End():
+            raise AssertionError(f"{command} is not for here")
+        case _:
+            assert_never(command)

@@ -1,0 +1,85 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) by way of peft: put into a model, taken out, merged.
+
+The model's own weights are frozen and every linear layer but the head gets an adapter: W + alpha / rank x B
+A. All functions below work on plain tensors by name, so that they serve a sharded model's gathered state too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rlboost_runtime.errors import ConfigError
+from rlboost_runtime.job import Lora
+
+FILE = "adapter.safetensors"
+"""Beside a checkpoint's model, which then holds the frozen weights."""
+
+_NAME = "default"
+_A = re.compile(rf"(.*)\.lora_A\.{_NAME}\.weight")
+
+
+def attach(model: PreTrainedModel, lora: Lora, seed: int) -> None:
+    """Freeze the model and give it adapters; a fresh adapter changes nothing, since B is 0."""
+    from peft import LoraConfig, inject_adapter_in_model  # seconds to import
+
+    config = LoraConfig(
+        r=lora.rank, lora_alpha=lora.scaled_by, target_modules="all-linear", lora_dropout=0.0,
+        task_type="CAUSAL_LM",
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        inject_adapter_in_model(config, model, adapter_name=_NAME)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+
+
+def adapters(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the adapters' tensors of `state`."""
+    return {name: tensor for name, tensor in state.items() if ".lora_" in name}
+
+
+def frozen(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the model's own tensors of `state`, under the names that they have without adapters."""
+    return {
+        name.replace(".base_layer.", "."): tensor for name, tensor in state.items() if ".lora_" not in name
+    }
+
+
+def merged(state: Mapping[str, Tensor], lora: Lora) -> dict[str, Tensor]:
+    """Return the model's tensors with the adapters added in, in the tensors' dtype."""
+    found = frozen(state)
+    for name, down in state.items():
+        if match := _A.fullmatch(name):
+            up = state[name.replace(".lora_A.", ".lora_B.")]
+            weight = found[f"{match[1]}.weight"]
+            change = (up.float() @ down.float()) * (lora.scaled_by / lora.rank)
+            found[f"{match[1]}.weight"] = (weight.float() + change).to(weight.dtype)
+    return found
+
+
+def save(state: Mapping[str, Tensor], folder: Path) -> None:
+    """Write the adapters of `state`."""
+    save_file({name: tensor.contiguous() for name, tensor in adapters(state).items()}, folder / FILE)
+
+
+def load(model: PreTrainedModel, folder: Path) -> None:
+    """Load adapters that fit those of `model`. Raises `ConfigError`."""
+    stored = load_file(folder / FILE)
+    wanted = adapters(model.state_dict())
+    if {name: tensor.shape for name, tensor in stored.items()} != {
+        name: tensor.shape for name, tensor in wanted.items()
+    }:
+        raise ConfigError(
+            f"algorithm.lora: the adapters in {folder} have other shapes than the job's",
+            "go on with the rank that the run began with",
+        )
+    with torch.no_grad():
+        for name, tensor in stored.items():
+            wanted[name].copy_(tensor)

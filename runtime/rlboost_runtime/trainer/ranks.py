@@ -1,0 +1,193 @@
+"""The processes over which one policy is sharded: rank 0 leads, the others do as they are told.
+
+Rank 0 runs the trainer's loop and is the only one that talks with the coordinator. Every method that all
+ranks have to enter together (a forward pass of a sharded model is one) begins with `Ranks.tell`: on rank 0 it
+sends the method and its arguments to the others, on them it does nothing; alone it does nothing either. The
+others wait in `hear` and call the same method of their own (`following.py`). So the order of collectives is
+rank 0's, everywhere.
+
+Commands travel as msgpack over gloo; a rank that ends takes the whole group with it (torchrun sees to that).
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlboost_runtime.trainer.sample import Sample
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
+"""Longest wait within a step's arithmetic: the slowest rank's micro-batch, and the load of a model."""
+
+COMMAND_TIMEOUT = datetime.timedelta(days=2)
+"""Longest wait for the next command: the others idle while a step is rolled out."""
+
+
+class Load(msgspec.Struct, tag="load", frozen=True):
+    """`Policy.load` and `Policy.set_up`: the first command, unless there is nothing to do at all."""
+
+    source: str
+
+
+class BeginStep(msgspec.Struct, tag="begin_step", frozen=True):
+    """`Learner.begin_step`."""
+
+    step: int
+
+
+class Accumulate(msgspec.Struct, tag="accumulate", frozen=True):
+    """`Learner.accumulate`."""
+
+    samples: list[Sample]
+
+
+class Recompute(msgspec.Struct, tag="recompute", frozen=True):
+    """`Learner.recompute`."""
+
+    samples: list[Sample]
+
+
+class Apply(msgspec.Struct, tag="apply", frozen=True):
+    """`Learner.apply`."""
+
+
+class GatherModel(msgspec.Struct, tag="gather_model", frozen=True):
+    """`Policy.full_state`."""
+
+
+class GatherOptimizer(msgspec.Struct, tag="gather_optimizer", frozen=True):
+    """`Adam.state_dict`."""
+
+
+class ScatterOptimizer(msgspec.Struct, tag="scatter_optimizer", frozen=True):
+    """`Adam.load_state_dict`; `steps` of each parameter, None where it has no state."""
+
+    steps: list[float | None]
+
+
+class Probe(msgspec.Struct, tag="probe", frozen=True):
+    """`Policy.probe`."""
+
+    token_ids: list[int]
+    dtype: str
+
+
+class Free(msgspec.Struct, tag="free", frozen=True):
+    """`Residency.free`."""
+
+
+class Take(msgspec.Struct, tag="take", frozen=True):
+    """`Residency.take`."""
+
+
+class End(msgspec.Struct, tag="end", frozen=True):
+    """There is nothing more to do."""
+
+
+RankCommand = (
+    Load | BeginStep | Accumulate | Recompute | Apply | GatherModel | GatherOptimizer | ScatterOptimizer
+    | Probe | Free | Take | End
+)  # fmt: skip
+
+_decoder: msgspec.msgpack.Decoder[RankCommand] = msgspec.msgpack.Decoder(RankCommand)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process's place among those that hold the policy together."""
+
+    rank: int = 0
+    num: int = 1
+    control: ProcessGroup | None = None
+    """Gloo, with a long deadline; None when alone."""
+
+    @classmethod
+    def join(cls) -> Ranks:
+        """Join the group that torchrun's environment describes; alone where there is none."""
+        num = int(os.environ.get("WORLD_SIZE", "1"))
+        if num == 1:
+            return ALONE
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+        control = dist.new_group(backend="gloo", timeout=COMMAND_TIMEOUT)
+        return cls(dist.get_rank(), num, control)
+
+    def leave(self) -> None:
+        """Leave the group."""
+        if self.control is not None:
+            dist.destroy_process_group()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the process that decides."""
+        return self.rank == 0
+
+    def tell(self, command: RankCommand) -> None:
+        """Have the other ranks enter the method that the caller is in."""
+        if self.control is not None and self.leads:
+            self._broadcast(msgspec.msgpack.encode(command))
+
+    def hear(self) -> RankCommand:
+        """Return the next command; not on rank 0."""
+        assert not self.leads
+        return _decoder.decode(self._broadcast(b""))
+
+    def _broadcast(self, data: bytes) -> bytes:
+        size = torch.tensor([len(data)])
+        dist.broadcast(size, 0, group=self.control)
+        body = torch.empty(int(size), dtype=torch.uint8)
+        if self.leads and data:
+            body = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        dist.broadcast(body, 0, group=self.control)
+        return bytes(body.numpy().tobytes())
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Return the sums over all ranks."""
+        return list(values) if self.control is None else self._reduce(values, dist.ReduceOp.SUM)
+
+    def largest(self, values: Sequence[float]) -> list[float]:
+        """Return the maxima over all ranks."""
+        return list(values) if self.control is None else self._reduce(values, dist.ReduceOp.MAX)
+
+    def _reduce(self, values: Sequence[float], how: dist.ReduceOp.RedOpType) -> list[float]:
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, how, group=self.control)
+        found: list[float] = tensor.tolist()
+        return found
+
+    def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
+        """Return every rank's values (float32), by rank, on all of them."""
+        mine = torch.tensor(values, dtype=torch.float32)
+        if self.control is None:
+            return [mine.tolist()]
+        sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self.num)]
+        dist.all_gather(sizes, torch.tensor([mine.numel()]), group=self.control)
+        width = max(1, *(int(size) for size in sizes))
+        padded = torch.zeros(width)
+        padded[: mine.numel()] = mine
+        rows = [torch.zeros(width) for _ in range(self.num)]
+        dist.all_gather(rows, padded, group=self.control)
+        return [row[: int(size)].tolist() for row, size in zip(rows, sizes, strict=True)]
+
+
+ALONE = Ranks()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor that may be sharded as a plain one; all ranks have to call this."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

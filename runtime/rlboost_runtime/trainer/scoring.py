@@ -1,0 +1,111 @@
+"""The model as the trainer uses it: packed sequences in, logprobs of the responses' tokens out.
+
+It is one module, because a sharded model's outermost parameters (embedding, final norm, head) are whole only
+inside the forward pass of the module that owns them. Models that cannot take packed rows or whose head is not
+a plain matrix are run on padded rows with all their logits: slower, same results.
+
+Shape suffixes: B sequences, L positions of the longest, S positions of the packed row, N predicted tokens, V
+vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rlboost_runtime.logs import event
+from rlboost_runtime.trainer.packing import PackedBatch, packed_row, use_packed_attention
+from rlboost_runtime.trainer.token_logprobs import token_logprobs
+
+log = logging.getLogger(__name__)
+
+HEAD_SCALES = (
+    "final_logit_softcapping",
+    "logit_scale",
+    "logits_scaling",
+    "lm_head_multiplier",
+    "output_multiplier",
+)
+"""Settings by which models change their logits after the head."""
+
+
+class Scorer(nn.Module):
+    """Computes logprobs with the model's present weights."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+        self.compute_dtype = torch.float32
+        """bfloat16 runs the arithmetic in it and leaves the weights as they are."""
+        self.autocast = False
+        """Whether that is this module's doing; a sharded model's weights are cast by the sharding."""
+        self.why_not_packed = _odd_head(model) or use_packed_attention(model)
+        if self.why_not_packed:
+            event(log, "policy.padded", why=self.why_not_packed)
+
+    def forward(
+        self, batch: PackedBatch, temperature: float, *, whole: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Return logprobs_N (with gradient) and entropies_N of the batch's predicted tokens, in float32.
+
+        `whole`: log_NV of the whole vocabulary instead of logprobs_N.
+        """
+        hidden_NE = self._hidden(batch)
+        if hidden_NE is not None and not whole:
+            with torch.autocast(hidden_NE.device.type, enabled=False):
+                return token_logprobs(hidden_NE, self._head(), batch.targets_N, temperature)
+        if hidden_NE is None:
+            logits_NV = self._padded_logits(batch)
+        else:
+            logits_NV = hidden_NE @ self._head().to(hidden_NE.dtype).T
+        log_NV = torch.log_softmax(logits_NV.float() / temperature, dim=-1)
+        logprobs = log_NV if whole else log_NV.gather(1, batch.targets_N.unsqueeze(1)).squeeze(1)
+        with torch.no_grad():
+            return logprobs, -(log_NV.exp() * log_NV).sum(dim=-1)
+
+    def _hidden(self, batch: PackedBatch) -> Tensor | None:
+        if self.why_not_packed:
+            return None
+        with packed_row(), self._precision(batch):
+            output = self.model.base_model(
+                input_ids=batch.ids_1S,
+                position_ids=batch.positions_1S,
+                packing=batch.packing,
+                use_cache=False,
+            )
+        hidden_NE: Tensor = output.last_hidden_state[0].index_select(0, batch.predicting_N)
+        return hidden_NE.to(self.compute_dtype)
+
+    def _head(self) -> Tensor:
+        weight = self.model.get_output_embeddings().weight  # type: ignore[no-untyped-call]
+        assert isinstance(weight, Tensor)
+        return weight
+
+    def _padded_logits(self, batch: PackedBatch) -> Tensor:
+        """Return logits_NV by way of padded rows."""
+        packing = batch.packing
+        real_BL = torch.zeros_like(packing.spread_BL).flatten().index_fill(0, packing.gather_S, 1)
+        with self._precision(batch):
+            logits = self.model(
+                input_ids=batch.ids_1S[0][packing.spread_BL],
+                attention_mask=real_BL.view_as(packing.spread_BL),
+                use_cache=False,
+            ).logits
+        flat: Tensor = logits.reshape(-1, logits.shape[-1])
+        return flat.index_select(0, packing.gather_S[batch.predicting_N])
+
+    def _precision(self, batch: PackedBatch) -> torch.autocast:
+        return torch.autocast(batch.ids_1S.device.type, self.compute_dtype, enabled=self.autocast)
+
+
+def _odd_head(model: PreTrainedModel) -> str | None:
+    """Return why logits are not simply hidden states times a matrix; None if they are."""
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if not isinstance(head, nn.Linear) or head.bias is not None:
+        return f"{type(model).__name__}'s head is not a plain matrix"
+    config = model.config.get_text_config()
+    scales = [name for name in HEAD_SCALES if getattr(config, name, None) not in (None, 1.0)]
+    return f"{type(model).__name__} has {scales[0]}" if scales else None

@@ -1,0 +1,114 @@
+"""Not a test: the steps that `test_ranks.py` compares, run alone or as one of several ranks.
+
+`python rank_steps.py FILE` (with torchrun's environment) writes what rank 0 found.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlboost_runtime.job import Algorithm, Lora, TinyModel, Trainer
+from rlboost_runtime.trainer.following import follow
+from rlboost_runtime.trainer.policy import Policy, Residency
+from rlboost_runtime.trainer.ranks import ALONE, End, Ranks, whole
+from rlboost_runtime.trainer.sample import Sample
+from rlboost_runtime.trainer.tiny import make_model, make_tokenizer
+from rlboost_runtime.trainer.update import Learner
+
+LOSSES = ["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp"]
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    **{loss: ({"loss": loss}, {}) for loss in LOSSES},
+    "lora": ({"lora": Lora(rank=4)}, {}),
+    "checkpointing": ({}, {"activation_checkpointing": True}),
+}
+"""Changes of the algorithm and of the trainer."""
+
+
+def samples(seed: int, num: int = 12) -> list[Sample]:
+    draw = np.random.default_rng(seed)
+    found = []
+    for i in range(num):
+        n, m = int(draw.integers(1, 6)), int(draw.integers(1, 9))
+        found.append(
+            Sample(
+                draw.integers(0, 256, m).tolist(), draw.integers(0, 256, n).tolist(),
+                draw.normal(-5.5, 0.2, n).tolist(), float(draw.normal()), usable=i != 4,
+            )
+        )  # fmt: skip
+    return found
+
+
+def split(found: list[Sample], seed: int) -> Iterator[list[Sample]]:
+    """Any order, in up to four calls, also with one sample for two ranks."""
+    draw = np.random.default_rng(seed)
+    order, cuts = draw.permutation(len(found)), sorted(draw.integers(1, len(found), 3).tolist())
+    for start, end in zip([0, *cuts], [*cuts, len(found)], strict=True):
+        if start < end:
+            yield [found[i] for i in order[start:end]]
+
+
+def run_case(case: str, ranks: Ranks, seed: int | None) -> dict[str, Any]:
+    """Two mini-batches; return their gradients, the weights, metrics, optimizer state and probe."""
+    changes, setup = CASES[case]
+    algorithm = Algorithm(
+        learning_rate=1e-3, learning_rate_warmup_steps=0, max_response_tokens=8, grad_clip=1e9, **changes
+    )
+    trainer = Trainer(micro_batch_tokens=1000 if seed is None else 25, **setup)
+    policy = Policy(make_model(TinyModel(init="tiny", hidden_size=32, num_layers=2), 64), make_tokenizer())
+    policy.set_up(trainer, algorithm, ranks)
+    learner = Learner(policy, algorithm, trainer, ranks)
+    gradients: list[torch.Tensor] = []
+    step = learner.optimizer.update
+
+    def noting() -> None:
+        found = [p.grad for p in policy.model.parameters() if p.grad is not None]
+        gradients.append(torch.cat([whole(grad).flatten() for grad in found]))
+        step()
+
+    learner.optimizer.update = noting  # type: ignore[method-assign]
+    if not ranks.leads:
+        follow(ranks, policy, learner, Residency(policy, learner.optimizer))
+        return {}
+    learner.begin_step(3)
+    old = learner.recompute(samples(1))
+    for number, batch in enumerate((samples(0), old)):
+        for part in [batch] if seed is None else split(batch, seed + number):
+            learner.accumulate(part)
+        learner.apply()
+    state = learner.optimizer.state_dict()
+    result = {
+        "gradients": gradients,
+        "weights": policy.full_state(),
+        "metrics": learner.sums.metrics(),
+        "moments": [state["state"][i]["exp_avg_sq"] for i in sorted(state["state"])],
+        "old": [sample.old_logprobs for sample in old],
+        "probe": policy.probe([1, 2, 3], "float32").logprobs,
+    }
+    learner.optimizer.load_state_dict(state)
+    again = learner.optimizer.state_dict()["state"]
+    assert all(torch.equal(again[i]["exp_avg"], state["state"][i]["exp_avg"]) for i in again)
+    ranks.tell(End())
+    return result
+
+
+def main(path: str) -> None:
+    torch.set_num_threads(1)
+    ranks = Ranks.join()
+    found = {case: run_case(case, ranks, seed=7) for case in CASES}
+    if ranks.leads:
+        torch.save(found, path)
+    ranks.leave()
+
+
+def alone(case: str) -> dict[str, Any]:
+    """The same without micro-batches, order and ranks."""
+    return run_case(case, ALONE, seed=None)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,82 @@
+"""Two ranks (gloo, FSDP2) take the steps that one takes: gradients, weights, optimizer, metrics."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+SCRIPT = Path(__file__).with_name("rank_steps.py")
+
+
+def load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("rank_steps", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+steps = load()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What two processes found, for all cases."""
+    path = tmp_path_factory.mktemp("ranks") / "found.pt"
+    common = {
+        **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2",
+    }  # fmt: skip
+    logs = [path.with_name(f"rank{rank}.log") for rank in range(2)]
+    processes = []
+    try:
+        for rank, log in enumerate(logs):
+            with log.open("wb") as file:
+                command = [sys.executable, str(SCRIPT), str(path)]
+                processes.append(subprocess.Popen(command, env={**common, "RANK": str(rank)}, stderr=file))
+        codes = [process.wait(timeout=240) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert codes == [0, 0], "\n".join(log.read_text() for log in logs)
+    return torch.load(path, weights_only=False)
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor, relative: float = 1e-5) -> bool:
+    return bool((found - wanted).norm() <= relative * wanted.norm())
+
+
+@pytest.mark.parametrize("case", list(steps.CASES))
+def test_two_ranks_and_random_micro_batches_take_the_step_of_one(two_ranks, case):
+    found, wanted = two_ranks[case], steps.alone(case)
+    assert len(found["gradients"]) == 2
+    for gradient, reference in zip(found["gradients"], wanted["gradients"], strict=True):
+        assert reference.norm() > 0
+        assert close(gradient, reference)
+    for mine, theirs in zip(found["old"], wanted["old"], strict=True):
+        assert mine == (theirs if theirs is None else pytest.approx(theirs, abs=1e-5))
+    assert found["weights"].keys() == wanted["weights"].keys()
+    for name, tensor in found["weights"].items():
+        assert close(tensor, wanted["weights"][name], 1e-4), name  # Adam's first steps are signs
+    assert all(close(a, b) for a, b in zip(found["moments"], wanted["moments"], strict=True))
+    assert found["metrics"] == pytest.approx(wanted["metrics"], rel=1e-4, abs=1e-6)
+    assert found["probe"] == pytest.approx(wanted["probe"], abs=1e-4)
