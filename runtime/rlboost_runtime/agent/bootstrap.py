@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from rlboost_runtime.engines.base import DEFAULT_VLLM_OPTIONS, VllmOptions
 from rlboost_runtime.run_folder import write_atomically
 from rlboost_runtime.wire import Sampling
 
@@ -26,6 +27,7 @@ class EngineBootstrap(msgspec.Struct, frozen=True, omit_defaults=True):
     tokens_per_s_per_response: float | None = None
     count_tokens: bool = False
     """Diagnostics: let the engine child keep a side file of every token that it generated."""
+    vllm: VllmOptions = DEFAULT_VLLM_OPTIONS
 
 
 class Bootstrap(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -15,7 +15,15 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Protocol
 
 from rlboost_runtime.agent.puller import Pulled
-from rlboost_runtime.engines.base import Engine, EngineDied, LoadFailed, Output, Progress, Request
+from rlboost_runtime.engines.base import (
+    Engine,
+    EngineDied,
+    LoadFailed,
+    LoadTimes,
+    Output,
+    Progress,
+    Request,
+)
 from rlboost_runtime.errors import ProtocolError, RuntimeFault
 from rlboost_runtime.logs import event
 from rlboost_runtime.seams import Clock
@@ -281,7 +289,7 @@ class EngineHost:
         if self._is_asleep and not await self._wake(engine, pulled.version):
             return
         began = self._clock.now()
-        problem = await _apply(engine, pulled)
+        problem, times = await _apply(engine, pulled)
         if self._wanted != pulled.version or self._sleep_wanted or self._engine is not engine:
             self._changed.set()  # overtaken meanwhile
             return
@@ -291,8 +299,24 @@ class EngineHost:
             return
         self._served = pulled.version
         apply_s = self._clock.now() - began
-        self._fact = VersionReady(pulled.version, pulled.num_bytes, pulled.seconds, apply_s)
-        event(log, "version.served", version=pulled.version, pull_s=pulled.seconds, apply_s=round(apply_s, 4))
+        self._fact = VersionReady(
+            pulled.version,
+            pulled.num_bytes,
+            pulled.seconds,
+            apply_s,
+            round(times.load_s, 4),
+            round(times.pause_s, 4),
+            times.start_s,
+        )
+        event(
+            log,
+            "version.served",
+            version=pulled.version,
+            pull_s=pulled.seconds,
+            apply_s=round(apply_s, 4),
+            load_s=self._fact.load_s,
+            pause_s=self._fact.pause_s,
+        )
         self._owner.say(self._fact)
 
     async def _wake(self, engine: Engine, version: int) -> bool:
@@ -376,18 +400,19 @@ class EngineHost:
             await asyncio.gather(pulling, return_exceptions=True)
 
 
-async def _apply(engine: Engine, pulled: Pulled) -> str | None:
-    """Load and probe; None if the engine has proved that it holds the version, else the problem."""
+async def _apply(engine: Engine, pulled: Pulled) -> tuple[str | None, LoadTimes]:
+    """Load and probe; the problem is None if the engine has proved that it holds the version."""
+    times = LoadTimes(0.0, 0.0, {})
     try:
         manifest = read_manifest(pulled.folder)
         if engine.version != pulled.version:
-            await engine.load(pulled.version, pulled.folder)
+            times = await engine.load(pulled.version, pulled.folder) or times
         probe = manifest.probe
         token_ids, logprobs = await engine.greedy(list(probe.token_ids), len(probe.next_token_ids))
     except (LoadFailed, ProtocolError) as exc:
-        return exc.problem
+        return exc.problem, times
     except EngineDied:
         raise
     except RuntimeFault as exc:
-        return exc.problem
-    return probe_matches(manifest, token_ids, logprobs)
+        return exc.problem, times
+    return probe_matches(manifest, token_ids, logprobs), times

@@ -293,7 +293,14 @@ class Agent:
                 self._owing.set()
                 continue
             self._outbox.begin(item.assignment, item.offset, item.policy_version)
-            requests.append(Request(item.assignment, _int32s(item.token_ids), item.max_new_tokens))
+            requests.append(
+                Request(
+                    item.assignment,
+                    _int32s(item.token_ids),
+                    item.max_new_tokens,
+                    priority=-item.offset,  # the nearer to its end, the dearer its cache
+                )
+            )
         if requests:
             self._host.submit(requests)
 
@@ -323,6 +330,7 @@ class Agent:
                 log=self._folder / f"engine-{number}.log",
                 side_file=side_file,
                 tokens_per_s_per_response=engine.tokens_per_s_per_response,
+                vllm=engine.vllm,
             )
         )
 

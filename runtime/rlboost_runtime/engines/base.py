@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
 from rlboost_runtime.errors import RuntimeFault
 from rlboost_runtime.wire import Sampling
 
@@ -30,6 +32,24 @@ class EngineDied(RuntimeFault):
 
 class LoadFailed(RuntimeFault):
     """The version could not be loaded; the engine serves nothing until another load succeeds."""
+
+
+class VllmOptions(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What only a vLLM engine is told; the job file documents the fields (`rollout.engine_args`)."""
+
+    python: str | None = None
+    enforce_eager: bool = False
+    gpu_memory_utilization: float | None = None
+    kv_cache_mib: int | None = None
+    fp8: bool = False
+    speculative: str | None = None
+    max_lora_rank: int = 0
+    """Largest rank of adapter-only versions; 0: none will come."""
+    may_sleep: bool = False
+    """Whether the engine will have to hand its GPU memory over: those on the trainer's own GPUs."""
+
+
+DEFAULT_VLLM_OPTIONS = VllmOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +68,7 @@ class EngineSpec:
     """Diagnostics: the engine child appends its own count of every generated token here, unbuffered."""
     tokens_per_s_per_response: float | None = None
     """Paces generation, to stand in for a large model on a laptop; None: as fast as it goes."""
+    vllm: VllmOptions = DEFAULT_VLLM_OPTIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +89,8 @@ class Request:
     request_id: int
     token_ids: list[int]
     max_new_tokens: int
+    priority: int = 0
+    """Smaller goes first, and is the last to lose its cache when that is full; engines may ignore it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +106,18 @@ class Output:
     policy_version: int
     finished: str | None = None
     problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTimes:
+    """What a load took, in seconds."""
+
+    load_s: float
+    """Reading and applying the weights."""
+    pause_s: float
+    """No token could come; less than `load_s` where something is prepared while the engine serves."""
+    start_s: dict[str, float]
+    """Phases of the engine's start, where it had to be started for this load; else empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +153,11 @@ class Engine(Protocol):
     def outputs(self) -> AsyncIterator[list[Output]]:
         """Yield batches of outputs as they come until the engine stops. Raises `EngineDied`. One consumer."""
 
-    async def load(self, version: int, folder: Path) -> None:
+    async def load(self, version: int, folder: Path) -> LoadTimes | None:
         """Take the weights of the complete, verified version in `folder`; the engine must hold no request.
 
-        Raises `LoadFailed`. `folder` has the layout of `rlboost_runtime.weights.store`.
+        Returns what it took, None where the engine does not measure it. `folder` has the layout of
+        `rlboost_runtime.weights.store`. Raises `LoadFailed`.
         """
 
     async def greedy(self, token_ids: list[int], max_new_tokens: int) -> tuple[list[int], list[float]]:

@@ -13,9 +13,13 @@ def make_engine(spec: EngineSpec) -> Engine:
             from rlboost_runtime.engines.transformers import TransformersEngine
 
             return TransformersEngine(spec)
+        case "vllm":
+            from rlboost_runtime.engines.vllm import VllmServerEngine
+
+            return VllmServerEngine(spec)
         case "emulated":
             from rlboost_runtime.engines.emulated import EmulatedEngine
 
             return EmulatedEngine(spec)
         case _:
-            raise ConfigError(f"no engine of kind {spec.kind!r}", "use transformers")
+            raise ConfigError(f"no engine of kind {spec.kind!r}", "use vllm or transformers")

@@ -7,7 +7,6 @@ changed.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from pathlib import Path
 
@@ -16,9 +15,8 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-WEIGHTS_FILE = "model.safetensors"
-CONFIG_FILE = "config.json"
-GENERATION_FILE = "generation_config.json"
+from rlboost_runtime.engines.model_folder import WEIGHTS_FILE
+
 _SAMPLE = 5  # names quoted in a problem
 
 
@@ -41,23 +39,6 @@ def build_model(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTr
         parameter.requires_grad_(False)
     loaded: PreTrainedModel = model.eval()
     return loaded
-
-
-def config_text(folder: Path) -> str:
-    """Return the folder's configuration; equal text means the same model and the same stop tokens."""
-    model = json.loads((folder / CONFIG_FILE).read_bytes())
-    return json.dumps([model, stop_token_ids(folder)], sort_keys=True)
-
-
-def stop_token_ids(folder: Path) -> list[int]:
-    """Return the token ids that end a response of this model: `eos_token_id` of its generation configuration,
-    else of its model configuration; none where both are silent."""
-    for name in (GENERATION_FILE, CONFIG_FILE):
-        path = folder / name
-        found = json.loads(path.read_bytes()).get("eos_token_id") if path.exists() else None
-        if found is not None:
-            return sorted({found} if isinstance(found, int) else set(found))
-    return []
 
 
 def load_weights(model: PreTrainedModel, folder: Path) -> int:

@@ -230,12 +230,12 @@ class Child:
 
     def _load(self, version: int, folder: Path) -> None:
         """Swap the weights in place; on error nothing is served."""
-        from rlboost_runtime.engines import model_loading
+        from rlboost_runtime.engines import model_folder, model_loading
 
         if self._asleep:
             raise RuntimeError("the engine sleeps")
         self._version = None
-        config = model_loading.config_text(folder)
+        config = model_folder.config_text(folder)
         if self._model is None or self._batch is None or config != self._model_config:
             self._batch = self._model = None
             self._model, self._batch = self._build(folder)
@@ -250,11 +250,11 @@ class Child:
         """A model without weights, and its batch with an empty cache."""
         import torch
 
-        from rlboost_runtime.engines import continuous_batch, model_loading
+        from rlboost_runtime.engines import continuous_batch, model_folder, model_loading
 
         config = self._config
         model = model_loading.build_model(folder, getattr(torch, config.dtype), _device())
-        stops = {*config.sampling.stop_token_ids, *model_loading.stop_token_ids(folder)}
+        stops = {*config.sampling.stop_token_ids, *model_folder.stop_token_ids(folder)}
         sampling = msgspec.structs.replace(config.sampling, stop_token_ids=tuple(sorted(stops)))
         batch = continuous_batch.ContinuousBatch(
             model, sampling, config.max_running, config.max_context_tokens

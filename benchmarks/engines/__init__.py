@@ -1,0 +1,1 @@
+"""What our agent's path costs on top of vLLM."""

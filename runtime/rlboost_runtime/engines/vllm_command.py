@@ -1,0 +1,175 @@
+"""The command line and environment of a vLLM server, from what the job asks for. Pure.
+
+What we rely on: token ids in and out without a tokenizer, logprobs of the distribution sampled from, prefix
+caching, no defaults from the model's generation configuration, and an admin interface that only this user can
+reach (a socket in a folder of mode 700).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlboost_runtime.engines.base import EngineSpec
+from rlboost_runtime.engines.model_folder import kv_bytes_per_token, read_config
+from rlboost_runtime.vllm_python import EnginePython
+
+MODEL = "policy"
+"""The served model's name."""
+MODULE = "vllm.entrypoints.openai.api_server"
+WORKER_FOLDER = Path(__file__).with_name("vllm_worker")
+"""Holds the one module of ours that vLLM imports."""
+WORKER_EXTENSION = "rlboost_vllm_worker.WorkerExtension"
+BACKEND = "rlboost"
+CPU_BLOCK_TOKENS = 32
+"""Tokens of a KV cache block on CPUs. Prompts share whole blocks only: the default, 128, is too coarse."""
+LORA_SLOTS = 2
+"""Adapters that may be in flight at once: the version being left and the one being entered."""
+NUM_DRAFT_TOKENS = 4
+"""Tokens that a speculative step proposes: above this, acceptance at temperature 1 no longer pays."""
+MIN_FP8_CAPABILITY = (8, 9)
+"""The first GPUs (Ada, Hopper) that multiply fp8."""
+
+_DRAFTERS: dict[str, dict[str, object]] = {
+    "ngram": {"method": "ngram", "num_speculative_tokens": NUM_DRAFT_TOKENS, "prompt_lookup_max": 4},
+    "suffix": {"method": "suffix", "num_speculative_tokens": NUM_DRAFT_TOKENS},
+}
+_UNKNOWN_FLAGS = re.compile(r"error: unrecognized arguments: (.+)")
+_PYTHON_VARIABLES = re.compile(r"PYTHON\w*|VIRTUAL_ENV|__PYVENV_LAUNCHER__")
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One option; `value` None: a switch."""
+
+    name: str
+    value: str | None = None
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """As it stands on the command line."""
+        return (self.name,) if self.value is None else (self.name, self.value)
+
+
+def flags(spec: EngineSpec, is_cpu: bool, folder: Path, socket: Path) -> list[Flag]:
+    """Return the server's options for the model in `folder`. Raises `Unreadable`."""
+    return [
+        Flag("--model", str(folder)),
+        Flag("--served-model-name", MODEL),
+        Flag("--uds", str(socket)),
+        Flag("--skip-tokenizer-init"),
+        Flag("--generation-config", "vllm"),
+        Flag("--logprobs-mode", "processed_logprobs"),
+        Flag("--enable-prefix-caching"),
+        Flag("--scheduling-policy", "priority"),
+        Flag("--enable-scale-out"),
+        Flag("--disable-uvicorn-access-log"),
+        Flag("--dtype", spec.dtype),
+        Flag("--seed", str(spec.seed % 2**31)),
+        Flag("--max-model-len", str(spec.max_context_tokens)),
+        Flag("--max-num-seqs", str(spec.max_running)),
+        Flag("--worker-extension-cls", WORKER_EXTENSION),
+        Flag("--weight-transfer-config", json.dumps({"backend": BACKEND})),
+        *_asked_for(spec),
+        *(_for_cpu(spec, folder) if is_cpu else _for_gpu(spec)),
+    ]
+
+
+def _asked_for(spec: EngineSpec) -> list[Flag]:
+    options = spec.vllm
+    found = []
+    if options.enforce_eager:
+        found.append(Flag("--enforce-eager"))
+    if options.fp8:
+        found.append(Flag("--quantization", "fp8"))
+    if options.speculative is not None:
+        found.append(Flag("--speculative-config", json.dumps(_DRAFTERS[options.speculative])))
+    if options.max_lora_rank:
+        found += [
+            Flag("--enable-lora"),
+            Flag("--max-lora-rank", str(options.max_lora_rank)),
+            Flag("--max-loras", str(LORA_SLOTS)),
+        ]
+    return found
+
+
+def _for_gpu(spec: EngineSpec) -> list[Flag]:
+    options = spec.vllm
+    found = []
+    if options.gpu_memory_utilization is not None:
+        found.append(Flag("--gpu-memory-utilization", str(options.gpu_memory_utilization)))
+    if options.kv_cache_mib is not None:
+        found.append(Flag("--kv-cache-memory-bytes", str(options.kv_cache_mib << 20)))
+    if options.may_sleep:
+        found.append(Flag("--enable-sleep-mode"))
+    return found
+
+
+def _for_cpu(spec: EngineSpec, folder: Path) -> list[Flag]:
+    """Memory for what may run at once, and one process less: the platform would turn "uni" into "mp"."""
+    executor = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+    num_bytes = (spec.vllm.kv_cache_mib or 0) << 20 or cpu_cache_bytes(spec, folder)
+    found = [
+        Flag("--kv-cache-memory-bytes", str(num_bytes)),
+        Flag("--block-size", str(CPU_BLOCK_TOKENS)),
+        Flag("--distributed-executor-backend", executor),
+    ]
+    return found if spec.vllm.enforce_eager else [*found, Flag("--enforce-eager")]
+
+
+def cpu_cache_bytes(spec: EngineSpec, folder: Path) -> int:
+    """Return the bytes of one full context for each running response and one more for the probe."""
+    blocks = -(-spec.max_context_tokens // CPU_BLOCK_TOKENS) * (spec.max_running + 1)
+    return blocks * CPU_BLOCK_TOKENS * kv_bytes_per_token(read_config(folder), spec.dtype)
+
+
+def environment(
+    inherited: Mapping[str, str], spec: EngineSpec, is_cpu: bool, key: str, cache: Path
+) -> dict[str, str]:
+    """Return the server's environment: ours without what is said to our Python, and what vLLM reads.
+
+    `cache` keeps compiled graphs across restarts.
+    """
+    found = {name: value for name, value in inherited.items() if not _PYTHON_VARIABLES.fullmatch(name)}
+    found |= {
+        "PYTHONPATH": str(WORKER_FOLDER),
+        "VLLM_API_KEY": key,
+        "VLLM_SERVER_DEV_MODE": "1",  # pause, weight updates, sleep
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_CACHE_ROOT": inherited.get("VLLM_CACHE_ROOT", str(cache)),
+        "HF_HUB_OFFLINE": "1",  # everything comes in the version's folder
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if is_cpu:
+        found |= {
+            "OMP_NUM_THREADS": str(spec.threads),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "TORCHDYNAMO_DISABLE": "1",  # else the first logprobs wait 18 s for a C++ compiler
+        }
+    return found
+
+
+def command(python: EnginePython, options: Sequence[Flag]) -> list[str]:
+    """Return the whole command line."""
+    return [str(python.path), "-m", MODULE, *(word for flag in options for word in flag.words)]
+
+
+def unknown_flags(log_text: str) -> set[str]:
+    """Return the options that an older vLLM refused, from what it printed at its end."""
+    match = _UNKNOWN_FLAGS.search(log_text)
+    return set() if match is None else {word for word in match[1].split() if word.startswith("--")}
+
+
+def fp8_refusal(capabilities: str) -> str | None:
+    """Say which GPU cannot multiply fp8, from lines such as "8.9"; None: all can."""
+    found = re.findall(r"^([0-9]+)\.([0-9]+)$", capabilities, re.MULTILINE)
+    lowest = min(((int(major), int(minor)) for major, minor in found), default=(0, 0))
+    if lowest >= MIN_FP8_CAPABILITY:
+        return None
+    wanted, has = (".".join(map(str, pair)) for pair in (MIN_FP8_CAPABILITY, lowest))
+    return f"fp8 wants GPUs of compute capability {wanted}, here is one of {has}"

@@ -1,0 +1,235 @@
+"""Requests under way on one vLLM server, and the queue that their outputs wait in.
+
+Guarantees: every request that was submitted ends in exactly one output with `finished`, unless the server is
+gone, in which case its tokens stay without an end; nothing of a request comes after its end; while the reader
+does not keep up, nothing is read from the server, which then merges tokens into larger chunks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+
+from rlboost_runtime.engines.base import Output, Request
+from rlboost_runtime.engines.vllm_adapters import Adapters
+from rlboost_runtime.engines.vllm_api import ApiError, Chunk, Dialect, StreamBroken, VllmApi, request_body
+from rlboost_runtime.engines.vllm_command import MODEL
+from rlboost_runtime.engines.vllm_spans import label_tokens
+from rlboost_runtime.logs import event
+from rlboost_runtime.wire import Sampling
+
+log = logging.getLogger(__name__)
+
+MAX_UNREAD = 4096
+"""Outputs that wait for their reader before streams are read no further."""
+ABORT_GRACE_S = 5.0
+"""Time that an aborted request gets to say its last tokens before its connection is closed."""
+_FINISHED = {"stop": "stop", "length": "length", "abort": "aborted"}
+
+
+class OutputQueue:
+    """Outputs on their way to the one reader."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Output] = []
+        self.news = asyncio.Event()
+        """Set when there is something to look at."""
+        self.room = asyncio.Event()
+        """Set while more may come."""
+        self.room.set()
+
+    def put(self, output: Output) -> None:
+        """Add one."""
+        self._waiting.append(output)
+        self.news.set()
+        if len(self._waiting) > MAX_UNREAD:
+            self.room.clear()
+
+    def take(self) -> list[Output]:
+        """Return all that wait, oldest first."""
+        taken, self._waiting = self._waiting, []
+        self.room.set()
+        return taken
+
+
+class TaskSet:
+    """Tasks that end with their owner."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        """Run `work` beside everything else."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def stop(self) -> None:
+        """Cancel all and wait for their ends."""
+        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@dataclass(slots=True)
+class _Stream:
+    """A request under way."""
+
+    request: Request
+    model: str
+    salt: str
+    """Keeps prefix caches of different versions apart."""
+    adapter_version: int | None
+    """Its policy version where that is an adapter's; else tokens are labelled as they come."""
+    task: asyncio.Task[None] | None = None
+    engine_id: str = ""
+    labels: list[int] = field(default_factory=list)
+    """Versions of the tokens so far, one each."""
+    is_over: bool = False
+
+
+class Streams:
+    """All requests of one server."""
+
+    def __init__(
+        self,
+        api: VllmApi,
+        dialect: Dialect,
+        sampling: Sampling,
+        queue: OutputQueue,
+        is_gone: Callable[[str], Awaitable[bool]],
+    ) -> None:
+        self._api = api
+        self.dialect = dialect
+        """How the server is asked for tokens."""
+        self.sampling = sampling
+        """How tokens are sampled; its stop tokens include the model's own."""
+        self.adapters = Adapters(api)
+        self.label = -1
+        """Policy version of the tokens that come now."""
+        self.steps = 0
+        """Grows with everything that happens."""
+        self.num_tokens = 0
+        self._queue = queue
+        self._is_gone = is_gone  # given a stream's problem: whether the server is gone, and reported so
+        self._open: dict[int, _Stream] = {}
+        self._tasks = TaskSet()
+
+    @property
+    def open(self) -> tuple[int, ...]:
+        """Numbers of the requests that have not ended."""
+        return tuple(self._open)
+
+    @property
+    def num_running(self) -> int:
+        """Requests with tokens so far; the others wait for a slot or their prefill."""
+        return sum(1 for stream in self._open.values() if stream.labels)
+
+    def submit(self, request: Request) -> None:
+        """Start a request on a connection of its own, under the version that is served now."""
+        model = self.adapters.begin()
+        own = None if model == MODEL else self.label
+        stream = _Stream(request, model, f"v{self.label}", own)
+        self._open[request.request_id] = stream
+        self.steps += 1
+        stream.task = self._tasks.start(self._follow(stream))
+
+    async def abort(self, request_ids: list[int]) -> None:
+        """Stop these; their last outputs are queued when this returns.
+
+        Under way they are aborted by the engine's own id, so that their last tokens are said; before the
+        first token that is not known, and hanging up does it.
+        """
+        streams = [self._open[number] for number in request_ids if number in self._open]
+        known = [stream for stream in streams if stream.engine_id and self.dialect is Dialect.GENERATE]
+        await self._ask_to_abort([stream.engine_id for stream in known])
+        if asked := _tasks_of(known):
+            await asyncio.wait(asked, timeout=ABORT_GRACE_S)
+        tasks = _tasks_of(streams)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for stream in streams:
+            self._end(stream, "aborted")
+
+    async def read_to_the_end(self, timeout_s: float) -> None:
+        """Read what a dead server had written; then forget the requests."""
+        if tasks := _tasks_of(list(self._open.values())):
+            await asyncio.wait(tasks, timeout=timeout_s)
+        self._open.clear()
+
+    async def stop(self) -> None:
+        """Hang up."""
+        await self._tasks.stop()
+        self._open.clear()
+
+    # --- helpers ------------------------------------------------------------------------------------------
+
+    async def _follow(self, stream: _Stream) -> None:
+        """Carry one request from its start to its end."""
+        name = str(stream.request.request_id)
+        body = request_body(self.dialect, stream.request, name, self.sampling, stream.salt, stream.model)
+        try:
+            async for chunk in self._api.stream(self.dialect, body):
+                self.take_chunk(stream, chunk)
+                if not self._queue.room.is_set():
+                    await self._queue.room.wait()
+        except (ApiError, StreamBroken) as exc:
+            if not await self._is_gone(exc.problem):
+                self._end(stream, "failed", exc.problem)
+        finally:
+            if self.adapters.end(stream.model):
+                self._tasks.start(self._tidy())
+
+    def take_chunk(self, stream: _Stream, chunk: Chunk) -> None:
+        """Pass on what a chunk brings, however many tokens, by version."""
+        stream.engine_id = chunk.engine_id
+        self.steps += 1
+        self.num_tokens += len(chunk.token_ids)
+        own = stream.adapter_version
+        label, spans = (self.label, chunk.spans) if own is None else (own, [])
+        runs, problem = label_tokens(stream.labels, len(chunk.token_ids), label, spans)
+        taken = 0
+        for version, count in runs:
+            end = taken + count
+            ids, logprobs = chunk.token_ids[taken:end], chunk.logprobs[taken:end]
+            self._queue.put(Output(stream.request.request_id, ids, logprobs, version))
+            stream.labels += [version] * count
+            taken = end
+        if problem:
+            self._end(stream, "failed", problem)
+        elif chunk.finish is not None:
+            self._end(stream, _FINISHED.get(chunk.finish, "failed"))
+
+    def _end(self, stream: _Stream, reason: str, problem: str = "") -> None:
+        """Say how a request ended, once."""
+        if stream.is_over:
+            return
+        stream.is_over = True
+        number = stream.request.request_id
+        if self._open.get(number) is stream:
+            del self._open[number]
+        label = stream.labels[-1] if stream.labels else self.label
+        self._queue.put(Output(number, [], [], label, reason, problem))
+
+    async def _ask_to_abort(self, engine_ids: list[str]) -> None:
+        if not engine_ids:
+            return
+        try:
+            await self._api.post("/inference/v1/abort_requests", {"request_ids": engine_ids})
+        except ApiError as exc:
+            event(log, "engine.abort_failed", level=logging.WARNING, problem=exc.problem)
+
+    async def _tidy(self) -> None:
+        try:
+            await self.adapters.tidy()
+        except ApiError as exc:
+            event(log, "adapter.kept", level=logging.WARNING, problem=exc.problem)
+
+
+def _tasks_of(streams: list[_Stream]) -> set[asyncio.Task[None]]:
+    return {stream.task for stream in streams if stream.task is not None}

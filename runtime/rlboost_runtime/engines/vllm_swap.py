@@ -1,0 +1,94 @@
+"""Another version's weights into a running vLLM server, in place.
+
+Always pause -> start -> update (each file) -> finish -> resume: updating without the pause kills an engine
+that has requests. Servers without that interface are asked to `reload_weights`. Which one there is, is asked
+once. Raises `ApiError` on any failure; the caller must then end the server, whose weights may be a mixture.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rlboost_runtime.engines.vllm_api import ApiError, VllmApi
+from rlboost_runtime.engines.vllm_server import VllmServer
+from rlboost_runtime.logs import event
+
+log = logging.getLogger(__name__)
+
+UPDATE_TIMEOUT_S = 600.0
+"""Longest reading of one file by every worker: 140 GB from a slow disk."""
+
+
+class Swapper:
+    """Swaps weights on one server."""
+
+    def __init__(self, api: VllmApi, has_transfer: bool, has_version: bool, has_extension: bool) -> None:
+        self._api = api
+        self.has_transfer = has_transfer
+        """Whether weights go through our backend; else through `reload_weights`."""
+        self._has_version = has_version
+        self._has_extension = has_extension
+
+    @classmethod
+    async def of(cls, server: VllmServer) -> Swapper:
+        """Ask `server` what it can do. Raises `ApiError`."""
+        api = server.api
+        return cls(
+            api,
+            server.has_flag("--weight-transfer-config") and await api.has_route("/start_weight_update"),
+            await api.has_route("/weight_info") and await api.has_route("/update_weight_version"),
+            server.has_flag("--worker-extension-cls"),
+        )
+
+    async def name_version(self, version: int) -> None:
+        """Tell the server the number of the version that it was started with."""
+        if self._has_version:
+            await self._api.post("/update_weight_version", {"new_version": str(version)})
+
+    async def swap(self, version: int, folder: Path, in_place: Callable[[], None]) -> float:
+        """Take the weights in `folder`; return the seconds without tokens.
+
+        Running requests go on under the new version, their cache computed anew. `in_place` is called when
+        every token of before has come and none of after can have.
+        """
+        began = time.monotonic()
+        await self._api.post("/pause?mode=keep")
+        if self.has_transfer:
+            await self._transfer(version, folder)
+        else:
+            await self._reload(version, folder)
+        await self._check_version(version)
+        in_place()
+        await self._api.post("/resume")
+        pause_s = time.monotonic() - began
+        event(log, "weights.swapped", version=version, pause_s=round(pause_s, 4), transfer=self.has_transfer)
+        return pause_s
+
+    async def _transfer(self, version: int, folder: Path) -> None:
+        await self._api.post("/start_weight_update")
+        for file in _files(folder):
+            update = {"update_info": {"path": str(file)}}
+            await self._api.post("/update_weights", update, UPDATE_TIMEOUT_S)
+        await self._api.post("/finish_weight_update", {"weight_version": str(version)}, UPDATE_TIMEOUT_S)
+
+    async def _reload(self, version: int, folder: Path) -> None:
+        arguments = {"weights_path": str(folder)}
+        body = {"method": "reload_weights", "kwargs": arguments}
+        await self._api.post("/collective_rpc", body, UPDATE_TIMEOUT_S)
+        if self._has_extension:
+            await self._api.rpc("rlboost_repack")
+        await self.name_version(version)
+
+    async def _check_version(self, version: int) -> None:
+        if not self._has_version:
+            return
+        said = (await self._api.get("/weight_info"))["weight_version"]
+        if said != str(version):
+            raise ApiError(f"the server says that it holds version {said}, not {version}")
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))

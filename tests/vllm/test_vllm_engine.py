@@ -1,0 +1,260 @@
+"""The production engine on one real server: numerics, endings, aborts, caches."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+import pytest
+import torch
+
+from rlboost_runtime.engines.base import Request
+from rlboost_runtime.engines.vllm_api import ApiError, Dialect
+from rlboost_runtime.engines.vllm_command import CPU_BLOCK_TOKENS
+from tests.vllm.vllm_rig import MARKS, VOCABULARY, assert_under, counter, logprobs_under, prompts
+
+pytestmark = MARKS
+
+
+async def serve(engine, versions, version: int) -> None:
+    if engine.version != version:
+        await engine.load(version, versions.folder(version))
+
+
+@pytest.mark.parametrize("dialect", list(Dialect))
+async def test_tokens_and_logprobs_equal_the_trainers_forward_pass(
+    engine, reader, qwen, dialect, monkeypatch
+):
+    await serve(engine, qwen, 0)
+    assert engine.streams.dialect is Dialect.GENERATE  # found by asking
+    monkeypatch.setattr(engine.streams, "dialect", dialect)
+    asked = prompts(40)
+    engine.submit([Request(i, p, 5 + 3 * (i % 9), priority=-i) for i, p in enumerate(asked)])
+    for i, response in enumerate(await reader.ends(range(40))):
+        assert (response.problem, response.finished, len(response.ids)) == ("", "length", 5 + 3 * (i % 9))
+        assert set(response.versions) == {0}
+        assert_under(qwen[0], asked[i], response)
+
+
+async def test_logprobs_are_of_the_distribution_that_was_sampled_from(engine, reader, qwen, monkeypatch):
+    """Trap 9: vLLM's default are logprobs before temperature and top-p."""
+    await serve(engine, qwen, 0)
+    monkeypatch.setattr(engine.streams, "sampling", replace_sampling(engine, temperature=0.7, top_p=0.9))
+    asked = prompts(8, seed=2)
+    engine.submit([Request(i, p, 40) for i, p in enumerate(asked)])
+    for prompt, response in zip(asked, await reader.ends(range(8)), strict=True):
+        logits = logprobs_under(qwen[0], prompt, response.ids) / 0.7
+        for k, token in enumerate(response.ids):
+            probs, order = logits[k].softmax(-1).sort(descending=True)
+            kept = order[: int((probs.cumsum(0) < 0.9).sum()) + 1]
+            nucleus = torch.full_like(logits[k], -torch.inf)
+            nucleus[kept] = logits[k][kept]
+            assert abs(float(nucleus.log_softmax(-1)[token]) - response.logprobs[k]) < 1e-4
+
+
+def replace_sampling(engine, **changes):
+    import msgspec
+
+    return msgspec.structs.replace(engine.streams.sampling, **changes)
+
+
+async def test_a_chunk_of_several_tokens_is_taken_whole(engine, reader, qwen):
+    """Trap 6: while nobody reads, vLLM merges; all of it must be there, in order."""
+    await serve(engine, qwen, 0)
+    (prompt,) = prompts(1, seed=3)
+    chunks = []
+    original = engine.streams.take_chunk
+    engine.streams.take_chunk = lambda stream, chunk: (
+        chunks.append(len(chunk.token_ids)),
+        original(stream, chunk),
+    )
+    engine._queue.room.clear()  # as if the coordinator did not acknowledge
+    try:
+        engine.submit([Request(1, prompt, 300), Request(2, prompt, 300)])
+        await asyncio.sleep(1.5)
+    finally:
+        engine._queue.room.set()
+        a, b = await reader.ends([1, 2])
+        engine.streams.take_chunk = original
+    assert max(chunks) > 1
+    assert a.ids == b.ids
+    assert_under(qwen[0], prompt, a)
+    assert len(a.ids) == len(b.logprobs) == 300
+
+
+async def test_a_response_at_its_limit_is_finished_without_asking_the_engine(engine, reader, qwen):
+    """Trap 7: vLLM answers 400 to max_tokens 0."""
+    await serve(engine, qwen, 0)
+    engine.submit([Request(1, [5, 6], 0)])
+    (response,) = await reader.ends([1])
+    assert (response.finished, response.ids) == ("length", [])
+    with pytest.raises(ApiError):  # what would have become of it
+        await engine.server.api.post(
+            Dialect.GENERATE, {"token_ids": [5, 6], "sampling_params": {"max_tokens": 0}, "model": "policy"}
+        )
+
+
+async def test_a_stop_token_ends_a_response_and_is_part_of_it(engine, reader, qwen, monkeypatch):
+    await serve(engine, qwen, 0)
+    (prompt,) = prompts(1, seed=5)
+    engine.submit([Request(1, prompt, 8)])
+    (free,) = await reader.ends([1])
+    stop = free.ids[4]
+    monkeypatch.setattr(engine.streams, "sampling", replace_sampling(engine, stop_token_ids=(stop,)))
+    engine.submit([Request(2, prompt, 8)])
+    (response,) = await reader.ends([2])
+    assert response.finished == "stop"
+    assert response.ids == free.ids[: free.ids.index(stop) + 1]
+
+
+async def test_refused_requests_come_back_failed_and_harm_nobody(engine, reader, qwen):
+    await serve(engine, qwen, 0)
+    bad = [[], [VOCABULARY], [5] * 1020]
+    engine.submit([Request(i, ids, 8) for i, ids in enumerate(bad)] + [Request(9, [5], 8)])
+    responses = await reader.ends([0, 1, 2, 9])
+    assert [r.finished for r in responses] == ["failed", "failed", "failed", "length"]
+    assert all(r.problem for r in responses[:3])
+
+
+async def test_an_abort_frees_the_engine_and_nothing_comes_later(engine, reader, qwen):
+    """Trap 5: the abort interface answers 200 to ids that the engine does not know."""
+    await serve(engine, qwen, 0)
+    engine.submit([Request(i, [5 + i], 900) for i in range(4)])
+    await reader.until(lambda: all(len(reader.responses.get(i, none).ids) >= 10 for i in range(4)))
+    hung_up = []
+    tasks = [engine.streams._open[i].task for i in (0, 1)]
+    original = engine.streams._ask_to_abort
+
+    async def watched(engine_ids):
+        await original(engine_ids)
+        await asyncio.wait(tasks, timeout=3)
+        hung_up.extend(task for task in tasks if not task.done())
+
+    engine.streams._ask_to_abort = watched
+    await engine.abort([0, 1, 999])
+    engine.streams._ask_to_abort = original
+    assert hung_up == []  # the engine itself ended them, under its own ids
+    await asyncio.sleep(0)
+    first = {i: (reader.responses[i].finished, len(reader.responses[i].ids)) for i in (0, 1)}
+    assert {finished for finished, _ in first.values()} == {"aborted"}
+    rest = await reader.ends([2, 3])
+    assert [r.finished for r in rest] == ["length", "length"]
+    assert first == {i: (reader.responses[i].finished, len(reader.responses[i].ids)) for i in (0, 1)}
+
+
+class none:
+    ids: tuple[int, ...] = ()
+
+
+async def test_an_abort_before_the_first_token_works_too(engine, reader, qwen):
+    await serve(engine, qwen, 0)
+    engine.submit([Request(1, [7], 900)])
+    await engine.abort([1])
+    (response,) = await reader.ends([1])
+    assert response.finished == "aborted"
+    for _ in range(100):
+        if re.search(
+            r"^vllm:num_requests_running{[^}]*} 0.0$", await engine.server.api.text("/metrics"), re.M
+        ):
+            return
+        await asyncio.sleep(0.1)
+    raise AssertionError("the engine still runs what was aborted")
+
+
+async def test_a_stream_without_its_end_is_kept_and_released(engine, reader, qwen, monkeypatch):
+    """An error line inside an HTTP 200, a missing finish: alike, what came is kept."""
+    from rlboost_runtime.engines import vllm_api
+
+    await serve(engine, qwen, 0)
+    original = vllm_api._lines
+
+    async def cut(content):
+        number = 0
+        async for line in original(content):
+            if number == 5:
+                if cut.error:
+                    yield b'{"error":{"message":"boom","code":500}}'
+                return
+            number += 1
+            yield line
+
+    monkeypatch.setattr(vllm_api, "_lines", cut)
+    for number, cut.error in ((1, True), (2, False)):
+        (prompt,) = prompts(1, seed=number)
+        engine.submit([Request(number, prompt, 200)])
+        (response,) = await reader.ends([number])
+        assert response.finished == "failed"
+        assert ("boom" in response.problem) is cut.error
+        assert 5 <= len(response.ids) < 200
+        assert_under(qwen[0], prompt, response)
+    assert engine.version == 0  # the server lives: nobody else was harmed
+
+
+async def test_siblings_find_the_prompts_blocks_in_the_cache(engine, reader, qwen):
+    """Group of n: at least (n-1)/n of the prompt blocks are cache hits once the first one has prefilled."""
+    await serve(engine, qwen, 0)
+    n, blocks = 8, 12
+    generator = torch.Generator().manual_seed(77)
+    prompt = torch.randint(5, VOCABULARY, (blocks * CPU_BLOCK_TOKENS + 5,), generator=generator).tolist()
+    queried, hit = await counter(engine, "prefix_cache_queries"), await counter(engine, "prefix_cache_hits")
+    engine.submit([Request(0, prompt, 8)])
+    await reader.until(lambda: 0 in reader.responses)
+    engine.submit([Request(i, prompt, 8) for i in range(1, n)])
+    await reader.ends(range(n))
+    hits = await counter(engine, "prefix_cache_hits") - hit
+    queries = await counter(engine, "prefix_cache_queries") - queried
+    assert queries == n * len(prompt)
+    assert hits >= (n - 1) * blocks * CPU_BLOCK_TOKENS
+
+
+async def test_no_cached_block_crosses_from_one_version_to_another(engine, reader, qwen):
+    """The salt alone keeps them apart: here the cache is not even reset."""
+    await serve(engine, qwen, 0)
+    prompt = prompts(1, seed=8, longest=200)[0] * 3
+    engine.submit([Request(0, prompt, 4)])
+    await reader.ends([0])
+    hit = await counter(engine, "prefix_cache_hits")
+    engine.streams.label = 99  # as if a swap had just taken place
+    engine.submit([Request(1, prompt, 4)])
+    engine.streams.label = 0
+    await reader.ends([1])
+    assert await counter(engine, "prefix_cache_hits") == hit
+    engine.submit([Request(2, prompt, 4)])
+    await reader.ends([2])
+    assert await counter(engine, "prefix_cache_hits") > hit
+
+
+async def test_the_probe_is_greedy_and_true(engine, qwen):
+    for version in (1, 0):
+        await serve(engine, qwen, version)
+        ids, logprobs = await engine.greedy([20, 30, 40], 12)
+        expected = logprobs_under(qwen[version], [20, 30, 40], ids)
+        assert ids == expected.argmax(-1).tolist()
+        assert (expected.max(-1).values - torch.tensor(logprobs)).abs().max() < 1e-4
+
+
+async def test_a_start_is_timed_by_phase(engine):
+    assert engine.server is not None
+    phases = engine.server.phases_s
+    assert {"imports", "load", "init"} <= phases.keys()
+    assert all(seconds >= 0 for seconds in phases.values())
+
+
+async def test_sleep_on_a_cpu_is_neither_asked_for_nor_believed(engine, reader, qwen, monkeypatch):
+    """Trap 8: vLLM answers 200 there and frees nothing. The version has to be proved anew all the same."""
+    await serve(engine, qwen, 0)
+    asked = []
+    post = engine.server.api.post
+    monkeypatch.setattr(
+        engine.server.api, "post", lambda path, *rest: (asked.append(path), post(path, *rest))[1]
+    )
+    await engine.sleep()
+    assert engine.version is None
+    engine.submit([Request(1, [5], 4)])
+    assert (await reader.ends([1]))[0].finished == "failed"
+    await engine.wake()
+    assert engine.version is None
+    assert asked == []
+    await engine.load(0, qwen.folder(0))
+    engine.submit([Request(2, [5], 4)])
+    assert_under(qwen[0], [5], (await reader.ends([2]))[0])

@@ -1,0 +1,133 @@
+"""Weights in place: ten swaps under load on tied and untied models of two families, and what may go wrong."""
+
+from __future__ import annotations
+
+import pytest
+import pytest_asyncio
+from safetensors.torch import load_file, save_file
+
+from rlboost_runtime.engines.base import LoadFailed, Request, VllmOptions
+from rlboost_runtime.engines.vllm import VllmServerEngine
+from tests.vllm.vllm_rig import MARKS, Reader, Versions, assert_under, prompts, save, spec_for, tiny
+
+pytestmark = MARKS
+
+SWAPS = 10
+STREAMS = 8
+LENGTH = 600
+KINDS = [("qwen3", True), ("llama", True), ("qwen3", False), ("llama", False)]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def own_engine(tmp_path_factory):
+    """An engine that is given one model after the other."""
+    engine = VllmServerEngine(spec_for(tmp_path_factory.mktemp("swaps"), vllm=VllmOptions(kv_cache_mib=64)))
+    await engine.start(60)
+    yield engine
+    await engine.stop()
+
+
+@pytest.mark.parametrize(("family", "tied"), KINDS, ids=lambda value: str(value))
+async def test_ten_swaps_under_load(engine, own_engine, tmp_path, qwen, family, tied):
+    """Traps 1 and 4. No request is lost, and after each swap logits are those of the new weights."""
+    shared = (family, tied) == KINDS[0]
+    engine = engine if shared else own_engine  # whose server is not started before it is used
+    versions = qwen if shared else Versions(family, tied, tmp_path)
+    await engine.load(0, versions.folder(0))
+    reader = Reader(engine)
+    try:
+        await swap_under_load(engine, reader, versions)
+    finally:
+        await engine.abort(list(engine.streams.open))
+        await reader.close()
+        engine._queue.take()
+
+
+async def swap_under_load(engine, reader, versions) -> None:
+    asked = prompts(STREAMS, seed=11)
+    engine.submit([Request(i, p, LENGTH) for i, p in enumerate(asked)])
+    number = 1000
+    for k in range(1, SWAPS + 1):
+        version, source = 10 + k, k % 2
+        versions.models[version] = versions[source]
+        before = max((len(r.ids) for r in reader.responses.values()), default=0)
+        await reader.until(
+            lambda before=before: (
+                max((len(r.ids) for r in reader.responses.values()), default=0) >= before + 5
+            )
+        )
+        times = await engine.load(version, versions.folder(source))
+        assert engine.version == version
+        assert 0 < times.pause_s <= times.load_s
+        fresh = prompts(1, seed=100 + k)[0]
+        engine.submit([Request(number + k, fresh, 6)])
+        (response,) = await reader.ends([number + k])
+        assert set(response.versions) == {version}
+        assert_under(versions[source], fresh, response)
+    responses = await reader.ends(range(STREAMS))
+    for prompt, response in zip(asked, responses, strict=True):
+        assert (response.finished, len(response.ids)) == ("length", LENGTH)
+        assert response.versions == sorted(response.versions)
+        assert response.versions[0] == 0
+        check_each_version(versions, prompt, response)
+    assert {v for r in responses for v in r.versions} >= set(range(11, 11 + SWAPS - 1))
+
+
+def longest(reader) -> int:
+    return max((len(response.ids) for response in reader.responses.values()), default=0)
+
+
+def check_each_version(versions, prompt, response) -> None:
+    """Every token has the logprob that the version it is labelled with gives it, over the whole prefix."""
+    for version in set(response.versions):
+        source = version if version == 0 else (version - 10) % 2
+        first = response.versions.index(version)
+        last = first + response.versions.count(version)
+        part = type(response)(response.ids[first:last], response.logprobs[first:last])
+        assert_under(versions[source], prompt + response.ids[:first], part)
+
+
+async def test_reload_weights_is_the_fallback_and_right_too(engine, reader, qwen, monkeypatch):
+    """Servers without the transfer interface; trap 1 again, for this path."""
+    monkeypatch.setattr(engine._serving.swapper, "has_transfer", False)
+    engine.submit([Request(1, [9, 8, 7], 400)])
+    for version, source in ((31, 1), (32, 0)):
+        await engine.load(version, qwen.folder(source))
+        engine.submit([Request(version, [4, 5, 6], 12)])
+        (response,) = await reader.ends([version])
+        assert set(response.versions) == {version}
+        assert_under(qwen[source], [4, 5, 6], response)
+    (running,) = await reader.ends([1])
+    assert running.finished == "length"
+
+
+@pytest.mark.parametrize("damage", ["missing", "extra", "shape", "dtype", "garbage", "truncated"])
+async def test_a_bad_version_is_refused_before_anything_is_touched(engine, reader, qwen, tmp_path, damage):
+    """Trap 3: what vLLM loads half it serves without a word. Nothing is served until a good load."""
+    await engine.load(0, qwen.folder(0))
+    tensors = load_file(qwen.folder(1) / "model.safetensors")
+    bad = save(tiny("qwen3", tied=True, seed=1), tmp_path / "bad")
+    name = "model.layers.1.mlp.down_proj.weight"
+    match damage:
+        case "missing":
+            del tensors[name]
+        case "extra":
+            tensors["model.extra.weight"] = tensors[name].clone()
+        case "shape":
+            tensors[name] = tensors[name][:, :7].clone()
+        case "dtype":
+            tensors[name] = tensors[name].half()
+    file = bad / "model.safetensors"
+    save_file(tensors, file)
+    if damage == "garbage":
+        file.write_bytes(b"\0" * 100)
+    elif damage == "truncated":
+        file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(LoadFailed):
+        await engine.load(5, bad)
+    assert engine.version is None
+    engine.submit([Request(1, [20], 5)])
+    assert (await reader.ends([1]))[0].finished == "failed"
+    await engine.load(0, qwen.folder(0))
+    engine.submit([Request(2, [20], 5)])
+    assert_under(qwen[0], [20], (await reader.ends([2]))[0])

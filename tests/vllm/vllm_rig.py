@@ -1,0 +1,186 @@
+"""What tests of a real vLLM share: tiny random models on disk, and a reader of an engine's outputs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from rlboost_runtime.engines.base import EngineSpec, VllmOptions
+from rlboost_runtime.wire import Sampling
+
+VOCABULARY = 512
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.1,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+NEAR_TIE = 1e-3
+SLOWNESS = float(os.environ.get("RLBOOST_TEST_SLOWNESS", "1"))
+"""Stretches every deadline of these tests: a server starts in 30 s on two idle cores."""
+MARKS = [
+    pytest.mark.vllm,
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.timeout(300 * SLOWNESS),
+]
+
+
+def tiny(family: str, *, tied: bool, seed: int, **changes: object) -> PreTrainedModel:
+    """A random model, other weights for other seeds."""
+    torch.manual_seed(seed)
+    shape = SHAPE | changes
+    if family == "llama":
+        return LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=tied)).eval()
+    return Qwen3ForCausalLM(Qwen3Config(**shape, head_dim=32, tie_word_embeddings=tied)).eval()
+
+
+def save(model: PreTrainedModel, folder: Path) -> Path:
+    """Write the model as a weight version has it."""
+    folder.mkdir(parents=True)
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    state = {name: t.clone() for name, t in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        del state["lm_head.weight"]
+    save_file(state, folder / "model.safetensors")
+    return folder
+
+
+@dataclass
+class Versions:
+    """Versions 0, 1, ... of one model, on disk and in memory."""
+
+    family: str
+    tied: bool
+    root: Path
+    models: dict[int, PreTrainedModel] = field(default_factory=dict)
+
+    def __getitem__(self, version: int) -> PreTrainedModel:
+        if version not in self.models:
+            self.models[version] = tiny(self.family, tied=self.tied, seed=version)
+            save(self.models[version], self.root / f"v{version:06d}")
+        return self.models[version]
+
+    def folder(self, version: int) -> Path:
+        """The version's folder."""
+        assert self[version] is not None
+        return self.root / f"v{version:06d}"
+
+
+def spec_for(folder: Path, **changes) -> EngineSpec:
+    spec = EngineSpec(
+        kind="vllm",
+        sampling=Sampling(temperature=0.0),
+        max_context_tokens=1024,
+        max_running=64,
+        dtype="float32",
+        seed=1,
+        threads=1,
+        log=folder / "engine.log",
+        vllm=VllmOptions(kv_cache_mib=64),
+    )
+    return replace(spec, **changes)
+
+
+@dataclass
+class Response:
+    """What an engine gave for one request."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finished: str = ""
+    problem: str = ""
+
+
+class Reader:
+    """Reads an engine's outputs in the background and files them by request."""
+
+    def __init__(self, engine) -> None:
+        self.responses: dict[int, Response] = {}
+        self.died: Exception | None = None
+        self._engine = engine
+        self._changed = asyncio.Event()
+        self._task = asyncio.get_running_loop().create_task(self._read())
+
+    async def _read(self) -> None:
+        try:
+            async for batch in self._engine.outputs():
+                for out in batch:
+                    response = self.responses.setdefault(out.request_id, Response())
+                    assert response.finished == "", f"{out} after the end"
+                    response.ids += out.token_ids
+                    response.logprobs += out.logprobs
+                    response.versions += [out.policy_version] * len(out.token_ids)
+                    response.finished, response.problem = out.finished or "", out.problem
+                self._changed.set()
+        except Exception as exc:
+            self.died = exc
+            self._changed.set()
+
+    async def until(self, ready, timeout_s: float = 90.0) -> None:
+        """Wait until `ready()`, or the engine has died."""
+        async with asyncio.timeout(timeout_s * SLOWNESS):
+            while not ready() and self.died is None:
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def ends(self, numbers: Iterable[int], timeout_s: float = 90.0) -> list[Response]:
+        """Wait for the ends of these requests and return them in order."""
+        numbers = list(numbers)
+
+        def over() -> bool:
+            return all(n in self.responses and self.responses[n].finished for n in numbers)
+
+        await self.until(over, timeout_s)
+        assert self.died is None, self.died
+        return [self.responses[n] for n in numbers]
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+
+def prompts(n: int, seed: int = 0, longest: int = 90) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, longest, (n,), generator=generator).tolist()
+    return [torch.randint(5, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+
+
+def logprobs_under(model: PreTrainedModel, prompt: list[int], ids: list[int]) -> torch.Tensor:
+    """The trainer's forward pass: logprobs (T, V) of the positions that gave `ids`."""
+    with torch.no_grad():
+        return model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+
+
+def assert_under(
+    model: PreTrainedModel, prompt: list[int], response: Response, tolerance: float = 1e-4
+) -> None:
+    """The response is the greedy one of `model` (or nearly ties), with its very logprobs."""
+    expected_TV = logprobs_under(model, prompt, response.ids)
+    chosen = expected_TV[torch.arange(len(response.ids)), torch.tensor(response.ids)]
+    assert (chosen - torch.tensor(response.logprobs)).abs().max() < tolerance
+    assert (expected_TV.max(dim=-1).values - chosen).max() < NEAR_TIE
+
+
+async def counter(engine, name: str) -> float:
+    """A counter of the engine's own metrics."""
+    text = await engine.server.api.text("/metrics")
+    return sum(
+        float(value) for value in re.findall(rf"^vllm:{name}_total{{[^}}]*}} (\S+)$", text, re.MULTILINE)
+    )
