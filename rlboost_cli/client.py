@@ -14,6 +14,7 @@ import time
 from typing import Any
 from urllib.parse import urlsplit
 
+from rlboost_cli.disk_errors import full_disk
 from rlboost_runtime.errors import NotFound, ProtocolError, ProviderError, RLBoostError, RuntimeFault
 from rlboost_runtime.run_folder import RunFolder, read_json
 from rlboost_runtime.security import client_context, read_token
@@ -110,6 +111,10 @@ def _left(deadline: float) -> float:
 
 
 def _not_answering(run: RunFolder, why: str) -> NotAnswering:
+    if full := full_disk(run.path):
+        return NotAnswering(
+            f"{full}: {run.name} waits", "make room there: the run goes on by itself, nothing is lost"
+        )
     return NotAnswering(
         f"the coordinator of {run.name} is not answering: {why}",
         f"rlboost launch {run.name} starts it again; rlboost logs {run.name} coordinator shows what it said",

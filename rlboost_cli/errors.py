@@ -44,7 +44,8 @@ def explained(command: Callable[P, None]) -> Callable[P, None]:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(1) from None
         except Exception as error:  # noqa: BLE001 - the edge of the process
-            raise typer.Exit(_show_unexpected(error)) from None
+            known = _known(error)
+            raise typer.Exit(_show_unexpected(error) if known is None else _show(known)) from None
 
     return edge
 
@@ -55,6 +56,14 @@ def render(error: RLBoostError) -> str:
     if lines:
         return "\n".join(lines)
     return f"error: {error.problem}\n\nhint: {error.remedy}"
+
+
+def _known(error: Exception) -> RLBoostError | None:
+    if not isinstance(error, OSError):
+        return None
+    from rlboost_cli.disk_errors import explain_disk
+
+    return explain_disk(error)
 
 
 def _show(error: RLBoostError) -> int:
@@ -86,9 +95,9 @@ def _write_traceback(error: Exception) -> Path:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             path = folder / name
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        except OSError:
+            with os.fdopen(fd, "w") as file:
+                file.write(text)
+        except OSError:  # a full disk, say: what went wrong first is what matters
             continue
-        with os.fdopen(fd, "w") as file:
-            file.write(text)
         return path
     return Path(os.devnull)

@@ -1,47 +1,39 @@
-"""The attached view of one run, as something that rich can draw."""
+"""The attached view: one block of lines on a terminal that shows how a run is doing, until it ends.
+
+It never scrolls, sends only what changed, and not oftener than statuses come (about once a second).
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import shutil
+from collections.abc import Iterable
+from typing import TextIO
 
-from rich import box
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
+from rlboost_cli.painter import Painter
+from rlboost_cli.run_status import RunStatus
+from rlboost_cli.run_view import live_lines
+from rlboost_cli.screen import Size, glyphs_for, has_style
 
-from rlboost_cli.text import (
-    INSTANCE_HEADERS,
-    event_lines,
-    instance_rows,
-    staleness,
-    summary_lines,
-)
-
-if TYPE_CHECKING:
-    from rlboost_cli.run_status import RunStatus
-
-_STYLES = {"ready": "green", "serving": "green", "lost": "red", "gone": "red", "draining": "yellow"}
+_HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 
 
-def render(status: RunStatus) -> RenderableType:
-    """Return the view of one status."""
-    title, *rest = summary_lines(status.data)
-    parts: list[RenderableType] = [Text(title, style="bold"), *(Text(line) for line in rest)]
-    parts += [Text(line, style="yellow") for line in staleness(status)]
-    instances = status.data.get("instances") or []
-    if instances:
-        parts.append(_instances(instance_rows(instances)))
-    parts += [Text(line, style="dim") for line in event_lines(status.data)]
-    if not status.has_ended:
-        parts.append(Text("Ctrl-C detaches; the run goes on", style="dim italic"))
-    return Group(*parts)
+def watch(statuses: Iterable[RunStatus], stream: TextIO) -> None:
+    """Show statuses on the terminal `stream` until they end, or until Ctrl-C; the last one stays."""
+    painter, glyphs = Painter(stream, has_style=has_style(stream)), glyphs_for(stream)
+    last: RunStatus | None = None
 
+    def paint(found: RunStatus, *, is_last: bool = False) -> None:
+        size = Size(*shutil.get_terminal_size())
+        painter.paint(live_lines(found, size, glyphs, is_last=is_last), size)
 
-def _instances(rows: list[tuple[object, ...]]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for index, header in enumerate(INSTANCE_HEADERS):
-        table.add_column(header, justify="right" if index >= 3 else "left")
-    for row in rows:
-        cells = ["-" if value is None else str(value) for value in row]
-        table.add_row(*cells, style=_STYLES.get(cells[2]))
-    return table
+    stream.write(_HIDE_CURSOR)
+    try:
+        for last in statuses:
+            paint(last)
+    except KeyboardInterrupt:
+        if last is not None:
+            paint(last, is_last=True)
+        raise
+    finally:
+        stream.write("\r" + _SHOW_CURSOR)
+        stream.flush()

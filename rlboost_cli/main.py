@@ -1,4 +1,4 @@
-"""The `rlboost` program: which commands there are. Importing this loads nothing heavy.
+"""The `rlboost` program: which commands there are. Importing this loads nothing heavy, and no command.
 
 Exit codes: 0 done or detached, 1 failed, 2 bad input, 3 no such run or instance, 4 no capacity, 5 budget
 reached, 6 credentials or quota, 7 cloud unreachable, 130 interrupted before there was a run.
@@ -8,29 +8,40 @@ from __future__ import annotations
 
 import typer
 
-from rlboost_cli.commands.check import check
-from rlboost_cli.commands.cost import cost
-from rlboost_cli.commands.down import down
-from rlboost_cli.commands.launch import launch
-from rlboost_cli.commands.logs import logs
-from rlboost_cli.commands.preempt import preempt
-from rlboost_cli.commands.status import status
-from rlboost_cli.commands.up import up
-from rlboost_cli.errors import explained
+from rlboost_cli.lazy_group import SETTINGS, lazy_group
+
+# NAME is function NAME in commands/NAME.py; the words are the first line of its docstring (a test compares)
+COMMANDS = {
+    "init": "Write a commented job file to start from",
+    "check": "Validate a job file and print the resolved job",
+    "doctor": "Look whether this machine, and the job, are ready to run",
+    "plan": "Predict step time and cost from what this machine measured",
+    "up": "Start everything of a run but its trainer",
+    "launch": "Start or continue a run and watch it; Ctrl-C detaches",
+    "status": "Show all runs, or how one of them is doing",
+    "logs": "Show a run's logs, also of machines that are gone",
+    "cost": "Show what a run costs, on what, and what it would have cost on demand",
+    "preempt": "Take one instance away on purpose, as its cloud would",
+    "down": "End a run for certain and show what it cost",
+    "prices": "Show what GPU machines cost, spot and on demand, cheapest first",
+    "simulate": "Replay a spot market under a virtual clock and compare policies",
+    "traces": "List, show or fetch recorded spot markets to simulate on",
+}
 
 app = typer.Typer(
     name="rlboost",
+    cls=lazy_group(COMMANDS),
     help="RL post-training of LLMs with rollout on spot GPUs: machines vanish, tokens don't",
     epilog="Exit codes: 0 done or detached, 1 failed, 2 bad input, 3 no such run or instance, 4 no capacity,"
     " 5 budget reached, 6 credentials or quota, 7 cloud unreachable, 130 interrupted before there was a run",
     no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
+    **SETTINGS,
 )
 
-for _command in (check, up, launch, status, logs, cost, preempt, down):
-    app.command()(explained(_command))
+
+@app.callback()
+def _program() -> None:
+    """Hold the commands together; typer wants a function for that."""
 
 
 def run() -> None:

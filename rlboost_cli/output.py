@@ -1,17 +1,19 @@
 """The one module that prints what went well (`errors` prints the rest).
 
-What was asked for goes to standard output; everything else goes to standard error. Only the attached view
-uses rich, imported when it starts.
+What was asked for goes to standard output; everything else goes to standard error. Only tables
+on a terminal use rich, imported when they are drawn.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlboost_cli import text
+from rlboost_cli.screen import can_redraw, glyphs_for
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from rlboost_cli.attach import Outcome
     from rlboost_cli.run_status import RunStatus
     from rlboost_cli.teardown import Ending
+    from rlboost_cli.working import Working
     from rlboost_runtime.run_create import FoundRun
     from rlboost_runtime.run_folder import RunFolder
 
@@ -36,6 +39,18 @@ def progress(words: str) -> None:
 def as_json(value: object) -> None:
     """Print one JSON object."""
     show(json.dumps(value, indent=1, allow_nan=False))
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print rows under headers: drawn by rich where standard output is a terminal, else aligned text."""
+    if not sys.stdout.isatty():
+        show(text.table(headers, rows))
+        return
+    from rich.console import Console
+
+    from rlboost_cli.rich_tables import rich_table
+
+    Console().print(rich_table(headers, rows))
 
 
 def as_yaml(value: object) -> None:
@@ -68,41 +83,66 @@ def runs(rows: Sequence[dict[str, Any]]) -> None:
 
 def status(found: RunStatus) -> None:
     """Print one run's status, and how old it is where its coordinator does not answer."""
+    from rlboost_cli import run_view
+
     staleness(found)
-    show("\n".join(text.status_lines(found.data)))
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else run_view.WIDEST
+    show("\n".join(run_view.status_lines(found, glyphs_for(sys.stdout), width)))
 
 
 def staleness(found: RunStatus) -> None:
     """Say so where a status is not from a living coordinator."""
-    for line in text.staleness(found):
+    from rlboost_cli import run_view
+
+    for line in run_view.staleness(found):
         progress(line)
 
 
 def cost(report: dict[str, Any]) -> None:
     """Print a cost report."""
-    show("\n".join(text.cost_lines(report)))
+    from rlboost_cli.cost_text import cost_lines
+
+    show("\n".join(cost_lines(report)))
 
 
 def cost_csv(report: dict[str, Any]) -> None:
-    """Print a cost report's lines as CSV."""
-    show(text.cost_csv(report))
+    """Print a cost report as CSV."""
+    from rlboost_cli.cost_csv import cost_csv as csv_table
+
+    show(csv_table(report))
 
 
-def follow(statuses: Iterable[RunStatus], new_lines: Callable[[RunStatus], list[str]]) -> None:
+def follow(statuses: Iterable[RunStatus]) -> None:
     """Show statuses until they end: in place on a terminal, else a line per step and per event."""
-    if is_terminal():
-        _live(statuses)
+    from rlboost_cli.live_view import watch
+    from rlboost_cli.plain_lines import NewLines
+
+    if can_redraw(sys.stdout):
+        watch(statuses, sys.stdout)
         return
+    lines = NewLines()
     for found in statuses:
-        for line in new_lines(found):
+        for line in lines.of(found):
             show(line)
+
+
+def working(words: str = "") -> Working:
+    """Return a sign of life for a wait that may take more than a moment; enter it, call it with words."""
+    from rlboost_cli.working import Working
+
+    width = shutil.get_terminal_size().columns
+    return Working(sys.stderr, words, can_redraw=can_redraw(sys.stderr), width=width)
 
 
 def found_run(found: FoundRun) -> None:
     """Say which run was found or made."""
-    progress(f"{'new run' if found.is_new else 'continuing run'} {found.run.name} in {found.run.path}")
+    progress(
+        f"{'new run' if found.is_new else 'continuing run'} {found.run.name} in {text.tilde(found.run.path)}"
+    )
     for name in found.changed_files:
         progress(f"note: {name} has changed since; the run keeps the copy it took")
+    for name in found.renewed_files:
+        progress(f"note: {name} has changed since; the run goes on with the new one")
 
 
 def detached(run: RunFolder) -> None:
@@ -113,13 +153,17 @@ def detached(run: RunFolder) -> None:
     progress(f"  rlboost down {run.name}             ends it")
 
 
-def outcome(run: RunFolder, ended: Outcome) -> None:
-    """Say how a run ended."""
+def outcome(run: RunFolder, ended: Outcome, status: dict[str, Any], report: dict[str, Any]) -> None:
+    """Say how a run ended, what it cost and what to type next."""
+    from rlboost_cli import ending_text
+
+    show("\n".join(["", *ending_text.ended_lines(run.name, ended.state, status, report)]))
+    model = text.tilde(run.checkpoints / "model")
+    show("\n".join(ending_text.next_lines(run.name, ended.state, model, int(status.get("step") or 0))))
     if ended.state == "done":
-        show(f"{run.name} is done; the model is in {run.checkpoints / 'model'}")
         return
     mark = "error: " if ended.exit_code else ""
-    progress(f"{mark}{run.name} {ended.state}" + (f": {ended.problem}" if ended.problem else ""))
+    progress(f"\n{mark}{run.name} {ended.state}" + (f": {ended.problem}" if ended.problem else ""))
     progress(f"\nhint: {ended.remedy or f'rlboost logs {run.name} shows what happened'}")
 
 
@@ -135,13 +179,3 @@ def log_text(parts: Iterable[tuple[Path, str]], root: Path) -> None:
     for path, words in parts:
         progress(f"==> {path.relative_to(root)} <==")
         print(words, end="", flush=True)
-
-
-def _live(statuses: Iterable[RunStatus]) -> None:
-    from rich.live import Live
-
-    from rlboost_cli.live_view import render
-
-    with Live(auto_refresh=False) as view:
-        for found in statuses:
-            view.update(render(found), refresh=True)

@@ -1,9 +1,19 @@
-"""What a launch may cost, before it happens."""
+"""What a launch may cost and what it will take, before it happens: `rlboost plan` and `launch` show the same.
+
+The machines and where spending ends follow from the job file. The forecast rests on a former run of this home
+with the same model and engine, and is None where there is none: nothing is made up in its place.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import asdict, dataclass
+from textwrap import wrap
+from typing import Any
 
+from rlboost_cli.forecast import Forecast, ForecastRow, forecast
+from rlboost_cli.rates import measured_rates
+from rlboost_cli.text import duration, table
 from rlboost_runtime.core.money import MICRO_USD_PER_USD, format_usd
 from rlboost_runtime.job import Job
 
@@ -33,6 +43,8 @@ class LaunchPlan:
     max_spot_machines: int
     max_usd: float | None
     max_usd_per_hour: float | None
+    forecast: Forecast | None = None
+    """None: nothing like this job has been measured here."""
 
     @property
     def is_charged(self) -> bool:
@@ -52,7 +64,8 @@ class LaunchPlan:
 
 
 def launch_plan(run: str, job: Job) -> LaunchPlan:
-    """Return the plan of `job` under the name `run`."""
+    """Return the plan of `job` under the name `run`; reads the ledgers of former runs."""
+    measured = measured_rates(job)
     spot = job.rollout.spot
     reserved = PlanLine("reserved", job.trainer.infra, 1, _micro(job.trainer.price_usd_per_hour))
     offers = [
@@ -65,6 +78,7 @@ def launch_plan(run: str, job: Job) -> LaunchPlan:
         max_spot_machines=spot.max_instances,
         max_usd=job.budget.max_usd,
         max_usd_per_hour=job.budget.max_usd_per_hour,
+        forecast=None if measured is None else forecast(job, *measured),
     )
 
 
@@ -80,8 +94,109 @@ def describe_plan(plan: LaunchPlan) -> list[str]:
     hourly = "" if plan.max_usd_per_hour is None else f", at most ${plan.max_usd_per_hour:,.2f} per hour"
     lines.append(f"  budget   {budget}{hourly}")
     if not plan.is_charged:
-        lines.append("  everything runs on this machine: it costs nothing, prices are only for the report")
-    return lines
+        lines.append("  everything runs on this machine and costs nothing; prices are for the report")
+    if plan.forecast is None:
+        return [*lines, "  forecast none yet: no run with this model and engine has been measured here"]
+    return [*lines, *_describe_forecast(plan.forecast, plan)]
+
+
+def plan_json(plan: LaunchPlan) -> dict[str, Any]:
+    """Return the plan as JSON values; `forecast` is null where nothing was measured."""
+    return {
+        "run": plan.run,
+        "steps": plan.steps,
+        "offers": [
+            {
+                "pool": line.pool,
+                "infra": line.infra,
+                "max_machines": line.max_machines,
+                "price_usd_per_hour": line.price_micro_usd_per_hour / MICRO_USD_PER_USD,
+            }
+            for line in plan.lines
+        ],
+        "is_charged": plan.is_charged,
+        "ceiling_usd_per_hour": plan.ceiling_micro_usd_per_hour / MICRO_USD_PER_USD,
+        "budget": {"max_usd": plan.max_usd, "max_usd_per_hour": plan.max_usd_per_hour},
+        "forecast": None if plan.forecast is None else _forecast_json(plan.forecast, plan.steps),
+    }
+
+
+def basis_of(found: Forecast) -> str:
+    """Return where a forecast's figures are from, in words."""
+    rates = found.rates
+    day = time.strftime("%Y-%m-%d %H:%M", time.localtime(rates.ended_at))
+    length = f"{rates.tokens_per_response:,.0f} tokens per response"
+    assumed = f"{length} as there" if found.responses_like_before else "every response as long as it may be"
+    return (
+        f"computed from {rates.num_steps} steps of run {rates.run}, measured here {day} with the same model,"
+        f" engine and trainer and {rates.spot_instances:.1f} spot instances on average; {assumed};"
+        f" its own steps took {rates.step_s:.1f} s, of which the rates explain {found.computed_s:.1f} s:"
+        f" {found.left_out_s:.1f} s are added to each step"
+    )
+
+
+def _describe_forecast(found: Forecast, plan: LaunchPlan) -> list[str]:
+    rows = [
+        (
+            f"{row.instances:g}" + (" (useful)" if row.instances == found.useful_instances else ""),
+            f"{row.seeding_s:.1f} s",
+            f"{row.step_s:.1f} s",
+            format_usd(_micro(row.usd_per_hour)),
+            format_usd(_micro(row.usd_per_million_tokens)),
+        )
+        for row in found.rows
+    ]
+    headers = ("instances", "window", "step", "per hour", "per million tokens")
+    lines = ["", *(f"  {line}" for line in table(headers, rows).splitlines()), ""]
+    planned = found.row(found.useful_instances)
+    if planned is not None:
+        took = duration(plan.steps * planned.step_s)
+        cost = format_usd(_micro(_run_usd(planned, plan.steps)))
+        lines.append(f"  forecast {plan.steps} steps in {took} for {cost}, if the instances stay")
+    lines.append(f"  spot     {_pays(found)}")
+    return [*lines, *wrap(basis_of(found), 79, initial_indent="  basis    ", subsequent_indent=" " * 11)]
+
+
+def _pays(found: Forecast) -> str:
+    """Whether spot instances pay, in a clause."""
+    speedup, saving = found.speedup, found.saving_fraction
+    if found.useful_instances == 0:
+        return "no instances are wanted"
+    if speedup is None:
+        return "whether it pays is not known: only one of the two pools has been measured"
+    faster = f"{speedup:.2f}x as fast as without"
+    if saving is None:
+        return f"{faster}; the job has no prices to compare"
+    if saving > 0:
+        return f"pays: {saving:.0%} less per token, {faster}"
+    return f"does not pay: {-saving:.0%} more per token, {faster}"
+
+
+def _forecast_json(found: Forecast, steps: int) -> dict[str, Any]:
+    planned = found.row(found.useful_instances)
+    return {
+        "basis": basis_of(found),
+        "measured": asdict(found.rates),
+        "check": {
+            "computed_step_s": found.computed_s,
+            "measured_step_s": found.rates.step_s,
+            "added_s": found.left_out_s,
+        },
+        "tokens_per_step": found.tokens_per_step,
+        "useful_instances": found.useful_instances,
+        "step_s": None if planned is None else planned.step_s,
+        "usd_per_hour": None if planned is None else planned.usd_per_hour,
+        "usd_per_million_tokens": None if planned is None else planned.usd_per_million_tokens,
+        "run_usd": None if planned is None else _run_usd(planned, steps),
+        "spot_pays": None if found.saving_fraction is None else found.saving_fraction > 0,
+        "saving_fraction": found.saving_fraction,
+        "speedup": found.speedup,
+        "rows": [asdict(row) for row in found.rows],
+    }
+
+
+def _run_usd(row: ForecastRow, steps: int) -> float:
+    return row.usd_per_hour * steps * row.step_s / 3600
 
 
 def _micro(usd: float) -> int:

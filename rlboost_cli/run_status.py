@@ -9,12 +9,11 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from rlboost_cli import client
-from rlboost_cli.supervision import is_supervised
+from rlboost_cli.liveness import is_supervised
 from rlboost_runtime.core.money import MICRO_USD_PER_USD
 from rlboost_runtime.errors import NotFound
-from rlboost_runtime.run_create import all_runs
 from rlboost_runtime.run_folder import RunFolder, read_json
+from rlboost_runtime.run_index import all_runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +37,22 @@ def run_status(run: RunFolder, timeout_s: float = 2.0) -> RunStatus:
     ended = run.outcome.exists()
     problem = None
     if not ended:
+        from rlboost_cli import client  # TLS: a tenth of a second that the list of runs does without
+
         try:
             data = client.get_status(run, timeout_s)
             return RunStatus(data, is_live=True, has_ended=False, age_s=0.0, is_supervised=is_supervised(run))
         except client.NotAnswering as silence:
             ended = run.outcome.exists()  # it may have ended this very moment
             problem = None if ended else silence.problem
-    data = _stored(run)
-    return RunStatus(data, is_live=False, has_ended=ended, age_s=_age_s(run), problem=problem)
+    return RunStatus(
+        _stored(run),
+        is_live=False,
+        has_ended=ended,
+        age_s=_age_s(run),
+        problem=problem,
+        is_supervised=ended or is_supervised(run),
+    )
 
 
 def runs_table() -> list[dict[str, Any]]:

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from rlboost_cli import client
+from rlboost_cli.disk_errors import full_disk
+from rlboost_cli.liveness import is_supervised
 from rlboost_runtime.errors import RLBoostError, RuntimeFault
-from rlboost_runtime.process_tags import identify
 from rlboost_runtime.processes import run_environment
-from rlboost_runtime.run_folder import RunFolder, read_json, write_json
+from rlboost_runtime.run_folder import RunFolder, write_json
 
 START_DEADLINE_S = 60.0
 """How long a supervisor and its coordinator may take until the coordinator answers."""
@@ -33,12 +34,6 @@ def want_training(run: RunFolder) -> None:
     write_json(run.wanted, {"train": True})
 
 
-def is_supervised(run: RunFolder) -> bool:
-    """Whether the run's supervisor lives."""
-    noted = read_json(run.processes / "supervisor.json")
-    return noted is not None and identify(int(noted["pid"]), float(noted["started_at"]), run.path) is not None
-
-
 def bring_up(run: RunFolder, progress: Callable[[str], None]) -> dict[str, Any]:
     """Start the supervisor where none lives, wait until the coordinator answers, return its first status.
 
@@ -49,8 +44,10 @@ def bring_up(run: RunFolder, progress: Callable[[str], None]) -> dict[str, Any]:
     deadline = time.monotonic() + START_DEADLINE_S
     with _starting(run):
         if not is_supervised(run):
-            progress(f"starting the supervisor of {run.name}")
+            progress(f"starting the processes of {run.name}")
             child = _start(run)
+        else:
+            progress(f"waiting for the coordinator of {run.name}")
         while not run.outcome.exists():
             try:
                 return client.get_status(run)
@@ -107,7 +104,11 @@ def _environment(run: RunFolder) -> dict[str, str]:
 def _give_up_if_hopeless(
     run: RunFolder, child: subprocess.Popen[bytes] | None, deadline: float, silence: RLBoostError
 ) -> None:
-    ended = child is not None and child.poll() is not None
+    ended = child is not None and child.poll() not in (None, 0)  # 0: a command killed meanwhile started one
+    if ended and (full := full_disk(run.path)):
+        raise RuntimeFault(
+            f"{full}: {run.name} cannot start", f"make room there, then type rlboost launch {run.name}"
+        )
     if not ended and time.monotonic() < deadline:
         return
     supervisor, coordinator = run.logs / "supervisor.log", run.logs / "coordinator.log"

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlboost_cli.disk_errors import require_room
 from rlboost_runtime.errors import ConfigError, NotFound
 from rlboost_runtime.job import Job
-from rlboost_runtime.run_create import FoundRun, find_run, is_open, prepare_run, reopen, stored_job
-from rlboost_runtime.run_folder import RunFolder, read_json
+from rlboost_runtime.run_create import FoundRun, prepare_run, reopen, stored_job
+from rlboost_runtime.run_folder import RunFolder, home, read_json
+from rlboost_runtime.run_index import find_run, is_open
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +23,12 @@ class Target:
     """The named run; None where a job file was given."""
 
     def prepare(self, *, resume: bool) -> FoundRun:
-        """Return the run, made or opened again where that is needed. Raises `ConfigError`, `NotFound`."""
+        """Return the run, made or opened again where that is needed.
+
+        Raises `ConfigError`, `NotFound`, and `RuntimeFault` where the disk has no room for a run.
+        """
+        if self.run is None or not is_open(self.run):
+            require_room(home() / "runs")
         if self.run is None:
             assert self.job_file is not None
             return prepare_run(self.job_file, self.job, resume=resume)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import psutil
 
 from rlboost_cli import client
-from rlboost_cli.supervision import is_supervised
+from rlboost_cli.liveness import is_supervised
 from rlboost_providers.base import MachineState, MachineView
 from rlboost_runtime.coordinator.closing import close_books
 from rlboost_runtime.errors import RuntimeFault
@@ -44,7 +44,9 @@ class Ending:
 def end_run(run: RunFolder, progress: Callable[[str], None]) -> Ending:
     """End the run; blocks for up to about a minute. Raises `RuntimeFault` where something cannot be ended."""
     graceful = _ask_coordinator(run, progress)
+    progress(f"ending the processes of {run.name} that are left")
     processes = end_all(run.path, TERM_GRACE_S)
+    progress(f"ending the machines of {run.name} that are left")
     machines, views = _end_machines(run)
     close_books(run, views, "ended by rlboost down")
     if not run.outcome.exists():
@@ -64,14 +66,13 @@ def _ask_coordinator(run: RunFolder, progress: Callable[[str], None]) -> bool:
             client.stop(run)
         except client.NotAnswering:
             return False
-        progress(f"asked the coordinator of {run.name} to end the run")
+        progress(f"waiting until the coordinator of {run.name} has ended its machines")
     deadline = time.monotonic() + GRACEFUL_S
     while time.monotonic() < deadline:
         if run.outcome.exists() and not is_supervised(run):
             psutil.wait_procs(tagged(run.path), timeout=_EXIT_S)
             return True
         time.sleep(_POLL_S)
-    progress(f"it has not ended after {GRACEFUL_S:.0f} s: ending its processes")
     return False
 
 

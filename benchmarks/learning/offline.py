@@ -27,10 +27,12 @@ from rlboost_runtime.job import Job, TinyModel
 from rlboost_runtime.trainer.data import Example, PromptSource, read_examples
 from rlboost_runtime.trainer.losses import group_advantages, overlong_penalty
 from rlboost_runtime.trainer.policy import Policy
-from rlboost_runtime.trainer.rewards import RewardCall, RewardScorer, require_some_reward
+from rlboost_runtime.trainer.reward_outcome import require_some_reward
+from rlboost_runtime.trainer.rewards import RewardCall, RewardScorer
+from rlboost_runtime.trainer.sample import Sample
 from rlboost_runtime.trainer.sampling import sample
 from rlboost_runtime.trainer.tiny import make_model, make_tokenizer
-from rlboost_runtime.trainer.update import Learner, Sample
+from rlboost_runtime.trainer.update import Learner
 from rlboost_runtime.trainer.warmup import warm_up, warmup_data
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "examples" / "quickstart.yaml"
@@ -147,7 +149,8 @@ def train_step(
         )
         for reward, response in zip(rewards, responses, strict=True)
     ]
-    advantages = group_advantages(torch.tensor(shaped).view(-1, algorithm.group_size)).flatten().tolist()
+    rewards_GR = torch.tensor(shaped).view(-1, algorithm.group_size)
+    advantages = group_advantages(rewards_GR, kind=algorithm.loss).flatten().tolist()
     samples = [
         Sample(list(prompt.token_ids), response.token_ids, response.logprobs, advantage)
         for prompt, response, advantage in zip(prompts, responses, advantages, strict=True)

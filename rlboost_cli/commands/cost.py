@@ -6,20 +6,24 @@ from typing import Annotated
 
 import typer
 
+from rlboost_cli import completion
+
 
 def cost(
-    run: Annotated[str, typer.Argument(help="The run", metavar="RUN", show_default=False)],
+    run: Annotated[
+        str, typer.Argument(help="The run", metavar="RUN", show_default=False, autocompletion=completion.runs)
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object")] = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print a line per machine and other cost")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print a CSV table of machines and steps")] = False,
 ) -> None:
-    """Show what a run costs, and would cost on demand
+    """Show what a run costs, on what, and what it would have cost on demand
 
     Example: rlboost cost quickstart --json
     """
     from rlboost_cli import output
     from rlboost_cli.costs import report_of
     from rlboost_runtime.errors import ConfigError
-    from rlboost_runtime.run_create import find_run
+    from rlboost_runtime.run_index import find_run
 
     if as_json and as_csv:
         raise ConfigError("both --json and --csv were given", "leave one of them out")

@@ -6,9 +6,13 @@ from typing import Annotated
 
 import typer
 
+from rlboost_cli import completion
+
 
 def down(
-    run: Annotated[str, typer.Argument(help="The run", metavar="RUN", show_default=False)],
+    run: Annotated[
+        str, typer.Argument(help="The run", metavar="RUN", show_default=False, autocompletion=completion.runs)
+    ],
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask")] = False,
 ) -> None:
     """End a run for certain and show what it cost
@@ -18,11 +22,15 @@ def down(
     from rlboost_cli import output
     from rlboost_cli.costs import report_of
     from rlboost_cli.teardown import end_run
-    from rlboost_runtime.run_create import find_run, is_open
+    from rlboost_runtime.run_index import find_run, is_open
 
     folder = find_run(run)
     question = f"end {run}? its checkpoints stay"
     if is_open(folder) and not yes and output.is_terminal() and not output.confirm(question):
         raise typer.Exit(0)
-    output.ending(folder, end_run(folder, output.progress))
-    output.cost(report_of(folder))
+    with output.working() as say:
+        ended = end_run(folder, say)
+        say(f"adding up what {run} cost")
+        report = report_of(folder)
+    output.ending(folder, ended)
+    output.cost(report)

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rlboost_cli import completion
+
 if TYPE_CHECKING:
     from rlboost_cli.plan import LaunchPlan
     from rlboost_runtime.run_folder import RunFolder
@@ -13,7 +15,13 @@ if TYPE_CHECKING:
 
 def launch(
     job_or_run: Annotated[
-        str, typer.Argument(help="A job file, or the name of a run", metavar="JOB_OR_RUN", show_default=False)
+        str,
+        typer.Argument(
+            help="A job file, or the name of a run",
+            metavar="JOB_OR_RUN",
+            show_default=False,
+            autocompletion=completion.jobs_and_runs,
+        ),
     ],
     detach: Annotated[bool, typer.Option("--detach", help="Return once the run is under way")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask before spending")] = False,
@@ -35,11 +43,13 @@ def launch(
     for line in describe_plan(plan):
         output.progress(line)
     _ask(plan, yes=yes)
-    found = target.prepare(resume=resume)
+    with output.working("copying the job's files"):
+        found = target.prepare(resume=resume)
     output.found_run(found)
     try:
         want_training(found.run)
-        bring_up(found.run, output.progress)
+        with output.working() as say:
+            bring_up(found.run, say)
         if not detach:
             _watch(found.run)
     except KeyboardInterrupt:
@@ -66,18 +76,19 @@ def _ask(plan: LaunchPlan, *, yes: bool) -> None:
 
 def _watch(run: RunFolder) -> None:
     from rlboost_cli import output
-    from rlboost_cli.attach import NewLines, follow
+    from rlboost_cli.attach import follow
 
-    output.follow(follow(run), NewLines().of)
+    output.follow(follow(run))
 
 
 def _finish(run: RunFolder) -> None:
     from rlboost_cli import output
     from rlboost_cli.attach import outcome_of
     from rlboost_cli.costs import report_of
+    from rlboost_cli.run_status import run_status
 
     outcome = outcome_of(run)
-    output.show("")
-    output.cost(report_of(run))
-    output.outcome(run, outcome)
+    with output.working("adding up what the run cost"):
+        report = report_of(run)
+    output.outcome(run, outcome, run_status(run).data, report)
     raise typer.Exit(outcome.exit_code)

@@ -6,15 +6,20 @@ from typing import Annotated
 
 import typer
 
+from rlboost_cli import completion
+
 
 def logs(
-    run: Annotated[str, typer.Argument(help="The run", metavar="RUN", show_default=False)],
+    run: Annotated[
+        str, typer.Argument(help="The run", metavar="RUN", show_default=False, autocompletion=completion.runs)
+    ],
     instance: Annotated[
         str | None,
         typer.Argument(
             help="An instance, a machine or one of our processes, such as coordinator",
             metavar="[INSTANCE]",
             show_default=False,
+            autocompletion=completion.logs,
         ),
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Read on until the run ends")] = False,
@@ -30,7 +35,7 @@ def logs(
 
     from rlboost_cli import output
     from rlboost_cli.log_files import Tail
-    from rlboost_runtime.run_create import find_run, is_open
+    from rlboost_runtime.run_index import find_run, is_open
 
     folder = find_run(run)
     tail = Tail(folder, instance, lines)

@@ -6,10 +6,25 @@ from typing import Annotated
 
 import typer
 
+from rlboost_cli import completion
+
 
 def preempt(
-    run: Annotated[str, typer.Argument(help="The run", metavar="RUN", show_default=False)],
-    instance: Annotated[str, typer.Argument(help="The instance", metavar="INSTANCE", show_default=False)],
+    run: Annotated[
+        str,
+        typer.Argument(
+            help="The run", metavar="RUN", show_default=False, autocompletion=completion.open_runs
+        ),
+    ],
+    instance: Annotated[
+        str,
+        typer.Argument(
+            help="The instance",
+            metavar="INSTANCE",
+            show_default=False,
+            autocompletion=completion.instances,
+        ),
+    ],
     notice: Annotated[
         float | None,
         typer.Option("--notice", min=0.0, help="Seconds of warning; without it, at once", show_default=False),
@@ -21,7 +36,7 @@ def preempt(
     """
     from rlboost_cli import client, output
     from rlboost_runtime.errors import NotFound
-    from rlboost_runtime.run_create import find_run, is_open
+    from rlboost_runtime.run_index import find_run, is_open
 
     folder = find_run(run)
     if not is_open(folder):

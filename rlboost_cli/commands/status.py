@@ -6,10 +6,18 @@ from typing import Annotated
 
 import typer
 
+from rlboost_cli import completion
+
 
 def status(
     run: Annotated[
-        str | None, typer.Argument(help="The run; without it, all runs", metavar="[RUN]", show_default=False)
+        str | None,
+        typer.Argument(
+            help="The run; without it, all runs",
+            metavar="[RUN]",
+            show_default=False,
+            autocompletion=completion.runs,
+        ),
     ] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Follow the run until it ends")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object")] = False,
@@ -19,10 +27,9 @@ def status(
     Example: rlboost status quickstart --watch
     """
     from rlboost_cli import output
-    from rlboost_cli.attach import NewLines, follow
     from rlboost_cli.run_status import run_status, runs_table
     from rlboost_runtime.errors import ConfigError
-    from rlboost_runtime.run_create import find_run
+    from rlboost_runtime.run_index import find_run
 
     if watch and (run is None or as_json):
         raise ConfigError("--watch follows one run on the screen", "name the run, and leave --json out")
@@ -35,8 +42,10 @@ def status(
         return
     folder = find_run(run)
     if watch:
+        from rlboost_cli.attach import follow
+
         try:
-            output.follow(follow(folder), NewLines().of)
+            output.follow(follow(folder))
         except KeyboardInterrupt:
             raise typer.Exit(0) from None
         return

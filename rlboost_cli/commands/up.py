@@ -6,11 +6,18 @@ from typing import Annotated
 
 import typer
 
+from rlboost_cli import completion
+
 
 def up(
     job: Annotated[
         str,
-        typer.Argument(help="The job file, or the name of an open run", metavar="JOB", show_default=False),
+        typer.Argument(
+            help="The job file, or the name of an open run",
+            metavar="JOB",
+            show_default=False,
+            autocompletion=completion.jobs_and_runs,
+        ),
     ],
 ) -> None:
     """Start everything of a run but its trainer
@@ -21,8 +28,11 @@ def up(
     from rlboost_cli.supervision import bring_up
     from rlboost_cli.target import find_target
 
-    found = find_target(job, resume=False).prepare(resume=False)
+    target = find_target(job, resume=False)
+    with output.working("copying the job's files"):
+        found = target.prepare(resume=False)
     output.found_run(found)
-    bring_up(found.run, output.progress)
+    with output.working() as say:
+        bring_up(found.run, say)
     name = found.run.name
     output.show(f"{name} is up; rlboost launch {name} trains, rlboost down {name} ends it")

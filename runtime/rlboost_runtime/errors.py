@@ -13,6 +13,7 @@
     ├── BudgetReached       5
     ├── ProtocolError       1  a peer said something that makes no sense
     └── RuntimeFault        1  one of our processes or a user's function failed
+        └── PortTaken       1  another program has our port
 
 `problem` says what is wrong (where, what was found), `remedy` what to type or change next.
 """
@@ -24,6 +25,20 @@ import errno
 DISK_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO})
 """Numbers of an `OSError` by which a disk takes no more or fails: it may pass, and no code of ours is to
 blame."""
+
+_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_FULL_WORDS = (*(f"(os error {number})" for number in _FULL_ERRNOS), "inline_container.cc")
+"""How libraries that do not raise `OSError` say it: safetensors, and torch's writer of zip files, which fails
+in this way for no other reason."""
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether `error`, or what it was raised from, says that a disk is full."""
+    if isinstance(error, OSError):
+        return error.errno in _FULL_ERRNOS
+    if any(words in str(error) for words in _FULL_WORDS):
+        return True
+    return error.__cause__ is not None and is_disk_full(error.__cause__)
 
 
 class RLBoostError(Exception):
@@ -94,3 +109,16 @@ class ProtocolError(RLBoostError):
 
 class RuntimeFault(RLBoostError):
     """One of our processes, or a function of the user's, failed."""
+
+
+class PortTaken(RuntimeFault):
+    """Another program listens on a port that the run's machines know: a restart of the run takes new ones."""
+
+
+def port_taken(port: int, role: str, run: str) -> PortTaken:
+    """Return the error of `role`, which cannot listen on the port that it had before."""
+    return PortTaken(
+        f"port {port} of the {role} of run {run} is taken by another program",
+        f"type rlboost launch {run} --resume: it goes on from its last checkpoint on a free port;"
+        " `ss -ltnp` names the program that has this one",
+    )

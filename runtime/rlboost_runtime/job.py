@@ -74,11 +74,33 @@ class HttpReward(Model):
     """URL that is asked by POST."""
 
 
+class Lora(Model):
+    """Low-rank adapters: the model's own weights stay, small ones beside them are trained (arXiv
+    2106.09685)."""
+
+    rank: int = Field(default=32, ge=1)
+    """Rank of the adapters of every linear layer."""
+    alpha: int | None = Field(default=None, ge=1)
+    """Adapters are scaled by alpha / rank; null: twice the rank."""
+
+    @property
+    def scaled_by(self) -> int:
+        """`alpha`, its default filled in."""
+        return 2 * self.rank if self.alpha is None else self.alpha
+
+
+IMPORTANCE_CAPS = {"token": 2.0, "icepop": 5.0, "sequence_mask": 3.0}
+"""What `importance_cap: null` stands for: the caps of verl and SkyRL, of IcePop's authors, of TRL."""
+
+
 class Algorithm(Model):
     """The RL algorithm."""
 
-    loss: Literal["grpo", "dapo"] = "dapo"
-    """grpo: per-sequence mean (arXiv 2402.03300); dapo: token mean, higher upper clip (arXiv 2503.14476)."""
+    loss: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp"] = "dapo"
+    """grpo: mean per response (arXiv 2402.03300); dapo: mean over tokens, higher upper clip (2503.14476);
+    dr_grpo: constant divisor, no std (2503.20783); gspo: one ratio per response (2507.18071); cispo: clipped
+    weight, every token keeps its gradient (2506.13585); rloo: leave-one-out baseline (2402.14740);
+    reinforce_pp: group baseline, batch std (2501.03262)."""
     group_size: int = Field(default=8, ge=2)
     """Responses per prompt."""
     prompts_per_step: int = Field(default=128, ge=1)
@@ -91,14 +113,34 @@ class Algorithm(Model):
     """Steps over which the learning rate rises to its peak."""
     minibatches_per_step: int = Field(default=1, ge=1)
     """Optimizer steps per step; must divide prompts_per_step."""
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """Lower clip of the probability ratio: 1 - clip_low."""
+    clip_low: float | None = Field(default=None, gt=0, lt=1)
+    """Lower clip of the probability ratio: 1 - clip_low; null: 3e-4 for gspo, none for cispo, else 0.2."""
     clip_high: float | None = Field(default=None, gt=0)
-    """Upper clip; null: 0.28 for dapo, 0.2 for grpo."""
+    """Upper clip: 1 + clip_high; null: 0.28 for dapo, 4e-4 for gspo, 4 for cispo, else 0.2."""
     dual_clip: float | None = Field(default=3.0, gt=1)
-    """Bound on the loss of tokens with negative advantage (arXiv 1912.09729); null: off."""
-    importance_cap: float | None = Field(default=2.0, gt=0)
-    """Token-level truncated importance sampling against the engine's logprobs; null: off."""
+    """Bound on the loss of tokens with negative advantage (arXiv 1912.09729), not of gspo and cispo; null:
+    off."""
+    importance_sampling: Literal["token", "icepop", "sequence_mask", "none"] = "token"
+    """Correction of the engine's logprobs against the trainer's: token weights, truncated; icepop: tokens
+    outside [importance_floor, importance_cap] are dropped; sequence_mask: responses above importance_cap
+    are."""
+    importance_cap: float | None = Field(default=None, gt=0)
+    """Largest weight; null: 2 for token, 5 for icepop, 3 for sequence_mask."""
+    importance_floor: float = Field(default=0.5, gt=0, lt=1)
+    """Smallest weight of icepop."""
+    old_logprobs: Literal["auto", "engine", "recompute"] = "auto"
+    """What the ratio compares with after the step's first optimizer step. engine: what the engine reported;
+    recompute: a forward pass beforehand, for which all later mini-batches wait; auto: recompute for gspo,
+    whose clip is narrower than the mismatch, else engine."""
+    zero_variance_groups: Literal["keep", "drop", "replace"] = "keep"
+    """Groups whose rewards are all equal teach nothing. keep: they count in the mean; drop: they do not;
+    replace: spare prompts of the same step take their places (arXiv 2503.14476)."""
+    spare_prompts: int = Field(default=0, ge=0)
+    """Further prompts per step, rolled out as replacements; what is not needed is thrown away, and
+    counted."""
+    mask_truncated: bool = False
+    """Leave responses that were cut at max_response_tokens out of the loss; their rewards still count in the
+    group."""
     max_prompt_tokens: int = Field(default=512, ge=1)
     """Longest prompt, in tokens."""
     max_response_tokens: int = Field(default=4096, ge=1)
@@ -113,6 +155,9 @@ class Algorithm(Model):
     """Upper bound of the gradient's norm."""
     micro_batch_responses: int = Field(default=16, ge=1)
     """Finished responses needed before a micro-batch is trained."""
+    lora: Lora | None = None
+    """Train adapters instead of all weights; null: all weights. Learning rates are higher then: 1e-5 to
+    2e-5."""
     max_staleness: Literal[0] = 0
     """0: synchronous, every token of a step comes from the step's policy version."""
     seed: int = Field(default=0, ge=0)
@@ -135,6 +180,11 @@ class Algorithm(Model):
             )
         return self
 
+    @property
+    def prompts_asked_per_step(self) -> int:
+        """Prompts of a step with its spares."""
+        return self.prompts_per_step + self.spare_prompts
+
 
 class Trainer(Model):
     """The reserved node."""
@@ -147,6 +197,16 @@ class Trainer(Model):
     """Engines on the trainer's own GPUs that roll out during the seeding window."""
     threads: int = Field(default=1, ge=1)
     """CPU threads of the trainer."""
+    ranks: int = Field(default=1, ge=1)
+    """Processes over which the policy is sharded (FSDP2), one per GPU; started by torchrun."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the trainer's arithmetic; weights, gradients' sums and optimizer stay float32."""
+    micro_batch_tokens: int = Field(default=8192, ge=1)
+    """Tokens of one forward and backward pass: responses are packed up to this; a longer one goes alone."""
+    activation_checkpointing: bool = False
+    """Keep only the layers' inputs and compute the rest twice: less memory, about a third more arithmetic."""
+    optimizer_offload: bool = False
+    """Keep the optimizer's state in main memory, but for its step."""
     checkpoint_every_steps: int = Field(default=1, ge=1)
     """Steps from one checkpoint to the next; a restarted trainer repeats the steps since the last."""
     keep_checkpoints: int = Field(default=2, ge=1)
@@ -212,19 +272,48 @@ class EngineArgs(Model):
     """CPU threads of one engine."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the engine's weights."""
+    python: str | None = None
+    """vllm: the Python that has it installed; null: RLBOOST_VLLM_PYTHON, else the venv beside the agent's."""
+    enforce_eager: bool = False
+    """vllm: compile nothing; starts minutes sooner, decodes slower. Builds for CPUs always do so."""
+    gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
+    """vllm: share of the GPU's memory for weights and cache; null: vLLM's own default."""
+    kv_cache_mib: int | None = Field(default=None, ge=1)
+    """vllm: MiB of KV cache; null: the rest of the GPU's share, or on CPUs what max_running contexts need."""
+    fp8: bool = False
+    """vllm: weights in fp8; needs a GPU of compute capability 8.9. Watch the mismatch with the trainer."""
+    speculative: Literal["ngram", "suffix"] | None = None
+    """vllm: let earlier text propose tokens; turned off by itself while that measures slower."""
+
+
+VLLM_OPTIONS = ("python", "enforce_eager", "gpu_memory_utilization", "kv_cache_mib", "fp8", "speculative")
+"""Fields of `EngineArgs` that no other engine understands."""
 
 
 class Rollout(Model):
     """Generation."""
 
-    engine: Literal["transformers"] = "transformers"
-    """Inference engine on every instance."""
+    engine: Literal["transformers", "vllm"] = "transformers"
+    """Inference engine on every instance; vllm: has a Python of its own (docs/engines.md)."""
     engine_args: EngineArgs = EngineArgs()
     """Options of the engine."""
     spot: Spot = Spot()
     """The preemptible pool."""
     seeding_initial_s: float = Field(default=10.0, ge=0)
     """First seeding window (T_init); adapted from then on."""
+
+    @model_validator(mode="after")
+    def _options_are_the_engines(self) -> Self:
+        if self.engine == "vllm":
+            return self
+        defaults = EngineArgs()
+        for name in VLLM_OPTIONS:
+            if getattr(self.engine_args, name) != getattr(defaults, name):
+                raise ValueError(
+                    f"engine_args has {name}, an option of vllm, but the engine is {self.engine};"
+                    " write engine: vllm, or remove it"
+                )
+        return self
 
 
 class Weights(Model):

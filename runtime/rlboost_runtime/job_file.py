@@ -13,8 +13,12 @@ from typing import NamedTuple
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import HttpReward, Job
 from rlboost_runtime.job_checks.disk import check_disk, find_model
+from rlboost_runtime.job_checks.sense import check_sense
 from rlboost_runtime.job_checks.shape import field_type, sections, validate
 from rlboost_runtime.job_checks.tree import FieldPath, Mistake, SyntaxMistake, Tree, dotted, parse
+
+LORA_LEARNING_RATE = 1e-5
+"""Below this, adapters learn hardly anything in a run of usual length (peers use 1e-5 to 2e-5)."""
 
 
 class JobErrors(ConfigError):
@@ -36,7 +40,7 @@ def load_job(path: Path) -> Job:
     except SyntaxMistake as exc:
         raise _errors(path, [f"{path}:{exc.line}: {exc.problem}"]) from exc
     job, mistakes = validate(tree.data)
-    mistakes = [*tree.mistakes, *mistakes, *check_disk(tree.data, path.parent)]
+    mistakes = [*tree.mistakes, *mistakes, *check_sense(tree.data), *check_disk(tree.data, path.parent)]
     if job is None or mistakes:
         raise _errors(path, _lines(path, tree, mistakes))
     return _with_absolute_model(job, path.parent)
@@ -54,6 +58,16 @@ def hints(job: Job) -> list[str]:
         found.append(f"reward: {job.reward.http} is not encrypted: everybody on the way reads your prompts")
     if job.algorithm.temperature == 0:
         found.append("algorithm.temperature: 0 makes all responses of a group the same: nothing is learnt")
+    if job.algorithm.lora is not None and job.algorithm.learning_rate < LORA_LEARNING_RATE:
+        found.append(
+            f"algorithm.learning_rate: {job.algorithm.learning_rate:g} is little for adapters, which start"
+            f" at 0; {LORA_LEARNING_RATE:g} or more is usual"
+        )
+    if job.algorithm.top_p < 1:
+        found.append(
+            f"algorithm.top_p: with {job.algorithm.top_p} engines sample from a part of the vocabulary, the"
+            " trainer's logprobs are of all of it: probability ratios are biased"
+        )
     return found
 
 

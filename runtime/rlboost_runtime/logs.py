@@ -18,7 +18,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from rlboost_runtime.errors import RLBoostError
 
@@ -66,28 +66,50 @@ def bind(**fields: object) -> None:
 
 def explain(log: logging.Logger, error: RLBoostError) -> None:
     """Log why this process ends; the supervisor repeats it as the run's outcome if a restart cannot help."""
-    event(log, FAILED, level=logging.ERROR, problem=error.problem, remedy=error.remedy)
+    event(
+        log, FAILED, level=logging.ERROR,
+        problem=error.problem, remedy=error.remedy, exit_code=error.exit_code,
+    )  # fmt: skip
 
 
-def last_explanation(path: Path, offset: int = 0) -> tuple[str, str] | None:
-    """Return problem and remedy of the last `explain` near the end of the log file `path`, or None.
+class Explanation(NamedTuple):
+    """Why something ended, and what the CLI returns for it."""
+
+    problem: str
+    remedy: str
+    exit_code: int = 1
+
+
+def last_line(path: Path, offset: int = 0) -> str:
+    """Return the last line near the end of the log file `path` that says anything, "" where there is none."""
+    lines = [line.decode(errors="replace").strip() for line in _tail(path, offset)]
+    return next((line for line in reversed(lines) if line), "")
+
+
+def last_explanation(path: Path, offset: int = 0) -> Explanation | None:
+    """Return the last `explain` near the end of the log file `path`, or None.
 
     What lies before byte `offset` is not looked at.
     """
-    try:
-        with path.open("rb") as file:
-            file.seek(max(offset, path.stat().st_size - _TAIL_BYTES))
-            lines = file.read().splitlines()
-    except FileNotFoundError:
-        return None
-    for line in reversed(lines):
+    for line in reversed(_tail(path, offset)):
         if FAILED.encode() in line:
             try:
                 fields = json.loads(line)
-                return str(fields["problem"]), str(fields["remedy"])
+                return Explanation(
+                    str(fields["problem"]), str(fields["remedy"]), int(fields.get("exit_code", 1))
+                )
             except (ValueError, TypeError, KeyError):
                 continue
     return None
+
+
+def _tail(path: Path, offset: int) -> list[bytes]:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(offset, path.stat().st_size - _TAIL_BYTES))
+            return file.read().splitlines()
+    except FileNotFoundError:
+        return []
 
 
 class _JsonLines(logging.Formatter):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from rlboost_runtime.agent.bootstrap import Bootstrap, EngineBootstrap
+from rlboost_runtime.core.messages import Pool
+from rlboost_runtime.engines.base import VllmOptions
 from rlboost_runtime.errors import NotYet
 from rlboost_runtime.job import Job
 from rlboost_runtime.run_folder import RunFolder, read_json
@@ -37,12 +39,12 @@ def make_bootstrap(
         coordinator_url=endpoint["url"],
         token=read_token(run),
         certificate=run.certificate.read_text(),
-        engine=_engine(job),
+        engine=_engine(job, pool),
         weight_streams=job.weights.streams,
     )
 
 
-def _engine(job: Job) -> EngineBootstrap:
+def _engine(job: Job, pool: str) -> EngineBootstrap:
     algorithm, options = job.algorithm, job.rollout.engine_args
     return EngineBootstrap(
         kind=job.rollout.engine,
@@ -54,4 +56,13 @@ def _engine(job: Job) -> EngineBootstrap:
         threads=options.threads,
         tokens_per_s_per_response=options.tokens_per_s_per_response,
         count_tokens=job.evidence.count_tokens,
+        vllm=VllmOptions(
+            python=options.python,
+            enforce_eager=options.enforce_eager,
+            gpu_memory_utilization=options.gpu_memory_utilization,
+            kv_cache_mib=options.kv_cache_mib,
+            fp8=options.fp8,
+            speculative=options.speculative,
+            may_sleep=pool == Pool.RESERVED,
+        ),
     )

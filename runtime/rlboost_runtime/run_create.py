@@ -6,6 +6,8 @@ Guarantees:
 - the same job under the name of an open run continues that run; another job under it is an error that says
   what differs; the name of an ended run gets the next free number: `name-2`, `name-3`;
 - the folder holds copies of the files that the job names, so that the run no longer depends on the originals;
+  a run that had ended and is resumed with its job file takes them anew, so that a corrected reward counts;
+- what a killed command left half made never counts as a run, and the next command removes it;
 - `job.json` carries the run's own name: with `name-2` it is `name-2`.
 
 A run is open until its outcome is written.
@@ -13,6 +15,8 @@ A run is open until its outcome is written.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -21,14 +25,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from rlboost_runtime.errors import ConfigError, NotFound, RuntimeFault
+from rlboost_runtime.errors import DISK_ERRNOS, ConfigError, NotFound, RuntimeFault
 from rlboost_runtime.job import Job, PromptFile, read_resolved
-from rlboost_runtime.run_folder import RunFolder, home, write_atomically
+from rlboost_runtime.run_folder import RunFolder, write_atomically
+from rlboost_runtime.run_index import is_open
 from rlboost_runtime.security import create_secrets
+from rlboost_runtime.vllm_python import find_engine_python
 
 _MAX_NAME = 63  # as `job.Name` allows
-_MAY_CHANGE = ("budget.", "algorithm.steps:")
-"""Fields that may differ when an ended run is resumed: to spend more, or to train longer."""
+_WORKSHOP = ".new-"  # beginning of the names of folders in which runs are made
+_MAY_CHANGE = (
+    *("budget.", "algorithm.steps:", "reward_timeout_s:"),
+    *("algorithm.micro_batch_responses:", "rollout.engine_args.max_running:"),
+    *("trainer.keep_checkpoints:", "trainer.checkpoint_every_steps:"),
+)
+"""Fields that may differ when an ended run is resumed: to spend more, to train longer, to wait longer for a
+reward, and to need less memory or disk. None of them changes what was trained so far."""
+_TOLD_DIFFERENCES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +53,8 @@ class FoundRun:
     is_new: bool
     changed_files: tuple[str, ...] = ()
     """Files of the user that have changed since the run took its copies; the copies are used."""
+    renewed_files: tuple[str, ...] = ()
+    """Files of the user that had changed and that a resumed run has copied again."""
 
 
 def prepare_run(job_file: Path, job: Job, *, resume: bool = False) -> FoundRun:
@@ -65,26 +80,6 @@ def prepare_run(job_file: Path, job: Job, *, resume: bool = False) -> FoundRun:
             return FoundRun(run, read_resolved(run.job_json), is_new=True)
 
 
-def find_run(name: str) -> RunFolder:
-    """Return the run called `name`. Raises `NotFound`, naming those that there are."""
-    run = RunFolder.named(name)
-    if _is_plain(name) and run.job_json.exists():
-        return run
-    others = ", ".join(r.name for r in all_runs()[-8:])
-    raise NotFound(f"no run {name} in {home() / 'runs'}", f"runs there: {others or 'none'}")
-
-
-def all_runs() -> list[RunFolder]:
-    """Return every run of `$RLBOOST_HOME`, oldest first."""
-    try:
-        folders = [p for p in (home() / "runs").iterdir() if _is_plain(p.name) and (p / "job.json").exists()]
-    except FileNotFoundError:
-        return []
-    return [
-        RunFolder(p) for p in sorted(folders, key=lambda p: ((p / "job.json").stat().st_mtime_ns, p.name))
-    ]
-
-
 def stored_job(run: RunFolder) -> Job:
     """Return the run's resolved job. Raises `RuntimeFault` where this program cannot read it."""
     try:
@@ -96,14 +91,14 @@ def stored_job(run: RunFolder) -> Job:
         ) from exc
 
 
-def is_open(run: RunFolder) -> bool:
-    """Whether the run has not ended yet."""
-    return not run.outcome.exists()
-
-
 def reopen(run: RunFolder) -> None:
-    """Make an ended run open again: its last outcome is kept as `outcome.previous.json`."""
+    """Make an ended run open again: its last outcome is kept as `outcome.previous.json`.
+
+    Nobody is left who knows its ports, so that it takes free ones: another program may have the old ones.
+    """
     if run.outcome.exists():
+        for endpoint in (run.endpoint, run.weights_endpoint):
+            endpoint.unlink(missing_ok=True)
         run.ending.unlink(missing_ok=True)  # first: an open run that has it would only be wound up
         os.replace(run.outcome, run.outcome.with_name("outcome.previous.json"))
 
@@ -117,6 +112,12 @@ def files_of(job: Job) -> list[str]:
         names.append(job.reward.rsplit(":", 1)[0])
     names += [o.market.trace for o in job.rollout.spot.any_of if o.market is not None and o.market.trace]
     return list(dict.fromkeys(names))
+
+
+def copy_files(job: Job, source: Path, target: Path) -> None:
+    """Copy the files that the job names from below `source` to below `target`. Raises `ConfigError`."""
+    for name in files_of(job):
+        _copy(source, name, target)
 
 
 def differences(old: Job, new: Job) -> list[str]:
@@ -154,14 +155,35 @@ def _continue(run: RunFolder, job_file: Path, job: Job, *, resume: bool) -> Foun
         write_atomically(run.job_json, wanted.canonical_json().encode())
         stored, different = wanted, []
     if different:
+        told = "; ".join(different[:_TOLD_DIFFERENCES])
+        more = len(different) - _TOLD_DIFFERENCES
         raise ConfigError(
-            f"run {run.name} has another job: {'; '.join(different)}",
-            f"give {job_file.name} another name, or end that run: rlboost down {run.name}"
+            f"{job_file}: run {run.name} has another job: {told}"
+            + (f"; and {more} more" if more > 0 else ""),
+            f"go on with the run as it is: rlboost launch {run.name}; or end it: rlboost down {run.name};"
+            f" or give {job_file.name} another name"
             if is_open(run)
             else f"undo the changes in {job_file.name}, or leave --resume out to start a new run",
         )
     changed = tuple(name for name in files_of(job) if _has_changed(job_file.parent / name, run.files / name))
+    if resume and changed and not is_open(run):
+        _renew_files(run, job_file, job)
+        return FoundRun(run, stored, is_new=False, renewed_files=changed)
     return FoundRun(run, stored, is_new=False, changed_files=changed)
+
+
+def _renew_files(run: RunFolder, job_file: Path, job: Job) -> None:
+    """Copy the user's files again, all or none; the former copies stay in `files.previous`."""
+    fresh = Path(tempfile.mkdtemp(dir=run.path, prefix=".files-"))
+    former = run.files.with_name("files.previous")
+    try:
+        for name in files_of(job):
+            _copy(job_file.parent, name, fresh)
+        shutil.rmtree(former, ignore_errors=True)
+        os.rename(run.files, former)
+        os.rename(fresh, run.files)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
 
 
 def _has_changed(original: Path, copy: Path) -> bool:
@@ -169,10 +191,6 @@ def _has_changed(original: Path, copy: Path) -> bool:
         return original.is_file() and original.read_bytes() != copy.read_bytes()
     except OSError:
         return True
-
-
-def _is_plain(name: str) -> bool:
-    return bool(name) and not name.startswith(".") and "/" not in name
 
 
 def _flat(value: object, at: str = "") -> Iterator[tuple[str, object]]:
@@ -196,7 +214,30 @@ def _shown(values: dict[str, object], field: str) -> str:
 def _create(run: RunFolder, job_file: Path, job: Job) -> RunFolder | None:
     """Return the run, or None where somebody else made one of that name meanwhile."""
     run.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    workshop = Path(tempfile.mkdtemp(dir=run.path.parent, prefix=".new-"))
+    with _alone(run.path.parent) as is_alone:
+        if is_alone:
+            for left in run.path.parent.glob(f"{_WORKSHOP}*"):
+                shutil.rmtree(left, ignore_errors=True)  # of a killed command
+        return _make(run, job_file, job)
+
+
+@contextlib.contextmanager
+def _alone(runs: Path) -> Iterator[bool]:
+    """Let one command at a time make a run; yields False on a file system that cannot lock a folder."""
+    fd = os.open(runs, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        except OSError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(fd)
+
+
+def _make(run: RunFolder, job_file: Path, job: Job) -> RunFolder | None:
+    workshop = Path(tempfile.mkdtemp(dir=run.path.parent, prefix=_WORKSHOP))
     try:
         draft = RunFolder(workshop / run.name)
         _fill(draft, job_file, job)
@@ -212,11 +253,12 @@ def _create(run: RunFolder, job_file: Path, job: Job) -> RunFolder | None:
 
 
 def _fill(draft: RunFolder, job_file: Path, job: Job) -> None:
+    if job.rollout.engine == "vllm" and job.trainer.infra == "local":
+        find_engine_python(job.rollout.engine_args.python)  # better now than in every agent's log
     for folder in (draft.path, draft.files, draft.logs, draft.processes):
         folder.mkdir(mode=0o700)
     shutil.copyfile(job_file, draft.job_yaml)
-    for name in files_of(job):
-        _copy(job_file.parent, name, draft.files)
+    copy_files(job, job_file.parent, draft.files)
     draft.job_json.write_text(job.model_copy(update={"name": draft.name}).canonical_json())
     read_resolved(draft.job_json)  # what cannot be read back must not become a run
     create_secrets(draft)
@@ -237,6 +279,8 @@ def _copy(source: Path, name: str, target: Path) -> None:
         else:
             shutil.copyfile(source / path, copy)
     except OSError as exc:
+        if exc.errno in DISK_ERRNOS:  # nothing is wrong with the file
+            raise
         raise ConfigError(
             f"{name}: cannot be copied from {source}: {exc.strerror}", "see that it exists and can be read"
         ) from exc

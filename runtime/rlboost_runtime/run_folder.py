@@ -22,6 +22,8 @@ there is named below; everybody else only reads it.
     weights/          v000012/: immutable versions                          trainer
     checkpoints/      step-000012/, and `model/` at the end                 trainer
     metrics.jsonl     a line per step                                       trainer
+    preparing.json    {"doing", "done", "of", "unit", "since"}: what the trainer does before its first step;
+                      absent otherwise                                      trainer
     processes/        supervisor.json, coordinator.json, ...: {"pid", "started_at"}        supervisor
     logs/             a file per process; logs/machines/ID/ per machine
     cloud/            the local provider's machines and its market's state  local provider
@@ -152,6 +154,11 @@ class RunFolder:
     def metrics(self) -> Path:
         """JSON lines, one per step."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def preparing(self) -> Path:
+        """What the trainer does before its first step."""
+        return self.path / "preparing.json"
 
     @property
     def processes(self) -> Path:

@@ -18,6 +18,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import shutil
 import signal
 import sqlite3
 import sys
@@ -30,13 +31,14 @@ import psutil
 from rlboost_providers.base import MachineState
 from rlboost_providers.registry import provider_for
 from rlboost_runtime.coordinator.closing import close_books
-from rlboost_runtime.errors import DISK_ERRNOS, ProviderError, RLBoostError
+from rlboost_runtime.errors import DISK_ERRNOS, ProviderError, RLBoostError, RuntimeFault
 from rlboost_runtime.job import Job, read_resolved
-from rlboost_runtime.logs import event, explain, last_explanation, setup
+from rlboost_runtime.last_word import give_up_reserve, reserve, write_outcome
+from rlboost_runtime.logs import Explanation, event, explain, last_explanation, last_line, setup
 from rlboost_runtime.process_tags import kill_tagged
 from rlboost_runtime.processes import end_all
-from rlboost_runtime.run_folder import RunFolder, write_json
-from rlboost_runtime.supervision.attempts import EX_CONFIG, EX_TEMPFAIL, Attempts, Tuning
+from rlboost_runtime.run_folder import RunFolder
+from rlboost_runtime.supervision.attempts import EX_CONFIG, EX_IOERR, EX_TEMPFAIL, Attempts, Tuning
 from rlboost_runtime.supervision.coordinator_client import ask_to_stop
 from rlboost_runtime.supervision.roles import Role, roles_of
 from rlboost_runtime.supervision.watched import Watched, adopt, start, write_identity
@@ -45,6 +47,7 @@ log = logging.getLogger(__name__)
 
 
 DEFAULT_TUNING = Tuning()
+_MAX_LINE = 300  # characters of a log's last line that an outcome repeats
 
 
 class Supervisor:
@@ -64,12 +67,18 @@ class Supervisor:
         self._stop = asyncio.Event()
         self._failed = False
 
+    @property
+    def is_speechless(self) -> bool:
+        """Whether the run failed and its outcome could not be written."""
+        return self._failed and not self._run.outcome.exists()
+
     def stop(self) -> None:
         """Take everything down; the run stays open."""
         self._stop.set()
 
     async def serve(self) -> None:
         """Keep the roles alive; returns once the run has ended or was stopped and nothing of it is left."""
+        reserve(self._run)
         try:
             async with asyncio.TaskGroup() as group:
                 keepers = [group.create_task(self._keep(role)) for role in self._roles]
@@ -98,8 +107,7 @@ class Supervisor:
             pause_s = attempts.ended(status, lived_s, role.progress())
             if attempts.is_hopeless(status):
                 offset = process.log_offset if isinstance(process, Watched) else 0
-                told = last_explanation(role.log(self._run), offset)
-                await self._fail(role, told or _explanation(role, self._run, status, attempts.crashes))
+                await self._fail(role, _why_hopeless(role, self._run, status, attempts, offset))
             process = None
             await asyncio.sleep(pause_s)
 
@@ -122,39 +130,44 @@ class Supervisor:
 
     # --- failing ------------------------------------------------------------------------------------------
 
-    async def _fail(self, role: Role, explanation: tuple[str, str]) -> None:
+    async def _fail(self, role: Role, why: Explanation) -> None:
         """End the run as failed because of `role`: through the coordinator, or else without it.
 
-        `explanation`: problem and remedy.
+        Where even the outcome cannot be written everything is ended all the same, and the run stays open.
         """
         if self._failed:
             return
         self._failed = True
-        problem, remedy = explanation
-        event(log, "run.failed", level=logging.ERROR, process=role.name, problem=problem)
-        if role.name != "coordinator" and await asyncio.to_thread(ask_to_stop, self._run, problem, remedy):
+        event(log, "run.failed", level=logging.ERROR, process=role.name, problem=why.problem)
+        if role.name != "coordinator" and await asyncio.to_thread(ask_to_stop, self._run, *why):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._tuning.stop_timeout_s):
                     while not self._run.outcome.exists():  # noqa: ASYNC110 written by another process
                         await asyncio.sleep(self._tuning.look_s)
-        if not self._run.outcome.exists():
-            outcome = {"state": "failed", "problem": problem, "remedy": remedy, "exit_code": 1}
-            write_json(self._run.outcome, outcome)
+        if not self._run.outcome.exists() and not write_outcome(
+            self._run, {"state": "failed", **why._asdict()}
+        ):
+            self.stop()
 
     # --- the end ------------------------------------------------------------------------------------------
 
     def _tear_down(self) -> None:
         """End every machine and process of the run. Blocks for `grace_s` and a little more at most."""
+        self._try_to_end_machines()
+        ended = end_all(self._run.path, self._tuning.grace_s)
+        self._try_to_end_machines()  # one that the coordinator was launching when it was ended
+        if self._run.outcome.exists():
+            self._close_books()
+            give_up_reserve(self._run)
+        for role in self._roles:
+            role.identity(self._run).unlink(missing_ok=True)
+        event(log, "teardown.finished", processes=len(ended))
+
+    def _try_to_end_machines(self) -> None:
         try:
             self._end_machines()
         except (RLBoostError, OSError) as error:
             event(log, "machines.end_failed", level=logging.ERROR, problem=str(error))
-        ended = end_all(self._run.path, self._tuning.grace_s)
-        if self._run.outcome.exists():
-            self._close_books()
-        for role in self._roles:
-            role.identity(self._run).unlink(missing_ok=True)
-        event(log, "teardown.finished", processes=len(ended))
 
     def _close_books(self) -> None:
         """End in the ledger what its coordinator had no time to end."""
@@ -167,7 +180,7 @@ class Supervisor:
             event(log, "machines.not_described", level=logging.ERROR, problem=str(error))
         try:
             close_books(self._run, views, "the run had ended")
-        except (RLBoostError, sqlite3.Error) as error:
+        except (RLBoostError, OSError, sqlite3.Error) as error:
             event(log, "books.not_closed", level=logging.ERROR, problem=str(error))
 
 
@@ -179,13 +192,37 @@ async def _end_of(process: Watched | int) -> tuple[int | None, float]:
     return status, time.monotonic() - process.began
 
 
-def _explanation(role: Role, run: RunFolder, status: int | None, crashes: int) -> tuple[str, str]:
-    """Return problem and remedy for a role that could not say them itself."""
+def _why_hopeless(
+    role: Role, run: RunFolder, status: int | None, attempts: Attempts, log_offset: int
+) -> Explanation:
+    """Return why the run fails with `role`: in its own words, if it had any in its last life."""
+    path = role.log(run)
+    if status in (EX_TEMPFAIL, EX_IOERR):
+        free = shutil.disk_usage(run.path).free / 1e9
+        return Explanation(
+            f"the disk of {run.path} is full or fails: the {role.name} could not write for too long"
+            f" ({free:.2f} GB free now)",
+            f"make room there, then type rlboost launch {run.name} --resume: it goes on from its last"
+            " checkpoint",
+        )
+    if status == -signal.SIGKILL:
+        return Explanation(
+            f"the {role.name} was killed {attempts.kills} times in a row without progress (SIGKILL, most"
+            f" likely for want of memory); its log is {path}",
+            "free some memory, or lower algorithm.micro_batch_responses or rollout.engine_args.max_running,"
+            " then type rlboost launch JOB_FILE --resume",
+        )
+    told = last_explanation(path, log_offset)
+    if told is not None:
+        return told
     how = f"signal {-status}" if status is not None and status < 0 else f"exit status {status}"
-    times = "ended" if status == EX_CONFIG else f"ended {crashes} times in a row without progress, last"
-    return (
-        f"the {role.name} {times} with {how}; its log is {role.log(run)}",
-        "see the end of that log for the cause, then launch the job again",
+    times = (
+        "ended" if status == EX_CONFIG else f"ended {attempts.crashes} times in a row without progress, last"
+    )
+    said = last_line(path, log_offset)[:_MAX_LINE]
+    return Explanation(
+        f"the {role.name} {times} with {how}" + (f": {said}" if said else "") + f"; its log is {path}",
+        f"see the end of that log for the cause, then type rlboost launch {run.name} --resume",
     )
 
 
@@ -218,19 +255,36 @@ def end_machines(job: Job, run: RunFolder) -> None:
         raise ProviderError(f"machines {', '.join(left)} may still run", f"rlboost down {run.name}")
 
 
-async def serve(run: RunFolder) -> None:
-    """Supervise the run until it ends, or until SIGTERM or SIGINT."""
+async def serve(run: RunFolder) -> bool:
+    """Supervise the run until it ends, or until SIGTERM or SIGINT.
+
+    Returns False where it failed and there was no room on the disk to say so.
+    """
     job = read_resolved(run.job_json)
     supervisor = Supervisor(run, roles_of(job, run), lambda: end_machines(job, run))
     for name in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(name, supervisor.stop)
     await supervisor.serve()
+    return not supervisor.is_speechless
 
 
 def main() -> int:
     """Supervise the run in the folder given as the only argument; return the exit status."""
     setup("supervisor")
     run = RunFolder(Path(sys.argv[1]).absolute())
+    try:
+        return _supervise(run)
+    except RLBoostError as error:
+        explain(log, error)
+        return EX_CONFIG if error.exit_code == 2 else 1
+    except OSError as problem:
+        if problem.errno not in DISK_ERRNOS:
+            raise
+        explain(log, RuntimeFault(f"the disk refuses: {problem}", f"make room for {run.path}"))
+        return EX_TEMPFAIL
+
+
+def _supervise(run: RunFolder) -> int:
     with only_supervisor(run) as alone:
         if not alone:
             print(f"run {run.name} has a supervisor already", file=sys.stderr)
@@ -238,13 +292,10 @@ def main() -> int:
         identity = run.processes / "supervisor.json"
         write_identity(identity, os.getpid(), psutil.Process().create_time())
         try:
-            asyncio.run(serve(run))
-        except RLBoostError as error:
-            explain(log, error)
-            return EX_CONFIG if error.exit_code == 2 else 1
+            said = asyncio.run(serve(run))
         finally:
             identity.unlink(missing_ok=True)
-    return 0
+    return 0 if said else EX_TEMPFAIL
 
 
 if __name__ == "__main__":

@@ -116,12 +116,19 @@ class Beat(Message, frozen=True, omit_defaults=True):
 
 
 class VersionReady(Message, frozen=True, omit_defaults=True):
-    """The engine serves `version`; digests and probe agreed. Seconds spent pulling and paused to apply."""
+    """The engine serves `version`; digests and probe agreed. Seconds spent pulling, and until it served it.
+
+    `load_s` of `apply_s` went into the weights, `pause_s` of that without tokens; `start_s` are the phases of
+    the engine's start, where it was started for this version.
+    """
 
     version: int
     pulled_bytes: int = 0
     pull_s: float = 0.0
     apply_s: float = 0.0
+    load_s: float = 0.0
+    pause_s: float = 0.0
+    start_s: dict[str, float] = {}
 
 
 class VersionFailed(Message, frozen=True, omit_defaults=True):
@@ -288,10 +295,11 @@ class RunFinished(Message, frozen=True, omit_defaults=True):
 
 
 class RunFailed(Message, frozen=True, omit_defaults=True):
-    """The trainer cannot go on, and a restart would not help."""
+    """The trainer cannot go on, and a restart would not help. `exit_code` is what the CLI then returns."""
 
     problem: str
     remedy: str
+    exit_code: int = 1
 
 
 # --- coordinator -> trainer ------------------------------------------------------------------------------

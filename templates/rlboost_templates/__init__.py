@@ -1,18 +1,40 @@
-"""Sample job files, shipped as data: `names()` lists them, `text(name)` returns one with its comments."""
+"""Sample job files, shipped as data: `names()` lists them, `text(name)` returns one with its comments.
+
+`laptop` runs as it is. The others are drafts: they follow the job file's contract for machines that this
+version does not launch yet, and say so in their first line.
+"""
 
 from __future__ import annotations
 
 from importlib import resources
 
+DRAFT = "# DRAFT"
+"""How a template begins that this version cannot run."""
+ALIASES = {"local": "laptop", "ssh": "own-machines"}
+"""Other words for templates: what `infra` says for them."""
+
 
 def names() -> list[str]:
-    """Return the names of all templates, sorted."""
+    """Return the names of all templates, those that run as they are first."""
     files = resources.files(__name__).iterdir()
-    return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
+    found = sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
+    return sorted(found, key=is_draft)
 
 
 def text(name: str) -> str:
     """Return the template `name` as YAML. Raises `KeyError` where there is no such template."""
-    if name not in names():
+    name = ALIASES.get(name, name)
+    files = resources.files(__name__)
+    if name not in (file.name.removesuffix(".yaml") for file in files.iterdir()):
         raise KeyError(name)
-    return resources.files(__name__).joinpath(f"{name}.yaml").read_text(encoding="utf-8")
+    return files.joinpath(f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def summary(name: str) -> str:
+    """Return the template's first line as a sentence."""
+    return text(name).partition("\n")[0].removeprefix("# ")
+
+
+def is_draft(name: str) -> bool:
+    """Whether this version cannot run the template. Raises `KeyError` where there is no such template."""
+    return text(name).startswith(DRAFT)

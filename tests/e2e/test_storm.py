@@ -54,6 +54,11 @@ def test_a_run_through_kills_and_notices_keeps_every_promise(cli: Any) -> None:
     other = sum(round(v * 1e6) for v in cost["other_usd"].values())
     assert round(cost["total_usd"] * 1e6) == sum(micro) + other
     assert all(m["ended_at"] is not None for m in cost["machines"])
+    wasted = {kind: round(usd * 1e6) for kind, usd in cost["wasted_usd"].items()}
+    assert min(wasted.values()) > 0, (
+        "machines booted, waited, were killed at work, and their work was migrated"
+    )
+    assert sum(wasted.values()) + round(cost["useful_usd"] * 1e6) == sum(micro)
     assert cli.processes("storm") == []
 
 

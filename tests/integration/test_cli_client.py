@@ -44,7 +44,7 @@ class Calls:
             raise NotFound(f"no instance {instance}", "rlboost status demo")
         self.preempted.append((instance, notice_s))
 
-    def stop(self, state: str, problem: str, remedy: str) -> None:
+    def stop(self, state: str, problem: str, remedy: str, exit_code: int | None) -> None:
         self.stopped.append((state, problem, remedy))
 
 

@@ -155,9 +155,15 @@ def test_cost_works_before_during_and_in_each_format(run: RunFolder) -> None:
     report = json.loads(rlboost("cost", "demo", "--json").stdout)
     assert report["total_usd"] == report["machines"][0]["cost_usd"] >= 10
     lines = rlboost("cost", "demo", "--csv").stdout.splitlines()
-    assert lines[0].startswith("id,pool,")
-    assert [line.split(",")[0] for line in lines[1:]] == ["head", "egress", "storage"]
-    assert "in all" in rlboost("cost", "demo").stdout
+    assert lines[0].startswith("kind,id,pool,")
+    assert [line.split(",")[:2] for line in lines[1:]] == [
+        ["machine", "head"],
+        ["other", "egress"],
+        ["other", "storage"],
+        ["outside", "before"],
+        ["outside", "after"],
+    ]
+    assert "so far" in rlboost("cost", "demo").stdout
     assert rlboost("cost", "demo", "--csv", "--json", code=2).stdout == ""
 
 

@@ -10,16 +10,10 @@ import pytest
 
 from rlboost_runtime.errors import ConfigError, RuntimeFault
 from rlboost_runtime.job import HttpReward
+from rlboost_runtime.reward_failures import RewardFailure
 from rlboost_runtime.trainer.data import generate_examples
-from rlboost_runtime.trainer.rewards import (
-    OUTPUT_LIMIT_BYTES,
-    Reward,
-    RewardCall,
-    RewardFailure,
-    RewardScorer,
-    failure_metrics,
-    require_some_reward,
-)
+from rlboost_runtime.trainer.reward_outcome import Reward, failure_metrics, require_some_reward
+from rlboost_runtime.trainer.rewards import OUTPUT_LIMIT_BYTES, RewardCall, RewardScorer
 
 pytestmark = pytest.mark.integration
 

@@ -197,6 +197,8 @@ trainer.main([str(pathlib.Path.cwd())])
 
 
 def test_a_trainer_that_took_long_to_start_is_adopted(run, supervise):
+    job = Job(name=run.name, model=TinyModel(init="tiny"), data=ReasoningGym(reasoning_gym=["products"]))
+    run.job_json.write_text(job.canonical_json())
     write_json(run.wanted, {"train": True})
     first = supervise(trainer=TRAINER)
     trainer = wait_for(run, "trainer")
@@ -219,7 +221,7 @@ def test_a_disk_that_takes_no_identity_does_not_cost_the_process(run, monkeypatc
     process.child.wait()
 
 
-def test_a_full_disk_never_ends_a_run(run, supervise):
+def test_a_full_disk_is_waited_for(run, supervise):
     disk = "import errno, os, pathlib, sys; full = pathlib.Path('full').exists(); "
     code = disk + "sys.exit(75) if full else __import__('time').sleep(600)"
     (run.path / "full").touch()
@@ -332,7 +334,7 @@ def test_a_role_that_no_restart_can_help_ends_the_run_in_its_own_words(run, supe
         "state": "failed",
         "problem": "trace.csv:3: time goes back",
         "remedy": "sort the rows",
-        "exit_code": 1,
+        "exit_code": 2,
     }
     assert len([e for e in supervised.events("process.started") if e["process"] == "coordinator"]) == 1
 
@@ -370,7 +372,7 @@ def front_door(run):
 
 def test_the_coordinator_is_asked_to_end_the_run(run, front_door):
     assert ask_to_stop(run, "the trainer ended", "see its log")
-    body = {"state": "failed", "problem": "the trainer ended", "remedy": "see its log"}
+    body = {"state": "failed", "problem": "the trainer ended", "remedy": "see its log", "exit_code": 1}
     assert front_door == [("/v1/stop", body)]
 
 

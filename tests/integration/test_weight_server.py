@@ -230,7 +230,7 @@ def test_a_taken_port_is_a_clear_error(run: RunFolder) -> None:
         with start(run) as process:
             assert process.stderr is not None
             text = process.stderr.read().decode()
-            assert process.wait(10) == 78
+            assert process.wait(10) == 1
     assert f"port {port}" in text
     assert "Traceback" not in text
 

@@ -58,12 +58,14 @@ def test_a_disk_that_refuses_is_to_be_tried_again(exit_status, error, depth):
     assert json.dumps(said)
 
 
-@pytest.mark.parametrize(("error", "status"), [(ConfigError("a", "b"), 78), (RuntimeFault("a", "b"), 1)])
+@pytest.mark.parametrize(
+    ("error", "status", "exit_code"), [(ConfigError("a", "b"), 78, 2), (RuntimeFault("a", "b"), 1, 1)]
+)
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_what_can_be_explained_is_one_line_however_deep_it_lies(exit_status, error, status, depth):
+def test_what_can_be_explained_is_one_line_however_deep_it_lies(exit_status, error, status, exit_code, depth):
     for _ in range(depth):
         error = ExceptionGroup("unhandled errors in a TaskGroup", [error])
-    assert exit_status(error) == (status, {"problem": "a", "remedy": "b"})
+    assert exit_status(error) == (status, {"problem": "a", "remedy": "b", "exit_code": exit_code})
 
 
 @pytest.mark.parametrize(

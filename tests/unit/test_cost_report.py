@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from rlboost_runtime.coordinator.ledger import Ledger, UsageKind, WasteKind
+from rlboost_runtime.coordinator.accounts import UsageKind, WasteKind
+from rlboost_runtime.coordinator.ledger import Ledger
 from rlboost_runtime.coordinator.report import cost_report
+from rlboost_runtime.job import Budget
 
 T0 = 1_800_000_000.0
 HOUR_OF_DOLLAR_SECONDS = 3_600_000_000
@@ -95,11 +97,33 @@ def test_steps_pay_for_their_own_time(ledger: Ledger) -> None:
     run_machine(ledger, "spot", "spot", HOUR_OF_DOLLAR_SECONDS, 15, 20)
     add_step(ledger, 0, 10, 20, 1000)
     add_step(ledger, 1, 21, 30, 1000)  # the second between the steps belongs to the later one
+    ledger.add_waste(WasteKind.IDLE, "head", 4.0)
     report = cost_report(ledger, T0 + 100, "r")
+    assert (report["useful_usd"], report["wasted_usd"]["idle"]) == (41.0, 4.0)
     assert [s["usd"] for s in report["steps"]] == [15.0, 10.0]
     assert [s["seconds"] for s in report["steps"]] == [10.0, 9.0]
     assert report["outside_steps_usd"] == {"before": 10.0, "after": 10.0}
     assert report["usd_per_million_tokens"] == 45.0 / 2000 * 1e6
+
+
+def test_a_step_trained_again_leaves_no_negative_cost_behind(ledger: Ledger) -> None:
+    run_machine(ledger, "head", "reserved", HOUR_OF_DOLLAR_SECONDS, 0, 100)
+    for step in range(3):
+        add_step(ledger, step, 10 * step, 10 * step + 10, 100)
+    add_step(ledger, 1, 40, 60, 100)  # the trainer went back to step 1; step 2 is not trained again yet
+    report = cost_report(ledger, T0 + 100, "r")
+    assert [s["usd"] for s in report["steps"]] == [10.0, 50.0, 0.0]
+    assert report["outside_steps_usd"] == {"before": 0.0, "after": 40.0}
+
+
+def test_what_is_left_of_the_budget_and_for_how_long(ledger: Ledger) -> None:
+    run_machine(ledger, "head", "reserved", HOUR_OF_DOLLAR_SECONDS, 0, None)
+    budget = cost_report(ledger, T0 + 60, "r", Budget(max_usd=100.5, max_usd_per_hour=4000.0))["budget"]
+    assert budget == {
+        "max_usd": 100.5, "left_usd": 40.5, "hours_left": round(40.5 / 3600, 4), "max_usd_per_hour": 4000.0,
+    }  # fmt: skip
+    assert cost_report(ledger, T0 + 120, "r", Budget(max_usd=100.5))["budget"]["left_usd"] == -19.5
+    assert cost_report(ledger, T0 + 60, "r")["budget"]["left_usd"] is None
 
 
 def test_waste_comes_from_the_books(ledger: Ledger) -> None:

@@ -10,11 +10,10 @@ from types import ModuleType
 
 import pytest
 
-from rlboost_cli.main import app
+from rlboost_cli.main import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
-COMMANDS = {command.callback.__name__ for command in app.registered_commands if command.callback}
 TARGETS = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
 
 

@@ -15,8 +15,9 @@ import pytest
 
 from rlboost_providers.base import LaunchRequest, MachineState, MachineView, Offer
 from rlboost_runtime.coordinator import fleet as fleet_module
+from rlboost_runtime.coordinator.accounts import MachineBookState
 from rlboost_runtime.coordinator.fleet import Fleet, MachineMaker
-from rlboost_runtime.coordinator.ledger import Ledger, MachineBookState
+from rlboost_runtime.coordinator.ledger import Ledger
 from rlboost_runtime.coordinator.state import State
 from rlboost_runtime.coordinator.waste import WasteMeter
 from rlboost_runtime.core import machines as core_machines
@@ -214,6 +215,30 @@ async def test_a_launch_whose_answer_came_too_late_is_billed_from_its_start(
         assert bill.launched_ns == pytest.approx((cloud.views["spot-0"].started_at or 0) * 1e9, abs=1e3)
 
 
+async def test_the_end_waits_for_a_launch_that_outlived_its_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_module, "CALL_TIMEOUT_S", 0.05)
+    cloud = Cloud()
+    asked, may_start = threading.Event(), threading.Event()
+
+    def start_late(machine: str) -> None:
+        asked.set()
+        may_start.wait(10)
+        cloud.start(machine)
+
+    cloud.launching = start_late
+    async with fleet_on(tmp_path, cloud) as made:
+        await until(asked.is_set)
+        await asyncio.sleep(0.2)  # the call is given up, its thread goes on
+        assert await made.fleet.end_all(0.3) == ["spot-0"]  # it may come yet: nobody says that all is gone
+        may_start.set()
+        assert await made.fleet.end_all(10) == []
+        assert cloud.num_launched == 1
+        assert cloud.views["spot-0"].state is MachineState.GONE
+        assert made.book_state("spot-0") == "gone"
+
+
 async def test_a_machine_that_is_gone_at_first_sight_is_billed_for_its_life(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,8 +322,8 @@ async def test_only_billed_machines_are_charged_with_waste(tmp_path: Path) -> No
     async with fleet_on(tmp_path, cloud) as refused:
         refused.fleet.close()
         refused.state.apply(RunEnding(refused.state.now(), "stopped"))  # terminating, and never intended
-        meter = WasteMeter(refused.ledger)
+        meter = WasteMeter(refused.ledger, refused.state.core, refused.state.tally, refused.state.now)
         for second in range(8):
-            meter.meter(refused.state, float(second))
+            meter.advance(float(second))
         meter.flush()
-        assert sum(refused.ledger.wasted().values()) == 0
+        assert refused.ledger.wasted_ns() == {}

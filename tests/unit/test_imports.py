@@ -14,13 +14,14 @@ PACKAGES = {
     "rlboost_providers": ROOT / "providers" / "rlboost_providers",
     "rlboost_templates": ROOT / "templates" / "rlboost_templates",
 }
-ROLES = {"coordinator", "agent", "engines", "weights", "trainer"}
+ROLES = {"coordinator", "agent", "engines", "weights", "trainer", "sim"}
 CONTRACTS = {"rlboost_runtime.agent.bootstrap", "rlboost_runtime.engines.base"}
 """Modules inside a role that say what others may count on."""
 MAY_KNOW = {
     "agent": {"engines", "weights"},
     "coordinator": set[str](),
     "engines": set[str](),
+    "sim": set[str](),
     "trainer": {"weights"},
     "weights": set[str](),
 }
@@ -29,6 +30,7 @@ NO_TORCH = (
     "core",
     "agent",
     "coordinator",
+    "sim",
     "job_checks",
     "job",
     "job_file",

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-import rlboost_templates
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import HttpReward, PromptFile, TinyModel
 from rlboost_runtime.job_checks.shape import NOT_YET_FIELDS, sections
@@ -56,21 +55,6 @@ def check(folder: Path) -> Check:
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").rglob("*.yaml")), ids=lambda path: path.name)
 def test_every_example_loads(example: Path) -> None:
     assert load_job(example).name
-
-
-@pytest.mark.parametrize("name", rlboost_templates.names())
-def test_every_template_loads_and_keeps_its_comments(name: str, folder: Path) -> None:
-    text = rlboost_templates.text(name)
-    (folder / "job.yaml").write_text(text)
-    assert load_job(Path("job.yaml")).name == "my-run"
-    assert text.startswith("# ")
-
-
-def test_an_unknown_template_is_a_key_error() -> None:
-    with pytest.raises(KeyError, match="nope"):
-        rlboost_templates.text("nope")
-    with pytest.raises(KeyError):
-        rlboost_templates.text("../rlboost_templates/local")
 
 
 def test_a_small_job_gets_every_default(check: Check, folder: Path) -> None:
@@ -123,10 +107,12 @@ def test_a_model_folder_becomes_absolute(check: Check, folder: Path) -> None:
 
 def test_a_hub_id_and_other_surprises_are_hints(check: Check, folder: Path) -> None:
     text = GOOD.replace("{init: tiny}", "Qwen/Qwen3-8B") + "reward: {http: 'http://127.0.0.1:9/score'}\n"
-    assert check(text + "algorithm: {temperature: 0}\n") == []
+    assert check(text + "algorithm: {temperature: 0, top_p: 0.9, lora: {rank: 8}}\n") == []
     job = load_job(Path("job.yaml"))
     assert isinstance(job.reward, HttpReward)
-    assert [hint.split(":")[0] for hint in hints(job)] == ["model", "reward", "algorithm.temperature"]
+    assert [hint.split(":")[0] for hint in hints(job)] == [
+        "model", "reward", "algorithm.temperature", "algorithm.learning_rate", "algorithm.top_p",
+    ]  # fmt: skip
 
 
 def test_prompts_exported_from_reasoning_gym_may_use_its_scorer(check: Check, folder: Path) -> None:
@@ -238,7 +224,7 @@ def test_odd_yaml_is_a_mistake(check: Check, text: str, line: str) -> None:
         ),
         ("algorithm: {group_size: true}\n", "4: algorithm.group_size: found true; write a whole number of at least 2"),
         ("algorithm: {group_size: 1}\n", "4: algorithm.group_size: found 1; write a whole number of at least 2"),
-        ("algorithm: {clip_low: 1}\n", "4: algorithm.clip_low: found 1; write a number greater than 0, less than 1"),
+        ("algorithm: {clip_low: 1}\n", "4: algorithm.clip_low: found 1; write a number greater than 0, less than 1, or null"),
         ("algorithm: {clip_high: -1}\n", "4: algorithm.clip_high: found -1; write a number greater than 0, or null"),
         ("algorithm: {learning_rate: .nan}\n", "4: algorithm.learning_rate: found nan; write a number greater than 0"),
         ("algorithm: {learning_rate: 1e999}\n", "4: algorithm.learning_rate: found inf; write a number greater than 0"),
@@ -251,7 +237,7 @@ def test_odd_yaml_is_a_mistake(check: Check, text: str, line: str) -> None:
         ("algorithm:\n", "4: algorithm: found nothing; indent its fields below it, or remove the line"),
         ("budget: 5\n", "4: budget: found 5 (a number); write a section with any of max_usd, max_usd_per_hour"),
         ("evidence: {keep_journal: yes}\n", "4: evidence.keep_journal: found 'yes' (text); write true"),
-        ("algorithm: {loss: grpoo}\n", "4: algorithm.loss: found 'grpoo'; write grpo or dapo"),
+        ("algorithm: {loss: grpoo}\n", "4: algorithm.loss: found 'grpoo'; write grpo or dapo or dr_grpo or gspo or cispo or rloo or reinforce_pp"),
         ("files: rewards.py\n", "4: files: found 'rewards.py' (text); write [rewards.py]"),
         ("files: [rewards.py, 8]\n", "4: files[1]: found 8 (a number); write '8'"),
         (
@@ -418,13 +404,12 @@ def test_a_reward_may_be_bound_in_any_way_and_is_never_run(check: Check, folder:
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("algorithm: {loss: gspo}", "algorithm.loss: found gspo, which is not in this version yet; use grpo or dapo"),
         ("algorithm: {max_staleness: 1}", "algorithm.max_staleness: found 1, which is not in this version yet; use 0"),
+        ("rollout: {engine: sglang}", "rollout.engine: found sglang, which is not in this version yet; use transformers or vllm"),
         (
-            "algorithm: {lora: {rank: 32}}",
-            "algorithm.lora: is not in this version yet; remove it: all weights are trained",
+            "rollout: {engine_args: {fp8: true}}",
+            "rollout.engine_args: has fp8, an option of vllm, but the engine is transformers; write engine: vllm, or remove it",
         ),
-        ("rollout: {engine: vllm}", "rollout.engine: found vllm, which is not in this version yet; use transformers"),
         ("weights: {transfer: delta}", "weights.transfer: found delta, which is not in this version yet; use full"),
         (
             "trainer: {infra: aws/us-east-1, accelerators: 'H100:8', nodes: 2}",
@@ -556,7 +541,7 @@ def test_all_mistakes_come_at_once_in_the_order_of_lines(check: Check, folder: P
         reward: rewards.py:scor
         algorithm:
           group_size: '8'
-          loss: gspo
+          loss: gpo
           group_size: 8
         rollout:
           spot:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rlboost_runtime.coordinator.ledger import Ledger, MachineBookState, UsageKind, WasteKind
+from rlboost_runtime.coordinator.accounts import MachineBookState, UsageKind, WasteKind
+from rlboost_runtime.coordinator.ledger import Ledger
 from rlboost_runtime.core.money import NS_PER_HOUR
 from rlboost_runtime.errors import NotFound, RuntimeFault
 
@@ -220,19 +221,34 @@ def test_steps_and_events_are_kept_in_order(ledger: Ledger) -> None:
     assert ledger.events()[0].at == T0
 
 
-def test_waste_is_machine_time_at_the_machines_price(ledger: Ledger) -> None:
-    intend(ledger, "a", price=3_600_000_000)  # $1 a second
-    intend(ledger, "b", price=7_200_000_000)
+def test_waste_is_machine_time(ledger: Ledger) -> None:
+    intend(ledger, "a")
+    intend(ledger, "b")
     ledger.add_waste(WasteKind.BOOT, "a", 1.5)
     ledger.add_waste(WasteKind.BOOT, "a", 0.5)
     ledger.add_waste(WasteKind.BOOT, "b", 1.0)
     ledger.add_waste(WasteKind.LOST, "b", 0.25)
-    assert ledger.wasted() == {
-        WasteKind.BOOT: 4_000_000,
-        WasteKind.IDLE: 0,
-        WasteKind.LOST: 500_000,
-        WasteKind.REDONE: 0,
+    assert ledger.wasted_ns() == {
+        "a": {WasteKind.BOOT: 2_000_000_000},
+        "b": {WasteKind.BOOT: 1_000_000_000, WasteKind.LOST: 250_000_000},
     }
+
+
+def test_a_bill_is_split_by_what_was_wasted_and_never_by_more(ledger: Ledger) -> None:
+    intend(ledger, "a", price=3_600_000_000)  # $1 a second
+    ledger.launched("a", T0)
+    (bill,) = ledger.machines(T0 + 3)
+    found = bill.parts({WasteKind.BOOT: 1_000_000_000, WasteKind.LOST: 500_000_000})
+    assert found.useful == 1_500_000
+    assert found.wasted == {
+        WasteKind.BOOT: 1_000_000, WasteKind.IDLE: 0, WasteKind.LOST: 500_000, WasteKind.REDONE: 0,
+    }  # fmt: skip
+    more = bill.parts({WasteKind.REDONE: 2_000_000_000, WasteKind.IDLE: 2_500_000_000})
+    assert (more.useful, more.wasted[WasteKind.IDLE], more.wasted[WasteKind.REDONE]) == (
+        0,
+        2_500_000,
+        500_000,
+    )
 
 
 def test_a_failed_launch_that_turns_up_is_billed_until_it_ends(ledger: Ledger) -> None:
@@ -291,6 +307,8 @@ def test_spending_is_what_the_ledger_says_at_every_moment(ledger: Ledger) -> Non
         assert spending.total_micro_usd(now) == ledger.total_micro_usd(now)
         assert spending.machines(now) == ledger.machines(now)
         assert spending.usage(now) == ledger.usage(now)
+    moments = [T0 + t for t in (-5, 0, 3, 3, 55, 60, 80, 99, 119, 120, 150)]
+    assert spending.totals_micro_usd(moments) == [spending.total_micro_usd(at) for at in moments]
 
 
 def test_the_summary_of_steps_agrees_with_the_steps(ledger: Ledger) -> None:
@@ -339,9 +357,9 @@ def test_wastes_are_added_all_or_none(ledger: Ledger) -> None:
     intend(ledger, "a")
     with pytest.raises(NotFound):
         ledger.add_wastes({(WasteKind.BOOT, "a"): 1.0, (WasteKind.IDLE, "unknown"): 1.0})
-    assert sum(ledger.wasted().values()) == 0
+    assert ledger.wasted_ns() == {}
     ledger.add_wastes({(WasteKind.BOOT, "a"): 1.0, (WasteKind.IDLE, "a"): 2.0})
-    assert sum(ledger.wasted().values()) == 3_000_000
+    assert sum(ledger.wasted_ns()["a"].values()) == 3_000_000_000
 
 
 def test_only_words_on_which_money_hangs_wait_for_the_disk(ledger: Ledger) -> None:

@@ -61,5 +61,5 @@ def test_the_last_explanation_is_found_between_other_output(tmp_path, stream):
     event(logging.getLogger("x"), "process.ended")
     path = tmp_path / "trainer.log"
     path.write_text("Traceback\n" + stream.getvalue() + "process.failed, half a li")
-    assert last_explanation(path) == ("disk is full", "free some space")
+    assert last_explanation(path) == ("disk is full", "free some space", 1)
     assert last_explanation(tmp_path / "absent.log") is None

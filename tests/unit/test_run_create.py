@@ -7,17 +7,9 @@ import pytest
 
 from rlboost_runtime.errors import ConfigError, NotFound, RuntimeFault
 from rlboost_runtime.job import Job, read_resolved
-from rlboost_runtime.run_create import (
-    all_runs,
-    differences,
-    files_of,
-    find_run,
-    is_open,
-    prepare_run,
-    reopen,
-    stored_job,
-)
+from rlboost_runtime.run_create import differences, files_of, prepare_run, reopen, stored_job
 from rlboost_runtime.run_folder import RunFolder, home, write_json
+from rlboost_runtime.run_index import all_runs, find_run, is_open
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlboost_runtime.supervision.attempts import EX_CONFIG, EX_TEMPFAIL, Attempts, Tuning
+from rlboost_runtime.supervision.attempts import EX_CONFIG, EX_IOERR, EX_TEMPFAIL, Attempts, Tuning
 
 
 def attempts(measures_progress: bool = False, **tuning) -> Attempts:
@@ -60,12 +60,42 @@ def test_a_configuration_error_is_hopeless_at_once():
 
 
 @pytest.mark.parametrize("status", [EX_TEMPFAIL, -9])
-def test_what_others_did_to_a_role_is_borne_for_ever_with_growing_pauses(status):
-    role = attempts()
+def test_what_others_did_to_a_role_is_borne_with_growing_pauses(status):
+    role = attempts(kills=1000, disk_patience_s=1e6)
     pauses = [role.ended(status, 0.1, 0) for _ in range(50)]
     assert not role.is_hopeless(status)
     assert pauses[:3] == [0.2, 0.4, 0.8]
     assert set(pauses[10:]) == {10.0}
+
+
+def test_kills_without_progress_are_borne_for_minutes_but_not_for_ever():
+    role = attempts(measures_progress=True)
+    waited_s = sum(role.ended(-9, 1.0, 0) for _ in range(19))
+    assert not role.is_hopeless(-9)
+    assert waited_s > 120
+    role.ended(-9, 1.0, 1)  # a step in between: it has room after all
+    for _ in range(18):
+        role.ended(-9, 1.0, 1)
+        assert not role.is_hopeless(-9)
+    role.ended(-9, 1.0, 1)
+    assert role.is_hopeless(-9)
+
+
+def test_a_disk_that_refuses_is_borne_for_its_time_and_no_longer():
+    role = attempts(disk_patience_s=60.0)
+    borne = 0
+    while not role.is_hopeless(EX_TEMPFAIL):
+        role.ended(EX_TEMPFAIL, 2.0, 0)
+        borne += 1
+    assert 5 < borne < 15
+    role.ended(0, 31.0, 0)
+    assert not role.is_hopeless(0)
+
+
+def test_a_role_that_gave_up_on_the_disk_itself_is_not_started_again():
+    role = attempts()
+    role.ended(EX_IOERR, 1000.0, 0)
+    assert role.is_hopeless(EX_IOERR)
 
 
 def test_a_full_disk_between_crashes_neither_counts_nor_excuses_them():

@@ -16,7 +16,7 @@ PACKAGES = (
     "providers/rlboost_providers",
     "templates/rlboost_templates",
 )
-SHIPPED = {".py", ".yaml", ".typed"}
+SHIPPED = {".py", ".yaml", ".csv", ".txt", ".typed"}
 
 
 @pytest.mark.integration

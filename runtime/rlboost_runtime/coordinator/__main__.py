@@ -1,7 +1,8 @@
 """`python -m rlboost_runtime.coordinator RUN_FOLDER`: the coordinator of one run.
 
 Exit status 0: the run has ended. 78: a restart would not help; problem and remedy are in the log. 75: the
-disk refuses, which may pass. Anything else: start it again, it goes on from what is on disk.
+disk refuses, which may pass. 74: it has refused for too long. Anything else: start it again, it goes on from
+what is on disk.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 import uvloop
 
 from rlboost_runtime.coordinator import gc_tuning
-from rlboost_runtime.coordinator.service import Coordinator
+from rlboost_runtime.coordinator.service import Coordinator, DiskPatienceOver
 from rlboost_runtime.errors import DISK_ERRNOS, RLBoostError, RuntimeFault
 from rlboost_runtime.job import read_resolved
 from rlboost_runtime.logs import explain, setup
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 
 EX_CONFIG = 78
 """A restart would not help."""
+EX_IOERR = 74
+"""The disk has refused for `service.DISK_PATIENCE_S`: the run is to end, so that it costs nothing more."""
 EX_TEMPFAIL = 75
 """The disk takes no more, or fails: to be tried again, for as long as it takes."""
 
@@ -45,6 +48,8 @@ def main() -> int:
         uvloop.run(_serve(run))
     except (RLBoostError, OSError, sqlite3.OperationalError, ExceptionGroup) as error:
         problems = list(_leaves(error))
+        if any(isinstance(problem, DiskPatienceOver) for problem in problems):
+            return EX_IOERR
         disk = next((problem for problem in problems if _is_of_disk(problem)), None)
         if disk is not None:
             explain(log, RuntimeFault(f"the disk refuses: {disk}", f"free some space for {run.path}"))

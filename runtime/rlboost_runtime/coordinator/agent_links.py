@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -90,6 +90,9 @@ class LinkStats:
     engine: str = ""
     pull_s: float = 0.0
     apply_s: float = 0.0
+    load_s: float = 0.0
+    pause_s: float = 0.0
+    start_s: dict[str, float] = field(default_factory=dict)
     counts_sent_at: float = -1e9
 
 
@@ -415,6 +418,8 @@ class AgentLinks:
     def _on_version_ready(self, link: AgentLink, message: VersionReady) -> None:
         stats = self._stats_of(link.instance)
         stats.pull_s, stats.apply_s = message.pull_s, message.apply_s
+        stats.load_s, stats.pause_s = message.load_s, message.pause_s
+        stats.start_s = message.start_s or stats.start_s
         self._state.apply(InstanceReady(self._state.now(), link.instance, link.epoch, message.version))
 
     def _on_goodbye(self, link: AgentLink, reason: str) -> None:

@@ -79,6 +79,8 @@ class Fleet:
         self._is_closed = False
         self._commands: asyncio.Queue[LaunchMachine | TerminateMachine] = asyncio.Queue()
         self._busy: set[str] = set()
+        self._launching: set[str] = set()
+        """Machines whose launch runs in a thread, also beyond `CALL_TIMEOUT_S`."""
 
     def carry_out(self, command: LaunchMachine | TerminateMachine) -> None:
         """Queue a command."""
@@ -118,12 +120,12 @@ class Fleet:
                 self._end_unlisted()
                 return []
             if self._clock.now() > deadline:
-                return sorted(self._open_machines() | self._busy if left is None else left)
+                return sorted(self._open_machines() | self._coming if left is None else left)
             await self._clock.sleep(END_AGAIN_S)
 
     async def _end_once(self, deadline: float) -> set[str] | None:
         """Look what there is and ask for its end; return what is there or may come, None: not known."""
-        busy = set(self._busy)
+        busy = self._coming
         settleable = self._settleable()
         try:
             views = await self._describe(max(MIN_CALL_S, deadline - self._clock.now()))
@@ -138,7 +140,12 @@ class Fleet:
                     await asyncio.to_thread(self._provider.terminate, self._maker.run, machine)
             except (RLBoostError, OSError) as error:
                 log_event(log, "machine.terminate_failed", machine=machine, problem=repr(error))
-        return alive | busy | self._busy
+        return alive | busy | self._coming
+
+    @property
+    def _coming(self) -> set[str]:
+        """Machines that a call under way may bring."""
+        return self._busy | self._launching
 
     # --- one command --------------------------------------------------------------------------------------
 
@@ -167,16 +174,30 @@ class Fleet:
             return
         try:
             request = LaunchRequest(self._maker.run, machine, offer, self._maker.bootstrap(machine))
-            view = await asyncio.to_thread(self._provider.launch, request)
+            view = await self._in_thread(machine, lambda: self._provider.launch(request))
         except (RLBoostError, OSError) as error:
             self._ledger.failed(machine, self._clock.wall(), _problem(error))
             self._launch_failed(machine, error)
             return
         started_at = self._clock.wall() if view.started_at is None else view.started_at
         self._ledger.launched(machine, started_at)
-        self._ledger.note(self._clock.wall(), "launched", f"{machine} launched in {offer.zone}")
+        if not self._is_closed:  # else it is on its way out already
+            self._ledger.note(self._clock.wall(), "launched", f"{machine} launched in {offer.zone}")
         log_event(log, "machine.launched", machine=machine, zone=offer.zone)
         state.apply(MachineLaunched(state.now(), machine))
+
+    async def _in_thread(self, machine: str, launch: Callable[[], MachineView]) -> MachineView:
+        """Return what `launch` returns. Its thread cannot be stopped: until it has ended the machine may
+        come, also where nobody waits for it any more."""
+        self._launching.add(machine)
+        call = asyncio.ensure_future(asyncio.to_thread(launch))
+        call.add_done_callback(lambda done: self._launch_ended(machine, done))
+        return await asyncio.shield(call)
+
+    def _launch_ended(self, machine: str, call: asyncio.Future[MachineView]) -> None:
+        self._launching.discard(machine)
+        if not call.cancelled() and call.exception() is not None:  # where nobody waits nobody would say it
+            log_event(log, "machine.launch_ended", machine=machine, problem=repr(call.exception()))
 
     def _launch_failed(self, machine: str, error: RLBoostError | OSError) -> None:
         problem = _problem(error)

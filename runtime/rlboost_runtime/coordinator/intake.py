@@ -58,6 +58,8 @@ class Intake:
         self.tokens_dropped = 0
         """Late: their assignment was no longer current, or they left a gap."""
         self.tokens_duplicate = 0
+        self.on_accepted: Callable[[Sequence[Arrived], Accepted], None] = lambda batch, accepted: None
+        """Hears of what was accepted from whom."""
 
     def take(self, sender: Sender, frame: Frame) -> None:
         """Take one frame, soon."""
@@ -118,6 +120,7 @@ class Intake:
         self.tokens_accepted += accepted.num_accepted
         self.tokens_dropped += accepted.num_dropped
         self.tokens_duplicate += accepted.num_duplicate
+        self.on_accepted(batch, accepted)
         events = self._events(batch, accepted)
 
         def committed() -> None:

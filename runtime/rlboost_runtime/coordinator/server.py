@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request, WebSocket, WebSocketDisconnect
 
-from rlboost_runtime.errors import NotFound, ProviderError, RLBoostError
+from rlboost_runtime.errors import NotFound, ProviderError, RLBoostError, port_taken
 from rlboost_runtime.run_folder import RunFolder, read_json, write_json
 from rlboost_runtime.seams import Transport
 from rlboost_runtime.security import authorised
@@ -31,7 +32,8 @@ class Handlers:
     trainer: Callable[[Transport], Awaitable[None]]
     status: Callable[[], dict[str, Any]]
     preempt: Callable[[str, float | None], Awaitable[None]]
-    stop: Callable[[str, str, str], None]
+    stop: Callable[[str, str, str, int | None], None]
+    """State, problem, remedy, and the exit code where it is not that of the state."""
 
 
 class ServedConnection:
@@ -106,8 +108,12 @@ def make_app(handlers: Handlers, token: str) -> FastAPI:
     async def stop(request: Request) -> dict[str, Any]:
         demand(request.headers.get("authorization"))
         body = await _json(request)
+        code = body.get("exit_code")
         handlers.stop(
-            str(body.get("state", "stopped")), str(body.get("problem", "")), str(body.get("remedy", ""))
+            str(body.get("state", "stopped")),
+            str(body.get("problem", "")),
+            str(body.get("remedy", "")),
+            code if isinstance(code, int) else None,
         )
         return {"ok": True}
 
@@ -155,7 +161,7 @@ class Server(uvicorn.Server):
 def bind(run: RunFolder, host: str = "127.0.0.1") -> socket.socket:
     """Return a listening socket on the run's port, the same one after every restart.
 
-    Raises `OSError` when another program took the port meanwhile.
+    Raises `PortTaken` when another program took the port meanwhile.
     """
     known = read_json(run.endpoint)
     port = 0 if known is None else int(str(known["url"]).rsplit(":", 1)[1])
@@ -165,7 +171,9 @@ def bind(run: RunFolder, host: str = "127.0.0.1") -> socket.socket:
         listener.bind((host, port))
     except OSError as problem:
         listener.close()
-        raise OSError(problem.errno, f"port {port} of this run is taken by another program") from problem
+        if problem.errno != errno.EADDRINUSE:
+            raise
+        raise port_taken(port, "coordinator", run.name) from problem
     listener.listen(1024)
     write_json(run.endpoint, {"url": f"https://{host}:{listener.getsockname()[1]}"})
     return listener

@@ -8,6 +8,7 @@ SIGTERM instead leaves the run open: all is on disk, and the next coordinator go
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import socket
@@ -45,8 +46,9 @@ from rlboost_runtime.core.messages import (
     TerminateMachine,
     Wake,
 )
-from rlboost_runtime.errors import NotFound, RLBoostError
+from rlboost_runtime.errors import NotFound, RLBoostError, RuntimeFault
 from rlboost_runtime.job import Job
+from rlboost_runtime.last_word import give_up_reserve
 from rlboost_runtime.logs import event as log_event
 from rlboost_runtime.machine_bootstrap import RESERVED_MACHINE, make_bootstrap
 from rlboost_runtime.run_folder import RunFolder, read_json, write_json
@@ -64,7 +66,14 @@ LAG_PROBE_S = 0.02
 """Spacing of the event loop's lag probes; p99 is over the last minute."""
 END_TIMEOUT_S = 30.0
 """Longest wait for the provider to say that the fleet is gone; then the outcome names what is left."""
+DISK_PATIENCE_S = 900.0
+"""Longest pause because the journal cannot be written: time to make room. After it the run ends, so that no
+idle fleet is paid for until somebody looks; nothing that was trained or acknowledged is lost."""
 EXIT_CODES = {"done": 0, "failed": 1, "stopped": 0, "budget": 5}
+
+
+class DiskPatienceOver(Exception):
+    """The disk has refused the journal for `DISK_PATIENCE_S`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +129,11 @@ class Coordinator:
         self._sources = StatusSources(
             job, run.name, clock.wall(), self._state, self._agents, self._trainer, self._ledger
         )
-        self._waste = WasteMeter(self._ledger)
-        self._story = Story(self._ledger, clock)
+        self._waste = WasteMeter(self._ledger, self._state.core, self._state.tally, self._state.now)
+        self._agents.intake.on_accepted = self._waste.hear_tokens
+        self._story = Story(self._ledger, clock, self._state.core)
         self._ending: Ending | None = None
+        self._paused_since: float | None = None
         self._end_asked = asyncio.Event()
         self._leave = asyncio.Event()
         self._changed = asyncio.Event()
@@ -133,6 +144,7 @@ class Coordinator:
     def _hear(self, event: Event, commands: list[Command], core: Core) -> None:
         self._story.tell(event, commands, core)
         self._trainer.reserved.hear(event, core)
+        self._waste.hear(event, commands)
         self._agents.hear(core)
 
     # --- the core's commands ------------------------------------------------------------------------------
@@ -177,8 +189,11 @@ class Coordinator:
         try:
             with bind(self._run) as listener:
                 await self._serve_on(listener)
-        finally:
-            await self._state.journal.close()
+        except BaseException:
+            with contextlib.suppress(RuntimeFault):  # what went wrong first is what is told
+                await self._state.journal.close()
+            raise
+        await self._state.journal.close()
         self._write_status()
         if self._ending is not None and not self._leave.is_set():
             write_json(self._run.outcome, msgspec.structs.asdict(_outcome(self._ending)))
@@ -209,11 +224,14 @@ class Coordinator:
                 task.cancel()
             server.should_exit = True
 
-    def end_run(self, state: str, problem: str, remedy: str) -> None:
-        """End the run, once: `state` is done, failed, stopped or budget."""
+    def end_run(self, state: str, problem: str, remedy: str, exit_code: int | None = None) -> None:
+        """End the run, once: `state` is done, failed, stopped or budget; None: the state's own exit code."""
         if self._ending is None:
-            self._ending = Ending(state, problem, remedy, EXIT_CODES.get(state, 1))
+            code = EXIT_CODES.get(state, 1) if exit_code is None else exit_code
+            self._ending = Ending(state, problem, remedy, code)
             log_event(log, "run.ending", state=state, problem=problem)
+            self._story.end()
+            give_up_reserve(self._run)
             try:
                 write_json(self._run.ending, asdict(self._ending))
             except OSError as error:  # only a crash from here on to the outcome would miss it
@@ -226,6 +244,8 @@ class Coordinator:
         if ending is not None:
             self._ending = msgspec.convert(ending, Ending)
             log_event(log, "run.still_ending", state=self._ending.state)
+            self._story.end()
+            give_up_reserve(self._run)
             self._fleet.close()
             self._end_asked.set()
 
@@ -316,8 +336,9 @@ class Coordinator:
             span = now - seen[0][0]
             if span > 0:
                 self._sources.tokens_per_s = (seen[-1][1] - seen[0][1]) / span
-            self._waste.meter(self._state, now)
+            self._waste.advance(now)
             self._ledger.write_notes()
+            self._check_disk(now)
             self._check_budget()
             self._write_status()
             self._learn_weights_url()
@@ -332,6 +353,21 @@ class Coordinator:
             lags.append(max(0.0, loop.time() - due))
             if len(lags) % 50 == 0:
                 self._sources.loop_lag_p99_ms = 1000 * sorted(lags)[int(0.99 * (len(lags) - 1))]
+
+    def _check_disk(self, now: float) -> None:
+        """Tell that the run waits for the disk, and that it goes on; raise once it has waited too long."""
+        if self._state.journal_problem is None:
+            if self._paused_since is not None:
+                self._ledger.note(self._clock.wall(), "disk", "the disk takes tokens again: the run goes on")
+            self._paused_since = None
+        elif self._paused_since is None:
+            self._paused_since = now
+            told = (
+                f"the run waits for its disk ({self._state.journal_problem}): make room, it goes on by itself"
+            )
+            self._ledger.note(self._clock.wall(), "disk", told)
+        elif now - self._paused_since > DISK_PATIENCE_S:
+            raise DiskPatienceOver(self._state.journal_problem)
 
     def _check_budget(self) -> None:
         budget = self._job.budget.max_usd

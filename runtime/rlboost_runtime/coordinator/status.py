@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlboost_runtime.coordinator.agent_links import AgentLinks
 from rlboost_runtime.coordinator.ledger import Ledger
+from rlboost_runtime.coordinator.report import cost_report
 from rlboost_runtime.coordinator.state import State
 from rlboost_runtime.coordinator.trainer_link import TrainerLink
 from rlboost_runtime.core.lease import LeaseState
 from rlboost_runtime.core.messages import LossCause, Pool
 from rlboost_runtime.job import Job
+from rlboost_runtime.run_folder import read_json
 
 REWARD_HISTORY = 1000
 """Longest reward history in a status, in steps."""
 LAST_EVENTS = 20
 """Events in words shown by a status."""
+
+
+@dataclass(slots=True)
+class OnDemand:
+    """The cost report's comparison with on-demand machines only; computed anew after each step."""
+
+    _num_steps: int = -1
+    _figures: Any = None
+
+    def figures(self, ledger: Ledger, run: str, num_steps: int, now_wall: float) -> Any:
+        """Return `usd_per_million_tokens` (spent so far) and the report's `counterfactual`; None before the
+        first step."""
+        if num_steps == 0:
+            return None
+        if num_steps != self._num_steps:
+            report = cost_report(ledger, now_wall, run)
+            spent = {"spent_usd_per_million_tokens": report["usd_per_million_tokens"]}
+            self._num_steps, self._figures = num_steps, {**spent, **_mapping(report["counterfactual"])}
+        return self._figures
 
 
 @dataclass(slots=True)
@@ -30,6 +51,7 @@ class StatusSources:
     agents: AgentLinks
     trainer: TrainerLink
     ledger: Ledger
+    on_demand: OnDemand = field(default_factory=OnDemand)
     tokens_per_s: float = 0.0
     loop_lag_p99_ms: float = 0.0
     ended: str | None = None
@@ -39,6 +61,7 @@ def build_status(sources: StatusSources, now_wall: float) -> dict[str, Any]:
     """Return the status of design section 6, as plain JSON values."""
     state, agents = sources.state, sources.agents
     core, tally = state.core, state.tally
+    preparing = _preparing(sources)
     num_steps, tokens_trained, rewards = sources.ledger.step_summary(REWARD_HISTORY)
     step = core.step
     in_flight = sum(i.num_assigned for i in core.instances.values() if i.is_alive)
@@ -51,9 +74,11 @@ def build_status(sources: StatusSources, now_wall: float) -> dict[str, Any]:
     return {
         "run": sources.run,
         "state": sources.ended or _state_name(sources),
-        "phase": _phase(sources),
+        "phase": _phase(sources, preparing),
+        "preparing": preparing,
         "step": num_steps,
         "steps": sources.job.algorithm.steps,
+        "step_responses": None if step is None else {"finished": step.finished, "requested": step.requested},
         "policy_version": core.newest_version,
         "reward_mean": rewards[-1] if rewards else None,
         "reward_history": rewards,
@@ -74,6 +99,7 @@ def build_status(sources: StatusSources, now_wall: float) -> dict[str, Any]:
             "quarantined": len(core.counters.quarantined),
             "cancelled": core.counters.cancelled,
         },
+        "rewards": sources.trainer.concerns.rewards.as_json(),
         "preemptions": {
             "noticed": losses.get(LossCause.NOTICED, 0),
             "silent": losses.get(LossCause.SILENT, 0),
@@ -90,6 +116,7 @@ def build_status(sources: StatusSources, now_wall: float) -> dict[str, Any]:
             "spent_usd": sources.ledger.total_micro_usd(now_wall) / 1e6,
             "rate_usd_per_hour": sources.ledger.rate_micro_usd_per_hour() / 1e6,
             "budget_usd": sources.job.budget.max_usd,
+            "counterfactual": sources.on_demand.figures(sources.ledger, sources.run, num_steps, now_wall),
         },
         "tokens_per_s": round(sources.tokens_per_s, 1),
         "started_at": sources.started_at,
@@ -106,6 +133,11 @@ def build_status(sources: StatusSources, now_wall: float) -> dict[str, Any]:
     }
 
 
+def _mapping(value: object) -> dict[str, object]:
+    assert isinstance(value, dict)
+    return value
+
+
 def _state_name(sources: StatusSources) -> str:
     core = sources.state.core
     if core.step is None:
@@ -113,12 +145,22 @@ def _state_name(sources: StatusSources) -> str:
     return "training" if core.lease is LeaseState.TRAINER else "rollout"
 
 
-def _phase(sources: StatusSources) -> str:
+def _preparing(sources: StatusSources) -> dict[str, Any] | None:
+    """Return what the trainer does before its first step, as it says; None once it trains."""
+    if sources.ended is not None:
+        return None
+    found = read_json(sources.state.run.preparing)
+    return found if isinstance(found, dict) else None
+
+
+def _phase(sources: StatusSources, preparing: dict[str, Any] | None) -> str:
     core = sources.state.core
     if sources.ended is not None:
         return sources.ended
+    if preparing is not None:
+        return str(preparing["doing"])
     if core.step is None:
-        return "waiting for the trainer's first step"
+        return _before_the_first_step(sources)
     done = f"{core.step.finished} of {core.step.requested} responses"
     match core.lease:
         case LeaseState.TRAINER:
@@ -127,6 +169,15 @@ def _phase(sources: StatusSources) -> str:
             return f"rollout on reserved and spot engines, {done} finished"
         case _:
             return f"handing the GPU over, {done} finished"
+
+
+def _before_the_first_step(sources: StatusSources) -> str:
+    if not (read_json(sources.state.run.wanted) or {}).get("train"):
+        return "up, without a trainer"
+    if not sources.trainer.connected:
+        return "starting the trainer"
+    newest = sources.state.core.newest_version
+    return "publishing the first policy version" if newest is None else "asking for the first step"
 
 
 def _machines(sources: StatusSources, now_wall: float) -> list[dict[str, Any]]:
@@ -141,9 +192,15 @@ def _machines(sources: StatusSources, now_wall: float) -> list[dict[str, Any]]:
             "billed_s": row.billed_ns / 1e9,
             "cost_usd": row.cost_micro_usd / 1e6,
             "state": str(row.state),
+            "joined": row.pool == Pool.RESERVED or _has_joined(sources, row.machine),
         }
         for row in sources.ledger.machines(now_wall)
     ]
+
+
+def _has_joined(sources: StatusSources, machine: str) -> bool:
+    known = sources.state.core.machines.get(machine)
+    return known is not None and known.has_joined
 
 
 def _instances(sources: StatusSources) -> list[dict[str, Any]]:
@@ -163,6 +220,9 @@ def _instances(sources: StatusSources) -> list[dict[str, Any]]:
                 "uptime_s": round(now - instance.joined_at, 1),
                 "pull_s": 0.0 if stats is None else stats.pull_s,
                 "apply_s": 0.0 if stats is None else stats.apply_s,
+                "load_s": 0.0 if stats is None else stats.load_s,
+                "pause_s": 0.0 if stats is None else stats.pause_s,
+                "start_s": {} if stats is None else stats.start_s,
             }
         )
     return rows

@@ -72,6 +72,9 @@ class Accepted:
     num_duplicate: int
     endings: tuple[EndedAssignment, ...]
     full: tuple[int, ...]
+    openings: tuple[tuple[int, int, str], ...] = ()
+    """(response, offset, instance) where an instance's first tokens of a response, or under another version,
+    begin."""
 
 
 class TokenStore:
@@ -161,7 +164,7 @@ class TokenStore:
         record: bytes | None = None
         if len(rows_N) or finishes:
             record = self._record(frame.policy_version, rows_N, deltas, openings, finishes)
-        return Accepted(record, len(deltas.token_ids_T), num_dropped, num_duplicate, endings, full)
+        return Accepted(record, len(deltas.token_ids_T), num_dropped, num_duplicate, endings, full, openings)
 
     def length(self, response: int) -> int:
         """Return how many tokens `response` has."""

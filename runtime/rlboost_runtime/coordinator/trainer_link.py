@@ -13,6 +13,7 @@ import msgspec
 from rlboost_runtime.coordinator.ledger import Ledger
 from rlboost_runtime.coordinator.reserved_meter import ReservedMeter
 from rlboost_runtime.coordinator.state import State
+from rlboost_runtime.coordinator.step_concerns import StepConcerns
 from rlboost_runtime.core.lease import LeaseState
 from rlboost_runtime.core.messages import (
     GrantLease,
@@ -51,8 +52,8 @@ HELLO_TIMEOUT_S = 10.0
 SEND_TIMEOUT_S = 60.0
 """The trainer may be busy in a long micro-batch, but its connection has a thread of its own."""
 
-EndRun = Callable[[str, str, str], None]
-"""Called with state ("done" or "failed"), problem and remedy."""
+EndRun = Callable[[str, str, str, int], None]
+"""Called with state ("done" or "failed"), problem, remedy and exit code."""
 
 
 class TrainerLink:
@@ -70,6 +71,7 @@ class TrainerLink:
         self._resumes_lease = False
         self.connected = False
         self.reserved = ReservedMeter()
+        self.concerns = StepConcerns(record.metrics for record in ledger.steps())
 
     # --- commands out -------------------------------------------------------------------------------------
 
@@ -169,9 +171,9 @@ class TrainerLink:
                 self._on_trained(message)
             case RunFinished(model_path=path):
                 log_event(log, "run.trained", model=path)
-                self._end_run("done", "", "")
-            case RunFailed(problem=problem, remedy=remedy):
-                self._end_run("failed", problem, remedy)
+                self._end_run("done", "", "", 0)
+            case RunFailed(problem=problem, remedy=remedy, exit_code=exit_code):
+                self._end_run("failed", problem, remedy, exit_code)
             case _:
                 raise ProtocolError(
                     f"unexpected {type(message).__name__} from the trainer", "install one version of rlboost"
@@ -208,6 +210,8 @@ class TrainerLink:
             metrics=self._measured(message),
         )
         state.apply(StepTrained(state.now(), message.step, message.wait_s, message.busy_s))
+        for kind, text in self.concerns.trained(message.step, message.metrics):
+            self._ledger.note(self._clock.wall(), kind, text)
         if message.checkpointed:
             state.step_trained(message.step)
         log_event(log, "step.trained", step=message.step, reward=message.reward_mean)
@@ -217,6 +221,9 @@ class TrainerLink:
         state = self._state
         metrics = dict(message.metrics)
         metrics["train_busy_s"] = message.busy_s
+        seen = state.core.observation(state.now(), message.wait_s, message.busy_s)
+        if seen is not None:  # what the next plan of such a job is made from
+            metrics |= {"spot_instances_mean": seen.n_prem, "rollout_s": seen.t_remote}
         if state.step is not None:
             metrics |= self.reserved.measured(state.step, state.store, state.core)
         return metrics

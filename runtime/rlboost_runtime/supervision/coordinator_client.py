@@ -17,16 +17,17 @@ log = logging.getLogger(__name__)
 _TIMEOUT_S = 5.0  # the coordinator is on this machine and only notes the wish
 
 
-def ask_to_stop(run: RunFolder, problem: str, remedy: str) -> bool:
+def ask_to_stop(run: RunFolder, problem: str, remedy: str, exit_code: int = 1) -> bool:
     """Ask the coordinator to end the run as failed; return whether it accepted. Blocks for seconds."""
     try:
-        return _post_stop(run, {"state": "failed", "problem": problem, "remedy": remedy})
+        body = {"state": "failed", "problem": problem, "remedy": remedy, "exit_code": exit_code}
+        return _post_stop(run, body)
     except (OSError, http.client.HTTPException, RLBoostError) as exc:
         event(log, "coordinator.unreachable", level=logging.WARNING, problem=repr(exc))
         return False
 
 
-def _post_stop(run: RunFolder, body: dict[str, str]) -> bool:
+def _post_stop(run: RunFolder, body: dict[str, object]) -> bool:
     endpoint = read_json(run.endpoint)
     if endpoint is None:
         return False

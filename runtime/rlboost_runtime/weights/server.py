@@ -11,7 +11,7 @@ Guarantees: without the run's token every answer is 401; only files that a versi
 reachable; a version that is being pulled is not deleted, nor within `LINGER_S` of its last request; the port
 stays the same over restarts, so that machines find the server again.
 
-Exit codes: 0 after SIGTERM or SIGINT, 78 where the port of the last start is taken, 2 on wrong arguments.
+Exit codes: 0 after SIGTERM or SIGINT, 1 where the port of the last start is taken, 2 on wrong arguments.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
 from rlboost_runtime import security
-from rlboost_runtime.errors import ProtocolError, RLBoostError, RuntimeFault
+from rlboost_runtime.errors import ProtocolError, RLBoostError, port_taken
 from rlboost_runtime.logs import event, explain, setup
 from rlboost_runtime.run_folder import RunFolder, read_json, write_json
 from rlboost_runtime.weights.manifest import MANIFEST, read_manifest
@@ -51,15 +51,8 @@ DRAIN_S = 2.0
 """Requests in flight get this long at the end; pullers resume anyway."""
 UNREAD_S = 30.0
 """A receiver that takes nothing for this long is cut off: a vanished machine must not hold a version."""
-EXIT_PORT_TAKEN = 78
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-class PortTaken(RuntimeFault):
-    """Somebody else listens on our port."""
-
-    exit_code = EXIT_PORT_TAKEN
 
 
 @dataclass(slots=True)
@@ -209,10 +202,7 @@ def bind(endpoint: Path) -> socket.socket:
         listener.close()
         if exc.errno != errno.EADDRINUSE:
             raise
-        raise PortTaken(
-            f"port {port} of the weight server is taken by another process",
-            f"end that process, or, with no machines alive, delete {endpoint} to get another port",
-        ) from exc
+        raise port_taken(port, "weight server", endpoint.parent.name) from exc
     return listener
 
 

@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from rlboost_runtime.errors import RuntimeFault
+from rlboost_runtime.errors import RuntimeFault, is_disk_full
 from rlboost_runtime.run_folder import sync_path
 from rlboost_runtime.weights import manifest as manifests
 from rlboost_runtime.weights.manifest import MANIFEST, Chunk, File, Manifest, Probe, Tied
@@ -34,7 +34,6 @@ from rlboost_runtime.weights.manifest import MANIFEST, Chunk, File, Manifest, Pr
 LEASE = ".lease"
 CHUNK_BYTES = 4 * 1024 * 1024
 _BUILDING = ".building-"
-_DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _MAX_HASH_THREADS = 8
 
 
@@ -116,10 +115,11 @@ class WeightStore:
                 _sync_all(folder)
                 manifest = self._accept(folder, manifest)
         except Exception as exc:
-            if _is_disk_full(exc):
+            if is_disk_full(exc):
                 raise RuntimeFault(
                     f"no space left on disk for weight version {version} in {self.folder}",
-                    "free some disk space and start the run again: it resumes from its last checkpoint",
+                    "free some disk space, then type rlboost launch RUN --resume: it goes on from its last"
+                    " checkpoint",
                 ) from exc
             raise
         self.collect()
@@ -261,10 +261,3 @@ def _sync_all(folder: Path) -> None:
     for path in folder.iterdir():
         sync_path(path)
     sync_path(folder)
-
-
-def _is_disk_full(exc: BaseException) -> bool:
-    """Whether the disk was full; safetensors reports the operating system's error in words only."""
-    if isinstance(exc, OSError):
-        return exc.errno in _DISK_FULL
-    return any(f"(os error {code})" in str(exc) for code in _DISK_FULL)

@@ -1,0 +1,37 @@
+"""`rlboost plan`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def plan(
+    job: Annotated[Path, typer.Argument(help="The job file", metavar="JOB", show_default=False)],
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Run a few steps of the job first, to measure it")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object")] = False,
+) -> None:
+    """Predict step time and cost from what this machine measured
+
+    Example: rlboost plan job.yaml
+    """
+    from rlboost_cli import output
+    from rlboost_cli.plan import describe_plan, launch_plan, plan_json
+    from rlboost_runtime.job_file import load_job
+
+    loaded = load_job(job)
+    if probe:
+        from rlboost_cli.probe import probe as measure
+
+        measure(job, loaded, output.progress)
+    made = launch_plan(loaded.name, loaded)
+    if as_json:
+        output.as_json(plan_json(made))
+    else:
+        output.show("\n".join(describe_plan(made)))
+    if made.forecast is None:
+        output.progress(f"\nhint: rlboost plan {job} --probe runs a few steps of it and measures")

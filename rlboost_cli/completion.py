@@ -1,0 +1,72 @@
+"""What the shell offers for RUN and INSTANCE: read off the runs' folders, so that a key press stays quick.
+
+Nothing here fails: a folder that cannot be read offers nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+
+def runs(incomplete: str) -> list[tuple[str, str]]:
+    """Return the runs whose name begins so, newest first, each with its state."""
+    from rlboost_runtime.run_folder import read_json
+    from rlboost_runtime.run_index import all_runs
+
+    found = []
+    try:
+        for run in reversed(all_runs()):
+            if run.name.startswith(incomplete):
+                told = read_json(run.outcome) or read_json(run.status) or {}
+                found.append((run.name, str(told.get("state", "provisioning"))))
+    except (OSError, ValueError):
+        return found
+    return found
+
+
+def open_runs(incomplete: str) -> list[tuple[str, str]]:
+    """Return the runs that have not ended."""
+    return [(name, state) for name, state in runs(incomplete) if state not in ("done", "failed", "stopped")]
+
+
+def jobs_and_runs(incomplete: str) -> list[str]:
+    """Return job files (and folders on the way to them), then runs."""
+    from glob import escape, glob
+    from os.path import isdir
+
+    paths = sorted(glob(f"{escape(incomplete)}*"))
+    files = [p for p in paths if p.endswith((".yaml", ".yml"))] + [f"{p}/" for p in paths if isdir(p)]
+    return [*files, *(name for name, _ in runs(incomplete))]
+
+
+def instances(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+    """Return the live spot instances of the run typed before, as its last status knows them."""
+    return [
+        (str(i["id"]), str(i.get("state", "")))
+        for i in _status(ctx).get("instances") or []
+        if i.get("pool") == "spot" and str(i["id"]).startswith(incomplete)
+    ]
+
+
+def logs(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Return what the run typed before has logs of: our processes and its machines, also gone ones."""
+    from rlboost_runtime.run_folder import RunFolder
+
+    folder = RunFolder.named(str(ctx.params.get("run") or "")).logs
+    try:
+        names = [path.stem for path in folder.glob("*.log")]
+        names += [path.name for path in (folder / "machines").glob("*")]
+    except OSError:
+        return []
+    return sorted(name for name in names if name.startswith(incomplete))
+
+
+def _status(ctx: typer.Context) -> dict[str, Any]:
+    from rlboost_runtime.run_folder import RunFolder, read_json
+
+    try:
+        return read_json(RunFolder.named(str(ctx.params.get("run") or "")).status) or {}
+    except (OSError, ValueError):
+        return {}

@@ -1,0 +1,63 @@
+"""Which checks there are, in the order in which they are made.
+
+The machine is always looked at; a job's model, data and reward where a job is given; then each place that the
+job wants machines from has checks of its own: one entry in `PLACES` per kind of infra.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from rlboost_cli.doctor import job as of_job
+from rlboost_cli.doctor import local, machine
+from rlboost_cli.doctor.findings import Check, Finding, Patient
+from rlboost_runtime.job import Job
+
+MACHINE: Sequence[Check] = (
+    Check(machine.python),
+    Check(machine.packages),
+    Check(machine.home),
+    Check(machine.clock),
+    Check(machine.open_files),
+    Check(machine.loopback),
+)
+JOB: Sequence[Check] = (
+    Check(of_job.model, announce="looking at the model (importing torch takes seconds)"),
+    Check(of_job.prompts, announce="reading the prompts"),
+    Check(of_job.reward, announce="calling the reward"),
+)
+PLACES: Mapping[str, Sequence[Check]] = {
+    "local": (
+        Check(local.cpus),
+        Check(local.memory),
+        Check(local.gpu),
+        Check(local.disk),
+        Check(local.ports),
+        Check(local.machines, announce="starting and ending a machine of the local provider"),
+    )
+}
+"""By the word before the slash of an `infra`."""
+
+
+def checks_for(job: Job | None) -> Iterator[Check]:
+    """Yield what is to be looked at."""
+    yield from MACHINE
+    if job is None:
+        return
+    yield from JOB
+    for place in dict.fromkeys(infra.partition("/")[0] for infra in _infras(job)):
+        yield from PLACES.get(place, ())
+
+
+def examine(patient: Patient, announce: Callable[[str], None] = lambda words: None) -> Iterator[Finding]:
+    """Yield each finding as it is made."""
+    for check in checks_for(patient.job):
+        if check.announce:
+            announce(check.announce)
+        yield from check.examine(patient)
+
+
+def _infras(job: Job) -> Iterator[str]:
+    yield job.trainer.infra
+    if job.rollout.spot.max_instances:
+        yield from (offer.infra for offer in job.rollout.spot.any_of)

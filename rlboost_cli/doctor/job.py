@@ -1,0 +1,132 @@
+"""What a job needs wherever it runs: its model, its prompts, its reward."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rlboost_cli.doctor.findings import Finding, Patient, fail, failed, ok, warn
+from rlboost_runtime.errors import ConfigError, RLBoostError
+from rlboost_runtime.job import Job, TinyModel
+from rlboost_runtime.run_create import copy_files
+from rlboost_runtime.trainer.data import Example, read_examples
+from rlboost_runtime.trainer.reward_outcome import Reward
+from rlboost_runtime.trainer.rewards import RewardCall, RewardScorer
+
+MAX_PROMPTS_MEASURED = 2000
+"""Prompts whose length is taken; evenly spread over a larger data set."""
+
+
+def model(patient: Patient) -> Iterator[Finding]:
+    """Architecture, weights' names and tokenizer, without loading a weight."""
+    job = _job(patient)
+    facts = patient.model
+    if isinstance(facts, RLBoostError):
+        yield failed("model", facts)
+    elif facts is None:
+        yield warn(
+            "model",
+            f"{job.model} is not on this machine: not looked at",
+            f"fetch it first (hf download {job.model}), or it is fetched when the run starts",
+        )
+    else:
+        kind = "made here, random" if isinstance(job.model, TinyModel) else str(job.model)
+        yield ok("model", f"{facts.num_parameters / 1e6:,.2f} M parameters ({kind}), tokenizer loads")
+
+
+def prompts(patient: Patient) -> Iterator[Finding]:
+    """Whether the data can be read, and its prompts are short enough."""
+    job = _job(patient)
+    try:
+        examples = read_examples(job.data, _folder(patient))
+    except ConfigError as error:
+        yield failed("prompts", error)
+        return
+    facts = patient.model
+    if facts is None or isinstance(facts, RLBoostError):
+        yield warn(
+            "prompts", f"{len(examples):,} read; not measured: there is no tokenizer", "see model above"
+        )
+        return
+    every = max(1, -(-len(examples) // MAX_PROMPTS_MEASURED))
+    lengths = [len(facts.encode(example.text)) for example in examples[::every]]
+    yield judge_lengths(lengths, len(examples), job)
+
+
+def judge_lengths(lengths: Sequence[int], num_examples: int, job: Job) -> Finding:
+    """Judge the lengths in tokens of (some of) `num_examples` prompts."""
+    limit = job.algorithm.max_prompt_tokens
+    fitting = sum(0 < length <= limit for length in lengths)
+    if not fitting:
+        shortest = min(lengths, default=0)
+        return fail(
+            "prompts",
+            f"none of {num_examples:,} has 1 to {limit} tokens (the shortest: {shortest})",
+            f"raise algorithm.max_prompt_tokens (the longest: {max(lengths, default=0)}) or shorten them",
+        )
+    share = fitting / len(lengths)
+    found = f"{num_examples:,}, of {min(lengths)} to {max(lengths)} tokens (limit {limit})"
+    if share < 1:
+        return warn(
+            "prompts",
+            f"{found}; {1 - share:.1%} are too long or empty and will be skipped",
+            "raise algorithm.max_prompt_tokens, or accept it",
+        )
+    if num_examples < job.algorithm.prompts_per_step:
+        return warn(
+            "prompts",
+            f"{found}; a step takes {job.algorithm.prompts_per_step}, so it sees some twice",
+            "lower algorithm.prompts_per_step, or add prompts",
+        )
+    return ok("prompts", found)
+
+
+def reward(patient: Patient) -> Iterator[Finding]:
+    """Score one response as the run will: in a child process, from copies of the files that the job names."""
+    job = _job(patient)
+    try:
+        with tempfile.TemporaryDirectory(prefix="rlboost-doctor-") as folder:
+            files, log = Path(folder) / "files", Path(folder) / "reward.log"
+            files.mkdir()
+            copy_files(job, _folder(patient), files)
+            example = read_examples(job.data, files)[0]
+            with RewardScorer(job.reward, files, timeout_s=job.reward_timeout_s, log_file=log) as scorer:
+                yield judge_reward(_score(scorer, example), example)
+    except ConfigError as error:
+        yield failed("reward", error)
+    except IndexError:
+        yield fail("reward", "not called: the data set is empty", "see prompts above")
+
+
+def _score(scorer: RewardScorer, example: Example) -> Reward:
+    response = "" if example.answer is None else example.answer
+    return scorer.score([RewardCall(example.text, response, example.row)])[0]
+
+
+def judge_reward(scored: Reward, example: Example) -> Finding:
+    """Judge the reward of the example's own answer, or of an empty response where it has none."""
+    what = "an empty response" if example.answer is None else "the first prompt's own answer"
+    if scored.failure is not None:
+        return fail(
+            "reward",
+            f"{scored.failure} for {what}: {scored.problem.strip()}",
+            "correct the function; a run ends where a whole step's rewards fail",
+        )
+    if example.answer is not None and scored.value <= 0:
+        return warn(
+            "reward",
+            f"{scored.value:g} for {what}",
+            "look whether the function reads the response as it is: no more than the answer's text",
+        )
+    return ok("reward", f"loads in its own process, {scored.value:g} for {what}")
+
+
+def _job(patient: Patient) -> Job:
+    assert patient.job is not None
+    return patient.job
+
+
+def _folder(patient: Patient) -> Path:
+    assert patient.job_file is not None
+    return patient.job_file.absolute().parent

@@ -1,0 +1,252 @@
+"""What `infra: local` needs: everything of the run, its spot machines included, is on this machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from rlboost_cli.doctor.findings import Finding, Patient, fail, failed, ok, warn
+from rlboost_cli.liveness import is_supervised
+from rlboost_providers.base import LaunchRequest, MachineState
+from rlboost_providers.local import LocalProvider
+from rlboost_runtime.errors import RLBoostError, RuntimeFault
+from rlboost_runtime.job import Job
+from rlboost_runtime.process_tags import kill_tagged
+from rlboost_runtime.run_create import copy_files
+from rlboost_runtime.run_folder import RunFolder, read_json
+from rlboost_runtime.run_index import is_open
+from rlboost_runtime.trainer.footprint import Footprint, footprint
+
+THREADS_PER_CPU = 4
+"""With more threads than this per CPU steps take several times as long: everybody waits for a CPU."""
+KEPT_VERSIONS = 2 + 1
+"""Weight versions on disk in each place: two, and the next one while it is written."""
+BESIDE_BYTES = 500 * 1024 * 1024
+"""Disk for logs, event log, ledger and the journal of a step."""
+MACHINE_DEADLINE_S = 20.0
+POLL_S = 0.05
+STAND_IN = ["sleep", "60"]
+"""What runs on the machine that is tried, in an agent's place."""
+
+
+def cpus(patient: Patient) -> Iterator[Finding]:
+    """CPUs against the threads that will want them."""
+    job = _job(patient)
+    engines = job.trainer.local_engines + job.rollout.spot.max_instances
+    yield judge_cpus(
+        len(os.sched_getaffinity(0)), job.trainer.threads + engines * job.rollout.engine_args.threads
+    )
+
+
+def judge_cpus(num_cpus: int, threads: int) -> Finding:
+    """Judge so many CPUs for trainer and engines with `threads` threads in all."""
+    found = f"{num_cpus} for {threads} threads of trainer and engines"
+    if threads > THREADS_PER_CPU * num_cpus:
+        return warn(
+            "cpus",
+            found,
+            "lower rollout.spot.max_instances or rollout.engine_args.threads: they starve each other",
+        )
+    return ok("cpus", found)
+
+
+def memory(patient: Patient) -> Iterator[Finding]:
+    """Memory against trainer and engines."""
+    job, needs = _job(patient), _needs(patient)
+    if needs is None:
+        yield warn("memory", "not estimated: the model is not known", "see model above")
+        return
+    engines = job.trainer.local_engines + job.rollout.spot.max_instances
+    found = psutil.virtual_memory()
+    yield judge_memory(found.total, found.available, needs, engines)
+
+
+def gpu(patient: Patient) -> Iterator[Finding]:
+    """The GPU's memory, where there is one: trainer and engines of a local run share it."""
+    job, needs = _job(patient), _needs(patient)
+    if needs is None:
+        return  # memory has said so
+    import torch  # loaded already: the model was looked at with it
+
+    if torch.cuda.is_available():
+        available, total = torch.cuda.mem_get_info()
+        engines = job.trainer.local_engines + job.rollout.spot.max_instances
+        yield judge_memory(total, available, needs, engines, "gpu")
+
+
+def judge_memory(
+    total: int, available: int, needs: Footprint, engines: int, check: str = "memory"
+) -> Finding:
+    """Judge bytes of memory, of this machine or its GPU, for a trainer and so many engines."""
+    wanted = needs.trainer + engines * needs.engine
+    parts = f"trainer {_gib(needs.trainer)} + {engines} engines x {_gib(needs.engine)}"
+    words = f"about {_gib(wanted)} wanted: {parts}"
+    remedy = (
+        "lower rollout.spot.max_instances, rollout.engine_args.max_running, algorithm.micro_batch_responses"
+        " or algorithm.max_response_tokens, or take a smaller model"
+    )
+    if wanted > total:
+        return fail(check, f"{words}; there is {_gib(total)}", remedy)
+    if wanted > available:
+        return warn(
+            check, f"{words}; {_gib(available)} of {_gib(total)} are free", f"end something, or {remedy}"
+        )
+    return ok(check, f"{_gib(available)} free, {words}")
+
+
+def disk(patient: Patient) -> Iterator[Finding]:
+    """Disk against checkpoints and weight versions."""
+    job, needs = _job(patient), _needs(patient)
+    if needs is None:
+        yield warn("disk", "not estimated: the model is not known", "see model above")
+        return
+    place = next(folder for folder in (patient.home, *patient.home.parents) if folder.exists())
+    yield judge_disk(shutil.disk_usage(place).free, disk_wanted(job, needs), str(patient.home))
+
+
+def disk_wanted(job: Job, needs: Footprint) -> int:
+    """Return the bytes of a run's folder at its fullest."""
+    checkpoints = (job.trainer.keep_checkpoints + 2) * needs.checkpoint  # one being written, the final model
+    places = 1 + job.trainer.local_engines + job.rollout.spot.max_instances
+    return checkpoints + places * KEPT_VERSIONS * needs.version + BESIDE_BYTES
+
+
+def judge_disk(free: int, wanted: int, place: str) -> Finding:
+    """Judge free bytes in `place`."""
+    words = f"{_gib(free)} free in {place}, about {_gib(wanted)} wanted"
+    if free < wanted:
+        return fail(
+            "disk",
+            words,
+            "free some, set RLBOOST_HOME to a larger disk, or lower trainer.keep_checkpoints and"
+            " rollout.spot.max_instances",
+        )
+    return ok("disk", words)
+
+
+def ports(patient: Patient) -> Iterator[Finding]:
+    """Whether the ports of this job's open run are still its own; a new run takes free ones."""
+    job = _job(patient)
+    run = RunFolder.named(job.name)
+    if not run.job_json.exists() or not is_open(run):
+        yield judge_free_port(_free_port())
+        return
+    if is_supervised(run):
+        yield ok("ports", f"run {run.name} is running and has its own")
+        return
+    known = {name: _port(path) for name, path in _endpoints(run).items()}
+    taken = [f"{port} ({name})" for name, port in known.items() if port is not None and not _can_bind(port)]
+    if taken:
+        yield fail(
+            "ports",
+            f"run {run.name} is not running and another program took its port {', '.join(taken)}",
+            f"end that program (ss -ltnp shows it) and launch {run.name} again; or rlboost down {run.name}",
+        )
+    else:
+        yield ok("ports", f"those of run {run.name} are free")
+
+
+def judge_free_port(port: int | None) -> Finding:
+    """Judge what the system gave when asked for a free port."""
+    if port is None:
+        return fail("ports", "no free port on 127.0.0.1", "end programs that hold many connections")
+    return ok("ports", f"free ones are to be had (such as {port})")
+
+
+def machines(patient: Patient) -> Iterator[Finding]:
+    """Launch a machine of the local provider, see it run, end it, see it gone; traces are read on the way."""
+    job = _job(patient)
+    assert patient.job_file is not None
+    if not job.rollout.spot.max_instances:
+        yield ok("machines", "no spot machines wanted")
+        return
+    try:
+        with tempfile.TemporaryDirectory(prefix="rlboost-doctor-") as folder:
+            run = RunFolder(Path(folder) / job.name)
+            run.files.mkdir(parents=True)
+            copy_files(job, patient.job_file.absolute().parent, run.files)
+            try:
+                seconds = _try_a_machine(run, job)
+            finally:
+                kill_tagged(run.path)
+    except RLBoostError as error:
+        yield failed("machines", error)
+    else:
+        yield ok("machines", f"one was launched, seen and ended in {seconds:.1f} s")
+
+
+def _try_a_machine(run: RunFolder, job: Job) -> float:
+    """Return how long a machine's short life took. Raises whatever the provider raises."""
+    offers = [offer.model_copy(update={"market": None}) for offer in job.rollout.spot.any_of]
+    LocalProvider(run.path, job.rollout.spot.any_of, max_instances=1)  # reads the traces
+    provider = LocalProvider(run.path, offers, max_instances=1, command=lambda path, name: STAND_IN)
+    started = time.monotonic()
+    request = LaunchRequest(run.name, "doctor", provider.offers()[0], bootstrap={"instances": ["doctor"]})
+    provider.launch(request)
+    _wait_for(provider, run.name, MachineState.RUNNING)
+    provider.terminate(run.name, "doctor")
+    _wait_for(provider, run.name, MachineState.GONE)
+    return time.monotonic() - started
+
+
+def _wait_for(provider: LocalProvider, run: str, state: MachineState) -> None:
+    deadline = time.monotonic() + MACHINE_DEADLINE_S
+    while True:
+        views = [view.state for view in provider.describe(run)]
+        if views == [state]:
+            return
+        if time.monotonic() > deadline:
+            raise RuntimeFault(
+                f"a machine was not {state} in {MACHINE_DEADLINE_S:g} s: {', '.join(views) or 'not listed'}",
+                "look whether something on this machine ends or hides processes",
+            )
+        time.sleep(POLL_S)
+
+
+def _needs(patient: Patient) -> Footprint | None:
+    facts = patient.model
+    if facts is None or isinstance(facts, RLBoostError):
+        return None
+    return footprint(_job(patient), facts)
+
+
+def _endpoints(run: RunFolder) -> dict[str, Path]:
+    return {"coordinator": run.endpoint, "weight server": run.weights_endpoint}
+
+
+def _port(endpoint: Path) -> int | None:
+    known = read_json(endpoint)
+    return None if known is None else int(str(known["url"]).rsplit(":", 1)[1])
+
+
+def _can_bind(port: int) -> bool:
+    """Whether a server of ours would get the port: with SO_REUSEADDR, as it asks for it."""
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True
+
+
+def _free_port() -> int | None:
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            return int(listener.getsockname()[1])
+    except OSError:
+        return None
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:,.1f} GiB"
+
+
+def _job(patient: Patient) -> Job:
+    assert patient.job is not None
+    return patient.job

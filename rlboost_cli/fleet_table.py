@@ -1,0 +1,101 @@
+"""The fleet as a table: a row per instance, and per machine that has none; it fits into any room."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from rlboost_cli.screen import Line
+from rlboost_cli.text import dash, table
+
+Json = dict[str, Any]  # an object of design section 6
+
+_COLUMNS = ("instance", "pool", "machine", "state", "version", "in flight", "tok/s", "up")
+_DROPPED_FIRST = ("machine", "pool", "up", "tok/s")
+"""Columns that a narrow terminal does without, in this order."""
+_LEAST_TABLE = 3
+"""Lines of the smallest table: its header, a row, and the count of the rest."""
+_STATE_STYLES = {"draining": "warn", "disconnected": "warn", "no contact": "warn", "loading": "dim"}
+
+
+def fleet_rows(status: Json) -> list[dict[str, str]]:
+    """Return a row per instance, and per machine that has none yet; by pool, then by number."""
+    instances = status.get("instances") or []
+    rows = [_instance_row(i) for i in instances]
+    with_instances = {i.get("machine") for i in instances}
+    rows += [
+        _machine_row(m)
+        for m in status.get("machines") or []
+        if m.get("id") not in with_instances and m.get("state") in ("intended", "running")
+    ]
+    return sorted(rows, key=_place)
+
+
+def fleet_table(rows: Sequence[dict[str, str]], room: int, width: int) -> list[Line]:
+    """Return the table on at most `room` lines; what it does not show is counted."""
+    if not rows or room < 1:
+        return []
+    if room < min(_LEAST_TABLE, len(rows) + 1):
+        return [Line(f"{len(rows)} instances: {_states(rows)}")]
+    shown = rows if len(rows) < room else rows[: room - 2]
+    columns = _fitting(rows, width)
+    header, *lines = table(columns, [[row[c] for c in columns] for row in shown]).splitlines()
+    styled = [Line(text, _STATE_STYLES.get(row["state"], "")) for text, row in zip(lines, shown, strict=True)]
+    hidden = rows[len(shown) :]
+    more = [Line(f"+ {len(hidden)} more: {_states(hidden)}")] if hidden else []
+    return [Line(header, "header"), *styled, *more]
+
+
+def _instance_row(instance: Json) -> dict[str, str]:
+    return {
+        "instance": str(instance.get("id", "?")),
+        "pool": dash(instance.get("pool")),
+        "machine": dash(instance.get("machine")),
+        "state": dash(instance.get("state")),
+        "version": dash(instance.get("policy_version")),
+        "in flight": str(instance.get("in_flight", 0)),
+        "tok/s": f"{float(instance.get('tokens_per_s') or 0):,.0f}",
+        "up": _uptime(float(instance.get("uptime_s") or 0)),
+    }
+
+
+def _machine_row(machine: Json) -> dict[str, str]:
+    asked = machine.get("state") == "intended"
+    state = "launching" if asked else "no contact" if machine.get("joined") else "booting"
+    up = "-" if asked else _uptime(float(machine.get("billed_s") or 0))
+    name = str(machine.get("id", "?"))
+    return dict.fromkeys(_COLUMNS, "-") | {
+        "machine": name,
+        "instance": name,
+        "pool": dash(machine.get("pool")),
+        "state": state,
+        "up": up,
+    }
+
+
+def _uptime(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.0f}s"
+    return f"{seconds / 60:.0f}m" if seconds < 5400 else f"{seconds / 3600:.1f}h"
+
+
+def _place(row: dict[str, str]) -> tuple[bool, list[tuple[int, str]]]:
+    parts = re.split(r"(\d+)", f"{row['machine']} {row['instance']}")
+    return row["pool"] != "reserved", [(int(p), "") if p.isdigit() else (-1, p) for p in parts]
+
+
+def _fitting(rows: Sequence[dict[str, str]], width: int) -> list[str]:
+    """Return the columns that fit; measured over all rows, so that scrolling fleets do not jump."""
+    columns = list(_COLUMNS)
+    widths = {c: max(len(c), *(len(row[c]) for row in rows)) for c in columns}
+    for name in _DROPPED_FIRST:
+        if sum(widths[c] + 2 for c in columns) - 2 <= width:
+            break
+        columns.remove(name)
+    return columns
+
+
+def _states(rows: Sequence[dict[str, str]]) -> str:
+    return ", ".join(f"{count} {state}" for state, count in Counter(r["state"] for r in rows).most_common())

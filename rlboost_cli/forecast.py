@@ -1,0 +1,160 @@
+"""What a step will take and cost with so many spot instances, from measured rates: pure arithmetic.
+
+A step of W tokens, with n spot instances at s tokens/s each and reserved engines at r tokens/s in all, opens
+a seeding window of T seconds and then trains for B seconds while the instances go on. The paper's Algorithm 1
+(section 4.1) moves T until neither side waits for the other (t_train^wait = t_remote^wait = 0); there::
+
+    r T + n s (T + B) = W   so   T = max(0, (W - n s B) / (r + n s)),   step = T + B + overhead
+
+With n = 0 that is rollout and training one after the other, as without spot machines. How many instances
+are useful is not computed here: the core's own rule is asked (`core.seeding`, `core.sizing`), the one that
+the run will follow.
+
+The arithmetic leaves out the tail of the last, longest responses, hand-overs and machines that are taken
+away. So it is held against the very run that the rates are from: what that run's steps took longer is added
+to every row. As it is the same with and without spot instances, it makes them look less useful, never more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlboost_cli.rates import Rates, makes_like_responses
+from rlboost_runtime.core.messages import CoreConfig
+from rlboost_runtime.core.money import MICRO_USD_PER_USD
+from rlboost_runtime.core.seeding import Seeding, StepObservation
+from rlboost_runtime.core.sizing import useful_instances
+from rlboost_runtime.job import Job
+
+
+@dataclass(frozen=True, slots=True)
+class ForecastRow:
+    """A step with `instances` spot instances all the time. `usd_per_million_tokens` counts trained tokens."""
+
+    instances: float
+    seeding_s: float
+    step_s: float
+    usd_per_hour: float
+    usd_per_million_tokens: float
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """A prediction and what it rests on."""
+
+    rates: Rates
+    tokens_per_step: float
+    responses_like_before: bool
+    """Whether responses are taken to be as long as in the measured run; else: as long as allowed."""
+    useful_instances: int
+    """What the run will hold, by the core's rule, if it can get it."""
+    rows: tuple[ForecastRow, ...]
+    """For 0 to `max_instances` instances; without the rows that the rates say nothing about."""
+    computed_s: float
+    """What the arithmetic alone gives for a step of the measured run, which took `rates.step_s`."""
+
+    @property
+    def left_out_s(self) -> float:
+        """Seconds per step that the arithmetic does not explain; they are in every row."""
+        return _left_out(self.rates, self.computed_s)
+
+    def row(self, instances: int) -> ForecastRow | None:
+        """Return the row for so many instances, where there is one."""
+        return next((row for row in self.rows if row.instances == instances), None)
+
+    @property
+    def saving_fraction(self) -> float | None:
+        """Share of the cost per token that the useful instances save against none; None: not known."""
+        alone, planned = self.row(0), self.row(self.useful_instances)
+        if alone is None or planned is None or alone is planned or alone.usd_per_million_tokens == 0:
+            return None
+        return 1 - planned.usd_per_million_tokens / alone.usd_per_million_tokens
+
+    @property
+    def speedup(self) -> float | None:
+        """Step time without spot instances over that with the useful ones; None: not known."""
+        alone, planned = self.row(0), self.row(self.useful_instances)
+        return None if alone is None or planned is None or alone is planned else alone.step_s / planned.step_s
+
+
+def forecast(job: Job, rates: Rates, former: Job) -> Forecast:
+    """Return the prediction for `job`, given what its like `former` measured."""
+    like_before = makes_like_responses(job, former)
+    length = rates.tokens_per_response if like_before else float(job.algorithm.max_response_tokens)
+    tokens = length * job.algorithm.prompts_per_step * job.algorithm.group_size
+    former_algorithm = former.algorithm
+    former_tokens = (
+        rates.tokens_per_response * former_algorithm.prompts_per_step * former_algorithm.group_size
+    )
+    computed_s = _step_s(rates, former_tokens, rates.spot_instances)
+    more_s = _left_out(rates, computed_s)
+    counts = range(job.rollout.spot.max_instances + 1)
+    return Forecast(
+        rates=rates,
+        tokens_per_step=tokens,
+        responses_like_before=like_before,
+        useful_instances=_useful(job, rates, tokens),
+        rows=tuple(_row(job, rates, tokens, n, more_s) for n in counts if _tokens_per_s(rates, n) > 0),
+        computed_s=computed_s,
+    )
+
+
+def seeding_s(rates: Rates, tokens: float, instances: float) -> float:
+    """Return the window at which nobody waits; the rates must say something about so many instances."""
+    spot = instances * rates.spot_tokens_per_s
+    left = tokens - spot * tokens * rates.train_s_per_token
+    return max(0.0, left / (rates.reserved_tokens_per_s + spot))
+
+
+def _step_s(rates: Rates, tokens: float, instances: float) -> float:
+    return seeding_s(rates, tokens, instances) + tokens * rates.train_s_per_token + rates.overhead_s
+
+
+def _tokens_per_s(rates: Rates, instances: float) -> float:
+    """Tokens per second of everybody; 0 where the rates do not say."""
+    if instances and not rates.spot_tokens_per_s:
+        return 0.0
+    return rates.reserved_tokens_per_s + instances * rates.spot_tokens_per_s
+
+
+def _useful(job: Job, rates: Rates, tokens: float) -> int:
+    """Return where the core's rule settles: asked at the job's maximum, as a run does at first.
+
+    From there it does not move: with more than enough instances the window is 0 and N_prem is W / (s B)
+    whatever n is; with fewer, N_prem exceeds n and the maximum holds.
+    """
+    most = job.rollout.spot.max_instances
+    config = CoreConfig(max_spot_instances=most, reserved_instances=job.trainer.local_engines)
+    if most == 0 or _tokens_per_s(rates, most) == 0:
+        return most
+    window = seeding_s(rates, tokens, most)
+    rest = tokens - rates.reserved_tokens_per_s * window
+    seeding = Seeding(window, config.seeding_eta, config.reserved_instances)
+    seeding.learn(
+        StepObservation(
+            n_prem=most,
+            n_hat=most,
+            t_train_wait=0.0,
+            t_remote_wait=0.0,
+            t_train=tokens * rates.train_s_per_token,
+            t_remote=rest / (most * rates.spot_tokens_per_s),
+        )
+    )
+    return useful_instances(seeding.n_prem, config)
+
+
+def _left_out(rates: Rates, computed_s: float) -> float:
+    return max(0.0, rates.step_s - computed_s)
+
+
+def _row(job: Job, rates: Rates, tokens: float, instances: int, more_s: float) -> ForecastRow:
+    spot_price = min(offer.price_usd_per_hour for offer in job.rollout.spot.any_of)
+    usd_per_hour = job.trainer.price_usd_per_hour + instances * spot_price
+    step_s = _step_s(rates, tokens, instances) + more_s
+    return ForecastRow(
+        instances=instances,
+        seeding_s=seeding_s(rates, tokens, instances),
+        step_s=step_s,
+        usd_per_hour=usd_per_hour,
+        usd_per_million_tokens=usd_per_hour * step_s / 3600 / tokens * MICRO_USD_PER_USD,
+    )

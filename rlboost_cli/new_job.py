@@ -1,0 +1,74 @@
+"""Writing a job file from a template, and what to say then.
+
+Guarantee: a file that is there is replaced only when asked for, and whole.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+import rlboost_templates
+from rlboost_runtime.errors import ConfigError
+from rlboost_runtime.run_folder import write_atomically
+
+DEFAULT_NAME = "job.yaml"
+
+
+def write_job(path: Path, template: str, *, force: bool) -> Path:
+    """Write `template` to `path` (in a folder: as job.yaml) and return the file.
+
+    Raises `ConfigError` for an unknown template, a file that is there without `force`, and a place that
+    cannot be written.
+    """
+    data = template_text(template).encode()
+    target = path / DEFAULT_NAME if path.is_dir() else path
+    try:
+        if force:
+            write_atomically(target, data, mode=0o644)
+        else:
+            with target.open("xb") as file:
+                file.write(data)
+    except FileExistsError:
+        raise ConfigError(
+            f"{target} is there already; nothing was written",
+            "add --force to replace it, or give another path",
+        ) from None
+    except OSError as exc:
+        raise ConfigError(
+            f"{target} cannot be written: {exc.strerror}", "give a path in a folder that you may write to"
+        ) from exc
+    return target
+
+
+def template_text(name: str) -> str:
+    """Return a template. Raises `ConfigError`, naming those that there are."""
+    try:
+        return rlboost_templates.text(name)
+    except KeyError:
+        known = [*rlboost_templates.names(), *rlboost_templates.ALIASES]
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(rlboost_templates.names())}"
+        raise ConfigError(f"no template {name}", hint) from None
+
+
+def template_rows() -> list[tuple[str, str]]:
+    """Return name and summary of every template."""
+    return [(name, rlboost_templates.summary(name)) for name in rlboost_templates.names()]
+
+
+def closing_words(path: Path, template: str) -> list[str]:
+    """Return what to edit in the new file, and what to type next."""
+    if rlboost_templates.is_draft(template):
+        return [
+            f"wrote {path}, a draft: this version cannot run it, it runs jobs on one machine only",
+            "  edit   model, data, reward, the two infra fields, output and budget",
+            f"  type   rlboost check {path}      names each line that is not in this version yet",
+            "         rlboost init mine.yaml    writes a job that runs here and now",
+        ]
+    return [
+        f"wrote {path}",
+        "  edit   name, data and reward; it also runs as it is",
+        f"  type   rlboost doctor {path}    can this machine run it?",
+        f"         rlboost launch {path}    run and watch it; Ctrl-C only detaches",
+    ]

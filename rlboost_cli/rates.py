@@ -1,0 +1,145 @@
+"""How fast this machine did such a job before: rates out of the ledgers of former runs, newest first.
+
+A run counts where it had the same model, engine, engine options and trainer as the job: what decides how fast
+tokens come and how long training them takes. Nothing here is estimated; a run whose steps do not carry all
+figures (it was made by an older version, or its steps were cut by restarts) is passed over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rlboost_runtime.coordinator.ledger import Ledger
+from rlboost_runtime.coordinator.ledger_steps import StepRecord
+from rlboost_runtime.errors import RLBoostError
+from rlboost_runtime.job import Job
+from rlboost_runtime.run_create import stored_job
+from rlboost_runtime.run_folder import RunFolder
+from rlboost_runtime.run_index import all_runs
+
+MIN_STEPS = 2
+"""Steps that a run must have measured: one alone may be all start-up."""
+FIRST_STEPS_LEFT_OUT = 1
+"""Steps at the start that are left out where there are enough: machines still boot in them."""
+RUNS_LOOKED_AT = 50
+"""Former runs that are opened at most: each costs a few milliseconds before a launch."""
+
+_NEEDED = frozenset(
+    {
+        *("reserved_tokens", "reserved_rollout_s", "train_busy_s", "spot_instances_mean", "rollout_s"),
+        *("rollout_wait_s", "train_wait_s"),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Means over `num_steps` steps of one run. Times in seconds; 0 tokens/s: that pool generated nothing."""
+
+    run: str
+    ended_at: float
+    """End of the last step, in seconds since the Unix epoch."""
+    num_steps: int
+    reserved_tokens_per_s: float
+    """Of all reserved engines together, while they rolled out."""
+    spot_tokens_per_s: float
+    """Of one spot instance, over the whole rollout: waiting and tails included."""
+    train_s_per_token: float
+    overhead_s: float
+    """Of a step: publishing, checkpoint, rewards and everything else that is neither rollout nor training."""
+    step_s: float
+    """From the end of one step to the end of the next."""
+    spot_instances: float
+    tokens_per_response: float
+
+
+def measured_rates(job: Job) -> tuple[Rates, Job] | None:
+    """Return the rates of the newest former run like `job`, and that run's job; None where there is none."""
+    for run in reversed(all_runs()[-RUNS_LOOKED_AT:]):
+        with contextlib.suppress(RLBoostError):  # an older version's run, or one without books
+            former = stored_job(run)
+            if is_alike(job, former) and (rates := rates_of(run, former)) is not None:
+                return rates, former
+    return None
+
+
+def is_alike(job: Job, former: Job) -> bool:
+    """Whether `former` generates and trains a token as fast as `job` does."""
+    return all(
+        (
+            job.model == former.model,
+            job.rollout.engine == former.rollout.engine,
+            job.rollout.engine_args == former.rollout.engine_args,
+            (job.trainer.infra, job.trainer.threads) == (former.trainer.infra, former.trainer.threads),
+            job.trainer.local_engines == former.trainer.local_engines,
+        )
+    )
+
+
+def makes_like_responses(job: Job, former: Job) -> bool:
+    """Whether responses of `job` may be expected to be as long as those of `former`."""
+    limits = (job.algorithm.max_response_tokens, former.algorithm.max_response_tokens)
+    return (job.data, job.reward) == (former.data, former.reward) and limits[0] == limits[1]
+
+
+def rates_of(run: RunFolder, job: Job) -> Rates | None:
+    """Return what the run's ledger has measured; None for fewer than `MIN_STEPS` complete steps.
+
+    Raises `NotFound` or `RuntimeFault` where there is no ledger that can be read.
+    """
+    ledger = Ledger(run.ledger, read_only=True)
+    try:
+        steps = list(_complete(ledger.steps()))
+    finally:
+        ledger.close()
+    if len(steps) >= MIN_STEPS + FIRST_STEPS_LEFT_OUT:
+        steps = steps[FIRST_STEPS_LEFT_OUT:]
+    return _rates(run.name, steps, job) if len(steps) >= MIN_STEPS else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step that carries every figure, and the seconds since the end of the one before it."""
+
+    record: StepRecord
+    period_s: float
+
+
+def _complete(steps: Sequence[StepRecord]) -> Iterator[_Step]:
+    before: StepRecord | None = None
+    for step in steps:
+        is_next = before is not None and before.step + 1 == step.step
+        began_ns = before.ended_ns if before is not None and is_next else step.started_ns
+        before = step
+        if step.metrics.keys() >= _NEEDED and step.tokens > 0:
+            yield _Step(step, (step.ended_ns - began_ns) / 1e9)
+
+
+def _rates(run: str, steps: Sequence[_Step], job: Job) -> Rates:
+    def total(name: str) -> float:
+        return sum(step.record.metrics[name] for step in steps)
+
+    tokens = sum(step.record.tokens for step in steps)
+    busy_s, period_s = total("train_busy_s"), sum(step.period_s for step in steps)
+    spot_s = sum(s.record.metrics["spot_instances_mean"] * s.record.metrics["rollout_s"] for s in steps)
+    spot_tokens = max(0.0, tokens - total("reserved_tokens"))
+    waited_s = total("rollout_wait_s") + total("train_wait_s")
+    responses = job.algorithm.prompts_per_step * job.algorithm.group_size * len(steps)
+    return Rates(
+        run=run,
+        ended_at=steps[-1].record.ended_ns / 1e9,
+        num_steps=len(steps),
+        reserved_tokens_per_s=_per(total("reserved_tokens"), total("reserved_rollout_s")),
+        spot_tokens_per_s=_per(spot_tokens, spot_s),
+        train_s_per_token=busy_s / tokens,
+        overhead_s=max(0.0, period_s - waited_s - busy_s) / len(steps),
+        step_s=period_s / len(steps),
+        spot_instances=_per(spot_s, total("rollout_s")),
+        tokens_per_response=tokens / responses,
+    )
+
+
+def _per(amount: float, of: float) -> float:
+    return amount / of if of > 0 else 0.0

@@ -1,0 +1,273 @@
+"""The book of machines and money: what was wanted, billed, ended, used otherwise, and wasted.
+
+Guarantees: a word about a machine's life or money has committed to stable storage when its call returns; the
+first word about a machine holds, saying it again changes nothing; nothing is removed. Waste survives a killed
+process, not a power cut.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from rlboost_runtime.coordinator.accounts import (
+    END_OF_TIME,
+    Account,
+    ClosedBills,
+    MachineBill,
+    MachineBookState,
+    Spending,
+    UsageKind,
+    WasteKind,
+    to_ns,
+)
+from rlboost_runtime.coordinator.ledger_file import LedgerFile
+from rlboost_runtime.errors import NotFound
+
+_MACHINES = """
+SELECT machine, pool, provider, zone, accelerator, price_micro_usd_per_hour, price_source, intended_at,
+    launched_at, ended_at, state, detail
+FROM machines WHERE {which} ORDER BY intended_at, machine
+"""
+_ALL, _OPEN, _CLOSED = "1", "state IN ('intended', 'running')", "state IN ('failed', 'gone')"
+
+
+class MachineBook(LedgerFile):
+    """Machines, bills, usage and waste."""
+
+    def __init__(self, path: Path, *, read_only: bool = False) -> None:
+        self._closed: ClosedBills | None = None
+        super().__init__(path, read_only=read_only)
+
+    def intend(
+        self,
+        machine: str,
+        *,
+        pool: str,
+        provider: str,
+        zone: str,
+        accelerator: str,
+        price_micro_usd_per_hour: int,
+        price_source: str,
+        at: float,
+    ) -> None:
+        """Note that `machine` is about to be launched. Launch only after this has returned."""
+        if price_micro_usd_per_hour < 0:
+            raise ValueError(f"price of {machine} is negative: {price_micro_usd_per_hour}")
+        with self._billing() as db:
+            db.execute(
+                "INSERT INTO machines (machine, pool, provider, zone, accelerator, price_micro_usd_per_hour,"
+                " price_source, intended_at, state) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+                " ON CONFLICT (machine) DO NOTHING",
+                (
+                    machine,
+                    pool,
+                    provider,
+                    zone,
+                    accelerator,
+                    price_micro_usd_per_hour,
+                    price_source,
+                    to_ns(at),
+                    MachineBookState.INTENDED,
+                ),
+            )
+
+    def launched(self, machine: str, at: float) -> None:
+        """Note that the provider accepted the launch at `at`: billing starts.
+
+        Also right for a machine whose launch seemed to have failed, or that has ended since: the provider's
+        word that it ran is what counts. A launch later than the known end begins another billed interval (the
+        reserved machine of a run that is continued). Raises `NotFound` without an intent.
+        """
+        with self._billing() as db:
+            _must_know(db, machine)
+            _begin_another_life(db, machine, to_ns(at))
+            db.execute(
+                "UPDATE machines SET launched_at = min(?, coalesce(ended_at, ?))"
+                " WHERE machine = ? AND launched_at IS NULL AND state = ?",
+                (to_ns(at), to_ns(at), machine, MachineBookState.GONE),
+            )
+            db.execute(
+                "UPDATE machines SET launched_at = ?, ended_at = NULL, state = ?"
+                " WHERE machine = ? AND launched_at IS NULL",
+                (to_ns(at), MachineBookState.RUNNING, machine),
+            )
+
+    def failed(self, machine: str, at: float, problem: str) -> None:
+        """Note that the launch did not happen. A machine that was launched already is left as it is."""
+        with self._billing() as db:
+            _must_know(db, machine)
+            db.execute(
+                "UPDATE machines SET state = ?, ended_at = ?, detail = ? WHERE machine = ? AND state = ?",
+                (MachineBookState.FAILED, to_ns(at), problem, machine, MachineBookState.INTENDED),
+            )
+
+    def ended(self, machine: str, at: float, detail: str = "") -> None:
+        """Note that the provider says that the machine is gone since `at`: billing stops."""
+        with self._billing() as db:
+            _must_know(db, machine)
+            db.execute(
+                "UPDATE machines SET state = ?, ended_at = max(?, coalesce(launched_at, ?)), detail = ?"
+                " WHERE machine = ? AND state IN (?, ?)",
+                (
+                    MachineBookState.GONE,
+                    to_ns(at),
+                    to_ns(at),
+                    detail,
+                    machine,
+                    MachineBookState.INTENDED,
+                    MachineBookState.RUNNING,
+                ),
+            )
+
+    def open_machines(self) -> list[str]:
+        """Return the machines that are not known to be gone, oldest intent first."""
+        rows = self._rows(
+            "SELECT machine FROM machines WHERE state IN (?, ?) ORDER BY intended_at, machine",
+            (MachineBookState.INTENDED, MachineBookState.RUNNING),
+        )
+        return [str(row[0]) for row in rows]
+
+    def running_machines(self) -> set[str]:
+        """Return the machines for which money runs."""
+        rows = self._rows("SELECT machine FROM machines WHERE state = ?", (MachineBookState.RUNNING,))
+        return {str(row[0]) for row in rows}
+
+    def unbilled_machines(self) -> set[str]:
+        """Return the machines of which no launch is noted: not yet, failed, or not heard of."""
+        return {str(row[0]) for row in self._rows("SELECT machine FROM machines WHERE launched_at IS NULL")}
+
+    def last_end(self) -> float | None:
+        """Return when the last machine ended that did, or None."""
+        (row,) = self._rows("SELECT max(ended_at) FROM machines")
+        return None if row[0] is None else int(row[0]) / 1e9
+
+    def machines(self, now: float) -> list[MachineBill]:
+        """Return all machines, oldest intent first, billed up to `now`."""
+        until = to_ns(now)
+        closed, accounts = self._bought(until)
+        bills = [*closed.bills, *(account.bill(until) for account in accounts)]
+        return sorted(bills, key=lambda bill: (bill.intended_ns, bill.machine))
+
+    def spending(self) -> Spending:
+        """Return all that was bought until now, for many questions at once."""
+        with self._snapshot():
+            accounts = self._accounts(_ALL)
+            rows = self._db.execute("SELECT at, kind, micro_usd FROM usage").fetchall()
+        usage = tuple((int(at), UsageKind(kind), int(amount)) for at, kind, amount in rows)
+        return Spending(tuple(accounts), usage)
+
+    # --- money -------------------------------------------------------------------------------------------
+
+    def total_micro_usd(self, now: float) -> int:
+        """Return everything spent up to `now`: machine time and other usage. Never falls as `now` grows."""
+        until = to_ns(now)
+        closed, accounts = self._bought(until)
+        machines = closed.cost_micro_usd + sum(account.cost_micro_usd(until) for account in accounts)
+        return machines + sum(self.usage(now).values())
+
+    def rate_micro_usd_per_hour(self) -> int:
+        """Return what an hour costs with the machines that are running or asked for now."""
+        rows = self._rows(
+            "SELECT coalesce(sum(price_micro_usd_per_hour), 0) FROM machines WHERE state IN (?, ?)",
+            (MachineBookState.INTENDED, MachineBookState.RUNNING),
+        )
+        return int(rows[0][0])
+
+    def add_usage(self, kind: UsageKind, micro_usd: int, basis: str, at: float) -> None:
+        """Add money that is not machine time; `basis` says what was counted at which price."""
+        if micro_usd < 0:
+            raise ValueError(f"usage of {kind} is negative: {micro_usd}")
+        with self._billing() as db:
+            db.execute(
+                "INSERT INTO usage (at, kind, micro_usd, basis) VALUES (?, ?, ?, ?)",
+                (to_ns(at), UsageKind(kind), micro_usd, basis),
+            )
+
+    def usage(self, now: float) -> dict[UsageKind, int]:
+        """Return micro-dollars per kind up to `now`; every kind is present."""
+        rows = self._rows("SELECT kind, sum(micro_usd) FROM usage WHERE at <= ? GROUP BY kind", (to_ns(now),))
+        return dict.fromkeys(UsageKind, 0) | {UsageKind(kind): int(total) for kind, total in rows}
+
+    def add_waste(self, kind: WasteKind, machine: str, seconds: float) -> None:
+        """Add `seconds` of `machine`'s billed time that came to nothing, as `add_wastes`."""
+        self.add_wastes({(kind, machine): seconds})
+
+    def add_wastes(self, seconds: Mapping[tuple[WasteKind, str], float]) -> None:
+        """Add seconds of billed time that came to nothing, by kind and machine: all of them or, on an error,
+        none.
+
+        Raises `NotFound` for an unknown machine.
+        """
+        with self._transaction(durable=False) as db:
+            for (kind, machine), wasted_s in seconds.items():
+                if wasted_s < 0:
+                    raise ValueError(f"wasted time of {machine} is negative: {wasted_s}")
+                _must_know(db, machine)
+                db.execute(
+                    "INSERT INTO waste (machine, kind, wasted_ns) VALUES (?, ?, ?)"
+                    " ON CONFLICT (machine, kind) DO UPDATE SET wasted_ns = wasted_ns + excluded.wasted_ns",
+                    (machine, WasteKind(kind), to_ns(wasted_s)),
+                )
+
+    def wasted_ns(self) -> dict[str, dict[WasteKind, int]]:
+        """Return nanoseconds of wasted time per machine and kind, where there are any."""
+        wasted: dict[str, dict[WasteKind, int]] = {}
+        for machine, kind, wasted_ns in self._rows("SELECT machine, kind, wasted_ns FROM waste"):
+            wasted.setdefault(str(machine), {})[WasteKind(kind)] = int(wasted_ns)
+        return wasted
+
+    # --- helpers ------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _billing(self) -> Iterator[sqlite3.Connection]:
+        """Change something that bills come from."""
+        with self._transaction() as db:
+            self._closed = None
+            yield db
+
+    def _accounts(self, which: str) -> list[Account]:
+        earlier: dict[str, list[tuple[int, int]]] = {}
+        for machine, start, end in self._db.execute(
+            "SELECT machine, launched_at, ended_at FROM lives ORDER BY rowid"
+        ):
+            earlier.setdefault(machine, []).append((start, end))
+        rows = self._db.execute(_MACHINES.format(which=which)).fetchall()
+        return [Account(row, earlier.get(row[0], [])) for row in rows]
+
+    def _bought(self, until: int) -> tuple[ClosedBills, list[Account]]:
+        """Return bills that are final by `until`, and the accounts of all other machines."""
+        with self._snapshot():
+            version = int(self._db.execute("PRAGMA data_version").fetchone()[0])
+            if self._closed is None or self._closed.version != version:
+                bills = [account.bill(END_OF_TIME) for account in self._accounts(_CLOSED)]
+                self._closed = ClosedBills(
+                    version,
+                    bills,
+                    sum(bill.cost_micro_usd for bill in bills),
+                    max((bill.ended_ns or 0 for bill in bills), default=0),
+                )
+            if until < self._closed.until:
+                return ClosedBills(version, [], 0, 0), self._accounts(_ALL)
+            return self._closed, self._accounts(_OPEN)
+
+
+def _must_know(db: sqlite3.Connection, machine: str) -> None:
+    if db.execute("SELECT 1 FROM machines WHERE machine = ?", (machine,)).fetchone() is None:
+        raise NotFound(f"the ledger has no machine {machine}", "an intent is written before each launch")
+
+
+def _begin_another_life(db: sqlite3.Connection, machine: str, at_ns: int) -> None:
+    """Where `machine` had been billed and ended before `at_ns`, file that interval and forget it here."""
+    again = "machine = ? AND state = ? AND launched_at IS NOT NULL AND ended_at < ?"
+    which = (machine, MachineBookState.GONE, at_ns)
+    db.execute(
+        f"INSERT INTO lives SELECT machine, launched_at, ended_at FROM machines WHERE {again}",  # noqa: S608
+        which,
+    )
+    db.execute(
+        f"UPDATE machines SET launched_at = NULL, ended_at = NULL, state = ? WHERE {again}",  # noqa: S608
+        (MachineBookState.INTENDED, *which),
+    )

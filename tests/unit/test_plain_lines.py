@@ -1,0 +1,91 @@
+"""A followed run as plain lines: what is new is told once, and silence never lasts long."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlboost_cli.plain_lines import HEARTBEAT_S, NewLines
+from rlboost_cli.run_status import RunStatus
+
+
+def live(**data: Any) -> RunStatus:
+    return RunStatus(data, is_live=True, has_ended=False, age_s=0.0)
+
+
+def silent(**data: Any) -> RunStatus:
+    return RunStatus(data, is_live=False, has_ended=False, age_s=9.0, problem="the coordinator is silent")
+
+
+class Hand:
+    """A clock turned by hand."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_each_step_and_event_is_told_once() -> None:
+    new = NewLines()
+    event = {"at": 5.0, "kind": "gone", "text": "spot-0 is gone"}
+    assert new.of(live(step=0, steps=5)) == []
+    first = new.of(live(step=1, steps=5, reward_history=[0.25], events=[event], tokens_per_s=10))
+    assert first[0].endswith(" spot-0 is gone")
+    assert first[1].startswith("step 1/5  reward 0.250  10 tokens/s")
+    assert new.of(live(step=1, steps=5, reward_history=[0.25], events=[event])) == []
+    later = new.of(live(step=3, steps=5, reward_history=[0.25, 0.5, 0.75]))
+    assert later[0] == "step 2/5  reward 0.500"
+    assert later[1].startswith("step 3/5  reward 0.750")
+    assert len(later) == 2
+
+
+def test_a_late_watcher_is_not_told_the_whole_past() -> None:
+    lines = NewLines().of(live(step=100, steps=200, reward_history=[0.5] * 100))
+    assert len(lines) == 1
+    assert lines[0].startswith("step 100/200")
+
+
+def test_silence_and_its_end_are_told_once() -> None:
+    new = NewLines()
+    assert new.of(silent()) == ["the coordinator is silent; it is started again"]
+    assert new.of(silent()) == []
+    assert new.of(live()) == ["the coordinator answers again"]
+
+
+def test_a_step_is_told_as_a_step_and_not_as_an_event_again() -> None:
+    event = {"at": 5.0, "kind": "step", "text": "step 1 trained, policy version 1 published"}
+    (line,) = NewLines().of(live(step=1, steps=5, at=5.0, reward_history=[0.25], events=[event]))
+    assert line.endswith("step 1/5  reward 0.250  0 tokens/s  -")
+    assert line[2] == line[5] == ":", "each line has its time"
+
+
+def test_what_is_prepared_is_told_once() -> None:
+    new = NewLines()
+    loading = live(state="provisioning", phase="loading the model", at=5.0)
+    assert new.of(loading)[0].endswith(" loading the model")
+    assert new.of(loading) == []
+    assert new.of(live(state="provisioning", phase="warming up", at=6.0))[0].endswith(" warming up")
+    assert new.of(live(state="rollout", phase="rollout, 1 of 2 responses finished", at=7.0)) == []
+
+
+def test_a_quiet_run_shows_that_it_lives() -> None:
+    clock = Hand()
+    new = NewLines(clock)
+    status = live(
+        step=2,
+        steps=9,
+        phase="rollout, 1 of 8 responses finished",
+        at=5.0,
+        tokens_per_s=12,
+        cost={"spent_usd": 0.5},
+        instances=[{"state": "ready"}, {"state": "loading"}],
+    )
+    new.of(status)
+    assert new.of(status) == []
+    clock.now = HEARTBEAT_S
+    (line,) = new.of(status)
+    for piece in ("step 2/9", "1 of 8 responses", "1 instances ready", "12 tokens/s", "$0.5000"):
+        assert piece in line
+    assert new.of(status) == []
+    clock.now = 2 * HEARTBEAT_S - 1
+    assert new.of(status) == []

@@ -1,0 +1,237 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlboost_cli.run_status import RunStatus
+from rlboost_cli.run_view import live_lines, status_lines
+from rlboost_cli.screen import ASCII, UNICODE, Glyphs, Size
+
+STATUS: dict[str, Any] = {
+    "run": "demo",
+    "state": "rollout",
+    "phase": "rollout on reserved and spot engines, 21 of 32 responses finished",
+    "step": 4,
+    "steps": 12,
+    "step_responses": {"finished": 21, "requested": 32},
+    "policy_version": 4,
+    "reward_mean": 0.31,
+    "reward_history": [0.1, 0.2, 0.25, 0.31],
+    "tokens_per_s": 1234.4,
+    "tokens": {"generated": 5000, "lost_estimate": 4},
+    "responses": {"requested": 160, "finished": 149, "migrated": 8},
+    "preemptions": {"noticed": 1, "silent": 0, "reset": 2},
+    "machines": [{"id": "reserved-0", "pool": "reserved", "state": "running"}],
+    "instances": [
+        {
+            "id": "reserved-0/0",
+            "machine": "reserved-0",
+            "pool": "reserved",
+            "state": "ready",
+            "policy_version": 4,
+            "in_flight": 8,
+            "tokens_per_s": 96.4,
+            "uptime_s": 100.0,
+        }
+    ],
+    "cost": {
+        "spent_usd": 1.5,
+        "rate_usd_per_hour": 18.0,
+        "budget_usd": 10.0,
+        "counterfactual": {
+            "usd_per_million_tokens": 36.2,
+            "saving_fraction": 0.4,
+            "basis": "computed, not run: the tokens trained at the rate measured",
+        },
+    },
+    "started_at": 1000.0,
+    "at": 1090.0,
+    "events": [{"at": 1080.0, "kind": "preempted", "text": "spot-1 was preempted without notice"}],
+}
+
+
+def found(has_ended: bool = False, problem: str | None = None, **changes: Any) -> RunStatus:
+    return RunStatus(
+        {**STATUS, **changes}, is_live=problem is None, has_ended=has_ended, age_s=12.0, problem=problem
+    )
+
+
+def instances(count: int, name: str = "spot-{}", **fields: Any) -> list[dict[str, Any]]:
+    base = {"pool": "spot", "state": "ready", "policy_version": 4, "in_flight": 8, "uptime_s": 9e3}
+    names = [name.format(n) for n in range(count)]
+    return [{**base, "id": f"{each}/0", "machine": each, "tokens_per_s": 54321.0, **fields} for each in names]
+
+
+def shown(status: RunStatus, width: int = 80, height: int = 24, glyphs: Glyphs = UNICODE) -> list[str]:
+    lines = [line.text for line in live_lines(status, Size(width, height), glyphs)]
+    assert len(lines) < height, "the cursor needs a line"
+    assert all(len(line) < width for line in lines), max(lines, key=len)
+    return lines
+
+
+def test_the_view_shows_all_that_was_promised() -> None:
+    text = "\n".join(shown(found()))
+    for piece in (
+        "demo: rollout, 90 s",
+        "4/12",
+        "policy version 4",
+        "21/32",
+        "rollout on reserved and spot engines",
+        "0.310",
+        "▁▄▆█",
+        "1,234 tokens/s",
+        "3 preemptions survived: 8 responses migrated, about 4 tokens lost",
+        "$1.50 of $10.00 so far, $18.00 per hour",
+        "on demand only (computed): $30.00 per hour, 40% saved",
+        "reserved-0/0  reserved  reserved-0  ready        4          8     96  2m",
+        "spot-1 was preempted without notice",
+        "Ctrl-C detaches; the run goes on",
+    ):
+        assert piece in text, f"{piece} is not in\n{text}"
+
+
+def test_dearer_than_on_demand_is_said_as_it_is() -> None:
+    cost = {**STATUS["cost"]["counterfactual"], "saving_fraction": -0.5}
+    text = "\n".join(shown(found(cost={**STATUS["cost"], "counterfactual": cost})))
+    assert "$12.00 per hour, spot costs 50% more" in text
+
+
+def test_no_comparison_without_its_figures() -> None:
+    unknown = {"usd_per_million_tokens": None, "saving_fraction": None, "basis": "not known: no step"}
+    text = "\n".join(shown(found(cost={**STATUS["cost"], "counterfactual": unknown})))
+    assert "on demand" not in text
+    assert "on demand" not in "\n".join(shown(found(cost={"spent_usd": 0.1})))
+
+
+def test_twenty_instances_are_cut_and_the_rest_is_counted() -> None:
+    rows = [*instances(23), *instances(2, "spot-9{}", state="loading")]
+    lines = shown(found(instances=rows))
+    (more,) = [line for line in lines if line.startswith("+ ")]
+    visible = sum(line.startswith("spot-") for line in lines)
+    assert visible >= 3
+    hidden = 26 - visible - 1  # the reserved machine comes first
+    assert more == f"+ {hidden} more: {hidden - 2} ready, 2 loading"
+    assert any("was preempted" in line for line in lines), "events are not squeezed out"
+    everything = status_lines(found(instances=rows), UNICODE)
+    assert sum(line.startswith("spot-") for line in everything) == 25
+    assert not any(line.startswith("+ ") for line in everything)
+
+
+def test_instances_are_sorted_by_pool_and_number() -> None:
+    rows = [*instances(12), *STATUS["instances"]]
+    lines = shown(found(instances=rows), height=40)
+    order = [line.split("/")[0] for line in lines if "/0 " in line]
+    assert order == ["reserved-0", *(f"spot-{n}" for n in range(12))]
+
+
+@pytest.mark.parametrize("height", [2, 5, 8, 10, 12, 16, 20, 24, 60])
+@pytest.mark.parametrize("width", [30, 40, 60, 80, 100, 200])
+def test_any_size_holds_the_view(width: int, height: int) -> None:
+    rows = instances(30, "spot-with-a-long-name-{}", state="disconnected")
+    events = [{"at": 1.0 * n, "kind": "lost", "text": f"spot-{n} {'x' * 200}"} for n in range(9)]
+    lines = shown(
+        found(instances=rows, events=events, problem="the coordinator is silent " * 9), width, height
+    )
+    assert lines[0].startswith("demo: rollout")
+    if height >= 12:
+        assert any(line.startswith(("+ ", "31 instances", "spot-with")) for line in lines)
+        assert sum(line.startswith("spot-with") for line in lines) in (30, *range(height - 9))
+
+
+def test_narrow_terminals_lose_columns_not_rows() -> None:
+    header = next(line for line in shown(found(), width=60) if line.startswith("instance"))
+    assert header.split()[:3] == ["instance", "state", "version"] or "machine" not in header
+    assert "in flight" in header
+
+
+def test_ascii_is_all_that_a_plain_terminal_gets() -> None:
+    lines = shown(found(phase="x" * 300), glyphs=ASCII)
+    assert all(line.isascii() for line in lines)
+    assert any(
+        line.endswith("...") for line in shown(found(events=[{"at": 1, "text": "y" * 99}]), glyphs=ASCII)
+    )
+    assert any("#" in line and "." in line for line in lines), "bars are drawn in ASCII"
+
+
+def test_machines_on_their_way_are_rows_too() -> None:
+    machines = [
+        {"id": "spot-1", "pool": "spot", "state": "intended"},
+        {"id": "spot-2", "pool": "spot", "state": "running", "billed_s": 40, "joined": False},
+        {"id": "spot-3", "pool": "spot", "state": "running", "billed_s": 70, "joined": True},
+        {"id": "spot-4", "pool": "spot", "state": "gone", "joined": True},
+    ]
+    text = "\n".join(shown(found(machines=machines, instances=[])))
+    assert [line.split()[3] for line in text.splitlines() if line.startswith("spot-")] == [
+        "launching",
+        "booting",
+        "no",
+    ]
+
+
+def test_before_the_first_step_the_preparation_is_shown_with_its_progress() -> None:
+    preparing = {"doing": "fetching the model a/b", "done": 1.5e9, "of": 6e9, "unit": "B", "since": 1060.0}
+    status = found(
+        state="provisioning",
+        phase="fetching the model a/b",
+        preparing=preparing,
+        step=0,
+        step_responses=None,
+        reward_mean=None,
+        tokens={},
+        responses={},
+    )
+    lines = shown(status)
+    at = next(i for i, line in enumerate(lines) if line.startswith("phase"))
+    assert lines[at] == "phase    fetching the model a/b, 30 s so far"
+    assert lines[at + 1].split("  ")[-1] == "1.5 GB of 6.0 GB"
+    assert not any(line.startswith(("reward", "rollout")) for line in lines)
+
+
+def test_silence_is_said_calmly_and_the_last_known_stays() -> None:
+    lines = shown(found(problem="the coordinator of demo is not answering: connection refused"))
+    assert "the coordinator is silent and is started again; this is 12 s old" in lines
+    assert lines[0].startswith("demo: rollout")
+    styles = {line.style for line in live_lines(found(problem="silence"), Size(80, 24), UNICODE)}
+    assert styles <= {"", "title", "header", "warn", "dim"}
+
+
+def test_an_ended_run_needs_no_detaching_and_costs_nothing_more() -> None:
+    text = "\n".join(shown(found(has_ended=True, state="done")))
+    assert "Ctrl-C" not in text
+    assert "$1.50 of $10.00 in all" in text
+    stopped = {**STATUS["cost"], "rate_usd_per_hour": 0.0}
+    text = "\n".join(shown(found(has_ended=True, state="done", cost=stopped)))
+    assert "on demand only (computed): $36.20 per million, 40% saved" in text
+
+
+def test_a_status_of_nothing_but_a_name_can_be_shown() -> None:
+    status = RunStatus({"run": "r", "state": "provisioning"}, is_live=False, has_ended=False, age_s=0.0)
+    assert status_lines(status, ASCII)[:2] == ["r: provisioning", "step     0/?"]
+    nothing = dict.fromkeys(STATUS)
+    assert status_lines(RunStatus({**nothing, "run": "r"}, True, False, 0.0), ASCII)[0] == "r: None"
+
+
+def test_a_warning_about_the_journal_is_not_overlooked() -> None:
+    assert any("disk full" in x for x in shown(found(journal_problem="disk full")))
+
+
+def test_sparklines_span_their_own_range() -> None:
+    assert UNICODE.sparkline([0.0, 0.5, 1.0, None]) == "▁▅█"
+    assert UNICODE.sparkline([0.3, 0.3]) == "▁▁"
+    assert UNICODE.sparkline([]) == ""
+    assert len(UNICODE.sparkline(list(range(100)))) == 40
+    assert ASCII.sparkline([0, 1]) == "_@"
+
+
+def test_bars_are_full_only_at_the_end() -> None:
+    assert ASCII.bar(0.999, 10) == "#########."
+    assert ASCII.bar(1.0, 10) == "##########"
+    assert ASCII.bar(7.0, 4) == "####"
+    assert ASCII.bar(-1.0, 4) == "...."
+
+
+def test_cutting_counts_columns_not_letters() -> None:
+    assert UNICODE.cut("漢字漢字", 5) == "漢字…"
+    assert UNICODE.cut("a\nb", 5) == "a b"
+    assert ASCII.cut("abcdefgh", 6) == "abc..."
