@@ -16,7 +16,7 @@ from rlboost_runtime.coordinator.ledger import Ledger
 from rlboost_runtime.coordinator.state import State
 from rlboost_runtime.coordinator.trainer_link import TrainerLink
 from rlboost_runtime.core.log import replay
-from rlboost_runtime.core.messages import CoreConfig
+from rlboost_runtime.core.messages import CoreConfig, RunEnding
 from rlboost_runtime.run_folder import RunFolder
 from rlboost_runtime.seams import SystemClock, SystemDisk
 from rlboost_runtime.wire import (
@@ -366,6 +366,32 @@ async def test_a_step_under_a_new_version_that_was_cut_short_is_asked_for_again(
         a, b = [item.assignment for item in (await agent.hear(Work)).items]
         await agent.say(frame(0, [(a, 0, [9]), (b, 0, [9])], Ending(a, "stop"), Ending(b, "stop"), version=1))
         assert texts(await trainer.hear(GroupDone)) == [[9], [9]]
+
+
+async def test_a_step_asked_for_at_the_end_does_not_hide_the_last_one_from_a_resumed_run(
+    tmp_path: Path,
+) -> None:
+    async with shell(tmp_path) as made:
+        trainer = made.trainers()
+        agent = await join(made, trainer)
+        a, b = await begin_step(agent, trainer)
+        await agent.say(frame(0, [(a, 0, [1, 9]), (b, 0, [9])], Ending(a, "stop"), Ending(b, "stop")))
+        await trainer.hear(GroupDone)
+        await agent.hear(SleepEngine)
+        await agent.say(EngineSlept())
+        await trainer.hear(LeaseGranted)
+        await trainer.say(Trained(0, 0.0, 0.1, 7, 0.5, {}))  # and not in a checkpoint
+        await trainer.say(Published(1, "digest", 1, 0.0))
+        made.state.apply(RunEnding(made.state.now(), "it was told to stop"))
+        await trainer.say(request(step=1, version=1))
+        await trainer.hang_up()
+        assert made.state.step is not None
+        assert made.state.step.request.step == 0
+    async with shell(tmp_path) as made:
+        trainer = made.trainers()
+        await trainer.say(TrainerHello(SCHEMA, "job", "again"))
+        await trainer.say(request())
+        assert texts(await trainer.hear(GroupDone)) == [[1, 9], [9]]
 
 
 @pytest.mark.parametrize(

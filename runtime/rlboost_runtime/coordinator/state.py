@@ -273,11 +273,18 @@ class State:
         """Open the step that the trainer asks for; the open one again only delivers again.
 
         The core hears of a step only once its header is on stable storage: whatever a later coordinator finds
-        in the event log, it finds the prompts for.
+        in the event log, it finds the prompts for. A run that is ending opens none, so that its last step is
+        still there for a run that resumes from before it.
         """
         async with self._opening:
+            if self.core.is_ending:
+                log_event(log, "step.refused", step=request.step)
+                return
             if self.step is None or self.step.request != request:
-                self.step = await self._write_header(request)
+                step = await self._write_header(request)
+                if self.core.is_ending:  # decided meanwhile
+                    return
+                self.step = step
                 log_event(log, "step.opened", step=request.step, policy_version=request.policy_version)
             requests = self.step.requests()
             self.apply(StepStarted(self.now(), request.step, request.policy_version, requests))

@@ -146,6 +146,11 @@ class Core:
         return None if self._work.book is None else self._work.book.view()
 
     @property
+    def is_ending(self) -> bool:
+        """Whether the run is winding up: no step is opened any more."""
+        return self._context.is_ending
+
+    @property
     def newest_version(self) -> int | None:
         """The newest published version."""
         return self._newest_version
