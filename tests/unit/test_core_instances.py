@@ -325,6 +325,18 @@ def test_a_run_that_ends_gives_reserved_engines_no_more_work_either(new_run) -> 
     assert run.release(0) == []
 
 
+def test_who_hangs_up_while_the_run_ends_was_not_preempted(new_run) -> None:
+    run = new_run(reserved_instances=1)
+    run.publish()
+    run.reserved()
+    run.spot("a")
+    run.send(RunEnding(1.0, "done"))
+    for name in ("head-0", "a"):
+        run.send(Disconnected(1.0, name, run.epoch(name)))
+    run.send(Tick(2.0))
+    assert run.core.counters.losses == {LossCause.STOPPED: 2}
+
+
 def test_an_illegal_move_tells_the_story(run) -> None:
     run.finish(0)
     with pytest.raises(

@@ -135,7 +135,7 @@ class Crew:
         `keeps_machine`: it begins a new life on the same machine at once, which is thus not empty.
         """
         machine = self._fleet.machines.get(instance.machine) if instance.pool is Pool.SPOT else None
-        cause = _true_cause(instance, machine, cause)
+        cause = LossCause.STOPPED if self._context.is_ending else _true_cause(instance, machine, cause)
         self._work.take_back_all(instance, f"{instance.instance} is lost: {cause}")
         instance.version = None
         instance.life.move(InstanceState.GONE, cause, self._context.now)
