@@ -218,6 +218,8 @@ def _create(run: RunFolder, job_file: Path, job: Job) -> RunFolder | None:
         if is_alone:
             for left in run.path.parent.glob(f"{_WORKSHOP}*"):
                 shutil.rmtree(left, ignore_errors=True)  # of a killed command
+            if run.job_json.exists():
+                return None  # made while this command waited for its turn
         return _make(run, job_file, job)
 
 

@@ -8,19 +8,20 @@ import logging
 
 import pytest
 
+from rlboost_runtime import logs
 from rlboost_runtime.errors import RuntimeFault
 from rlboost_runtime.logs import bind, event, explain, last_explanation, setup
 
 
 @pytest.fixture
 def stream(monkeypatch):
+    monkeypatch.setattr(logs, "_context", {})
     monkeypatch.setenv("RLBOOST_RUN", "/somewhere/runs/quickstart")
     root = logging.getLogger()
     before, level = root.handlers[:], root.level
     out = io.StringIO()
     setup("agent", stream=out)
     yield out
-    bind(step=None)
     root.handlers[:], root.level = before, level
     logging.captureWarnings(False)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 
+import psutil
 import pytest
 import torch
 
@@ -58,28 +59,29 @@ def replace_sampling(engine, **changes):
     return msgspec.structs.replace(engine.streams.sampling, **changes)
 
 
-async def test_a_chunk_of_several_tokens_is_taken_whole(engine, reader, qwen):
-    """Trap 6: while nobody reads, vLLM merges; all of it must be there, in order."""
+async def test_a_chunk_of_several_tokens_is_taken_whole(engine, reader, qwen, monkeypatch):
+    """Trap 6: an API server that lags behind its core merges tokens; all of them must be there, in order."""
     await serve(engine, qwen, 0)
     (prompt,) = prompts(1, seed=3)
     chunks = []
     original = engine.streams.take_chunk
-    engine.streams.take_chunk = lambda stream, chunk: (
-        chunks.append(len(chunk.token_ids)),
-        original(stream, chunk),
-    )
-    engine._queue.room.clear()  # as if the coordinator did not acknowledge
-    try:
-        engine.submit([Request(1, prompt, 300), Request(2, prompt, 300)])
-        await asyncio.sleep(1.5)
-    finally:
-        engine._queue.room.set()
-        a, b = await reader.ends([1, 2])
-        engine.streams.take_chunk = original
+
+    def watched(stream, chunk):
+        chunks.append(len(chunk.token_ids))
+        original(stream, chunk)
+
+    monkeypatch.setattr(engine.streams, "take_chunk", watched)
+    front = psutil.Process(engine.server.pid).children()[0]
+    engine.submit([Request(1, prompt, 400), Request(2, prompt, 400)])
+    await reader.until(lambda: 1 in reader.responses)
+    front.suspend()
+    await asyncio.sleep(0.5)
+    front.resume()
+    a, b = await reader.ends([1, 2])
     assert max(chunks) > 1
     assert a.ids == b.ids
     assert_under(qwen[0], prompt, a)
-    assert len(a.ids) == len(b.logprobs) == 300
+    assert len(a.ids) == len(b.logprobs) == 400
 
 
 async def test_a_response_at_its_limit_is_finished_without_asking_the_engine(engine, reader, qwen):

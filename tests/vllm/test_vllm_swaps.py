@@ -46,6 +46,7 @@ async def test_ten_swaps_under_load(engine, own_engine, tmp_path, qwen, family, 
 async def swap_under_load(engine, reader, versions) -> None:
     asked = prompts(STREAMS, seed=11)
     engine.submit([Request(i, p, LENGTH) for i, p in enumerate(asked)])
+    await reader.until(lambda: all(i in reader.responses for i in range(STREAMS)))
     number = 1000
     for k in range(1, SWAPS + 1):
         version, source = 10 + k, k % 2
