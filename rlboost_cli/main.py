@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import typer
 
-from rlboost_cli.lazy_group import SETTINGS, lazy_group
+from rlboost_cli.terminal.lazy_group import SETTINGS, lazy_group
 
 # NAME is function NAME in commands/NAME.py; the words are the first line of its docstring (a test compares)
 COMMANDS = {

@@ -18,7 +18,7 @@ def check(
     """
     import json
 
-    from rlboost_cli import output
+    from rlboost_cli.terminal import output
     from rlboost_runtime.job_file import hints, load_job
 
     loaded = load_job(job)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from rlboost_cli import completion
+from rlboost_cli.terminal import completion
 
 
 def cost(
@@ -20,8 +20,8 @@ def cost(
 
     Example: rlboost cost quickstart --json
     """
-    from rlboost_cli import output
-    from rlboost_cli.costs import report_of
+    from rlboost_cli.money.costs import report_of
+    from rlboost_cli.terminal import output
     from rlboost_runtime.errors import ConfigError
     from rlboost_runtime.run_index import find_run
 

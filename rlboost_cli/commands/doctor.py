@@ -18,9 +18,9 @@ def doctor(
 
     Example: rlboost doctor job.yaml
     """
-    from rlboost_cli import output
     from rlboost_cli.doctor.checks import examine
     from rlboost_cli.doctor.findings import Diagnosis, Patient, Verdict, lines_of
+    from rlboost_cli.terminal import output
     from rlboost_runtime.run_folder import home
 
     loaded = None

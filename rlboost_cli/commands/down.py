@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from rlboost_cli import completion
+from rlboost_cli.terminal import completion
 
 
 def down(
@@ -19,9 +19,9 @@ def down(
 
     Example: rlboost down quickstart
     """
-    from rlboost_cli import output
-    from rlboost_cli.costs import report_of
-    from rlboost_cli.teardown import end_run
+    from rlboost_cli.money.costs import report_of
+    from rlboost_cli.runs.teardown import end_run
+    from rlboost_cli.terminal import output
     from rlboost_runtime.run_index import find_run, is_open
 
     folder = find_run(run)

@@ -10,7 +10,7 @@ import typer
 
 def _templates(incomplete: str) -> list[tuple[str, str]]:
     """Return what the shell offers for --template."""
-    from rlboost_cli.new_job import template_rows
+    from rlboost_cli.runs.new_job import template_rows
 
     return [row for row in template_rows() if row[0].startswith(incomplete)]
 
@@ -29,7 +29,8 @@ def init(
 
     Example: rlboost init job.yaml --template laptop
     """
-    from rlboost_cli import new_job, output, text
+    from rlboost_cli.runs import new_job
+    from rlboost_cli.terminal import output, text
 
     if list_templates:
         output.show(text.table(("template", "what it is"), new_job.template_rows()))

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlboost_cli import completion
+from rlboost_cli.terminal import completion
 
 if TYPE_CHECKING:
-    from rlboost_cli.plan import LaunchPlan
+    from rlboost_cli.planning.plan import LaunchPlan
     from rlboost_runtime.run_folder import RunFolder
 
 
@@ -33,10 +33,10 @@ def launch(
 
     Example: rlboost launch job.yaml
     """
-    from rlboost_cli import output
-    from rlboost_cli.plan import describe_plan, launch_plan
-    from rlboost_cli.supervision import bring_up, want_training
-    from rlboost_cli.target import find_target
+    from rlboost_cli.planning.plan import describe_plan, launch_plan
+    from rlboost_cli.runs.supervision import bring_up, want_training
+    from rlboost_cli.runs.target import find_target
+    from rlboost_cli.terminal import output
 
     target = find_target(job_or_run, resume=resume)
     plan = launch_plan(target.job.name if target.run is None else target.run.name, target.job)
@@ -61,7 +61,7 @@ def launch(
 
 
 def _ask(plan: LaunchPlan, *, yes: bool) -> None:
-    from rlboost_cli import output
+    from rlboost_cli.terminal import output
     from rlboost_runtime.errors import ConfigError
 
     if yes or not plan.is_charged:
@@ -75,17 +75,17 @@ def _ask(plan: LaunchPlan, *, yes: bool) -> None:
 
 
 def _watch(run: RunFolder) -> None:
-    from rlboost_cli import output
-    from rlboost_cli.attach import follow
+    from rlboost_cli.live.attach import follow
+    from rlboost_cli.terminal import output
 
     output.follow(follow(run))
 
 
 def _finish(run: RunFolder) -> None:
-    from rlboost_cli import output
-    from rlboost_cli.attach import outcome_of
-    from rlboost_cli.costs import report_of
-    from rlboost_cli.run_status import run_status
+    from rlboost_cli.live.attach import outcome_of
+    from rlboost_cli.money.costs import report_of
+    from rlboost_cli.runs.run_status import run_status
+    from rlboost_cli.terminal import output
 
     outcome = outcome_of(run)
     with output.working("adding up what the run cost"):

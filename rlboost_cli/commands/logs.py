@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from rlboost_cli import completion
+from rlboost_cli.terminal import completion
 
 
 def logs(
@@ -33,8 +33,8 @@ def logs(
     """
     import time
 
-    from rlboost_cli import output
-    from rlboost_cli.log_files import Tail
+    from rlboost_cli.runs.log_files import Tail
+    from rlboost_cli.terminal import output
     from rlboost_runtime.run_index import find_run, is_open
 
     folder = find_run(run)

@@ -19,13 +19,13 @@ def plan(
 
     Example: rlboost plan job.yaml
     """
-    from rlboost_cli import output
-    from rlboost_cli.plan import describe_plan, launch_plan, plan_json
+    from rlboost_cli.planning.plan import describe_plan, launch_plan, plan_json
+    from rlboost_cli.terminal import output
     from rlboost_runtime.job_file import load_job
 
     loaded = load_job(job)
     if probe:
-        from rlboost_cli.probe import probe as measure
+        from rlboost_cli.planning.probe import probe as measure
 
         measure(job, loaded, output.progress)
     made = launch_plan(loaded.name, loaded)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from rlboost_cli import completion
+from rlboost_cli.terminal import completion
 
 
 def preempt(
@@ -34,7 +34,8 @@ def preempt(
 
     Example: rlboost preempt quickstart spot-2 --notice 5
     """
-    from rlboost_cli import client, output
+    from rlboost_cli.runs import client
+    from rlboost_cli.terminal import output
     from rlboost_runtime.errors import NotFound
     from rlboost_runtime.run_index import find_run, is_open
 

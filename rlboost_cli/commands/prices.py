@@ -20,7 +20,8 @@ def prices(
 
     Example: rlboost prices --gpu H100
     """
-    from rlboost_cli import output, price_views
+    from rlboost_cli.money import price_views
+    from rlboost_cli.terminal import output
     from rlboost_providers.price_table import ShippedTable
     from rlboost_providers.prices import price_book
 

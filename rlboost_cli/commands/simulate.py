@@ -38,9 +38,10 @@ def simulate(
 
     Example: rlboost simulate --preset paper-14b --trace generated-p3 --window 0:2
     """
-    from rlboost_cli import output, simulation_views
-    from rlboost_cli.simulation_arguments import SimulationArguments
-    from rlboost_cli.simulation_runs import run
+    from rlboost_cli.simulation import simulation_views
+    from rlboost_cli.simulation.simulation_arguments import SimulationArguments
+    from rlboost_cli.simulation.simulation_runs import run
+    from rlboost_cli.terminal import output
 
     given = SimulationArguments(
         job=job,
@@ -54,7 +55,7 @@ def simulate(
     )
     wanted = given.checked()
     if plot is not None:
-        from rlboost_cli.plots import needs_matplotlib
+        from rlboost_cli.simulation.plots import needs_matplotlib
 
         needs_matplotlib()
     for note in wanted.notes:
@@ -66,7 +67,7 @@ def simulate(
     else:
         simulation_views.print_comparison(comparison)
     if plot is not None:
-        from rlboost_cli.plots import draw
+        from rlboost_cli.simulation.plots import draw
 
         for path in draw(comparison, plot):
             output.progress(f"wrote {path}")

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from rlboost_cli import completion
+from rlboost_cli.terminal import completion
 
 
 def status(
@@ -26,8 +26,8 @@ def status(
 
     Example: rlboost status quickstart --watch
     """
-    from rlboost_cli import output
-    from rlboost_cli.run_status import run_status, runs_table
+    from rlboost_cli.runs.run_status import run_status, runs_table
+    from rlboost_cli.terminal import output
     from rlboost_runtime.errors import ConfigError
     from rlboost_runtime.run_index import find_run
 
@@ -42,7 +42,7 @@ def status(
         return
     folder = find_run(run)
     if watch:
-        from rlboost_cli.attach import follow
+        from rlboost_cli.live.attach import follow
 
         try:
             output.follow(follow(folder))

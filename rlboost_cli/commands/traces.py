@@ -37,8 +37,9 @@ def traces(
 
     Example: rlboost traces show generated-p3
     """
-    from rlboost_cli import output, trace_views
-    from rlboost_cli.trace_arguments import trace_of
+    from rlboost_cli.simulation import trace_views
+    from rlboost_cli.simulation.trace_arguments import trace_of
+    from rlboost_cli.terminal import output
     from rlboost_runtime.errors import ConfigError
     from rlboost_runtime.run_folder import home
     from rlboost_runtime.sim.traces import trace_rows

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from rlboost_cli import completion
+from rlboost_cli.terminal import completion
 
 
 def up(
@@ -24,9 +24,9 @@ def up(
 
     Example: rlboost up job.yaml
     """
-    from rlboost_cli import output
-    from rlboost_cli.supervision import bring_up
-    from rlboost_cli.target import find_target
+    from rlboost_cli.runs.supervision import bring_up
+    from rlboost_cli.runs.target import find_target
+    from rlboost_cli.terminal import output
 
     target = find_target(job, resume=False)
     with output.working("copying the job's files"):

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from rlboost_cli.doctor.findings import Finding, Patient, fail, failed, ok, warn
-from rlboost_cli.liveness import is_supervised
+from rlboost_cli.runs.liveness import is_supervised
 from rlboost_providers.base import LaunchRequest, MachineState
 from rlboost_providers.local import LocalProvider
 from rlboost_runtime.errors import RLBoostError, RuntimeFault

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from rlboost_cli import client
-from rlboost_cli.run_status import run_status
+from rlboost_cli.runs import client
+from rlboost_cli.runs.run_status import run_status
 from rlboost_runtime.coordinator.server import Handlers, bind, make_app, make_server
 from rlboost_runtime.errors import NotFound, ProtocolError, ProviderError
 from rlboost_runtime.run_folder import RunFolder, write_json

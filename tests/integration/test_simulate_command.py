@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from rlboost_cli.main import app
-from rlboost_cli.simulated_job import model_of_config
+from rlboost_cli.simulation.simulated_job import model_of_config
 from rlboost_runtime.sim.hardware import MODELS
 from rlboost_runtime.sim.traces import PROFILES, generate_trace, load_trace
 from rlboost_runtime.sim.traces.known import KNOWN
@@ -136,7 +136,7 @@ def test_pictures_are_drawn_as_svg_and_png(folder: Path) -> None:
 def test_without_matplotlib_plot_says_what_to_install_before_it_simulates(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rlboost_cli.plots.find_spec", lambda _: None)
+    monkeypatch.setattr("rlboost_cli.simulation.plots.find_spec", lambda _: None)
     done = rlboost("simulate", "job.yaml", "--trace", "market.csv", "--plot", "p", code=2)
     assert "pip install 'rlboost[plot]'" in done.stderr
     assert "simulating" not in done.stderr

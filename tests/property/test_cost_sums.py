@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlboost_cli.cost_csv import COLUMNS, WASTE, cost_csv
-from rlboost_cli.cost_text import WIDTH, cost_lines
+from rlboost_cli.money.cost_csv import COLUMNS, WASTE, cost_csv
+from rlboost_cli.money.cost_text import WIDTH, cost_lines
 from rlboost_runtime.coordinator.accounts import UsageKind, WasteKind
 from rlboost_runtime.coordinator.ledger import Ledger
 from rlboost_runtime.coordinator.report import cost_report

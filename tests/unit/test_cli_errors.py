@@ -9,8 +9,8 @@ import typer
 from typer.testing import CliRunner
 
 from rlboost_cli.commands.launch import launch
-from rlboost_cli.errors import explained, render
 from rlboost_cli.main import app
+from rlboost_cli.terminal.errors import explained, render
 from rlboost_runtime.errors import (
     BudgetReached,
     ConfigError,

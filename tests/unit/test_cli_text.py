@@ -7,8 +7,8 @@ import pytest
 import typer
 
 from rlboost_cli.commands.launch import _ask
-from rlboost_cli.plan import LaunchPlan, PlanLine, describe_plan, launch_plan
-from rlboost_cli.text import table, tilde
+from rlboost_cli.planning.plan import LaunchPlan, PlanLine, describe_plan, launch_plan
+from rlboost_cli.terminal.text import table, tilde
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import Job
 
@@ -57,10 +57,10 @@ def test_a_local_plan_costs_nothing_and_says_so() -> None:
 def test_money_is_never_spent_without_a_yes(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = LaunchPlan("r", 1, (PlanLine("spot", "aws/us-east-2", 2, 1),), 2, 3.0, None)
     _ask(plan, yes=True)
-    monkeypatch.setattr("rlboost_cli.output.is_terminal", lambda: False)
+    monkeypatch.setattr("rlboost_cli.terminal.output.is_terminal", lambda: False)
     with pytest.raises(ConfigError, match="costs money"):
         _ask(plan, yes=False)
-    monkeypatch.setattr("rlboost_cli.output.is_terminal", lambda: True)
+    monkeypatch.setattr("rlboost_cli.terminal.output.is_terminal", lambda: True)
     monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
     with pytest.raises(typer.Exit):
         _ask(plan, yes=False)

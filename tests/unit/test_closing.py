@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlboost_cli.costs import report_of
+from rlboost_cli.money.costs import report_of
 from rlboost_providers.base import MachineState, MachineView
 from rlboost_runtime.coordinator.closing import close_books
 from rlboost_runtime.coordinator.ledger import Ledger

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from rlboost_cli.cost_csv import cost_csv
-from rlboost_cli.cost_text import MAX_STEP_LINES, cost_lines
+from rlboost_cli.money.cost_csv import cost_csv
+from rlboost_cli.money.cost_text import MAX_STEP_LINES, cost_lines
 from rlboost_runtime.coordinator.accounts import UsageKind, WasteKind
 from rlboost_runtime.coordinator.ledger import Ledger
 from rlboost_runtime.coordinator.report import cost_report

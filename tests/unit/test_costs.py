@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlboost_cli.costs import report_of
+from rlboost_cli.money.costs import report_of
 from rlboost_runtime.coordinator.ledger import Ledger
 from rlboost_runtime.machine_bootstrap import RESERVED_MACHINE
 from rlboost_runtime.run_folder import RunFolder, write_json

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from rlboost_cli.forecast import forecast, seeding_s
 from rlboost_cli.main import app
-from rlboost_cli.plan import describe_plan, launch_plan, plan_json
-from rlboost_cli.rates import Rates, measured_rates
+from rlboost_cli.planning.forecast import forecast, seeding_s
+from rlboost_cli.planning.plan import describe_plan, launch_plan, plan_json
+from rlboost_cli.planning.rates import Rates, measured_rates
 from rlboost_runtime.coordinator.ledger import Ledger
 from rlboost_runtime.core.messages import CoreConfig
 from rlboost_runtime.core.seeding import Seeding, StepObservation

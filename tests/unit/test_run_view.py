@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from rlboost_cli.run_status import RunStatus
-from rlboost_cli.run_view import live_lines, status_lines
-from rlboost_cli.screen import ASCII, UNICODE, Glyphs, Size
+from rlboost_cli.live.run_view import live_lines, status_lines
+from rlboost_cli.runs.run_status import RunStatus
+from rlboost_cli.terminal.screen import ASCII, UNICODE, Glyphs, Size
 
 STATUS: dict[str, Any] = {
     "run": "demo",

@@ -16,9 +16,9 @@ SOURCES = ("rlboost_cli", "runtime/rlboost_runtime", "providers/rlboost_provider
 HOLE = "…"
 COVERED = (  # modules whose errors a user of the local product meets: each must be on the page
     "rlboost_cli/commands/preempt.py",
-    "rlboost_cli/client.py",
-    "rlboost_cli/disk_errors.py",
-    "rlboost_cli/teardown.py",
+    "rlboost_cli/runs/client.py",
+    "rlboost_cli/terminal/disk_errors.py",
+    "rlboost_cli/runs/teardown.py",
     "runtime/rlboost_runtime/run_create.py",
     "runtime/rlboost_runtime/run_index.py",
     "runtime/rlboost_runtime/supervisor.py",

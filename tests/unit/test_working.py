@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from rlboost_cli import working
-from rlboost_cli.working import Working
+from rlboost_cli.terminal import working
+from rlboost_cli.terminal.working import Working
 
 
 @pytest.fixture(autouse=True)

@@ -8,9 +8,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rlboost_cli import output
-from rlboost_cli.intervals import Estimate
-from rlboost_cli.simulation_runs import BASELINE, OURS, Comparison, Done
+from rlboost_cli.simulation.intervals import Estimate
+from rlboost_cli.simulation.simulation_runs import BASELINE, OURS, Comparison, Done
+from rlboost_cli.terminal import output
 from rlboost_runtime.sim import SimResult
 
 _EVERY_S = 2.0  # a line so often where there is no terminal

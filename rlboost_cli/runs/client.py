@@ -14,7 +14,7 @@ import time
 from typing import Any
 from urllib.parse import urlsplit
 
-from rlboost_cli.disk_errors import full_disk
+from rlboost_cli.terminal.disk_errors import full_disk
 from rlboost_runtime.errors import NotFound, ProtocolError, ProviderError, RLBoostError, RuntimeFault
 from rlboost_runtime.run_folder import RunFolder, read_json
 from rlboost_runtime.security import client_context, read_token

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlboost_cli.simulated_job import preset_of_job
-from rlboost_cli.simulation_runs import Market, Wanted
-from rlboost_cli.trace_arguments import cut
+from rlboost_cli.simulation.simulated_job import preset_of_job
+from rlboost_cli.simulation.simulation_runs import Market, Wanted
+from rlboost_cli.simulation.trace_arguments import cut
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.run_folder import home
 from rlboost_runtime.sim import POLICIES, Preset, presets

@@ -9,10 +9,10 @@ import shutil
 from collections.abc import Iterable
 from typing import TextIO
 
-from rlboost_cli.painter import Painter
-from rlboost_cli.run_status import RunStatus
-from rlboost_cli.run_view import live_lines
-from rlboost_cli.screen import Size, glyphs_for, has_style
+from rlboost_cli.live.run_view import live_lines
+from rlboost_cli.runs.run_status import RunStatus
+from rlboost_cli.terminal.painter import Painter
+from rlboost_cli.terminal.screen import Size, glyphs_for, has_style
 
 _HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 

@@ -61,7 +61,7 @@ def render(error: RLBoostError) -> str:
 def _known(error: Exception) -> RLBoostError | None:
     if not isinstance(error, OSError):
         return None
-    from rlboost_cli.disk_errors import explain_disk
+    from rlboost_cli.terminal.disk_errors import explain_disk
 
     return explain_disk(error)
 

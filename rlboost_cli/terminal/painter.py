@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TextIO
 
-from rlboost_cli.screen import Line, Size
+from rlboost_cli.terminal.screen import Line, Size
 
 _SGR = {"title": "1", "header": "1", "warn": "33", "dim": "2"}
 _UP, _DOWN, _COLUMN = "\x1b[{}A", "\x1b[{}B", "\x1b[{}G"

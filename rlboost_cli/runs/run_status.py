@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from rlboost_cli.liveness import is_supervised
+from rlboost_cli.runs.liveness import is_supervised
 from rlboost_runtime.core.money import MICRO_USD_PER_USD
 from rlboost_runtime.errors import NotFound
 from rlboost_runtime.run_folder import RunFolder, read_json
@@ -37,7 +37,7 @@ def run_status(run: RunFolder, timeout_s: float = 2.0) -> RunStatus:
     ended = run.outcome.exists()
     problem = None
     if not ended:
-        from rlboost_cli import client  # TLS: a tenth of a second that the list of runs does without
+        from rlboost_cli.runs import client  # TLS: a tenth of a second that the list of runs does without
 
         try:
             data = client.get_status(run, timeout_s)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlboost_cli.rates import Rates, makes_like_responses
+from rlboost_cli.planning.rates import Rates, makes_like_responses
 from rlboost_runtime.core.messages import CoreConfig
 from rlboost_runtime.core.money import MICRO_USD_PER_USD
 from rlboost_runtime.core.seeding import Seeding, StepObservation

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlboost_cli.event_text import event_line, merged
-from rlboost_cli.run_status import RunStatus
-from rlboost_cli.run_view import tokens_per_s
-from rlboost_cli.text import usd
+from rlboost_cli.live.event_text import event_line, merged
+from rlboost_cli.live.run_view import tokens_per_s
+from rlboost_cli.runs.run_status import RunStatus
+from rlboost_cli.terminal.text import usd
 
 HEARTBEAT_S = 30.0
 """After so long without a line, one says what goes on."""

@@ -8,7 +8,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from rlboost_cli.text import dash, is_number
+from rlboost_cli.terminal.text import dash, is_number
 
 
 def rich_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rlboost_cli import client
-from rlboost_cli.disk_errors import full_disk
-from rlboost_cli.liveness import is_supervised
+from rlboost_cli.runs import client
+from rlboost_cli.runs.liveness import is_supervised
+from rlboost_cli.terminal.disk_errors import full_disk
 from rlboost_runtime.errors import RLBoostError, RuntimeFault
 from rlboost_runtime.processes import run_environment
 from rlboost_runtime.run_folder import RunFolder, write_json

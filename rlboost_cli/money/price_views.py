@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rlboost_cli.text import usd
+from rlboost_cli.terminal.text import usd
 from rlboost_providers.prices import PriceBook, Quote, parse_accelerator
 from rlboost_runtime.errors import ConfigError
 

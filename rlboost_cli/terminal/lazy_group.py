@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from rlboost_cli.errors import explained
+from rlboost_cli.terminal.errors import explained
 
 if TYPE_CHECKING:
     Command = Any  # typer 0.2x carries its own click under a private name

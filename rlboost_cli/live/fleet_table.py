@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from rlboost_cli.screen import Line
-from rlboost_cli.text import dash, table
+from rlboost_cli.terminal.screen import Line
+from rlboost_cli.terminal.text import dash, table
 
 Json = dict[str, Any]  # an object of design section 6
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import psutil
 
-from rlboost_cli import client
-from rlboost_cli.liveness import is_supervised
+from rlboost_cli.runs import client
+from rlboost_cli.runs.liveness import is_supervised
 from rlboost_providers.base import MachineState, MachineView
 from rlboost_runtime.coordinator.closing import close_books
 from rlboost_runtime.errors import RuntimeFault

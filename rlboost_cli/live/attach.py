@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rlboost_cli.liveness import is_supervised
-from rlboost_cli.run_status import RunStatus, run_status
-from rlboost_cli.supervision import log_tail
+from rlboost_cli.runs.liveness import is_supervised
+from rlboost_cli.runs.run_status import RunStatus, run_status
+from rlboost_cli.runs.supervision import log_tail
 from rlboost_runtime.errors import RuntimeFault
 from rlboost_runtime.run_folder import RunFolder, read_json
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from multiprocessing import active_children, get_context
 from typing import Any
 
-from rlboost_cli.intervals import Estimate, estimate
+from rlboost_cli.simulation.intervals import Estimate, estimate
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.sim import Preset, SimResult, simulate
 from rlboost_runtime.sim.traces import Trace

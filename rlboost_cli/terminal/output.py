@@ -12,16 +12,16 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlboost_cli import text
-from rlboost_cli.screen import can_redraw, glyphs_for
+from rlboost_cli.terminal import text
+from rlboost_cli.terminal.screen import can_redraw, glyphs_for
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rlboost_cli.attach import Outcome
-    from rlboost_cli.run_status import RunStatus
-    from rlboost_cli.teardown import Ending
-    from rlboost_cli.working import Working
+    from rlboost_cli.live.attach import Outcome
+    from rlboost_cli.runs.run_status import RunStatus
+    from rlboost_cli.runs.teardown import Ending
+    from rlboost_cli.terminal.working import Working
     from rlboost_runtime.run_create import FoundRun
     from rlboost_runtime.run_folder import RunFolder
 
@@ -48,7 +48,7 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         return
     from rich.console import Console
 
-    from rlboost_cli.rich_tables import rich_table
+    from rlboost_cli.terminal.rich_tables import rich_table
 
     Console().print(rich_table(headers, rows))
 
@@ -83,7 +83,7 @@ def runs(rows: Sequence[dict[str, Any]]) -> None:
 
 def status(found: RunStatus) -> None:
     """Print one run's status, and how old it is where its coordinator does not answer."""
-    from rlboost_cli import run_view
+    from rlboost_cli.live import run_view
 
     staleness(found)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else run_view.WIDEST
@@ -92,7 +92,7 @@ def status(found: RunStatus) -> None:
 
 def staleness(found: RunStatus) -> None:
     """Say so where a status is not from a living coordinator."""
-    from rlboost_cli import run_view
+    from rlboost_cli.live import run_view
 
     for line in run_view.staleness(found):
         progress(line)
@@ -100,22 +100,22 @@ def staleness(found: RunStatus) -> None:
 
 def cost(report: dict[str, Any]) -> None:
     """Print a cost report."""
-    from rlboost_cli.cost_text import cost_lines
+    from rlboost_cli.money.cost_text import cost_lines
 
     show("\n".join(cost_lines(report)))
 
 
 def cost_csv(report: dict[str, Any]) -> None:
     """Print a cost report as CSV."""
-    from rlboost_cli.cost_csv import cost_csv as csv_table
+    from rlboost_cli.money.cost_csv import cost_csv as csv_table
 
     show(csv_table(report))
 
 
 def follow(statuses: Iterable[RunStatus]) -> None:
     """Show statuses until they end: in place on a terminal, else a line per step and per event."""
-    from rlboost_cli.live_view import watch
-    from rlboost_cli.plain_lines import NewLines
+    from rlboost_cli.live.live_view import watch
+    from rlboost_cli.live.plain_lines import NewLines
 
     if can_redraw(sys.stdout):
         watch(statuses, sys.stdout)
@@ -128,7 +128,7 @@ def follow(statuses: Iterable[RunStatus]) -> None:
 
 def working(words: str = "") -> Working:
     """Return a sign of life for a wait that may take more than a moment; enter it, call it with words."""
-    from rlboost_cli.working import Working
+    from rlboost_cli.terminal.working import Working
 
     width = shutil.get_terminal_size().columns
     return Working(sys.stderr, words, can_redraw=can_redraw(sys.stderr), width=width)
@@ -155,7 +155,7 @@ def detached(run: RunFolder) -> None:
 
 def outcome(run: RunFolder, ended: Outcome, status: dict[str, Any], report: dict[str, Any]) -> None:
     """Say how a run ended, what it cost and what to type next."""
-    from rlboost_cli import ending_text
+    from rlboost_cli.live import ending_text
 
     show("\n".join(["", *ending_text.ended_lines(run.name, ended.state, status, report)]))
     model = text.tilde(run.checkpoints / "model")

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rlboost_cli import output, text
-from rlboost_cli.capacity_chart import capacity_chart
+from rlboost_cli.simulation.capacity_chart import capacity_chart
+from rlboost_cli.terminal import output, text
 from rlboost_runtime.sim.traces import PROFILES, Trace, trace_statistics
 from rlboost_runtime.sim.traces.fetch import cached, fetch_trace
 from rlboost_runtime.sim.traces.known import KNOWN, known

@@ -10,13 +10,13 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from rlboost_cli.event_text import event_line, merged
-from rlboost_cli.fleet_table import fleet_rows, fleet_table
-from rlboost_cli.screen import Glyphs, Line, Size
-from rlboost_cli.text import ENDED, dash, duration, usd
+from rlboost_cli.live.event_text import event_line, merged
+from rlboost_cli.live.fleet_table import fleet_rows, fleet_table
+from rlboost_cli.terminal.screen import Glyphs, Line, Size
+from rlboost_cli.terminal.text import ENDED, dash, duration, usd
 
 if TYPE_CHECKING:
-    from rlboost_cli.run_status import RunStatus
+    from rlboost_cli.runs.run_status import RunStatus
 
 Json = dict[str, Any]  # an object of design section 6
 

@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 from textwrap import wrap
 from typing import Any
 
-from rlboost_cli.forecast import Forecast, ForecastRow, forecast
-from rlboost_cli.rates import measured_rates
-from rlboost_cli.text import duration, table
+from rlboost_cli.planning.forecast import Forecast, ForecastRow, forecast
+from rlboost_cli.planning.rates import measured_rates
+from rlboost_cli.terminal.text import duration, table
 from rlboost_runtime.core.money import MICRO_USD_PER_USD, format_usd
 from rlboost_runtime.job import Job
 

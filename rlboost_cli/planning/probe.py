@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from rlboost_cli.attach import follow, outcome_of
-from rlboost_cli.plain_lines import NewLines
-from rlboost_cli.rates import FIRST_STEPS_LEFT_OUT, MIN_STEPS
-from rlboost_cli.supervision import bring_up, want_training
+from rlboost_cli.live.attach import follow, outcome_of
+from rlboost_cli.live.plain_lines import NewLines
+from rlboost_cli.planning.rates import FIRST_STEPS_LEFT_OUT, MIN_STEPS
+from rlboost_cli.runs.supervision import bring_up, want_training
 from rlboost_runtime.errors import RuntimeFault
 from rlboost_runtime.job import Job
 from rlboost_runtime.run_create import prepare_run

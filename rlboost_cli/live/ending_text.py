@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from rlboost_cli.text import duration, usd
+from rlboost_cli.terminal.text import duration, usd
 from rlboost_runtime.reward_failures import FailureCount
 
 Json = dict[str, Any]  # an object of design section 6

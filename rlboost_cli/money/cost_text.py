@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
-from rlboost_cli.text import duration, table, usd
+from rlboost_cli.terminal.text import duration, table, usd
 
 WIDTH = 80
 MAX_STEP_LINES = 12

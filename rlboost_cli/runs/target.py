@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlboost_cli.disk_errors import require_room
+from rlboost_cli.terminal.disk_errors import require_room
 from rlboost_runtime.errors import ConfigError, NotFound
 from rlboost_runtime.job import Job
 from rlboost_runtime.run_create import FoundRun, prepare_run, reopen, stored_job

@@ -1,0 +1,1 @@
+"""What a launch will take and cost, before it happens."""

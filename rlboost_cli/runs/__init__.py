@@ -1,0 +1,1 @@
+"""A run from outside: found, started, asked, followed in its logs, taken down."""

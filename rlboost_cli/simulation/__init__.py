@@ -1,0 +1,1 @@
+"""`simulate` and `traces`: what is asked, run and shown."""

@@ -1,0 +1,1 @@
+"""What a person and a script see of any command: lines, tables, errors, signs of life."""
