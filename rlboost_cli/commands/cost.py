@@ -27,7 +27,8 @@ def cost(
 
     if as_json and as_csv:
         raise ConfigError("both --json and --csv were given", "leave one of them out")
-    report = report_of(find_run(run))
+    with output.working("adding up what the run cost"):
+        report = report_of(find_run(run))
     if as_json:
         output.as_json(report)
     elif as_csv:

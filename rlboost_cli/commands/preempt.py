@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -17,14 +17,14 @@ def preempt(
         ),
     ],
     instance: Annotated[
-        str,
+        str | None,
         typer.Argument(
-            help="The instance",
+            help="The instance; by default the spot instance with the most responses in flight",
             metavar="INSTANCE",
             show_default=False,
             autocompletion=completion.instances,
         ),
-    ],
+    ] = None,
     notice: Annotated[
         float | None,
         typer.Option("--notice", min=0.0, help="Seconds of warning; without it, at once", show_default=False),
@@ -42,7 +42,21 @@ def preempt(
     folder = find_run(run)
     if not is_open(folder):
         raise NotFound(
-            f"run {run} has ended and has no instance {instance}", "rlboost status lists open runs"
+            f"run {run} has ended and has no instance {instance or 'any more'}",
+            "rlboost status lists open runs",
         )
-    client.preempt(folder, instance, notice)
-    output.show(f"{instance} is taken away" + (" now" if notice is None else f" in {notice:g} s"))
+    taken = instance or _busiest(run, client.get_status(folder))
+    client.preempt(folder, taken, notice)
+    output.show(f"{taken} is taken away" + (" now" if notice is None else f" in {notice:g} s"))
+
+
+def _busiest(run: str, status: dict[str, Any]) -> str:
+    """Return the machine of the spot instance that holds the most responses. Raises `NotFound`."""
+    from rlboost_runtime.errors import NotFound
+
+    spot = [i for i in status["instances"] if i["pool"] == "spot" and i["state"] != "gone"]
+    if not spot:
+        raise NotFound(
+            f"run {run} has no spot instance now", "wait for one; rlboost status shows the instances"
+        )
+    return str(max(spot, key=lambda i: int(i["in_flight"] or 0))["machine"])

@@ -26,8 +26,9 @@ def next_lines(name: str, state: str, model: str, num_steps: int) -> list[str]:
     """Return what can be typed now, after `num_steps` trained steps."""
     cost = (f"rlboost cost {name}", "every step, every machine")
     logs = (f"rlboost logs {name}", "what its processes said")
-    resume = (f"rlboost launch {name} --resume", "goes on from the last checkpoint")
-    choices = [cost, logs] if state == "done" else [logs, *([resume] if num_steps else [])]
+    goes_on = "goes on from the last checkpoint" if num_steps else "begins again"
+    resume = (f"rlboost launch {name} --resume", goes_on)
+    choices = [cost, logs] if state == "done" else [logs, resume]
     width = max(len(typed) for typed, _ in choices)
     lines = [_labelled("model", model)] if state == "done" else []
     return lines + [

@@ -8,7 +8,7 @@ from pathlib import Path
 from rlboost_cli.terminal.disk_errors import require_room
 from rlboost_runtime.errors import ConfigError, NotFound
 from rlboost_runtime.job import Job
-from rlboost_runtime.run_create import FoundRun, prepare_run, reopen, stored_job
+from rlboost_runtime.run_create import FoundRun, prepare_run, reopen, resume_run, source_of, stored_job
 from rlboost_runtime.run_folder import RunFolder, home, read_json
 from rlboost_runtime.run_index import find_run, is_open
 
@@ -19,6 +19,7 @@ class Target:
 
     job: Job
     job_file: Path | None
+    """The one that was given, or that the named run is resumed from; None where the run's copy is used."""
     run: RunFolder | None
     """The named run; None where a job file was given."""
 
@@ -32,18 +33,19 @@ class Target:
         if self.run is None:
             assert self.job_file is not None
             return prepare_run(self.job_file, self.job, resume=resume)
+        if resume and self.job_file is not None:
+            return resume_run(self.run, self.job_file, self.job)
         if resume:
             reopen(self.run)
         return FoundRun(self.run, self.job, is_new=False)
 
 
 def find_target(argument: str, *, resume: bool) -> Target:
-    """Return what `argument` means. Raises `ConfigError` (bad job file, ended run) and `NotFound`."""
+    """Return what `argument` means: an ended run is resumed with its job file as that is now, if it is there
+    still. Raises `ConfigError` (bad job file, ended run) and `NotFound`."""
     path = Path(argument)
     if path.is_file() or path.suffix in (".yaml", ".yml") or "/" in argument:
-        from rlboost_runtime.job_file import load_job
-
-        return Target(load_job(path), path, None)
+        return Target(_load(path), path, None)
     try:
         run = find_run(argument)
     except NotFound as error:
@@ -56,4 +58,13 @@ def find_target(argument: str, *, resume: bool) -> Target:
             f"run {run.name} has ended: {state}",
             f"rlboost launch {run.name} --resume continues it; a job file starts a new run",
         )
+    source = None if is_open(run) else source_of(run)
+    if source is not None:
+        return Target(_load(source), source, run)
     return Target(stored_job(run), None, run)
+
+
+def _load(job_file: Path) -> Job:
+    from rlboost_runtime.job_file import load_job
+
+    return load_job(job_file)

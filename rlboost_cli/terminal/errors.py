@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, ParamSpec
 
 import typer
 
+from rlboost_cli.terminal.screen import between_words
 from rlboost_runtime.errors import RLBoostError
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def _known(error: Exception) -> RLBoostError | None:
 
 
 def _show(error: RLBoostError) -> int:
-    print(render(error), file=sys.stderr)
+    print(between_words(render(error), sys.stderr), file=sys.stderr)
     return error.exit_code
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlboost_cli.terminal import text
-from rlboost_cli.terminal.screen import can_redraw, glyphs_for
+from rlboost_cli.terminal.screen import between_words, can_redraw, glyphs_for
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -163,8 +163,10 @@ def outcome(run: RunFolder, ended: Outcome, status: dict[str, Any], report: dict
     if ended.state == "done":
         return
     mark = "error: " if ended.exit_code else ""
-    progress(f"\n{mark}{run.name} {ended.state}" + (f": {ended.problem}" if ended.problem else ""))
-    progress(f"\nhint: {ended.remedy or f'rlboost logs {run.name} shows what happened'}")
+    why = f"\n{mark}{run.name} {ended.state}" + (f": {ended.problem}" if ended.problem else "")
+    hint = f"\nhint: {ended.remedy or f'rlboost logs {run.name} shows what happened'}"
+    for words in (why, hint):
+        progress(between_words(words, sys.stderr))
 
 
 def ending(run: RunFolder, ended: Ending) -> None:

@@ -71,6 +71,28 @@ def has_style(stream: TextIO) -> bool:
     return can_redraw(stream) and not os.environ.get("NO_COLOR")
 
 
+def between_words(words: str, stream: TextIO) -> str:
+    """Return `words` as they suit `stream`: on a terminal, lines too long for it are broken between words,
+    never inside a path or an option; in a file they stay whole for whoever searches it."""
+    if not stream.isatty():
+        return words
+    import shutil
+    import textwrap
+
+    width = max(40, shutil.get_terminal_size().columns - 1)
+    return "\n".join(
+        textwrap.fill(
+            line,
+            width,
+            subsequent_indent="  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+            replace_whitespace=False,
+        )
+        for line in words.split("\n")
+    )
+
+
 def glyphs_for(stream: TextIO) -> Glyphs:
     """Return the signs that `stream` can show."""
     encoding = (getattr(stream, "encoding", None) or "").lower().replace("-", "")

@@ -35,7 +35,7 @@ from rlboost_runtime.vllm_python import find_engine_python
 _MAX_NAME = 63  # as `job.Name` allows
 _WORKSHOP = ".new-"  # beginning of the names of folders in which runs are made
 _MAY_CHANGE = (
-    *("budget.", "algorithm.steps:", "reward_timeout_s:"),
+    *("budget.", "algorithm.steps:", "reward_timeout_s:", "reward_processes:", "reward_memory_mib:"),
     *("algorithm.micro_batch_responses:", "rollout.engine_args.max_running:"),
     *("trainer.keep_checkpoints:", "trainer.checkpoint_every_steps:"),
 )
@@ -70,14 +70,32 @@ def prepare_run(job_file: Path, job: Job, *, resume: bool = False) -> FoundRun:
         if resume and newest is None:
             raise NotFound(f"no run {job.name} to resume", "leave --resume out to start one")
         if newest is not None and (resume or is_open(newest)):
-            found = _continue(newest, job_file, job, resume=resume)
             if resume:
-                reopen(newest)
-            return found
+                return resume_run(newest, job_file, job)
+            return _continue(newest, job_file, job, resume=False)
         name = job.name if newest is None else _numbered(job.name, len(existing) + 1)
         run = _create(RunFolder.named(name), job_file, job)
         if run is not None:
             return FoundRun(run, read_resolved(run.job_json), is_new=True)
+
+
+def resume_run(run: RunFolder, job_file: Path, job: Job) -> FoundRun:
+    """Return the ended `run`, open again, with `job` as `job_file` has it now.
+
+    Raises `ConfigError` where that is another job.
+    """
+    found = _continue(run, job_file, job, resume=True)
+    reopen(run)
+    return found
+
+
+def source_of(run: RunFolder) -> Path | None:
+    """Return the job file that the run was made from, or None where it is no more."""
+    try:
+        source = Path(run.job_source.read_text().strip())
+    except OSError:
+        return None
+    return source if source.is_file() else None
 
 
 def stored_job(run: RunFolder) -> Job:
@@ -260,6 +278,7 @@ def _fill(draft: RunFolder, job_file: Path, job: Job) -> None:
     for folder in (draft.path, draft.files, draft.logs, draft.processes):
         folder.mkdir(mode=0o700)
     shutil.copyfile(job_file, draft.job_yaml)
+    draft.job_source.write_text(f"{job_file.absolute()}\n")
     copy_files(job, job_file.parent, draft.files)
     draft.job_json.write_text(job.model_copy(update={"name": draft.name}).canonical_json())
     read_resolved(draft.job_json)  # what cannot be read back must not become a run

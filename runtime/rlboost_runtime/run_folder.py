@@ -6,6 +6,7 @@ there is named below; everybody else only reads it.
 ::
 
     job.yaml          the job file as the user gave it                      CLI
+    job_source        where that file was, one line: read again on resume   CLI
     job.json          resolved job; `files/` the user's files it names      CLI
     secrets/          token, key.pem, cert.pem (folder 700, files 600)      CLI
     endpoint.json     {"url"}: where the coordinator listens; kept through restarts      coordinator
@@ -64,6 +65,11 @@ class RunFolder:
     def job_yaml(self) -> Path:
         """The job file as given."""
         return self.path / "job.yaml"
+
+    @property
+    def job_source(self) -> Path:
+        """Where the job file was."""
+        return self.path / "job_source"
 
     @property
     def job_json(self) -> Path:

@@ -210,7 +210,7 @@ def _why_hopeless(
             f"the {role.name} was killed {attempts.kills} times in a row without progress (SIGKILL, most"
             f" likely for want of memory); its log is {path}",
             "free some memory, or lower algorithm.micro_batch_responses or rollout.engine_args.max_running,"
-            " then type rlboost launch JOB_FILE --resume",
+            f" then type rlboost launch {run.name} --resume",
         )
     told = last_explanation(path, log_offset)
     if told is not None:

@@ -82,11 +82,12 @@ def test_a_broken_reward_is_corrected_and_what_still_fails_is_scored_and_counted
         "demo failed: reward rewards.py:score failed for the first 16 responses;"
         " the last one raised an error: rewards.py:2: KeyError: 'answr'"
     )
-    assert hint.startswith("correct it, then go on from the last checkpoint with rlboost launch JOB_FILE")
+    assert hint.startswith("correct it, then resume the run, which takes the changed file")
+    assert "rlboost launch demo --resume  " in hint
     wait_for(lambda: cli.processes("demo") == [], timeout_s=20)  # a supervisor is still leaving
 
     write_inputs(cli, MOODY)
-    done = cli("launch", job, "--resume", "--yes")
+    done = cli("launch", "demo", "--resume", "--yes")
     assert "note: rewards.py has changed since; the run goes on with the new one" in done.stderr
     assert "1 prompt is longer than algorithm.max_prompt_tokens and left out" in done.stdout
     count = cli.json("status", "demo")["rewards"]

@@ -171,7 +171,7 @@ def test_a_role_that_is_killed_again_and_again_ends_the_run(run: RunFolder) -> N
     )
     assert outcome["problem"].startswith(told)
     assert outcome["remedy"].startswith("free some memory, or lower algorithm.micro_batch_responses")
-    assert outcome["remedy"].endswith("rlboost launch JOB_FILE --resume")
+    assert outcome["remedy"].endswith(f"rlboost launch {run.name} --resume")
     assert (outcome["state"], outcome["exit_code"]) == ("failed", 1)
     assert tagged(run.path) == []
 

@@ -379,7 +379,7 @@ class Coordinator:
             self.end_run(
                 "budget",
                 f"the budget of ${budget:.2f} is spent after {self._ledger.step_summary(0).num_steps} steps",
-                f"raise budget.max_usd and type: rlboost launch --resume {self._run.name}",
+                f"raise budget.max_usd in the job file and type: rlboost launch {self._run.name} --resume",
             )
 
     def _learn_weights_url(self) -> None:

@@ -84,8 +84,8 @@ def _broken(name: str, what: str, last: Reward) -> RuntimeFault:
     assert last.failure is not None
     return RuntimeFault(
         f"reward {name} {what}; the last one {WORDS[last.failure]}: {last.problem.strip()}",
-        "correct it, then go on from the last checkpoint with rlboost launch JOB_FILE --resume; what the"
-        " function printed: rlboost logs RUN reward",
+        "correct it, then resume the run, which takes the changed file; what the function printed is in the"
+        " run's log named reward",
     )
 
 
