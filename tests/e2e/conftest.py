@@ -152,6 +152,13 @@ class Cli:
                 continue
         return [process for process, typed in found if command in typed]
 
+    def assert_gone(self, name: str, within_s: float = 20.0) -> None:
+        """Fail if a process of the ended run is left: its supervisor is the last, moments after the outcome."""
+        deadline = time.monotonic() + within_s
+        while left := self.processes(name):
+            assert time.monotonic() < deadline, left
+            time.sleep(0.1)
+
     def process(self, name: str, role: str) -> psutil.Process:
         """Return the process of a role on the head."""
         identity = json.loads((self.run_folder(name).processes / f"{role}.json").read_bytes())

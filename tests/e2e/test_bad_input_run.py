@@ -84,7 +84,7 @@ def test_a_broken_reward_is_corrected_and_what_still_fails_is_scored_and_counted
     )
     assert hint.startswith("correct it, then resume the run, which takes the changed file")
     assert "rlboost launch demo --resume  " in hint
-    wait_for(lambda: cli.processes("demo") == [], timeout_s=20)  # a supervisor is still leaving
+    cli.assert_gone("demo")
 
     write_inputs(cli, MOODY)
     done = cli("launch", "demo", "--resume", "--yes")
@@ -101,7 +101,7 @@ def test_a_broken_reward_is_corrected_and_what_still_fails_is_scored_and_counted
     assert any(note.startswith(told) for note in cost["notes"])
     assert any("responses scored 0" in event["text"] for event in cli.json("status", "demo")["events"])
     assert (cli.run_folder("demo").logs / "reward.log").stat().st_size < 5 << 20
-    wait_for(lambda: cli.processes("demo") == [], timeout_s=20)  # a supervisor is still leaving
+    cli.assert_gone("demo")
 
 
 # --- a full disk -------------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ def test_a_run_whose_disk_fills_waits_or_fails_in_words_and_loses_nothing(cli: A
     problem, hint = error_of(err)
     assert problem.startswith(f"demo failed: the disk of {run.path} is full")
     assert hint.startswith("make room there, then type rlboost launch demo --resume")
-    wait_for(lambda: cli.processes("demo") == [], timeout_s=20)  # a supervisor is still leaving
+    cli.assert_gone("demo")
     outcome = run.outcome.read_bytes()
 
     # resumed too early: refused, and still to be resumed
@@ -188,4 +188,4 @@ def test_a_run_whose_disk_fills_waits_or_fails_in_words_and_loses_nothing(cli: A
     steps = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     assert [step["step"] for step in steps] == [0, 1, 2]
     assert [step["responses_scored"] for step in steps] == [RESPONSES] * 3
-    wait_for(lambda: cli.processes("demo") == [], timeout_s=20)  # a supervisor is still leaving
+    cli.assert_gone("demo")

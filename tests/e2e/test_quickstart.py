@@ -42,5 +42,5 @@ def test_quickstart_learns_through_kills_and_notices(cli: Any) -> None:
         round(v * 1e6) for v in cost["other_usd"].values()
     )
     assert "$" in done.stdout
-    assert cli.processes("quickstart") == []
+    cli.assert_gone("quickstart")
     print(f"reward {first:.3f} -> {last:.3f}, {kinds.count('kill')} kills, {kinds.count('notice')} notices")

@@ -59,7 +59,7 @@ def test_a_run_through_kills_and_notices_keeps_every_promise(cli: Any) -> None:
         "machines booted, waited, were killed at work, and their work was migrated"
     )
     assert sum(wasted.values()) + round(cost["useful_usd"] * 1e6) == sum(micro)
-    assert cli.processes("storm") == []
+    cli.assert_gone("storm")
 
 
 def test_notice_loses_nothing(cli: Any) -> None:

@@ -71,4 +71,4 @@ def test_what_the_tutorial_says_is_what_happens(cli: Any, tmp_path: Path) -> Non
         assert done.returncode == code, told
         assert matches(shown, done.stdout), f"{told}\n--- docs/tutorial.md shows:\n" + "\n".join(shown)
     for run in ("my-run", "words"):
-        assert cli.processes(run) == []
+        cli.assert_gone(run)
