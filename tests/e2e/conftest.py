@@ -153,7 +153,7 @@ class Cli:
         return [process for process, typed in found if command in typed]
 
     def assert_gone(self, name: str, within_s: float = 20.0) -> None:
-        """Fail if a process of the ended run is left: its supervisor is the last, moments after the outcome."""
+        """Fail if a process of the ended run is left: its supervisor goes last, moments after the outcome."""
         deadline = time.monotonic() + within_s
         while left := self.processes(name):
             assert time.monotonic() < deadline, left
