@@ -83,7 +83,7 @@ def test_a_broken_reward_is_corrected_and_what_still_fails_is_scored_and_counted
         " the last one raised an error: rewards.py:2: KeyError: 'answr'"
     )
     assert hint.startswith("correct it, then resume the run, which takes the changed file")
-    assert "rlboost launch demo --resume  " in hint
+    assert "rlboost launch demo --resume  begins again" in done.stdout
     cli.assert_gone("demo")
 
     write_inputs(cli, MOODY)
@@ -140,6 +140,11 @@ def text_of(done: subprocess.CompletedProcess[str]) -> str:
     return done.stdout + done.stderr
 
 
+def said_in(text: str, *ways: str) -> bool:
+    """Whether one of `ways` is said: the coordinator speaks as long as it can, then the command itself."""
+    return any(way in text for way in ways)
+
+
 def wait_for(ready: Callable[[], Any], timeout_s: float = 200.0) -> Any:
     deadline = time.monotonic() + timeout_s
     while not (found := ready()):
@@ -157,10 +162,9 @@ def test_a_run_whose_disk_fills_waits_or_fails_in_words_and_loses_nothing(cli: A
     # full in the middle of a rollout: the journal takes no token, the run waits and says so
     wait_for(lambda: journal.exists() and journal.stat().st_size > 4000)
     taken = fill(disk)
-    told = wait_for(lambda: "waits" in (text := text_of(cli("status", "demo"))) and text)
     by_coordinator = "the run waits for its disk (journal: No space left on device"
     by_command = f"the disk of {run.path} is full (0.00 of 0.03 GB free): demo waits"
-    assert by_coordinator in told or by_command in told  # as long as it can, the coordinator says it
+    wait_for(lambda: said_in(text_of(cli("status", "demo")), by_coordinator, by_command))
     assert not run.outcome.exists()
     taken.unlink()
 
