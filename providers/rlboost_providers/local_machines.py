@@ -24,7 +24,15 @@ import msgspec
 import psutil
 
 from rlboost_runtime.errors import ConfigError, ProviderError, RuntimeFault
-from rlboost_runtime.process_tags import identify, kill_tagged, tagged, tagged_by_machine, tags
+from rlboost_runtime.process_tags import (
+    RUN_TAG,
+    await_tags,
+    identify,
+    kill_tagged,
+    tagged,
+    tagged_by_machine,
+    tags,
+)
 from rlboost_runtime.run_folder import RunFolder, write_atomically, write_json
 
 _MACHINE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -264,6 +272,8 @@ def start_detached(
         )
     started_at = psutil.Process(child.pid).create_time()  # there, even if ended: not reaped yet
     _children[child.pid] = child
+    if RUN_TAG in environment:
+        await_tags(child.pid)
     return child.pid, started_at
 
 

@@ -19,6 +19,7 @@ from rlboost_cli.runs import client
 from rlboost_cli.runs.liveness import is_supervised
 from rlboost_cli.terminal.disk_errors import full_disk
 from rlboost_runtime.errors import RLBoostError, RuntimeFault
+from rlboost_runtime.process_tags import await_tags
 from rlboost_runtime.processes import run_environment
 from rlboost_runtime.run_folder import RunFolder, write_json
 
@@ -79,7 +80,7 @@ def _starting(run: RunFolder) -> Iterator[None]:
 def _start(run: RunFolder) -> subprocess.Popen[bytes]:
     run.logs.mkdir(mode=0o700, exist_ok=True)
     with (run.logs / "supervisor.log").open("ab") as log:
-        return subprocess.Popen(
+        child = subprocess.Popen(
             [sys.executable, "-m", "rlboost_runtime.supervisor", str(run.path)],
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -88,6 +89,8 @@ def _start(run: RunFolder) -> subprocess.Popen[bytes]:
             env=_environment(run),
             start_new_session=True,  # closing the terminal does not end it
         )
+    await_tags(child.pid)
+    return child
 
 
 def _environment(run: RunFolder) -> dict[str, str]:

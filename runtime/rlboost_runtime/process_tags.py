@@ -8,6 +8,7 @@ own. Only processes of this user are looked at. A process is signalled only whil
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Mapping
@@ -24,7 +25,11 @@ ROLE_TAG = "RLBOOST_ROLE"
 SAME_START_S = 2.0
 """Two readings of a process's start may differ by so much: the wall clock of the boot may be adjusted."""
 
+TAG_SEEN_S = 10.0
+"""How long a process that was started may take until others can read its tags."""
+
 _RESCAN_S = 0.02  # between two looks at what a SIGKILL left: processes vanish within milliseconds
+_TAG_POLL_S = 0.001
 
 
 def tags(run: Path, *, machine: str | None = None, role: str | None = None) -> dict[str, str]:
@@ -78,6 +83,21 @@ def kill_tagged(
             killed.add(process.pid)
         time.sleep(_RESCAN_S)
     return len(killed)
+
+
+def await_tags(pid: int, timeout_s: float = TAG_SEEN_S) -> None:
+    """Return once others can read the tags of process `pid`, which was just started with some, or it is dead.
+
+    `Popen` returns while the kernel still lays out the new program: its environment reads as empty for some
+    microseconds, or for as long as a busy machine does not let it go on, and whoever looks takes it for dead.
+    """
+    deadline = time.monotonic() + timeout_s
+    with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+        process = psutil.Process(pid)
+        while RUN_TAG not in process.environ() and time.monotonic() < deadline:
+            if process.status() == psutil.STATUS_ZOMBIE:
+                return
+            time.sleep(_TAG_POLL_S)
 
 
 def identify(pid: int, started_at: float, run: Path) -> psutil.Process | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rlboost_runtime.process_tags import await_tags
 from rlboost_runtime.processes import end_all, run_environment, tagged
 
 pytestmark = pytest.mark.integration
@@ -90,3 +91,24 @@ def test_the_caller_and_its_ancestors_are_spared(tmp_path: Path) -> None:
         timeout=30,
     )
     assert (outer.returncode, outer.stdout.strip()) == (0, "[]"), outer.stderr
+
+
+def test_a_process_that_its_kernel_has_not_laid_out_yet_is_waited_for(
+    tmp_path: Path, started: list[subprocess.Popen[bytes]]
+) -> None:
+    """As on a machine so busy that a new program's environment cannot be read for a while."""
+    tagged_late = f"sleep 0.4; exec env RLBOOST_RUN={tmp_path} sleep 60"
+    environment = {name: value for name, value in os.environ.items() if name != "RLBOOST_RUN"}
+    process = subprocess.Popen(["bash", "-c", tagged_late], env=environment, stdout=subprocess.PIPE)
+    started.append(process)
+    assert tagged(tmp_path) == []
+    await_tags(process.pid)
+    assert [found.pid for found in tagged(tmp_path)] == [process.pid]
+
+
+def test_nobody_waits_for_the_tags_of_a_process_that_ended() -> None:
+    with subprocess.Popen(["true"]) as process:
+        began = time.monotonic()
+        await_tags(process.pid)
+        await_tags(process.pid, timeout_s=0.1)
+        assert time.monotonic() - began < 5

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from rlboost_runtime.logs import event
-from rlboost_runtime.process_tags import identify, tags, untagged
+from rlboost_runtime.process_tags import await_tags, identify, tags, untagged
 from rlboost_runtime.run_folder import RunFolder, read_json, write_json
 from rlboost_runtime.supervision.roles import Role
 
@@ -88,6 +88,7 @@ def start(role: Role, run: RunFolder) -> Watched:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+    await_tags(child.pid)
     process = Watched(child.pid, psutil.Process(child.pid).create_time(), run.path, child, began, log_offset)
     try:
         write_identity(role.identity(run), process.pid, process.started_at)
