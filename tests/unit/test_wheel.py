@@ -16,7 +16,6 @@ PACKAGES = (
     "providers/rlboost_providers",
     "templates/rlboost_templates",
 )
-SHIPPED = {".py", ".yaml", ".csv", ".txt", ".typed"}
 
 
 @pytest.mark.integration
@@ -41,5 +40,5 @@ def in_tree() -> set[str]:
         path.relative_to(folder.parent).as_posix()
         for folder in folders
         for path in folder.rglob("*")
-        if path.suffix in SHIPPED
+        if path.is_file() and "__pycache__" not in path.parts
     }
