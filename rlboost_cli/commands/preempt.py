@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rlboost_cli.terminal import completion
+
+if TYPE_CHECKING:
+    from rlboost_runtime.run_folder import RunFolder
+
+_TRIES = 5
 
 
 def preempt(
@@ -45,18 +50,36 @@ def preempt(
             f"run {run} has ended and has no instance {instance or 'any more'}",
             "rlboost status lists open runs",
         )
-    taken = instance or _busiest(run, client.get_status(folder))
-    client.preempt(folder, taken, notice)
-    output.show(f"{taken} is taken away" + (" now" if notice is None else f" in {notice:g} s"))
+    if instance is None:
+        instance = _preempt_busiest(folder, notice)
+    else:
+        client.preempt(folder, instance, notice)
+    output.show(f"{instance} is taken away" + (" now" if notice is None else f" in {notice:g} s"))
 
 
-def _busiest(run: str, status: dict[str, Any]) -> str:
-    """Return the machine of the spot instance that holds the most responses. Raises `NotFound`."""
+def _preempt_busiest(run: RunFolder, notice_s: float | None) -> str:
+    """Take the spot machine that holds the most responses and return it. Raises `NotFound`.
+
+    Machines go by themselves, too: where one is gone by the time it is to be taken, the next one is.
+    """
+    from rlboost_cli.runs import client
     from rlboost_runtime.errors import NotFound
 
-    spot = [i for i in status["instances"] if i["pool"] == "spot" and i["state"] != "gone"]
-    if not spot:
-        raise NotFound(
-            f"run {run} has no spot instance now", "wait for one; rlboost status shows the instances"
-        )
-    return str(max(spot, key=lambda i: int(i["in_flight"] or 0))["machine"])
+    for _ in range(_TRIES):
+        status = client.get_status(run)
+        held: dict[str, int] = {}
+        for row in status["machines"]:
+            if row["pool"] == "spot" and row["state"] == "running":
+                held[row["id"]] = 0
+        for row in status["instances"]:
+            if row["machine"] in held:
+                held[row["machine"]] += int(row["in_flight"] or 0)
+        if not held:
+            break
+        machine = max(held, key=lambda name: held[name])
+        try:
+            client.preempt(run, machine, notice_s)
+        except NotFound:
+            continue
+        return machine
+    raise NotFound(f"run {run.name} has no spot machine now", "wait for one; rlboost status shows them")
