@@ -25,7 +25,6 @@ import psutil
 
 from rlboost_runtime.errors import ConfigError, ProviderError, RuntimeFault
 from rlboost_runtime.process_tags import (
-    RUN_TAG,
     await_tags,
     identify,
     kill_tagged,
@@ -258,6 +257,8 @@ def start_detached(
 ) -> tuple[int, float]:
     """Start `command` in a session of its own so that it survives us; return its pid and start time.
 
+    `environment` has the run's tag; the process carries it visibly when this returns.
+
     It is reaped by `reap` as long as this process lives, by init afterwards. Raises `OSError`.
     """
     with log.open("ab") as output:
@@ -272,8 +273,7 @@ def start_detached(
         )
     started_at = psutil.Process(child.pid).create_time()  # there, even if ended: not reaped yet
     _children[child.pid] = child
-    if RUN_TAG in environment:
-        await_tags(child.pid)
+    await_tags(child.pid)
     return child.pid, started_at
 
 

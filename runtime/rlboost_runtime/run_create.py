@@ -67,11 +67,11 @@ def prepare_run(job_file: Path, job: Job, *, resume: bool = False) -> FoundRun:
     while True:
         existing = list(_runs_named(job.name))
         newest = existing[-1] if existing else None
-        if resume and newest is None:
-            raise NotFound(f"no run {job.name} to resume", "leave --resume out to start one")
-        if newest is not None and (resume or is_open(newest)):
-            if resume:
-                return resume_run(newest, job_file, job)
+        if resume:
+            if newest is None:
+                raise NotFound(f"no run {job.name} to resume", "leave --resume out to start one")
+            return resume_run(newest, job_file, job)
+        if newest is not None and is_open(newest):
             return _continue(newest, job_file, job, resume=False)
         name = job.name if newest is None else _numbered(job.name, len(existing) + 1)
         run = _create(RunFolder.named(name), job_file, job)
