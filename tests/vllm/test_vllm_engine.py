@@ -10,23 +10,18 @@ import pytest
 import torch
 
 from rlboost_runtime.engines.base import Request
-from rlboost_runtime.engines.vllm_api import ApiError, Dialect
-from rlboost_runtime.engines.vllm_command import CPU_BLOCK_TOKENS
+from rlboost_runtime.engines.vllm import api
+from rlboost_runtime.engines.vllm.api import ApiError, Dialect
+from rlboost_runtime.engines.vllm.command import CPU_BLOCK_TOKENS
 from tests.vllm.vllm_rig import MARKS, VOCABULARY, assert_under, counter, logprobs_under, prompts
 
 pytestmark = MARKS
-
-
-async def serve(engine, versions, version: int) -> None:
-    if engine.version != version:
-        await engine.load(version, versions.folder(version))
 
 
 @pytest.mark.parametrize("dialect", list(Dialect))
 async def test_tokens_and_logprobs_equal_the_trainers_forward_pass(
     engine, reader, qwen, dialect, monkeypatch
 ):
-    await serve(engine, qwen, 0)
     assert engine.streams.dialect is Dialect.GENERATE  # found by asking
     monkeypatch.setattr(engine.streams, "dialect", dialect)
     asked = prompts(40)
@@ -39,7 +34,6 @@ async def test_tokens_and_logprobs_equal_the_trainers_forward_pass(
 
 async def test_logprobs_are_of_the_distribution_that_was_sampled_from(engine, reader, qwen, monkeypatch):
     """Trap 9: vLLM's default are logprobs before temperature and top-p."""
-    await serve(engine, qwen, 0)
     monkeypatch.setattr(engine.streams, "sampling", replace_sampling(engine, temperature=0.7, top_p=0.9))
     asked = prompts(8, seed=2)
     engine.submit([Request(i, p, 40) for i, p in enumerate(asked)])
@@ -61,7 +55,6 @@ def replace_sampling(engine, **changes):
 
 async def test_a_chunk_of_several_tokens_is_taken_whole(engine, reader, qwen, monkeypatch):
     """Trap 6: an API server that lags behind its core merges tokens; all of them must be there, in order."""
-    await serve(engine, qwen, 0)
     (prompt,) = prompts(1, seed=3)
     chunks = []
     original = engine.streams.take_chunk
@@ -86,7 +79,6 @@ async def test_a_chunk_of_several_tokens_is_taken_whole(engine, reader, qwen, mo
 
 async def test_a_response_at_its_limit_is_finished_without_asking_the_engine(engine, reader, qwen):
     """Trap 7: vLLM answers 400 to max_tokens 0."""
-    await serve(engine, qwen, 0)
     engine.submit([Request(1, [5, 6], 0)])
     (response,) = await reader.ends([1])
     assert (response.finished, response.ids) == ("length", [])
@@ -97,7 +89,6 @@ async def test_a_response_at_its_limit_is_finished_without_asking_the_engine(eng
 
 
 async def test_a_stop_token_ends_a_response_and_is_part_of_it(engine, reader, qwen, monkeypatch):
-    await serve(engine, qwen, 0)
     (prompt,) = prompts(1, seed=5)
     engine.submit([Request(1, prompt, 8)])
     (free,) = await reader.ends([1])
@@ -110,7 +101,6 @@ async def test_a_stop_token_ends_a_response_and_is_part_of_it(engine, reader, qw
 
 
 async def test_refused_requests_come_back_failed_and_harm_nobody(engine, reader, qwen):
-    await serve(engine, qwen, 0)
     bad = [[], [VOCABULARY], [5] * 1020]
     engine.submit([Request(i, ids, 8) for i, ids in enumerate(bad)] + [Request(9, [5], 8)])
     responses = await reader.ends([0, 1, 2, 9])
@@ -120,7 +110,6 @@ async def test_refused_requests_come_back_failed_and_harm_nobody(engine, reader,
 
 async def test_an_abort_frees_the_engine_and_nothing_comes_later(engine, reader, qwen):
     """Trap 5: the abort interface answers 200 to ids that the engine does not know."""
-    await serve(engine, qwen, 0)
     engine.submit([Request(i, [5 + i], 900) for i in range(4)])
     await reader.until(lambda: all(len(reader.responses.get(i, none).ids) >= 10 for i in range(4)))
     hung_up = []
@@ -149,7 +138,6 @@ class none:
 
 
 async def test_an_abort_before_the_first_token_works_too(engine, reader, qwen):
-    await serve(engine, qwen, 0)
     engine.submit([Request(1, [7], 900)])
     await engine.abort([1])
     (response,) = await reader.ends([1])
@@ -165,10 +153,7 @@ async def test_an_abort_before_the_first_token_works_too(engine, reader, qwen):
 
 async def test_a_stream_without_its_end_is_kept_and_released(engine, reader, qwen, monkeypatch):
     """An error line inside an HTTP 200, a missing finish: alike, what came is kept."""
-    from rlboost_runtime.engines import vllm_api
-
-    await serve(engine, qwen, 0)
-    original = vllm_api._lines
+    original = api._lines
 
     async def cut(content):
         number = 0
@@ -180,7 +165,7 @@ async def test_a_stream_without_its_end_is_kept_and_released(engine, reader, qwe
             number += 1
             yield line
 
-    monkeypatch.setattr(vllm_api, "_lines", cut)
+    monkeypatch.setattr(api, "_lines", cut)
     for number, cut.error in ((1, True), (2, False)):
         (prompt,) = prompts(1, seed=number)
         engine.submit([Request(number, prompt, 200)])
@@ -192,26 +177,32 @@ async def test_a_stream_without_its_end_is_kept_and_released(engine, reader, qwe
     assert engine.version == 0  # the server lives: nobody else was harmed
 
 
-async def test_siblings_find_the_prompts_blocks_in_the_cache(engine, reader, qwen):
-    """Group of n: at least (n-1)/n of the prompt blocks are cache hits once the first one has prefilled."""
-    await serve(engine, qwen, 0)
+@pytest.mark.parametrize("first_alone", [True, False])
+async def test_siblings_find_the_prompts_blocks_in_the_cache(engine, reader, qwen, first_alone):
+    """Group of n: at least (n-1)/n of the prompt blocks are cache hits.
+
+    Nobody has to wait for the first one's prefill: vLLM books blocks as cached when it schedules them, so
+    siblings that come together share them too.
+    """
     n, blocks = 8, 12
-    generator = torch.Generator().manual_seed(77)
+    generator = torch.Generator().manual_seed(77 + first_alone)
     prompt = torch.randint(5, VOCABULARY, (blocks * CPU_BLOCK_TOKENS + 5,), generator=generator).tolist()
     queried, hit = await counter(engine, "prefix_cache_queries"), await counter(engine, "prefix_cache_hits")
     engine.submit([Request(0, prompt, 8)])
-    await reader.until(lambda: 0 in reader.responses)
+    if first_alone:
+        await reader.until(lambda: 0 in reader.responses)
     engine.submit([Request(i, prompt, 8) for i in range(1, n)])
-    await reader.ends(range(n))
+    responses = await reader.ends(range(n))
     hits = await counter(engine, "prefix_cache_hits") - hit
     queries = await counter(engine, "prefix_cache_queries") - queried
     assert queries == n * len(prompt)
     assert hits >= (n - 1) * blocks * CPU_BLOCK_TOKENS
+    for response in responses:
+        assert_under(qwen[0], prompt, response)
 
 
 async def test_no_cached_block_crosses_from_one_version_to_another(engine, reader, qwen):
     """The salt alone keeps them apart: here the cache is not even reset."""
-    await serve(engine, qwen, 0)
     prompt = prompts(1, seed=8, longest=200)[0] * 3
     engine.submit([Request(0, prompt, 4)])
     await reader.ends([0])
@@ -228,7 +219,7 @@ async def test_no_cached_block_crosses_from_one_version_to_another(engine, reade
 
 async def test_the_probe_is_greedy_and_true(engine, qwen):
     for version in (1, 0):
-        await serve(engine, qwen, version)
+        await engine.load(version, qwen.folder(version))
         ids, logprobs = await engine.greedy([20, 30, 40], 12)
         expected = logprobs_under(qwen[version], [20, 30, 40], ids)
         assert ids == expected.argmax(-1).tolist()
@@ -244,7 +235,6 @@ async def test_a_start_is_timed_by_phase(engine):
 
 async def test_sleep_on_a_cpu_is_neither_asked_for_nor_believed(engine, reader, qwen, monkeypatch):
     """Trap 8: vLLM answers 200 there and frees nothing. The version has to be proved anew all the same."""
-    await serve(engine, qwen, 0)
     asked = []
     post = engine.server.api.post
     monkeypatch.setattr(

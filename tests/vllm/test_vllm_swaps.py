@@ -3,44 +3,34 @@
 from __future__ import annotations
 
 import pytest
-import pytest_asyncio
 from safetensors.torch import load_file, save_file
 
-from rlboost_runtime.engines.base import LoadFailed, Request, VllmOptions
-from rlboost_runtime.engines.vllm import VllmServerEngine
-from tests.vllm.vllm_rig import MARKS, Reader, Versions, assert_under, prompts, save, spec_for, tiny
+from rlboost_runtime.engines.base import LoadFailed, Request
+from tests.vllm.vllm_rig import (
+    LLAMA,
+    LLAMA_TIED,
+    MAIN,
+    MARKS,
+    QWEN,
+    Reader,
+    assert_under,
+    prompts,
+    save,
+    tiny,
+)
 
 pytestmark = MARKS
 
 SWAPS = 10
 STREAMS = 8
 LENGTH = 600
-KINDS = [("qwen3", True), ("llama", True), ("qwen3", False), ("llama", False)]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def own_engine(tmp_path_factory):
-    """An engine that is given one model after the other."""
-    engine = VllmServerEngine(spec_for(tmp_path_factory.mktemp("swaps"), vllm=VllmOptions(kv_cache_mib=64)))
-    await engine.start(60)
-    yield engine
-    await engine.stop()
-
-
-@pytest.mark.parametrize(("family", "tied"), KINDS, ids=lambda value: str(value))
-async def test_ten_swaps_under_load(engine, own_engine, tmp_path, qwen, family, tied):
-    """Traps 1 and 4. No request is lost, and after each swap logits are those of the new weights."""
-    shared = (family, tied) == KINDS[0]
-    engine = engine if shared else own_engine  # whose server is not started before it is used
-    versions = qwen if shared else Versions(family, tied, tmp_path)
-    await engine.load(0, versions.folder(0))
-    reader = Reader(engine)
-    try:
-        await swap_under_load(engine, reader, versions)
-    finally:
-        await engine.abort(list(engine.streams.open))
-        await reader.close()
-        engine._queue.take()
+@pytest.mark.parametrize("server", [MAIN, LLAMA_TIED, QWEN, LLAMA], indirect=True)
+async def test_ten_swaps_under_load(server):
+    """Traps 1, 2 and 4. No request is lost, and after each swap logits are those of the new weights."""
+    async with Reader.of(server.engine) as reader:
+        await swap_under_load(server.engine, reader, server.versions)
 
 
 async def swap_under_load(engine, reader, versions) -> None:
@@ -51,12 +41,8 @@ async def swap_under_load(engine, reader, versions) -> None:
     for k in range(1, SWAPS + 1):
         version, source = 10 + k, k % 2
         versions.models[version] = versions[source]
-        before = max((len(r.ids) for r in reader.responses.values()), default=0)
-        await reader.until(
-            lambda before=before: (
-                max((len(r.ids) for r in reader.responses.values()), default=0) >= before + 5
-            )
-        )
+        before = longest(reader)
+        await reader.until(lambda before=before: longest(reader) >= before + 5)
         times = await engine.load(version, versions.folder(source))
         assert engine.version == version
         assert 0 < times.pause_s <= times.load_s

@@ -1,11 +1,12 @@
-"""What tests of a real vLLM share: tiny random models on disk, and a reader of an engine's outputs."""
+"""What tests of a real vLLM share: tiny random models on disk, servers, a reader of an engine's outputs."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from rlboost_runtime.engines.base import EngineSpec, VllmOptions
+from rlboost_runtime.engines.vllm.engine import VllmServerEngine
 from rlboost_runtime.wire import Sampling
 
 VOCABULARY = 512
@@ -31,12 +33,15 @@ SHAPE = {
     "eos_token_id": None,
 }
 NEAR_TIE = 1e-3
+UNKNOWN_FLAG = "--not-an-option-of-this-version"
 SLOWNESS = float(os.environ.get("RLBOOST_TEST_SLOWNESS", "1"))
 """Stretches every deadline of these tests: a server starts in 30 s on two idle cores."""
+STARTS_AT_ONCE = 2
+"""A start keeps a core busy for most of its time."""
 MARKS = [
     pytest.mark.vllm,
     pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(300 * SLOWNESS),
+    pytest.mark.timeout(600 * SLOWNESS),
 ]
 
 
@@ -97,6 +102,102 @@ def spec_for(folder: Path, **changes) -> EngineSpec:
     return replace(spec, **changes)
 
 
+# --- servers ---------------------------------------------------------------------------------------------
+
+MAIN, SECOND, DRAFTING = "main", "second", "drafting"
+LLAMA_TIED, LLAMA, QWEN = "llama-tied", "llama", "qwen3"
+
+
+PLAIN = VllmOptions(kv_cache_mib=64)
+
+
+@dataclass(frozen=True)
+class Server:
+    """A kind of server, and the models that it is given."""
+
+    family: str = "qwen3"
+    tied: bool = True
+    options: VllmOptions = PLAIN
+
+
+KINDS = {
+    MAIN: Server(options=VllmOptions(kv_cache_mib=64, max_lora_rank=8)),
+    SECOND: Server(),
+    DRAFTING: Server(options=VllmOptions(kv_cache_mib=64, speculative="ngram")),
+    LLAMA_TIED: Server("llama"),
+    LLAMA: Server("llama", tied=False),
+    QWEN: Server(tied=False),
+}
+TIED_QWEN = (MAIN, SECOND, DRAFTING)
+"""They share their versions, so that one can go on where another ended."""
+
+
+@dataclass(frozen=True)
+class Up:
+    """A server that is up."""
+
+    engine: VllmServerEngine
+    versions: Versions
+
+
+class Servers:
+    """Servers by name. One that a test killed is started anew when somebody asks for it again."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._starts = 0
+        self._turn = asyncio.Semaphore(STARTS_AT_ONCE)
+        self._up: dict[str, asyncio.Task[VllmServerEngine]] = {}
+        self._versions: dict[str, Versions] = {}
+
+    def prepare(self, names: Iterable[str]) -> None:
+        """Start these, the first of them first; nobody waits for them yet."""
+        for name in names:
+            self._up[name] = asyncio.get_running_loop().create_task(self._start(name))
+
+    async def get(self, name: str) -> Up:
+        """Return a living server that serves version 0."""
+        if name not in self._up:
+            self.prepare([name])
+        engine = await self._up[name]
+        if engine._died is not None:
+            await engine.stop()
+            self.prepare([name])
+            engine = await self._up[name]
+        if engine.version != 0:
+            await engine.load(0, self.versions(name).folder(0))
+        return Up(engine, self.versions(name))
+
+    def versions(self, name: str) -> Versions:
+        """The versions that a server is given."""
+        kind = KINDS[name]
+        shared = MAIN if name in TIED_QWEN else name
+        if shared not in self._versions:
+            self._versions[shared] = Versions(kind.family, kind.tied, self._folder / f"{shared}-versions")
+        return self._versions[shared]
+
+    async def stop(self) -> None:
+        """End all of them, also those that are still starting."""
+        for start in self._up.values():
+            start.cancel()
+        engines = await asyncio.gather(*self._up.values(), return_exceptions=True)
+        await asyncio.gather(*(e.stop() for e in engines if isinstance(e, VllmServerEngine)))
+
+    async def _start(self, name: str) -> VllmServerEngine:
+        self._starts += 1
+        folder = self._folder / f"{name}-{self._starts}"
+        folder.mkdir()
+        engine = VllmServerEngine(spec_for(folder, vllm=KINDS[name].options))
+        async with self._turn:
+            try:
+                await engine.start(60 * SLOWNESS)
+                await engine.load(0, self.versions(name).folder(0))
+            except BaseException:
+                await engine.stop()
+                raise
+        return engine
+
+
 @dataclass
 class Response:
     """What an engine gave for one request."""
@@ -110,6 +211,19 @@ class Response:
 
 class Reader:
     """Reads an engine's outputs in the background and files them by request."""
+
+    @classmethod
+    @asynccontextmanager
+    async def of(cls, engine) -> AsyncIterator[Reader]:
+        """Read `engine`; leave it without requests and without words unread."""
+        reader = cls(engine)
+        try:
+            yield reader
+        finally:
+            if engine._died is None:
+                await engine.abort(list(engine.streams.open))
+            await reader.close()
+            engine._queue.take()
 
     def __init__(self, engine) -> None:
         self.responses: dict[int, Response] = {}

@@ -14,7 +14,7 @@ def make_engine(spec: EngineSpec) -> Engine:
 
             return TransformersEngine(spec)
         case "vllm":
-            from rlboost_runtime.engines.vllm import VllmServerEngine
+            from rlboost_runtime.engines.vllm.engine import VllmServerEngine
 
             return VllmServerEngine(spec)
         case "emulated":

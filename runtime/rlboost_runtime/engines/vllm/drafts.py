@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from rlboost_runtime.engines.base import Progress
-from rlboost_runtime.engines.vllm_api import ApiError, VllmApi
+from rlboost_runtime.engines.vllm.api import ApiError, VllmApi
 from rlboost_runtime.logs import event
 
 log = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ from rlboost_runtime.engines.model_folder import (
     Unreadable,
     read_header,
 )
-from rlboost_runtime.engines.vllm_api import VllmApi
-from rlboost_runtime.engines.vllm_command import MODEL
+from rlboost_runtime.engines.vllm.api import VllmApi
+from rlboost_runtime.engines.vllm.command import MODEL
 from rlboost_runtime.logs import event
 
 log = logging.getLogger(__name__)

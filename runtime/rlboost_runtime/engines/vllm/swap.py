@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from rlboost_runtime.engines.vllm_api import ApiError, VllmApi
-from rlboost_runtime.engines.vllm_server import VllmServer
+from rlboost_runtime.engines.vllm.api import ApiError, VllmApi
+from rlboost_runtime.engines.vllm.server import VllmServer
 from rlboost_runtime.logs import event
 
 log = logging.getLogger(__name__)

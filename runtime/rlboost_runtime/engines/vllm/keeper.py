@@ -1,4 +1,4 @@
-"""`python -m rlboost_runtime.engines.vllm_keeper`: keeps a vLLM server and all that it starts together.
+"""`python -m rlboost_runtime.engines.vllm.keeper`: keeps a vLLM server and all that it starts together.
 
 A vLLM server is several processes, and killing one of them leaves others as orphans that hold the GPU. The
 keeper leads their session: when the server ends, or the agent goes (stdin closes), or the keeper is told to

@@ -1,7 +1,7 @@
 """One vLLM server as a child of the agent: started, waited for, timed, and ended with all that it started.
 
 It listens on a Unix socket in a fresh folder of mode 700 and wants a random key: nobody else on the machine,
-and nobody off it, reaches its admin interface. Its keeper (`vllm_keeper`) leads a session of its own, so that
+and nobody off it, reaches its admin interface. Its keeper (`keeper`) leads a session of its own, so that
 no process of the server outlives another, or us.
 """
 
@@ -16,14 +16,14 @@ import secrets
 import shutil
 import signal
 import sys
-import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
 
-from rlboost_runtime.engines import vllm_command
 from rlboost_runtime.engines.base import EngineDied, EngineSpec
-from rlboost_runtime.engines.vllm_api import VllmApi
+from rlboost_runtime.engines.vllm import command
+from rlboost_runtime.engines.vllm.api import VllmApi
+from rlboost_runtime.engines.vllm.socket_folder import SOCKET, make_socket_folder
 from rlboost_runtime.logs import event
 from rlboost_runtime.vllm_python import EnginePython
 
@@ -48,12 +48,13 @@ class VllmServer:
         self._spec = spec
         self._python = python
         self._folder = folder
-        self._runtime = Path(tempfile.mkdtemp(prefix="rlboost-vllm-"))  # socket paths must be short
+        self._home = make_socket_folder()
+        self._socket = self._home / SOCKET
         self._key = secrets.token_urlsafe(32)
         self._process: asyncio.subprocess.Process | None = None
         self._log_start = 0
-        self.api = VllmApi(self._runtime / "s", self._key)
-        self.flags = vllm_command.flags(spec, python.is_cpu, folder, self._runtime / "s")
+        self.api = VllmApi(self._socket, self._key)
+        self.flags = command.flags(spec, python.is_cpu, folder, self._socket)
         self.phases_s: dict[str, float] = {}
         """Seconds of the start, by phase; known once `start` returned."""
 
@@ -65,7 +66,7 @@ class VllmServer:
     @property
     def endpoint(self) -> tuple[Path, str]:
         """The socket and the key."""
-        return self._runtime / "s", self._key
+        return self._socket, self._key
 
     @property
     def activity(self) -> int:
@@ -85,7 +86,7 @@ class VllmServer:
         """
         deadline = time.monotonic() + timeout_s
         while not await self._try_start(deadline):
-            unknown = vllm_command.unknown_flags(self._said())
+            unknown = command.unknown_flags(self._said())
             known = [flag for flag in self.flags if flag.name not in unknown]
             if len(known) == len(self.flags):
                 raise self._failure("the server ended while it started")
@@ -110,7 +111,7 @@ class VllmServer:
             except TimeoutError:
                 event(log, "engine.killed", level=logging.WARNING, pid=process.pid)
         await self._kill_group()
-        shutil.rmtree(self._runtime, ignore_errors=True)
+        shutil.rmtree(self._home, ignore_errors=True)
 
     async def kill(self) -> None:
         """End every process of the server at once."""
@@ -126,7 +127,7 @@ class VllmServer:
         while time.monotonic() < deadline:
             if self._process.returncode is not None:
                 return False
-            if (self._runtime / "s").exists() and await self.api.is_healthy():
+            if self._socket.exists() and await self.api.is_healthy():
                 self._time_phases(time.monotonic() - began)
                 return True
             if time.monotonic() >= next_report:
@@ -138,15 +139,15 @@ class VllmServer:
 
     async def _spawn(self) -> asyncio.subprocess.Process:
         order = {
-            "command": vllm_command.command(self._python, self.flags),
-            "environment": vllm_command.environment(
+            "command": command.command(self._python, self.flags),
+            "environment": command.environment(
                 os.environ, self._spec, self._python.is_cpu, self._key, _compile_cache()
             ),
         }
         with self._spec.log.open("ab") as log_file:
             self._log_start = log_file.tell()
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "rlboost_runtime.engines.vllm_keeper"),
+                *(sys.executable, "-m", "rlboost_runtime.engines.vllm.keeper"),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=log_file,
                 stderr=log_file,
@@ -198,7 +199,7 @@ async def fp8_problem() -> str | None:
     except OSError:
         return "fp8 wants a GPU of compute capability 8.9; nvidia-smi is not here to say what this one has"
     said, _ = await process.communicate()
-    return vllm_command.fp8_refusal(said.decode())
+    return command.fp8_refusal(said.decode())
 
 
 def _compile_cache() -> Path:

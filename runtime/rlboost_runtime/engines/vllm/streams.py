@@ -13,10 +13,10 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 
 from rlboost_runtime.engines.base import Output, Request
-from rlboost_runtime.engines.vllm_adapters import Adapters
-from rlboost_runtime.engines.vllm_api import ApiError, Chunk, Dialect, StreamBroken, VllmApi, request_body
-from rlboost_runtime.engines.vllm_command import MODEL
-from rlboost_runtime.engines.vllm_spans import label_tokens
+from rlboost_runtime.engines.vllm.adapters import Adapters
+from rlboost_runtime.engines.vllm.api import ApiError, Chunk, Dialect, StreamBroken, VllmApi, request_body
+from rlboost_runtime.engines.vllm.command import MODEL
+from rlboost_runtime.engines.vllm.spans import label_tokens
 from rlboost_runtime.logs import event
 from rlboost_runtime.wire import Sampling
 

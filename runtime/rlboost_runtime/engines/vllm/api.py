@@ -18,7 +18,7 @@ import aiohttp
 import msgspec
 
 from rlboost_runtime.engines.base import Request
-from rlboost_runtime.engines.vllm_command import MODEL
+from rlboost_runtime.engines.vllm.command import MODEL
 from rlboost_runtime.errors import RuntimeFault
 from rlboost_runtime.wire import Sampling
 

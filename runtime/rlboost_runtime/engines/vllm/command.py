@@ -20,7 +20,7 @@ from rlboost_runtime.vllm_python import EnginePython
 MODEL = "policy"
 """The served model's name."""
 MODULE = "vllm.entrypoints.openai.api_server"
-WORKER_FOLDER = Path(__file__).with_name("vllm_worker")
+WORKER_FOLDER = Path(__file__).with_name("worker")
 """Holds the one module of ours that vLLM imports."""
 WORKER_EXTENSION = "rlboost_vllm_worker.WorkerExtension"
 BACKEND = "rlboost"

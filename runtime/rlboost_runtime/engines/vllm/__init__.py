@@ -1,0 +1,1 @@
+"""The vLLM engine: its server as a child process, in a Python of its own."""
