@@ -26,7 +26,6 @@ RANGES = {
     "train_mfu": (0.42, 0.62),
     "micro_batch_s": (0.05, 0.6),
     "growth_headroom_tokens": (600.0, 3_000.0),
-    "spot_memory_share": (0.60, 0.85),
 }
 FITTED = ("8b base tokens/s", "14b n=1 throughput", "14b n=6 throughput")
 
@@ -36,9 +35,7 @@ def fitted_figures(calibration: Calibration, seed: int = 0) -> dict[str, float]:
     known = {name: replace(preset, calibration=calibration) for name, preset in presets().items()}
     base_8b = _base(known["paper-8b"], seed)
     base_14b = _base(known["paper-14b"], seed)
-    one, six = (
-        settled(run_static(known["paper-14b"], n, "paper", steps=6, seed=seed)).tokens_per_s for n in (1, 6)
-    )
+    one, six = (settled(run_static(known["paper-14b"], n, "paper", seed=seed)).tokens_per_s for n in (1, 6))
     return dict(zip(FITTED, (base_8b, one / base_14b, six / base_14b), strict=True))
 
 
@@ -61,7 +58,7 @@ def draw(random: Random, centre: Calibration | None, width: float) -> Calibratio
 
 
 def _base(preset: Preset, seed: int) -> float:
-    rows = run_static(preset, 0, "on_demand", steps=2, seed=seed).rows
+    rows = run_static(preset, 0, "on_demand", steps=3, seed=seed).rows
     return sum(row.tokens for row in rows) / sum(row.seconds for row in rows)
 
 

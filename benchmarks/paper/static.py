@@ -12,7 +12,8 @@ LONG_S = 1e6
 FIRST_WINDOWS_S = {1: 400.0, 2: 250.0, 3: 180.0, 4: 120.0, 5: 90.0, 6: 70.0}
 """Where the window begins, by number of machines, so that few steps are spent on the way to where it
 settles."""
-UNSETTLED_STEPS = 2
+STEPS = 9
+UNSETTLED_STEPS = 4
 """Left out at the beginning: the window is still on its way, and the first step waits for machines to
 boot."""
 
@@ -44,7 +45,7 @@ def run_static(
     machines: int,
     policy: str,
     *,
-    steps: int = 6,
+    steps: int = STEPS,
     seed: int = 0,
     switches: Switches | None = None,
 ) -> SimResult:

@@ -544,19 +544,33 @@ class CoreRun(RuleBasedStateMachine):
         if pick % 5 == 0:
             self.open_step(self.step + 1, groups, 2)
 
-    def open_step(self, step: int, groups: int, size: int) -> None:
+    @precondition(lambda self: not self.is_trained and self.trainer_has_gpu and not self.unfinished())
+    @precondition(lambda self: not self.is_ending)
+    @rule(groups=st.integers(1, 3))
+    def next_step_is_asked_for_ahead(self, groups: int) -> None:
+        """The trainer has all groups of a step, and trains it while the next one is rolled out."""
+        trained, had_gpu = self.step, self.trainer_has_gpu
+        self.open_step(self.step + 1, groups, 2, ahead=True)
+        assert self.trainer_has_gpu == had_gpu
+        assert self.core.step.step == self.step
+        self.send(StepTrained(self.now, trained, 0.0, 1.0))
+        assert not self.core.step.trained
+        self.publish()
+
+    def open_step(self, step: int, groups: int, size: int, *, ahead: bool = False) -> None:
         self.step, self.step_version, self.is_trained = step, self.version, False
         numbers = range(self.next_response, self.next_response + groups * size)
         self.next_response += groups * size
         self.requests = {n: ResponseRequest(n, (n - numbers.start) // size, 5, MAX_TOKENS) for n in numbers}
         self.tokens = dict.fromkeys(numbers, 0)
         self.finished, self.delivered = set(), []
-        self.ask_for_step()
+        self.ask_for_step(keeps_gpu=ahead)
 
-    def ask_for_step(self) -> None:
-        self.trainer_has_gpu = self.is_recalled = False
+    def ask_for_step(self, *, keeps_gpu: bool = False) -> None:
+        if not keeps_gpu:
+            self.trainer_has_gpu = self.is_recalled = False
         requests = tuple(self.requests.values())
-        self.send(StepStarted(self.now, self.step, self.step_version, requests))
+        self.send(StepStarted(self.now, self.step, self.step_version, requests, keeps_gpu))
 
     @precondition(lambda self: self.step >= 0 and not self.is_ending and not self.is_trained)
     @rule()
@@ -737,7 +751,11 @@ def weighted_actions(run: CoreRun, rng: Random) -> list[tuple[int, Callable[[], 
             run.open_step(run.step + 1, rng.randint(1, 3), 2)
 
     def trains() -> None:
-        if not run.is_trained and run.trainer_has_gpu and not run.unfinished():
+        if run.is_trained or not run.trainer_has_gpu or run.unfinished():
+            return
+        if not run.is_ending and rng.random() < 0.3:
+            run.next_step_is_asked_for_ahead(rng.randint(1, 3))
+        else:
             run.step_is_trained(rng.uniform(0, 20), rng.uniform(0, 50))
 
     def restarts() -> None:
@@ -782,7 +800,7 @@ def lose_the_cloud_in_mid_step(run: CoreRun) -> None:
     """Every spot instance goes for good while the trainer has the GPU: it must be recalled."""
     run.has_cloud = True
     run.open_step(run.step + 1, 3, 2)
-    for _ in range(120):
+    for _ in range(2_000):  # nothing is generated: only its bound closes the predicted window
         run.quiet_second()
         if run.core.lease is LeaseState.TRAINER:
             break

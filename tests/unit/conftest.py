@@ -108,10 +108,11 @@ class CoreDriver:
         size: int = 1,
         prompt: int = 10,
         limit: int = 100,
+        ahead: bool = False,
     ) -> list[Command]:
         first, self._next_response = self._next_response, self._next_response + groups * size
         requests = tuple(ResponseRequest(first + i, i // size, prompt, limit) for i in range(groups * size))
-        return self.send(StepStarted(self.now, step, version, requests))
+        return self.send(StepStarted(self.now, step, version, requests, keeps_lease=ahead))
 
     def finish(self, response: int, num_tokens: int = 7) -> list[Command]:
         return self.send(Finished(self.now, response, num_tokens, FinishReason.STOP))

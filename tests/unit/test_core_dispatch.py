@@ -53,8 +53,8 @@ def test_kv_capacity_bounds_as_well(new_run) -> None:
     run = new_run()
     run.publish()
     run.spot("a", max_running=99, kv_tokens=100)
-    given = run.assigned(run.step(groups=9, prompt=10, limit=100))  # 10 + 50 / 2: 35 each
-    assert len(given) == 2
+    given = run.assigned(run.step(groups=9, prompt=10, limit=100))  # 10 + 50 / 4: 22 each
+    assert len(given) == 4
 
 
 def test_an_empty_instance_takes_even_what_does_not_fit(new_run) -> None:
@@ -139,10 +139,10 @@ def test_the_expected_length_is_learned_from_the_former_step(new_run) -> None:
     run = new_run()
     run.publish()
     run.spot("a", max_running=99, kv_tokens=1_000)
-    assert len(run.assigned(run.step(0, groups=30, prompt=0, limit=400))) == 10  # 200 / 2 each
+    assert len(run.assigned(run.step(0, groups=30, prompt=0, limit=400))) == 20  # 200 / 4 each
     for response in range(30):
         run.finish(response, 50)
-    assert len(run.assigned(run.step(1, groups=50, prompt=0, limit=400))) == 40  # 50 / 2 each
+    assert len(run.assigned(run.step(1, groups=99, prompt=0, limit=400))) == 83  # 50 / 4 each
 
 
 def test_another_step_cancels_the_open_one(new_run) -> None:

@@ -18,6 +18,7 @@ from rlboost_runtime.core.messages import (
     RecallLease,
     Reconnected,
     Sleep,
+    StepTrained,
     TrainerLost,
     Wake,
 )
@@ -238,3 +239,37 @@ def test_a_restarted_coordinator_gives_everybody_a_fresh_lease(run) -> None:
     run.until(57.0, beating=("a",))
     assert list(run.core.instances) == ["a"]
     assert run.core.counters.losses == {LossCause.SILENT: 1}
+
+
+def test_a_step_asked_for_ahead_leaves_the_gpu_with_the_trainer(new_run) -> None:
+    run = new_run(reserved_instances=1, seeding_initial_s=0.0)
+    run.publish()
+    run.reserved()
+    run.spot("a")
+    assert GrantLease(0) in run.step()
+    run.finish(0)
+    commands = run.step(1, groups=2, ahead=True)
+    assert run.core.lease is LeaseState.TRAINER
+    assert not {GrantLease, RecallLease, Wake} & set(kinds(commands))
+    assert run.assigned(commands) == {1: "a", 2: "a"}, "spot instances work on while step 0 is trained"
+    stale = run.core.counters.stale_words
+    run.send(StepTrained(run.now, 0, 0.0, 1.0))
+    assert run.core.counters.stale_words == stale
+    assert run.core.step.step == 1
+    assert not run.core.step.trained
+
+
+def test_a_recall_that_crosses_a_step_asked_for_ahead_is_said_again(new_run) -> None:
+    run = new_run(reserved_instances=1, seeding_initial_s=0.0)
+    run.publish()
+    run.reserved()
+    run.spot("a")
+    run.step()
+    run.finish(0)
+    run.step(1, ahead=True)
+    run.send(InstanceLeft(run.now, "a", run.epoch("a"), LossCause.MACHINE_GONE))
+    assert RecallLease(1) in run.until(run.now + run.core.config.recall_after_s + 1.0)
+    assert run.core.lease is LeaseState.RECALLING
+    assert RecallLease(2) in run.step(2, ahead=True), "the trainer takes recalls of its present step only"
+    assert Wake("head-0", 1) in run.send(LeaseReturned(run.now))
+    assert run.core.lease is LeaseState.ENGINES

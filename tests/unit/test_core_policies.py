@@ -12,6 +12,7 @@ from rlboost_runtime.core.balance import Profile, _batch, _bucket
 from rlboost_runtime.core.crowd import Crowd
 from rlboost_runtime.core.instances import LEGAL, Instance, InstanceState
 from rlboost_runtime.core.lease import LeaseState
+from rlboost_runtime.core.lengths import Lengths
 from rlboost_runtime.core.life import Life
 from rlboost_runtime.core.log import decode_event, encode_event
 from rlboost_runtime.core.messages import (
@@ -24,6 +25,7 @@ from rlboost_runtime.core.messages import (
     Pool,
     RunStarted,
 )
+from rlboost_runtime.core.pace import Pace
 from rlboost_runtime.core.policy import (
     ON_DEMAND,
     PAPER,
@@ -35,7 +37,8 @@ from rlboost_runtime.core.policy import (
     WindowRule,
 )
 from rlboost_runtime.core.seeding import StepObservation
-from rlboost_runtime.core.seeding_published import PublishedSeeding, seeding_for
+from rlboost_runtime.core.seeding_published import PublishedSeeding
+from rlboost_runtime.core.seeding_rules import seeding_for
 from rlboost_runtime.core.sizing import useful_instances
 
 
@@ -159,7 +162,7 @@ def crowded(new_run, policy):
 
 
 def test_running_responses_beyond_the_plateau_move_to_an_idle_instance(new_run) -> None:
-    run, commands = crowded(new_run, PAPER)
+    run, commands = crowded(new_run, replace(PAPER, max_pending=8))
     taken = [c.assignment for c in commands if isinstance(c, Abort)]
     held = run.core.instances["a"].assignments
     assert [held[a].response for a in taken] == [5, 6, 7], "those whose prefill is cheapest"
@@ -168,12 +171,12 @@ def test_running_responses_beyond_the_plateau_move_to_an_idle_instance(new_run) 
 
 
 def test_without_balance_nothing_moves(new_run) -> None:
-    _, commands = crowded(new_run, replace(PAPER, balances=False))
+    _, commands = crowded(new_run, replace(PAPER, max_pending=8, balances=False))
     assert not [c for c in commands if isinstance(c, Abort)]
 
 
 def test_pending_responses_move_to_who_has_none(new_run) -> None:
-    run = new_run(policy=PAPER)
+    run = new_run(policy=replace(PAPER, max_pending=8))
     run.publish()
     run.spot("a", max_running=99)
     queue(run, "a", 0)
@@ -298,6 +301,8 @@ def test_the_published_memory_holds_the_window_of_the_peak() -> None:
 
 def test_a_memory_that_is_off_is_not_used() -> None:
     policy = replace(PAPER, has_memory=False, remembered_windows=((1, 99.0),))
-    seeding = seeding_for(CoreConfig(max_spot_instances=2, seeding_initial_s=30.0, policy=policy))
+    seeding = seeding_for(
+        CoreConfig(max_spot_instances=2, seeding_initial_s=30.0, policy=policy), Lengths(), Pace()
+    )
     seeding.learn(seen(3.0, 0.0, 1))
     assert seeding.t_seed_s == 31.0

@@ -10,6 +10,7 @@ from rlboost_runtime.core.messages import (
     Reconnected,
     StepTrained,
 )
+from rlboost_runtime.core.policy import PAPER
 from rlboost_runtime.core.seeding import CountMeter, Seeding, StepObservation
 from rlboost_runtime.core.sizing import SurplusWatch, desired_machines, useful_instances
 
@@ -96,7 +97,9 @@ def test_machines_are_ended_only_after_three_steps_in_a_row_agree() -> None:
 
 
 def test_the_core_observes_a_step_as_the_paper_does(new_run) -> None:
-    run = new_run(max_spot_instances=2, reserved_instances=1, seeding_initial_s=4.0, seeding_eta=2.0)
+    run = new_run(
+        max_spot_instances=2, reserved_instances=1, seeding_initial_s=4.0, seeding_eta=2.0, policy=PAPER
+    )
     run.publish()
     run.reserved()
     run.spot("a", "b")
@@ -117,7 +120,7 @@ def test_the_core_observes_a_step_as_the_paper_does(new_run) -> None:
 
 
 def test_a_step_with_churn_is_not_remembered(new_run) -> None:
-    run = new_run(max_spot_instances=2, reserved_instances=0, seeding_initial_s=4.0)
+    run = new_run(max_spot_instances=2, reserved_instances=0, seeding_initial_s=4.0, policy=PAPER)
     run.publish()
     run.spot("a", "b")
     run.step()
@@ -146,7 +149,7 @@ def test_a_step_opened_again_teaches_nothing(new_run) -> None:
 
 
 def test_a_passing_reset_is_no_churn(new_run) -> None:
-    run = new_run(max_spot_instances=1, reserved_instances=0, reset_grace_s=2.0)
+    run = new_run(max_spot_instances=1, reserved_instances=0, reset_grace_s=2.0, policy=PAPER)
     run.publish()
     run.spot("a")
     run.step()

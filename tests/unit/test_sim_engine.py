@@ -19,6 +19,7 @@ SPEED = EngineSpeed(
     prefill_square_s=1e-8,
     kv_tokens=2_000,
     headroom_tokens=50,
+    max_running=1_024,
 )
 
 

@@ -1,6 +1,6 @@
-"""CONTINUOUSLB of the paper's Algorithm 2: responses move from crowded instances to idle ones while they run.
+"""Responses move from crowded instances to idle ones while they run.
 
-Once nobody waits for a place:
+CONTINUOUSLB of the paper's Algorithm 2 (`BalanceRule.IDLE`), once nobody waits for a place:
 
 1. an instance with nothing pending takes one pending response from the one with the most;
 2. an instance that executes nothing takes max(e - B, 0) running responses of the one that executes most (e
@@ -12,6 +12,12 @@ instance that executes it at once by its booked KV tokens (else two full instanc
 fro); of the running ones those with the fewest tokens move, whose prefill is cheapest. One instance is
 relieved at a time.
 
+`BalanceRule.EVEN` keeps the first rule and has another second one: the fullest spot instance gives running
+responses to the emptiest until both are as full, if that saves more than it costs. A response of x tokens
+that will grow by r more slows each neighbour's every step by c x, c being the seconds per KV token that
+heartbeats showed (`pace`). With b of them there and a on the new instance, moving it saves about
+c x r (b - a) seconds of waiting and costs a + 1 of them a prefill of x tokens.
+
 Cost: O(log instances) an event; a move looks at the responses of the instance that gives.
 """
 
@@ -22,6 +28,10 @@ from dataclasses import dataclass
 
 from rlboost_runtime.core.crowd import Crowd, Rank
 from rlboost_runtime.core.instances import Instance
+from rlboost_runtime.core.lengths import Lengths
+from rlboost_runtime.core.messages import Pool
+from rlboost_runtime.core.pace import Kind, StepTimes
+from rlboost_runtime.core.policy import BalanceRule
 from rlboost_runtime.core.responses import Response
 
 PLATEAU_SHARE = 0.9
@@ -29,8 +39,11 @@ PLATEAU_SHARE = 0.9
 BUCKETS_PER_DOUBLING = 4
 """Resolution of the profile; finer and each bucket would see too few heartbeats."""
 
-Kind = tuple[int, int]
-"""What tells engines of one make: KV capacity and slots."""
+UNEVEN_SHARE = 0.05
+"""Difference in load, as a share of the KV capacity, that is not worth a move."""
+PREFILL_SHARE = 1 / 100
+"""Most that the prefill of one token takes, as a share of an empty engine's decode step. A decode step reads
+all weights for a few tokens; a prefill computes with them for thousands at once (on H100: 1/300)."""
 
 
 class Profile:
@@ -74,15 +87,26 @@ class Relief:
 class Balancer:
     """Says what to take away from whom."""
 
-    def __init__(self, able: Mapping[str, Instance], crowd: Crowd) -> None:
+    def __init__(
+        self, able: Mapping[str, Instance], crowd: Crowd, lengths: Lengths, rule: BalanceRule
+    ) -> None:
         self.profile = Profile()
+        self.step_times = StepTimes()
+        self.fullest = Crowd(able, _fullest_spot)
+        self.emptiest = Crowd(able, _emptiest_spot)
+        self._lengths = lengths
+        self._rule = rule
         self.busiest = Crowd(able, _most_executing)
         self.longest_queue = Crowd(able, _most_pending)
         self._crowd = crowd
 
     def touch(self, name: str) -> None:
         """Take notice that an instance's load or ability may have changed."""
-        self.busiest.touch(name)
+        if self._rule is BalanceRule.EVEN:
+            self.fullest.touch(name)
+            self.emptiest.touch(name)
+        else:
+            self.busiest.touch(name)
         self.longest_queue.touch(name)
 
     def relief(self) -> Relief | None:
@@ -90,6 +114,19 @@ class Balancer:
         giver = self.longest_queue.best(lambda _: True)
         if giver is not None:
             return self._of_pending(giver)
+        return self._to_even_out() if self._rule is BalanceRule.EVEN else self._for_the_idle()
+
+    def learn(self, instance: Instance, batch: int, kv_tokens: int, num_tokens: int, seconds: float) -> None:
+        """Take in `num_tokens` generated within `seconds` by `batch` responses together."""
+        self.profile.learn(instance, batch, num_tokens, seconds)
+        self.step_times.learn(_kind(instance), kv_tokens, seconds * batch / num_tokens)
+
+    def close_step(self) -> None:
+        """The step is over: what it showed is used in the next one."""
+        self.profile.close_step()
+        self.step_times.close_step()
+
+    def _for_the_idle(self) -> Relief | None:
         taker = self._crowd.best(lambda i: not i.assignments)
         giver = None if taker is None else self.busiest.best(lambda _: True)
         if taker is None or giver is None or giver is taker or giver.aborting:
@@ -100,6 +137,34 @@ class Balancer:
         held = sorted(giver.assignments.items(), key=lambda item: (item[1].num_tokens, item[1].order))
         moved = [assignment for assignment, _ in held[: giver.num_executing - plateau]]
         return Relief(giver, taker, moved)
+
+    def _to_even_out(self) -> Relief | None:
+        giver, taker = self.fullest.best(lambda _: True), self.emptiest.best(lambda _: True)
+        if giver is None or taker is None or giver is taker or giver.aborting or taker.aborting:
+            return None
+        if not self._lengths.is_known or giver.share - taker.share < UNEVEN_SHARE:
+            return None
+        line = self.step_times.line(_kind(giver))
+        if line is None:
+            return None
+        excess = (giver.share - taker.share) / (1.0 / max(1, giver.kv_tokens) + 1.0 / max(1, taker.kv_tokens))
+        moved, crowd, guests = [], giver.num_assigned, taker.num_assigned
+        for assignment, response in sorted(
+            giver.assignments.items(), key=lambda item: (item[1].num_tokens, item[1].order)
+        ):
+            if response.kv_estimate > excess or not self._pays(response, crowd, guests, line):
+                break
+            moved.append(assignment)
+            excess -= response.kv_estimate
+            crowd, guests = crowd - 1, guests + 1
+        return Relief(giver, taker, moved) if moved else None
+
+    def _pays(self, response: Response, crowd: int, guests: int, line: tuple[float, float]) -> bool:
+        slope_s, empty_s = line
+        so_far = response.num_tokens
+        expected = min(float(response.request.max_tokens), self._lengths.expected(so_far))
+        saved_s = slope_s * max(0.0, expected - so_far) * (crowd - 1 - guests)
+        return saved_s > PREFILL_SHARE * empty_s * (guests + 1)
 
     def _of_pending(self, giver: Instance) -> Relief | None:
         if giver.aborting:
@@ -118,6 +183,18 @@ def _newest(instance: Instance) -> tuple[int, Response]:
 
 def _most_executing(instance: Instance) -> Rank | None:
     return (-instance.num_executing, 0.0, instance.instance) if instance.assignments else None
+
+
+def _fullest_spot(instance: Instance) -> Rank | None:
+    if instance.pool is not Pool.SPOT or not instance.assignments:
+        return None
+    return -instance.share, 0.0, instance.instance
+
+
+def _emptiest_spot(instance: Instance) -> Rank | None:
+    if instance.pool is not Pool.SPOT or instance.num_assigned >= max(1, instance.max_running):
+        return None
+    return instance.share, instance.fill, instance.instance
 
 
 def _most_pending(instance: Instance) -> Rank | None:

@@ -28,6 +28,7 @@ from rlboost_runtime.core.crew import Crew
 from rlboost_runtime.core.handover import Handover
 from rlboost_runtime.core.instances import Instance, Roster
 from rlboost_runtime.core.lease import LeaseState
+from rlboost_runtime.core.lengths import Lengths
 from rlboost_runtime.core.machines import Fleet, Machine, MachineState
 from rlboost_runtime.core.messages import (
     Beat,
@@ -46,6 +47,7 @@ from rlboost_runtime.core.messages import (
     MachineGone,
     MachineLaunched,
     NoticeReceived,
+    RecallLease,
     Reconnected,
     Released,
     RunEnding,
@@ -61,7 +63,7 @@ from rlboost_runtime.core.messages import (
 from rlboost_runtime.core.policy import DispatchRule, WindowRule
 from rlboost_runtime.core.responses import Response, ResponseState, StepView
 from rlboost_runtime.core.seeding import CountMeter, Seeding, StepObservation
-from rlboost_runtime.core.seeding_published import seeding_for
+from rlboost_runtime.core.seeding_rules import seeding_for
 from rlboost_runtime.core.sizing import SurplusWatch, desired_machines, useful_instances
 from rlboost_runtime.core.timers import INSTANCE_TIMERS, Timer
 from rlboost_runtime.core.work import Work
@@ -87,10 +89,11 @@ class Core:
         self._context = context
         self._roster = Roster()
         self._able = AbleSet(self._roster)
-        self._work = Work(context, self._roster, self._able.able)
+        lengths = Lengths()
+        self._work = Work(context, self._roster, self._able.able, lengths)
         self._fleet = Fleet(config.boot_deadline_s, context.timers, context.emit)
         self._crew = Crew(context, self._roster, self._work, self._fleet)
-        self._seeding = seeding_for(config)
+        self._seeding = seeding_for(config, lengths, self._work.pace)
         self._handover = Handover(context, self._roster, self._work, self._crew, self._seeding)
         self._lease = self._handover.lease
 
@@ -202,6 +205,7 @@ class Core:
             t_train=busy_s,
             t_remote=book.last_finished_at - book.started_at,
             num_tokens=sum(r.num_tokens for r in book.responses.values()),
+            ended_at=at,
         )
 
     def response(self, response: int) -> Response:
@@ -334,10 +338,19 @@ class Core:
         else:
             self._work.open(event)
             self._presence.restart(event.at)
-        self._lease.open(f"step {event.step} asked for", event.at)
+            self._seeding.restart()
+        if not event.keeps_lease or self._lease.state not in (LeaseState.TRAINER, LeaseState.RECALLING):
+            self._lease.open(f"step {event.step} asked for", event.at)
+        elif self._lease.state is LeaseState.RECALLING:
+            self._context.emit(
+                RecallLease(event.step)
+            )  # the recall that it has not heard was of another step
 
     def _on_step_trained(self, event: StepTrained) -> None:
         book = self._work.book
+        if book is not None and event.step < book.step:
+            self._shrink(event.at)  # a later step is rolled out meanwhile: the window learns nothing
+            return
         if book is None or book.step != event.step or book.num_unfinished:
             self._context.counters.stale_words += 1
             return
@@ -443,7 +456,7 @@ class Core:
     def _settle(self) -> None:
         """Bring lease, versions, assignments and fleet in line with what is known now."""
         self._refresh_able()
-        self._handover.settle(self._has_spot_to_count_on())
+        self._handover.settle(self._has_spot_to_count_on(), self._able.num_live_spot)
         self._crew.aim_at(self._target_version())
         self._refresh_able()
         self._work.assign_waiting()

@@ -308,7 +308,7 @@ class Crew:
 
     def _take_counts(self, instance: Instance, event: Beat) -> None:
         """Token counts of what it runs: estimates for booking, and how fast it is at that batch."""
-        book, batch, gained = self._work.book, 0, 0
+        book, batch, gained, kv_tokens = self._work.book, 0, 0, 0
         if book is None:
             return
         responses, estimate = book.responses, self._work.dispatcher.kv_estimate
@@ -317,12 +317,15 @@ class Crew:
             if response is not None and response.holder == instance.instance:
                 batch += 1
                 gained += num_tokens - response.num_tokens
+                kv_tokens += response.request.prompt_tokens + num_tokens
                 response.num_tokens = num_tokens
                 instance.rebook(response, estimate(response))
         self._work.touch(instance)
         since, instance.beaten_at = instance.beaten_at, event.at
         if since is not None and event.at > since and batch and gained > 0:
-            self._work.balancer.profile.learn(instance, batch, gained, event.at - since)
+            self._work.balancer.learn(instance, batch, kv_tokens, gained, event.at - since)
+            if instance.pool is Pool.SPOT:
+                self._work.pace.learn(instance.share, gained, event.at - since)
 
     def _renew(self, instance: Instance) -> None:
         due = self._context.now + self._context.config.lease_s

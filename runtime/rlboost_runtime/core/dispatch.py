@@ -3,7 +3,8 @@ Algorithm 2).
 
 - Continuations go before fresh responses, the longest first: they are the ones a step waits for.
 - `DispatchRule.BOOKED`: the emptiest instance by booked KV share gets the next response, unless one that
-  has a sibling's prompt in its cache is at most `affinity_slack` fuller.
+  has a sibling's prompt in its cache is at most `affinity_slack` fuller. At a step's begin nobody is filled
+  more than all will be once those that still load its version are there.
 - `DispatchRule.PENDING`, the paper's own: the instance with the fewest responses that it does not execute
   yet, and fewer than Theta of them; among equals the one that executes fewest.
 - A response that no instance can admit waits (delayed dispatch) and holds back those behind it, so that a
@@ -18,6 +19,7 @@ Cost: each assignment O(log instances), whatever else happened O(1).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 from rlboost_runtime.core.context import Context
@@ -26,12 +28,11 @@ from rlboost_runtime.core.dealing import EvenDeal, PacedDeal
 from rlboost_runtime.core.instances import Instance, Roster
 from rlboost_runtime.core.policy import DispatchRule
 from rlboost_runtime.core.responses import Response, StepBook
+from rlboost_runtime.core.timers import Timer
 from rlboost_runtime.core.waiting import WaitingQueue
 
-HEADROOM_SHARE = 0.5
-"""Share of a response's expected remaining growth that is booked ahead. Responses on an instance are at
-different points of their growth, so half of it is what they need together at any time; the engine itself
-handles the rest."""
+COMING_S = 20.0
+"""An instance that loads a step's version or wakes for it is waited for so long after the step's begin."""
 OVERDUE_GROWTH_SHARE = 0.25
 """Remaining growth, as a share of its present length, expected of a response longer than the expected
 length."""
@@ -53,16 +54,23 @@ class Dispatcher:
         self.crowd = Crowd(able, _RANKS.get(config.policy.dispatch, _by_booking))
         self._rule = config.policy.dispatch
         self._max_pending = config.policy.max_pending
+        self._booked_growth_share = config.policy.booked_growth_share
         self._affinity_slack = config.affinity_slack
         self._able = able
         self._expected_tokens: float | None = None
+        self._book: StepBook | None = None
         self._queue = WaitingQueue()
+        self._fills_fairly = config.policy.fills_fairly and self._rule is DispatchRule.BOOKED
+        self._fair_share = math.inf
+        self._context = context
+        self._roster = roster
         self._ran_on: dict[int, dict[str, None]] = {}
         self._even = EvenDeal(roster)
         self._paced = PacedDeal(context)
 
-    def open_step(self, former: StepBook | None) -> None:
+    def open_step(self, former: StepBook | None, book: StepBook) -> None:
         """Forget the former step but for how long its responses became."""
+        self._book = book
         learned = None if former is None else former.mean_finished_tokens()
         self._expected_tokens = self._expected_tokens if learned is None else learned
         self._queue.clear()
@@ -88,7 +96,7 @@ class Dispatcher:
             expected = FIRST_LENGTH_SHARE * request.max_tokens
         growth = max(expected - so_far, OVERDUE_GROWTH_SHARE * so_far)
         growth = min(growth, max(0, request.max_tokens - so_far))
-        return request.prompt_tokens + so_far + int(HEADROOM_SHARE * growth)
+        return request.prompt_tokens + so_far + int(self._booked_growth_share * growth)
 
     def place(self, book: StepBook, place: Place) -> None:
         """Place waiting responses on able instances until nobody waits or nothing fits.
@@ -106,6 +114,7 @@ class Dispatcher:
                 self._place_singly(place)
 
     def _place_singly(self, place: Place) -> None:
+        self._fair_share = self._share_until_all_are_here()
         stuck: list[Response] = []
         while self._able and (response := self._queue.peek()) is not None:
             estimate = self.kv_estimate(response)
@@ -132,13 +141,41 @@ class Dispatcher:
             return meant
         if self._rule is DispatchRule.PENDING:
             return self.crowd.best(lambda i: i.num_queued < self._max_pending, avoid)
-        emptiest = self.crowd.best(lambda i: i.can_admit(estimate), avoid)
+        emptiest = self.crowd.best(lambda i: i.can_admit(estimate) and i.share <= self._fair_share, avoid)
         if emptiest is None:
             return None
         limit = emptiest.share + self._affinity_slack
         near = (self._able.get(i) for i in self._ran_on.get(response.group, ()) if i not in avoid)
+        limit = min(limit, self._fair_share)
         siblings = [i for i in near if i is not None and i.share <= limit and i.can_admit(estimate)]
         return min(siblings, key=_rank) if siblings else emptiest
+
+    def _share_until_all_are_here(self) -> float:
+        """Return how full an instance may get while others are about to serve: as full as all will be.
+
+        Without that the first one ready at a step's begin draws all there is, and the last one, a second
+        later, nothing. Costs O(instances), but only then.
+        """
+        book, now = self._book, self._context.now
+        if not self._fills_fairly or book is None or now >= book.started_at + COMING_S:
+            return math.inf
+        coming = [i for i in self._roster.instances.values() if self._is_coming(i, book)]
+        num_waiting = len(book.responses) - book.num_finished - book.num_running
+        first = self._queue.peek()
+        if not coming or first is None or num_waiting <= len(self._able) + len(coming):
+            return math.inf
+        demand = sum(i.kv_load for i in self._able.values()) + num_waiting * self.kv_estimate(first)
+        room = sum(i.kv_tokens for i in self._able.values()) + sum(i.kv_tokens for i in coming)
+        self._context.timers.set(Timer.PACE, "", book.started_at + COMING_S)
+        return demand / max(1, room)
+
+    def _is_coming(self, instance: Instance, book: StepBook) -> bool:
+        return (
+            instance.is_awake
+            and instance.is_connected
+            and not instance.is_draining
+            and instance.told_version == book.policy_version != instance.version
+        )
 
 
 def _rank(instance: Instance) -> Rank:

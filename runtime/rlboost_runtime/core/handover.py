@@ -13,7 +13,7 @@ from rlboost_runtime.core.crew import Crew
 from rlboost_runtime.core.instances import Instance, InstanceState, Roster
 from rlboost_runtime.core.lease import GpuLease, LeaseState, Outlook
 from rlboost_runtime.core.messages import GrantLease, RecallLease
-from rlboost_runtime.core.seeding import Seeding
+from rlboost_runtime.core.seeding import Moment, Seeding
 from rlboost_runtime.core.timers import Timer
 from rlboost_runtime.core.work import Work
 
@@ -28,22 +28,40 @@ class Handover:
         self._work = work
         self._crew = crew
         self._seeding = seeding
+        self._closed_at = 0.0
+        self._has_woken = self._was_awake = False
+        """A reserved engine has served in this window; in the last one."""
 
-    def settle(self, has_able_spot: bool) -> None:
+    def settle(self, has_able_spot: bool, num_spot: int) -> None:
         """Close the window, order engines, grant or recall, as the moment asks for."""
-        lease, now = self.lease, self._context.now
-        outlook = self._outlook(has_able_spot)
+        lease, now, book = self.lease, self._context.now, self._work.book
+        look_at, moment = None, Moment(now, lease.opened_at, num_spot)
+        if book is not None and lease.state is LeaseState.ENGINES:
+            self._note_waking()
+            look_at = self._seeding.look(moment, book)
+        outlook = self._outlook(has_able_spot or (self._seeding.skips_window and num_spot > 0))
         reason = lease.reason_to_close(outlook)
         if reason is not None:
             lease.close(reason, now)
+            if book is not None:
+                self._seeding.close(moment, book)
+            self._closed_at, self._has_woken = now, False
         for instance in self._roster.reserved.values():
             self._order(instance)
         asleep = all(i.life.state is InstanceState.ASLEEP for i in self._roster.reserved.values())
         if lease.state is LeaseState.CLOSING and asleep:
             lease.grant(now)
+            if self._was_awake:
+                self._seeding.asleep(now - self._closed_at)
+            self._was_awake = False
             self._context.emit(GrantLease(self._step()))
-        self._watch_window(outlook)
+        self._watch_window(outlook, look_at)
         self._watch_recall(outlook)
+
+    def _note_waking(self) -> None:
+        if not self._has_woken and any(i.version is not None for i in self._roster.reserved.values()):
+            self._has_woken = self._was_awake = True
+            self._seeding.woken(self._context.now - self.lease.opened_at)
 
     def _outlook(self, has_able_spot: bool) -> Outlook:
         reserved = self._roster.reserved
@@ -67,10 +85,11 @@ class Handover:
         elif instance.is_awake:
             self._crew.sleep(instance)
 
-    def _watch_window(self, outlook: Outlook) -> None:
+    def _watch_window(self, outlook: Outlook, look_at: float | None) -> None:
         closes_at = self.lease.closes_at(outlook.t_seed_s)
         if self.lease.state is LeaseState.ENGINES and closes_at > outlook.now:
-            self._context.timers.set(Timer.WINDOW, "", closes_at)
+            due = closes_at if look_at is None else min(closes_at, look_at)
+            self._context.timers.set(Timer.WINDOW, "", due)
         else:
             self._context.timers.cancel(Timer.WINDOW, "")
 

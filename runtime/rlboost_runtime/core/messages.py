@@ -131,7 +131,8 @@ class ResponseRequest:
 
 @dataclass(frozen=True, slots=True)
 class StepStarted:
-    """The trainer asks for a step's responses under `policy_version`, and by that gives the GPU lease back.
+    """The trainer asks for a step's responses under `policy_version`, and by that gives the GPU lease back,
+    unless it `keeps_lease`: it goes on training the step before meanwhile.
 
     The same step and version again (a restarted trainer) re-opens nothing: finished groups are delivered
     again.
@@ -141,6 +142,7 @@ class StepStarted:
     step: int
     policy_version: int
     requests: tuple[ResponseRequest, ...]
+    keeps_lease: bool = False
 
 
 @dataclass(frozen=True, slots=True)

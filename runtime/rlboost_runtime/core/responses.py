@@ -184,6 +184,10 @@ class StepBook:
         if was_running:
             self._let_go(response)
 
+    def finished_tokens(self) -> list[int]:
+        """Return the lengths of the finished responses."""
+        return [r.num_tokens for r in self.responses.values() if r.state is ResponseState.FINISHED]
+
     def mean_finished_tokens(self) -> float | None:
         """Return the mean length of the finished responses, None where none is."""
         if not self.num_finished:

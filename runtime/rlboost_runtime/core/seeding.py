@@ -18,6 +18,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from rlboost_runtime.core.responses import StepBook
+
 SAME_COUNT = 1e-6
 """A time average this close to a whole number of instances had no churn; far above the rounding of a mean."""
 
@@ -40,6 +42,18 @@ class StepObservation:
     """From the start of the step to the last response."""
     num_tokens: int = 0
     """Response tokens of the step."""
+    ended_at: float = 0.0
+    """When the step was trained."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """An open window at one moment. Times in seconds of the run."""
+
+    now: float
+    opened_at: float
+    num_spot: int
+    """Spot instances that will do what the reserved ones leave."""
 
 
 @dataclass(slots=True)
@@ -57,6 +71,25 @@ class Seeding:
     """The remembered windows are used."""
     is_fixed: bool = False
     """The window stays as it is; only N_prem is learned."""
+
+    skips_window: bool = False
+    """The open step does without a window as soon as there is a spot instance."""
+
+    def restart(self) -> None:
+        """A step begins."""
+
+    def woken(self, after_s: float) -> None:
+        """The reserved engines were ready so long after the window opened."""
+
+    def asleep(self, after_s: float) -> None:
+        """The reserved engines had freed the GPUs so long after the window closed."""
+
+    def look(self, moment: Moment, book: StepBook) -> float | None:
+        """Look at an open window, which may change `t_seed_s`; return when to look again, None: never."""
+        return None
+
+    def close(self, moment: Moment, book: StepBook) -> None:
+        """The window has closed."""
 
     def learn(self, seen: StepObservation) -> None:
         """Take in one trained step."""

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rlboost_runtime.core.messages import CoreConfig
-from rlboost_runtime.core.policy import WindowRule
 from rlboost_runtime.core.seeding import Seeding, StepObservation
 
 FLOOR_S = 5.0
@@ -64,18 +62,3 @@ class PublishedSeeding(Seeding):
         if self.peak_s is not None:
             known = self.memory.get(num_instances, self.peak_s)
             self.memory[num_instances] = (1.0 - weight) * known + weight * self.peak_s
-
-
-def seeding_for(config: CoreConfig) -> Seeding:
-    """Return the window's rule of a run's policy."""
-    policy = config.policy
-    initial_s = 0.0 if policy.window is WindowRule.CLOSED else config.seeding_initial_s
-    kind = PublishedSeeding if policy.window is WindowRule.PUBLISHED_CODE else Seeding
-    return kind(
-        initial_s,
-        config.seeding_eta,
-        config.reserved_instances,
-        memory=dict(policy.remembered_windows),
-        has_memory=policy.has_memory,
-        is_fixed=policy.window is WindowRule.CLOSED,
-    )

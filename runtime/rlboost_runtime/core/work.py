@@ -12,7 +12,9 @@ from rlboost_runtime.core.balance import Balancer
 from rlboost_runtime.core.context import Context
 from rlboost_runtime.core.dispatch import Dispatcher
 from rlboost_runtime.core.instances import Instance, Roster
+from rlboost_runtime.core.lengths import Lengths
 from rlboost_runtime.core.messages import Abort, Assign, DeliverGroup, FinishReason, StepStarted
+from rlboost_runtime.core.pace import Pace
 from rlboost_runtime.core.responses import Response, ResponseState, StepBook
 from rlboost_runtime.core.timers import Timer
 
@@ -28,11 +30,16 @@ BALANCE_S = 1.0
 class Work:
     """The open step, its queue, and the current assignments."""
 
-    def __init__(self, context: Context, roster: Roster, able: Mapping[str, Instance]) -> None:
+    def __init__(
+        self, context: Context, roster: Roster, able: Mapping[str, Instance], lengths: Lengths
+    ) -> None:
         self._context = context
         self._roster = roster
         self.dispatcher = Dispatcher(context, roster, able)
-        self.balancer = Balancer(able, self.dispatcher.crowd)
+        self.balancer = Balancer(able, self.dispatcher.crowd, lengths, context.config.policy.balance)
+        self.lengths = lengths
+        """What finished responses showed about lengths."""
+        self.pace = Pace()
         self.book: StepBook | None = None
         self.current: dict[int, Response] = {}
         """Current assignments."""
@@ -45,9 +52,11 @@ class Work:
         """Open a step; what is unfinished of the former one is cancelled."""
         if self.book is not None:
             self._cancel(self.book)
-        self.dispatcher.open_step(self.book)
-        self.balancer.profile.close_step()
-        self.book = StepBook(event)
+            self.lengths.learn(self.book.finished_tokens())
+            self.pace.close_step()
+        former, self.book = self.book, StepBook(event)
+        self.dispatcher.open_step(former, self.book)
+        self.balancer.close_step()
         for response in self.book.responses.values():
             self.dispatcher.enqueue(response)
 
@@ -105,7 +114,8 @@ class Work:
         self._detach(response)
         if reason is FinishReason.QUARANTINED:
             self._context.counters.quarantined.append(response.response)
-        if self.book.finish(response, num_tokens, reason, self._context.now):
+        is_complete = self.book.finish(response, num_tokens, reason, self._context.now)
+        if is_complete:
             self._context.emit(DeliverGroup(self.book.step, response.group))
 
     def take_back(self, response: Response, why: str) -> None:

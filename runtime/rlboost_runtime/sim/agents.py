@@ -33,7 +33,7 @@ from rlboost_runtime.core.messages import (
     Wake,
 )
 from rlboost_runtime.sim.clock import Agenda
-from rlboost_runtime.sim.engine_model import MAX_RUNNING, EngineModel, EngineSpeed, Sequence
+from rlboost_runtime.sim.engine_model import EngineModel, EngineSpeed, Sequence
 from rlboost_runtime.sim.link import SharedLink, Transfer
 from rlboost_runtime.sim.responses import ResponseStore
 from rlboost_runtime.sim.result import Activity
@@ -131,7 +131,7 @@ class SimAgent:
         now, speed = self._host.agenda.now, self.engine.speed
         self._say(
             InstanceJoined(
-                now, self.instance, self.machine, self.pool, self.epoch, MAX_RUNNING, speed.kv_tokens
+                now, self.instance, self.machine, self.pool, self.epoch, speed.max_running, speed.kv_tokens
             )
         )
         self._beat()

@@ -24,8 +24,6 @@ class Calibration:
     """Fixed seconds of a micro-batch of the streaming trainer."""
     growth_headroom_tokens: int
     """KV tokens that an engine keeps free for each sequence when it admits another."""
-    spot_memory_share: float
-    """GPU memory for weights and KV cache on spot machines, which hold no trainer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +37,11 @@ class Assumptions:
     reserved_memory_share: float = 0.6
     """GPU memory for weights and KV cache on the reserved node: `gpu_memory_utilization` of the authors'
     scripts."""
+    spot_memory_share: float = 0.6
+    """The same on spot machines: `mem-fraction-static` of the authors' scripts; more failed, they say."""
+    max_running: int = 256
+    """Sequences that an engine decodes at once: `max_num_seqs` and `max-running-requests` of the authors'
+    scripts for 8B."""
     micro_batch_responses: int = 16
     """`min_stream_batch_size` of the authors' scripts."""
     trains_whole_groups: bool = False
@@ -74,5 +77,4 @@ PAPER_CALIBRATION = Calibration(
     train_mfu=0.504,
     micro_batch_s=0.192,
     growth_headroom_tokens=1_827,
-    spot_memory_share=0.701,
 )

@@ -27,8 +27,6 @@ SLACK_S = 1e-9
 """A decode step that ends this much after a moment counts as done by then: rounding of floats."""
 PREFILL_TOKENS = 8_192
 """Tokens of one prefill (SGLang's `chunked_prefill_size` on large GPUs); more is admitted at its end."""
-MAX_RUNNING = 1_024
-"""Sequences decoded at once at most (vLLM's `max_num_seqs` on large GPUs)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +49,8 @@ class EngineSpeed:
     """KV capacity."""
     headroom_tokens: int
     """KV tokens kept free per running sequence at an admission."""
+    max_running: int
+    """Sequences decoded at once at most."""
 
     def base_s(self, batch: int) -> float:
         """Return the part of a decode step that does not depend on the contexts."""
@@ -93,6 +93,7 @@ def engine_speed(
         prefill_square_s=2.0 * model.hidden * model.layers / (flops * assumptions.prefill_flops_share),
         kv_tokens=int(free_bytes / model.kv_bytes_per_token),
         headroom_tokens=calibration.growth_headroom_tokens,
+        max_running=assumptions.max_running,
     )
 
 
@@ -228,7 +229,7 @@ class EngineModel:
         headroom = max(1, self.speed.headroom_tokens)  # with none, two would be sent back and let in for ever
         context = sequence.prompt + sequence.tokens
         need = self.kv_used + context + headroom * (self.num_running + 1)
-        return need <= self.speed.kv_tokens and self.num_running < MAX_RUNNING
+        return need <= self.speed.kv_tokens and self.num_running < self.speed.max_running
 
     def _start(self, sequence: Sequence, context: int) -> None:
         prefill_s = self.speed.prefill_s(context)

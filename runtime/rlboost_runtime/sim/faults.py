@@ -6,7 +6,7 @@ coordinator start anew; the market takes and gives machines at random, with and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from random import Random
 
 from rlboost_runtime.core.messages import Command, Event
@@ -121,7 +121,7 @@ def run_with_faults(seed: int, policy: str | None = None) -> FaultReport:
     random = Random(f"faults/{seed}")  # noqa: S311 a simulation
     name = policy or random.choice([p for p in POLICIES if p != ORACLE])
     preset = small_preset(random)
-    setup = policy_setup(name, preset, Switches(*(random.random() < 0.8 for _ in range(5))))
+    setup = policy_setup(name, preset, Switches(*(random.random() < 0.8 for _ in fields(Switches))))
     referee = Referee()
     world = World(preset, random_market(random), setup, seed)
 

@@ -118,7 +118,7 @@ class _Fleet:
     @classmethod
     def of(cls, preset: Preset) -> _Fleet:
         model, calibration, assumptions = preset.model, preset.calibration, preset.assumptions
-        spot_share, reserved_share = calibration.spot_memory_share, assumptions.reserved_memory_share
+        spot_share, reserved_share = assumptions.spot_memory_share, assumptions.reserved_memory_share
         kinds = [(engine_speed(model, s, spot_share, calibration, assumptions), s) for s in preset.spot]
         engine, shape = max(kinds, key=lambda kind: kind[0].work_rate * kind[1].engines)
         reserved = engine_speed(model, preset.reserved, reserved_share, calibration, assumptions)

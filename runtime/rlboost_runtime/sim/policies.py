@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from rlboost_runtime.core.messages import CoreConfig
-from rlboost_runtime.core.policy import ON_DEMAND, POLYRL, WindowRule
+from rlboost_runtime.core.policy import ON_DEMAND, POLYRL, BalanceRule, WindowRule
 from rlboost_runtime.core.policy import POLICIES as CORE_POLICIES
 from rlboost_runtime.core.policy import Policy as CorePolicy
 from rlboost_runtime.sim.agents import BEAT_S
@@ -58,9 +58,20 @@ def policy_setup(name: str, preset: Preset, switches: Switches) -> PolicySetup:
 def _without(policy: CorePolicy, switches: Switches) -> CorePolicy:
     return replace(
         policy,
-        window=policy.window if switches.seeding else WindowRule.CLOSED,
+        window=_window(policy.window, switches),
         has_memory=policy.has_memory and switches.memory,
         keeps_tokens=policy.keeps_tokens and switches.migration,
         loads_any_time=policy.loads_any_time and switches.pull,
         balances=policy.balances and switches.balancing,
+        has_gate=policy.has_gate and switches.gate,
+        balance=policy.balance if switches.evening else BalanceRule.IDLE,
+        fills_fairly=policy.fills_fairly and switches.fair_fill,
     )
+
+
+def _window(rule: WindowRule, switches: Switches) -> WindowRule:
+    if not switches.seeding:
+        return WindowRule.CLOSED
+    if rule is WindowRule.PREDICTED and not switches.prediction:
+        return WindowRule.ALGORITHM_1
+    return rule

@@ -19,3 +19,11 @@ class Switches:
     """Instances fetch weights whenever they come; otherwise newcomers wait for the next version."""
     balancing: bool = True
     """Responses are moved between instances while these run."""
+    prediction: bool = True
+    """The window is predicted; else by Algorithm 1."""
+    gate: bool = True
+    """The window is skipped where it costs more than it helps."""
+    evening: bool = True
+    """Running responses move until loads are even; else only to idle instances."""
+    fair_fill: bool = True
+    """At a step's begin the first instance ready leaves work for the others."""

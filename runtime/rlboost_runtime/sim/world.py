@@ -282,7 +282,7 @@ class World:
         )
         for index in range(rented.shape.engines):
             name = f"{rented.machine}-{index}"
-            speed = self._speed(rented.shape, self._preset.calibration.spot_memory_share)
+            speed = self._speed(rented.shape, self._preset.assumptions.spot_memory_share)
             agents.append(self._join(name, rented.machine, Pool.SPOT, speed, costs))
 
     def _start_reserved(self) -> None:

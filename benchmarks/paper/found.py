@@ -1,0 +1,18 @@
+"""What a simulated figure is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Case = dict[str, float]
+"""One run's figures by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A simulated figure."""
+
+    value: float
+    spread: float = 0.0
+    """Standard deviation over runs; 0 for a single one."""
+    runs: int = 1

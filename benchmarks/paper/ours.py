@@ -1,0 +1,122 @@
+"""What each part of `rlboost` brings: constant fleets with one part turned off, and with dear hand-overs.
+
+    python -m benchmarks.paper.ours --out ours.jsonl
+
+One line of JSON per case is appended; what is there already is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks.paper.found import Case
+from benchmarks.paper.static import run_static, settled
+from rlboost_runtime.sim import Preset, Switches, presets
+
+FLEETS = (("paper-8b", 4), ("paper-14b", 1), ("paper-14b", 6))
+PARTS = ("prediction", "gate", "evening", "fair_fill")
+DEAR_S = (10.0, 30.0)
+"""Seconds that waking the reserved engines takes, and sending them to sleep."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One run."""
+
+    preset: str
+    machines: int
+    policy: str
+    without: str = ""
+    """The part that is turned off."""
+    toggle_s: float | None = None
+    """Seconds of waking, and of going to sleep; None: the preset's."""
+
+    @property
+    def key(self) -> str:
+        """Name in the file of results."""
+        toggle = "" if self.toggle_s is None else f", hand-over {self.toggle_s:g} s each way"
+        without = f", no {self.without}" if self.without else ""
+        return f"{self.preset} n={self.machines} {self.policy}{without}{toggle}"
+
+
+def variants() -> Iterator[Variant]:
+    """Yield all runs."""
+    for preset, machines in FLEETS:
+        yield Variant(preset, machines, "paper")
+        yield Variant(preset, machines, "rlboost")
+        for part in PARTS:
+            yield Variant(preset, machines, "rlboost", without=part)
+        for seconds in DEAR_S:
+            yield Variant(preset, machines, "paper", toggle_s=seconds)
+            yield Variant(preset, machines, "rlboost", toggle_s=seconds)
+
+
+def run(variant: Variant) -> dict[str, float]:
+    """Simulate one."""
+    known = presets()[variant.preset]
+    if variant.toggle_s is not None:
+        known = _dear(known, variant.toggle_s)
+    switches = Switches(**{variant.without: False}) if variant.without else Switches()
+    found = settled(run_static(known, variant.machines, variant.policy, switches=switches))
+    return {"tokens_per_s": found.tokens_per_s, "wait_s": found.wait_s}
+
+
+def as_markdown(cases: dict[str, Case]) -> list[str]:
+    """Return a section of the report."""
+    if not cases:
+        return ["What each part of `rlboost` brings has not been run."]
+    lines = ["## What each part of rlboost brings, constant fleets", ""]
+    names = [f"{preset[6:]} n={machines}" for preset, machines in FLEETS]
+    lines += [f"| tokens/s over rlboost's | {' | '.join(names)} |", "|---" * (len(FLEETS) + 1) + "|"]
+    lines.append(_row("the paper's policy", cases, Variant("", 0, "paper")))
+    lines += [_row(f"rlboost without {part}", cases, Variant("", 0, "rlboost", part)) for part in PARTS]
+    lines += [
+        _row(f"the paper's policy, hand-overs of {s:g} s each way", cases, Variant("", 0, "paper", "", s))
+        for s in DEAR_S
+    ]
+    return lines
+
+
+def _row(name: str, cases: dict[str, Case], like: Variant) -> str:
+    cells = []
+    for preset, machines in FLEETS:
+        this = cases.get(replace(like, preset=preset, machines=machines).key)
+        ours = cases.get(Variant(preset, machines, "rlboost", toggle_s=like.toggle_s).key)
+        cells.append(
+            "" if not this or not ours else f"{this['tokens_per_s'] / ours['tokens_per_s'] - 1:+.1%}"
+        )
+    return f"| {name} | {' | '.join(cells)} |"
+
+
+def _dear(known: Preset, seconds: float) -> Preset:
+    return replace(known, assumptions=replace(known.assumptions, wake_s=seconds, sleep_s=seconds))
+
+
+def main(arguments: list[str]) -> int:
+    """Run what is missing."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args(arguments)
+    lines = options.out.read_text().splitlines() if options.out.exists() else []
+    known = {json.loads(line)["case"] for line in lines}
+    todo = list(variants())
+    with options.out.open("a", encoding="utf-8") as out:
+        for number, variant in enumerate(todo):
+            if variant.key in known:
+                continue
+            began = time.process_time()
+            found = run(variant)
+            line = {"case": variant.key, **found, "cpu_s": round(time.process_time() - began, 2)}
+            print(json.dumps(line), file=out, flush=True)
+            print(f"{number + 1}/{len(todo)} {variant.key}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

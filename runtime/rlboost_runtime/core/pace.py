@@ -1,0 +1,100 @@
+"""How fast instances generate, from their heartbeats.
+
+`Pace`: tokens per second of a busy spot instance. Every heartbeat counts by how full the instance was, so
+that the tail of a step, with a few responses on each instance, hardly does.
+
+`StepTimes`: seconds of a decode step as a straight line of the KV tokens that it reads, one line for each
+kind of instance: what decoding is while it is bound by memory (a roofline), and what makes crowded instances
+slow.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+Kind = tuple[int, int]
+"""What tells engines of one make: KV capacity and slots."""
+
+KEPT_SHARE = 0.5
+"""Of what earlier steps showed, at the end of a step."""
+ENOUGH_BEATS = 4.0
+"""Fewer heartbeats do not make a line."""
+SAME_LOAD = 1e-3
+"""Relative variance of the load below which all heartbeats were alike."""
+
+
+@dataclass(slots=True)
+class Pace:
+    """Tokens per second of one instance, weighted by its load."""
+
+    _tokens: float = 0.0
+    _seconds: float = 0.0
+
+    def learn(self, share: float, num_tokens: int, seconds: float) -> None:
+        """Take in `num_tokens` generated within `seconds` by an instance that was `share` full."""
+        self._tokens += share * num_tokens
+        self._seconds += share * seconds
+
+    def close_step(self) -> None:
+        """A step is over: what it showed counts half from now on."""
+        self._tokens *= KEPT_SHARE
+        self._seconds *= KEPT_SHARE
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens per second; None while nothing was shown."""
+        return self._tokens / self._seconds if self._seconds > 0 and self._tokens > 0 else None
+
+
+@dataclass(slots=True)
+class _Line:
+    """Sums of a least-squares line through (KV tokens, seconds)."""
+
+    n: float = 0.0
+    x: float = 0.0
+    y: float = 0.0
+    xx: float = 0.0
+    xy: float = 0.0
+
+    def add(self, x: float, y: float) -> None:
+        self.n += 1.0
+        self.x += x
+        self.y += y
+        self.xx += x * x
+        self.xy += x * y
+
+    def fade(self) -> None:
+        self.n *= KEPT_SHARE
+        self.x *= KEPT_SHARE
+        self.y *= KEPT_SHARE
+        self.xx *= KEPT_SHARE
+        self.xy *= KEPT_SHARE
+
+    def slope_and_start(self) -> tuple[float, float] | None:
+        spread = self.n * self.xx - self.x * self.x
+        if self.n < ENOUGH_BEATS or spread <= SAME_LOAD * self.x * self.x:
+            return None
+        slope = (self.n * self.xy - self.x * self.y) / spread
+        start = (self.y - slope * self.x) / self.n
+        return (slope, start) if slope > 0 and start > 0 else None
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Decode step time by KV tokens and kind of instance."""
+
+    _lines: dict[Kind, _Line] = field(default_factory=dict)
+
+    def learn(self, kind: Kind, kv_tokens: int, step_s: float) -> None:
+        """Take in a step time, with so many KV tokens in the batch."""
+        self._lines.setdefault(kind, _Line()).add(float(kv_tokens), step_s)
+
+    def close_step(self) -> None:
+        """A step is over: what it showed counts half from now on."""
+        for line in self._lines.values():
+            line.fade()
+
+    def line(self, kind: Kind) -> tuple[float, float] | None:
+        """Return (seconds per KV token, seconds without any); None while beats have not shown both."""
+        line = self._lines.get(kind)
+        return None if line is None else line.slope_and_start()

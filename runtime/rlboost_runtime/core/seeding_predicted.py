@@ -1,0 +1,166 @@
+"""The seeding window by prediction: closed when training would last as long as what is left to roll out.
+
+While the window is open, the core asks again and again: if it closed now, when would the spot instances be
+through, and when the trainer?
+
+    rollout  = tokens left / (spot instances x tokens per second of a busy one) + tail
+    training = all tokens of the step x seconds per token
+
+It closes when `rollout` no longer exceeds `training`. Tokens left come from the responses themselves, each
+expected to become as long as finished ones that got as far (`lengths`); the tail and the seconds per token
+from the last steps, as they were between the closing of the window and the last response. So a step whose
+responses happen to be long gets a longer window than its neighbour, and a change in the number of instances
+is answered in the very step in which it happens, where Algorithm 1 needs several steps to come near.
+
+Where the rollout would outlast training, without any window, by no more than waking the engines and sending
+them to sleep again takes, the window is skipped: a price on toggling. If the reserved engines work p times as
+fast as the spot ones, a window of length T ends the step at
+
+    T + sleep + training,  T = (excess + p wake - sleep) / (1 + p)
+
+which is later than without it, at training + excess, exactly if excess <= wake + sleep.
+
+Until a step has taught the rates the window is the job's initial one. N_prem is the paper's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from rlboost_runtime.core.lengths import Lengths
+from rlboost_runtime.core.pace import Pace
+from rlboost_runtime.core.responses import ResponseState, StepBook
+from rlboost_runtime.core.seeding import Moment, Seeding, StepObservation
+
+LOOK_S = 1.0
+"""Least pause between two looks: each looks at every response of the step."""
+REMEMBERED = 3
+"""Steps whose tails are averaged."""
+WEIGHT = 0.8
+"""Weight of the last step in what is learned."""
+LONGEST = 2.0
+"""No window is longer than this many times the longest whole rollout of the last steps, whatever the rates
+say: where no engine gets on, tokens left would hold it open for ever."""
+STARVED_SHARE = 0.02
+"""A trainer that waited longer than this share of its training time was waiting for the last responses."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rollout:
+    """A step's rollout after its window. Times in seconds."""
+
+    left: float
+    """Tokens per spot instance that were left at the closing."""
+    seconds: float
+    """From the closing to the last response."""
+    whole_s: float
+    """From the step's begin to the last response."""
+
+
+@dataclass(slots=True)
+class PredictedSeeding(Seeding):
+    """T_seed from the state of the open step; the rates it needs are learned from trained ones."""
+
+    lengths: Lengths = field(default_factory=Lengths)
+    pace: Pace = field(default_factory=Pace)
+    has_gate: bool = True
+    train_s_per_token: float | None = None
+    wake_s: float = 0.0
+    """From the opening of a window until reserved engines serve."""
+    sleep_s: float = 0.0
+    """From its closing until the trainer has the GPUs."""
+    finish_s: float = 0.0
+    """From the last response to the end of the step, where the trainer waited for it."""
+    _look_at: float = 0.0
+    _looked_with: int = -1
+    _rollouts: deque[_Rollout] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    _closed_at: float | None = None
+    _closed_with: int = 0
+    _tokens_at_close: int = 0
+    _closings: int = 0
+
+    def restart(self) -> None:
+        """A step begins."""
+        self._look_at, self._looked_with = 0.0, -1
+        self._closings, self._closed_at = 0, None
+        self.skips_window = False
+
+    def woken(self, after_s: float) -> None:
+        """Take in what waking costs."""
+        self.wake_s = _blend(self.wake_s or None, after_s)
+
+    def asleep(self, after_s: float) -> None:
+        """Take in what going to sleep costs."""
+        self.sleep_s = _blend(self.sleep_s or None, after_s)
+
+    def look(self, moment: Moment, book: StepBook) -> float | None:
+        """Plan the window anew if it is time to; return when to look again."""
+        n, tokens_per_s = moment.num_spot, self.pace.tokens_per_s
+        is_taught = self.lengths.is_known and self.train_s_per_token is not None
+        if not is_taught or tokens_per_s is None or not n:
+            return None
+        assert self.train_s_per_token is not None
+        closes_at = moment.opened_at + self.t_seed_s
+        if moment.now < min(self._look_at, closes_at) and n == self._looked_with:
+            return self._look_at
+        left, total = self._tokens(book)
+        excess_s = left / (n * tokens_per_s) + self._tail_s(tokens_per_s) - total * self.train_s_per_token
+        rest_s = max(0.0, excess_s) / (1.0 + self.num_reserved / n)
+        if moment.now == moment.opened_at and not self._closings:
+            self.skips_window = self.has_gate and excess_s <= self.wake_s
+        if self.skips_window:
+            rest_s = 0.0
+        planned_s = moment.now - moment.opened_at + rest_s
+        self.t_seed_s = min(planned_s, LONGEST * max(roll.whole_s for roll in self._rollouts))
+        self._look_at = moment.now + max(LOOK_S, rest_s / 2.0)
+        self._looked_with = n
+        return self._look_at
+
+    def close(self, moment: Moment, book: StepBook) -> None:
+        """The window has closed."""
+        self._closings += 1
+        self._closed_at, self._closed_with = moment.now, moment.num_spot
+        self._tokens_at_close = sum(r.num_tokens for r in book.responses.values())
+
+    def learn(self, seen: StepObservation) -> None:
+        """Take in one trained step."""
+        if seen.n_prem <= 0:
+            return
+        if seen.t_train > 0:
+            self.n_prem = (seen.t_remote * seen.n_prem + self.t_seed_s * self.num_reserved) / seen.t_train
+        if self._closings != 1 or self._closed_at is None:
+            return  # no window at all, or several: the rates of such a step are not those of a plain one
+        rollout_s = seen.ended_at - seen.t_remote_wait - self._closed_at
+        left = seen.num_tokens - self._tokens_at_close
+        if rollout_s <= 0 or left <= 0:
+            return
+        if seen.t_train_wait > STARVED_SHARE * seen.t_train:
+            self.finish_s = _blend(self.finish_s or None, seen.t_remote_wait)
+        num_spot = max(1.0, (self._closed_with + seen.n_hat) / 2.0)
+        finish_s = min(self.finish_s, seen.t_remote_wait)
+        training_s = seen.ended_at - self._closed_at - seen.t_train_wait - finish_s
+        self._rollouts.append(_Rollout(left / num_spot, rollout_s, seen.t_remote))
+        self.train_s_per_token = _blend(self.train_s_per_token, training_s / seen.num_tokens)
+
+    def _tail_s(self, tokens_per_s: float) -> float:
+        """Return the seconds that a rollout takes longer than at full pace: the last responses are few."""
+        tails = [roll.seconds - roll.left / tokens_per_s for roll in self._rollouts]
+        return sum(tails) / len(tails) if tails else 0.0
+
+    def _tokens(self, book: StepBook) -> tuple[float, float]:
+        """Return the tokens that are left to generate, and all of the step, as far as can be said."""
+        left = total = 0.0
+        for response in book.responses.values():
+            so_far = response.num_tokens
+            if response.state is ResponseState.FINISHED:
+                total += so_far
+                continue
+            expected = min(float(response.request.max_tokens), self.lengths.expected(so_far))
+            total += expected
+            left += max(0.0, expected - so_far)
+        return left, total
+
+
+def _blend(known: float | None, seen: float) -> float:
+    return seen if known is None else (1.0 - WEIGHT) * known + WEIGHT * seen
