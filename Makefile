@@ -10,6 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 PYTHON ?= python3
 VENV ?= .venv
 ROUNDS ?= 5
+LEARNING_OUT ?= build/learning
 BIN := $(VENV)/bin
 TORCH := $(shell sed -n 's/.*"torch==\([0-9.]*\)".*/\1/p' pyproject.toml)
 TORCH_STAMP := $(VENV)/.torch-$(TORCH)
@@ -71,9 +72,16 @@ quickstart: $(TRAIN) ## install and run examples/quickstart.yaml: learning goes 
 
 # --- check ------------------------------------------------------------------------------------------------
 
+.PHONY: sshd
+sshd:
+	@command -v sshd > /dev/null || test -x /usr/sbin/sshd || { \
+		echo "installing OpenSSH's server, for tests on loopback"; \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+			openssh-server openssh-client > /dev/null; }
+
 .PHONY: test
-test: $(DEV) ## unit, property and integration tests
-	$(BIN)/python -m pytest -q -n 2 -m "not e2e and not vllm" tests
+test: $(DEV) sshd ## unit, property and integration tests
+	$(BIN)/python -m pytest -q -n 2 -m "not e2e and not vllm and not cloud" tests
 
 .PHONY: test-vllm
 test-vllm: $(DEV) $(VLLM) ## the engine tests on a real vLLM; none may be skipped
@@ -82,7 +90,20 @@ test-vllm: $(DEV) $(VLLM) ## the engine tests on a real vLLM; none may be skippe
 
 .PHONY: e2e
 e2e: $(DEV) ## the CLI from launch to down, with real kills
-	$(BIN)/python -m pytest -q -m e2e tests/e2e
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m e2e tests/e2e
+
+.PHONY: cloudlab
+cloudlab:
+	@missing=; for tool in sshd ip unshare setpriv nsenter rsync sudo nc ssh; do \
+		command -v $$tool > /dev/null || missing=1; done; \
+	[ -z "$$missing" ] || { \
+		echo "installing what the lab's machines need (OpenSSH, iproute2, rsync, sudo, netcat)"; \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+			openssh-server openssh-client iproute2 util-linux rsync sudo netcat-openbsd lsof > /dev/null; }
+
+.PHONY: e2e-cloud
+e2e-cloud: $(DEV) cloudlab ## the real SkyPilot on a cloud of network namespaces (root; the first time makes its image)
+	$(BIN)/python -m pytest -q -m cloud tests/cloud
 
 .PHONY: lint
 lint: $(DEV) ## format, lint rules and types
@@ -107,6 +128,19 @@ docs-check: $(DEV) ## fail if a generated page is out of date
 screens: $(DEV) ## capture docs/screens/*.svg anew: real terminals, a real run (some minutes)
 	$(BIN)/python docs/capture_screens.py
 
+UV_COMPILE := $(BIN)/uv pip compile -q --python-version 3.11 --python-platform x86_64-unknown-linux-gnu \
+	--no-header --no-annotate --no-emit-find-links --no-emit-index-url
+LOCKS := templates/rlboost_templates
+
+.PHONY: lock-machines
+lock-machines: $(DEV) ## write anew the versions that machines and SkyPilot's venv are given
+	{ sed -n '/^#/p' $(LOCKS)/deploy/machine.txt; $(UV_COMPILE) --extra train pyproject.toml \
+		| grep -vE '^(nvidia-|cuda-|triton)'; } > $(LOCKS)/deploy/machine.txt.new
+	mv $(LOCKS)/deploy/machine.txt.new $(LOCKS)/deploy/machine.txt
+	{ sed -n '/^#/p' $(LOCKS)/skypilot/lock.txt; echo "skypilot[aws,gcp]==0.14.1" | $(UV_COMPILE) -; } \
+		> $(LOCKS)/skypilot/lock.txt.new
+	mv $(LOCKS)/skypilot/lock.txt.new $(LOCKS)/skypilot/lock.txt
+
 .PHONY: build
 build: $(DEV) ## wheel and source archive in dist/
 	$(BIN)/python -m build --no-isolation
@@ -120,16 +154,19 @@ ci: ## everything that a change has to pass
 	@$(MAKE) e2e
 
 .PHONY: soak
-soak: $(DEV) ## property, integration and e2e tests $(ROUNDS) times over, each with new random seeds
+soak: $(DEV) ## 10,000 simulated runs with random faults; then all tests $(ROUNDS) times, with new random seeds
+	$(BIN)/python -m benchmarks.paper.faults --seeds 10000
 	for round in $$(seq $(ROUNDS)); do \
 		echo "round $$round of $(ROUNDS)"; \
-		$(BIN)/python -m pytest -q -m "property or integration or e2e" tests; \
+		RLBOOST_STORM_PULLS=1000 RLBOOST_STORM_SEED=$$round \
+			$(BIN)/python -m pytest -q -m "property or integration or e2e" tests; \
 	done
+	RLBOOST_FAULT_SEEDS=200 $(BIN)/python -m pytest -q tests/integration/test_cloud_faults.py
 
 # --- measure ----------------------------------------------------------------------------------------------
 
 .PHONY: bench
-bench: bench-ingest bench-trainer bench-engines bench-learning ## all benchmarks
+bench: bench-ingest bench-trainer bench-engines bench-learning bench-weights bench-delta ## all benchmarks
 
 .PHONY: bench-engines
 bench-engines: $(DEV) $(VLLM) ## vLLM through our agent's path against vLLM's own client, on one server
@@ -143,9 +180,26 @@ bench-ingest: $(DEV) ## token ingest: tokens/s and CPU of the coordinator
 bench-trainer: $(DEV) ## one GRPO step, forward to optimizer: our trainer against TRL's
 	@$(BIN)/python -m benchmarks.trainer
 
+.PHONY: bench-paper
+bench-paper: $(DEV) ## the simulator against the paper, ours against the paper's policy (70 min; may be stopped)
+	@$(BIN)/python -m benchmarks.paper
+
+.PHONY: bench-weights
+bench-weights: $(DEV) ## weight transfer beside raw TCP, curl, aria2c and nginx; shaped links as root
+	@$(BIN)/python -m benchmarks.weights
+
+.PHONY: bench-delta
+bench-delta: $(DEV) ## deltas between versions that Adam really trains: size, speed, bit for bit
+	@$(BIN)/python -m benchmarks.weights.delta
+
 .PHONY: bench-learning
 bench-learning: $(DEV) ## quiet against stormy runs, six seeds each (an hour or more; may be stopped)
 	@$(BIN)/python -m benchmarks.learning
+
+.PHONY: soak-learning
+soak-learning: $(DEV) ## learning curves: each loss over 3 seeds, staleness 0 and 1 over 5 (hours; may be stopped)
+	@$(BIN)/python -m benchmarks.learning.losses losses --out $(LEARNING_OUT)/losses
+	@$(BIN)/python -m benchmarks.learning.losses staleness --out $(LEARNING_OUT)/staleness
 
 # --- tidy -------------------------------------------------------------------------------------------------
 

@@ -81,7 +81,7 @@ def _code(default: str) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", r"\|")
+    return text.replace("|", r"\|").replace("\n", " ")
 
 
 def _read(path: Path) -> str | None:

@@ -1,12 +1,20 @@
 """What the fleet controller needs of a cloud: five verbs that may block, called in a thread.
 
 Every machine that a provider launches carries the run's name and the client token (our machine id) as tags,
-so that it can be found again from the cloud alone. Errors say when asking again makes sense: `NoCapacity`
-later or elsewhere, `QuotaExceeded` and `CredentialsRejected` never, other `ProviderError` later.
+so that it can be found again from the cloud alone. Errors say where and when asking again makes sense
+(`ProviderError.retry`): `NoCapacity` and `QuotaExceeded` elsewhere, `CredentialsRejected` never, `Throttled`
+and any other `ProviderError` later; a `ConfigError` is the job file's fault and never right.
+
+Promises of every provider, held by one suite (tests/integration/test_provider_conformance.py): the same id
+twice is the same machine, from two launchers at once too; a machine that ended is not launched again under
+its id; `terminate` succeeds for what is gone or never was; `describe` sees machines of its run only.
 """
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol, runtime_checkable
@@ -23,17 +31,51 @@ class MachineState(StrEnum):
     """Ended or never was; no money runs."""
 
 
+class Ability(StrEnum):
+    """What keeps a forgotten machine from costing money for ever, and what a bid means here."""
+
+    FINDS_BY_TAG = "finds_by_tag"
+    """The cloud lists machines by tag, label or name: `rlboost gc` finds them without any record of ours."""
+    TIME_TO_LIVE = "time_to_live"
+    """The machine, or its cloud, ends it once nobody has spoken to it for a while."""
+    REAL_BID = "real_bid"
+    """The cloud itself holds `max_price_micro_usd_per_hour` against its price, also while the machine
+    runs."""
+
+
 @dataclass(frozen=True, slots=True)
 class Offer:
     """Something that a cloud would sell now. Prices in micro-dollars (1e-6 USD) per machine-hour."""
 
     provider: str
     zone: str
+    """The place, as its provider names it: what is backed off from when it has nothing to give."""
     accelerator: str
     price_micro_usd_per_hour: int
     spot: bool
     source: str
     """Where the price is from, for the person who reads it."""
+    instance_type: str = ""
+    """The cloud's name of the machine's kind; empty where there is but one."""
+    max_price_micro_usd_per_hour: int | None = None
+    """The bid; None: whatever it costs, up to the on-demand price."""
+    dearest_micro_usd_per_hour: int | None = None
+    """What it may turn out to cost where its cloud chooses the zone; None: the price, nothing else."""
+    egress_micro_usd_per_gb: int = 0
+    """What a gigabyte from the head to this machine costs."""
+    min_billed_s: int = 0
+    """Billed at least, however soon the machine ends."""
+
+    @property
+    def most_micro_usd_per_hour(self) -> int:
+        """The price to count with until the machine is there."""
+        dearest = self.dearest_micro_usd_per_hour
+        return self.price_micro_usd_per_hour if dearest is None else dearest
+
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """What a stock-out is about: provider, zone and kind of machine."""
+        return self.provider, self.zone, self.instance_type or self.accelerator
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,23 +98,55 @@ class MachineView:
     started_at: float | None
     ended_at: float | None
     detail: str = ""
+    zone: str = ""
+    """Where it is, where that is narrower than its offer's zone."""
+    price_micro_usd_per_hour: int | None = field(default=None, compare=False)  # moves while the machine stays
+    """What an hour of it costs now, where the cloud tells; None: as offered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """A machine that some run of ours launched, as found in the cloud alone."""
+
+    run: str
+    machine: str
+    provider: str
+    zone: str
+    owner: str
+    """Which `RLBOOST_HOME` it belongs to (`tags.owner_of`)."""
+    started_at: float | None
+    handle: str = ""
+    """The cloud's own name of it, for `CanSweep.end`."""
 
 
 class Provider(Protocol):
     """One cloud."""
 
+    @property
+    def abilities(self) -> frozenset[Ability]:
+        """What this cloud can do beyond the verbs."""
+
     def offers(self) -> list[Offer]:
-        """Return what could be launched now, cheapest first. Costs nothing; may block for seconds."""
+        """Return what could be launched now, cheapest first. Costs nothing; may block for seconds.
+
+        What a bid does not reach is left out. Raises `CredentialsRejected`, `Throttled`, `ProviderError`.
+        """
 
     def launch(self, request: LaunchRequest) -> MachineView:
         """Start one machine; idempotent by `request.machine`. Money runs once this returns.
 
         Raises `NoCapacity`, `QuotaExceeded`, `CredentialsRejected` or `ProviderError`; then nothing was
-        launched.
+        launched, or what may have been is found by `describe`.
         """
 
     def describe(self, run: str) -> list[MachineView]:
         """Return every machine tagged with `run`, also those that ended lately."""
+
+    def watch(self, run: str) -> list[MachineView] | None:
+        """Return what `describe` would, as often as this cloud bears it; None: too soon since the last.
+
+        Never waits for something to happen, so that no thread is left hanging at the end.
+        """
 
     def terminate(self, run: str, machine: str) -> None:
         """End the machine; succeeds when it is already gone. Returns once the provider accepted it."""
@@ -84,3 +158,33 @@ class CanPreempt(Protocol):
 
     def preempt(self, run: str, machine: str, notice_s: float | None) -> None:
         """Reclaim the machine at once, or after `notice_s` seconds of notice. Raises `NotFound`."""
+
+
+@runtime_checkable
+class CanSweep(Protocol):
+    """A provider whose cloud can be asked for all machines of ours, whatever became of their runs."""
+
+    def sweep(self) -> list[Owned]:
+        """Return every machine with our tags that is not gone, of any run. May block for seconds."""
+
+    def end(self, owned: Owned) -> None:
+        """End what `sweep` returned; succeeds where it is gone."""
+
+
+class Pace:
+    """Lets `watch` through once in `every_s` seconds. Any thread may ask."""
+
+    def __init__(self, every_s: float, now: Callable[[], float] = time.monotonic) -> None:
+        self._every_s = every_s
+        self._now = now
+        self._next = float("-inf")
+        self._lock = threading.Lock()
+
+    def is_due(self) -> bool:
+        """Whether it is time; if so the next time is `every_s` later."""
+        with self._lock:
+            now = self._now()
+            if now < self._next:
+                return False
+            self._next = now + self._every_s
+            return True

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from rlboost_providers.base import LaunchRequest, MachineState, MachineView, Offer
+from rlboost_providers.base import Ability, LaunchRequest, MachineState, MachineView, Offer
 from rlboost_providers.local_machines import (
     MachineRecord,
     Machines,
@@ -75,6 +75,11 @@ class LocalProvider:
         self._machines = Machines(self._run)
         self._command = command
 
+    @property
+    def abilities(self) -> frozenset[Ability]:
+        """Machines are found in the process table; an agent that nobody talks to ends by itself."""
+        return frozenset({Ability.FINDS_BY_TAG, Ability.TIME_TO_LIVE})
+
     def offers(self) -> list[Offer]:
         """Return the zones in which a machine could be launched now, cheapest first."""
         records = self._machines.all()
@@ -108,6 +113,10 @@ class LocalProvider:
         with self._machines.locked():
             living = self._machines.living()
             return [self._view(record, record.machine in living) for record in self._machines.all()]
+
+    def watch(self, run: str) -> list[MachineView]:
+        """Return what `describe` does: the process table bears any number of questions."""
+        return self.describe(run)
 
     def terminate(self, run: str, machine: str) -> None:
         """SIGKILL the machine; returns once nothing of it is left, also where it never was."""

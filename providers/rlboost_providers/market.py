@@ -98,7 +98,7 @@ def main() -> int:
     setup("market")
     try:
         spot = read_resolved(run.job_json).rollout.spot
-        zones = zones_of(spot.any_of, spot.max_instances, run.files)
+        zones = zones_of(spot.local_offers, spot.max_instances, run.files)
     except RLBoostError as error:
         explain(log, error)
         return EX_CONFIG

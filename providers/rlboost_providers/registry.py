@@ -1,19 +1,120 @@
-"""Which provider a job's spot machines come from."""
+"""Which providers a job's spot machines come from; each is loaded when a job needs it, its SDK later."""
 
 from __future__ import annotations
 
-from rlboost_providers.base import Provider
-from rlboost_providers.local import LocalProvider
-from rlboost_runtime.job import Job
-from rlboost_runtime.run_folder import RunFolder
+from rlboost_providers.base import Ability, CanSweep, Provider
+from rlboost_runtime.errors import ConfigError
+from rlboost_runtime.job import CloudOffer, Job, LocalOffer, SshOffer
+from rlboost_runtime.run_folder import RunFolder, home
 
 
 def provider_for(job: Job, run: RunFolder) -> Provider:
-    """Return the provider of the job's spot offers. Raises `ConfigError` where a trace is unusable."""
-    spot = job.rollout.spot
-    return LocalProvider(run.path, spot.any_of, max_instances=spot.max_instances)
+    """Return the provider of the job's spot offers: one for all of them.
+
+    Raises `ConfigError` where a trace, a machine type or a cloud is unusable.
+    """
+    from rlboost_providers.several import Several
+
+    providers = _providers(job, run)
+    if len(providers) == 1:
+        return next(iter(providers.values()))
+    return Several(providers)
 
 
 def has_market(job: Job) -> bool:
     """Whether a market process has to run beside the job."""
-    return any(offer.market is not None for offer in job.rollout.spot.any_of)
+    return any(offer.market is not None for offer in job.rollout.spot.local_offers)
+
+
+def expected_usd_per_hour(offer: LocalOffer | SshOffer | CloudOffer) -> float:
+    """Return what a machine of `offer` is likely to cost, for plans; 0 where nobody knows."""
+    if not isinstance(offer, CloudOffer):
+        return offer.price_usd_per_hour
+    from rlboost_providers.direct_offers import expected_usd_per_hour as of_cloud
+
+    return of_cloud(offer) or 0.0
+
+
+def _providers(job: Job, run: RunFolder) -> dict[str, Provider]:
+    spot = job.rollout.spot
+    clouds = [offer for offer in spot.any_of if isinstance(offer, CloudOffer)]
+    providers: dict[str, Provider] = {}
+    if spot.local_offers:
+        from rlboost_providers.local import LocalProvider
+
+        providers["local"] = LocalProvider(run.path, spot.local_offers, max_instances=spot.max_instances)
+    if own := [offer for offer in spot.any_of if isinstance(offer, SshOffer)]:
+        providers["ssh"] = _ssh(own)
+    if direct := [offer for offer in clouds if offer.via == "direct"]:
+        providers |= _direct(direct)
+    if through := [offer for offer in clouds if offer.via == "skypilot"]:
+        from rlboost_providers.skypilot import SkyPilotProvider
+
+        providers["skypilot"] = SkyPilotProvider(run.path, through)
+    for name, provider in providers.items():
+        require_ends(name, provider, allowed=any(offer.allow_unlisted for offer in clouds))
+    return providers
+
+
+def _ssh(offers: list[SshOffer]) -> Provider:
+    from rlboost_providers.ssh import SshPool, SshProvider
+    from rlboost_providers.tags import owner_of
+
+    pools = [
+        SshPool(
+            tuple(offer.hosts),
+            round(offer.price_usd_per_hour * 1_000_000),
+            offer.jump_host,
+            offer.identity_file,
+            offer.python,
+            offer.folder,
+        )
+        for offer in offers
+    ]
+    return SshProvider(pools, owner_of(home()))
+
+
+def _direct(offers: list[CloudOffer]) -> dict[str, Provider]:
+    from rlboost_providers.direct_offers import aws_pools, gcp_pools
+    from rlboost_providers.tags import owner_of
+
+    owner = owner_of(home())
+    providers: dict[str, Provider] = {}
+    if aws := [offer for offer in offers if offer.cloud == "aws"]:
+        from rlboost_providers.aws import AwsProvider
+
+        providers["aws"] = AwsProvider(aws_pools(aws), owner)
+    if gcp := [offer for offer in offers if offer.cloud == "gcp"]:
+        from rlboost_providers.gcp import GcpProvider
+
+        providers["gcp"] = GcpProvider(gcp_pools(gcp), owner)
+    return providers
+
+
+def sweeper(cloud: str) -> CanSweep:
+    """Return a provider that finds all machines of ours in `cloud`, whatever jobs there are.
+
+    Raises `ConfigError` for a cloud that is asked through its jobs only.
+    """
+    from rlboost_providers.tags import owner_of
+
+    if cloud == "aws":
+        from rlboost_providers.aws import AwsProvider
+
+        return AwsProvider([], owner_of(home()))
+    if cloud == "gcp":
+        from rlboost_providers.gcp import GcpProvider
+
+        return GcpProvider([], owner_of(home()))
+    raise ConfigError(f"{cloud} cannot be asked for machines by their tags", "name aws or gcp")
+
+
+def require_ends(name: str, provider: Provider, *, allowed: bool) -> None:
+    """Raise `ConfigError` for a cloud in which a forgotten machine would cost money for ever."""
+    if provider.abilities & {Ability.FINDS_BY_TAG, Ability.TIME_TO_LIVE} or allowed:
+        return
+    raise ConfigError(
+        f"{name} can neither list machines by tag nor give them a time to live: what a crash leaves there"
+        " would go on costing money unseen",
+        "use another cloud, or accept it by allow_unlisted: true in its entry of rollout.spot.any_of",
+    )

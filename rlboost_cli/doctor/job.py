@@ -91,7 +91,7 @@ def reward(patient: Patient) -> Iterator[Finding]:
             files.mkdir()
             copy_files(job, _folder(patient), files)
             example = read_examples(job.data, files)[0]
-            with RewardScorer(job.reward, files, timeout_s=job.reward_timeout_s, log_file=log) as scorer:
+            with RewardScorer.for_job(job, files, log) as scorer:
                 yield judge_reward(_score(scorer, example), example)
     except ConfigError as error:
         yield failed("reward", error)

@@ -184,8 +184,8 @@ def machines(patient: Patient) -> Iterator[Finding]:
 
 def _try_a_machine(run: RunFolder, job: Job) -> float:
     """Return how long a machine's short life took. Raises whatever the provider raises."""
-    offers = [offer.model_copy(update={"market": None}) for offer in job.rollout.spot.any_of]
-    LocalProvider(run.path, job.rollout.spot.any_of, max_instances=1)  # reads the traces
+    offers = [offer.model_copy(update={"market": None}) for offer in job.rollout.spot.local_offers]
+    LocalProvider(run.path, job.rollout.spot.local_offers, max_instances=1)  # reads the traces
     provider = LocalProvider(run.path, offers, max_instances=1, command=lambda path, name: STAND_IN)
     started = time.monotonic()
     request = LaunchRequest(run.name, "doctor", provider.offers()[0], bootstrap={"instances": ["doctor"]})

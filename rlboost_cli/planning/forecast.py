@@ -20,6 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlboost_cli.planning.rates import Rates, makes_like_responses
+from rlboost_providers.registry import expected_usd_per_hour
 from rlboost_runtime.core.messages import CoreConfig
 from rlboost_runtime.core.money import MICRO_USD_PER_USD
 from rlboost_runtime.core.seeding import Seeding, StepObservation
@@ -148,7 +149,7 @@ def _left_out(rates: Rates, computed_s: float) -> float:
 
 
 def _row(job: Job, rates: Rates, tokens: float, instances: int, more_s: float) -> ForecastRow:
-    spot_price = min(offer.price_usd_per_hour for offer in job.rollout.spot.any_of)
+    spot_price = min(expected_usd_per_hour(offer) for offer in job.rollout.spot.any_of)
     usd_per_hour = job.trainer.price_usd_per_hour + instances * spot_price
     step_s = _step_s(rates, tokens, instances) + more_s
     return ForecastRow(

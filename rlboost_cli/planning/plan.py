@@ -14,6 +14,7 @@ from typing import Any
 from rlboost_cli.planning.forecast import Forecast, ForecastRow, forecast
 from rlboost_cli.planning.rates import measured_rates
 from rlboost_cli.terminal.text import duration, table
+from rlboost_providers.registry import expected_usd_per_hour
 from rlboost_runtime.core.money import MICRO_USD_PER_USD, format_usd
 from rlboost_runtime.job import Job
 
@@ -69,7 +70,7 @@ def launch_plan(run: str, job: Job) -> LaunchPlan:
     spot = job.rollout.spot
     reserved = PlanLine("reserved", job.trainer.infra, 1, _micro(job.trainer.price_usd_per_hour))
     offers = [
-        PlanLine("spot", o.infra, spot.max_instances, _micro(o.price_usd_per_hour)) for o in spot.any_of
+        PlanLine("spot", o.infra, spot.max_instances, _micro(expected_usd_per_hour(o))) for o in spot.any_of
     ]
     return LaunchPlan(
         run=run,

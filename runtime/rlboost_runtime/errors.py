@@ -9,6 +9,7 @@
     │   ├── NoCapacity      4  nothing to be had at this price now: later, or elsewhere
     │   ├── QuotaExceeded   6  the account may not have more
     │   ├── CredentialsRejected 6
+    │   ├── Throttled       7  asked too often: later
     │   └── NotYet          7  asked too early; ask again
     ├── BudgetReached       5
     ├── ProtocolError       1  a peer said something that makes no sense
@@ -21,6 +22,7 @@
 from __future__ import annotations
 
 import errno
+from enum import StrEnum
 
 DISK_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO})
 """Numbers of an `OSError` by which a disk takes no more or fails: it may pass, and no code of ours is to
@@ -67,30 +69,49 @@ class NotFound(RLBoostError):
     exit_code = 3
 
 
+class Retry(StrEnum):
+    """Where and when asking a cloud again makes sense."""
+
+    LATER = "later"
+    """The same again, after a pause."""
+    ELSEWHERE = "elsewhere"
+    """Another zone or machine type now; this one after a pause."""
+    NEVER = "never"
+    """Nothing of this cloud, until a person acts."""
+
+
 class ProviderError(RLBoostError):
     """A cloud could not be reached or answered something unexpected: try again later."""
 
     exit_code = 7
+    retry = Retry.LATER
+    retry_after_s: float | None = None
+    """When asking again makes sense, where the cloud says so."""
 
 
 class NoCapacity(ProviderError):
     """The cloud has no such machine to give at this price now: later, or elsewhere."""
 
     exit_code = 4
-    retry_after_s: float | None = None
-    """When asking again makes sense, where the cloud says so."""
+    retry = Retry.ELSEWHERE
 
 
 class QuotaExceeded(ProviderError):
-    """The account may not have more of these: never, until a person acts."""
+    """The account may not have more of these here, until a person acts; other places have their own quota."""
 
     exit_code = 6
+    retry = Retry.ELSEWHERE
 
 
 class CredentialsRejected(ProviderError):
     """Missing, wrong or expired credentials: never, until a person acts."""
 
     exit_code = 6
+    retry = Retry.NEVER
+
+
+class Throttled(ProviderError):
+    """The cloud refuses to be asked so often: later."""
 
 
 class NotYet(ProviderError):

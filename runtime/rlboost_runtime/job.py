@@ -71,7 +71,16 @@ class HttpReward(Model):
     """Rewards from an HTTP endpoint."""
 
     http: str
-    """URL that is asked by POST."""
+    """URL that is asked by POST {"prompt", "response", "row"} and answers {"reward": number}."""
+    concurrency: int = Field(default=64, ge=1)
+    """Requests under way at once."""
+    tries: int = Field(default=4, ge=1)
+    """Requests per response, all within reward_timeout_s: failed connections and answers 429, 502, 503 and
+    504 are tried again."""
+
+
+BUILT_IN_REWARDS = ("reasoning_gym", "math", "exact")
+"""What `reward` may name beside a function of the user's."""
 
 
 class Lora(Model):
@@ -158,8 +167,10 @@ class Algorithm(Model):
     lora: Lora | None = None
     """Train adapters instead of all weights; null: all weights. Learning rates are higher then: 1e-5 to
     2e-5."""
-    max_staleness: Literal[0] = 0
-    """0: synchronous, every token of a step comes from the step's policy version."""
+    max_staleness: int = Field(default=0, ge=0, le=8)
+    """Updates by which the weights that make a token may be older than those that are trained with it. 0:
+    synchronous. From 1 on, spot machines roll out the next steps while one is trained; a response is never
+    cut for a new version, it goes on under the one that it began with."""
     seed: int = Field(default=0, ge=0)
     """Seed of prompt order and sampling."""
 
@@ -193,12 +204,22 @@ class Trainer(Model):
     """Where it is; local: this machine."""
     price_usd_per_hour: float = Field(default=0.0, ge=0)
     """What the cost report charges for this machine: `local` has no price list of its own."""
+    address: str | None = Field(default=None, pattern=r"^[A-Za-z0-9.-]+$")
+    """Name or IP address at which spot machines elsewhere reach this machine, on two TLS ports that the run
+    picks; null: only this machine is served."""
+    script: str | None = None
+    """A trainer of your own instead of ours: a Python file that talks with the fleet (docs/own-trainer.md);
+    most of `algorithm` and `reward` mean then what it makes of them."""
     local_engines: int = Field(default=1, ge=0)
     """Engines on the trainer's own GPUs that roll out during the seeding window."""
     threads: int = Field(default=1, ge=1)
     """CPU threads of the trainer."""
     ranks: int = Field(default=1, ge=1)
-    """Processes over which the policy is sharded (FSDP2), one per GPU; started by torchrun."""
+    """Processes of a node over which the policy is sharded (FSDP2), one per GPU; started by torchrun."""
+    nodes: int = Field(default=1, ge=1)
+    """Machines over which it is sharded; on all but the head runs rlboost_runtime.trainer.node."""
+    node_address: str | None = Field(default=None, pattern=r"^[^\s:]+:[0-9]+$")
+    """`HOST:PORT` of the head as the other nodes reach it. Traffic there is plain: a network of their own."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the trainer's arithmetic; weights, gradients' sums and optimizer stay float32."""
     micro_batch_tokens: int = Field(default=8192, ge=1)
@@ -211,6 +232,14 @@ class Trainer(Model):
     """Steps from one checkpoint to the next; a restarted trainer repeats the steps since the last."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Newest checkpoints kept on disk."""
+
+    @model_validator(mode="after")
+    def _nodes_can_meet(self) -> Self:
+        if self.nodes > 1 and self.node_address is None:
+            raise ValueError(
+                f"nodes is {self.nodes}, but there is no node_address; write HOST:PORT of the head"
+            )
+        return self
 
 
 class Market(Model):
@@ -241,15 +270,91 @@ class LocalOffer(Model):
     """null: machines stay until they are preempted by hand."""
 
 
+class SshOffer(Model):
+    """Machines of your own, reached by SSH: used while they can be reached."""
+
+    infra: Literal["ssh"]
+    """Where the machines are; ssh: the hosts below."""
+    hosts: list[str] = Field(min_length=1)
+    """USER@HOST, USER@HOST:PORT, or a name from ~/.ssh/config; one machine each."""
+    price_usd_per_hour: float = Field(default=0.0, ge=0)
+    """What the cost report charges for one machine: nobody sends a bill."""
+    jump_host: str | None = None
+    """A host through which the others are reached; null: what ~/.ssh/config says."""
+    identity_file: str | None = None
+    """A private key; null: the agent's, and those that ssh tries by itself."""
+    python: str = "python3"
+    """The Python on the hosts that has rlboost[run] and the engine installed."""
+    folder: str = "~/.rlboost"
+    """Where machines keep their files on the hosts."""
+
+
+class CloudOffer(Model):
+    """Spot machines of a cloud."""
+
+    infra: str = Field(pattern=r"^(aws|gcp|azure|kubernetes|k8s|lambda|nebius|runpod)(/[a-zA-Z0-9-]+){0,2}$")
+    """CLOUD, CLOUD/REGION or CLOUD/REGION/ZONE, such as aws/us-east-2."""
+    accelerators: str = Field(pattern=r"^[A-Za-z0-9._-]+(:[1-9][0-9]{0,3})?$")
+    """GPU and number of them per machine, such as H100:8."""
+    via: Literal["skypilot", "direct"] = "skypilot"
+    """skypilot: any cloud that it knows; direct: the API of aws or gcp itself, aws with bids of your own."""
+    max_price_usd_per_hour: float | None = Field(default=None, gt=0)
+    """Most that a machine may cost. aws, direct: your bid, which EC2 holds; else what costs more is not
+    launched. null: up to the on-demand price."""
+    instance_type: str | None = None
+    """The cloud's own name of the machine, such as p5.48xlarge; null: one that has these GPUs."""
+    image: str | None = None
+    """The cloud's own name of the image. direct: needed, one that has rlboost (docs/clouds.md); skypilot:
+    null is its own."""
+    disk_gb: int = Field(default=200, ge=20)
+    """Size of the machine's disk, in GB."""
+    egress_usd_per_gb: float | None = Field(default=None, ge=0)
+    """What a gigabyte from the head to such a machine costs; null: what its cloud usually asks."""
+    allow_unlisted: bool = False
+    """Use a cloud that can neither list our machines nor end them by itself: what a crash leaves there, you
+    must find yourself."""
+
+    @model_validator(mode="after")
+    def _can_be_direct(self) -> Self:
+        cloud, _, place = self.infra.partition("/")
+        if self.via == "direct" and (cloud not in ("aws", "gcp") or not place):
+            raise ValueError(
+                f"infra {self.infra} cannot be used direct; write aws/REGION or gcp/REGION, or via: skypilot"
+            )
+        return self
+
+    @property
+    def cloud(self) -> str:
+        """The first part of `infra`."""
+        return self.infra.partition("/")[0]
+
+    @property
+    def region(self) -> str | None:
+        """The second part of `infra`."""
+        return [*self.infra.split("/"), None][1]
+
+    @property
+    def price_usd_per_hour(self) -> float:
+        """The most that a machine may cost; 0 where nothing is said."""
+        return 0.0 if self.max_price_usd_per_hour is None else self.max_price_usd_per_hour
+
+
 class Spot(Model):
     """The preemptible pool."""
 
-    any_of: list[LocalOffer] = Field(default=[LocalOffer(infra="local")], min_length=1)
-    """Offers to choose from."""
+    any_of: list[LocalOffer | SshOffer | CloudOffer] = Field(
+        default=[LocalOffer(infra="local")], min_length=1
+    )
+    """Offers to choose from, the cheapest that can be had first."""
     min_instances: int = Field(default=0, ge=0)
     """Lower bound in machines while the run generates."""
     max_instances: int = Field(default=3, ge=0)
     """Upper bound in machines; the useful number is learned. 0: the reserved node does everything."""
+
+    @property
+    def local_offers(self) -> list[LocalOffer]:
+        """Those that are processes on this machine."""
+        return [offer for offer in self.any_of if isinstance(offer, LocalOffer)]
 
     @model_validator(mode="after")
     def _bounds_agree(self) -> Self:
@@ -319,8 +424,17 @@ class Rollout(Model):
 class Weights(Model):
     """How weights reach the instances."""
 
-    transfer: Literal["full"] = "full"
-    """full: every version is sent whole."""
+    transfer: Literal["auto", "full", "delta"] = "auto"
+    """auto: what changed since the last version, where that costs less money and time; full: every version is
+    sent whole; delta: never whole where there is a base."""
+    max_deltas: int = Field(default=4, ge=1, le=64)
+    """How many versions behind an instance may be and still get only what changed."""
+    peers: bool = False
+    """Instances of a zone also pull from one another. They listen on a port for that, which their zone's
+    firewall has to let through; those that cannot be reached only pull."""
+    bucket: str | None = None
+    """s3://BUCKET/PREFIX, gs://... or az://...: the head also puts every version there, for instances to pull
+    from; null: they pull from the head."""
     streams: int = Field(default=4, ge=1, le=32)
     """Parallel range requests per pull."""
     chunk_bytes: int = Field(default=4 * 1024 * 1024, ge=65536)
@@ -334,6 +448,35 @@ class Budget(Model):
     """The run ends when it has cost this much; null: no bound."""
     max_usd_per_hour: float | None = Field(default=None, gt=0)
     """No machine is launched that would take the rate above this; null: no bound."""
+
+
+class Evaluation(Model):
+    """Held-out prompts, rolled out beside a step's own and never trained on."""
+
+    every_steps: int = Field(default=10, ge=1)
+    """Steps from one evaluation to the next; the first and the last step have one, too."""
+    prompts: int = Field(default=32, ge=1)
+    """Prompts held out: the last usable ones of the data set. Each is answered group_size times."""
+
+
+class Wandb(Model):
+    """Curves at Weights & Biases."""
+
+    project: str
+    """Project that the run belongs to."""
+    entity: str | None = None
+    """Team or user; null: your default one."""
+    offline: bool = False
+    """Keep everything in the run's folder; `wandb sync` sends it later."""
+
+
+class Tracking(Model):
+    """Where step metrics go beside `metrics.jsonl`."""
+
+    tensorboard: bool = False
+    """Event files in the run's folder, under tensorboard/."""
+    wandb: Wandb | None = None
+    """Weights & Biases; null: off."""
 
 
 class Evidence(Model):
@@ -358,9 +501,14 @@ class Job(Model):
     data: PromptFile | ReasoningGym
     """Where the prompts come from."""
     reward: str | HttpReward = "reasoning_gym"
-    """`file.py:function` relative to the job file, or the built-in `reasoning_gym`."""
+    """`file.py:function` relative to the job file; or built in: `reasoning_gym` the data sets' scorers,
+    `math` the row's `answer` compared as mathematics (math-verify), `exact` the same as text."""
     reward_timeout_s: float = Field(default=10.0, gt=0)
     """Longest time one call of the reward function may take."""
+    reward_processes: int | None = Field(default=None, ge=1)
+    """Processes that compute rewards side by side; null: a quarter of the cores, from 1 to 8."""
+    reward_memory_mib: int | None = Field(default=None, ge=256)
+    """Most address space of one reward process, in MiB; null: half the machine's memory, at least 4096."""
     algorithm: Algorithm = Algorithm()
     """The RL algorithm."""
     trainer: Trainer = Trainer()
@@ -373,6 +521,10 @@ class Job(Model):
     """Further files that the reward function needs, relative to the job file."""
     budget: Budget = Budget()
     """When to stop spending."""
+    evaluation: Evaluation | None = None
+    """Held-out prompts; null: none."""
+    tracking: Tracking = Tracking()
+    """Where step metrics go beside `metrics.jsonl`."""
     evidence: Evidence = Evidence()
     """What is kept so that a run can be audited."""
 

@@ -81,12 +81,20 @@ class FieldDoc(NamedTuple):
 
 
 def describe_fields() -> list[FieldDoc]:
-    """Return every field that a job file may have, in the order of the models."""
-    return [
-        FieldDoc(dotted((*path, name)), *field_type(dotted((*path, name)), field), field.description or "")
-        for path, model in sections()
-        for name, field in model.model_fields.items()
-    ]
+    """Return every field that a job file may have, once each, in the order of the models."""
+    found: dict[str, FieldDoc] = {}
+    for path, model in sections():
+        for name, field in model.model_fields.items():
+            where = dotted((*path, name))
+            one = FieldDoc(where, *field_type(where, field), field.description or "")
+            found[where] = _of_both(found[where], one) if where in found else one
+    return list(found.values())
+
+
+def _of_both(first: FieldDoc, other: FieldDoc) -> FieldDoc:
+    """Return what is to be said of a field that two forms of a section have."""
+    doc = first.doc if other.doc in first.doc else f"{first.doc} {other.doc}"
+    return first._replace(doc=doc)
 
 
 def _read(path: Path) -> str:

@@ -6,6 +6,7 @@ from rlboost_runtime.agent.bootstrap import Bootstrap, EngineBootstrap
 from rlboost_runtime.core.messages import Pool
 from rlboost_runtime.engines.base import VllmOptions
 from rlboost_runtime.errors import NotYet
+from rlboost_runtime.head_address import url_for
 from rlboost_runtime.job import Job
 from rlboost_runtime.run_folder import RunFolder, read_json
 from rlboost_runtime.security import read_token
@@ -36,11 +37,15 @@ def make_bootstrap(
         machine=machine,
         pool=str(pool),
         instances=instances,
-        coordinator_url=endpoint["url"],
+        coordinator_url=url_for(endpoint, on_head=pool == Pool.RESERVED),
         token=read_token(run),
         certificate=run.certificate.read_text(),
         engine=_engine(job, pool),
         weight_streams=job.weights.streams,
+        weight_transfer=job.weights.transfer,
+        weight_store=str(run.weights) if pool == Pool.RESERVED else "",
+        weight_bucket=job.weights.bucket or "",
+        weight_peers=job.weights.peers and pool != Pool.RESERVED,
     )
 
 

@@ -21,6 +21,8 @@ class RewardFailure(StrEnum):
     """The function raised, or the endpoint answered with an error."""
     TIMEOUT = "timeout"
     """It took longer than reward_timeout_s."""
+    MEMORY = "memory"
+    """It needed more than reward_memory_mib."""
     DIED = "died"
     """Its process ended."""
     NOT_FINITE = "not_finite"
@@ -32,6 +34,7 @@ class RewardFailure(StrEnum):
 WORDS = {
     RewardFailure.RAISED: "raised an error",
     RewardFailure.TIMEOUT: "took too long",
+    RewardFailure.MEMORY: "ran out of memory",
     RewardFailure.DIED: "ended its process",
     RewardFailure.NOT_FINITE: "was no finite number",
     RewardFailure.NOT_A_NUMBER: "was no number",

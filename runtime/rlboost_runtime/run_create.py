@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from rlboost_runtime.errors import DISK_ERRNOS, ConfigError, NotFound, RuntimeFault
+from rlboost_runtime.head_address import HeadAddress, write_address
 from rlboost_runtime.job import Job, PromptFile, read_resolved
 from rlboost_runtime.run_folder import RunFolder, write_atomically
 from rlboost_runtime.run_index import is_open
@@ -128,7 +129,11 @@ def files_of(job: Job) -> list[str]:
         names.append(job.data.source)
     if isinstance(job.reward, str) and ":" in job.reward:
         names.append(job.reward.rsplit(":", 1)[0])
-    names += [o.market.trace for o in job.rollout.spot.any_of if o.market is not None and o.market.trace]
+    if job.trainer.script is not None:
+        names.append(job.trainer.script)
+    names += [
+        o.market.trace for o in job.rollout.spot.local_offers if o.market is not None and o.market.trace
+    ]
     return list(dict.fromkeys(names))
 
 
@@ -282,6 +287,8 @@ def _fill(draft: RunFolder, job_file: Path, job: Job) -> None:
     copy_files(job, job_file.parent, draft.files)
     draft.job_json.write_text(job.model_copy(update={"name": draft.name}).canonical_json())
     read_resolved(draft.job_json)  # what cannot be read back must not become a run
+    if job.trainer.address is not None:
+        write_address(draft, HeadAddress(job.trainer.address))
     create_secrets(draft)
 
 

@@ -9,6 +9,7 @@ there is named below; everybody else only reads it.
     job_source        where that file was, one line: read again on resume   CLI
     job.json          resolved job; `files/` the user's files it names      CLI
     secrets/          token, key.pem, cert.pem (folder 700, files 600)      CLI
+    address.json      {"host", ...}: where machines elsewhere reach the head; see `head_address`       CLI
     endpoint.json     {"url"}: where the coordinator listens; kept through restarts      coordinator
     weights_endpoint.json  {"url"}: where the weight server listens; likewise       weight server
     reserved/         the reserved agents' working folders                  supervisor
@@ -23,6 +24,8 @@ there is named below; everybody else only reads it.
     weights/          v000012/: immutable versions                          trainer
     checkpoints/      step-000012/, and `model/` at the end                 trainer
     metrics.jsonl     a line per step                                       trainer
+    samples.jsonl     a few responses per step, for people                  trainer
+    tensorboard/      event files, if the job asks for them                 trainer
     preparing.json    {"doing", "done", "of", "unit", "since"}: what the trainer does before its first step;
                       absent otherwise                                      trainer
     processes/        supervisor.json, coordinator.json, ...: {"pid", "started_at"}        supervisor
@@ -160,6 +163,16 @@ class RunFolder:
     def metrics(self) -> Path:
         """JSON lines, one per step."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        """JSON lines, a few responses per step."""
+        return self.path / "samples.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """TensorBoard's event files."""
+        return self.path / "tensorboard"
 
     @property
     def preparing(self) -> Path:

@@ -129,6 +129,20 @@ class VersionReady(Message, frozen=True, omit_defaults=True):
     load_s: float = 0.0
     pause_s: float = 0.0
     start_s: dict[str, float] = {}
+    how: str = ""
+    """How it came: full, delta, linked (from a store on the same machine), here (it was never away)."""
+    full_bytes: int = 0
+    sources: dict[str, int] = {}
+    """Bytes that came over the network, by holder: head, bucket, or a peer's instance name."""
+    complaints: dict[str, str] = {}
+    """Holders that were given up during the pull, and why."""
+
+
+class PeerListening(Message, frozen=True, omit_defaults=True):
+    """Others of the zone may pull from this instance; `certificate`: PEM text of its server."""
+
+    url: str
+    certificate: str
 
 
 class VersionFailed(Message, frozen=True, omit_defaults=True):
@@ -199,10 +213,25 @@ class AbortWork(Message, frozen=True, omit_defaults=True):
     assignments: tuple[int, ...]
 
 
+class Peer(msgspec.Struct, frozen=True, array_like=True):
+    """An instance that others of its zone may pull from."""
+
+    instance: str
+    url: str
+    certificate: str
+
+
 class Load(Message, frozen=True, omit_defaults=True):
-    """Fetch `version`; apply it when the engine is awake and holds no work."""
+    """Fetch `version`; apply it when the engine is awake and holds no work.
+
+    `digest`: its content digest where that is known; `peers`: who may have it nearby; `part`: (i, n), the
+    slice of it to take from the head, (0, 0): none.
+    """
 
     version: int
+    digest: str = ""
+    peers: tuple[Peer, ...] = ()
+    part: tuple[int, int] = (0, 1)
 
 
 class SleepEngine(Message, frozen=True):
@@ -219,7 +248,9 @@ class Stop(Message, frozen=True, omit_defaults=True):
     reason: str
 
 
-AgentMessage = AgentHello | Frame | Beat | VersionReady | VersionFailed | EngineSlept | Notice | Goodbye
+AgentMessage = (
+    AgentHello | Frame | Beat | VersionReady | VersionFailed | EngineSlept | Notice | Goodbye | PeerListening
+)
 AgentCommand = Welcome | Refused | Ack | Work | AbortWork | Load | SleepEngine | WakeEngine | Stop
 
 
@@ -246,7 +277,8 @@ class PromptSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class StepRequest(Message, frozen=True, omit_defaults=True):
-    """Roll out `group_size` responses for each prompt under `policy_version`; gives the GPU lease back.
+    """Roll out `group_size` responses per prompt under `policy_version`; gives the GPU lease back, unless
+    `keeps_lease`.
 
     Idempotent: the same step, version and prompts again deliver what is finished again.
     """
@@ -258,15 +290,23 @@ class StepRequest(Message, frozen=True, omit_defaults=True):
     max_response_tokens: int
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a response, also in `generation_config.json` of every version."""
+    keeps_lease: bool = False
+    """The trainer holds the GPU and goes on training an earlier step."""
 
 
 class Published(Message, frozen=True, omit_defaults=True):
-    """`version` lies complete in the store; `digest` is its manifest's content digest, sizes in bytes."""
+    """`version` lies complete in the store; `digest` is its manifest's content digest, sizes in bytes.
+
+    Training stood still for `stop_s` of `publish_s`; `delta_bytes`: of the delta from the version before, 0:
+    there is none.
+    """
 
     version: int
     digest: str
     num_bytes: int
     publish_s: float
+    stop_s: float = 0.0
+    delta_bytes: int = 0
 
 
 class LeaseReleased(Message, frozen=True):
@@ -276,7 +316,8 @@ class LeaseReleased(Message, frozen=True):
 class Trained(Message, frozen=True, omit_defaults=True):
     """The step is trained. `metrics` go to status and the step table as they are.
 
-    `checkpointed`: with a checkpoint; without one, a restarted trainer will ask for this step again.
+    `checkpointed`: with a checkpoint; without one, and before `Checkpointed`, a restarted trainer will ask
+    for this step again.
     """
 
     step: int
@@ -286,6 +327,15 @@ class Trained(Message, frozen=True, omit_defaults=True):
     reward_mean: float
     metrics: dict[str, float]
     checkpointed: bool = True
+
+
+class Checkpointed(Message, frozen=True):
+    """There is a checkpoint after `step`, said once it is durable: after `Trained`, often during later steps.
+
+    Until then a restarted trainer may ask for `step` again. Idempotent.
+    """
+
+    step: int
 
 
 class RunFinished(Message, frozen=True, omit_defaults=True):
@@ -349,7 +399,9 @@ class LeaseRecalled(Message, frozen=True, omit_defaults=True):
     step: int
 
 
-TrainerMessage = TrainerHello | StepRequest | Published | LeaseReleased | Trained | RunFinished | RunFailed
+TrainerMessage = (
+    TrainerHello | StepRequest | Published | LeaseReleased | Trained | Checkpointed | RunFinished | RunFailed
+)
 TrainerCommand = TrainerWelcome | GroupDone | LeaseGranted | LeaseRecalled | Refused
 
 

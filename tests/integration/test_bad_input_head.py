@@ -223,6 +223,6 @@ def test_a_port_that_is_taken_ends_the_run_and_a_resumed_one_takes_another(
 
         reopen(run)
         assert not getattr(run, endpoint).exists()
-        listener = service.bind(run) if name == "coordinator" else bind_weights(run.weights_endpoint)
+        listener = service.bind(run) if name == "coordinator" else bind_weights(run)
         with listener:
             assert listener.getsockname()[1] != port

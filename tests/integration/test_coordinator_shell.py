@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from rlboost_runtime.coordinator.agent_links import AgentLinks, Timing
+from rlboost_runtime.coordinator.audit import audit
 from rlboost_runtime.coordinator.ledger import Ledger
 from rlboost_runtime.coordinator.state import State
 from rlboost_runtime.coordinator.trainer_link import TrainerLink
@@ -24,6 +25,7 @@ from rlboost_runtime.wire import (
     AbortWork,
     Ack,
     AgentHello,
+    Checkpointed,
     Ending,
     EngineSlept,
     Frame,
@@ -115,7 +117,7 @@ class Outlet:
 class Shell:
     """Everything of a coordinator but its port and its fleet."""
 
-    def __init__(self, folder: Path, disk: SystemDisk) -> None:
+    def __init__(self, folder: Path, disk: SystemDisk, *, keep_journal: bool = True) -> None:
         self.run = RunFolder(folder)
         for path in (self.run.journal,):
             path.mkdir(parents=True, exist_ok=True)
@@ -123,7 +125,7 @@ class Shell:
         self.ended: list[tuple[str, str, str]] = []
         self.ledger = Ledger(self.run.ledger)
         config = CoreConfig(max_spot_instances=0, reserved_instances=1, seeding_initial_s=0.2)
-        self.state = State(self.run, clock, disk, config, keep_journal=True)
+        self.state = State(self.run, clock, disk, config, keep_journal=keep_journal)
         self.agents = AgentLinks(self.state, "job", Timing(lease_s=6.0), frozenset({"reserved-0"}))
         self.trainer = TrainerLink(
             self.state, self.ledger, clock, "job", lambda *words: self.ended.append(words)
@@ -155,8 +157,10 @@ class Shell:
 
 
 @asynccontextmanager
-async def shell(folder: Path, disk: SystemDisk | None = None) -> AsyncIterator[Shell]:
-    made = Shell(folder, disk or SystemDisk())
+async def shell(
+    folder: Path, disk: SystemDisk | None = None, *, keep_journal: bool = True
+) -> AsyncIterator[Shell]:
+    made = Shell(folder, disk or SystemDisk(), keep_journal=keep_journal)
     await made.start()
     try:
         yield made
@@ -249,6 +253,73 @@ async def test_a_step_flows_from_request_to_delivery_and_lease(tmp_path: Path) -
         await trainer.say(Trained(0, 0.0, 0.1, 7, 0.5, {"loss": 1.0}))
         await asyncio.sleep(0.05)
         assert [row.tokens for row in made.ledger.steps()] == [7]
+
+
+async def test_tokens_stay_until_the_steps_checkpoint_is_durable(tmp_path: Path) -> None:
+    async with shell(tmp_path, keep_journal=False) as made:
+        trainer = made.trainers()
+        agent = await join(made, trainer)
+        a, b = await begin_step(agent, trainer)
+        await trainer.say(Checkpointed(0))  # of a step that is being trained: it means nothing yet
+        await agent.say(frame(0, [(a, 0, [9]), (b, 0, [9])], Ending(a, "stop"), Ending(b, "stop")))
+        await trainer.hear(GroupDone)
+        await trainer.say(Trained(0, 0.0, 0.1, 2, 0.5, {}, checkpointed=False))
+        await agent.hear(SleepEngine)
+        await agent.say(EngineSlept())
+        await trainer.say(request(step=1))  # the next step begins while the checkpoint is written
+        await agent.hear(WakeEngine)
+        await agent.say(VersionReady(0))
+        await agent.hear(Work)
+        assert [path.name for path in segments(tmp_path)] == ["step-000000.seg", "step-000001.seg"]
+        await trainer.say(Checkpointed(0))
+        await asyncio.sleep(0.3)
+        assert [path.name for path in segments(tmp_path)] == ["step-000001.seg"]
+
+
+async def test_a_trainer_that_lost_its_last_checkpoint_is_given_that_step_again(tmp_path: Path) -> None:
+    async with shell(tmp_path) as made:
+        trainer = made.trainers()
+        agent = await join(made, trainer)
+        a, b = await begin_step(agent, trainer)
+        await agent.say(frame(0, [(a, 0, [4, 9]), (b, 0, [9])], Ending(a, "stop"), Ending(b, "stop")))
+        await trainer.hear(GroupDone)
+        await agent.hear(SleepEngine)
+        await agent.say(EngineSlept())
+        await trainer.say(request(step=1))  # ahead: step 0 is trained meanwhile
+        await agent.hear(WakeEngine)
+        await agent.say(VersionReady(0))
+        c, _ = [item.assignment for item in (await agent.hear(Work)).items]
+        await agent.say(frame(1, [(c, 0, [1, 2])]))
+        await trainer.say(Trained(0, 0.0, 0.1, 3, 0.5, {}, checkpointed=False))
+        assert (await agent.hear(Ack)).seq >= 0
+        await asyncio.sleep(0.1)
+        assert [row.step for row in made.ledger.steps()] == [0]
+        await trainer.hang_up()
+
+        again = made.trainers()
+        await again.say(TrainerHello(SCHEMA, "job", "another boot"))
+        await again.say(request())  # nothing is generated for it: the journal has it all
+        assert texts(await again.hear(GroupDone)) == [[4, 9], [9]]
+        await agent.hear(SleepEngine)
+        await agent.say(EngineSlept())
+        await again.say(request(step=1))
+        await agent.hear(WakeEngine)
+        await agent.say(VersionReady(0))
+        one, other = (await agent.hear(Work)).items
+        assert sorted([one.offset, other.offset]) == [0, 2], "it goes on from what was generated ahead"
+        half = one if one.offset else other
+        whole = other if one.offset else one
+        await agent.say(
+            frame(2, [(half.assignment, 2, [9]), (whole.assignment, 0, [9])],
+                  Ending(half.assignment, "stop"), Ending(whole.assignment, "stop"))
+        )  # fmt: skip
+        assert texts(await again.hear(GroupDone)) == [[1, 2, 9], [9]]
+        await again.say(Trained(1, 0.0, 0.1, 3, 0.5, {}))
+        await asyncio.sleep(0.1)
+    found = audit(RunFolder(tmp_path))
+    assert found.problems == []
+    assert [step.step for step in found.steps] == [0, 1]
+    assert found.carried_to
 
 
 async def test_what_was_acknowledged_survives_a_restart_and_goes_on_elsewhere(tmp_path: Path) -> None:

@@ -1,19 +1,17 @@
 """Rewards in their child process: whatever a user's function does, its response scores 0 and we go on."""
 
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import psutil
 import pytest
 
 from rlboost_runtime.errors import ConfigError, RuntimeFault
-from rlboost_runtime.job import HttpReward
 from rlboost_runtime.reward_failures import RewardFailure
 from rlboost_runtime.trainer.data import generate_examples
 from rlboost_runtime.trainer.reward_outcome import Reward, failure_metrics, require_some_reward
-from rlboost_runtime.trainer.rewards import OUTPUT_LIMIT_BYTES, RewardCall, RewardScorer
+from rlboost_runtime.trainer.reward_pool import OUTPUT_LIMIT_BYTES
+from rlboost_runtime.trainer.rewards import RewardCall, RewardScorer
 
 pytestmark = pytest.mark.integration
 
@@ -33,17 +31,24 @@ def score(prompt, response, row):
         sys.stderr.write("y" * 65536)
         return 0.5
     if response == "stdout": os.close(1); return 0.25
+    if response == "greedy": return len(bytearray(2 << 30))
     return len(response) + row["bonus"]
 """
 
 
 def scorer(
-    folder: Path, code: str = MISBEHAVING, *, timeout_s: float = 1.0, children: int = 1
+    folder: Path,
+    code: str = MISBEHAVING,
+    *,
+    timeout_s: float = 1.0,
+    children: int = 1,
+    memory_bytes: int | None = None,
 ) -> RewardScorer:
     (folder / "rewards.py").write_text(code)
     return RewardScorer(
-        "rewards.py:score", folder, timeout_s=timeout_s, log_file=folder / "reward.log", num_children=children
-    )
+        "rewards.py:score", folder, timeout_s=timeout_s, log_file=folder / "reward.log",
+        num_children=children, memory_bytes=memory_bytes,
+    )  # fmt: skip
 
 
 def calls(*responses: str) -> list[RewardCall]:
@@ -70,6 +75,17 @@ def test_every_kind_of_failure_scores_zero_and_the_next_call_works(tmp_path):
     metrics = failure_metrics(found)
     assert (metrics["reward_failures_raised"], metrics["reward_failures_timeout"]) == (2, 1)
     assert sum(metrics.values()) == len(kinds)
+
+
+def test_a_function_that_takes_too_much_memory_fails_alone(tmp_path):
+    with scorer(tmp_path, timeout_s=10.0, memory_bytes=1 << 30) as rewards:
+        greedy, fine = rewards.score(calls("greedy", "ab"))
+    assert greedy.failure is RewardFailure.MEMORY
+    assert "MemoryError" in greedy.problem
+    assert fine == Reward(12.0)
+    assert failure_metrics([greedy, fine])["reward_failures_memory"] == 1
+    with scorer(tmp_path, timeout_s=30.0, memory_bytes=8 << 30) as rewards:
+        assert rewards.score(calls("greedy")) == [Reward(float(2 << 30))]
 
 
 def test_nothing_outlives_a_killed_child(tmp_path):
@@ -116,7 +132,7 @@ def test_a_function_that_cannot_be_loaded_is_said_at_the_start(tmp_path, code, t
         scorer(tmp_path, code)
 
 
-@pytest.mark.parametrize("reward", ["rewards.py", "math", "missing.py:score"])
+@pytest.mark.parametrize("reward", ["rewards.py", "maths", "missing.py:score"])
 def test_a_reward_that_is_no_function_is_explained(tmp_path, reward):
     with pytest.raises(ConfigError):
         RewardScorer(reward, tmp_path, timeout_s=1, log_file=tmp_path / "log")
@@ -127,6 +143,33 @@ def test_a_step_in_which_every_reward_failed_ends_the_run():
     require_some_reward([failed, Reward(0.0)], "rewards.py:score")
     with pytest.raises(RuntimeFault, match=r"(?s)rewards.py:score failed for all 2.*KeyError: 'x'"):
         require_some_reward([failed, failed], "rewards.py:score")
+
+
+def answered(reward: str, folder: Path, *pairs: tuple[str, str]) -> list[Reward]:
+    with RewardScorer(reward, folder, timeout_s=30, log_file=folder / "log") as rewards:
+        return rewards.score(RewardCall("q", said, {"answer": answer}) for answer, said in pairs)
+
+
+def test_answers_compared_as_mathematics(tmp_path):
+    found = answered(
+        "math", tmp_path,
+        ("42", r"so it is \boxed{42}"), ("1/2", r"we get $\frac{2}{4}$"), ("x^2+1", "$1 + x^2$"),
+        ("2 + 3 = 5\n#### 5", "The answer is 5."), ("42", "The answer is 41."), ("7", "I do not know"),
+    )  # fmt: skip
+    assert [reward.value for reward in found] == [1, 1, 1, 1, 0, 0]
+    assert not any(reward.failure for reward in found)
+
+
+def test_a_row_without_an_answer_is_a_failure_that_says_so(tmp_path):
+    with RewardScorer("exact", tmp_path, timeout_s=30, log_file=tmp_path / "log") as rewards:
+        (found,) = rewards.score([RewardCall("q", "said", {})])
+    assert found.failure is RewardFailure.RAISED
+    assert "no field 'answer'" in found.problem
+
+
+def test_answers_compared_as_text(tmp_path):
+    found = answered("exact", tmp_path, ("yes", " yes\n"), ("yes", "yes!"))
+    assert [reward.value for reward in found] == [1.0, 0.0]
 
 
 def test_the_built_in_scorer(tmp_path):
@@ -142,34 +185,3 @@ def test_the_built_in_scorer(tmp_path):
         found = [r.value for r in rewards.score([good, bad, colours])]
     assert found[0] == found[2] == 1.0
     assert found[1] < 0.2
-
-
-class Endpoint(BaseHTTPRequestHandler):
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if body["response"] == "bad":
-            self.send_error(500)
-            return
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(json.dumps({"reward": len(body["prompt"]) + body["row"]["bonus"]}).encode())
-
-    def log_message(self, *args):
-        pass
-
-
-def test_http_reward(tmp_path):
-    server = HTTPServer(("127.0.0.1", 0), Endpoint)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        reward = HttpReward(http=f"http://127.0.0.1:{server.server_port}/score")
-        with RewardScorer(reward, tmp_path, timeout_s=5, log_file=tmp_path / "log") as rewards:
-            good, bad = rewards.score(calls("fine", "bad"))
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-    assert good == Reward(11.0)
-    assert bad.failure is RewardFailure.RAISED
-    assert "500" in bad.problem

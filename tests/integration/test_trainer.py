@@ -1,6 +1,7 @@
 """The trainer against a scripted coordinator over real TLS: steps, recalls, crashes, mistakes."""
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -25,6 +26,7 @@ from rlboost_runtime.trainer.__main__ import EXIT_CANNOT_GO_ON, train
 from rlboost_runtime.trainer.metrics import MetricsLog
 from rlboost_runtime.trainer.step_stream import StepStream
 from rlboost_runtime.wire import (
+    Checkpointed,
     FinishedResponse,
     GroupDone,
     LeaseGranted,
@@ -69,6 +71,7 @@ class Coordinator:
     def __init__(self, run: RunFolder) -> None:
         self.heard: list[Message] = []
         self.on_step: Callable[[int], None] = lambda step: None
+        self.on_message: Callable[[Message], None] = lambda message: None
         self.refuse_step: int | None = None
         self.quarantine: set[tuple[int, int]] = set()
         self._run = run
@@ -109,6 +112,7 @@ class Coordinator:
             async for data in connection:
                 message = trainer_message_decoder.decode(data)
                 self.heard.append(message)
+                self.on_message(message)
                 for answer in self._answers(message):
                     await connection.send(encode(answer))
         except ConnectionClosed:
@@ -127,6 +131,8 @@ class Coordinator:
                 self._request = message
                 order = np.random.default_rng(step).permutation(len(message.prompts)).tolist()
                 self._order = [self._group(message, group) for group in order]
+                if message.keeps_lease:  # it is made by spot machines, while the one before is trained
+                    return self._order
                 return [self._order[0], LeaseGranted(step), self._order[1], LeaseRecalled(step)]
             case LeaseReleased():
                 return [LeaseGranted(self._request.step), *self._order[2:]]
@@ -300,7 +306,10 @@ def test_every_report_says_whether_there_is_a_checkpoint(tmp_path):
         go(run)
         go(run)
     said = [(trained.step, trained.checkpointed) for trained in coordinator.of(Trained)]
-    assert said == [(0, False), (1, False), (2, True), (3, True), (3, True)]
+    assert said == [(0, False), (1, False), (2, False), (3, False), (3, True)]
+    assert [m.step for m in coordinator.of(Checkpointed)] == [2, 3]
+    order = [type(m) for m in coordinator.heard if isinstance(m, Trained | Checkpointed)]
+    assert order[2:6].index(Checkpointed) > 0, "a checkpoint is said after its step"
 
 
 def test_groups_without_anything_to_learn_are_replaced_by_spares(tmp_path):
@@ -318,6 +327,50 @@ def test_groups_without_anything_to_learn_are_replaced_by_spares(tmp_path):
         assert line["groups_spare_unused"] == asked_and_good - line["groups_trained"]
         assert line["zero_variance_share"] == line["groups_flat"] / (GROUPS + 3)
         assert 0 < line["tokens_trained"] <= line["groups_trained"] * SIZE * 6
+
+
+def test_held_out_prompts_are_answered_and_never_trained(tmp_path):
+    run = make_run(tmp_path, evaluation={"every_steps": 2, "prompts": 3})
+    with Coordinator(run) as coordinator:
+        go(run)
+    asked = coordinator.of(StepRequest)
+    assert [len(m.prompts) for m in asked] == [GROUPS + 3, GROUPS, GROUPS + 3, GROUPS + 3]
+    tails = [
+        tuple(prompt.token_ids for prompt in m.prompts[GROUPS:]) for m in asked if len(m.prompts) > GROUPS
+    ]
+    assert len(set(tails)) == 1, "the same ones each time"
+    assert not {p.token_ids for m in asked for p in m.prompts[:GROUPS]} & set(tails[0])
+    table = lines(run)
+    assert ["eval_reward_mean" in line for line in table] == [True, False, True, True]
+    assert all(line["eval_reward_best"] >= line["eval_reward_mean"] for line in table if len(line) > 60)
+    assert {line["responses_scored"] for line in table} == {GROUPS * SIZE}
+    plain = make_run(tmp_path, "plain")
+    assert all(line["groups_trained"] == GROUPS for line in table)
+    assert not plain.samples.exists()
+
+
+def test_curves_and_samples_follow_a_run_that_comes_back(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    wandb = {"project": "test", "offline": True}
+    run = make_run(tmp_path, tracking={"tensorboard": True, "wandb": wandb})
+    with Coordinator(run) as coordinator:
+        coordinator.refuse_step = 2
+        with pytest.raises(RLBoostError, match="enough"):
+            go(run)
+        coordinator.refuse_step = None
+        go(run)
+    curves = EventAccumulator(str(run.tensorboard)).Reload()
+    told = [(event.step, pytest.approx(event.value)) for event in curves.Scalars("reward_mean")]
+    assert told == [(int(line["step"]), line["reward_mean"]) for line in lines(run)]
+    assert list(run.path.glob("wandb/offline-run-*")), "it can be sent later"
+    samples = [json.loads(line) for line in run.samples.read_text().splitlines()]
+    assert sorted({sample["step"] for sample in samples}) == list(range(STEPS))
+    for step in range(STEPS):
+        rewards = [sample["reward"] for sample in samples if sample["step"] == step]
+        assert len(rewards) == 3
+        assert rewards == sorted(rewards, reverse=True)
+    assert samples[0]["prompt"].startswith("question ")
 
 
 @pytest.mark.parametrize("loss", ["gspo", "dapo"])
@@ -357,6 +410,168 @@ def test_the_process_killed_and_started_again(tmp_path, quiet):
     assert weights(run.checkpoints / "model") == weights(quiet)
     assert len(coordinator.of(RunFinished)) == 1
     assert not run.processes.exists(), "which process it is, its supervisor says"
+
+
+NURSERY = """
+import os, sys
+from rlboost_runtime.trainer.__main__ import main
+
+print("ready", flush=True)
+for run in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            code = main([run.strip()])
+        finally:
+            os._exit(code)
+    print(child, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+class Nursery:
+    """Starts real trainer processes without importing torch for each of them."""
+
+    def __enter__(self) -> "Nursery":
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "OMP_NUM_THREADS": "1",
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", NURSERY], env=environment, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        assert self._read() == "ready"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def bear(self, run: RunFolder) -> int:
+        """Start a trainer and return its process id."""
+        self._process.stdin.write(f"{run.path}\n")
+        self._process.stdin.flush()
+        return int(self._read())
+
+    def ending(self) -> int:
+        """Wait for the trainer's end and return its exit code; negative for a signal."""
+        return int(self._read())
+
+    def _read(self) -> str:
+        return self._process.stdout.readline().strip()
+
+
+class Killer:
+    """Kills the trainer some milliseconds after a message of its life, both drawn at random."""
+
+    def __init__(self, seed: int) -> None:
+        self._draw = np.random.default_rng(seed)
+        self._timers: list[threading.Timer] = []
+        self._left: int | None = None
+        self.pid = 0
+
+    def arm(self) -> None:
+        self._left = int(self._draw.integers(1, 12))
+
+    def heard(self, message: Message) -> None:
+        if self._left is None or not self.pid:
+            return
+        self._left -= 1
+        if self._left == 0 or isinstance(message, RunFinished):
+            self._left = None
+            delay_s = float(self._draw.uniform(0, 0.05))
+            self._timers.append(threading.Timer(delay_s, os.kill, (self.pid, signal.SIGKILL)))
+            self._timers[-1].start()
+
+    def join(self) -> None:
+        for timer in self._timers:
+            timer.join()
+
+
+def last_state(run: RunFolder, steps: int) -> dict:
+    folder = run.checkpoints / f"step-{steps - 1:06d}"
+    stored = torch.load(folder / "optimizer.pt", weights_only=True)
+    moments = flat({"optimizer": stored["optimizer"]["state"], "rng": stored["rng"]})
+    return {**load_file(folder / "model.safetensors"), **moments}
+
+
+def flat(value: object, name: str = "") -> dict:
+    if isinstance(value, dict):
+        return {k: v for key, each in value.items() for k, v in flat(each, f"{name}/{key}").items()}
+    return {name: value if isinstance(value, torch.Tensor) else torch.tensor(value)}
+
+
+@pytest.mark.timeout(300)
+def test_twenty_kills_at_random_moments_leave_no_trace(tmp_path):
+    steps = 24
+    changes = {"algorithm": {**JOB["algorithm"], "steps": steps}, "trainer": {"keep_checkpoints": 3}}
+    undisturbed = make_run(tmp_path, "undisturbed", **changes)
+    with Coordinator(undisturbed):
+        go(undisturbed)
+
+    run, killer, endings = make_run(tmp_path, **changes), Killer(8), []
+    with Coordinator(run) as coordinator, Nursery() as nursery:
+        coordinator.on_message = killer.heard
+        for _ in range(20):
+            killer.arm()
+            killer.pid = nursery.bear(run)
+            endings.append(nursery.ending())
+            killer.join()
+        killer.pid = 0
+        nursery.bear(run)
+        assert nursery.ending() == 0
+    assert endings == [-signal.SIGKILL] * 20
+
+    found, wanted = last_state(run, steps), last_state(undisturbed, steps)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert weights(run.checkpoints / "model") == weights(undisturbed.checkpoints / "model")
+    assert [line["step"] for line in lines(run)] == list(range(steps))
+    same = ("step", "reward_mean", "loss", "tokens_trained", "grad_norm", "entropy", "learning_rate")
+    told = zip(lines(run), lines(undisturbed), strict=True)
+    assert all(mine[name] == theirs[name] for mine, theirs in told for name in same)
+    kept = ["model", *(f"step-{step:06d}" for step in range(steps - 3, steps))]
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == kept
+    asked = [m.step for m in coordinator.of(StepRequest)]
+    assert all(after <= before + 1 for before, after in itertools.pairwise(asked)), "a step was skipped"
+    assert {m.step for m in coordinator.of(Trained)} == set(range(steps))
+
+
+def test_the_next_step_is_asked_for_while_this_one_is_trained(tmp_path):
+    algorithm = {**JOB["algorithm"], "max_staleness": 1}
+    run = make_run(tmp_path, algorithm=algorithm)
+    with Coordinator(run) as coordinator:
+        go(run)
+    asked = coordinator.of(StepRequest)
+    assert [m.step for m in asked] == list(range(STEPS))
+    assert [m.policy_version for m in asked] == [0, 0, 1, 2], "each under what was published by then"
+    order = [(type(m), m.step) for m in coordinator.heard if isinstance(m, StepRequest | Trained)]
+    for step in range(1, STEPS):
+        assert order.index((StepRequest, step)) < order.index((Trained, step - 1))
+    assert [line["staleness"] for line in lines(run)] == [0, 1, 1, 1]
+    assert all(line["tokens_trained"] > 0 for line in lines(run))
+
+
+def test_a_trainer_that_was_ahead_comes_back_to_the_same_weights(tmp_path):
+    algorithm = {**JOB["algorithm"], "max_staleness": 1}
+    undisturbed = make_run(tmp_path, "undisturbed", algorithm=algorithm)
+    with Coordinator(undisturbed):
+        wanted = weights(go(undisturbed))
+    run = make_run(tmp_path, algorithm=algorithm)
+    with Coordinator(run) as coordinator:
+        coordinator.refuse_step = 3  # step 1 is trained then, step 2 has arrived
+        with pytest.raises(RLBoostError, match="enough"):
+            go(run)
+        coordinator.refuse_step = None
+        coordinator.heard.clear()
+        found = weights(go(run))
+    assert found == wanted
+    again = [(m.step, m.policy_version) for m in coordinator.of(StepRequest)]
+    assert again[0] in {(2, 1), (3, 2)}, "what was ahead is asked for again under the version that it had"
+    assert [line["step"] for line in lines(run)] == list(range(STEPS))
 
 
 @pytest.mark.timeout(300)

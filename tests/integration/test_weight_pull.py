@@ -25,8 +25,9 @@ from rlboost_runtime import security
 from rlboost_runtime.errors import ProtocolError, RuntimeFault
 from rlboost_runtime.run_folder import RunFolder, read_json
 from rlboost_runtime.weights.manifest import Manifest, Probe
-from rlboost_runtime.weights.pull import Deadlines, Progress, Pulled, PullRequest, pull
+from rlboost_runtime.weights.pull import Deadlines, Pulled, PullRequest, pull
 from rlboost_runtime.weights.store import LEASE, WeightStore
+from rlboost_runtime.weights.work import Progress
 
 pytestmark = pytest.mark.integration
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import http.client
 import json
 import os
@@ -49,22 +48,15 @@ def run(tmp_path: Path) -> RunFolder:
 @contextmanager
 def serving(run: RunFolder, linger_s: float = 15.0) -> Iterator[int]:
     """Run the server in a thread; yields its port."""
-    stops: list[Callable[[], None]] = []
-
-    async def main() -> None:
-        stop = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        stops.append(lambda: loop.call_soon_threadsafe(stop.set))
-        await server.serve(run, stop, linger_s)
-
+    stop = threading.Event()
     run.weights_endpoint.unlink(missing_ok=True)
-    thread = threading.Thread(target=lambda: server.run_on_uvloop(main()))
+    thread = threading.Thread(target=server.serve, args=(run, stop, linger_s))
     thread.start()
     try:
         wait_until(run.weights_endpoint.exists)
         yield int(read_json(run.weights_endpoint)["url"].rsplit(":", 1)[1])
     finally:
-        stops[0]()
+        stop.set()
         thread.join(10)
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -13,8 +14,8 @@ from rlboost_runtime.errors import ProtocolError
 from rlboost_runtime.weights import manifest as manifests
 from rlboost_runtime.weights.manifest import Chunk, File, Manifest, Probe
 from rlboost_runtime.weights.part_folder import part_folder, pieces_of
-from rlboost_runtime.weights.pull import RANGE_BYTES, cut_into_runs
 from rlboost_runtime.weights.store import describe_file
+from rlboost_runtime.weights.work import RANGE_BYTES, HolderState, Progress, Work
 
 pytestmark = pytest.mark.property
 
@@ -67,11 +68,16 @@ def test_runs_cover_what_is_missing_once_and_in_one_piece(
     )
     pieces = pieces_of(manifest_of(files))
     missing = [piece for piece in pieces if data.draw(st.booleans())]
-    runs = cut_into_runs(missing, num_streams)
+    work = Work(missing, Progress(), num_streams)
+    head = HolderState("head", is_peer=False, rank=1)
+    work.join(head)
+    runs = []
+    while (taken := work.take(head, 0.0)) is not None:
+        runs.append(list(taken.pieces))
     assert [piece for run in runs for piece in run] == missing
     for run in runs:
         assert len({piece.file.name for piece in run}) == 1
-        for one, next_one in zip(run, list(run)[1:], strict=False):
+        for one, next_one in pairwise(run):
             assert one.chunk.offset + one.chunk.length == next_one.chunk.offset
         assert len(run) == 1 or sum(piece.chunk.length for piece in run) <= RANGE_BYTES
 

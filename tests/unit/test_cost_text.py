@@ -21,12 +21,12 @@ T0 = 1_800_000_000.0
 
 
 def report(tmp_path: Path, num_steps: int = 40, num_spot: int = 300, **budget: Any) -> dict[str, Any]:
-    """A long run on a reserved machine and many spot ones, all at a dollar per second."""
+    """A long run on a reserved machine and many spot ones, at a dollar per second from the first one on."""
     ledger = Ledger(tmp_path / "ledger.sqlite")
 
     def buy(name: str, pool: str, zone: str, start: float, end: float | None) -> None:
         ledger.intend(
-            name, pool=pool, provider="aws", zone=zone, accelerator="H100:8",
+            name, pool=pool, provider="elsewhere", zone=zone, accelerator="H100:8",
             price_micro_usd_per_hour=3_600_000_000, price_source="test", at=T0 + start,
         )  # fmt: skip
         ledger.launched(name, T0 + start)

@@ -57,6 +57,9 @@ class Cloud:
         self.after_list()
         return views
 
+    def watch(self, run: str) -> list[MachineView]:
+        return self.describe(run)
+
     def terminate(self, run: str, machine: str) -> None:
         view = self.views.get(machine)
         if view is not None and view.state is not MachineState.GONE:
@@ -72,7 +75,7 @@ class Made:
         self.cloud, self.ledger, clock = cloud, Ledger(self.run.ledger), SystemClock()
         config = CoreConfig(max_spot_instances=num_machines, reserved_instances=0, seeding_initial_s=1.0)
         self.state = State(self.run, clock, SystemDisk(), config, keep_journal=False)
-        maker = MachineMaker("run", lambda machine: {"machine": machine})
+        maker = MachineMaker("run", lambda name: {"machine": name, "instances": [f"{name}/0"]})
         self.fleet = Fleet(self.state, self.ledger, cloud, maker, clock, cap)
         self.events: list[Any] = []
         self.state.on_event = lambda event, commands, core: self.events.append(event)

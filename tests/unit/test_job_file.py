@@ -348,11 +348,10 @@ def test_data_has_one_message(check: Check, data: str, line: str) -> None:
 @pytest.mark.parametrize(
     ("reward", "problem"),
     [
-        ("8", "found 8 (a number); write FILE.py:FUNCTION, reasoning_gym, or {http: URL}"),
-        ("{url: x}", "found a section; write FILE.py:FUNCTION, reasoning_gym, or {http: URL}"),
-        ("math", "found math, which is not in this version yet; use FILE.py:FUNCTION"),
+        ("8", "found 8 (a number); write FILE.py:FUNCTION, reasoning_gym, math, exact, or {http: URL}"),
+        ("{url: x}", "found a section; write FILE.py:FUNCTION, reasoning_gym, math, exact, or {http: URL}"),
         ("reasoning-gym", "found 'reasoning-gym'; did you mean reasoning_gym?"),
-        ("score", "found 'score'; write FILE.py:FUNCTION or reasoning_gym"),
+        ("score", "found 'score'; write FILE.py:FUNCTION or one of reasoning_gym, math, exact"),
         ("rewards:score", "found 'rewards:score'; write FILE.py:FUNCTION, such as rewards.py:score"),
         ("rewards.py", "found rewards.py without a function; write rewards.py:score"),
         (
@@ -376,6 +375,15 @@ def test_reward_says_what_is_wrong_with_the_function(
 ) -> None:
     (folder / "broken.py").write_text("\ndef score(:\n")
     assert check(GOOD + f"reward: {reward}\n") == [f"job.yaml:4: reward: {problem}"]
+
+
+@pytest.mark.parametrize("reward", ["math", "exact"])
+def test_a_reward_that_compares_answers_needs_them(check, tmp_path, reward):
+    job = GOOD.replace("{reasoning_gym: [spell_backward]}", "{source: prompts.jsonl}")
+    assert check(job + f"reward: {reward}\n") == []
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1"}\n')
+    told = f"{reward} compares with the field answer, which prompts.jsonl lacks; add it to every line"
+    assert check(job + f"reward: {reward}\n") == [f"job.yaml:4: reward: {told}"]
 
 
 def test_a_reward_url_must_be_one(check: Check) -> None:
@@ -404,13 +412,12 @@ def test_a_reward_may_be_bound_in_any_way_and_is_never_run(check: Check, folder:
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("algorithm: {max_staleness: 1}", "algorithm.max_staleness: found 1, which is not in this version yet; use 0"),
         ("rollout: {engine: sglang}", "rollout.engine: found sglang, which is not in this version yet; use transformers or vllm"),
         (
             "rollout: {engine_args: {fp8: true}}",
             "rollout.engine_args: has fp8, an option of vllm, but the engine is transformers; write engine: vllm, or remove it",
         ),
-        ("weights: {transfer: delta}", "weights.transfer: found delta, which is not in this version yet; use full"),
+        ("weights: {transfer: lora}", "weights.transfer: found lora, which is not in this version yet; use auto or full or delta"),
         (
             "trainer: {infra: aws/us-east-1, accelerators: 'H100:8', nodes: 2}",
             "trainer.infra: found aws/us-east-1, which is not in this version yet; use local",
@@ -419,14 +426,50 @@ def test_a_reward_may_be_bound_in_any_way_and_is_never_run(check: Check, folder:
             "trainer: {accelerators: 'H100:8'}",
             "trainer.accelerators: is not in this version yet; remove it: the trainer uses what this machine has",
         ),
-        (
-            "rollout: {spot: {any_of: [{infra: gcp/x, accelerators: 'H100:2', via: direct}]}}",
-            "rollout.spot.any_of[0].infra: found gcp/x, which is not in this version yet; use local",
-        ),
     ],
 )  # fmt: skip
 def test_things_of_later_versions_are_named_as_such_once(check: Check, text: str, line: str) -> None:
     assert check(GOOD + text + "\n") == [f"job.yaml:4: {line}"]
+
+
+@pytest.mark.parametrize(
+    ("offer", "line"),
+    [
+        (
+            "{infra: lambda/x, accelerators: 'H100:2', via: direct}",
+            "rollout.spot.any_of[0].infra: lambda/x cannot be used direct; write aws/REGION or gcp/REGION, or via: skypilot",
+        ),
+        (
+            "{infra: aws/us-east-2}",
+            "rollout.spot.any_of[0].accelerators: missing; add `accelerators: \"H100:8\"`",
+        ),
+        (
+            "{infra: aws/us-east-2, accelerators: '8 H100'}",
+            "rollout.spot.any_of[0].accelerators: found '8 H100'; write a GPU and how many per machine, such as H100:8",
+        ),
+        (
+            "{infra: aws/us-east-2, accelerators: 'H100:8', max_price_usd: 20.0}",
+            "rollout.spot.any_of[0].max_price_usd: unknown field; did you mean max_price_usd_per_hour?",
+        ),
+        ("{infra: ssh}", "rollout.spot.any_of[0].hosts: missing; add `hosts: [ME@MACHINE]`"),
+        (
+            "{infra: mycloud, accelerators: 'H100:8'}",
+            "rollout.spot.any_of[0].infra: found 'mycloud'; write local, ssh, or CLOUD/REGION such as aws/us-east-2",
+        ),
+    ],
+)  # fmt: skip
+def test_an_offer_of_a_cloud_is_checked_as_what_it_was_meant_to_be(
+    check: Check, offer: str, line: str
+) -> None:
+    assert check(GOOD + f"rollout: {{spot: {{any_of: [{offer}]}}}}\n") == [f"job.yaml:4: {line}"]
+
+
+def test_offers_of_several_kinds_stand_side_by_side(check: Check) -> None:
+    offers = (
+        "[{infra: local}, {infra: ssh, hosts: [me@a]}, {infra: gcp/us-central1, accelerators: L4},"
+        " {infra: aws/us-east-2, accelerators: 'H100:8', via: direct, max_price_usd_per_hour: 14.0}]"
+    )
+    assert check(GOOD + f"rollout: {{spot: {{any_of: {offers}}}}}\n") == []
 
 
 def test_no_field_is_called_missing_from_this_version_once_it_is_there() -> None:
@@ -584,4 +627,5 @@ def test_every_field_is_described_with_a_type_and_a_default() -> None:
     )  # fmt: skip
     assert by_path["name"].default == "required"
     assert by_path["rollout.spot.any_of[].market.seed"].default == "0"
-    assert sum(len(model.model_fields) for _, model in sections()) == len(fields)
+    names = {(*path, name) for path, model in sections() for name in model.model_fields}
+    assert len(names) == len(fields)

@@ -15,6 +15,7 @@ from rlboost_runtime.trainer.policy import Policy
 from rlboost_runtime.trainer.tiny import make_model, make_tokenizer
 from rlboost_runtime.trainer.token_logprobs import token_logprobs
 from rlboost_runtime.trainer.update import Learner, Sample
+from rlboost_runtime.trainer.version_files import write_version
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -216,7 +217,10 @@ def test_fresh_adapters_change_nothing_and_trained_ones_merge_to_the_same_logits
     assert all("lora_" in name for name in trained)
     after = policy.forward(PROMPTS, RESPONSES, 1.0).logprobs
     assert (after - before).abs().max() > 0.01
-    for write in (policy.export, lambda folder: policy.write_weights(folder, "float32")):
+    for write in (
+        policy.export,
+        lambda folder: write_version(folder, policy.model, dict(policy.weights()), "float32"),
+    ):
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         folder.mkdir()
         write(folder)

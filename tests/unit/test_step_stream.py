@@ -13,6 +13,7 @@ from rlboost_runtime.errors import ProtocolError, RuntimeFault
 from rlboost_runtime.trainer import step_stream
 from rlboost_runtime.trainer.step_stream import StepStream
 from rlboost_runtime.wire import (
+    Checkpointed,
     FinishedResponse,
     GroupDone,
     LeaseGranted,
@@ -175,19 +176,20 @@ def test_after_a_reconnect_everything_unconfirmed_is_said_again_in_order(coordin
     first, _ = coordinator.accept(TrainerWelcome(2))
     assert first.hear().version == 3
     request(stream, step=4)
-    stream.trained(Trained(4, 0, 0, 1, 0.5, {}))
+    stream.trained(Trained(4, 0, 0, 1, 0.5, {}, checkpointed=False))
     stream.publish(Published(4, "e", 1, 0.1))
     request(stream, step=5)
+    stream.checkpointed(4)
     first.drop()
     second, _ = coordinator.accept(TrainerWelcome(3))
-    heard = [second.hear() for _ in range(3)]
-    assert [type(m) for m in heard] == [Published, Trained, StepRequest]
-    assert (heard[0].version, heard[1].step, heard[2].step) == (4, 4, 5)
+    heard = [second.hear() for _ in range(4)]
+    assert [type(m) for m in heard] == [Published, Trained, Checkpointed, StepRequest]
+    assert (heard[0].version, heard[1].step, heard[2].step, heard[3].step) == (4, 4, 4, 5)
     second.say(group(0, step=5))  # so the coordinator has seen the end of step 4
     stream.next_groups()
     second.drop()
     third, _ = coordinator.accept(TrainerWelcome(4))
-    assert isinstance(third.hear(), StepRequest)
+    assert [type(third.hear()) for _ in range(2)] == [Checkpointed, StepRequest]
     assert third.silent()
 
 

@@ -12,6 +12,7 @@ from rlboost_runtime.trainer.data import Example
 from rlboost_runtime.trainer.policy import Policy, Residency
 from rlboost_runtime.trainer.sampling import sample
 from rlboost_runtime.trainer.tiny import END_ID, WarmupReport, make_model, make_tokenizer, prepare
+from rlboost_runtime.trainer.version_files import write_version
 from rlboost_runtime.trainer.warmup import NUM_HELD_OUT, warm_up, warmup_data
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -78,7 +79,7 @@ def test_weight_files(policy, tmp_path, dtype, kind):
     first, second = tmp_path / "a", tmp_path / "b"
     for folder in (first, second):
         folder.mkdir()
-        policy.write_weights(folder, dtype)
+        write_version(folder, policy.model, dict(policy.weights()), dtype)
     names = ["config.json", "generation_config.json", "model.safetensors"]
     assert sorted(path.name for path in first.iterdir()) == names
     assert all((first / name).read_bytes() == (second / name).read_bytes() for name in names)

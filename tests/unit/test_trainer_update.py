@@ -170,7 +170,7 @@ def desk(group_size: int = 2) -> GroupDesk:
     subject = GroupDesk(
         lambda ids: "".join(map(chr, ids)), Scorer(), ALGORITHM.model_copy(update={"group_size": group_size})
     )
-    subject.begin_step(3, 9, [Prompt(0, "p", (1, 2), {}), Prompt(1, "q", (3,), {})])
+    subject.expect(3, 9, [Prompt(0, "p", (1, 2), {}), Prompt(1, "q", (3,), {})])
     return subject
 
 
@@ -185,7 +185,7 @@ def response(text: str, reason: str = "stop", version: int = 9, logprobs: list[f
 def test_a_group_becomes_samples_with_the_overlong_term_in_the_advantage_only():
     subject = desk(3)
     subject.arrived(GroupDone(3, 0, (response("ab"), response("abcdefgh", "length"), response("abc"))))
-    group = subject.collect(0, lambda: None)
+    group = subject.collect(3, 0, lambda: None)
     assert [r.reward.value for r in group.responses] == [2, 8, 3]  # as scored; shaped: 2, 8 - 1, 3
     shaped = np.array([2.0, 7.0, 3.0])
     expected = (shaped - shaped.mean()) / (shaped.std(ddof=1) + 1e-6)
@@ -206,7 +206,7 @@ def test_quarantined_and_broken_responses_are_masked_out():
              response("ab", logprobs=[-1.0, float("nan")])),
         )
     )  # fmt: skip
-    group = subject.collect(1, lambda: None)
+    group = subject.collect(3, 1, lambda: None)
     assert [r.sample.usable for r in group.responses] == [True, True, False, False]
     advantages = [r.sample.advantage for r in group.responses]
     assert advantages[0] == pytest.approx(-advantages[1])
@@ -218,7 +218,7 @@ def test_quarantined_and_broken_responses_are_masked_out():
 def test_failed_rewards_count_as_zero_and_equal_rewards_teach_nothing():
     subject = desk()
     subject.arrived(GroupDone(3, 0, (response("!x"), response("!y"))))
-    group = subject.collect(0, lambda: None)
+    group = subject.collect(3, 0, lambda: None)
     assert group.zero_variance
     metrics = group_metrics([group])
     assert (metrics["reward_failures_raised"], metrics["zero_variance_share"]) == (2, 1)
@@ -241,7 +241,7 @@ def test_groups_of_another_step_are_ignored():
     subject = desk()
     subject.arrived(GroupDone(2, 0, ()))
     with pytest.raises(KeyError):
-        subject.collect(0, lambda: None)
+        subject.collect(3, 0, lambda: None)
 
 
 def test_percentiles():
@@ -283,8 +283,9 @@ def trained_twice(subject: Learner, start: int) -> None:
 def test_a_checkpoint_continues_bit_for_bit(tmp_path):
     straight = learner()
     trained_twice(straight, 0)
-    checkpoint.save(tmp_path, straight.policy, straight.optimizer, state(1), keep=2)
-    trained_twice(straight, 2)
+    taken = checkpoint.take(straight.policy, straight.optimizer, state(1))
+    trained_twice(straight, 2)  # what is written later is what was there then
+    checkpoint.write(tmp_path, taken, keep=2)
 
     folder = checkpoint.step_folder(tmp_path, checkpoint.saved_steps(tmp_path)[-1])
     again = Learner(Policy.load(folder), ALGORITHM)
@@ -298,7 +299,7 @@ def test_a_checkpoint_continues_bit_for_bit(tmp_path):
 def test_only_the_newest_checkpoints_stay_and_a_torn_one_is_never_seen(tmp_path):
     subject = learner()
     for step in range(4):
-        checkpoint.save(tmp_path, subject.policy, subject.optimizer, state(step), keep=2)
+        checkpoint.write(tmp_path, checkpoint.take(subject.policy, subject.optimizer, state(step)), keep=2)
     assert checkpoint.saved_steps(tmp_path) == [2, 3]
 
     def torn(folder):

@@ -43,6 +43,20 @@ class Bootstrap(msgspec.Struct, frozen=True, omit_defaults=True):
     """PEM text; the only certificate that the agents trust."""
     engine: EngineBootstrap
     weight_streams: int = 4
+    cloud: str = ""
+    """Whose metadata service announces reclaims there (aws, gcp, azure); empty: none."""
+    weight_transfer: str = "auto"
+    """How versions are fetched (`weights.choice.Transfer`)."""
+    weight_store: str = ""
+    """The head's store, for agents on the head itself."""
+    weight_bucket: str = ""
+    """URL of a bucket that has the versions too."""
+    weight_peers: bool = False
+    """Whether instances of a zone pull from one another."""
+    egress_usd_per_gb: float = 0.0
+    """What a GB from the head to this machine costs."""
+    price_usd_per_hour: float = 0.0
+    """What the machine costs while it waits."""
 
 
 def write_bootstrap(path: Path, bootstrap: Bootstrap) -> None:

@@ -307,6 +307,10 @@ class EngineHost:
             round(times.load_s, 4),
             round(times.pause_s, 4),
             times.start_s,
+            pulled.how,
+            pulled.full_bytes,
+            pulled.by_holder,
+            pulled.complaints,
         )
         event(
             log,

@@ -1,4 +1,5 @@
-"""Preemption notices: SIGTERM, or a file `notice.json` {"seconds": s} in the machine's working folder."""
+"""Preemption notices, from whoever gives one: SIGTERM, a file `notice.json` {"seconds": s} in the machine's
+working folder, or the cloud's metadata service (`metadata`)."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ import os
 import signal
 from dataclasses import dataclass
 from pathlib import Path
+
+from rlboost_runtime.agent.metadata import Metadata, metadata_of, wait_for_announcement
 
 NOTICE_FILE = "notice.json"
 POLL_S = 0.2
@@ -24,18 +27,38 @@ class PreemptionNotice:
     source: str
 
 
-async def wait_for_notice(folder: Path, terminated: asyncio.Event) -> PreemptionNotice:
-    """Return once the cloud warns us. `terminated` is set by SIGTERM."""
-    while True:
-        notice = read_notice(folder / NOTICE_FILE)
-        if notice is not None:
-            return notice
-        try:
-            async with asyncio.timeout(POLL_S):
-                await terminated.wait()
-        except TimeoutError:
-            continue
-        return PreemptionNotice(TERM_SECONDS, "SIGTERM")
+async def wait_for_notice(folder: Path, terminated: asyncio.Event, cloud: str = "") -> PreemptionNotice:
+    """Return once somebody warns us. `terminated` is set by SIGTERM; `cloud`: whose metadata service there
+    is, empty for none."""
+    service = metadata_of(cloud)
+    tasks: list[asyncio.Task[PreemptionNotice]] = [
+        asyncio.create_task(_signalled(terminated)),
+        asyncio.create_task(_written(folder / NOTICE_FILE)),
+    ]
+    if service is not None:
+        tasks.append(asyncio.create_task(_announced(service)))
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return next(iter(done)).result()
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _signalled(terminated: asyncio.Event) -> PreemptionNotice:
+    await terminated.wait()
+    return PreemptionNotice(TERM_SECONDS, "SIGTERM")
+
+
+async def _written(path: Path) -> PreemptionNotice:
+    while (notice := read_notice(path)) is None:  # noqa: ASYNC110 a file tells nobody
+        await asyncio.sleep(POLL_S)
+    return notice
+
+
+async def _announced(service: Metadata) -> PreemptionNotice:
+    said = await wait_for_announcement(service)
+    return PreemptionNotice(said.seconds, said.source)
 
 
 def read_notice(path: Path) -> PreemptionNotice | None:

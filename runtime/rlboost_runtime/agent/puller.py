@@ -9,13 +9,14 @@ import asyncio
 import logging
 import random
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
 from rlboost_runtime.errors import RuntimeFault
 from rlboost_runtime.logs import event
+from rlboost_runtime.wire import Load
 
 log = logging.getLogger(__name__)
 
@@ -41,27 +42,43 @@ class Pulled:
     folder: Path
     num_bytes: int
     seconds: float
+    how: str = ""
+    full_bytes: int = 0
+    by_holder: dict[str, int] = field(default_factory=dict)
+    complaints: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where and how to pull. `folder` receives a sub-folder per version."""
+    """Where and how to pull. `folder` receives a sub-folder per version; see `weights.pull.PullRequest`."""
 
     folder: Path
     token: str
     certificate: str
     streams: int
+    receiver: str = ""
+    store: str = ""
+    bucket: str = ""
+    transfer: str = "auto"
+    usd_per_gb: float = 0.0
+    usd_per_hour: float = 0.0
 
 
 class _Line(msgspec.Struct):
     """Any line of the child."""
 
     bytes: int = -1
+    moved: int = -1
     done: bool = False
     folder: str = ""
     pulled_bytes: int = 0
     seconds: float = 0.0
     error: str = ""
+    how: str = ""
+    full_bytes: int = 0
+    bytes_per_s: float = 0.0
+    by_holder: dict[str, int] = {}
+    complaints: dict[str, str] = {}
 
 
 class Puller:
@@ -73,6 +90,13 @@ class Puller:
         self._command = command
         self.weights_url = ""
         """Base URL of the weight server, as the coordinator said last."""
+        self._order = Load(-1)
+        self._serves = False
+        self._bytes_per_s = 0.0  # of the last pull
+
+    def learn(self, order: Load, *, serves: bool) -> None:
+        """Note who has a version, and whether the engine serves an older one meanwhile."""
+        self._order, self._serves = order, serves
 
     async def pull(self, version: int) -> Pulled:
         """Fetch `version`. Raises `PullFailed` after several attempts."""
@@ -115,15 +139,25 @@ class Puller:
                 if line.error:
                     raise RuntimeFault(line.error, f"see {self._log_path}")
                 if line.done:
-                    return Pulled(version, Path(line.folder), line.pulled_bytes, line.seconds)
-                if line.bytes > best:
-                    best = line.bytes
+                    self._bytes_per_s = line.bytes_per_s or self._bytes_per_s
+                    return Pulled(
+                        version,
+                        Path(line.folder),
+                        line.pulled_bytes,
+                        line.seconds,
+                        line.how,
+                        line.full_bytes,
+                        line.by_holder,
+                        line.complaints,
+                    )
+                if max(line.bytes, line.moved) > best:
+                    best = max(line.bytes, line.moved)
                     quiet.reschedule(loop.time() + PROGRESS_TIMEOUT_S)
         raise RuntimeFault("the puller ended without a word", f"see {self._log_path}")
 
     def _request(self, version: int) -> bytes:
         source = self._source
-        request = {
+        request: dict[str, object] = {
             "url": self.weights_url,
             "version": version,
             "folder": str(source.folder),
@@ -131,5 +165,28 @@ class Puller:
             "certificate": source.certificate,
             "streams": source.streams,
             "keep": KEEP_VERSIONS,
+            "receiver": source.receiver,
+            "store": source.store,
+            "transfer": source.transfer,
+            "usd_per_gb": source.usd_per_gb,
+            "usd_per_hour": source.usd_per_hour,
+            "serves": self._serves,
+            "holders": self._holders(version),
         }
+        if self._bytes_per_s:
+            request["bytes_per_s"] = self._bytes_per_s
+        if self._order.version == version:
+            request |= {"digest": self._order.digest, "part": self._order.part}
         return msgspec.json.encode(request) + b"\n"
+
+    def _holders(self, version: int) -> list[dict[str, str]]:
+        """Return who else may have the version."""
+        holders = []
+        if self._order.version == version:
+            holders += [
+                {"name": peer.instance, "kind": "peer", "url": peer.url, "certificate": peer.certificate}
+                for peer in self._order.peers
+            ]
+        if self._source.bucket:
+            holders.append({"name": "bucket", "kind": "bucket", "url": self._source.bucket})
+        return holders

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from rlboost_runtime.agent.bootstrap import Bootstrap
 from rlboost_runtime.agent.engine_host import EngineHost, EngineKeepsDying
+from rlboost_runtime.agent.holder import PeerServer
 from rlboost_runtime.agent.link import Link
 from rlboost_runtime.agent.notice import PreemptionNotice, wait_for_notice
 from rlboost_runtime.agent.outbox import Outbox
@@ -43,6 +44,7 @@ from rlboost_runtime.wire import (
     Load,
     Message,
     Notice,
+    PeerListening,
     Refused,
     SleepEngine,
     Stop,
@@ -90,6 +92,8 @@ class Seams:
     make_engine: Callable[[EngineSpec], Engine]
     puller: Puller
     clock: Clock
+    peers: PeerServer | None = None
+    """What others of the zone pull from, if they do."""
 
 
 class Agent:
@@ -108,6 +112,7 @@ class Agent:
         self._epoch: int | None = None
         self._beat_s, self._flush_s = DEFAULT_BEAT_S, DEFAULT_FLUSH_S
         self._notice: PreemptionNotice | None = None
+        self._listening: PeerListening | None = None
         self._owing = asyncio.Event()
         self._room = asyncio.Event()
         self._room.set()
@@ -127,6 +132,7 @@ class Agent:
                 tasks.create_task(self._abort_as_told())
                 tasks.create_task(self._leave_on_notice(terminated))
                 tasks.create_task(self._end_in_silence())
+                tasks.create_task(self._serve_peers())
         except ExceptionGroup as group:
             return _exit_code(group)
         raise AssertionError("the agent's tasks run until one of them raises")
@@ -167,6 +173,8 @@ class Agent:
             self._host.distrust()
             self._aborts.put_nowait(None)
         self._check_room()
+        if self._listening is not None:
+            repeated.append(self._listening)
         if self._notice is not None:
             repeated.append(Notice(self._notice.seconds, self._notice.source))
         return [*self._outbox.unacked(), *repeated, *self._outbox.cut()]
@@ -182,6 +190,7 @@ class Agent:
             case AbortWork(assignments=assignments):
                 self._aborts.put_nowait(assignments)
             case Load(version=version):
+                self._seams.puller.learn(command, serves=self._host.served is not None)
                 self._host.want(version)
             case SleepEngine():
                 self._host.sleep()
@@ -259,7 +268,7 @@ class Agent:
 
     async def _leave_on_notice(self, terminated: asyncio.Event) -> None:
         """Say that the machine goes, hand over what is held, leave."""
-        notice = self._notice = await wait_for_notice(self._folder, terminated)
+        notice = self._notice = await wait_for_notice(self._folder, terminated, self._bootstrap.cloud)
         began = self._clock.now()
         event(log, "agent.noticed", seconds=notice.seconds, source=notice.source)
         self._link.post(Notice(notice.seconds, notice.source))
@@ -275,6 +284,13 @@ class Agent:
         self._link.post(Goodbye(LossCause.NOTICED))
         await self._link.drain(GOODBYE_TIMEOUT_S)
         raise _Over(ExitCode.DONE)
+
+    async def _serve_peers(self) -> None:
+        if self._seams.peers is None:
+            return
+        async for listening in self._seams.peers.keep():
+            self._listening = listening
+            self._link.post(listening)
 
     async def _end_in_silence(self) -> None:
         while (left_s := self._link.last_word_at + SELF_DESTRUCT_S - self._clock.now()) > 0:
@@ -349,13 +365,28 @@ def system_seams(bootstrap: Bootstrap, instance: str, folder: Path) -> Seams:
     url = bootstrap.coordinator_url.rstrip("/") + "/v1/agent"
     weights = folder / "weights" / instance.rpartition("/")[2]
     weights.mkdir(parents=True, exist_ok=True)
-    source = Source(weights, bootstrap.token, bootstrap.certificate, bootstrap.weight_streams)
+    source = Source(
+        weights,
+        bootstrap.token,
+        bootstrap.certificate,
+        bootstrap.weight_streams,
+        receiver=instance,
+        store=bootstrap.weight_store,
+        bucket=bootstrap.weight_bucket,
+        transfer=bootstrap.weight_transfer,
+        usd_per_gb=bootstrap.egress_usd_per_gb,
+        usd_per_hour=bootstrap.price_usd_per_hour,
+    )
 
     def dial() -> Awaitable[Transport]:
         return connect(url, bootstrap.token, bootstrap.certificate, timeout_s=DIAL_S)
 
     puller = Puller(source, folder / f"puller-{instance.rpartition('/')[2]}.log")
-    return Seams(dial, make_engine, puller, SystemClock())
+    peers = None
+    if bootstrap.weight_peers:
+        log_path = folder / f"peer-{instance.rpartition('/')[2]}.log"
+        peers = PeerServer(weights, bootstrap.token, bootstrap.coordinator_url, log_path)
+    return Seams(dial, make_engine, puller, SystemClock(), peers)
 
 
 DIAL_S = 8.0

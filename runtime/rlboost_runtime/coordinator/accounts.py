@@ -1,8 +1,8 @@
 """What was bought, in micro-dollars: machines over the intervals in which they are billed, and other usage.
 
 Guarantees: money and time are integers (micro-dollars, nanoseconds since the Unix epoch), summed exactly; a
-machine is billed over the half-open intervals from each launch to its end, or to the moment asked for; and
-the parts of a bill (`MachineBill.parts`) add up to it. Pure.
+machine is billed over the half-open intervals from each launch to its end (at least `LEAST_BILLED_S`), or to
+the moment asked for; and the parts of a bill (`MachineBill.parts`) add up to it. Pure.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ Row = tuple[Any, ...]  # what SQLite hands out; the tables are STRICT, so column
 
 END_OF_TIME = 2**63 - 1
 """In nanoseconds; an SQLite integer's largest."""
+LEAST_BILLED_S = {"aws": 60, "gcp": 60, "skypilot": 60}
+"""By provider: what a machine is billed for at least, however soon it ends; others: nothing (EC2 and Compute
+Engine bill per second, at least a minute)."""
 
 
 class MachineBookState(StrEnum):
@@ -164,6 +167,9 @@ class Account:
         self._intervals: list[tuple[int, int | None]] = [*earlier]
         if launched is not None:
             self._intervals.append((launched, ended))
+        least = least_billed_ns(str(row[2]))
+        if least:
+            self._intervals = [(s, None if e is None else max(e, s + least)) for s, e in self._intervals]
         last = self._intervals[-1][1] if self._intervals else 0
         self.begins: int | None = min((start for start, _ in self._intervals), default=None)
         self._ends = last
@@ -173,6 +179,11 @@ class Account:
         return sum(
             max(0, (until if end is None else min(end, until)) - start) for start, end in self._intervals
         )
+
+    @property
+    def ends(self) -> int:
+        """When it stops costing, 0 where that is not known or it never cost anything."""
+        return self._ends or 0
 
     def is_over(self, until: int) -> bool:
         """Whether it costs nothing more after `until` (nanoseconds)."""
@@ -219,6 +230,11 @@ class ClosedBills:
     cost_micro_usd: int
     until: int
     """The last end among them; they hold from then on."""
+
+
+def least_billed_ns(provider: str) -> int:
+    """Return for how long a machine of `provider` is billed at least, in nanoseconds."""
+    return LEAST_BILLED_S.get(provider, 0) * 1_000_000_000
 
 
 def to_ns(seconds: float) -> int:

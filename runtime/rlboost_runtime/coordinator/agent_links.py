@@ -17,6 +17,7 @@ import msgspec
 
 from rlboost_runtime.coordinator.intake import Intake
 from rlboost_runtime.coordinator.state import State
+from rlboost_runtime.coordinator.weights_desk import WeightsDesk
 from rlboost_runtime.core.core import Core
 from rlboost_runtime.core.messages import (
     Abort,
@@ -38,6 +39,7 @@ from rlboost_runtime.core.messages import (
     Wake,
 )
 from rlboost_runtime.errors import ProtocolError
+from rlboost_runtime.head_address import url_for
 from rlboost_runtime.logs import event as log_event
 from rlboost_runtime.seams import Transport
 from rlboost_runtime.wire import (
@@ -48,9 +50,9 @@ from rlboost_runtime.wire import (
     EngineSlept,
     Frame,
     Goodbye,
-    Load,
     Message,
     Notice,
+    PeerListening,
     Refused,
     SleepEngine,
     Stop,
@@ -101,6 +103,7 @@ class AgentLink:
 
     def __init__(self, hello: AgentHello, epoch: int, transport: Transport) -> None:
         self.instance = hello.instance
+        self.machine = hello.machine
         self.epoch = epoch
         self.closed = False
         self.failed = False
@@ -214,10 +217,12 @@ class AgentLinks:
         self._run_name = run_name
         self._timing = timing
         self._reserved = reserved_machines
-        self.weights_url = ""
+        self.weights_endpoint: dict[str, str] = {}
+        """Where weights are served (`head_address.endpoint`), once that is known."""
         self.links: dict[str, AgentLink] = {}
         self.stats: dict[str, LinkStats] = {}
         self.intake = Intake(state)
+        self.weights = WeightsDesk()
         self.lost_estimate = 0
         """Tokens that instances made and took with them: their rate over one flush interval."""
         self._num_lost = 0
@@ -240,7 +245,7 @@ class AgentLinks:
             case Abort(assignment=assignment):
                 link.abort(assignment)
             case LoadVersion(version=version):
-                link.send(Load(version))
+                link.send(self.weights.load(link.instance, link.machine, version))
             case Sleep():
                 link.send(SleepEngine())
             case Wake():
@@ -336,7 +341,7 @@ class AgentLinks:
                 lease_s=self._timing.lease_s,
                 beat_s=self._timing.beat_s,
                 flush_s=self._timing.flush_s,
-                weights_url=self.weights_url,
+                weights_url=self._weights_url(hello),
             )
         )
         if resumed:
@@ -356,6 +361,11 @@ class AgentLinks:
             )
         log_event(log, "instance.joined", instance=hello.instance, epoch=epoch, resumed=resumed)
         return link
+
+    def _weights_url(self, hello: AgentHello) -> str:
+        if not self.weights_endpoint:
+            return ""
+        return url_for(self.weights_endpoint, on_head=hello.machine in self._reserved)
 
     async def _read(self, link: AgentLink, transport: Transport) -> None:
         while not link.closed:
@@ -377,6 +387,8 @@ class AgentLinks:
                     self._state.apply(
                         VersionRefused(self._state.now(), link.instance, link.epoch, version, problem)
                     )
+                case PeerListening():
+                    self.weights.listening(link.instance, link.machine, message)
                 case EngineSlept():
                     self._state.apply(Slept(self._state.now(), link.instance, link.epoch))
                 case Notice(seconds=seconds, source=source):
@@ -408,6 +420,7 @@ class AgentLinks:
         gone = self.stats.keys() - core.instances.keys() if num_lost or len(self.stats) > 64 else ()
         for name in gone:
             stats = self.stats.pop(name)
+            self.weights.forget(name)
             if num_lost > self._num_lost:
                 self.lost_estimate += round(stats.tokens_per_s * self._timing.flush_s)
         self._num_lost = num_lost
@@ -420,6 +433,7 @@ class AgentLinks:
         stats.pull_s, stats.apply_s = message.pull_s, message.apply_s
         stats.load_s, stats.pause_s = message.load_s, message.pause_s
         stats.start_s = message.start_s or stats.start_s
+        self.weights.ready(link.instance, link.machine, message)
         self._state.apply(InstanceReady(self._state.now(), link.instance, link.epoch, message.version))
 
     def _on_goodbye(self, link: AgentLink, reason: str) -> None:

@@ -46,6 +46,8 @@ class Audit:
     finished: int = 0
     assignments: Counter[int] = field(default_factory=Counter)
     """Assignments per response."""
+    carried_to: dict[int, int] = field(default_factory=dict)
+    """By a response of a step that was opened again: the response that took its tokens over."""
     tokens_accepted: int = 0
     tokens_generated: int | None = None
     """By the engines' own count; None where they did not count."""
@@ -82,15 +84,16 @@ def audit(run: RunFolder) -> Audit:
     lengths: dict[int, int] = {}
     for segment in sorted(run.journal.glob("step-*.seg")):
         step = int(segment.stem.split("-")[1])
-        found.steps.append(_audit_step(run, step, finished, lengths, found.problems))
+        found.steps.append(_audit_step(run, step, finished, lengths, found))
     found.tokens_accepted = sum(lengths.values())
     _count_lost(run, response_of, lengths, found)
     return found
 
 
 def _audit_step(
-    run: RunFolder, step: int, finished: Counter[int], lengths: dict[int, int], problems: list[str]
+    run: RunFolder, step: int, finished: Counter[int], lengths: dict[int, int], found: Audit
 ) -> StepAudit:
+    problems = found.problems
     records = Journal.read(run.journal, step)
     header = msgspec.msgpack.decode(next(records)[1:], type=StepHeader)
     opened = OpenStep(header.request, header.first_response)
@@ -111,6 +114,8 @@ def _audit_step(
         if versions - {header.request.policy_version}:
             problems.append(f"step {step}: response {response} has tokens of versions {sorted(versions)}")
         lengths[response] = store.length(response)
+        for first in header.carried_from:
+            found.carried_to[first + response - header.first_response] = response
         result.tokens[response] = store.token_ids(response)
         result.prompts[response] = opened.prompts[opened.group_of(response)]
         result.instances[response] = [segment.instance for segment in segments]
@@ -123,7 +128,8 @@ def _count_lost(run: RunFolder, response_of: dict[int, int], lengths: dict[int, 
     for assignment, count in _side_counts(run.path):
         counted = True
         response = response_of.get(assignment)
-        if response in lengths:
+        response = None if response is None else found.carried_to.get(response, response)
+        if response is not None and response in lengths:
             generated[response] += count
     if not counted:
         return

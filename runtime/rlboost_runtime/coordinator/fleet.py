@@ -6,7 +6,8 @@ Guarantees:
 - a machine leaves the ledger's open list only when the provider says that it is gone (or never was);
 - a machine that the provider started is billed from then on, whether or not the launch was heard of;
 - a machine that the provider has and the core does not want is ended;
-- no launch brings what an hour costs above the cap;
+- no launch brings what an hour costs above the cap, or what is committed above the budget;
+- a place that had nothing is left alone for a while (`offer_choice`), and the next one is asked at once;
 - provider calls run in threads, one at a time per machine, and never block the event loop.
 """
 
@@ -18,7 +19,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rlboost_providers.base import CanPreempt, LaunchRequest, MachineState, MachineView, Offer, Provider
+from rlboost_runtime.coordinator.commitment import least_micro_usd
 from rlboost_runtime.coordinator.ledger import Ledger
+from rlboost_runtime.coordinator.offer_choice import ELSEWHERE_S, OfferChoice
 from rlboost_runtime.coordinator.state import State
 from rlboost_runtime.core.messages import (
     LaunchFailed,
@@ -43,10 +46,8 @@ MIN_CALL_S = 0.1
 """Time that a provider call gets even when the run's end is overdue."""
 END_AGAIN_S = 0.1
 """Pause between two looks at what is left while the run ends."""
-RETRY_NO_CAPACITY_S = 2.0
-"""Pause after a stock-out before the next launch."""
 RETRY_ERROR_S = 10.0
-"""Pause after any other failure."""
+"""Pause after a failure that does not say when to come back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +70,22 @@ class Fleet:
         maker: MachineMaker,
         clock: Clock,
         cap_micro_usd_per_hour: int | None = None,
+        room_micro_usd: Callable[[], int] | None = None,
     ) -> None:
+        """`room_micro_usd` returns what of the budget is neither spent nor committed; None: no budget."""
         self._state = state
         self._ledger = ledger
         self._provider = provider
         self._maker = maker
         self._clock = clock
         self._cap = cap_micro_usd_per_hour
+        self._room = room_micro_usd
+        self._choice = OfferChoice()
         self._is_closed = False
         self._commands: asyncio.Queue[LaunchMachine | TerminateMachine] = asyncio.Queue()
         self._busy: set[str] = set()
         self._launching: set[str] = set()
+        self._offers: dict[str, Offer] = {}
         """Machines whose launch runs in a thread, also beyond `CALL_TIMEOUT_S`."""
 
     def carry_out(self, command: LaunchMachine | TerminateMachine) -> None:
@@ -149,6 +155,10 @@ class Fleet:
 
     # --- one command --------------------------------------------------------------------------------------
 
+    def offer_of(self, machine: str) -> Offer | None:
+        """Return what a machine was bought as; None where another coordinator bought it."""
+        return self._offers.get(machine)
+
     async def _run(self, command: LaunchMachine | TerminateMachine) -> None:
         try:
             async with asyncio.timeout(CALL_TIMEOUT_S):
@@ -165,25 +175,30 @@ class Fleet:
     async def _launch(self, machine: str) -> None:
         state = self._state
         try:
-            offer = await asyncio.to_thread(self._cheapest)
+            offers = await asyncio.to_thread(self._provider.offers)
             if self._is_closed:
                 return
+            offer = self._choice.cheapest(offers, self._clock.now())
             self._intend(machine, offer)
         except (RLBoostError, OSError) as error:
-            self._launch_failed(machine, error)
+            self._launch_failed(machine, error, _retry_after(error))
             return
         try:
             request = LaunchRequest(self._maker.run, machine, offer, self._maker.bootstrap(machine))
             view = await self._in_thread(machine, lambda: self._provider.launch(request))
         except (RLBoostError, OSError) as error:
             self._ledger.failed(machine, self._clock.wall(), _problem(error))
-            self._launch_failed(machine, error)
+            self._choice.failed(offer, error, self._clock.now())
+            self._launch_failed(machine, error, self._next_launch_s(offers))
             return
+        self._choice.came(offer)
+        if view.zone:
+            self._ledger.placed(machine, view.zone, view.price_micro_usd_per_hour)
         started_at = self._clock.wall() if view.started_at is None else view.started_at
         self._ledger.launched(machine, started_at)
         if not self._is_closed:  # else it is on its way out already
             self._ledger.note(self._clock.wall(), "launched", f"{machine} launched in {offer.zone}")
-        log_event(log, "machine.launched", machine=machine, zone=offer.zone)
+        log_event(log, "machine.launched", machine=machine, zone=view.zone or offer.zone)
         state.apply(MachineLaunched(state.now(), machine))
 
     async def _in_thread(self, machine: str, launch: Callable[[], MachineView]) -> MachineView:
@@ -199,28 +214,40 @@ class Fleet:
         if not call.cancelled() and call.exception() is not None:  # where nobody waits nobody would say it
             log_event(log, "machine.launch_ended", machine=machine, problem=repr(call.exception()))
 
-    def _launch_failed(self, machine: str, error: RLBoostError | OSError) -> None:
+    def _launch_failed(self, machine: str, error: RLBoostError | OSError, retry_after_s: float) -> None:
         problem = _problem(error)
         log_event(log, "machine.launch_failed", machine=machine, problem=problem)
-        self._state.apply(LaunchFailed(self._state.now(), machine, problem, _retry_after(error)))
+        self._state.apply(LaunchFailed(self._state.now(), machine, problem, retry_after_s))
 
-    def _cheapest(self) -> Offer:
-        offers = self._provider.offers()
-        if not offers:
-            raise NoCapacity(
-                "no spot machine is to be had now", "wait, or add an entry to rollout.spot.any_of"
-            )
-        return offers[0]
+    def _next_launch_s(self, offers: list[Offer]) -> float:
+        """Return when to launch again: at once where another place is open, else when one opens."""
+        try:
+            self._choice.cheapest(offers, self._clock.now())
+        except NoCapacity as refusal:
+            return _retry_after(refusal)
+        return ELSEWHERE_S
 
     def _intend(self, machine: str, offer: Offer) -> None:
-        """Note the intent, if the cap allows it. Never waits: no other launch comes between the two."""
+        """Note the intent, if the cap and the budget allow it. Never waits: no other launch comes between."""
+        price = offer.most_micro_usd_per_hour
         if self._cap is not None and machine not in self._ledger.open_machines():
             rate = self._ledger.rate_micro_usd_per_hour()
-            if rate + offer.price_micro_usd_per_hour > self._cap:
+            if rate + price > self._cap:
                 refusal = NoCapacity(
-                    f"{offer.zone} at {format_usd(offer.price_micro_usd_per_hour)} an hour beside the"
+                    f"{offer.zone} at {format_usd(price)} an hour beside the"
                     f" {format_usd(rate)} that run now is above max_usd_per_hour, {format_usd(self._cap)}",
                     "wait for a cheaper one, or raise budget.max_usd_per_hour",
+                )
+                refusal.retry_after_s = RETRY_ERROR_S
+                raise refusal
+        self._offers[machine] = offer
+        if self._room is not None and machine not in self._ledger.open_machines():
+            least = least_micro_usd(offer.provider, price)
+            if least > self._room():
+                refusal = NoCapacity(
+                    f"a machine in {offer.zone} costs {format_usd(least)} at least, more than the budget has"
+                    " left",
+                    "raise budget.max_usd",
                 )
                 refusal.retry_after_s = RETRY_ERROR_S
                 raise refusal
@@ -230,7 +257,7 @@ class Fleet:
             provider=offer.provider,
             zone=offer.zone,
             accelerator=offer.accelerator,
-            price_micro_usd_per_hour=offer.price_micro_usd_per_hour,
+            price_micro_usd_per_hour=price,  # lowered once the cloud has chosen the zone
             price_source=offer.source,
             at=self._clock.wall(),
         )
@@ -250,11 +277,13 @@ class Fleet:
         while not self._is_closed:  # `end_all` looks by itself
             settleable = self._settleable()
             try:
-                views = await self._describe(CALL_TIMEOUT_S)
+                async with asyncio.timeout(CALL_TIMEOUT_S):
+                    views = await asyncio.to_thread(self._provider.watch, self._maker.run)
             except (RLBoostError, OSError) as error:
                 log_event(log, "provider.describe_failed", problem=repr(error))
             else:
-                self._settle(views, settleable)
+                if views is not None:
+                    self._settle(views, settleable)
             await self._clock.sleep(DESCRIBE_EVERY_S)
 
     async def _describe(self, timeout_s: float) -> list[MachineView]:
@@ -321,6 +350,5 @@ def _problem(error: RLBoostError | OSError) -> str:
 
 
 def _retry_after(error: RLBoostError | OSError) -> float:
-    if isinstance(error, NoCapacity):
-        return RETRY_NO_CAPACITY_S if error.retry_after_s is None else error.retry_after_s
-    return RETRY_ERROR_S
+    told = getattr(error, "retry_after_s", None)
+    return RETRY_ERROR_S if told is None else float(told)

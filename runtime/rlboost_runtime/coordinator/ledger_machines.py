@@ -95,6 +95,20 @@ class MachineBook(LedgerFile):
                 (to_ns(at), MachineBookState.RUNNING, machine),
             )
 
+    def placed(self, machine: str, zone: str, price_micro_usd_per_hour: int | None) -> None:
+        """Note where the cloud put a machine, and at what price, before it is said to be launched.
+
+        Changes nothing once it is billed.
+        """
+        with self._billing() as db:
+            _must_know(db, machine)
+            db.execute(
+                "UPDATE machines SET zone = ?,"
+                " price_micro_usd_per_hour = coalesce(?, price_micro_usd_per_hour)"
+                " WHERE machine = ? AND launched_at IS NULL",
+                (zone, price_micro_usd_per_hour, machine),
+            )
+
     def failed(self, machine: str, at: float, problem: str) -> None:
         """Note that the launch did not happen. A machine that was launched already is left as it is."""
         with self._billing() as db:
@@ -242,12 +256,13 @@ class MachineBook(LedgerFile):
         with self._snapshot():
             version = int(self._db.execute("PRAGMA data_version").fetchone()[0])
             if self._closed is None or self._closed.version != version:
-                bills = [account.bill(END_OF_TIME) for account in self._accounts(_CLOSED)]
+                accounts = self._accounts(_CLOSED)
+                bills = [account.bill(END_OF_TIME) for account in accounts]
                 self._closed = ClosedBills(
                     version,
                     bills,
                     sum(bill.cost_micro_usd for bill in bills),
-                    max((bill.ended_ns or 0 for bill in bills), default=0),
+                    max((account.ends for account in accounts), default=0),
                 )
             if until < self._closed.until:
                 return ClosedBills(version, [], 0, 0), self._accounts(_ALL)

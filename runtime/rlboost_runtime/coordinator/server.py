@@ -14,6 +14,7 @@ import uvicorn
 from fastapi import FastAPI, HTTPException, Request, WebSocket, WebSocketDisconnect
 
 from rlboost_runtime.errors import NotFound, ProviderError, RLBoostError, port_taken
+from rlboost_runtime.head_address import endpoint, listen_host, read_address
 from rlboost_runtime.run_folder import RunFolder, read_json, write_json
 from rlboost_runtime.seams import Transport
 from rlboost_runtime.security import authorised
@@ -158,24 +159,28 @@ class Server(uvicorn.Server):
         yield
 
 
-def bind(run: RunFolder, host: str = "127.0.0.1") -> socket.socket:
+def bind(run: RunFolder) -> socket.socket:
     """Return a listening socket on the run's port, the same one after every restart.
+
+    It is on loopback, or where other machines reach the head (`head_address`).
 
     Raises `PortTaken` when another program took the port meanwhile.
     """
     known = read_json(run.endpoint)
-    port = 0 if known is None else int(str(known["url"]).rsplit(":", 1)[1])
+    address = read_address(run)
+    fresh = 0 if address is None else address.control_port
+    port = fresh if known is None else int(str(known["url"]).rsplit(":", 1)[1])
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((host, port))
+        listener.bind((listen_host(address), port))
     except OSError as problem:
         listener.close()
         if problem.errno != errno.EADDRINUSE:
             raise
         raise port_taken(port, "coordinator", run.name) from problem
     listener.listen(1024)
-    write_json(run.endpoint, {"url": f"https://{host}:{listener.getsockname()[1]}"})
+    write_json(run.endpoint, endpoint(listener.getsockname()[1], address))
     return listener
 
 

@@ -19,7 +19,10 @@ import msgspec
 
 from rlboost_providers.base import Provider
 from rlboost_providers.registry import provider_for
+from rlboost_runtime.coordinator.accounts import to_ns
 from rlboost_runtime.coordinator.agent_links import AgentLinks, Timing
+from rlboost_runtime.coordinator.commitment import committed_micro_usd
+from rlboost_runtime.coordinator.egress import EgressMeter
 from rlboost_runtime.coordinator.fleet import Fleet, MachineMaker
 from rlboost_runtime.coordinator.ledger import Ledger
 from rlboost_runtime.coordinator.server import Handlers, bind, make_app, make_server
@@ -46,6 +49,7 @@ from rlboost_runtime.core.messages import (
     TerminateMachine,
     Wake,
 )
+from rlboost_runtime.core.money import parse_usd
 from rlboost_runtime.errors import NotFound, RLBoostError, RuntimeFault
 from rlboost_runtime.job import Job
 from rlboost_runtime.last_word import give_up_reserve
@@ -64,7 +68,7 @@ RATE_WINDOW_S = 5.0
 """Tokens per second are a mean over so long."""
 LAG_PROBE_S = 0.02
 """Spacing of the event loop's lag probes; p99 is over the last minute."""
-END_TIMEOUT_S = 30.0
+END_TIMEOUT_S = 120.0
 """Longest wait for the provider to say that the fleet is gone; then the outcome names what is left."""
 DISK_PATIENCE_S = 900.0
 """Longest pause because the journal cannot be written: time to make room. After it the run ends, so that no
@@ -125,12 +129,17 @@ class Coordinator:
             MachineMaker(run.name, self._bootstrap),
             clock,
             None if cap is None else round(cap * 1_000_000),
+            None if job.budget.max_usd is None else self._room_micro_usd,
         )
         self._sources = StatusSources(
             job, run.name, clock.wall(), self._state, self._agents, self._trainer, self._ledger
         )
         self._waste = WasteMeter(self._ledger, self._state.core, self._state.tally, self._state.now)
         self._agents.intake.on_accepted = self._waste.hear_tokens
+        self._egress = EgressMeter(self._ledger, clock, self._egress_price, self._zone_of)
+        self._agents.weights.zone_of = self._zone_of
+        self._agents.weights.on_wire = self._egress.moved
+        self._trainer.on_published = self._agents.weights.published
         self._story = Story(self._ledger, clock, self._state.core)
         self._ending: Ending | None = None
         self._paused_since: float | None = None
@@ -140,6 +149,14 @@ class Coordinator:
         self._state.outlet = self
         self._state.on_change = self._changed.set
         self._state.on_event = self._hear
+
+    def _zone_of(self, machine: str) -> str:
+        offer = self._fleet.offer_of(machine)
+        return "" if offer is None else f"{offer.provider}/{offer.zone}"
+
+    def _egress_price(self, machine: str) -> int:
+        offer = self._fleet.offer_of(machine)
+        return 0 if offer is None else offer.egress_micro_usd_per_gb
 
     def _hear(self, event: Event, commands: list[Command], core: Core) -> None:
         self._story.tell(event, commands, core)
@@ -200,8 +217,7 @@ class Coordinator:
         self._ledger.close()
 
     async def _serve_on(self, listener: socket.socket) -> None:
-        weights = read_json(self._run.weights_endpoint)
-        self._agents.weights_url = "" if weights is None else str(weights["url"])
+        self._learn_weights_url()
         server = make_server(make_app(self._handlers(), read_token(self._run)), self._run)
         self._open_books()
         self._go_on_ending()
@@ -286,6 +302,13 @@ class Coordinator:
 
     def _bootstrap(self, machine: str) -> dict[str, object]:
         built = make_bootstrap(self._job, self._run, machine, Pool.SPOT, (f"{machine}/0",))
+        offer = self._fleet.offer_of(machine)
+        if offer is not None:
+            built = msgspec.structs.replace(
+                built,
+                egress_usd_per_gb=offer.egress_micro_usd_per_gb / 1e6,
+                price_usd_per_hour=offer.price_micro_usd_per_hour / 1e6,
+            )
         value = msgspec.to_builtins(built)
         assert isinstance(value, dict)
         return value
@@ -373,20 +396,22 @@ class Coordinator:
         budget = self._job.budget.max_usd
         if budget is None:
             return
-        ahead = self._ledger.rate_micro_usd_per_hour() * (2 * HOUSEKEEPING_S) / 3600
-        spent = self._ledger.total_micro_usd(self._clock.wall())
-        if spent + ahead >= budget * 1_000_000:
+        if self._room_micro_usd() <= 0:
             self.end_run(
                 "budget",
                 f"the budget of ${budget:.2f} is spent after {self._ledger.step_summary(0).num_steps} steps",
                 f"raise budget.max_usd in the job file and type: rlboost launch {self._run.name} --resume",
             )
 
+    def _room_micro_usd(self) -> int:
+        """Return what of the budget is neither spent nor committed."""
+        now = self._clock.wall()
+        committed = committed_micro_usd(self._ledger.machines(now), to_ns(now))
+        return parse_usd(self._job.budget.max_usd or 0.0) - self._ledger.total_micro_usd(now) - committed
+
     def _learn_weights_url(self) -> None:
-        if not self._agents.weights_url:
-            weights = read_json(self._run.weights_endpoint)
-            if weights is not None:
-                self._agents.weights_url = str(weights["url"])
+        if not self._agents.weights_endpoint:
+            self._agents.weights_endpoint = read_json(self._run.weights_endpoint) or {}
 
     def _status(self) -> dict[str, object]:
         return build_status(self._sources, self._clock.wall())

@@ -17,13 +17,14 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from rlboost_runtime.coordinator.event_log import EventLog, read_events
 from rlboost_runtime.coordinator.journal import Journal
 from rlboost_runtime.coordinator.tally import Tally
+from rlboost_runtime.coordinator.token_columns import renumbered
 from rlboost_runtime.coordinator.token_store import TokenStore
 from rlboost_runtime.core.core import Core
 from rlboost_runtime.core.log import encode_command
@@ -63,11 +64,24 @@ TOKENS = b"T"
 """First byte of a journal record of accepted tokens."""
 
 
-class StepHeader(msgspec.Struct, frozen=True):
+class StepHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a step's segment starts with."""
 
     first_response: int
     request: StepRequest
+    carried_from: tuple[int, ...] = ()
+    """First responses of earlier openings, newest first, whose tokens it took over."""
+
+
+class Carried(NamedTuple):
+    """What the segment of a step holds that was opened before, for the same request."""
+
+    openings: tuple[int, ...]
+    """First responses of those openings, newest first."""
+    records: list[bytes]
+
+
+NOTHING_CARRIED = Carried((), [])
 
 
 class Outlet(Protocol):
@@ -269,7 +283,7 @@ class State:
 
     # --- steps --------------------------------------------------------------------------------------------
 
-    async def open_step(self, request: StepRequest) -> None:
+    async def open_step(self, request: StepRequest, *, keeps_lease: bool = False) -> None:
         """Open the step that the trainer asks for; the open one again only delivers again.
 
         The core hears of a step only once its header is on stable storage: whatever a later coordinator finds
@@ -280,28 +294,60 @@ class State:
             if self.core.is_ending:
                 log_event(log, "step.refused", step=request.step)
                 return
+            finished: dict[int, FinishReason] = {}
             if self.step is None or self.step.request != request:
-                step = await self._write_header(request)
+                carried = await self._carried(request)
+                step, finished = await self._write_header(request, carried)
                 if self.core.is_ending:  # decided meanwhile
                     return
                 self.step = step
-                log_event(log, "step.opened", step=request.step, policy_version=request.policy_version)
+                log_event(
+                    log, "step.opened", step=request.step, policy_version=request.policy_version,
+                    carried=len(finished),
+                )  # fmt: skip
             requests = self.step.requests()
-            self.apply(StepStarted(self.now(), request.step, request.policy_version, requests))
+            self.apply(StepStarted(self.now(), request.step, request.policy_version, requests, keeps_lease))
+            for response, reason in finished.items():
+                if self.core.response(response).finish_reason is None:
+                    self.apply(Finished(self.now(), response, self.store.length(response), reason))
 
-    async def _write_header(self, request: StepRequest) -> OpenStep:
-        """Begin the step's segment; from here on, what still comes for the former step is dropped."""
+    async def _carried(self, request: StepRequest) -> Carried:
+        """Return what the journal holds of the same request: a trainer that was killed before its checkpoint
+        asks for an earlier step again, and a step that it had asked for ahead."""
+        if self.step is None or self.core.step is None:
+            return NOTHING_CARRIED
+        await self.journal.flushed()
+        records = Journal.read(self.run.journal, request.step)
+        first = next(iter(records), None)
+        if first is None:
+            return NOTHING_CARRIED
+        header = msgspec.msgpack.decode(first[1:], type=StepHeader)
+        if header.request != request:
+            return NOTHING_CARRIED
+        return Carried((header.first_response, *header.carried_from), [record[1:] for record in records])
+
+    async def _write_header(
+        self, request: StepRequest, carried: Carried
+    ) -> tuple[OpenStep, dict[int, FinishReason]]:
+        """Begin the step's segment, with the tokens that it takes over under new numbers; return the step and
+        which responses are complete. From here on, what still comes for the former step is dropped."""
         known = self.core.step
         lost_header = known is not None and not known.trained and self.tally.open_step == _key(request)
         step = OpenStep(request, self.tally.first_response if lost_header else self.tally.next_response)
         self.step = None
         self._open_store(step)
         self.journal.open_step(request.step, fresh=True)
-        self.journal.append(STEP_HEADER + msgspec.msgpack.encode(StepHeader(step.first_response, request)))
+        header = StepHeader(step.first_response, request, carried.openings)
+        self.journal.append(STEP_HEADER + msgspec.msgpack.encode(header))
+        finished: dict[int, FinishReason] = {}
+        for record in carried.records:
+            moved = renumbered(record, step.first_response - carried.openings[0])
+            finished.update(self.store.restore(moved))
+            self.journal.append(TOKENS + moved)
         await self.journal.flushed()
         if lost_header:
             self._restore_assignments()
-        return step
+        return step, finished
 
     def _open_store(self, step: OpenStep) -> None:
         first = step.first_response
@@ -312,9 +358,11 @@ class State:
             step.request.stop_token_ids,
         )
 
-    def step_trained(self, step: int) -> None:
-        """Forget the tokens of a step that is trained and checkpointed."""
-        if not self._keep_journal:
+    def step_checkpointed(self, step: int) -> None:
+        """Forget the tokens of a step that is trained and checkpointed, and of all before it."""
+        known = self.core.step
+        is_being_trained = known is not None and known.step <= step and not known.trained
+        if not self._keep_journal and not is_being_trained:
             self.journal.drop_before(step + 1)
 
     def finished_group(self, group: int) -> GroupDone:

@@ -112,6 +112,7 @@ def build_status(sources: StatusSources, now_wall: float) -> dict[str, Any]:
         },
         "machines": _machines(sources, now_wall),
         "instances": _instances(sources),
+        "weights": agents.weights.as_json(),
         "cost": {
             "spent_usd": sources.ledger.total_micro_usd(now_wall) / 1e6,
             "rate_usd_per_hour": sources.ledger.rate_micro_usd_per_hour() / 1e6,

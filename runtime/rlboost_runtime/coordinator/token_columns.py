@@ -82,6 +82,20 @@ def decode_record(data: bytes) -> JournalRecord:
         raise _malformed(f"journal record of {len(data)} bytes: {exc}") from exc
 
 
+def renumbered(data: bytes, shift: int) -> bytes:
+    """Return a journal record with `shift` added to the numbers of its responses."""
+    record = decode_record(data)
+    responses = np.frombuffer(record.responses, U32) + np.uint32(shift % 2**32)
+    return encode_record(
+        msgspec.structs.replace(
+            record,
+            responses=responses.tobytes(),
+            openings=tuple((response + shift, offset, name) for response, offset, name in record.openings),
+            endings=tuple((response + shift, reason) for response, reason in record.endings),
+        )
+    )
+
+
 def frame_deltas(frame: wire.Frame) -> Deltas:
     """Return the columns of an agent's frame. Raises `ProtocolError` where they do not agree."""
     what = f"frame {frame.seq}"

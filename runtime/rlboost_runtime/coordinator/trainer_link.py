@@ -28,6 +28,7 @@ from rlboost_runtime.logs import event as log_event
 from rlboost_runtime.seams import Clock, Transport
 from rlboost_runtime.wire import (
     SCHEMA,
+    Checkpointed,
     GroupDone,
     LeaseGranted,
     LeaseRecalled,
@@ -69,7 +70,10 @@ class TrainerLink:
         self._wake = asyncio.Event()
         self._generation = 0
         self._resumes_lease = False
+        self._last_trained = max((record.step for record in ledger.steps()), default=-1)
+        self._trained_at: float | None = None
         self.connected = False
+        self.on_published: Callable[[Published], None] = lambda _: None
         self.reserved = ReservedMeter()
         self.concerns = StepConcerns(record.metrics for record in ledger.steps())
 
@@ -163,12 +167,15 @@ class TrainerLink:
             case StepRequest():
                 await self._on_step_request(message)
             case Published(version=version, num_bytes=num_bytes, publish_s=publish_s):
+                self.on_published(message)
                 log_event(log, "version.published", version=version, bytes=num_bytes, seconds=publish_s)
                 state.apply(VersionPublished(state.now(), version))
             case LeaseReleased():
                 state.apply(LeaseReturned(state.now()))
             case Trained():
                 self._on_trained(message)
+            case Checkpointed(step=step):
+                state.step_checkpointed(step)
             case RunFinished(model_path=path):
                 log_event(log, "run.trained", model=path)
                 self._end_run("done", "", "", 0)
@@ -182,6 +189,8 @@ class TrainerLink:
     async def _on_step_request(self, request: StepRequest) -> None:
         state = self._state
         _check(request, state.core.newest_version)
+        keeps_lease = request.keeps_lease
+        request = msgspec.structs.replace(request, keeps_lease=False)  # not part of what is asked for
         resumes, self._resumes_lease = self._resumes_lease, False
         same = state.step is not None and state.step.request == request
         if same and resumes and state.core.lease in (LeaseState.TRAINER, LeaseState.RECALLING):
@@ -193,18 +202,25 @@ class TrainerLink:
             if state.core.lease is LeaseState.RECALLING:
                 self.lease(RecallLease(request.step))
             return
-        await state.open_step(request)
+        await state.open_step(request, keeps_lease=keeps_lease)
 
     def _on_trained(self, message: Trained) -> None:
-        state = self._state
+        state, now = self._state, self._clock.wall()
         step = state.core.step
-        if step is None or step.step != message.step or step.trained:
+        is_ahead = step is not None and step.step > message.step  # a later one is rolled out meanwhile
+        is_known = message.step <= self._last_trained if is_ahead else step is not None and step.trained
+        if step is None or step.step < message.step or is_known:
             log_event(log, "trainer.stale_step", step=message.step)
             return
+        began = now - (state.now() - step.started_at)
+        if is_ahead:  # steps overlap then: what a step takes is the time since the last one was trained
+            step_s = message.metrics.get("step_s", 0.0)
+            began = now - step_s if self._trained_at is None else self._trained_at
+        self._last_trained, self._trained_at = message.step, now
         self._ledger.record_step(
             step=message.step,
-            started_at=self._clock.wall() - (state.now() - step.started_at),
-            ended_at=self._clock.wall(),
+            started_at=began,
+            ended_at=now,
             tokens=message.tokens_trained,
             reward_mean=message.reward_mean,
             metrics=self._measured(message),
@@ -213,7 +229,7 @@ class TrainerLink:
         for kind, text in self.concerns.trained(message.step, message.metrics):
             self._ledger.note(self._clock.wall(), kind, text)
         if message.checkpointed:
-            state.step_trained(message.step)
+            state.step_checkpointed(message.step)
         log_event(log, "step.trained", step=message.step, reward=message.reward_mean)
 
     def _measured(self, message: Trained) -> dict[str, float]:
@@ -221,6 +237,8 @@ class TrainerLink:
         state = self._state
         metrics = dict(message.metrics)
         metrics["train_busy_s"] = message.busy_s
+        if state.core.step is None or state.core.step.step != message.step:
+            return metrics  # what is measured here is of the step that is rolled out now
         seen = state.core.observation(state.now(), message.wait_s, message.busy_s)
         if seen is not None:  # what the next plan of such a job is made from
             metrics |= {"spot_instances_mean": seen.n_prem, "rollout_s": seen.t_remote}

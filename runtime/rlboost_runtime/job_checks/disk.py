@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from rlboost_runtime.job import BUILT_IN_REWARDS
 from rlboost_runtime.job_checks.shape import close_match, shown
 from rlboost_runtime.job_checks.tree import FieldPath, Mistake
 
@@ -33,6 +34,7 @@ def check_disk(data: dict[str, Any], base: Path) -> list[Mistake]:
         *_check_prompts(data, base),
         *_check_gym(data),
         *_check_reward(data, base),
+        *_check_script(data, base),
         *_check_files(data, base),
         *_check_traces(data, base),
         *_check_somebody_generates(data),
@@ -169,6 +171,8 @@ def _gym_options() -> dict[str, set[str]]:
 
 
 def _check_reward(data: dict[str, Any], base: Path) -> Iterator[Mistake]:
+    if _at(data, "trainer", "script") is not None and _at(data, "reward") is None:
+        return  # it scores by itself
     reward = _at(data, "reward") if isinstance(data, dict) and "reward" in data else "reasoning_gym"
     if isinstance(reward, dict):
         url = reward.get("http")
@@ -181,17 +185,21 @@ def _check_reward(data: dict[str, Any], base: Path) -> Iterator[Mistake]:
 def _reward_problem(reward: str, data: dict[str, Any], base: Path) -> str | None:
     if reward == "reasoning_gym":
         source = _at(data, "data", "source")
-        if isinstance(source, str) and _lacks_gym_metadata(base / source):
+        if isinstance(source, str) and _first_lacks(base / source, "metadata", "source_dataset"):
             return (
                 f"reasoning_gym cannot score {source}, whose lines name no data set; write FILE.py:FUNCTION"
             )
         return None
     if reward in {"math", "exact"}:
-        return f"found {reward}, which is not in this version yet; use FILE.py:FUNCTION"
+        source = _at(data, "data", "source")
+        if isinstance(source, str) and _first_lacks(base / source, "answer"):
+            return f"{reward} compares with the field answer, which {source} lacks; add it to every line"
+        return None
     file, colon, function = reward.rpartition(":")
     if not colon and not reward.endswith(".py"):
-        close = difflib.get_close_matches(reward, ["reasoning_gym"])
-        hint = "did you mean reasoning_gym?" if close else "write FILE.py:FUNCTION or reasoning_gym"
+        close = difflib.get_close_matches(reward, BUILT_IN_REWARDS, n=1)
+        known = ", ".join(BUILT_IN_REWARDS)
+        hint = f"did you mean {close[0]}?" if close else f"write FILE.py:FUNCTION or one of {known}"
         return f"found {shown(reward)}; {hint}"
     if not colon:
         file, function = reward, ""
@@ -201,14 +209,14 @@ def _reward_problem(reward: str, data: dict[str, Any], base: Path) -> str | None
     return _file_problem(file, base, "a Python file") or _function_problem(base / file, file, function)
 
 
-def _lacks_gym_metadata(prompts: Path) -> bool:
-    """Whether the first prompt is readable but was not written by reasoning-gym."""
+def _first_lacks(prompts: Path, *keys: str) -> bool:
+    """Whether the first line of a file of prompts is readable but has no such field."""
     try:
         with prompts.open(encoding="utf-8") as file:
             first = json.loads(next((line for line in file if line.strip()), "null"))
     except (OSError, ValueError):
         return False  # said elsewhere
-    return isinstance(first, dict) and _at(first, "metadata", "source_dataset") is None
+    return isinstance(first, dict) and _at(first, *keys) is None
 
 
 def _function_problem(path: Path, file: str, function: str) -> str | None:
@@ -250,6 +258,12 @@ def _defined(body: list[ast.stmt]) -> Iterator[str]:
                 yield from _defined(getattr(node, "orelse", []))
                 for handler in getattr(node, "handlers", []):
                     yield from _defined(handler.body)
+
+
+def _check_script(data: dict[str, Any], base: Path) -> Iterator[Mistake]:
+    script = _at(data, "trainer", "script")
+    if isinstance(script, str) and (problem := _file_problem(script, base, "a Python file")):
+        yield Mistake(("trainer", "script"), problem)
 
 
 def _check_files(data: dict[str, Any], base: Path) -> Iterator[Mistake]:

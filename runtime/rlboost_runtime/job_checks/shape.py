@@ -35,6 +35,8 @@ EXAMPLES = {
     "init": "init: tiny",
     "http": "http: https://HOST/score",
     "infra": "infra: local",
+    "accelerators": 'accelerators: "H100:8"',
+    "hosts": "hosts: [ME@MACHINE]",
 }
 """What to add where a field without a default is missing."""
 
@@ -42,8 +44,12 @@ FORMS = {
     "name": "lower-case letters, digits and dashes (at most 63), such as my-run",
     "model": "a folder in HF format, or {init: tiny}",
     "data": "{source: FILE.jsonl}, or {reasoning_gym: [NAME, ...]}",
-    "reward": "FILE.py:FUNCTION, reasoning_gym, or {http: URL}",
+    "reward": "FILE.py:FUNCTION, reasoning_gym, math, exact, or {http: URL}",
     "data.config.": "a number, text, true or false",
+    "rollout.spot.any_of[]": "{infra: local, market: ...}, {infra: ssh, hosts: [...]} or"
+    " {infra: CLOUD/REGION, accelerators: ...}",
+    "rollout.spot.any_of[].infra": "local, ssh, or CLOUD/REGION such as aws/us-east-2",
+    "rollout.spot.any_of[].accelerators": "a GPU and how many per machine, such as H100:8",
 }
 """What may stand in fields whose types do not say it well."""
 
@@ -51,15 +57,7 @@ YES_NO = {"yes": "true", "on": "true", "true": "true", "no": "false", "off": "fa
 
 NOT_YET_FIELDS = {
     "trainer.accelerators": "the trainer uses what this machine has",
-    "trainer.nodes": "the trainer is one machine",
     "rollout.tensor_parallel": "an engine uses one device",
-    "rollout.spot.any_of[].accelerators": "spot machines are processes on this machine",
-    "rollout.spot.any_of[].via": "spot machines are processes on this machine",
-    "rollout.spot.any_of[].hosts": "spot machines are processes on this machine",
-    "rollout.spot.any_of[].max_price_usd_per_hour": "local machines have a fixed price_usd_per_hour",
-    "rollout.spot.any_of[].egress_usd_per_gb": "local traffic is free",
-    "weights.peers": "instances pull from the head",
-    "weights.bucket": "instances pull from the head",
     "output": "everything stays in the run's folder",
     "after": "nothing is left running at the end of a local run",
     "requirements": "rewards run in this Python",
@@ -68,12 +66,13 @@ NOT_YET_FIELDS = {
 }
 """Fields of later versions, and why a job does without them today."""
 
+CLOUDS = ("aws", "gcp", "azure", "kubernetes", "k8s", "lambda", "nebius", "runpod")
+"""What `infra` of a machine in a cloud begins with."""
+
 NOT_YET_VALUES = {
-    "algorithm.max_staleness": r"[1-9]\d*",
     "trainer.infra": r"(aws|gcp|azure|ssh|kubernetes|k8s|lambda|runpod|nebius)(/.*)?",
-    "rollout.spot.any_of[].infra": r"(aws|gcp|azure|ssh|kubernetes|k8s|lambda|runpod|nebius)(/.*)?",
     "rollout.engine": r"sglang",
-    "weights.transfer": r"auto|delta|lora",
+    "weights.transfer": r"lora",
 }
 """Values of later versions, as patterns."""
 
@@ -121,8 +120,10 @@ def sections(model: type[Model] = Job, path: FieldPath = ()) -> Iterator[tuple[F
         for each in alternatives(field.annotation):
             if is_section(each):
                 yield from sections(each, (*path, name))
-            elif get_origin(each) is list and is_section(get_args(each)[0]):
-                yield from sections(get_args(each)[0], (*path, f"{name}[]"))
+            elif get_origin(each) is list:
+                for entry in alternatives(get_args(each)[0]):
+                    if is_section(entry):
+                        yield from sections(entry, (*path, f"{name}[]"))
 
 
 def field_type(pattern: str, field: FieldInfo) -> tuple[str, str]:
@@ -192,7 +193,7 @@ def _follow(loc: tuple[int | str, ...], data: Any) -> _Place | None:
             if chosen is None:
                 place.is_unclear = True
                 return place
-            if part != chosen.__name__:
+            if not re.fullmatch(rf"(.*, )?{chosen.__name__}\]?", str(part)):  # or function-after[f(), NAME]
                 return None
             place.annotation = chosen
             continue
@@ -222,8 +223,18 @@ def _choose(options: list[Any], value: Any) -> Any:
     if not isinstance(value, dict):
         return None
     models = [option for option in options if is_section(option)]
+    models = [model for model in models if _takes_infra(model, value.get("infra"))] or models
     best = max(models, key=lambda model: _num_known(value, model), default=None)
     return best if best is not None and _num_known(value, best) else None
+
+
+def _takes_infra(model: type[Model], infra: Any) -> bool:  # any JSON value
+    """Whether `infra`, by which kinds of machines differ, is one of the model's."""
+    field = model.model_fields.get("infra")
+    if field is None or not isinstance(infra, str):
+        return False
+    known = get_args(field.annotation) if get_origin(field.annotation) is Literal else CLOUDS
+    return infra.partition("/")[0] in known
 
 
 def _num_known(value: dict[str, Any], model: type[Model]) -> int:
@@ -255,7 +266,8 @@ def _unknown(place: _Place) -> str:
     elsewhere = sorted({dotted((*path, name)) for path, model in sections() if name in model.model_fields})
     if place.pattern in elsewhere:  # of another form of the same section
         section = dotted(place.path[:-1])
-        return f"does not go with the other fields of {section}; write either {FORMS.get(section, 'one')}"
+        forms = FORMS.get(re.sub(r"\[\d+\]", "[]", section), "one")
+        return f"does not go with the other fields of {section}; write either {forms}"
     if 0 < len(elsewhere) <= 3:
         return f"unknown field here; did you mean {' or '.join(elsewhere)}?"
     return f"unknown field; there are {', '.join(known)}"

@@ -58,9 +58,12 @@ def roles_of(job: Job, run: RunFolder) -> list[Role]:
     ]
     if has_market(job):
         roles.append(_module("market", "rlboost_providers.market", run))
+    script = job.trainer.script
     trainer = Role(
         "trainer",
-        _python("rlboost_runtime.trainer", str(run.path)),
+        _python("rlboost_runtime.trainer", str(run.path))
+        if script is None
+        else (sys.executable, str(run.files / script)),
         may_start=lambda: bool((read_json(run.wanted) or {}).get("train")),
         progress_of=lambda: _num_lines(run.metrics),
     )

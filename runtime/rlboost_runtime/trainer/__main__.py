@@ -7,7 +7,6 @@ help; problem and remedy are in the log and with the coordinator. Anything else:
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -23,7 +22,7 @@ from rlboost_runtime.trainer import checkpoint
 from rlboost_runtime.trainer.data import Example, PromptSource, read_examples
 from rlboost_runtime.trainer.following import be_led
 from rlboost_runtime.trainer.hub import fetch
-from rlboost_runtime.trainer.launch import die_with_launcher, is_rank, run_ranks
+from rlboost_runtime.trainer.launch import Place, die_with_launcher, is_rank, run_ranks
 from rlboost_runtime.trainer.loop import TrainerLoop
 from rlboost_runtime.trainer.policy import Policy
 from rlboost_runtime.trainer.preparing import Preparing
@@ -47,18 +46,19 @@ def main(arguments: list[str]) -> int:
         return 2
     run = RunFolder(Path(arguments[0]).absolute())
     job = read_resolved(run.job_json)
-    if job.trainer.ranks == 1:
+    if job.trainer.ranks * job.trainer.nodes == 1:
         return lead(run, job, ALONE)
     if not is_rank():
-        return run_ranks(run.name, arguments, job.trainer.ranks, (EXIT_CANNOT_GO_ON,))
+        place = Place(job.trainer.ranks, job.trainer.nodes, 0, job.trainer.node_address)
+        command = ["-m", "rlboost_runtime.trainer", *arguments]
+        return run_ranks(run.name, command, place, (EXIT_CANNOT_GO_ON,))
     die_with_launcher()
     ranks = Ranks.join()
     if ranks.leads:
         code = lead(run, job, ranks)
     else:
         logs.setup(f"trainer-{ranks.rank}")
-        torch.set_num_threads(job.trainer.threads)
-        be_led(ranks, job)
+        be_led(ranks)
         code = 0
     ranks.leave()
     return code
@@ -106,17 +106,16 @@ def train(run: RunFolder, job: Job, stream: StepStream, ranks: Ranks = ALONE) ->
     preparing = Preparing(run)
     preparing.say("reading the prompts")
     examples = read_examples(job.data, run.files)
-    with RewardScorer(
-        job.reward, run.files, timeout_s=job.reward_timeout_s, log_file=run.logs / "reward.log",
-        num_children=max(1, min(8, (os.cpu_count() or 1) // 4)),
-    ) as scorer:  # fmt: skip
+    with RewardScorer.for_job(job, run.files, run.logs / "reward.log") as scorer:
         policy = load_policy(run, job, examples, scorer, preparing)
         preparing.say("encoding the prompts")
         source = PromptSource(
             examples, policy.encode, prompts_per_step=job.algorithm.prompts_asked_per_step,
             max_prompt_tokens=job.algorithm.max_prompt_tokens, seed=job.algorithm.seed,
+            num_held_out=0 if job.evaluation is None else job.evaluation.prompts,
         )  # fmt: skip
-        ranks.tell(Load(str(policy.source)))
+        files = policy.small_files() if job.trainer.nodes > 1 else {}
+        ranks.tell(Load(str(policy.source), job.canonical_json(), files))
         policy.set_up(job.trainer, job.algorithm, ranks)
         preparing.over()
         final = TrainerLoop(run, job, policy, source, scorer, stream, ranks).train()

@@ -2,23 +2,30 @@
 
 `checkpoints/step-000012/` holds the model in HF format (float32, exactly), `optimizer.pt` (AdamW state and
 random number generators) and `state.json`. A folder of that name is complete and durable: it is built under
-another name, synced and renamed. Loading one on a CPU continues bit for bit.
+another name, synced and renamed. Loading one on a CPU continues bit for bit, and on any number of ranks.
+The data cursor is the step itself (`data.py`); what the window has learned is the coordinator's and in its
+event log.
+
+Taking a checkpoint (`take`) copies; writing it (`write`) touches nothing that training changes, so that the
+two may overlap (`checkpoint_writer.py`).
 """
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 
 from rlboost_runtime.run_folder import read_json, sync_path, write_json
 from rlboost_runtime.trainer.policy import Policy
+from rlboost_runtime.trainer.snapshot import ModelSnapshot
 
 _NAME = re.compile(r"step-([0-9]{6,})")
 _BUILDING = ".building-"
@@ -28,7 +35,7 @@ _BUILDING = ".building-"
 class TrainedState:
     """The step that a checkpoint follows, with its report: what the coordinator and the metrics file are told
     again where the trainer was killed before it could. `policy_version`: the version published after the
-    step."""
+    step. `ahead`: [step, policy version, updates in it] of the steps that had been asked for."""
 
     step: int
     policy_version: int
@@ -37,6 +44,7 @@ class TrainedState:
     tokens_trained: int
     reward_mean: float
     line: dict[str, float]
+    ahead: list[list[int]] = field(default_factory=list)
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:
@@ -52,18 +60,30 @@ def saved_steps(checkpoints: Path) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
-def save(
-    checkpoints: Path, policy: Policy, optimizer: torch.optim.Optimizer, state: TrainedState, *, keep: int
-) -> Path:
-    """Write the checkpoint after `state.step`, then delete all but the newest `keep`."""
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What is written: all of it copies, in main memory."""
 
-    def write(folder: Path) -> None:
-        policy.save(folder)
-        torch.save(_resumable(optimizer), folder / "optimizer.pt")
-        write_json(folder / "state.json", asdict(state))
+    model: ModelSnapshot
+    optimizer: dict[str, object]
+    state: TrainedState
 
-    final = step_folder(checkpoints, state.step)
-    replace_folder(final, write)
+
+def take(policy: Policy, optimizer: torch.optim.Optimizer, state: TrainedState) -> Checkpoint:
+    """Copy everything as it is now; the policy is the one after `state.step`."""
+    return Checkpoint(policy.snapshot(), _resumable(optimizer), copy.deepcopy(state))
+
+
+def write(checkpoints: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
+    """Write a checkpoint, then delete all but the newest `keep`; return its folder."""
+
+    def fill(folder: Path) -> None:
+        checkpoint.model.write(folder)
+        torch.save(checkpoint.optimizer, folder / "optimizer.pt")
+        write_json(folder / "state.json", asdict(checkpoint.state))
+
+    final = step_folder(checkpoints, checkpoint.state.step)
+    replace_folder(final, fill)
     for step in saved_steps(checkpoints)[:-keep]:
         _remove(step_folder(checkpoints, step))
     return final
@@ -85,7 +105,7 @@ def restore_optimizer(folder: Path, optimizer: torch.optim.Optimizer) -> None:
 
 def _resumable(optimizer: torch.optim.Optimizer) -> dict[str, object]:
     return {
-        "optimizer": optimizer.state_dict(),
+        "optimizer": copy.deepcopy(optimizer.state_dict()),
         "rng": torch.get_rng_state(),
         "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }

@@ -123,8 +123,17 @@ class PromptSource:
         prompts_per_step: int,
         max_prompt_tokens: int,
         seed: int,
+        num_held_out: int = 0,
     ) -> None:
-        self._prompts, self.num_skipped = _usable(examples, encode, max_prompt_tokens)
+        """The last `num_held_out` usable prompts are in no step. Raises `ConfigError`."""
+        usable, self.num_skipped = _usable(examples, encode, max_prompt_tokens)
+        if num_held_out >= len(usable):
+            raise ConfigError(
+                f"evaluation.prompts: {num_held_out} of {len(usable)} usable prompts leave none to train",
+                f"write at most {len(usable) - 1}, or add prompts",
+            )
+        cut = len(usable) - num_held_out
+        self._prompts, self.held_out = usable[:cut], usable[cut:]
         self._per_step = prompts_per_step
         self._seed = seed
         self._epoch_order: tuple[int, list[int]] | None = None

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import assert_never
 
+import torch
+
 from rlboost_runtime.job import Job
 from rlboost_runtime.trainer.policy import Policy, Residency
 from rlboost_runtime.trainer.ranks import (
@@ -26,11 +28,13 @@ from rlboost_runtime.trainer.ranks import (
 from rlboost_runtime.trainer.update import Learner
 
 
-def be_led(ranks: Ranks, job: Job) -> None:
+def be_led(ranks: Ranks) -> None:
     """Take part in a run from the model's load on; return when rank 0 is done."""
     match ranks.hear():
-        case Load(source=source):
-            policy = Policy.load(source)
+        case Load(source=source, job=text, files=files):
+            job = Job.model_validate_json(text)
+            torch.set_num_threads(job.trainer.threads)
+            policy = Policy.bare(files) if files else Policy.load(source)
             policy.set_up(job.trainer, job.algorithm, ranks)
             learner = Learner(policy, job.algorithm, job.trainer, ranks)
             follow(ranks, policy, learner, Residency(policy, learner.optimizer))

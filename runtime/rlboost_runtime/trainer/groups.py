@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -63,9 +63,18 @@ class _Decoded:
     reward: Future[Reward]
 
 
+@dataclass(frozen=True, slots=True)
+class _ExpectedStep:
+    """A step whose groups may arrive; `arrived` by group, until they are collected."""
+
+    policy_version: int
+    prompts: Sequence[Prompt]
+    arrived: dict[int, list[_Decoded]] = field(default_factory=dict)
+
+
 class GroupDesk:
-    """Scores the groups of the current step. `arrived` is called from the stream's thread, the rest from
-    ours."""
+    """Scores groups of the steps that are under way. `arrived` is called from the stream's thread, the rest
+    from ours."""
 
     def __init__(
         self, decode: Callable[[list[int]], str], scorer: RewardScorer, algorithm: Algorithm
@@ -75,63 +84,54 @@ class GroupDesk:
         self._watch = RewardWatch(scorer.name)
         self._algorithm = algorithm
         self._lock = threading.Lock()
-        self._step = -1
-        self._version = -1
-        self._prompts: Sequence[Prompt] = ()
-        self._open: dict[int, list[_Decoded]] = {}
+        self._steps: dict[int, _ExpectedStep] = {}
         self.reward_wait_s = 0.0
+        """Seconds that `collect` has waited for rewards, in all."""
 
-    def begin_step(self, step: int, policy_version: int, prompts: Sequence[Prompt]) -> None:
+    def expect(self, step: int, policy_version: int, prompts: Sequence[Prompt]) -> None:
         """Expect the groups of `step`."""
         with self._lock:
-            self._step, self._version, self._prompts = step, policy_version, prompts
-            self._open = {}
-        self.reward_wait_s = 0.0
+            self._steps[step] = _ExpectedStep(policy_version, prompts)
+
+    def forget(self, step: int) -> None:
+        """Expect nothing more of `step`."""
+        with self._lock:
+            self._steps.pop(step, None)
 
     def arrived(self, group: GroupDone) -> None:
         """Check the group and start scoring it. Raises `ProtocolError` for a group that makes no sense."""
         with self._lock:
-            if group.step != self._step:
+            expected = self._steps.get(group.step)
+            if expected is None:
                 return
-            prompt = self._prompts[group.group]
+            prompt = expected.prompts[group.group]
             if len(group.responses) != self._algorithm.group_size:
                 raise ProtocolError(
                     f"group {group.group} of step {group.step} has {len(group.responses)} responses,"
                     f" not {self._algorithm.group_size}",
                     "see the coordinator's log",
                 )
-            self._open[group.group] = [self._start(prompt, response) for response in group.responses]
+            version = expected.policy_version
+            where = f"step {group.step}"
+            expected.arrived[group.group] = [
+                self._start(prompt, response, version, where) for response in group.responses
+            ]
 
-    def _start(self, prompt: Prompt, response: FinishedResponse) -> _Decoded:
+    def _start(self, prompt: Prompt, response: FinishedResponse, version: int, where: str) -> _Decoded:
         token_ids = np.frombuffer(response.token_ids, dtype="<i4").tolist()
         logprobs = np.frombuffer(response.logprobs, dtype="<f4").tolist()
-        self._check(response, len(token_ids), len(logprobs))
+        _check(response, len(token_ids), len(logprobs), version, where)
         call = RewardCall(prompt.text, self._decode(token_ids), prompt.row)
         return _Decoded(response, token_ids, logprobs, self._scorer.submit(call))
 
-    def _check(self, response: FinishedResponse, num_tokens: int, num_logprobs: int) -> None:
-        where = f"response {response.response} of step {self._step}"
-        if not num_tokens == num_logprobs == sum(segment.num_tokens for segment in response.segments):
-            raise ProtocolError(
-                f"{where}: {num_tokens} tokens, {num_logprobs} logprobs and segments of"
-                f" {sum(segment.num_tokens for segment in response.segments)}",
-                "see the coordinator's log",
-            )
-        versions = {segment.policy_version for segment in response.segments} - {self._version}
-        if versions:  # max_staleness is 0: such a token would be trained as if it were on-policy
-            raise ProtocolError(
-                f"{where}: tokens of policy version {min(versions)} in a step of version {self._version}",
-                "see the coordinator's log",
-            )
-
-    def collect(self, group: int, between: Callable[[], None]) -> ScoredGroup:
+    def collect(self, step: int, group: int, between: Callable[[], None]) -> ScoredGroup:
         """Return the scored group; waits for its rewards, calling `between` now and then meanwhile.
 
         Raises `RuntimeFault` where the rewards show that the reward function is broken.
         """
         with self._lock:
-            decoded = self._open.pop(group)
-            prompt = self._prompts[group]
+            expected = self._steps[step]
+            decoded, prompt = expected.arrived.pop(group), expected.prompts[group]
         started = time.monotonic()
         futures = [entry.reward for entry in decoded]
         while wait(futures, timeout=_RECALL_CHECK_S).not_done:
@@ -139,6 +139,24 @@ class GroupDesk:
         self.reward_wait_s += time.monotonic() - started
         self._watch.saw(future.result() for future in futures)
         return score_group(group, prompt, decoded, self._algorithm)
+
+
+def _check(
+    response: FinishedResponse, num_tokens: int, num_logprobs: int, policy_version: int, where: str
+) -> None:
+    where = f"response {response.response} of {where}"
+    if not num_tokens == num_logprobs == sum(segment.num_tokens for segment in response.segments):
+        raise ProtocolError(
+            f"{where}: {num_tokens} tokens, {num_logprobs} logprobs and segments of"
+            f" {sum(segment.num_tokens for segment in response.segments)}",
+            "see the coordinator's log",
+        )
+    versions = {segment.policy_version for segment in response.segments} - {policy_version}
+    if versions:  # each step is rolled out under one version: another one's token would be taken for newer
+        raise ProtocolError(
+            f"{where}: tokens of policy version {min(versions)} in a step of version {policy_version}",
+            "see the coordinator's log",
+        )
 
 
 def score_group(group: int, prompt: Prompt, decoded: Sequence[_Decoded], algorithm: Algorithm) -> ScoredGroup:

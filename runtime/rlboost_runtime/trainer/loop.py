@@ -4,7 +4,8 @@ report.
 One step, in order: ask for the step's groups (which gives the GPU back) -> score groups as they arrive ->
 once the lease is granted, train micro-batches in the order in which groups finished -> one division, clip and
 AdamW step per mini-batch (where old logprobs are recomputed, the first one waits for all groups) -> publish
-the next version -> checkpoint -> a line in `metrics.jsonl` -> `Trained`.
+the next version -> copy the checkpoint -> a line in `metrics.jsonl` -> `Trained`. The copy is written while
+the next step is rolled out; `Checkpointed` is said once it is durable.
 
 Guarantees:
 
@@ -14,8 +15,9 @@ Guarantees:
 - a version number is never used for other weights: a trainer that comes back publishes again under the next
   unused number, or reuses the stored version whose content digest equals its own. So the policy version
   grows, and need not equal the step;
-- `metrics.jsonl` and the coordinator hear of each step once, even where the trainer died between checkpoint
-  and report.
+- killed at any moment, it goes on after its newest complete checkpoint: a step whose checkpoint was still
+  being written is asked for again, and its line in `metrics.jsonl` replaced. No step is missing from the
+  weights, and none is in them twice.
 """
 
 from __future__ import annotations
@@ -31,24 +33,31 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from rlboost_runtime.job import Job
 from rlboost_runtime.logs import bind, event
 from rlboost_runtime.run_folder import RunFolder
 from rlboost_runtime.trainer import checkpoint
-from rlboost_runtime.trainer.checkpoint import TrainedState
+from rlboost_runtime.trainer.ahead import AskedStep, AskedSteps
+from rlboost_runtime.trainer.checkpoint import Checkpoint, TrainedState
+from rlboost_runtime.trainer.checkpoint_writer import CheckpointWriter
 from rlboost_runtime.trainer.data import Prompt, PromptSource
 from rlboost_runtime.trainer.groups import GroupDesk, ScoredGroup
-from rlboost_runtime.trainer.metrics import MetricsLog, group_metrics
+from rlboost_runtime.trainer.metrics import MetricsLog, evaluation_metrics, group_metrics
 from rlboost_runtime.trainer.policy import Policy, Residency
+from rlboost_runtime.trainer.publishing import Publication, Publisher
 from rlboost_runtime.trainer.ranks import ALONE, Ranks
 from rlboost_runtime.trainer.reward_outcome import require_some_reward
 from rlboost_runtime.trainer.rewards import RewardScorer
 from rlboost_runtime.trainer.sample import Sample
+from rlboost_runtime.trainer.samples import pick_samples
 from rlboost_runtime.trainer.selection import GroupSelection
-from rlboost_runtime.trainer.step_stream import StepStream
+from rlboost_runtime.trainer.step_stream import StepStream, Waits
+from rlboost_runtime.trainer.tracking import Trackers
 from rlboost_runtime.trainer.update import Learner, recomputes_old
-from rlboost_runtime.weights.manifest import Manifest, content_digest, read_manifest
+from rlboost_runtime.trainer.version_files import version_configs
+from rlboost_runtime.weights.manifest import content_digest, read_manifest
 from rlboost_runtime.weights.store import WeightStore, describe_file
 from rlboost_runtime.wire import PromptSpec, Published, Trained
 
@@ -96,17 +105,32 @@ class TrainerLoop:
         self._learner = Learner(policy, job.algorithm, job.trainer, ranks)
         self._residency = Residency(policy, self._learner.optimizer, ranks)
         self._desk = GroupDesk(policy.decode, scorer, job.algorithm)
-        self._store = WeightStore(run.weights, keep=KEEP_VERSIONS, chunk_bytes=job.weights.chunk_bytes)
+        self._store = WeightStore(
+            run.weights,
+            keep=KEEP_VERSIONS + job.algorithm.max_staleness,
+            chunk_bytes=job.weights.chunk_bytes,
+            max_deltas=0 if job.weights.transfer == "full" else job.weights.max_deltas,
+        )
+        self._publisher = Publisher(self._store, job.rollout.engine_args.dtype, self._announce)
         self._metrics = MetricsLog(run.metrics)
+        self._samples = MetricsLog(run.samples)
         self._version = -1
+        self._writer = CheckpointWriter(
+            run.checkpoints, keep=job.trainer.keep_checkpoints, on_durable=stream.checkpointed
+        )
+        self._asked = AskedSteps(job.algorithm.max_staleness, job.algorithm.steps)
+        self._asked_before: dict[int, tuple[int, int]] = {}
+        self._past_waits = Waits()
         stream.attach(on_group=self._desk.arrived, on_recall=self._residency.free)
 
     def train(self) -> Path:
         """Train all remaining steps; return the folder of the final model, saved and said to the
         coordinator."""
-        first = self._resume()
-        for step in range(first, self._job.algorithm.steps):
-            self._step(step)
+        with self._writer, self._publisher:
+            first = self._resume()
+            with Trackers(self._run, self._job, first) as self._trackers:
+                for step in range(first, self._job.algorithm.steps):
+                    self._step(step)
         final = self._run.checkpoints / "model"
         checkpoint.replace_folder(final, self._policy.export)
         event(log, "run.trained", model=str(final))
@@ -120,13 +144,16 @@ class TrainerLoop:
         saved = checkpoint.saved_steps(self._run.checkpoints)
         if not saved:
             self._metrics.rewind(0)
+            self._samples.rewind(0)
             self._publish_current(0)
             return 0
         folder = checkpoint.step_folder(self._run.checkpoints, saved[-1])
         state = checkpoint.read_state(folder)
         checkpoint.restore_optimizer(folder, self._learner.optimizer)
+        self._samples.rewind(state.step + 1)
         if self._metrics.rewind(state.step + 1) != state.step:
             self._metrics.append(dict(state.line))
+        self._asked_before = {step: (version, updates) for step, version, updates in state.ahead}
         event(log, "trainer.resumed", after_step=state.step, policy_version=state.policy_version)
         self._publish_current(state.policy_version)
         self._stream.trained(_report(state, checkpointed=True))
@@ -138,36 +165,44 @@ class TrainerLoop:
         digest = self._content_digest() if stored else None
         for _, manifest in sorted(stored.items(), reverse=True):
             if manifest.content_digest == digest:
+                self._version = manifest.version
                 self._residency.free()
-                self._announce(manifest, 0.0)
+                self._announce(Publication(manifest, 0.0, 0.0))
                 return
         self._publish(max([at_least, *(version + 1 for version in stored)]))
 
     def _content_digest(self) -> str:
         with tempfile.TemporaryDirectory(dir=self._run.path) as name:
             folder = Path(name)
-            self._write(folder)
+            self._publisher.write(folder, self._policy.weights(), self._configs())
             paths = sorted(folder.iterdir())
             return content_digest([describe_file(path, self._store.chunk_bytes) for path in paths])
 
-    def _write(self, folder: Path) -> None:
-        self._policy.write_weights(folder, self._job.rollout.engine_args.dtype)
+    def _configs(self) -> dict[str, bytes]:
+        return version_configs(self._policy.model, self._job.rollout.engine_args.dtype)
 
     def _publish(self, version: int) -> None:
-        """Put a version into the store, leave the GPU, and say so."""
-        started = time.monotonic()
+        """Copy the weights, leave the GPU, and have the copy published as `version` meanwhile."""
         probe = self._policy.probe(
             list(self._source.batch(0)[0].token_ids), self._job.rollout.engine_args.dtype
         )
-        manifest = self._store.publish(version, self._write, probe, self._policy.tied())
-        self._announce(manifest, time.monotonic() - started)
-
-    def _announce(self, manifest: Manifest, seconds: float) -> None:
-        self._version = manifest.version
+        self._publisher.begin(version, self._policy.weights(), self._configs(), probe, self._policy.tied())
+        self._version = version
         if not self._stream.holds_lease:
-            self._residency.free()  # engines may load what we announce
+            self._residency.free()  # engines may load what is announced
+
+    def _announce(self, done: Publication) -> None:
+        """Say that a version lies in the store; on the publisher's thread."""
+        manifest = done.manifest
         self._stream.publish(
-            Published(manifest.version, manifest.content_digest, manifest.num_bytes, seconds)
+            Published(
+                manifest.version,
+                manifest.content_digest,
+                manifest.num_bytes,
+                done.stop_s + done.publish_s,
+                stop_s=done.stop_s,
+                delta_bytes=done.delta_bytes,
+            )
         )
 
     # --- one step ------------------------------------------------------------------------------------------
@@ -176,30 +211,38 @@ class TrainerLoop:
         bind(step=step, policy_version=self._version)
         seconds = Seconds()
         started = time.monotonic()
-        rollout_version = self._version
-        prompts = self._source.batch(step)
+        waited, reward_waited = self._waits(), self._desk.reward_wait_s
+        moved_s = self._residency.moved_s
+        asked = self._asked.get(step) or self._ask(step, step)
         selection = GroupSelection(
             self._job.algorithm.zero_variance_groups, self._job.algorithm.prompts_per_step
         )
-        groups = self._roll_out_and_train(step, prompts, selection, seconds)
+        groups, held_out = self._train_as_they_arrive(asked, selection, seconds)
+        self._desk.forget(step)
         require_some_reward(
             [response.reward for group in groups for response in group.responses], self._scorer.name
         )
         with seconds.timed("publish"):
             self._publish(max(self._version, *self._store.versions()) + 1)
-        waits = self._stream.waits
+        self._asked.trained(step)
+        waits = self._waits() - waited
         line = {
             "step": float(step),
-            "policy_version": float(rollout_version),
+            "policy_version": float(asked.policy_version),
+            "staleness": float(asked.staleness),
             **group_metrics(groups),
             **selection.metrics(),
+            **evaluation_metrics(held_out),
             **self._learner.sums.metrics(),
             "learning_rate": self._learner.learning_rate(step),
             "prompts_skipped": float(self._source.num_skipped),
             "rollout_wait_s": waits.without_lease_s + waits.for_lease_s,
             "train_wait_s": waits.with_lease_s,
-            "reward_wait_s": self._desk.reward_wait_s,
+            "reward_wait_s": self._desk.reward_wait_s - reward_waited,
             "train_s": seconds.spent.get("train", 0.0),
+            "lease_wait_s": waits.for_lease_s,
+            "handover_s": self._residency.moved_s - moved_s,
+            "gpu_peak_bytes": _gpu_peak_bytes(),
             "publish_s": seconds.spent["publish"],
             "step_s": time.monotonic() - started,
         }
@@ -211,42 +254,85 @@ class TrainerLoop:
             tokens_trained=self._learner.sums.tokens,
             reward_mean=line["reward_mean"],
             line=line,
+            ahead=self._asked.versions(),
         )
+        for sample in pick_samples(step, groups, asked.prompts, self._policy.decode):
+            self._samples.append(sample)
         self._finish(state, seconds)
 
     def _finish(self, state: TrainedState, seconds: Seconds) -> None:
-        """Checkpoint where it is due, then report."""
+        """Copy the checkpoint where it is due, report, and have the copy written meanwhile."""
         every, steps = self._job.trainer.checkpoint_every_steps, self._job.algorithm.steps
         is_due = (state.step + 1) % every == 0 or state.step + 1 == steps
-        if is_due:
-            with seconds.timed("checkpoint"):
-                checkpoint.save(
-                    self._run.checkpoints, self._policy, self._learner.optimizer, state,
-                    keep=self._job.trainer.keep_checkpoints,
-                )  # fmt: skip
-        state.line["checkpoint_s"] = seconds.spent.get("checkpoint", 0.0)
+        taken: Checkpoint | None = None
+        with seconds.timed("checkpoint"):
+            if is_due:
+                self._writer.ready()
+                taken = checkpoint.take(self._policy, self._learner.optimizer, state)
+        state.line["checkpoint_s"] = seconds.spent["checkpoint"]
+        state.line["checkpoint_write_s"] = self._writer.last_write_s
         self._metrics.append(dict(state.line))
-        self._stream.trained(_report(state, checkpointed=is_due))
+        self._trackers.log(state.line)
+        self._publisher.ready()
+        self._stream.trained(_report(state, checkpointed=False))
         event(
             log, "step.trained", reward_mean=round(state.reward_mean, 4), tokens=state.tokens_trained,
             train_s=round(state.busy_s, 3), wait_s=round(state.wait_s, 3),
         )  # fmt: skip
+        if taken is not None:
+            taken.state.line.update(state.line)
+            self._writer.submit(taken)
 
-    def _roll_out_and_train(
-        self, step: int, prompts: list[Prompt], selection: GroupSelection, seconds: Seconds
-    ) -> list[ScoredGroup]:
-        """Ask for the groups and train on them as they finish; return them all, in that order."""
+    def _ask(self, step: int, training: int) -> AskedStep:
+        """Ask for a step's groups, while step `training` is the oldest that is not trained; that gives the
+        GPU back, unless we are in the middle of it."""
+        self._publisher.ready()
+        self._stream.answer_recall()
+        if not self._stream.holds_lease or step == training:
+            self._residency.free()
+        version, updates = self._asked_before.get(step, (self._version, training))
+        if version not in self._store.versions():
+            version, updates = self._version, training
+        asked = AskedStep(step, version, updates, self._source.batch(step) + self._held_out(step))
+        self._asked.add(asked)
+        self._desk.expect(step, version, asked.prompts)
+        self._past_waits += self._stream.waits
         algorithm = self._job.algorithm
-        self._learner.begin_step(step)
-        self._desk.begin_step(step, self._version, prompts)
-        self._residency.free()
         self._stream.request_step(
-            step, self._version, [_spec(group, prompt) for group, prompt in enumerate(prompts)],
+            step, version, [_spec(group, prompt) for group, prompt in enumerate(asked.prompts)],
             group_size=algorithm.group_size, max_response_tokens=algorithm.max_response_tokens,
-            stop_token_ids=sorted(self._policy.stop_token_ids),
+            stop_token_ids=sorted(self._policy.stop_token_ids), keep_lease=step != training,
         )  # fmt: skip
+        return asked
+
+    def _held_out(self, step: int) -> list[Prompt]:
+        """Return the held-out prompts, where the step is to evaluate its weights."""
+        wanted, last = self._job.evaluation, self._job.algorithm.steps - 1
+        is_due = wanted is not None and (step % wanted.every_steps == 0 or step == last)
+        return self._source.held_out if is_due else []
+
+    def _waits(self) -> Waits:
+        """Return what we have waited since this process began."""
+        return self._past_waits + self._stream.waits
+
+    def _receive(self, training: int, min_responses: int) -> None:
+        """Take note of groups that arrive, at least `min_responses` or the rest of their step; ask for the
+        next step where it is time."""
+        for group in self._stream.next_groups(min_responses):
+            self._asked.newest.order.append(group.group)
+        ahead = self._asked.next_ahead(training)
+        if ahead is not None:
+            self._ask(ahead, training)
+
+    def _train_as_they_arrive(
+        self, asked: AskedStep, selection: GroupSelection, seconds: Seconds
+    ) -> tuple[list[ScoredGroup], list[ScoredGroup]]:
+        """Train on a step's groups as they finish; return them all, in that order, and the held-out ones."""
+        algorithm = self._job.algorithm
+        self._learner.begin_step(asked.step)
         groups: list[ScoredGroup] = []
-        chosen = self._chosen(len(prompts), selection, groups)
+        held_out: list[ScoredGroup] = []
+        chosen = self._chosen(asked, selection, groups, held_out)
         must_recompute = recomputes_old(algorithm)
         for size in micro_batch_sizes(
             algorithm.prompts_per_step,
@@ -258,35 +344,45 @@ class TrainerLoop:
                 self._train_micro_batch(
                     [sample for group in islice(chosen, size) for sample in group], seconds
                 )
+                if algorithm.max_staleness:
+                    self._receive(asked.step, 0)
                 continue
             if must_recompute:
                 chosen = iter([self._recompute(group, seconds) for group in chosen])
                 must_recompute = False
             self._train_apply(seconds)
         deque(chosen, maxlen=0)  # a step ends when all its groups are in, also spares that nobody needed
-        return groups
+        return groups, held_out
 
     def _chosen(
-        self, num_groups: int, selection: GroupSelection, arrived: list[ScoredGroup]
+        self,
+        asked: AskedStep,
+        selection: GroupSelection,
+        arrived: list[ScoredGroup],
+        held_out: list[ScoredGroup],
     ) -> Iterator[list[Sample]]:
         """Yield the samples of each group to train, as soon as it is known to be one; note all in
         `arrived`."""
         waiting: dict[int, ScoredGroup] = {}
-        for number in self._completion_order(num_groups):
-            group = self._desk.collect(number, self._stream.answer_recall)
+        for number in self._completion_order(asked):
+            group = self._desk.collect(asked.step, number, self._stream.answer_recall)
+            if number >= self._job.algorithm.prompts_asked_per_step:
+                held_out.append(group)
+                continue
             arrived.append(group)
             waiting[number] = group
             for each in selection.arrived(number, flat=group.zero_variance):
                 yield [response.sample for response in waiting.pop(each).responses]
 
-    def _completion_order(self, num_groups: int) -> Iterator[int]:
+    def _completion_order(self, asked: AskedStep) -> Iterator[int]:
         """Yield group numbers as they finish, asking for a micro-batch's worth at a time."""
-        done = 0
-        while done < num_groups:
-            arrived = self._stream.next_groups(self._job.algorithm.micro_batch_responses)
-            for group in arrived:
-                yield group.group
-            done += len(arrived)
+        given = 0
+        while given < len(asked.prompts):
+            if given == len(asked.order):
+                self._receive(asked.step, self._job.algorithm.micro_batch_responses)
+            arrived = asked.order[given:]
+            yield from arrived
+            given += len(arrived)
 
     def _train_micro_batch(self, samples: list[Sample], seconds: Seconds) -> None:
         self._stream.hold_lease()
@@ -327,6 +423,15 @@ def micro_batch_sizes(
             yield min(full, left)
             left -= min(full, left)
         yield 0
+
+
+def _gpu_peak_bytes() -> float:
+    """Return the most GPU memory that this process has had allocated since it was last asked; 0 without."""
+    if not torch.cuda.is_available():
+        return 0.0
+    peak = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return float(peak)
 
 
 def _spec(group: int, prompt: Prompt) -> PromptSpec:

@@ -53,13 +53,24 @@ def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     }
 
 
+def evaluation_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    """Return rewards on held-out prompts: the mean, and that of each prompt's best response."""
+    if not groups:
+        return {}
+    rewards = [[response.reward.value for response in group.responses] for group in groups]
+    return {
+        "eval_reward_mean": statistics.fmean(value for values in rewards for value in values),
+        "eval_reward_best": statistics.fmean(max(values) for values in rewards),
+    }
+
+
 def percentile(ascending: Sequence[int], percent: int) -> float:
     """Return the nearest-rank percentile of a sorted, non-empty sequence."""
     return float(ascending[max(0, -(-len(ascending) * percent // 100) - 1)])
 
 
 class MetricsLog:
-    """`metrics.jsonl`: each step once, ascending."""
+    """`metrics.jsonl`: each step once, ascending. `samples.jsonl` is one, too, with several lines a step."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -10,34 +10,39 @@ Shape suffixes: B responses, T tokens of the longest one.
 
 from __future__ import annotations
 
-import copy
 import gc
-from collections.abc import Mapping, Sequence
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import Algorithm, Lora, Trainer
 from rlboost_runtime.trainer import lora as adapters
 from rlboost_runtime.trainer.packing import pack
-from rlboost_runtime.trainer.ranks import ALONE, Free, GatherModel, Ranks, Take, whole
+from rlboost_runtime.trainer.ranks import ALONE, Free, GatherModel, Ranks, Take, spread, whole
 from rlboost_runtime.trainer.ranks import Probe as ProbeCommand
 from rlboost_runtime.trainer.scoring import Scorer
 from rlboost_runtime.trainer.sharding import Adam, shard
+from rlboost_runtime.trainer.snapshot import ModelSnapshot, small_files
+from rlboost_runtime.trainer.version_files import (
+    PROBE_TOKENS,
+    PROBE_TOLERANCE,
+    find_tied,
+    stop_token_ids,
+)
 from rlboost_runtime.weights.manifest import Probe, Tied
-
-PROBE_TOKENS = 8
-"""Length of the greedy continuation in a probe: eight forward passes, and enough to tell versions apart."""
-
-PROBE_TOLERANCE = {"float32": 5e-3, "bfloat16": 0.25}
-"""Nats by which an engine's probe logprobs may differ: kernels sum in another order; bfloat16 rounds to 8
-bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +70,12 @@ class Policy:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         torch.nn.Module.to(model, self.device, torch.float32)
         torch.nn.Module.eval(model)  # no dropout: engine and trainer must compute the same function
-        self.stop_token_ids = _stop_token_ids(model, tokenizer)
+        self.stop_token_ids = stop_token_ids(model, tokenizer)
         self.scorer = Scorer(model)
-        self._tied = _find_tied(model)
+        self._tied = find_tied(model)
         self._lora: Lora | None = None
         self._adapter_folder = _adapter_folder(folder)
+        self._small_files: dict[str, bytes] = {}
         self._ranks = ALONE
 
     @classmethod
@@ -85,6 +91,22 @@ class Policy:
             ) from exc
         return cls(model, tokenizer, folder)
 
+    @classmethod
+    def bare(cls, files: Mapping[str, bytes]) -> Policy:
+        """Return one of the shape that `small_files` tell, with weights that mean nothing yet."""
+        with tempfile.TemporaryDirectory() as name:
+            for file, content in files.items():
+                (Path(name) / file).write_bytes(content)
+            config = AutoConfig.from_pretrained(name)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+            return cls(model, AutoTokenizer.from_pretrained(name))
+
+    def small_files(self) -> dict[str, bytes]:
+        """Return the files beside the weights, by name."""
+        if not self._small_files:
+            self._small_files = small_files(self.model, self.tokenizer)
+        return self._small_files
+
     def set_up(self, trainer: Trainer, algorithm: Algorithm, ranks: Ranks = ALONE) -> None:
         """Make it as the job wants it trained: adapters, precision, memory, ranks. Once, before an optimizer
         is made. Raises `ConfigError`."""
@@ -99,6 +121,8 @@ class Policy:
         if trainer.dtype == "bfloat16":
             self.scorer.compute_dtype = torch.bfloat16
             self.scorer.autocast = ranks.num == 1
+        if trainer.nodes > 1:
+            spread(self.model, ranks)
         if trainer.activation_checkpointing:
             _checkpoint_activations(self.model)
         if ranks.num > 1:
@@ -120,8 +144,10 @@ class Policy:
         """Return a response's text, as rewards see it: without end-of-text."""
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
-    def full_state(self) -> dict[str, Tensor]:
-        """Return all weights by name, whole and on the CPU, tied ones once; on ranks other than 0 nothing."""
+    def full_state(self, *, copy: bool = False) -> dict[str, Tensor]:
+        """Return all weights by name, whole and on the CPU, tied ones once; on ranks other than 0 nothing.
+
+        They may be the model's own memory, unless a `copy` is asked for."""
         self._ranks.tell(GatherModel())
         tied = {entry.name for entry in self._tied}
         found: dict[str, Tensor] = {}
@@ -129,28 +155,26 @@ class Policy:
             if name not in tied:
                 gathered = whole(tensor.detach())
                 if self._ranks.leads:
-                    found[name] = gathered.to("cpu")
+                    found[name] = gathered.to("cpu", copy=copy)
         return found
 
+    def snapshot(self) -> ModelSnapshot:
+        """Return a copy of what `load` and `set_up` need to go on: model (float32, exactly), tokenizer, and
+        the adapters beside the frozen model. On ranks other than 0 it is empty."""
+        return ModelSnapshot(self.full_state(copy=True), self.small_files())
+
     def save(self, folder: Path) -> None:
-        """Write what `load` and `set_up` need to go on: model (float32, exactly), tokenizer, and the adapters
-        beside the frozen model."""
-        state = self.full_state()
-        if self._lora is not None:
-            adapters.save(state, folder)
-        self._save_model(adapters.frozen(state), folder)
+        """Write what `load` and `set_up` need to go on."""
+        self.snapshot().write(folder)
 
     def export(self, folder: Path) -> None:
         """Write the trained model for others: HF format, float32, adapters merged."""
-        self._save_model(self._merged_state(), folder)
+        self.model.save_pretrained(folder, state_dict=self._merged_state())
+        self.tokenizer.save_pretrained(folder)
 
     def _merged_state(self) -> dict[str, Tensor]:
         state = self.full_state()
         return state if self._lora is None else adapters.merged(state, self._lora)
-
-    def _save_model(self, state: Mapping[str, Tensor], folder: Path) -> None:
-        self.model.save_pretrained(folder, state_dict=dict(state))
-        self.tokenizer.save_pretrained(folder)
 
     def forward(
         self, prompts: Sequence[list[int]], responses: Sequence[list[int]], temperature: float
@@ -180,20 +204,20 @@ class Policy:
         new = tuple(sequence[len(token_ids) :])
         return Probe(tuple(token_ids), new, tuple(logprobs), PROBE_TOLERANCE[dtype])
 
-    def write_weights(self, folder: Path, dtype: str) -> None:
-        """Write what a weight version consists of: model.safetensors in `dtype` (tied tensors once),
-        config.json and generation_config.json. The same weights give the same bytes."""
-        kind = getattr(torch, dtype)
-        state = {
-            name: tensor.to(kind if tensor.is_floating_point() else tensor.dtype).contiguous()
-            for name, tensor in self._merged_state().items()
-        }
-        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-        config = copy.deepcopy(self.model.config)
-        config.dtype = dtype
-        config.save_pretrained(folder)
-        assert self.model.generation_config is not None
-        self.model.generation_config.to_json_file(folder / "generation_config.json")
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights that engines compute with, by name, whole, tied ones once, one after the other:
+        each may lie in the model's own memory, or be gathered for the moment. On ranks other than 0 nothing.
+        """
+        if self._lora is not None:
+            yield from self._merged_state().items()
+            return
+        self._ranks.tell(GatherModel())
+        tied = {entry.name for entry in self._tied}
+        for name, tensor in self.model.state_dict().items():
+            if name not in tied:
+                gathered = whole(tensor.detach())
+                if self._ranks.leads:
+                    yield name, gathered
 
     def tied(self) -> list[Tied]:
         """Return the parameters that share another one's memory and are not written."""
@@ -211,6 +235,8 @@ class Residency:
         self._optimizer = optimizer
         self._ranks = ranks
         self._resident = True
+        self.moved_s = 0.0
+        """Seconds that moving has taken since this process began: the trainer's part of a hand-over."""
 
     def free(self) -> None:
         """Leave the accelerator; idempotent. Accumulated gradients move along and are kept."""
@@ -229,6 +255,13 @@ class Residency:
         self._resident = True
 
     def _move(self, device: torch.device) -> None:
+        started = time.monotonic()
+        self._move_all(device)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.moved_s += time.monotonic() - started
+
+    def _move_all(self, device: torch.device) -> None:
         torch.nn.Module.to(self._policy.model, device)
         if isinstance(self._optimizer, Adam) and self._optimizer.offload:
             return  # its state is never here but for a step
@@ -236,16 +269,6 @@ class Residency:
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.dim() > 0:  # AdamW keeps its step counts on the CPU
                     state[name] = value.to(device)
-
-
-def _find_tied(model: PreTrainedModel) -> list[Tied]:
-    first: dict[tuple[int, torch.Size], str] = {}
-    found = []
-    for name, tensor in model.state_dict().items():
-        owner = first.setdefault((tensor.data_ptr(), tensor.shape), name)
-        if owner != name:
-            found.append(Tied(name, owner))
-    return found
 
 
 def _adapter_folder(folder: str | Path | None) -> Path | None:
@@ -264,12 +287,3 @@ def _checkpoint_activations(model: PreTrainedModel) -> None:
             setattr(module, "attention_dropout", 0.0)  # noqa: B010 - no attribute that nn.Module knows
     model.gradient_checkpointing_enable({"use_reentrant": False})
     torch.nn.Module.train(model)
-
-
-def _stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    found: Any = getattr(model.generation_config, "eos_token_id", None)  # int, list of int, or None
-    if found is None:
-        found = tokenizer.eos_token_id
-    if found is None:
-        return frozenset()
-    return frozenset(found if isinstance(found, list) else [found])

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlboost_runtime.trainer.sample import Sample
 
@@ -35,9 +35,15 @@ COMMAND_TIMEOUT = datetime.timedelta(days=2)
 
 
 class Load(msgspec.Struct, tag="load", frozen=True):
-    """`Policy.load` and `Policy.set_up`: the first command, unless there is nothing to do at all."""
+    """`Policy.load` and `Policy.set_up`: the first command, unless there is nothing to do at all.
+
+    `job`: the resolved job as JSON. `files`: with several nodes, the model's small files; its weights follow
+    from rank 0, since `source` is there only.
+    """
 
     source: str
+    job: str
+    files: dict[str, bytes] = {}
 
 
 class BeginStep(msgspec.Struct, tag="begin_step", frozen=True):
@@ -184,6 +190,16 @@ class Ranks:
 
 
 ALONE = Ranks()
+
+
+@torch.no_grad()
+def spread(model: nn.Module, ranks: Ranks) -> None:
+    """Give every rank the weights of rank 0; all ranks have to call this, before the weights are divided."""
+    for tensor in model.state_dict().values():
+        copy = tensor.detach().to("cpu").contiguous()
+        dist.broadcast(copy, 0, group=ranks.control)
+        if not ranks.leads:
+            tensor.copy_(copy)
 
 
 def whole(tensor: Tensor) -> Tensor:

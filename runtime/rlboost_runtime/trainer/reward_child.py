@@ -13,25 +13,23 @@ A user's function is called with those of `prompt` (str), `response` (str, witho
 
     def score(prompt: str, response: str, row: dict) -> float: ...
 
-An HTTP endpoint gets POST {"prompt", "response", "row"} and answers {"reward": number} or just the number.
+Its memory is limited, if the setup says so, before anything of the user's is imported.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import inspect
-import json
 import math
 import os
 import pickle
 import queue
+import resource
 import socket
 import struct
 import sys
 import threading
 import traceback
-import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +37,7 @@ from typing import Any
 
 import msgspec
 
+from rlboost_runtime.trainer.reward_builtin import built_in
 from rlboost_runtime.trainer.reward_outcome import explain_exception
 
 Score = Callable[["RewardCall"], object]
@@ -49,13 +48,12 @@ _HEADER = struct.Struct("<I")
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What computes the reward: exactly one of `function` (`file.py:name` in `folder`), `url`, or neither for
-    the reasoning-gym scorer. `timeout_s` bounds an HTTP call."""
+    """What computes the reward: `file.py:name` in `folder`, or the name of a built-in one. `memory_bytes`
+    bounds the process's address space."""
 
     folder: str
-    function: str | None
-    url: str | None
-    timeout_s: float
+    reward: str
+    memory_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +66,7 @@ class RewardCall:
 
 
 class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`failure` is "" or one of raised, not_finite, not_a_number; for the setup: `load`."""
+    """`failure` is "" or one of raised, memory, not_finite, not_a_number; for the setup: `load`."""
 
     reward: float = 0.0
     failure: str = ""
@@ -105,6 +103,8 @@ def main(fd: int) -> None:
     setup = pickle.loads(inbox.get())  # noqa: S301 - from our own parent
     folder = Path(setup.folder)
     try:
+        if setup.memory_bytes is not None:
+            resource.setrlimit(resource.RLIMIT_AS, (setup.memory_bytes, setup.memory_bytes))
         score = load(setup)
     except BaseException as error:  # noqa: BLE001 - the edge of the process: a user's module may raise anything
         _answer(connection, Answer(failure="load", problem=_explain(error, folder)))
@@ -131,6 +131,8 @@ def evaluate(score: Score, call: RewardCall, folder: Path) -> Answer:
     """Return the reward, or which kind of failure it was. Never raises."""
     try:
         value = score(call)
+    except MemoryError as error:
+        return Answer(failure="memory", problem=_explain(error, folder))
     except BaseException as error:  # noqa: BLE001 - the edge of the process: also SystemExit of a user's function
         return Answer(failure="raised", problem=_explain(error, folder))
     return judge(value)
@@ -156,11 +158,9 @@ def judge(value: object) -> Answer:
 
 def load(setup: Setup) -> Score:
     """Return the function that scores. Raises whatever importing the user's file raises, or `ValueError`."""
-    if setup.url is not None:
-        return _http(setup.url, setup.timeout_s)
-    if setup.function is not None:
-        return adapt(_import(Path(setup.folder), setup.function))
-    return _reasoning_gym()
+    if ":" in setup.reward:
+        return adapt(_import(Path(setup.folder), setup.reward))
+    return built_in(setup.reward)
 
 
 def _import(folder: Path, function: str) -> Callable[..., object]:
@@ -196,35 +196,6 @@ def adapt(function: Callable[..., object]) -> Score:
         raise ValueError(f"parameters {', '.join(required)} are unknown; there are {', '.join(OFFERED)}")
     wanted = OFFERED if takes_all else tuple(p.name for p in named if p.name in OFFERED)
     return lambda call: function(**{name: getattr(call, name) for name in wanted})
-
-
-def _reasoning_gym() -> Score:
-    from reasoning_gym import get_score_answer_fn  # heavy: seconds to import
-
-    scorer = functools.cache(
-        get_score_answer_fn
-    )  # making one reads the data set's files: tens of milliseconds
-
-    def score(call: RewardCall) -> object:
-        return scorer(call.row["metadata"]["source_dataset"])(call.response, call.row)
-
-    return score
-
-
-def _http(url: str, timeout_s: float) -> Score:
-    if not url.startswith(("http://", "https://")):
-        raise ValueError(f"{url} is not an http or https URL")
-
-    def score(call: RewardCall) -> object:
-        body = {"prompt": call.prompt, "response": call.response, "row": call.row}
-        request = urllib.request.Request(  # noqa: S310 - the scheme is checked above
-            url, json.dumps(body, default=str).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=timeout_s) as response:  # noqa: S310
-            answer = json.loads(response.read())
-        return answer["reward"] if isinstance(answer, dict) else answer
-
-    return score
 
 
 def _explain(error: BaseException, folder: Path) -> str:

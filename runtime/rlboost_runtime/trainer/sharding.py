@@ -77,15 +77,21 @@ class Adam(torch.optim.AdamW):
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def state_dict(self) -> dict[str, Any]:  # torch's format
-        """Return the state, of all ranks together."""
+        """Return the state, of all ranks together, on the CPU; on ranks other than 0 without moments.
+
+        Alone on a CPU it is the optimizer's own memory."""
         self._ranks.tell(GatherOptimizer())
         found = super().state_dict()
-        found["state"] = {
-            number: {
-                name: whole(value) if isinstance(value, Tensor) else value for name, value in each.items()
-            }
-            for number, each in found["state"].items()
-        }
+        found["state"] = {number: self._whole(each) for number, each in found["state"].items()}
+        return found
+
+    def _whole(self, state: dict[str, Any]) -> dict[str, Any]:  # torch's format
+        """Gather one parameter's state: one at a time, so that no rank ever holds all moments on its GPU."""
+        found = {}
+        for name, value in state.items():
+            gathered = whole(value) if isinstance(value, Tensor) else value
+            if self._ranks.leads:
+                found[name] = gathered.to("cpu") if isinstance(gathered, Tensor) else gathered
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # torch's format

@@ -19,7 +19,8 @@ Guarantees, while the coordinator may restart at any moment:
   it;
 - every group of the requested step is returned exactly once, in the order of first arrival;
 - after a reconnect, what the coordinator may not know yet is said again, in order: the newest `Published`,
-  the last `Trained`, the current `StepRequest`, and how the run ended; all of these are idempotent there;
+  the last `Trained` and `Checkpointed`, the current `StepRequest`, and how the run ended; all of these are
+  idempotent there;
 - `lease`: from `LeaseGranted` until `request_step` or until a recall is answered. A recall is answered by
   whichever blocking call the trainer is in, or by `answer_recall`: `on_recall` first (in the training
   thread), then `LeaseReleased`. A lost connection alone does not end the lease; the hello says that we hold
@@ -53,6 +54,7 @@ from rlboost_runtime.run_folder import RunFolder, read_json
 from rlboost_runtime.seams import Transport
 from rlboost_runtime.wire import (
     SCHEMA,
+    Checkpointed,
     GroupDone,
     LeaseGranted,
     LeaseRecalled,
@@ -101,6 +103,20 @@ class Waits:
     for_lease_s: float = 0.0
     """For the GPU, with groups at hand."""
 
+    def __add__(self, other: Waits) -> Waits:
+        return Waits(
+            self.with_lease_s + other.with_lease_s,
+            self.without_lease_s + other.without_lease_s,
+            self.for_lease_s + other.for_lease_s,
+        )
+
+    def __sub__(self, other: Waits) -> Waits:
+        return Waits(
+            self.with_lease_s - other.with_lease_s,
+            self.without_lease_s - other.without_lease_s,
+            self.for_lease_s - other.for_lease_s,
+        )
+
 
 class StepStream:
     """See the module. Public methods belong to one training thread; only the callbacks' threads are said
@@ -140,6 +156,7 @@ class StepStream:
         self._num_unsent = 0
         self._published: Published | None = None
         self._trained: Trained | None = None
+        self._checkpointed: Checkpointed | None = None
         self._request: StepRequest | None = None
         self._final: RunFinished | RunFailed | None = None
 
@@ -191,17 +208,25 @@ class StepStream:
         group_size: int,
         max_response_tokens: int,
         stop_token_ids: Sequence[int] = (),
+        keep_lease: bool = False,
     ) -> None:
-        """Ask for a step's groups and give the lease back: the GPU must be free when this is called."""
-        request = StepRequest(
-            step, policy_version, tuple(prompts), group_size, max_response_tokens, tuple(stop_token_ids)
-        )
+        """Ask for a step's groups and give the lease back: the GPU must be free when this is called.
+
+        With `keep_lease` the lease stays ours, if it is ours, and the GPU need not be free: an earlier step
+        is trained meanwhile, all of whose groups have arrived. A recall stays to be answered.
+        """
         with self._changed:
+            keep_lease = keep_lease and self._lease
+            request = StepRequest(
+                step, policy_version, tuple(prompts), group_size, max_response_tokens, tuple(stop_token_ids),
+                keep_lease,
+            )  # fmt: skip
             self._request = request
             self._groups.clear()
             self._seen.clear()
             self._num_returned = 0
-            self._lease = self._recalled = False
+            self._lease = keep_lease
+            self._recalled = self._recalled and keep_lease
             self.waits = Waits()
             self._say(request)
 
@@ -219,6 +244,13 @@ class StepStream:
             if self._request is not None and self._request.step <= trained.step:
                 self._request = None
             self._say(trained)
+
+    def checkpointed(self, step: int) -> None:
+        """Say that a trained step's checkpoint is durable, where `trained` could not say so yet. From any
+        thread."""
+        with self._changed:
+            self._checkpointed = Checkpointed(step)
+            self._say(self._checkpointed)
 
     def finished(self, model_path: str, *, timeout_s: float = 60.0) -> bool:
         """Say that all steps are trained; return whether it could be said within `timeout_s`."""
@@ -448,7 +480,8 @@ class StepStream:
             messages: list[Message] = []
             if self._published is not None and (known is None or known < self._published.version):
                 messages.append(self._published)
-            messages += [m for m in (self._trained, self._request, self._final) if m is not None]
+            rest = (self._trained, self._checkpointed, self._request, self._final)
+            messages += [message for message in rest if message is not None]
             self._outbox = deque(messages)
             self._num_unsent = len(messages)
             self._connected = True

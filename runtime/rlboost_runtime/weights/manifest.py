@@ -24,7 +24,7 @@ from blake3 import blake3
 
 from rlboost_runtime.errors import ProtocolError
 
-SCHEMA = (1, 0)
+SCHEMA = (1, 1)
 """(major, minor). The same major can be read; a higher minor only adds fields."""
 
 MANIFEST = "manifest.json"
@@ -73,6 +73,21 @@ class Tied(msgspec.Struct, frozen=True):
     same_as: str
 
 
+class Delta(msgspec.Struct, frozen=True):
+    """A file that turns `target` of an earlier version into a later one's: the first of a version's deltas
+    leads to that version, each next one to the base of the one before it.
+
+    `base_digest`: the base's content digest; a base with another one is of no use. `changed`: share of the
+    16-bit patterns that differ. See `weights.delta`.
+    """
+
+    base: int
+    base_digest: str
+    target: str
+    file: File
+    changed: float
+
+
 class Probe(msgspec.Struct, frozen=True):
     """`next_token_ids` greedily continue `token_ids`; `logprobs` are theirs, natural logs at temperature 1.
 
@@ -99,11 +114,17 @@ class Manifest(msgspec.Struct, frozen=True):
     content_digest: str
     """BLAKE3 over all files' names, sizes and chunk digests: equal for equal content in any version."""
     created_at: float
+    deltas: tuple[Delta, ...] = ()
 
     @property
     def num_bytes(self) -> int:
         """Size of all files, the manifest itself left out."""
         return sum(file.size for file in self.files)
+
+    @property
+    def all_files(self) -> tuple[File, ...]:
+        """The version's files, then those of its deltas."""
+        return (*self.files, *(delta.file for delta in self.deltas))
 
 
 def version_name(version: int) -> str:
@@ -249,7 +270,7 @@ def _problem(manifest: Manifest) -> str | None:
             return f"tied {tied.name!r} = {tied.same_as!r}"
     if manifest.content_digest != content_digest(manifest.files):
         return "content digest and chunk digests disagree"
-    return _probe_problem(manifest.probe)
+    return _delta_problem(manifest) or _probe_problem(manifest.probe)
 
 
 def _file_problem(file: File) -> str | None:
@@ -263,6 +284,23 @@ def _file_problem(file: File) -> str | None:
             return f"digest {chunk.blake3!r}"
         end += chunk.length
     return None if end == file.size else f"chunks of {end} bytes, file of {file.size}"
+
+
+def _delta_problem(manifest: Manifest) -> str | None:
+    names = {file.name for file in manifest.files}
+    later = manifest.version
+    for delta in manifest.deltas:
+        problem = _file_problem(delta.file)
+        if problem is not None:
+            return f"{delta.file.name!r}: {problem}"
+        if delta.target not in names or not 0 <= delta.base < later:
+            return f"a delta of {delta.target!r} from version {delta.base} to {later}"
+        if _DIGEST.fullmatch(delta.base_digest) is None:
+            return f"digest {delta.base_digest!r}"
+        later = delta.base
+    if len({file.name for file in manifest.all_files}) != len(manifest.all_files):
+        return "two files of one name"
+    return None
 
 
 def _probe_problem(probe: Probe) -> str | None:

@@ -5,6 +5,8 @@
     FOLDER/v000012.part/           locked (flock) by its one puller
     FOLDER/v000012.part/.verified  a byte per chunk of the manifest, 1: written and verified
 
+A delta's file lies beside the version's own, also once it is a version: others may want it.
+
 Guarantees: only verified bytes are written; a chunk is marked after its bytes are; marks are checked against
 the bytes when a pull is taken up again, so a crash at any point costs at most the chunks in flight;
 `FOLDER/v000012` appears whole, by one rename. A full disk shows at the start, not in the middle.
@@ -17,7 +19,7 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -26,7 +28,7 @@ from pathlib import Path
 from rlboost_runtime.errors import ProtocolError, RuntimeFault
 from rlboost_runtime.run_folder import write_atomically
 from rlboost_runtime.weights import manifest as manifests
-from rlboost_runtime.weights.manifest import MANIFEST, Chunk, File, Manifest
+from rlboost_runtime.weights.manifest import MANIFEST, Chunk, Delta, File, Manifest
 
 PART = ".part"
 VERIFIED = ".verified"
@@ -47,7 +49,12 @@ class Piece:
 
 def pieces_of(manifest: Manifest) -> list[Piece]:
     """Return all chunks of a version, file by file."""
-    pieces = [(file, chunk) for file in manifest.files for chunk in file.chunks]
+    return all_pieces(manifest)[: sum(len(file.chunks) for file in manifest.files)]
+
+
+def all_pieces(manifest: Manifest) -> list[Piece]:
+    """Return all chunks of a version and, after them, those of its deltas."""
+    pieces = [(file, chunk) for file in manifest.all_files for chunk in file.chunks]
     return [Piece(i, file, chunk) for i, (file, chunk) in enumerate(pieces)]
 
 
@@ -60,7 +67,7 @@ def complete_version(folder: Path, manifest: Manifest) -> Path | None:
         sizes = [(path / file.name).stat().st_size == file.size for file in manifest.files]
     except (ProtocolError, OSError):
         return None
-    fds = _open_files(path, manifest, os.O_RDONLY)
+    fds = _open_files(path, manifest.files, os.O_RDONLY)
     try:
         return path if all(sizes) and all(_verify(fds, pieces_of(manifest))) else None
     finally:
@@ -83,20 +90,39 @@ class PartFolder:
         """
         with _explaining_disk_errors(self._path):
             self._drop_other_content()
-            self._fds = _open_files(self._path, self._manifest, os.O_RDWR | os.O_CREAT)
-            for file in self._manifest.files:
-                _allocate(self._fds[file.name], file.size)
-            return self._missing()
+            return self._take_up(self._manifest.files, pieces_of(self._manifest))
 
-    def _missing(self) -> list[Piece]:
-        pieces = pieces_of(self._manifest)
-        marks = os.pread(self._marks, len(pieces), 0)
-        marked = [piece for piece, mark in zip(pieces, marks, strict=True) if mark]
+    def prepare_deltas(self, deltas: Sequence[Delta]) -> list[Piece]:
+        """Do as `prepare` for the files of these deltas; after it."""
+        names = {delta.file.name for delta in deltas}
+        with _explaining_disk_errors(self._path):
+            return self._take_up(
+                [delta.file for delta in deltas],
+                [piece for piece in all_pieces(self._manifest) if piece.file.name in names],
+            )
+
+    def missing(self) -> list[Piece]:
+        """Return the version's own pieces that are still to fetch; after `prepare`."""
+        return self._unmarked(pieces_of(self._manifest))
+
+    def file(self, name: str) -> Path:
+        """Return where a file of the version lies."""
+        return self._path / name
+
+    def _take_up(self, files: Sequence[File], pieces: list[Piece]) -> list[Piece]:
+        self._fds |= _open_files(self._path, files, os.O_RDWR | os.O_CREAT)
+        for file in files:
+            _allocate(self._fds[file.name], file.size)
+        unmarked = {piece.index for piece in self._unmarked(pieces)}
+        marked = [piece for piece in pieces if piece.index not in unmarked]
         for piece, good in zip(marked, _verify(self._fds, marked), strict=True):
             if not good:
                 os.pwrite(self._marks, b"\0", piece.index)
-        marks = os.pread(self._marks, len(pieces), 0)
-        return [piece for piece, mark in zip(pieces, marks, strict=True) if not mark]
+        return self._unmarked(pieces)
+
+    def _unmarked(self, pieces: list[Piece]) -> list[Piece]:
+        marks = os.pread(self._marks, len(all_pieces(self._manifest)), 0)
+        return [piece for piece in pieces if not marks[piece.index]]
 
     def write(self, piece: Piece, data: memoryview) -> None:
         """Keep the verified bytes of a piece."""
@@ -106,6 +132,21 @@ class PartFolder:
                 count = os.pwrite(fd, data, at)
                 data, at = data[count:], at + count
             os.pwrite(self._marks, b"\1", piece.index)
+
+    def adopt(self, source: Path) -> Path | None:
+        """Become the version by links to the files in `source`; returns its folder, None where the file
+        system has no links between the two."""
+        with _explaining_disk_errors(self._path):
+            self._drop_other_content()
+            for file in self._manifest.all_files:
+                self.file(file.name).unlink(missing_ok=True)
+                try:
+                    os.link(source / file.name, self.file(file.name))
+                except OSError as exc:
+                    if exc.errno in (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK):
+                        return None
+                    raise
+        return self.finish()
 
     def finish(self) -> Path:
         """Turn the complete part into the version; returns its folder."""
@@ -125,10 +166,14 @@ class PartFolder:
     def _drop_other_content(self) -> None:
         """Keep what a former pull left only if it is of the same content."""
         try:
-            same = manifests.read_manifest(self._path).content_digest == self._manifest.content_digest
+            former = manifests.read_manifest(self._path)
+            same = (former.content_digest, former.deltas) == (
+                self._manifest.content_digest,
+                self._manifest.deltas,
+            )
         except ProtocolError:
             same = False
-        num_chunks = len(pieces_of(self._manifest))
+        num_chunks = len(all_pieces(self._manifest))
         if not same or os.fstat(self._marks).st_size != num_chunks:
             os.ftruncate(self._marks, 0)
             for path in self._path.iterdir():
@@ -192,10 +237,10 @@ def _try_lock(path: Path) -> int | None:
     return None
 
 
-def _open_files(path: Path, manifest: Manifest, flags: int) -> dict[str, int]:
+def _open_files(path: Path, files: Sequence[File], flags: int) -> dict[str, int]:
     fds: dict[str, int] = {}
     try:
-        for file in manifest.files:
+        for file in files:
             fds[file.name] = os.open(path / file.name, flags, 0o600)
     except BaseException:
         _close(fds)

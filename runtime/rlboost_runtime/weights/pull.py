@@ -1,16 +1,20 @@
-"""Fetch a weight version: several streams, each taking runs of adjacent chunks until none is left.
+"""Fetch a weight version: whole or by deltas, over several streams, from anybody who has it.
 
-Guarantees: every chunk is verified before it is written; whatever may pass is tried again, with a pause, as
-long as the pull as a whole makes progress; a chunk that comes wrong `MAX_CORRUPT` times ends the pull; what
-was verified before a failure is kept for the next attempt (`part_folder`).
+In order: a version that is here already is verified and kept; one that lies in a store on this machine is
+linked, not copied; else deltas are fetched and applied where that costs less and there is a base for them;
+what is then still missing is fetched whole, chunk by chunk (`weights.work`).
+
+Guarantees: a chunk counts only once its digest is the manifest's, wherever it came from and however it was
+made, so a wrong base, a damaged delta or a lying holder can cost time but never give wrong weights; whatever
+may pass is tried again, with a pause, as long as the pull as a whole makes progress; what was verified before
+a failure is kept for the next attempt (`part_folder`).
 """
 
 from __future__ import annotations
 
 import random
-import threading
 import time
-from collections import deque
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,9 +23,13 @@ import msgspec
 
 from rlboost_runtime.errors import ProtocolError, RLBoostError, RuntimeFault
 from rlboost_runtime.weights import manifest as manifests
-from rlboost_runtime.weights.manifest import MANIFEST, Manifest
+from rlboost_runtime.weights.choice import DEFAULT_BYTES_PER_S, Link, Transfer, num_deltas
+from rlboost_runtime.weights.holders import Holder, Kind, Source, Stream, open_source
+from rlboost_runtime.weights.manifest import MANIFEST, Delta, Manifest
 from rlboost_runtime.weights.part_folder import PartFolder, Piece, complete_version, part_folder, prune
-from rlboost_runtime.weights.range_client import Damaged, RangeStream, Unusable, WeightSource
+from rlboost_runtime.weights.range_client import Absent, Damaged, RangeStream, Unusable
+from rlboost_runtime.weights.same_host import link_version
+from rlboost_runtime.weights.work import HolderState, Progress, Run, Work
 
 IDLE_S = 10.0
 """A connection on which no byte arrives for this long is given up."""
@@ -29,18 +37,20 @@ PROGRESS_S = 60.0
 """A pull in which no chunk was verified for this long is given up: 4 MiB in 60 s is 0.6 Mbit/s."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 """Pause after a failed request, doubled from one to the next; drawn between half of it and all of it."""
-MAX_CORRUPT = 3
-"""A chunk that came wrong this often is wrong at its source."""
-RANGE_BYTES = 32 * 1024 * 1024
-"""Most bytes asked for at once: large against bandwidth times round trip of one stream."""
-RANGES_PER_STREAM = 4
-"""A pull is cut into at least so many requests per stream, for all streams to end at about the same time."""
+LOOK_S = 0.2
+"""How often a stream with nothing to do looks again, and asks its peer what that has by now."""
 MAX_MANIFEST_BYTES = 256 * 1024 * 1024
 
 
 class PullRequest(msgspec.Struct, frozen=True):
     """What to fetch. `url`: the weight server, such as https://10.0.0.1:8443; `folder`: where versions lie
-    here; `certificate`: PEM text; `keep`: how many versions stay in the folder."""
+    here; `certificate`: PEM text; `keep`: how many versions stay in the folder.
+
+    `holders`: who else may have it; `part`: (i, n), which slice of it to take from the head where n instances
+    of a zone pull at once, (0, 0): none; `digest`: the version's content digest where it is known; `store`:
+    the head's store where it lies on this machine; `receiver`: who pulls, to servers that give shares; the
+    rest is for `choice.Link`. `serves`: whether an engine here serves an older version meanwhile.
+    """
 
     url: str
     version: int
@@ -49,6 +59,22 @@ class PullRequest(msgspec.Struct, frozen=True):
     certificate: str
     streams: int = 4
     keep: int = 2
+    holders: tuple[Holder, ...] = ()
+    part: tuple[int, int] = (0, 1)
+    digest: str = ""
+    store: str = ""
+    transfer: Transfer = Transfer.AUTO
+    usd_per_gb: float = 0.0
+    usd_per_hour: float = 0.0
+    bytes_per_s: float = DEFAULT_BYTES_PER_S
+    serves: bool = False
+    receiver: str = ""
+
+    @property
+    def all_holders(self) -> tuple[Holder, ...]:
+        """The head, then everybody else."""
+        head = Holder("head", Kind.HEAD, self.url, self.certificate, self.usd_per_gb)
+        return (head, *self.holders)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +86,23 @@ class Deadlines:
 
 
 @dataclass(slots=True)
-class Progress:
-    """Verified bytes and all bytes of the version; written by the pull, read by anyone."""
-
-    done_bytes: int = 0
-    total_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Pulled:
     """A version that lies complete in `folder`. `pulled_bytes`: fetched by this pull, not by a former one."""
 
     folder: Path
-    pulled_bytes: int
-    num_corrupt: int
+    pulled_bytes: int = 0
+    num_corrupt: int = 0
     """Chunks that came with a wrong digest and were fetched again."""
+    how: str = "here"
+    """here: nothing was fetched; linked: from a store on this machine; full; delta."""
+    full_bytes: int = 0
+    restored_bytes: int = 0
+    """Made of a base that was here."""
+    fetch_s: float = 0.0
+    """Seconds in which bytes were fetched."""
+    by_holder: dict[str, int] = field(default_factory=dict)
+    complaints: dict[str, str] = field(default_factory=dict)
+    """Holders that were left out, and why."""
 
 
 def pull(request: PullRequest, progress: Progress, deadlines: Deadlines | None = None) -> Pulled:
@@ -85,183 +113,240 @@ def pull(request: PullRequest, progress: Progress, deadlines: Deadlines | None =
     deadlines = deadlines or Deadlines()
     if request.streams < 1 or request.keep < 1:
         raise ProtocolError(f"streams {request.streams}, keep {request.keep}", "both must be at least 1")
-    source = WeightSource(request.url, request.version, request.token, request.certificate, deadlines.idle_s)
-    manifest = _fetch_manifest(source, deadlines)
-    progress.total_bytes = manifest.num_bytes
     folder = Path(request.folder)
-    with part_folder(folder, manifest) as part:
-        work = _Work(progress)
-        path = complete_version(folder, manifest)
-        if path is None:
-            _fetch_missing(source, part, work, request.streams, deadlines)
-            path = part.finish()
-    progress.done_bytes = manifest.num_bytes
-    prune(folder, request.version, request.keep)
-    return Pulled(path, work.pulled_bytes, work.num_corrupt)
+    linked = link_version(Path(request.store), request.version, folder, request.digest)
+    if linked is not None:
+        prune(folder, request.version, request.keep)
+        return Pulled(linked, how="linked", full_bytes=manifests.read_manifest(linked).num_bytes)
+    return _Pull(request, progress, deadlines).run(folder)
 
 
-@dataclass(slots=True)
-class _Work:
-    """What is still to fetch, shared by the streams under one lock."""
+class _Pull:
+    """One pull over the network."""
 
-    progress: Progress
-    runs: deque[deque[Piece]] = field(default_factory=deque)
-    """Each fetched by one request: adjacent chunks of one file."""
-    num_left: int = 0
-    """Chunks not verified yet, also those being fetched."""
-    pulled_bytes: int = 0
-    num_corrupt: int = 0
-    corrupt: dict[int, int] = field(default_factory=dict)
-    """Piece index -> times that it came wrong."""
-    moved_at: float = field(default_factory=time.monotonic)
-    trouble: str = "no answer"
-    """What went wrong last, for the message when the pull is given up."""
-    problem: RLBoostError | None = None
-    changed: threading.Condition = field(default_factory=threading.Condition)
+    def __init__(self, request: PullRequest, progress: Progress, deadlines: Deadlines) -> None:
+        self._request = request
+        self._progress = progress
+        self._deadlines = deadlines
+        holders = request.all_holders
+        self._sources: list[tuple[Holder, Source]] = [
+            (holder, open_source(holder, request.version, request.token, deadlines.idle_s, request.receiver))
+            for holder in holders
+        ]
+        self._ranks = {price: i + 1 for i, price in enumerate(sorted({h.usd_per_gb for h in holders}))}
 
-    def is_over(self) -> bool:
-        """Whether there is nothing to do any more, for better or worse."""
-        return self.num_left == 0 or self.problem is not None
+    def run(self, folder: Path) -> Pulled:
+        """Do it."""
+        request = self._request
+        manifest = self._fetch_manifest()
+        self._progress.total_bytes = manifest.num_bytes
+        with part_folder(folder, manifest) as part:
+            path = complete_version(folder, manifest)
+            pulled = Pulled(path or folder, full_bytes=manifest.num_bytes)
+            if path is None:
+                missing = part.prepare()
+                pulled.how = "full"
+                chain = self._choose(folder, manifest, missing)
+                if chain is not None:
+                    missing = self._restore(part, manifest, chain, missing, pulled)
+                self._fetch(part, missing, pulled)
+                pulled.folder = part.finish()
+        self._progress.done_bytes = manifest.num_bytes
+        prune(folder, request.version, request.keep)
+        return pulled
 
-    def take(self) -> deque[Piece] | None:
-        """Return the next run, waiting while others hold all of them; None once it is over."""
-        with self.changed:
-            self.changed.wait_for(lambda: self.is_over() or self.runs)
-            return None if self.is_over() else self.runs.popleft()
+    # --- deltas -------------------------------------------------------------------------------------------
 
-    def give_back(self, run: deque[Piece], trouble: str = "") -> None:
-        """Return what was not fetched."""
-        with self.changed:
-            self.trouble = trouble or self.trouble
-            if run:
-                self.runs.appendleft(run)
-            self.changed.notify_all()
+    def _choose(self, folder: Path, manifest: Manifest, missing: list[Piece]) -> _Chain | None:
+        """Return the deltas to fetch and the base for them; None: the version whole."""
+        request = self._request
+        if not manifest.deltas or request.transfer is Transfer.FULL:
+            return None
+        target = manifest.deltas[0].target
+        bases = [_base(folder, delta) for delta in manifest.deltas]
+        sizes: list[int | None] = []
+        total = 0
+        for delta, base in zip(manifest.deltas, bases, strict=True):
+            total += delta.file.size
+            sizes.append(None if base is None else total)
+        link = Link(request.bytes_per_s, request.usd_per_gb, request.usd_per_hour)
+        full_bytes = sum(piece.chunk.length for piece in missing if piece.file.name == target)
+        num = num_deltas(request.transfer, full_bytes, sizes, link)
+        base = bases[num - 1] if num else None
+        return None if base is None else _Chain(manifest.deltas[:num], base / target)
 
-    def count_verified(self, piece: Piece) -> None:
-        """Count a chunk that is safely written."""
-        with self.changed:
-            self.num_left -= 1
-            self.pulled_bytes += piece.chunk.length
-            self.progress.done_bytes += piece.chunk.length
-            self.moved_at = time.monotonic()
-            self.changed.notify_all()
+    def _restore(
+        self, part: PartFolder, manifest: Manifest, chain: _Chain, missing: list[Piece], pulled: Pulled
+    ) -> list[Piece]:
+        """Fetch the deltas, apply them, return what is still missing."""
+        from rlboost_runtime.weights.restore import restore  # numba: a second to import
 
-    def count_corrupt(self, piece: Piece) -> None:
-        """Count a chunk that came wrong; too often is final."""
-        with self.changed:
-            self.num_corrupt += 1
-            times = self.corrupt[piece.index] = self.corrupt.get(piece.index, 0) + 1
-        if times >= MAX_CORRUPT:
-            where = f"{piece.file.name} bytes {piece.chunk.offset}+{piece.chunk.length}"
-            self.fail(
-                RuntimeFault(
-                    f"{where} came wrong {times} times", "the stored version is damaged: publish anew"
-                )
+        try:
+            self._fetch(part, part.prepare_deltas(chain.deltas), pulled, are_own=False)
+        except RuntimeFault as exc:
+            pulled.complaints["delta"] = exc.problem
+            return missing
+        target = [piece for piece in missing if piece.file.name == chain.deltas[0].target]
+        paths = [part.file(delta.file.name) for delta in reversed(chain.deltas)]
+        pulled.restored_bytes = restore(part, chain.base, paths, target, self._progress)
+        pulled.how = "delta" if pulled.restored_bytes else "full"
+        return part.missing()
+
+    # --- bytes --------------------------------------------------------------------------------------------
+
+    def _fetch(self, part: PartFolder, missing: list[Piece], pulled: Pulled, *, are_own: bool = True) -> None:
+        if not missing:
+            return
+        started = time.monotonic()
+        request = self._request
+        size = sum(piece.chunk.length for piece in missing)
+        if are_own:
+            self._progress.done_bytes = self._progress.total_bytes - size
+        has_peers = any(holder.kind is Kind.PEER for holder, _ in self._sources)
+        rank, num = request.part if has_peers else (0, 1)
+        work = Work(missing, self._progress, request.streams, (rank, num) if num else None, are_own=are_own)
+        streams = list(self._streams(work, size))
+        with ThreadPoolExecutor(len(streams), thread_name_prefix="stream") as pool:
+            futures = [pool.submit(_run_stream, state, stream, part, work) for state, stream in streams]
+            try:
+                _watch(work, self._deadlines.progress_s)
+            finally:
+                for _, stream in streams:
+                    stream.abort()
+        for future in futures:
+            future.result()
+        _note(pulled, work, [state for state, _ in streams])
+        pulled.fetch_s += time.monotonic() - started
+        if work.problem is not None:
+            raise work.problem
+
+    def _streams(self, work: Work, size: int) -> Iterator[tuple[HolderState, Stream]]:
+        """Yield the streams to read with: one per peer, several for each of the others."""
+        for holder, source in self._sources:
+            is_peer = holder.kind is Kind.PEER
+            rank = 0 if is_peer else self._ranks[holder.usd_per_gb]
+            state = HolderState(
+                holder.name,
+                is_peer,
+                rank,
+                is_extra=holder.kind is not Kind.HEAD,
+                has=b"" if is_peer else None,
             )
+            work.join(state)
+            if not self._request.serves:
+                source.left_bytes = size
+            for _ in range(1 if is_peer else self._request.streams):
+                yield state, source.stream()
 
-    def fail(self, problem: RLBoostError) -> None:
-        """End the work; the first problem counts."""
-        with self.changed:
-            self.problem = self.problem or problem
-            self.changed.notify_all()
+    def _fetch_manifest(self) -> Manifest:
+        """Fetch the manifest from the head, or from a bucket where the head does not answer."""
+        origins = [(h, s) for h, s in self._sources if h.kind is Kind.HEAD or self._is_vouched_for(h)]
+        give_up_at = time.monotonic() + self._deadlines.progress_s
+        pause_s = FIRST_PAUSE_S
+        while True:
+            for holder, source in origins:
+                try:
+                    return self._read_manifest(holder, source)
+                except Absent as exc:
+                    if len(origins) == 1:
+                        raise
+                    problem: Exception = exc
+                except Unusable as exc:
+                    problem = exc
+            if time.monotonic() + pause_s > give_up_at:
+                raise _stalled(self._deadlines.progress_s, str(problem)) from problem
+            time.sleep(_jittered(pause_s))
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
-    def pause(self, seconds: float) -> None:
-        """Wait, but not longer than the work lasts."""
-        with self.changed:
-            self.changed.wait_for(self.is_over, seconds)
+    def _is_vouched_for(self, holder: Holder) -> bool:
+        """Whether we would notice if it gave us another manifest."""
+        return holder.kind is Kind.BUCKET and self._request.digest != ""
 
-
-def _fetch_manifest(source: WeightSource, deadlines: Deadlines) -> Manifest:
-    stream = source.stream()
-    give_up_at = time.monotonic() + deadlines.progress_s
-    pause_s = FIRST_PAUSE_S
-    while True:
+    def _read_manifest(self, holder: Holder, source: Source) -> Manifest:
+        stream = source.stream()
         try:
             manifest = manifests.decode_manifest(stream.read_file(MANIFEST, MAX_MANIFEST_BYTES))
-            break
-        except Unusable as exc:
-            if time.monotonic() + pause_s > give_up_at:
-                raise _stalled(deadlines.progress_s, str(exc)) from exc
         finally:
             stream.close()
-        time.sleep(_jittered(pause_s))
-        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-    if manifest.version != source.version:
-        raise ProtocolError(
-            f"asked for version {source.version}, got the manifest of {manifest.version}",
-            "publish the version again",
-        )
-    return manifest
+        request = self._request
+        if manifest.version != request.version:
+            raise ProtocolError(
+                f"asked for version {request.version}, got the manifest of {manifest.version}",
+                "publish the version again",
+            )
+        if request.digest not in ("", manifest.content_digest):
+            problem = f"{holder.name} has version {request.version} with other content than was announced"
+            if holder.kind is Kind.HEAD:
+                raise ProtocolError(problem, "publish the weights under a new number")
+            raise Unusable(problem)
+        return manifest
 
 
-def _fetch_missing(
-    source: WeightSource, part: PartFolder, work: _Work, num_streams: int, deadlines: Deadlines
-) -> None:
-    missing = part.prepare()
-    work.num_left = len(missing)
-    work.runs = cut_into_runs(missing, num_streams)
-    work.progress.done_bytes = work.progress.total_bytes - sum(piece.chunk.length for piece in missing)
-    work.moved_at = time.monotonic()
-    streams = [source.stream() for _ in range(min(num_streams, len(work.runs)))]
-    with ThreadPoolExecutor(max(1, len(streams)), thread_name_prefix="stream") as pool:
-        futures = [pool.submit(_run_stream, stream, part, work) for stream in streams]
-        try:
-            _watch(work, deadlines.progress_s)
-        finally:
-            for stream in streams:
-                stream.abort()
-    for future in futures:
-        future.result()
-    if work.problem is not None:
-        raise work.problem
+@dataclass(frozen=True, slots=True)
+class _Chain:
+    """Deltas, the newest first, and the file that the last of them starts from."""
+
+    deltas: tuple[Delta, ...]
+    base: Path
 
 
-def cut_into_runs(missing: list[Piece], num_streams: int) -> deque[deque[Piece]]:
-    """Group adjacent pieces, so that each group is one range of one file, in order."""
-    total = sum(piece.chunk.length for piece in missing)
-    limit = min(RANGE_BYTES, total // (num_streams * RANGES_PER_STREAM))
-    runs: deque[deque[Piece]] = deque()
-    size = 0
-    for piece in missing:
-        last = runs[-1][-1] if runs else None
-        adjacent = last is not None and last.index + 1 == piece.index and last.file is piece.file
-        if adjacent and size + piece.chunk.length <= limit:
-            runs[-1].append(piece)
-            size += piece.chunk.length
-        else:
-            runs.append(deque([piece]))
-            size = piece.chunk.length
-    return runs
+def _base(folder: Path, delta: Delta) -> Path | None:
+    """Return the folder of the very version that the delta starts from, where it is here."""
+    path = folder / manifests.version_name(delta.base)
+    try:
+        found = manifests.read_manifest(path)
+    except ProtocolError:
+        return None
+    return path if found.content_digest == delta.base_digest else None
 
 
-def _watch(work: _Work, progress_s: float) -> None:
+def _note(pulled: Pulled, work: Work, states: Sequence[HolderState]) -> None:
+    pulled.pulled_bytes += work.fetched_bytes
+    pulled.num_corrupt += work.num_corrupt
+    for state in dict.fromkeys(states):
+        if state.fetched_bytes:
+            pulled.by_holder[state.name] = pulled.by_holder.get(state.name, 0) + state.fetched_bytes
+        if state.problem is not None:
+            pulled.complaints[state.name] = state.problem
+
+
+def _watch(work: Work, progress_s: float) -> None:
     """Wait for the end of the work, and end it where it stands still."""
     with work.changed:
         while not work.is_over():
             left = work.moved_at + progress_s - time.monotonic()
             if left <= 0:
-                work.problem = _stalled(progress_s, work.trouble)
+                work.fail(_stalled(progress_s, work.trouble))
             work.changed.wait(max(0.0, left))
         work.changed.notify_all()
 
 
-def _run_stream(stream: RangeStream, part: PartFolder, work: _Work) -> None:
+def _run_stream(holder: HolderState, stream: Stream, part: PartFolder, work: Work) -> None:
     """Fetch runs until there are none: the life of one thread."""
     pause_s = FIRST_PAUSE_S
+    memory = bytearray()
     try:
-        while (run := work.take()) is not None:
+        while not work.is_over() and holder.problem is None:
             try:
-                _fetch_run(stream, part, work, run)
+                if holder.is_peer and not holder.has_all and isinstance(stream, RangeStream):
+                    work.learn(holder, stream.read_marks())
+                while (run := work.take(holder, LOOK_S)) is not None:
+                    memory = _grown(memory, run)
+                    _fetch_run(stream, part, work, run, memory)
+                    pause_s = FIRST_PAUSE_S
+            except Absent as exc:
+                if not holder.is_extra:
+                    _lose_origin(holder, work, exc)
+                work.pause(LOOK_S)
             except (Unusable, Damaged) as exc:
-                if isinstance(exc, Damaged):
-                    work.count_corrupt(run[0])
-                work.give_back(run, str(exc))
+                work.count_failure(holder, str(exc))
                 work.pause(_jittered(pause_s))
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-            else:
-                pause_s = FIRST_PAUSE_S
     except RLBoostError as exc:
-        work.fail(exc)
+        if holder.is_peer:
+            work.leave_out(holder, exc.problem)
+        else:
+            _lose_origin(holder, work, exc)
     except BaseException as exc:  # the other streams must not wait for this one
         work.fail(RuntimeFault(f"a stream failed: {exc!r}", "see the traceback in the log"))
         raise
@@ -269,22 +354,41 @@ def _run_stream(stream: RangeStream, part: PartFolder, work: _Work) -> None:
         stream.close()
 
 
-def _fetch_run(stream: RangeStream, part: PartFolder, work: _Work, run: deque[Piece]) -> None:
-    """Fetch a run; takes from it what is done with, verified or given back alone."""
-    file, start = run[0].file, run[0].chunk.offset
-    end = run[-1].chunk.offset + run[-1].chunk.length
-    buffer = memoryview(bytearray(max(piece.chunk.length for piece in run)))
-    with stream.open_range(file.name, start, end, file.size) as fill:
-        while run and not work.is_over():
-            view = buffer[: run[0].chunk.length]
-            fill(view)
-            piece = run.popleft()
-            if manifests.digest(view) == piece.chunk.blake3:
-                part.write(piece, view)
-                work.count_verified(piece)
-            else:
-                work.count_corrupt(piece)
-                work.give_back(deque([piece]), f"{file.name}: wrong digest at {piece.chunk.offset}")
+def _lose_origin(holder: HolderState, work: Work, problem: RLBoostError) -> None:
+    """Go on without an origin, as long as there is another one."""
+    work.leave_out(holder, problem.problem)
+    if work.num_origins() == 0:
+        work.fail(problem)
+
+
+def _grown(memory: bytearray, run: Run) -> bytearray:
+    """Return memory for the largest piece of the run."""
+    size = max(piece.chunk.length for piece in list(run.pieces))
+    return memory if len(memory) >= size else bytearray(size)
+
+
+def _fetch_run(stream: Stream, part: PartFolder, work: Work, run: Run, memory: bytearray) -> None:
+    """Fetch a run's pieces until they are done, or others have taken them over."""
+    pieces = list(run.pieces)
+    file, start = pieces[0].file, pieces[0].chunk.offset
+    end = pieces[-1].chunk.offset + pieces[-1].chunk.length
+    try:
+        with stream.open_range(file.name, start, end, file.size) as fill:
+            while (piece := work.next_piece(run)) is not None:
+                view = memoryview(memory)[: piece.chunk.length]
+                fill(view)
+                if manifests.digest(view) == piece.chunk.blake3:
+                    part.write(piece, view)
+                    work.count_verified(run, piece)
+                else:
+                    work.trouble = f"{file.name}: wrong digest at {piece.chunk.offset}"
+                    work.count_corrupt(run.holder, piece)
+                    work.skip(run)
+    except Damaged:
+        work.count_corrupt(run.holder, pieces[0])
+        raise
+    finally:
+        work.end(run)
 
 
 def _stalled(seconds: float, trouble: str) -> RuntimeFault:

@@ -4,8 +4,9 @@
 
     python -m rlboost_runtime.weights.puller     reads one JSON line, a `PullRequest`, on stdin
 
-    {"bytes", "total"}                           on stdout, at most five a second
-    {"done": true, "folder", "pulled_bytes", "seconds", "num_corrupt"}    at the end, exit code 0
+    {"bytes", "total", "moved"}                  on stdout, at most five a second (`weights.work.Progress`)
+    {"done": true, "folder", "pulled_bytes", "seconds", "num_corrupt", "how", "full_bytes", "bytes_per_s",
+     "by_holder", "complaints"}                  at the end, exit code 0; see `weights.pull.Pulled`
     {"error": "..."}                             or this, exit code 1
 
 A process of its own, so that neither TLS nor hashing can delay its agent's heartbeat. Guarantees: see
@@ -25,7 +26,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import msgspec
 
 from rlboost_runtime.errors import RLBoostError
-from rlboost_runtime.weights.pull import Progress, Pulled, PullRequest, pull
+from rlboost_runtime.weights.pull import Pulled, PullRequest, pull
+from rlboost_runtime.weights.work import Progress
 
 REPORT_S = 0.2
 MAX_REQUEST_BYTES = 1024 * 1024
@@ -35,27 +37,32 @@ def main() -> int:
     """Run one pull; returns the exit code."""
     stdin = sys.stdin.fileno()
     try:
-        request = msgspec.json.decode(_read_line(stdin), type=PullRequest)
+        request = msgspec.json.decode(read_line(stdin), type=PullRequest)
     except msgspec.DecodeError as exc:
-        _say({"error": f"the request on stdin cannot be read: {exc}"})
+        say({"error": f"the request on stdin cannot be read: {exc}"})
         return 1
     started = time.monotonic()
     try:
         pulled = _pull_watching(request, stdin)
     except RLBoostError as exc:
-        _say({"error": str(exc)})
+        say({"error": str(exc)})
         return 1
     except Exception as exc:  # noqa: BLE001 - process edge: the agent must learn why
         traceback.print_exc()
-        _say({"error": f"{type(exc).__name__}: {exc}"})
+        say({"error": f"{type(exc).__name__}: {exc}"})
         return 1
-    _say(
+    say(
         {
             "done": True,
             "folder": str(pulled.folder),
             "pulled_bytes": pulled.pulled_bytes,
             "seconds": round(time.monotonic() - started, 6),
             "num_corrupt": pulled.num_corrupt,
+            "how": pulled.how,
+            "full_bytes": pulled.full_bytes,
+            "bytes_per_s": round(pulled.pulled_bytes / pulled.fetch_s) if pulled.fetch_s else 0,
+            "by_holder": pulled.by_holder,
+            "complaints": pulled.complaints,
         }
     )
     return 0
@@ -78,12 +85,13 @@ def _pull_watching(request: PullRequest, stdin: int) -> Pulled:
             if stdin in ready and not os.read(stdin, 4096):
                 os._exit(1)  # as good as SIGKILL, and what is on disk is made for that
             if time.monotonic() >= next_report:
-                _say({"bytes": progress.done_bytes, "total": progress.total_bytes})
+                report = {"bytes": progress.done_bytes, "total": progress.total_bytes}
+                say({**report, "moved": progress.moved_bytes})
                 next_report = time.monotonic() + REPORT_S
         return future.result()
 
 
-def _read_line(fd: int) -> bytes:
+def read_line(fd: int) -> bytes:
     """Return the first line, unbuffered: what follows it is for `select`."""
     line = b""
     while not line.endswith(b"\n") and len(line) < MAX_REQUEST_BYTES:
@@ -94,7 +102,7 @@ def _read_line(fd: int) -> bytes:
     return line
 
 
-def _say(message: dict[str, object]) -> None:
+def say(message: dict[str, object]) -> None:
     """Write a line for the agent; one that is gone needs none."""
     try:
         sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")

@@ -3,8 +3,8 @@
 Guarantees: every wait has a deadline; nothing is read from a server that does not hold the run's certificate;
 an answer other than exactly the range asked for never reaches the caller.
 
-Failures come in three kinds: `Unusable` may pass, ask again; `Damaged` means that the server's file is not
-the manifest's; an `RLBoostError` is final.
+Failures come in four kinds: `Unusable` may pass, ask again; `Damaged` means that the server's file is not
+the manifest's; `Absent` that there is no such version there; another `RLBoostError` is final.
 """
 
 from __future__ import annotations
@@ -19,6 +19,12 @@ from urllib.parse import urlsplit
 from rlboost_runtime import security
 from rlboost_runtime.errors import ProtocolError, RuntimeFault
 
+LEFT_HEADER = "X-RLBoost-Left"
+"""Bytes that the receiver still needs before it can serve; sent only by one that serves nothing meanwhile."""
+
+RECEIVER_HEADER = "X-RLBoost-Receiver"
+"""Who pulls: receivers behind one address have a share each."""
+
 Fill = Callable[[memoryview], None]
 """Fills the whole view with the next bytes of the answer."""
 
@@ -31,14 +37,32 @@ class Damaged(Exception):
     """The server's file has not the size that the manifest says."""
 
 
+class Absent(RuntimeFault):
+    """The server does not have the version."""
+
+
+MAX_MARKS = 16 * 1024 * 1024
+"""Chunks of a version that a peer can tell of: 64 TB in chunks of 4 MiB."""
+
+
 class WeightSource:
     """Where one version is served. May be shared by threads; each takes a `stream` of its own.
 
-    `url`: of the weight server, such as https://10.0.0.1:8443; `idle_s`: longest wait for a byte.
+    `url`: of the weight server, such as https://10.0.0.1:8443; `idle_s`: longest wait for a byte;
+    `receiver`: who pulls; `connect_s`: longest wait for a connection, None: as for a byte.
     Raises `ProtocolError` on an unusable URL or certificate.
     """
 
-    def __init__(self, url: str, version: int, token: str, certificate_pem: str, idle_s: float) -> None:
+    def __init__(
+        self,
+        url: str,
+        version: int,
+        token: str,
+        certificate_pem: str,
+        idle_s: float,
+        receiver: str = "",
+        connect_s: float | None = None,
+    ) -> None:
         parts = urlsplit(url)
         if parts.scheme != "https" or parts.hostname is None:
             raise ProtocolError(f"cannot pull from {url!r}", "give a URL such as https://HOST:PORT")
@@ -46,8 +70,13 @@ class WeightSource:
         self.folder = f"{parts.path.rstrip('/')}/v1/weights/{version}"
         self.version = version
         self.headers = {"Authorization": f"Bearer {token}"}
+        if receiver:
+            self.headers[RECEIVER_HEADER] = receiver
+        self.left_bytes: int | None = None
+        """What is still to pull, which the server may go by; None: it is not told."""
         self.tls = security.client_context(certificate_pem)
         self.idle_s = idle_s
+        self.connect_s = idle_s if connect_s is None else min(idle_s, connect_s)
 
     def stream(self) -> RangeStream:
         """Return a new stream; it connects when first used."""
@@ -92,6 +121,10 @@ class RangeStream:
 
             yield fill
 
+    def read_marks(self) -> bytes:
+        """Return which chunks of the version the server has, a byte for each."""
+        return self.read_file("have", MAX_MARKS)
+
     def abort(self) -> None:
         """Make a thread that waits on this stream fail now. The only method for other threads."""
         connection = self._connection
@@ -111,7 +144,7 @@ class RangeStream:
         reusable = False
         try:
             connection = self._connection = self._connection or self._connect()
-            connection.request("GET", f"{self._source.folder}/{name}", headers=self._source.headers | headers)
+            connection.request("GET", f"{self._source.folder}/{name}", headers=self._headers() | headers)
             response = connection.getresponse()
             yield response
             reusable = response.isclosed()  # read to its end
@@ -126,11 +159,18 @@ class RangeStream:
             if not reusable:  # the rest of this answer must not be taken for the next one
                 self.close()
 
+    def _headers(self) -> dict[str, str]:
+        left = self._source.left_bytes
+        return self._source.headers | ({} if left is None else {LEFT_HEADER: str(left)})
+
     def _connect(self) -> http.client.HTTPSConnection:
         source = self._source
-        return http.client.HTTPSConnection(
-            source.host, source.port, timeout=source.idle_s, context=source.tls
+        connection = http.client.HTTPSConnection(
+            source.host, source.port, timeout=source.connect_s, context=source.tls
         )
+        connection.connect()
+        connection.sock.settimeout(source.idle_s)
+        return connection
 
 
 def _refuse(version: int, status: int, *, good: int) -> None:
@@ -143,7 +183,7 @@ def _refuse(version: int, status: int, *, good: int) -> None:
             "use the token and address of the same run",
         )
     if status == 404:
-        raise RuntimeFault(
+        raise Absent(
             f"the weight server does not have version {version}, or not any more", "pull the newest version"
         )
     raise Unusable(f"HTTP {status}")

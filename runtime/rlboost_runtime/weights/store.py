@@ -62,14 +62,21 @@ class Lease:
 
 
 class WeightStore:
-    """The versions in one folder; the newest `keep` stay; files are digested in chunks of `chunk_bytes`."""
+    """The versions in one folder; the newest `keep` stay; files are digested in chunks of `chunk_bytes`.
 
-    def __init__(self, folder: Path, keep: int = 2, chunk_bytes: int = CHUNK_BYTES) -> None:
-        if keep < 1 or not 0 < chunk_bytes <= manifests.MAX_CHUNK_BYTES:
-            raise ValueError(f"keep {keep}, chunk_bytes {chunk_bytes}")
+    With `max_deltas` above 0 a new version also gets deltas from up to so many versions before it, where they
+    pay (`weights.lineage`).
+    """
+
+    def __init__(
+        self, folder: Path, keep: int = 2, chunk_bytes: int = CHUNK_BYTES, max_deltas: int = 0
+    ) -> None:
+        if keep < 1 or not 0 < chunk_bytes <= manifests.MAX_CHUNK_BYTES or max_deltas < 0:
+            raise ValueError(f"keep {keep}, chunk_bytes {chunk_bytes}, max_deltas {max_deltas}")
         self.folder = folder
         self.keep = keep
         self.chunk_bytes = chunk_bytes
+        self.max_deltas = max_deltas
 
     def versions(self) -> list[int]:
         """Return the numbers of all complete versions, ascending."""
@@ -111,6 +118,8 @@ class WeightStore:
             with self._building() as folder:
                 write(folder)
                 manifest = self._describe(version, folder, probe, tied)
+                if self.max_deltas:
+                    manifest = self._with_deltas(folder, manifest)
                 (folder / MANIFEST).write_bytes(manifests.encode_manifest(manifest))
                 _sync_all(folder)
                 manifest = self._accept(folder, manifest)
@@ -164,6 +173,18 @@ class WeightStore:
             created_at=time.time(),
         )
 
+    def _with_deltas(self, folder: Path, manifest: Manifest) -> Manifest:
+        earlier = [version for version in self.versions() if version < manifest.version]
+        if not earlier or not _is_mostly_16_bit(manifest):
+            return manifest
+        from rlboost_runtime.weights.lineage import add_deltas  # numba: a second to import
+
+        try:
+            with self.read(earlier[-1]) as lease:
+                return add_deltas(lease.folder, folder, manifest, self.max_deltas, self.chunk_bytes)
+        except VersionGone:
+            return manifest
+
     def _accept(self, built: Path, manifest: Manifest) -> Manifest:
         """Give the built folder its final name, or return the version that has this name already."""
         final = self.path(manifest.version)
@@ -206,6 +227,12 @@ def _describe_chunk(fd: int, offset: int, length: int) -> Chunk:
     if len(data) != length:
         raise OSError(errno.EIO, "file changed while it was digested")
     return Chunk(offset, length, manifests.digest(data))
+
+
+def _is_mostly_16_bit(manifest: Manifest) -> bool:
+    """Whether deltas may pay: a training step changes nearly every float32."""
+    short = sum(tensor.length for tensor in manifest.tensors if tensor.dtype in ("BF16", "F16"))
+    return 2 * short > sum(tensor.length for tensor in manifest.tensors)
 
 
 def _lock(path: Path, kind: int) -> int | None:

@@ -1,0 +1,1 @@
+"""Weights on their way: how small deltas are, and how fast versions travel."""

@@ -1,0 +1,99 @@
+"""Train with TRL's GRPOTrainer while RLBoost's fleet generates: TRL asks its `rollout_func` for completions.
+
+Started, and started again if it dies, by `rlboost launch examples/trl/job.yaml`; TRL resumes from its own
+checkpoint then. Everything that is RLBoost's is in `FleetRollout`.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_utils import get_last_checkpoint
+from trl import GRPOConfig, GRPOTrainer
+
+from rlboost_runtime.trainer.fleet import Fleet
+
+
+class FleetRollout(TrainerCallback):
+    """TRL's `rollout_func`, and a callback by which the run hears how training goes."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet = fleet
+        self.group_size = fleet.job.algorithm.group_size
+
+    def __call__(self, prompts: list[str], trainer: GRPOTrainer) -> dict[str, list[Any]]:
+        """Return a completion for each prompt; TRL repeats a prompt once for each of its generations."""
+        tokenizer = trainer.processing_class
+        self.fleet.publish(trainer.model, tokenizer)
+        texts = [text for text, same in groupby(prompts) for _ in range(len(list(same)) // self.group_size)]
+        prompt_ids = [tokenizer.encode(text) for text in texts]
+        groups = self.fleet.roll_out(
+            trainer.state.global_step, prompt_ids,
+            group_size=self.group_size, max_response_tokens=trainer.args.max_completion_length,
+        )  # fmt: skip
+        done = [completion for group in groups for completion in group]
+        return {
+            "prompt_ids": [ids for ids in prompt_ids for _ in range(self.group_size)],
+            "completion_ids": [completion.token_ids or [tokenizer.eos_token_id] for completion in done],
+            "logprobs": [completion.logprobs or [0.0] for completion in done],
+            "num_instances": [completion.num_instances for completion in done],  # reaches reward functions
+        }
+
+    def on_log(
+        self, args: Any, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **_: Any
+    ) -> None:
+        """A step is trained; it is saved before the next one begins, because `save_steps` is 1."""
+        if "reward" in logs:
+            numbers = {name: float(value) for name, value in logs.items() if isinstance(value, int | float)}
+            self.fleet.trained(state.global_step - 1, reward_mean=numbers["reward"], metrics=numbers)
+
+
+def lower_case(completions: list[str], **_: Any) -> list[float]:
+    """Return the share of lower-case letters: a random model has some to begin with, and can learn more."""
+    return [sum("a" <= c <= "z" for c in said) / max(1, len(said)) for said in completions]
+
+
+def main() -> None:
+    """Train the job's model as its `algorithm` says."""
+    with Fleet.of_run() as fleet:
+        algorithm = fleet.job.algorithm
+        model = AutoModelForCausalLM.from_pretrained(fleet.model())
+        tokenizer = AutoTokenizer.from_pretrained(fleet.model())
+        output = fleet.run.checkpoints / "trl"
+        rollout = FleetRollout(fleet)
+        trainer = GRPOTrainer(
+            model,
+            reward_funcs=[lower_case],
+            train_dataset=Dataset.from_list([{"prompt": example.text} for example in fleet.examples()]),
+            processing_class=tokenizer,
+            rollout_func=rollout,
+            callbacks=[rollout],
+            args=GRPOConfig(
+                output_dir=str(output),
+                max_steps=algorithm.steps,
+                per_device_train_batch_size=algorithm.prompts_per_step * algorithm.group_size,
+                num_generations=algorithm.group_size,
+                max_completion_length=algorithm.max_response_tokens,
+                temperature=algorithm.temperature,
+                learning_rate=algorithm.learning_rate,
+                seed=algorithm.seed,
+                save_steps=1,
+                save_total_limit=2,
+                logging_steps=1,
+                bf16=torch.cuda.is_available(),
+                report_to="none",
+                disable_tqdm=True,
+            ),
+        )
+        trainer.train(resume_from_checkpoint=get_last_checkpoint(str(output)) if output.is_dir() else None)
+        final = fleet.run.checkpoints / "model"
+        trainer.save_model(str(final))
+        fleet.finished(final)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,482 @@
+"""AWS without anything in between: EC2 Fleet for real bids, machines that only dial out.
+
+A machine is asked for by an instant fleet of one, over all zones of the region whose price the bid reaches,
+price-capacity-optimized: EC2 chooses the zone. Its launch template carries the start-up script and is deleted
+once the machine is there. It has IMDSv2 only with a hop limit of 1, a security group that lets nothing in, no
+role unless the offer names one, and is terminated, not stopped, when it shuts itself down.
+
+The smallest policy that these calls need is templates/rlboost_templates/policies/aws.json.
+"""
+
+from __future__ import annotations
+
+import base64
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlboost_providers import tags
+from rlboost_providers.aws_errors import RACES, code_of, explained, fleet_problem
+from rlboost_providers.aws_machines import Machine, list_machines, template_data
+from rlboost_providers.aws_prices import SpotPrice, SpotPrices
+from rlboost_providers.base import (
+    Ability,
+    LaunchRequest,
+    MachineState,
+    MachineView,
+    Offer,
+    Owned,
+    Pace,
+)
+from rlboost_providers.startup import startup_script
+from rlboost_runtime.errors import ConfigError, NoCapacity, NotFound, ProviderError
+
+NAME = "aws"
+MIN_BILLED_S = 60
+"""EC2 bills Linux machines per second, at least a minute."""
+WATCH_EVERY_S = 5.0
+"""Pause between two lists: a reclaim reaches us through its notice and its agents first."""
+LISTED_WITHIN_S = 120.0
+"""EC2's lists lag behind its launches; a machine younger than this is there though it is not listed."""
+RACE_S = 15.0
+"""Longest wait for a machine that another launcher of ours is launching under the same id."""
+CLIENT_S = 600.0
+"""A client keeps the keys that it began with, so it is made anew: who signs in again need not restart."""
+MAX_SCRIPT_BYTES = 16_384
+"""EC2's limit of user data."""
+
+
+@dataclass(frozen=True, slots=True)
+class AwsPool:
+    """One offer of a job: machines of equal worth in one region. Prices in micro-dollars per hour."""
+
+    region: str
+    accelerator: str
+    """As the job file says it, such as H100:8."""
+    instance_types: tuple[str, ...]
+    image: str
+    """AMI id, or `resolve:ssm:` and a parameter."""
+    max_price_micro_usd_per_hour: int | None = None
+    """The bid for a machine; None: the on-demand price."""
+    on_demand_micro_usd_per_hour: int | None = None
+    """Known price on demand, against which spot prices are held."""
+    spot: bool = True
+    subnets: tuple[str, ...] = ()
+    """Empty: the default network's, in every zone."""
+    instance_profile: str | None = None
+    disk_gb: int = 200
+    install: str = ""
+    """Shell text for `startup.startup_script`."""
+    egress_micro_usd_per_gb: int = 0
+
+
+class AwsProvider:
+    """The `Provider` and `CanSweep` of EC2, for one owner. Any thread may call any method.
+
+    `client` makes boto3's EC2 client of a region; the default is `ec2_client`.
+    """
+
+    def __init__(
+        self,
+        pools: Sequence[AwsPool],
+        owner: str,
+        *,
+        client: Callable[[str], Any] | None = None,
+        watch_every_s: float = WATCH_EVERY_S,
+    ) -> None:
+        self._pools = {pool.region + "/" + pool.accelerator: pool for pool in pools}
+        self._owner = owner
+        self._make_client = ec2_client if client is None else client
+        self._clients: dict[str, tuple[float, Any]] = {}  # boto3 has no types of its own
+        self._prices: dict[str, SpotPrices] = {}
+        self._groups: dict[str, str] = {}
+        self._fresh: dict[tuple[str, str], tuple[float, MachineView, str, str]] = {}
+        """By run and machine: when it was launched here, its view, its region and its EC2 id."""
+        self._ends: dict[str, float] = {}
+        """By EC2 id: when it was first seen to be gone, for those of which EC2 does not say."""
+        self._launching: dict[tuple[str, str], threading.Lock] = {}
+        self._lock = threading.RLock()
+        self._pace = Pace(watch_every_s)
+
+    @property
+    def abilities(self) -> frozenset[Ability]:
+        """Tags, bids that EC2 holds, and machines that end themselves (`startup`)."""
+        return frozenset({Ability.FINDS_BY_TAG, Ability.TIME_TO_LIVE, Ability.REAL_BID})
+
+    # --- buying -------------------------------------------------------------------------------------------
+
+    def offers(self) -> list[Offer]:
+        """Return one offer per pool that a zone sells at or below the bid, at its cheapest zone's price.
+
+        Blocks for a second where prices are older than a minute.
+        """
+        found = [offer for pool in self._pools.values() if (offer := self._offer(pool)) is not None]
+        return sorted(found, key=lambda offer: offer.price_micro_usd_per_hour)
+
+    def launch(self, request: LaunchRequest) -> MachineView:
+        """Ask for the machine; blocks for seconds. The view says in which zone it is and at what price.
+
+        Raises `NoCapacity` (elsewhere), `QuotaExceeded` (elsewhere), `CredentialsRejected` and `ConfigError`
+        (never), `Throttled` and `ProviderError` (later).
+        """
+        pool = self._pool_of(request.offer)
+        with self._only(request.run, request.machine):
+            found = self._find(request.run, request.machine)
+            if found is not None:
+                return found
+            instance = self._create(pool, request)
+            view = self._view_of_new(pool, request, instance)
+            with self._lock:
+                self._fresh[request.run, request.machine] = (time.time(), view, pool.region, instance)
+            return view
+
+    def _offer(self, pool: AwsPool) -> Offer | None:
+        price: int | None = pool.on_demand_micro_usd_per_hour
+        source, dearest = "on-demand price list", price
+        if pool.spot:
+            reached = self._reached(pool)
+            price = reached[0].micro_usd_per_hour if reached else None
+            dearest = max((each.micro_usd_per_hour for each in reached), default=None)
+            source = "EC2 spot price history, now"
+        if price is None:
+            return None
+        return Offer(
+            provider=NAME,
+            zone=pool.region,
+            accelerator=pool.accelerator,
+            price_micro_usd_per_hour=price,
+            spot=pool.spot,
+            source=source,
+            instance_type=",".join(pool.instance_types),
+            max_price_micro_usd_per_hour=pool.max_price_micro_usd_per_hour,
+            dearest_micro_usd_per_hour=_first_known(pool.max_price_micro_usd_per_hour, dearest),
+            egress_micro_usd_per_gb=pool.egress_micro_usd_per_gb,
+            min_billed_s=MIN_BILLED_S,
+        )
+
+    def _reached(self, pool: AwsPool) -> list[SpotPrice]:
+        """Return the zones' prices that the bid reaches; those above the on-demand price are nobody's."""
+        bounds = (pool.max_price_micro_usd_per_hour, pool.on_demand_micro_usd_per_hour)
+        limit = min((bound for bound in bounds if bound is not None), default=None)
+        prices = self._prices_of(pool.region).of(pool.instance_types)
+        return [price for price in prices if limit is None or price.micro_usd_per_hour <= limit]
+
+    def _pool_of(self, offer: Offer) -> AwsPool:
+        pool = self._pools.get(f"{offer.zone}/{offer.accelerator}")
+        if pool is None or offer.provider != NAME:
+            raise ConfigError(
+                f"{offer.zone} with {offer.accelerator} is not of this job", "add it to rollout.spot.any_of"
+            )
+        return pool
+
+    def _create(self, pool: AwsPool, request: LaunchRequest) -> str:
+        """Return the EC2 id of the new machine, or of the one that another launcher asked for just now."""
+        token = tags.client_token(request.run, request.machine, self._owner)
+        name = tags.machine_name(request.run, request.machine, self._owner, longest=100)
+        what = f"launch {request.machine} in {pool.region}"
+        overrides = self._overrides(pool)
+        ec2 = self._ec2(pool.region)
+        self._make_template(pool, request, name)
+        try:
+            with explained(what):
+                try:
+                    answer = self._create_fleet(ec2, pool, name, token, overrides)
+                except ec2.exceptions.ClientError as error:
+                    if code_of(error) not in RACES:
+                        raise
+                    return self._lost_race(request)
+        finally:
+            self._delete_template(ec2, name)
+        ids = [each for group in answer.get("Instances", []) for each in group["InstanceIds"]]
+        if not ids:
+            raise fleet_problem(what, answer.get("Errors", []))
+        return str(ids[0])
+
+    def _overrides(self, pool: AwsPool) -> list[dict[str, Any]]:
+        if not pool.spot:
+            return [{"InstanceType": each} for each in pool.instance_types]
+        self._prices_of(pool.region).forget()
+        reached = self._reached(pool)
+        if not reached:
+            raise NoCapacity(
+                f"no zone of {pool.region} sells {pool.accelerator} at or below the bid",
+                "wait, or raise max_price_usd_per_hour",
+            )
+        bid = _first_known(pool.max_price_micro_usd_per_hour, pool.on_demand_micro_usd_per_hour)
+        price = {} if bid is None else {"MaxPrice": f"{bid / 1e6:.6f}"}
+        zones = [{"AvailabilityZone": p.zone, "InstanceType": p.instance_type, **price} for p in reached]
+        if not pool.subnets:
+            return zones
+        kinds = {p.instance_type for p in reached}
+        return [{"SubnetId": s, "InstanceType": k, **price} for s in pool.subnets for k in sorted(kinds)]
+
+    def _make_template(self, pool: AwsPool, request: LaunchRequest, name: str) -> None:
+        script = startup_script(
+            {**request.bootstrap, "cloud": NAME}, install=pool.install, longest=MAX_SCRIPT_BYTES
+        )
+        ec2 = self._ec2(pool.region)
+        marks = tags.tags(request.run, request.machine, self._owner)
+        with explained(f"prepare {request.machine} in {pool.region}"):
+            try:
+                ec2.create_launch_template(
+                    LaunchTemplateName=name,
+                    LaunchTemplateData=template_data(
+                        pool.image,
+                        base64.b64encode(script.encode()).decode(),
+                        marks,
+                        group=self._group(pool),
+                        device=root_device(ec2, pool.image),
+                        disk_gb=pool.disk_gb,
+                        instance_profile=pool.instance_profile,
+                    ),
+                    TagSpecifications=[
+                        {
+                            "ResourceType": "launch-template",
+                            "Tags": [{"Key": k, "Value": v} for k, v in marks.items()],
+                        }
+                    ],
+                )
+            except ec2.exceptions.ClientError as error:
+                if code_of(error) != "InvalidLaunchTemplateName.AlreadyExistsException":
+                    raise  # an earlier launch that was cut short left it: the same machine's, so it will do
+
+    def _create_fleet(
+        self, ec2: Any, pool: AwsPool, name: str, token: str, overrides: list[dict[str, Any]]
+    ) -> dict[str, Any]:
+        kind = "spot" if pool.spot else "on-demand"
+        answer: dict[str, Any] = ec2.create_fleet(
+            Type="instant",
+            ClientToken=token,
+            SpotOptions={
+                "AllocationStrategy": "price-capacity-optimized",
+                "InstanceInterruptionBehavior": "terminate",
+            },
+            TargetCapacitySpecification={"TotalTargetCapacity": 1, "DefaultTargetCapacityType": kind},
+            LaunchTemplateConfigs=[
+                {
+                    "LaunchTemplateSpecification": {"LaunchTemplateName": name, "Version": "$Latest"},
+                    "Overrides": overrides,
+                }
+            ],
+        )
+        return answer
+
+    def _delete_template(self, ec2: Any, name: str) -> None:
+        try:
+            with explained(f"delete launch template {name}"):
+                ec2.delete_launch_template(LaunchTemplateName=name)
+        except (ConfigError, ProviderError):  # it costs nothing; `terminate` and `gc` try again
+            return
+
+    def _lost_race(self, request: LaunchRequest) -> str:
+        deadline = time.monotonic() + RACE_S
+        while time.monotonic() < deadline:
+            for machine in self._list(request.run, request.machine):
+                return machine.instance
+            time.sleep(0.5)
+        raise ProviderError(
+            f"the launch of {request.machine} was refused as the second under its id, and the first is not"
+            " there",
+            "asked again by itself, under another id",
+        )
+
+    def _view_of_new(self, pool: AwsPool, request: LaunchRequest, instance: str) -> MachineView:
+        for machine in self._list(request.run, request.machine):
+            return self._view(machine)
+        return MachineView(  # EC2's lists lag behind
+            request.machine, MachineState.STARTING, time.time(), None, instance, pool.region
+        )
+
+    # --- looking ------------------------------------------------------------------------------------------
+
+    def describe(self, run: str) -> list[MachineView]:
+        """Return the run's machines in all regions of the job, for an hour also those that ended."""
+        views = {machine.machine: self._view(machine) for machine in self._list(run)}
+        with self._lock:
+            for (of, machine), (at, view, _, _) in list(self._fresh.items()):
+                if machine in views or time.time() - at > LISTED_WITHIN_S:
+                    del self._fresh[of, machine]
+                elif of == run:
+                    views[machine] = view
+        return sorted(views.values(), key=lambda view: view.machine)
+
+    def watch(self, run: str) -> list[MachineView] | None:
+        """Describe every `WATCH_EVERY_S`."""
+        return self.describe(run) if self._pace.is_due() else None
+
+    def preempt(self, run: str, machine: str, notice_s: float | None) -> None:
+        """Terminate it, as a reclaim without a notice does: EC2 announces nothing on demand."""
+        if notice_s is not None:
+            raise ProviderError(
+                "EC2 announces no reclaim on demand", "leave --notice out: the machine goes at once"
+            )
+        if not any(found.is_alive for found in self._list(run, machine)):
+            raise NotFound(f"no machine {machine} in run {run}", "see `rlboost status` for what runs")
+        self.terminate(run, machine)
+
+    def sweep(self) -> list[Owned]:
+        """Return every machine of ours in the account that lives, in all its regions."""
+        with explained("list the account's regions"):
+            regions = [r["RegionName"] for r in self._ec2(self._home()).describe_regions()["Regions"]]
+        return [
+            Owned(m.run, m.machine, NAME, m.zone, m.owner, m.launched_at, f"{region}/{m.instance}")
+            for region in regions
+            for m in list_machines(self._ec2(region), region)
+            if m.is_alive
+        ]
+
+    def _find(self, run: str, machine: str) -> MachineView | None:
+        for found in self._list(run, machine):
+            return self._view(found)
+        fresh = self._fresh.get((run, machine))
+        return None if fresh is None else fresh[1]
+
+    def _list(self, run: str, machine: str | None = None) -> Iterator[Machine]:
+        """Yield machines of the run, the living before the ended where an id was used again."""
+        for region in sorted({pool.region for pool in self._pools.values()}):
+            yield from sorted(
+                list_machines(self._ec2(region), region, run=run, machine=machine, owner=self._owner),
+                key=lambda found: not found.is_alive,
+            )
+
+    def _view(self, machine: Machine) -> MachineView:
+        ended_at = machine.ended_at
+        if not machine.is_alive and ended_at is None:
+            ended_at = self._ends.setdefault(machine.instance, time.time())
+        return MachineView(
+            machine.machine,
+            machine.state,
+            machine.launched_at,
+            ended_at,
+            machine.detail,
+            machine.zone,
+            self._price_of(machine),
+        )
+
+    def _price_of(self, machine: Machine) -> int | None:
+        if not machine.is_spot or not machine.is_alive:
+            return None
+        try:
+            prices = self._prices_of(machine.region).of((machine.instance_type,))
+        except ProviderError:  # what exists is known all the same
+            return None
+        return next((price.micro_usd_per_hour for price in prices if price.zone == machine.zone), None)
+
+    # --- ending -------------------------------------------------------------------------------------------
+
+    def terminate(self, run: str, machine: str) -> None:
+        """Terminate it in whatever region it is; EC2 stops billing at once."""
+        living = {found.instance: found.region for found in self._list(run, machine) if found.is_alive}
+        with self._lock:
+            fresh = self._fresh.get((run, machine))
+            if fresh is not None and fresh[3] not in living:
+                living[fresh[3]] = fresh[2]
+        for instance, region in living.items():
+            self._terminate_instance(region, instance)
+        with self._lock:
+            self._fresh.pop((run, machine), None)
+
+    def end(self, owned: Owned) -> None:
+        """Terminate what `sweep` found, by its own id."""
+        region, _, instance = owned.handle.partition("/")
+        self._terminate_instance(region, instance)
+
+    def _terminate_instance(self, region: str, instance: str) -> None:
+        ec2 = self._ec2(region)
+        with explained(f"terminate {instance} in {region}"):
+            try:
+                ec2.terminate_instances(InstanceIds=[instance])
+            except ec2.exceptions.ClientError as error:
+                if code_of(error) != "InvalidInstanceID.NotFound":
+                    raise
+
+    # --- helpers ------------------------------------------------------------------------------------------
+
+    def _home(self) -> str:
+        return next((pool.region for pool in self._pools.values()), "us-east-1")
+
+    def _only(self, run: str, machine: str) -> threading.Lock:
+        """Return the lock of one machine's launch in this process; others' are told by the client token."""
+        with self._lock:
+            return self._launching.setdefault((run, machine), threading.Lock())
+
+    def _ec2(self, region: str) -> Any:
+        with self._lock:
+            made_at, client = self._clients.get(region, (0.0, None))
+            if client is None or time.monotonic() - made_at > CLIENT_S:
+                with explained(f"use AWS in {region}"):
+                    client = self._make_client(region)
+                self._clients[region] = time.monotonic(), client
+            return client
+
+    def _prices_of(self, region: str) -> SpotPrices:
+        with self._lock:
+            return self._prices.setdefault(region, SpotPrices(lambda: self._ec2(region), region))
+
+    def _group(self, pool: AwsPool) -> str:
+        """Return the security group that lets nothing in, made where it is not there."""
+        with self._lock:
+            if pool.region not in self._groups:
+                self._groups[pool.region] = security_group(self._ec2(pool.region), pool.subnets)
+            return self._groups[pool.region]
+
+
+def _first_known(*prices: int | None) -> int | None:
+    return next((price for price in prices if price is not None), None)
+
+
+def ec2_client(region: str) -> Any:
+    """Return boto3's EC2 client. Raises `ConfigError` where boto3 is not installed."""
+    try:
+        import boto3
+        from botocore.config import Config
+    except ImportError as missing:
+        raise ConfigError(
+            "AWS without SkyPilot needs boto3, which is not installed", "type: pip install 'rlboost[aws]'"
+        ) from missing
+    retries: Any = {"mode": "standard", "max_attempts": 4}  # boto3's types are not installed everywhere
+    config = Config(retries=retries, connect_timeout=5, read_timeout=25, user_agent_extra="rlboost")
+    return boto3.session.Session().client("ec2", region_name=region, config=config)
+
+
+def root_device(ec2: Any, image: str) -> str:
+    """Return what the image calls its disk. Raises `ConfigError` for an image that is not there."""
+    if not image.startswith("ami-"):
+        return "/dev/sda1"  # a parameter of the deep-learning images: Ubuntu, which calls it so
+    found = ec2.describe_images(ImageIds=[image])["Images"]
+    if not found:
+        raise ConfigError(f"image {image} is not in this region", "name an image of the region, or none")
+    return str(found[0].get("RootDeviceName") or "/dev/sda1")
+
+
+def security_group(ec2: Any, subnets: Sequence[str]) -> str:
+    """Return the id of the group `rlboost-outbound-only` in the subnets' network, by default the default one.
+
+    Two first callers at once end with the same one.
+    """
+    name = "rlboost-outbound-only"
+    if subnets:
+        vpc = ec2.describe_subnets(SubnetIds=list(subnets[:1]))["Subnets"][0]["VpcId"]
+    else:
+        default = ec2.describe_vpcs(Filters=[{"Name": "is-default", "Values": ["true"]}])["Vpcs"]
+        if not default:
+            raise ConfigError(
+                "this AWS region has no default network", "name subnets, or: aws ec2 create-default-vpc"
+            )
+        vpc = default[0]["VpcId"]
+    which = [{"Name": "group-name", "Values": [name]}, {"Name": "vpc-id", "Values": [vpc]}]
+    for _ in range(2):
+        found = ec2.describe_security_groups(Filters=which)["SecurityGroups"]
+        if found:
+            return str(found[0]["GroupId"])
+        try:
+            made = ec2.create_security_group(
+                GroupName=name, Description="RLBoost workers: they dial out, nothing comes in", VpcId=vpc
+            )
+            return str(made["GroupId"])
+        except ec2.exceptions.ClientError as error:
+            if code_of(error) != "InvalidGroup.Duplicate":
+                raise
+    raise ProviderError(f"security group {name} of {vpc} comes and goes", "try again")

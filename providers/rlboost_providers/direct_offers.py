@@ -1,0 +1,138 @@
+"""What a job's `via: direct` offers mean in a cloud's own terms: machine types, images, prices.
+
+Machine types and prices come from the shipped table where the job file does not say them; EC2 is asked for
+its prices later, Google tells none. An offer that nobody knows a price of is refused: it would be bought
+blindly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlboost_providers.aws import AwsPool
+from rlboost_providers.gcp import GcpPool
+from rlboost_providers.price_table import ShippedTable
+from rlboost_providers.prices import PriceBook, Quote, parse_accelerator, price_book
+from rlboost_runtime.core.money import parse_usd
+from rlboost_runtime.errors import ConfigError
+from rlboost_runtime.job import CloudOffer
+
+EGRESS_USD_PER_GB = {"aws": 0.09, "gcp": 0.12, "azure": 0.087}
+"""List prices of the first terabytes out to the internet, 2026; between machines of one region it is less."""
+
+
+def aws_pools(offers: Sequence[CloudOffer], *, spot: bool = True, install: str = "") -> list[AwsPool]:
+    """Return the pools of `offers` in aws. Raises `ConfigError` where machine types are not known."""
+    book = shipped()
+    return [_aws_pool(book, offer, spot, install) for offer in offers]
+
+
+def gcp_pools(offers: Sequence[CloudOffer], *, spot: bool = True, install: str = "") -> list[GcpPool]:
+    """Return the pools of `offers` in gcp. Raises `ConfigError` where type or price are not known."""
+    book = shipped()
+    found = [_gcp_pool(book, offer, spot, install) for offer in offers]
+    return [pool for pool in found if pool is not None]
+
+
+def expected_usd_per_hour(offer: CloudOffer) -> float | None:
+    """Return what a machine of `offer` is likely to cost, as far as the shipped table knows; for plans."""
+    quotes = _quotes(shipped(), offer)
+    prices = [q.spot_usd_per_hour for q in quotes if q.spot_usd_per_hour is not None]
+    limit = offer.max_price_usd_per_hour
+    if not prices:
+        return limit
+    return min(prices) if limit is None else min(min(prices), limit)
+
+
+def shipped() -> PriceBook:
+    """Return the checked prices of the shipped table."""
+    return price_book([ShippedTable()])
+
+
+def _aws_pool(book: PriceBook, offer: CloudOffer, spot: bool, install: str) -> AwsPool:
+    quotes = _quotes(book, offer)
+    on_demand = [q.on_demand_usd_per_hour for q in quotes if q.on_demand_usd_per_hour is not None]
+    return AwsPool(
+        region=str(offer.region),
+        accelerator=offer.accelerators,
+        instance_types=_types(book, offer),
+        image=_image(offer),
+        max_price_micro_usd_per_hour=_micro(offer.max_price_usd_per_hour),
+        on_demand_micro_usd_per_hour=_micro(max(on_demand, default=None)),
+        spot=spot,
+        disk_gb=offer.disk_gb,
+        install=install,
+        egress_micro_usd_per_gb=_egress(offer),
+    )
+
+
+def _gcp_pool(book: PriceBook, offer: CloudOffer, spot: bool, install: str) -> GcpPool | None:
+    (machine_type, *_) = _types(book, offer)
+    quotes = [q for q in _quotes(book, offer) if q.instance_type == machine_type]
+    price = next((q.spot_usd_per_hour if spot else q.on_demand_usd_per_hour for q in quotes), None)
+    source = f"{book.source}, {quotes[0].as_of}" if quotes else ""
+    limit = offer.max_price_usd_per_hour
+    if price is None:
+        if limit is None:
+            raise ConfigError(
+                f"no price of {machine_type} in {offer.infra} is known, and Google's API tells none",
+                "write max_price_usd_per_hour: what such a machine costs at most",
+            )
+        price, source = limit, "the job file's max_price_usd_per_hour"
+    if limit is not None and price > limit:
+        return None  # Google takes no bids: what costs more is not bought
+    parts = offer.infra.split("/")
+    return GcpPool(
+        region=str(offer.region),
+        accelerator=offer.accelerators,
+        machine_type=machine_type,
+        price_micro_usd_per_hour=parse_usd(price),
+        price_source=source,
+        zones=(parts[2],) if len(parts) > 2 else (),
+        spot=spot,
+        image=_image(offer),
+        disk_gb=offer.disk_gb,
+        install=install,
+        egress_micro_usd_per_gb=_egress(offer),
+    )
+
+
+def _image(offer: CloudOffer) -> str:
+    """Return the image's name. Raises `ConfigError` where machines would boot and find nothing to run."""
+    if offer.image is None:
+        raise ConfigError(
+            f"{offer.infra}, via: direct, names no image: machines are started from one that has rlboost in"
+            " /opt/rlboost/venv",
+            "write image: NAME (docs/clouds.md says what it needs), or via: skypilot",
+        )
+    return offer.image
+
+
+def _types(book: PriceBook, offer: CloudOffer) -> tuple[str, ...]:
+    """Return the machine types that the offer stands for: they are the same in every region."""
+    if offer.instance_type is not None:
+        return (offer.instance_type,)
+    name, count = parse_accelerator(offer.accelerators)
+    found = {q.instance_type for q in book.find(accelerator=name, count=count or 1, infra=offer.cloud)}
+    if not found:
+        raise ConfigError(
+            f"which machine of {offer.cloud} has {offer.accelerators} is not known to this version",
+            "write instance_type, such as instance_type: p5.48xlarge",
+        )
+    return tuple(sorted(found))
+
+
+def _quotes(book: PriceBook, offer: CloudOffer) -> list[Quote]:
+    name, count = parse_accelerator(offer.accelerators)
+    where = "/".join(offer.infra.split("/")[:2])
+    quotes = book.find(accelerator=name, count=count or 1, infra=where)
+    return [q for q in quotes if offer.instance_type in (None, q.instance_type)]
+
+
+def _egress(offer: CloudOffer) -> int:
+    known = EGRESS_USD_PER_GB.get(offer.cloud, 0.0)
+    return parse_usd(known if offer.egress_usd_per_gb is None else offer.egress_usd_per_gb)
+
+
+def _micro(usd: float | None) -> int | None:
+    return None if usd is None else parse_usd(usd)

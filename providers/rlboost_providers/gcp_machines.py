@@ -1,0 +1,118 @@
+"""Compute Engine's instances in our words, and what an instance of ours is asked to be."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from rlboost_providers import tags
+from rlboost_providers.base import MachineState
+
+_STATES = {
+    "PROVISIONING": MachineState.STARTING,
+    "STAGING": MachineState.STARTING,
+    "TERMINATED": MachineState.GONE,  # a disk is left, which its provider deletes when it sees it
+    "STOPPED": MachineState.GONE,
+    "SUSPENDED": MachineState.GONE,
+}
+ENDS = {
+    "delete": "terminated",
+    "compute.instances.preempted": "reclaimed",
+    "compute.instances.guestTerminate": "shut itself down",
+    "stop": "stopped",
+}
+"""Operations that end a machine, and how we call it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One instance of ours. Times in seconds since the Unix epoch."""
+
+    run: str
+    machine: str
+    owner: str
+    name: str
+    zone: str
+    state: MachineState
+    created_at: float | None
+    stopped_at: float | None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it may cost something beyond its disk."""
+        return self.state is not MachineState.GONE
+
+
+def machine_of(instance: Any) -> Machine:
+    """Return the machine that `instance` (`compute_v1.Instance`) is."""
+    labels = dict(instance.labels)
+    return Machine(
+        run=labels.get(tags.RUN, ""),
+        machine=labels.get(tags.MACHINE, ""),
+        owner=labels.get(tags.OWNER, ""),
+        name=instance.name,
+        zone=instance.zone.rpartition("/")[2],
+        state=_STATES.get(str(instance.status), MachineState.RUNNING),
+        created_at=time_of(instance.creation_timestamp),
+        stopped_at=time_of(instance.last_stop_timestamp),
+    )
+
+
+def time_of(text: str) -> float | None:
+    """Return RFC 3339 text as seconds since the Unix epoch; None for no text."""
+    return datetime.fromisoformat(text).timestamp() if text else None
+
+
+def machine_in(name: str, run: str, owner: str) -> str | None:
+    """Return the machine whose instance has `name`, if that is one of the run's and not cut short."""
+    match = re.fullmatch(rf"rlboost-{re.escape(run)}-(.+)-[0-9a-f]{{10}}", name)
+    if match is None or tags.machine_name(run, match[1], owner) != name:
+        return None
+    return match[1]
+
+
+def instance_resource(
+    name: str,
+    zone: str,
+    *,
+    machine_type: str,
+    labels: dict[str, str],
+    script: str,
+    spot: bool,
+    image: str,
+    disk_gb: int,
+    network: str,
+    service_account: str | None,
+) -> Any:
+    """Return the `compute_v1.Instance` of a machine that dials out and has no identity unless given one."""
+    from google.cloud import compute_v1 as compute
+
+    scheduling = compute.Scheduling(automatic_restart=not spot, on_host_maintenance="TERMINATE")
+    if spot:
+        scheduling.provisioning_model = "SPOT"
+        scheduling.instance_termination_action = "DELETE"
+    disk = compute.AttachedDiskInitializeParams(source_image=image, disk_size_gb=disk_gb)
+    accounts = [] if service_account is None else [compute.ServiceAccount(email=service_account)]
+    return compute.Instance(
+        name=name,
+        machine_type=f"zones/{zone}/machineTypes/{machine_type}",
+        labels=labels,
+        scheduling=scheduling,
+        disks=[compute.AttachedDisk(boot=True, auto_delete=True, initialize_params=disk)],
+        network_interfaces=[
+            compute.NetworkInterface(
+                network=network,
+                access_configs=[compute.AccessConfig(name="out", type_="ONE_TO_ONE_NAT")],  # to dial out
+            )
+        ],
+        metadata=compute.Metadata(
+            items=[
+                compute.Items(key="startup-script", value=script),
+                compute.Items(key="block-project-ssh-keys", value="true"),
+            ]
+        ),
+        tags=compute.Tags(items=["rlboost-worker"]),
+        service_accounts=accounts,
+    )

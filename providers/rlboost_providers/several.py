@@ -1,0 +1,133 @@
+"""Several clouds as one `Provider`: the cheapest offer of all, and one list of machines.
+
+Guarantees: a cloud that does not answer takes nothing from what the others say, and its machines are taken
+to be as they were last seen (never as gone); where it has not been seen at all, nothing is known and
+`describe` says so. A machine is ended at the cloud that has it, or at every cloud where that is not known.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+from rlboost_providers.base import (
+    Ability,
+    CanPreempt,
+    LaunchRequest,
+    MachineView,
+    Offer,
+    Provider,
+)
+from rlboost_runtime.errors import ConfigError, NotFound, ProviderError
+from rlboost_runtime.logs import event
+
+log = logging.getLogger(__name__)
+
+
+class Several:
+    """The providers of one run, by name. Any thread may call any method."""
+
+    def __init__(self, providers: Mapping[str, Provider]) -> None:
+        if not providers:
+            raise ConfigError("no provider was given", "name an offer in rollout.spot.any_of")
+        self._providers = dict(providers)
+        self._seen: dict[str, dict[str, MachineView]] = {}
+        self._described: set[str] = set()
+        """Clouds that have listed their machines; a launch alone says nothing of the others."""
+        self._lock = threading.Lock()
+
+    @property
+    def abilities(self) -> frozenset[Ability]:
+        """What all of them can do."""
+        return frozenset.intersection(*(provider.abilities for provider in self._providers.values()))
+
+    def offers(self) -> list[Offer]:
+        """Return all offers, cheapest first. Raises only where no cloud answers, what the first one said."""
+        found: list[Offer] = []
+        problems: list[ProviderError] = []
+        with ThreadPoolExecutor(len(self._providers)) as pool:
+            asked = {name: pool.submit(provider.offers) for name, provider in self._providers.items()}
+            for name, answer in asked.items():
+                try:
+                    found += answer.result()
+                except ProviderError as problem:
+                    event(log, "provider.offers_failed", provider=name, problem=problem.problem)
+                    problems.append(problem)
+        if problems and len(problems) == len(self._providers):
+            raise problems[0]
+        return sorted(found, key=lambda offer: offer.price_micro_usd_per_hour)
+
+    def launch(self, request: LaunchRequest) -> MachineView:
+        """Launch where the offer is from."""
+        name = request.offer.provider
+        if name not in self._providers:
+            known = ", ".join(self._providers)
+            raise ConfigError(f"no provider {name} in this run", f"there are {known}")
+        view = self._providers[name].launch(request)
+        with self._lock:
+            self._seen.setdefault(name, {})[view.machine] = view
+        return view
+
+    def describe(self, run: str) -> list[MachineView]:
+        """Return every cloud's machines of the run."""
+        for name, provider in self._providers.items():
+            try:
+                self._remember(name, provider.describe(run))
+            except ProviderError as problem:
+                self._bear(name, problem)
+        return self._last()
+
+    def watch(self, run: str) -> list[MachineView] | None:
+        """Ask the clouds that are due; None where none is, or where one has not been seen yet."""
+        is_news = False
+        for name, provider in self._providers.items():
+            try:
+                views = provider.watch(run)
+            except ProviderError as problem:
+                self._bear(name, problem)
+                continue
+            if views is not None:
+                is_news = True
+                self._remember(name, views)
+        return self._last() if is_news and self._described.issuperset(self._providers) else None
+
+    def terminate(self, run: str, machine: str) -> None:
+        """End the machine where it was seen, or else everywhere. Raises once all have been asked."""
+        with self._lock:
+            there = [name for name, views in self._seen.items() if machine in views]
+        problems = []
+        for name in there or self._providers:
+            try:
+                self._providers[name].terminate(run, machine)
+            except ProviderError as problem:
+                problems.append(problem)
+        if problems:
+            raise problems[0]
+
+    def preempt(self, run: str, machine: str, notice_s: float | None) -> None:
+        """Reclaim it at the cloud that has it. Raises `NotFound`, `ProviderError`."""
+        with self._lock:
+            there = next((name for name, views in self._seen.items() if machine in views), None)
+        if there is None:
+            raise NotFound(f"no machine {machine} in run {run}", "see `rlboost status` for what runs")
+        provider = self._providers[there]
+        if not isinstance(provider, CanPreempt):
+            raise ProviderError(f"{there} cannot preempt on purpose", "use the cloud's own console")
+        provider.preempt(run, machine, notice_s)
+
+    def _bear(self, name: str, problem: ProviderError) -> None:
+        """Go on without the word of a cloud that was seen before; raise `problem` for one that was not."""
+        if name not in self._described:
+            raise problem
+        event(log, "provider.describe_failed", provider=name, problem=problem.problem)
+
+    def _remember(self, name: str, views: list[MachineView]) -> None:
+        with self._lock:
+            self._seen[name] = {view.machine: view for view in views}
+            self._described.add(name)
+
+    def _last(self) -> list[MachineView]:
+        with self._lock:
+            return [view for views in self._seen.values() for view in views.values()]

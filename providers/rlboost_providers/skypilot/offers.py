@@ -1,0 +1,101 @@
+"""What SkyPilot's catalogue offers for the entries of a job's `any_of`: one offer per zone."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from rlboost_providers.base import Offer
+from rlboost_runtime.core.money import MICRO_USD_PER_USD
+from rlboost_runtime.errors import ConfigError
+
+FRESH_S = 1800.0
+"""SkyPilot's catalogue itself is some hours old; reading it again costs a second of CPU."""
+SOURCE = "SkyPilot catalogue"
+
+
+class Wanted(Protocol):
+    """An entry of `any_of` with `via: skypilot` (`rlboost_runtime.job`)."""
+
+    @property
+    def infra(self) -> str:
+        """CLOUD, CLOUD/REGION or CLOUD/REGION/ZONE."""
+
+    @property
+    def accelerators(self) -> str | None:
+        """NAME:COUNT."""
+
+    @property
+    def instance_type(self) -> str | None:
+        """The cloud's own name of a machine type, instead of accelerators."""
+
+    @property
+    def max_price_usd_per_hour(self) -> float | None:
+        """Dearer offers are left out: SkyPilot cannot bid."""
+
+    @property
+    def image(self) -> str | None:
+        """The cloud's own name of the image."""
+
+    @property
+    def disk_gb(self) -> int:
+        """Size of the machine's disk, in GB."""
+
+    @property
+    def egress_usd_per_gb(self) -> float | None:
+        """What a gigabyte from the head costs."""
+
+
+class Catalogue:
+    """The offers of a job; `ask` is SkyPilot's child. Any thread may ask."""
+
+    def __init__(self, entries: Sequence[Wanted], ask: Callable[..., list[dict[str, Any]]]) -> None:
+        self._entries, self._ask = entries, ask
+        self._lock = threading.Lock()
+        self._offers: list[Offer] = []
+        self._entry_of: dict[tuple[str, str, str], Wanted] = {}
+        self._read_at = float("-inf")
+
+    def offers(self) -> list[Offer]:
+        """Return them cheapest first; a place that several entries name comes once, from the first."""
+        with self._lock:
+            if time.monotonic() - self._read_at > FRESH_S:
+                found: dict[tuple[str, str, str], Offer] = {}
+                for entry in self._entries:
+                    for offer in self._of(entry):
+                        if found.setdefault(offer.place, offer) is offer:
+                            self._entry_of[offer.place] = entry
+                self._offers = sorted(found.values(), key=lambda offer: offer.price_micro_usd_per_hour)
+                self._read_at = time.monotonic()
+            return list(self._offers)
+
+    def entry_of(self, offer: Offer) -> Wanted:
+        """Return the job's entry that `offer` comes from. Raises `ConfigError`."""
+        self.offers()
+        entry = self._entry_of.get(offer.place)
+        if entry is None:
+            raise ConfigError(f"no entry of any_of leads to {offer.zone}", "launch something from the offers")
+        return entry
+
+    def _of(self, entry: Wanted) -> list[Offer]:
+        places = self._ask(
+            infra=entry.infra, accelerators=entry.accelerators, instance_type=entry.instance_type, spot=True
+        )
+        most = entry.max_price_usd_per_hour
+        return [_offer(entry, place) for place in places if most is None or place["usd_per_hour"] <= most]
+
+
+def _offer(entry: Wanted, place: dict[str, Any]) -> Offer:
+    return Offer(
+        provider="skypilot",
+        zone="/".join(part for part in (place["cloud"], place["region"], place["zone"]) if part),
+        accelerator=entry.accelerators or "cpu",
+        price_micro_usd_per_hour=round(place["usd_per_hour"] * MICRO_USD_PER_USD),
+        spot=True,
+        source=SOURCE,
+        instance_type=place["instance_type"],
+        egress_micro_usd_per_gb=round((entry.egress_usd_per_gb or 0) * MICRO_USD_PER_USD),
+        min_billed_s=60 if place["cloud"] in ("aws", "gcp") else 0,
+    )

@@ -1,0 +1,398 @@
+"""Spot machines through SkyPilot: one cluster of one node per machine, found again by its name.
+
+Guarantees:
+
+- `launch` returns once SkyPilot has been given the machine by its cloud, or raises what the cloud said; the
+  setup goes on in the background, and its end shows in `describe`: running, or gone with its reason;
+- each launch names one zone, so that the ledger's price is the machine's; what to try next is the caller's;
+- a machine is reported gone only after the cloud itself has said so, by a forced refresh. A closed or silent
+  SSH port (looked at every few seconds) only decides when that is asked;
+- a machine whose setup fails is ended, and counts as starting, with money running, until it is;
+- an agent that hears nothing from its head gives its machine up (`deploy/agents.sh`); SkyPilot's own autodown
+  comes after that.
+
+SkyPilot cannot bid: a `max_price_usd_per_hour` only leaves dearer offers out.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import wait as wait_for
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlboost_providers.base import Ability, LaunchRequest, MachineView, Offer, Owned, Pace
+from rlboost_providers.skypilot.environment import AWS_ROLE, child_environment, skypilot_python
+from rlboost_providers.skypilot.errors import explained
+from rlboost_providers.skypilot.last_logs import fetch_logs
+from rlboost_providers.skypilot.offers import Catalogue, Wanted
+from rlboost_providers.skypilot.process import SkyPilotProcess
+from rlboost_providers.skypilot.records import SkyRecord, SkyRecords
+from rlboost_providers.skypilot.task import write_task
+from rlboost_providers.tags import MACHINE, OWNER, RUN, machine_name, owner_of, tags
+from rlboost_runtime.errors import ConfigError, NoCapacity, NotFound, NotYet, ProviderError, RLBoostError
+from rlboost_runtime.logs import event
+from rlboost_runtime.run_folder import RunFolder, home
+
+log = logging.getLogger(__name__)
+
+NAME = "skypilot"
+START_ANSWER_S = 20.0
+"""How long a call waits for SkyPilot's API server, which takes seconds, or minutes on a busy machine."""
+LAUNCH_ANSWER_S = 90.0
+"""How long `launch` waits for the cloud's yes or no; then the machine counts as starting."""
+DOWN_S = 300.0
+STATUS_S = 120.0
+PROBE_EVERY_S = 3.0
+PROBE_S = 2.0
+FORCE_EVERY_S = 60.0
+"""The cloud is asked at least so often, also while every machine answers."""
+AUTODOWN_MINUTES = 20
+"""SkyPilot's second line, after the agents' own 15 minutes."""
+_LONGEST_NAME = 40  # SkyPilot appends the user's hash, and clouds allow some 60 characters
+_CAUSE = re.compile(r"an error occurred|handler error|exhausted|quota|limit", re.IGNORECASE)
+_REQUEST = "request "
+_ASKED = "Launching on"
+_GIVEN = ("Instance is up", "Instances are up", "VM is up")
+
+
+class SkyPilot(Protocol):
+    """What the provider needs of `SkyPilotProcess`."""
+
+    def ask(self, do: str, timeout_s: float, **arguments: object) -> Any:  # any JSON value
+        """Return the answer, or raise what SkyPilot said."""
+
+    def begin(self, do: str, hear: Callable[[str], None], **arguments: object) -> Future[Any]:
+        """Send a request; `hear` is called with what SkyPilot says about it."""
+
+
+class SkyPilotProvider:
+    """`Provider`, `CanPreempt`, `CanSweep` of `via: skypilot`, for one run. Any thread may call any method.
+
+    `offers` are what the job's `any_of` says; `skypilot` is made when first needed.
+    """
+
+    def __init__(
+        self, run_folder: Path, offers: Sequence[Wanted], *, skypilot: SkyPilot | None = None
+    ) -> None:
+        self._run = RunFolder(run_folder)
+        self._folder = self._run.cloud / NAME
+        self._records = SkyRecords(self._folder / "machines")
+        self._owner = owner_of(home())
+        self._given = skypilot
+        self._started = threading.Lock()
+        self._starting: Future[Any] | None = None
+        self._catalogue = Catalogue(offers, lambda **asked: self._sky().ask("prices", STATUS_S, **asked))
+        self._beginning: set[str] = set()
+        """Machines whose files are being written: SkyPilot has not heard of them."""
+        self._launching: dict[str, Future[Any]] = {}
+        self._silent_since: dict[str, float] = {}
+        self._pace = Pace(PROBE_EVERY_S)
+        self._force = Pace(FORCE_EVERY_S)
+
+    @property
+    def abilities(self) -> frozenset[Ability]:
+        """Clusters are found by name; agents that hear nothing, and then SkyPilot, end their machines."""
+        return frozenset({Ability.FINDS_BY_TAG, Ability.TIME_TO_LIVE})
+
+    # --- the five verbs ------------------------------------------------------------------------------------
+
+    def offers(self) -> list[Offer]:
+        """Return the zones that SkyPilot's catalogue has for the job's entries, cheapest first.
+
+        Blocks for a minute or two when SkyPilot is started for the first time, else for seconds at most.
+        """
+        return self._catalogue.offers()
+
+    def launch(self, request: LaunchRequest) -> MachineView:
+        """Launch the machine's cluster; blocks until the cloud gave or refused it, `LAUNCH_ANSWER_S` at most.
+
+        Raises `NoCapacity` and `QuotaExceeded` (elsewhere), `CredentialsRejected` (never), `ProviderError`
+        (later); then the cluster is down again, or `describe` says that it may not be.
+        """
+        if request.run != self._run.name:
+            raise ConfigError(f"{request.run} is not this provider's run", f"ask for {self._run.name}")
+        sky = self._sky()
+        entry = self._catalogue.entry_of(request.offer)
+        with self._records.locked():
+            known = self._records.read(request.machine)
+            if known is not None:
+                return known.view
+            self._beginning.add(request.machine)
+            record = self._intend(request)
+        try:
+            return self._begin(sky, record, entry, request)
+        except OSError as problem:  # its files could not be written: nothing was asked for
+            self._records.change(record.machine, ended_at=time.time(), detail=str(problem))
+            raise
+        finally:
+            self._beginning.discard(request.machine)
+
+    def _begin(self, sky: SkyPilot, record: SkyRecord, entry: Wanted, request: LaunchRequest) -> MachineView:
+        folder = self._records.folder(record.machine)
+        task = write_task(folder, self._run, request, self._values(record, entry))
+        answered = threading.Event()
+        launching = sky.begin(
+            "launch",
+            lambda line: self._hear(record.machine, line, answered),
+            cluster=record.cluster,
+            task=str(task),
+            idle_minutes=AUTODOWN_MINUTES,
+            role=AWS_ROLE,
+        )
+        self._launching[record.machine] = launching
+        launching.add_done_callback(lambda done: self._launched(record.machine, done, answered))
+        answered.wait(LAUNCH_ANSWER_S)
+        if launching.done() and (problem := launching.exception()) is not None:
+            raise self._in_the_clouds_words(record.machine, problem)
+        stored = self._records.read(record.machine)
+        assert stored is not None
+        return stored.view
+
+    def describe(self, run: str) -> list[MachineView]:
+        """Return the run's machines as their clouds see them now; takes seconds. Raises `ProviderError`."""
+        if run != self._run.name:
+            return []
+        settled = [r for r in self._open() if not self._is_launching(r)]
+        if settled:
+            self._confirm(settled)
+        return [record.view for record in self._records.all()]
+
+    def watch(self, run: str) -> list[MachineView] | None:
+        """Look whether machines answer, every `PROBE_EVERY_S`; ask the cloud where one does not."""
+        if run != self._run.name or not self._pace.is_due():
+            return None
+        running = [r for r in self._open() if r.running_at is not None and not self._is_launching(r)]
+        silent = self._probe(running)
+        adopted = [r for r in self._open() if r.running_at is None and not self._is_launching(r)]
+        if silent or adopted or (running and self._force.is_due()):
+            self._confirm(running if not (silent or adopted) else [*silent, *adopted])
+        return [record.view for record in self._records.all()]
+
+    def terminate(self, run: str, machine: str) -> None:
+        """Take the machine's cluster down, whether or not its launch has ended; blocks for some seconds."""
+        if run != self._run.name:
+            return
+        record = self._records.read(machine)
+        if record is None or record.ended_at is None:
+            self._down(machine, "terminated")
+
+    def preempt(self, run: str, machine: str, notice_s: float | None) -> None:
+        """Take the machine away at once. Raises `NotFound`, and `ProviderError` where notice is asked for."""
+        record = self._records.read(machine) if run == self._run.name else None
+        if record is None or record.ended_at is not None:
+            raise NotFound(f"no machine {machine} in run {run}", "see `rlboost status` for what runs")
+        if notice_s is not None:
+            raise ProviderError("SkyPilot announces no reclaim", "leave --notice out")
+        self._down(machine, "preempted on purpose")
+
+    def sweep(self) -> list[Owned]:
+        """Return the clusters of any run of this home, by their names, as SkyPilot remembers them."""
+        rows = self._sky().ask("clusters", STATUS_S, names=None, force=False)
+        return [_owned(row, row["labels"]) for row in rows if MACHINE in row.get("labels", {})]
+
+    def end(self, owned: Owned) -> None:
+        """Take down what `sweep` found; succeeds where it is gone."""
+        self._sky().ask("down", DOWN_S, cluster=owned.handle, request="")
+
+    def close(self) -> None:
+        """End SkyPilot's child; machines and launches under way go on."""
+        if isinstance(self._given, SkyPilotProcess):
+            self._given.close()
+
+    # --- launching -----------------------------------------------------------------------------------------
+
+    def _sky(self) -> SkyPilot:
+        with self._started:
+            if self._given is None:
+                python = skypilot_python()
+                self._given = SkyPilotProcess(python, self._folder, child_environment(self._folder, python))
+            if self._starting is None:
+                self._starting = self._given.begin(
+                    "start", lambda line: event(log, "skypilot.said", line=line)
+                )
+            starting = self._starting
+        try:
+            starting.result(START_ANSWER_S)
+        except FutureTimeout:
+            raise NotYet("SkyPilot's API server is still starting", "wait; it is asked again") from None
+        except RLBoostError:
+            with self._started:
+                self._starting = None  # the next call tries again
+            raise
+        return self._given
+
+    def _intend(self, request: LaunchRequest) -> SkyRecord:
+        return self._records.write(
+            SkyRecord(
+                machine=request.machine,
+                cluster=self._cluster(request.machine),
+                zone=request.offer.zone,
+                price_micro_usd_per_hour=request.offer.price_micro_usd_per_hour,
+                intended_at=time.time(),
+            )
+        )
+
+    def _values(self, record: SkyRecord, entry: Wanted) -> dict[str, object]:
+        resources = {"disk_size": entry.disk_gb, "labels": tags(self._run.name, record.machine, self._owner)}
+        if entry.accelerators:
+            resources["accelerators"] = entry.accelerators
+        if entry.image is not None:
+            resources["image_id"] = entry.image
+        return {"NAME": record.cluster, "RESOURCES": resources}
+
+    def _cluster(self, machine: str) -> str:
+        return machine_name(self._run.name, machine, self._owner, longest=_LONGEST_NAME)
+
+    def _hear(self, machine: str, line: str, answered: threading.Event) -> None:
+        """Keep what SkyPilot says as the machine's boot log, and see how far it is."""
+        with (self._boot_log(machine)).open("a", encoding="utf-8") as boot_log:
+            boot_log.write(f"{time.strftime('%H:%M:%S')} {line}\n")
+        record = self._records.read(machine)
+        if line.startswith(_REQUEST):
+            self._records.change(machine, request=line.removeprefix(_REQUEST))
+        elif record is not None and record.launching_at is None and _ASKED in line:
+            self._records.change(machine, launching_at=time.time())
+        if any(words in line for words in _GIVEN):
+            answered.set()
+
+    def _boot_log(self, machine: str) -> Path:
+        folder = self._run.logs / "machines" / machine
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return folder / "boot.log"
+
+    def _launched(self, machine: str, done: Future[Any], answered: threading.Event) -> None:
+        """Note how a launch ended; one that failed is taken down, in a thread of its own."""
+        problem = done.exception()
+        if problem is None:
+            where = done.result()
+            self._launching.pop(machine, None)
+            ended = self._records.read(machine)
+            if ended is not None and ended.ended_at is not None:  # by another process, meanwhile
+                threading.Thread(target=self._clean_up, args=(machine, ended.detail, answered)).start()
+                return
+            address = where["internal"] or where["address"]
+            now = time.time()
+            record = self._records.read(machine)
+            began = now if record is None or record.launching_at is None else record.launching_at
+            self._records.change(
+                machine, launching_at=began, running_at=now, address=address, port=where["port"], detail=""
+            )
+            answered.set()
+            return
+        problem = self._in_the_clouds_words(machine, problem)
+        detail = problem.problem if isinstance(problem, RLBoostError) else repr(problem)
+        event(log, "machine.setup_failed", machine=machine, problem=detail)
+        self._records.change(machine, detail=detail)
+        threading.Thread(target=self._clean_up, args=(machine, detail, answered)).start()
+
+    def _in_the_clouds_words(self, machine: str, problem: BaseException) -> BaseException:
+        """Return why a launch was refused, out of what SkyPilot said meanwhile: its error has no cause."""
+        if not isinstance(problem, NoCapacity):
+            return problem
+        lines = self._boot_log(machine).read_text(encoding="utf-8").splitlines()
+        told = [line.split(" ", 1)[1] for line in lines if _CAUSE.search(line)]
+        return explained("ResourcesUnavailableError", "\n".join(told)) if told else problem
+
+    def _clean_up(self, machine: str, detail: str, answered: threading.Event) -> None:
+        try:
+            self._down(machine, detail)
+        except RLBoostError as problem:
+            event(log, "machine.terminate_failed", machine=machine, problem=problem.problem)
+        finally:
+            self._launching.pop(machine, None)
+            answered.set()
+
+    def _down(self, machine: str, detail: str) -> None:
+        """Take the cluster down; what its machine has to say for itself is fetched before."""
+        record = self._records.read(machine)
+        if record is not None and record.running_at is not None and record.ended_at is None:
+            fetch_logs(record.cluster, self._run.logs / "machines" / machine)
+        request = "" if record is None or record.running_at is not None else record.request
+        self._sky().ask("down", DOWN_S, cluster=self._cluster(machine), request=request)
+        if self._records.read(machine) is not None:
+            self._records.change(machine, ended_at=time.time(), detail=detail)
+
+    # --- watching ------------------------------------------------------------------------------------------
+
+    def _open(self) -> list[SkyRecord]:
+        return [record for record in self._records.all() if record.ended_at is None]
+
+    def _is_launching(self, record: SkyRecord) -> bool:
+        """Whether a launch of this process knows more of it than its cloud."""
+        return record.machine in self._launching or record.machine in self._beginning
+
+    def _probe(self, records: list[SkyRecord]) -> list[SkyRecord]:
+        """Return those whose SSH port has not answered twice in a row."""
+        if not records:
+            return []
+        with ThreadPoolExecutor(len(records)) as pool:
+            probes = {pool.submit(_answers, record.address, record.port): record for record in records}
+            wait_for(probes)
+        silent = []
+        now = time.time()
+        for probe, record in probes.items():
+            if probe.result():
+                self._silent_since.pop(record.machine, None)
+            elif self._silent_since.setdefault(record.machine, now) < now:
+                silent.append(record)
+        return silent
+
+    def _confirm(self, records: list[SkyRecord]) -> None:
+        """Ask the clouds about `records`, and note what they say."""
+        names = [record.cluster for record in records]
+        rows = {r["name"]: r for r in self._sky().ask("clusters", STATUS_S, names=names, force=True)}
+        for record in records:
+            row = rows.get(record.cluster)
+            if row is None and record.running_at is None:
+                self._down(record.machine, "its launch was not heard of again")  # it may still come
+            elif row is None:
+                self._gone(record)
+            elif row["status"] == "UP":
+                self._adopt(record, row)
+            elif row["status"] == "STOPPED" or record.machine in self._silent_since:
+                self._down(record.machine, f"SkyPilot says {row['status']} and it does not answer")
+
+    def _gone(self, record: SkyRecord) -> None:
+        ended_at = self._silent_since.pop(record.machine, time.time())
+        event(log, "machine.gone_at_provider", machine=record.machine, cluster=record.cluster)
+        self._records.change(record.machine, ended_at=ended_at, detail="taken by its cloud")
+
+    def _adopt(self, record: SkyRecord, row: Mapping[str, Any]) -> None:
+        """Note that a machine is up whose launch another process has waited for."""
+        self._silent_since.pop(record.machine, None)
+        if record.running_at is None:
+            began = record.launching_at if record.launching_at is not None else record.intended_at
+            address = row.get("internal") or row.get("address") or ""
+            self._records.change(
+                record.machine,
+                launching_at=began,
+                running_at=time.time(),
+                address=address,
+                port=row.get("port", 22),
+            )
+
+
+def _answers(address: str, port: int) -> bool:
+    try:
+        with socket.create_connection((address, port), timeout=PROBE_S) as connection:
+            connection.settimeout(PROBE_S)
+            return connection.recv(4) == b"SSH-"
+    except OSError:
+        return False
+
+
+def _place(row: Mapping[str, Any]) -> str:
+    return "/".join(str(row[key]) for key in ("cloud", "region", "zone") if row.get(key))
+
+
+def _owned(row: Mapping[str, Any], labels: Mapping[str, str]) -> Owned:
+    owner, run = labels.get(OWNER, ""), labels.get(RUN, "")
+    return Owned(run, labels[MACHINE], NAME, _place(row), owner, row.get("launched_at"), handle=row["name"])

@@ -1,0 +1,99 @@
+"""What we know of each machine that SkyPilot has for a run: one JSON file each, so that a restart forgets
+nothing. Written under a lock; whoever reads sees a whole one."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from rlboost_providers.base import MachineState, MachineView
+from rlboost_runtime.run_folder import write_atomically
+
+
+class SkyRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One machine. Times in seconds since the Unix epoch."""
+
+    machine: str
+    cluster: str
+    zone: str
+    price_micro_usd_per_hour: int
+    intended_at: float
+    launching_at: float | None = None
+    """When SkyPilot asked its cloud for the machine: money may run from then on."""
+    running_at: float | None = None
+    """When its setup was over."""
+    request: str = ""
+    """SkyPilot's id of the launch."""
+    address: str = ""
+    port: int = 22
+    ended_at: float | None = None
+    detail: str = ""
+
+    @property
+    def view(self) -> MachineView:
+        """What our caller is told."""
+        if self.ended_at is not None:
+            state = MachineState.GONE
+        elif self.running_at is not None:
+            state = MachineState.RUNNING
+        else:
+            state = MachineState.STARTING
+        return MachineView(
+            self.machine, state, self.launching_at, self.ended_at, self.detail, zone=self.zone,
+            price_micro_usd_per_hour=self.price_micro_usd_per_hour,
+        )  # fmt: skip
+
+
+class SkyRecords:
+    """The records below one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def folder(self, machine: str) -> Path:
+        """Return the machine's own folder."""
+        return self._folder / machine
+
+    def read(self, machine: str) -> SkyRecord | None:
+        """Return its record, None where there is none."""
+        try:
+            return msgspec.json.decode((self.folder(machine) / "machine.json").read_bytes(), type=SkyRecord)
+        except FileNotFoundError:
+            return None
+
+    def all(self) -> list[SkyRecord]:
+        """Return all, in the order in which they were intended."""
+        found = (self.read(path.parent.name) for path in self._folder.glob("*/machine.json"))
+        return sorted((record for record in found if record is not None), key=lambda r: r.intended_at)
+
+    def write(self, record: SkyRecord) -> SkyRecord:
+        """Store it."""
+        folder = self.folder(record.machine)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_atomically(folder / "machine.json", msgspec.json.encode(record))
+        return record
+
+    def change(self, machine: str, **changes: object) -> SkyRecord:
+        """Change an open record; an ended one stays as it is. Returns what is stored then."""
+        with self.locked():
+            record = self.read(machine)
+            assert record is not None, machine
+            if record.ended_at is not None:
+                return record
+            return self.write(msgspec.structs.replace(record, **changes))
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes and threads from changing records."""
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(self._folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)

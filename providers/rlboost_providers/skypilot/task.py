@@ -1,0 +1,45 @@
+"""The YAML file by which SkyPilot is asked for one machine, and the folder of files that goes with it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from rlboost_providers.base import LaunchRequest
+from rlboost_runtime.deploy.shipment import common_part, worker_shipment
+from rlboost_runtime.errors import ConfigError
+from rlboost_runtime.run_folder import RunFolder, write_atomically
+
+
+def write_task(folder: Path, run: RunFolder, request: LaunchRequest, more: Mapping[str, Any]) -> Path:
+    """Write what `request` needs into `folder` and return the task's path; `more` has NAME and RESOURCES.
+
+    Raises `ConfigError`.
+    """
+    instances = request.bootstrap.get("instances")
+    if not isinstance(instances, list | tuple) or not instances:
+        raise ConfigError(f"the bootstrap of {request.machine} names no instances", "give at least one")
+    shipment = worker_shipment(folder / "shipment", common_part(run.cloud / "shipment"), request.bootstrap)
+    offer = request.offer
+    machine = {"infra": offer.zone, "instance_type": offer.instance_type, "use_spot": offer.spot}
+    values = {
+        "NAME": json.dumps(more["NAME"]),
+        "RESOURCES": json.dumps({**machine, **more["RESOURCES"]}),
+        "SHIPMENT": json.dumps(str(shipment)),
+        "INSTANCES": " ".join(shlex.quote(str(instance)) for instance in instances),
+    }
+    path = folder / "task.yaml"
+    write_atomically(path, filled("worker.yaml", values).encode())
+    return path
+
+
+def filled(name: str, values: Mapping[str, str]) -> str:
+    """Return a template of `templates/rlboost_templates/skypilot`, each @NAME@ replaced; JSON is YAML too."""
+    text = resources.files("rlboost_templates").joinpath(f"skypilot/{name}").read_text(encoding="utf-8")
+    for key, value in values.items():
+        text = text.replace(f"@{key}@", value)
+    return text

@@ -1,0 +1,67 @@
+"""`rlboost gc`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rlboost_cli.runs.sweep import Stray
+
+
+def gc(
+    cloud: Annotated[
+        list[str] | None,
+        typer.Option(help="Ask this cloud too, though no job here names it: aws or gcp", metavar="CLOUD"),
+    ] = None,
+    all_owners: Annotated[
+        bool, typer.Option("--all-owners", help="End machines that another RLBOOST_HOME started, too")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be ended")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object")] = False,
+) -> None:
+    """Find and end machines that no open run owns
+
+    Example: rlboost gc --dry-run
+    """
+    from rlboost_cli.runs import sweep
+    from rlboost_cli.terminal import output
+
+    with output.working() as say:
+        found = sweep.look(say, cloud or ())
+    wanted = [stray for stray in found.strays if stray.is_ours or all_owners]
+    if as_json:
+        output.as_json({"machines": [_plain(stray, stray in wanted) for stray in found.strays]})
+    elif found.strays:
+        rows = [(s.run, s.machine, s.provider, s.place, s.why) for s in found.strays]
+        output.table(("run", "machine", "cloud", "place", "why"), rows)
+    for problem in found.silent:
+        output.progress(f"note: not everything could be asked: {problem.problem}")
+    if wanted and not dry_run and (yes or not output.is_terminal() or output.confirm(_question(wanted))):
+        with output.working() as say:
+            problems = sweep.end(wanted, say)
+        output.progress(f"ended {len(wanted) - len(problems)} machines")
+        if problems:
+            raise sweep.remaining(problems)
+    elif not found.strays:
+        output.progress("no machine is left over")
+    if found.silent:
+        raise found.silent[0]
+
+
+def _question(strays: list[Stray]) -> str:
+    return f"end {len(strays)} machine{'s' if len(strays) > 1 else ''}?"
+
+
+def _plain(stray: Stray, is_wanted: bool) -> dict[str, object]:
+    return {
+        "run": stray.run,
+        "machine": stray.machine,
+        "provider": stray.provider,
+        "place": stray.place,
+        "started_at": stray.started_at,
+        "why": stray.why,
+        "to_end": is_wanted,
+    }

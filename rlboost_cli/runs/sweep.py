@@ -1,0 +1,152 @@
+"""Finding machines that no open run owns, and ending them: what `rlboost gc` does.
+
+Two ways of looking, so that neither a lost record nor a lost cloud hides a machine: every ended run's own
+provider is asked what is left of it, and every cloud that some job here names is asked for all machines with
+our tags. A machine is an orphan if its run has ended or is not known here; machines of another owner (another
+`RLBOOST_HOME`, which may be another person's) are told, and ended only where that is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from rlboost_providers.base import CanSweep, MachineState, Owned
+from rlboost_runtime.errors import ProviderError, RLBoostError
+from rlboost_runtime.run_create import stored_job
+from rlboost_runtime.run_folder import RunFolder, home
+from rlboost_runtime.run_index import all_runs, is_open
+
+
+@dataclass(frozen=True, slots=True)
+class Stray:
+    """A machine that no open run of this home owns."""
+
+    run: str
+    machine: str
+    provider: str
+    place: str
+    started_at: float | None
+    why: str
+    is_ours: bool
+    end: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """What was found, and which clouds did not answer."""
+
+    strays: tuple[Stray, ...]
+    silent: tuple[RLBoostError, ...]
+
+
+def look(say: Callable[[str], None], clouds: Iterable[str] = ()) -> Sweep:
+    """Return what no open run owns; `clouds` are asked beside those that jobs here name.
+
+    Takes seconds per cloud. A cloud that does not answer is told in `silent`, and the others are asked.
+    """
+    found: dict[tuple[str, str, str], Stray] = {}  # by owner, "" being us, run and machine
+    silent: list[RLBoostError] = []
+    runs = {run.name: run for run in all_runs()}
+    wanted = set(clouds)
+    for run in runs.values():
+        try:
+            wanted |= _clouds_of(run)
+            if not is_open(run):
+                say(f"asking what is left of {run.name}")
+                found |= {("", left.run, left.machine): left for left in _left_of(run)}
+        except RLBoostError as error:
+            silent.append(error)
+    for name, cloud in _sweepers(wanted, silent):
+        say(f"asking {name} for machines with our tags")
+        try:
+            for owned in cloud.sweep():
+                stray = _stray(owned, cloud, runs)
+                if stray is not None:
+                    found["" if stray.is_ours else owned.owner, stray.run, stray.machine] = stray
+        except RLBoostError as error:
+            silent.append(error)
+    return Sweep(tuple(found.values()), tuple(silent))
+
+
+def end(strays: Iterable[Stray], say: Callable[[str], None]) -> list[tuple[Stray, RLBoostError]]:
+    """End them; return those that could not be ended, and why."""
+    left = []
+    for stray in strays:
+        say(f"ending {stray.machine} of {stray.run} in {stray.place}")
+        try:
+            stray.end()
+        except RLBoostError as error:
+            left.append((stray, error))
+    return left
+
+
+def _clouds_of(run: RunFolder) -> set[str]:
+    """Return the clouds whose own API the run's job uses."""
+    from rlboost_runtime.job import CloudOffer
+
+    offers = stored_job(run).rollout.spot.any_of
+    return {offer.cloud for offer in offers if isinstance(offer, CloudOffer) and offer.via == "direct"}
+
+
+def _left_of(run: RunFolder) -> list[Stray]:
+    from rlboost_providers.registry import provider_for
+
+    job = stored_job(run)
+    provider = provider_for(job, run)
+    kinds = ", ".join(sorted({offer.infra.partition("/")[0] for offer in job.rollout.spot.any_of}))
+    return [
+        Stray(
+            run.name,
+            view.machine,
+            kinds,
+            view.zone or "where it was launched",
+            view.started_at,
+            "its run has ended",
+            True,
+            lambda machine=view.machine: provider.terminate(run.name, machine),  # type: ignore[misc]
+        )
+        for view in provider.describe(run.name)
+        if view.state is not MachineState.GONE
+    ]
+
+
+def _sweepers(clouds: set[str], silent: list[RLBoostError]) -> list[tuple[str, CanSweep]]:
+    from rlboost_providers.registry import sweeper
+
+    found = []
+    for name in sorted(clouds):
+        try:
+            found.append((name, sweeper(name)))
+        except RLBoostError as error:
+            silent.append(error)
+    return found
+
+
+def _stray(owned: Owned, cloud: CanSweep, runs: dict[str, RunFolder]) -> Stray | None:
+    from rlboost_providers.tags import owner_of
+
+    is_ours = owned.owner == owner_of(home())
+    run = runs.get(owned.run)
+    if is_ours and run is not None and is_open(run):
+        return None
+    why = "its run is not known here" if run is None else "its run has ended"
+    return Stray(
+        owned.run,
+        owned.machine,
+        owned.provider,
+        owned.zone,
+        owned.started_at,
+        why if is_ours else f"it is of another owner, {owned.owner or 'unnamed'}",
+        is_ours,
+        lambda: cloud.end(owned),
+    )
+
+
+def remaining(problems: list[tuple[Stray, RLBoostError]]) -> ProviderError:
+    """Return the error that names what still costs money."""
+    names = ", ".join(f"{stray.machine} of {stray.run} in {stray.place}" for stray, _ in problems)
+    return ProviderError(
+        f"machines may still run: {names} ({problems[0][1].problem})",
+        "type `rlboost gc` again, or end them in the cloud's own console",
+    )

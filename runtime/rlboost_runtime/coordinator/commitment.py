@@ -1,0 +1,38 @@
+"""Money that is as good as spent: what the living machines will cost even if the run ends now. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rlboost_runtime.coordinator.accounts import MachineBill, MachineBookState, least_billed_ns
+from rlboost_runtime.core.money import cost_micro_usd
+
+CLOUD_WIND_DOWN_S = 45.0
+"""From the decision to end until a cloud has stopped billing: our 30 s to end machines, and its own delay."""
+LOCAL_WIND_DOWN_S = 2.0
+"""The same for processes on this machine: two looks at the budget."""
+
+_OPEN = (MachineBookState.INTENDED, MachineBookState.RUNNING)
+
+
+def committed_micro_usd(bills: Iterable[MachineBill], now_ns: int) -> int:
+    """Return what open machines will cost beyond `now_ns` at least: the time to end them, or the rest of the
+    shortest time that their cloud bills."""
+    total = 0
+    for bill in bills:
+        if bill.state in _OPEN:
+            started = now_ns if bill.launched_ns is None else bill.launched_ns
+            rest_ns = max(0, started + least_billed_ns(bill.provider) - now_ns)
+            total += cost_micro_usd(bill.price_micro_usd_per_hour, max(rest_ns, wind_down_ns(bill.provider)))
+    return total
+
+
+def least_micro_usd(provider: str, price_micro_usd_per_hour: int) -> int:
+    """Return what a machine launched now costs at least."""
+    least_ns = max(least_billed_ns(provider), wind_down_ns(provider))
+    return cost_micro_usd(price_micro_usd_per_hour, least_ns)
+
+
+def wind_down_ns(provider: str) -> int:
+    """Return how long a machine of `provider` is billed after the decision to end it."""
+    return round((LOCAL_WIND_DOWN_S if provider in ("local", "ssh") else CLOUD_WIND_DOWN_S) * 1e9)

@@ -1,0 +1,138 @@
+"""Rewards from an HTTP endpoint: many requests at once, each with a deadline, tried again where that helps.
+
+The endpoint gets POST {"prompt", "response", "row"} and answers {"reward": number} or just the number. A
+request must be safe to repeat: one whose answer got lost is sent again. All tries of a response together have
+`timeout_s`; connections that fail and answers that say "later" (429, 502, 503, 504) are tried again after a
+pause with jitter, or after `Retry-After`. Anything else is a failure at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import threading
+from concurrent.futures import Future
+
+import aiohttp
+
+from rlboost_runtime.errors import ConfigError
+from rlboost_runtime.job import HttpReward
+from rlboost_runtime.reward_failures import RewardFailure
+from rlboost_runtime.trainer.reward_child import Answer, RewardCall, judge
+from rlboost_runtime.trainer.reward_outcome import Reward, failed
+
+LATER = frozenset({429, 502, 503, 504})
+FIRST_PAUSE_S = 0.2
+MAX_PAUSE_S = 5.0
+MAX_ANSWER_BYTES = 65536
+"""An answer is a number; more than this is a mistake and not worth the memory."""
+
+
+class HttpRewards:
+    """Asks the endpoint, from a thread of its own. `submit` may be called from any thread."""
+
+    def __init__(self, reward: HttpReward, *, timeout_s: float) -> None:
+        if not reward.http.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"reward: {reward.http} is not an http or https URL", "write a URL such as https://HOST/score"
+            )
+        self._reward = reward
+        self._timeout_s = timeout_s
+        self._loop = asyncio.new_event_loop()
+        self._slots = asyncio.Semaphore(reward.concurrency)
+        self._session: aiohttp.ClientSession | None = None
+        self._thread = threading.Thread(target=self._loop.run_forever, name="reward-http")
+        self._thread.start()
+
+    def submit(self, call: RewardCall) -> Future[Reward]:
+        """Ask in the background; the future never raises unless it is cancelled by `close`."""
+        return asyncio.run_coroutine_threadsafe(self._score(call), self._loop)
+
+    def close(self) -> None:
+        """Drop what waits and close the connections. Idempotent."""
+        if self._loop.is_closed():
+            return
+        asyncio.run_coroutine_threadsafe(self._hang_up(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _hang_up(self) -> None:
+        ours = asyncio.current_task()
+        tasks = [task for task in asyncio.all_tasks() if task is not ours]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+
+    async def _score(self, call: RewardCall) -> Reward:
+        body = {"prompt": call.prompt, "response": call.response, "row": call.row}
+        data = json.dumps(body, default=str).encode()
+        async with self._slots:  # the deadline begins once it is this one's turn
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    answer = await self._try_again_and_again(data)
+            except TimeoutError:
+                return failed(RewardFailure.TIMEOUT, f"no answer within {self._timeout_s:g} s")
+        if answer.failure:
+            return failed(RewardFailure(answer.failure), answer.problem)
+        return Reward(answer.reward)
+
+    async def _try_again_and_again(self, data: bytes) -> Answer:
+        pause_s = FIRST_PAUSE_S
+        for tries_left in reversed(range(self._reward.tries)):
+            wait_s = pause_s * (0.5 + random.random())  # noqa: S311 - jitter
+            try:
+                found = await self._ask(data)
+            except (aiohttp.ClientError, OSError) as problem:
+                found = _Later(f"{type(problem).__name__}: {problem}", None)
+            if isinstance(found, Answer):
+                return found
+            if not tries_left:
+                break
+            await asyncio.sleep(wait_s if found.after_s is None else found.after_s)
+            pause_s = min(MAX_PAUSE_S, 2 * pause_s)
+        return Answer(failure="raised", problem=f"{found.problem} ({self._reward.tries} tries)")
+
+    async def _ask(self, data: bytes) -> Answer | _Later:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                timeout=aiohttp.ClientTimeout(total=None),  # the whole has one
+                connector=aiohttp.TCPConnector(limit=self._reward.concurrency),
+                headers={"Content-Type": "application/json"},
+            )
+        async with self._session.post(self._reward.http, data=data) as response:
+            if response.status in LATER:
+                return _Later(f"HTTP {response.status} {response.reason}", _retry_after(response))
+            if response.status != 200:
+                return Answer(failure="raised", problem=f"HTTP {response.status} {response.reason}")
+            body = bytearray()
+            async for part in response.content.iter_any():
+                body += part
+                if len(body) > MAX_ANSWER_BYTES:
+                    break
+            return _judge_body(bytes(body))
+
+
+class _Later:
+    """Ask again, after `after_s` where the endpoint says so."""
+
+    def __init__(self, problem: str, after_s: float | None) -> None:
+        self.problem, self.after_s = problem, after_s
+
+
+def _retry_after(response: aiohttp.ClientResponse) -> float | None:
+    value = response.headers.get("Retry-After", "")
+    return float(value) if value.isdigit() else None
+
+
+def _judge_body(body: bytes) -> Answer:
+    if len(body) > MAX_ANSWER_BYTES:
+        return Answer(failure="not_a_number", problem=f"an answer of more than {MAX_ANSWER_BYTES} bytes")
+    try:
+        answer = json.loads(body)
+    except ValueError:
+        return Answer(failure="not_a_number", problem=f"answered {body[:200]!r}, which is not JSON")
+    return judge(answer.get("reward") if isinstance(answer, dict) else answer)

@@ -1,0 +1,82 @@
+"""Who has a version's bytes: the head, a peer in the same zone, a bucket; and streams that read from them.
+
+All hand out the same chunks of the same manifest, so that a pull may take any chunk from anybody: a chunk
+counts only once its digest is the manifest's. The manifest itself is taken from the head, or from elsewhere
+only if it has the content digest that the head announced.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from enum import StrEnum
+from typing import Protocol
+
+import msgspec
+
+from rlboost_runtime.weights.range_client import Fill, WeightSource
+
+PEER_CONNECT_S = 2.0
+"""A neighbour answers in milliseconds or not at all."""
+
+
+class Kind(StrEnum):
+    """What a holder is."""
+
+    HEAD = "head"
+    PEER = "peer"
+    """May have a part only, and says which."""
+    BUCKET = "bucket"
+
+
+class Holder(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Somebody to pull from.
+
+    `url`: https://HOST:PORT, or s3://BUCKET/PREFIX and the like; `certificate`: PEM text of its server, empty
+    for a bucket; `usd_per_gb`: what a GB (10^9) from there to here costs.
+    """
+
+    name: str
+    kind: Kind
+    url: str
+    certificate: str = ""
+    usd_per_gb: float = 0.0
+
+
+class Stream(Protocol):
+    """Reads from one holder, one request at a time; for one thread.
+
+    Raises `range_client.Unusable` for what may pass, `Absent` where the holder has not the version,
+    `Damaged` where it has something else, and an `RLBoostError` for what is final.
+    """
+
+    def read_file(self, name: str, max_bytes: int) -> bytes:
+        """Return a whole file of at most `max_bytes`."""
+
+    def open_range(self, name: str, start: int, end: int, size: int) -> AbstractContextManager[Fill]:
+        """Request bytes [start, end) of a file of `size` bytes; yield what reads them."""
+
+    def abort(self) -> None:
+        """Make a thread that waits on this stream fail soon. For other threads."""
+
+    def close(self) -> None:
+        """Close; idempotent."""
+
+
+class Source(Protocol):
+    """Where one version is held. May be shared by threads; each takes a `stream` of its own."""
+
+    left_bytes: int | None
+    """What is still to pull, which the holder may go by; None: it is not told."""
+
+    def stream(self) -> Stream:
+        """Return a new stream; it connects when first used."""
+
+
+def open_source(holder: Holder, version: int, token: str, idle_s: float, receiver: str = "") -> Source:
+    """Return the source of `version` at `holder`. Raises `ProtocolError` on an unusable URL."""
+    if holder.kind is Kind.BUCKET:
+        from rlboost_runtime.weights.bucket import BucketSource
+
+        return BucketSource(holder.url, version, idle_s)
+    connect_s = PEER_CONNECT_S if holder.kind is Kind.PEER else None
+    return WeightSource(holder.url, version, token, holder.certificate, idle_s, receiver, connect_s)

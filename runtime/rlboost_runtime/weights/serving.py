@@ -1,0 +1,307 @@
+"""HTTP for weight versions: byte ranges over TLS, a thread per connection, nothing but GET.
+
+::
+
+    GET /v1/weights/latest            {"version"}; 404 where there is none
+    GET /v1/weights/VERSION/FILE      a file of the version's manifest or `manifest.json`; byte ranges work
+    GET /v1/weights/VERSION/have      a byte per chunk of the manifest, 1 where it is here
+
+Threads, because sending is the kernel's and OpenSSL's work, which holds no lock of the interpreter: one
+process uses several cores, and a slow receiver blocks its own thread only.
+
+Guarantees: without the token every answer is 401; only what the catalog finds is reachable; receivers share
+the link (`weights.shares`); one that takes less than `LEAST_BYTES` in `UNREAD_S` is cut off, so that a
+vanished or idling machine holds nothing; beyond `MAX_CONNECTIONS` new ones are closed at once.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import mmap
+import os
+import re
+import select
+import socket
+import ssl
+import sys
+import threading
+import time
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from socketserver import BaseServer, ThreadingMixIn
+from typing import Any
+
+from rlboost_runtime import security
+from rlboost_runtime.errors import ProtocolError
+from rlboost_runtime.logs import event
+from rlboost_runtime.weights.catalog import Catalog, Entry
+from rlboost_runtime.weights.manifest import MANIFEST
+from rlboost_runtime.weights.range_client import LEFT_HEADER, RECEIVER_HEADER
+from rlboost_runtime.weights.shares import Sending, Shares
+from rlboost_runtime.weights.store import VersionGone
+
+log = logging.getLogger(__name__)
+
+PIECE_BYTES = 1024 * 1024
+"""Sent between two looks at the shares."""
+HANDSHAKE_S = 10.0
+IDLE_S = 60.0
+"""A connection without a request for this long is closed."""
+UNREAD_S = 30.0
+LEAST_BYTES = 64 * 1024
+MAX_CONNECTIONS = 1024
+POLL_S = 0.1
+
+_FILE = re.compile(r"/v1/weights/([0-9]{1,12})/([A-Za-z0-9_.-]{1,128})", re.ASCII)
+_RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{0,18})", re.ASCII)
+
+
+class WeightHttpServer(ThreadingMixIn, BaseServer):
+    """Serves a catalog on a bound, listening socket; `serve_until` blocks.
+
+    `tls`: None serves plain text, which only measurements do.
+    """
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(
+        self, listener: socket.socket, tls: ssl.SSLContext | None, token: str, catalog: Catalog
+    ) -> None:
+        super().__init__(listener.getsockname(), _Handler)
+        self.socket = listener
+        self.tls = tls
+        self.token = token
+        self.catalog = catalog
+        self.shares = Shares()
+        self._open: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        listener.setblocking(True)
+        listener.settimeout(POLL_S)
+        if sys.platform == "linux":  # accepted sockets inherit it
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * UNREAD_S))
+
+    def serve_until(self, stop: threading.Event) -> None:
+        """Serve until `stop` is set, then close all connections: pullers resume elsewhere or later."""
+        tidied = time.monotonic()
+        try:
+            while not stop.is_set():
+                self._accept()
+                if time.monotonic() > tidied + POLL_S:
+                    self.catalog.tidy()
+                    tidied = time.monotonic()
+        finally:
+            self.socket.close()
+            with self._lock:
+                for connection in self._open:
+                    with suppress(OSError):
+                        connection.shutdown(socket.SHUT_RDWR)
+            self.catalog.close()
+
+    def _accept(self) -> None:
+        try:
+            connection, address = self.socket.accept()
+        except TimeoutError:
+            return
+        except OSError as exc:  # the peer is gone already, or we are out of descriptors
+            event(log, "weights.accept_failed", level=logging.WARNING, problem=str(exc))
+            time.sleep(POLL_S)
+            return
+        with self._lock:
+            if len(self._open) >= MAX_CONNECTIONS:
+                connection.close()
+                return
+            self._open.add(connection)
+        self.process_request(connection, address)
+
+    def shutdown_request(self, request: Any) -> None:  # socketserver's own type
+        """Close a connection."""
+        with self._lock:
+            self._open.discard(request)
+        with suppress(OSError):
+            request.close()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:  # socketserver's own types
+        """Log what went wrong with one connection; receivers that vanish are the normal case."""
+        if not isinstance(sys.exception(), OSError):  # also ssl.SSLError
+            log.exception("a connection failed")
+
+
+class _TooSlow(OSError):
+    """The receiver takes next to nothing."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One connection."""
+
+    protocol_version = "HTTP/1.1"
+    timeout = IDLE_S
+    server: WeightHttpServer
+
+    def setup(self) -> None:
+        plain: socket.socket = self.request
+        plain.settimeout(HANDSHAKE_S)
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self.server.tls is not None:
+            self.request = self.server.tls.wrap_socket(plain, server_side=True)
+        super().setup()
+
+    def finish(self) -> None:
+        with suppress(OSError):
+            super().finish()
+        if self.server.tls is not None:
+            with suppress(OSError):
+                self.request.close()
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing: pulls are logged where they end."""
+
+    def do_GET(self) -> None:
+        """Answer."""
+        if not security.authorised(self.headers.get("Authorization"), self.server.token):
+            self._say(401, {"error": "no or wrong token"})
+            return
+        catalog = self.server.catalog
+        if self.path == "/v1/weights/latest":
+            version = catalog.latest()
+            if version is None:
+                self._say(404, {"error": "no version is published yet"})
+            else:
+                self._say(200, {"version": version})
+            return
+        match = _FILE.fullmatch(self.path)
+        if match is None:
+            self._say(404, {"error": "no such thing"})
+            return
+        version, name = int(match[1]), match[2]
+        try:
+            with catalog.reading(version) as entry:
+                self._answer(entry, name)
+        except VersionGone:
+            self._say(404, {"error": f"version {version} is not here, or not any more"})
+        except ProtocolError as exc:
+            event(log, "weights.manifest_broken", level=logging.ERROR, version=version, problem=exc.problem)
+            self._say(500, {"error": exc.problem})
+
+    def _answer(self, entry: Entry, name: str) -> None:
+        if name == "have":
+            self._say_bytes(200, entry.marks(), "application/octet-stream")
+            return
+        path = entry.file(name)
+        if path is None:
+            self._say(404, {"error": f"version {entry.manifest.version} has no such file"})
+            return
+        try:
+            with path.open("rb") as file:
+                self._send_file(entry, path, file.fileno())
+        except FileNotFoundError:
+            self._say(404, {"error": f"version {entry.manifest.version} has {name} no more"})
+
+    def _send_file(self, entry: Entry, path: Path, fd: int) -> None:
+        size = os.fstat(fd).st_size
+        wanted = self.headers.get("Range")
+        start, end = 0, size
+        if wanted is not None:
+            match = _RANGE.fullmatch(wanted)
+            if match is None:
+                self._say(400, {"error": "one range of bytes is understood"})
+                return
+            start = int(match[1])
+            end = min(size, int(match[2]) + 1) if match[2] else size
+            if start >= end:
+                self.send_response(416)
+                self.send_header("Content-Range", f"bytes */{size}")
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+                return
+        if not entry.has(path.name, start, end):
+            self._say(409, {"error": "this part is not here yet"})
+            return
+        self.send_response(200 if wanted is None else 206)
+        self.send_header("Content-Length", str(end - start))
+        if wanted is not None:
+            self.send_header("Content-Range", f"bytes {start}-{end - 1}/{size}")
+        self.end_headers()
+        self._send(fd, start, end, counted=path.name != MANIFEST)
+
+    def _send(self, fd: int, start: int, end: int, *, counted: bool) -> None:
+        """Send a part of the file, as the shares allow."""
+        left = self.headers.get(LEFT_HEADER, "")
+        name = self.headers.get(RECEIVER_HEADER) or str(self.client_address[0])
+        sending = self.server.shares.begin(name, int(left) if counted and left.isdecimal() else None)
+        self.request.settimeout(UNREAD_S)
+        try:
+            if self.server.tls is None:
+                self._send_plain(sending, fd, start, end)
+            else:
+                self._send_encrypted(sending, fd, start, end)
+        except _TooSlow:
+            event(log, "weights.receiver_cut_off", level=logging.WARNING, receiver=name)
+            self.close_connection = True
+            raise
+        finally:
+            self.server.shares.end(sending)
+            self.request.settimeout(IDLE_S)
+
+    def _send_encrypted(self, sending: Sending, fd: int, start: int, end: int) -> None:
+        pace = _Pace()
+        with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as pages, memoryview(pages) as data:
+            for at in range(start, end, PIECE_BYTES):
+                self.server.shares.wait(sending)
+                with data[at : min(end, at + PIECE_BYTES)] as piece:
+                    sent = 0
+                    while sent < len(piece):
+                        with piece[sent:] as rest:
+                            count = self.request.send(rest)
+                        sent += count
+                        pace.sent(count)
+
+    def _send_plain(self, sending: Sending, fd: int, start: int, end: int) -> None:
+        pace = _Pace()
+        sock: socket.socket = self.request
+        at = start
+        while at < end:
+            self.server.shares.wait(sending)
+            with suppress(BlockingIOError):
+                count = os.sendfile(sock.fileno(), fd, at, min(PIECE_BYTES, end - at))
+                if count == 0:
+                    raise ConnectionError("the file became shorter")
+                at += count
+                pace.sent(count)
+                continue
+            _wait_writable(sock)
+
+    def _say(self, status: int, body: dict[str, object]) -> None:
+        self._say_bytes(status, json.dumps(body).encode(), "application/json")
+
+    def _say_bytes(self, status: int, body: bytes, kind: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+class _Pace:
+    """Notices a receiver that takes next to nothing."""
+
+    def __init__(self) -> None:
+        self._since = time.monotonic()
+        self._bytes = 0
+
+    def sent(self, count: int) -> None:
+        """Count. Raises `_TooSlow`."""
+        self._bytes += count
+        if self._bytes >= LEAST_BYTES:
+            self._since, self._bytes = time.monotonic(), 0
+        elif time.monotonic() > self._since + UNREAD_S:
+            raise _TooSlow("too slow")
+
+
+def _wait_writable(sock: socket.socket) -> None:
+    poll = select.poll()
+    poll.register(sock, select.POLLOUT)
+    if not poll.poll(1000 * UNREAD_S):
+        raise _TooSlow("nothing is read")

@@ -1,0 +1,317 @@
+"""What is still to fetch of a version, shared by streams that read from several holders.
+
+A stream takes a *run*: adjacent chunks of one file, fetched by one request. Who takes what:
+
+- from a peer only chunks that it has; from an origin (head, bucket) any;
+- where several receivers of a zone pull at once, each takes another slice of the version from the origin, and
+  the rest from its peers. It takes from a dearer holder only once the cheaper ones have brought nothing for
+  `PATIENCE_S`. So an origin sends about one copy per zone;
+- a stream that finds nothing left to begin takes the second half of another's run, or fetches its last chunk
+  again if that does not come: a slow holder delays nobody.
+
+Guarantees: a chunk counts once, when it is verified and written; a run given back, whole or in part, is
+taken up by others; a peer whose chunks come wrong, or that does not answer, is left out. All methods may be
+called by any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from rlboost_runtime.errors import RLBoostError, RuntimeFault
+from rlboost_runtime.weights.part_folder import Piece
+
+RANGE_BYTES = 32 * 1024 * 1024
+"""Most bytes asked for at once: large against bandwidth times round trip of one stream."""
+RANGES_PER_STREAM = 4
+"""A pull is cut into at least so many requests per stream, for all streams to end at about the same time."""
+MAX_CORRUPT = 3
+"""A chunk that came wrong from the head this often is wrong at its source."""
+MAX_EXTRA_CORRUPT = 2
+"""A peer or a bucket is left out once so many of its chunks came wrong."""
+MAX_PEER_FAILURES = 3
+"""A peer is left out after so many failed requests in a row."""
+PATIENCE_S = 1.5
+"""How long cheaper holders may bring nothing before a dearer one is asked for more than its slice."""
+STEAL_AFTER_S = 0.3
+"""A younger run is not divided: its answer is about to come."""
+REPEAT_AFTER_S = 2.0
+"""A chunk that nothing was heard of for so long is fetched by a second stream too."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """Verified bytes and all bytes of the version; written by the pull, read by anyone."""
+
+    done_bytes: int = 0
+    total_bytes: int = 0
+    moved_bytes: int = 0
+    """Bytes dealt with in any way, deltas included: grows as long as the pull is alive."""
+
+
+@dataclass(eq=False, slots=True)
+class HolderState:
+    """What a pull knows of one holder. `rank`: dearer holders have a higher one."""
+
+    name: str
+    is_peer: bool
+    rank: int
+    is_extra: bool = False
+    """Peers and buckets: a version that such a one has not may arrive there yet, and it is left out where the
+    head would be asked again."""
+    has: bytes | None = None
+    """A byte per chunk, 1: it has it; None: it has all."""
+    fetched_bytes: int = 0
+    num_corrupt: int = 0
+    failures_in_row: int = 0
+    problem: str | None = None
+    """Why it is left out; None: it is not."""
+    moved_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def has_all(self) -> bool:
+        """Whether there is nothing more to ask it."""
+        return self.has is None or (self.has != b"" and b"\0" not in self.has)
+
+    def can_give(self, index: int) -> bool:
+        """Whether it has chunk `index`, as far as we know."""
+        return self.has is None or (index < len(self.has) and self.has[index] == 1)
+
+
+@dataclass(eq=False, slots=True)
+class Run:
+    """Adjacent pieces that one stream is fetching; the first of them is the next to come."""
+
+    holder: HolderState
+    pieces: deque[Piece]
+    moved_at: float = field(default_factory=time.monotonic)
+    repeated: bool = False
+
+
+class Work:
+    """The pieces of one pull that are not here yet."""
+
+    def __init__(
+        self,
+        pieces: list[Piece],
+        progress: Progress,
+        num_streams: int,
+        part: tuple[int, int] | None = (0, 1),
+        *,
+        are_own: bool = True,
+    ) -> None:
+        """`part`: (i, n): the i-th of n slices is ours to take from an origin; None: no slice is.
+
+        `are_own`: the pieces are the version's own, not of its deltas.
+        """
+        total = sum(piece.chunk.length for piece in pieces)
+        self._limit = min(RANGE_BYTES, total // max(1, num_streams * RANGES_PER_STREAM))
+        start, self._own = _slice(pieces, part)
+        self._todo = {piece.index: piece for piece in pieces[start:] + pieces[:start]}
+        self._left = set(self._todo)
+        self._runs: list[Run] = []
+        self._holders: list[HolderState] = []
+        self._progress = progress
+        self._are_own = are_own
+        self._corrupt: dict[int, int] = {}
+        self.fetched_bytes = 0
+        self.num_corrupt = 0
+        self.trouble = "no answer"
+        """What went wrong last, for the message when the pull is given up."""
+        self.problem: RLBoostError | None = None
+        self.moved_at = time.monotonic()
+        self.changed = threading.Condition()
+
+    # --- holders ------------------------------------------------------------------------------------------
+
+    def join(self, holder: HolderState) -> None:
+        """Count on a holder."""
+        with self.changed:
+            self._holders.append(holder)
+
+    def leave_out(self, holder: HolderState, problem: str) -> None:
+        """Take nothing more from a holder."""
+        with self.changed:
+            holder.problem = holder.problem or problem
+            self.changed.notify_all()
+
+    def learn(self, holder: HolderState, marks: bytes) -> None:
+        """Note what a peer has."""
+        with self.changed:
+            if marks != holder.has:
+                holder.has = marks
+                self.changed.notify_all()
+
+    def count_failure(self, holder: HolderState, problem: str) -> None:
+        """Count a request that brought nothing."""
+        with self.changed:
+            self.trouble = problem
+            holder.failures_in_row += 1
+            if holder.is_peer and holder.failures_in_row >= MAX_PEER_FAILURES:
+                self.leave_out(holder, problem)
+
+    def num_origins(self) -> int:
+        """Return how many holders that are no peers are still counted on."""
+        with self.changed:
+            return sum(not holder.is_peer and holder.problem is None for holder in self._holders)
+
+    # --- runs ---------------------------------------------------------------------------------------------
+
+    def is_over(self) -> bool:
+        """Whether there is nothing to do any more, for better or worse."""
+        return not self._left or self.problem is not None
+
+    def take(self, holder: HolderState, wait_s: float) -> Run | None:
+        """Return a run for this holder; None where there is none within `wait_s`, or it is over."""
+        with self.changed:
+            run = self._find(holder)
+            if run is None and not self.is_over():
+                self.changed.wait(wait_s)
+                run = self._find(holder)
+            if run is not None:
+                self._runs.append(run)
+            return run
+
+    def next_piece(self, run: Run) -> Piece | None:
+        """Return the piece that the run's stream reads next; None where it has to stop."""
+        with self.changed:
+            return run.pieces[0] if run.pieces and not self.is_over() else None
+
+    def count_verified(self, run: Run, piece: Piece) -> None:
+        """Count a chunk that is safely written."""
+        with self.changed:
+            run.pieces.popleft()
+            length = piece.chunk.length
+            run.holder.fetched_bytes += length
+            run.holder.failures_in_row = 0
+            self.fetched_bytes += length
+            now = run.moved_at = run.holder.moved_at = time.monotonic()
+            self._progress.moved_bytes += length
+            if piece.index in self._left:
+                self._left.discard(piece.index)
+                self._todo.pop(piece.index, None)
+                self._progress.done_bytes += length if self._are_own else 0
+                self.moved_at = now
+            self.changed.notify_all()
+
+    def count_corrupt(self, holder: HolderState, piece: Piece) -> None:
+        """Count a chunk that came wrong: who sends such is left out; where it is the head, it is final."""
+        with self.changed:
+            self.num_corrupt += 1
+            holder.num_corrupt += 1
+            where = f"{piece.file.name} bytes {piece.chunk.offset}+{piece.chunk.length}"
+            if holder.is_extra:
+                if holder.num_corrupt >= MAX_EXTRA_CORRUPT:
+                    self.leave_out(holder, f"{where} came wrong")
+                return
+            times = self._corrupt[piece.index] = self._corrupt.get(piece.index, 0) + 1
+            if times >= MAX_CORRUPT:
+                self.fail(
+                    RuntimeFault(
+                        f"{where} came wrong {times} times", "the stored version is damaged: publish anew"
+                    )
+                )
+
+    def skip(self, run: Run) -> None:
+        """Let others fetch the run's next piece; its stream goes on with the one after it."""
+        with self.changed:
+            piece = run.pieces.popleft()
+            self._give_back(run, [piece])
+
+    def end(self, run: Run) -> None:
+        """End a run; what it has not brought is taken up by others."""
+        with self.changed:
+            if run in self._runs:
+                self._runs.remove(run)
+                self._give_back(run, list(run.pieces))
+                run.pieces.clear()
+
+    def fail(self, problem: RLBoostError) -> None:
+        """End the work; the first problem counts."""
+        with self.changed:
+            self.problem = self.problem or problem
+            self.changed.notify_all()
+
+    def pause(self, seconds: float) -> None:
+        """Wait, but not longer than the work lasts."""
+        with self.changed:
+            self.changed.wait_for(self.is_over, seconds)
+
+    # --- who takes what; under the lock -------------------------------------------------------------------
+
+    def _find(self, holder: HolderState) -> Run | None:
+        if self.is_over() or holder.problem is not None:
+            return None
+        return self._begin(holder) or self._divide(holder) or self._repeat(holder)
+
+    def _begin(self, holder: HolderState) -> Run | None:
+        """Return a run of pieces that nobody is fetching."""
+        is_free = self._may_take_all(holder)
+
+        def suits(index: int) -> bool:
+            return index in self._todo and holder.can_give(index) and (is_free or index in self._own)
+
+        first = next((piece for index, piece in self._todo.items() if suits(index)), None)
+        if first is None:
+            return None
+        run = Run(holder, deque())
+        piece: Piece | None = first
+        size = 0
+        while piece is not None and piece.file is first.file and suits(piece.index):
+            size += piece.chunk.length
+            if run.pieces and size > self._limit:
+                break
+            run.pieces.append(piece)
+            del self._todo[piece.index]
+            piece = self._todo.get(piece.index + 1)
+        return run
+
+    def _may_take_all(self, holder: HolderState) -> bool:
+        """Whether no cheaper holder is at work."""
+        since = time.monotonic() - PATIENCE_S
+        return not any(
+            other.problem is None and other.rank < holder.rank and other.moved_at > since
+            for other in self._holders
+        )
+
+    def _divide(self, holder: HolderState) -> Run | None:
+        """Return the second half of another run."""
+        since = time.monotonic() - STEAL_AFTER_S
+        others = [run for run in self._runs if len(run.pieces) > 1 and run.moved_at < since]
+        for victim in sorted(others, key=lambda run: -len(run.pieces)):
+            half = list(victim.pieces)[-(len(victim.pieces) // 2) :]
+            if all(holder.can_give(piece.index) for piece in half):
+                for _ in half:
+                    victim.pieces.pop()
+                return Run(holder, deque(half))
+        return None
+
+    def _repeat(self, holder: HolderState) -> Run | None:
+        """Return a piece that another stream waits for in vain."""
+        since = time.monotonic() - REPEAT_AFTER_S
+        for victim in self._runs:
+            if len(victim.pieces) != 1 or victim.moved_at > since or victim.repeated:
+                continue
+            if holder.can_give(victim.pieces[0].index):
+                victim.repeated = True
+                return Run(holder, deque(victim.pieces))
+        return None
+
+    def _give_back(self, run: Run, pieces: list[Piece]) -> None:
+        elsewhere = {p.index for other in self._runs if other is not run for p in other.pieces}
+        for piece in pieces:
+            if piece.index in self._left and piece.index not in elsewhere:
+                self._todo[piece.index] = piece
+        self.changed.notify_all()
+
+
+def _slice(pieces: list[Piece], part: tuple[int, int] | None) -> tuple[int, frozenset[int]]:
+    """Return where the i-th of n slices begins, and the indices of the pieces in it."""
+    if part is None:
+        return 0, frozenset()
+    rank, num = part
+    start, end = len(pieces) * rank // num, len(pieces) * (rank + 1) // num
+    return start, frozenset(piece.index for piece in pieces[start:end])

@@ -1,0 +1,62 @@
+# Puts the wheel and the pinned versions beside this file into $RLBOOST_ROOT/venv (default ~/.rlboost), with a
+# Python 3.11 that uv finds or fetches. Run again it takes seconds: only what changed is installed anew.
+# Phases and their seconds are in $RLBOOST_ROOT/install.json. Needs no root.
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+root=${RLBOOST_ROOT:-$HOME/.rlboost}
+mkdir -p "$root"
+chmod 700 "$root"
+exec 9> "$root/install.lock"
+flock -w 900 9 || { echo "install: another installation holds $root for 15 minutes" >&2; exit 1; }
+
+phases=""
+began=$(date +%s.%N)
+phase() {
+  local now; now=$(date +%s.%N)
+  phases+="${phases:+, }\"$1\": $(awk "BEGIN { printf \"%.2f\", $now - $began }")"
+  echo "install: $1 done"
+  began=$now
+}
+
+find_uv() {
+  local candidate
+  for candidate in "$root/bin/uv" "$HOME/.local/bin/uv" "$(command -v uv || true)"; do
+    if [ -x "$candidate" ]; then echo "$candidate"; return; fi
+  done
+  python3 -m venv "$root/uv" >&2 && "$root/uv/bin/pip" install -q uv >&2 && echo "$root/uv/bin/uv" && return
+  curl -LsSf https://astral.sh/uv/install.sh | UV_INSTALL_DIR="$root/bin" UV_NO_MODIFY_PATH=1 sh >&2
+  echo "$root/bin/uv"
+}
+
+uv=$(find_uv)
+phase uv
+
+unset PYTHONPATH VIRTUAL_ENV
+python=$root/venv/bin/python
+if ! "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2> /dev/null; then
+  "$uv" venv -q --clear --no-project --python 3.11 "$root/venv"
+fi
+phase python
+
+wanted=$(sha256sum < "$here/machine.txt")
+if [ "$(cat "$root/machine.sha256" 2> /dev/null)" != "$wanted" ]; then
+  "$uv" pip install -q --python "$python" --requirement "$here/machine.txt"
+  echo "$wanted" > "$root/machine.sha256"
+fi
+phase requirements
+
+if [ -s "$here/requirements.txt" ]; then
+  "$uv" pip install -q --python "$python" --requirement "$here/requirements.txt"
+  phase job_requirements
+fi
+
+wheel=$(echo "$here"/rlboost-*.whl)
+wanted=$(sha256sum < "$wheel")
+if [ "$(cat "$root/wheel.sha256" 2> /dev/null)" != "$wanted" ]; then
+  "$uv" pip install -q --python "$python" --no-deps --reinstall-package rlboost "$wheel"
+  echo "$wanted" > "$root/wheel.sha256"
+fi
+"$python" -c 'import rlboost_runtime.agent.service' # better said here than in every agent's log
+phase wheel
+echo "{$phases}" > "$root/install.json"
+echo "install: {$phases}"

@@ -1,0 +1,164 @@
+"""Machines of the lab: network, mount and process namespaces with a copy-on-write root and a real sshd.
+
+Guarantees: what a machine writes never reaches the host's disk; `destroy` leaves no process, link, mount or
+folder of it; machines end with the process that started them, however that ends; `sweep` removes what a
+killed lab has left. The host's tree, home and temporary files are not visible inside. Not a security
+boundary: the kernel and the read-only system folders are shared.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+BRIDGE = "rlblab0"
+GATEWAY = "10.231.255.254"
+"""The host, as machines see it."""
+PREFIX = "rlblab-"
+"""Names of the lab's namespaces begin so."""
+USER_ID = 5000
+BOOT_S = 20.0
+_INIT = Path(__file__).with_name("machine_init.sh")
+
+
+def run(*command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """Run a short system command."""
+    return subprocess.run(command, check=check, capture_output=True, text=True, timeout=30)
+
+
+def raise_bridge() -> None:
+    """Make the bridge that all machines hang on."""
+    run("ip", "link", "add", BRIDGE, "type", "bridge")
+    run("ip", "addr", "add", f"{GATEWAY}/16", "dev", BRIDGE)
+    run("ip", "link", "set", BRIDGE, "up")
+
+
+def sweep(folder: Path) -> None:
+    """Remove every machine and the bridge of a former lab, whose machines lay in `folder`."""
+    for line in run("ip", "netns", "list", check=False).stdout.splitlines():
+        name = line.split()[0]
+        if name.startswith(PREFIX):
+            for pid in run("ip", "netns", "pids", name, check=False).stdout.split():
+                _kill(int(pid))
+            run("ip", "netns", "del", name, check=False)
+    run("ip", "link", "del", BRIDGE, check=False)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+@dataclass(frozen=True)
+class Image:
+    """What a machine boots from."""
+
+    home: Path
+    """Becomes /home, copy-on-write."""
+    wheels: Path
+    """Becomes /var/wheels: packages of the region's mirror, read-only."""
+    has_python: bool = True
+    """Whether the system has a Python."""
+
+
+class Machine:
+    """One machine. One thread at a time."""
+
+    def __init__(
+        self, name: str, address: str, user: str, public_keys: str, image: Image, folder: Path
+    ) -> None:
+        self.name, self.address, self.user = name, address, user
+        self._keys, self._image = public_keys, image
+        self._namespace = PREFIX + name
+        self._link = f"rlbv{name[-10:]}"
+        self._folder = folder / name
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def boot(self) -> None:
+        """Start it and wait until its sshd answers. Raises `RuntimeError` with the console's last lines."""
+        self._folder.mkdir(parents=True)
+        self._plug_in()
+        with self.console.open("ab") as console:
+            self._process = subprocess.Popen(
+                self._command(),
+                stdin=subprocess.DEVNULL,
+                stdout=console,
+                stderr=console,
+                env={**os.environ, "AUTHORIZED_KEYS": self._keys},
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + BOOT_S
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"{self.name} does not boot:\n{self.console.read_text()[-2000:]}")
+            time.sleep(0.02)
+
+    @property
+    def console(self) -> Path:
+        """Log of its first process."""
+        return self._folder.with_suffix(".console.log")
+
+    @property
+    def is_off(self) -> bool:
+        """Whether its first process has ended: it was shut down from inside."""
+        return self._process is not None and self._process.poll() is not None
+
+    def unplug(self) -> None:
+        """Take the network away: peers hear nothing more, its processes live on."""
+        run("ip", "link", "set", self._link, "down", check=False)
+
+    def cut_power(self) -> None:
+        """SIGKILL every process at once; peers get a reset if it is still plugged in."""
+        if self._process is not None:
+            _kill(self._process.pid)
+            self._process.wait(timeout=10)
+
+    def destroy(self) -> None:
+        """Leave nothing of it but its console's log."""
+        self.cut_power()
+        run("ip", "netns", "del", self._namespace, check=False)
+        run("ip", "link", "del", self._link, check=False)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def shell(self, script: str) -> str:
+        """Run a script as root inside, as somebody at its console would; return what it printed."""
+        assert self._process is not None
+        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
+        inside = ("nsenter", "-t", children[0], "-a", "--root", "--wd", "bash", "-c", script)
+        done = subprocess.run(inside, capture_output=True, text=True, timeout=60, check=False)
+        return done.stdout + done.stderr
+
+    def _plug_in(self) -> None:
+        namespace, link = self._namespace, self._link
+        run("ip", "netns", "add", namespace)
+        run("ip", "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", namespace)
+        run("ip", "link", "set", link, "master", BRIDGE, "up")
+        inside = ("ip", "-n", namespace)
+        run(*inside, "addr", "add", f"{self.address}/16", "dev", "eth0")
+        run(*inside, "link", "set", "eth0", "up")
+        run(*inside, "link", "set", "lo", "up")
+        run(*inside, "route", "add", "default", "via", GATEWAY)
+
+    def _command(self) -> list[str]:
+        return [
+            *("setpriv", "--pdeathsig", "KILL", "ip", "netns", "exec", self._namespace),
+            *("unshare", "--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child"),
+            *("bash", str(_INIT), str(self._folder), self.name, self.user, str(USER_ID)),
+            *(str(self._image.home), str(self._image.wheels), "yes" if self._image.has_python else "no"),
+        ]
+
+    def _answers(self) -> bool:
+        try:
+            with socket.create_connection((self.address, 22), timeout=1) as connection:
+                return connection.recv(4) == b"SSH-"
+        except OSError:
+            return False

@@ -1,0 +1,103 @@
+"""A lab for the session, and a user of SkyPilot with an account in it. Needs root; one lab at a time.
+
+What takes minutes to make (the machines' image, SkyPilot's venv) is kept in `$RLBOOST_CLOUDLAB_CACHE`, by
+default `~/.cache/rlboost-cloudlab`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from cloudlab import catalogue
+from cloudlab.client import Lab
+
+from rlboost_providers.skypilot.environment import VARIABLE, skypilot_python
+
+CACHE = Path(os.environ.get("RLBOOST_CLOUDLAB_CACHE", "~/.cache/rlboost-cloudlab")).expanduser()
+LOCK = Path(__file__).parents[2] / "templates/rlboost_templates/deploy/machine.txt"
+NEEDED = ("ip", "unshare", "setpriv", "nsenter", "sshd", "ssh", "rsync", "sudo", "nc")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.cloud)
+
+
+@pytest.fixture(scope="session")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    missing = [tool for tool in NEEDED if shutil.which(tool) is None]
+    if os.geteuid() != 0 or missing:
+        pytest.fail(f"the lab needs root on Linux and {', '.join(missing) or 'nothing more'}: make cloudlab")
+    lab = Lab(tmp_path_factory.mktemp("lab"), CACHE, LOCK)
+    try:
+        yield lab
+    finally:
+        lab.close()
+
+
+@pytest.fixture(scope="session")
+def sky_user(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The environment of a user whose SkyPilot knows the lab; applied to this process too."""
+    home = tmp_path_factory.mktemp("sky-home")
+    catalogue.write_home(home)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RLBOOST_HOME", str(CACHE))
+        environment = {
+            VARIABLE: str(skypilot_python()),
+            "HOME": str(home),
+            "RLBOOST_HOME": str(home / ".rlboost"),
+            "AWS_ENDPOINT_URL": lab.url,
+            "SKYPILOT_API_SERVER_LOCAL_PORT": str(_free_port()),
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        }
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        for name in ("AWS_PROFILE", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_CA_BUNDLE"):
+            patch.delenv(name, raising=False)
+        try:
+            yield environment
+        finally:
+            _end_processes_of(home)
+
+
+def _end_processes_of(home: Path) -> None:
+    """End SkyPilot's API server, known by its home, and its workers, which hide theirs behind a title."""
+    deadline = time.monotonic() + 30
+    while (
+        found := [p for p in psutil.process_iter() if _home(p) == str(home)]
+    ) and time.monotonic() < deadline:
+        family = {process for each in found for process in (each, *_children(each))}
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(list(family), timeout=5)
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=True)
+    except psutil.Error:
+        return []
+
+
+def _home(process: psutil.Process) -> str | None:
+    try:
+        return process.environ().get("HOME") if process.pid != os.getpid() else None
+    except psutil.Error:
+        return None
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,38 @@
+"""A run that works ahead: the next step is rolled out while one is trained, also through a dead trainer."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from rlboost_runtime.coordinator.audit import audit
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(500)]
+
+STEPS = 6
+
+
+def test_steps_asked_for_ahead_are_whole_and_trained_once(cli: Any) -> None:
+    job = cli.job(
+        "ahead", algorithm={"steps": STEPS, "max_staleness": 1}, rollout={"spot": {"max_instances": 1}}
+    )
+    attached = cli.start("launch", job, "--yes")
+    cli.wait("ahead", lambda s: s["step"] >= 2, timeout_s=200)
+    cli.process("ahead", "trainer").kill()
+    out, err = attached.communicate(timeout=250)
+    assert attached.returncode == 0, f"{out}\n{err}\n{cli.tails()}"
+
+    run = cli.run_folder("ahead")
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(STEPS))
+    assert lines[0]["staleness"] == 0
+    assert {line["staleness"] for line in lines[1:]} <= {0, 1}
+    assert sum(line["staleness"] for line in lines) >= STEPS - 2, "only a restart makes a step fresh"
+    found = audit(run)
+    assert found.problems == []
+    versions = {step.step: step.policy_version for step in found.steps}
+    assert versions == {int(line["step"]): int(line["policy_version"]) for line in lines}
+    assert cli.json("status", "ahead")["step"] == STEPS
+    cli.assert_gone("ahead")

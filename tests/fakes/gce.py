@@ -1,0 +1,295 @@
+"""Compute Engine's REST API on loopback: operations that take time, errors where Google puts them.
+
+Stock-outs come in the operation, refusals as HTTP errors with reasons; lists are paged, two zones a page;
+requests with a known request id answer with the first one's operation. Machines really run their start-up
+script, where a folder is given.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from google.auth.credentials import AnonymousCredentials
+
+from rlboost_providers.gcp import GcpClients, make_clients
+from tests.fakes.hypervisor import Hypervisor
+
+PROJECT = "lab"
+REGION = "us-central1"
+ZONES = ("us-central1-a", "us-central1-b", "us-central1-f", "us-east4-a")
+API = r"/compute/v1/projects/([^/]+)"
+
+
+@dataclass
+class HttpRefusal:
+    """An HTTP error instead of the answer, to the first calls whose path matches."""
+
+    path: str
+    status: int
+    reason: str
+    times: int = 1
+
+
+@dataclass
+class FakeGce:
+    """One project."""
+
+    url: str = ""
+    hypervisor: Hypervisor | None = None
+    instances: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
+    operations: dict[str, dict[str, Any]] = field(default_factory=dict)
+    requests: dict[str, str] = field(default_factory=dict)
+    """Operation by request id."""
+    stock: dict[str, int] = field(default_factory=dict)
+    """Machines that a zone can still give; zones that are not named give any number."""
+    errors: dict[str, str] = field(default_factory=dict)
+    """By zone: the code with which a launch fails in its operation."""
+    refusals: deque[HttpRefusal] = field(default_factory=deque)
+    calls: list[str] = field(default_factory=list)
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    never_done: bool = False
+    delete_s: float = 0.02
+    number: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+    @property
+    def clients(self) -> GcpClients:
+        return make_clients(PROJECT, AnonymousCredentials(), self.url)
+
+    # --- what tests do ------------------------------------------------------------------------------------
+
+    def living(self) -> list[dict[str, Any]]:
+        return [each for each in self.instances.values() if each["status"] in ("RUNNING", "STAGING")]
+
+    def reclaim(self, machine: str) -> None:
+        """Take a machine as Google does: an operation of the system's, then it is deleted."""
+        with self.lock:
+            (zone, name) = next(
+                k for k, v in self.instances.items() if v["labels"]["rlboost-machine"] == machine
+            )
+            self._operation(zone, "compute.instances.preempted", name, done=True)
+            self._remove(zone, name)
+
+    def powered_off(self, machine: str) -> None:
+        """The guest shut itself down: the instance stays, stopped."""
+        with self.lock:
+            for (zone, name), instance in self.instances.items():
+                if instance["labels"]["rlboost-machine"] == machine:
+                    instance["status"] = "TERMINATED"
+                    instance["lastStopTimestamp"] = _now()
+                    self._operation(zone, "compute.instances.guestTerminate", name, done=True)
+                    if self.hypervisor is not None:
+                        self.hypervisor.stop(machine)
+
+    # --- the API ------------------------------------------------------------------------------------------
+
+    def answer(self, method: str, path: str, query: dict[str, list[str]], body: Any) -> tuple[int, Any]:
+        self.calls.append(f"{method} {path}")
+        with self.lock:
+            for refusal in self.refusals:
+                if re.search(refusal.path, f"{method} {path}"):
+                    refusal.times -= 1
+                    if refusal.times < 1:
+                        self.refusals.remove(refusal)
+                    return refusal.status, _error(refusal.status, refusal.reason)
+            for pattern, handle in (
+                (rf"GET {API}/aggregated/machineTypes", self._machine_types),
+                (rf"GET {API}/aggregated/instances", self._list),
+                (rf"GET {API}/aggregated/operations", self._list_operations),
+                (rf"POST {API}/zones/([^/]+)/instances", self._insert),
+                (rf"GET {API}/zones/([^/]+)/instances/([^/]+)", self._get),
+                (rf"DELETE {API}/zones/([^/]+)/instances/([^/]+)", self._delete),
+                (rf"POST {API}/zones/([^/]+)/operations/([^/]+)/wait", self._wait),
+            ):
+                match = re.fullmatch(pattern, f"{method} {path}")
+                if match is not None:
+                    if match[1] != PROJECT:
+                        return 404, _error(404, "notFound")
+                    return handle(*match.groups()[1:], query=query, body=body)
+        return 404, _error(404, "notFound")
+
+    def _machine_types(self, query: dict[str, list[str]], body: Any) -> tuple[int, Any]:
+        match = re.fullmatch(r'name = "([^"]+)"', query["filter"][0])
+        assert match is not None, query
+        kinds = [{"name": match[1]}] if match[1] in ("g2-standard-4", "a3-highgpu-8g") else []
+        return self._page({f"zones/{zone}": {"machineTypes": kinds} for zone in ZONES}, query)
+
+    def _insert(self, zone: str, query: dict[str, list[str]], body: Any) -> tuple[int, Any]:
+        if zone not in ZONES:
+            return 404, _error(404, "notFound")
+        request = query["requestId"][0]
+        if request in self.requests:
+            return 200, self.operations[self.requests[request]]
+        self.bodies.append(body)
+        name = body["name"]
+        if (zone, name) in self.instances:
+            return 409, _error(409, "alreadyExists")
+        code = self.errors.get(zone)
+        if code is None and self.stock.get(zone, 1) < 1:
+            code = "ZONE_RESOURCE_POOL_EXHAUSTED"
+        operation = self._operation(zone, "insert", name, error=code)
+        self.requests[request] = operation["name"]
+        if code is None:
+            if zone in self.stock:
+                self.stock[zone] -= 1
+            self._start(zone, name, body)
+        return 200, operation
+
+    def _start(self, zone: str, name: str, body: dict[str, Any]) -> None:
+        link = f"https://www.googleapis.com/compute/v1/projects/{PROJECT}/zones/{zone}"
+        self.instances[zone, name] = {**body, "status": "RUNNING", "zone": link, "creationTimestamp": _now()}
+        if self.hypervisor is not None:
+            items = {item["key"]: item["value"] for item in body["metadata"]["items"]}
+            self.hypervisor.boot(body["labels"]["rlboost-machine"], items["startup-script"])
+
+    def _get(self, zone: str, name: str, query: dict[str, list[str]], body: Any) -> tuple[int, Any]:
+        found = self.instances.get((zone, name))
+        return (404, _error(404, "notFound")) if found is None else (200, found)
+
+    def _delete(self, zone: str, name: str, query: dict[str, list[str]], body: Any) -> tuple[int, Any]:
+        instance = self.instances.get((zone, name))
+        if instance is None:
+            return 404, _error(404, "notFound")
+        if instance["status"] != "STOPPING":
+            instance["status"] = "STOPPING"
+            if self.hypervisor is not None:
+                self.hypervisor.stop(instance["labels"]["rlboost-machine"])
+            timer = threading.Timer(self.delete_s, self._remove, (zone, name))
+            timer.daemon = True
+            timer.start()
+        return 200, self._operation(zone, "delete", name)
+
+    def _remove(self, zone: str, name: str) -> None:
+        with self.lock:
+            instance = self.instances.pop((zone, name), None)
+        if instance is not None and self.hypervisor is not None:
+            self.hypervisor.stop(instance["labels"]["rlboost-machine"])
+
+    def _wait(self, zone: str, name: str, query: dict[str, list[str]], body: Any) -> tuple[int, Any]:
+        operation = self.operations[name]
+        if not self.never_done:
+            operation["status"] = "DONE"
+        return 200, operation
+
+    def _list(self, query: dict[str, list[str]], body: Any) -> tuple[int, Any]:
+        condition = query["filter"][0]
+        scopes: dict[str, Any] = {
+            f"zones/{zone}": {"warning": {"code": "NO_RESULTS_ON_PAGE"}} for zone in ZONES
+        }
+        for (zone, _), instance in self.instances.items():
+            if _labels_match(instance["labels"], condition):
+                scope = scopes[f"zones/{zone}"]
+                scope.setdefault("instances", []).append(instance)
+        return self._page(scopes, query)
+
+    def _list_operations(self, query: dict[str, list[str]], body: Any) -> tuple[int, Any]:
+        match = re.fullmatch(r'targetLink eq "(.+)"', query["filter"][0])
+        assert match is not None, "a regular expression cannot be combined with anything"
+        scopes: dict[str, Any] = {f"zones/{zone}": {} for zone in ZONES}
+        for operation in self.operations.values():
+            if re.fullmatch(match[1], operation["targetLink"]):
+                zone = operation["zone"].rpartition("/")[2]
+                scopes[f"zones/{zone}"].setdefault("operations", []).append(operation)
+        return self._page(scopes, query)
+
+    def _page(self, scopes: dict[str, Any], query: dict[str, list[str]]) -> tuple[int, Any]:
+        start = int(query.get("pageToken", ["0"])[0])
+        page: dict[str, Any] = {"items": dict(list(scopes.items())[start : start + 2])}
+        if start + 2 < len(scopes):
+            page["nextPageToken"] = str(start + 2)
+        return 200, page
+
+    def _operation(
+        self, zone: str, kind: str, target: str, *, error: str | None = None, done: bool = False
+    ) -> dict[str, Any]:
+        link = f"https://www.googleapis.com/compute/v1/projects/{PROJECT}/zones/{zone}"
+        operation: dict[str, Any] = {
+            "id": str(next(self.number)),
+            "name": f"operation-{next(self.number)}",
+            "operationType": kind,
+            "status": "DONE" if done else "RUNNING",
+            "zone": link,
+            "targetLink": f"{link}/instances/{target}",
+            "insertTime": _now(),
+        }
+        if error is not None:
+            operation["error"] = {"errors": [{"code": error, "message": f"{zone}: said by the fake"}]}
+            operation["httpErrorStatusCode"] = 503
+        self.operations[operation["name"]] = operation
+        return operation
+
+
+def _labels_match(labels: dict[str, str], condition: str) -> bool:
+    for term in condition.split(" AND "):
+        present = re.fullmatch(r"labels\.([\w-]+):\*", term)
+        equal = re.fullmatch(r'labels\.([\w-]+) = "([^"]*)"', term)
+        assert present or equal, term
+        if present and present[1] not in labels:
+            return False
+        if equal and labels.get(equal[1]) != equal[2]:
+            return False
+    return True
+
+
+def _now() -> str:
+    return datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="milliseconds")
+
+
+def _error(status: int, reason: str) -> dict[str, Any]:
+    detail = {"reason": reason, "message": f"said by the fake: {reason}", "domain": "global"}
+    return {"error": {"code": status, "message": detail["message"], "errors": [detail]}}
+
+
+@contextmanager
+def fake_gce(folder: Path | None = None) -> Iterator[FakeGce]:
+    """Serve Compute Engine on loopback until the end; with `folder`, machines run there."""
+    fake = FakeGce()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def handle_any(self) -> None:
+            parts = urlsplit(self.path)
+            length = int(self.headers.get("Content-Length") or 0)
+            body = json.loads(self.rfile.read(length) or b"null")
+            status, answer = fake.answer(self.command, parts.path, parse_qs(parts.query), body)
+            data = json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        do_GET = do_POST = do_DELETE = handle_any
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Say nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    fake.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    if folder is not None:
+        fake.hypervisor = Hypervisor(folder, fake.powered_off)
+    try:
+        yield fake
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+        if fake.hypervisor is not None:
+            fake.hypervisor.close()

@@ -1,0 +1,208 @@
+"""Google Cloud without SkyPilot: stock-outs, refusals, what a machine is given; its REST API on loopback."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from importlib import resources
+
+import pytest
+from google.api_core.retry import Retry as GoogleRetry
+
+from rlboost_providers import gcp
+from rlboost_providers.base import LaunchRequest, MachineState
+from rlboost_providers.gcp import GcpPool, GcpProvider
+from rlboost_runtime.errors import (
+    ConfigError,
+    CredentialsRejected,
+    NoCapacity,
+    ProviderError,
+    QuotaExceeded,
+    Retry,
+    Throttled,
+)
+from tests.fakes.gce import PROJECT, HttpRefusal, fake_gce
+from tests.fakes.hypervisor import wait_until
+
+pytestmark = pytest.mark.integration
+
+RUN, OWNER = "r1", "0123456789ab"
+POOL = GcpPool("us-central1", "L4:1", "g2-standard-4", 300_000, "test")
+
+
+@pytest.fixture
+def gce():
+    with fake_gce() as fake:
+        yield fake
+
+
+@pytest.fixture
+def provider(gce):
+    return GcpProvider([POOL], OWNER, clients=lambda: gce.clients)
+
+
+def request(provider, machine="spot-0", zone=None):
+    offer = next(o for o in provider.offers() if zone in (None, o.zone))
+    bootstrap = {"machine": machine, "instances": (f"{machine}/0",), "token": "the run's token"}
+    return LaunchRequest(RUN, machine, offer, bootstrap)
+
+
+def test_every_zone_of_the_region_with_the_machine_type_is_offered(gce, provider):
+    offers = provider.offers()
+    assert [offer.zone for offer in offers] == ["us-central1-a", "us-central1-b", "us-central1-f"]
+    assert all(offer.spot and offer.price_micro_usd_per_hour == 300_000 for offer in offers)
+    with pytest.raises(ConfigError, match="no machine type x9-mega"):
+        GcpProvider([replace(POOL, machine_type="x9-mega")], OWNER, clients=lambda: gce.clients).offers()
+
+
+@pytest.mark.parametrize(
+    "code", ["ZONE_RESOURCE_POOL_EXHAUSTED", "ZONE_RESOURCE_POOL_EXHAUSTED_WITH_DETAILS"]
+)
+def test_a_stock_out_is_read_from_the_operation_and_another_zone_is_asked(gce, provider, code):
+    gce.errors = {"us-central1-a": code}
+    with pytest.raises(NoCapacity, match=code) as told:
+        provider.launch(request(provider, zone="us-central1-a"))
+    assert told.value.retry is Retry.ELSEWHERE
+    assert provider.describe(RUN) == []
+    view = provider.launch(request(provider, "spot-1", zone="us-central1-b"))
+    assert (view.state, view.zone) == (MachineState.RUNNING, "us-central1-b")
+
+
+def test_a_quota_of_zero_says_what_to_ask_for(gce, provider):
+    gce.errors = {"us-central1-a": "QUOTA_EXCEEDED"}
+    with pytest.raises(QuotaExceeded, match="Preemptible GPUs") as told:
+        provider.launch(request(provider))
+    assert told.value.exit_code == 6
+
+
+@pytest.mark.parametrize(
+    ("status", "reason", "kind", "words"),
+    [
+        (403, "quotaExceeded", QuotaExceeded, "IAM & Admin"),
+        (403, "rateLimitExceeded", Throttled, "asked again"),
+        (401, "authError", CredentialsRejected, "gcloud auth application-default login"),
+        (403, "accessNotConfigured", CredentialsRejected, "gcloud services enable"),
+        (400, "invalid", ConfigError, "instance_type and image"),
+        (404, "notFound", ConfigError, "instance_type and image"),
+    ],
+)
+def test_a_refused_launch_is_explained(gce, provider, status, reason, kind, words):
+    asked = request(provider)
+    gce.refusals.append(HttpRefusal("^POST .*/instances$", status, reason))
+    with pytest.raises(kind, match=words):
+        provider.launch(asked)
+    assert gce.living() == []
+
+
+def test_a_short_outage_is_waited_out_and_a_long_one_is_said_in_bounded_time(gce, provider, monkeypatch):
+    waits_out = gcp._retry()._predicate
+    monkeypatch.setattr(gcp, "_retry", lambda: GoogleRetry(predicate=waits_out, initial=0.01, timeout=1.0))
+    gce.refusals.append(HttpRefusal("", 503, "backendError", times=3))
+    assert provider.describe(RUN) == []
+    gce.refusals.append(HttpRefusal("", 503, "backendError", times=10_000))
+    began = time.monotonic()
+    with pytest.raises(ProviderError) as told:
+        provider.describe(RUN)
+    assert time.monotonic() - began < 10
+    assert told.value.retry is Retry.LATER
+    assert told.value.exit_code == 7
+
+
+def test_a_launch_repeated_after_a_lost_answer_is_the_same_operation(gce, provider):
+    asked = request(provider)
+    gce.refusals.append(HttpRefusal("/wait$", 401, "authError"))
+    with pytest.raises(CredentialsRejected):
+        provider.launch(asked)
+    assert provider.launch(asked).state is MachineState.RUNNING
+    assert len(gce.living()) == 1
+
+
+def test_an_operation_that_does_not_end_is_given_up_and_its_machine_found(gce):
+    gce.never_done = True
+    provider = GcpProvider([POOL], OWNER, clients=lambda: gce.clients, operation_s=0.3)
+    with pytest.raises(ProviderError, match="did not say within"):
+        provider.launch(request(provider))
+    assert [view.state for view in provider.describe(RUN)] == [MachineState.RUNNING]
+
+
+def test_a_reclaimed_machine_is_known_from_the_cloud_alone(gce, provider):
+    provider.launch(request(provider))
+    gce.reclaim("spot-0")
+    fresh = GcpProvider([POOL], OWNER, clients=lambda: gce.clients)
+    [gone] = fresh.describe(RUN)
+    assert (gone.state, gone.detail) == (MachineState.GONE, "reclaimed")
+    assert gone.started_at is not None
+    assert gone.ended_at is not None
+    assert gone.ended_at >= gone.started_at
+
+
+def test_a_machine_that_shut_itself_down_is_deleted_when_it_is_seen(gce, provider):
+    provider.launch(request(provider))
+    gce.powered_off("spot-0")
+    [gone] = provider.describe(RUN)
+    assert (gone.state, gone.detail) == (MachineState.GONE, "shut itself down")
+    wait_until(lambda: not gce.instances)
+
+
+def test_what_a_machine_is_given(gce, provider):
+    provider.launch(request(provider))
+    [body] = gce.bodies
+    assert body["scheduling"]["provisioningModel"] == "SPOT"
+    assert body["scheduling"]["instanceTerminationAction"] == "DELETE"
+    assert body["labels"] == {"rlboost-run": RUN, "rlboost-machine": "spot-0", "rlboost-owner": OWNER}
+    assert body["disks"][0]["autoDelete"] is True
+    assert not body.get("serviceAccounts")
+    items = {item["key"]: item["value"] for item in body["metadata"]["items"]}
+    assert items["block-project-ssh-keys"] == "true"
+    assert "ssh-keys" not in items
+
+
+def test_another_owners_run_of_the_same_name_is_another_run(gce, provider):
+    other = GcpProvider([POOL], "ba9876543210", clients=lambda: gce.clients)
+    provider.launch(request(provider))
+    assert other.describe(RUN) == []
+    other.terminate(RUN, "spot-0")
+    other.launch(request(other))
+    assert len(gce.living()) == 2
+    assert {each.owner for each in other.sweep()} == {OWNER, "ba9876543210"}
+
+
+def test_the_shipped_role_covers_every_call(gce, provider):
+    provider.launch(request(provider))
+    provider.preempt(RUN, "spot-0", None)
+    provider.describe(RUN)
+    provider.sweep()
+    text = resources.files("rlboost_templates").joinpath("policies/gcp.yaml").read_text(encoding="utf-8")
+    needed = {
+        ("GET", "aggregated/machineTypes"): "compute.machineTypes.list",
+        ("GET", "aggregated/instances"): "compute.instances.list",
+        ("GET", "aggregated/operations"): "compute.globalOperations.list",
+        ("POST", "instances"): "compute.instances.create",
+        ("GET", "instances"): "compute.instances.get",
+        ("DELETE", "instances"): "compute.instances.delete",
+        ("POST", "operations"): "compute.zoneOperations.get",
+    }
+    for call in set(gce.calls):
+        method, _, path = call.partition(" ")
+        parts = path.removeprefix(f"/compute/v1/projects/{PROJECT}/").split("/")
+        key = (method, "/".join(parts)) if parts[0] == "aggregated" else (method, parts[2])
+        assert f"- {needed[key]}\n" in text, key
+
+
+def test_the_sdk_is_loaded_when_it_is_needed_and_named_when_it_is_missing():
+    code = """
+import sys
+sys.modules["google.cloud.compute_v1"] = None
+from rlboost_providers.gcp import GcpPool, GcpProvider
+try:
+    GcpProvider([GcpPool("us-central1", "L4:1", "g2-standard-4", 1, "t")], "0").offers()
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert "ConfigError" in done.stdout
+    assert "pip install 'rlboost[gcp]'" in done.stdout

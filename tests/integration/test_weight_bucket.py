@@ -1,0 +1,105 @@
+"""A real S3 implementation on loopback as holder and relay of versions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlboost_runtime.errors import ProtocolError, RuntimeFault
+from rlboost_runtime.weights.bucket import BucketSource, forget, open_bucket, relay
+from rlboost_runtime.weights.manifest import MANIFEST, Probe, decode_manifest
+from rlboost_runtime.weights.range_client import Absent, Unusable
+from rlboost_runtime.weights.store import WeightStore
+
+pytestmark = pytest.mark.integration
+
+URL = "s3://weights-of-a-test/runs/demo"
+PROBE = Probe((1,), (2,), (-0.5,), 0.1)
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    endpoint = f"http://{host}:{port}"
+    settings = {
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_REGION": "us-east-1",
+        "AWS_ALLOW_HTTP": "true",
+    }
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    import urllib.request
+
+    with urllib.request.urlopen(urllib.request.Request(f"{endpoint}/weights-of-a-test", method="PUT")):
+        pass
+    yield endpoint
+    server.stop()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> WeightStore:
+    return WeightStore(tmp_path / "weights", chunk_bytes=100_000)
+
+
+def publish(store: WeightStore, version: int, size: int = 1_000_000) -> Path:
+    def write(folder: Path) -> None:
+        header = json.dumps({"w": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+        body = bytes((i * version) % 251 for i in range(1000)) * (size // 1000)
+        (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + body)
+        (folder / "config.json").write_text("{}")
+
+    store.publish(version, write, PROBE)
+    return store.path(version)
+
+
+def test_versions_are_relayed_read_in_ranges_and_forgotten(s3: str, store: WeightStore) -> None:
+    bucket = open_bucket(URL, 10.0)
+    for version in (1, 2):
+        folder = publish(store, version)
+        sent = relay(bucket, folder)
+        assert sent == sum(path.stat().st_size for path in folder.iterdir() if path.name != ".lease")
+    stream = BucketSource(URL, 2, 10.0).stream()
+    data = (store.path(2) / "model.safetensors").read_bytes()
+    manifest = decode_manifest(stream.read_file(MANIFEST, 10**6))
+    assert manifest.version == 2
+    parts = []
+    with stream.open_range("model.safetensors", 100_000, 300_000, len(data)) as fill:
+        for _ in range(2):
+            part = bytearray(100_000)
+            fill(memoryview(part))
+            parts.append(bytes(part))
+    assert b"".join(parts) == data[100_000:300_000]
+    assert forget(bucket, keep=1) == [1]
+    with pytest.raises(Absent):
+        BucketSource(URL, 1, 10.0).stream().read_file(MANIFEST, 10**6)
+
+
+def test_what_a_bucket_answers_is_put_into_words(s3: str, store: WeightStore) -> None:
+    stream = BucketSource(URL, 1, 10.0).stream()
+    with (
+        pytest.raises(Absent, match=r"does not have model\.safetensors"),
+        stream.open_range("model.safetensors", 0, 10, 10) as fill,
+    ):
+        fill(memoryview(bytearray(10)))
+    relay(open_bucket(URL, 10.0), publish(store, 1))
+    with pytest.raises(ProtocolError, match="larger than 10 bytes"):
+        stream.read_file(MANIFEST, 10)
+    missing = open_bucket("s3://another-bucket/x", 10.0)
+    with pytest.raises(RuntimeFault, match="cannot be written to the bucket"):
+        relay(missing, store.path(1))
+
+
+def test_a_bucket_that_does_not_answer_is_unusable_in_time(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    stream = BucketSource(URL, 1, 0.5).stream()
+    with pytest.raises(Unusable):
+        stream.read_file(MANIFEST, 10)

@@ -1,0 +1,143 @@
+"""Publications beside training: what is copied, when it counts, and what becomes of errors."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rlboost_runtime.trainer import publishing
+from rlboost_runtime.trainer.publishing import Publication, Publisher, WeightsCopy
+from rlboost_runtime.weights.manifest import Probe
+from rlboost_runtime.weights.store import WeightStore
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROBE = Probe((1,), (2,), (-0.5,), 0.1)
+CONFIGS = {"config.json": b"{}", "generation_config.json": b"{}"}
+
+
+def weights(seed: int = 0) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    return {
+        "b.weight": torch.randn(7, 5),
+        "a.weight": torch.randn(3),
+        "steps": torch.tensor([1, 2, 3]),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.empty(0, 4),
+    }
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_copy_is_what_safetensors_reads(tmp_path: Path, dtype: str) -> None:
+    copy = WeightsCopy(dtype)
+    for seed in (0, 1):  # the second one reuses the first one's memory
+        copy.take(weights(seed).items())
+        copy.write(tmp_path / "model.safetensors")
+        found = load_file(tmp_path / "model.safetensors")
+        expected = weights(seed)
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            kind = getattr(torch, dtype) if tensor.is_floating_point() else tensor.dtype
+            assert found[name].dtype == kind
+            assert torch.equal(found[name], tensor.to(kind))
+
+
+def test_the_same_weights_give_the_same_bytes(tmp_path: Path) -> None:
+    for name, order in (("one", 1), ("two", -1)):
+        copy = WeightsCopy("bfloat16")
+        copy.take(list(weights().items())[::order])
+        copy.write(tmp_path / name)
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+
+
+def test_weights_that_are_missing_are_noticed() -> None:
+    copy = WeightsCopy("bfloat16")
+    copy.take(weights().items())
+    with pytest.raises(AssertionError, match="missing"):
+        copy.take(list(weights().items())[:-1])
+
+
+class Held(WeightStore):
+    """Publishes once it is let."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, max_deltas=2)
+        self.go = threading.Event()
+
+    def publish(self, *args, **options):
+        assert self.go.wait(20)
+        return super().publish(*args, **options)
+
+
+def test_training_goes_on_with_other_weights_while_a_version_is_published(tmp_path: Path) -> None:
+    store, told = Held(tmp_path), list[Publication]()
+    values = weights()
+    before = {name: tensor.clone() for name, tensor in values.items()}
+    with Publisher(store, "float32", told.append) as publisher:
+        publisher.begin(0, values.items(), CONFIGS, PROBE, ())
+        for tensor in values.values():
+            tensor.add_(1)
+        assert told == []
+        store.go.set()
+        publisher.ready()
+        assert [each.manifest.version for each in told] == [0]
+        found = load_file(store.path(0) / "model.safetensors")
+        assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
+        publisher.begin(1, values.items(), CONFIGS, PROBE, ())
+    assert [each.manifest.version for each in told] == [0, 1]
+    assert told[1].stop_s > 0
+    assert told[1].publish_s > 0
+    found = load_file(store.path(1) / "model.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in values.items())
+
+
+def test_the_next_publication_waits_for_the_last_one(tmp_path: Path) -> None:
+    store, told = Held(tmp_path), list[Publication]()
+    with Publisher(store, "float32", told.append) as publisher:
+        publisher.begin(0, weights(0).items(), CONFIGS, PROBE, ())
+        threading.Timer(0.2, store.go.set).start()
+        publisher.begin(1, weights(1).items(), CONFIGS, PROBE, ())
+        assert [each.manifest.version for each in told] == [0]
+    first = load_file(store.path(0) / "model.safetensors")
+    assert torch.equal(first["b.weight"], weights(0)["b.weight"])
+
+
+class Broken(WeightStore):
+    def publish(self, *_args, **_options):
+        raise OSError("broken")
+
+
+def publish_broken(folder: Path, then: Exception | None) -> None:
+    with Publisher(Broken(folder), "float32", lambda _: pytest.fail("announced")) as publisher:
+        publisher.begin(0, weights().items(), CONFIGS, PROBE, ())
+        if then is not None:
+            raise then
+
+
+def test_what_goes_wrong_is_raised_in_the_training_thread(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="broken"):
+        publish_broken(tmp_path, None)
+
+
+def test_an_error_of_training_is_not_hidden_by_one_of_publishing(tmp_path: Path) -> None:
+    with pytest.raises(KeyError):
+        publish_broken(tmp_path, KeyError("training"))
+
+
+def test_a_small_step_is_published_with_a_delta(tmp_path: Path) -> None:
+    told = list[Publication]()
+    values = {"w": torch.randn(200_000) * 0.02}
+    with Publisher(WeightStore(tmp_path, max_deltas=2), "bfloat16", told.append) as publisher:
+        publisher.begin(0, values.items(), CONFIGS, PROBE, ())
+        values["w"] -= 1e-6 * torch.randn(200_000).sign()
+        publisher.begin(1, values.items(), CONFIGS, PROBE, ())
+    assert told[0].delta_bytes == 0
+    assert 0 < told[1].delta_bytes < 400_000 / 20
+
+
+def test_every_dtype_that_is_published_has_a_name() -> None:
+    assert set(publishing._SPELLED.values()) >= {"BF16", "F16", "F32", "I64", "BOOL"}

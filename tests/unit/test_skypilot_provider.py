@@ -1,0 +1,256 @@
+"""Clusters of SkyPilot as machines: what is promised when launches fail and machines vanish."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlboost_providers.base import CanPreempt, CanSweep, LaunchRequest, MachineState
+from rlboost_providers.skypilot import SkyPilotProvider
+from rlboost_providers.skypilot import provider as module
+from rlboost_runtime.errors import ConfigError, NoCapacity, NotFound, ProviderError, QuotaExceeded
+from rlboost_runtime.job import CloudOffer
+from tests.fakes.skypilot import FakeSkyPilot
+
+RUN = "sky"
+
+
+@pytest.fixture
+def sky() -> Iterator[FakeSkyPilot]:
+    fake = FakeSkyPilot()
+    yield fake
+    if fake.hold is not None:
+        fake.hold.set()
+    fake.join()
+
+
+@pytest.fixture
+def make(
+    sky: FakeSkyPilot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., SkyPilotProvider]:
+    monkeypatch.setenv("RLBOOST_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(module, "PROBE_EVERY_S", 0.0)
+    monkeypatch.setattr(module, "_answers", lambda address, port: True)
+    run = tmp_path / RUN
+    run.mkdir()
+
+    def provider(**entry: Any) -> SkyPilotProvider:
+        offer = CloudOffer(**{"infra": "aws", "accelerators": "A10G:1", **entry})
+        return SkyPilotProvider(run, [offer], skypilot=sky)
+
+    return provider
+
+
+def request_for(provider: SkyPilotProvider, machine: str = "spot-0") -> LaunchRequest:
+    bootstrap = {"machine": machine, "token": "secret-token", "instances": [f"{machine}/0"]}
+    return LaunchRequest(RUN, machine, provider.offers()[0], bootstrap)
+
+
+def state(provider: SkyPilotProvider, machine: str = "spot-0") -> MachineState:
+    return next(view.state for view in provider.describe(RUN) if view.machine == machine)
+
+
+def wait_for(provider: SkyPilotProvider, wanted: MachineState, machine: str = "spot-0") -> None:
+    deadline = time.monotonic() + 10
+    while state(provider, machine) is not wanted:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_offers_are_zones_and_a_price_limit_leaves_dearer_ones_out(make):
+    assert [offer.zone for offer in make().offers()] == [
+        "aws/us-west-2/us-west-2a",
+        "aws/us-east-1/us-east-1a",
+    ]
+    (cheap,) = make(max_price_usd_per_hour=0.4).offers()
+    assert cheap.price_micro_usd_per_hour == 350_000
+
+
+def test_a_launch_returns_once_the_cloud_gave_the_machine_and_its_setup_goes_on(make, sky):
+    sky.hold = threading.Event()
+    provider = make()
+    launched = provider.launch(request_for(provider))
+    assert launched.state is MachineState.STARTING
+    assert launched.started_at is not None, "money runs while it is set up"
+    assert launched.price_micro_usd_per_hour == 350_000
+    sky.hold.set()
+    wait_for(provider, MachineState.RUNNING)
+
+
+def test_the_task_carries_the_jobs_wishes_and_tags_and_no_secret(make, tmp_path):
+    provider = make(image="ami-1", disk_gb=300)
+    provider.launch(request_for(provider))
+    (task,) = (tmp_path / RUN).rglob("task.yaml")
+    text = task.read_text()
+    assert '"image_id": "ami-1"' in text
+    assert '"disk_size": 300' in text
+    assert '"rlboost-machine": "spot-0"' in text
+    assert "secret-token" not in text
+    (bootstrap,) = (tmp_path / RUN).rglob("bootstrap.json")
+    assert json.loads(bootstrap.read_bytes())["token"] == "secret-token"
+    assert bootstrap.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("(InsufficientInstanceCapacity) We currently do not have sufficient capacity", NoCapacity),
+        ("(MaxSpotInstanceCountExceeded) Max spot instance count exceeded", QuotaExceeded),
+    ],
+)
+def test_a_refused_launch_says_why_and_leaves_nothing(make, sky, text, kind):
+    sky.refuse["us-west-2a"] = ("ResourcesUnavailableError", text)
+    provider = make()
+    with pytest.raises(kind):
+        provider.launch(request_for(provider))
+    assert sky.clusters == {}
+    assert state(provider) is MachineState.GONE
+
+
+def test_a_machine_whose_setup_fails_is_ended_and_says_why(make, sky):
+    sky.setup_fails = True
+    sky.hold = threading.Event()
+    provider = make()
+    provider.launch(request_for(provider))
+    sky.hold.set()
+    wait_for(provider, MachineState.GONE)
+    assert sky.clusters == {}
+    assert "install.sh failed" in provider.describe(RUN)[0].detail
+
+
+def test_the_same_id_twice_is_one_cluster_also_after_a_restart(make, sky):
+    provider = make()
+    provider.launch(request_for(provider))
+    wait_for(provider, MachineState.RUNNING)
+    restarted = make()
+    restarted.launch(request_for(restarted))
+    assert len(sky.launched) == 1
+    assert restarted.describe(RUN) == provider.describe(RUN)
+
+
+def test_a_restart_during_the_setup_finds_the_machine(make, sky, tmp_path):
+    sky.hold = threading.Event()
+    make().launch(request_for(make()))
+    restarted = make()
+    assert restarted.describe(RUN)[0].state is MachineState.STARTING
+    sky.hold.set()
+    sky.join()
+    wait_for(restarted, MachineState.RUNNING)
+
+
+def test_a_silent_machine_is_gone_only_when_its_cloud_says_so(make, sky, monkeypatch):
+    provider = make()
+    provider.launch(request_for(provider))
+    wait_for(provider, MachineState.RUNNING)
+    provider.watch(RUN)
+    looked = sky.forced
+    provider.watch(RUN)
+    assert sky.forced == looked, "while it answers nobody is asked"
+    monkeypatch.setattr(module, "_answers", lambda address, port: False)
+    for _ in range(3):
+        (view,) = provider.watch(RUN)
+    assert sky.forced > looked
+    assert view.state is MachineState.RUNNING
+    silent_at = time.time()
+    sky.reclaim(next(iter(sky.clusters)))
+    (view,) = provider.watch(RUN)
+    assert view.state is MachineState.GONE
+    assert view.ended_at <= silent_at, "it is billed until it fell silent"
+
+
+def test_a_silent_api_server_makes_no_machine_gone(make, sky):
+    provider = make()
+    provider.launch(request_for(provider))
+    wait_for(provider, MachineState.RUNNING)
+    sky.is_down = True
+    with pytest.raises(ProviderError):
+        provider.describe(RUN)
+    sky.is_down = False
+    assert state(provider) is MachineState.RUNNING
+
+
+def test_terminating_ends_the_cluster_also_while_it_is_set_up_and_again(make, sky):
+    sky.hold = threading.Event()
+    provider = make()
+    provider.launch(request_for(provider))
+    provider.terminate(RUN, "spot-0")
+    assert sky.clusters == {}
+    sky.hold.set()
+    sky.join()
+    assert state(provider) is MachineState.GONE
+    provider.terminate(RUN, "spot-0")
+    provider.terminate(RUN, "never-was")
+    assert provider.launch(request_for(provider)).state is MachineState.GONE
+    assert len(sky.launched) == 1
+
+
+def test_another_run_is_another_world(make, sky):
+    provider = make()
+    provider.launch(request_for(provider))
+    assert provider.describe("other") == []
+    assert provider.watch("other") is None
+    provider.terminate("other", "spot-0")
+    assert len(sky.clusters) == 1
+    with pytest.raises(ConfigError):
+        provider.launch(LaunchRequest("other", "spot-1", provider.offers()[0], {"instances": ["spot-1/0"]}))
+
+
+def test_a_sweep_finds_machines_of_runs_that_are_forgotten(make):
+    provider = make()
+    assert isinstance(provider, CanSweep)
+    provider.launch(request_for(provider))
+    (owned,) = provider.sweep()
+    assert (owned.run, owned.machine, owned.zone) == (RUN, "spot-0", "aws/us-west-2/us-west-2a")
+    provider.end(owned)
+    provider.end(owned)
+    assert provider.sweep() == []
+
+
+def test_a_machine_can_be_taken_on_purpose_but_not_announced(make):
+    provider = make()
+    assert isinstance(provider, CanPreempt)
+    provider.launch(request_for(provider))
+    with pytest.raises(ProviderError, match="announces no reclaim"):
+        provider.preempt(RUN, "spot-0", 5.0)
+    provider.preempt(RUN, "spot-0", None)
+    assert state(provider) is MachineState.GONE
+    with pytest.raises(NotFound):
+        provider.preempt(RUN, "spot-0", None)
+
+
+def test_files_that_cannot_be_written_launch_nothing_and_end_the_machine(make, sky, monkeypatch):
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "write_task", fail)
+    provider = make()
+    with pytest.raises(OSError, match="No space left"):
+        provider.launch(request_for(provider))
+    assert sky.launched == []
+    assert state(provider) is MachineState.GONE
+
+
+def test_a_machine_that_comes_after_another_process_gave_it_up_is_ended(make, sky):
+    sky.hold = threading.Event()
+    launcher, other = make(), make()
+    launcher.launch(request_for(launcher))
+    sky.reclaim(next(iter(sky.clusters)))  # as SkyPilot lists it before the cluster is known
+    assert state(other) is MachineState.GONE
+    sky.clusters[sky.launched[0]] = {
+        "name": sky.launched[0],
+        "status": "INIT",
+        "internal": "",
+        "address": "",
+        "port": 1,
+    }
+    sky.hold.set()
+    deadline = time.monotonic() + 10
+    while sky.clusters:
+        assert time.monotonic() < deadline, "an orphan is left"
+        time.sleep(0.01)

@@ -1,0 +1,242 @@
+"""Deltas: the code itself, files of it, which of them a version offers, and when they pay."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlboost_runtime.weights import delta_kernels as kernels
+from rlboost_runtime.weights import manifest as manifests
+from rlboost_runtime.weights.choice import Link, Transfer, cost_usd, num_deltas
+from rlboost_runtime.weights.delta import BadDelta, Delta, DeltaStats, write_delta
+from rlboost_runtime.weights.manifest import Chunk, Probe
+from rlboost_runtime.weights.store import WeightStore
+
+PROBE = Probe((1,), (2,), (-0.5,), 0.1)
+CHUNK = 8192
+
+
+def patterns(num: int, seed: int = 0) -> np.ndarray:
+    """bfloat16 patterns of weights around 0.02."""
+    values = np.random.default_rng(seed).normal(0, 0.02, num).astype(np.float32)
+    return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.int16)
+
+
+def changed(base: np.ndarray, share: float, seed: int = 1, *, wild: bool = False) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    new = base.copy()
+    where = rng.random(base.size) < share
+    steps = rng.integers(-40_000, 40_000, base.size) if wild else rng.choice([-2, -1, 1, 2, 200], base.size)
+    new[where] += steps[where].astype(np.int16)
+    return new
+
+
+def chunks_of(size: int, chunk: int = CHUNK) -> list[Chunk]:
+    return [Chunk(at, min(chunk, size - at), "") for at in range(0, size, chunk)]
+
+
+def coded(
+    tmp_path: Path, old: bytes, new: bytes, *, max_share: float = 1.5, chunk: int = CHUNK
+) -> DeltaStats | None:
+    (tmp_path / "old").write_bytes(old)
+    (tmp_path / "new").write_bytes(new)
+    return write_delta(
+        tmp_path / "old",
+        tmp_path / "new",
+        chunks_of(len(new), chunk),
+        tmp_path / "delta",
+        threads=2,
+        max_share=max_share,
+    )
+
+
+def applied(path: Path, old: bytes) -> bytes:
+    out = bytearray(old)
+    with Delta(path) as delta:
+        for i, chunk in enumerate(chunks_of(len(old))):
+            delta.apply(i, memoryview(out)[chunk.offset : chunk.offset + chunk.length])
+    return bytes(out)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.0005, 0.01, 0.25, 1.0])
+@pytest.mark.parametrize("wild", [False, True])
+@pytest.mark.parametrize("num", [0, 1, 63, 64, 65, 4096, 50_001])
+def test_a_delta_gives_the_very_bytes(tmp_path: Path, num: int, share: float, wild: bool) -> None:
+    base = patterns(num)
+    new = changed(base, share, wild=wild)
+    stats = coded(tmp_path, base.tobytes(), new.tobytes())
+    assert stats is not None
+    assert applied(tmp_path / "delta", base.tobytes()) == new.tobytes()
+    assert stats.changed == pytest.approx((base != new).sum() / max(1, num))
+
+
+def test_bytes_that_are_no_patterns_are_kept_too(tmp_path: Path) -> None:
+    old, new = os.urandom(20_001), os.urandom(20_001)
+    assert coded(tmp_path, old, new) is not None
+    assert applied(tmp_path / "delta", old) == new
+    almost = old[:-1] + bytes([old[-1] ^ 1])  # the odd byte at the end
+    assert coded(tmp_path, old, almost) is not None
+    assert applied(tmp_path / "delta", old) == almost
+
+
+def test_few_small_changes_take_few_bytes(tmp_path: Path) -> None:
+    base = patterns(500_000)
+    rng = np.random.default_rng(3)
+    new = base + (rng.random(base.size) < 0.04) * rng.choice([-1, 1], base.size).astype(np.int16)
+    stats = coded(tmp_path, base.tobytes(), new.astype(np.int16).tobytes(), chunk=1_000_000)
+    assert stats is not None
+    assert base.nbytes / stats.num_bytes > 40
+
+
+def test_unchanged_chunks_take_nothing(tmp_path: Path) -> None:
+    data = os.urandom(100 * CHUNK)
+    stats = coded(tmp_path, data, data)
+    assert stats is not None
+    assert stats.num_bytes < 100 * 24
+    with Delta(tmp_path / "delta") as delta:
+        assert delta.num_chunks == 100
+        assert all(delta.is_empty(i) for i in range(100))
+
+
+def test_a_delta_that_does_not_pay_is_not_written(tmp_path: Path) -> None:
+    assert coded(tmp_path, os.urandom(50_000), os.urandom(50_000), max_share=0.6) is None
+    assert not (tmp_path / "delta").exists()
+
+
+def test_files_of_different_sizes_have_no_delta(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="size"):
+        coded(tmp_path, b"abc", b"abcd")
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_damaged_delta_is_bad_or_gives_other_bytes_but_never_harm(tmp_path: Path, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    base = patterns(20_000, seed)
+    coded(tmp_path, base.tobytes(), changed(base, 0.1, seed).tobytes())
+    data = bytearray((tmp_path / "delta").read_bytes())
+    if seed % 4 == 0:
+        del data[int(rng.integers(len(data))) :]
+    else:
+        for at in rng.integers(0, len(data), 1 + seed % 3):
+            data[at] ^= 1 << int(rng.integers(8))
+    (tmp_path / "delta").write_bytes(data)
+    with contextlib.suppress(BadDelta, IndexError):
+        assert len(applied(tmp_path / "delta", base.tobytes())) == base.nbytes
+
+
+def test_tokens_that_lead_outside_are_refused() -> None:
+    zeros = np.zeros(100, np.int16)
+    padding = np.zeros(kernels.EXTRAS_PADDING, np.uint8)
+
+    def apply(*tokens: int, extras: int = 0) -> bool:
+        return kernels.apply_changes()(
+            zeros.copy(), np.array(tokens, np.uint8), np.concatenate([np.zeros(extras, np.uint8), padding])
+        )
+
+    assert apply(63 << 2, 35 << 2)  # positions 63 and 99
+    assert not apply(63 << 2, 36 << 2)  # 100
+    assert not apply((63 << 2) | 3)  # skips 4,096
+    assert apply(2, extras=1)
+    assert not apply(2, extras=0)  # an extra that is not there
+    assert not apply(2, extras=2)  # one too many
+
+
+# --- what a version offers -------------------------------------------------------------------------------
+
+
+def writer(values: np.ndarray, name: str = "w", dtype: str = "BF16") -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        entry = {name: {"dtype": dtype, "shape": [values.size], "data_offsets": [0, values.nbytes]}}
+        header = json.dumps(entry).encode()
+        header += b" " * (-len(header) % 8)
+        (folder / "model.safetensors").write_bytes(
+            len(header).to_bytes(8, "little") + header + values.tobytes()
+        )
+        (folder / "config.json").write_text("{}")
+        (folder / "generation_config.json").write_text("{}")
+
+    return write
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> WeightStore:
+    return WeightStore(tmp_path / "weights", keep=2, chunk_bytes=CHUNK, max_deltas=3)
+
+
+def test_a_version_offers_deltas_from_the_last_few(store: WeightStore) -> None:
+    values = patterns(60_000)
+    manifest = store.publish(0, writer(values), PROBE)
+    assert manifest.deltas == ()
+    digests = [manifest.content_digest]
+    for version in range(1, 6):
+        values = changed(values, 0.01, version)
+        manifest = store.publish(version, writer(values), PROBE)
+        digests.append(manifest.content_digest)
+        bases = [version - 1 - i for i in range(min(3, version))]
+        assert [delta.base for delta in manifest.deltas] == bases
+        assert [delta.base_digest for delta in manifest.deltas] == [digests[b] for b in bases]
+        for delta in manifest.deltas:
+            assert (store.path(version) / delta.file.name).stat().st_size == delta.file.size
+        assert manifests.read_manifest(store.path(version)) == manifest
+    assert manifest.deltas[0].changed == pytest.approx(0.01, rel=0.2)
+
+
+def test_what_has_changed_too_much_offers_no_delta_and_begins_a_new_chain(store: WeightStore) -> None:
+    first, second = patterns(60_000, 1), patterns(60_000, 2)
+    store.publish(0, writer(first), PROBE)
+    assert store.publish(1, writer(second), PROBE).deltas == ()
+    third = store.publish(2, writer(changed(second, 0.01)), PROBE)
+    assert [delta.base for delta in third.deltas] == [1]
+
+
+def test_another_layout_offers_no_delta(store: WeightStore) -> None:
+    store.publish(0, writer(patterns(10_000)), PROBE)
+    assert store.publish(1, writer(patterns(10_000), name="other"), PROBE).deltas == ()
+
+
+def test_float32_offers_no_delta(store: WeightStore) -> None:
+    store.publish(0, writer(patterns(10_000), dtype="F32"), PROBE)
+    assert store.publish(1, writer(patterns(10_000), dtype="F32"), PROBE).deltas == ()
+
+
+def test_a_damaged_earlier_manifest_costs_the_delta_only(store: WeightStore) -> None:
+    store.publish(0, writer(patterns(10_000)), PROBE)
+    (store.path(0) / "manifest.json").write_text("{}")
+    assert store.publish(1, writer(patterns(10_000)), PROBE).deltas == ()
+
+
+# --- when they pay ---------------------------------------------------------------------------------------
+
+FULL = 16_000_000_000
+FREE_10G = Link(bytes_per_s=1.25e9)
+DEAR_1G = Link(bytes_per_s=125e6, usd_per_gb=0.09, usd_per_hour=2.0)
+
+
+@pytest.mark.parametrize(
+    ("transfer", "sizes", "link", "num"),
+    [
+        (Transfer.AUTO, [FULL // 40], FREE_10G, 1),
+        (Transfer.AUTO, [FULL // 40], DEAR_1G, 1),
+        (Transfer.AUTO, [FULL // 2], FREE_10G, 0),  # restoring takes longer than the bytes saved
+        (Transfer.AUTO, [FULL // 2], DEAR_1G, 1),
+        (Transfer.AUTO, [None, FULL // 20], DEAR_1G, 2),  # a base two versions back
+        (Transfer.AUTO, [None, None], DEAR_1G, 0),
+        (Transfer.AUTO, [], DEAR_1G, 0),
+        (Transfer.AUTO, [FULL * 2], DEAR_1G, 0),  # far behind
+        (Transfer.FULL, [1], DEAR_1G, 0),
+        (Transfer.DELTA, [FULL // 2], FREE_10G, 1),
+    ],
+)
+def test_the_cheaper_way_is_taken(transfer: Transfer, sizes: list[int | None], link: Link, num: int) -> None:
+    assert num_deltas(transfer, FULL, sizes, link) == num
+
+
+def test_cost_is_egress_and_waiting() -> None:
+    assert cost_usd(10**9, 0, Link(1e9, 0.08, 3600.0)) == pytest.approx(0.08 + 1.0)
+    assert cost_usd(0, 3 * 10**9, Link(1e9, 0.08, 3600.0)) == pytest.approx(2.0)

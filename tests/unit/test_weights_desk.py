@@ -1,0 +1,118 @@
+"""Who may pull from whom, what a status shows of it, and what it costs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlboost_runtime.coordinator.accounts import UsageKind
+from rlboost_runtime.coordinator.egress import EgressMeter
+from rlboost_runtime.coordinator.ledger import Ledger
+from rlboost_runtime.coordinator.weights_desk import MAX_PEERS, WeightsDesk
+from rlboost_runtime.seams import SystemClock
+from rlboost_runtime.wire import Load, PeerListening, Published, VersionReady
+
+
+def desk_with(*names: str) -> WeightsDesk:
+    """Instances a/0, b/0, ... on machines whose first letter is their zone."""
+    desk = WeightsDesk(zone_of=lambda machine: machine[0])
+    for name in names:
+        desk.listening(name, name.split("/")[0], PeerListening(f"https://{name}", "PEM"))
+    return desk
+
+
+def names(load: Load) -> list[str]:
+    return [peer.instance for peer in load.peers]
+
+
+def test_instances_hear_of_the_others_in_their_zone_and_have_a_slice_each() -> None:
+    desk = desk_with("a1/0", "a2/0", "b1/0", "a3/0")
+    first, second = desk.load("a1/0", "a1", 7), desk.load("a2/0", "a2", 7)
+    assert names(first) == ["a2/0", "a3/0"]
+    assert names(second) == ["a3/0", "a1/0"]
+    assert [first.part, second.part] == [(0, 3), (1, 3)]
+    assert desk.load("b1/0", "b1", 7) == Load(7)
+
+
+def test_one_that_does_not_listen_takes_no_slice() -> None:
+    desk = desk_with("a1/0", "a2/0")
+    load = desk.load("a9/0", "a9", 7)
+    assert names(load) == ["a1/0", "a2/0"]
+    assert load.part == (0, 0)
+
+
+def test_the_number_of_peers_is_bounded() -> None:
+    desk = desk_with(*(f"a{i:02}/0" for i in range(30)))
+    assert len(desk.load("a05/0", "a05", 7).peers) == MAX_PEERS
+
+
+def test_a_peer_that_two_others_cannot_reach_stays_a_leaf_until_it_says_something_new() -> None:
+    desk = desk_with("a1/0", "a2/0", "a3/0")
+    for pull_s in (1.0, 2.0):
+        desk.ready("a1/0", "a1", VersionReady(1, pull_s=pull_s, complaints={"a3/0": "refused"}))
+    assert "a3/0" in names(desk.load("a1/0", "a1", 2))
+    desk.ready("a2/0", "a2", VersionReady(1, complaints={"a3/0": "refused", "head": "x"}))
+    assert names(desk.load("a1/0", "a1", 2)) == ["a2/0"]
+    assert desk.load("a3/0", "a3", 2).part == (0, 0)
+    assert desk.as_json()["leaves"] == ["a3/0"]
+    desk.listening("a3/0", "a3", PeerListening("https://a3/0", "PEM"))  # the same again
+    assert desk.as_json()["leaves"] == ["a3/0"]
+    desk.listening("a3/0", "a3", PeerListening("https://a3/0:2", "PEM"))
+    assert desk.as_json()["leaves"] == []
+
+
+def test_one_that_is_gone_is_forgotten() -> None:
+    desk = desk_with("a1/0", "a2/0")
+    desk.forget("a2/0")
+    desk.forget("a2/0")
+    assert desk.load("a1/0", "a1", 1) == Load(1)
+
+
+def test_figures_of_a_version_add_up() -> None:
+    moved: list[tuple[str, str, int]] = []
+    desk = desk_with()
+    desk.on_wire = lambda *each: moved.append(each)
+    desk.published(Published(3, "d" * 64, 1000, 2.0, stop_s=0.5, delta_bytes=40))
+    assert desk.load("a1/0", "a1", 3).digest == "d" * 64
+    desk.ready("a1/0", "a1", VersionReady(3, 40, 1.5, 0.5, how="delta", sources={"head": 40}))
+    sources = {"head": 300, "a1/0": 600, "bucket": 100}
+    ready = VersionReady(3, 1000, 3.5, how="full", pause_s=0.2, sources=sources)
+    for _ in range(2):  # a fact is repeated after a reconnection
+        desk.ready("a2/0", "a2", ready)
+    desk.ready("r/0", "r", VersionReady(3, how="linked"))
+    (version,) = desk.as_json()["versions"]
+    assert version == {
+        "version": 3,
+        "full_bytes": 1000,
+        "delta_bytes": 40,
+        "stop_s": 0.5,
+        "publish_s": 2.0,
+        "wire_bytes": {"head": 340, "peers": 600, "bucket": 100},
+        "pulls": {"delta": 1, "full": 1, "linked": 1},
+        "slowest_pull_s": 3.5,
+        "longest_pause_s": 0.5,
+    }
+    assert ("a2", "peers", 600) in moved
+
+
+def test_old_figures_are_dropped() -> None:
+    desk = desk_with()
+    for version in range(100):
+        desk.published(Published(version, "", 1, 0.0))
+    shown = [each["version"] for each in desk.as_json()["versions"]]
+    assert shown == list(range(80, 100))
+
+
+def test_egress_is_billed_once_and_to_the_micro_dollar(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    prices = {"far": 90_000, "near": 0}
+    meter = EgressMeter(ledger, SystemClock(), prices.__getitem__, lambda _: "aws/us-east-2a")
+    for _ in range(40):
+        meter.moved("far", "head", 16_400_123)
+    meter.moved("far", "peers", 10**12)
+    meter.moved("near", "head", 10**12)
+    total = ledger.usage(SystemClock().wall() + 1)[UsageKind.EGRESS]
+    assert total == 40 * 16_400_123 * 90_000 // 10**9
+    assert meter.by_route == {"head -> aws/us-east-2a": pytest.approx(total / 1e6)}
+    ledger.close()
