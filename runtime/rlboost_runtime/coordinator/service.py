@@ -326,14 +326,18 @@ class Coordinator:
         core = self._state.core
         instance = core.instances.get(name)
         machine = name if instance is None else instance.machine
-        known = core.machines.get(machine)
-        if known is None or not known.is_alive:
-            alive = sorted(m.machine for m in core.machines.values() if m.is_alive)
-            raise NotFound(
-                f"no living spot machine or instance {name}",
-                f"choose one of: {', '.join(alive)}" if alive else "no spot machine is alive at the moment",
-            )
-        await self._fleet.preempt(machine, notice_s)
+        alive = {known.machine for known in core.machines.values() if known.is_alive}
+        if machine in alive:
+            try:
+                await self._fleet.preempt(machine, notice_s)
+                return
+            except NotFound:  # it is gone already, which nobody has noticed yet
+                alive.remove(machine)
+        others = f"choose one of: {', '.join(sorted(alive))}"
+        raise NotFound(
+            f"no living spot machine or instance {name}",
+            others if alive else "no spot machine is alive at the moment",
+        )
 
     # --- tasks --------------------------------------------------------------------------------------------
 
