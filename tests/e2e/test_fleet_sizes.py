@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from rlboost_providers.registry import provider_for
 from rlboost_runtime.coordinator.audit import audit
+from rlboost_runtime.job import read_resolved
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
@@ -39,10 +41,10 @@ def test_all_spot_machines_lost_at_once_and_back_two_steps_later(cli: Any) -> No
     )
     cli("launch", job, "--detach", "--yes")
     full = cli.wait("blackout", lambda s: _working_spot(s) == 2 and s["step"] >= 1, timeout_s=120)
-    takers = [cli.start("preempt", "blackout", m["id"]) for m in _spot_machines(full)]
-    for taker in takers:
-        taker.communicate(timeout=30)
-    assert [taker.returncode for taker in takers] == [0, 0]
+    run = cli.run_folder("blackout")
+    provider = provider_for(read_resolved(run.job_json), run)  # two commands could take seconds to start
+    for machine in _spot_machines(full):
+        provider.preempt("blackout", machine["id"], None)
     cli.wait("blackout", lambda s: _spot(s, "ready") == 0, timeout_s=30)
     lit = cli.wait("blackout", lambda s: _spot(s, "ready") >= 1, timeout_s=120)
     assert lit["preemptions"]["reset"] >= 2

@@ -18,8 +18,9 @@ MUST_RUN = os.environ.get("RLBOOST_REQUIRE_VLLM") == "1"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whoever kills servers comes last: they need not be started again (in any other order they are)."""
-    items.sort(key=lambda item: "test_vllm_death" in item.nodeid)
+    """Whoever kills servers comes last: they need not be started again (in any other order they are). After
+    them a whole run, with servers of its own, while nothing else is being started."""
+    items.sort(key=lambda item: ("test_vllm_run" in item.nodeid, "test_vllm_death" in item.nodeid))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,0 +1,65 @@
+"""A whole run on vLLM: reserved and spot machines, two kills, every step's numerics beside the trainer's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlboost_runtime.coordinator.audit import audit
+from tests.e2e.e2e_rig import Cli, cli_of_its_own
+from tests.vllm.vllm_rig import SLOWNESS
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600 * SLOWNESS)]
+
+STEPS = 8
+PHASES = {"imports", "load", "init", "first_token"}
+
+
+def busy_spot(status: dict[str, Any], gone: set[str]) -> dict[str, Any] | None:
+    """A spot instance with work, that took a version in place and was not killed before."""
+    for row in status["instances"]:
+        if row["pool"] == "spot" and row["in_flight"] and row["policy_version"] and row["id"] not in gone:
+            return row
+    return None
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Iterator[Cli]:
+    with cli_of_its_own(tmp_path) as tool:
+        yield tool
+
+
+def test_a_run_on_vllm_goes_on_through_kills(cli: Cli) -> None:
+    job = cli.job(
+        "on-vllm",
+        algorithm={"steps": STEPS, "max_response_tokens": 32},
+        rollout={"engine": "vllm", "engine_args": {"max_running": 8, "tokens_per_s_per_response": 8}},
+    )
+    cli("launch", job, "--detach", "--yes")
+    gone: set[str] = set()
+    for _ in range(2):
+        status = cli.wait("on-vllm", lambda s: busy_spot(s, gone), timeout_s=240 * SLOWNESS)
+        row = busy_spot(status, gone)
+        assert row is not None
+        assert row["start_s"].keys() >= PHASES
+        assert 0 < row["pause_s"] <= row["load_s"] <= row["apply_s"]
+        cli("preempt", "on-vllm", row["id"])
+        gone.add(row["id"])
+    assert cli.wait_outcome("on-vllm", timeout_s=240 * SLOWNESS)["exit_code"] == 0
+
+    status = cli.json("status", "on-vllm")
+    assert (status["state"], status["step"]) == ("done", STEPS)
+    assert status["preemptions"]["reset"] + status["preemptions"]["silent"] == 2
+    assert status["tokens"]["migrated"] > 0
+    assert status["responses"]["requested"] == status["responses"]["finished"] == STEPS * 6 * 4
+    assert audit(cli.run_folder("on-vllm")).problems == []
+    steps = [json.loads(line) for line in cli.run_folder("on-vllm").metrics.read_text().splitlines()]
+    assert len(steps) == STEPS
+    assert all(step["mismatch_tokens"] > 0 for step in steps)
+    assert max(abs(step["mismatch_kl"]) for step in steps) < 1e-6
+    assert max(step["mismatch_abs_max"] for step in steps) < 1e-3
+    cli.assert_gone("on-vllm")
