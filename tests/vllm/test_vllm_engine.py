@@ -238,7 +238,9 @@ async def test_sleep_on_a_cpu_is_neither_asked_for_nor_believed(engine, reader, 
     asked = []
     post = engine.server.api.post
     monkeypatch.setattr(
-        engine.server.api, "post", lambda path, *rest: (asked.append(path), post(path, *rest))[1]
+        engine.server.api,
+        "post",
+        lambda path, *rest, **more: (asked.append(path), post(path, *rest, **more))[1],
     )
     await engine.sleep()
     assert engine.version is None
