@@ -60,12 +60,6 @@ class FolderTransfer(WeightTransferEngine[FolderInit, FolderUpdate]):
         """Put the layers on the meta device; generation must be paused from here to the finish."""
         initialize_layerwise_reload(self.model)
 
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Take one file. The base class synchronizes an accelerator, and raises where there is none."""
-        self.receive_weights(self.parse_update_info(update_info))
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
-
     def receive_weights(self, update_info: FolderUpdate) -> None:
         """Hand the file's tensors to the model's own loader, which shards and fuses them as at the start."""
         self.model.load_weights(_tensors(Path(update_info.path)))
