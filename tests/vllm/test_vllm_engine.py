@@ -233,6 +233,15 @@ async def test_a_start_is_timed_by_phase(engine):
     assert all(seconds >= 0 for seconds in phases.values())
 
 
+async def test_every_process_of_a_server_is_found_by_its_environment(engine):
+    """A machine's processes are ended by the tags in it, and vLLM's title of a process is written over it."""
+    keeper = psutil.Process(engine.server.pid)
+    server = keeper.children(recursive=True)
+    assert len(server) >= 2
+    for process in server:
+        assert process.environ().get("VLLM_SERVER_DEV_MODE") == "1", process.cmdline()
+
+
 async def test_sleep_on_a_cpu_is_neither_asked_for_nor_believed(engine, reader, qwen, monkeypatch):
     """Trap 8: vLLM answers 200 there and frees nothing. The version has to be proved anew all the same."""
     asked = []

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from rlboost_runtime.coordinator.audit import audit
+from rlboost_runtime.process_tags import MACHINE_TAG
 from tests.e2e.e2e_rig import Cli, cli_of_its_own
 from tests.vllm.vllm_rig import SLOWNESS
 
@@ -25,6 +27,14 @@ def busy_spot(status: dict[str, Any], gone: set[str]) -> dict[str, Any] | None:
         if row["pool"] == "spot" and row["in_flight"] and row["policy_version"] and row["id"] not in gone:
             return row
     return None
+
+
+def processes_of_machine(cli: Cli, machine: str) -> list[psutil.Process]:
+    """All processes of a machine and their descendants, whatever these say of themselves."""
+    tagged = [p for p in cli.processes("on-vllm") if p.environ().get(MACHINE_TAG) == machine]
+    found = {child for process in tagged for child in process.children(recursive=True)} | set(tagged)
+    assert any("EngineCore" in " ".join(process.cmdline()) for process in found)
+    return list(found)
 
 
 @pytest.fixture
@@ -47,8 +57,11 @@ def test_a_run_on_vllm_goes_on_through_kills(cli: Cli) -> None:
         assert row is not None
         assert row["start_s"].keys() >= PHASES
         assert 0 < row["pause_s"] <= row["load_s"] <= row["apply_s"]
+        family = processes_of_machine(cli, row["machine"])
         cli("preempt", "on-vllm", row["id"])
         gone.add(row["id"])
+        _, alive = psutil.wait_procs(family, timeout=20)
+        assert not alive, [process.cmdline() for process in alive]
     assert cli.wait_outcome("on-vllm", timeout_s=240 * SLOWNESS)["exit_code"] == 0
 
     status = cli.json("status", "on-vllm")

@@ -144,6 +144,7 @@ def environment(
         "VLLM_CACHE_ROOT": inherited.get("VLLM_CACHE_ROOT", str(cache)),
         "HF_HUB_OFFLINE": "1",  # everything comes in the version's folder
         "TOKENIZERS_PARALLELISM": "false",
+        "SPT_NOENV": "1",  # or a process's title is written over its environment, by whose tags we end it
     }
     if is_cpu:
         found |= {
