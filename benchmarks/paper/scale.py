@@ -1,9 +1,10 @@
 """What an event costs as the fleet grows: one step through the real core with up to 1,000 machines.
 
-    python -m benchmarks.paper.scale --machines 10 100 1000
+    python -m benchmarks.paper.scale --machines 10 100 1000 --out scale.jsonl
 
-Each machine gets 100 responses. Prints CPU seconds in all and microseconds of `Core.handle` per event,
-without the simulated engines.
+Each machine gets 100 responses. One line of JSON per size: CPU seconds in all, microseconds of `Core.handle`
+per event, without the simulated engines, and Python calls per event, which do not depend on the machine
+that counts them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import json
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
+from types import FrameType
 
 from benchmarks.paper.static import constant_trace
 from rlboost_runtime.core.core import Core
@@ -50,20 +53,47 @@ class TimedCore(Core):
         return commands
 
 
+class CountedCore(Core):
+    """A core that counts the Python calls of its events, heartbeats apart: what an event costs in work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+        self.num_events = 0
+
+    def handle(self, event: Event) -> list[Command]:
+        """Take in an event."""
+        if isinstance(event, Beat):
+            return super().handle(event)
+        self.num_events += 1
+        sys.setprofile(self._count)
+        try:
+            return super().handle(event)
+        finally:
+            sys.setprofile(None)
+
+    def _count(self, frame: FrameType, what: str, argument: object) -> None:
+        self.num_calls += what in ("call", "c_call")
+
+
+def calls_per_event(preset: Preset, machines: int, policy: str, responses_per_machine: int) -> float:
+    """Simulate one step on a fleet of that size; return the mean Python calls of an event."""
+    world = _world(preset, machines, policy, responses_per_machine)
+    core = world.core = CountedCore()
+    world.run(1e9, max_steps=1)
+    return core.num_calls / core.num_events
+
+
 def one_step(preset: Preset, machines: int, policy: str) -> dict[str, float]:
     """Simulate one step on a fleet of that size."""
-    prompts = machines * RESPONSES_PER_MACHINE // GROUP_SIZE
-    large = replace(
-        preset, workload=Workload(prompts=prompts, group_size=GROUP_SIZE), max_spot_instances=machines
-    )
-    world = World(large, constant_trace(machines), policy_setup(policy, large, Switches()), seed=0)
+    world = _world(preset, machines, policy, RESPONSES_PER_MACHINE)
     core = world.core = TimedCore()
     began = time.process_time()
     world.run(1e9, max_steps=1)
     events = world.num_events - core.num_beats
     return {
         "machines": machines,
-        "responses": prompts * GROUP_SIZE,
+        "responses": machines * RESPONSES_PER_MACHINE // GROUP_SIZE * GROUP_SIZE,
         "cpu_s": round(time.process_time() - began, 2),
         "events": events,
         "us_per_event": round(1e6 * core.event_s / events, 1),
@@ -72,14 +102,30 @@ def one_step(preset: Preset, machines: int, policy: str) -> dict[str, float]:
     }
 
 
+def _world(preset: Preset, machines: int, policy: str, responses_per_machine: int) -> World:
+    workload = Workload(prompts=machines * responses_per_machine // GROUP_SIZE, group_size=GROUP_SIZE)
+    large = replace(preset, workload=workload, max_spot_instances=machines)
+    return World(large, constant_trace(machines), policy_setup(policy, large, Switches()), seed=0)
+
+
 def main(arguments: list[str]) -> int:
     """Run the sizes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--machines", type=int, nargs="+", default=[10, 30, 100, 300, 1_000])
     parser.add_argument("--policy", default="rlboost")
+    parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
+    preset = presets()["paper-8b"]
+    lines = []
     for machines in options.machines:
-        print(json.dumps(one_step(presets()["paper-8b"], machines, options.policy)), flush=True)
+        row = one_step(preset, machines, options.policy)
+        row["calls_per_event"] = round(
+            calls_per_event(preset, machines, options.policy, RESPONSES_PER_MACHINE), 1
+        )
+        lines.append(json.dumps(row))
+        print(lines[-1], flush=True)
+    if options.out is not None:
+        options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return 0
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from rlboost_runtime.core.balance import Profile, _batch, _bucket
 from rlboost_runtime.core.crowd import Crowd
+from rlboost_runtime.core.handover import LOADING_S
 from rlboost_runtime.core.instances import LEGAL, Instance, InstanceState
 from rlboost_runtime.core.lease import LeaseState
 from rlboost_runtime.core.lengths import Lengths
@@ -21,8 +22,12 @@ from rlboost_runtime.core.messages import (
     Beat,
     CoreConfig,
     Disconnected,
+    InstanceLeft,
+    LeaseReturned,
     LoadVersion,
+    LossCause,
     Pool,
+    RecallLease,
     RunStarted,
 )
 from rlboost_runtime.core.pace import Pace
@@ -306,3 +311,25 @@ def test_a_memory_that_is_off_is_not_used() -> None:
     )
     seeding.learn(seen(3.0, 0.0, 1))
     assert seeding.t_seed_s == 31.0
+
+
+@pytest.mark.parametrize("policy", [replace(PAPER, window=WindowRule.CLOSED), RLBOOST])
+def test_an_instance_that_never_loads_does_not_hold_up_a_step_without_a_window(new_run, policy) -> None:
+    run = new_run(reserved_instances=1, max_spot_instances=2, policy=policy, seeding_initial_s=0.0)
+    run.publish()
+    run.reserved()
+    run.spot("a")
+    run.step()
+    run.core.seeding.skips_window = True  # as a step taught: waking would cost more than it brings
+    run.join("b")
+    run.until(1.0)
+    if run.core.instances["head-0"].state is not InstanceState.ASLEEP:
+        run.slept("head-0")
+    assert run.core.lease is LeaseState.TRAINER
+    run.send(InstanceLeft(run.now, "a", run.epoch("a"), LossCause.NOTICED))
+    commands = run.until(LOADING_S - 1.0)
+    assert RecallLease(0) not in commands, "a pull takes a while"
+    commands = run.until(LOADING_S + run.core.config.recall_after_s + 1.0)
+    assert RecallLease(0) in commands
+    run.send(LeaseReturned(run.now))
+    assert run.assigned(run.ready("head-0")) == {0: "head-0"}

@@ -41,6 +41,8 @@ BUCKETS_PER_DOUBLING = 4
 
 UNEVEN_SHARE = 0.05
 """Difference in load, as a share of the KV capacity, that is not worth a move."""
+LOOK_AGAIN_S = 1.0
+"""After a look that found nothing to even out, which goes through all responses of the fullest instance."""
 PREFILL_SHARE = 1 / 100
 """Most that the prefill of one token takes, as a share of an empty engine's decode step. A decode step reads
 all weights for a few tokens; a prefill computes with them for thousands at once (on H100: 1/300)."""
@@ -96,6 +98,7 @@ class Balancer:
         self.emptiest = Crowd(able, _emptiest_spot)
         self._lengths = lengths
         self._rule = rule
+        self._even_at = 0.0
         self.busiest = Crowd(able, _most_executing)
         self.longest_queue = Crowd(able, _most_pending)
         self._crowd = crowd
@@ -109,12 +112,12 @@ class Balancer:
             self.busiest.touch(name)
         self.longest_queue.touch(name)
 
-    def relief(self) -> Relief | None:
+    def relief(self, now: float) -> Relief | None:
         """Return what to take away from whom for whom. Only right while nobody waits."""
         giver = self.longest_queue.best(lambda _: True)
         if giver is not None:
             return self._of_pending(giver)
-        return self._to_even_out() if self._rule is BalanceRule.EVEN else self._for_the_idle()
+        return self._to_even_out(now) if self._rule is BalanceRule.EVEN else self._for_the_idle()
 
     def learn(self, instance: Instance, batch: int, kv_tokens: int, num_tokens: int, seconds: float) -> None:
         """Take in `num_tokens` generated within `seconds` by `batch` responses together."""
@@ -138,14 +141,14 @@ class Balancer:
         moved = [assignment for assignment, _ in held[: giver.num_executing - plateau]]
         return Relief(giver, taker, moved)
 
-    def _to_even_out(self) -> Relief | None:
+    def _to_even_out(self, now: float) -> Relief | None:
         giver, taker = self.fullest.best(lambda _: True), self.emptiest.best(lambda _: True)
         if giver is None or taker is None or giver is taker or giver.aborting or taker.aborting:
             return None
         if not self._lengths.is_known or giver.share - taker.share < UNEVEN_SHARE:
             return None
         line = self.step_times.line(_kind(giver))
-        if line is None:
+        if line is None or now < self._even_at:
             return None
         excess = (giver.share - taker.share) / (1.0 / max(1, giver.kv_tokens) + 1.0 / max(1, taker.kv_tokens))
         moved, crowd, guests = [], giver.num_assigned, taker.num_assigned
@@ -157,7 +160,10 @@ class Balancer:
             moved.append(assignment)
             excess -= response.kv_estimate
             crowd, guests = crowd - 1, guests + 1
-        return Relief(giver, taker, moved) if moved else None
+        if not moved:
+            self._even_at = now + LOOK_AGAIN_S
+            return None
+        return Relief(giver, taker, moved)
 
     def _pays(self, response: Response, crowd: int, guests: int, line: tuple[float, float]) -> bool:
         slope_s, empty_s = line

@@ -60,7 +60,7 @@ from rlboost_runtime.core.messages import (
     VersionPublished,
     VersionRefused,
 )
-from rlboost_runtime.core.policy import DispatchRule, WindowRule
+from rlboost_runtime.core.policy import DispatchRule
 from rlboost_runtime.core.responses import Response, ResponseState, StepView
 from rlboost_runtime.core.seeding import CountMeter, Seeding, StepObservation
 from rlboost_runtime.core.seeding_rules import seeding_for
@@ -456,7 +456,7 @@ class Core:
     def _settle(self) -> None:
         """Bring lease, versions, assignments and fleet in line with what is known now."""
         self._refresh_able()
-        self._handover.settle(self._has_spot_to_count_on(), self._able.num_live_spot)
+        self._handover.settle(self._able.num_serving_spot, self._able.num_live_spot)
         self._crew.aim_at(self._target_version())
         self._refresh_able()
         self._work.assign_waiting()
@@ -476,12 +476,6 @@ class Core:
             self._work.touch_name(name)
         if self._able.num_present_spot != self._presence.count:
             self._presence.set(self._able.num_present_spot, self.now)
-
-    def _has_spot_to_count_on(self) -> bool:
-        """Whether spot instances can do the step's work: now, or, without a window, once they have loaded."""
-        if self.config.policy.window is WindowRule.CLOSED:
-            return self._able.num_live_spot > 0
-        return self._able.num_serving_spot > 0
 
     def _target_version(self) -> int | None:
         """The version to load: the open step's while it has work left, else the newest."""

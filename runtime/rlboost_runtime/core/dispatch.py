@@ -33,6 +33,8 @@ from rlboost_runtime.core.waiting import WaitingQueue
 
 COMING_S = 20.0
 """An instance that loads a step's version or wakes for it is waited for so long after the step's begin."""
+FAIR_S = 1.0
+"""The fair share is worked out anew so often: it looks at every instance, and hardly changes meanwhile."""
 OVERDUE_GROWTH_SHARE = 0.25
 """Remaining growth, as a share of its present length, expected of a response longer than the expected
 length."""
@@ -62,6 +64,7 @@ class Dispatcher:
         self._queue = WaitingQueue()
         self._fills_fairly = config.policy.fills_fairly and self._rule is DispatchRule.BOOKED
         self._fair_share = math.inf
+        self._fair_at = 0.0
         self._context = context
         self._roster = roster
         self._ran_on: dict[int, dict[str, None]] = {}
@@ -75,6 +78,7 @@ class Dispatcher:
         self._expected_tokens = self._expected_tokens if learned is None else learned
         self._queue.clear()
         self._ran_on.clear()
+        self._fair_at = 0.0
 
     def enqueue(self, response: Response) -> None:
         """Queue a waiting response by the tokens that it keeps."""
@@ -154,11 +158,19 @@ class Dispatcher:
         """Return how full an instance may get while others are about to serve: as full as all will be.
 
         Without that the first one ready at a step's begin draws all there is, and the last one, a second
-        later, nothing. Costs O(instances), but only then.
+        later, nothing.
         """
         book, now = self._book, self._context.now
         if not self._fills_fairly or book is None or now >= book.started_at + COMING_S:
             return math.inf
+        if now >= self._fair_at:
+            self._fair_at = now + FAIR_S
+            self._fair_share = self._fair_share_of(book)
+        if self._fair_share < math.inf:
+            self._context.timers.set(Timer.PACE, "", self._fair_at)
+        return self._fair_share
+
+    def _fair_share_of(self, book: StepBook) -> float:
         coming = [i for i in self._roster.instances.values() if self._is_coming(i, book)]
         num_waiting = len(book.responses) - book.num_finished - book.num_running
         first = self._queue.peek()
@@ -166,7 +178,6 @@ class Dispatcher:
             return math.inf
         demand = sum(i.kv_load for i in self._able.values()) + num_waiting * self.kv_estimate(first)
         room = sum(i.kv_tokens for i in self._able.values()) + sum(i.kv_tokens for i in coming)
-        self._context.timers.set(Timer.PACE, "", book.started_at + COMING_S)
         return demand / max(1, room)
 
     def _is_coming(self, instance: Instance, book: StepBook) -> bool:

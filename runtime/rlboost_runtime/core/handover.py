@@ -13,9 +13,14 @@ from rlboost_runtime.core.crew import Crew
 from rlboost_runtime.core.instances import Instance, InstanceState, Roster
 from rlboost_runtime.core.lease import GpuLease, LeaseState, Outlook
 from rlboost_runtime.core.messages import GrantLease, RecallLease
+from rlboost_runtime.core.policy import WindowRule
 from rlboost_runtime.core.seeding import Moment, Seeding
 from rlboost_runtime.core.timers import Timer
 from rlboost_runtime.core.work import Work
+
+LOADING_S = 120.0
+"""Without a window, spot instances that still load a step's version are waited for so long after the step's
+begin: a pull takes seconds. Later the reserved engines do the work, whoever may still be loading."""
 
 
 class Handover:
@@ -32,14 +37,18 @@ class Handover:
         self._has_woken = self._was_awake = False
         """A reserved engine has served in this window; in the last one."""
 
-    def settle(self, has_able_spot: bool, num_spot: int) -> None:
-        """Close the window, order engines, grant or recall, as the moment asks for."""
+    def settle(self, num_serving: int, num_live: int) -> None:
+        """Close the window, order engines, grant or recall, as the moment asks for.
+
+        `num_serving` spot instances serve the open step's version, `num_live` are there, loading or not.
+        """
         lease, now, book = self.lease, self._context.now, self._work.book
-        look_at, moment = None, Moment(now, lease.opened_at, num_spot)
+        look_at, moment = None, Moment(now, lease.opened_at, num_live)
         if book is not None and lease.state is LeaseState.ENGINES:
             self._note_waking()
             look_at = self._seeding.look(moment, book)
-        outlook = self._outlook(has_able_spot or (self._seeding.skips_window and num_spot > 0))
+        waits_until = self._waits_until() if num_live and not num_serving else None
+        outlook = self._outlook(num_serving > 0 or waits_until is not None)
         reason = lease.reason_to_close(outlook)
         if reason is not None:
             lease.close(reason, now)
@@ -56,7 +65,15 @@ class Handover:
             self._was_awake = False
             self._context.emit(GrantLease(self._step()))
         self._watch_window(outlook, look_at)
-        self._watch_recall(outlook)
+        self._watch_recall(outlook, waits_until)
+
+    def _waits_until(self) -> float | None:
+        """Return until when loading spot instances are as good as serving ones; None: they are not."""
+        has_window = self._context.config.policy.window is not WindowRule.CLOSED
+        if self._work.book is None or (has_window and not self._seeding.skips_window):
+            return None
+        until = self._work.book.started_at + LOADING_S
+        return until if self._context.now < until else None
 
     def _note_waking(self) -> None:
         if not self._has_woken and any(i.version is not None for i in self._roster.reserved.values()):
@@ -80,8 +97,10 @@ class Handover:
         if self.lease.state is LeaseState.ENGINES:
             if instance.life.state is InstanceState.ASLEEP and not self._context.is_ending:
                 self._crew.wake(instance)
-        elif instance.assignments:
+        elif len(instance.aborting) < len(instance.assignments):
             self._work.abort_all(instance)
+        elif instance.assignments:
+            return  # asked for; its releases are on their way
         elif instance.is_awake:
             self._crew.sleep(instance)
 
@@ -93,10 +112,13 @@ class Handover:
         else:
             self._context.timers.cancel(Timer.WINDOW, "")
 
-    def _watch_recall(self, outlook: Outlook) -> None:
+    def _watch_recall(self, outlook: Outlook, waits_until: float | None) -> None:
         since = self.lease.watch_for_recall(outlook)
         if since is None:
-            self._context.timers.cancel(Timer.RECALL, "")
+            if waits_until is not None and self.lease.state is LeaseState.TRAINER:
+                self._context.timers.set(Timer.RECALL, "", waits_until)
+            else:
+                self._context.timers.cancel(Timer.RECALL, "")
             return
         due = since + self._context.config.recall_after_s
         if outlook.now < due:

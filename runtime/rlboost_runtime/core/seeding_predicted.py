@@ -25,6 +25,7 @@ Until a step has taught the rates the window is the job's initial one. N_prem is
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -72,7 +73,8 @@ class PredictedSeeding(Seeding):
     """From its closing until the trainer has the GPUs."""
     finish_s: float = 0.0
     """From the last response to the end of the step, where the trainer waited for it."""
-    _look_at: float = 0.0
+    _look_at: float = -math.inf
+    _looked_at: float = -math.inf
     _looked_with: int = -1
     _rollouts: deque[_Rollout] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     _closed_at: float | None = None
@@ -82,7 +84,7 @@ class PredictedSeeding(Seeding):
 
     def restart(self) -> None:
         """A step begins."""
-        self._look_at, self._looked_with = 0.0, -1
+        self._look_at = self._looked_at = -math.inf
         self._closings, self._closed_at = 0, None
         self.skips_window = False
 
@@ -101,9 +103,11 @@ class PredictedSeeding(Seeding):
         if not is_taught or tokens_per_s is None or not n:
             return None
         assert self.train_s_per_token is not None
-        closes_at = moment.opened_at + self.t_seed_s
-        if moment.now < min(self._look_at, closes_at) and n == self._looked_with:
-            return self._look_at
+        look_at = self._look_at
+        if n != self._looked_with:
+            look_at = min(look_at, self._looked_at + LOOK_S)
+        if moment.now < look_at:
+            return look_at
         left, total = self._tokens(book)
         excess_s = left / (n * tokens_per_s) + self._tail_s(tokens_per_s) - total * self.train_s_per_token
         rest_s = max(0.0, excess_s) / (1.0 + self.num_reserved / n)
@@ -114,7 +118,7 @@ class PredictedSeeding(Seeding):
         planned_s = moment.now - moment.opened_at + rest_s
         self.t_seed_s = min(planned_s, LONGEST * max(roll.whole_s for roll in self._rollouts))
         self._look_at = moment.now + max(LOOK_S, rest_s / 2.0)
-        self._looked_with = n
+        self._looked_at, self._looked_with = moment.now, n
         return self._look_at
 
     def close(self, moment: Moment, book: StepBook) -> None:
@@ -140,6 +144,8 @@ class PredictedSeeding(Seeding):
         num_spot = max(1.0, (self._closed_with + seen.n_hat) / 2.0)
         finish_s = min(self.finish_s, seen.t_remote_wait)
         training_s = seen.ended_at - self._closed_at - seen.t_train_wait - finish_s
+        if training_s <= 0:
+            return
         self._rollouts.append(_Rollout(left / num_spot, rollout_s, seen.t_remote))
         self.train_s_per_token = _blend(self.train_s_per_token, training_s / seen.num_tokens)
 

@@ -25,6 +25,8 @@ run."""
 
 BALANCE_S = 1.0
 """Least pause between two moves of running responses: the former must show in what instances say first."""
+SMALL_FLEET = 16
+"""Able instances that share one move per pause; the pauses of a larger fleet are shorter."""
 
 
 class Work:
@@ -44,6 +46,7 @@ class Work:
         self.current: dict[int, Response] = {}
         """Current assignments."""
         self._next_assignment = 0
+        self._able = able
         self._balance_at = 0.0
 
     # --- the step -----------------------------------------------------------------------------------------
@@ -86,14 +89,16 @@ class Work:
         """Take responses away from a crowded instance for an idle one, if nobody waits and that helps."""
         if not self._context.config.policy.balances or not self.num_unfinished:
             return
-        now = self._context.now
-        relief = None if self.dispatcher.has_waiting() else self.balancer.relief()
-        if relief is None:
+        if self.dispatcher.has_waiting():
             return
+        now = self._context.now
         if now < self._balance_at:
             self._context.timers.set(Timer.BALANCE, "", self._balance_at)
             return
-        self._balance_at = now + BALANCE_S
+        relief = self.balancer.relief(now)
+        if relief is None:
+            return
+        self._balance_at = now + BALANCE_S * min(1.0, SMALL_FLEET / max(1, len(self._able)))
         for assignment in relief.assignments:
             relief.giver.assignments[assignment].meant_for = relief.taker.instance
             self.abort(relief.giver, assignment)
