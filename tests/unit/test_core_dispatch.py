@@ -1,9 +1,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
+
+import pytest
 
 from rlboost_runtime.core import dispatch
 from rlboost_runtime.core.messages import Abort, Beat, InstanceLeft, LossCause, Released, ReleaseReason
+from rlboost_runtime.core.policy import RLBOOST
 
 
 def test_responses_go_to_the_emptiest_instance(new_run) -> None:
@@ -64,8 +68,9 @@ def test_an_empty_instance_takes_even_what_does_not_fit(new_run) -> None:
     assert run.assigned(run.step(groups=2, prompt=500)) == {0: "a"}
 
 
-def test_continuations_go_first_and_the_longest_of_them(new_run) -> None:
-    run = new_run()
+@pytest.mark.parametrize("least_first", [True, False])
+def test_the_response_that_got_least_far_goes_first_or_the_longest(new_run, least_first: bool) -> None:
+    run = new_run(policy=replace(RLBOOST, least_first=least_first))
     run.publish()
     run.spot("a", max_running=3)
     run.spot("b", max_running=2)
@@ -76,7 +81,8 @@ def test_continuations_go_first_and_the_longest_of_them(new_run) -> None:
     order = []
     for response in [r for r, name in run.where().items() if name == "a"]:
         order += run.assigned(run.finish(response))
-    assert order == [lost[1], lost[0], 5]
+    longest_first = [lost[1], lost[0], 5]
+    assert order == (longest_first[::-1] if least_first else longest_first)
 
 
 def test_a_release_keeps_the_exact_tokens(new_run) -> None:

@@ -1,7 +1,9 @@
 """Which instance generates which response: join the emptiest, and wait rather than overfill (paper,
 Algorithm 2).
 
-- Continuations go before fresh responses, the longest first: they are the ones a step waits for.
+- The response that got least far goes first (`Policy.least_first`): it has most to come, and a step ends
+  with those that began last. The paper's and the baselines' rule is the contrary, continuations before fresh
+  ones and the longest first.
 - `DispatchRule.BOOKED`: the emptiest instance by booked KV share gets the next response, unless one that
   has a sibling's prompt in its cache is at most `affinity_slack` fuller. At a step's begin nobody is filled
   more than all will be once those that still load its version are there.
@@ -61,7 +63,7 @@ class Dispatcher:
         self._able = able
         self._expected_tokens: float | None = None
         self._book: StepBook | None = None
-        self._queue = WaitingQueue()
+        self._queue = WaitingQueue(least_first=config.policy.least_first)
         self._fills_fairly = config.policy.fills_fairly and self._rule is DispatchRule.BOOKED
         self._fair_share = math.inf
         self._fair_at = 0.0

@@ -76,6 +76,10 @@ class Policy:
     are at different points of their growth and end one after the other, so they never need all of it
     together. With 0.5 a fifth of an engine's cache is left empty (up to 3 % slower in simulation), with 0 it
     overflows."""
+    least_first: bool = True
+    """Of waiting responses the one with the fewest tokens is placed first; else the one with the most. In
+    simulation 1 to 2 % faster where the trainer takes single responses, up to 0.7 % slower where it waits for
+    whole groups, as the live one does."""
     fills_fairly: bool = True
     """`DispatchRule.BOOKED`: at a step's begin nobody is filled more than all will be once all are there."""
     window: WindowRule = WindowRule.PREDICTED
@@ -100,6 +104,7 @@ RLBOOST = Policy()
 PAPER = Policy(
     name="paper",
     dispatch=DispatchRule.PENDING,
+    least_first=False,
     booked_growth_share=0.5,
     window=WindowRule.ALGORITHM_1,
     balance=BalanceRule.IDLE,
@@ -109,6 +114,7 @@ RECOMPUTE = replace(PAPER, name="recompute", keeps_tokens=False)
 POLYRL = Policy(
     name="polyrl",
     dispatch=DispatchRule.PACED,
+    least_first=False,
     window=WindowRule.PUBLISHED_CODE,
     sizing=SizeRule.CAP,
     balances=False,
@@ -116,6 +122,7 @@ POLYRL = Policy(
 ON_DEMAND = Policy(
     name="on_demand",
     dispatch=DispatchRule.DEALT,
+    least_first=False,
     window=WindowRule.ALGORITHM_1,
     balances=False,
 )

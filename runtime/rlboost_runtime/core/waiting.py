@@ -1,6 +1,7 @@
-"""The queue of waiting responses of the open step: continuations first, the longest first.
+"""The queue of waiting responses of the open step, by the tokens that they keep: the longest first, as the
+published code has it, or the one with the least first (`Policy.least_first`).
 
-They are the ones that a step waits for. Whether an entry still waits is seen when it comes up.
+Whether an entry still waits is seen when it comes up.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from rlboost_runtime.core.responses import Response, ResponseState
 class WaitingQueue:
     """Waiting responses by the tokens that they keep, then in the order of the step's request."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, least_first: bool = False) -> None:
+        self._sign = 1 if least_first else -1
         self._heap: list[tuple[int, int, int, Response]] = []
 
     def add(self, response: Response) -> None:
         """Queue a waiting response."""
-        heapq.heappush(self._heap, (-response.num_tokens, response.order, response.num_assignments, response))
+        rank = self._sign * response.num_tokens
+        heapq.heappush(self._heap, (rank, response.order, response.num_assignments, response))
 
     def peek(self) -> Response | None:
         """Return the first that waits."""

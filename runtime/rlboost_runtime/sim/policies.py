@@ -66,6 +66,7 @@ def _without(policy: CorePolicy, switches: Switches) -> CorePolicy:
         has_gate=policy.has_gate and switches.gate,
         balance=policy.balance if switches.evening else BalanceRule.IDLE,
         fills_fairly=policy.fills_fairly and switches.fair_fill,
+        least_first=policy.least_first and switches.least_first,
     )
 
 

@@ -27,3 +27,5 @@ class Switches:
     """Running responses move until loads are even; else only to idle instances."""
     fair_fill: bool = True
     """At a step's begin the first instance ready leaves work for the others."""
+    least_first: bool = True
+    """Of waiting responses the one that got least far is placed first."""
