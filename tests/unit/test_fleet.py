@@ -309,6 +309,92 @@ async def test_a_closed_fleet_launches_nothing(tmp_path: Path) -> None:
         assert made.ledger.open_machines() == []
 
 
+async def test_launches_that_take_long_keep_no_end_waiting(tmp_path: Path) -> None:
+    cloud = Cloud()
+    may_start = threading.Event()
+    asked: set[str] = set()
+
+    def start_late(machine: str) -> None:
+        asked.add(machine)
+        may_start.wait(10)
+        cloud.start(machine)
+
+    cloud.launching = start_late
+    cloud.start("spot-99")  # nobody knows it: it is ended at the first look
+    async with fleet_on(tmp_path, cloud, num_machines=12) as made:
+        try:
+            await until(lambda: len(asked) == 12)
+            await until(lambda: cloud.views["spot-99"].state is MachineState.GONE)
+        finally:
+            may_start.set()
+        assert await made.fleet.end_all(10) == []
+
+
+async def test_the_end_asks_for_all_machines_side_by_side(tmp_path: Path) -> None:
+    cloud = Cloud()
+    ended, all_asked = set(), threading.Event()
+
+    def end_together(run: str, machine: str) -> None:
+        ended.add(machine)
+        if len(ended) == 4:
+            all_asked.set()
+        all_asked.wait(3)
+        Cloud.terminate(cloud, run, machine)
+
+    async with fleet_on(tmp_path, cloud, num_machines=4) as made:
+        await until(lambda: cloud.num_launched == 4)
+        cloud.terminate = end_together  # type: ignore[method-assign]
+        began = time.monotonic()
+        assert await made.fleet.end_all(10) == []
+        assert time.monotonic() - began < 3
+    assert ended == {"spot-0", "spot-1", "spot-2", "spot-3"}
+
+
+async def test_offers_that_nobody_tells_let_the_machine_be_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_module, "OFFERS_S", 0.05)
+    cloud, go_on = Cloud(), threading.Event()
+
+    def silent() -> list[Offer]:
+        go_on.wait(5)
+        return []
+
+    cloud.offers = silent  # type: ignore[method-assign]
+    async with fleet_on(tmp_path, cloud) as made:
+        await until(lambda: any(isinstance(event, LaunchFailed) for event in made.events))
+        go_on.set()
+        assert made.ledger.open_machines() == []
+
+
+async def test_a_launch_from_before_a_restart_is_asked_for_only_where_it_was(tmp_path: Path) -> None:
+    cloud = Cloud()
+    asked = []
+
+    def two_clouds() -> list[Offer]:
+        return [
+            Offer("cheap", "zone", "cpu", PRICE // 2, True, "test"),
+            Offer("local", "other", "cpu", PRICE // 2, True, "test"),
+            Offer("local", "zone", "cpu", PRICE, True, "test"),
+        ]
+
+    def remember(request: LaunchRequest) -> MachineView:
+        asked.append((request.machine, request.offer.provider, request.offer.zone))
+        return Cloud.launch(cloud, request)
+
+    cloud.offers, cloud.launch = two_clouds, remember  # type: ignore[method-assign]
+    made = Made(tmp_path, cloud, None, 1)
+    made.ledger.intend(
+        "spot-0", pool="spot", provider="local", zone="zone", accelerator="cpu",
+        price_micro_usd_per_hour=PRICE, price_source="test", at=time.time(),
+    )  # fmt: skip
+    made.ledger.close()
+    tmp_path.joinpath("journal").rmdir()
+    async with fleet_on(tmp_path, cloud) as again:
+        await until(lambda: again.core_state("spot-0") == "launched")
+    assert asked == [("spot-0", "local", "zone")]
+
+
 async def test_no_launch_goes_above_the_cap(tmp_path: Path) -> None:
     cloud = Cloud()
     async with fleet_on(tmp_path, cloud, cap=2 * PRICE + 1, num_machines=3) as made:

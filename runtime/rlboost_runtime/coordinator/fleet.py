@@ -8,6 +8,7 @@ Guarantees:
 - a machine that the provider has and the core does not want is ended;
 - no launch brings what an hour costs above the cap, or what is committed above the budget;
 - a place that had nothing is left alone for a while (`offer_choice`), and the next one is asked at once;
+- a launch that may have been asked for before a restart is asked for again only where it was;
 - provider calls run in threads, one at a time per machine, and never block the event loop.
 """
 
@@ -22,6 +23,7 @@ from rlboost_providers.base import CanPreempt, LaunchRequest, MachineState, Mach
 from rlboost_runtime.coordinator.commitment import least_micro_usd
 from rlboost_runtime.coordinator.ledger import Ledger
 from rlboost_runtime.coordinator.offer_choice import ELSEWHERE_S, OfferChoice
+from rlboost_runtime.coordinator.provider_threads import ProviderThreads
 from rlboost_runtime.coordinator.state import State
 from rlboost_runtime.core.messages import (
     LaunchFailed,
@@ -42,6 +44,8 @@ DESCRIBE_EVERY_S = 1.0
 """How often the provider is asked what exists; bounds how late a vanished machine stops being billed."""
 CALL_TIMEOUT_S = 120.0
 """Longest wait for one provider call."""
+OFFERS_S = 60.0
+"""Longest wait for what the clouds offer; nothing has been asked for by then, so it is simply asked again."""
 MIN_CALL_S = 0.1
 """Time that a provider call gets even when the run's end is overdue."""
 END_AGAIN_S = 0.1
@@ -81,6 +85,7 @@ class Fleet:
         self._cap = cap_micro_usd_per_hour
         self._room = room_micro_usd
         self._choice = OfferChoice()
+        self._threads = ProviderThreads()
         self._is_closed = False
         self._commands: asyncio.Queue[LaunchMachine | TerminateMachine] = asyncio.Queue()
         self._busy: set[str] = set()
@@ -94,14 +99,17 @@ class Fleet:
 
     async def serve(self) -> None:
         """Carry out commands and watch the machines until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._watch())
-            while True:
-                command = await self._commands.get()
-                if command.machine in self._busy:
-                    continue  # the core repeats a termination until the machine is gone
-                self._busy.add(command.machine)
-                tasks.create_task(self._run(command))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._watch())
+                while True:
+                    command = await self._commands.get()
+                    if command.machine in self._busy:
+                        continue  # the core repeats a termination until the machine is gone
+                    self._busy.add(command.machine)
+                    tasks.create_task(self._run(command))
+        finally:
+            self._threads.close()
 
     def close(self) -> None:
         """Launch nothing any more; launches under way go on."""
@@ -111,7 +119,8 @@ class Fleet:
         """Take a machine away on purpose. Raises `NotFound`, `ProviderError`."""
         if not isinstance(self._provider, CanPreempt):
             raise ProviderError("this provider cannot preempt on purpose", "use the cloud's own console")
-        await asyncio.to_thread(self._provider.preempt, self._maker.run, machine, notice_s)
+        provider = self._provider
+        await self._threads.call(lambda: provider.preempt(self._maker.run, machine, notice_s))
 
     async def end_all(self, timeout_s: float) -> list[str]:
         """End every machine of the run; return those that may still exist at the deadline.
@@ -140,13 +149,17 @@ class Fleet:
             return None
         self._settle(views, settleable)
         alive = {view.machine for view in views if view.state is not MachineState.GONE}
-        for machine in sorted(alive - self._busy):
-            try:
-                async with asyncio.timeout(max(MIN_CALL_S, deadline - self._clock.now())):
-                    await asyncio.to_thread(self._provider.terminate, self._maker.run, machine)
-            except (RLBoostError, OSError) as error:
-                log_event(log, "machine.terminate_failed", machine=machine, problem=repr(error))
+        async with asyncio.TaskGroup() as tasks:  # side by side: some clouds take half a minute for each
+            for machine in sorted(alive - self._busy):
+                tasks.create_task(self._end_by(machine, deadline))
         return alive | busy | self._coming
+
+    async def _end_by(self, machine: str, deadline: float) -> None:
+        try:
+            async with asyncio.timeout(max(MIN_CALL_S, deadline - self._clock.now())):
+                await self._threads.call(lambda: self._provider.terminate(self._maker.run, machine))
+        except (RLBoostError, OSError) as error:
+            log_event(log, "machine.terminate_failed", machine=machine, problem=repr(error))
 
     @property
     def _coming(self) -> set[str]:
@@ -175,13 +188,20 @@ class Fleet:
     async def _launch(self, machine: str) -> None:
         state = self._state
         try:
-            offers = await asyncio.to_thread(self._provider.offers)
+            async with asyncio.timeout(OFFERS_S):
+                offers = await self._threads.call(self._provider.offers)
             if self._is_closed:
                 return
-            offer = self._choice.cheapest(offers, self._clock.now())
+            offer = self._choice.cheapest(self._as_before(machine, offers), self._clock.now())
             self._intend(machine, offer)
+        except TimeoutError:
+            late = ProviderError(
+                f"no cloud said what it offers within {OFFERS_S:g} s", "asked again by itself"
+            )
+            self._not_asked(machine, late, RETRY_ERROR_S)
+            return
         except (RLBoostError, OSError) as error:
-            self._launch_failed(machine, error, _retry_after(error))
+            self._not_asked(machine, error, _retry_after(error))
             return
         try:
             request = LaunchRequest(self._maker.run, machine, offer, self._maker.bootstrap(machine))
@@ -201,11 +221,26 @@ class Fleet:
         log_event(log, "machine.launched", machine=machine, zone=view.zone or offer.zone)
         state.apply(MachineLaunched(state.now(), machine))
 
+    def _as_before(self, machine: str, offers: list[Offer]) -> list[Offer]:
+        """Return the offers from which `machine` may be bought: where its launch was intended before a
+        restart, only those of that provider, which knows whether it has it, and of that zone if it sells."""
+        if machine not in self._ledger.open_machines():
+            return offers
+        bill = next(bill for bill in self._ledger.machines(self._clock.wall()) if bill.machine == machine)
+        same = [offer for offer in offers if offer.provider == bill.provider]
+        return [offer for offer in same if offer.zone == bill.zone] or same
+
+    def _not_asked(self, machine: str, error: RLBoostError | OSError, retry_after_s: float) -> None:
+        """No cloud was asked for `machine` now; what came of asking before a restart, `_settle` finds."""
+        if machine in self._ledger.open_machines():
+            self._ledger.failed(machine, self._clock.wall(), _problem(error))
+        self._launch_failed(machine, error, retry_after_s)
+
     async def _in_thread(self, machine: str, launch: Callable[[], MachineView]) -> MachineView:
         """Return what `launch` returns. Its thread cannot be stopped: until it has ended the machine may
         come, also where nobody waits for it any more."""
         self._launching.add(machine)
-        call = asyncio.ensure_future(asyncio.to_thread(launch))
+        call = self._threads.launch(launch)
         call.add_done_callback(lambda done: self._launch_ended(machine, done))
         return await asyncio.shield(call)
 
@@ -265,7 +300,7 @@ class Fleet:
     async def _terminate(self, machine: str, reason: str) -> None:
         log_event(log, "machine.terminating", machine=machine, reason=reason)
         try:
-            await asyncio.to_thread(self._provider.terminate, self._maker.run, machine)
+            await self._threads.call(lambda: self._provider.terminate(self._maker.run, machine))
         except NotFound:
             pass
         except (RLBoostError, OSError) as error:
@@ -278,7 +313,7 @@ class Fleet:
             settleable = self._settleable()
             try:
                 async with asyncio.timeout(CALL_TIMEOUT_S):
-                    views = await asyncio.to_thread(self._provider.watch, self._maker.run)
+                    views = await self._threads.call(lambda: self._provider.watch(self._maker.run))
             except (RLBoostError, OSError) as error:
                 log_event(log, "provider.describe_failed", problem=repr(error))
             else:
@@ -288,7 +323,7 @@ class Fleet:
 
     async def _describe(self, timeout_s: float) -> list[MachineView]:
         async with asyncio.timeout(min(CALL_TIMEOUT_S, timeout_s)):
-            return await asyncio.to_thread(self._provider.describe, self._maker.run)
+            return await self._threads.call(lambda: self._provider.describe(self._maker.run))
 
     def _settleable(self) -> set[str]:
         """Return the machines that a list made from now on must hold, unless they are gone."""
