@@ -106,7 +106,11 @@ def sweeper(cloud: str) -> CanSweep:
         from rlboost_providers.gcp import GcpProvider
 
         return GcpProvider([], owner_of(home()))
-    raise ConfigError(f"{cloud} cannot be asked for machines by their tags", "name aws or gcp")
+    if cloud == "skypilot":
+        from rlboost_providers.skypilot.sweep import SkyPilotSweeper
+
+        return SkyPilotSweeper(home() / "sweep")
+    raise ConfigError(f"{cloud} cannot be asked for machines by their tags", "name aws, gcp or skypilot")
 
 
 def require_ends(name: str, provider: Provider, *, allowed: bool) -> None:

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 def gc(
     cloud: Annotated[
         list[str] | None,
-        typer.Option(help="Ask this cloud too, though no job here names it: aws or gcp", metavar="CLOUD"),
+        typer.Option(
+            help="Ask this cloud too, though no job here names it: aws, gcp or skypilot", metavar="CLOUD"
+        ),
     ] = None,
     all_owners: Annotated[
         bool, typer.Option("--all-owners", help="End machines that another RLBOOST_HOME started, too")

@@ -8,14 +8,19 @@ our tags. A machine is an orphan if its run has ended or is not known here; mach
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from rlboost_providers.base import CanSweep, MachineState, Owned
-from rlboost_runtime.errors import ProviderError, RLBoostError
+from rlboost_providers.ending import PATIENCE_S
+from rlboost_runtime.errors import NotYet, ProviderError, RLBoostError
 from rlboost_runtime.run_create import stored_job
 from rlboost_runtime.run_folder import RunFolder, home
 from rlboost_runtime.run_index import all_runs, is_open
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +59,32 @@ def look(say: Callable[[str], None], clouds: Iterable[str] = ()) -> Sweep:
             wanted |= _clouds_of(run)
             if not is_open(run):
                 say(f"asking what is left of {run.name}")
-                found |= {("", left.run, left.machine): left for left in _left_of(run)}
+                found |= {("", left.run, left.machine): left for left in _left_of(run, say)}
         except RLBoostError as error:
             silent.append(error)
     for name, cloud in _sweepers(wanted, silent):
         say(f"asking {name} for machines with our tags")
         try:
-            for owned in cloud.sweep():
+            for owned in _patiently(cloud.sweep, say):
                 stray = _stray(owned, cloud, runs)
                 if stray is not None:
                     found["" if stray.is_ours else owned.owner, stray.run, stray.machine] = stray
         except RLBoostError as error:
             silent.append(error)
     return Sweep(tuple(found.values()), tuple(silent))
+
+
+def _patiently(ask: Callable[[], list[Found]], say: Callable[[str], None]) -> list[Found]:
+    """Return the answer of a cloud that may still be starting, which SkyPilot does for a minute or two."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return ask()
+        except NotYet as problem:
+            if time.monotonic() > deadline:
+                raise
+            say(problem.problem)
+            time.sleep(1)
 
 
 def end(strays: Iterable[Stray], say: Callable[[str], None]) -> list[tuple[Stray, RLBoostError]]:
@@ -82,14 +100,14 @@ def end(strays: Iterable[Stray], say: Callable[[str], None]) -> list[tuple[Stray
 
 
 def _clouds_of(run: RunFolder) -> set[str]:
-    """Return the clouds whose own API the run's job uses."""
+    """Return who finds machines of the run's job by their tags: clouds' own APIs, SkyPilot."""
     from rlboost_runtime.job import CloudOffer
 
-    offers = stored_job(run).rollout.spot.any_of
-    return {offer.cloud for offer in offers if isinstance(offer, CloudOffer) and offer.via == "direct"}
+    offers = [o for o in stored_job(run).rollout.spot.any_of if isinstance(o, CloudOffer)]
+    return {offer.cloud if offer.via == "direct" else offer.via for offer in offers}
 
 
-def _left_of(run: RunFolder) -> list[Stray]:
+def _left_of(run: RunFolder, say: Callable[[str], None]) -> list[Stray]:
     from rlboost_providers.registry import provider_for
 
     job = stored_job(run)
@@ -106,7 +124,7 @@ def _left_of(run: RunFolder) -> list[Stray]:
             True,
             lambda machine=view.machine: provider.terminate(run.name, machine),  # type: ignore[misc]
         )
-        for view in provider.describe(run.name)
+        for view in _patiently(lambda: provider.describe(run.name), say)
         if view.state is not MachineState.GONE
     ]
 

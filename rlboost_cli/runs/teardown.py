@@ -14,9 +14,8 @@ import psutil
 
 from rlboost_cli.runs import client
 from rlboost_cli.runs.liveness import is_supervised
-from rlboost_providers.base import MachineState, MachineView
+from rlboost_providers.ending import Ended, end_every
 from rlboost_runtime.coordinator.closing import close_books
-from rlboost_runtime.errors import RuntimeFault
 from rlboost_runtime.processes import end_all, tagged
 from rlboost_runtime.run_create import stored_job
 from rlboost_runtime.run_folder import RunFolder, write_json
@@ -42,13 +41,16 @@ class Ending:
 
 
 def end_run(run: RunFolder, progress: Callable[[str], None]) -> Ending:
-    """End the run; blocks for up to about a minute. Raises `RuntimeFault` where something cannot be ended."""
+    """End the run; blocks for up to about a minute, while a cloud does not answer for some minutes.
+
+    Raises `RuntimeFault` where something cannot be ended, `ProviderError` where a cloud cannot be asked.
+    """
     graceful = _ask_coordinator(run, progress)
     progress(f"ending the processes of {run.name} that are left")
     processes = end_all(run.path, TERM_GRACE_S)
     progress(f"ending the machines of {run.name} that are left")
-    machines, views = _end_machines(run)
-    close_books(run, views, "ended by rlboost down")
+    ended = _end_machines(run, progress)
+    close_books(run, ended.views, "ended by rlboost down")
     if not run.outcome.exists():
         outcome = {
             "state": "stopped",
@@ -57,7 +59,7 @@ def end_run(run: RunFolder, progress: Callable[[str], None]) -> Ending:
             "exit_code": 0,
         }
         write_json(run.outcome, outcome)
-    return Ending(graceful, tuple(processes), tuple(machines))
+    return Ending(graceful, tuple(processes), ended.machines)
 
 
 def _ask_coordinator(run: RunFolder, progress: Callable[[str], None]) -> bool:
@@ -76,18 +78,7 @@ def _ask_coordinator(run: RunFolder, progress: Callable[[str], None]) -> bool:
     return False
 
 
-def _end_machines(run: RunFolder) -> tuple[list[str], list[MachineView]]:
+def _end_machines(run: RunFolder, progress: Callable[[str], None]) -> Ended:
     from rlboost_providers.registry import provider_for
 
-    provider = provider_for(stored_job(run), run)
-    left = [v.machine for v in provider.describe(run.name) if v.state is not MachineState.GONE]
-    for machine in left:
-        provider.terminate(run.name, machine)
-    views = provider.describe(run.name)
-    remaining = [v.machine for v in views if v.state is not MachineState.GONE]
-    if remaining:
-        raise RuntimeFault(
-            f"machines of {run.name} are left: {', '.join(remaining)}",
-            f"type `rlboost down {run.name}` again",
-        )
-    return left, views
+    return end_every(provider_for(stored_job(run), run), run.name, say=progress)

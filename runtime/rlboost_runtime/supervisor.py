@@ -28,10 +28,10 @@ from pathlib import Path
 
 import psutil
 
-from rlboost_providers.base import MachineState
+from rlboost_providers.ending import end_every
 from rlboost_providers.registry import provider_for
 from rlboost_runtime.coordinator.closing import close_books
-from rlboost_runtime.errors import DISK_ERRNOS, ProviderError, RLBoostError, RuntimeFault
+from rlboost_runtime.errors import DISK_ERRNOS, RLBoostError, RuntimeFault
 from rlboost_runtime.job import Job, read_resolved
 from rlboost_runtime.last_word import give_up_reserve, reserve, write_outcome
 from rlboost_runtime.logs import Explanation, event, explain, last_explanation, last_line, setup
@@ -152,7 +152,8 @@ class Supervisor:
     # --- the end ------------------------------------------------------------------------------------------
 
     def _tear_down(self) -> None:
-        """End every machine and process of the run. Blocks for `grace_s` and a little more at most."""
+        """End every machine and process of the run. Blocks for `grace_s` and a little more, and where a cloud
+        does not answer for `ending.PATIENCE_S`: machines that nobody ends go on costing money."""
         self._try_to_end_machines()
         ended = end_all(self._run.path, self._tuning.grace_s)
         self._try_to_end_machines()  # one that the coordinator was launching when it was ended
@@ -242,17 +243,8 @@ def only_supervisor(run: RunFolder) -> Iterator[bool]:
 
 
 def end_machines(job: Job, run: RunFolder) -> None:
-    """End every machine that the run still has at its provider. Raises `ProviderError`."""
-    provider = provider_for(job, run)
-    left = []
-    for view in provider.describe(run.name):
-        if view.state is not MachineState.GONE:
-            try:
-                provider.terminate(run.name, view.machine)
-            except ProviderError:
-                left.append(view.machine)
-    if left:
-        raise ProviderError(f"machines {', '.join(left)} may still run", f"rlboost down {run.name}")
+    """End every machine that the run still has at its provider. Raises `ProviderError`, `RuntimeFault`."""
+    end_every(provider_for(job, run), run.name)
 
 
 async def serve(run: RunFolder) -> bool:

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from rlboost_providers.base import CanPreempt, CanSweep, LaunchRequest, MachineState
-from rlboost_providers.skypilot import SkyPilotProvider
+from rlboost_providers.base import CanPreempt, LaunchRequest, MachineState
+from rlboost_providers.skypilot import SkyPilotProvider, session
 from rlboost_providers.skypilot import provider as module
-from rlboost_runtime.errors import ConfigError, NoCapacity, NotFound, ProviderError, QuotaExceeded
+from rlboost_providers.skypilot.sweep import SkyPilotSweeper
+from rlboost_runtime.errors import ConfigError, NoCapacity, NotFound, NotYet, ProviderError, QuotaExceeded
 from rlboost_runtime.job import CloudOffer
 from tests.fakes.skypilot import FakeSkyPilot
 
@@ -36,6 +37,7 @@ def make(
 ) -> Callable[..., SkyPilotProvider]:
     monkeypatch.setenv("RLBOOST_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(module, "PROBE_EVERY_S", 0.0)
+    monkeypatch.setattr(module, "DOUBT_EVERY_S", 0.0)
     monkeypatch.setattr(module, "_answers", lambda address, port: True)
     run = tmp_path / RUN
     run.mkdir()
@@ -93,7 +95,9 @@ def test_the_task_carries_the_jobs_wishes_and_tags_and_no_secret(make, tmp_path)
     assert '"rlboost-machine": "spot-0"' in text
     assert "secret-token" not in text
     (bootstrap,) = (tmp_path / RUN).rglob("bootstrap.json")
-    assert json.loads(bootstrap.read_bytes())["token"] == "secret-token"
+    told = json.loads(bootstrap.read_bytes())
+    assert told["token"] == "secret-token"
+    assert told["cloud"] == "aws", "whose notices its agents listen to"
     assert bootstrap.stat().st_mode & 0o777 == 0o600
 
 
@@ -110,7 +114,9 @@ def test_a_refused_launch_says_why_and_leaves_nothing(make, sky, text, kind):
     with pytest.raises(kind):
         provider.launch(request_for(provider))
     assert sky.clusters == {}
-    assert state(provider) is MachineState.GONE
+    (view,) = provider.describe(RUN)
+    assert view.state is MachineState.GONE
+    assert view.started_at is None, "its cloud gave nothing that could be billed"
 
 
 def test_a_machine_whose_setup_fails_is_ended_and_says_why(make, sky):
@@ -121,7 +127,9 @@ def test_a_machine_whose_setup_fails_is_ended_and_says_why(make, sky):
     sky.hold.set()
     wait_for(provider, MachineState.GONE)
     assert sky.clusters == {}
-    assert "install.sh failed" in provider.describe(RUN)[0].detail
+    (view,) = provider.describe(RUN)
+    assert "install.sh failed" in view.detail
+    assert view.started_at is not None, "its cloud gave it, and bills it"
 
 
 def test_the_same_id_twice_is_one_cluster_also_after_a_restart(make, sky):
@@ -164,6 +172,49 @@ def test_a_silent_machine_is_gone_only_when_its_cloud_says_so(make, sky, monkeyp
     assert view.ended_at <= silent_at, "it is billed until it fell silent"
 
 
+def test_a_network_that_was_away_for_a_moment_costs_no_machine(make, sky, monkeypatch):
+    provider = make()
+    provider.launch(request_for(provider))
+    wait_for(provider, MachineState.RUNNING)
+    monkeypatch.setattr(module, "_answers", lambda address, port: False)
+    (row,) = sky.clusters.values()
+    row["status"] = "INIT"  # SkyPilot cannot reach it either; its cloud says that it is there
+    for _ in range(5):
+        provider.watch(RUN)
+    assert len(sky.clusters) == 1
+    monkeypatch.setattr(module, "SILENT_S", -1.0)
+    (view,) = provider.watch(RUN)
+    assert view.state is MachineState.GONE
+    assert sky.clusters == {}
+
+
+def test_what_stays_silent_is_asked_for_now_and_then_not_at_every_look(make, sky, monkeypatch):
+    monkeypatch.setattr(module, "DOUBT_EVERY_S", 600.0)
+    provider = make()
+    provider.launch(request_for(provider))
+    wait_for(provider, MachineState.RUNNING)
+    provider.watch(RUN)
+    monkeypatch.setattr(module, "_answers", lambda address, port: False)
+    looked = sky.forced
+    for _ in range(6):
+        provider.watch(RUN)
+    assert sky.forced == looked + 1
+
+
+def test_skypilot_that_takes_long_to_start_is_waited_for_in_the_background(make, sky, monkeypatch):
+    monkeypatch.setattr(session, "START_ANSWER_S", 0.05)
+    go_on = threading.Event()
+    monkeypatch.setattr(sky, "_start", lambda hear: go_on.wait(10), raising=False)
+    provider = make()
+    for _ in range(2):
+        with pytest.raises(NotYet):
+            provider.offers()
+    go_on.set()
+    sky.join()
+    monkeypatch.setattr(session, "START_ANSWER_S", 10.0)
+    assert len(provider.offers()) == 2
+
+
 def test_a_silent_api_server_makes_no_machine_gone(make, sky):
     provider = make()
     provider.launch(request_for(provider))
@@ -201,15 +252,15 @@ def test_another_run_is_another_world(make, sky):
         provider.launch(LaunchRequest("other", "spot-1", provider.offers()[0], {"instances": ["spot-1/0"]}))
 
 
-def test_a_sweep_finds_machines_of_runs_that_are_forgotten(make):
+def test_a_sweep_finds_machines_of_runs_that_are_forgotten(make, sky, tmp_path):
     provider = make()
-    assert isinstance(provider, CanSweep)
     provider.launch(request_for(provider))
-    (owned,) = provider.sweep()
+    sweeper = SkyPilotSweeper(tmp_path / "sweep", skypilot=sky)
+    (owned,) = sweeper.sweep()
     assert (owned.run, owned.machine, owned.zone) == (RUN, "spot-0", "aws/us-west-2/us-west-2a")
-    provider.end(owned)
-    provider.end(owned)
-    assert provider.sweep() == []
+    sweeper.end(owned)
+    sweeper.end(owned)
+    assert sweeper.sweep() == []
 
 
 def test_a_machine_can_be_taken_on_purpose_but_not_announced(make):

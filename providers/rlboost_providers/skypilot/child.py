@@ -3,27 +3,47 @@
 Started by `process.SkyPilotProcess` as a script; imports the standard library and `sky` only. Each request
 has an `id` and runs in a thread of its own, so launches go on side by side. For one request come any number
 of `{"id", "said"}` lines, then one `{"id", "ok"}` or `{"id", "error": {"kind", "text"}}`. Ends with its
-input. Whatever SkyPilot prints goes to standard error.
+input, and ends SkyPilot's API server then where that is ours and of no more use (`api_server`). Whatever
+SkyPilot prints goes to standard error.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import os
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 _ANSWERS = os.fdopen(os.dup(1), "w", buffering=1)
 os.dup2(2, 1)  # nothing but answers may reach our reader
 _LOCK = threading.Lock()
 START_S = 150.0
+LEAVE_S = 30.0
+"""Longest look at whether the API server may end; after it the next child looks."""
 KEEPS_CREDENTIALS = ("aws", "gcp", "azure", "kubernetes", "ssh", "slurm", "oci", "vast", "nebius")
 """Clouds for which SkyPilot can be told to upload no credential; the task removes those of others."""
 _SKYPILOTS_OWN = ("LOCAL_CREDENTIALS", "SERVICE_ACCOUNT", "NO_UPLOAD")
 _CONFIGURATION = threading.Lock()
+for _name in [name for name in os.environ if name.startswith("RLBOOST_")]:
+    del os.environ[_name]  # the API server is not of the run that happens to start it, nor ends with it
+
+
+def _api_server() -> Any:  # a sibling, in a folder whose names are not to hide SkyPilot's
+    path = Path(__file__).with_name("api_server.py")
+    spec = importlib.util.spec_from_file_location("rlboost_api_server", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+_USE = _api_server().ServerUse(Path("~/.sky").expanduser())
 
 
 def answer(**line: Any) -> None:
@@ -68,6 +88,7 @@ def start(number: int) -> str:
         try:
             if server_common.is_api_server_local():
                 sky.api_start()
+                _mark_ours()
             sky.api_info()
             return str(sky.__version__)
         except Exception as problem:  # its own, requests' and RuntimeError alike
@@ -75,6 +96,27 @@ def start(number: int) -> str:
                 raise
             answer(id=number, said=f"SkyPilot's API server does not answer yet: {str(problem)[:200]}")
             time.sleep(2)
+
+
+def _mark_ours() -> None:
+    """Note the API server as ours where it is a child of this process."""
+    import psutil
+
+    for process in psutil.Process().children():
+        if "sky.server.server" in process.cmdline():
+            _USE.started(process.pid)
+
+
+def _is_idle() -> bool:
+    """Whether the API server has neither clusters nor requests, of anybody."""
+    sky = _sky()
+    from sky.server.requests.requests import RequestStatus
+
+    under_way = {status.value for status in RequestStatus.active_statuses()}
+    requests = [r for r in sky.api_status() if not r.request_id.endswith("-daemon")]
+    if any(request.status in under_way for request in requests):
+        return False
+    return not sky.get(sky.status(all_users=True))
 
 
 def prices(
@@ -224,8 +266,13 @@ def obey(line: str) -> None:
 
 def main() -> None:
     """Serve until standard input ends; what still runs then goes on at the API server."""
+    _USE.join(LEAVE_S)
     for line in sys.stdin:
         threading.Thread(target=obey, args=(line,), daemon=True).start()
+    last = threading.Timer(LEAVE_S, os._exit, (1,))
+    last.daemon = True
+    last.start()
+    _USE.leave(_is_idle)
     os._exit(0)
 
 

@@ -22,6 +22,8 @@ import msgspec
 from rlboost_providers.skypilot.errors import explained
 from rlboost_runtime.errors import ProviderError
 
+CLOSE_S = 40.0
+"""Longest end of the child, which may have SkyPilot's API server to end."""
 _CHILD = Path(__file__).with_name("child.py")
 _RETRY = "see the end of its log, {log}; then try again"
 
@@ -78,9 +80,14 @@ class SkyPilotProcess:
         """End the child; what it asked for goes on at the API server."""
         with self._lock:
             child, self._child = self._child, None
-        if child is not None and child.stdin is not None:
-            child.stdin.close()
-            child.wait(timeout=10)
+        if child is None or child.stdin is None:
+            return
+        child.stdin.close()
+        try:
+            child.wait(CLOSE_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
 
     @property
     def log(self) -> Path:
@@ -92,7 +99,12 @@ class SkyPilotProcess:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with self.log.open("ab") as log:
                 self._child = subprocess.Popen(
-                    [str(self._python), "-u", str(_CHILD)],
+                    [
+                        str(self._python),
+                        "-u",
+                        "-P",
+                        str(_CHILD),
+                    ],  # -P: our modules' names hide none of its own
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,

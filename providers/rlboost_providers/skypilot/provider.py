@@ -21,31 +21,36 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures import wait as wait_for
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from rlboost_providers.base import Ability, LaunchRequest, MachineView, Offer, Owned, Pace
-from rlboost_providers.skypilot.environment import AWS_ROLE, child_environment, skypilot_python
+from rlboost_providers.base import Ability, LaunchRequest, MachineView, Offer, Pace
+from rlboost_providers.skypilot.environment import AWS_ROLE
 from rlboost_providers.skypilot.errors import explained
 from rlboost_providers.skypilot.last_logs import fetch_logs
 from rlboost_providers.skypilot.offers import Catalogue, Wanted
-from rlboost_providers.skypilot.process import SkyPilotProcess
 from rlboost_providers.skypilot.records import SkyRecord, SkyRecords
+from rlboost_providers.skypilot.session import Session, SkyPilot
 from rlboost_providers.skypilot.task import write_task
-from rlboost_providers.tags import MACHINE, OWNER, RUN, machine_name, owner_of, tags
-from rlboost_runtime.errors import ConfigError, NoCapacity, NotFound, NotYet, ProviderError, RLBoostError
+from rlboost_providers.tags import machine_name, owner_of, tags
+from rlboost_runtime.errors import (
+    ConfigError,
+    CredentialsRejected,
+    NoCapacity,
+    NotFound,
+    ProviderError,
+    QuotaExceeded,
+    RLBoostError,
+)
 from rlboost_runtime.logs import event
 from rlboost_runtime.run_folder import RunFolder, home
 
 log = logging.getLogger(__name__)
 
 NAME = "skypilot"
-START_ANSWER_S = 20.0
-"""How long a call waits for SkyPilot's API server, which takes seconds, or minutes on a busy machine."""
 LAUNCH_ANSWER_S = 90.0
 """How long `launch` waits for the cloud's yes or no; then the machine counts as starting."""
 DOWN_S = 300.0
@@ -54,6 +59,11 @@ PROBE_EVERY_S = 3.0
 PROBE_S = 2.0
 FORCE_EVERY_S = 60.0
 """The cloud is asked at least so often, also while every machine answers."""
+DOUBT_EVERY_S = 10.0
+"""Pause between two questions about machines that stay silent: each costs seconds of CPU."""
+SILENT_S = 120.0
+"""Silence after which a machine that its cloud still has, and SkyPilot cannot reach either, is ended: the
+network between may have been away for a moment, and a new machine takes minutes."""
 AUTODOWN_MINUTES = 20
 """SkyPilot's second line, after the agents' own 15 minutes."""
 _LONGEST_NAME = 40  # SkyPilot appends the user's hash, and clouds allow some 60 characters
@@ -63,18 +73,8 @@ _ASKED = "Launching on"
 _GIVEN = ("Instance is up", "Instances are up", "VM is up")
 
 
-class SkyPilot(Protocol):
-    """What the provider needs of `SkyPilotProcess`."""
-
-    def ask(self, do: str, timeout_s: float, **arguments: object) -> Any:  # any JSON value
-        """Return the answer, or raise what SkyPilot said."""
-
-    def begin(self, do: str, hear: Callable[[str], None], **arguments: object) -> Future[Any]:
-        """Send a request; `hear` is called with what SkyPilot says about it."""
-
-
 class SkyPilotProvider:
-    """`Provider`, `CanPreempt`, `CanSweep` of `via: skypilot`, for one run. Any thread may call any method.
+    """`Provider` and `CanPreempt` of `via: skypilot`, for one run. Any thread may call any method.
 
     `offers` are what the job's `any_of` says; `skypilot` is made when first needed.
     """
@@ -86,16 +86,19 @@ class SkyPilotProvider:
         self._folder = self._run.cloud / NAME
         self._records = SkyRecords(self._folder / "machines")
         self._owner = owner_of(home())
-        self._given = skypilot
-        self._started = threading.Lock()
-        self._starting: Future[Any] | None = None
+        self._session = Session(self._folder, skypilot)
+        self._sky = self._session.sky
         self._catalogue = Catalogue(offers, lambda **asked: self._sky().ask("prices", STATUS_S, **asked))
         self._beginning: set[str] = set()
         """Machines whose files are being written: SkyPilot has not heard of them."""
         self._launching: dict[str, Future[Any]] = {}
+        self._up: set[str] = set()
+        """Machines that SkyPilot has called up: their launch may fail, their cloud gave them all the same."""
         self._silent_since: dict[str, float] = {}
         self._pace = Pace(PROBE_EVERY_S)
         self._force = Pace(FORCE_EVERY_S)
+        self._doubt = Pace(DOUBT_EVERY_S)
+        self._doubted: set[str] = set()
 
     @property
     def abilities(self) -> frozenset[Ability]:
@@ -172,9 +175,18 @@ class SkyPilotProvider:
         running = [r for r in self._open() if r.running_at is not None and not self._is_launching(r)]
         silent = self._probe(running)
         adopted = [r for r in self._open() if r.running_at is None and not self._is_launching(r)]
-        if silent or adopted or (running and self._force.is_due()):
-            self._confirm(running if not (silent or adopted) else [*silent, *adopted])
+        doubted = [*silent, *adopted]
+        if doubted and self._are_to_be_asked_for({record.machine for record in doubted}):
+            self._confirm(doubted)
+        elif running and self._force.is_due():
+            self._confirm(running)
         return [record.view for record in self._records.all()]
+
+    def _are_to_be_asked_for(self, machines: set[str]) -> bool:
+        """Whether to ask the cloud: at once about what fell silent, then every `DOUBT_EVERY_S`."""
+        is_news = not machines <= self._doubted
+        self._doubted = machines
+        return self._doubt.is_due() or is_news
 
     def terminate(self, run: str, machine: str) -> None:
         """Take the machine's cluster down, whether or not its launch has ended; blocks for some seconds."""
@@ -193,41 +205,11 @@ class SkyPilotProvider:
             raise ProviderError("SkyPilot announces no reclaim", "leave --notice out")
         self._down(machine, "preempted on purpose")
 
-    def sweep(self) -> list[Owned]:
-        """Return the clusters of any run of this home, by their names, as SkyPilot remembers them."""
-        rows = self._sky().ask("clusters", STATUS_S, names=None, force=False)
-        return [_owned(row, row["labels"]) for row in rows if MACHINE in row.get("labels", {})]
-
-    def end(self, owned: Owned) -> None:
-        """Take down what `sweep` found; succeeds where it is gone."""
-        self._sky().ask("down", DOWN_S, cluster=owned.handle, request="")
-
     def close(self) -> None:
         """End SkyPilot's child; machines and launches under way go on."""
-        if isinstance(self._given, SkyPilotProcess):
-            self._given.close()
+        self._session.close()
 
     # --- launching -----------------------------------------------------------------------------------------
-
-    def _sky(self) -> SkyPilot:
-        with self._started:
-            if self._given is None:
-                python = skypilot_python()
-                self._given = SkyPilotProcess(python, self._folder, child_environment(self._folder, python))
-            if self._starting is None:
-                self._starting = self._given.begin(
-                    "start", lambda line: event(log, "skypilot.said", line=line)
-                )
-            starting = self._starting
-        try:
-            starting.result(START_ANSWER_S)
-        except FutureTimeout:
-            raise NotYet("SkyPilot's API server is still starting", "wait; it is asked again") from None
-        except RLBoostError:
-            with self._started:
-                self._starting = None  # the next call tries again
-            raise
-        return self._given
 
     def _intend(self, request: LaunchRequest) -> SkyRecord:
         return self._records.write(
@@ -261,6 +243,7 @@ class SkyPilotProvider:
         elif record is not None and record.launching_at is None and _ASKED in line:
             self._records.change(machine, launching_at=time.time())
         if any(words in line for words in _GIVEN):
+            self._up.add(machine)
             answered.set()
 
     def _boot_log(self, machine: str) -> Path:
@@ -290,7 +273,11 @@ class SkyPilotProvider:
         problem = self._in_the_clouds_words(machine, problem)
         detail = problem.problem if isinstance(problem, RLBoostError) else repr(problem)
         event(log, "machine.setup_failed", machine=machine, problem=detail)
-        self._records.change(machine, detail=detail)
+        is_refused = isinstance(problem, NoCapacity | QuotaExceeded | CredentialsRejected)
+        if is_refused and machine not in self._up:
+            self._records.change(machine, detail=detail, launching_at=None)  # its cloud gave nothing to bill
+        else:
+            self._records.change(machine, detail=detail)
         threading.Thread(target=self._clean_up, args=(machine, detail, answered)).start()
 
     def _in_the_clouds_words(self, machine: str, problem: BaseException) -> BaseException:
@@ -357,8 +344,12 @@ class SkyPilotProvider:
                 self._gone(record)
             elif row["status"] == "UP":
                 self._adopt(record, row)
-            elif row["status"] == "STOPPED" or record.machine in self._silent_since:
+            elif row["status"] == "STOPPED" or self._silence_s(record.machine) > SILENT_S:
                 self._down(record.machine, f"SkyPilot says {row['status']} and it does not answer")
+
+    def _silence_s(self, machine: str) -> float:
+        now = time.time()
+        return now - self._silent_since.get(machine, now)
 
     def _gone(self, record: SkyRecord) -> None:
         ended_at = self._silent_since.pop(record.machine, time.time())
@@ -387,12 +378,3 @@ def _answers(address: str, port: int) -> bool:
             return connection.recv(4) == b"SSH-"
     except OSError:
         return False
-
-
-def _place(row: Mapping[str, Any]) -> str:
-    return "/".join(str(row[key]) for key in ("cloud", "region", "zone") if row.get(key))
-
-
-def _owned(row: Mapping[str, Any], labels: Mapping[str, str]) -> Owned:
-    owner, run = labels.get(OWNER, ""), labels.get(RUN, "")
-    return Owned(run, labels[MACHINE], NAME, _place(row), owner, row.get("launched_at"), handle=row["name"])

@@ -23,8 +23,9 @@ def write_task(folder: Path, run: RunFolder, request: LaunchRequest, more: Mappi
     instances = request.bootstrap.get("instances")
     if not isinstance(instances, list | tuple) or not instances:
         raise ConfigError(f"the bootstrap of {request.machine} names no instances", "give at least one")
-    shipment = worker_shipment(folder / "shipment", common_part(run.cloud / "shipment"), request.bootstrap)
     offer = request.offer
+    bootstrap = {**request.bootstrap, "cloud": offer.zone.partition("/")[0]}  # whose notices it listens to
+    shipment = worker_shipment(folder / "shipment", common_part(run.cloud / "shipment"), bootstrap)
     machine = {"infra": offer.zone, "instance_type": offer.instance_type, "use_spot": offer.spot}
     values = {
         "NAME": json.dumps(more["NAME"]),
