@@ -14,6 +14,9 @@ def prices(
     infra: Annotated[
         str | None, typer.Option(help="Only there, such as aws or gcp/us-east4", metavar="CLOUD[/REGION]")
     ] = None,
+    live: Annotated[
+        bool, typer.Option("--live", help="Ask EC2 what spot machines cost now; takes some seconds")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object")] = False,
 ) -> None:
     """Show what GPU machines cost, spot and on demand, cheapest first
@@ -25,7 +28,13 @@ def prices(
     from rlboost_providers.price_table import ShippedTable
     from rlboost_providers.prices import price_book
 
-    book = price_book([ShippedTable()])
+    if live:
+        from rlboost_providers.live_prices import LivePrices
+
+        with output.working("asking EC2 for its spot prices"):
+            book = price_book([LivePrices(infra), ShippedTable()])
+    else:
+        book = price_book([ShippedTable()])
     quotes = price_views.wanted(book, gpu, infra)
     for note in price_views.notes(book, quotes):
         output.progress(f"note: {note}")

@@ -33,6 +33,9 @@ def notes(book: PriceBook, quotes: Sequence[Quote]) -> list[str]:
     """Return what to say about where the prices are from, and what was wrong with some of those shown."""
     days = sorted({quote.as_of for quote in quotes})
     lines = [] if book.is_live else [_offline(book, days)]
+    if book.is_live and (old := sorted({q.cloud for q in quotes if q.as_of != days[-1]})):
+        lines.append(f"{', '.join(old)}: from the shipped table, of {days[0]}; only EC2 was asked")
+    lines += [remark for remark in book.remarks if "did not answer" in remark]
     shown = {f"{quote.cloud}/{quote.region} {quote.instance_type}" for quote in quotes}
     return [*lines, *(remark for remark in book.remarks if any(each in remark for each in shown))]
 

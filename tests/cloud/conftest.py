@@ -11,7 +11,6 @@ import os
 import shutil
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import pytest
 from cloudlab import catalogue
 from cloudlab.client import Lab
 
+from rlboost_providers.skypilot.api_server import end_session
 from rlboost_providers.skypilot.environment import VARIABLE, skypilot_python
 
 CACHE = Path(os.environ.get("RLBOOST_CLOUDLAB_CACHE", "~/.cache/rlboost-cloudlab")).expanduser()
@@ -70,24 +70,41 @@ def sky_user(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dic
             _end_processes_of(home)
 
 
+def skypilot_sessions(home: Path) -> set[int]:
+    """Return the sessions of SkyPilot's API servers of a user: theirs and their executors', whose environment
+    is hidden behind a title."""
+    return {process.pid for process in psutil.process_iter() if _is_server_of(process, home)}
+
+
+def members_of(sessions: set[int]) -> list[psutil.Process]:
+    """Return what lives of `sessions`."""
+    return [process for process in psutil.process_iter() if _session(process) in sessions]
+
+
 def _end_processes_of(home: Path) -> None:
-    """End SkyPilot's API server, known by its home, and its workers, which hide theirs behind a title."""
-    deadline = time.monotonic() + 30
-    while (
-        found := [p for p in psutil.process_iter() if _home(p) == str(home)]
-    ) and time.monotonic() < deadline:
-        family = {process for each in found for process in (each, *_children(each))}
-        for process in family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(list(family), timeout=5)
+    """End the user's API servers with all their processes, and whatever else has the user's home."""
+    for server in skypilot_sessions(home):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            end_session(server, psutil.Process(server).create_time())
+    left = [process for process in psutil.process_iter() if _home(process) == str(home)]
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(left, timeout=10)
 
 
-def _children(process: psutil.Process) -> list[psutil.Process]:
+def _is_server_of(process: psutil.Process, home: Path) -> bool:
     try:
-        return process.children(recursive=True)
+        return _home(process) == str(home) and "sky.server.server" in process.cmdline()
     except psutil.Error:
-        return []
+        return False
+
+
+def _session(process: psutil.Process) -> int:
+    try:
+        return -1 if process.status() == psutil.STATUS_ZOMBIE else os.getsid(process.pid)
+    except (ProcessLookupError, psutil.Error):
+        return -1
 
 
 def _home(process: psutil.Process) -> str | None:

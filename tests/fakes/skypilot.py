@@ -29,9 +29,13 @@ PLACES = [
 
 
 class FakeSkyPilot:
-    """A cloud that launches in no time. `refuse` maps zones to (kind, text) of what SkyPilot raises there."""
+    """A cloud that launches in no time. `refuse` maps zones to (kind, text) of what SkyPilot raises there.
 
-    def __init__(self) -> None:
+    Without `says_up` a launch is answered once its setup is over.
+    """
+
+    def __init__(self, *, says_up: bool = True) -> None:
+        self._says_up = says_up
         self.clusters: dict[str, dict[str, Any]] = {}
         self.launched: list[str] = []
         self.forced = 0
@@ -95,7 +99,8 @@ class FakeSkyPilot:
         with self._lock:
             self.launched.append(cluster)
             self.clusters[cluster] = {**row, "launched_at": time.time()}
-        hear("└── Instance is up.")
+        if self._says_up:
+            hear("└── Instance is up.")
         if self.hold is not None:
             self.hold.wait(10)
         if self.setup_fails:

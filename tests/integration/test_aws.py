@@ -10,7 +10,9 @@ from dataclasses import replace
 from importlib import resources
 
 import pytest
+from typer.testing import CliRunner
 
+from rlboost_cli.main import app
 from rlboost_providers.aws import AwsPool, AwsProvider
 from rlboost_providers.aws_prices import PriceHistory, SpotPrices
 from rlboost_providers.base import LaunchRequest, MachineState
@@ -321,10 +323,29 @@ def test_live_prices_are_a_source_that_is_checked_and_kept_for_a_minute(ec2, pro
     assert "did not answer" in fallen_back.remarks[0]
 
 
+def test_the_prices_command_asks_ec2_only_when_told_to_and_says_what_is_from_where(ec2, monkeypatch):
+    ec2.sign_in(monkeypatch)
+    shown = CliRunner().invoke(app, ["prices", "--gpu", "A10G", "--infra", f"aws/{REGION}", "--json"])
+    assert json.loads(shown.stdout)["is_live"] is False
+    assert ec2.calls == []
+    live = CliRunner().invoke(
+        app, ["prices", "--live", "--gpu", "A10G", "--infra", f"aws/{REGION}", "--json"]
+    )
+    [offer] = json.loads(live.stdout)["offers"]
+    assert offer["spot_usd_per_hour"] == pytest.approx(0.35)
+    assert "EC2's spot price history" in offer["source"]
+    ec2.refusals.append(Refusal("", "RequestExpired", 401, times=9))
+    table = CliRunner().invoke(app, ["prices", "--live", "--gpu", "A10G", "--infra", f"aws/{REGION}"])
+    assert table.exit_code == 0
+    assert "EC2's spot price history, now did not answer" in table.output
+    assert "offline: the table shipped with rlboost" in table.output
+
+
 def test_boto3_is_loaded_when_it_is_needed_and_named_when_it_is_missing():
     code = """
 import sys
 sys.modules["boto3"] = None
+from rlboost_cli.main import app
 from rlboost_providers.aws import AwsPool, AwsProvider
 assert "botocore" not in sys.modules
 try:

@@ -1,0 +1,128 @@
+"""A whole run on spot machines of the real SkyPilot: taken, missing, replaced elsewhere, ended, paid for."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cloudlab.catalogue import WARES
+from cloudlab.client import Lab
+from cloudlab.machine import GATEWAY
+
+from rlboost_runtime.process_tags import kill_tagged
+from tests.e2e.conftest import Cli
+
+pytestmark = pytest.mark.timeout(1800)
+UP_S = 600.0
+"""From the wish for a machine to its agent, with SkyPilot's and our installation, on two busy cores."""
+BILL_SLACK_S = 20.0
+"""Between EC2's clock of an instance and what can be known of it from outside."""
+
+
+@pytest.fixture
+def cloud_cli(sky_user: dict[str, str], tmp_path: Path) -> Iterator[Cli]:
+    home = tmp_path / "home"
+    home.mkdir()
+    tool = Cli(home)
+    tool.environment |= {**sky_user, "RLBOOST_HOME": str(home)}
+    yield tool
+    for folder in (home / "runs").glob("*"):
+        kill_tagged(folder)
+
+
+JOB: dict[str, Any] = {
+    "algorithm": {"steps": 16, "prompts_per_step": 8, "max_response_tokens": 32},
+    "trainer": {"address": GATEWAY, "price_usd_per_hour": 1.006, "local_engines": 1},
+    "rollout": {
+        "engine_args": {"max_running": 4, "tokens_per_s_per_response": 4},
+        "spot": {
+            "min_instances": 3,
+            "max_instances": 3,
+            "any_of": [{"infra": "aws", "accelerators": "A10G:1"}],
+        },
+    },
+}
+
+
+def living(lab: Lab) -> list[dict[str, Any]]:
+    return [m for m in lab.machines() if m["ended_at"] is None]
+
+
+def serving(status: dict[str, Any]) -> set[str]:
+    """Machines of spot instances that are in the run's service."""
+    return {
+        i["machine"] for i in status["instances"] if i["pool"] == "spot" and i["policy_version"] is not None
+    }
+
+
+def until(ready: Callable[[], Any], timeout_s: float, what: str) -> Any:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if found := ready():
+            return found
+        time.sleep(0.5)
+    raise AssertionError(f"not within {timeout_s:g} s: {what}")
+
+
+def record(lab: Lab, machine: str) -> dict[str, Any]:
+    (found,) = [m for m in lab.machines() if m["tags"].get("rlboost-machine") == machine]
+    return found
+
+
+def test_a_run_loses_machines_finds_others_ends_and_is_billed_to_the_second(lab: Lab, cloud_cli: Cli) -> None:
+    lab.ask("refuse", regions=[])
+    began = len(lab.machines())
+    lab.ask("bare_images", count=1)
+    job = cloud_cli.job("cloud", **JOB)
+    cloud_cli("up", job)
+    cloud_cli("launch", job, "--yes", "--detach")  # the laptop may go now: nothing of it is asked any more
+
+    def spots() -> list[dict[str, Any]]:
+        return lab.machines()[began:]
+
+    cloud_cli.wait("cloud", lambda s: len(serving(s)) == 3, UP_S, 1.0)
+    assert {m["region"] for m in spots()} == {"us-west-2"}, "the cheapest region"
+    names = sorted(m["tags"]["rlboost-machine"] for m in spots())
+
+    lab.ask("refuse", regions=["us-west-2"])
+    lab.ask("reclaim", id=record(lab, names[0])["id"], how="reset")
+    lab.ask("reclaim", id=record(lab, names[1])["id"], how="silent")
+    gone = cloud_cli.wait("cloud", lambda s: s["preemptions"]["reset"] and s["preemptions"]["silent"], 90.0)
+    assert gone["state"] in ("rollout", "training")
+
+    replaced = cloud_cli.wait("cloud", lambda s: len(serving(s) - set(names[:2])) == 3, UP_S, 1.0)
+    late = [m for m in spots() if m["tags"]["rlboost-machine"] not in names]
+    assert {m["region"] for m in late} == {"us-east-1"}, "where there still was capacity"
+    assert {m["price_usd_per_hour"] for m in replaced["machines"] if m["state"] != "gone"} >= {0.41}
+    assert cloud_cli.json("status", "cloud")["run"] == "cloud"
+    assert cloud_cli.json("cost", "cloud")["total_usd"] > 0
+
+    outcome = cloud_cli.wait_outcome("cloud", UP_S)
+    assert outcome["state"] == "done", outcome
+    until(lambda: all(m["ended_at"] for m in spots()), 120, "nothing is left in the cloud")
+    cloud_cli("down", "cloud", "--yes")
+    assert living(lab) == []
+    check_bill(cloud_cli.json("cost", "cloud"), spots())
+
+
+def check_bill(cost: dict[str, Any], spots: list[dict[str, Any]]) -> None:
+    """Ledger = instance-seconds x the price of its zone, machine by machine."""
+    billed = {m["id"]: m for m in cost["machines"] if m["pool"] == "spot" and m["billed_s"] > 0}
+    assert set(billed) == {m["tags"]["rlboost-machine"] for m in spots}
+    for there in spots:
+        ours = billed[there["tags"]["rlboost-machine"]]
+        prices = {w.spot_price for w in WARES if w.region == there["region"] and w.accelerator == "A10G"}
+        assert ours["price_usd_per_hour"] in prices
+        seconds = there["ended_at"] - there["launched_at"]
+        assert ours["billed_s"] == pytest.approx(seconds, abs=BILL_SLACK_S)
+        assert ours["cost_usd"] == pytest.approx(
+            ours["billed_s"] * ours["price_usd_per_hour"] / 3600, abs=2e-6
+        )
+    total = sum(m["cost_usd"] for m in cost["machines"]) + sum(cost["other_usd"].values())
+    assert cost["total_usd"] == pytest.approx(total, abs=1e-6)
+    print(json.dumps({"spot_machines": len(spots), "total_usd": cost["total_usd"], "cpus": os.cpu_count()}))
