@@ -135,6 +135,7 @@ async def serve(run: RunFolder, num_responses: int, num_agents: int, max_tokens:
         status=lambda: {"loop_lag": lag.take(), **ingest.counts()},
         preempt=_refuse,
         stop=lambda *_: None,
+        runtime=_nothing,
     )
     server = make_server(make_app(handlers, read_token(run)), run)
     gc_tuning.relax()
@@ -152,6 +153,10 @@ def _end(server: Any) -> Callable[[], None]:  # uvicorn's server
         server.should_exit = True
 
     return end
+
+
+async def _nothing() -> bytes:
+    return b""
 
 
 async def _refuse(*_: object) -> None:

@@ -10,27 +10,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlboost_providers.aws import AwsPool
-from rlboost_providers.gcp import GcpPool
+from rlboost_providers.gcp import DEFAULT_IMAGE, GcpPool
 from rlboost_providers.price_table import ShippedTable
 from rlboost_providers.prices import PriceBook, Quote, parse_accelerator, price_book
+from rlboost_providers.startup import installation
 from rlboost_runtime.core.money import parse_usd
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import CloudOffer
 
+INSTALLED = "transformers"
+"""The engine that comes with our own requirements; another one has to be in the image."""
 EGRESS_USD_PER_GB = {"aws": 0.09, "gcp": 0.12, "azure": 0.087}
 """List prices of the first terabytes out to the internet, 2026; between machines of one region it is less."""
 
 
-def aws_pools(offers: Sequence[CloudOffer], *, spot: bool = True, install: str = "") -> list[AwsPool]:
+AWS_IMAGE = (
+    "resolve:ssm:/aws/service/deeplearning/ami/x86_64/base-oss-nvidia-driver-gpu-ubuntu-22.04/latest/ami-id"
+)
+"""Where the job names no image: Amazon's newest with the GPU's driver, Ubuntu and nothing of ours."""
+
+
+def aws_pools(offers: Sequence[CloudOffer], *, engine: str = INSTALLED, spot: bool = True) -> list[AwsPool]:
     """Return the pools of `offers` in aws. Raises `ConfigError` where machine types are not known."""
     book = shipped()
-    return [_aws_pool(book, offer, spot, install) for offer in offers]
+    return [_aws_pool(book, offer, spot, engine) for offer in offers]
 
 
-def gcp_pools(offers: Sequence[CloudOffer], *, spot: bool = True, install: str = "") -> list[GcpPool]:
+def gcp_pools(offers: Sequence[CloudOffer], *, engine: str = INSTALLED, spot: bool = True) -> list[GcpPool]:
     """Return the pools of `offers` in gcp. Raises `ConfigError` where type or price are not known."""
     book = shipped()
-    found = [_gcp_pool(book, offer, spot, install) for offer in offers]
+    found = [_gcp_pool(book, offer, spot, engine) for offer in offers]
     return [pool for pool in found if pool is not None]
 
 
@@ -49,14 +58,15 @@ def shipped() -> PriceBook:
     return price_book([ShippedTable()])
 
 
-def _aws_pool(book: PriceBook, offer: CloudOffer, spot: bool, install: str) -> AwsPool:
+def _aws_pool(book: PriceBook, offer: CloudOffer, spot: bool, engine: str) -> AwsPool:
+    image, install = _software(offer, AWS_IMAGE, engine)
     quotes = _quotes(book, offer)
     on_demand = [q.on_demand_usd_per_hour for q in quotes if q.on_demand_usd_per_hour is not None]
     return AwsPool(
         region=str(offer.region),
         accelerator=offer.accelerators,
         instance_types=_types(book, offer),
-        image=_image(offer),
+        image=image,
         max_price_micro_usd_per_hour=_micro(offer.max_price_usd_per_hour),
         on_demand_micro_usd_per_hour=_micro(max(on_demand, default=None)),
         spot=spot,
@@ -66,7 +76,8 @@ def _aws_pool(book: PriceBook, offer: CloudOffer, spot: bool, install: str) -> A
     )
 
 
-def _gcp_pool(book: PriceBook, offer: CloudOffer, spot: bool, install: str) -> GcpPool | None:
+def _gcp_pool(book: PriceBook, offer: CloudOffer, spot: bool, engine: str) -> GcpPool | None:
+    image, install = _software(offer, DEFAULT_IMAGE, engine)
     (machine_type, *_) = _types(book, offer)
     quotes = [q for q in _quotes(book, offer) if q.instance_type == machine_type]
     price = next((q.spot_usd_per_hour if spot else q.on_demand_usd_per_hour for q in quotes), None)
@@ -90,22 +101,25 @@ def _gcp_pool(book: PriceBook, offer: CloudOffer, spot: bool, install: str) -> G
         price_source=source,
         zones=(parts[2],) if len(parts) > 2 else (),
         spot=spot,
-        image=_image(offer),
+        image=image,
         disk_gb=offer.disk_gb,
         install=install,
         egress_micro_usd_per_gb=_egress(offer),
     )
 
 
-def _image(offer: CloudOffer) -> str:
-    """Return the image's name. Raises `ConfigError` where machines would boot and find nothing to run."""
-    if offer.image is None:
+def _software(offer: CloudOffer, default: str, engine: str) -> tuple[str, str]:
+    """Return the image's name, and how rlboost comes onto it: not at all where the job names an image, which
+    has it. Raises `ConfigError` where machines would boot and find no engine."""
+    if offer.image is not None:
+        return offer.image, ""
+    if engine != INSTALLED:
         raise ConfigError(
-            f"{offer.infra}, via: direct, names no image: machines are started from one that has rlboost in"
-            " /opt/rlboost/venv",
-            "write image: NAME (docs/clouds.md says what it needs), or via: skypilot",
+            f"{offer.infra}, via: direct, names no image: onto the cloud's own only the engine {INSTALLED} is"
+            f" installed, and the job's is {engine}",
+            "write image: NAME (docs/clouds.md says what it needs)",
         )
-    return offer.image
+    return default, installation()
 
 
 def _types(book: PriceBook, offer: CloudOffer) -> tuple[str, ...]:

@@ -46,7 +46,7 @@ def _providers(job: Job, run: RunFolder) -> dict[str, Provider]:
     if own := [offer for offer in spot.any_of if isinstance(offer, SshOffer)]:
         providers["ssh"] = _ssh(own)
     if direct := [offer for offer in clouds if offer.via == "direct"]:
-        providers |= _direct(direct)
+        providers |= _direct(direct, job.rollout.engine)
     if through := [offer for offer in clouds if offer.via == "skypilot"]:
         from rlboost_providers.skypilot import SkyPilotProvider
 
@@ -74,7 +74,7 @@ def _ssh(offers: list[SshOffer]) -> Provider:
     return SshProvider(pools, owner_of(home()))
 
 
-def _direct(offers: list[CloudOffer]) -> dict[str, Provider]:
+def _direct(offers: list[CloudOffer], engine: str) -> dict[str, Provider]:
     from rlboost_providers.direct_offers import aws_pools, gcp_pools
     from rlboost_providers.tags import owner_of
 
@@ -83,11 +83,11 @@ def _direct(offers: list[CloudOffer]) -> dict[str, Provider]:
     if aws := [offer for offer in offers if offer.cloud == "aws"]:
         from rlboost_providers.aws import AwsProvider
 
-        providers["aws"] = AwsProvider(aws_pools(aws), owner)
+        providers["aws"] = AwsProvider(aws_pools(aws, engine=engine), owner)
     if gcp := [offer for offer in offers if offer.cloud == "gcp"]:
         from rlboost_providers.gcp import GcpProvider
 
-        providers["gcp"] = GcpProvider(gcp_pools(gcp), owner)
+        providers["gcp"] = GcpProvider(gcp_pools(gcp, engine=engine), owner)
     return providers
 
 

@@ -21,6 +21,11 @@ BOOT_S = 900
 _DONE_LINE = "END_OF_INSTALL"
 
 
+def installation() -> str:
+    """Return the shell text that brings the head's own runtime onto a machine whose image lacks it."""
+    return resources.files("rlboost_templates").joinpath("startup/install.sh").read_text(encoding="utf-8")
+
+
 def startup_script(bootstrap: Mapping[str, object], *, install: str = "", longest: int | None = None) -> str:
     """Return the script for `bootstrap` (`agent.bootstrap`); `install` is shell text that leaves the runtime
     in `venv/` of its working folder, empty where the image has it.

@@ -304,8 +304,8 @@ class CloudOffer(Model):
     instance_type: str | None = None
     """The cloud's own name of the machine, such as p5.48xlarge; null: one that has these GPUs."""
     image: str | None = None
-    """The cloud's own name of the image. direct: needed, one that has rlboost (docs/clouds.md); skypilot:
-    null is its own."""
+    """The cloud's own name of the image. direct: one that has rlboost (docs/clouds.md); null: the
+    cloud's own, onto which it is installed; skypilot: null is its own."""
     disk_gb: int = Field(default=200, ge=20)
     """Size of the machine's disk, in GB."""
     egress_usd_per_gb: float | None = Field(default=None, ge=0)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import os
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -15,9 +18,11 @@ import pytest
 
 from rlboost_cli.runs import client
 from rlboost_cli.runs.run_status import run_status
+from rlboost_providers.startup import installation
 from rlboost_runtime.coordinator.server import Handlers, bind, make_app, make_server
+from rlboost_runtime.deploy.shipment import archive
 from rlboost_runtime.errors import NotFound, ProtocolError, ProviderError
-from rlboost_runtime.run_folder import RunFolder, write_json
+from rlboost_runtime.run_folder import RunFolder, read_json, write_json
 from rlboost_runtime.seams import Transport
 from rlboost_runtime.security import create_secrets, read_token
 
@@ -30,12 +35,16 @@ class Calls:
     def __init__(self) -> None:
         self.preempted: list[tuple[str, float | None]] = []
         self.stopped: list[tuple[str, str, str]] = []
+        self.shipped = Path()
 
     async def connect(self, transport: Transport) -> None:
         raise ConnectionError("nobody connects in these tests")
 
     def status(self) -> dict[str, Any]:
         return {"run": "demo", "state": "rollout", "step": 3, "long": "x" * 200_000}
+
+    async def runtime(self) -> bytes:
+        return archive(self.shipped)
 
     async def preempt(self, instance: str, notice_s: float | None) -> None:
         if instance == "cloudless":
@@ -66,6 +75,7 @@ def calls(run: RunFolder) -> Iterator[Calls]:
         status=calls.status,
         preempt=calls.preempt,
         stop=calls.stop,
+        runtime=calls.runtime,
     )
     listener = bind(run)
     server = make_server(make_app(handlers, read_token(run)), run)
@@ -136,3 +146,38 @@ def test_a_peer_that_says_nothing_is_given_up_at_the_deadline(run: RunFolder) ->
         with pytest.raises(client.NotAnswering):
             client.get_status(run, 0.3)
         assert time.monotonic() - began < 3
+
+
+@pytest.mark.parametrize("who", ["ours", "no_token", "another_head"])
+def test_a_machine_that_can_only_dial_out_fetches_the_runtime_from_its_head_and_no_other(
+    run: RunFolder, calls: Calls, tmp_path: Path, who: str
+) -> None:
+    calls.shipped = tmp_path / "shipped"
+    calls.shipped.mkdir()
+    (calls.shipped / "rlboost-0-py3-none-any.whl").write_bytes(b"\x00wheel" * 100_000)
+    (calls.shipped / "install.sh").write_text('cp runtime/*.whl "$RLBOOST_ROOT/installed"')
+    other = RunFolder(tmp_path / "other")
+    other.path.mkdir()
+    create_secrets(other)
+    machine = tmp_path / "machine"
+    machine.mkdir()
+    told = {
+        "coordinator_url": read_json(run.endpoint)["url"],
+        "token": read_token(other if who == "no_token" else run),
+        "certificate": (other if who == "another_head" else run).certificate.read_text(),
+    }
+    (machine / "bootstrap.json").write_text(json.dumps(told))
+    script = installation().replace("(1, 2, 4, 8, 16, 32, 64, None)", "(0, None)")  # it may take minutes
+    (machine / "install.sh").write_text(script)
+    environment = {name: os.environ[name] for name in ("PATH",)}  # as cloud-init has it: no HOME
+    done = subprocess.run(
+        ["bash", "install.sh"], cwd=machine, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode == 0) == (who == "ours"), done.stdout + done.stderr
+    assert told["token"] not in done.stdout + done.stderr
+    installed = machine / "installed"
+    if who == "ours":
+        assert installed.read_bytes() == (calls.shipped / "rlboost-0-py3-none-any.whl").read_bytes()
+    else:
+        assert not installed.exists()
+        assert "the head does not give the runtime" in done.stdout

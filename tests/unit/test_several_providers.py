@@ -137,8 +137,12 @@ def test_an_offer_becomes_machine_types_and_a_bid() -> None:
     assert pool.egress_micro_usd_per_gb == 90_000
     with pytest.raises(ConfigError, match="write instance_type"):
         aws_pools([offer(accelerators="X9:3")])
+    [bare] = aws_pools([offer(image=None)])
+    assert bare.image.startswith("resolve:ssm:")
+    assert "/v1/runtime" in bare.install
     with pytest.raises(ConfigError, match="names no image"):
-        aws_pools([offer(image=None)])
+        aws_pools([offer(image=None)], engine="vllm")
+    assert aws_pools([offer()], engine="vllm")[0].install == "", "it is in the image"
     [named] = aws_pools([offer(accelerators="X9:3", instance_type="x9.mega")])
     assert named.instance_types == ("x9.mega",)
 

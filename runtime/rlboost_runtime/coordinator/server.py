@@ -1,4 +1,4 @@
-"""The coordinator's one public port: TLS, bearer token, two WebSockets and three requests."""
+"""The coordinator's one public port: TLS, bearer token, two WebSockets and four requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, HTTPException, Request, WebSocket, WebSocketDisconnect
+from fastapi import FastAPI, HTTPException, Request, Response, WebSocket, WebSocketDisconnect
 
 from rlboost_runtime.errors import NotFound, ProviderError, RLBoostError, port_taken
 from rlboost_runtime.head_address import endpoint, listen_host, read_address
@@ -35,6 +35,8 @@ class Handlers:
     preempt: Callable[[str, float | None], Awaitable[None]]
     stop: Callable[[str, str, str, int | None], None]
     """State, problem, remedy, and the exit code where it is not that of the state."""
+    runtime: Callable[[], Awaitable[bytes]]
+    """What a machine installs that has only dialled out: a tar file."""
 
 
 class ServedConnection:
@@ -88,6 +90,11 @@ def make_app(handlers: Handlers, token: str) -> FastAPI:
     async def status(request: Request) -> dict[str, Any]:
         demand(request.headers.get("authorization"))
         return handlers.status()
+
+    @app.get("/v1/runtime")
+    async def runtime(request: Request) -> Response:
+        demand(request.headers.get("authorization"))
+        return Response(await handlers.runtime(), media_type="application/x-tar")
 
     @app.post("/v1/preempt")
     async def preempt(request: Request) -> dict[str, Any]:

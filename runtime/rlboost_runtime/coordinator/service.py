@@ -50,6 +50,7 @@ from rlboost_runtime.core.messages import (
     Wake,
 )
 from rlboost_runtime.core.money import parse_usd
+from rlboost_runtime.deploy.shipment import archive, common_part
 from rlboost_runtime.errors import NotFound, RLBoostError, RuntimeFault
 from rlboost_runtime.job import Job
 from rlboost_runtime.last_word import give_up_reserve
@@ -320,7 +321,11 @@ class Coordinator:
             status=self._status,
             preempt=self._preempt,
             stop=self.end_run,
+            runtime=self._runtime,
         )
+
+    async def _runtime(self) -> bytes:
+        return await asyncio.to_thread(lambda: archive(common_part(self._run.cloud / "shipment")))
 
     async def _preempt(self, name: str, notice_s: float | None) -> None:
         core = self._state.core
