@@ -86,7 +86,9 @@ class AwsProvider:
         client: Callable[[str], Any] | None = None,
         watch_every_s: float = WATCH_EVERY_S,
     ) -> None:
-        self._pools = {pool.region + "/" + pool.accelerator: pool for pool in pools}
+        self._pools = {
+            _place(pool.region, pool.accelerator, pool.instance_types, pool.spot): pool for pool in pools
+        }
         self._owner = owner
         self._make_client = ec2_client if client is None else client
         self._clients: dict[str, tuple[float, Any]] = {}  # boto3 has no types of its own
@@ -140,7 +142,8 @@ class AwsProvider:
             price = reached[0].micro_usd_per_hour if reached else None
             dearest = max((each.micro_usd_per_hour for each in reached), default=None)
             source = "EC2 spot price history, now"
-        if price is None:
+        limit = pool.max_price_micro_usd_per_hour
+        if price is None or (limit is not None and price > limit):
             return None
         return Offer(
             provider=NAME,
@@ -164,7 +167,8 @@ class AwsProvider:
         return [price for price in prices if limit is None or price.micro_usd_per_hour <= limit]
 
     def _pool_of(self, offer: Offer) -> AwsPool:
-        pool = self._pools.get(f"{offer.zone}/{offer.accelerator}")
+        kinds = tuple(offer.instance_type.split(","))
+        pool = self._pools.get(_place(offer.zone, offer.accelerator, kinds, offer.spot))
         if pool is None or offer.provider != NAME:
             raise ConfigError(
                 f"{offer.zone} with {offer.accelerator} is not of this job", "add it to rollout.spot.any_of"
@@ -421,6 +425,11 @@ class AwsProvider:
             if pool.region not in self._groups:
                 self._groups[pool.region] = security_group(self._ec2(pool.region), pool.subnets)
             return self._groups[pool.region]
+
+
+def _place(region: str, accelerator: str, kinds: Sequence[str], spot: bool) -> tuple[str, ...]:
+    """Return what tells the pools of a job apart."""
+    return (region, accelerator, ",".join(kinds), "spot" if spot else "on demand")
 
 
 def _first_known(*prices: int | None) -> int | None:

@@ -74,8 +74,9 @@ class Offer:
 
     @property
     def place(self) -> tuple[str, str, str]:
-        """What a stock-out is about: provider, zone and kind of machine."""
-        return self.provider, self.zone, self.instance_type or self.accelerator
+        """What a stock-out is about: provider, zone and kind of machine, spot or on demand."""
+        kind = self.instance_type or self.accelerator
+        return self.provider, self.zone, kind if self.spot else f"{kind} on demand"
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ def expected_usd_per_hour(offer: LocalOffer | SshOffer | CloudOffer) -> float:
 def _providers(job: Job, run: RunFolder) -> dict[str, Provider]:
     spot = job.rollout.spot
     clouds = [offer for offer in spot.any_of if isinstance(offer, CloudOffer)]
+    kinds = (True, False) if spot.on_demand_floor else (True,)  # spot machines; machines on demand
     providers: dict[str, Provider] = {}
     if spot.local_offers:
         from rlboost_providers.local import LocalProvider
@@ -46,11 +47,11 @@ def _providers(job: Job, run: RunFolder) -> dict[str, Provider]:
     if own := [offer for offer in spot.any_of if isinstance(offer, SshOffer)]:
         providers["ssh"] = _ssh(own)
     if direct := [offer for offer in clouds if offer.via == "direct"]:
-        providers |= _direct(direct, job.rollout.engine)
+        providers |= _direct(direct, job.rollout.engine, kinds)
     if through := [offer for offer in clouds if offer.via == "skypilot"]:
         from rlboost_providers.skypilot import SkyPilotProvider
 
-        providers["skypilot"] = SkyPilotProvider(run.path, through)
+        providers["skypilot"] = SkyPilotProvider(run.path, through, on_demand=False in kinds)
     for name, provider in providers.items():
         require_ends(name, provider, allowed=any(offer.allow_unlisted for offer in clouds))
     return providers
@@ -74,7 +75,7 @@ def _ssh(offers: list[SshOffer]) -> Provider:
     return SshProvider(pools, owner_of(home()))
 
 
-def _direct(offers: list[CloudOffer], engine: str) -> dict[str, Provider]:
+def _direct(offers: list[CloudOffer], engine: str, kinds: tuple[bool, ...]) -> dict[str, Provider]:
     from rlboost_providers.direct_offers import aws_pools, gcp_pools
     from rlboost_providers.tags import owner_of
 
@@ -83,11 +84,13 @@ def _direct(offers: list[CloudOffer], engine: str) -> dict[str, Provider]:
     if aws := [offer for offer in offers if offer.cloud == "aws"]:
         from rlboost_providers.aws import AwsProvider
 
-        providers["aws"] = AwsProvider(aws_pools(aws, engine=engine), owner)
+        pools = [pool for spot in kinds for pool in aws_pools(aws, engine=engine, spot=spot)]
+        providers["aws"] = AwsProvider(pools, owner)
     if gcp := [offer for offer in offers if offer.cloud == "gcp"]:
         from rlboost_providers.gcp import GcpProvider
 
-        providers["gcp"] = GcpProvider(gcp_pools(gcp, engine=engine), owner)
+        found = [pool for spot in kinds for pool in gcp_pools(gcp, engine=engine, spot=spot)]
+        providers["gcp"] = GcpProvider(found, owner)
     return providers
 
 

@@ -350,6 +350,9 @@ class Spot(Model):
     """Lower bound in machines while the run generates."""
     max_instances: int = Field(default=3, ge=0)
     """Upper bound in machines; the useful number is learned. 0: the reserved node does everything."""
+    on_demand_floor: int = Field(default=0, ge=0)
+    """While no spot machine is to be had, machines are bought on demand from the same entries until there are
+    so many; at most min_instances. 0: spot machines only."""
 
     @property
     def local_offers(self) -> list[LocalOffer]:
@@ -362,6 +365,11 @@ class Spot(Model):
             raise ValueError(
                 f"min_instances {self.min_instances} exceeds max_instances {self.max_instances};"
                 f" write at most {self.max_instances}, or raise max_instances"
+            )
+        if self.on_demand_floor > self.min_instances:
+            raise ValueError(
+                f"on_demand_floor {self.on_demand_floor} exceeds min_instances {self.min_instances}: more"
+                f" are not always wanted; write at most {self.min_instances}, or raise min_instances"
             )
         return self
 

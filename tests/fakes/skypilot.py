@@ -26,6 +26,7 @@ PLACES = [
     }
     for region, price in (("us-west-2", 0.35), ("us-east-1", 0.41))
 ]
+ON_DEMAND = 1.006
 
 
 class FakeSkyPilot:
@@ -81,7 +82,8 @@ class FakeSkyPilot:
         return "0.14.1"
 
     def _prices(self, hear: Callable[[str], None], infra: str, **asked: object) -> list[dict[str, Any]]:
-        return [place for place in PLACES if f"aws/{place['region']}/".startswith(infra.rstrip("/") + "/")]
+        places = [place for place in PLACES if f"aws/{place['region']}/".startswith(infra.rstrip("/") + "/")]
+        return places if asked["spot"] else [{**place, "usd_per_hour": ON_DEMAND} for place in places]
 
     def _launch(
         self, hear: Callable[[str], None], cluster: str, task: str, idle_minutes: int, role: str

@@ -15,6 +15,7 @@ import pytest
 
 from rlboost_providers.base import LaunchRequest, MachineState, MachineView, Offer
 from rlboost_runtime.coordinator import fleet as fleet_module
+from rlboost_runtime.coordinator import offer_choice
 from rlboost_runtime.coordinator.accounts import MachineBookState
 from rlboost_runtime.coordinator.fleet import Fleet, MachineMaker
 from rlboost_runtime.coordinator.ledger import Ledger
@@ -22,7 +23,7 @@ from rlboost_runtime.coordinator.state import State
 from rlboost_runtime.coordinator.waste import WasteMeter
 from rlboost_runtime.core import machines as core_machines
 from rlboost_runtime.core.messages import CoreConfig, LaunchFailed, RunEnding
-from rlboost_runtime.errors import ProviderError
+from rlboost_runtime.errors import NoCapacity, ProviderError
 from rlboost_runtime.run_folder import RunFolder
 from rlboost_runtime.seams import SystemClock, SystemDisk
 
@@ -69,14 +70,16 @@ class Cloud:
 class Made:
     """A fleet with a real core and ledger."""
 
-    def __init__(self, folder: Path, cloud: Cloud, cap: int | None, num_machines: int) -> None:
+    def __init__(
+        self, folder: Path, cloud: Cloud, cap: int | None, num_machines: int, floor: int = 0
+    ) -> None:
         self.run = RunFolder(folder)
         self.run.journal.mkdir()
         self.cloud, self.ledger, clock = cloud, Ledger(self.run.ledger), SystemClock()
         config = CoreConfig(max_spot_instances=num_machines, reserved_instances=0, seeding_initial_s=1.0)
         self.state = State(self.run, clock, SystemDisk(), config, keep_journal=False)
         maker = MachineMaker("run", lambda name: {"machine": name, "instances": [f"{name}/0"]})
-        self.fleet = Fleet(self.state, self.ledger, cloud, maker, clock, cap)
+        self.fleet = Fleet(self.state, self.ledger, cloud, maker, clock, cap, on_demand_floor=floor)
         self.events: list[Any] = []
         self.state.on_event = lambda event, commands, core: self.events.append(event)
         self.state.outlet = Outlet(self.fleet)  # type: ignore[assignment]
@@ -95,9 +98,9 @@ class Made:
 
 @asynccontextmanager
 async def fleet_on(
-    folder: Path, cloud: Cloud, cap: int | None = None, num_machines: int = 1
+    folder: Path, cloud: Cloud, cap: int | None = None, num_machines: int = 1, floor: int = 0
 ) -> AsyncIterator[Made]:
-    made = Made(folder, cloud, cap, num_machines)
+    made = Made(folder, cloud, cap, num_machines, floor)
     made.state.journal.start(asyncio.get_running_loop())
     serving = asyncio.create_task(made.fleet.serve())
     try:
@@ -353,7 +356,7 @@ async def test_the_end_asks_for_all_machines_side_by_side(tmp_path: Path) -> Non
 async def test_offers_that_nobody_tells_let_the_machine_be_asked_for_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet_module, "OFFERS_S", 0.05)
+    monkeypatch.setattr(fleet_module, "CALL_TIMEOUT_S", 0.05)
     cloud, go_on = Cloud(), threading.Event()
 
     def silent() -> list[Offer]:
@@ -393,6 +396,39 @@ async def test_a_launch_from_before_a_restart_is_asked_for_only_where_it_was(tmp
     async with fleet_on(tmp_path, cloud) as again:
         await until(lambda: again.core_state("spot-0") == "launched")
     assert asked == [("spot-0", "local", "zone")]
+
+
+async def test_where_no_spot_machine_is_to_be_had_only_the_floor_is_bought_on_demand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offer_choice, "FIRST_PAUSE_S", 0.3)
+    cloud = Cloud()
+    asked: list[bool] = []
+
+    def both() -> list[Offer]:
+        return [
+            Offer("local", "zone", "cpu", PRICE, True, "test"),
+            Offer("local", "zone", "cpu", PRICE // 2, False, "test"),  # cheaper, and not taken for that
+        ]
+
+    def sell_on_demand_only(request: LaunchRequest) -> MachineView:
+        asked.append(request.offer.spot)
+        if request.offer.spot:
+            raise NoCapacity("sold out", "wait")
+        return Cloud.launch(cloud, request)
+
+    cloud.offers, cloud.launch = both, sell_on_demand_only  # type: ignore[method-assign]
+    async with fleet_on(tmp_path, cloud, num_machines=3, floor=1) as made:
+
+        def ticked(condition: Callable[[], bool]) -> bool:
+            made.state.tick()
+            return condition()
+
+        await until(lambda: ticked(lambda: len(made.ledger.running_machines()) == 1))
+        refused = len(asked)
+        await until(lambda: ticked(lambda: len(asked) >= refused + 2))
+        assert asked.count(False) == 1
+        assert asked[0] is True, "spot machines are asked for first"
 
 
 async def test_no_launch_goes_above_the_cap(tmp_path: Path) -> None:

@@ -74,6 +74,17 @@ def test_offers_are_zones_and_a_price_limit_leaves_dearer_ones_out(make):
     assert cheap.price_micro_usd_per_hour == 350_000
 
 
+def test_machines_on_demand_are_offered_where_they_are_wanted_and_asked_for_as_such(make, tmp_path, sky):
+    offers = [CloudOffer(infra="aws", accelerators="A10G:1")]
+    provider = SkyPilotProvider(tmp_path / RUN, offers, on_demand=True, skypilot=sky)
+    assert [offer.spot for offer in provider.offers()] == [True, True, False, False]
+    dearest = provider.offers()[-1]
+    assert dearest.price_micro_usd_per_hour == 1_006_000
+    provider.launch(LaunchRequest(RUN, "spot-0", dearest, {"instances": ["spot-0/0"]}))
+    (task,) = (tmp_path / RUN).rglob("task.yaml")
+    assert '"use_spot": false' in task.read_text()
+
+
 def test_a_launch_returns_once_the_cloud_gave_the_machine_and_its_setup_goes_on(make, sky):
     sky.hold = threading.Event()
     provider = make()

@@ -51,8 +51,12 @@ class Wanted(Protocol):
 class Catalogue:
     """The offers of a job; `ask` is SkyPilot's child. Any thread may ask."""
 
-    def __init__(self, entries: Sequence[Wanted], ask: Callable[..., list[dict[str, Any]]]) -> None:
+    def __init__(
+        self, entries: Sequence[Wanted], ask: Callable[..., list[dict[str, Any]]], *, on_demand: bool = False
+    ) -> None:
+        """`on_demand`: offer machines on demand, too."""
         self._entries, self._ask = entries, ask
+        self._kinds = (True, False) if on_demand else (True,)
         self._lock = threading.Lock()
         self._offers: list[Offer] = []
         self._entry_of: dict[tuple[str, str, str], Wanted] = {}
@@ -80,20 +84,27 @@ class Catalogue:
         return entry
 
     def _of(self, entry: Wanted) -> list[Offer]:
-        places = self._ask(
-            infra=entry.infra, accelerators=entry.accelerators, instance_type=entry.instance_type, spot=True
-        )
         most = entry.max_price_usd_per_hour
-        return [_offer(entry, place) for place in places if most is None or place["usd_per_hour"] <= most]
+        return [
+            _offer(entry, place, spot)
+            for spot in self._kinds
+            for place in self._ask(
+                infra=entry.infra,
+                accelerators=entry.accelerators,
+                instance_type=entry.instance_type,
+                spot=spot,
+            )
+            if most is None or place["usd_per_hour"] <= most
+        ]
 
 
-def _offer(entry: Wanted, place: dict[str, Any]) -> Offer:
+def _offer(entry: Wanted, place: dict[str, Any], spot: bool) -> Offer:
     return Offer(
         provider="skypilot",
         zone="/".join(part for part in (place["cloud"], place["region"], place["zone"]) if part),
         accelerator=entry.accelerators or "cpu",
         price_micro_usd_per_hour=round(place["usd_per_hour"] * MICRO_USD_PER_USD),
-        spot=True,
+        spot=spot,
         source=SOURCE,
         instance_type=place["instance_type"],
         egress_micro_usd_per_gb=round((entry.egress_usd_per_gb or 0) * MICRO_USD_PER_USD),

@@ -80,15 +80,23 @@ class SkyPilotProvider:
     """
 
     def __init__(
-        self, run_folder: Path, offers: Sequence[Wanted], *, skypilot: SkyPilot | None = None
+        self,
+        run_folder: Path,
+        offers: Sequence[Wanted],
+        *,
+        on_demand: bool = False,
+        skypilot: SkyPilot | None = None,
     ) -> None:
+        """`on_demand`: offer machines on demand beside spot ones."""
         self._run = RunFolder(run_folder)
         self._folder = self._run.cloud / NAME
         self._records = SkyRecords(self._folder / "machines")
         self._owner = owner_of(home())
         self._session = Session(self._folder, skypilot)
         self._sky = self._session.sky
-        self._catalogue = Catalogue(offers, lambda **asked: self._sky().ask("prices", STATUS_S, **asked))
+        self._catalogue = Catalogue(
+            offers, lambda **asked: self._sky().ask("prices", STATUS_S, **asked), on_demand=on_demand
+        )
         self._beginning: set[str] = set()
         """Machines whose files are being written: SkyPilot has not heard of them."""
         self._launching: dict[str, Future[Any]] = {}

@@ -44,14 +44,15 @@ DESCRIBE_EVERY_S = 1.0
 """How often the provider is asked what exists; bounds how late a vanished machine stops being billed."""
 CALL_TIMEOUT_S = 120.0
 """Longest wait for one provider call."""
-OFFERS_S = 60.0
-"""Longest wait for what the clouds offer; nothing has been asked for by then, so it is simply asked again."""
 MIN_CALL_S = 0.1
 """Time that a provider call gets even when the run's end is overdue."""
 END_AGAIN_S = 0.1
 """Pause between two looks at what is left while the run ends."""
 RETRY_ERROR_S = 10.0
 """Pause after a failure that does not say when to come back."""
+
+
+_NO_OFFERS = ProviderError("no cloud has said what it offers", "asked again by itself")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +76,12 @@ class Fleet:
         clock: Clock,
         cap_micro_usd_per_hour: int | None = None,
         room_micro_usd: Callable[[], int] | None = None,
+        on_demand_floor: int = 0,
     ) -> None:
-        """`room_micro_usd` returns what of the budget is neither spent nor committed; None: no budget."""
+        """`room_micro_usd` returns what of the budget is neither spent nor committed; None: no budget.
+
+        `on_demand_floor`: below so many machines, one is bought on demand where no spot machine is to be had.
+        """
         self._state = state
         self._ledger = ledger
         self._provider = provider
@@ -84,6 +89,7 @@ class Fleet:
         self._clock = clock
         self._cap = cap_micro_usd_per_hour
         self._room = room_micro_usd
+        self._floor = on_demand_floor
         self._choice = OfferChoice()
         self._threads = ProviderThreads()
         self._is_closed = False
@@ -182,24 +188,20 @@ class Fleet:
                         await self._terminate(machine, reason)
         except TimeoutError:
             log_event(log, "provider.timed_out", machine=command.machine, seconds=CALL_TIMEOUT_S)
+            is_asked = command.machine in self._ledger.open_machines()
+            if isinstance(command, LaunchMachine) and not is_asked and not self._is_closed:
+                self._launch_failed(command.machine, _NO_OFFERS, RETRY_ERROR_S)
         finally:
             self._busy.discard(command.machine)
 
     async def _launch(self, machine: str) -> None:
         state = self._state
         try:
-            async with asyncio.timeout(OFFERS_S):
-                offers = await self._threads.call(self._provider.offers)
+            offers = await self._threads.call(self._provider.offers)
             if self._is_closed:
                 return
-            offer = self._choice.cheapest(self._as_before(machine, offers), self._clock.now())
+            offer = self._choose(machine, self._as_before(machine, offers))
             self._intend(machine, offer)
-        except TimeoutError:
-            late = ProviderError(
-                f"no cloud said what it offers within {OFFERS_S:g} s", "asked again by itself"
-            )
-            self._not_asked(machine, late, RETRY_ERROR_S)
-            return
         except (RLBoostError, OSError) as error:
             self._not_asked(machine, error, _retry_after(error))
             return
@@ -209,7 +211,7 @@ class Fleet:
         except (RLBoostError, OSError) as error:
             self._ledger.failed(machine, self._clock.wall(), _problem(error))
             self._choice.failed(offer, error, self._clock.now())
-            self._launch_failed(machine, error, self._next_launch_s(offers))
+            self._launch_failed(machine, error, self._next_launch_s(machine, offers))
             return
         self._choice.came(offer)
         if view.zone:
@@ -254,10 +256,30 @@ class Fleet:
         log_event(log, "machine.launch_failed", machine=machine, problem=problem)
         self._state.apply(LaunchFailed(self._state.now(), machine, problem, retry_after_s))
 
-    def _next_launch_s(self, offers: list[Offer]) -> float:
+    def _choose(self, machine: str, offers: list[Offer]) -> Offer:
+        """Return the cheapest open spot offer, or one on demand where there is none and machines are few.
+
+        Raises `NoCapacity`.
+        """
+        now = self._clock.now()
+        try:
+            return self._choice.cheapest([offer for offer in offers if offer.spot], now)
+        except NoCapacity:
+            on_demand = [offer for offer in offers if not offer.spot]
+            if not on_demand or self._num_there_but(machine) >= self._floor:
+                raise
+            return self._choice.cheapest(on_demand, now)
+
+    def _num_there_but(self, machine: str) -> int:
+        """Count the other machines that are there, or asked for on demand: a spot one may be refused yet."""
+        others = self._open_machines() - {machine}
+        coming = {name for name in others if (offer := self._offers.get(name)) is not None and not offer.spot}
+        return len(others & self._ledger.running_machines() | coming)
+
+    def _next_launch_s(self, machine: str, offers: list[Offer]) -> float:
         """Return when to launch again: at once where another place is open, else when one opens."""
         try:
-            self._choice.cheapest(offers, self._clock.now())
+            self._choose(machine, offers)
         except NoCapacity as refusal:
             return _retry_after(refusal)
         return ELSEWHERE_S

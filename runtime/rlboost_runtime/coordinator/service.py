@@ -131,6 +131,7 @@ class Coordinator:
             clock,
             None if cap is None else round(cap * 1_000_000),
             None if job.budget.max_usd is None else self._room_micro_usd,
+            job.rollout.spot.on_demand_floor,
         )
         self._sources = StatusSources(
             job, run.name, clock.wall(), self._state, self._agents, self._trainer, self._ledger
