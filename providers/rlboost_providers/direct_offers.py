@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlboost_providers.aws import AwsPool
+from rlboost_providers.egress import egress_micro_usd_per_gb
 from rlboost_providers.gcp import DEFAULT_IMAGE, GcpPool
 from rlboost_providers.price_table import ShippedTable
 from rlboost_providers.prices import PriceBook, Quote, parse_accelerator, price_book
@@ -20,8 +21,6 @@ from rlboost_runtime.job import CloudOffer
 
 INSTALLED = "transformers"
 """The engine that comes with our own requirements; another one has to be in the image."""
-EGRESS_USD_PER_GB = {"aws": 0.09, "gcp": 0.12, "azure": 0.087}
-"""List prices of the first terabytes out to the internet, 2026; between machines of one region it is less."""
 
 
 AWS_IMAGE = (
@@ -72,7 +71,7 @@ def _aws_pool(book: PriceBook, offer: CloudOffer, spot: bool, engine: str) -> Aw
         spot=spot,
         disk_gb=offer.disk_gb,
         install=install,
-        egress_micro_usd_per_gb=_egress(offer),
+        egress_micro_usd_per_gb=egress_micro_usd_per_gb(offer.cloud, offer.egress_usd_per_gb),
     )
 
 
@@ -104,7 +103,7 @@ def _gcp_pool(book: PriceBook, offer: CloudOffer, spot: bool, engine: str) -> Gc
         image=image,
         disk_gb=offer.disk_gb,
         install=install,
-        egress_micro_usd_per_gb=_egress(offer),
+        egress_micro_usd_per_gb=egress_micro_usd_per_gb(offer.cloud, offer.egress_usd_per_gb),
     )
 
 
@@ -141,11 +140,6 @@ def _quotes(book: PriceBook, offer: CloudOffer) -> list[Quote]:
     where = "/".join(offer.infra.split("/")[:2])
     quotes = book.find(accelerator=name, count=count or 1, infra=where)
     return [q for q in quotes if offer.instance_type in (None, q.instance_type)]
-
-
-def _egress(offer: CloudOffer) -> int:
-    known = EGRESS_USD_PER_GB.get(offer.cloud, 0.0)
-    return parse_usd(known if offer.egress_usd_per_gb is None else offer.egress_usd_per_gb)
 
 
 def _micro(usd: float | None) -> int | None:

@@ -30,7 +30,8 @@ there is named below; everybody else only reads it.
                       absent otherwise                                      trainer
     processes/        supervisor.json, coordinator.json, ...: {"pid", "started_at"}        supervisor
     logs/             a file per process; logs/machines/ID/ per machine
-    cloud/            the local provider's machines and its market's state  local provider
+    cloud/            what providers keep of their machines, the local market's state     providers
+                      bought.json: the offer that each machine was bought as coordinator
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from rlboost_providers.base import LaunchRequest, MachineState, MachineView, Off
 from rlboost_runtime.coordinator import fleet as fleet_module
 from rlboost_runtime.coordinator import offer_choice
 from rlboost_runtime.coordinator.accounts import MachineBookState
+from rlboost_runtime.coordinator.bought import Bought
 from rlboost_runtime.coordinator.fleet import Fleet, MachineMaker
 from rlboost_runtime.coordinator.ledger import Ledger
 from rlboost_runtime.coordinator.state import State
@@ -429,6 +430,18 @@ async def test_where_no_spot_machine_is_to_be_had_only_the_floor_is_bought_on_de
         await until(lambda: ticked(lambda: len(asked) >= refused + 2))
         assert asked.count(False) == 1
         assert asked[0] is True, "spot machines are asked for first"
+
+
+async def test_a_restarted_coordinator_knows_what_its_machines_were_bought_as(tmp_path: Path) -> None:
+    path = tmp_path / "cloud" / "bought.json"
+    Bought(path).add(
+        "spot-0", Offer("aws", "z", "H100:8", PRICE, False, "test", egress_micro_usd_per_gb=90_000)
+    )
+    again = Bought(path).get("spot-0")
+    assert again is not None
+    assert (again.egress_micro_usd_per_gb, again.spot) == (90_000, False)
+    path.write_text("of another version")
+    assert Bought(path).get("spot-0") is None
 
 
 async def test_no_launch_goes_above_the_cap(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from rlboost_providers.base import Offer
+from rlboost_providers.egress import egress_micro_usd_per_gb
 from rlboost_runtime.core.money import MICRO_USD_PER_USD
 from rlboost_runtime.errors import ConfigError
 
@@ -107,6 +108,6 @@ def _offer(entry: Wanted, place: dict[str, Any], spot: bool) -> Offer:
         spot=spot,
         source=SOURCE,
         instance_type=place["instance_type"],
-        egress_micro_usd_per_gb=round((entry.egress_usd_per_gb or 0) * MICRO_USD_PER_USD),
+        egress_micro_usd_per_gb=egress_micro_usd_per_gb(place["cloud"], entry.egress_usd_per_gb),
         min_billed_s=60 if place["cloud"] in ("aws", "gcp") else 0,
     )

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rlboost_providers.base import CanPreempt, LaunchRequest, MachineState, MachineView, Offer, Provider
+from rlboost_runtime.coordinator.bought import Bought
 from rlboost_runtime.coordinator.commitment import least_micro_usd
 from rlboost_runtime.coordinator.ledger import Ledger
 from rlboost_runtime.coordinator.offer_choice import ELSEWHERE_S, OfferChoice
@@ -77,6 +78,7 @@ class Fleet:
         cap_micro_usd_per_hour: int | None = None,
         room_micro_usd: Callable[[], int] | None = None,
         on_demand_floor: int = 0,
+        bought: Bought | None = None,
     ) -> None:
         """`room_micro_usd` returns what of the budget is neither spent nor committed; None: no budget.
 
@@ -96,8 +98,8 @@ class Fleet:
         self._commands: asyncio.Queue[LaunchMachine | TerminateMachine] = asyncio.Queue()
         self._busy: set[str] = set()
         self._launching: set[str] = set()
-        self._offers: dict[str, Offer] = {}
         """Machines whose launch runs in a thread, also beyond `CALL_TIMEOUT_S`."""
+        self._bought = Bought(None) if bought is None else bought
 
     def carry_out(self, command: LaunchMachine | TerminateMachine) -> None:
         """Queue a command."""
@@ -175,8 +177,8 @@ class Fleet:
     # --- one command --------------------------------------------------------------------------------------
 
     def offer_of(self, machine: str) -> Offer | None:
-        """Return what a machine was bought as; None where another coordinator bought it."""
-        return self._offers.get(machine)
+        """Return what a machine was bought as; None where nobody knows."""
+        return self._bought.get(machine)
 
     async def _run(self, command: LaunchMachine | TerminateMachine) -> None:
         try:
@@ -273,7 +275,7 @@ class Fleet:
     def _num_there_but(self, machine: str) -> int:
         """Count the other machines that are there, or asked for on demand: a spot one may be refused yet."""
         others = self._open_machines() - {machine}
-        coming = {name for name in others if (offer := self._offers.get(name)) is not None and not offer.spot}
+        coming = {name for name in others if (offer := self._bought.get(name)) is not None and not offer.spot}
         return len(others & self._ledger.running_machines() | coming)
 
     def _next_launch_s(self, machine: str, offers: list[Offer]) -> float:
@@ -297,7 +299,6 @@ class Fleet:
                 )
                 refusal.retry_after_s = RETRY_ERROR_S
                 raise refusal
-        self._offers[machine] = offer
         if self._room is not None and machine not in self._ledger.open_machines():
             least = least_micro_usd(offer.provider, price)
             if least > self._room():
@@ -308,6 +309,7 @@ class Fleet:
                 )
                 refusal.retry_after_s = RETRY_ERROR_S
                 raise refusal
+        self._bought.add(machine, offer)
         self._ledger.intend(
             machine,
             pool="spot",

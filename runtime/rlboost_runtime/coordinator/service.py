@@ -21,6 +21,7 @@ from rlboost_providers.base import Provider
 from rlboost_providers.registry import provider_for
 from rlboost_runtime.coordinator.accounts import to_ns
 from rlboost_runtime.coordinator.agent_links import AgentLinks, Timing
+from rlboost_runtime.coordinator.bought import Bought
 from rlboost_runtime.coordinator.commitment import committed_micro_usd
 from rlboost_runtime.coordinator.egress import EgressMeter
 from rlboost_runtime.coordinator.fleet import Fleet, MachineMaker
@@ -132,6 +133,7 @@ class Coordinator:
             None if cap is None else round(cap * 1_000_000),
             None if job.budget.max_usd is None else self._room_micro_usd,
             job.rollout.spot.on_demand_floor,
+            Bought(run.cloud / "bought.json"),
         )
         self._sources = StatusSources(
             job, run.name, clock.wall(), self._state, self._agents, self._trainer, self._ledger
