@@ -21,6 +21,8 @@ from cloudlab.client import Lab
 
 from rlboost_providers.skypilot.api_server import end_session
 from rlboost_providers.skypilot.environment import VARIABLE, skypilot_python
+from rlboost_runtime.process_tags import kill_tagged
+from tests.e2e.conftest import Cli
 
 CACHE = Path(os.environ.get("RLBOOST_CLOUDLAB_CACHE", "~/.cache/rlboost-cloudlab")).expanduser()
 LOCK = Path(__file__).parents[2] / "templates/rlboost_templates/deploy/machine.txt"
@@ -46,28 +48,52 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 
 @pytest.fixture(scope="session")
-def sky_user(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """The environment of a user whose SkyPilot knows the lab; applied to this process too."""
-    home = tmp_path_factory.mktemp("sky-home")
+def account(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The environment of a user who has an account in the lab; applied to this process too."""
+    home = tmp_path_factory.mktemp("home-of-user")
     catalogue.write_home(home)
+    environment = {
+        "HOME": str(home),
+        "RLBOOST_HOME": str(home / ".rlboost"),
+        "AWS_ENDPOINT_URL": lab.url,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RLBOOST_HOME", str(CACHE))
-        environment = {
-            VARIABLE: str(skypilot_python()),
-            "HOME": str(home),
-            "RLBOOST_HOME": str(home / ".rlboost"),
-            "AWS_ENDPOINT_URL": lab.url,
-            "SKYPILOT_API_SERVER_LOCAL_PORT": str(_free_port()),
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        }
         for name, value in environment.items():
             patch.setenv(name, value)
         for name in ("AWS_PROFILE", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_CA_BUNDLE"):
             patch.delenv(name, raising=False)
+        yield environment
+
+
+@pytest.fixture(scope="session")
+def sky_user(account: dict[str, str]) -> Iterator[dict[str, str]]:
+    """The same for a user of SkyPilot, of which nothing is left at the end."""
+    home = Path(account["HOME"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RLBOOST_HOME", str(CACHE))
+        python = str(skypilot_python())
+    environment = {VARIABLE: python, "SKYPILOT_API_SERVER_LOCAL_PORT": str(_free_port())}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        environment |= account
         try:
             yield environment
         finally:
             _end_processes_of(home)
+
+
+@pytest.fixture
+def cloud_cli(account: dict[str, str], tmp_path: Path) -> Iterator[Cli]:
+    """`rlboost` as that user types it, with a home of its own for runs."""
+    home = tmp_path / "home"
+    home.mkdir()
+    tool = Cli(home)
+    tool.environment |= {**account, "RLBOOST_HOME": str(home)}
+    yield tool
+    for folder in (home / "runs").glob("*"):
+        kill_tagged(folder)
 
 
 def skypilot_sessions(home: Path) -> set[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from cloudlab.catalogue import WARES
 from cloudlab.client import Lab
 from cloudlab.machine import GATEWAY
 
-from rlboost_runtime.process_tags import kill_tagged
+from tests.cloud.conftest import members_of, skypilot_sessions
 from tests.e2e.conftest import Cli
 
 pytestmark = pytest.mark.timeout(1800)
@@ -24,19 +24,8 @@ BILL_SLACK_S = 20.0
 """Between EC2's clock of an instance and what can be known of it from outside."""
 
 
-@pytest.fixture
-def cloud_cli(sky_user: dict[str, str], tmp_path: Path) -> Iterator[Cli]:
-    home = tmp_path / "home"
-    home.mkdir()
-    tool = Cli(home)
-    tool.environment |= {**sky_user, "RLBOOST_HOME": str(home)}
-    yield tool
-    for folder in (home / "runs").glob("*"):
-        kill_tagged(folder)
-
-
 JOB: dict[str, Any] = {
-    "algorithm": {"steps": 16, "prompts_per_step": 8, "max_response_tokens": 32},
+    "algorithm": {"steps": 10, "prompts_per_step": 8, "max_response_tokens": 32},
     "trainer": {"address": GATEWAY, "price_usd_per_hour": 1.006, "local_engines": 1},
     "rollout": {
         "engine_args": {"max_running": 4, "tokens_per_s_per_response": 4},
@@ -74,7 +63,10 @@ def record(lab: Lab, machine: str) -> dict[str, Any]:
     return found
 
 
-def test_a_run_loses_machines_finds_others_ends_and_is_billed_to_the_second(lab: Lab, cloud_cli: Cli) -> None:
+def test_a_run_loses_machines_finds_others_ends_and_is_billed_to_the_second(
+    lab: Lab, sky_user: dict[str, str], cloud_cli: Cli
+) -> None:
+    cloud_cli.environment |= {**sky_user, "RLBOOST_HOME": str(cloud_cli.home)}
     lab.ask("refuse", regions=[])
     began = len(lab.machines())
     lab.ask("bare_images", count=1)
@@ -102,11 +94,15 @@ def test_a_run_loses_machines_finds_others_ends_and_is_billed_to_the_second(lab:
     assert cloud_cli.json("status", "cloud")["run"] == "cloud"
     assert cloud_cli.json("cost", "cloud")["total_usd"] > 0
 
+    sessions = skypilot_sessions(Path(sky_user["HOME"]))
+    assert sessions
+
     outcome = cloud_cli.wait_outcome("cloud", UP_S)
     assert outcome["state"] == "done", outcome
     until(lambda: all(m["ended_at"] for m in spots()), 120, "nothing is left in the cloud")
     cloud_cli("down", "cloud", "--yes")
     assert living(lab) == []
+    until(lambda: not members_of(sessions), 120, "SkyPilot's API server has ended with its executors")
     check_bill(cloud_cli.json("cost", "cloud"), spots())
 
 

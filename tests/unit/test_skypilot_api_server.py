@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rlboost_providers.skypilot import api_server
 from rlboost_providers.skypilot.api_server import ServerUse
 from rlboost_providers.skypilot.process import SkyPilotProcess
 
@@ -67,38 +69,51 @@ def server() -> Iterator[subprocess.Popen[bytes]]:
     process.wait(10)
 
 
-def test_the_last_user_ends_the_server_with_its_executors(tmp_path, server) -> None:
+@pytest.fixture
+def watcher(tmp_path, server, monkeypatch) -> Iterator[threading.Thread]:
+    monkeypatch.setattr(api_server, "LOOK_S", 0.02)
+    monkeypatch.setattr(api_server, "BUSY_S", 0.02)
+    idle = threading.Event()
+    arguments = (tmp_path, server.pid, psutil.Process(server.pid).create_time(), idle.is_set)
+    thread = threading.Thread(target=api_server.watch, args=arguments)
+    thread.idle = idle  # type: ignore[attr-defined]
+    yield thread
+    server.kill()
+    thread.join(10)
+
+
+def test_the_server_ends_with_its_executors_when_its_last_user_has_gone(tmp_path, server, watcher) -> None:
     first, second = ServerUse(tmp_path), ServerUse(tmp_path)
     first.join(1)
-    first.started(server.pid)
     second.join(1)
-    assert not first.leave(lambda: True), "somebody uses it"
-    assert server.poll() is None
-    assert second.leave(lambda: True)
+    watcher.idle.set()
+    watcher.start()
+    first.close()
+    time.sleep(0.3)
+    assert len(members(server.pid)) == 3, "somebody uses it"
+    second.close()
     until(lambda: members(server.pid) == [])
 
 
-def test_a_server_that_is_of_use_or_not_ours_goes_on(tmp_path, server) -> None:
-    use = ServerUse(tmp_path)
-    use.join(1)
-    assert not use.leave(lambda: True), "nobody of us started it"
-    use = ServerUse(tmp_path)
-    use.join(1)
-    use.started(server.pid)
-    assert not use.leave(lambda: False), "it has clusters"
+def test_a_server_that_has_clusters_goes_on_until_they_are_gone(tmp_path, server, watcher) -> None:
+    watcher.start()
+    time.sleep(0.3)
     assert len(members(server.pid)) == 3
+    use = ServerUse(tmp_path)
+    use.join(1)  # it can still be used
+    use.close()
+    watcher.idle.set()
+    until(lambda: members(server.pid) == [])
 
 
-def test_what_a_killed_server_left_is_ended_by_the_next_user(tmp_path, server) -> None:
+def test_what_a_killed_server_leaves_is_ended(tmp_path, server, watcher) -> None:
     use = ServerUse(tmp_path)
     use.join(1)
-    use.started(server.pid)
+    watcher.start()
     server.kill()
     server.wait(10)
-    assert len(members(server.pid)) == 2, "its executors live on"
-    use.leave(lambda: True)
-    ServerUse(tmp_path).join(1)
     until(lambda: members(server.pid) == [])
+    use.close()
 
 
 def test_the_server_is_not_of_the_run_that_starts_it_and_ends_with_the_child(tmp_path, monkeypatch) -> None:
@@ -117,9 +132,13 @@ def test_the_server_is_not_of_the_run_that_starts_it_and_ends_with_the_child(tmp
         assert process.ask("start", 30) == "0.0"
         (child,) = [p for p in psutil.Process().children() if str(process.log.parent) in str(p.open_files())]
         assert child.environ()["RLBOOST_RUN"], "the child is of the run, and ends with it"
-        until(lambda: len(child.children(recursive=True)) == 3)
-        started = child.children()[0]
-        assert not [name for name in started.environ() if name.startswith("RLBOOST_")]
+        until(lambda: len(child.children(recursive=True)) == 4)  # the server, its two, its watcher
+        started = next(each for each in child.children() if "sky.server.server" in each.cmdline())
+        watcher = next(each for each in child.children() if each != started)
+        for each in (started, watcher):
+            assert not [name for name in each.environ() if name.startswith("RLBOOST_")]
+        child.kill()  # as a run that is ended by force
     finally:
         process.close()
     until(lambda: members(started.pid) == [])
+    until(lambda: not watcher.is_running() or watcher.status() == psutil.STATUS_ZOMBIE)

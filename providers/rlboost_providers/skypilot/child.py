@@ -3,12 +3,12 @@
 Started by `process.SkyPilotProcess` as a script; imports the standard library and `sky` only. Each request
 has an `id` and runs in a thread of its own, so launches go on side by side. For one request come any number
 of `{"id", "said"}` lines, then one `{"id", "ok"}` or `{"id", "error": {"kind", "text"}}`. Ends with its
-input, and ends SkyPilot's API server then where that is ours and of no more use (`api_server`). Whatever
-SkyPilot prints goes to standard error.
+input. Whatever SkyPilot prints goes to standard error.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import io
 import json
@@ -22,9 +22,10 @@ from typing import Any
 _ANSWERS = os.fdopen(os.dup(1), "w", buffering=1)
 os.dup2(2, 1)  # nothing but answers may reach our reader
 _LOCK = threading.Lock()
+_WATCHED: set[int] = set()
 START_S = 150.0
-LEAVE_S = 30.0
-"""Longest look at whether the API server may end; after it the next child looks."""
+JOIN_S = 90.0
+"""Longest wait for a former API server of ours that is about to end."""
 KEEPS_CREDENTIALS = ("aws", "gcp", "azure", "kubernetes", "ssh", "slurm", "oci", "vast", "nebius")
 """Clouds for which SkyPilot can be told to upload no credential; the task removes those of others."""
 _SKYPILOTS_OWN = ("LOCAL_CREDENTIALS", "SERVICE_ACCOUNT", "NO_UPLOAD")
@@ -88,7 +89,6 @@ def start(number: int) -> str:
         try:
             if server_common.is_api_server_local():
                 sky.api_start()
-                _mark_ours()
             sky.api_info()
             return str(sky.__version__)
         except Exception as problem:  # its own, requests' and RuntimeError alike
@@ -98,25 +98,16 @@ def start(number: int) -> str:
             time.sleep(2)
 
 
-def _mark_ours() -> None:
-    """Note the API server as ours where it is a child of this process."""
+def watch_ours() -> None:
+    """Have an API server that was started by us watched: SkyPilot starts one whenever it finds none."""
     import psutil
 
-    for process in psutil.Process().children():
-        if "sky.server.server" in process.cmdline():
-            _USE.started(process.pid)
-
-
-def _is_idle() -> bool:
-    """Whether the API server has neither clusters nor requests, of anybody."""
-    sky = _sky()
-    from sky.server.requests.requests import RequestStatus
-
-    under_way = {status.value for status in RequestStatus.active_statuses()}
-    requests = [r for r in sky.api_status() if not r.request_id.endswith("-daemon")]
-    if any(request.status in under_way for request in requests):
-        return False
-    return not sky.get(sky.status(all_users=True))
+    with _LOCK:
+        for process in psutil.Process().children():
+            with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+                if process.pid not in _WATCHED and "sky.server.server" in process.cmdline():
+                    _USE.started(process.pid)
+                    _WATCHED.add(process.pid)
 
 
 def prices(
@@ -261,18 +252,15 @@ def obey(line: str) -> None:
     except BaseException as problem:  # noqa: BLE001 the edge: SkyPilot raises what it likes, SystemExit included
         answer(id=number, error=explain(problem))
     else:
+        watch_ours()
         answer(id=number, ok=result)
 
 
 def main() -> None:
     """Serve until standard input ends; what still runs then goes on at the API server."""
-    _USE.join(LEAVE_S)
+    _USE.join(JOIN_S)
     for line in sys.stdin:
         threading.Thread(target=obey, args=(line,), daemon=True).start()
-    last = threading.Timer(LEAVE_S, os._exit, (1,))
-    last.daemon = True
-    last.start()
-    _USE.leave(_is_idle)
     os._exit(0)
 
 

@@ -22,8 +22,8 @@ import msgspec
 from rlboost_providers.skypilot.errors import explained
 from rlboost_runtime.errors import ProviderError
 
-CLOSE_S = 40.0
-"""Longest end of the child, which may have SkyPilot's API server to end."""
+CLOSE_S = 10.0
+"""Longest end of the child."""
 _CHILD = Path(__file__).with_name("child.py")
 _RETRY = "see the end of its log, {log}; then try again"
 

@@ -148,10 +148,11 @@ class Cloud:
         self.records[record.id] = record
         is_bare = record.is_spot and self._bare_left > 0
         self._bare_left -= is_bare
-        user, keys = _access(instance.user_data)
+        text = _user_data(instance.user_data)
+        user, keys = _access(text)
         machine = Machine(
             record.id[-10:], record.address, user, keys, replace(self._image, has_python=not is_bare),
-            self._folder / "machines",
+            self._folder / "machines", text if text.startswith("#!") else "",
         )  # fmt: skip
         self._machines[record.id] = machine
         try:
@@ -249,10 +250,15 @@ def _role(region: str, id: str) -> str | None:
     return next((a.iam_instance_profile.name for a in associations if a.instance.id == id), None)
 
 
-def _access(user_data: Any) -> tuple[str, str]:
-    """Return user name and public keys out of cloud-init's user data."""
+def _user_data(user_data: Any) -> str:
+    """Return the text that an instance was given, which moto keeps as it came."""
     text = "\n".join(user_data) if isinstance(user_data, list) else str(user_data or "")
-    if "ssh-" not in text:
-        text = base64.b64decode(text).decode(errors="replace")
+    if text.startswith("#") or "ssh-" in text:
+        return text
+    return base64.b64decode(text).decode(errors="replace")
+
+
+def _access(text: str) -> tuple[str, str]:
+    """Return user name and public keys out of cloud-init's user data."""
     user = re.search(r"- name: (\S+)", text)
     return (user.group(1) if user else "ubuntu"), "\n".join(re.findall(r"(ssh-\S+ \S+.*)", text))

@@ -20,6 +20,8 @@ from pathlib import Path
 BRIDGE = "rlblab0"
 GATEWAY = "10.231.255.254"
 """The host, as machines see it."""
+_NETWORKS = ("10.231", "172.31")
+"""That of the lab, and the default one of every account; the host is 255.254 in each."""
 PREFIX = "rlblab-"
 """Names of the lab's namespaces begin so."""
 USER_ID = 5000
@@ -35,7 +37,8 @@ def run(*command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
 def raise_bridge() -> None:
     """Make the bridge that all machines hang on."""
     run("ip", "link", "add", BRIDGE, "type", "bridge")
-    run("ip", "addr", "add", f"{GATEWAY}/16", "dev", BRIDGE)
+    for network in _NETWORKS:
+        run("ip", "addr", "add", f"{network}.255.254/16", "dev", BRIDGE)
     run("ip", "link", "set", BRIDGE, "up")
 
 
@@ -74,10 +77,11 @@ class Machine:
     """One machine. One thread at a time."""
 
     def __init__(
-        self, name: str, address: str, user: str, public_keys: str, image: Image, folder: Path
+        self, name: str, address: str, user: str, public_keys: str, image: Image, folder: Path, script: str
     ) -> None:
+        """`script` is run as root once it is up, as cloud-init does; "": nothing is."""
         self.name, self.address, self.user = name, address, user
-        self._keys, self._image = public_keys, image
+        self._keys, self._image, self._script = public_keys, image, script
         self._namespace = PREFIX + name
         self._link = f"rlbv{name[-10:]}"
         self._folder = folder / name
@@ -93,7 +97,7 @@ class Machine:
                 stdin=subprocess.DEVNULL,
                 stdout=console,
                 stderr=console,
-                env={**os.environ, "AUTHORIZED_KEYS": self._keys},
+                env={**os.environ, "AUTHORIZED_KEYS": self._keys, "USER_DATA": self._script},
                 start_new_session=True,
             )
         deadline = time.monotonic() + BOOT_S
@@ -146,7 +150,8 @@ class Machine:
         run(*inside, "addr", "add", f"{self.address}/16", "dev", "eth0")
         run(*inside, "link", "set", "eth0", "up")
         run(*inside, "link", "set", "lo", "up")
-        run(*inside, "route", "add", "default", "via", GATEWAY)
+        network = ".".join(self.address.split(".")[:2])
+        run(*inside, "route", "add", "default", "via", f"{network}.255.254")
 
     def _command(self) -> list[str]:
         return [

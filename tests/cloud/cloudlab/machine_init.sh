@@ -17,6 +17,7 @@ mkdir -p "$root/var/wheels"
 mount --bind -o ro "$wheels" "$root/var/wheels"
 hostname "$name"
 
+printf '%s' "$USER_DATA" > "$root/run/user-data.sh"
 cat > "$root/run/boot.sh" <<'BOOT'
 user=$1 uid=$2 has_python=$3
 [ "$has_python" = yes ] || rm -f /usr/bin/python3* /usr/bin/pip*
@@ -39,6 +40,10 @@ printf '#!/bin/sh\nkill -TERM 1\n' > /usr/local/sbin/shutdown # sshd is this mac
 chmod 755 /usr/local/sbin/shutdown
 rm -f /etc/ssh/ssh_host_*
 ssh-keygen -q -t ed25519 -N '' -f /etc/ssh/ssh_host_ed25519_key
+if [ -s /run/user-data.sh ]; then # as cloud-init runs it: root, and hardly an environment
+  env -i PATH="/home/$user/.local/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin" \
+    bash /run/user-data.sh > /run/user-data.log 2>&1 < /dev/null &
+fi
 exec env -i PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin /usr/sbin/sshd -D -e \
   -o UseDNS=no -o UsePAM=no -o MaxSessions=200 -o MaxStartups=100 -o PrintMotd=no
 BOOT
