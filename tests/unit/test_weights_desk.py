@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import sqlite3
 from pathlib import Path
 
-import pytest
-
 from rlboost_runtime.coordinator.accounts import UsageKind
-from rlboost_runtime.coordinator.egress import EgressMeter
 from rlboost_runtime.coordinator.ledger import Ledger
+from rlboost_runtime.coordinator.ledger_egress import Route
 from rlboost_runtime.coordinator.weights_desk import MAX_PEERS, WeightsDesk
-from rlboost_runtime.seams import SystemClock
 from rlboost_runtime.wire import Load, PeerListening, Published, VersionReady
 
 
@@ -70,7 +68,7 @@ def test_one_that_is_gone_is_forgotten() -> None:
 
 
 def test_figures_of_a_version_add_up() -> None:
-    moved: list[tuple[str, str, int]] = []
+    moved: list[tuple[str, str, str, int]] = []
     desk = desk_with()
     desk.on_wire = lambda *each: moved.append(each)
     desk.published(Published(3, "d" * 64, 1000, 2.0, stop_s=0.5, delta_bytes=40))
@@ -93,7 +91,8 @@ def test_figures_of_a_version_add_up() -> None:
         "slowest_pull_s": 3.5,
         "longest_pause_s": 0.5,
     }
-    assert ("a2", "peers", 600) in moved
+    assert [each[1:] for each in moved if each[2] == "peers"] == [("a2", "peers", 600)]
+    assert len({transfer for transfer, *_ in moved}) == 4
 
 
 def test_old_figures_are_dropped() -> None:
@@ -104,15 +103,68 @@ def test_old_figures_are_dropped() -> None:
     assert shown == list(range(80, 100))
 
 
-def test_egress_is_billed_once_and_to_the_micro_dollar(tmp_path: Path) -> None:
+def ledger_with(path: Path, **prices: int) -> Ledger:
+    """Machines in a zone each, with what a gigabyte to them costs in micro-dollars."""
+    ledger = Ledger(path)
+    for machine, price in prices.items():
+        ledger.intend(
+            machine, pool="spot", provider="aws", zone=f"us-{machine}", accelerator="H100:1",
+            price_micro_usd_per_hour=1, price_source="test", at=1.0,
+        )  # fmt: skip
+        ledger.set_egress_price(machine, price)
+    return ledger
+
+
+def test_egress_is_billed_to_the_micro_dollar(tmp_path: Path) -> None:
+    ledger = ledger_with(tmp_path / "ledger.sqlite", far=90_000, near=0)
+    for number in range(40):
+        ledger.add_egress(f"far {number}", "far", "head", 16_400_123, 1.0)
+    for number, (machine, source) in enumerate([("far", "peers"), ("near", "head"), ("unknown", "head")]):
+        ledger.add_egress(f"free {number}", machine, source, 10**12, 1.0)
+    total = 40 * 16_400_123 * 90_000 // 10**9
+    assert ledger.usage(2.0)[UsageKind.EGRESS] == total
+    assert ledger.egress_routes() == [Route("head", "aws/us-far", 40 * 16_400_123, total)]
+    ledger.close()
+
+
+def test_a_pull_that_is_told_to_the_next_coordinator_too_is_billed_once(tmp_path: Path) -> None:
+    ready = VersionReady(3, 10**9, 3.5, how="full", sources={"head": 9 * 10**8, "bucket": 10**8})
+    path = tmp_path / "ledger.sqlite"
+    ledger_with(path, far=90_000).close()
+    for _ in range(2):
+        ledger = Ledger(path)
+
+        def bill(transfer: str, machine: str, source: str, num: int, book: Ledger = ledger) -> None:
+            book.add_egress(transfer, machine, source, num, 1.0)
+
+        desk = WeightsDesk(ledger.zone_of, bill)
+        desk.ready("far/0", "far", ready)
+        desk.ready("far/0", "far", ready)
+        ledger.close()
+    ledger = Ledger(path)
+    assert ledger.usage(2.0)[UsageKind.EGRESS] == 90_000
+    assert [route.source for route in ledger.egress_routes()] == ["head", "bucket"]
+    ledger.close()
+
+
+def test_the_next_coordinator_knows_zones_and_has_no_peers_in_unknown_ones(tmp_path: Path) -> None:
+    ledger_with(tmp_path / "ledger.sqlite", here=0, there=0).close()
     ledger = Ledger(tmp_path / "ledger.sqlite")
-    prices = {"far": 90_000, "near": 0}
-    meter = EgressMeter(ledger, SystemClock(), prices.__getitem__, lambda _: "aws/us-east-2a")
-    for _ in range(40):
-        meter.moved("far", "head", 16_400_123)
-    meter.moved("far", "peers", 10**12)
-    meter.moved("near", "head", 10**12)
-    total = ledger.usage(SystemClock().wall() + 1)[UsageKind.EGRESS]
-    assert total == 40 * 16_400_123 * 90_000 // 10**9
-    assert meter.by_route == {"head -> aws/us-east-2a": pytest.approx(total / 1e6)}
+    desk = WeightsDesk(ledger.zone_of)
+    for machine in ("here", "there", "lost1", "lost2"):
+        desk.listening(f"{machine}/0", machine, PeerListening(f"https://{machine}", "PEM"))
+    assert [names(desk.load(f"{m}/0", m, 1)) for m in ("here", "there", "lost1")] == [[], [], []]
+    desk.listening("here/1", "here", PeerListening("https://here:2", "PEM"))
+    assert names(desk.load("here/0", "here", 1)) == ["here/1"]
+    ledger.close()
+
+
+def test_a_ledger_from_before_there_were_transfers_takes_them(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    ledger_with(path).close()
+    with sqlite3.connect(path) as db:
+        db.execute("DROP TABLE egress")
+        db.execute("DROP TABLE egress_prices")
+    ledger = ledger_with(path, far=90_000)
+    assert ledger.add_egress("1", "far", "head", 10**9, 1.0) == 90_000
     ledger.close()

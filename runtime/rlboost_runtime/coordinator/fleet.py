@@ -320,6 +320,8 @@ class Fleet:
             price_source=offer.source,
             at=self._clock.wall(),
         )
+        if offer.egress_micro_usd_per_gb:
+            self._ledger.set_egress_price(machine, offer.egress_micro_usd_per_gb)
 
     async def _terminate(self, machine: str, reason: str) -> None:
         log_event(log, "machine.terminating", machine=machine, reason=reason)

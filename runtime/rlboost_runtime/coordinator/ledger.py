@@ -17,12 +17,13 @@ Times are given in seconds since the Unix epoch and kept to the microsecond. Saf
 
 from __future__ import annotations
 
+from rlboost_runtime.coordinator.ledger_egress import EgressBook
 from rlboost_runtime.coordinator.ledger_machines import MachineBook
 from rlboost_runtime.coordinator.ledger_notes import NoteBook
 from rlboost_runtime.coordinator.ledger_steps import StepBook
 
 
-class Ledger(MachineBook, StepBook, NoteBook):
+class Ledger(MachineBook, StepBook, NoteBook, EgressBook):
     """All books of a run in `path`; created where they do not exist.
 
     With `read_only` nothing is created or changed. Raises `NotFound` where there is nothing to read, and

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
 import threading
 from collections.abc import Iterator
@@ -33,6 +34,13 @@ CREATE TABLE IF NOT EXISTS events (
 CREATE TABLE IF NOT EXISTS usage (
     id INTEGER PRIMARY KEY, at INTEGER NOT NULL, kind TEXT NOT NULL, micro_usd INTEGER NOT NULL,
     basis TEXT NOT NULL
+) STRICT;
+CREATE TABLE IF NOT EXISTS egress_prices (
+    machine TEXT PRIMARY KEY, micro_usd_per_gb INTEGER NOT NULL
+) STRICT;
+CREATE TABLE IF NOT EXISTS egress (
+    transfer TEXT PRIMARY KEY, machine TEXT NOT NULL, source TEXT NOT NULL, zone TEXT NOT NULL,
+    num_bytes INTEGER NOT NULL, micro_usd INTEGER NOT NULL
 ) STRICT;
 CREATE TABLE IF NOT EXISTS waste (
     machine TEXT NOT NULL, kind TEXT NOT NULL, wasted_ns INTEGER NOT NULL, PRIMARY KEY (machine, kind)
@@ -86,10 +94,16 @@ class LedgerFile:
                 f"the ledger has schema version {version}, this program knows {SCHEMA_VERSION}",
                 "use the RLBoost version that the run was started with",
             )
-        if not read_only and version == 0:
+        if not read_only and not self._has_all_tables():
             self._db.executescript(
                 f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
             )
+
+    def _has_all_tables(self) -> bool:
+        """Whether nothing is to be created: a file made by an older program lacks what came later, and a
+        full disk must not keep a complete one from being opened."""
+        found = {row[0] for row in self._db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        return set(re.findall(r"EXISTS (\w+)", _SCHEMA)) <= found
 
     @contextmanager
     def _transaction(self, *, durable: bool = True) -> Iterator[sqlite3.Connection]:

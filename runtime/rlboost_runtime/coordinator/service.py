@@ -23,7 +23,6 @@ from rlboost_runtime.coordinator.accounts import to_ns
 from rlboost_runtime.coordinator.agent_links import AgentLinks, Timing
 from rlboost_runtime.coordinator.bought import Bought
 from rlboost_runtime.coordinator.commitment import committed_micro_usd
-from rlboost_runtime.coordinator.egress import EgressMeter
 from rlboost_runtime.coordinator.fleet import Fleet, MachineMaker
 from rlboost_runtime.coordinator.ledger import Ledger
 from rlboost_runtime.coordinator.server import Handlers, bind, make_app, make_server
@@ -140,9 +139,8 @@ class Coordinator:
         )
         self._waste = WasteMeter(self._ledger, self._state.core, self._state.tally, self._state.now)
         self._agents.intake.on_accepted = self._waste.hear_tokens
-        self._egress = EgressMeter(self._ledger, clock, self._egress_price, self._zone_of)
-        self._agents.weights.zone_of = self._zone_of
-        self._agents.weights.on_wire = self._egress.moved
+        self._agents.weights.zone_of = self._ledger.zone_of
+        self._agents.weights.on_wire = self._bill_egress
         self._trainer.on_published = self._agents.weights.published
         self._story = Story(self._ledger, clock, self._state.core)
         self._ending: Ending | None = None
@@ -154,13 +152,8 @@ class Coordinator:
         self._state.on_change = self._changed.set
         self._state.on_event = self._hear
 
-    def _zone_of(self, machine: str) -> str:
-        offer = self._fleet.offer_of(machine)
-        return "" if offer is None else f"{offer.provider}/{offer.zone}"
-
-    def _egress_price(self, machine: str) -> int:
-        offer = self._fleet.offer_of(machine)
-        return 0 if offer is None else offer.egress_micro_usd_per_gb
+    def _bill_egress(self, transfer: str, machine: str, source: str, num_bytes: int) -> None:
+        self._ledger.add_egress(transfer, machine, source, num_bytes, self._clock.wall())
 
     def _hear(self, event: Event, commands: list[Command], core: Core) -> None:
         self._story.tell(event, commands, core)

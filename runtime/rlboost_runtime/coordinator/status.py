@@ -112,7 +112,7 @@ def build_status(sources: StatusSources, now_wall: float) -> dict[str, Any]:
         },
         "machines": _machines(sources, now_wall),
         "instances": _instances(sources),
-        "weights": agents.weights.as_json(),
+        "weights": {**agents.weights.as_json(), "egress": _egress(sources)},
         "cost": {
             "spent_usd": sources.ledger.total_micro_usd(now_wall) / 1e6,
             "rate_usd_per_hour": sources.ledger.rate_micro_usd_per_hour() / 1e6,
@@ -179,6 +179,13 @@ def _before_the_first_step(sources: StatusSources) -> str:
         return "starting the trainer"
     newest = sources.state.core.newest_version
     return "publishing the first policy version" if newest is None else "asking for the first step"
+
+
+def _egress(sources: StatusSources) -> list[dict[str, Any]]:
+    return [
+        {"source": r.source, "zone": r.zone, "bytes": r.num_bytes, "usd": r.micro_usd / 1e6}
+        for r in sources.ledger.egress_routes()
+    ]
 
 
 def _machines(sources: StatusSources, now_wall: float) -> list[dict[str, Any]]:

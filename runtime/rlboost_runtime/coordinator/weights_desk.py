@@ -68,12 +68,12 @@ class _Listener:
 
 class WeightsDesk:
     """Knows versions and peers. `zone_of` says where a machine is; `on_wire` hears of bytes that moved:
-    (machine, from where, bytes)."""
+    (name of the transfer, machine, from where, bytes); of the same again after a restart."""
 
     def __init__(
         self,
         zone_of: Callable[[str], str] = lambda _: "",
-        on_wire: Callable[[str, str, int], None] = lambda *_: None,
+        on_wire: Callable[[str, str, str, int], None] = lambda *_: None,
     ) -> None:
         self.zone_of = zone_of
         self.on_wire = on_wire
@@ -104,7 +104,7 @@ class WeightsDesk:
         near = sorted(
             name
             for name, listener in self._listeners.items()
-            if listener.zone == zone and len(listener.strikes) < STRIKES
+            if zone and listener.zone == zone and len(listener.strikes) < STRIKES
         )
         digest = self._versions[version].digest if version in self._versions else ""
         others = [name for name in near if name != instance]
@@ -129,7 +129,8 @@ class WeightsDesk:
         for holder, num_bytes in message.sources.items():
             source = holder if holder in ("head", "bucket") else "peers"
             figures.wire_bytes[source] = figures.wire_bytes.get(source, 0) + num_bytes
-            self.on_wire(machine, source, num_bytes)
+            transfer = f"{instance} v{message.version} {holder} {message.pull_s:.6f} {num_bytes}"
+            self.on_wire(transfer, machine, source, num_bytes)
         for holder in message.complaints:
             listener = self._listeners.get(holder)
             if listener is not None:
