@@ -77,6 +77,7 @@ def test_versions_are_relayed_read_in_ranges_and_forgotten(s3: str, store: Weigh
             part = bytearray(100_000)
             fill(memoryview(part))
             parts.append(bytes(part))
+    stream.close()
     assert b"".join(parts) == data[100_000:300_000]
     assert forget(bucket, keep=1) == [1]
     with pytest.raises(Absent):
@@ -90,6 +91,7 @@ def test_what_a_bucket_answers_is_put_into_words(s3: str, store: WeightStore) ->
         stream.open_range("model.safetensors", 0, 10, 10) as fill,
     ):
         fill(memoryview(bytearray(10)))
+    stream.close()
     relay(open_bucket(URL, 10.0), publish(store, 1))
     with pytest.raises(ProtocolError, match="larger than 10 bytes"):
         stream.read_file(MANIFEST, 10)

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+import socket
 import ssl
 import threading
 import time
@@ -107,8 +108,6 @@ class Lab:
 
 @contextmanager
 def serve(tls: ssl.SSLContext, token: str, catalog: Catalog) -> Iterator[WeightHttpServer]:
-    import socket
-
     listener = socket.create_server(("127.0.0.1", 0))
     server = WeightHttpServer(listener, tls, token, catalog)
     stop = threading.Event()
@@ -187,6 +186,7 @@ def test_a_base_with_a_wrong_byte_costs_one_chunk(lab: Lab, head: Holder) -> Non
     pulled = lab.pull("a", head, 1)
     assert pulled.how == "delta"
     assert pulled.pulled_bytes > CHUNK
+    assert "did not come out right" in pulled.complaints["delta"]
     assert lab.holds("a", 1)
 
 
@@ -278,6 +278,14 @@ def test_a_half_linked_version_is_pulled_over_the_network(lab: Lab, head: Holder
     assert lab.pull("a", head, 3).how == "full"
     assert original.read_bytes() == before
     assert not (lab.folder("a") / "v000003" / "model.safetensors").samefile(original)
+
+
+def test_a_file_cut_short_in_the_store_is_not_linked(lab: Lab, head: Holder) -> None:
+    manifest = lab.publish(3)
+    os.truncate(lab.run.weights / "v000003" / "model.safetensors", 1000)
+    with pytest.raises(RuntimeFault, match="came wrong"):
+        lab.pull("a", head, 3, store=str(lab.run.weights), digest=manifest.content_digest)
+    assert not (lab.folder("a") / "v000003").exists()
 
 
 # --- peers -----------------------------------------------------------------------------------------------
@@ -451,6 +459,21 @@ def test_a_url_that_is_no_bucket_is_told(lab: Lab, head: Holder) -> None:
     lab.publish(1)
     with pytest.raises(Exception, match=r"weights.bucket 'nonsense' cannot be used"):
         lab.pull("a", head, 1, holders=(Holder("bucket", Kind.BUCKET, "nonsense"),))
+
+
+def test_a_bucket_that_does_not_answer_delays_nobody(
+    lab: Lab, head: Holder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab.publish(1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.setenv(name, "test")
+        bucket = Holder("bucket", Kind.BUCKET, "s3://b/p")
+        began = time.monotonic()
+        lab.pull("a", head, 1, holders=(bucket,))
+        assert time.monotonic() - began < PATIENT.idle_s - 0.5
+    assert lab.holds("a", 1)
 
 
 # --- a head that is shared -------------------------------------------------------------------------------

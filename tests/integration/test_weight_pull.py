@@ -512,6 +512,21 @@ def test_a_version_damaged_on_this_machine_is_fetched_again(run: RunFolder, fold
     assert same_files(run, folder)
 
 
+def test_reading_what_is_here_already_counts_as_progress(run: RunFolder, folder: Path) -> None:
+    """A slow disk takes minutes for that, and whoever waits for us takes silence for a standstill."""
+    manifest = publish(run, 1, 1_000_000)
+    with bad_server(run, Faults(run)) as url:
+        pull_now(run, folder, url, PATIENT)
+        (folder / "v000001").rename(folder / "v000001.part")
+        (folder / "v000001.part" / ".verified").write_bytes(
+            b"\1" * sum(len(f.chunks) for f in manifest.files)
+        )
+        for _ in range(2):  # a part that is taken up, and a version that is here
+            progress = Progress()
+            pull(request(run, folder, url), progress, PATIENT)
+            assert progress.moved_bytes == manifest.num_bytes
+
+
 def test_a_part_of_other_content_is_not_mixed_in(run: RunFolder, folder: Path) -> None:
     publish(run, 1, 1_000_000, seed=1)
     faults = Faults(run, hang_requests=10**6)

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ import pytest
 from rlboost_runtime import security
 from rlboost_runtime.run_folder import RunFolder, read_json
 from rlboost_runtime.weights import server
+from rlboost_runtime.weights import serving as serving_module
 from rlboost_runtime.weights.manifest import Probe, decode_manifest
 from rlboost_runtime.weights.store import WeightStore
 
@@ -180,6 +181,40 @@ def test_a_version_stays_while_it_is_being_pulled_and_a_little_after(run: RunFol
         wait_until(lambda: store.collect() == [1])
         assert get(run, port, "/v1/weights/1/manifest.json")[0] == 404
         assert get(run, port, "/v1/weights/2/manifest.json")[0] == 200
+
+
+def test_who_shows_no_token_holds_no_connection(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving_module, "PROVE_S", 0.5)
+    WeightStore(run.weights).publish(3, writer(os.urandom(1000)), PROBE)
+    headers = {"Authorization": f"Bearer {security.read_token(run)}"}
+    with serving(run) as port, client(run, port) as stranger, client(run, port) as friend:
+        friend.request("GET", "/v1/weights/latest", headers=headers)
+        assert friend.getresponse().read() == b'{"version": 3}'
+        friends = friend.sock
+        stranger.connect()
+        began = time.monotonic()
+        stranger.sock.sendall(b"GET /")  # and nothing more
+        with suppress(OSError):  # reset or end of stream
+            assert stranger.sock.recv(1) == b""
+        assert time.monotonic() < began + 4
+        friend.request("GET", "/v1/weights/latest", headers=headers)
+        assert friend.getresponse().read() == b'{"version": 3}'
+        assert friend.sock is friends
+
+
+def test_a_file_cut_short_while_it_is_sent_ends_the_answer_not_the_server(run: RunFolder) -> None:
+    store = WeightStore(run.weights)
+    store.publish(3, writer(os.urandom(32_000_000)), PROBE)
+    headers = {"Authorization": f"Bearer {security.read_token(run)}"}
+    with serving(run) as port:
+        with client(run, port) as connection:
+            connection.request("GET", "/v1/weights/3/model.safetensors", headers=headers)
+            response = connection.getresponse()
+            response.read(1000)
+            os.truncate(store.path(3) / "model.safetensors", 2_000_000)
+            with pytest.raises(http.client.IncompleteRead):
+                response.read()
+        assert get(run, port, "/v1/weights/latest")[0] == 200
 
 
 def start(run: RunFolder) -> subprocess.Popen[bytes]:

@@ -237,6 +237,21 @@ def test_the_cheaper_way_is_taken(transfer: Transfer, sizes: list[int | None], l
     assert num_deltas(transfer, FULL, sizes, link) == num
 
 
+def test_where_nothing_can_be_written_the_loops_are_compiled_without_a_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compile_it = kernels.numba.njit
+
+    def njit(**options: bool) -> object:
+        if options.get("cache"):
+            raise RuntimeError("cannot cache function: no locator available for file")
+        return compile_it(**options)
+
+    monkeypatch.setattr(kernels.numba, "njit", njit)
+    loop = kernels._compiled(lambda patterns: patterns.size)
+    assert loop(np.zeros(3, np.int16)) == 3
+
+
 def test_cost_is_egress_and_waiting() -> None:
     assert cost_usd(10**9, 0, Link(1e9, 0.08, 3600.0)) == pytest.approx(0.08 + 1.0)
     assert cost_usd(0, 3 * 10**9, Link(1e9, 0.08, 3600.0)) == pytest.approx(2.0)

@@ -209,6 +209,23 @@ def test_a_disk_filled_by_the_manifest_is_explained_too(store: WeightStore) -> N
     assert listing(store) == []
 
 
+def test_a_delta_that_finds_no_space_is_left_out(store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: Path, folder: Path, *__: object) -> None:
+        (folder / "delta-v000001.bin").write_bytes(b"half of it")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def write(folder: Path) -> None:
+        header = b'{"w": {"dtype": "BF16", "shape": [8], "data_offsets": [0, 16]}}'
+        (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
+
+    store.max_deltas = 2
+    store.publish(1, write, PROBE)
+    assert [d.base for d in store.publish(2, write, PROBE).deltas] == [1]
+    monkeypatch.setattr("rlboost_runtime.weights.lineage.add_deltas", full)
+    assert store.publish(3, write, PROBE).deltas == ()
+    assert not list(store.path(3).glob("delta-*"))
+
+
 def test_an_error_in_words_from_safetensors_is_understood(store: WeightStore) -> None:
     def write(folder: Path) -> None:
         raise RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")

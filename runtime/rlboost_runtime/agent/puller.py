@@ -48,6 +48,10 @@ class Pulled:
     complaints: dict[str, str] = field(default_factory=dict)
 
 
+MIN_MEASURED_BYTES = 8 * 1024 * 1024
+"""A pull of fewer bytes tells how long an answer takes, not what the link carries."""
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """Where and how to pull. `folder` receives a sub-folder per version; see `weights.pull.PullRequest`."""
@@ -79,6 +83,7 @@ class _Line(msgspec.Struct):
     bytes_per_s: float = 0.0
     by_holder: dict[str, int] = {}
     complaints: dict[str, str] = {}
+    num_corrupt: int = 0
 
 
 class Puller:
@@ -139,7 +144,9 @@ class Puller:
                 if line.error:
                     raise RuntimeFault(line.error, f"see {self._log_path}")
                 if line.done:
-                    self._bytes_per_s = line.bytes_per_s or self._bytes_per_s
+                    if line.pulled_bytes >= MIN_MEASURED_BYTES:
+                        self._bytes_per_s = line.bytes_per_s
+                    _report(version, line)
                     return Pulled(
                         version,
                         Path(line.folder),
@@ -190,3 +197,14 @@ class Puller:
         if self._source.bucket:
             holders.append({"name": "bucket", "kind": "bucket", "url": self._source.bucket})
         return holders
+
+
+def _report(version: int, line: _Line) -> None:
+    """Say what went wrong in a pull that came to a good end."""
+    if line.num_corrupt:
+        event(log, "pull.chunks_corrupt", level=logging.WARNING, version=version, num_chunks=line.num_corrupt)
+    for holder, problem in line.complaints.items():
+        event(
+            log, "pull.holder_left_out", level=logging.WARNING,
+            version=version, holder=holder, problem=problem,
+        )  # fmt: skip

@@ -12,9 +12,10 @@ SDKs' usual environment variables, files and instance roles.
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,12 +29,18 @@ from rlboost_runtime.weights.manifest import MANIFEST
 from rlboost_runtime.weights.range_client import Absent, Damaged, Fill, Unusable
 
 if TYPE_CHECKING:
+    from obstore import Bytes
     from obstore.store import ObjectStore
 
 RETRIES = 2
 """Of one request, by the library; a pull tries again anyway."""
 UPLOAD_TIMEOUT_S = 600.0
 """Longest time that one part of an upload may take, retries included."""
+LEAST_PART_BYTES = 8 * 1024 * 1024
+MOST_PARTS = 9000
+"""Of one upload; S3 takes 10,000."""
+UPLOADS = 4
+"""Parts in memory at once."""
 
 
 def open_bucket(url: str, timeout_s: float) -> ObjectStore:
@@ -65,8 +72,12 @@ def relay(bucket: ObjectStore, folder: Path, *, full: bool = True) -> int:
     prefix = manifests.version_name(manifest.version)
     try:
         for name in [*names, MANIFEST]:
-            obstore.put(bucket, f"{prefix}/{name}", folder / name)
-            sent += (folder / name).stat().st_size
+            size = (folder / name).stat().st_size
+            part_bytes = max(LEAST_PART_BYTES, size // MOST_PARTS + 1)
+            obstore.put(
+                bucket, f"{prefix}/{name}", folder / name, chunk_size=part_bytes, max_concurrency=UPLOADS
+            )
+            sent += size
     except (exceptions.BaseError, OSError) as exc:
         raise RuntimeFault(
             f"version {manifest.version} cannot be written to the bucket: {_first_line(exc)}",
@@ -109,11 +120,14 @@ class BucketSource:
 
 
 class BucketStream:
-    """Reads one range after the other, each within the library's timeout: `abort` need do nothing."""
+    """Reads one range after the other, each within the library's timeout, or until `abort`."""
 
     def __init__(self, bucket: ObjectStore, prefix: str) -> None:
         self._bucket = bucket
         self._prefix = prefix
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[Any] | None = None
+        self._aborted = False
 
     def read_file(self, name: str, max_bytes: int) -> bytes:
         """Return a whole file of at most `max_bytes`."""
@@ -131,7 +145,7 @@ class BucketStream:
 
         def fill(view: memoryview) -> None:
             nonlocal at
-            data = memoryview(obstore.get_range(self._bucket, path, start=at, length=len(view)))
+            data = memoryview(self._get_range(path, at, len(view)))
             if len(data) != len(view):
                 raise Damaged(f"{name}: {len(data)} bytes at {at}, expected {len(view)}")
             view[:] = data
@@ -141,10 +155,33 @@ class BucketStream:
             yield fill
 
     def abort(self) -> None:
-        """Do nothing: see the class."""
+        """Make a thread that waits on this stream fail now. The only method for other threads."""
+        self._aborted = True
+        loop, task = self._loop, self._task
+        if loop is not None and task is not None:
+            with suppress(RuntimeError):  # closed meanwhile
+                loop.call_soon_threadsafe(task.cancel)
 
     def close(self) -> None:
-        """Do nothing: connections are shared."""
+        """Close; idempotent. Connections are shared."""
+        if self._loop is not None:
+            self._loop.close()
+            self._loop = None
+
+    def _get_range(self, path: str, start: int, length: int) -> Bytes:
+        """Return a range; a coroutine, so that a hanging bucket can be left at once."""
+        self._loop = self._loop or asyncio.new_event_loop()
+
+        async def get() -> Bytes:
+            self._task = asyncio.current_task()
+            if self._aborted:
+                raise Unusable("nobody needs it any more")
+            return await obstore.get_range_async(self._bucket, path, start=start, length=length)
+
+        try:
+            return self._loop.run_until_complete(get())
+        except asyncio.CancelledError as exc:
+            raise Unusable("nobody needs it any more") from exc
 
 
 @contextmanager

@@ -55,7 +55,7 @@ class Entry:
         at = 0
         for file in self.manifest.all_files:
             if file.name == name:
-                return all(marks[at + i] for i in _chunks(file, start, end))
+                return all(marks[at + i : at + i + 1] == b"\1" for i in _chunks(file, start, end))
             at += len(file.chunks)
         return False
 

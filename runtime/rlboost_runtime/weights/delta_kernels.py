@@ -121,9 +121,7 @@ def find_changes() -> Callable[[Patterns, Patterns, Bytes, Bytes], tuple[int, in
     The last two arrays are filled, and need room for `max_tokens` and `max_extras`. Compiled when first
     called in a process, or taken from numba's cache on disk.
     """
-    compiled: Callable[[Patterns, Patterns, Bytes, Bytes], tuple[int, int, int]] = numba.njit(
-        nogil=True, cache=True
-    )(_find_changes)
+    compiled: Callable[[Patterns, Patterns, Bytes, Bytes], tuple[int, int, int]] = _compiled(_find_changes)
     return compiled
 
 
@@ -133,5 +131,13 @@ def apply_changes() -> Callable[[Patterns, Bytes, Bytes], bool]:
 
     Patterns are those of the base and are changed in place; False leaves them undefined.
     """
-    compiled: Callable[[Patterns, Bytes, Bytes], bool] = numba.njit(nogil=True, cache=True)(_apply_changes)
+    compiled: Callable[[Patterns, Bytes, Bytes], bool] = _compiled(_apply_changes)
     return compiled
+
+
+def _compiled(loop: Callable[..., Any]) -> Any:
+    """Return the loop compiled; numba refuses to cache where it may write nowhere, and needs no cache."""
+    try:
+        return numba.njit(nogil=True, cache=True)(loop)
+    except RuntimeError:
+        return numba.njit(nogil=True)(loop)

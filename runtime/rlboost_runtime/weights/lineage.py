@@ -18,6 +18,7 @@ from rlboost_runtime.errors import ProtocolError
 from rlboost_runtime.weights import manifest as manifests
 from rlboost_runtime.weights.delta import MAX_SHARE, write_delta
 from rlboost_runtime.weights.manifest import Delta, File, Manifest
+from rlboost_runtime.weights.store import DELTA_PREFIX, describe_file
 
 TARGET = "model.safetensors"
 MAX_CHAIN_SHARE = MAX_SHARE
@@ -33,8 +34,6 @@ def add_deltas(
     `base_folder`: the version before, held by the caller. Without deltas where that one has another layout or
     too much has changed. Raises `OSError`.
     """
-    from rlboost_runtime.weights.store import describe_file
-
     try:
         base = manifests.read_manifest(base_folder)
     except ProtocolError:
@@ -68,7 +67,7 @@ def add_deltas(
 
 def delta_name(base: int) -> str:
     """Return the name of the delta that starts at version `base`."""
-    return f"delta-{manifests.version_name(base)}.bin"
+    return f"{DELTA_PREFIX}{manifests.version_name(base)}.bin"
 
 
 def _file(manifest: Manifest, name: str) -> File | None:

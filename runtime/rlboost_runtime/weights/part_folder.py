@@ -19,7 +19,7 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -36,6 +36,9 @@ LOCK_S = 5.0
 """How long to wait for a former puller of the same version to die."""
 _LOCK_RETRY_S = 0.05
 _HASH_THREADS = 2
+
+Seen = Callable[[int], None]
+"""Hears of bytes that were read and verified on disk: that takes a while, and is no standstill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,11 @@ def all_pieces(manifest: Manifest) -> list[Piece]:
     return [Piece(i, file, chunk) for i, (file, chunk) in enumerate(pieces)]
 
 
-def complete_version(folder: Path, manifest: Manifest) -> Path | None:
+def _unseen(_: int) -> None:
+    """Take no note."""
+
+
+def complete_version(folder: Path, manifest: Manifest, seen: Seen = _unseen) -> Path | None:
     """Return the folder of this very version where every byte of it is here already; reads all of it."""
     path = folder / manifests.version_name(manifest.version)
     try:
@@ -69,7 +76,7 @@ def complete_version(folder: Path, manifest: Manifest) -> Path | None:
         return None
     fds = _open_files(path, manifest.files, os.O_RDONLY)
     try:
-        return path if all(sizes) and all(_verify(fds, pieces_of(manifest))) else None
+        return path if all(sizes) and all(_verify(fds, pieces_of(manifest), seen)) else None
     finally:
         _close(fds)
 
@@ -77,7 +84,8 @@ def complete_version(folder: Path, manifest: Manifest) -> Path | None:
 class PartFolder:
     """The folder of one pull, from `part_folder`. `write` may be called by several threads."""
 
-    def __init__(self, path: Path, manifest: Manifest, marks: int) -> None:
+    def __init__(self, path: Path, manifest: Manifest, marks: int, seen: Seen = _unseen) -> None:
+        self._seen = seen
         self._path = path
         self._manifest = manifest
         self._marks = marks
@@ -115,7 +123,7 @@ class PartFolder:
             _allocate(self._fds[file.name], file.size)
         unmarked = {piece.index for piece in self._unmarked(pieces)}
         marked = [piece for piece in pieces if piece.index not in unmarked]
-        for piece, good in zip(marked, _verify(self._fds, marked), strict=True):
+        for piece, good in zip(marked, _verify(self._fds, marked, self._seen), strict=True):
             if not good:
                 os.pwrite(self._marks, b"\0", piece.index)
         return self._unmarked(pieces)
@@ -135,8 +143,10 @@ class PartFolder:
 
     def adopt(self, source: Path) -> Path | None:
         """Become the version by links to the files in `source`; returns its folder, None where the file
-        system has no links between the two."""
+        system has no links between the two, or a file there has not its size."""
         with _explaining_disk_errors(self._path):
+            if any((source / f.name).stat().st_size != f.size for f in self._manifest.all_files):
+                return None
             self._drop_other_content()
             for file in self._manifest.all_files:
                 self.file(file.name).unlink(missing_ok=True)
@@ -184,12 +194,12 @@ class PartFolder:
 
 
 @contextmanager
-def part_folder(folder: Path, manifest: Manifest) -> Iterator[PartFolder]:
+def part_folder(folder: Path, manifest: Manifest, seen: Seen = _unseen) -> Iterator[PartFolder]:
     """Lock, create or take up the part folder of a version. Raises `RuntimeFault`: disk full, or in use."""
     path = folder / (manifests.version_name(manifest.version) + PART)
     marks = _lock_waiting(path)
     try:
-        part = PartFolder(path, manifest, marks)
+        part = PartFolder(path, manifest, marks, seen)
         try:
             yield part
         finally:
@@ -260,11 +270,12 @@ def _allocate(fd: int, size: int) -> None:
         os.posix_fallocate(fd, 0, size)
 
 
-def _verify(fds: dict[str, int], pieces: list[Piece]) -> list[bool]:
+def _verify(fds: dict[str, int], pieces: list[Piece], seen: Seen) -> list[bool]:
     """Whether the bytes on disk are those of each piece."""
 
     def good(piece: Piece) -> bool:
         data = os.pread(fds[piece.file.name], piece.chunk.length, piece.chunk.offset)
+        seen(len(data))
         return manifests.digest(data) == piece.chunk.blake3
 
     if len(pieces) < 2:

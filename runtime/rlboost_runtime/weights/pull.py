@@ -140,8 +140,8 @@ class _Pull:
         request = self._request
         manifest = self._fetch_manifest()
         self._progress.total_bytes = manifest.num_bytes
-        with part_folder(folder, manifest) as part:
-            path = complete_version(folder, manifest)
+        with part_folder(folder, manifest, self._progress.verified) as part:
+            path = complete_version(folder, manifest, self._progress.verified)
             pulled = Pulled(path or folder, full_bytes=manifest.num_bytes)
             if path is None:
                 missing = part.prepare()
@@ -190,6 +190,9 @@ class _Pull:
         paths = [part.file(delta.file.name) for delta in reversed(chain.deltas)]
         pulled.restored_bytes = restore(part, chain.base, paths, target, self._progress)
         pulled.how = "delta" if pulled.restored_bytes else "full"
+        wrong = sum(piece.chunk.length for piece in target) - pulled.restored_bytes
+        if wrong:
+            pulled.complaints["delta"] = f"{wrong} bytes did not come out right and are fetched whole"
         return part.missing()
 
     # --- bytes --------------------------------------------------------------------------------------------

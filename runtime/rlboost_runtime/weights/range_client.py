@@ -89,6 +89,7 @@ class RangeStream:
     def __init__(self, source: WeightSource) -> None:
         self._source = source
         self._connection: http.client.HTTPSConnection | None = None
+        self._aborted = False
 
     def read_file(self, name: str, max_bytes: int) -> bytes:
         """Return a whole file of at most `max_bytes`."""
@@ -127,6 +128,7 @@ class RangeStream:
 
     def abort(self) -> None:
         """Make a thread that waits on this stream fail now. The only method for other threads."""
+        self._aborted = True  # one that is still connecting sees it then
         connection = self._connection
         sock = None if connection is None else connection.sock
         if sock is not None:
@@ -144,6 +146,8 @@ class RangeStream:
         reusable = False
         try:
             connection = self._connection = self._connection or self._connect()
+            if self._aborted:
+                raise Unusable("nobody needs it any more")
             connection.request("GET", f"{self._source.folder}/{name}", headers=self._headers() | headers)
             response = connection.getresponse()
             yield response

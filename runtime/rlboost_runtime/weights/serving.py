@@ -11,14 +11,15 @@ process uses several cores, and a slow receiver blocks its own thread only.
 
 Guarantees: without the token every answer is 401; only what the catalog finds is reachable; receivers share
 the link (`weights.shares`); one that takes less than `LEAST_BYTES` in `UNREAD_S` is cut off, so that a
-vanished or idling machine holds nothing; beyond `MAX_CONNECTIONS` new ones are closed at once.
+vanished or idling machine holds nothing; one that has not shown the token within `PROVE_S` is closed;
+beyond `MAX_CONNECTIONS` new ones are closed at once. Files are read, not mapped: one that is cut short under
+our hands ends an answer, not the process.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import mmap
 import os
 import re
 import select
@@ -28,6 +29,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from socketserver import BaseServer, ThreadingMixIn
@@ -46,9 +48,13 @@ log = logging.getLogger(__name__)
 
 PIECE_BYTES = 1024 * 1024
 """Sent between two looks at the shares."""
+READ_BYTES = 256 * 1024
+"""Read at once for encryption: stays in a core's cache until it is encrypted."""
 HANDSHAKE_S = 10.0
 IDLE_S = 60.0
 """A connection without a request for this long is closed."""
+PROVE_S = 20.0
+"""From the first byte to the token: whoever has none holds no connection for long."""
 UNREAD_S = 30.0
 LEAST_BYTES = 64 * 1024
 MAX_CONNECTIONS = 1024
@@ -76,7 +82,7 @@ class WeightHttpServer(ThreadingMixIn, BaseServer):
         self.token = token
         self.catalog = catalog
         self.shares = Shares()
-        self._open: set[socket.socket] = set()
+        self._open: dict[socket.socket, _Open] = {}
         self._lock = threading.Lock()
         listener.setblocking(True)
         listener.settimeout(POLL_S)
@@ -91,14 +97,33 @@ class WeightHttpServer(ThreadingMixIn, BaseServer):
                 self._accept()
                 if time.monotonic() > tidied + POLL_S:
                     self.catalog.tidy()
+                    self._close_unproved()
                     tidied = time.monotonic()
         finally:
             self.socket.close()
             with self._lock:
-                for connection in self._open:
-                    with suppress(OSError):
-                        connection.shutdown(socket.SHUT_RDWR)
+                for connection in self._open.values():
+                    connection.shut()
             self.catalog.close()
+
+    def wrapped(self, connection: socket.socket, tls: ssl.SSLSocket) -> None:
+        """An accepted connection goes on under another object."""
+        with self._lock:
+            if connection in self._open:
+                self._open[connection].sock = tls
+
+    def proved(self, connection: socket.socket) -> None:
+        """Who is behind an accepted connection has shown the token."""
+        with self._lock:
+            if connection in self._open:
+                self._open[connection].is_proved = True
+
+    def _close_unproved(self) -> None:
+        before = time.monotonic() - PROVE_S
+        with self._lock:
+            for connection in self._open.values():
+                if not connection.is_proved and connection.since < before:
+                    connection.shut()
 
     def _accept(self) -> None:
         try:
@@ -113,13 +138,13 @@ class WeightHttpServer(ThreadingMixIn, BaseServer):
             if len(self._open) >= MAX_CONNECTIONS:
                 connection.close()
                 return
-            self._open.add(connection)
+            self._open[connection] = _Open(connection)
         self.process_request(connection, address)
 
     def shutdown_request(self, request: Any) -> None:  # socketserver's own type
         """Close a connection."""
         with self._lock:
-            self._open.discard(request)
+            self._open.pop(request, None)
         with suppress(OSError):
             request.close()
 
@@ -127,6 +152,20 @@ class WeightHttpServer(ThreadingMixIn, BaseServer):
         """Log what went wrong with one connection; receivers that vanish are the normal case."""
         if not isinstance(sys.exception(), OSError):  # also ssl.SSLError
             log.exception("a connection failed")
+
+
+@dataclass(slots=True)
+class _Open:
+    """A connection that somebody has with us."""
+
+    sock: socket.socket
+    since: float = field(default_factory=time.monotonic)
+    is_proved: bool = False
+
+    def shut(self) -> None:
+        """Make the thread that serves it fail now."""
+        with suppress(OSError):
+            socket.socket.shutdown(self.sock, socket.SHUT_RDWR)  # SSLSocket's own would change its state
 
 
 class _TooSlow(OSError):
@@ -141,11 +180,12 @@ class _Handler(BaseHTTPRequestHandler):
     server: WeightHttpServer
 
     def setup(self) -> None:
-        plain: socket.socket = self.request
+        plain = self._accepted = self.request
         plain.settimeout(HANDSHAKE_S)
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self.server.tls is not None:
             self.request = self.server.tls.wrap_socket(plain, server_side=True)
+            self.server.wrapped(plain, self.request)
         super().setup()
 
     def finish(self) -> None:
@@ -163,6 +203,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not security.authorised(self.headers.get("Authorization"), self.server.token):
             self._say(401, {"error": "no or wrong token"})
             return
+        self.server.proved(self._accepted)
         catalog = self.server.catalog
         if self.path == "/v1/weights/latest":
             version = catalog.latest()
@@ -247,23 +288,26 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send_encrypted(self, sending: Sending, fd: int, start: int, end: int) -> None:
         pace = _Pace()
-        with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as pages, memoryview(pages) as data:
-            for at in range(start, end, PIECE_BYTES):
-                self.server.shares.wait(sending)
-                with data[at : min(end, at + PIECE_BYTES)] as piece:
-                    sent = 0
-                    while sent < len(piece):
-                        with piece[sent:] as rest:
-                            count = self.request.send(rest)
-                        sent += count
-                        pace.sent(count)
+        memory = memoryview(bytearray(min(READ_BYTES, end - start)))
+        for at in range(start, end, READ_BYTES):
+            if (at - start) % PIECE_BYTES == 0:
+                self.server.shares.wait(sending, PIECE_BYTES if at > start else 0)
+            piece = memory[: min(READ_BYTES, end - at)]
+            if os.preadv(fd, [piece], at) != len(piece):
+                raise ConnectionError("the file became shorter")
+            while piece:
+                count = self.request.send(piece)
+                piece = piece[count:]
+                pace.sent(count)
 
     def _send_plain(self, sending: Sending, fd: int, start: int, end: int) -> None:
         pace = _Pace()
         sock: socket.socket = self.request
         at = start
+        count = 0
         while at < end:
-            self.server.shares.wait(sending)
+            self.server.shares.wait(sending, count)
+            count = 0
             with suppress(BlockingIOError):
                 count = os.sendfile(sock.fileno(), fd, at, min(PIECE_BYTES, end - at))
                 if count == 0:

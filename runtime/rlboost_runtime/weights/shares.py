@@ -5,18 +5,25 @@ The network divides a link by connections, so shares are given as numbers of con
 receiver has `STREAMS`. While some receiver serves nothing and waits for its weights (a *newcomer*), the one
 of these that needs the fewest bytes keeps its `STREAMS` and every other receiver has one. A connection that
 may not send pauses between two pieces, never longer than `LONGEST_PAUSE_S`, so that no deadline of its
-receiver passes. A receiver that does not read takes nothing from anybody: it pauses in its own thread.
+receiver passes. A receiver that does not read takes nothing from anybody: it pauses in its own thread; and a
+newcomer that cannot use its turn, because its own link is slow, loses it for `SLOW_S`.
 """
 
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 STREAMS = 8
 """Of one receiver at once: twice what pulls use by default."""
 LONGEST_PAUSE_S = 4.0
 """Below the pullers' 10 s of silence after which they give a connection up."""
+WINDOW_S = 1.0
+"""Over which it is looked who takes how much."""
+SLOW_S = 10.0
+"""How long a newcomer that took less than half of what another took in its turn does not go first."""
 
 
 @dataclass(eq=False, slots=True)
@@ -33,6 +40,11 @@ class Shares:
 
     _sending: dict[str, list[Sending]] = field(default_factory=dict)
     _changed: threading.Condition = field(default_factory=threading.Condition)
+    _taken: dict[str, int] = field(default_factory=dict)  # bytes by receiver in this window
+    _window_at: float = 0.0
+    _turn: tuple[str | None, float] = (None, 0.0)  # who goes first, since when
+    _slow_until: dict[str, float] = field(default_factory=dict)
+    _now: Callable[[], float] = time.monotonic
 
     def begin(self, receiver: str, left_bytes: int | None) -> Sending:
         """Register an answer; `end` must follow."""
@@ -51,9 +63,14 @@ class Shares:
                 del self._sending[sending.receiver]
             self._changed.notify_all()
 
-    def wait(self, sending: Sending) -> bool:
-        """Return once this answer may send its next piece; False where it goes on only not to fall silent."""
+    def wait(self, sending: Sending, sent: int = 0) -> bool:
+        """Return once this answer may send its next piece; False where it goes on only not to fall silent.
+
+        `sent`: bytes sent since the last call.
+        """
         with self._changed:
+            self._taken[sending.receiver] = self._taken.get(sending.receiver, 0) + sent
+            self._judge()
             return self._changed.wait_for(lambda: self._may_send(sending), LONGEST_PAUSE_S)
 
     def num_receivers(self) -> int:
@@ -74,8 +91,28 @@ class Shares:
     def _soonest(self) -> str | None:
         """Return the newcomer that can serve soonest, None where all receivers serve."""
         needs = {name: _left(answers) for name, answers in self._sending.items()}
-        newcomers = [(left, name) for name, left in needs.items() if left is not None]
+        newcomers = [
+            (left, name) for name, left in needs.items() if left is not None and name not in self._slow_until
+        ]
         return min(newcomers)[1] if newcomers else None
+
+    def _judge(self) -> None:
+        """At the end of a window see whether who went first all along made use of it."""
+        now = self._now()
+        first = self._soonest()
+        if first != self._turn[0]:
+            self._turn = (first, now)
+        if now < self._window_at + WINDOW_S:
+            return
+        if first is not None and self._turn[1] <= self._window_at:
+            others = max((num for name, num in self._taken.items() if name != first), default=0)
+            if 2 * self._taken.get(first, 0) < others:
+                self._slow_until[first] = now + SLOW_S
+        for name in [name for name, until in self._slow_until.items() if until <= now]:
+            del self._slow_until[name]
+        self._taken.clear()
+        self._window_at = now
+        self._changed.notify_all()
 
 
 def _left(answers: list[Sending]) -> int | None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import secrets
 import shutil
@@ -27,11 +28,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rlboost_runtime.errors import RuntimeFault, is_disk_full
+from rlboost_runtime.logs import event
 from rlboost_runtime.run_folder import sync_path
 from rlboost_runtime.weights import manifest as manifests
 from rlboost_runtime.weights.manifest import MANIFEST, Chunk, File, Manifest, Probe, Tied
 
+log = logging.getLogger(__name__)
+
 LEASE = ".lease"
+DELTA_PREFIX = "delta-"
 CHUNK_BYTES = 4 * 1024 * 1024
 _BUILDING = ".building-"
 _MAX_HASH_THREADS = 8
@@ -183,6 +188,16 @@ class WeightStore:
             with self.read(earlier[-1]) as lease:
                 return add_deltas(lease.folder, folder, manifest, self.max_deltas, self.chunk_bytes)
         except VersionGone:
+            return manifest
+        except OSError as exc:
+            if not is_disk_full(exc):
+                raise
+            event(
+                log, "weights.delta_left_out", level=logging.WARNING, version=manifest.version,
+                problem="no space left on disk for it: the version is offered whole",
+            )  # fmt: skip
+            for path in folder.glob(f"{DELTA_PREFIX}*"):
+                path.unlink()
             return manifest
 
     def _accept(self, built: Path, manifest: Manifest) -> Manifest:

@@ -51,6 +51,10 @@ class Progress:
     moved_bytes: int = 0
     """Bytes dealt with in any way, deltas included: grows as long as the pull is alive."""
 
+    def verified(self, num_bytes: int) -> None:
+        """Count bytes that were here already and were read again."""
+        self.moved_bytes += num_bytes
+
 
 @dataclass(eq=False, slots=True)
 class HolderState:
