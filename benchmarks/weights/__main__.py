@@ -1,15 +1,21 @@
-"""Measure how versions travel: our server and puller beside raw TCP, curl, aria2c and nginx.
+"""Measure how versions travel: our server and puller beside raw TCP, curl, aria2c, nginx and shardcast.
 
-- *loopback*: unshaped, our pull without TLS and with it, beside raw TCP with as many streams into the same
-kind of prefaulted destination, and beside `curl` and `aria2c -x8` from nginx, where those are installed.
-Rounds are interleaved, the median counts: on a shared machine the raw base swings more than the effects; -
-*shaped*: the head sends through a 5 Gbit/s link (tc, two network namespaces), TLS and digests on (root only);
-- *peers*: eight receivers in namespaces behind a head of 1 Gbit/s, against one (root only); - *publish*: how
-long training stands still for a publication, beside a plain cast-copy of the same tensors.
+- *loopback*: unshaped, our pull without TLS and with it, beside raw TCP with as many streams, all into
+  files whose pages are there before the clock starts; rounds are interleaved, the median counts: on a shared
+  machine the raw base swings more than the effects.
+- *others*: `curl` and `aria2c -x8` from nginx to a file, and the `shardcast` package where `--shardcast`
+  names an interpreter that has it (root only: it listens on all addresses, so it gets a network namespace).
+- *shaped*: the head sends through a 5 Gbit/s link (tc, two network namespaces), TLS and digests on (root
+  only).
+- *peers*: eight receivers in namespaces behind a head of 1 Gbit/s, against one (root only).
+- *publish*: how long training stands still for a publication, beside a plain cast-copy of the same tensors.
 
-    python -m benchmarks.weights [--mb 512] [--rounds 3] [--only loopback shaped peers publish] [--out FILE]
+::
 
-The last line of stdout is one JSON object with a verdict per target and every figure.
+    python -m benchmarks.weights [--mb 2000] [--rounds 3] [--only PART ...] [--out FILE]
+
+Parts may be measured one at a time: what `--out` has of others is kept. The last line of stdout is one JSON
+object with a verdict per target and every figure.
 """
 
 from __future__ import annotations
@@ -39,6 +45,7 @@ from benchmarks.weights.side import TOKEN
 from rlboost_runtime import security
 from rlboost_runtime.run_folder import RunFolder
 from rlboost_runtime.weights.manifest import Probe
+from rlboost_runtime.weights.part_folder import part_folder
 from rlboost_runtime.weights.store import WeightStore
 
 STREAMS = 4
@@ -55,6 +62,7 @@ TARGETS = {
     "peers_8_over_1": 1.5,
     "publish_stop_over_cast_copy": 1.2,
 }
+PARTS = ("loopback", "others", "shaped", "peers", "publish")
 AT_MOST = ("receiver_cpu_s_per_gb", "peers_8_over_1", "publish_stop_over_cast_copy")
 
 Measure = Callable[[], dict[str, Any]]
@@ -91,6 +99,20 @@ class Lab:
             "certificate": self.run.certificate.read_text(), "receiver": name,
         }  # fmt: skip
         return json.dumps(fields | more)
+
+    def into_pages(self, url: str, name: str) -> dict[str, Any]:
+        """Pull into files whose pages are there, as raw TCP does; the files go afterwards."""
+        request = self.request(url, name)
+        with part_folder(self.folder / name, self.manifest) as part:
+            part.prepare()
+            for file in self.manifest.files:
+                with part.file(file.name).open("r+b") as pages:
+                    for at in range(0, file.size, 1 << 20):
+                        pages.write(bytes(min(1 << 20, file.size - at)))
+        try:
+            return transfer("pull", request)
+        finally:
+            shutil.rmtree(self.folder / name)
 
     def raw_target(self) -> Path:
         """Return a file of the version's size, its pages there."""
@@ -137,13 +159,15 @@ def transfer(*words: str, namespace: str | None = None) -> dict[str, Any]:
     return found
 
 
-def others(command: list[str], size: int) -> dict[str, Any]:
-    """Time another tool's download."""
+def timed(command: list[str], size: int, folder: Path) -> dict[str, Any]:
+    """Time another tool's download into a folder, which is emptied afterwards."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     began = time.perf_counter()
     subprocess.run(command, check=True, capture_output=True, timeout=SIDE_S)
     seconds = time.perf_counter() - began
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    for path in folder.iterdir():
+        path.unlink()
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return {
         "seconds": seconds,
@@ -166,7 +190,12 @@ def interleaved(measures: dict[str, Measure], rounds: int) -> dict[str, dict[str
 
 def _summary(results: list[dict[str, Any]]) -> dict[str, Any]:
     rates = [result["gb_per_s"] for result in results]
-    return {
+    more = {
+        name: round(statistics.median(result[name] for result in results), 4)
+        for name in ("publish_s",)
+        if name in results[0]
+    }
+    return more | {
         "gb_per_s": round(statistics.median(rates), 4),
         "range": [round(min(rates), 4), round(max(rates), 4)],
         "cpu_s_per_gb": round(statistics.median(result["cpu_s_per_gb"] for result in results), 4),
@@ -177,8 +206,8 @@ def _summary(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def loopback(lab: Lab, rounds: int) -> dict[str, Any]:
-    """Unshaped: raw, ours plain, ours with TLS, and others from nginx."""
-    host, ports = "127.0.0.1", [str(PORT + i) for i in range(4)]
+    """Unshaped: raw, ours plain, ours with TLS."""
+    host, ports = "127.0.0.1", [str(PORT + i) for i in range(3)]
     raw_words = (f"{host}:{ports[0]}", str(lab.raw_target()), str(lab.size))
     with ExitStack() as stack:
         stack.enter_context(server("raw-serve", str(lab.file), host, ports[0]))
@@ -187,23 +216,57 @@ def loopback(lab: Lab, rounds: int) -> dict[str, Any]:
         measures: dict[str, Measure] = {
             "raw_1": lambda: transfer("raw-pull", *raw_words, "1"),
             f"raw_{STREAMS}": lambda: transfer("raw-pull", *raw_words, str(STREAMS)),
-            "ours_plain": lambda: transfer("pull", lab.request(f"http://{host}:{ports[1]}", "plain")),
-            "ours_tls": lambda: transfer("pull", lab.request(f"https://{host}:{ports[2]}", "tls")),
+            "ours_plain": lambda: lab.into_pages(f"http://{host}:{ports[1]}", "plain"),
+            "ours_tls": lambda: lab.into_pages(f"https://{host}:{ports[2]}", "tls"),
         }
-        if stack.enter_context(nginx(lab, ports[3])):
-            url, out = f"http://{host}:{ports[3]}/model.safetensors", lab.folder / "other"
-            out.mkdir(exist_ok=True)
-            tools = {
-                "curl_to_file": ["curl", "-s", "-o", str(out / "curl"), url],
-                "aria2c_x8": [
-                    "aria2c", "-q", "-x8", "-s8", "--file-allocation=none", "--allow-overwrite=true",
-                    "-d", str(out), "-o", "aria", url,
-                ],
-            }  # fmt: skip
-            for name, command in tools.items():
-                if shutil.which(command[0]):
-                    measures[f"nginx_{name}"] = partial(others, command, lab.size)
         return interleaved(measures, rounds)
+
+
+def others(lab: Lab, rounds: int, shardcast: str | None) -> dict[str, Any]:
+    """Unshaped: other tools, to a file as each of them writes it."""
+    out = lab.folder / "other"
+    out.mkdir(exist_ok=True)
+    url = f"http://127.0.0.1:{PORT}/model.safetensors"
+    tools = {
+        "nginx_curl": ["curl", "-s", "-o", str(out / "curl"), url],
+        "nginx_aria2c_x8": [
+            "aria2c", "-q", "-x8", "-s8", "--file-allocation=none", "--allow-overwrite=true",
+            "-d", str(out), "-o", "aria", url,
+        ],
+    }  # fmt: skip
+    measures: dict[str, Measure] = {}
+    with (
+        server("serve", str(lab.store.folder), "127.0.0.1", str(PORT + 1)),
+        nginx(lab, str(PORT)) as has_nginx,
+    ):
+        measures["ours_plain_to_file"] = lambda: transfer(
+            "pull", lab.request(f"http://127.0.0.1:{PORT + 1}", "plain")
+        )
+        for name, command in tools.items():
+            if has_nginx and shutil.which(command[0]):
+                measures[name] = partial(timed, command, lab.size, out)
+        if shardcast is not None:
+            measures["shardcast"] = partial(run_shardcast, shardcast, lab)
+        return interleaved(measures, rounds)
+
+
+def run_shardcast(python: str, lab: Lab) -> dict[str, Any]:
+    """Publish and download by the package; the download is what counts."""
+    script, out = Path(__file__).with_name("shardcast_side.py"), lab.folder / "shardcast"
+    try:
+        done = subprocess.run(
+            ["unshare", "--net", python, str(script), str(lab.file), str(out)],
+            capture_output=True, text=True, timeout=SIDE_S, check=False,
+        )  # fmt: skip
+    finally:
+        shutil.rmtree(out, ignore_errors=True)
+    if done.returncode:
+        raise RuntimeError(f"shardcast: {done.stderr[-2000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found | {
+        "gb_per_s": lab.size / 1e9 / found["seconds"],
+        "cpu_s_per_gb": found["cpu_s"] / (lab.size / 1e9),
+    }
 
 
 @contextmanager
@@ -355,29 +418,41 @@ def verdicts(found: dict[str, Any]) -> dict[str, float]:
     return {name: round(value, 4) for name, value in figures.items()}
 
 
+def _measured_before(path: Path | None) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return what a result file has, and which parts could not be measured then."""
+    if path is None or not path.exists():
+        return {}, {}
+    detail = json.loads(path.read_text())["detail"]
+    return detail["measured"], detail["skipped"]
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mb", type=int, default=512)
+    parser.add_argument("--mb", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", nargs="+", default=["loopback", "shaped", "peers", "publish"])
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--shardcast", help="an interpreter that has the shardcast package")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    found: dict[str, Any] = {}
-    skipped: dict[str, str] = {}
+    found, skipped = _measured_before(options.out)
     shm = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=shm if shm.is_dir() else None, prefix="rlboost-bench-") as name:
         lab = Lab(Path(name), options.mb)
         parts: dict[str, Measure] = {
             "loopback": lambda: loopback(lab, options.rounds),
+            "others": lambda: others(lab, options.rounds, options.shardcast),
             "shaped": lambda: shaped(lab, options.rounds),
             "peers": lambda: peers(lab, options.rounds),
             "publish": lambda: publish(options.rounds),
         }
         for part in options.only:
+            about = {"megabytes": options.mb, "rounds": options.rounds, "machine": describe_machine()}
+            skipped.pop(part, None)
             try:
-                found[part] = parts[part]()
+                found[part] = parts[part]() | {"about": about}
             except RuntimeError as exc:
+                found.pop(part, None)
                 skipped[part] = str(exc).strip().splitlines()[-1]
     figures = verdicts(found)
     passes = {
@@ -392,8 +467,7 @@ def main() -> None:
         "pass": not skipped and all(passes.values()),
         "detail": {
             "verdicts": passes, "figures": figures, "targets": TARGETS, "skipped": skipped,
-            "megabytes": options.mb, "rounds": options.rounds, "streams": STREAMS,
-            "machine": describe_machine(), "measured": found,
+            "streams": STREAMS, "measured": found,
         },
     }  # fmt: skip
     if options.out is not None:

@@ -7,7 +7,9 @@ changes, how much smaller than the full version its delta is, how fast it is mad
 deltas in a row give the last version bit for bit. Speeds are the best of `REPEATS` over files in shared
 memory, all cores.
 
-    python -m benchmarks.weights.delta [--steps 20] [--out FILE]
+    python -m benchmarks.weights.delta [--steps 20] [--rates 1e-6 1e-5 1e-4] [--out FILE]
+
+Rates may be measured one at a time: what `--out` has of others is kept.
 
 The last line of stdout is one JSON object. It says what was measured on this machine, and which targets that
 misses.
@@ -177,6 +179,7 @@ def measure(rate: float, num_steps: int, folder: Path, longest_s: float) -> dict
     far = [sum(sizes[-1:] * (i + 1)) for i in range(FAR_BEHIND)]
     return {
         "learning_rate": rate,
+        "machine": describe_machine(),
         "steps": [asdict(step) for step in steps],
         "smallest_ratio": min(step.ratio for step in steps),
         "last_ratio": steps[-1].ratio,
@@ -242,7 +245,6 @@ def report(results: list[dict[str, Any]]) -> dict[str, Any]:
                 "apply_gb_per_s": TARGET_APPLY_GB_PER_S,
             },
             "link": {"bytes_per_s": LINK.bytes_per_s, "usd_per_gb": LINK.usd_per_gb},
-            "machine": describe_machine(),
             "torch": torch.__version__,
             "python": platform.python_version(),
             "results": results,
@@ -269,7 +271,11 @@ def main() -> None:
         results = [
             measure(rate, _num_steps(rate, options.steps), Path(name), longest_s) for rate in options.rates
         ]
-    found = report(results)
+    measured = {result["learning_rate"] for result in results}
+    if options.out is not None and options.out.exists():
+        before = json.loads(options.out.read_text())["detail"]["results"]
+        results += [result for result in before if result["learning_rate"] not in measured]
+    found = report(sorted(results, key=lambda result: result["learning_rate"]))
     line = json.dumps(found)
     if options.out is not None:
         options.out.write_text(json.dumps(found, indent=1) + "\n")
