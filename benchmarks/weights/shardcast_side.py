@@ -35,7 +35,7 @@ def main(path: str, folder: str) -> None:
     if origin == 0:
         _serve(path, data, serves)
     published_s = json.loads(os.read(published, 100))
-    from shardcast import ClientNode
+    from shardcast import ClientNode  # type: ignore[import-not-found] # only in the interpreter that runs this
 
     began = _now()
     found = ClientNode([f"http://127.0.0.1:{PORT}"], str(out)).download_version("v1")

@@ -54,11 +54,19 @@ def _instance_row(instance: Json) -> dict[str, str]:
         "pool": dash(instance.get("pool")),
         "machine": dash(instance.get("machine")),
         "state": dash(instance.get("state")),
-        "version": dash(instance.get("policy_version")),
+        "version": _version(instance),
         "in flight": str(instance.get("in_flight", 0)),
         "tok/s": f"{float(instance.get('tokens_per_s') or 0):,.0f}",
         "up": _uptime(float(instance.get("uptime_s") or 0)),
     }
+
+
+def _version(instance: Json) -> str:
+    """Return what it serves, and how far it is with what comes next."""
+    served, pulling = dash(instance.get("policy_version")), instance.get("pulling")
+    if not pulling or not pulling.get("total_bytes"):
+        return served
+    return f"{served}, {pulling['version']} at {pulling['done_bytes'] / pulling['total_bytes']:.0%}"
 
 
 def _machine_row(machine: Json) -> dict[str, str]:

@@ -105,7 +105,10 @@ class Frame(Message, frozen=True, omit_defaults=True):
 
 
 class Beat(Message, frozen=True, omit_defaults=True):
-    """Heartbeat, every `Welcome.beat_s`. `engine_progress` grows whenever the engine does anything."""
+    """Heartbeat, every `Welcome.beat_s`. `engine_progress` grows whenever the engine does anything.
+
+    `pulling`: the version that is being fetched, its bytes that are here, and all of them.
+    """
 
     engine_progress: int
     running: int
@@ -113,6 +116,7 @@ class Beat(Message, frozen=True, omit_defaults=True):
     tokens_generated: int
     tokens_per_s: float
     state: str
+    pulling: tuple[int, int, int] | None = None
 
 
 class VersionReady(Message, frozen=True, omit_defaults=True):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from rlboost_runtime.run_folder import RunFolder, write_json
 from rlboost_runtime.trainer.__main__ import EXIT_CANNOT_GO_ON, train
 from rlboost_runtime.trainer.metrics import MetricsLog
 from rlboost_runtime.trainer.step_stream import StepStream
+from rlboost_runtime.weights.store import WeightStore
 from rlboost_runtime.wire import (
     Checkpointed,
     FinishedResponse,
@@ -540,7 +542,16 @@ def test_twenty_kills_at_random_moments_leave_no_trace(tmp_path):
     assert {m.step for m in coordinator.of(Trained)} == set(range(steps))
 
 
-def test_the_next_step_is_asked_for_while_this_one_is_trained(tmp_path):
+@pytest.mark.parametrize("publish_s", [0.0, 1.0])
+def test_the_next_step_is_asked_for_while_this_one_is_trained(tmp_path, monkeypatch, publish_s):
+    """However long a publication takes, nothing else is asked for, and under no other version."""
+    publish = WeightStore.publish
+
+    def slowly(*arguments, **options):
+        time.sleep(publish_s)
+        return publish(*arguments, **options)
+
+    monkeypatch.setattr(WeightStore, "publish", slowly)
     algorithm = {**JOB["algorithm"], "max_staleness": 1}
     run = make_run(tmp_path, algorithm=algorithm)
     with Coordinator(run) as coordinator:

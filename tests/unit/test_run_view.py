@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from rlboost_cli.live.fleet_table import fleet_rows
 from rlboost_cli.live.run_view import live_lines, status_lines
 from rlboost_cli.runs.run_status import RunStatus
 from rlboost_cli.terminal.screen import ASCII, UNICODE, Glyphs, Size
@@ -235,3 +236,12 @@ def test_cutting_counts_columns_not_letters() -> None:
     assert UNICODE.cut("漢字漢字", 5) == "漢字…"
     assert UNICODE.cut("a\nb", 5) == "a b"
     assert ASCII.cut("abcdefgh", 6) == "abc..."
+
+
+def test_a_row_shows_how_far_the_next_version_is() -> None:
+    pulling = {"version": 12, "done_bytes": 430, "total_bytes": 1000}
+    rows = fleet_rows({"instances": [{"id": "a", "policy_version": 11, "pulling": pulling}]})
+    assert rows[0]["version"] == "11, 12 at 43%"
+    for nothing in (None, {**pulling, "total_bytes": 0}):
+        rows = fleet_rows({"instances": [{"id": "a", "policy_version": 11, "pulling": nothing}]})
+        assert rows[0]["version"] == "11"

@@ -193,6 +193,45 @@ def test_after_a_reconnect_everything_unconfirmed_is_said_again_in_order(coordin
     assert third.silent()
 
 
+def test_a_step_under_a_version_on_its_way_is_asked_for_once_that_is_published(coordinator, stream):
+    first, _ = coordinator.accept()
+    stream.publish(Published(0, "d", 1, 0.1))
+    request(stream)
+    first.say(LeaseGranted(0), group(0), group(1), group(2))
+    assert numbers(stream.next_groups(6)) == [0, 1, 2]
+    stream.hold_lease()
+    ahead = [PromptSpec(0, b"\0\0\0\0")]
+    stream.request_step(
+        1, 1, ahead, group_size=2, max_response_tokens=8, keep_lease=True, once_published=True
+    )
+    assert stream.next_groups(0) == []
+    first.drop()  # what is said again is what was said, and not what has to wait
+    second, hello = coordinator.accept(TrainerWelcome(0))
+    assert hello.holds_lease
+    assert second.hear().step == 0
+    assert second.silent()
+    stream.publish(Published(1, "e", 1, 0.1))
+    assert second.hear().version == 1
+    asked = second.hear()
+    assert (asked.step, asked.policy_version, asked.keeps_lease) == (1, 1, True)
+    second.say(group(0, step=1))
+    assert numbers(stream.next_groups(2)) == [0]
+
+
+def test_a_lease_that_was_given_back_meanwhile_is_not_kept(coordinator, stream):
+    connection, _ = coordinator.accept()
+    request(stream)
+    connection.say(LeaseGranted(0), group(0), group(1), group(2))
+    stream.next_groups(6)
+    stream.hold_lease()
+    stream.request_step(1, 1, [], group_size=2, max_response_tokens=8, keep_lease=True, once_published=True)
+    connection.say(LeaseRecalled(0))
+    eventually(lambda: stream.answer_recall() or not stream.holds_lease)
+    stream.publish(Published(1, "e", 1, 0.1))
+    assert [type(connection.hear()) for _ in range(3)] == [StepRequest, LeaseReleased, Published]
+    assert connection.hear().keeps_lease is False
+
+
 def test_a_step_that_was_trained_is_not_asked_for_again(coordinator, stream):
     first, _ = coordinator.accept()
     request(stream)

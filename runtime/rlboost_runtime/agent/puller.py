@@ -71,8 +71,9 @@ class Source:
 class _Line(msgspec.Struct):
     """Any line of the child."""
 
-    bytes: int = -1
-    moved: int = -1
+    bytes: int = 0
+    total: int = 0
+    moved: int = 0
     done: bool = False
     folder: str = ""
     pulled_bytes: int = 0
@@ -98,6 +99,8 @@ class Puller:
         self._order = Load(-1)
         self._serves = False
         self._bytes_per_s = 0.0  # of the last pull
+        self.progress: tuple[int, int, int] | None = None
+        """The version that is being fetched, its bytes that are here, and all of them."""
 
     def learn(self, order: Load, *, serves: bool) -> None:
         """Note who has a version, and whether the engine serves an older one meanwhile."""
@@ -106,14 +109,17 @@ class Puller:
     async def pull(self, version: int) -> Pulled:
         """Fetch `version`. Raises `PullFailed` after several attempts."""
         problem = ""
-        for attempt in range(ATTEMPTS):
-            try:
-                return await self._attempt(version)
-            except (RuntimeFault, TimeoutError, OSError, ValueError) as exc:
-                problem = str(exc) or "no progress"
-                event(log, "pull.failed", level=logging.WARNING, version=version, problem=problem)
-            pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**attempt)
-            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
+        try:
+            for attempt in range(ATTEMPTS):
+                try:
+                    return await self._attempt(version)
+                except (RuntimeFault, TimeoutError, OSError, ValueError) as exc:
+                    problem = str(exc) or "no progress"
+                    event(log, "pull.failed", level=logging.WARNING, version=version, problem=problem)
+                pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**attempt)
+                await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
+        finally:
+            self.progress = None
         raise PullFailed(f"version {version} cannot be pulled: {problem}", f"see {self._log_path}")
 
     async def _attempt(self, version: int) -> Pulled:
@@ -157,6 +163,7 @@ class Puller:
                         line.by_holder,
                         line.complaints,
                     )
+                self.progress = (version, line.bytes, line.total)
                 if max(line.bytes, line.moved) > best:
                     best = max(line.bytes, line.moved)
                     quiet.reschedule(loop.time() + PROGRESS_TIMEOUT_S)

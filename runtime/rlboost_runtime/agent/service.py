@@ -254,6 +254,7 @@ class Agent:
                     tokens_generated=progress.tokens_generated,
                     tokens_per_s=(generated[-1] - generated[0]) / seconds,
                     state=self._host.state if self._notice is None else "leaving",
+                    pulling=self._seams.puller.progress,
                 )
             )
             await self._clock.sleep(self._beat_s)

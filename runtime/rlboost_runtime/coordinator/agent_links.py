@@ -96,6 +96,8 @@ class LinkStats:
     pause_s: float = 0.0
     start_s: dict[str, float] = field(default_factory=dict)
     counts_sent_at: float = -1e9
+    pulling: tuple[int, int, int] | None = None
+    """As in the last heartbeat."""
 
 
 class AgentLink:
@@ -403,7 +405,7 @@ class AgentLinks:
     def _on_beat(self, link: AgentLink, beat: BeatMessage) -> None:
         state = self._state
         stats = self._stats_of(link.instance)
-        stats.tokens_per_s = beat.tokens_per_s
+        stats.tokens_per_s, stats.pulling = beat.tokens_per_s, beat.pulling
         now = state.now()
         counts: tuple[tuple[int, int], ...] = ()
         held = state.core.responses_on(link.instance)

@@ -181,6 +181,13 @@ def _before_the_first_step(sources: StatusSources) -> str:
     return "publishing the first policy version" if newest is None else "asking for the first step"
 
 
+def _pulling(progress: tuple[int, int, int] | None) -> dict[str, int] | None:
+    if progress is None:
+        return None
+    version, done, total = progress
+    return {"version": version, "done_bytes": done, "total_bytes": total}
+
+
 def _egress(sources: StatusSources) -> list[dict[str, Any]]:
     return [
         {"source": r.source, "zone": r.zone, "bytes": r.num_bytes, "usd": r.micro_usd / 1e6}
@@ -226,6 +233,7 @@ def _instances(sources: StatusSources) -> list[dict[str, Any]]:
                 "in_flight": instance.num_assigned,
                 "tokens_per_s": 0.0 if stats is None else round(stats.tokens_per_s, 1),
                 "uptime_s": round(now - instance.joined_at, 1),
+                "pulling": None if stats is None else _pulling(stats.pulling),
                 "pull_s": 0.0 if stats is None else stats.pull_s,
                 "apply_s": 0.0 if stats is None else stats.apply_s,
                 "load_s": 0.0 if stats is None else stats.load_s,

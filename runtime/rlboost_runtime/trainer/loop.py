@@ -273,7 +273,6 @@ class TrainerLoop:
         state.line["checkpoint_write_s"] = self._writer.last_write_s
         self._metrics.append(dict(state.line))
         self._trackers.log(state.line)
-        self._publisher.ready()
         self._stream.trained(_report(state, checkpointed=False))
         event(
             log, "step.trained", reward_mean=round(state.reward_mean, 4), tokens=state.tokens_trained,
@@ -286,7 +285,8 @@ class TrainerLoop:
     def _ask(self, step: int, training: int) -> AskedStep:
         """Ask for a step's groups, while step `training` is the oldest that is not trained; that gives the
         GPU back, unless we are in the middle of it."""
-        self._publisher.ready()
+        if step == training:  # there is nothing else to do meanwhile
+            self._publisher.ready()
         self._stream.answer_recall()
         if not self._stream.holds_lease or step == training:
             self._residency.free()
@@ -302,6 +302,7 @@ class TrainerLoop:
             step, version, [_spec(group, prompt) for group, prompt in enumerate(asked.prompts)],
             group_size=algorithm.group_size, max_response_tokens=algorithm.max_response_tokens,
             stop_token_ids=sorted(self._policy.stop_token_ids), keep_lease=step != training,
+            once_published=self._publisher.is_busy,
         )  # fmt: skip
         return asked
 

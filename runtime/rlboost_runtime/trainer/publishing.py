@@ -127,6 +127,11 @@ class Publisher:
         if error is None:
             self.ready()
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is being published."""
+        return self._publishing is not None and not self._publishing.done()
+
     def ready(self) -> None:
         """Return once nothing is being published any more. Raises what the last publication raised."""
         if self._publishing is not None:

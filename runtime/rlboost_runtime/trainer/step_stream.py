@@ -158,6 +158,7 @@ class StepStream:
         self._trained: Trained | None = None
         self._checkpointed: Checkpointed | None = None
         self._request: StepRequest | None = None
+        self._next_request: StepRequest | None = None  # its version is being published
         self._final: RunFinished | RunFailed | None = None
 
         self._loop = asyncio.new_event_loop()
@@ -209,33 +210,50 @@ class StepStream:
         max_response_tokens: int,
         stop_token_ids: Sequence[int] = (),
         keep_lease: bool = False,
+        once_published: bool = False,
     ) -> None:
         """Ask for a step's groups and give the lease back: the GPU must be free when this is called.
 
         With `keep_lease` the lease stays ours, if it is ours, and the GPU need not be free: an earlier step
         is trained meanwhile, all of whose groups have arrived. A recall stays to be answered.
+
+        With `once_published` the version may still be on its way into the store: all stays as it is until
+        `publish` says that it is there.
         """
+        request = StepRequest(
+            step, policy_version, tuple(prompts), group_size, max_response_tokens, tuple(stop_token_ids),
+            keep_lease,
+        )  # fmt: skip
         with self._changed:
-            keep_lease = keep_lease and self._lease
-            request = StepRequest(
-                step, policy_version, tuple(prompts), group_size, max_response_tokens, tuple(stop_token_ids),
-                keep_lease,
-            )  # fmt: skip
-            self._request = request
-            self._groups.clear()
-            self._seen.clear()
-            self._num_returned = 0
-            self._lease = keep_lease
-            self._recalled = self._recalled and keep_lease
             self.waits = Waits()
-            self._say(request)
+            if once_published and not self._has_published(policy_version):
+                self._next_request = request
+            else:
+                self._open(request)
+
+    def _open(self, request: StepRequest) -> None:
+        """Turn to another step. Holds the lock."""
+        self._next_request = None
+        self._lease = request.keeps_lease and self._lease
+        self._recalled = self._recalled and self._lease
+        self._request = msgspec.structs.replace(request, keeps_lease=self._lease)
+        self._groups.clear()
+        self._seen.clear()
+        self._num_returned = 0
+        self._say(self._request)
+
+    def _has_published(self, version: int) -> bool:
+        return self._published is not None and self._published.version >= version
 
     def publish(self, published: Published) -> None:
-        """Say that a version lies complete in the store."""
+        """Say that a version lies complete in the store. From any thread."""
         with self._changed:
             self._published = published
             if self._known_version is None or self._known_version < published.version:
                 self._say(published)
+            waiting = self._next_request
+            if waiting is not None and self._has_published(waiting.policy_version):
+                self._open(waiting)
 
     def trained(self, trained: Trained) -> None:
         """Say that the step is trained and checkpointed."""
