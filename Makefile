@@ -197,7 +197,7 @@ bench-learning: $(DEV) ## quiet against stormy runs, six seeds each (an hour or 
 	@$(BIN)/python -m benchmarks.learning
 
 .PHONY: soak-learning
-soak-learning: $(DEV) ## learning curves: each loss over 3 seeds, staleness 0 and 1 over 5 (hours; may be stopped)
+soak-learning: $(DEV) ## learning curves: each loss over 3 seeds, staleness 0 and 1 over 5 (40 min; may be stopped)
 	@$(BIN)/python -m benchmarks.learning.losses losses --out $(LEARNING_OUT)/losses
 	@$(BIN)/python -m benchmarks.learning.losses staleness --out $(LEARNING_OUT)/staleness
 

@@ -1,10 +1,13 @@
-"""Does each loss learn, and does a run that works ahead learn as well? Runs through the product, one by one.
+"""Does each loss learn, and does work ahead of training learn as well? Run by run, each finished one kept.
 
     python -m benchmarks.learning.losses losses --out FOLDER      # seven losses, 3 seeds each
     python -m benchmarks.learning.losses staleness --out FOLDER   # max_staleness 0 and 1, 5 seeds each
 
-The recipe is the quickstart's at full speed on machines that nobody takes. A finished run is not repeated.
-The last line of stdout is one JSON object with every run's reward per step.
+The recipe is the quickstart's (spell_backward of reasoning-gym, 128 responses per step), **without a fleet**:
+prompts, reward, advantages, losses, optimizer and the rule of what is rolled out ahead are the trainer's own,
+sampling happens in this process (`offline.py`). All runs of a seed begin with the same warmed-up model. A
+finished run is not repeated; `--limit` makes a few and stops (exit code 3). Once all are there, the last line
+of stdout is one JSON object with every run's reward per step, and `--result` and `--picture` are written.
 
 - losses: passes if every run of every loss ends above its beginning (last five steps against first five).
 - staleness: passes if the mean rewards of the last five steps differ by at most two standard errors.
@@ -13,106 +16,194 @@ The last line of stdout is one JSON object with every run's reward per step.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
+import os
+import platform
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+import torch
+import transformers
 from ruamel.yaml import YAML
 
-from benchmarks.learning.conditions import RECIPE, WARMUP_S, Planned
-from benchmarks.learning.evidence import RunRecord
-from benchmarks.learning.runs import Laboratory
-from rlboost_runtime.job import Algorithm
-from rlboost_runtime.run_folder import RunFolder
+from benchmarks.learning.conditions import RECIPE, WARMUP_S
+from benchmarks.learning.offline import scorer_of, train, warmed_up
+from rlboost_runtime.job import Algorithm, Job
+from rlboost_runtime.run_folder import read_json, write_json
+from rlboost_runtime.trainer.checkpoint import replace_folder
+from rlboost_runtime.trainer.policy import Policy
 
 LOSSES: tuple[str, ...] = get_args(Algorithm.model_fields["loss"].annotation)
 ENDS = 5
 """Steps of a beginning and of an end."""
+MORE_TO_DO = 3
+"""Exit code where `--limit` left runs to make."""
+TOLD = ("reward_mean", "staleness", "clip_share", "entropy", "grad_norm", "mismatch_kl", "length_mean")
+"""Metrics of each step that are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One run."""
+
+    condition: str
+    seed: int
+    job: Job
+
+    @property
+    def name(self) -> str:
+        """Also its file's."""
+        return f"{self.condition}-{self.seed}"
+
+    @property
+    def digest(self) -> str:
+        """Digest of the job: a stored result counts only for the same one."""
+        return hashlib.sha256(self.job.canonical_json().encode()).hexdigest()[:16]
 
 
 def planned(what: str, seeds: int, steps: int) -> list[Planned]:
     """Return all runs, seed by seed, so that a stop leaves whole seeds."""
     if what == "losses":
-        variants: dict[str, dict[str, Any]] = {loss.replace("_", "-"): {"loss": loss} for loss in LOSSES}
+        variants: dict[str, dict[str, Any]] = {loss: {"loss": loss} for loss in LOSSES}
     else:
         variants = {f"staleness-{bound}": {"max_staleness": bound} for bound in (0, 1)}
     return [
-        Planned(name, seed, _job(f"{name}-{seed}", seed, steps, changes))
+        Planned(name, seed, _job(seed, steps, changes))
         for seed in range(seeds)
         for name, changes in variants.items()
     ]
 
 
-def _job(name: str, seed: int, steps: int, changes: dict[str, Any]) -> dict[str, Any]:
+def _job(seed: int, steps: int, changes: dict[str, Any]) -> Job:
     job: dict[str, Any] = YAML(typ="safe").load(RECIPE)
-    job["name"] = name
     job["model"]["seed"] = seed
     job["model"]["warmup"]["max_seconds"] = WARMUP_S
     job["algorithm"] |= {"seed": seed, "steps": steps, **changes}
-    job["rollout"]["engine_args"].pop("tokens_per_s_per_response", None)
-    job["rollout"]["spot"]["any_of"][0].pop("market", None)
-    job["rollout"]["spot"]["max_instances"] = 1
-    job["evidence"] = {"keep_journal": True}
-    return job
+    return Job.model_validate_json(json.dumps(job))
+
+
+def make(run: Planned, out: Path, commit: str, files: Path = RECIPE.parent) -> dict[str, Any]:
+    """Make a run and keep its record. `files`: what the job's paths are relative to."""
+    started, used = time.monotonic(), time.process_time()
+    with scorer_of(run.job, files) as scorer:
+        model = out / "models" / str(run.seed)
+        if not model.is_dir():
+            policy, report = warmed_up(run.job, files, scorer)
+            if not report.reached:
+                raise SystemExit(f"seed {run.seed}: {report.describe()}: its runs would begin elsewhere")
+            replace_folder(model, policy.save)
+        rows = train(Policy.load(model), run.job, files, scorer)
+    record = {
+        "name": run.name, "condition": run.condition, "seed": run.seed, "job": run.digest, "commit": commit,
+        "seconds": round(time.monotonic() - started, 1), "cpu_s": round(time.process_time() - used, 1),
+        **{name: [round(row[name], 5) for row in rows] for name in TOLD},
+    }  # fmt: skip
+    write_json(out / f"{run.name}.json", record)
+    return record
+
+
+def stored(run: Planned, out: Path) -> dict[str, Any] | None:
+    """Return the record of a run, if it was made. Exits where it is another job's."""
+    record: dict[str, Any] | None = read_json(out / f"{run.name}.json")
+    if record is not None and record["job"] != run.digest:
+        raise SystemExit(f"{out / run.name}.json was made by another job: give another --out")
+    return record
 
 
 def judge_losses(curves: dict[str, list[list[float]]]) -> tuple[float, bool]:
     """Return the smallest lift of any run, and whether all are above 0."""
-    lifts = [_end(curve) - statistics.fmean(curve[:ENDS]) for runs in curves.values() for curve in runs]
+    lifts = [end(curve) - statistics.fmean(curve[:ENDS]) for runs in curves.values() for curve in runs]
     return min(lifts), min(lifts) > 0
 
 
 def judge_staleness(curves: dict[str, list[list[float]]]) -> tuple[float, bool]:
     """Return the difference of the ends in standard errors, and whether it is at most two."""
-    fresh, stale = ([_end(curve) for curve in curves[f"staleness-{bound}"]] for bound in (0, 1))
+    fresh, stale = ([end(curve) for curve in curves[f"staleness-{bound}"]] for bound in (0, 1))
     error = math.sqrt(sum(statistics.variance(ends) / len(ends) for ends in (fresh, stale)))
     difference = abs(statistics.fmean(stale) - statistics.fmean(fresh))
     return difference / error if error else math.inf * difference, difference <= 2 * error
 
 
-def _end(curve: Sequence[float]) -> float:
+def end(curve: Sequence[float]) -> float:
+    """Return the mean of a curve's last steps."""
     return statistics.fmean(curve[-ENDS:])
 
 
-def rewards(run: RunFolder) -> list[float]:
-    """Return a run's mean reward per step."""
-    return [float(json.loads(line)["reward_mean"]) for line in run.metrics.read_text().splitlines()]
+def summary(what: str, records: Sequence[dict[str, Any]], steps: int) -> dict[str, Any]:
+    """Return the verdict with all that it rests on."""
+    curves: dict[str, list[list[float]]] = {}
+    for record in records:
+        curves.setdefault(record["condition"], []).append(record["reward_mean"])
+    value, passed = (judge_losses if what == "losses" else judge_staleness)(curves)
+    return {
+        "name": f"learning-{what}",
+        "value": round(value, 4),
+        "unit": "smallest lift of a run's reward" if what == "losses" else "standard errors apart",
+        "target": 0 if what == "losses" else 2,
+        "pass": passed,
+        "detail": {
+            "what": "spell_backward, 128 responses per step, sampled in the trainer's process: no fleet",
+            "steps": steps,
+            "seeds": len(next(iter(curves.values()))),
+            "commits": sorted({record["commit"] for record in records}),
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "cpu_s": round(sum(record["cpu_s"] for record in records)),
+            "ends": {name: [round(end(curve), 4) for curve in each] for name, each in curves.items()},
+            "curves": curves,
+        },
+    }
 
 
 def main() -> int:
-    """Run what is not run yet, judge, print; return the exit code."""
+    """Make what is not made yet, judge, print; return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=("losses", "staleness"))
     parser.add_argument("--seeds", type=int, default=None, help="3 for losses, 5 for staleness")
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--limit", type=int, default=None, help="make at most so many runs")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--result", type=Path, help="JSON file for the result")
+    parser.add_argument("--picture", type=Path, help="SVG file for the curves")
     arguments = parser.parse_args()
-    seeds = arguments.seeds or {"losses": 3, "staleness": 5}[arguments.what]
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    arguments.out.mkdir(parents=True, exist_ok=True)
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
     ).stdout.strip()
-    laboratory = Laboratory(arguments.out.absolute(), commit)
-    curves: dict[str, list[list[float]]] = {}
-    for each in planned(arguments.what, seeds, arguments.steps):
-        made: RunRecord | None = laboratory.stored(each)
-        if made is None:
-            laboratory.make(each, lambda words: print(words, file=sys.stderr, flush=True))
-        run = RunFolder(laboratory.folder / "home" / "runs" / each.name)
-        curves.setdefault(each.condition, []).append(rewards(run))
-    judge = judge_losses if arguments.what == "losses" else judge_staleness
-    value, passed = judge(curves)
-    unit = "smallest lift of a run's reward" if arguments.what == "losses" else "standard errors apart"
-    detail = {"curves": curves, "seeds": seeds, "steps": arguments.steps, "commit": commit}
-    found = {"name": f"learning-{arguments.what}", "value": value, "unit": unit, "pass": passed}
-    print(json.dumps({**found, "target": 0 if arguments.what == "losses" else 2, "detail": detail}))
-    return 0 if passed else 1
+    runs = planned(
+        arguments.what, arguments.seeds or {"losses": 3, "staleness": 5}[arguments.what], arguments.steps
+    )
+    missing = [run for run in runs if stored(run, arguments.out) is None]
+    for run in missing[: arguments.limit]:
+        made = make(run, arguments.out, commit)
+        first, last = statistics.fmean(made["reward_mean"][:ENDS]), end(made["reward_mean"])
+        told = f"{run.name}: {first:.3f} -> {last:.3f}, {made['seconds']} s, {made['cpu_s']} CPU s"
+        print(told, file=sys.stderr, flush=True)
+    records = [record for run in runs if (record := stored(run, arguments.out)) is not None]
+    if len(records) < len(runs):
+        return MORE_TO_DO
+    found = summary(arguments.what, records, arguments.steps)
+    if arguments.result is not None:
+        write_json(arguments.result, found)
+    if arguments.picture is not None:
+        from benchmarks.learning.pictures import draw_curves
+
+        draw_curves(found["detail"]["curves"], arguments.picture)
+    print(json.dumps(found))
+    return 0 if found["pass"] else 1
 
 
 if __name__ == "__main__":

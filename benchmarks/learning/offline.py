@@ -5,9 +5,12 @@ this measures is the algorithm and the tiny model only. It reads a job file with
 (default: the quickstart) and prints, per seed, the mean reward of the first and the last five steps, as the
 plain scorer sees it.
 
-    python benchmarks/learning/offline.py --seeds 0 1 2 3
+    python -m benchmarks.learning.offline --seeds 0 1 2 3
 
 The last line of stdout is a JSON object. Target: every seed lifts its reward by at least 1.3x.
+
+With `max_staleness` above 0 each step's responses are sampled from the weights from which a run would have
+them: which those are is decided by the trainer's own `ahead.AskedSteps`, where a rollout takes no time.
 """
 
 from __future__ import annotations
@@ -17,22 +20,25 @@ import json
 import logging
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import transformers
 from ruamel.yaml import YAML
 
-from rlboost_runtime.job import Job, TinyModel
-from rlboost_runtime.trainer.data import Example, PromptSource, read_examples
+from rlboost_runtime.job import Algorithm, Job, TinyModel
+from rlboost_runtime.trainer.ahead import AskedStep, AskedSteps
+from rlboost_runtime.trainer.data import Example, Prompt, PromptSource, read_examples
 from rlboost_runtime.trainer.losses import group_advantages, overlong_penalty
 from rlboost_runtime.trainer.policy import Policy
 from rlboost_runtime.trainer.reward_outcome import require_some_reward
 from rlboost_runtime.trainer.rewards import RewardCall, RewardScorer
 from rlboost_runtime.trainer.sample import Sample
-from rlboost_runtime.trainer.sampling import sample
-from rlboost_runtime.trainer.tiny import make_model, make_tokenizer
-from rlboost_runtime.trainer.update import Learner
+from rlboost_runtime.trainer.sampling import Sampled, sample
+from rlboost_runtime.trainer.tiny import WarmupReport, make_model, make_tokenizer
+from rlboost_runtime.trainer.update import Learner, recomputes_old
 from rlboost_runtime.trainer.warmup import warm_up, warmup_data
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "examples" / "quickstart.yaml"
@@ -79,37 +85,16 @@ def main() -> None:
 def run_seed(job: Job, seed: int, files: Path, steps: int) -> dict[str, object]:
     """Make and warm up a model from `seed`, train it, and return what happened."""
     assert isinstance(job.model, TinyModel)
-    warmup = job.model.warmup
-    assert warmup is not None
-    algorithm = job.algorithm.model_copy(update={"seed": seed})
-    tiny = job.model.model_copy(update={"seed": seed})
-    examples = read_examples(job.data, files)
-    policy = Policy(
-        make_model(tiny, algorithm.max_prompt_tokens + algorithm.max_response_tokens), make_tokenizer()
+    job = job.model_copy(
+        update={
+            "model": job.model.model_copy(update={"seed": seed}),
+            "algorithm": job.algorithm.model_copy(update={"seed": seed, "steps": steps}),
+        }
     )
-    source = PromptSource(
-        examples, policy.encode, prompts_per_step=algorithm.prompts_per_step,
-        max_prompt_tokens=algorithm.max_prompt_tokens, seed=seed,
-    )  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        scorer = RewardScorer(
-            job.reward, files, timeout_s=job.reward_timeout_s, log_file=Path(folder) / "reward.log"
-        )
-        with scorer:
-
-            def score(pairs: list[tuple[Example, str]]) -> list[float]:
-                calls = [RewardCall(example.text, text, example.row) for example, text in pairs]
-                return [reward.value for reward in scorer.score(calls)]
-
-            report = warm_up(
-                policy, warmup_data(job.data, examples), score, warmup,
-                max_prompt_tokens=algorithm.max_prompt_tokens,
-                max_response_tokens=algorithm.max_response_tokens,
-                temperature=algorithm.temperature, seed=seed,
-            )  # fmt: skip
-            learner = Learner(policy, algorithm)
-            started = time.monotonic()
-            rows = [train_step(step, learner, source, scorer, job) for step in range(steps)]
+    with scorer_of(job, files) as scorer:
+        policy, report = warmed_up(job, files, scorer)
+        started = time.monotonic()
+        rows = train(policy, job, files, scorer)
     rewards = [row["reward_mean"] for row in rows]
     first, last = sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
     return {
@@ -127,19 +112,87 @@ def run_seed(job: Job, seed: int, files: Path, steps: int) -> dict[str, object]:
     }
 
 
-def train_step(
-    step: int, learner: Learner, source: PromptSource, scorer: RewardScorer, job: Job
-) -> dict[str, float]:
-    """Sample, score and train one step; return its metrics."""
-    algorithm, policy = job.algorithm, learner.policy
-    prompts = [prompt for prompt in source.batch(step) for _ in range(algorithm.group_size)]
-    responses = sample(
-        policy, [list(prompt.token_ids) for prompt in prompts], max_new_tokens=algorithm.max_response_tokens,
-        temperature=algorithm.temperature, seed=algorithm.seed * 1_000_003 + step,
+@contextmanager
+def scorer_of(job: Job, files: Path) -> Iterator[RewardScorer]:
+    """Yield the job's reward."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        RewardScorer(
+            job.reward, files, timeout_s=job.reward_timeout_s, log_file=Path(folder) / "reward.log"
+        ) as scorer,
+    ):
+        yield scorer
+
+
+def warmed_up(job: Job, files: Path, scorer: RewardScorer) -> tuple[Policy, WarmupReport]:
+    """Return the job's tiny model after its warm-up, made anew."""
+    tiny, algorithm = job.model, job.algorithm
+    assert isinstance(tiny, TinyModel)
+    assert tiny.warmup is not None
+
+    def score(pairs: list[tuple[Example, str]]) -> list[float]:
+        calls = [RewardCall(example.text, text, example.row) for example, text in pairs]
+        return [reward.value for reward in scorer.score(calls)]
+
+    policy = Policy(
+        make_model(tiny, algorithm.max_prompt_tokens + algorithm.max_response_tokens), make_tokenizer()
+    )
+    report = warm_up(
+        policy, warmup_data(job.data, read_examples(job.data, files)), score, tiny.warmup,
+        max_prompt_tokens=algorithm.max_prompt_tokens, max_response_tokens=algorithm.max_response_tokens,
+        temperature=algorithm.temperature, seed=tiny.seed,
     )  # fmt: skip
+    return policy, report
+
+
+def train(policy: Policy, job: Job, files: Path, scorer: RewardScorer) -> list[dict[str, float]]:
+    """Train all of the job's steps; return their metrics."""
+    algorithm = job.algorithm
+    source = PromptSource(
+        read_examples(job.data, files), policy.encode, prompts_per_step=algorithm.prompts_per_step,
+        max_prompt_tokens=algorithm.max_prompt_tokens, seed=algorithm.seed,
+    )  # fmt: skip
+    learner = Learner(policy, algorithm)
+    asked = AskedSteps(algorithm.max_staleness, algorithm.steps)
+    sampled: dict[int, list[Sampled]] = {}
+    rows = []
+    for step in range(algorithm.steps):
+        wanted = step if asked.get(step) is None else asked.next_ahead(step)
+        while wanted is not None:
+            prompts = source.batch(wanted)
+            asked.add(AskedStep(wanted, step, step, prompts, order=list(range(len(prompts)))))
+            sampled[wanted] = roll_out(policy, prompts, algorithm, wanted)
+            wanted = asked.next_ahead(step)
+        this = asked.get(step)
+        assert this is not None
+        row = train_step(step, learner, this.prompts, sampled.pop(step), scorer, algorithm)
+        rows.append({**row, "staleness": float(this.staleness)})
+        asked.trained(step)
+    return rows
+
+
+def roll_out(policy: Policy, prompts: Sequence[Prompt], algorithm: Algorithm, step: int) -> list[Sampled]:
+    """Sample a step's responses from the weights as they are, group after group."""
+    return sample(
+        policy, [list(prompt.token_ids) for prompt in prompts for _ in range(algorithm.group_size)],
+        max_new_tokens=algorithm.max_response_tokens, temperature=algorithm.temperature,
+        seed=algorithm.seed * 1_000_003 + step,
+    )  # fmt: skip
+
+
+def train_step(
+    step: int,
+    learner: Learner,
+    prompts: Sequence[Prompt],
+    responses: Sequence[Sampled],
+    scorer: RewardScorer,
+    algorithm: Algorithm,
+) -> dict[str, float]:
+    """Score and train a step; return its metrics."""
+    asked = [prompt for prompt in prompts for _ in range(algorithm.group_size)]
     rewards = scorer.score(
-        RewardCall(prompt.text, policy.decode(response.token_ids), prompt.row)
-        for prompt, response in zip(prompts, responses, strict=True)
+        RewardCall(prompt.text, learner.policy.decode(response.token_ids), prompt.row)
+        for prompt, response in zip(asked, responses, strict=True)
     )
     require_some_reward(rewards, scorer.name)
     shaped = [
@@ -153,9 +206,11 @@ def train_step(
     advantages = group_advantages(rewards_GR, kind=algorithm.loss).flatten().tolist()
     samples = [
         Sample(list(prompt.token_ids), response.token_ids, response.logprobs, advantage)
-        for prompt, response, advantage in zip(prompts, responses, advantages, strict=True)
+        for prompt, response, advantage in zip(asked, responses, advantages, strict=True)
     ]
     learner.begin_step(step)
+    if recomputes_old(algorithm):
+        samples = learner.recompute(samples)
     per_minibatch = len(samples) // algorithm.minibatches_per_step
     for start in range(0, len(samples), per_minibatch):
         learner.accumulate(samples[start : start + per_minibatch])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -15,6 +15,7 @@ from benchmarks.learning.conditions import QUIET, STORMY
 from benchmarks.learning.evidence import RunRecord
 
 COLOURS = {QUIET: "#0072b2", STORMY: "#d55e00"}  # told apart by colour-blind readers (Okabe and Ito)
+OKABE_ITO = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 LABELS = {QUIET: "quiet: machines never die", STORMY: "stormy: machines are killed"}
 
 
@@ -74,6 +75,24 @@ def _seeds(runs: dict[str, list[RunRecord]], path: Path) -> Path:
     axes.set_ylim(bottom=start - 0.02)
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
     return _save(figure, axes, path)
+
+
+def draw_curves(curves: Mapping[str, Sequence[Sequence[float]]], path: Path) -> None:
+    """Write the mean reward per step of each condition, over its seeds, to `path`."""
+    matplotlib.rcParams |= {"svg.hashsalt": "rlboost", "svg.fonttype": "none", "font.size": 10}
+    figure = Figure(figsize=(7.2, 4.0), layout="constrained")
+    axes = figure.add_subplot()
+    for index, (condition, runs) in enumerate(curves.items()):
+        mean = [statistics.fmean(values) for values in zip(*runs, strict=True)]
+        axes.plot(
+            range(1, len(mean) + 1), mean, label=condition, linewidth=1.6,
+            color=OKABE_ITO[index % len(OKABE_ITO)],
+        )  # fmt: skip
+    axes.set_title(f"mean of {len(next(iter(curves.values())))} seeds")
+    axes.set_xlabel("step")
+    axes.set_ylabel("mean reward of the step")
+    axes.legend(loc="lower right", frameon=False)
+    _save(figure, axes, path)
 
 
 def _save(figure: Figure, axes: Axes, path: Path) -> Path:
