@@ -48,6 +48,10 @@ class Endpoint(BaseHTTPRequestHandler):
             self.send_response(503)
             self.send_header("Retry-After", "0")
             self.end_headers()
+        elif said == "odd" and times < 2:
+            self.send_response(503)
+            self.send_header("Retry-After", "\u00b2")
+            self.end_headers()
         elif said in ("500", "429"):
             self.send_error(int(said))
         elif said == "hang up" and times < 2:
@@ -65,7 +69,7 @@ class Endpoint(BaseHTTPRequestHandler):
                 time.sleep(0.3)
             self.send_response(200)
             self.end_headers()
-            answer = {"text": "abc", "nan": "NaN"}.get(said)
+            answer = {"text": "abc", "nan": "NaN", "deep": "[" * 60_000}.get(said)
             text = answer or json.dumps({"reward": len(body["prompt"]) + body["row"]["bonus"]})
             self.wfile.write(text.encode())
 
@@ -116,6 +120,19 @@ def test_an_error_is_said_at_once_and_endless_lateness_in_the_end(server, tmp_pa
     assert nan.failure is RewardFailure.NOT_FINITE
     assert {r.value for r in (broken, busy, text, nan)} == {0.0}
     assert dict(server.RequestHandlerClass.seen) == {"500": 1, "429": 2, "text": 1, "nan": 1}
+
+
+def test_whatever_is_answered_or_cannot_be_asked_is_a_failure_of_one_response(server, tmp_path):
+    assert score(server, tmp_path, "odd") == [Reward(11.0)], "a Retry-After that is no number"
+    (deep,) = score(server, tmp_path, "deep")
+    assert deep.failure is RewardFailure.NOT_A_NUMBER
+    reward = HttpReward(http=f"http://127.0.0.1:{server.server_port}/score")
+    with RewardScorer(reward, tmp_path, timeout_s=10, log_file=tmp_path / "log") as rewards:
+        asked = [RewardCall("p", "fine", row) for row in ({(1, 2): "no JSON key", "bonus": 1}, {"bonus": 10})]
+        unsaid, fine = rewards.score(asked)
+    assert unsaid.failure is RewardFailure.RAISED
+    assert "cannot be written as JSON" in unsaid.problem
+    assert fine == Reward(11.0)
 
 
 def test_the_deadline_is_for_the_whole_answer_however_slowly_it_drips(server, tmp_path):

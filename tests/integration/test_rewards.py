@@ -88,6 +88,14 @@ def test_a_function_that_takes_too_much_memory_fails_alone(tmp_path):
         assert rewards.score(calls("greedy")) == [Reward(float(2 << 30))]
 
 
+def test_a_row_that_cannot_be_handed_over_fails_alone(tmp_path):
+    with scorer(tmp_path) as rewards:
+        found = rewards.score([RewardCall("p", "ab", {"of the data set": lambda: 1}), *calls("ab")])
+    assert found[0].failure is RewardFailure.RAISED
+    assert "cannot be handed over" in found[0].problem
+    assert found[1] == Reward(12.0)
+
+
 def test_nothing_outlives_a_killed_child(tmp_path):
     with scorer(tmp_path, timeout_s=0.5) as rewards:
         rewards.score(calls("hang", "fine"))

@@ -271,6 +271,9 @@ def test_advantages_use_the_sample_standard_deviation():
 def test_advantages_of_equal_rewards_are_zero_also_where_the_mean_rounds():
     rewards = torch.tensor([[0.1] * 7, [1 / 3] * 7], dtype=torch.float32)
     assert not group_advantages(rewards).any()
+    large = torch.tensor([[1e9 + 0.1] * 7, [-3e12 / 7] * 7], dtype=torch.float64)
+    assert not group_advantages(large).any()
+    assert group_advantages(large + torch.tensor([1.0, *[0.0] * 6])).any()
 
 
 @pytest.mark.parametrize("kind", KINDS)

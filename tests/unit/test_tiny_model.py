@@ -11,8 +11,9 @@ from rlboost_runtime.job import Job, PromptFile, TinyModel, Warmup
 from rlboost_runtime.trainer.data import Example
 from rlboost_runtime.trainer.policy import Policy, Residency
 from rlboost_runtime.trainer.sampling import sample
+from rlboost_runtime.trainer.sharding import Adam
 from rlboost_runtime.trainer.tiny import END_ID, WarmupReport, make_model, make_tokenizer, prepare
-from rlboost_runtime.trainer.version_files import write_version
+from rlboost_runtime.trainer.version_files import greedy_probe, scratch_folder, write_version
 from rlboost_runtime.trainer.warmup import NUM_HELD_OUT, warm_up, warmup_data
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -105,7 +106,7 @@ def test_a_model_that_cannot_be_loaded_is_explained(tmp_path):
 
 
 def test_giving_the_device_back_keeps_gradients_and_state(policy):
-    optimizer = torch.optim.AdamW(policy.model.parameters())
+    optimizer = Adam(policy.model.parameters(), lr=1e-3, betas=(0.9, 0.95))
     policy.forward([[1]], [[2, 3]], 1.0).logprobs.sum().backward()
     before = [p.grad.clone() for p in policy.model.parameters() if p.grad is not None]
     residency = Residency(policy, optimizer)
@@ -115,6 +116,48 @@ def test_giving_the_device_back_keeps_gradients_and_state(policy):
         residency.take()
     after = [p.grad for p in policy.model.parameters() if p.grad is not None]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_it_stays_off_the_gpu_until_that_is_ours(monkeypatch):
+    """A trainer that comes back may find engines awake there."""
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        policy = Policy(make_model(SMALL, 64), make_tokenizer())
+    assert (policy.device.type, policy.accelerator.type) == ("cpu", "cuda")
+    optimizer = Adam(policy.model.parameters(), lr=1e-3, betas=(0.9, 0.95))
+    Residency(policy, optimizer).free()
+    assert policy.probe([1], "float32").next_token_ids
+    with pytest.raises((RuntimeError, AssertionError), match=r"(?i)cuda|nvidia"):  # now it would go there
+        Residency(policy, optimizer).take()
+
+
+def test_the_optimizer_s_state_moves_as_a_whole(policy):
+    """The fused kernel reads step counts on the device of the moments."""
+    optimizer = Adam(policy.model.parameters(), lr=1e-3, betas=(0.9, 0.95))
+    policy.forward([[1]], [[2, 3]], 1.0).logprobs.sum().backward()
+    optimizer.update()
+    optimizer.move(torch.device("meta"))
+    moved = {value.device.type for state in optimizer.state.values() for value in state.values()}
+    assert moved == {"meta"}
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_probe_leaves_the_mode_of_every_part_as_it_was(policy, frozen):
+    policy.model.train()
+    policy.model.lm_head.train(not frozen)
+    before = [module.training for module in policy.model.modules()]
+    greedy_probe(policy.model, [1, 2], policy.stop_token_ids, "float32")
+    assert [module.training for module in policy.model.modules()] == before
+
+
+def test_a_scratch_folder_is_empty_and_gone_even_after_a_kill(tmp_path):
+    left = tmp_path / ".scratch-of-a-killed-one"
+    left.mkdir()
+    (left / "weights").write_bytes(b"x")
+    with scratch_folder(tmp_path) as folder:
+        assert list(tmp_path.iterdir()) == [folder]
+        assert not list(folder.iterdir())
+    assert not list(tmp_path.iterdir())
 
 
 ECHO = [Example(f"{c}\n", "k", {}) for c in "abcdefgh" * 20]  # one answer to all: learnt in a second

@@ -22,7 +22,6 @@ finished, under others the step is generated anew.
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,6 +43,7 @@ from rlboost_runtime.trainer.tiny import prepare
 from rlboost_runtime.trainer.version_files import (
     find_tied,
     greedy_probe,
+    scratch_folder,
     stop_token_ids,
     untied_state,
     write_version,
@@ -161,8 +161,7 @@ class Fleet:
         versions = self._store.versions()
         if not versions:
             return None
-        with tempfile.TemporaryDirectory(dir=self.run.path) as name:
-            folder = Path(name)
+        with scratch_folder(self.run.path) as folder:
             write(folder)
             files = [describe_file(path, self._store.chunk_bytes) for path in sorted(folder.iterdir())]
             digest = content_digest(files)

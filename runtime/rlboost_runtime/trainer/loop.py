@@ -23,7 +23,6 @@ Guarantees:
 from __future__ import annotations
 
 import logging
-import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -56,7 +55,7 @@ from rlboost_runtime.trainer.selection import GroupSelection
 from rlboost_runtime.trainer.step_stream import StepStream, Waits
 from rlboost_runtime.trainer.tracking import Trackers
 from rlboost_runtime.trainer.update import Learner, recomputes_old
-from rlboost_runtime.trainer.version_files import version_configs
+from rlboost_runtime.trainer.version_files import scratch_folder, version_configs
 from rlboost_runtime.weights.manifest import content_digest, read_manifest
 from rlboost_runtime.weights.store import WeightStore, describe_file
 from rlboost_runtime.wire import PromptSpec, Published, Trained
@@ -172,8 +171,7 @@ class TrainerLoop:
         self._publish(max([at_least, *(version + 1 for version in stored)]))
 
     def _content_digest(self) -> str:
-        with tempfile.TemporaryDirectory(dir=self._run.path) as name:
-            folder = Path(name)
+        with scratch_folder(self._run.path) as folder:
             self._publisher.write(folder, self._policy.weights(), self._configs())
             paths = sorted(folder.iterdir())
             return content_digest([describe_file(path, self._store.chunk_bytes) for path in paths])

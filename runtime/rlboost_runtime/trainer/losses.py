@@ -174,7 +174,8 @@ def group_advantages(rewards_GR: Tensor, valid_GR: Tensor | None = None, kind: L
             advantages_GR = centred_GR * count_G1 / others_G1
         case _:
             assert_never(kind)
-    flat_G1 = (std_G1 <= 1e-9) | (count_G1 < 2)  # rounding of the mean must not become an advantage
+    rounding_G1 = 1e-12 * (rewards * valid).abs().amax(dim=1, keepdim=True)
+    flat_G1 = (std_G1 <= rounding_G1.clamp(min=1e-9)) | (count_G1 < 2)  # rounding is no advantage
     return torch.where(flat_G1, 0.0, advantages_GR).to(torch.float32)
 
 

@@ -67,8 +67,9 @@ class Policy:
         self.source = folder
         self.model = model
         self.tokenizer = tokenizer
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        torch.nn.Module.to(model, self.device, torch.float32)
+        self.accelerator = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        """Where it computes while the GPU is ours. It begins in main memory: engines may have the GPU."""
+        torch.nn.Module.to(model, torch.float32)
         torch.nn.Module.eval(model)  # no dropout: engine and trainer must compute the same function
         self.stop_token_ids = stop_token_ids(model, tokenizer)
         self.scorer = Scorer(model)
@@ -77,6 +78,11 @@ class Policy:
         self._adapter_folder = _adapter_folder(folder)
         self._small_files: dict[str, bytes] = {}
         self._ranks = ALONE
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lies now."""
+        return next(self.model.parameters()).device
 
     @classmethod
     def load(cls, folder: str | Path) -> Policy:
@@ -126,7 +132,7 @@ class Policy:
         if trainer.activation_checkpointing:
             _checkpoint_activations(self.model)
         if ranks.num > 1:
-            shard(self.scorer, ranks, self.device)
+            shard(self.scorer, ranks, self.accelerator)
 
     def _attach(self, lora: Lora, seed: int) -> None:
         adapters.attach(self.model, lora, seed)
@@ -230,18 +236,18 @@ class Residency:
     On a CPU there is nothing to move and nothing is cached between micro-batches.
     """
 
-    def __init__(self, policy: Policy, optimizer: torch.optim.Optimizer, ranks: Ranks = ALONE) -> None:
+    def __init__(self, policy: Policy, optimizer: Adam, ranks: Ranks = ALONE) -> None:
         self._policy = policy
         self._optimizer = optimizer
         self._ranks = ranks
-        self._resident = True
+        self._resident = policy.device.type == policy.accelerator.type
         self.moved_s = 0.0
         """Seconds that moving has taken since this process began: the trainer's part of a hand-over."""
 
     def free(self) -> None:
         """Leave the accelerator; idempotent. Accumulated gradients move along and are kept."""
         self._ranks.tell(Free())
-        if self._resident and self._policy.device.type != "cpu":
+        if self._resident and self._policy.accelerator.type != "cpu":
             self._move(torch.device("cpu"))
             gc.collect()
             torch.cuda.empty_cache()
@@ -250,8 +256,8 @@ class Residency:
     def take(self) -> None:
         """Come back; idempotent."""
         self._ranks.tell(Take())
-        if not self._resident and self._policy.device.type != "cpu":
-            self._move(self._policy.device)
+        if not self._resident and self._policy.accelerator.type != "cpu":
+            self._move(self._policy.accelerator)
         self._resident = True
 
     def _move(self, device: torch.device) -> None:
@@ -263,12 +269,8 @@ class Residency:
 
     def _move_all(self, device: torch.device) -> None:
         torch.nn.Module.to(self._policy.model, device)
-        if isinstance(self._optimizer, Adam) and self._optimizer.offload:
-            return  # its state is never here but for a step
-        for state in self._optimizer.state.values():
-            for name, value in state.items():
-                if isinstance(value, Tensor) and value.dim() > 0:  # AdamW keeps its step counts on the CPU
-                    state[name] = value.to(device)
+        if not self._optimizer.offload:  # else its state is never here but for a step
+            self._optimizer.move(device)
 
 
 def _adapter_folder(folder: str | Path | None) -> Path | None:

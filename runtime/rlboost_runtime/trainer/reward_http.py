@@ -69,7 +69,10 @@ class HttpRewards:
 
     async def _score(self, call: RewardCall) -> Reward:
         body = {"prompt": call.prompt, "response": call.response, "row": call.row}
-        data = json.dumps(body, default=str).encode()
+        try:
+            data = json.dumps(body, default=str).encode()
+        except (TypeError, ValueError, RecursionError) as problem:
+            return failed(RewardFailure.RAISED, f"the row cannot be written as JSON: {problem}")
         async with self._slots:  # the deadline begins once it is this one's turn
             try:
                 async with asyncio.timeout(self._timeout_s):
@@ -125,7 +128,7 @@ class _Later:
 
 def _retry_after(response: aiohttp.ClientResponse) -> float | None:
     value = response.headers.get("Retry-After", "")
-    return float(value) if value.isdigit() else None
+    return float(value) if value.isascii() and value.isdigit() else None
 
 
 def _judge_body(body: bytes) -> Answer:
@@ -133,6 +136,6 @@ def _judge_body(body: bytes) -> Answer:
         return Answer(failure="not_a_number", problem=f"an answer of more than {MAX_ANSWER_BYTES} bytes")
     try:
         answer = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return Answer(failure="not_a_number", problem=f"answered {body[:200]!r}, which is not JSON")
     return judge(answer.get("reward") if isinstance(answer, dict) else answer)

@@ -88,9 +88,13 @@ class _Child:
     def score(self, call: RewardCall) -> Reward:
         """Return the reward of one response. Never raises."""
         try:
+            data = pickle.dumps(call)
+        except Exception as problem:  # noqa: BLE001 - whatever the row's objects say to being pickled
+            return failed(RewardFailure.RAISED, f"the row cannot be handed over: {problem!r:.200}")
+        try:
             if self._process is None or self._process.poll() is not None:
                 self.start()
-            answer = self._exchange(call)
+            answer = self._exchange(data)
         except TimeoutError:
             self._restart_after(RewardFailure.TIMEOUT)
             return failed(RewardFailure.TIMEOUT, f"no answer within {self._timeout_s:g} s")
@@ -145,10 +149,10 @@ class _Child:
                 "fix the file and try again",
             )
 
-    def _exchange(self, call: RewardCall) -> Answer:
+    def _exchange(self, call: bytes) -> Answer:
         assert self._socket is not None
         self._socket.settimeout(self._timeout_s)
-        send(self._socket, pickle.dumps(call))
+        send(self._socket, call)
         return _answers.decode(receive(self._socket))
 
     def _restart_after(self, failure: RewardFailure) -> str:

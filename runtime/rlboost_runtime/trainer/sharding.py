@@ -66,10 +66,10 @@ class Adam(torch.optim.AdamW):
             self.move(torch.device("cpu"))
 
     def move(self, device: torch.device) -> None:
-        """Put the moments on `device`."""
+        """Put the state on `device`."""
         for state in self.state.values():
-            for name, value in state.items():
-                if isinstance(value, Tensor) and value.dim() > 0:  # step counts stay where they are
+            for name, value in state.items():  # step counts too: the fused kernel reads them on the device
+                if isinstance(value, Tensor):
                     state[name] = value.to(device)
 
     @property
@@ -115,7 +115,7 @@ class Adam(torch.optim.AdamW):
             if step is None:
                 continue
             whole_state = states.get(number, {})
-            state: dict[str, Tensor] = {"step": torch.tensor(step)}
+            state: dict[str, Tensor] = {"step": torch.tensor(step, device=parameter.device)}
             for name in ("exp_avg", "exp_avg_sq"):
                 state[name] = _part(whole_state.get(name), parameter)
             self.state[parameter] = state

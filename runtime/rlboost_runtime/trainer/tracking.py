@@ -1,8 +1,10 @@
 """Step metrics for TensorBoard and Weights & Biases, as the job's `tracking` asks for.
 
-Guarantees: a run that comes back goes on with the same curves: what it repeats replaces what was there. A
-tracker that is asked for and not installed is a `ConfigError` before the run begins; one that fails later
-(a full quota, no network) is switched off with a warning and never ends a run.
+Guarantees: a run that comes back goes on with the same curves. What it repeats replaces what TensorBoard has;
+W&B keeps what it was told first. A tracker that is asked for and not installed is a `ConfigError` before the
+run begins; one that fails (a full disk, no network) is switched off with a warning and never ends a run, nor
+holds it up for longer than `OPEN_S` at its beginning and `CLOSE_S` at its end. W&B that cannot be reached at
+the beginning is kept offline instead.
 """
 
 from __future__ import annotations
@@ -21,6 +23,12 @@ from rlboost_runtime.run_folder import RunFolder
 log = logging.getLogger(__name__)
 
 
+OPEN_S = 60.0
+"""Longest time that W&B may take to begin a run."""
+CLOSE_S = 60.0
+"""Longest time for the last curves to arrive at W&B; what is left then lies in the run's `wandb/`."""
+
+
 class Tracker(Protocol):
     """One place that curves go to."""
 
@@ -36,14 +44,26 @@ class Trackers:
 
     def __init__(self, run: RunFolder, job: Job, first_step: int) -> None:
         """Raises `ConfigError`."""
-        made: list[Tracker] = []
+        wanted = job.tracking.wandb
+        self._trackers: list[Tracker] = []
         if job.tracking.tensorboard:
             _require("tensorboard")
-            made.append(_TensorBoard(run, first_step))
-        if job.tracking.wandb is not None:
-            _require("wandb")
-            made.append(_Wandb(run, job, job.tracking.wandb))
-        self._trackers = made
+            self._open("tensorboard", lambda: _TensorBoard(run, first_step))
+        if wanted is None:
+            return
+        _require("wandb")
+        if wanted.offline or not self._open("wandb", lambda: _Wandb(run, job, wanted)):
+            kept = wanted.model_copy(update={"offline": True})
+            self._open("wandb, offline", lambda: _Wandb(run, job, kept))
+
+    def _open(self, name: str, make: Callable[[], Tracker]) -> bool:
+        """Add a tracker; return whether it could be opened."""
+        try:
+            self._trackers.append(make())
+        except Exception as problem:  # noqa: BLE001 - as below
+            event(log, "tracking.not_opened", level=logging.WARNING, tracker=name, problem=repr(problem))
+            return False
+        return True
 
     def __enter__(self) -> Self:
         return self
@@ -100,11 +120,18 @@ class _Wandb:
     def __init__(self, run: RunFolder, job: Job, wanted: Wandb) -> None:
         import wandb  # seconds to import
 
-        self._run: Any = wandb.init(  # its types are incomplete
-            project=wanted.project, entity=wanted.entity, name=run.name, id=run.name, resume="allow",
-            dir=str(run.path), mode="offline" if wanted.offline else "online",
-            config=job.model_dump(mode="json"), settings=wandb.Settings(console="off", silent=True),
+        settings = wandb.Settings(
+            console="off", silent=True, init_timeout=OPEN_S, login_timeout=OPEN_S, finish_timeout=CLOSE_S,
         )  # fmt: skip
+        try:
+            self._run: Any = wandb.init(  # its types are incomplete
+                project=wanted.project, entity=wanted.entity, name=run.name, id=run.name, resume="allow",
+                dir=str(run.path), mode="offline" if wanted.offline else "online",
+                config=job.model_dump(mode="json"), settings=settings,
+            )  # fmt: skip
+        except Exception:
+            wandb.teardown()  # its service would hold the name of this run
+            raise
 
     def log(self, step: int, line: Mapping[str, float]) -> None:
         self._run.log(dict(line), step=step)

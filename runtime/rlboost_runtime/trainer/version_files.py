@@ -6,8 +6,10 @@ Nothing here changes the model; its mode (train or eval) is as before afterwards
 from __future__ import annotations
 
 import copy
+import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,24 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlboost_runtime.weights.manifest import Probe, Tied
 
+_SCRATCH = ".scratch-"
+
 PROBE_TOKENS = 8
 """Length of the greedy continuation in a probe: eight forward passes, and enough to tell versions apart."""
 
 PROBE_TOLERANCE = {"float32": 5e-3, "bfloat16": 0.25}
 """Nats by which an engine's probe logprobs may differ: kernels sum in another order; bfloat16 rounds to 8
 bits."""
+
+
+@contextmanager
+def scratch_folder(parent: Path) -> Iterator[Path]:
+    """Yield an empty folder below `parent`, gone afterwards. What a killed process left there is deleted
+    first, since a run has one trainer."""
+    for left in parent.glob(f"{_SCRATCH}*"):
+        shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=parent, prefix=_SCRATCH) as name:
+        yield Path(name)
 
 
 def write_version(folder: Path, model: PreTrainedModel, state: Mapping[str, Tensor], dtype: str) -> None:
@@ -78,7 +92,7 @@ def greedy_probe(
 ) -> Probe:
     """Return the greedy continuation of `token_ids` with logprobs at temperature 1, up to end-of-text."""
     sequence, logprobs = list(token_ids), list[float]()
-    was_training = model.training
+    trained = [module for module in model.modules() if module.training]
     torch.nn.Module.eval(model)
     try:
         while len(logprobs) < PROBE_TOKENS:
@@ -90,7 +104,8 @@ def greedy_probe(
             if best in stop_token_ids:
                 break
     finally:
-        torch.nn.Module.train(model, was_training)
+        for module in trained:  # one by one: a part of it may be kept in eval mode
+            module.training = True
     new = tuple(sequence[len(token_ids) :])
     return Probe(tuple(token_ids), new, tuple(logprobs), PROBE_TOLERANCE[dtype])
 
