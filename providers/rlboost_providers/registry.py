@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rlboost_providers.base import Ability, CanSweep, Provider
+from rlboost_runtime.core.marginal import Prices
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import CloudOffer, Job, LocalOffer, SshOffer
 from rlboost_runtime.run_folder import RunFolder, home
@@ -33,6 +34,17 @@ def expected_usd_per_hour(offer: LocalOffer | SshOffer | CloudOffer) -> float:
     from rlboost_providers.direct_offers import expected_usd_per_hour as of_cloud
 
     return of_cloud(offer) or 0.0
+
+
+def prices_of(job: Job) -> Prices:
+    """Return what the job's machines are likely to cost: those of its cheapest offer."""
+    offer = min(job.rollout.spot.any_of, key=expected_usd_per_hour)
+    egress = 0.0
+    if isinstance(offer, CloudOffer):
+        from rlboost_providers.egress import egress_micro_usd_per_gb
+
+        egress = egress_micro_usd_per_gb(offer.cloud, offer.egress_usd_per_gb) / 1e6
+    return Prices(job.trainer.price_usd_per_hour, expected_usd_per_hour(offer), egress)
 
 
 def _providers(job: Job, run: RunFolder) -> dict[str, Provider]:

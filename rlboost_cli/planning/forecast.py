@@ -7,8 +7,9 @@ a seeding window of T seconds and then trains for B seconds while the instances 
     r T + n s (T + B) = W   so   T = max(0, (W - n s B) / (r + n s)),   step = T + B + overhead
 
 With n = 0 that is rollout and training one after the other, as without spot machines. How many instances
-are useful is not computed here: the core's own rule is asked (`core.seeding`, `core.sizing`), the one that
-the run will follow.
+are useful is not computed here: the core's own rule is asked (`core.sizing`, `core.marginal`), the one that
+the run will follow: what gives the most tokens per dollar, weights' egress included, or, without prices, the
+paper's N_prem.
 
 The arithmetic leaves out the tail of the last, longest responses, hand-overs and machines that are taken
 away. So it is held against the very run that the rates are from: what that run's steps took longer is added
@@ -20,17 +21,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlboost_cli.planning.rates import Rates, makes_like_responses
-from rlboost_providers.registry import expected_usd_per_hour
+from rlboost_providers.registry import prices_of
+from rlboost_runtime.core.marginal import StepRates
 from rlboost_runtime.core.messages import CoreConfig
 from rlboost_runtime.core.money import MICRO_USD_PER_USD
 from rlboost_runtime.core.seeding import Seeding, StepObservation
-from rlboost_runtime.core.sizing import useful_instances
+from rlboost_runtime.core.sizing import worthwhile_instances
 from rlboost_runtime.job import Job
 
 
 @dataclass(frozen=True, slots=True)
 class ForecastRow:
-    """A step with `instances` spot instances all the time. `usd_per_million_tokens` counts trained tokens."""
+    """A step with `instances` spot instances all the time; the dollars count the weights' egress too.
+    `usd_per_million_tokens` counts trained tokens."""
 
     instances: float
     seeding_s: float
@@ -94,7 +97,7 @@ def forecast(job: Job, rates: Rates, former: Job) -> Forecast:
         rates=rates,
         tokens_per_step=tokens,
         responses_like_before=like_before,
-        useful_instances=_useful(job, rates, tokens),
+        useful_instances=_useful(job, rates, tokens, more_s),
         rows=tuple(_row(job, rates, tokens, n, more_s) for n in counts if _tokens_per_s(rates, n) > 0),
         computed_s=computed_s,
     )
@@ -118,14 +121,14 @@ def _tokens_per_s(rates: Rates, instances: float) -> float:
     return rates.reserved_tokens_per_s + instances * rates.spot_tokens_per_s
 
 
-def _useful(job: Job, rates: Rates, tokens: float) -> int:
+def _useful(job: Job, rates: Rates, tokens: float, more_s: float) -> int:
     """Return where the core's rule settles: asked at the job's maximum, as a run does at first.
 
     From there it does not move: with more than enough instances the window is 0 and N_prem is W / (s B)
     whatever n is; with fewer, N_prem exceeds n and the maximum holds.
     """
     most = job.rollout.spot.max_instances
-    config = CoreConfig(max_spot_instances=most, reserved_instances=job.trainer.local_engines)
+    config = CoreConfig(most, reserved_instances=job.trainer.local_engines, prices=prices_of(job))
     if most == 0 or _tokens_per_s(rates, most) == 0:
         return most
     window = seeding_s(rates, tokens, most)
@@ -141,7 +144,14 @@ def _useful(job: Job, rates: Rates, tokens: float) -> int:
             t_remote=rest / (most * rates.spot_tokens_per_s),
         )
     )
-    return useful_instances(seeding.n_prem, config)
+    step = StepRates(
+        tokens=tokens,
+        shared_s=tokens / rates.spot_tokens_per_s,
+        reserved_engines=rates.reserved_tokens_per_s / rates.spot_tokens_per_s,
+        train_s=tokens * rates.train_s_per_token,
+        fixed_s=rates.overhead_s + more_s,
+    )
+    return worthwhile_instances(seeding.n_prem, step, rates.weight_bytes, config)
 
 
 def _left_out(rates: Rates, computed_s: float) -> float:
@@ -149,9 +159,11 @@ def _left_out(rates: Rates, computed_s: float) -> float:
 
 
 def _row(job: Job, rates: Rates, tokens: float, instances: int, more_s: float) -> ForecastRow:
-    spot_price = min(expected_usd_per_hour(offer) for offer in job.rollout.spot.any_of)
-    usd_per_hour = job.trainer.price_usd_per_hour + instances * spot_price
+    prices = prices_of(job)
     step_s = _step_s(rates, tokens, instances) + more_s
+    egress_usd = instances * rates.weight_bytes / 1e9 * prices.egress_usd_per_gb
+    usd_per_hour = prices.reserved_usd_per_hour + instances * prices.spot_usd_per_hour
+    usd_per_hour += egress_usd * 3600 / step_s
     return ForecastRow(
         instances=instances,
         seeding_s=seeding_s(rates, tokens, instances),

@@ -53,6 +53,8 @@ class Rates:
     """From the end of one step to the end of the next."""
     spot_instances: float
     tokens_per_response: float
+    weight_bytes: float = 0.0
+    """Of one version as an instance pulled it; 0: not known."""
 
 
 def measured_rates(job: Job) -> tuple[Rates, Job] | None:
@@ -138,6 +140,7 @@ def _rates(run: str, steps: Sequence[_Step], job: Job) -> Rates:
         step_s=period_s / len(steps),
         spot_instances=_per(spot_s, total("rollout_s")),
         tokens_per_response=tokens / responses,
+        weight_bytes=steps[-1].record.metrics.get("weight_bytes", 0.0),
     )
 
 

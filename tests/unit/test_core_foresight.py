@@ -225,3 +225,16 @@ def test_an_instance_that_does_not_come_is_not_waited_for(new_run) -> None:
     run.ready("a")
     run.until(25.0)
     assert list(run.where().values()) == ["a"] * 20
+
+
+def test_a_window_longer_than_the_rollout_is_cut_until_it_teaches() -> None:
+    seeding = PredictedSeeding(500.0, 3.0, RESERVED, has_gate=False)
+    seeding.pace.learn(1.0, round(RATE * 10), 10.0)
+    requests = tuple(ResponseRequest(i, i, 10, 10**6) for i in range(10))
+    book = StepBook(StepStarted(0.0, 0, 0, requests))
+    for response in book.responses.values():
+        response.num_tokens = 100
+    seeding.close(Moment(40.0, 0.0, 2), book)  # all are finished
+    seeding.learn(StepObservation(2.0, 2, 0.0, 60.0, 50.0, 40.0, 1_000, 100.0))
+    assert seeding.train_s_per_token is None
+    assert seeding.t_seed_s == 20.0

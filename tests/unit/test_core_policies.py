@@ -30,7 +30,7 @@ from rlboost_runtime.core.messages import (
     RecallLease,
     RunStarted,
 )
-from rlboost_runtime.core.pace import Pace
+from rlboost_runtime.core.pace import Pace, StepTimes
 from rlboost_runtime.core.policy import (
     ON_DEMAND,
     PAPER,
@@ -307,7 +307,10 @@ def test_the_published_memory_holds_the_window_of_the_peak() -> None:
 def test_a_memory_that_is_off_is_not_used() -> None:
     policy = replace(PAPER, has_memory=False, remembered_windows=((1, 99.0),))
     seeding = seeding_for(
-        CoreConfig(max_spot_instances=2, seeding_initial_s=30.0, policy=policy), Lengths(), Pace()
+        CoreConfig(max_spot_instances=2, seeding_initial_s=30.0, policy=policy),
+        Lengths(),
+        Pace(),
+        StepTimes(),
     )
     seeding.learn(seen(3.0, 0.0, 1))
     assert seeding.t_seed_s == 31.0

@@ -94,11 +94,42 @@ def test_more_instances_are_never_slower_and_the_useful_number_is_the_cores() ->
     steps = [row.step_s for row in found.rows]
     assert len(steps) == 4
     assert all(after <= before for before, after in itertools.pairwise(steps))
+    unpriced = job(trainer={"price_usd_per_hour": 0.0})
+    found = forecast(unpriced, rates(), unpriced)
     assert found.useful_instances == 2  # 1,280 tokens / (64 per s x 10 s), exactly
-    assert forecast(job(), rates(spot_tokens_per_s=65.0), job()).useful_instances == 2
-    assert forecast(job(), rates(spot_tokens_per_s=63.0), job()).useful_instances == 3
-    assert forecast(job(), rates(spot_tokens_per_s=20.0), job()).useful_instances == 3  # the job's bound
-    assert forecast(job(), rates(spot_tokens_per_s=500.0), job()).useful_instances == 1
+    assert forecast(unpriced, rates(spot_tokens_per_s=65.0), unpriced).useful_instances == 2
+    assert forecast(unpriced, rates(spot_tokens_per_s=63.0), unpriced).useful_instances == 3
+    assert forecast(unpriced, rates(spot_tokens_per_s=20.0), unpriced).useful_instances == 3, (
+        "the job's bound"
+    )
+    assert forecast(unpriced, rates(spot_tokens_per_s=500.0), unpriced).useful_instances == 1
+
+
+def cloudy(usd_per_gb: float, usd_per_hour: float) -> Job:
+    offer = {"infra": "aws/us-east-2", "accelerators": "H100:8", "max_price_usd_per_hour": usd_per_hour}
+    offers = [{**offer, "egress_usd_per_gb": usd_per_gb}]
+    return job(rollout={"spot": {"any_of": offers, "max_instances": 3}})
+
+
+@pytest.mark.parametrize("usd_per_gb", [0.0, 0.02, 0.2])
+@pytest.mark.parametrize("usd_per_hour", [0.1, 1.0, 4.0, 12.0])
+def test_the_useful_number_is_the_one_with_the_cheapest_tokens(
+    usd_per_gb: float, usd_per_hour: float
+) -> None:
+    planned = cloudy(usd_per_gb, usd_per_hour)
+    found = forecast(planned, rates(weight_bytes=1e9), planned)
+    spot = [row for row in found.rows if row.instances]
+    cheapest = min(spot, key=lambda row: row.usd_per_million_tokens)
+    assert found.useful_instances == cheapest.instances
+
+
+def test_egress_makes_dear_what_was_cheap() -> None:
+    free, dear = cloudy(0.0, 1.0), cloudy(0.2, 1.0)
+    alone, paid = (forecast(j, rates(weight_bytes=1e9), j) for j in (free, dear))
+    assert (alone.useful_instances, paid.useful_instances) == (2, 1)
+    assert alone.saving_fraction is not None
+    assert paid.saving_fraction is not None
+    assert alone.saving_fraction > 0 > paid.saving_fraction
 
 
 def test_whether_spot_pays_depends_on_its_price() -> None:
@@ -107,7 +138,8 @@ def test_whether_spot_pays_depends_on_its_price() -> None:
     assert cheap.saving_fraction == pytest.approx(1 - (14 * 12) / (10 * 24.8))
     offer = {"spot": {"any_of": [{"infra": "local", "price_usd_per_hour": 9.0}], "max_instances": 3}}
     dear = forecast(job(rollout=offer), rates(), job())
-    assert dear.saving_fraction == pytest.approx(1 - (28 * 12) / (10 * 24.8))
+    assert dear.useful_instances == 1, "the least that a run holds"
+    assert dear.saving_fraction == pytest.approx(1 - (19 * dear.row(1).step_s) / (10 * 24.8))
     assert dear.saving_fraction < 0 < dear.speedup
 
 
@@ -265,11 +297,11 @@ def test_a_plan_names_its_basis(home: Path) -> None:
     assert "spot     pays:" in text
     assert all(len(line) < 80 for line in describe_plan(plan))
     found = plan_json(plan)["forecast"]
-    assert found["useful_instances"] == 3  # 1,280 / (55 x 10) = 2.3
-    row = next(row for row in found["rows"] if row["instances"] == 3)
+    assert found["useful_instances"] == 2, "a third machine saves less than it costs"
+    row = next(row for row in found["rows"] if row["instances"] == 2)
     assert (found["step_s"], found["usd_per_hour"]) == (row["step_s"], row["usd_per_hour"])
-    assert found["usd_per_hour"] == 16.0
-    assert found["run_usd"] == pytest.approx(16.0 * 30 * found["step_s"] / 3600)
+    assert found["usd_per_hour"] == 14.0
+    assert found["run_usd"] == pytest.approx(14.0 * 30 * found["step_s"] / 3600)
     assert found["spot_pays"] is True
     assert found["check"]["measured_step_s"] == pytest.approx(17.0)
 

@@ -21,7 +21,12 @@ def small() -> Preset:
     assumptions = replace(known.assumptions, length_median=1_500.0, boot_s=10.0)
     workload = Workload(prompts=6, group_size=4, prompt_tokens=100, max_response_tokens=4_000)
     return replace(
-        known, workload=workload, assumptions=assumptions, max_spot_instances=3, seeding_initial_s=10.0
+        known,
+        reserved=replace(known.reserved, usd_per_hour=1e5),  # where time is cheap, fewer machines would do
+        workload=workload,
+        assumptions=assumptions,
+        max_spot_instances=3,
+        seeding_initial_s=10.0,
     )
 
 

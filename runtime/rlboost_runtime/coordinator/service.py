@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 import msgspec
 
 from rlboost_providers.base import Provider
-from rlboost_providers.registry import provider_for
+from rlboost_providers.registry import prices_of, provider_for
 from rlboost_runtime.coordinator.accounts import to_ns
 from rlboost_runtime.coordinator.agent_links import AgentLinks, Timing
 from rlboost_runtime.coordinator.bought import Bought
@@ -105,6 +105,7 @@ def core_config(job: Job) -> CoreConfig:
         max_spot_instances=machines,
         reserved_instances=job.trainer.local_engines,
         seeding_initial_s=job.rollout.seeding_initial_s,
+        prices=prices_of(job),
     )
 
 

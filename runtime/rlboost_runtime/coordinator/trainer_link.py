@@ -169,7 +169,7 @@ class TrainerLink:
             case Published(version=version, num_bytes=num_bytes, publish_s=publish_s):
                 self.on_published(message)
                 log_event(log, "version.published", version=version, bytes=num_bytes, seconds=publish_s)
-                state.apply(VersionPublished(state.now(), version))
+                state.apply(VersionPublished(state.now(), version, message.delta_bytes or num_bytes))
             case LeaseReleased():
                 state.apply(LeaseReturned(state.now()))
             case Trained():
@@ -237,6 +237,7 @@ class TrainerLink:
         state = self._state
         metrics = dict(message.metrics)
         metrics["train_busy_s"] = message.busy_s
+        metrics["weight_bytes"] = float(state.core.weight_bytes)
         if state.core.step is None or state.core.step.step != message.step:
             return metrics  # what is measured here is of the step that is rolled out now
         seen = state.core.observation(state.now(), message.wait_s, message.busy_s)

@@ -23,7 +23,7 @@ Cost: O(log instances) an event; a move looks at the responses of the instance t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rlboost_runtime.core.crowd import Crowd, Rank
@@ -119,10 +119,17 @@ class Balancer:
             return self._of_pending(giver)
         return self._to_even_out(now) if self._rule is BalanceRule.EVEN else self._for_the_idle()
 
-    def learn(self, instance: Instance, batch: int, kv_tokens: int, num_tokens: int, seconds: float) -> None:
+    def learn(self, instance: Instance, batch: int, num_tokens: int, seconds: float) -> None:
         """Take in `num_tokens` generated within `seconds` by `batch` responses together."""
         self.profile.learn(instance, batch, num_tokens, seconds)
-        self.step_times.learn(_kind(instance), kv_tokens, seconds * batch / num_tokens)
+
+    def learn_step_time(
+        self, instance: Instance, kv_tokens: int, seconds: float, gains: Sequence[int]
+    ) -> None:
+        """Take in what each response that was there all the time gained: a token in each decode step."""
+        num_steps = sorted(gains)[len(gains) // 2]
+        if num_steps > 0:
+            self.step_times.learn(_kind(instance), kv_tokens, seconds / num_steps)
 
     def close_step(self) -> None:
         """The step is over: what it showed is used in the next one."""

@@ -64,7 +64,7 @@ from rlboost_runtime.core.policy import DispatchRule
 from rlboost_runtime.core.responses import Response, ResponseState, StepView
 from rlboost_runtime.core.seeding import CountMeter, Seeding, StepObservation
 from rlboost_runtime.core.seeding_rules import seeding_for
-from rlboost_runtime.core.sizing import SurplusWatch, desired_machines, useful_instances
+from rlboost_runtime.core.sizing import SurplusWatch, desired_machines, useful_instances, worthwhile_instances
 from rlboost_runtime.core.timers import INSTANCE_TIMERS, Timer
 from rlboost_runtime.core.work import Work
 
@@ -80,6 +80,7 @@ class Core:
     def __init__(self) -> None:
         self._has_started = False
         self._newest_version: int | None = None
+        self._weight_bytes = 0
         self._presence = CountMeter()
         self._surplus = SurplusWatch()
         self._build(Context())
@@ -93,9 +94,10 @@ class Core:
         self._work = Work(context, self._roster, self._able.able, lengths)
         self._fleet = Fleet(config.boot_deadline_s, context.timers, context.emit)
         self._crew = Crew(context, self._roster, self._work, self._fleet)
-        self._seeding = seeding_for(config, lengths, self._work.pace)
+        self._seeding = seeding_for(config, lengths, self._work.pace, self._work.balancer.step_times)
         self._handover = Handover(context, self._roster, self._work, self._crew, self._seeding)
         self._lease = self._handover.lease
+        self._worthwhile = useful_instances(None, config)
 
     # --- driving ------------------------------------------------------------------------------------------
 
@@ -159,6 +161,11 @@ class Core:
         return self._newest_version
 
     @property
+    def weight_bytes(self) -> int:
+        """Bytes of the version published last, as an instance pulls it; 0: not known."""
+        return self._weight_bytes
+
+    @property
     def instances(self) -> Mapping[str, Instance]:
         """Live instances by name."""
         return MappingProxyType(self._roster.instances)
@@ -181,7 +188,7 @@ class Core:
     @property
     def useful_instances(self) -> int:
         """Spot instances worth having, as far as is known."""
-        return useful_instances(self._seeding.n_prem, self.config)
+        return self._worthwhile
 
     @property
     def counters(self) -> Counters:
@@ -250,9 +257,8 @@ class Core:
                 self._on_step_started(event)
             case StepTrained():
                 self._on_step_trained(event)
-            case VersionPublished(version=version):
-                newest = self._newest_version
-                self._newest_version = version if newest is None else max(newest, version)
+            case VersionPublished():
+                self._on_version_published(event)
             case LeaseReturned():
                 self._on_lease_returned(event)
             case TrainerLost():
@@ -361,6 +367,9 @@ class Core:
         seen = self.observation(event.at, event.wait_s, event.busy_s)
         if seen is not None:
             self._seeding.learn(seen)
+            self._worthwhile = worthwhile_instances(
+                self._seeding.n_prem, self._seeding.rates(), self._weight_bytes, self.config
+            )
         self._shrink(event.at)
 
     def _shrink(self, at: float) -> None:
@@ -370,6 +379,11 @@ class Core:
 
     def _work_on(self, machine: Machine) -> int:
         return sum(i.num_assigned for i in self._crew.on_machine(machine))
+
+    def _on_version_published(self, event: VersionPublished) -> None:
+        newest = self._newest_version
+        self._newest_version = event.version if newest is None else max(newest, event.version)
+        self._weight_bytes = event.num_bytes
 
     def _on_lease_returned(self, event: LeaseReturned) -> None:
         if self._lease.state is not LeaseState.RECALLING:

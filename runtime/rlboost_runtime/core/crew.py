@@ -308,24 +308,32 @@ class Crew:
 
     def _take_counts(self, instance: Instance, event: Beat) -> None:
         """Token counts of what it runs: estimates for booking, and how fast it is at that batch."""
-        book, batch, gained, kv_tokens = self._work.book, 0, 0, 0
+        book = self._work.book
         if book is None:
             return
+        gained = kv_tokens = batch = 0
+        steady: list[int] = []
         responses, estimate = book.responses, self._work.dispatcher.kv_estimate
         for number, num_tokens in event.tokens:
             response = responses.get(number)
             if response is not None and response.holder == instance.instance:
-                batch += 1
-                gained += num_tokens - response.num_tokens
+                gain = num_tokens - response.num_tokens
+                batch, gained = batch + 1, gained + gain
+                if response.told_of == response.assignment:
+                    steady.append(gain)
+                response.told_of = response.assignment
                 kv_tokens += response.request.prompt_tokens + num_tokens
                 response.num_tokens = num_tokens
                 instance.rebook(response, estimate(response))
         self._work.touch(instance)
         since, instance.beaten_at = instance.beaten_at, event.at
-        if since is not None and event.at > since and batch and gained > 0:
-            self._work.balancer.learn(instance, batch, kv_tokens, gained, event.at - since)
+        if since is not None and event.at > since and gained > 0:
+            seconds = event.at - since
+            self._work.balancer.learn(instance, batch, gained, seconds)
+            if steady:
+                self._work.balancer.learn_step_time(instance, kv_tokens, seconds, steady)
             if instance.pool is Pool.SPOT:
-                self._work.pace.learn(instance.share, gained, event.at - since)
+                self._work.pace.learn(instance.share, gained, seconds)
 
     def _renew(self, instance: Instance) -> None:
         due = self._context.now + self._context.config.lease_s

@@ -22,11 +22,22 @@ class Lengths:
         self._steps: deque[Sequence[int]] = deque()
         self._sorted: list[int] = []
         self._sum_from: list[int] = []
+        self._squares = 0.0
 
     @property
     def is_known(self) -> bool:
         """Whether anything has finished."""
         return bool(self._sorted)
+
+    @property
+    def longest(self) -> float:
+        """Tokens of the longest. Ask only if `is_known`."""
+        return float(self._sorted[-1])
+
+    @property
+    def mean_context(self) -> float:
+        """Response tokens before a token, in the mean over all tokens. Ask only if `is_known`."""
+        return self._squares / (2.0 * self._sum_from[0]) if self._sum_from[0] else 0.0
 
     def learn(self, finished: Iterable[int]) -> None:
         """Take in the lengths of one step's finished responses; old steps are forgotten."""
@@ -37,6 +48,7 @@ class Lengths:
         while sum(map(len, self._steps)) - len(self._steps[0]) >= ENOUGH:
             self._steps.popleft()
         self._sorted = sorted(length for each in self._steps for length in each)
+        self._squares = float(sum(length * length for length in self._sorted))
         self._sum_from = [*accumulate(reversed(self._sorted))][::-1]
 
     def expected(self, so_far: int) -> float:

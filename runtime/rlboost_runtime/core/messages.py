@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from rlboost_runtime.core.marginal import Prices
 from rlboost_runtime.core.policy import Policy
 
 
@@ -97,6 +98,8 @@ class CoreConfig:
     """An engine with work that makes no progress for this long is evicted."""
     affinity_slack: float = 0.25
     """How much fuller (share of its KV capacity) an instance may be and still be given its siblings' work."""
+    prices: Prices = field(default_factory=Prices)
+    """What machines and bytes cost, for the fleet's size."""
     policy: Policy = field(default_factory=Policy)
     """The rules for dispatch, seeding, sizing and balance."""
 
@@ -158,10 +161,11 @@ class StepTrained:
 
 @dataclass(frozen=True, slots=True)
 class VersionPublished:
-    """`version` can be pulled from now on."""
+    """`version` can be pulled from now on; `num_bytes` by each instance, 0: not known."""
 
     at: float
     version: int
+    num_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,8 @@ Kind = tuple[int, int]
 
 KEPT_SHARE = 0.5
 """Of what earlier steps showed, at the end of a step."""
+KEPT_BEATS = 0.9
+"""The same of decode step times: an engine does not change, and only different loads show its line."""
 ENOUGH_BEATS = 4.0
 """Fewer heartbeats do not make a line."""
 SAME_LOAD = 1e-3
@@ -56,6 +58,9 @@ class _Line:
     xx: float = 0.0
     xy: float = 0.0
 
+    known: tuple[float, float] | None = None
+    """The last line that made sense."""
+
     def add(self, x: float, y: float) -> None:
         self.n += 1.0
         self.x += x
@@ -64,19 +69,33 @@ class _Line:
         self.xy += x * y
 
     def fade(self) -> None:
-        self.n *= KEPT_SHARE
-        self.x *= KEPT_SHARE
-        self.y *= KEPT_SHARE
-        self.xx *= KEPT_SHARE
-        self.xy *= KEPT_SHARE
+        self.n *= KEPT_BEATS
+        self.x *= KEPT_BEATS
+        self.y *= KEPT_BEATS
+        self.xx *= KEPT_BEATS
+        self.xy *= KEPT_BEATS
 
     def slope_and_start(self) -> tuple[float, float] | None:
         spread = self.n * self.xx - self.x * self.x
         if self.n < ENOUGH_BEATS or spread <= SAME_LOAD * self.x * self.x:
-            return None
+            return self.known
         slope = (self.n * self.xy - self.x * self.y) / spread
         start = (self.y - slope * self.x) / self.n
-        return (slope, start) if slope > 0 and start > 0 else None
+        if slope > 0 and start > 0:
+            self.known = slope, start
+        return self.known
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLine:
+    """One kind of engine as a straight line."""
+
+    kv_tokens: int
+    """KV capacity."""
+    kv_token_s: float
+    """Seconds of a decode step per KV token."""
+    empty_s: float
+    """Seconds of a decode step without any."""
 
 
 @dataclass(slots=True)
@@ -90,9 +109,17 @@ class StepTimes:
         self._lines.setdefault(kind, _Line()).add(float(kv_tokens), step_s)
 
     def close_step(self) -> None:
-        """A step is over: what it showed counts half from now on."""
+        """A step is over: what it showed counts less from now on."""
         for line in self._lines.values():
             line.fade()
+
+    def typical(self) -> EngineLine | None:
+        """Return the kind that most heartbeats were of; None while they have not shown a line."""
+        if not self._lines:
+            return None
+        kind = max(self._lines, key=lambda k: (self._lines[k].n, k))
+        line = self.line(kind)
+        return None if line is None else EngineLine(kind[0], *line)
 
     def line(self, kind: Kind) -> tuple[float, float] | None:
         """Return (seconds per KV token, seconds without any); None while beats have not shown both."""

@@ -40,6 +40,8 @@ class WindowRule(StrEnum):
 class SizeRule(StrEnum):
     """How many spot instances are wanted."""
 
+    MARGINAL = "marginal"
+    """What gives the most tokens per dollar, weights' egress included; N_prem while that is not known."""
     N_PREM = "n_prem"
     """N_prem of Algorithm 1, at most the job's cap; the cap until a step has taught it."""
     N_PREM_FROM_RESERVED = "n_prem_from_reserved"
@@ -89,7 +91,7 @@ class Policy:
     """After churn, jump to the window remembered for the new number of spot instances."""
     remembered_windows: tuple[tuple[int, float], ...] = ()
     """The memory's content at the start: (spot instances, window in seconds)."""
-    sizing: SizeRule = SizeRule.N_PREM
+    sizing: SizeRule = SizeRule.MARGINAL
     balances: bool = True
     """Move responses between instances while these run (CONTINUOUSLB of Algorithm 2)."""
     balance: BalanceRule = BalanceRule.EVEN
@@ -122,6 +124,7 @@ POLYRL = Policy(
 ON_DEMAND = Policy(
     name="on_demand",
     dispatch=DispatchRule.DEALT,
+    sizing=SizeRule.N_PREM,
     least_first=False,
     window=WindowRule.ALGORITHM_1,
     balances=False,

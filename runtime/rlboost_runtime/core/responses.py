@@ -54,6 +54,8 @@ class Response:
     holder: str | None = None
     """The instance that runs it."""
     last_holder: str | None = None
+    told_of: int | None = None
+    """The assignment that the last heartbeat told of."""
     kv_estimate: int = 0
     """KV tokens booked for it on its holder."""
     failed_on: dict[str, None] = field(default_factory=dict)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from rlboost_runtime.core.marginal import StepRates
 from rlboost_runtime.core.responses import StepBook
 
 SAME_COUNT = 1e-6
@@ -90,6 +91,10 @@ class Seeding:
 
     def close(self, moment: Moment, book: StepBook) -> None:
         """The window has closed."""
+
+    def rates(self) -> StepRates | None:
+        """Return what a step takes, as far as this rule learns it; None: it does not, or not yet."""
+        return None
 
     def learn(self, seen: StepObservation) -> None:
         """Take in one trained step."""

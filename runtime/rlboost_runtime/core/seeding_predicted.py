@@ -20,17 +20,19 @@ fast as the spot ones, a window of length T ends the step at
 
 which is later than without it, at training + excess, exactly if excess <= wake + sleep.
 
-Until a step has taught the rates the window is the job's initial one. N_prem is the paper's.
+Until a step has taught the rates the window is the job's initial one; one that outlasts a whole rollout
+teaches nothing and is cut to half of it. N_prem is the paper's.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rlboost_runtime.core.lengths import Lengths
-from rlboost_runtime.core.pace import Pace
+from rlboost_runtime.core.marginal import StepRates, rollout_s
+from rlboost_runtime.core.pace import Pace, StepTimes
 from rlboost_runtime.core.responses import ResponseState, StepBook
 from rlboost_runtime.core.seeding import Moment, Seeding, StepObservation
 
@@ -43,6 +45,8 @@ WEIGHT = 0.8
 LONGEST = 2.0
 """No window is longer than this many times the longest whole rollout of the last steps, whatever the rates
 say: where no engine gets on, tokens left would hold it open for ever."""
+FULL_SHARE = 0.85
+"""Of its KV capacity, what a full engine uses: some is kept for the growth of what it decodes."""
 STARVED_SHARE = 0.02
 """A trainer that waited longer than this share of its training time was waiting for the last responses."""
 
@@ -65,8 +69,13 @@ class PredictedSeeding(Seeding):
 
     lengths: Lengths = field(default_factory=Lengths)
     pace: Pace = field(default_factory=Pace)
+    step_times: StepTimes = field(default_factory=StepTimes)
     has_gate: bool = True
     train_s_per_token: float | None = None
+    step_tokens: float = 0.0
+    """Tokens of a step."""
+    slower: float | None = None
+    """Rollouts take so many times what they would with every engine busy and full (`rates`)."""
     wake_s: float = 0.0
     """From the opening of a window until reserved engines serve."""
     sleep_s: float = 0.0
@@ -77,6 +86,7 @@ class PredictedSeeding(Seeding):
     _looked_at: float = -math.inf
     _looked_with: int = -1
     _rollouts: deque[_Rollout] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    _opened_at: float = 0.0
     _closed_at: float | None = None
     _closed_with: int = 0
     _tokens_at_close: int = 0
@@ -124,6 +134,7 @@ class PredictedSeeding(Seeding):
     def close(self, moment: Moment, book: StepBook) -> None:
         """The window has closed."""
         self._closings += 1
+        self._opened_at = moment.opened_at
         self._closed_at, self._closed_with = moment.now, moment.num_spot
         self._tokens_at_close = sum(r.num_tokens for r in book.responses.values())
 
@@ -132,12 +143,14 @@ class PredictedSeeding(Seeding):
         if seen.n_prem <= 0:
             return
         if seen.t_train > 0:
-            self.n_prem = (seen.t_remote * seen.n_prem + self.t_seed_s * self.num_reserved) / seen.t_train
+            window_s = min(self.t_seed_s, seen.t_remote)
+            self.n_prem = (seen.t_remote * seen.n_prem + window_s * self.num_reserved) / seen.t_train
         if self._closings != 1 or self._closed_at is None:
             return  # no window at all, or several: the rates of such a step are not those of a plain one
-        rollout_s = seen.ended_at - seen.t_remote_wait - self._closed_at
+        rest_s = seen.ended_at - seen.t_remote_wait - self._closed_at
         left = seen.num_tokens - self._tokens_at_close
-        if rollout_s <= 0 or left <= 0:
+        if rest_s <= 0 or left <= 0:
+            self.t_seed_s = min(self.t_seed_s, seen.t_remote / 2.0)
             return
         if seen.t_train_wait > STARVED_SHARE * seen.t_train:
             self.finish_s = _blend(self.finish_s or None, seen.t_remote_wait)
@@ -146,8 +159,50 @@ class PredictedSeeding(Seeding):
         training_s = seen.ended_at - self._closed_at - seen.t_train_wait - finish_s
         if training_s <= 0:
             return
-        self._rollouts.append(_Rollout(left / num_spot, rollout_s, seen.t_remote))
+        self._rollouts.append(_Rollout(left / num_spot, rest_s, seen.t_remote))
         self.train_s_per_token = _blend(self.train_s_per_token, training_s / seen.num_tokens)
+        self.step_tokens = _blend(self.step_tokens or None, float(seen.num_tokens))
+        self._learn_slowness(num_spot, self._closed_at - self._opened_at, rest_s)
+
+    def rates(self) -> StepRates | None:
+        """Return what a step takes; a reserved engine is taken to be like a spot instance."""
+        ideal = self._ideal()
+        if ideal is None or self.slower is None:
+            return None
+        slower = self.slower
+        return replace(
+            ideal,
+            shared_s=slower * ideal.shared_s,
+            chain_s=slower * ideal.chain_s,
+            steps_s=slower * ideal.steps_s,
+        )
+
+    def _ideal(self) -> StepRates | None:
+        """Return what a step would take if engines were always busy and as full as they get."""
+        engine = self.step_times.typical()
+        if self.train_s_per_token is None or engine is None or not self.lengths.is_known:
+            return None
+        tokens, contexts = self.step_tokens, self.step_tokens * self.lengths.mean_context
+        return StepRates(
+            tokens=tokens,
+            shared_s=engine.kv_token_s * contexts,
+            chain_s=engine.empty_s * self.lengths.longest,
+            steps_s=engine.empty_s * contexts / (FULL_SHARE * engine.kv_tokens),
+            reserved_engines=float(self.num_reserved),
+            train_s=tokens * self.train_s_per_token,
+            wake_s=self.wake_s,
+        )
+
+    def _learn_slowness(self, num_spot: float, window_s: float, rest_s: float) -> None:
+        """Take in how long a rollout took: so long with everybody, so long without the reserved engines."""
+        ideal = self._ideal()
+        if ideal is None:
+            return
+        everybody = num_spot + self.num_reserved
+        helped_s = max(0.0, window_s - self.wake_s)
+        alone_s = rest_s + window_s - helped_s
+        took = helped_s / rollout_s(ideal, everybody) + alone_s / rollout_s(ideal, num_spot)
+        self.slower = _blend(self.slower, took)
 
     def _tail_s(self, tokens_per_s: float) -> float:
         """Return the seconds that a rollout takes longer than at full pace: the last responses are few."""

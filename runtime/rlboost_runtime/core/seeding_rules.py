@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from rlboost_runtime.core.lengths import Lengths
 from rlboost_runtime.core.messages import CoreConfig
-from rlboost_runtime.core.pace import Pace
+from rlboost_runtime.core.pace import Pace, StepTimes
 from rlboost_runtime.core.policy import WindowRule
 from rlboost_runtime.core.seeding import Seeding
 from rlboost_runtime.core.seeding_predicted import PredictedSeeding
 from rlboost_runtime.core.seeding_published import PublishedSeeding
 
 
-def seeding_for(config: CoreConfig, lengths: Lengths, pace: Pace) -> Seeding:
+def seeding_for(config: CoreConfig, lengths: Lengths, pace: Pace, step_times: StepTimes) -> Seeding:
     """Return the window's rule of a run's policy."""
     policy = config.policy
     initial_s = 0.0 if policy.window is WindowRule.CLOSED else config.seeding_initial_s
@@ -22,6 +22,7 @@ def seeding_for(config: CoreConfig, lengths: Lengths, pace: Pace) -> Seeding:
             config.reserved_instances,
             lengths=lengths,
             pace=pace,
+            step_times=step_times,
             has_gate=policy.has_gate,
         )
     kind = PublishedSeeding if policy.window is WindowRule.PUBLISHED_CODE else Seeding

@@ -1,10 +1,12 @@
-"""How many spot instances, and so machines, are worth having (N_prem of the paper's Algorithm 1)."""
+"""How many spot instances, and so machines, are worth having: by N_prem of the paper's Algorithm 1, or by the
+most tokens per dollar where rates and prices are known (`marginal`)."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
+from rlboost_runtime.core.marginal import StepRates, cheapest_machines
 from rlboost_runtime.core.messages import CoreConfig
 from rlboost_runtime.core.policy import SizeRule
 
@@ -29,6 +31,23 @@ def useful_instances(n_prem: float | None, config: CoreConfig) -> int:
     if n_prem is None or rule is SizeRule.CAP:
         return config.max_spot_instances
     return min(config.max_spot_instances, max(1, math.ceil(n_prem - ROUNDING)))
+
+
+def worthwhile_instances(
+    n_prem: float | None, rates: StepRates | None, weight_bytes: float, config: CoreConfig
+) -> int:
+    """Return the spot instances worth having under the run's rule.
+
+    `SizeRule.MARGINAL`: on the machines that give the most tokens per dollar; by N_prem while prices or rates
+    are not known. Never 0 unless the job forbids spot instances, like `useful_instances`.
+    """
+    useful = useful_instances(n_prem, config)
+    if config.policy.sizing is not SizeRule.MARGINAL or rates is None or not config.prices.is_known:
+        return useful
+    per_machine = max(1, config.instances_per_machine)
+    most = desired_machines(config.max_spot_instances, config)
+    machines = cheapest_machines(rates, config.prices, most, per_machine, weight_bytes)
+    return min(config.max_spot_instances, max(1, machines) * per_machine)
 
 
 def desired_machines(useful: int, config: CoreConfig) -> int:

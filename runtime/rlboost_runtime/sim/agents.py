@@ -67,6 +67,9 @@ class Host(Protocol):
     def generated(self, tokens: int) -> None:
         """An engine has generated more tokens."""
 
+    def pulled(self, num_bytes: float) -> None:
+        """So many bytes of weights have come to a machine."""
+
     def activity(self, agent: SimAgent, what: Activity) -> None:
         """The agent does something else now: boot, pull, rollout, idle."""
 
@@ -325,6 +328,7 @@ class SimAgent:
 
     def _have(self, version: int) -> None:
         self._transfer, self._fetched = None, version
+        self._host.pulled(self.costs.weight_bytes)
         self._host.will_settle(self)
 
     def _apply_if_fetched(self) -> None:

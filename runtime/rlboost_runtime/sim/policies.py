@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from rlboost_runtime.core.marginal import Prices
 from rlboost_runtime.core.messages import CoreConfig
 from rlboost_runtime.core.policy import ON_DEMAND, POLYRL, BalanceRule, WindowRule
 from rlboost_runtime.core.policy import POLICIES as CORE_POLICIES
@@ -50,6 +51,7 @@ def policy_setup(name: str, preset: Preset, switches: Switches) -> PolicySetup:
         reserved_instances=preset.reserved_engines,
         lease_s=LEASE_BEATS * BEAT_S,
         seeding_initial_s=preset.seeding_initial_s,
+        prices=Prices(preset.reserved_usd_per_hour, preset.spot[0].usd_per_hour, preset.egress_usd_per_gb),
         policy=_without(known, switches),
     )
     return PolicySetup(config, FP32_WIRE_SHARE if is_published else 1.0)

@@ -59,6 +59,8 @@ class Preset:
     reserved: MachineShape
     spot: tuple[MachineShape, ...]
     """Kinds of spot machines; the trace's nodes take them in turn, in the order in which they appear."""
+    egress_usd_per_gb: float = 0.0
+    """What weights cost on their way from the head to a spot machine."""
     reserved_nodes: int = 1
     max_spot_instances: int = 8
     seeding_initial_s: float = 150.0

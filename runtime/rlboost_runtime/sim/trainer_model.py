@@ -60,8 +60,11 @@ def train_s(preset: Preset, lengths: list[tuple[int, int]]) -> float:
 class SimTrainer:
     """One trainer; `step` is the open one."""
 
-    def __init__(self, host: TrainerHost, preset: Preset, seed: int, *, waits_for_weights: bool) -> None:
+    def __init__(
+        self, host: TrainerHost, preset: Preset, seed: int, *, waits_for_weights: bool, weight_bytes: int
+    ) -> None:
         self.step = -1
+        self._weight_bytes = weight_bytes
         self._host = host
         self._preset = preset
         self._seed = seed
@@ -77,7 +80,7 @@ class SimTrainer:
 
     def begin(self) -> None:
         """Publish version 0 and ask for the first step."""
-        self._host.send(VersionPublished(self._host.agenda.now, 0))
+        self._host.send(VersionPublished(self._host.agenda.now, 0, self._weight_bytes))
         self._open()
 
     def group_comes(self, group: int) -> None:
@@ -168,7 +171,7 @@ class SimTrainer:
     def _publish(self) -> None:
         now, assumptions = self._host.agenda.now, self._preset.assumptions
         busy_s = self._train_s + assumptions.optimizer_s + assumptions.gather_s
-        self._host.send(VersionPublished(now, self.step + 1))
+        self._host.send(VersionPublished(now, self.step + 1, self._weight_bytes))
         self._host.send(StepTrained(now, self.step, self._wait_s, busy_s))
         self._host.step_ended(self.step, self._wait_s, self._train_s)
         if self._waits_for_weights:

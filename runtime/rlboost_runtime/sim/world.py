@@ -93,8 +93,12 @@ class World:
         self._agents: dict[str, SimAgent] = {}
         self._of_machine: dict[str, list[SimAgent]] = {}
         self._retired = _Totals()
+        self._pulled_bytes = 0.0
         waits_for_weights = not setup.config.policy.loads_any_time
-        self._trainer = SimTrainer(self, preset, seed, waits_for_weights=waits_for_weights)
+        weight_bytes = round(setup.wire_share * preset.model.weight_bytes)
+        self._trainer = SimTrainer(
+            self, preset, seed, waits_for_weights=waits_for_weights, weight_bytes=weight_bytes
+        )
         self._speeds: dict[tuple[MachineShape, float], EngineSpeed] = {}
         self._inbox: deque[Event] = deque()
         self._unsettled: dict[SimAgent, None] = {}
@@ -192,6 +196,10 @@ class World:
         """Engines have generated more tokens."""
         self.recorder.generated(tokens, self.agenda.now)
 
+    def pulled(self, num_bytes: float) -> None:
+        """So many bytes of weights have come to a machine."""
+        self._pulled_bytes += num_bytes
+
     def all_loaded(self) -> bool:
         """Return whether every spot instance serves the newest version."""
         return not any(a.is_loading for a in self._agents.values() if a.pool is Pool.SPOT and not a.is_dead)
@@ -241,7 +249,8 @@ class World:
         self.mean_spot_machines = self.cloud.billed()[1] / now
 
     def _usd(self) -> float:
-        return self.cloud.billed()[0] + self._preset.reserved_usd_per_hour * self.agenda.now / 3600.0
+        reserved = self._preset.reserved_usd_per_hour * self.agenda.now / 3600.0
+        return self.cloud.billed()[0] + reserved + self._preset.egress_usd_per_gb * self._pulled_bytes / 1e9
 
     # --- spot machines ------------------------------------------------------------------------------------
 

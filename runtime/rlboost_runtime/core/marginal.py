@@ -1,0 +1,109 @@
+"""How many spot machines give the most tokens per dollar: as long as one more saves more than it costs.
+
+A step's responses take E engines R(E) seconds::
+
+    R(E) = shared / E + max(chain, steps / E)
+
+`shared`: engine-seconds that come to the same however responses are spread, such as reading their KV caches.
+A decode step also takes a time that depends on nothing: the longest response goes through `chain` seconds of
+it, and engines whose KV caches are full through `steps` engine-seconds in all. So engines that are less than
+full bring less. With n spot instances, p engines on the reserved node, B seconds of training and w seconds to
+wake the reserved engines, a step lasts::
+
+    n = 0    w + R(p) + B                    rollout, then training
+    n > 0    max(B, R(n))                    where R(n) is at most B + w: no window is opened
+             T + B                           else, T = w + R(n + p) (1 - (B + w) / R(n))
+
+as `seeding_predicted` runs it, and what overlaps with nothing. A step costs its seconds at the price of the
+reserved node and the machines, and for each instance the bytes of one version of the weights: full weights
+across clouds can cost more than the machine itself. Tokens per step are given, so the cheapest step is the
+cheapest token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+HOUR_S = 3_600.0
+GB = 1e9
+SAME_COST = 1e-9
+"""Relative difference in cost below which the smaller fleet is taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What a run pays. All zero: nobody knows, or nothing is paid."""
+
+    reserved_usd_per_hour: float = 0.0
+    """Of all reserved nodes."""
+    spot_usd_per_hour: float = 0.0
+    """Of one spot machine."""
+    egress_usd_per_gb: float = 0.0
+    """Of a gigabyte from the head to a spot machine."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is anything to weigh: speed is worth money, and so are machines."""
+        return self.reserved_usd_per_hour > 0 and (self.spot_usd_per_hour > 0 or self.egress_usd_per_gb > 0)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRates:
+    """What a step of this run takes; times in seconds."""
+
+    tokens: float
+    """Response tokens of a step."""
+    shared_s: float
+    """Engine-seconds of the rollout however it is spread."""
+    reserved_engines: float
+    """Reserved engines, as so many spot instances."""
+    train_s: float
+    """From the closing of the window to the end, where the trainer never waits."""
+    chain_s: float = 0.0
+    """Of the rollout, on however many engines."""
+    steps_s: float = 0.0
+    """Engine-seconds beside `shared_s` where every engine is full."""
+    wake_s: float = 0.0
+    """Until woken reserved engines serve."""
+    fixed_s: float = 0.0
+    """Of a step that overlaps with nothing."""
+
+
+def rollout_s(rates: StepRates, engines: float) -> float:
+    """Return the seconds that so many engines take to roll out a step, infinite for none."""
+    if engines <= 0:
+        return float("inf")
+    return rates.shared_s / engines + max(rates.chain_s, rates.steps_s / engines)
+
+
+def step_s(rates: StepRates, instances: int) -> float:
+    """Return the seconds of a step with so many spot instances, infinite where nobody generates."""
+    alone_s = rollout_s(rates, instances)
+    if not instances:
+        return rates.wake_s + rollout_s(rates, rates.reserved_engines) + rates.train_s + rates.fixed_s
+    if alone_s <= rates.train_s + rates.wake_s or rates.reserved_engines <= 0:
+        return max(rates.train_s, alone_s) + rates.fixed_s
+    together_s = rollout_s(rates, instances + rates.reserved_engines)
+    window_s = rates.wake_s + together_s * (1.0 - (rates.train_s + rates.wake_s) / alone_s)
+    return window_s + rates.train_s + rates.fixed_s
+
+
+def step_usd(rates: StepRates, prices: Prices, machines: int, per_machine: int, weight_bytes: float) -> float:
+    """Return the dollars of a step with so many spot machines; `weight_bytes` go to each of their
+    instances."""
+    instances = machines * per_machine
+    per_hour = prices.reserved_usd_per_hour + machines * prices.spot_usd_per_hour
+    egress = instances * weight_bytes / GB * prices.egress_usd_per_gb
+    return per_hour * step_s(rates, instances) / HOUR_S + egress
+
+
+def cheapest_machines(
+    rates: StepRates, prices: Prices, most: int, per_machine: int, weight_bytes: float
+) -> int:
+    """Return how many machines, from 0 to `most`, give the most tokens per dollar; the fewest of equals."""
+    best, least_usd = 0, step_usd(rates, prices, 0, per_machine, weight_bytes)
+    for machines in range(1, most + 1):
+        usd = step_usd(rates, prices, machines, per_machine, weight_bytes)
+        if usd < least_usd * (1.0 - SAME_COST):
+            best, least_usd = machines, usd
+    return best
