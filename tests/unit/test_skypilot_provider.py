@@ -119,13 +119,15 @@ def test_the_task_carries_the_jobs_wishes_and_tags_and_no_secret(make, tmp_path)
     [
         ("(InsufficientInstanceCapacity) We currently do not have sufficient capacity", NoCapacity),
         ("(MaxSpotInstanceCountExceeded) Max spot instance count exceeded", QuotaExceeded),
+        ("(InvalidPermission.Duplicate) the specified rule already exists", ProviderError),
     ],
 )
 def test_a_refused_launch_says_why_and_leaves_nothing(make, sky, text, kind):
     sky.refuse["us-west-2a"] = ("ResourcesUnavailableError", text)
     provider = make()
-    with pytest.raises(kind):
+    with pytest.raises(kind) as told:
         provider.launch(request_for(provider))
+    assert type(told.value) is kind
     assert sky.clusters == {}
     (view,) = provider.describe(RUN)
     assert view.state is MachineState.GONE

@@ -31,6 +31,9 @@ _CREDENTIALS = re.compile(
     re.IGNORECASE,
 )
 _THROTTLED = re.compile(r"RequestLimitExceeded|Throttling|rateLimitExceeded|HTTP 429", re.IGNORECASE)
+_RACE = re.compile(r"InvalidPermission\.Duplicate|InvalidGroup\.Duplicate")
+"""What the second of two launches hears that make SkyPilot's firewall rules at once: seen on the lab."""
+RACE_PAUSE_S = 1.0
 _CREDENTIAL_KINDS = {
     "InvalidCloudCredentials",
     "NoCloudAccessError",
@@ -59,6 +62,10 @@ def explained(kind: str, text: str) -> RLBoostError:
             f"the account may not have this machine: {words}",
             "ask the cloud for more quota, or add an entry to rollout.spot.any_of",
         )
+    if _RACE.search(text):
+        problem = ProviderError(f"two launches were in each other's way: {words}", "asked again by itself")
+        problem.retry_after_s = RACE_PAUSE_S
+        return problem
     if kind == "ResourcesUnavailableError":
         return NoCapacity(
             f"no such machine is to be had now: {words}", "wait, or add an entry to rollout.spot.any_of"

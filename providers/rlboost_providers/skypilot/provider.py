@@ -278,10 +278,10 @@ class SkyPilotProvider:
             )
             answered.set()
             return
+        is_refused = isinstance(problem, NoCapacity | QuotaExceeded | CredentialsRejected)
         problem = self._in_the_clouds_words(machine, problem)
         detail = problem.problem if isinstance(problem, RLBoostError) else repr(problem)
         event(log, "machine.setup_failed", machine=machine, problem=detail)
-        is_refused = isinstance(problem, NoCapacity | QuotaExceeded | CredentialsRejected)
         if is_refused and machine not in self._up:
             self._records.change(machine, detail=detail, launching_at=None)  # its cloud gave nothing to bill
         else:
