@@ -57,7 +57,7 @@ DOWN_S = 300.0
 STATUS_S = 120.0
 PROBE_EVERY_S = 3.0
 PROBE_S = 2.0
-FORCE_EVERY_S = 60.0
+FORCE_EVERY_S = 180.0
 """The cloud is asked at least so often, also while every machine answers."""
 DOUBT_EVERY_S = 10.0
 """Pause between two questions about machines that stay silent: each costs seconds of CPU."""
