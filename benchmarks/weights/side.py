@@ -10,7 +10,6 @@ Servers say "ready" once they listen. Pulls print one JSON line: seconds, CPU-se
 
 from __future__ import annotations
 
-import http.client
 import json
 import mmap
 import os
@@ -22,7 +21,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import msgspec
@@ -111,11 +109,8 @@ def pull(text: str) -> None:
 
 
 class _PlainStream(RangeStream):
-    def _connect(self) -> Any:
-        source = self._source
-        connection = http.client.HTTPConnection(source.host, source.port, timeout=source.idle_s)
-        connection.connect()
-        return connection
+    def _connect(self) -> socket.socket:
+        return socket.create_connection((self._source.host, self._source.port), self._source.idle_s)
 
 
 class _PlainSource(WeightSource):
