@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import HttpReward
@@ -32,6 +33,9 @@ class Endpoint(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if "messages" in body:
+            self._as_a_server_of_models(body)
+            return
         said, kind = body["response"], type(self)
         with kind.lock:
             kind.seen[said] += 1
@@ -42,6 +46,28 @@ class Endpoint(BaseHTTPRequestHandler):
         finally:
             with kind.lock:
                 kind.together -= 1
+
+    def _as_a_server_of_models(self, body: dict[str, Any]) -> None:
+        """Answers as vLLM and others do, and refuses what they would refuse."""
+        if self.headers["Authorization"] != "Bearer k3y":
+            self.send_error(401)
+            return
+        assert body["model"] == "judge-7b"
+        last = body["messages"][-1]["content"]
+        if self.path == "/pooling":
+            assert [message["role"] for message in body["messages"]] == ["user", "assistant"]
+            score = {"tokens": [[0.5], [-1.25]], "none": []}.get(last, [float(len(last))])
+            answer: dict[str, Any] = {"object": "list", "data": [{"index": 0, "data": score}]}
+        else:
+            marks = body["response_format"]["json_schema"]["schema"]["properties"]["mark"]["enum"]
+            assert body["temperature"] == 0
+            said = next((word for word in ("prose", "eleven") if word in last), None)
+            mark = json.dumps({"mark": len(marks) if said else last.count("!")})
+            content = "I would say 7." if said == "prose" else mark
+            answer = {"choices": [{"message": {"role": "assistant", "content": content}}]}
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
 
     def _answer(self, said: str, body: dict[str, Any], times: int) -> None:
         if said == "busy" and times < 3:
@@ -98,6 +124,11 @@ def server() -> Iterator[Server]:
     thread.join()
 
 
+def served(server: Server, path: str, **options: object) -> HttpReward:
+    url = f"http://127.0.0.1:{server.server_port}{path}"
+    return HttpReward(http=url, model="judge-7b", key_variable="JUDGE_KEY", **options)
+
+
 def score(server: Server, folder: Path, *said: str, timeout_s: float = 10.0, **options: int) -> list[Reward]:
     reward = HttpReward(http=f"http://127.0.0.1:{server.server_port}/score", **options)
     with RewardScorer(reward, folder, timeout_s=timeout_s, log_file=folder / "log") as rewards:
@@ -131,7 +162,7 @@ def test_whatever_is_answered_or_cannot_be_asked_is_a_failure_of_one_response(se
         asked = [RewardCall("p", "fine", row) for row in ({(1, 2): "no JSON key", "bonus": 1}, {"bonus": 10})]
         unsaid, fine = rewards.score(asked)
     assert unsaid.failure is RewardFailure.RAISED
-    assert "cannot be written as JSON" in unsaid.problem
+    assert "nothing can be made of the row" in unsaid.problem
     assert fine == Reward(11.0)
 
 
@@ -158,3 +189,51 @@ def test_nobody_listens(server, tmp_path):
 def test_what_is_no_url_is_said_at_the_start(tmp_path):
     with pytest.raises(ConfigError, match="not an http or https URL"):
         RewardScorer(HttpReward(http="ftp://x"), tmp_path, timeout_s=1, log_file=tmp_path / "log")
+
+
+def test_a_served_model_gives_marks(server, tmp_path, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "k3y\n")
+    question = "Of {best_mark}, for {topic}: {response}"
+    reward = served(server, "/v1/chat/completions", speaks="chat", best_mark=4, question=question)
+    said = ["!!!", "{topic}!", "prose", "eleven", "fine"]
+    rows = [{"topic": "a"}, {"topic": "none!"}, {"topic": "a"}, {"topic": "a"}, {"subject": "a"}]
+    calls = [RewardCall("p", each, row) for each, row in zip(said, rows, strict=True)]
+    with RewardScorer(reward, tmp_path, timeout_s=10, log_file=tmp_path / "log") as rewards:
+        three, braces, prose, eleven, lacking = rewards.score(calls)
+    assert (three.value, three.failure) == (0.75, None)
+    assert braces == Reward(0.5), "what a response has in braces is no placeholder"
+    assert prose.failure is eleven.failure is RewardFailure.NOT_A_NUMBER
+    assert "I would say 7" in prose.problem
+    assert "mark 5" in eleven.problem
+    assert lacking.failure is RewardFailure.RAISED
+    assert "{topic}" in lacking.problem
+
+
+def test_a_served_reward_model_gives_its_raw_score(server, tmp_path, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "k3y")
+    reward = served(server, "/pooling", speaks="pooling")
+    with RewardScorer(reward, tmp_path, timeout_s=10, log_file=tmp_path / "log") as rewards:
+        one, tokens, none = rewards.score(RewardCall("p", each, {}) for each in ("abc", "tokens", "none"))
+    assert (one, tokens) == (Reward(3.0), Reward(-1.25))
+    assert none.failure is RewardFailure.NOT_A_NUMBER
+
+
+def test_a_key_that_is_not_there_is_said_at_the_start_and_a_wrong_one_by_the_server(
+    server, tmp_path, monkeypatch
+):
+    reward = served(server, "/pooling", speaks="pooling")
+    with pytest.raises(ConfigError, match="JUDGE_KEY is not set"):
+        RewardScorer(reward, tmp_path, timeout_s=1, log_file=tmp_path / "log")
+    monkeypatch.setenv("JUDGE_KEY", "other")
+    with RewardScorer(reward, tmp_path, timeout_s=10, log_file=tmp_path / "log") as rewards:
+        (refused,) = rewards.score([RewardCall("p", "abc", {})])
+    assert "HTTP 401" in refused.problem
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [({"speaks": "chat"}, "there is no model"), ({"question": "Good?"}, "lacks {response}")],
+)
+def test_what_could_never_work_is_no_job(fields, told):
+    with pytest.raises(ValidationError, match=told):
+        HttpReward(http="http://x", **fields)

@@ -1,15 +1,16 @@
 """Rewards from an HTTP endpoint: many requests at once, each with a deadline, tried again where that helps.
 
-The endpoint gets POST {"prompt", "response", "row"} and answers {"reward": number} or just the number. A
-request must be safe to repeat: one whose answer got lost is sent again. All tries of a response together have
-`timeout_s`; connections that fail and answers that say "later" (429, 502, 503, 504) are tried again after a
-pause with jitter, or after `Retry-After`. Anything else is a failure at once.
+What is sent and how the answer reads is `reward_dialect`'s part. A request must be safe to repeat: one whose
+answer got lost is sent again. All tries of a response together have `timeout_s`; connections that fail and
+answers that say "later" (429, 502, 503, 504) are tried again after a pause with jitter, or after
+`Retry-After`. Anything else is a failure at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import threading
 from concurrent.futures import Future
@@ -19,14 +20,16 @@ import aiohttp
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import HttpReward
 from rlboost_runtime.reward_failures import RewardFailure
-from rlboost_runtime.trainer.reward_child import Answer, RewardCall, judge
+from rlboost_runtime.trainer.reward_child import Answer, RewardCall
+from rlboost_runtime.trainer.reward_dialect import dialect_of
 from rlboost_runtime.trainer.reward_outcome import Reward, failed
 
 LATER = frozenset({429, 502, 503, 504})
 FIRST_PAUSE_S = 0.2
 MAX_PAUSE_S = 5.0
-MAX_ANSWER_BYTES = 65536
-"""An answer is a number; more than this is a mistake and not worth the memory."""
+MAX_ANSWER_BYTES = 1 << 20
+"""An answer is a number, or a mark with what a model thought before; more is a mistake and not worth the
+memory."""
 
 
 class HttpRewards:
@@ -38,6 +41,8 @@ class HttpRewards:
                 f"reward: {reward.http} is not an http or https URL", "write a URL such as https://HOST/score"
             )
         self._reward = reward
+        self._dialect = dialect_of(reward)
+        self._headers = {"Content-Type": "application/json", **_authorisation(reward.key_variable)}
         self._timeout_s = timeout_s
         self._loop = asyncio.new_event_loop()
         self._slots = asyncio.Semaphore(reward.concurrency)
@@ -68,11 +73,10 @@ class HttpRewards:
             await self._session.close()
 
     async def _score(self, call: RewardCall) -> Reward:
-        body = {"prompt": call.prompt, "response": call.response, "row": call.row}
         try:
-            data = json.dumps(body, default=str).encode()
-        except (TypeError, ValueError, RecursionError) as problem:
-            return failed(RewardFailure.RAISED, f"the row cannot be written as JSON: {problem}")
+            data = json.dumps(self._dialect.request(call), default=str).encode()
+        except (TypeError, ValueError, RecursionError, LookupError) as problem:
+            return failed(RewardFailure.RAISED, f"nothing can be made of the row to ask for: {problem}")
         async with self._slots:  # the deadline begins once it is this one's turn
             try:
                 async with asyncio.timeout(self._timeout_s):
@@ -104,7 +108,7 @@ class HttpRewards:
             self._session = aiohttp.ClientSession(
                 timeout=aiohttp.ClientTimeout(total=None),  # the whole has one
                 connector=aiohttp.TCPConnector(limit=self._reward.concurrency),
-                headers={"Content-Type": "application/json"},
+                headers=self._headers,
             )
         async with self._session.post(self._reward.http, data=data) as response:
             if response.status in LATER:
@@ -116,7 +120,16 @@ class HttpRewards:
                 body += part
                 if len(body) > MAX_ANSWER_BYTES:
                     break
-            return _judge_body(bytes(body))
+            return self._read(bytes(body))
+
+    def _read(self, body: bytes) -> Answer:
+        if len(body) > MAX_ANSWER_BYTES:
+            return Answer(failure="not_a_number", problem=f"an answer of more than {MAX_ANSWER_BYTES} bytes")
+        try:
+            answer = json.loads(body)
+        except (ValueError, RecursionError):
+            return Answer(failure="not_a_number", problem=f"answered {body[:200]!r}, which is not JSON")
+        return self._dialect.read(answer)
 
 
 class _Later:
@@ -131,11 +144,13 @@ def _retry_after(response: aiohttp.ClientResponse) -> float | None:
     return float(value) if value.isascii() and value.isdigit() else None
 
 
-def _judge_body(body: bytes) -> Answer:
-    if len(body) > MAX_ANSWER_BYTES:
-        return Answer(failure="not_a_number", problem=f"an answer of more than {MAX_ANSWER_BYTES} bytes")
-    try:
-        answer = json.loads(body)
-    except (ValueError, RecursionError):
-        return Answer(failure="not_a_number", problem=f"answered {body[:200]!r}, which is not JSON")
-    return judge(answer.get("reward") if isinstance(answer, dict) else answer)
+def _authorisation(variable: str | None) -> dict[str, str]:
+    if variable is None:
+        return {}
+    key = os.environ.get(variable, "").strip()
+    if not key:
+        raise ConfigError(
+            f"reward.key_variable: the environment variable {variable} is not set on the head",
+            f"export {variable} before rlboost launch",
+        )
+    return {"Authorization": f"Bearer {key}"}
