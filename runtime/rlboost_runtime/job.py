@@ -71,12 +71,38 @@ class HttpReward(Model):
     """Rewards from an HTTP endpoint."""
 
     http: str
-    """URL that is asked by POST {"prompt", "response", "row"} and answers {"reward": number}."""
+    """URL that is asked by POST; what it gets and answers, `speaks` says."""
+    speaks: Literal["plain", "chat", "pooling"] = "plain"
+    """plain: gets {"prompt", "response", "row"}, answers {"reward": number}; chat: an OpenAI-compatible
+    server's .../v1/chat/completions, whose model is asked `question` and gives a mark; pooling: vLLM's
+    .../pooling, where a reward model scores prompt and response."""
+    model: str | None = None
+    """chat, pooling: the name under which the server has the model."""
+    question: str | None = None
+    """chat: what the model is asked. {prompt}, {response}, {best_mark} and the names of the row's fields in
+    braces are filled in; null: to mark the response to the prompt from 0 to best_mark."""
+    best_mark: int = Field(default=10, ge=1, le=100)
+    """chat: marks are whole numbers from 0 to this; the reward is mark / best_mark."""
+    max_answer_tokens: int = Field(default=64, ge=8)
+    """chat: longest answer; a model that thinks first needs thousands."""
+    key_variable: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
+    """Environment variable on the head that holds the endpoint's API key, sent as a bearer token; null:
+    none."""
     concurrency: int = Field(default=64, ge=1)
     """Requests under way at once."""
     tries: int = Field(default=4, ge=1)
     """Requests per response, all within reward_timeout_s: failed connections and answers 429, 502, 503 and
     504 are tried again."""
+
+    @model_validator(mode="after")
+    def _model_is_named(self) -> Self:
+        if self.speaks != "plain" and self.model is None:
+            raise ValueError(
+                f"speaks {self.speaks}, but there is no model; write the name that the server serves"
+            )
+        if self.question is not None and "{response}" not in self.question:
+            raise ValueError("question lacks {response}: every answer would get the same mark; add it")
+        return self
 
 
 BUILT_IN_REWARDS = ("reasoning_gym", "math", "exact")
@@ -527,6 +553,9 @@ class Job(Model):
     """How weights reach the instances."""
     files: list[str] = []
     """Further files that the reward function needs, relative to the job file."""
+    output: str | None = Field(default=None, pattern=r"^((s3|gs|az)://[^/]+|file:///|/).*$")
+    """s3://BUCKET/PREFIX, gs://..., az://..., or a folder by its whole path: checkpoints and the final model
+    are copied there, under the run's name; null: they stay in the run's folder."""
     budget: Budget = Budget()
     """When to stop spending."""
     evaluation: Evaluation | None = None

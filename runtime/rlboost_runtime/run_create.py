@@ -38,10 +38,11 @@ _WORKSHOP = ".new-"  # beginning of the names of folders in which runs are made
 _MAY_CHANGE = (
     *("budget.", "algorithm.steps:", "reward_timeout_s:", "reward_processes:", "reward_memory_mib:"),
     *("algorithm.micro_batch_responses:", "rollout.engine_args.max_running:"),
-    *("trainer.keep_checkpoints:", "trainer.checkpoint_every_steps:"),
+    *("trainer.keep_checkpoints:", "trainer.checkpoint_every_steps:", "output:"),
 )
 """Fields that may differ when an ended run is resumed: to spend more, to train longer, to wait longer for a
-reward, and to need less memory or disk. None of them changes what was trained so far."""
+reward, to need less memory or disk, and to keep copies elsewhere. None of them changes what was trained so
+far."""
 _TOLD_DIFFERENCES = 5
 
 

@@ -25,6 +25,7 @@ from rlboost_runtime.job import Job
 from rlboost_runtime.run_folder import RunFolder, write_json
 from rlboost_runtime.trainer.__main__ import EXIT_CANNOT_GO_ON, train
 from rlboost_runtime.trainer.metrics import MetricsLog
+from rlboost_runtime.trainer.output import Output
 from rlboost_runtime.trainer.step_stream import StepStream
 from rlboost_runtime.weights.store import WeightStore
 from rlboost_runtime.wire import (
@@ -314,6 +315,28 @@ def test_every_report_says_whether_there_is_a_checkpoint(tmp_path):
     assert order[2:6].index(Checkpointed) > 0, "a checkpoint is said after its step"
 
 
+def test_checkpoints_and_model_are_copied_to_the_output(tmp_path):
+    copies = tmp_path / "another disk"
+    copies.mkdir()
+    run = make_run(tmp_path, output=str(copies))
+    with Coordinator(run) as coordinator:
+        final = go(run)
+        assert weights(copies / "r" / "model") == weights(final)
+        newest = copies / "r" / "checkpoints" / "step-000003"
+        assert (newest / "optimizer.pt").read_bytes() == (
+            run.checkpoints / newest.name / "optimizer.pt"
+        ).read_bytes()
+        assert (copies / "r" / "metrics.jsonl").read_bytes() == run.metrics.read_bytes()
+        (copies / "r" / "model").rename(tmp_path / "gone")
+        (copies / "r" / "model").write_text("no folder any more")
+        coordinator.heard.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Output.finish, "__kwdefaults__", {"within_s": 0.0, "pause_s": 0.1})
+            with pytest.raises(RuntimeFault, match="the final model cannot be written"):
+                go(run)
+    assert not coordinator.of(RunFinished), "a run whose model has not arrived is not done"
+
+
 def test_groups_without_anything_to_learn_are_replaced_by_spares(tmp_path):
     flat = "def score(response, row): return 0.5 if row['bonus'] else (sum(map(ord, response)) % 7) / 7"
     algorithm = {**JOB["algorithm"], "zero_variance_groups": "replace", "spare_prompts": 3}
@@ -395,6 +418,7 @@ def start(run: RunFolder) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
 
 
+@pytest.mark.timeout(300)  # two processes that import torch: a minute each on a busy machine
 def test_the_process_killed_and_started_again(tmp_path, quiet):
     run = make_run(tmp_path)
     processes: list[subprocess.Popen[bytes]] = []
@@ -407,7 +431,7 @@ def test_the_process_killed_and_started_again(tmp_path, quiet):
         coordinator.on_step = kill_once
         for expected in (-signal.SIGKILL, 0):
             processes.append(start(run))
-            _, errors = processes[-1].communicate(timeout=100)
+            _, errors = processes[-1].communicate(timeout=120)
             assert processes[-1].returncode == expected, errors.decode()
     assert weights(run.checkpoints / "model") == weights(quiet)
     assert len(coordinator.of(RunFinished)) == 1

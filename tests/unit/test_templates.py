@@ -19,7 +19,7 @@ from rlboost_runtime.job_file import JobErrors, load_job
 DRAFTS = [name for name in rlboost_templates.names() if rlboost_templates.is_draft(name)]
 RUNNABLE = [name for name in rlboost_templates.names() if name not in DRAFTS]
 LATER: dict[str, set[str]] = {
-    "": {"requirements", "env", "secrets", "output", "after"},
+    "": {"requirements", "env", "secrets", "after"},
     "algorithm": {"lora"},
     "trainer": {"accelerators", "nodes", "hosts"},
     "rollout": {"tensor_parallel"},

@@ -45,6 +45,7 @@ FORMS = {
     "model": "a folder in HF format, or {init: tiny}",
     "data": "{source: FILE.jsonl}, or {reasoning_gym: [NAME, ...]}",
     "reward": "FILE.py:FUNCTION, reasoning_gym, math, exact, or {http: URL}",
+    "output": "s3://BUCKET/PREFIX, gs://..., az://..., or a folder by its whole path, such as /mnt/runs",
     "data.config.": "a number, text, true or false",
     "rollout.spot.any_of[]": "{infra: local, market: ...}, {infra: ssh, hosts: [...]} or"
     " {infra: CLOUD/REGION, accelerators: ...}",
@@ -58,7 +59,6 @@ YES_NO = {"yes": "true", "on": "true", "true": "true", "no": "false", "off": "fa
 NOT_YET_FIELDS = {
     "trainer.accelerators": "the trainer uses what this machine has",
     "rollout.tensor_parallel": "an engine uses one device",
-    "output": "everything stays in the run's folder",
     "after": "nothing is left running at the end of a local run",
     "requirements": "rewards run in this Python",
     "env": "rewards see this environment",

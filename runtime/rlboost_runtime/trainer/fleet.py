@@ -38,6 +38,7 @@ from rlboost_runtime.job import Job, TinyModel, read_resolved
 from rlboost_runtime.run_folder import RunFolder
 from rlboost_runtime.trainer.data import Example, read_examples
 from rlboost_runtime.trainer.metrics import MetricsLog
+from rlboost_runtime.trainer.output import Output
 from rlboost_runtime.trainer.step_stream import StepStream
 from rlboost_runtime.trainer.tiny import prepare
 from rlboost_runtime.trainer.version_files import (
@@ -217,7 +218,15 @@ class Fleet:
         self.stream.trained(Trained(step, waits.with_lease_s, busy_s, self._num_tokens, reward_mean, line))
 
     def finished(self, model_path: str | Path) -> None:
-        """Say that the run is done and where its model lies; the fleet is ended."""
+        """Copy the model, a folder, to the job's `output`; then say that the run is done and where the model
+        lies: the fleet is ended. Raises `RuntimeFault`, having said it, where it cannot be copied."""
+        output = Output.for_run(self.run, self.job)
+        if output is not None:
+            try:
+                output.finish(Path(model_path))
+            except RuntimeFault as fault:
+                self.stream.failed(fault.problem, fault.remedy)
+                raise
         self.stream.finished(str(model_path))
 
     def failed(self, problem: str, remedy: str) -> None:

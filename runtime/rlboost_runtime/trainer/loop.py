@@ -25,7 +25,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -44,6 +44,7 @@ from rlboost_runtime.trainer.checkpoint_writer import CheckpointWriter
 from rlboost_runtime.trainer.data import Prompt, PromptSource
 from rlboost_runtime.trainer.groups import GroupDesk, ScoredGroup
 from rlboost_runtime.trainer.metrics import MetricsLog, evaluation_metrics, group_metrics
+from rlboost_runtime.trainer.output import Output, copying
 from rlboost_runtime.trainer.policy import Policy, Residency
 from rlboost_runtime.trainer.publishing import Publication, Publisher
 from rlboost_runtime.trainer.ranks import ALONE, Ranks
@@ -114,8 +115,10 @@ class TrainerLoop:
         self._metrics = MetricsLog(run.metrics)
         self._samples = MetricsLog(run.samples)
         self._version = -1
+        self._output = Output.for_run(run, job)
+        self._copy_out: Callable[[Path], None] = lambda folder: None
         self._writer = CheckpointWriter(
-            run.checkpoints, keep=job.trainer.keep_checkpoints, on_durable=stream.checkpointed
+            run.checkpoints, keep=job.trainer.keep_checkpoints, on_durable=self._durable
         )
         self._asked = AskedSteps(job.algorithm.max_staleness, job.algorithm.steps)
         self._asked_before: dict[int, tuple[int, int]] = {}
@@ -125,16 +128,28 @@ class TrainerLoop:
     def train(self) -> Path:
         """Train all remaining steps; return the folder of the final model, saved and said to the
         coordinator."""
-        with self._writer, self._publisher:
+        is_new = not checkpoint.saved_steps(self._run.checkpoints)
+        with (
+            copying(self._output, is_new=is_new) as self._copy_out,
+            self._writer,
+            self._publisher,
+        ):
             first = self._resume()
             with Trackers(self._run, self._job, first) as self._trackers:
                 for step in range(first, self._job.algorithm.steps):
                     self._step(step)
         final = self._run.checkpoints / "model"
         checkpoint.replace_folder(final, self._policy.export)
+        if self._output is not None:
+            self._output.finish(final)
         event(log, "run.trained", model=str(final))
         self._stream.finished(str(final))
         return final
+
+    def _durable(self, step: int) -> None:
+        """The checkpoint after `step` would survive a power cut; on the writer's thread."""
+        self._stream.checkpointed(step)
+        self._copy_out(checkpoint.step_folder(self._run.checkpoints, step))
 
     # --- resuming and publishing --------------------------------------------------------------------------
 

@@ -54,7 +54,7 @@ def open_bucket(url: str, timeout_s: float) -> ObjectStore:
         return from_url(url, client_options=options, retry_config=retries)
     except (exceptions.BaseError, ValueError) as exc:
         raise ProtocolError(
-            f"weights.bucket {url!r} cannot be used: {_first_line(exc)}",
+            f"weights.bucket {url!r} cannot be used: {first_line(exc)}",
             "give a URL such as s3://BUCKET/PREFIX",
         ) from exc
 
@@ -80,7 +80,7 @@ def relay(bucket: ObjectStore, folder: Path, *, full: bool = True) -> int:
             sent += size
     except (exceptions.BaseError, OSError) as exc:
         raise RuntimeFault(
-            f"version {manifest.version} cannot be written to the bucket: {_first_line(exc)}",
+            f"version {manifest.version} cannot be written to the bucket: {first_line(exc)}",
             "check weights.bucket and the credentials on the head",
         ) from exc
     return sent
@@ -100,7 +100,7 @@ def forget(bucket: ObjectStore, keep: int) -> list[int]:
                 obstore.delete(bucket, path)
     except exceptions.BaseError as exc:
         raise RuntimeFault(
-            f"old versions cannot be deleted from the bucket: {_first_line(exc)}",
+            f"old versions cannot be deleted from the bucket: {first_line(exc)}",
             "check the permissions of the head's credentials",
         ) from exc
     return old
@@ -195,8 +195,9 @@ def _explaining(name: str) -> Iterator[None]:
             f"the bucket refuses to hand out {name}", "give this machine's role read access to weights.bucket"
         ) from exc
     except (exceptions.BaseError, OSError) as exc:
-        raise Unusable(f"{name}: {_first_line(exc)}") from exc
+        raise Unusable(f"{name}: {first_line(exc)}") from exc
 
 
-def _first_line(exc: Exception) -> str:
+def first_line(exc: Exception) -> str:
+    """Return what went wrong, without the library's details."""
     return (str(exc).splitlines() or [type(exc).__name__])[0]
