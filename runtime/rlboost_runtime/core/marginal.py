@@ -11,9 +11,10 @@ full bring less. With n spot instances, p engines on the reserved node, B second
 wake the reserved engines, a step lasts::
 
     n = 0    w + R(p) + B                    rollout, then training
-    n > 0    max(B, R(n))                    where R(n) is at most B + w: no window is opened
-             T + B                           else, T = w + R(n + p) (1 - (B + w) / R(n))
+    n > 0    max(S + B, R(n))                where R(n) is at most B + w: no window is needed
+             max(S, T) + B                   else, T = w + R(n + p) (1 - (B + w) / R(n))
 
+S is how long a trainer has nothing to train, because nothing is finished yet.
 as `seeding_predicted` runs it, and what overlaps with nothing. A step costs its seconds at the price of the
 reserved node and the machines, and for each instance the bytes of one version of the weights: full weights
 across clouds can cost more than the machine itself. Tokens per step are given, so the cheapest step is the
@@ -26,8 +27,8 @@ from dataclasses import dataclass
 
 HOUR_S = 3_600.0
 GB = 1e9
-SAME_COST = 1e-9
-"""Relative difference in cost below which the smaller fleet is taken."""
+SAME_COST = 0.01
+"""Relative difference in cost that is none: rates are not known any better, and speed is worth something."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,8 @@ class StepRates:
     """Engine-seconds beside `shared_s` where every engine is full."""
     wake_s: float = 0.0
     """Until woken reserved engines serve."""
+    start_s: float = 0.0
+    """Before a trainer has work, however many engines there are."""
     fixed_s: float = 0.0
     """Of a step that overlaps with nothing."""
 
@@ -78,14 +81,20 @@ def rollout_s(rates: StepRates, engines: float) -> float:
 
 def step_s(rates: StepRates, instances: int) -> float:
     """Return the seconds of a step with so many spot instances, infinite where nobody generates."""
-    alone_s = rollout_s(rates, instances)
     if not instances:
         return rates.wake_s + rollout_s(rates, rates.reserved_engines) + rates.train_s + rates.fixed_s
+    window_s = best_window_s(rates, instances)
+    begun_s = max(rates.start_s, window_s) + rates.train_s + rates.fixed_s
+    return begun_s if window_s else max(begun_s, rollout_s(rates, instances) + rates.fixed_s)
+
+
+def best_window_s(rates: StepRates, instances: int) -> float:
+    """Return how long the reserved engines should roll out beside so many spot instances (at least one)."""
+    alone_s = rollout_s(rates, instances)
     if alone_s <= rates.train_s + rates.wake_s or rates.reserved_engines <= 0:
-        return max(rates.train_s, alone_s) + rates.fixed_s
+        return 0.0
     together_s = rollout_s(rates, instances + rates.reserved_engines)
-    window_s = rates.wake_s + together_s * (1.0 - (rates.train_s + rates.wake_s) / alone_s)
-    return window_s + rates.train_s + rates.fixed_s
+    return rates.wake_s + together_s * (1.0 - (rates.train_s + rates.wake_s) / alone_s)
 
 
 def step_usd(rates: StepRates, prices: Prices, machines: int, per_machine: int, weight_bytes: float) -> float:
@@ -100,10 +109,12 @@ def step_usd(rates: StepRates, prices: Prices, machines: int, per_machine: int, 
 def cheapest_machines(
     rates: StepRates, prices: Prices, most: int, per_machine: int, weight_bytes: float
 ) -> int:
-    """Return how many machines, from 0 to `most`, give the most tokens per dollar; the fewest of equals."""
-    best, least_usd = 0, step_usd(rates, prices, 0, per_machine, weight_bytes)
-    for machines in range(1, most + 1):
-        usd = step_usd(rates, prices, machines, per_machine, weight_bytes)
-        if usd < least_usd * (1.0 - SAME_COST):
-            best, least_usd = machines, usd
-    return best
+    """Return how many machines, from 0 to `most`, give the most tokens per dollar.
+
+    Of fleets whose tokens cost the same, to `SAME_COST`, it is the fastest, and of those the smallest.
+    """
+    usd = [step_usd(rates, prices, n, per_machine, weight_bytes) for n in range(most + 1)]
+    seconds = [step_s(rates, n * per_machine) for n in range(most + 1)]
+    enough = min(usd) * (1.0 + SAME_COST)
+    cheap = [n for n in range(most + 1) if usd[n] <= enough]
+    return min(cheap, key=lambda n: (seconds[n], n))

@@ -31,7 +31,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 
 from rlboost_runtime.core.lengths import Lengths
-from rlboost_runtime.core.marginal import StepRates, rollout_s
+from rlboost_runtime.core.marginal import StepRates, best_window_s, rollout_s
 from rlboost_runtime.core.pace import Pace, StepTimes
 from rlboost_runtime.core.responses import ResponseState, StepBook
 from rlboost_runtime.core.seeding import Moment, Seeding, StepObservation
@@ -40,6 +40,9 @@ LOOK_S = 1.0
 """Least pause between two looks: each looks at every response of the step."""
 REMEMBERED = 3
 """Steps whose tails are averaged."""
+REMEMBERED_FINISHES = 8
+"""Steps whose ends are remembered: the shortest tells how long a step goes on after its last response, the
+others ended with a trainer that was behind."""
 WEIGHT = 0.8
 """Weight of the last step in what is learned."""
 LONGEST = 2.0
@@ -47,6 +50,10 @@ LONGEST = 2.0
 say: where no engine gets on, tokens left would hold it open for ever."""
 FULL_SHARE = 0.85
 """Of its KV capacity, what a full engine uses: some is kept for the growth of what it decodes."""
+FINISH_SHARE = 1 / 16
+"""Of training, what comes after the last response at most: one micro-batch and the optimizer."""
+ENGINES_SHARE = 0.5
+"""A step that took twice what the window explains was not short of engines."""
 STARVED_SHARE = 0.02
 """A trainer that waited longer than this share of its training time was waiting for the last responses."""
 
@@ -72,6 +79,10 @@ class PredictedSeeding(Seeding):
     step_times: StepTimes = field(default_factory=StepTimes)
     has_gate: bool = True
     train_s_per_token: float | None = None
+    busy_s_per_token: float | None = None
+    """From the closing to the end without waiting."""
+    start_s: float = 0.0
+    """How much longer a step takes than that where no window would be needed."""
     step_tokens: float = 0.0
     """Tokens of a step."""
     slower: float | None = None
@@ -86,6 +97,7 @@ class PredictedSeeding(Seeding):
     _looked_at: float = -math.inf
     _looked_with: int = -1
     _rollouts: deque[_Rollout] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    _finishes: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED_FINISHES))
     _opened_at: float = 0.0
     _closed_at: float | None = None
     _closed_with: int = 0
@@ -153,7 +165,8 @@ class PredictedSeeding(Seeding):
             self.t_seed_s = min(self.t_seed_s, seen.t_remote / 2.0)
             return
         if seen.t_train_wait > STARVED_SHARE * seen.t_train:
-            self.finish_s = _blend(self.finish_s or None, seen.t_remote_wait)
+            self._finishes.append(seen.t_remote_wait)
+            self.finish_s = min(self._finishes)
         num_spot = max(1.0, (self._closed_with + seen.n_hat) / 2.0)
         finish_s = min(self.finish_s, seen.t_remote_wait)
         training_s = seen.ended_at - self._closed_at - seen.t_train_wait - finish_s
@@ -162,7 +175,10 @@ class PredictedSeeding(Seeding):
         self._rollouts.append(_Rollout(left / num_spot, rest_s, seen.t_remote))
         self.train_s_per_token = _blend(self.train_s_per_token, training_s / seen.num_tokens)
         self.step_tokens = _blend(self.step_tokens or None, float(seen.num_tokens))
+        busy_s = training_s + finish_s
+        self.busy_s_per_token = _blend(self.busy_s_per_token, busy_s / seen.num_tokens)
         self._learn_slowness(num_spot, self._closed_at - self._opened_at, rest_s)
+        self._learn_start(seen, seen.t_remote + seen.t_remote_wait - busy_s)
 
     def rates(self) -> StepRates | None:
         """Return what a step takes; a reserved engine is taken to be like a spot instance."""
@@ -180,8 +196,10 @@ class PredictedSeeding(Seeding):
     def _ideal(self) -> StepRates | None:
         """Return what a step would take if engines were always busy and as full as they get."""
         engine = self.step_times.typical()
-        if self.train_s_per_token is None or engine is None or not self.lengths.is_known:
+        if self.busy_s_per_token is None or engine is None or not self.lengths.is_known:
             return None
+        busy_s = self.step_tokens * self.busy_s_per_token
+        finish_s = min(self.finish_s, FINISH_SHARE * busy_s)
         tokens, contexts = self.step_tokens, self.step_tokens * self.lengths.mean_context
         return StepRates(
             tokens=tokens,
@@ -189,8 +207,10 @@ class PredictedSeeding(Seeding):
             chain_s=engine.empty_s * self.lengths.longest,
             steps_s=engine.empty_s * contexts / (FULL_SHARE * engine.kv_tokens),
             reserved_engines=float(self.num_reserved),
-            train_s=tokens * self.train_s_per_token,
+            train_s=busy_s - finish_s,
             wake_s=self.wake_s,
+            start_s=self.start_s,
+            fixed_s=finish_s,
         )
 
     def _learn_slowness(self, num_spot: float, window_s: float, rest_s: float) -> None:
@@ -203,6 +223,12 @@ class PredictedSeeding(Seeding):
         alone_s = rest_s + window_s - helped_s
         took = helped_s / rollout_s(ideal, everybody) + alone_s / rollout_s(ideal, num_spot)
         self.slower = _blend(self.slower, took)
+
+    def _learn_start(self, seen: StepObservation, before_s: float) -> None:
+        """Take in how long a step took beside training, where that was not for want of engines."""
+        rates = self.rates()
+        if rates is not None and seen.n_hat and best_window_s(rates, seen.n_hat) < ENGINES_SHARE * before_s:
+            self.start_s = _blend(self.start_s or None, before_s)
 
     def _tail_s(self, tokens_per_s: float) -> float:
         """Return the seconds that a rollout takes longer than at full pace: the last responses are few."""
