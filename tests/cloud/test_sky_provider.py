@@ -26,7 +26,7 @@ from rlboost_runtime.run_folder import RunFolder
 from rlboost_runtime.security import create_secrets
 from rlboost_runtime.wire import Sampling
 
-pytestmark = pytest.mark.timeout(1500)
+pytestmark = pytest.mark.timeout(1500, func_only=True)  # the image may have to be made first
 RUN = "lab"
 BOOT_S = 600.0
 SECRET = "the-run-token-of-the-lab"

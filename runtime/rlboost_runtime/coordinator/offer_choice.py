@@ -22,8 +22,9 @@ from rlboost_runtime.errors import (
     Throttled,
 )
 
-FIRST_PAUSE_S = 5.0
-"""After a stock-out: capacity that was taken a moment ago rarely comes back sooner."""
+FIRST_PAUSE_S = 20.0
+"""After a stock-out: capacity that was taken a moment ago rarely comes back sooner. Longer than a refusal
+takes (SkyPilot: 2-10 s), or two cheap places without machines would be asked in turn, the third one never."""
 LONGEST_PAUSE_S = 300.0
 """A place without machines is looked at so often all the same, for prices and stocks change by the minute."""
 ERROR_PAUSE_S = 10.0
