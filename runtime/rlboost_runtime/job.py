@@ -458,9 +458,10 @@ class Rollout(Model):
 class Weights(Model):
     """How weights reach the instances."""
 
-    transfer: Literal["auto", "full", "delta"] = "auto"
+    transfer: Literal["auto", "full", "delta", "lora"] = "auto"
     """auto: what changed since the last version, where that costs less money and time; full: every version is
-    sent whole; delta: never whole where there is a base."""
+    sent whole; delta: never whole where there is a base; lora: the frozen weights once, then the adapters of
+    `algorithm.lora` alone, which engines add by themselves (with the others merged weights are sent)."""
     max_deltas: int = Field(default=4, ge=1, le=64)
     """How many versions behind an instance may be and still get only what changed."""
     peers: bool = False

@@ -42,11 +42,23 @@ def make_bootstrap(
         certificate=run.certificate.read_text(),
         engine=_engine(job, pool),
         weight_streams=job.weights.streams,
-        weight_transfer=job.weights.transfer,
+        weight_transfer="auto" if job.weights.transfer == "lora" else job.weights.transfer,
         weight_store=str(run.weights) if pool == Pool.RESERVED else "",
         weight_bucket=job.weights.bucket or "",
         weight_peers=job.weights.peers and pool != Pool.RESERVED,
     )
+
+
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Room for adapters that vLLM can be started with."""
+
+
+def _lora_room(job: Job) -> int:
+    """Return the rank that an engine must have room for; 0: no adapters come by themselves."""
+    lora = job.algorithm.lora
+    if lora is None or job.weights.transfer != "lora":
+        return 0
+    return next((rank for rank in VLLM_RANKS if rank >= lora.rank), lora.rank)
 
 
 def _engine(job: Job, pool: str) -> EngineBootstrap:
@@ -68,6 +80,7 @@ def _engine(job: Job, pool: str) -> EngineBootstrap:
             kv_cache_mib=options.kv_cache_mib,
             fp8=options.fp8,
             speculative=options.speculative,
+            max_lora_rank=_lora_room(job),
             may_sleep=pool == Pool.RESERVED,
         ),
     )

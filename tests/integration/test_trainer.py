@@ -27,6 +27,7 @@ from rlboost_runtime.trainer.__main__ import EXIT_CANNOT_GO_ON, train
 from rlboost_runtime.trainer.metrics import MetricsLog
 from rlboost_runtime.trainer.output import Output
 from rlboost_runtime.trainer.step_stream import StepStream
+from rlboost_runtime.weights.manifest import read_manifest
 from rlboost_runtime.weights.store import WeightStore
 from rlboost_runtime.wire import (
     Checkpointed,
@@ -588,6 +589,25 @@ def test_the_next_step_is_asked_for_while_this_one_is_trained(tmp_path, monkeypa
         assert order.index((StepRequest, step)) < order.index((Trained, step - 1))
     assert [line["staleness"] for line in lines(run)] == [0, 1, 1, 1]
     assert all(line["tokens_trained"] > 0 for line in lines(run))
+
+
+def test_adapters_alone_are_published_also_after_a_resume(tmp_path):
+    algorithm = {**JOB["algorithm"], "steps": 2, "lora": {"rank": 4}, "learning_rate": 0.05}
+    run = make_run(tmp_path, algorithm=algorithm, weights={"transfer": "lora"})
+    store = WeightStore(run.weights)
+    with Coordinator(run) as coordinator:
+        coordinator.refuse_step = 1
+        with pytest.raises(RLBoostError, match="enough"):
+            go(run)
+        first, second = (read_manifest(store.path(version)) for version in (0, 1))
+        coordinator.refuse_step = None
+        go(run)
+    assert [m.version for m in coordinator.of(Published)] == [0, 1, 2], "the same weights keep their number"
+    third = read_manifest(store.path(2))
+    files = [{file.name: file for file in each.files} for each in (first, second, third)]
+    assert len({each["model.safetensors"] for each in files}) == 1, "the frozen weights stay what they are"
+    assert len({each["adapter.weights"] for each in files}) == 3
+    assert (store.path(1) / "adapter.json").exists()
 
 
 def test_a_trainer_that_was_ahead_comes_back_to_the_same_weights(tmp_path):

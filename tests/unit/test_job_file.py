@@ -417,7 +417,7 @@ def test_a_reward_may_be_bound_in_any_way_and_is_never_run(check: Check, folder:
             "rollout: {engine_args: {fp8: true}}",
             "rollout.engine_args: has fp8, an option of vllm, but the engine is transformers; write engine: vllm, or remove it",
         ),
-        ("weights: {transfer: lora}", "weights.transfer: found lora, which is not in this version yet; use auto or full or delta"),
+        ("weights: {transfer: lora}", "weights.transfer: found lora, but there are no adapters without algorithm.lora; write it, or another transfer"),
         (
             "trainer: {infra: aws/us-east-1, accelerators: 'H100:8', nodes: 2}",
             "trainer.infra: found aws/us-east-1, which is not in this version yet; use local",

@@ -8,7 +8,7 @@ import pytest
 from rlboost_runtime.agent.bootstrap import Bootstrap, read_bootstrap
 from rlboost_runtime.core.messages import Pool
 from rlboost_runtime.errors import NotYet
-from rlboost_runtime.job import Job, LocalOffer, Market, ReasoningGym, Rollout, Spot, TinyModel, Trainer
+from rlboost_runtime.job import Job, LocalOffer, Lora, Market, ReasoningGym, Rollout, Spot, TinyModel, Trainer
 from rlboost_runtime.machine_bootstrap import make_bootstrap
 from rlboost_runtime.run_folder import RunFolder, write_json
 from rlboost_runtime.security import create_secrets, read_token
@@ -46,6 +46,18 @@ def test_agents_are_told_what_the_job_says(run):
     assert told.engine.max_running == job.rollout.engine_args.max_running
     as_plain_data = msgspec.to_builtins(told)
     assert msgspec.convert(as_plain_data, Bootstrap) == told
+
+
+@pytest.mark.parametrize(("rank", "room"), [(4, 8), (32, 32), (33, 64)])
+def test_engines_make_room_for_adapters_that_come_by_themselves(run, rank, room):
+    write_json(run.endpoint, {"url": "https://127.0.0.1:4711"})
+    job = job_with()
+    job = job.model_copy(update={"algorithm": job.algorithm.model_copy(update={"lora": Lora(rank=rank)})})
+    assert make_bootstrap(job, run, "spot-3", Pool.SPOT, ("spot-3/0",)).engine.vllm.max_lora_rank == 0
+    job = job.model_copy(update={"weights": job.weights.model_copy(update={"transfer": "lora"})})
+    bootstrap = make_bootstrap(job, run, "spot-3", Pool.SPOT, ("spot-3/0",))
+    assert bootstrap.engine.vllm.max_lora_rank == room
+    assert bootstrap.weight_transfer == "auto"
 
 
 def test_nobody_is_told_anything_before_the_coordinator_listens(run):

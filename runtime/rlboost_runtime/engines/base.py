@@ -25,6 +25,12 @@ import msgspec
 from rlboost_runtime.errors import RuntimeFault
 from rlboost_runtime.wire import Sampling
 
+ADAPTER_WEIGHTS = "adapter.weights"
+"""Low-rank adapters (PEFT's safetensors) beside a version's frozen `model.safetensors`: engines add them. Not
+called *.safetensors, or engines would take them for a part of the model."""
+ADAPTER_CONFIG = "adapter.json"
+"""PEFT's configuration of them; its base model is the folder above."""
+
 
 class EngineDied(RuntimeFault):
     """The engine's process is gone; everything that it held is lost."""

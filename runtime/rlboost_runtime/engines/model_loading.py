@@ -7,17 +7,21 @@ changed.
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from rlboost_runtime.engines.base import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from rlboost_runtime.engines.model_folder import WEIGHTS_FILE
 
 _SAMPLE = 5  # names quoted in a problem
+_PREFIX, _DOWN, _UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"  # PEFT's names
 
 
 class Unloadable(ValueError):
@@ -52,6 +56,36 @@ def load_weights(model: PreTrainedModel, folder: Path) -> int:
         with torch.no_grad():
             for source, group in plan:
                 state[group[0]].copy_(file.get_tensor(source))
+    return len(plan)
+
+
+def add_adapters(model: PreTrainedModel, folder: Path) -> int:
+    """Add the folder's adapters, if it has any, to the weights of `model`; return how many. Raises
+    `Unloadable` before any change."""
+    path = folder / ADAPTER_WEIGHTS
+    if not path.exists():
+        return 0
+    config = json.loads((folder / ADAPTER_CONFIG).read_bytes())
+    scale = float(config["lora_alpha"]) / float(config["r"])
+    state, plan = model.state_dict(), list[tuple[Tensor, Tensor, Tensor]]()
+    with safe_open(path, framework="pt") as file:
+        names = set(file.keys())
+        for name in sorted(name for name in names if name.endswith(_DOWN)):
+            module = name.removeprefix(_PREFIX).removesuffix(_DOWN)
+            up_name = f"{_PREFIX}{module}{_UP}"
+            weight = state.get(f"{module}.weight")
+            if up_name not in names or weight is None:
+                raise Unloadable(f"{name} has no counterpart in the model or the adapters")
+            down, up = file.get_tensor(name), file.get_tensor(up_name)
+            if (up.shape[0], down.shape[1]) != tuple(weight.shape) or up.shape[1] != down.shape[0]:
+                raise Unloadable(f"{name} and {up_name} do not fit a weight of shape {tuple(weight.shape)}")
+            plan.append((weight, up, down))
+    if 2 * len(plan) != len(names):
+        raise Unloadable(f"{len(names) - 2 * len(plan)} tensors of the adapters are of no known kind")
+    with torch.no_grad():
+        for weight, up, down in plan:
+            change = scale * (up.to(weight.device).float() @ down.to(weight.device).float())
+            weight.copy_(weight.float() + change)
     return len(plan)
 
 

@@ -243,6 +243,7 @@ class Child:
             self._counter += 1
             self._channel.send(Alive(self._counter))
         model_loading.load_weights(self._model, folder)
+        model_loading.add_adapters(self._model, folder)
         self._batch.seed((self._config.seed * 1_000_003 + version) & (2**63 - 1))
         self._version = version
 

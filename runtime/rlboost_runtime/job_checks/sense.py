@@ -17,11 +17,18 @@ Section = dict[str, Any]  # any JSON values
 
 def check_sense(data: Section) -> list[Mistake]:
     """Return the contradictions in `data`."""
-    algorithm = data.get("algorithm")
+    algorithm = data.get("algorithm", {})
     if not isinstance(algorithm, dict):
         return []
+    transfer = [Mistake(("weights", "transfer"), problem) for problem in _transfer(data, algorithm)]
     checks = (*_clips(algorithm), *_importance(algorithm), *_old_logprobs(algorithm), *_spares(algorithm))
-    return [Mistake(("algorithm", name), problem) for name, problem in checks]
+    return [*transfer, *(Mistake(("algorithm", name), problem) for name, problem in checks)]
+
+
+def _transfer(data: Section, algorithm: Section) -> Iterator[str]:
+    weights = data.get("weights")
+    if isinstance(weights, dict) and weights.get("transfer") == "lora" and algorithm.get("lora") is None:
+        yield "found lora, but there are no adapters without algorithm.lora; write it, or another transfer"
 
 
 Finding = tuple[str, str]

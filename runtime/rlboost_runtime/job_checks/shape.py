@@ -72,7 +72,6 @@ CLOUDS = ("aws", "gcp", "azure", "kubernetes", "k8s", "lambda", "nebius", "runpo
 NOT_YET_VALUES = {
     "trainer.infra": r"(aws|gcp|azure|ssh|kubernetes|k8s|lambda|runpod|nebius)(/.*)?",
     "rollout.engine": r"sglang",
-    "weights.transfer": r"lora",
 }
 """Values of later versions, as patterns."""
 

@@ -109,8 +109,9 @@ class TrainerLoop:
             run.weights,
             keep=KEEP_VERSIONS + job.algorithm.max_staleness,
             chunk_bytes=job.weights.chunk_bytes,
-            max_deltas=0 if job.weights.transfer == "full" else job.weights.max_deltas,
+            max_deltas=0 if job.weights.transfer in ("full", "lora") else job.weights.max_deltas,
         )
+        self._sends_adapters = job.weights.transfer == "lora"
         self._publisher = Publisher(self._store, job.rollout.engine_args.dtype, self._announce)
         self._metrics = MetricsLog(run.metrics)
         self._samples = MetricsLog(run.samples)
@@ -187,19 +188,27 @@ class TrainerLoop:
 
     def _content_digest(self) -> str:
         with scratch_folder(self._run.path) as folder:
-            self._publisher.write(folder, self._policy.weights(), self._configs())
+            self._publisher.write(folder, self._weights(), self._configs())
             paths = sorted(folder.iterdir())
             return content_digest([describe_file(path, self._store.chunk_bytes) for path in paths])
 
     def _configs(self) -> dict[str, bytes]:
-        return version_configs(self._policy.model, self._job.rollout.engine_args.dtype)
+        dtype = self._job.rollout.engine_args.dtype
+        more = self._policy.adapter_files(dtype) if self._sends_adapters else {}
+        return version_configs(self._policy.model, dtype) | more
+
+    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._policy.weights(frozen=self._sends_adapters)
 
     def _publish(self, version: int) -> None:
         """Copy the weights, leave the GPU, and have the copy published as `version` meanwhile."""
         probe = self._policy.probe(
             list(self._source.batch(0)[0].token_ids), self._job.rollout.engine_args.dtype
         )
-        self._publisher.begin(version, self._policy.weights(), self._configs(), probe, self._policy.tied())
+        self._publisher.begin(
+            version, self._weights(), self._configs(), probe, self._policy.tied(),
+            are_frozen=self._sends_adapters,
+        )  # fmt: skip
         self._version = version
         if not self._stream.holds_lease:
             self._residency.free()  # engines may load what is announced

@@ -1,4 +1,5 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) by way of peft: put into a model, taken out, merged.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) by way of peft: put into a model, taken out, merged, or made
+files that engines add by themselves.
 
 The model's own weights are frozen and every linear layer but the head gets an adapter: W + alpha / rank x B
 A. All functions below work on plain tensors by name, so that they serve a sharded model's gathered state too.
@@ -6,15 +7,18 @@ A. All functions below work on plain tensors by name, so that they serve a shard
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from safetensors.torch import save as to_bytes
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rlboost_runtime.engines.base import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import Lora
 
@@ -62,6 +66,22 @@ def merged(state: Mapping[str, Tensor], lora: Lora) -> dict[str, Tensor]:
             change = (up.float() @ down.float()) * (lora.scaled_by / lora.rank)
             found[f"{match[1]}.weight"] = (weight.float() + change).to(weight.dtype)
     return found
+
+
+def version_files(state: Mapping[str, Tensor], lora: Lora, dtype: str) -> dict[str, bytes]:
+    """Return the adapters of `state` as files of a weight version, in PEFT's layout and in `dtype`."""
+    kind = getattr(torch, dtype)
+    tensors: dict[str, Tensor] = {}
+    targets: set[str] = set()
+    for name, tensor in adapters(state).items():
+        module, _, side = name.replace(f".{_NAME}.weight", "").rpartition(".")
+        targets.add(module.rpartition(".")[2])
+        tensors[f"base_model.model.{module}.{side}.weight"] = tensor.to("cpu", kind).contiguous()
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": lora.rank, "lora_alpha": lora.scaled_by,
+        "target_modules": sorted(targets), "bias": "none", "base_model_name_or_path": "..",
+    }  # fmt: skip
+    return {ADAPTER_WEIGHTS: to_bytes(tensors), ADAPTER_CONFIG: json.dumps(config, indent=1).encode()}
 
 
 def save(state: Mapping[str, Tensor], folder: Path) -> None:

@@ -210,12 +210,15 @@ class Policy:
         new = tuple(sequence[len(token_ids) :])
         return Probe(tuple(token_ids), new, tuple(logprobs), PROBE_TOLERANCE[dtype])
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, *, frozen: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights that engines compute with, by name, whole, tied ones once, one after the other:
         each may lie in the model's own memory, or be gathered for the moment. On ranks other than 0 nothing.
+
+        `frozen`: those under the adapters, without them.
         """
         if self._lora is not None:
-            yield from self._merged_state().items()
+            state = adapters.frozen(self.full_state()) if frozen else self._merged_state()
+            yield from state.items()
             return
         self._ranks.tell(GatherModel())
         tied = {entry.name for entry in self._tied}
@@ -224,6 +227,19 @@ class Policy:
                 gathered = whole(tensor.detach())
                 if self._ranks.leads:
                     yield name, gathered
+
+    def adapter_files(self, dtype: str) -> dict[str, bytes]:
+        """Return the adapters as files of a version; on ranks other than 0 nothing that counts."""
+        assert self._lora is not None
+        self._ranks.tell(GatherModel())
+        found: dict[str, Tensor] = {}
+        tied = {entry.name for entry in self._tied}
+        for name, tensor in self.model.state_dict().items():
+            if name not in tied:
+                gathered = whole(tensor.detach())  # of all: every rank walks the same list
+                if self._ranks.leads and ".lora_" in name:
+                    found[name] = gathered
+        return adapters.version_files(found, self._lora, dtype)
 
     def tied(self) -> list[Tied]:
         """Return the parameters that share another one's memory and are not written."""

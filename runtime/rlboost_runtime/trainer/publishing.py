@@ -2,7 +2,8 @@
 
 `Publisher.begin` casts the weights into memory of its own, kept from version to version; a thread then
 writes, digests, compares with the version before (`weights.lineage`) and renames, while training goes on.
-There is one copy, so the next publication waits for the last one.
+There is one copy, so the next publication waits for the last one. Weights that are frozen under adapters are
+copied and written once; later versions link to them.
 
 Guarantees: a version is announced, on that thread, only once it lies complete and durable in the store; what
 goes wrong there is raised in the training thread at its next `ready` or `begin`, or at the end; the same
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,6 +31,8 @@ from rlboost_runtime.weights.manifest import Manifest, Probe, Tied
 from rlboost_runtime.weights.store import WeightStore
 
 log = logging.getLogger(__name__)
+
+WEIGHTS = "model.safetensors"
 
 _SPELLED = {
     torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64",
@@ -116,6 +120,8 @@ class Publisher:
         self._on_published = on_published
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._publishing: Future[None] | None = None
+        self._frozen_in: Path | None = None
+        """The newest version whose weights are the frozen ones."""
 
     def __enter__(self) -> Self:
         return self
@@ -145,16 +151,23 @@ class Publisher:
         configs: Mapping[str, bytes],
         probe: Probe,
         tied: Sequence[Tied],
+        *,
+        are_frozen: bool = False,
     ) -> float:
         """Copy the weights and publish the copy; return the seconds that the copy took.
 
-        `configs`: the version's other files.
+        `configs`: the version's other files; `are_frozen`: the weights are those of the last publication, and
+        what differs is among these files.
         """
         self.ready()
         started = time.monotonic()
-        self._copy.take(weights)
+        if not are_frozen:
+            self._frozen_in = None
+        if self._frozen_in is None:
+            self._copy.take(weights)
         stop_s = time.monotonic() - started
-        self._publishing = self._thread.submit(self._publish, version, dict(configs), probe, tied, stop_s)
+        args = (version, dict(configs), probe, tied, stop_s, are_frozen)
+        self._publishing = self._thread.submit(self._publish, *args)
         return stop_s
 
     def write(
@@ -166,10 +179,17 @@ class Publisher:
         self._write(folder, configs)
 
     def _publish(
-        self, version: int, configs: dict[str, bytes], probe: Probe, tied: Sequence[Tied], stop_s: float
+        self,
+        version: int,
+        configs: dict[str, bytes],
+        probe: Probe,
+        tied: Sequence[Tied],
+        stop_s: float,
+        are_frozen: bool,
     ) -> None:
         started = time.monotonic()
         manifest = self._store.publish(version, lambda folder: self._write(folder, configs), probe, tied)
+        self._frozen_in = self._store.path(version) if are_frozen else None
         done = Publication(manifest, stop_s, time.monotonic() - started)
         event(
             log,
@@ -183,6 +203,16 @@ class Publisher:
         self._on_published(done)
 
     def _write(self, folder: Path, configs: Mapping[str, bytes]) -> None:
-        self._copy.write(folder / "model.safetensors")
+        if self._frozen_in is None or not _link(self._frozen_in / WEIGHTS, folder / WEIGHTS):
+            self._copy.write(folder / WEIGHTS)
         for name, data in configs.items():
             (folder / name).write_bytes(data)
+
+
+def _link(source: Path, target: Path) -> bool:
+    """Whether `target` is now a link to `source`, which may be gone, or on a file system without links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        return False
+    return True

@@ -31,15 +31,15 @@ def add_deltas(
 ) -> Manifest:
     """Write deltas into `folder`, which holds the files of `manifest`; return it with them.
 
-    `base_folder`: the version before, held by the caller. Without deltas where that one has another layout or
-    too much has changed. Raises `OSError`.
+    `base_folder`: the version before, held by the caller. Without deltas where that one has another layout,
+    the very same weights, or too much has changed. Raises `OSError`.
     """
     try:
         base = manifests.read_manifest(base_folder)
     except ProtocolError:
         return manifest
     target = _file(manifest, TARGET)
-    if target is None or base.tensors != manifest.tensors:
+    if target is None or base.tensors != manifest.tensors or target == _file(base, TARGET):
         return manifest
     path = folder / delta_name(base.version)
     threads = min(os.cpu_count() or 1, MAX_THREADS)

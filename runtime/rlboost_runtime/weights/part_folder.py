@@ -5,7 +5,8 @@
     FOLDER/v000012.part/           locked (flock) by its one puller
     FOLDER/v000012.part/.verified  a byte per chunk of the manifest, 1: written and verified
 
-A delta's file lies beside the version's own, also once it is a version: others may want it.
+A delta's file lies beside the version's own, also once it is a version: others may want it. A large file
+that is the same in a version that is here already (the frozen weights under adapters) is a link to it.
 
 Guarantees: only verified bytes are written; a chunk is marked after its bytes are; marks are checked against
 the bytes when a pull is taken up again, so a crash at any point costs at most the chunks in flight;
@@ -32,8 +33,12 @@ from rlboost_runtime.weights.manifest import MANIFEST, Chunk, Delta, File, Manif
 
 PART = ".part"
 VERIFIED = ".verified"
+LEAST_LINKED_BYTES = 1 << 20
+"""A smaller file is fetched again: that takes one request."""
 LOCK_S = 5.0
 """How long to wait for a former puller of the same version to die."""
+NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK)
+"""A file system that has no links between the two."""
 _LOCK_RETRY_S = 0.05
 _HASH_THREADS = 2
 
@@ -90,15 +95,54 @@ class PartFolder:
         self._manifest = manifest
         self._marks = marks
         self._fds: dict[str, int] = {}
+        self.linked_bytes = 0
+        """Of files that a version that is here has too."""
 
-    def prepare(self) -> list[Piece]:
+    def prepare(self, versions: Sequence[Path] = ()) -> list[Piece]:
         """Reserve the disk space, verify what is marked, return what is still to fetch.
 
-        Raises `RuntimeFault`, like `write`, where the disk is full or fails.
+        `versions`: others that are here, whose files serve where they are the same; those were verified when
+        they came. Raises `RuntimeFault`, like `write`, where the disk is full or fails.
         """
         with _explaining_disk_errors(self._path):
             self._drop_other_content()
-            return self._take_up(self._manifest.files, pieces_of(self._manifest))
+            linked = self._link_unchanged(versions)
+            files = [file for file in self._manifest.files if file.name not in linked]
+            own = [piece for piece in pieces_of(self._manifest) if piece.file.name not in linked]
+            return self._take_up(files, own)
+
+    def _link_unchanged(self, versions: Sequence[Path]) -> set[str]:
+        """Link the files that one of `versions` has too, mark their pieces, return their names."""
+        wanted = {file.name: file for file in self._manifest.files if file.size >= LEAST_LINKED_BYTES}
+        linked: set[str] = set()
+        for folder in versions if wanted else ():
+            try:
+                there = manifests.read_manifest(folder).files
+            except ProtocolError:
+                continue
+            for file in there:
+                if file == wanted.get(file.name) and file.name not in linked and self._link(file, folder):
+                    linked.add(file.name)
+        self.linked_bytes = sum(wanted[name].size for name in linked)
+        for piece in pieces_of(self._manifest):
+            if piece.file.name in linked:
+                os.pwrite(self._marks, b"\1", piece.index)
+        return linked
+
+    def _link(self, file: File, folder: Path) -> bool:
+        source, target = folder / file.name, self.file(file.name)
+        try:
+            if source.stat().st_size != file.size:
+                return False
+            target.unlink(missing_ok=True)
+            os.link(source, target)
+        except FileNotFoundError:
+            return False
+        except OSError as exc:
+            if exc.errno in NO_LINKS:
+                return False
+            raise
+        return True
 
     def prepare_deltas(self, deltas: Sequence[Delta]) -> list[Piece]:
         """Do as `prepare` for the files of these deltas; after it."""
@@ -153,7 +197,7 @@ class PartFolder:
                 try:
                     os.link(source / file.name, self.file(file.name))
                 except OSError as exc:
-                    if exc.errno in (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK):
+                    if exc.errno in NO_LINKS:
                         return None
                     raise
         return self.finish()

@@ -94,7 +94,8 @@ class Pulled:
     num_corrupt: int = 0
     """Chunks that came with a wrong digest and were fetched again."""
     how: str = "here"
-    """here: nothing was fetched; linked: from a store on this machine; full; delta."""
+    """here: nothing was fetched; linked: from a store on this machine; full; delta; part: a large file was
+    that of a version that is here."""
     full_bytes: int = 0
     restored_bytes: int = 0
     """Made of a base that was here."""
@@ -144,8 +145,8 @@ class _Pull:
             path = complete_version(folder, manifest, self._progress.verified)
             pulled = Pulled(path or folder, full_bytes=manifest.num_bytes)
             if path is None:
-                missing = part.prepare()
-                pulled.how = "full"
+                missing = part.prepare(_versions(folder))
+                pulled.how = "part" if part.linked_bytes else "full"
                 chain = self._choose(folder, manifest, missing)
                 if chain is not None:
                     missing = self._restore(part, manifest, chain, missing, pulled)
@@ -291,6 +292,12 @@ class _Chain:
 
     deltas: tuple[Delta, ...]
     base: Path
+
+
+def _versions(folder: Path) -> list[Path]:
+    """Return the versions that are here, the newest first."""
+    found = [path for path in folder.iterdir() if manifests.parse_version_name(path.name) is not None]
+    return sorted(found, reverse=True)
 
 
 def _base(folder: Path, delta: Delta) -> Path | None:

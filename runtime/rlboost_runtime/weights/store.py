@@ -27,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from rlboost_runtime.errors import RuntimeFault, is_disk_full
+from rlboost_runtime.errors import ProtocolError, RuntimeFault, is_disk_full
 from rlboost_runtime.logs import event
 from rlboost_runtime.run_folder import sync_path
 from rlboost_runtime.weights import manifest as manifests
@@ -112,7 +112,8 @@ class WeightStore:
         """Build, digest and publish a version, then delete what is old; blocks, also for the disk.
 
         `write` gets an empty folder and puts `model.safetensors`, `config.json`, `generation_config.json`
-        there. Publishing a version again with the same content returns the existing one.
+        there; a link to a file of the newest version is not read again. Publishing a version again with the
+        same content returns the existing one.
 
         Raises `RuntimeFault` where the content differs or the disk is full, `ProtocolError` where what was
         written makes no version, and whatever `write` raises. After an error the store is as before.
@@ -164,7 +165,7 @@ class WeightStore:
 
     def _describe(self, version: int, folder: Path, probe: Probe, tied: Sequence[Tied]) -> Manifest:
         paths = sorted(path for path in folder.iterdir() if path.name != LEASE)
-        files = tuple(describe_file(path, self.chunk_bytes) for path in paths)
+        files = tuple(self._known(path) or describe_file(path, self.chunk_bytes) for path in paths)
         return Manifest(
             schema=manifests.SCHEMA,
             version=version,
@@ -177,6 +178,19 @@ class WeightStore:
             content_digest=manifests.content_digest(files),
             created_at=time.time(),
         )
+
+    def _known(self, path: Path) -> File | None:
+        """Return what the newest version says of a file that is a link to its own."""
+        newest = self.latest()
+        if newest is None or path.stat().st_nlink == 1:
+            return None
+        try:
+            if not path.samefile(self.path(newest) / path.name):
+                return None
+            files = manifests.read_manifest(self.path(newest)).files
+        except (ProtocolError, FileNotFoundError):
+            return None
+        return next((file for file in files if file.name == path.name), None)
 
     def _with_deltas(self, folder: Path, manifest: Manifest) -> Manifest:
         earlier = [version for version in self.versions() if version < manifest.version]

@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 from pathlib import Path
 
+from rlboost_runtime.engines.base import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from rlboost_runtime.engines.model_folder import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_WEIGHTS_FILE,
@@ -29,6 +30,20 @@ LOAD_TIMEOUT_S = 120.0
 def is_adapter(folder: Path) -> bool:
     """Whether the version in `folder` is an adapter (PEFT's layout) rather than a whole model."""
     return (folder / ADAPTER_CONFIG_FILE).exists()
+
+
+def peft_folder(folder: Path) -> Path:
+    """Return the folder to load a version from: where it has adapters beside its model, one inside it with
+    the names that vLLM looks for, else `folder` itself."""
+    if not (folder / ADAPTER_WEIGHTS).exists():
+        return folder
+    inner = folder / "peft"
+    inner.mkdir(exist_ok=True)
+    names = ((ADAPTER_WEIGHTS, ADAPTER_WEIGHTS_FILE), (ADAPTER_CONFIG, ADAPTER_CONFIG_FILE))
+    for name, expected in names:
+        (inner / expected).unlink(missing_ok=True)
+        (inner / expected).symlink_to(Path("..") / name)
+    return inner
 
 
 def base_folder(folder: Path) -> Path:

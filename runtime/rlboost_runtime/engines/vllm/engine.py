@@ -36,7 +36,7 @@ from rlboost_runtime.engines.base import (
     Request,
 )
 from rlboost_runtime.engines.model_folder import Unreadable
-from rlboost_runtime.engines.vllm.adapters import base_folder, is_adapter
+from rlboost_runtime.engines.vllm.adapters import base_folder, is_adapter, peft_folder
 from rlboost_runtime.engines.vllm.api import ApiError, Dialect, StreamBroken, request_body
 from rlboost_runtime.engines.vllm.drafts import gate_drafts
 from rlboost_runtime.engines.vllm.served_model import ServedModel
@@ -243,6 +243,7 @@ class VllmServerEngine:
 
     async def _take(self, version: int, folder: Path) -> tuple[dict[str, float], float]:
         """Bring the server to `version`; return the phases of a start and the pause, in seconds."""
+        folder = peft_folder(folder)
         if is_adapter(folder):
             return await self._take_adapter(version, folder)
         model = ServedModel.of(folder)
