@@ -13,11 +13,12 @@ import pytest
 
 from rlboost_runtime.coordinator.agent_links import AgentLinks, Timing
 from rlboost_runtime.coordinator.audit import audit
+from rlboost_runtime.coordinator.event_log import read_events
 from rlboost_runtime.coordinator.ledger import Ledger
 from rlboost_runtime.coordinator.state import State
 from rlboost_runtime.coordinator.trainer_link import TrainerLink
 from rlboost_runtime.core.log import replay
-from rlboost_runtime.core.messages import CoreConfig, RunEnding
+from rlboost_runtime.core.messages import CoreConfig, RunEnding, StepTrained
 from rlboost_runtime.run_folder import RunFolder
 from rlboost_runtime.seams import SystemClock, SystemDisk
 from rlboost_runtime.wire import (
@@ -250,9 +251,11 @@ async def test_a_step_flows_from_request_to_delivery_and_lease(tmp_path: Path) -
         await agent.hear(SleepEngine)
         await agent.say(EngineSlept())
         assert (await trainer.hear(LeaseGranted)).step == 0
-        await trainer.say(Trained(0, 0.0, 0.1, 7, 0.5, {"loss": 1.0}))
+        await trainer.say(Trained(0, 0.0, 0.1, 7, 0.5, {"loss": 1.0, "handover_s": 2.5}))
         await asyncio.sleep(0.05)
         assert [row.tokens for row in made.ledger.steps()] == [7]
+        trained = [each for each in read_events(made.state.run.events) if isinstance(each, StepTrained)]
+        assert [each.handover_s for each in trained] == [2.5], "the brain hears what the trainer measured"
 
 
 async def test_tokens_stay_until_the_steps_checkpoint_is_durable(tmp_path: Path) -> None:

@@ -432,7 +432,7 @@ def test_the_process_killed_and_started_again(tmp_path, quiet):
         coordinator.on_step = kill_once
         for expected in (-signal.SIGKILL, 0):
             processes.append(start(run))
-            _, errors = processes[-1].communicate(timeout=120)
+            _, errors = processes[-1].communicate(timeout=250)
             assert processes[-1].returncode == expected, errors.decode()
     assert weights(run.checkpoints / "model") == weights(quiet)
     assert len(coordinator.of(RunFinished)) == 1

@@ -72,7 +72,9 @@ LOOK_SLACK_S = 1.0
 """The core looks at an open window once a second at most."""
 
 
-def lived(seeding: PredictedSeeding, number: int, num_spot: int, scale: float = 1.0) -> tuple[float, float]:
+def lived(
+    seeding: PredictedSeeding, number: int, num_spot: int, scale: float = 1.0, handover_s: float = 0.0
+) -> tuple[float, float]:
     """Live one step of that world; return the window's length and the best one."""
     total = TOKENS * scale
     responses = 100
@@ -94,7 +96,7 @@ def lived(seeding: PredictedSeeding, number: int, num_spot: int, scale: float = 
         now = until
     seeding.close(moment, book)
     rollout_s = (total - made) / (num_spot * RATE) + TAIL_S
-    training_s = total * TRAIN_S_PER_TOKEN
+    training_s = total * TRAIN_S_PER_TOKEN + handover_s
     last_at = now + rollout_s
     wait_s = max(0.0, rollout_s - training_s)
     ended_at = now + max(rollout_s, training_s) + 10.0
@@ -104,10 +106,11 @@ def lived(seeding: PredictedSeeding, number: int, num_spot: int, scale: float = 
             n_hat=num_spot,
             t_train_wait=wait_s,
             t_remote_wait=ended_at - last_at,
-            t_train=training_s + 10.0,
+            t_train=training_s + 10.0 - handover_s,
             t_remote=last_at - began,
             num_tokens=round(total),
             ended_at=ended_at,
+            t_handover=handover_s,
         )
     )
     seeding.lengths.learn([round(total / responses)] * responses)
@@ -136,6 +139,19 @@ def test_the_window_stays_where_it_is_right() -> None:
     seeding = taught()
     lengths = [lived(seeding, 2 + i, 2) for i in range(8)]
     assert all(length == pytest.approx(best, rel=0.05) for length, best in lengths)
+
+
+def test_a_hand_over_that_takes_its_time_is_no_part_of_what_a_token_costs() -> None:
+    """The trainer measures it: a step of three times the tokens has one hand-over like any other."""
+    seeding = PredictedSeeding(30.0, 3.0, RESERVED, has_gate=False)
+    seeding.pace.learn(1.0, round(RATE * 10), 10.0)
+    for number in range(4):
+        lived(seeding, number, 2, handover_s=40.0)
+    assert seeding.handover_s == pytest.approx(40.0)
+    assert seeding.train_s_per_token == pytest.approx(TRAIN_S_PER_TOKEN, rel=0.02)
+    seeding.lengths.learn([3_000] * 400)
+    length_s, best_s = lived(seeding, 4, 2, scale=3.0, handover_s=40.0)
+    assert length_s == pytest.approx(best_s, rel=0.05, abs=LOOK_SLACK_S)
 
 
 def test_where_waking_costs_more_than_it_helps_there_is_no_window() -> None:

@@ -225,7 +225,8 @@ class TrainerLink:
             reward_mean=message.reward_mean,
             metrics=self._measured(message),
         )
-        state.apply(StepTrained(state.now(), message.step, message.wait_s, message.busy_s))
+        handover_s = message.metrics.get("handover_s", 0.0)
+        state.apply(StepTrained(state.now(), message.step, message.wait_s, message.busy_s, handover_s))
         for kind, text in self.concerns.trained(message.step, message.metrics):
             self._ledger.note(self._clock.wall(), kind, text)
         if message.checkpointed:

@@ -195,8 +195,10 @@ class Core:
         """Counts since the run began."""
         return self._context.counters
 
-    def observation(self, at: float, wait_s: float, busy_s: float) -> StepObservation | None:
-        """Return what the open step has shown by `at`, given the trainer's waiting and training time.
+    def observation(
+        self, at: float, wait_s: float, busy_s: float, handover_s: float = 0.0
+    ) -> StepObservation | None:
+        """Return what the open step has shown by `at`, given the trainer's times.
 
         None before its last response is finished, and for a step that a restarted trainer opened again: its
         times span two processes.
@@ -213,6 +215,7 @@ class Core:
             t_remote=book.last_finished_at - book.started_at,
             num_tokens=sum(r.num_tokens for r in book.responses.values()),
             ended_at=at,
+            t_handover=handover_s,
         )
 
     def response(self, response: int) -> Response:
@@ -364,7 +367,7 @@ class Core:
             self._context.counters.duplicates += 1
             return
         book.trained = True
-        seen = self.observation(event.at, event.wait_s, event.busy_s)
+        seen = self.observation(event.at, event.wait_s, event.busy_s, event.handover_s)
         if seen is not None:
             self._seeding.learn(seen)
             self._worthwhile = worthwhile_instances(

@@ -151,12 +151,14 @@ class StepStarted:
 @dataclass(frozen=True, slots=True)
 class StepTrained:
     """The trainer has trained the step. `wait_s`: idle, holding the lease, for want of
-    responses to fill a micro-batch (t_train^wait); `busy_s`: its training time without that (t_train)."""
+    responses to fill a micro-batch (t_train^wait); `busy_s`: its training time without that (t_train).
+    `handover_s`: what it took to bring policy and optimizer back onto the GPUs; in neither of them."""
 
     at: float
     step: int
     wait_s: float
     busy_s: float
+    handover_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

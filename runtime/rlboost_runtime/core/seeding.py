@@ -45,6 +45,8 @@ class StepObservation:
     """Response tokens of the step."""
     ended_at: float = 0.0
     """When the step was trained."""
+    t_handover: float = 0.0
+    """Trainer's time to come back onto the GPUs once the reserved engines had freed them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,13 +4,15 @@ While the window is open, the core asks again and again: if it closed now, when 
 through, and when the trainer?
 
     rollout  = tokens left / (spot instances x tokens per second of a busy one) + tail
-    training = all tokens of the step x seconds per token
+    training = all tokens of the step x seconds per token + hand-over
 
 It closes when `rollout` no longer exceeds `training`. Tokens left come from the responses themselves, each
 expected to become as long as finished ones that got as far (`lengths`); the tail and the seconds per token
-from the last steps, as they were between the closing of the window and the last response. So a step whose
-responses happen to be long gets a longer window than its neighbour, and a change in the number of instances
-is answered in the very step in which it happens, where Algorithm 1 needs several steps to come near.
+from the last steps, as they were between the closing of the window and the last response; the hand-over, what
+the trainer takes to come back onto the GPUs, is measured by the trainer and does not grow with the tokens. So
+a step whose responses happen to be long gets a longer window than its neighbour, and a change in the number
+of instances is answered in the very step in which it happens, where Algorithm 1 needs several steps to come
+near.
 
 Where the rollout would outlast training, without any window, by no more than waking the engines and sending
 them to sleep again takes, the window is skipped: a price on toggling. If the reserved engines work p times as
@@ -80,7 +82,7 @@ class PredictedSeeding(Seeding):
     has_gate: bool = True
     train_s_per_token: float | None = None
     busy_s_per_token: float | None = None
-    """From the closing to the end without waiting."""
+    """From the closing to the end without waiting and hand-over."""
     start_s: float = 0.0
     """How much longer a step takes than that where no window would be needed."""
     step_tokens: float = 0.0
@@ -91,6 +93,8 @@ class PredictedSeeding(Seeding):
     """From the opening of a window until reserved engines serve."""
     sleep_s: float = 0.0
     """From its closing until the trainer has the GPUs."""
+    handover_s: float = 0.0
+    """From then until the trainer can train, as it says itself."""
     finish_s: float = 0.0
     """From the last response to the end of the step, where the trainer waited for it."""
     _look_at: float = -math.inf
@@ -131,7 +135,8 @@ class PredictedSeeding(Seeding):
         if moment.now < look_at:
             return look_at
         left, total = self._tokens(book)
-        excess_s = left / (n * tokens_per_s) + self._tail_s(tokens_per_s) - total * self.train_s_per_token
+        alone_s = left / (n * tokens_per_s) + self._tail_s(tokens_per_s)
+        excess_s = alone_s - total * self.train_s_per_token - self.handover_s
         rest_s = max(0.0, excess_s) / (1.0 + self.num_reserved / n)
         if moment.now == moment.opened_at and not self._closings:
             self.skips_window = self.has_gate and excess_s <= self.wake_s
@@ -169,16 +174,17 @@ class PredictedSeeding(Seeding):
             self.finish_s = min(self._finishes)
         num_spot = max(1.0, (self._closed_with + seen.n_hat) / 2.0)
         finish_s = min(self.finish_s, seen.t_remote_wait)
-        training_s = seen.ended_at - self._closed_at - seen.t_train_wait - finish_s
+        training_s = seen.ended_at - self._closed_at - seen.t_train_wait - finish_s - seen.t_handover
         if training_s <= 0:
             return
+        self.handover_s = _blend(self.handover_s or None, seen.t_handover)
         self._rollouts.append(_Rollout(left / num_spot, rest_s, seen.t_remote))
         self.train_s_per_token = _blend(self.train_s_per_token, training_s / seen.num_tokens)
         self.step_tokens = _blend(self.step_tokens or None, float(seen.num_tokens))
         busy_s = training_s + finish_s
         self.busy_s_per_token = _blend(self.busy_s_per_token, busy_s / seen.num_tokens)
         self._learn_slowness(num_spot, self._closed_at - self._opened_at, rest_s)
-        self._learn_start(seen, seen.t_remote + seen.t_remote_wait - busy_s)
+        self._learn_start(seen, seen.t_remote + seen.t_remote_wait - busy_s - seen.t_handover)
 
     def rates(self) -> StepRates | None:
         """Return what a step takes; a reserved engine is taken to be like a spot instance."""
@@ -207,7 +213,7 @@ class PredictedSeeding(Seeding):
             chain_s=engine.empty_s * self.lengths.longest,
             steps_s=engine.empty_s * contexts / (FULL_SHARE * engine.kv_tokens),
             reserved_engines=float(self.num_reserved),
-            train_s=busy_s - finish_s,
+            train_s=self.handover_s + busy_s - finish_s,
             wake_s=self.wake_s,
             start_s=self.start_s,
             fixed_s=finish_s,

@@ -234,7 +234,7 @@ class TrainerLoop:
         seconds = Seconds()
         started = time.monotonic()
         waited, reward_waited = self._waits(), self._desk.reward_wait_s
-        moved_s = self._residency.moved_s
+        awake_s, asleep_s = self._residency.awake_s, self._residency.asleep_s
         asked = self._asked.get(step) or self._ask(step, step)
         selection = GroupSelection(
             self._job.algorithm.zero_variance_groups, self._job.algorithm.prompts_per_step
@@ -263,7 +263,8 @@ class TrainerLoop:
             "reward_wait_s": self._desk.reward_wait_s - reward_waited,
             "train_s": seconds.spent.get("train", 0.0),
             "lease_wait_s": waits.for_lease_s,
-            "handover_s": self._residency.moved_s - moved_s,
+            "handover_s": self._residency.awake_s - awake_s,
+            "handover_asleep_s": self._residency.asleep_s - asleep_s,
             "gpu_peak_bytes": _gpu_peak_bytes(),
             "publish_s": seconds.spent["publish"],
             "step_s": time.monotonic() - started,

@@ -257,36 +257,36 @@ class Residency:
         self._optimizer = optimizer
         self._ranks = ranks
         self._resident = policy.device.type == policy.accelerator.type
-        self.moved_s = 0.0
-        """Seconds that moving has taken since this process began: the trainer's part of a hand-over."""
+        self.awake_s = self.asleep_s = 0.0
+        """Seconds that coming back and leaving have taken since this process began: the trainer's parts of
+        hand-overs."""
 
     def free(self) -> None:
         """Leave the accelerator; idempotent. Accumulated gradients move along and are kept."""
         self._ranks.tell(Free())
         if self._resident and self._policy.accelerator.type != "cpu":
+            started = time.monotonic()
             self._move(torch.device("cpu"))
             gc.collect()
             torch.cuda.empty_cache()
+            self.asleep_s += time.monotonic() - started
         self._resident = False
 
     def take(self) -> None:
         """Come back; idempotent."""
         self._ranks.tell(Take())
         if not self._resident and self._policy.accelerator.type != "cpu":
+            started = time.monotonic()
             self._move(self._policy.accelerator)
+            self.awake_s += time.monotonic() - started
         self._resident = True
 
     def _move(self, device: torch.device) -> None:
-        started = time.monotonic()
-        self._move_all(device)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self.moved_s += time.monotonic() - started
-
-    def _move_all(self, device: torch.device) -> None:
         torch.nn.Module.to(self._policy.model, device)
         if not self._optimizer.offload:  # else its state is never here but for a step
             self._optimizer.move(device)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
 
 
 def _adapter_folder(folder: str | Path | None) -> Path | None:
