@@ -7,12 +7,13 @@ checkpoint then. Everything that is RLBoost's is in `FleetRollout`.
 from __future__ import annotations
 
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainerControl, TrainerState
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer import TRAINER_STATE_NAME
 from trl import GRPOConfig, GRPOTrainer
 
 from rlboost_runtime.trainer.fleet import Fleet
@@ -24,6 +25,7 @@ class FleetRollout(TrainerCallback):
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
         self.group_size = fleet.job.algorithm.group_size
+        self.numbers: dict[str, float] = {}
 
     def __call__(self, prompts: list[str], trainer: GRPOTrainer) -> dict[str, list[Any]]:
         """Return a completion for each prompt; TRL repeats a prompt once for each of its generations."""
@@ -46,10 +48,23 @@ class FleetRollout(TrainerCallback):
     def on_log(
         self, args: Any, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **_: Any
     ) -> None:
-        """A step is trained; it is saved before the next one begins, because `save_steps` is 1."""
+        """A step is trained, but would not survive a crash yet."""
         if "reward" in logs:
-            numbers = {name: float(value) for name, value in logs.items() if isinstance(value, int | float)}
-            self.fleet.trained(state.global_step - 1, reward_mean=numbers["reward"], metrics=numbers)
+            self.numbers = {
+                name: float(value) for name, value in logs.items() if isinstance(value, int | float)
+            }
+
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """The step's checkpoint is written: `save_steps` is 1, so every step has one."""
+        reward_mean = self.numbers["reward"]
+        self.fleet.trained(state.global_step - 1, reward_mean=reward_mean, metrics=self.numbers)
+
+
+def newest_whole(output: Path) -> str | None:
+    """Return TRL's newest checkpoint that was written to its end, which is where its state file comes; a
+    process may be killed in the middle of one."""
+    whole = [path for path in output.glob("checkpoint-*") if (path / TRAINER_STATE_NAME).is_file()]
+    return str(max(whole, key=lambda path: int(path.name.rpartition("-")[2]))) if whole else None
 
 
 def lower_case(completions: list[str], **_: Any) -> list[float]:
@@ -89,7 +104,7 @@ def main() -> None:
                 disable_tqdm=True,
             ),
         )
-        trainer.train(resume_from_checkpoint=get_last_checkpoint(str(output)) if output.is_dir() else None)
+        trainer.train(resume_from_checkpoint=newest_whole(output))
         final = fleet.run.checkpoints / "model"
         trainer.save_model(str(final))
         fleet.finished(final)
