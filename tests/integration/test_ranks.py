@@ -80,3 +80,39 @@ def test_two_ranks_and_random_micro_batches_take_the_step_of_one(two_ranks, case
     assert all(close(a, b) for a, b in zip(found["moments"], wanted["moments"], strict=True))
     assert found["metrics"] == pytest.approx(wanted["metrics"], rel=1e-4, abs=1e-6)
     assert found["probe"] == pytest.approx(wanted["probe"], abs=1e-4)
+
+
+LOST = """
+import datetime, os, signal
+from rlboost_runtime.trainer import ranks
+
+ranks.COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=5)
+mine = ranks.Ranks.join()
+assert mine.sum([1.0]) == [2.0]
+if mine.rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+try:
+    mine.sum([1.0])
+except RuntimeError:
+    os._exit(7)
+"""
+
+
+def test_a_machine_that_vanishes_without_a_word_is_noticed():
+    """Its connections stay open and say nothing, as those of a stopped process do."""
+    common = {
+        **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2",
+    }  # fmt: skip
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", LOST], env={**common, "RANK": str(rank)}, stderr=subprocess.DEVNULL
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert processes[0].wait(timeout=120) == 7
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()

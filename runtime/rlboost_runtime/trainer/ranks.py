@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
-"""Longest wait within a step's arithmetic: the slowest rank's micro-batch, and the load of a model."""
+"""Longest wait within a step's arithmetic: the slowest rank's micro-batch, and the load of a model. A machine
+that vanishes without a word is noticed by then; a process that dies at once, by its closed connections."""
 
 COMMAND_TIMEOUT = datetime.timedelta(days=2)
 """Longest wait for the next command: the others idle while a step is rolled out."""
@@ -116,7 +117,8 @@ class Ranks:
     rank: int = 0
     num: int = 1
     control: ProcessGroup | None = None
-    """Gloo, with a long deadline; None when alone."""
+    """Gloo, with a long deadline: for commands alone, that a lost machine is not waited for in a step's
+    sums. None when alone."""
 
     @classmethod
     def join(cls) -> Ranks:
@@ -170,7 +172,7 @@ class Ranks:
 
     def _reduce(self, values: Sequence[float], how: dist.ReduceOp.RedOpType) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor, how, group=self.control)
+        dist.all_reduce(tensor, how)
         found: list[float] = tensor.tolist()
         return found
 
@@ -180,12 +182,12 @@ class Ranks:
         if self.control is None:
             return [mine.tolist()]
         sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self.num)]
-        dist.all_gather(sizes, torch.tensor([mine.numel()]), group=self.control)
+        dist.all_gather(sizes, torch.tensor([mine.numel()]))
         width = max(1, *(int(size) for size in sizes))
         padded = torch.zeros(width)
         padded[: mine.numel()] = mine
         rows = [torch.zeros(width) for _ in range(self.num)]
-        dist.all_gather(rows, padded, group=self.control)
+        dist.all_gather(rows, padded)
         return [row[: int(size)].tolist() for row, size in zip(rows, sizes, strict=True)]
 
 
@@ -197,7 +199,7 @@ def spread(model: nn.Module, ranks: Ranks) -> None:
     """Give every rank the weights of rank 0; all ranks have to call this, before the weights are divided."""
     for tensor in model.state_dict().values():
         copy = tensor.detach().to("cpu").contiguous()
-        dist.broadcast(copy, 0, group=ranks.control)
+        dist.broadcast(copy, 0)
         if not ranks.leads:
             tensor.copy_(copy)
 
