@@ -14,7 +14,7 @@ import os
 import sys
 from pathlib import Path
 
-from benchmarks.paper import ours, predict, windows
+from benchmarks.paper import fleet_size, ours, predict, scale, windows
 from benchmarks.paper.report import write_report
 from rlboost_runtime.sim.traces.fetch import fetch_trace
 from rlboost_runtime.sim.traces.known import known
@@ -35,14 +35,15 @@ def main(arguments: list[str]) -> int:
     out.mkdir(parents=True, exist_ok=True)
     home = Path(os.environ.get("RLBOOST_HOME", Path.home() / ".rlboost"))
     trace = options.trace or fetch_trace(known(TRACE), home / "traces")
-    predictions, windowed, parts = (out / f"{n}.jsonl" for n in ("predictions", "windows", "ours"))
-    predict.main(["--out", str(predictions)])
-    ours.main(["--out", str(parts)])
+    predict.main(["--out", str(out / "predictions.jsonl")])
+    ours.main(["--out", str(out / "ours.jsonl")])
+    fleet_size.main(["--out", str(out / "fleet_size.jsonl")])
+    if not (out / "scale.jsonl").exists():
+        scale.main(["--out", str(out / "scale.jsonl")])
+    windowed = str(out / "windows.jsonl")
     seeds = str(options.sampler_seeds)
-    windows.main(
-        ["--trace", str(trace), "--sampler-seeds", seeds, "--policies", POLICIES, "--out", str(windowed)]
-    )
-    print("\n".join(write_report(predictions, windowed, parts, out)))
+    windows.main(["--trace", str(trace), "--sampler-seeds", seeds, "--policies", POLICIES, "--out", windowed])
+    print("\n".join(write_report(out, out)))
     return 0
 
 

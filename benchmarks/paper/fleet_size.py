@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -122,7 +123,7 @@ def _rows(preset: str, limit: int, machines: int, workload: Workload) -> tuple[S
     return result.rows[UNSETTLED_STEPS:]
 
 
-def as_markdown(found: dict[str, dict[str, object]]) -> list[str]:
+def as_markdown(found: Mapping[str, Mapping[str, float]]) -> list[str]:
     """Return a section of the report."""
     if not found:
         return ["The chosen fleet has not been held against brute force."]

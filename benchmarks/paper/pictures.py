@@ -1,4 +1,4 @@
-"""The report's pictures, as SVG: simulated against published, and `rlboost` against `paper`.
+"""The report's pictures, as SVG: simulated against published, `rlboost` against `paper`, the cost of an event.
 
 The same figures give the same file. Every picture says that it is simulated.
 """
@@ -15,7 +15,7 @@ from benchmarks.paper.published import FIGURES
 BLUE, ORANGE = "#0072B2", "#D55E00"
 
 
-def draw(found: dict[str, Found | None], runs: dict[str, Case], out: Path) -> list[Path]:
+def draw(found: dict[str, Found | None], runs: dict[str, Case], sizes: list[Case], out: Path) -> list[Path]:
     """Draw what there is; return the files. None without matplotlib (`pip install 'rlboost[plot]'`)."""
     if find_spec("matplotlib") is None:
         return []
@@ -26,7 +26,28 @@ def draw(found: dict[str, Found | None], runs: dict[str, Case], out: Path) -> li
     drawn = [_against_published(found, out / "predictions.svg")]
     if compare.comparisons(runs):
         drawn.append(_against_paper(runs, out / "rlboost_over_paper.svg"))
+    if sizes:
+        drawn.append(_growth(sizes, out / "cost_of_an_event.svg"))
     return drawn
+
+
+def _growth(sizes: list[Case], path: Path) -> Path:
+    from matplotlib import pyplot as plt
+
+    rows = sorted(sizes, key=lambda row: row["machines"])
+    machines = [row["machines"] for row in rows]
+    figure, axes = plt.subplots(figsize=(5, 3), layout="constrained")
+    axes.plot(machines, [row["us_per_event"] for row in rows], "o-", color=BLUE, label="microseconds")
+    axes.plot(machines, [row["calls_per_event"] for row in rows], "s-", color=ORANGE, label="Python calls")
+    axes.set_xscale("log")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("machines, 100 responses each")
+    axes.set_ylabel("per event")
+    axes.set_title("Core.handle, without heartbeats")
+    axes.legend(frameon=False)
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+    return path
 
 
 def _against_published(found: dict[str, Found | None], path: Path) -> Path:

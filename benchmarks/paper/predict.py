@@ -56,13 +56,17 @@ def static(preset: str, machines: int, *, limit: int | None = None, groups: bool
     }
 
 
-def kill_overhead(after_s: float, back_after_s: float = RESTART_S) -> dict[str, float]:
+def kill_overhead(
+    after_s: float, back_after_s: float = RESTART_S, boot_s: float | None = None
+) -> dict[str, float]:
     """Return the mean seconds of a settled step: quiet, and with three of six machines killed after a while,
     what they had generated being kept (migrated) or not (recomputed).
 
     The killed machines are started again at once, as the paper's replayer does, and boot.
     """
     known = replace(presets()["paper-14b"], seeding_initial_s=FIRST_WINDOWS_S[6])
+    if boot_s is not None:
+        known = replace(known, assumptions=replace(known.assumptions, boot_s=boot_s))
     seconds = {"quiet_s": 0.0, "migrated_s": 0.0, "recomputed_s": 0.0}
     for seed in KILL_SEEDS:
         before = simulate(known, _six(()), "paper", seed=seed, hours=10.0, max_steps=SETTLED_STEP + 1)
@@ -92,6 +96,12 @@ def churn(switches: Switches, away_s: float = HOLD_S) -> dict[str, float]:
     hours = (3 * HOLD_S + 2 * away_s) / 3_600.0
     result = simulate(known, _six(tuple(changes)), "paper", seed=0, hours=hours, switches=switches)
     return {"tokens_per_s": result.tokens_per_s, "steps": result.steps}
+
+
+def unseeded(machines: int) -> dict[str, float]:
+    """Return the settled step of the paper's policy without a window."""
+    found = settled(run_static(presets()["paper-14b"], machines, "paper", switches=Switches(seeding=False)))
+    return {"tokens_per_s": found.tokens_per_s, "wait_s": found.wait_s}
 
 
 def larger(memory_share: float, machines: int) -> dict[str, float]:
@@ -150,6 +160,10 @@ CASES: dict[str, Callable[[], dict[str, float]]] = {
     "churn, no memory": lambda: churn(Switches(memory=False)),
     "kill at 100 s, none back": lambda: kill_overhead(100.0, LONG_AWAY_S),
     "kill at 200 s, none back": lambda: kill_overhead(200.0, LONG_AWAY_S),
+    "kill at 100 s, back in 15 s": lambda: kill_overhead(100.0, boot_s=15.0),
+    "kill at 200 s, back in 15 s": lambda: kill_overhead(200.0, boot_s=15.0),
+    "14b n=1, no seeding": lambda: unseeded(1),
+    "14b n=6, no seeding": lambda: unseeded(6),
     "churn, away for longer": lambda: churn(Switches(), 2.5 * HOLD_S),
     "churn, away for longer, no seeding": lambda: churn(Switches(seeding=False), 2.5 * HOLD_S),
     "32b TP 2, n=0": lambda: larger(0.6, 0),

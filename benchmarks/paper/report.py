@@ -1,6 +1,9 @@
 """Sets the simulated figures beside the published ones, and `rlboost` beside `paper`.
 
-    python -m benchmarks.paper.report --predictions FILE --windows FILE --out FOLDER
+    python -m benchmarks.paper.report --found FOLDER --out FOLDER
+
+reads `predictions.jsonl`, `windows.jsonl`, `ours.jsonl`, `fleet_size.jsonl` and `scale.jsonl`, as far as they
+are there.
 
 Writes `report.md`, `report.json` and the pictures: for each figure what is published, what was simulated, the
 error, and whether the calibration had seen it; the mean and the worst error of the predicted ones; how many
@@ -16,10 +19,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, stdev
 
-from benchmarks.paper import compare, ours, pictures
+from benchmarks.paper import compare, fleet_size, ours, pictures, scale
 from benchmarks.paper.found import Case, Found
 from benchmarks.paper.published import FIGURES, Figure
 from rlboost_runtime.sim import presets
+
+NO_SEEDING = -0.19
+"""Published change in throughput without seeding, under churn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +33,8 @@ class Check:
     """A change in per cent, published and simulated."""
 
     what: str
-    published: float
+    published: float | None
+    """None: an experiment of ours."""
     simulated: float
 
 
@@ -88,7 +95,12 @@ def table(found: dict[str, Found | None]) -> list[str]:
 def ablations(cases: dict[str, Case]) -> list[Check]:
     """Return the ablations that have been run, and beside them what they would be in another set-up."""
     found = []
-    for suffix, told in (("", ""), (", none back", ", and no machine came back")):
+    endings = (
+        ("", ""),
+        (", back in 15 s", ", machines back in 15 s"),
+        (", none back", ", and no machine came back"),
+    )
+    for suffix, told in endings:
         for after, published in ((100, 0.33), (200, 0.76)):
             kill = cases.get(f"kill at {after} s{suffix}")
             if kill:
@@ -99,10 +111,38 @@ def ablations(cases: dict[str, Case]) -> list[Check]:
     for whole, told in (("churn", ""), ("churn, away for longer", ", away 2.5 times as long")):
         loss = ratio(cases, f"{whole}, no seeding", whole)
         if loss is not None:
-            found.append(Check(f"no seeding, under churn{told}", -0.19, loss.value - 1.0))
+            found.append(Check(f"no seeding, under churn{told}", NO_SEEDING, loss.value - 1.0))
+    found += unseeded(cases)
     gain = ratio(cases, "churn", "churn, no memory")
     if gain is not None:
         found.append(Check("memory, under churn", 0.06, gain.value - 1.0))
+    return found
+
+
+def unseeded(cases: dict[str, Case]) -> list[Check]:
+    """Return what settled steps without a window lose, and in which share of the time one machine alone
+    would explain the published loss."""
+    one, six = (ratio(cases, f"14b n={n}, no seeding", f"14b n={n}") for n in (1, 6))
+    if one is None or six is None:
+        return []
+    with_one, with_six = (cases[f"14b n={n}"]["tokens_per_s"] for n in (1, 6))
+    left = 1.0 + NO_SEEDING
+    lost = (six.value - left) * with_six / ((six.value - left) * with_six - (one.value - left) * with_one)
+    return [
+        Check("no seeding, one machine, settled", None, one.value - 1.0),
+        Check("no seeding, six machines, settled (the paper: negligible)", 0.0, six.value - 1.0),
+        Check("share of time with one machine at which settled steps lose 19%", None, lost),
+    ]
+
+
+def published_break_even() -> list[Check]:
+    """Return the break-even discounts that follow from the paper's own speed-ups and prices."""
+    known = presets()["paper-14b"]
+    found = []
+    for what, machines, speedup in (("fig. 11, six machines", 6.0, 1.37 * 1.64), ("fig. 10", 5.1, 1.97)):
+        spot = machines * known.spot[0].gpus * known.reserved_usd_per_hour / known.reserved.gpus
+        discount = 1.0 - (speedup - 1.0) * known.reserved_usd_per_hour / spot
+        found.append(Check(f"break-even discount by the paper's own speed-up, {what}", 0.30, discount))
     return found
 
 
@@ -115,6 +155,11 @@ def break_even(cases: dict[str, Case], preset: str = "paper-14b") -> float | Non
     reserved = known.reserved_usd_per_hour
     spot_at_no_discount = 6 * known.spot[0].gpus * reserved / known.reserved.gpus
     return 1.0 - (speedup.value - 1.0) * reserved / spot_at_no_discount
+
+
+def _line(check: Check) -> str:
+    published = "" if check.published is None else f"{check.published:+.0%}"
+    return f"| {check.what} | {published} | {check.simulated:+.0%} |"
 
 
 def _plain(cases: dict[str, Case], name: str) -> Found | None:
@@ -131,8 +176,8 @@ def _row(each: Figure, found: Found | None) -> str:
     return f"| {each.name} | {each.role} | {shown} | {value}{spread} | {error:+.1%} | {found.runs} |"
 
 
-def _read(path: Path | None, key: str) -> dict[str, Case]:
-    if path is None or not path.exists():
+def _read(path: Path, key: str) -> dict[str, Case]:
+    if not path.exists():
         return {}
     return {line[key]: line for line in map(json.loads, path.read_text(encoding="utf-8").splitlines())}
 
@@ -151,7 +196,7 @@ def as_markdown(cases: dict[str, Case], runs: dict[str, Case]) -> list[str]:
         "",
         "| what | published | simulated |",
         "|---|---|---|",
-        *(f"| {c.what} | {c.published:+.0%} | {c.simulated:+.0%} |" for c in ablations(cases)),
+        *(_line(check) for check in [*ablations(cases), *published_break_even()]),
     ]
     even = break_even(cases)
     if even is not None:
@@ -204,13 +249,16 @@ def as_json(cases: dict[str, Case], runs: dict[str, Case]) -> dict[str, object]:
     }
 
 
-def write_report(predictions: Path | None, windows: Path | None, parts: Path | None, out: Path) -> list[str]:
+def write_report(found: Path, out: Path) -> list[str]:
     """Write the report and its pictures into a folder; return its lines."""
-    cases, runs = _read(predictions, "case"), _read(windows, "key")
+    cases, runs = _read(found / "predictions.jsonl", "case"), _read(found / "windows.jsonl", "key")
+    sizes = _read(found / "scale.jsonl", "machines")
     out.mkdir(parents=True, exist_ok=True)
     lines = as_markdown(cases, runs)
-    lines += ["", *ours.as_markdown(_read(parts, "case"))]
-    drawn = pictures.draw(simulated(cases, runs), runs, out)
+    lines += ["", *ours.as_markdown(_read(found / "ours.jsonl", "case"))]
+    lines += ["", *fleet_size.as_markdown(_read(found / "fleet_size.jsonl", "setting"))]
+    lines += ["", *scale.as_markdown(list(sizes.values()))]
+    drawn = pictures.draw(simulated(cases, runs), runs, list(sizes.values()), out)
     lines += ["", *(f"![{path.stem}]({path.name})" for path in drawn)]
     (out / "report.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     (out / "report.json").write_text(json.dumps(as_json(cases, runs), indent=2) + "\n", encoding="utf-8")
@@ -220,12 +268,10 @@ def write_report(predictions: Path | None, windows: Path | None, parts: Path | N
 def main(arguments: list[str]) -> int:
     """Write the report and print it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--predictions", type=Path)
-    parser.add_argument("--windows", type=Path)
-    parser.add_argument("--ours", type=Path)
+    parser.add_argument("--found", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
-    print("\n".join(write_report(options.predictions, options.windows, options.ours, options.out)))
+    print("\n".join(write_report(options.found, options.out)))
     return 0
 
 

@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -106,6 +107,26 @@ def _world(preset: Preset, machines: int, policy: str, responses_per_machine: in
     workload = Workload(prompts=machines * responses_per_machine // GROUP_SIZE, group_size=GROUP_SIZE)
     large = replace(preset, workload=workload, max_spot_instances=machines)
     return World(large, constant_trace(machines), policy_setup(policy, large, Switches()), seed=0)
+
+
+def as_markdown(rows: Sequence[Mapping[str, float]]) -> list[str]:
+    """Return a section of the report."""
+    if not rows:
+        return ["What an event costs as the fleet grows has not been measured."]
+    lines = [
+        f"| {r['machines']:,} | {r['responses']:,} | {r['cpu_s']:.0f} | {r['us_per_event']:.0f} |"
+        f" {r['calls_per_event']:.0f} | {r['us_per_beat']:.0f} |"
+        for r in sorted(rows, key=lambda r: r["machines"])
+    ]
+    return [
+        "## What an event costs as the fleet grows",
+        "",
+        "One step, 100 responses per machine. Events without heartbeats; a heartbeat costs what it tells.",
+        "",
+        "| machines | responses | CPU s, all | us per event | calls per event | us per heartbeat |",
+        "|---|---|---|---|---|---|",
+        *lines,
+    ]
 
 
 def main(arguments: list[str]) -> int:
