@@ -1,4 +1,4 @@
-"""The report's pictures, as SVG: simulated against published, `rlboost` against `paper`, the cost of an event.
+"""The report's pictures, as SVG: simulated against published, `rlboost` against `paper`, and an event's cost.
 
 The same figures give the same file. Every picture says that it is simulated.
 """
