@@ -32,7 +32,7 @@ async def serve(socket: str, model: str) -> None:
                     model=model,
                     logprobs=0,
                     ignore_eos=True,
-                    extra_body={"temperature": 1.0, "return_tokens_as_token_ids": True},  # there is no tokenizer
+                    extra_body={"temperature": 1.0, "return_tokens_as_token_ids": True},  # no tokenizer there
                 )
                 for prompt in order["prompts"]
             ]
