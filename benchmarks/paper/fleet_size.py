@@ -24,9 +24,11 @@ from rlboost_runtime.sim.presets import Workload
 from rlboost_runtime.sim.result import StepRow
 
 MOST = 8
+WORKLOAD = Workload(prompts=64)
+"""Half of the paper's step: half the time to simulate."""
 STEPS = 8
 UNSETTLED_STEPS = 4
-CHOOSING_STEPS = 14
+CHOOSING_STEPS = 12
 """Machines are ended only after three steps in a row agree."""
 
 
@@ -59,11 +61,11 @@ SETTINGS = (
 )
 
 
-def of(setting: Setting, workload: Workload | None = None) -> Preset:
+def of(setting: Setting) -> Preset:
     """Return the preset of a setting."""
     known = presets()[setting.preset]
     spot = replace(known.spot[0], usd_per_hour=setting.spot_usd_per_hour)
-    work = replace(workload or known.workload, max_response_tokens=setting.limit)
+    work = replace(WORKLOAD, max_response_tokens=setting.limit)
     return replace(
         known,
         spot=(spot,),
@@ -73,18 +75,13 @@ def of(setting: Setting, workload: Workload | None = None) -> Preset:
     )
 
 
-def usd_per_million(rows: tuple[StepRow, ...]) -> float:
-    """Return what a million tokens cost."""
-    return 1e6 * sum(row.usd for row in rows) / sum(row.tokens for row in rows)
-
-
-def costs(setting: Setting, workload: Workload | None = None) -> dict[int, float]:
+def costs(setting: Setting) -> dict[int, float]:
     """Return the dollars per million tokens with each number of machines, by simulating it."""
-    preset = of(setting, workload)
+    preset = of(setting)
     pulled_usd = preset.model.weight_bytes / 1e9 * setting.egress_usd_per_gb
     found = {}
     for machines in range(1, MOST + 1):
-        rows = _rows(setting.preset, setting.limit, machines, preset.workload)
+        rows = _rows(setting.preset, setting.limit, machines)
         seconds, tokens = sum(row.seconds for row in rows), sum(row.tokens for row in rows)
         per_hour = preset.reserved_usd_per_hour + machines * setting.spot_usd_per_hour
         usd = per_hour * seconds / 3_600.0 + machines * pulled_usd * len(rows)
@@ -92,17 +89,17 @@ def costs(setting: Setting, workload: Workload | None = None) -> dict[int, float
     return found
 
 
-def chosen(setting: Setting, workload: Workload | None = None) -> int:
+def chosen(setting: Setting) -> int:
     """Return the number of machines that `rlboost` settles on by itself."""
     result = simulate(
-        of(setting, workload), constant_trace(MOST), "rlboost", seed=0, hours=1e3, max_steps=CHOOSING_STEPS
+        of(setting), constant_trace(MOST), "rlboost", seed=0, hours=1e3, max_steps=CHOOSING_STEPS
     )
     return round(result.rows[-1].spot_instances)
 
 
-def run(setting: Setting, workload: Workload | None = None) -> dict[str, object]:
+def run(setting: Setting) -> dict[str, object]:
     """Choose, and hold the choice against brute force."""
-    by_size, choice = costs(setting, workload), chosen(setting, workload)
+    by_size, choice = costs(setting), chosen(setting)
     best = min(by_size, key=lambda size: by_size[size])
     return {
         "setting": setting.key,
@@ -114,10 +111,10 @@ def run(setting: Setting, workload: Workload | None = None) -> dict[str, object]
 
 
 @cache
-def _rows(preset: str, limit: int, machines: int, workload: Workload) -> tuple[StepRow, ...]:
+def _rows(preset: str, limit: int, machines: int) -> tuple[StepRow, ...]:
     """Return the settled steps with so many machines; prices play no part in them."""
     known = presets()[preset]
-    fixed = replace(known, workload=replace(workload, max_response_tokens=limit), max_spot_instances=machines)
+    fixed = replace(known, workload=replace(WORKLOAD, max_response_tokens=limit), max_spot_instances=machines)
     free = replace(fixed, spot=(replace(fixed.spot[0], usd_per_hour=0.0),))
     result = simulate(free, constant_trace(machines), "rlboost", seed=0, hours=1e3, max_steps=STEPS)
     return result.rows[UNSETTLED_STEPS:]
@@ -141,12 +138,13 @@ def main(arguments: list[str]) -> int:
     """Run what is missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", default="", help="settings whose name contains this")
     options = parser.parse_args(arguments)
     lines = options.out.read_text().splitlines() if options.out.exists() else []
     known = {json.loads(line)["setting"] for line in lines}
     with options.out.open("a", encoding="utf-8") as out:
         for setting in SETTINGS:
-            if setting.key not in known:
+            if setting.key not in known and options.only in setting.key:
                 print(json.dumps(run(setting)), file=out, flush=True)
                 print(setting.key, file=sys.stderr)
     return 0

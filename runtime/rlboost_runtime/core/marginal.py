@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 HOUR_S = 3_600.0
 GB = 1e9
-SAME_COST = 0.01
+SAME_COST = 0.002
 """Relative difference in cost that is none: rates are not known any better, and speed is worth something."""
 
 
