@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import resource
@@ -215,9 +216,11 @@ def test_a_delta_that_finds_no_space_is_left_out(store: WeightStore, monkeypatch
         raise OSError(errno.ENOSPC, "No space left on device")
 
     def write(folder: Path) -> None:
-        header = b'{"w": {"dtype": "BF16", "shape": [8], "data_offsets": [0, 16]}}'
-        (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
+        header = b'{"w": {"dtype": "BF16", "shape": [800], "data_offsets": [0, 1600]}}'
+        body = bytes([next(versions)]) + bytes(1599)
+        (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + body)
 
+    versions = itertools.count()
     store.max_deltas = 2
     store.publish(1, write, PROBE)
     assert [d.base for d in store.publish(2, write, PROBE).deltas] == [1]
