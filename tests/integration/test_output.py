@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 import time
@@ -152,6 +153,15 @@ def test_a_bucket_that_does_not_exist_is_said_before_anything_is_trained(s3: str
         Output("s3://", run, keep=2)
 
 
+def test_a_checkpoint_that_is_gone_is_said_and_ends_nothing(
+    run: RunFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    output = Output(str(tmp_path), run, keep=1)
+    with copying(output, is_new=True) as copy:
+        copy(run.checkpoints / "step-000009")
+    assert "output.failed" in caplog.messages
+
+
 def test_an_outage_stops_no_training_but_the_end_waits_for_it_and_gives_up_in_words(
     credentials: None, run: RunFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -189,7 +199,16 @@ def test_an_outage_that_ends_is_waited_out(s3: str, run: RunFolder, monkeypatch:
     assert there(s3, "model/state.json") is not None
 
 
-def test_a_folder_is_an_output_too(run: RunFolder, tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_folder_is_an_output_too(
+    run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool
+) -> None:
+    if not has_links:
+
+        def no_links(*_: object) -> None:
+            raise PermissionError("no links here")
+
+        monkeypatch.setattr(os, "link", no_links)
     place = tmp_path / "another disk"
     place.mkdir()
     output = Output(str(place), run, keep=1)

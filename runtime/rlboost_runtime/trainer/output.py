@@ -104,7 +104,11 @@ class Output:
 
     def checkpoint(self, folder: Path) -> None:
         """Copy a complete checkpoint in the background, instead of one that still waits."""
-        snapshot = _linked(folder, self._run.path)
+        try:
+            snapshot = _linked(folder, self._run.path)
+        except OSError as exc:
+            self._say_failed(folder.name, exc)
+            return
         with self._changed:
             if self._waiting is not None:
                 shutil.rmtree(self._waiting[1], ignore_errors=True)
@@ -224,8 +228,15 @@ def copying(output: Output | None, *, is_new: bool) -> Iterator[Callable[[Path],
 def _linked(folder: Path, parent: Path) -> Path:
     """Return a folder with the same files, which stay where the original is deleted."""
     made = Path(tempfile.mkdtemp(dir=parent, prefix=_SNAPSHOT))
-    shutil.copytree(folder, made, copy_function=os.link, dirs_exist_ok=True)
+    shutil.copytree(folder, made, copy_function=_link, dirs_exist_ok=True)
     return made
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without links
+        shutil.copyfile(source, target)
 
 
 def _digest(path: Path) -> str:
