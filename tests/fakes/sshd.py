@@ -11,7 +11,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,8 +49,9 @@ class Sshd:
         """Take the server away with all its connections, as a machine that is switched off."""
         if self.process.poll() is None:
             for child in psutil.Process(self.process.pid).children(recursive=False):
-                if "sshd" in child.name():
-                    child.kill()
+                with suppress(psutil.NoSuchProcess):  # a connection that ends by itself meanwhile
+                    if "sshd" in child.name():
+                        child.kill()
             self.process.kill()
             self.process.wait()
 
