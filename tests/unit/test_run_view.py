@@ -245,3 +245,13 @@ def test_a_row_shows_how_far_the_next_version_is() -> None:
     for nothing in (None, {**pulling, "total_bytes": 0}):
         rows = fleet_rows({"instances": [{"id": "a", "policy_version": 11, "pulling": nothing}]})
         assert rows[0]["version"] == "11"
+
+
+def test_status_says_what_starts_and_weights_took() -> None:
+    instance = STATUS["instances"][0]
+    started = {"start_s": {"imports": 12.04, "load": 2.0, "first_token": 0.31}, "pull_s": 0.2, "load_s": 0.05}
+    other = {"start_s": {"imports": 14.04, "load": 4.0, "first_token": 0.33}, "load_s": 0.07, "pause_s": 0.02}
+    lines = status_lines(found(instances=[instance, {**instance, **started}, {**instance, **other}]), ASCII)
+    assert "engine start imports 13.0 s, load 3.0 s, first token 320 ms (median of 2)" in lines
+    assert "new weights  pull 100 ms, load 60 ms, pause 10 ms (median of 2)" in lines
+    assert not any(line.startswith(("engine start", "new weights")) for line in status_lines(found(), ASCII))
