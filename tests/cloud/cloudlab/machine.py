@@ -20,8 +20,6 @@ from pathlib import Path
 BRIDGE = "rlblab0"
 GATEWAY = "10.231.255.254"
 """The host, as machines see it."""
-_NETWORKS = ("10.231", "172.31")
-"""That of the lab, and the default one of every account; the host is 255.254 in each."""
 PREFIX = "rlblab-"
 """Names of the lab's namespaces begin so."""
 USER_ID = 5000
@@ -37,8 +35,7 @@ def run(*command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
 def raise_bridge() -> None:
     """Make the bridge that all machines hang on."""
     run("ip", "link", "add", BRIDGE, "type", "bridge")
-    for network in _NETWORKS:
-        run("ip", "addr", "add", f"{network}.255.254/16", "dev", BRIDGE)
+    run("ip", "addr", "add", f"{GATEWAY}/16", "dev", BRIDGE)
     run("ip", "link", "set", BRIDGE, "up")
 
 
@@ -150,8 +147,8 @@ class Machine:
         run(*inside, "addr", "add", f"{self.address}/16", "dev", "eth0")
         run(*inside, "link", "set", "eth0", "up")
         run(*inside, "link", "set", "lo", "up")
-        network = ".".join(self.address.split(".")[:2])
-        run(*inside, "route", "add", "default", "via", f"{network}.255.254")
+        run(*inside, "route", "add", "default", "via", GATEWAY, "dev", "eth0", "onlink")
+        run("ip", "route", "replace", f"{self.address}/32", "dev", BRIDGE)  # it may be in any network
 
     def _command(self) -> list[str]:
         return [
