@@ -33,7 +33,7 @@ _CREDENTIALS = re.compile(
 _THROTTLED = re.compile(r"RequestLimitExceeded|Throttling|rateLimitExceeded|HTTP 429", re.IGNORECASE)
 _RACE = re.compile(r"InvalidPermission\.Duplicate|InvalidGroup\.Duplicate")
 """What the second of two launches hears that make SkyPilot's firewall rules at once: seen on the lab."""
-RACE_PAUSE_S = 1.0
+RACE_PAUSE_S = 0.0  # the rules are there by now: nothing is to be bought elsewhere for that
 _CREDENTIAL_KINDS = {
     "InvalidCloudCredentials",
     "NoCloudAccessError",
