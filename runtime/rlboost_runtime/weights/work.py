@@ -4,8 +4,9 @@ A stream takes a *run*: adjacent chunks of one file, fetched by one request. Who
 
 - from a peer only chunks that it has; from an origin (head, bucket) any;
 - where several receivers of a zone pull at once, each takes another slice of the version from the origin, and
-  the rest from its peers. It takes from a dearer holder only once the cheaper ones have brought nothing for
-  `PATIENCE_S`. So an origin sends about one copy per zone;
+  the rest from its peers. It takes more from a dearer holder only once its slice is here and the cheaper
+  ones have brought nothing for `PATIENCE_S`, or for as long as its slice took: theirs take as long
+  over the same link. So an origin sends about one copy per zone;
 - a stream that finds nothing left to begin takes the second half of another's run, or fetches its last chunk
   again if that does not come: a slow holder delays nobody.
 
@@ -34,7 +35,7 @@ MAX_EXTRA_CORRUPT = 2
 """A peer or a bucket is left out once so many of its chunks came wrong."""
 MAX_PEER_FAILURES = 3
 """A peer is left out after so many failed requests in a row."""
-PATIENCE_S = 1.5
+PATIENCE_S, LONGEST_PATIENCE_S = 1.5, 20.0
 """How long cheaper holders may bring nothing before a dearer one is asked for more than its slice."""
 STEAL_AFTER_S = 0.3
 """A younger run is not divided: its answer is about to come."""
@@ -116,6 +117,8 @@ class Work:
         start, self._own = _slice(pieces, part)
         self._todo = {piece.index: piece for piece in pieces[start:] + pieces[:start]}
         self._left = set(self._todo)
+        self._own_left = set(self._own)
+        self._began_at = self._own_done_at = time.monotonic()
         self._runs: list[Run] = []
         self._holders: list[HolderState] = []
         self._progress = progress
@@ -196,6 +199,9 @@ class Work:
             self._progress.moved_bytes += length
             if piece.index in self._left:
                 self._left.discard(piece.index)
+                if piece.index in self._own_left:
+                    self._own_left.discard(piece.index)
+                    self._own_done_at = now
                 self._todo.pop(piece.index, None)
                 self._progress.done_bytes += length if self._are_own else 0
                 self.moved_at = now
@@ -274,12 +280,13 @@ class Work:
         return run
 
     def _may_take_all(self, holder: HolderState) -> bool:
-        """Whether no cheaper holder is at work."""
-        since = time.monotonic() - PATIENCE_S
-        return not any(
-            other.problem is None and other.rank < holder.rank and other.moved_at > since
-            for other in self._holders
-        )
+        """Whether no cheaper holder is at work, or may be about to have something."""
+        cheaper = [other for other in self._holders if other.problem is None and other.rank < holder.rank]
+        if not cheaper or self._own_left:
+            return not cheaper
+        patience_s = max(PATIENCE_S, min(LONGEST_PATIENCE_S, self._own_done_at - self._began_at))
+        since = time.monotonic() - patience_s
+        return all(max(other.moved_at, self._own_done_at) <= since for other in cheaper)
 
     def _divide(self, holder: HolderState) -> Run | None:
         """Return the second half of another run."""
