@@ -52,6 +52,22 @@ def test_a_young_machine_commits_the_rest_of_its_first_minute_and_an_old_one_its
     assert committed_usd(ledger, 1100.0) == 0.0
 
 
+def test_a_machine_that_went_in_its_first_minute_commits_the_rest_of_it(ledger: Ledger) -> None:
+    intend(ledger, "spot-0", "gcp")
+    ledger.launched("spot-0", 1000.0)
+    ledger.ended("spot-0", 1005.0)
+    assert ledger.total_micro_usd(1005.0) == 5e6
+    assert committed_usd(ledger, 1005.0) == 55.0
+    assert ledger.total_micro_usd(1060.0) == 60e6
+    assert committed_usd(ledger, 1060.0) == 0.0
+
+
+def test_a_launch_that_failed_commits_nothing(ledger: Ledger) -> None:
+    intend(ledger, "spot-0", "gcp")
+    ledger.failed("spot-0", 1001.0, "no capacity")
+    assert committed_usd(ledger, 1001.0) == 0.0
+
+
 def test_processes_on_this_machine_commit_next_to_nothing(ledger: Ledger) -> None:
     intend(ledger, "spot-0", "local")
     ledger.launched("spot-0", 1000.0)

@@ -1,4 +1,4 @@
-"""Money that is as good as spent: what the living machines will cost even if the run ends now. Pure."""
+"""Money that is as good as spent: what the machines will cost even if the run ends now. Pure."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ _OPEN = (MachineBookState.INTENDED, MachineBookState.RUNNING)
 
 
 def committed_micro_usd(bills: Iterable[MachineBill], now_ns: int) -> int:
-    """Return what open machines will cost beyond `now_ns` at least: the time to end them, or the rest of the
-    shortest time that their cloud bills."""
-    total = 0
-    for bill in bills:
-        if bill.state in _OPEN:
-            started = now_ns if bill.launched_ns is None else bill.launched_ns
-            rest_ns = max(0, started + least_billed_ns(bill.provider) - now_ns)
-            total += cost_micro_usd(bill.price_micro_usd_per_hour, max(rest_ns, wind_down_ns(bill.provider)))
-    return total
+    """Return what machines will cost beyond `now_ns` at least: open ones the time to end them, all the
+    rest of the shortest time that their clouds bill."""
+    return sum(cost_micro_usd(bill.price_micro_usd_per_hour, _rest_ns(bill, now_ns)) for bill in bills)
+
+
+def _rest_ns(bill: MachineBill, now_ns: int) -> int:
+    is_open = bill.state in _OPEN
+    if bill.launched_ns is None and not is_open:
+        return 0
+    started = now_ns if bill.launched_ns is None else bill.launched_ns
+    rest_ns = max(0, started + least_billed_ns(bill.provider) - now_ns)
+    return max(rest_ns, wind_down_ns(bill.provider)) if is_open else rest_ns
 
 
 def least_micro_usd(provider: str, price_micro_usd_per_hour: int) -> int:
