@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -25,6 +26,7 @@ from rlboost_runtime import security
 from rlboost_runtime.errors import ProtocolError, RuntimeFault
 from rlboost_runtime.run_folder import RunFolder, read_json
 from rlboost_runtime.weights.manifest import Manifest, Probe
+from rlboost_runtime.weights.part_folder import part_folder
 from rlboost_runtime.weights.pull import Deadlines, Pulled, PullRequest, pull
 from rlboost_runtime.weights.store import LEASE, WeightStore
 from rlboost_runtime.weights.work import Progress
@@ -550,6 +552,24 @@ def test_old_versions_and_abandoned_parts_are_deleted(run: RunFolder, folder: Pa
         assert sorted(os.listdir(folder)) == ["v000001", "v000003", "v000093.part"]
         pull_now(run, folder, url, PATIENT, version=2)  # an older one is kept beside newer ones
         assert sorted(os.listdir(folder)) == ["v000001", "v000002", "v000003"]
+
+
+def test_a_part_folder_that_is_renamed_while_it_is_looked_at_is_made_again(
+    run: RunFolder, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another pull completed it between `mkdir` (it exists) and the look whether that is a folder (gone)."""
+    manifest = publish(run, 1, 2_000)
+    make, refused = os.mkdir, []
+
+    def refuse_once(path: Path, *rest: Any) -> None:
+        if not refused and str(path).endswith(".part"):
+            refused.append(path)
+            raise FileExistsError(errno.EEXIST, "File exists", str(path))
+        make(path, *rest)
+
+    monkeypatch.setattr(os, "mkdir", refuse_once)
+    with part_folder(folder, manifest):
+        assert refused
 
 
 def test_two_pulls_of_one_version_do_not_disturb_each_other(run: RunFolder, folder: Path) -> None:

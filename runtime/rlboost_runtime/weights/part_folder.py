@@ -268,7 +268,8 @@ def _lock_waiting(path: Path) -> int:
     deadline = time.monotonic() + LOCK_S
     while True:
         with _explaining_disk_errors(path):
-            path.mkdir(parents=True, exist_ok=True)
+            with suppress(FileExistsError):  # it was there, and who completed it has just renamed it
+                path.mkdir(parents=True, exist_ok=True)
             fd = _try_lock(path)
         if fd is not None:
             return fd
