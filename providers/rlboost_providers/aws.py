@@ -31,7 +31,7 @@ from rlboost_providers.base import (
     Pace,
 )
 from rlboost_providers.startup import startup_script
-from rlboost_runtime.errors import ConfigError, NoCapacity, NotFound, ProviderError
+from rlboost_runtime.errors import ConfigError, NoCapacity, NotFound, ProviderError, RLBoostError
 
 NAME = "aws"
 MIN_BILLED_S = 60
@@ -287,8 +287,11 @@ class AwsProvider:
         )
 
     def _view_of_new(self, pool: AwsPool, request: LaunchRequest, instance: str) -> MachineView:
-        for machine in self._list(request.run, request.machine):
-            return self._view(machine)
+        try:
+            for machine in self._list(request.run, request.machine):
+                return self._view(machine)
+        except RLBoostError:  # it is there, whatever the list says
+            pass
         return MachineView(  # EC2's lists lag behind
             request.machine, MachineState.STARTING, time.time(), None, instance, pool.region
         )

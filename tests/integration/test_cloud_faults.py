@@ -139,6 +139,7 @@ def quick(monkeypatch):
     monkeypatch.setattr("rlboost_providers.aws_prices.KEEP_S", 0.05)
     monkeypatch.setattr(fleet_module, "DESCRIBE_EVERY_S", 0.05)
     monkeypatch.setattr(fleet_module, "RETRY_ERROR_S", 0.1)
+    monkeypatch.setattr(fleet_module, "DOUBT_ELSEWHERE_S", STORM_S + 0.5)  # lists may lag all through it
     monkeypatch.setattr(core_machines, "TERMINATE_AGAIN_S", 0.2)
     monkeypatch.setattr(core_machines, "RELAUNCH_PAUSE_S", 0.05)
     for name in ("FIRST_PAUSE_S", "ERROR_PAUSE_S", "QUOTA_PAUSE_S", "CREDENTIALS_PAUSE_S", "NOTHING_PAUSE_S"):

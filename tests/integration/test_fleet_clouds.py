@@ -40,7 +40,7 @@ async def until(made: Made, condition: Callable[[], object]) -> None:
         made.state.tick()
         return condition()
 
-    await until_true(ticked, 60)
+    await until_true(ticked, 100)
 
 
 async def test_a_bid_that_is_passed_ends_the_machine_and_its_bill_and_buys_no_other(tmp_path):

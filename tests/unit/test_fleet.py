@@ -197,6 +197,69 @@ async def test_a_machine_whose_launch_seemed_to_fail_is_billed_and_ended(
         assert made.core_state("spot-0") == "gone"
 
 
+@pytest.mark.parametrize("turns_up", [True, False])
+async def test_a_launch_of_unknown_outcome_is_committed_until_the_lists_would_have_shown_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turns_up: bool
+) -> None:
+    monkeypatch.setattr(fleet_module, "DOUBT_S", {"local": 0.5})
+    cloud = Cloud()
+
+    def lose_the_answer(machine: str) -> None:
+        raise ProviderError("lost", "ask again")
+
+    cloud.launching = lose_the_answer
+    async with fleet_on(tmp_path, cloud) as made:
+        await until(lambda: any(isinstance(event, LaunchFailed) for event in made.events))
+        failed_at = time.monotonic()
+        assert made.ledger.rate_micro_usd_per_hour() == PRICE
+        await asyncio.sleep(0.2)
+        assert made.book_state("spot-0") == "intended"
+        assert await made.fleet.end_all(0.1) == ["spot-0"]  # nobody says that it will not come
+        if turns_up:
+            cloud.start("spot-0")
+        assert await made.fleet.end_all(5) == []
+        assert made.book_state("spot-0") == ("gone" if turns_up else "failed")
+        assert turns_up or time.monotonic() - failed_at >= 0.5
+        assert made.ledger.rate_micro_usd_per_hour() == 0
+
+
+async def test_a_refused_launch_leaves_its_room_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_module, "DOUBT_S", {"local": 60.0})
+    cloud = Cloud()
+
+    def refuse(machine: str) -> None:
+        raise NoCapacity("nothing here", "elsewhere")
+
+    cloud.launching = refuse
+    async with fleet_on(tmp_path, cloud) as made:
+        await until(lambda: made.book_state("spot-0") == "failed")
+        assert await made.fleet.end_all(5) == []
+
+
+async def test_a_launch_in_doubt_is_in_doubt_after_a_restart_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_module, "DOUBT_S", {"local": 0.3})
+    cloud = Cloud()
+    async with fleet_on(tmp_path, cloud, num_machines=0) as made:
+        made.ledger.intend(
+            "spot-77",
+            pool="spot",
+            provider="local",
+            zone="zone",
+            accelerator="cpu",
+            price_micro_usd_per_hour=PRICE,
+            price_source="test",
+            at=time.time(),
+        )
+        made.fleet._bought.add("spot-77", cloud.offers()[0])
+        await asyncio.sleep(0.1)
+        assert made.book_state("spot-77") == "intended"
+        await until(lambda: made.book_state("spot-77") == "failed")
+
+
 async def test_a_machine_that_the_run_does_not_know_is_ended(tmp_path: Path) -> None:
     cloud = Cloud()
     cloud.start("spot-77")

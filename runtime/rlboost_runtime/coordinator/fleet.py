@@ -3,7 +3,8 @@
 Guarantees:
 
 - the intent to launch is in the ledger before the provider is asked;
-- a machine leaves the ledger's open list only when the provider says that it is gone (or never was);
+- a machine leaves the ledger's open list only when the provider says that it is gone, or never was: a launch
+  that failed without such a word counts against cap and budget until its lists have not shown it for a while;
 - a machine that the provider started is billed from then on, whether or not the launch was heard of;
 - a machine that the provider has and the core does not want is ended;
 - no launch brings what an hour costs above the cap, or what is committed above the budget;
@@ -34,7 +35,14 @@ from rlboost_runtime.core.messages import (
     TerminateMachine,
 )
 from rlboost_runtime.core.money import format_usd
-from rlboost_runtime.errors import NoCapacity, NotFound, ProviderError, RLBoostError
+from rlboost_runtime.errors import (
+    ConfigError,
+    NoCapacity,
+    NotFound,
+    ProviderError,
+    QuotaExceeded,
+    RLBoostError,
+)
 from rlboost_runtime.logs import event as log_event
 from rlboost_runtime.machine_bootstrap import RESERVED_MACHINE
 from rlboost_runtime.seams import Clock
@@ -51,8 +59,14 @@ END_AGAIN_S = 0.1
 """Pause between two looks at what is left while the run ends."""
 RETRY_ERROR_S = 10.0
 """Pause after a failure that does not say when to come back."""
+DOUBT_S = {"local": 0.0}
+"""By provider: how long a launch of which nobody knows what came may still show up in its lists."""
+DOUBT_ELSEWHERE_S = 120.0
+"""The same for all others: EC2's lists may lag behind its launches by two minutes."""
 
 
+_REFUSALS = (NoCapacity, QuotaExceeded, ConfigError)
+"""Words by which a provider says that there is no machine; after any other failure there may be one."""
 _NO_OFFERS = ProviderError("no cloud has said what it offers", "asked again by itself")
 
 
@@ -63,6 +77,15 @@ class MachineMaker:
     run: str
     bootstrap: Callable[[str], dict[str, object]]
     """From a machine's id to what it needs to dial in."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What was known when the provider was asked for its list."""
+
+    at: float
+    settleable: set[str]
+    """Machines that the list must hold, unless they are gone; what was launched later it may lack."""
 
 
 class Fleet:
@@ -99,6 +122,8 @@ class Fleet:
         self._busy: set[str] = set()
         self._launching: set[str] = set()
         """Machines whose launch runs in a thread, also beyond `CALL_TIMEOUT_S`."""
+        self._doubtful: dict[str, tuple[float, str]] = {}
+        """Open machines that nobody wants any more: since when, and what their launch said."""
         self._bought = Bought(None) if bought is None else bought
 
     def carry_out(self, command: LaunchMachine | TerminateMachine) -> None:
@@ -149,18 +174,18 @@ class Fleet:
     async def _end_once(self, deadline: float) -> set[str] | None:
         """Look what there is and ask for its end; return what is there or may come, None: not known."""
         busy = self._coming
-        settleable = self._settleable()
+        look = self._look()
         try:
             views = await self._describe(max(MIN_CALL_S, deadline - self._clock.now()))
         except (RLBoostError, OSError) as error:
             log_event(log, "provider.describe_failed", problem=repr(error))
             return None
-        self._settle(views, settleable)
+        self._settle(views, look)
         alive = {view.machine for view in views if view.state is not MachineState.GONE}
         async with asyncio.TaskGroup() as tasks:  # side by side: some clouds take half a minute for each
             for machine in sorted(alive - self._busy):
                 tasks.create_task(self._end_by(machine, deadline))
-        return alive | busy | self._coming
+        return alive | busy | self._coming | set(self._doubtful)
 
     async def _end_by(self, machine: str, deadline: float) -> None:
         try:
@@ -205,13 +230,16 @@ class Fleet:
             offer = self._choose(machine, self._as_before(machine, offers))
             self._intend(machine, offer)
         except (RLBoostError, OSError) as error:
-            self._not_asked(machine, error, _retry_after(error))
+            self._launch_failed(machine, error, _retry_after(error))
             return
         try:
             request = LaunchRequest(self._maker.run, machine, offer, self._maker.bootstrap(machine))
             view = await self._in_thread(machine, lambda: self._provider.launch(request))
         except (RLBoostError, OSError) as error:
-            self._ledger.failed(machine, self._clock.wall(), _problem(error))
+            if isinstance(error, _REFUSALS):
+                self._ledger.failed(machine, self._clock.wall(), _problem(error))
+            else:
+                self._doubtful[machine] = self._clock.now(), _problem(error)
             self._choice.failed(offer, error, self._clock.now())
             self._launch_failed(machine, error, self._next_launch_s(machine, offers))
             return
@@ -233,12 +261,6 @@ class Fleet:
         bill = next(bill for bill in self._ledger.machines(self._clock.wall()) if bill.machine == machine)
         same = [offer for offer in offers if offer.provider == bill.provider]
         return [offer for offer in same if offer.zone == bill.zone] or same
-
-    def _not_asked(self, machine: str, error: RLBoostError | OSError, retry_after_s: float) -> None:
-        """No cloud was asked for `machine` now; what came of asking before a restart, `_settle` finds."""
-        if machine in self._ledger.open_machines():
-            self._ledger.failed(machine, self._clock.wall(), _problem(error))
-        self._launch_failed(machine, error, retry_after_s)
 
     async def _in_thread(self, machine: str, launch: Callable[[], MachineView]) -> MachineView:
         """Return what `launch` returns. Its thread cannot be stopped: until it has ended the machine may
@@ -336,7 +358,7 @@ class Fleet:
 
     async def _watch(self) -> None:
         while not self._is_closed:  # `end_all` looks by itself
-            settleable = self._settleable()
+            look = self._look()
             try:
                 async with asyncio.timeout(CALL_TIMEOUT_S):
                     views = await self._threads.call(lambda: self._provider.watch(self._maker.run))
@@ -344,32 +366,27 @@ class Fleet:
                 log_event(log, "provider.describe_failed", problem=repr(error))
             else:
                 if views is not None:
-                    self._settle(views, settleable)
+                    self._settle(views, look)
             await self._clock.sleep(DESCRIBE_EVERY_S)
 
     async def _describe(self, timeout_s: float) -> list[MachineView]:
         async with asyncio.timeout(min(CALL_TIMEOUT_S, timeout_s)):
             return await self._threads.call(lambda: self._provider.describe(self._maker.run))
 
-    def _settleable(self) -> set[str]:
-        """Return the machines that a list made from now on must hold, unless they are gone."""
-        return {
-            m.machine
-            for m in self._state.core.machines.values()
-            if m.is_launched and m.machine not in self._busy
-        }
+    def _look(self) -> _Look:
+        machines = self._state.core.machines.values()
+        settleable = {m.machine for m in machines if m.is_launched and m.machine not in self._busy}
+        return _Look(self._clock.now(), settleable)
 
-    def _settle(self, views: list[MachineView], settleable: set[str]) -> None:
-        """Bring core and books in line with what the provider lists.
-
-        `settleable`: of before it was asked; what was launched later may be missing from the list.
-        """
+    def _settle(self, views: list[MachineView], look: _Look) -> None:
+        """Bring core and books in line with what the provider lists; `look` is of before it was asked."""
         unbilled = self._ledger.unbilled_machines()
         for view in views:
             if view.machine not in self._busy:
                 self._settle_start(view, unbilled)
         gone = {view.machine: view.ended_at for view in views if view.state is MachineState.GONE}
-        gone |= dict.fromkeys(settleable - {view.machine for view in views})
+        listed = {view.machine for view in views}
+        gone |= dict.fromkeys(look.settleable - listed)
         is_open = self._open_machines()
         for name, ended_at in gone.items():
             if name in self._busy:
@@ -380,6 +397,22 @@ class Fleet:
             if known is not None and known.is_alive:
                 log_event(log, "machine.gone", machine=name)
                 self._state.apply(MachineGone(self._state.now(), name))
+        self._settle_doubts(unbilled - listed, look.at)
+
+    def _settle_doubts(self, unlisted: set[str], asked_at: float) -> None:
+        """Close the books of launches that came to nothing, once the lists would have shown them."""
+        core = self._state.core.machines
+        before, self._doubtful = self._doubtful, {}
+        for name in self._open_machines() & unlisted - self._coming:
+            if name in core and core[name].is_alive:
+                continue
+            since, problem = before.get(name, (asked_at, "nobody knows what became of its launch"))
+            offer = self._bought.get(name)
+            doubt_s = DOUBT_ELSEWHERE_S if offer is None else DOUBT_S.get(offer.provider, DOUBT_ELSEWHERE_S)
+            if asked_at - since >= doubt_s:
+                self._ledger.failed(name, self._clock.wall(), problem)
+            else:
+                self._doubtful[name] = since, problem
 
     def _settle_start(self, view: MachineView, unbilled: set[str]) -> None:
         """Make good a launch that was not heard of; end a machine that nobody wants."""
