@@ -6,6 +6,8 @@ reached, 6 credentials or quota, 7 cloud unreachable, 130 interrupted before the
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from rlboost_cli.terminal.lazy_group import SETTINGS, lazy_group
@@ -41,8 +43,21 @@ app = typer.Typer(
 )
 
 
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"rlboost {version('rlboost')}")
+        raise typer.Exit
+
+
 @app.callback()
-def _program() -> None:
+def _program(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_say_version, is_eager=True, help="Show the version and exit."),
+    ] = False,
+) -> None:
     """Hold the commands together; typer wants a function for that."""
 
 

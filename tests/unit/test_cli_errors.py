@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import inspect
 import typing
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -125,3 +126,8 @@ def test_help_is_a_sentence_and_an_example(command: str) -> None:
     first = text.splitlines()[2].strip()
     assert first[0].isupper()
     assert not first.endswith(".")
+
+
+def test_the_version_is_that_of_the_installed_distribution() -> None:
+    said = CliRunner().invoke(app, ["--version"])
+    assert (said.exit_code, said.stdout) == (0, f"rlboost {version('rlboost')}\n")
