@@ -6,8 +6,7 @@ There is one copy, so the next publication waits for the last one. Weights that 
 copied and written once; later versions link to them.
 
 Guarantees: a version is announced, on that thread, only once it lies complete and durable in the store; what
-goes wrong there is raised in the training thread at its next `ready` or `begin`, or at the end; the same
-weights give the same bytes.
+goes wrong there is raised as `background_work` says; the same weights give the same bytes.
 """
 
 from __future__ import annotations
@@ -17,16 +16,14 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import torch
 from torch import Tensor
 
 from rlboost_runtime.logs import event
+from rlboost_runtime.trainer.background_work import BackgroundWork
 from rlboost_runtime.weights.manifest import Manifest, Probe, Tied
 from rlboost_runtime.weights.store import WeightStore
 
@@ -109,40 +106,17 @@ class Publication:
         return self.manifest.deltas[0].file.size if self.manifest.deltas else 0
 
 
-class Publisher:
-    """Publishes what it is given; its methods belong to the training thread. `with` waits for the last
-    one."""
+class Publisher(BackgroundWork):
+    """Publishes what it is given."""
 
     def __init__(self, store: WeightStore, dtype: str, on_published: Callable[[Publication], None]) -> None:
         """`dtype`: what engines compute in; `on_published` is called on the publisher's thread."""
+        super().__init__("publish")
         self._store = store
         self._copy = WeightsCopy(dtype)
         self._on_published = on_published
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
-        self._publishing: Future[None] | None = None
         self._frozen_in: Path | None = None
         """The newest version whose weights are the frozen ones."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._thread.shutdown(wait=True)
-        if error is None:
-            self.ready()
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether something is being published."""
-        return self._publishing is not None and not self._publishing.done()
-
-    def ready(self) -> None:
-        """Return once nothing is being published any more. Raises what the last publication raised."""
-        if self._publishing is not None:
-            publishing, self._publishing = self._publishing, None
-            publishing.result()
 
     def begin(
         self,
@@ -166,8 +140,8 @@ class Publisher:
         if self._frozen_in is None:
             self._copy.take(weights)
         stop_s = time.monotonic() - started
-        args = (version, dict(configs), probe, tied, stop_s, are_frozen)
-        self._publishing = self._thread.submit(self._publish, *args)
+        files = dict(configs)
+        self.start(lambda: self._publish(version, files, probe, tied, stop_s, are_frozen))
         return stop_s
 
     def write(
