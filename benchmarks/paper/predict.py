@@ -19,7 +19,7 @@ from pathlib import Path
 from benchmarks.paper.static import FIRST_WINDOWS_S, run_static, settled
 from rlboost_runtime.sim import Preset, Switches, presets, simulate
 from rlboost_runtime.sim.presets import RESERVED_8_H100, SPOT_2_H100
-from rlboost_runtime.sim.traces import Trace, TraceEvent
+from rlboost_runtime.traces import Trace, TraceEvent
 
 SHORT_LIMIT = 5_120
 """The paper's "5K" response limit."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from rlboost_runtime.sim import Preset, SimResult, Switches, simulate
-from rlboost_runtime.sim.traces import Trace, TraceEvent
+from rlboost_runtime.traces import Trace, TraceEvent
 
 LONG_S = 1e6
 """Length of the constant trace: more than any run here takes."""

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import Market
+from rlboost_runtime.traces import Trace, load_trace
 
 SHORTEST_LIFE = 0.3
 """Share of the mean lifetime that every machine gets, so that each has a chance to boot and do some work."""
@@ -163,7 +163,7 @@ def plan_for(market: Market, num_nodes: int, files: Path) -> MarketPlan:
     """
     announcements = _Announcements(market.notice_fraction, market.notice_s)
     if market.trace is not None:
-        return TracePlan(read_trace(files / market.trace), announcements)
+        return TracePlan(presences_of(load_trace(files / market.trace)), announcements)
     return SeededPlan(
         nodes=tuple(f"node-{k}" for k in range(num_nodes)),
         seed=market.seed,
@@ -173,99 +173,26 @@ def plan_for(market: Market, num_nodes: int, files: Path) -> MarketPlan:
     )
 
 
-# --- trace files -----------------------------------------------------------------------------------------
+def presences_of(trace: Trace) -> dict[str, tuple[Presence, ...]]:
+    """Return when each node of `trace` is there, nodes in the order in which they first came.
 
-
-def read_trace(path: Path) -> dict[str, tuple[Presence, ...]]:
-    """Return the presences in a file of `time_ms,add|remove,node[,notice_s]` rows.
-
-    Time 0 is the first row. Blank lines and lines that start with # are skipped. A fourth column is allowed
-    in removals: the warning time, 0 for none. Raises `ConfigError` naming file and line.
+    In a trace that announces any reclaim only those are announced; one that announces none leaves it to the
+    plan's share.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError(
-            f"{path}: cannot be read: {exc}", "give a text file of time_ms,add|remove,node rows"
-        ) from exc
-    reader = _TraceReader(path)
-    for number, line in enumerate(lines, 1):
-        if line.strip() and not line.lstrip().startswith("#"):
-            reader.read(number, line)
-    if reader.origin_ms is None:
-        raise ConfigError(f"{path}: no rows", "give rows such as `0,add,node1`, or use a seed instead")
-    return reader.presences()
-
-
-@dataclass(slots=True)
-class _TraceReader:
-    """Reads rows in order and refuses what cannot have happened."""
-
-    path: Path
-    origin_ms: int | None = None
-    last_ms: int = 0
-    since: dict[str, float] = field(default_factory=dict)  # nodes that are there now
-    found: dict[str, list[Presence]] = field(default_factory=dict)
-
-    def read(self, number: int, line: str) -> None:
-        columns = [column.strip() for column in line.split(",")]
-        if len(columns) not in (3, 4) or not columns[2]:
-            raise self._error(number, f"found `{line.strip()}`", "write time_ms,add|remove,node")
-        at_s = self._time(number, columns[0])
-        action, node = columns[1:3]
-        if action == "add":
-            self._add(number, at_s, node, columns[3:])
-        elif action == "remove":
-            self._remove(number, at_s, node, columns[3:])
-        else:
-            raise self._error(number, f"unknown action `{action}`", "write add or remove")
-
-    def presences(self) -> dict[str, tuple[Presence, ...]]:
-        still = {node: [Presence(start, math.inf)] for node, start in self.since.items()}
-        return {node: (*ended, *still.get(node, [])) for node, ended in self.found.items()}
-
-    def _time(self, number: int, text: str) -> float:
-        if not (text.isascii() and text.isdigit()):
-            raise self._error(number, f"time `{text}`", "write whole milliseconds, 0 or more")
-        at_ms = int(text)
-        if self.origin_ms is None:
-            self.origin_ms = at_ms
-        elif at_ms < self.last_ms:
-            raise self._error(
-                number, f"time goes back from {self.last_ms} to {at_ms} ms", "sort the rows by time"
-            )
-        self.last_ms = at_ms
-        return (at_ms - self.origin_ms) / 1000
-
-    def _add(self, number: int, at_s: float, node: str, rest: list[str]) -> None:
-        if node in self.since:
-            raise self._error(
-                number, f"`{node}` is added but is there already", "remove the row, or its removal is missing"
-            )
-        if rest:
-            raise self._error(
-                number, "a notice in a row that adds", "give the fourth column in remove rows only"
-            )
-        self.since[node] = at_s
-        self.found.setdefault(node, [])
-
-    def _remove(self, number: int, at_s: float, node: str, rest: list[str]) -> None:
-        if node not in self.since:
-            never = "never came" if node not in self.found else "is not there at that time"
-            raise self._error(
-                number, f"`{node}` is removed but {never}", "add it in an earlier row, or delete this one"
-            )
-        notice_s = self._notice(number, rest[0]) if rest else None
-        self.found[node].append(Presence(self.since.pop(node), at_s, notice_s))
-
-    def _notice(self, number: int, text: str) -> float:
-        try:
-            notice_s = float(text)
-        except ValueError:
-            notice_s = -1.0
-        if not 0 <= notice_s < math.inf:
-            raise self._error(number, f"notice `{text}`", "write seconds, 0 for no notice")
-        return notice_s
-
-    def _error(self, number: int, found: str, remedy: str) -> ConfigError:
-        return ConfigError(f"{self.path}:{number}: {found}", remedy)
+    unannounced = 0.0 if any(event.kind == "notice" for event in trace.events) else None
+    found: dict[str, list[Presence]] = {node: [] for node in trace.nodes}
+    since: dict[str, float] = {}
+    noticed: dict[str, float] = {}
+    for event in trace.events:
+        match event.kind:
+            case "add":
+                since[event.node] = event.at_s
+            case "notice":
+                noticed[event.node] = event.at_s
+            case "remove":
+                warned_at = noticed.pop(event.node, None)
+                notice_s = unannounced if warned_at is None else event.at_s - warned_at
+                found[event.node].append(Presence(since.pop(event.node), event.at_s, notice_s))
+    for node, start_s in since.items():
+        found[node].append(Presence(start_s, math.inf))
+    return {node: tuple(presences) for node, presences in found.items()}

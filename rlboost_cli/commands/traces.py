@@ -42,7 +42,7 @@ def traces(
     from rlboost_cli.terminal import output
     from rlboost_runtime.errors import ConfigError
     from rlboost_runtime.run_folder import home
-    from rlboost_runtime.sim.traces import trace_rows
+    from rlboost_runtime.traces import trace_rows
 
     cache = home() / "traces"
     if action is Action.list:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import pairwise
 
-from rlboost_runtime.sim.traces import Trace
+from rlboost_runtime.traces import Trace
 
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 

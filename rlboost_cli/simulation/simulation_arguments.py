@@ -11,7 +11,8 @@ from rlboost_cli.simulation.trace_arguments import cut
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.run_folder import home
 from rlboost_runtime.sim import POLICIES, Preset, presets
-from rlboost_runtime.sim.traces import PROFILES, Trace, open_trace, sample_nodes
+from rlboost_runtime.traces import PROFILES, Trace, sample_nodes
+from rlboost_runtime.traces.choose import open_trace
 
 MAX_SEEDS = 1000
 """More than anybody waits for."""

@@ -17,7 +17,7 @@ from typing import Any
 from rlboost_cli.simulation.intervals import Estimate, estimate
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.sim import Preset, SimResult, simulate
-from rlboost_runtime.sim.traces import Trace
+from rlboost_runtime.traces import Trace
 
 Json = dict[str, Any]  # one object as printed by --json
 

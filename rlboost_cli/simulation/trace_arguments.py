@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.run_folder import home
-from rlboost_runtime.sim.traces import Trace, open_trace
+from rlboost_runtime.traces import Trace
+from rlboost_runtime.traces.choose import open_trace
 
 
 def trace_of(named: str, window: str | None, seed: int) -> Trace:

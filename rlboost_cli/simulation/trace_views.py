@@ -10,9 +10,9 @@ from typing import Any
 
 from rlboost_cli.simulation.capacity_chart import capacity_chart
 from rlboost_cli.terminal import output, text
-from rlboost_runtime.sim.traces import PROFILES, Trace, trace_statistics
-from rlboost_runtime.sim.traces.fetch import cached, fetch_trace
-from rlboost_runtime.sim.traces.known import KNOWN, known
+from rlboost_runtime.traces import PROFILES, Trace, trace_statistics
+from rlboost_runtime.traces.fetch import cached, fetch_trace
+from rlboost_runtime.traces.known import KNOWN, known
 
 Json = dict[str, Any]  # one object as printed by --json
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlboost_runtime.errors import ConfigError
-from rlboost_runtime.sim.traces import (
+from rlboost_runtime.traces import (
     PROFILES,
     Trace,
     TraceEvent,

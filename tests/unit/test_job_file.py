@@ -549,7 +549,8 @@ def test_own_prompts_need_an_own_reward(check: Check) -> None:
 
 def test_files_and_traces_must_be_there_below_the_job_file(check: Check, folder: Path) -> None:
     (folder / "sub").mkdir()
-    (folder / "sub" / "trace.csv").write_text("0,add,a\n")
+    (folder / "sub" / "trace.csv").write_text("0,add,a\n5000,remove,a\n")
+    (folder / "sub" / "bad.csv").write_text("0,add,a\n5000,remove,b\n")
     assert check(
         GOOD
         + textwrap.dedent("""\
@@ -563,6 +564,7 @@ def test_files_and_traces_must_be_there_below_the_job_file(check: Check, folder:
                 any_of:
                 - {infra: local, market: {trace: sub/trace.csv}}
                 - {infra: local, market: {trace: sub/traces.csv}}
+                - {infra: local, market: {trace: sub/bad.csv}}
             """)
     ) == [
         "job.yaml:6: files[1]: found 'reward.py', which does not exist; did you mean rewards.py?",
@@ -570,6 +572,8 @@ def test_files_and_traces_must_be_there_below_the_job_file(check: Check, folder:
         "job.yaml:8: files[3]: found '/etc/hosts', which is not below the job file's folder; put it there",
         "job.yaml:13: rollout.spot.any_of[1].market.trace: found 'sub/traces.csv', which does not exist;"
         " did you mean sub/trace.csv?",
+        "job.yaml:14: rollout.spot.any_of[2].market.trace: sub/bad.csv:2: `b` is removed but never came;"
+        " add it in an earlier row, or delete this one",
     ]
 
 

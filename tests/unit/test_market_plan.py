@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlboost_providers.market_plan import SHORTEST_LIFE, Presence, SeededPlan, TracePlan, plan_for, read_trace
+from rlboost_providers.market_plan import SHORTEST_LIFE, Presence, SeededPlan, TracePlan, plan_for
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import Market
 
@@ -91,43 +91,16 @@ def test_a_trace_takes_and_gives_at_its_own_times(tmp_path):
     assert plan.available_from("a", 2, 1090.0, now=1090.0, started_at=1000.0) is None
 
 
-@pytest.mark.parametrize(
-    ("text", "line", "found"),
-    [
-        ("5,add,a\n4,add,b\n", 2, "time goes back from 5 to 4 ms"),
-        ("0,add,a\n1,stop,a\n", 2, "unknown action `stop`"),
-        ("0,add,a\n1,remove,b\n", 2, "`b` is removed but never came"),
-        ("0,add,a\n1,remove,a\n2,remove,a\n", 3, "`a` is removed but is not there at that time"),
-        ("0,add,a\n\n1,add,a\n", 3, "`a` is added but is there already"),
-        ("0,add\n", 1, "found `0,add`"),
-        ("0,add,a,1,2\n", 1, "found `0,add,a,1,2`"),
-        ("-1,add,a\n", 1, "time `-1`"),
-        ("1.5,add,a\n", 1, "time `1.5`"),
-        ("0,add,a,3\n", 1, "a notice in a row that adds"),
-        ("0,add,a\n1,remove,a,soon\n", 2, "notice `soon`"),
-        ("0,add,a\n1,remove,a,-2\n", 2, "notice `-2`"),
-    ],
-)
-def test_a_bad_trace_is_refused_by_line_with_a_remedy(tmp_path, text, line, found):
-    path = tmp_path / "trace.csv"
-    path.write_text(text)
+def test_a_trace_says_what_is_announced_or_leaves_it_to_the_share(tmp_path):
+    rows = "0,add,a\n0,add,b\n30000,remove,a{notice}\n60000,remove,b\n"
+    silent = trace(tmp_path, rows.format(notice=""))
+    assert [presences[0].notice_s for presences in silent.presences.values()] == [None, None]
+    telling = trace(tmp_path, rows.format(notice=",2.5"))
+    assert [presences[0].notice_s for presences in telling.presences.values()] == [2.5, 0.0]
+
+
+def test_a_bad_trace_is_refused_by_line_with_a_remedy(tmp_path):
     with pytest.raises(ConfigError) as caught:
-        read_trace(path)
-    assert caught.value.problem == f"{path}:{line}: {found}"
+        trace(tmp_path, "0,add,a\n1,remove,b\n")
+    assert caught.value.problem == f"{tmp_path}/trace.csv:2: `b` is removed but never came"
     assert caught.value.remedy
-
-
-@pytest.mark.parametrize("text", ["", "\n\n", "# nothing\n"])
-def test_an_empty_trace_is_refused(tmp_path, text):
-    path = tmp_path / "trace.csv"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=r"trace\.csv: no rows"):
-        read_trace(path)
-
-
-def test_a_missing_or_binary_trace_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_trace(tmp_path / "absent.csv")
-    (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_trace(tmp_path / "binary.csv")

@@ -10,8 +10,8 @@ from rlboost_runtime.sim import POLICIES, Preset, SimResult, Switches, presets, 
 from rlboost_runtime.sim.lengths import draw_lengths
 from rlboost_runtime.sim.presets import Workload
 from rlboost_runtime.sim.referee import Referee
-from rlboost_runtime.sim.traces import Trace, TraceEvent
 from rlboost_runtime.sim.trainer_model import train_s
+from rlboost_runtime.traces import Trace, TraceEvent
 
 HOURS = 0.15
 

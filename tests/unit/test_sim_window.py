@@ -9,7 +9,7 @@ import pytest
 from rlboost_runtime.sim import Preset, presets, simulate
 from rlboost_runtime.sim.presets import Workload
 from rlboost_runtime.sim.result import StepRow
-from rlboost_runtime.sim.traces import Trace, TraceEvent
+from rlboost_runtime.traces import Trace, TraceEvent
 
 STEPS, NODES = 7, 6
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlboost_runtime.errors import ConfigError
-from rlboost_runtime.sim.traces import (
+from rlboost_runtime.traces import (
     Trace,
     TraceEvent,
     load_trace,
@@ -17,7 +17,7 @@ from rlboost_runtime.sim.traces import (
     trace_rows,
     trace_statistics,
 )
-from rlboost_runtime.sim.traces.known import KNOWN
+from rlboost_runtime.traces.known import KNOWN
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED = Path(os.environ.get("RLBOOST_RECORDED_TRACES", ROOT.parent / "shared" / "data" / "traces"))

@@ -17,9 +17,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import BUILT_IN_REWARDS
 from rlboost_runtime.job_checks.shape import close_match, shown
 from rlboost_runtime.job_checks.tree import FieldPath, Mistake
+from rlboost_runtime.traces import load_trace
 
 PROMPT_LINES_CHECKED = 1000
 """Lines of a prompt file that are parsed before a run: more would make a large file slow to launch."""
@@ -278,8 +280,18 @@ def _check_traces(data: dict[str, Any], base: Path) -> Iterator[Mistake]:
     for index in range(len(offers) if isinstance(offers, list) else 0):
         path = ("rollout", "spot", "any_of", index, "market", "trace")
         trace = _at(data, *path)
-        if isinstance(trace, str) and (problem := _file_problem(trace, base, TRACE_FILE)):
+        if isinstance(trace, str) and (problem := _trace_problem(trace, base)):
             yield Mistake(path, problem)
+
+
+def _trace_problem(name: str, base: Path) -> str | None:
+    if problem := _file_problem(name, base, TRACE_FILE):
+        return problem
+    try:
+        load_trace(base / name)
+    except ConfigError as bad:
+        return f"{bad.problem}; {bad.remedy}"
+    return None
 
 
 def _check_somebody_generates(data: dict[str, Any]) -> Iterator[Mistake]:

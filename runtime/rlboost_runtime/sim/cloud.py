@@ -14,7 +14,7 @@ from typing import Protocol
 from rlboost_runtime.core.messages import Event, LaunchFailed, MachineGone, MachineLaunched
 from rlboost_runtime.sim.clock import Agenda
 from rlboost_runtime.sim.presets import MachineShape
-from rlboost_runtime.sim.traces import Trace, TraceEvent
+from rlboost_runtime.traces import Trace, TraceEvent
 
 RETRY_S = 10.0
 """After so long a launch that found no free node is tried again."""

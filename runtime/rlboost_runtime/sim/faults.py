@@ -14,8 +14,8 @@ from rlboost_runtime.sim.policies import ORACLE, POLICIES, policy_setup
 from rlboost_runtime.sim.presets import Preset, Workload, presets
 from rlboost_runtime.sim.referee import Referee
 from rlboost_runtime.sim.switches import Switches
-from rlboost_runtime.sim.traces import Trace, TraceEvent
 from rlboost_runtime.sim.world import World
+from rlboost_runtime.traces import Trace, TraceEvent
 
 RUN_S = 400.0
 """Simulated seconds of a run; about eight steps."""

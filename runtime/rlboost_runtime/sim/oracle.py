@@ -25,8 +25,8 @@ from rlboost_runtime.sim.engine_model import EngineSpeed, engine_speed
 from rlboost_runtime.sim.lengths import StepLengths, draw_lengths
 from rlboost_runtime.sim.presets import MachineShape, Preset
 from rlboost_runtime.sim.result import SimResult, StepRow
-from rlboost_runtime.sim.traces import Trace
 from rlboost_runtime.sim.trainer_model import train_s
+from rlboost_runtime.traces import Trace
 
 Curve = Sequence[tuple[float, float]]
 """A step curve: (from second, value), the last value for ever."""

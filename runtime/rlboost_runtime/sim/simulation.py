@@ -9,8 +9,8 @@ from rlboost_runtime.sim.policies import ORACLE, policy_setup
 from rlboost_runtime.sim.presets import Preset
 from rlboost_runtime.sim.result import SimResult
 from rlboost_runtime.sim.switches import Switches
-from rlboost_runtime.sim.traces import Trace
 from rlboost_runtime.sim.world import Watch, World
+from rlboost_runtime.traces import Trace
 
 
 def simulate(

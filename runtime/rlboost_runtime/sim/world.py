@@ -44,8 +44,8 @@ from rlboost_runtime.sim.presets import MachineShape, Preset
 from rlboost_runtime.sim.recorder import Recorder
 from rlboost_runtime.sim.responses import ResponseStore
 from rlboost_runtime.sim.result import RESERVED, Activity, Kill, StepRow
-from rlboost_runtime.sim.traces import Trace
 from rlboost_runtime.sim.trainer_model import SimTrainer
+from rlboost_runtime.traces import Trace
 
 RESTART_S = 3.0
 """Until a reserved engine whose agent was dropped is there again."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median
 
-from rlboost_runtime.sim.traces.events import Trace, TraceEvent
+from rlboost_runtime.traces.events import Trace, TraceEvent
 
 
 @dataclass(frozen=True, slots=True)

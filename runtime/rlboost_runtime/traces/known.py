@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlboost_runtime.errors import ConfigError
-from rlboost_runtime.sim.traces.generate import PROFILES
+from rlboost_runtime.traces.generate import PROFILES
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlboost_runtime.errors import ConfigError
-from rlboost_runtime.sim.traces.events import Trace
-from rlboost_runtime.sim.traces.fetch import cached
-from rlboost_runtime.sim.traces.generate import PROFILES, generate_trace
-from rlboost_runtime.sim.traces.known import KNOWN
-from rlboost_runtime.sim.traces.reading import load_trace
+from rlboost_runtime.traces.events import Trace
+from rlboost_runtime.traces.fetch import cached
+from rlboost_runtime.traces.generate import PROFILES, generate_trace
+from rlboost_runtime.traces.known import KNOWN
+from rlboost_runtime.traces.reading import load_trace
 
 
 def open_trace(named: str, cache: Path, *, seed: int = 0) -> Trace:

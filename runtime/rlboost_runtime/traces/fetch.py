@@ -21,7 +21,7 @@ from typing import cast
 from urllib.parse import urlsplit
 
 from rlboost_runtime.errors import ConfigError, ProviderError
-from rlboost_runtime.sim.traces.known import KnownTrace
+from rlboost_runtime.traces.known import KnownTrace
 
 DEADLINE_S = 60.0
 """Longest time of one fetch: the largest known trace is 16 KB."""

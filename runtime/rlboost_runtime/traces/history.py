@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from rlboost_runtime.sim.traces.events import Kind, TraceEvent
+from rlboost_runtime.traces.events import Kind, TraceEvent
 
 
 class BadRow(Exception):

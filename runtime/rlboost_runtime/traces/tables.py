@@ -22,7 +22,7 @@ import re
 from dataclasses import dataclass
 from datetime import datetime
 
-from rlboost_runtime.sim.traces.history import BadRow
+from rlboost_runtime.traces.history import BadRow
 
 CLOCKS = {"at_s": 1.0, "time_s": 1.0, "seconds": 1.0, "time_ms": 1e-3}
 """Columns that hold a time, with their unit in seconds."""

@@ -20,7 +20,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rlboost_runtime.sim.traces.events import Trace, TraceEvent
+from rlboost_runtime.traces.events import Trace, TraceEvent
 
 
 @dataclass(frozen=True, slots=True)

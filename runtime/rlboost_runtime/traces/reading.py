@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rlboost_runtime.errors import ConfigError
-from rlboost_runtime.sim.traces.events import Trace
-from rlboost_runtime.sim.traces.history import BadRow, History
-from rlboost_runtime.sim.traces.tables import clock, layout_of, number, whole_count
+from rlboost_runtime.traces.events import Trace
+from rlboost_runtime.traces.history import BadRow, History
+from rlboost_runtime.traces.tables import clock, layout_of, number, whole_count
 
 MAX_BYTES = 64 * 1024 * 1024
 """Longest file that is read: public traces are below 1 MB."""
@@ -81,7 +81,8 @@ def _duration(path: Path, history: History, notes: dict[str, str]) -> float:
     duration_s = max(history.last_s, noted_s)
     if duration_s <= 0:
         raise ConfigError(
-            f"{path}: everything happens at one time", "give rows of two different times or more"
+            f"{path}: everything happens at one time",
+            "give rows of two different times, or its length as `# duration_s: 3600`",
         )
     return duration_s
 
