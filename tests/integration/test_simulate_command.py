@@ -16,8 +16,8 @@ from typer.testing import CliRunner, Result
 from rlboost_cli.main import app
 from rlboost_cli.simulation.simulated_job import model_of_config
 from rlboost_runtime.sim.hardware import MODELS
-from rlboost_runtime.sim.traces import PROFILES, generate_trace, load_trace
-from rlboost_runtime.sim.traces.known import KNOWN
+from rlboost_runtime.traces import PROFILES, generate_trace, load_trace
+from rlboost_runtime.traces.known import KNOWN
 
 pytestmark = pytest.mark.integration
 
@@ -30,6 +30,13 @@ trainer: {price_usd_per_hour: 40}
 rollout: {spot: {max_instances: 2, any_of: [{infra: local, price_usd_per_hour: 3}]}}
 """
 TRACE = "0,add,a\n0,add,b\n120000,remove,a\n180000,add,c\n360000,remove,b\n"
+BAD_TRACES = {
+    "never-came": "0,add,a\n1000,remove,b\n",
+    "back": "0,add,a\n5000,add,b\n4000,remove,a\n",
+    "column": "at_s,kind,node,price\n0,add,a,1\n",
+    "negative": "# counted\n0,4\n60,-1\n",
+    "empty": "",
+}
 MEASURES = {"tokens_per_s", "usd_per_hour", "tokens_per_usd", "steps", "preemptions", "tokens_lost"}
 
 
@@ -160,16 +167,35 @@ def test_without_matplotlib_plot_says_what_to_install_before_it_simulates(
         (["job.yaml", "--trace", "market.csv", "--window", "nan:0.1"], "--window nan:0.1"),
         (["gone.yaml"], "gone.yaml"),
         (["unknown-model.yaml"], "the shape of `nobody/knows` is not known"),
-        (["job.yaml", "--trace", "bad.csv"], "bad.csv:2: `b` is removed but never came"),
+        (["job.yaml", "--trace", "never-came.csv"], "never-came.csv:2: `b` is removed but never came"),
+        (["job.yaml", "--trace", "back.csv"], "back.csv:3: time goes back from 5 to 4 s"),
+        (["job.yaml", "--trace", "column.csv"], "column.csv:1: unknown column `price`"),
+        (["job.yaml", "--trace", "negative.csv"], "negative.csv:3: count -1 is negative"),
+        (["job.yaml", "--trace", "empty.csv"], "empty.csv: holds no rows"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_bad_input_exits_2_before_anything_long(arguments: list[str], found: str, folder: Path) -> None:
-    (folder / "bad.csv").write_text("0,add,a\n1000,remove,b\n")
+    for name, text in BAD_TRACES.items():
+        (folder / f"{name}.csv").write_text(text)
     (folder / "unknown-model.yaml").write_text(JOB.replace("Qwen/Qwen3-8B", "nobody/knows"))
     done = rlboost("simulate", *arguments, code=2)
     assert found in done.stderr
     assert done.stdout == ""
+
+
+def test_a_job_with_cloud_offers_is_simulated_on_their_machines(folder: Path) -> None:
+    cloud = "{infra: aws/us-east-2, accelerators: 'L40S:4', egress_usd_per_gb: 0.5}"
+    job = JOB.replace("{infra: local, price_usd_per_hour: 3}", cloud)
+    (folder / "job.yaml").write_text(job)
+    done = rlboost("simulate", "job.yaml", "--trace", "market.csv", "--policy", "paper", "--json")
+    assert "aws/us-east-2 L40S:4" in done.stderr
+    assert "an engine uses one GPU" in done.stderr
+    found = json.loads(done.stdout)["policies"]["paper"]
+    assert found["usd_per_hour"] > 40 + 2.8 * 1.5, "the offer's price from the table, and egress"
+    (folder / "job.yaml").write_text(job.replace("L40S:4", "TPUv5:4"))
+    done = rlboost("simulate", "job.yaml", code=2)
+    assert "the speed of a TPUv5 is not known here" in done.stderr
 
 
 def test_a_models_shape_comes_from_its_configuration(folder: Path) -> None:

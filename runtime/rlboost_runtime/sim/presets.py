@@ -62,6 +62,8 @@ class Preset:
     egress_usd_per_gb: float = 0.0
     """What weights cost on their way from the head to a spot machine."""
     reserved_nodes: int = 1
+    engines_per_reserved_node: int | None = None
+    """None: as many as its GPUs make."""
     max_spot_instances: int = 8
     seeding_initial_s: float = 150.0
     """First seeding window: the published code's; the paper gives none."""
@@ -77,7 +79,8 @@ class Preset:
     @property
     def reserved_engines(self) -> int:
         """Engines on the reserved nodes."""
-        return self.reserved_nodes * self.reserved.engines
+        each = self.engines_per_reserved_node
+        return self.reserved_nodes * (self.reserved.engines if each is None else each)
 
 
 # Prices: the paper's means over AWS and GCP regions of September 2025 (section 6.1). Links: a3-highgpu-8g,
