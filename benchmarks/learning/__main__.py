@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.checkout import commit
 from benchmarks.learning.analysis import MAX_STANDARD_ERRORS, last, summary, void_reason
 from benchmarks.learning.conditions import Planned, planned
 from benchmarks.learning.evidence import RunRecord
@@ -118,18 +118,6 @@ def machine() -> str:
     return (
         f"{os.cpu_count()} cores, {memory:.0f} GiB, {platform.system()}, Python {platform.python_version()}"
     )
-
-
-def commit() -> str:
-    """Return the checkout's commit; of the sources that runs are made of, a changed one is said to be."""
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=60
-        ).stdout.strip()  # fmt: skip
-
-    changed = git("status", "--porcelain", "--", "runtime", "providers", "rlboost_cli", "examples")
-    return git("rev-parse", "--short=7", "HEAD") + ("+changes" if changed else "")
 
 
 def say(line: str) -> None:

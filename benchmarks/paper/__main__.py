@@ -14,10 +14,10 @@ import os
 import sys
 from pathlib import Path
 
-from benchmarks.paper import fleet_size, ours, predict, scale, windows
+from benchmarks.paper import fleet_size, other_traces, ours, predict, scale, windows
 from benchmarks.paper.report import write_report
-from rlboost_runtime.sim.traces.fetch import fetch_trace
-from rlboost_runtime.sim.traces.known import known
+from rlboost_runtime.traces.fetch import fetch_trace
+from rlboost_runtime.traces.known import known
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TRACE = "bamboo-p3"
@@ -43,6 +43,7 @@ def main(arguments: list[str]) -> int:
     windowed = str(out / "windows.jsonl")
     seeds = str(options.sampler_seeds)
     windows.main(["--trace", str(trace), "--sampler-seeds", seeds, "--policies", POLICIES, "--out", windowed])
+    other_traces.main(["--out", str(out / "other_traces.jsonl")])
     print("\n".join(write_report(out, out)))
     return 0
 

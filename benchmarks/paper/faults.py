@@ -3,17 +3,21 @@
     python -m benchmarks.paper.faults --seeds 10000
     python -m benchmarks.paper.faults --first 4711 --seeds 1      # the one that failed, again
 
-Prints how many runs, events, faults and kills there were; ends with 1 and the seed at the first broken
-promise.
+Prints how many runs, events, faults and kills there were, and writes it as JSON to `--out`; ends with 1 and
+the seed at the first broken promise.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 import traceback
+from collections import Counter
+from pathlib import Path
 
+from benchmarks.checkout import commit
 from rlboost_runtime.sim.faults import run_with_faults
 
 REPORT_EVERY_S = 2.0
@@ -25,8 +29,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seeds", type=int, default=10_000)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--policy", default=None)
+    parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
-    events = faults = kills = steps = 0
+    counts: Counter[str] = Counter()
+    runs_of: Counter[str] = Counter()
+    sources = commit()
     said_at = time.monotonic()
     for number in range(options.seeds):
         seed = options.first + number
@@ -36,13 +43,17 @@ def main(arguments: list[str]) -> int:
             traceback.print_exc()
             print(f"seed {seed} failed; again: python -m benchmarks.paper.faults --first {seed} --seeds 1")
             return 1
-        events, faults = events + report.events, faults + report.faults
-        kills, steps = kills + report.kills, steps + report.steps
+        counts.update(steps=report.steps, events=report.events, faults=report.faults, kills=report.kills)
+        runs_of[report.policy] += 1
         if time.monotonic() - said_at > REPORT_EVERY_S:
             said_at = time.monotonic()
             print(f"{number + 1}/{options.seeds}", file=sys.stderr)
-    counts = f"{steps} steps, {events} events, {faults} faults, {kills} kills"
-    print(f"{options.seeds} runs: {counts}; all promises held")
+    told = ", ".join(f"{count:,} {what}" for what, count in counts.items())
+    print(f"{options.seeds:,} runs at {sources}: {told}; all promises held")
+    if options.out is not None:
+        first = {"is_simulated": True, "commit": sources, "first_seed": options.first, "runs": options.seeds}
+        found = {**first, **counts, "runs_by_policy": dict(sorted(runs_of.items())), "broken_promises": 0}
+        options.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     return 0
 
 

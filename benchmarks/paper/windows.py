@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlboost_runtime.sim import presets, simulate
-from rlboost_runtime.sim.traces import Trace, load_trace, sample_nodes
+from rlboost_runtime.traces import Trace, load_trace, sample_nodes
 
 WINDOW_S = 7_200.0
 NODE_SHARE = 0.5
@@ -66,12 +66,14 @@ def run(case: Case, trace: Trace) -> dict[str, object]:
     """Simulate one case."""
     start, end = windows_of(trace)[case.window]
     sampled = sample_nodes(trace, NODE_SHARE, case.sampler_seed).window(start, end)
+    return {"key": case.key, **simulate_window(case.preset, sampled, case.policy)}
+
+
+def simulate_window(preset: str, market: Trace, policy: str) -> dict[str, object]:
+    """Simulate a policy on two hours of a market; return the run's figures."""
     began = time.process_time()
-    result = simulate(
-        presets()[case.preset], sampled, case.policy, seed=LENGTH_SEED, hours=WINDOW_S / 3_600.0
-    )
+    result = simulate(presets()[preset], market, policy, seed=LENGTH_SEED, hours=WINDOW_S / 3_600.0)
     return {
-        "key": case.key,
         "tokens_per_s": result.tokens_per_s,
         "tokens_per_usd": result.tokens_per_usd,
         "usd_per_hour": result.usd_per_hour,
