@@ -281,3 +281,22 @@ def test_superfluous_machines_are_ended_between_steps_after_three_of_them(new_ru
         ended.append(ends(trained))
     assert ended == [[], [], ["spot-2", "spot-1"], []]
     assert launches(run.commands) == ["spot-0", "spot-1", "spot-2"]
+
+
+def test_a_machine_that_came_back_from_the_dead_is_forgotten_after_its_second_end(new_run) -> None:
+    run = new_run(max_spot_instances=1)
+    run.launched("spot-0")
+    run.send(MachineGone(run.now, "spot-0"))
+    run.now = FORGET_AFTER_S - 1.0
+    assert ends(run.launched("spot-0")) == ["spot-0"], "gone, and accepted after all"
+    run.send(MachineGone(run.now, "spot-0"))
+
+    def launch_another(at: float) -> None:
+        run.now = at
+        newest = list(run.core.machines)[-1]
+        run.send(LaunchFailed(run.now, newest, "no capacity", 0.0))
+
+    launch_another(FORGET_AFTER_S + 1.0)
+    assert "spot-0" in run.core.machines
+    launch_another(2.0 * FORGET_AFTER_S)
+    assert "spot-0" not in run.core.machines

@@ -13,7 +13,7 @@ LIMIT = 1.2
 """log 64 / log 8 is 2."""
 
 
-@pytest.mark.parametrize("policy", ["paper", "rlboost"])
+@pytest.mark.parametrize("policy", ["paper", "polyrl", "rlboost"])
 def test_an_event_costs_at_most_logarithmically_more_on_a_larger_fleet(policy: str) -> None:
     preset = presets()["paper-8b"]
     small = calls_per_event(preset, SMALL, policy, RESPONSES_PER_MACHINE)

@@ -71,7 +71,7 @@ class Dispatcher:
         self._roster = roster
         self._ran_on: dict[int, dict[str, None]] = {}
         self._even = EvenDeal(roster)
-        self._paced = PacedDeal(context)
+        self._paced = PacedDeal(context, able)
 
     def open_step(self, former: StepBook | None, book: StepBook) -> None:
         """Forget the former step but for how long its responses became."""
@@ -79,6 +79,7 @@ class Dispatcher:
         learned = None if former is None else former.mean_finished_tokens()
         self._expected_tokens = self._expected_tokens if learned is None else learned
         self._queue.clear()
+        self._paced.forget()
         self._ran_on.clear()
         self._fair_at = 0.0
 
@@ -88,11 +89,17 @@ class Dispatcher:
 
     def queued(self) -> list[Response]:
         """Return what is queued, in no order. Looks at all of it: for checks."""
-        return self._queue.all()
+        return self._queue.all() + self._paced.parked()
+
+    def touch(self, name: str) -> None:
+        """Take notice that an instance's load or ability may have changed."""
+        self.crowd.touch(name)
+        if self._rule is DispatchRule.PACED:
+            self._paced.touch(name)
 
     def has_waiting(self) -> bool:
         """Return whether somebody waits."""
-        return self._queue.peek() is not None
+        return self._queue.peek() is not None or bool(self._paced.parked())
 
     def kv_estimate(self, response: Response) -> int:
         """Return the KV tokens to book: prompt, tokens so far, and a part of the expected growth."""
@@ -107,14 +114,14 @@ class Dispatcher:
     def place(self, book: StepBook, place: Place) -> None:
         """Place waiting responses on able instances until nobody waits or nothing fits.
 
-        `place` must book the assignment on the instance before it returns, and touch it in the crowd.
+        `place` must book the assignment on the instance before it returns, and touch it.
         """
         match self._rule:
             case DispatchRule.DEALT:
                 for response, choice in self._even.deal(self._queue, self._able):
                     place(response, choice, self.kv_estimate(response))
             case DispatchRule.PACED:
-                for response, choice in self._paced.deal(self._queue, self._able, book):
+                for response, choice in self._paced.deal(self._queue, book):
                     place(response, choice, self.kv_estimate(response))
             case _:
                 self._place_singly(place)

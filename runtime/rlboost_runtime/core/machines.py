@@ -7,6 +7,7 @@ machine is known again and ended.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -113,6 +114,8 @@ class Fleet:
         self._out = out
         self._not_before = 0.0
         self._num_counted = 0
+        self._went: deque[Machine] = deque()
+        """Machines that are gone, in the order of their going; one that was ended again is there twice."""
 
     @property
     def num_counted(self) -> int:
@@ -273,9 +276,16 @@ class Fleet:
 
     def _forget_gone(self, at: float) -> None:
         """Forget what has been gone for long and has no instance left."""
-        for machine in list(self.machines.values()):
-            is_old = at - machine.moved_at >= FORGET_AFTER_S
-            if is_old and not machine.is_alive and not machine.instances:
+        for _ in range(len(self._went)):
+            machine = self._went[0]
+            if at - machine.moved_at < FORGET_AFTER_S and not machine.is_alive:
+                return
+            self._went.popleft()
+            if machine.is_alive or self.machines.get(machine.machine) is not machine:
+                continue  # it goes again later, or is forgotten already
+            if machine.instances:
+                self._went.append(machine)
+            else:
                 del self.machines[machine.machine]
 
     def _accept_after_all(self, machine: Machine, at: float) -> None:
@@ -292,3 +302,5 @@ class Fleet:
         machine.life.move(to, why, at)
         machine.moved_at = at
         self._num_counted += machine.counts
+        if to is MachineState.GONE:
+            self._went.append(machine)

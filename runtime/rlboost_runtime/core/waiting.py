@@ -25,7 +25,7 @@ class WaitingQueue:
 
     def peek(self) -> Response | None:
         """Return the first that waits."""
-        while self._heap and not _is_current(*self._heap[0][2:]):
+        while self._heap and not is_current(*self._heap[0][2:]):
             heapq.heappop(self._heap)  # it ended, or was given out, while it was here
         return self._heap[0][3] if self._heap else None
 
@@ -35,13 +35,13 @@ class WaitingQueue:
 
     def all(self) -> list[Response]:
         """Return all that wait, in no order. Looks at everything: for checks and whole-step decisions."""
-        return [entry[3] for entry in self._heap if _is_current(*entry[2:])]
+        return [entry[3] for entry in self._heap if is_current(*entry[2:])]
 
     def clear(self) -> None:
         """Forget everything."""
         self._heap.clear()
 
 
-def _is_current(num_assignments: int, response: Response) -> bool:
+def is_current(num_assignments: int, response: Response) -> bool:
     """Whether the response has waited ever since it was queued with so many assignments behind it."""
     return response.num_assignments == num_assignments and response.state is ResponseState.WAITING

@@ -110,7 +110,7 @@ class Work:
 
     def touch_name(self, name: str) -> None:
         """The same by name: of one that may be gone."""
-        self.dispatcher.crowd.touch(name)
+        self.dispatcher.touch(name)
         self.balancer.touch(name)
 
     def finish(self, response: Response, num_tokens: int, reason: FinishReason) -> None:
