@@ -18,9 +18,15 @@ from pathlib import Path
 from benchmarks.paper.found import Case
 from benchmarks.paper.static import run_static, settled
 from rlboost_runtime.sim import Preset, Switches, presets
+from rlboost_runtime.sim.hardware import GPUS
 
-FLEETS = (("paper-8b", 4), ("paper-14b", 1), ("paper-14b", 6))
-PARTS = ("prediction", "gate", "evening", "fair_fill")
+MIXED = "L40S"
+"""GPU of every other spot machine in a mixed fleet: about a third of an H100's arithmetic, a quarter of its
+memory's speed."""
+MIXED_USD_PER_HOUR = 2.0
+FLEETS = (("paper-8b", 4, False), ("paper-14b", 1, False), ("paper-14b", 6, False), ("paper-14b", 6, True))
+"""Preset, machines, and whether every other one is of another make."""
+PARTS = ("prediction", "gate", "evening", "fair_fill", "least_first")
 DEAR_S = (10.0, 30.0)
 """Seconds that waking the reserved engines takes, and sending them to sleep."""
 
@@ -32,6 +38,8 @@ class Variant:
     preset: str
     machines: int
     policy: str
+    is_mixed: bool = False
+    """Every other machine is of another make."""
     without: str = ""
     """The part that is turned off."""
     toggle_s: float | None = None
@@ -42,19 +50,20 @@ class Variant:
         """Name in the file of results."""
         toggle = "" if self.toggle_s is None else f", hand-over {self.toggle_s:g} s each way"
         without = f", no {self.without}" if self.without else ""
-        return f"{self.preset} n={self.machines} {self.policy}{without}{toggle}"
+        mixed = f", half {MIXED}" if self.is_mixed else ""
+        return f"{self.preset} n={self.machines}{mixed} {self.policy}{without}{toggle}"
 
 
 def variants() -> Iterator[Variant]:
     """Yield all runs."""
-    for preset, machines in FLEETS:
-        yield Variant(preset, machines, "paper")
-        yield Variant(preset, machines, "rlboost")
+    for preset, machines, is_mixed in FLEETS:
+        yield Variant(preset, machines, "paper", is_mixed)
+        yield Variant(preset, machines, "rlboost", is_mixed)
         for part in PARTS:
-            yield Variant(preset, machines, "rlboost", without=part)
+            yield Variant(preset, machines, "rlboost", is_mixed, without=part)
         for seconds in DEAR_S:
-            yield Variant(preset, machines, "paper", toggle_s=seconds)
-            yield Variant(preset, machines, "rlboost", toggle_s=seconds)
+            yield Variant(preset, machines, "paper", is_mixed, toggle_s=seconds)
+            yield Variant(preset, machines, "rlboost", is_mixed, toggle_s=seconds)
 
 
 def run(variant: Variant) -> dict[str, float]:
@@ -62,6 +71,9 @@ def run(variant: Variant) -> dict[str, float]:
     known = presets()[variant.preset]
     if variant.toggle_s is not None:
         known = _dear(known, variant.toggle_s)
+    if variant.is_mixed:
+        other = replace(known.spot[0], gpu=GPUS[MIXED], usd_per_hour=MIXED_USD_PER_HOUR)
+        known = replace(known, spot=(*known.spot, other))
     switches = Switches(**{variant.without: False}) if variant.without else Switches()
     found = settled(run_static(known, variant.machines, variant.policy, switches=switches))
     return {"tokens_per_s": found.tokens_per_s, "wait_s": found.wait_s}
@@ -72,12 +84,16 @@ def as_markdown(cases: dict[str, Case]) -> list[str]:
     if not cases:
         return ["What each part of `rlboost` brings has not been run."]
     lines = ["## What each part of rlboost brings, constant fleets", ""]
-    names = [f"{preset[6:]} n={machines}" for preset, machines in FLEETS]
+    names = [f"{preset[6:]} n={n}{f', half {MIXED}' if is_mixed else ''}" for preset, n, is_mixed in FLEETS]
     lines += [f"| tokens/s over rlboost's | {' | '.join(names)} |", "|---" * (len(FLEETS) + 1) + "|"]
     lines.append(_row("the paper's policy", cases, Variant("", 0, "paper")))
-    lines += [_row(f"rlboost without {part}", cases, Variant("", 0, "rlboost", part)) for part in PARTS]
     lines += [
-        _row(f"the paper's policy, hand-overs of {s:g} s each way", cases, Variant("", 0, "paper", "", s))
+        _row(f"rlboost without {part}", cases, Variant("", 0, "rlboost", without=part)) for part in PARTS
+    ]
+    lines += [
+        _row(
+            f"the paper's policy, hand-overs of {s:g} s each way", cases, Variant("", 0, "paper", toggle_s=s)
+        )
         for s in DEAR_S
     ]
     return lines
@@ -85,9 +101,9 @@ def as_markdown(cases: dict[str, Case]) -> list[str]:
 
 def _row(name: str, cases: dict[str, Case], like: Variant) -> str:
     cells = []
-    for preset, machines in FLEETS:
-        this = cases.get(replace(like, preset=preset, machines=machines).key)
-        ours = cases.get(Variant(preset, machines, "rlboost", toggle_s=like.toggle_s).key)
+    for preset, machines, is_mixed in FLEETS:
+        this = cases.get(replace(like, preset=preset, machines=machines, is_mixed=is_mixed).key)
+        ours = cases.get(Variant(preset, machines, "rlboost", is_mixed, toggle_s=like.toggle_s).key)
         cells.append(
             "" if not this or not ours else f"{this['tokens_per_s'] / ours['tokens_per_s'] - 1:+.1%}"
         )
