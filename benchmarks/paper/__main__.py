@@ -14,7 +14,7 @@ import os
 import sys
 from pathlib import Path
 
-from benchmarks.paper import fleet_size, other_traces, ours, predict, scale, windows
+from benchmarks.paper import fleet_size, other_traces, ours, predict, scale, window_cost, windows
 from benchmarks.paper.report import write_report
 from rlboost_runtime.traces.fetch import fetch_trace
 from rlboost_runtime.traces.known import known
@@ -40,6 +40,8 @@ def main(arguments: list[str]) -> int:
     fleet_size.main(["--out", str(out / "fleet_size.jsonl")])
     if not (out / "scale.jsonl").exists():
         scale.main(["--out", str(out / "scale.jsonl")])
+    if not (out / "window_cost.jsonl").exists():
+        window_cost.main(["--out", str(out / "window_cost.jsonl")])
     windowed = str(out / "windows.jsonl")
     seeds = str(options.sampler_seeds)
     windows.main(["--trace", str(trace), "--sampler-seeds", seeds, "--policies", POLICIES, "--out", windowed])

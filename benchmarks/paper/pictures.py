@@ -38,7 +38,8 @@ def _growth(sizes: list[Case], path: Path) -> Path:
     machines = [row["machines"] for row in rows]
     figure, axes = plt.subplots(figsize=(5, 3), layout="constrained")
     axes.plot(machines, [row["us_per_event"] for row in rows], "o-", color=BLUE, label="microseconds")
-    axes.plot(machines, [row["calls_per_event"] for row in rows], "s-", color=ORANGE, label="Python calls")
+    calls = [(row["machines"], row["calls_per_event"]) for row in rows if "calls_per_event" in row]
+    axes.plot(*zip(*calls, strict=True), "s-", color=ORANGE, label="Python calls")
     axes.set_xscale("log")
     axes.set_ylim(bottom=0)
     axes.set_xlabel("machines, 100 responses each")

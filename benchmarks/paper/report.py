@@ -2,8 +2,8 @@
 
     python -m benchmarks.paper.report --found FOLDER --out FOLDER
 
-reads `predictions.jsonl`, `windows.jsonl`, `other_traces.jsonl`, `ours.jsonl`, `fleet_size.jsonl` and
-`scale.jsonl`, as far as they are there.
+reads `predictions.jsonl`, `windows.jsonl`, `other_traces.jsonl`, `ours.jsonl`, `fleet_size.jsonl`,
+`scale.jsonl` and `window_cost.jsonl`, as far as they are there.
 
 Writes `report.md`, `report.json` and the pictures: for each figure what is published, what was simulated, the
 error, and whether the calibration had seen it; the mean and the worst error of the predicted ones; how many
@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, stdev
 
-from benchmarks.paper import compare, fleet_size, other_traces, ours, pictures, scale
+from benchmarks.paper import compare, fleet_size, other_traces, ours, pictures, scale, window_cost
 from benchmarks.paper.found import Case, Found
 from benchmarks.paper.published import FIGURES, Figure
 from rlboost_runtime.sim import presets
@@ -259,6 +259,7 @@ def write_report(found: Path, out: Path) -> list[str]:
     lines += ["", *ours.as_markdown(_read(found / "ours.jsonl", "case"))]
     lines += ["", *fleet_size.as_markdown(_read(found / "fleet_size.jsonl", "setting"))]
     lines += ["", *scale.as_markdown(list(sizes.values()))]
+    lines += ["", *window_cost.as_markdown(list(_read(found / "window_cost.jsonl", "policy").values()))]
     drawn = pictures.draw(simulated(cases, runs), runs, list(sizes.values()), out)
     lines += ["", *(f"![{path.stem}]({path.name})" for path in drawn)]
     (out / "report.md").write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -37,7 +37,7 @@ def _check_work(roster: Roster, work: Work) -> None:
     assert sorted(queued) == sorted(waiting), f"queued {queued}, waiting {waiting}: one is lost or doubled"
     for response in work.book.responses.values():
         if response.state is ResponseState.RUNNING:
-            story = f"response {response.response}: {response.life.told()}"
+            story = response.life
             assert response.holder in roster.instances, f"held by the dead, {story}"
             assert response.assignment is not None, story
             assert roster.instances[response.holder].assignments.get(response.assignment) is response, story
@@ -45,7 +45,7 @@ def _check_work(roster: Roster, work: Work) -> None:
 
 def _check_deadlines(instance: Instance, timers: Timers) -> None:
     name = instance.instance
-    story = f"instance {name}: {instance.life.told()}"
+    story = instance.life
     assert timers.due(Timer.LEASE, name) is not None, f"lives without a lease, {story}"
     assert instance.is_connected == (timers.due(Timer.GRACE, name) is None), f"grace, {story}"
     assert instance.is_paused == (timers.due(Timer.PAUSE, name) is not None), f"pause, {story}"
@@ -60,7 +60,7 @@ def _check_lease(roster: Roster, lease: GpuLease) -> None:
     if lease.state not in (LeaseState.TRAINER, LeaseState.RECALLING):
         return
     for instance in roster.reserved.values():
-        story = f"instance {instance.instance}: {instance.life.told()}"
+        story = instance.life
         assert not instance.is_awake, f"awake while the trainer has the GPU, {story}"
 
 

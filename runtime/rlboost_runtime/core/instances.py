@@ -161,7 +161,7 @@ class Instance:
 
     def check(self) -> None:
         """Assert that what it holds agrees with how full it is."""
-        story = f"instance {self.instance}: {self.life.told()}"
+        story = self.life
         assert self.kv_load == sum(r.kv_estimate for r in self.assignments.values()), (
             f"booked wrongly, {story}"
         )

@@ -45,6 +45,10 @@ class Life(Generic[S]):
         self.state = to
         self.story.append((at, to, why))
 
+    def __str__(self) -> str:
+        """Return whose story it is, and the story: formatted only where somebody reads it."""
+        return f"{self.subject}: {self.told()}"
+
     def told(self) -> str:
         """Return the story on one line."""
         return "; ".join(f"{at:g} s {state} ({why})" for at, state, why in self.story)

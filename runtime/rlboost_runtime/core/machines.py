@@ -249,7 +249,7 @@ class Fleet:
             f"{self._num_counted} machines counted, these count: {counted}"
         )
         for machine in self.machines.values():
-            story = f"machine {machine.machine}: {machine.life.told()}"
+            story = machine.life
             terminating = machine.state is MachineState.TERMINATING
             assert terminating == (self._timers.due(Timer.TERMINATE, machine.machine) is not None), story
             booting = machine.counts and not machine.has_joined

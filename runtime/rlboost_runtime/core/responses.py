@@ -226,6 +226,6 @@ def _new_life(request: ResponseRequest, at: float) -> Life[ResponseState]:
 
 def _check_response(response: Response) -> None:
     running = response.state is ResponseState.RUNNING
-    story = f"response {response.response}: {response.life.told()}"
+    story = response.life
     assert running == (response.assignment is not None) == (response.holder is not None), story
     assert (response.state is ResponseState.FINISHED) == (response.finish_reason is not None), story
