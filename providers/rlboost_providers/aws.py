@@ -30,8 +30,9 @@ from rlboost_providers.base import (
     Owned,
     Pace,
 )
+from rlboost_providers.preempting import absent, check_is_unannounced
 from rlboost_providers.startup import startup_script
-from rlboost_runtime.errors import ConfigError, NoCapacity, NotFound, ProviderError, RLBoostError
+from rlboost_runtime.errors import ConfigError, NoCapacity, ProviderError, RLBoostError
 
 NAME = "aws"
 MIN_BILLED_S = 60
@@ -315,12 +316,9 @@ class AwsProvider:
 
     def preempt(self, run: str, machine: str, notice_s: float | None) -> None:
         """Terminate it, as a reclaim without a notice does: EC2 announces nothing on demand."""
-        if notice_s is not None:
-            raise ProviderError(
-                "EC2 announces no reclaim on demand", "leave --notice out: the machine goes at once"
-            )
+        check_is_unannounced("EC2", notice_s)
         if not any(found.is_alive for found in self._list(run, machine)):
-            raise NotFound(f"no machine {machine} in run {run}", "see `rlboost status` for what runs")
+            raise absent(run, machine)
         self.terminate(run, machine)
 
     def sweep(self) -> list[Owned]:

@@ -35,8 +35,9 @@ from rlboost_providers.gcp_machines import (
     machine_of,
     time_of,
 )
+from rlboost_providers.preempting import absent, check_is_unannounced
 from rlboost_providers.startup import startup_script
-from rlboost_runtime.errors import ConfigError, NotFound, ProviderError
+from rlboost_runtime.errors import ConfigError, ProviderError
 
 NAME = "gcp"
 MIN_BILLED_S = 60
@@ -348,12 +349,9 @@ class GcpProvider:
 
     def preempt(self, run: str, machine: str, notice_s: float | None) -> None:
         """Delete it, as a reclaim without a notice does: Google announces nothing on demand."""
-        if notice_s is not None:
-            raise ProviderError(
-                "Google Cloud announces no reclaim on demand", "leave --notice out: the machine goes at once"
-            )
+        check_is_unannounced("Google Cloud", notice_s)
         if not any(found.is_alive for found in self._list(run, machine)):
-            raise NotFound(f"no machine {machine} in run {run}", "see `rlboost status` for what runs")
+            raise absent(run, machine)
         self.terminate(run, machine)
 
     def _delete(self, zone: str, name: str) -> None:

@@ -24,7 +24,8 @@ from rlboost_providers.local_machines import (
     start_detached,
 )
 from rlboost_providers.market_plan import MarketPlan, plan_for
-from rlboost_runtime.errors import ConfigError, NoCapacity, NotFound
+from rlboost_providers.preempting import absent
+from rlboost_runtime.errors import ConfigError, NoCapacity
 from rlboost_runtime.job import LocalOffer
 from rlboost_runtime.process_tags import tags
 from rlboost_runtime.run_folder import RunFolder, write_atomically
@@ -134,7 +135,7 @@ class LocalProvider:
         with self._machines.locked():
             record = self._machines.read(machine) if run == self._run.name else None
             if record is None or record.ended_at is not None or not self._machines.lives(machine):
-                raise NotFound(f"no machine {machine} in run {run}", "see `rlboost status` for what runs")
+                raise absent(run, machine)
             if record.reclaim is None or notice_s is None:  # a second notice changes nothing
                 self._reclaim(record, notice_s)
 

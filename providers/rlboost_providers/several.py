@@ -20,7 +20,8 @@ from rlboost_providers.base import (
     Offer,
     Provider,
 )
-from rlboost_runtime.errors import ConfigError, NotFound, ProviderError
+from rlboost_providers.preempting import absent
+from rlboost_runtime.errors import ConfigError, ProviderError
 from rlboost_runtime.logs import event
 
 log = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ class Several:
         with self._lock:
             there = next((name for name, views in self._seen.items() if machine in views), None)
         if there is None:
-            raise NotFound(f"no machine {machine} in run {run}", "see `rlboost status` for what runs")
+            raise absent(run, machine)
         provider = self._providers[there]
         if not isinstance(provider, CanPreempt):
             raise ProviderError(f"{there} cannot preempt on purpose", "use the cloud's own console")

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlboost_providers.base import Ability, LaunchRequest, MachineState, MachineView, Offer, Owned, Pace
+from rlboost_providers.preempting import absent
 from rlboost_providers.ssh_connection import SshHost
-from rlboost_runtime.errors import ConfigError, NoCapacity, NotFound, ProviderError
+from rlboost_runtime.errors import ConfigError, NoCapacity, ProviderError
 from rlboost_runtime.logs import event
 
 log = logging.getLogger(__name__)
@@ -143,7 +144,7 @@ class SshProvider:
         for host in self._where(run, machine):
             if self._ask(host, "preempt", run, machine, notice_s=notice_s)["machine"] is not None:
                 return
-        raise NotFound(f"no machine {machine} in run {run}", "see `rlboost status` for what runs")
+        raise absent(run, machine)
 
     def sweep(self) -> list[Owned]:
         """Return every living machine of ours on the hosts, of any run."""

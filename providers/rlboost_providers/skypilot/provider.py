@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from rlboost_providers.base import Ability, LaunchRequest, MachineView, Offer, Pace
+from rlboost_providers.preempting import absent, check_is_unannounced
 from rlboost_providers.skypilot.environment import AWS_ROLE
 from rlboost_providers.skypilot.errors import explained
 from rlboost_providers.skypilot.last_logs import fetch_logs
@@ -40,8 +41,6 @@ from rlboost_runtime.errors import (
     ConfigError,
     CredentialsRejected,
     NoCapacity,
-    NotFound,
-    ProviderError,
     QuotaExceeded,
     RLBoostError,
 )
@@ -206,11 +205,10 @@ class SkyPilotProvider:
 
     def preempt(self, run: str, machine: str, notice_s: float | None) -> None:
         """Take the machine away at once. Raises `NotFound`, and `ProviderError` where notice is asked for."""
+        check_is_unannounced("SkyPilot", notice_s)
         record = self._records.read(machine) if run == self._run.name else None
         if record is None or record.ended_at is not None:
-            raise NotFound(f"no machine {machine} in run {run}", "see `rlboost status` for what runs")
-        if notice_s is not None:
-            raise ProviderError("SkyPilot announces no reclaim", "leave --notice out")
+            raise absent(run, machine)
         self._down(machine, "preempted on purpose")
 
     def close(self) -> None:
