@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from rlboost_cli.live.boot_times import boot_times
 from rlboost_cli.live.engine_times import engine_times
 from rlboost_cli.live.event_text import event_line, merged
 from rlboost_cli.live.fleet_table import fleet_rows, fleet_table
@@ -63,8 +64,8 @@ def status_lines(found: RunStatus, glyphs: Glyphs, width: int = WIDEST) -> list[
     rows = fleet_rows(found.data)
     if rows:
         lines += ["", *(line.text for line in fleet_table(rows, len(rows) + 1, width))]
-    if times := engine_times(found.data):
-        lines += ["", *times]
+    for times in (boot_times(found.data), engine_times(found.data)):
+        lines += ["", *times] if times else []
     outcome = found.data.get("outcome") or {}
     if outcome.get("problem"):
         lines += ["", f"{outcome['problem']}; {outcome.get('remedy', '')}"]

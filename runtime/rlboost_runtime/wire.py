@@ -75,6 +75,10 @@ class AgentHello(Message, frozen=True, omit_defaults=True):
     assignments: tuple[int, ...] = ()
     next_seq: int = 0
     version: int | None = None
+    install_s: dict[str, float] = {}
+    """How long our installation took on its machine, by phase; {}: none was needed."""
+    age_s: float = 0.0
+    """Since the agent's process began."""
 
 
 class Ending(msgspec.Struct, frozen=True, array_like=True):

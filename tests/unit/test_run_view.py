@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -255,3 +256,22 @@ def test_status_says_what_starts_and_weights_took() -> None:
     assert "engine start imports 13.0 s, load 3.0 s, first token 320 ms (median of 2)" in lines
     assert "new weights  pull 100 ms, load 60 ms, pause 10 ms (median of 2)" in lines
     assert not any(line.startswith(("engine start", "new weights")) for line in status_lines(found(), ASCII))
+
+
+def test_status_says_how_machines_came_into_service() -> None:
+    served = {"request": 3.2, "boot": 61.0, "install": 15.1, "dial_in": 1.9, "wait": 0.0, "weights": 0.1}
+    served |= {"engine": 9.7, "first_token": 0.4}
+    machines = [
+        {"id": "reserved-0", "pool": "reserved", "state": "running", "boot_s": {}},
+        {"id": "spot-0", "pool": "spot", "state": "running", "boot_s": served},
+        {"id": "spot-1", "pool": "spot", "state": "running", "boot_s": {"request": 2.5}},
+    ]
+    lines = status_lines(found(machines=machines), ASCII)
+    head = next(i for i, line in enumerate(lines) if line.startswith("boot, in s"))
+    assert lines[head].split("  ")[-1] == "in all"
+    assert re.sub(" +", " ", lines[head + 1]) == "spot-0 3.2 61.0 15.1 1.9 0.0 0.1 9.7 0.4 91.4"
+    assert lines[head + 2].split() == ["spot-1", "2.5", *"--------"]
+    many = [{**machines[1], "id": f"spot-{i}"} for i in range(11)]
+    lines = status_lines(found(machines=many), ASCII)
+    assert "+ 3 earlier machines" in lines
+    assert any(line.startswith("spot-10 ") for line in lines)

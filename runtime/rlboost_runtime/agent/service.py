@@ -17,10 +17,11 @@ import logging
 import secrets
 import sys
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 
+from rlboost_runtime.agent.birth import Birth, birth_of_this_process
 from rlboost_runtime.agent.bootstrap import Bootstrap
 from rlboost_runtime.agent.engine_host import EngineHost, EngineKeepsDying
 from rlboost_runtime.agent.holder import PeerServer
@@ -94,6 +95,7 @@ class Seams:
     clock: Clock
     peers: PeerServer | None = None
     """What others of the zone pull from, if they do."""
+    birth: Birth = field(default_factory=Birth)
 
 
 class Agent:
@@ -156,6 +158,8 @@ class Agent:
             assignments=self._outbox.held,
             next_seq=self._outbox.next_seq,
             version=self._host.served,
+            install_s=self._seams.birth.install_s,
+            age_s=round(self._seams.birth.age_s(self._clock.now()), 3),
         )
 
     def welcomed(self, welcome: Welcome) -> list[Message]:
@@ -387,7 +391,8 @@ def system_seams(bootstrap: Bootstrap, instance: str, folder: Path) -> Seams:
     if bootstrap.weight_peers:
         log_path = folder / f"peer-{instance.rpartition('/')[2]}.log"
         peers = PeerServer(weights, bootstrap.token, bootstrap.coordinator_url, log_path)
-    return Seams(dial, make_engine, puller, SystemClock(), peers)
+    clock = SystemClock()
+    return Seams(dial, make_engine, puller, clock, peers, birth_of_this_process(clock))
 
 
 DIAL_S = 8.0

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from rlboost_runtime.coordinator.boots import Boots
 from rlboost_runtime.coordinator.intake import Intake
 from rlboost_runtime.coordinator.state import State
 from rlboost_runtime.coordinator.weights_desk import WeightsDesk
@@ -225,6 +226,7 @@ class AgentLinks:
         self.stats: dict[str, LinkStats] = {}
         self.intake = Intake(state)
         self.weights = WeightsDesk()
+        self.boots = Boots(lambda: state.core.machines)
         self.lost_estimate = 0
         """Tokens that instances made and took with them: their rate over one flush interval."""
         self._num_lost = 0
@@ -247,6 +249,7 @@ class AgentLinks:
             case Abort(assignment=assignment):
                 link.abort(assignment)
             case LoadVersion(version=version):
+                self.boots.told(link.machine, self._state.now())
                 link.send(self.weights.load(link.instance, link.machine, version))
             case Sleep():
                 link.send(SleepEngine())
@@ -350,9 +353,10 @@ class AgentLinks:
             state.apply(Reconnected(state.now(), hello.instance, epoch, hello.assignments))
         else:
             self.stats[hello.instance] = LinkStats(engine=hello.engine)
+            joined_at = state.now()
             state.apply(
                 InstanceJoined(
-                    state.now(),
+                    joined_at,
                     hello.instance,
                     hello.machine,
                     Pool(hello.pool),
@@ -361,6 +365,7 @@ class AgentLinks:
                     hello.kv_tokens,
                 )
             )
+            self.boots.joined(hello, joined_at)
         log_event(log, "instance.joined", instance=hello.instance, epoch=epoch, resumed=resumed)
         return link
 
@@ -436,7 +441,9 @@ class AgentLinks:
         stats.load_s, stats.pause_s = message.load_s, message.pause_s
         stats.start_s = message.start_s or stats.start_s
         self.weights.ready(link.instance, link.machine, message)
-        self._state.apply(InstanceReady(self._state.now(), link.instance, link.epoch, message.version))
+        now = self._state.now()
+        self.boots.ready(link.instance, link.machine, message, now)
+        self._state.apply(InstanceReady(now, link.instance, link.epoch, message.version))
 
     def _on_goodbye(self, link: AgentLink, reason: str) -> None:
         log_event(log, "instance.left", instance=link.instance, reason=reason)

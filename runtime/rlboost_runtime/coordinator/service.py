@@ -13,6 +13,7 @@ import logging
 import signal
 import socket
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import msgspec
@@ -24,11 +25,13 @@ from rlboost_runtime.coordinator.agent_links import AgentLinks, Timing
 from rlboost_runtime.coordinator.bought import Bought
 from rlboost_runtime.coordinator.commitment import committed_micro_usd
 from rlboost_runtime.coordinator.fleet import Fleet, MachineMaker
+from rlboost_runtime.coordinator.intake import Arrived
 from rlboost_runtime.coordinator.ledger import Ledger
 from rlboost_runtime.coordinator.server import Handlers, bind, make_app, make_server
 from rlboost_runtime.coordinator.state import State
 from rlboost_runtime.coordinator.status import StatusSources, build_status
 from rlboost_runtime.coordinator.story import Story
+from rlboost_runtime.coordinator.token_store import Accepted
 from rlboost_runtime.coordinator.trainer_link import TrainerLink
 from rlboost_runtime.coordinator.waste import WasteMeter
 from rlboost_runtime.core.core import Core
@@ -139,7 +142,7 @@ class Coordinator:
             job, run.name, clock.wall(), self._state, self._agents, self._trainer, self._ledger
         )
         self._waste = WasteMeter(self._ledger, self._state.core, self._state.tally, self._state.now)
-        self._agents.intake.on_accepted = self._waste.hear_tokens
+        self._agents.intake.on_accepted = self._hear_tokens
         self._agents.weights.zone_of = self._ledger.zone_of
         self._agents.weights.on_wire = self._bill_egress
         self._trainer.on_published = self._agents.weights.published
@@ -152,6 +155,11 @@ class Coordinator:
         self._state.outlet = self
         self._state.on_change = self._changed.set
         self._state.on_event = self._hear
+
+    def _hear_tokens(self, batch: Sequence[Arrived], accepted: Accepted) -> None:
+        self._waste.hear_tokens(batch, accepted)
+        senders = (sender.instance for sender, frame in batch if frame.counts)
+        self._agents.boots.hear_tokens(senders, self._state.now())
 
     def _bill_egress(self, transfer: str, machine: str, source: str, num_bytes: int) -> None:
         self._ledger.add_egress(transfer, machine, source, num_bytes, self._clock.wall())

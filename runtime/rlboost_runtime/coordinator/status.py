@@ -208,6 +208,7 @@ def _machines(sources: StatusSources, now_wall: float) -> list[dict[str, Any]]:
             "cost_usd": row.cost_micro_usd / 1e6,
             "state": str(row.state),
             "joined": row.pool == Pool.RESERVED or _has_joined(sources, row.machine),
+            "boot_s": sources.agents.boots.phases(row.machine),
         }
         for row in sources.ledger.machines(now_wall)
     ]

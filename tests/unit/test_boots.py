@@ -1,0 +1,85 @@
+"""How machines came into service: phases that follow one another and add up to the whole."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlboost_cli.live.boot_times import PHASES
+from rlboost_runtime.coordinator.boots import Boots
+from rlboost_runtime.core.life import Life
+from rlboost_runtime.core.machines import LEGAL, Machine, MachineState
+from rlboost_runtime.wire import SCHEMA, AgentHello, VersionReady
+
+
+def machine(name: str = "spot-1", launched_at: float | None = 14.0) -> Machine:
+    found = Machine(name, 1, Life(name, MachineState.REQUESTED, LEGAL, 10.0))
+    if launched_at is not None:
+        found.life.move(MachineState.LAUNCHED, "launch accepted", launched_at)
+        found.was_accepted = True
+    return found
+
+
+def hello(name: str = "spot-1", install_s: dict[str, float] | None = None, age_s: float = 2.0) -> AgentHello:
+    phases = {"uv": 1.0, "requirements": 29.0} if install_s is None else install_s
+    return AgentHello(
+        SCHEMA,
+        "run",
+        f"{name}/0",
+        name,
+        "spot",
+        "boot",
+        4,
+        1024,
+        "transformers",
+        install_s=phases,
+        age_s=age_s,
+    )
+
+
+def test_each_phase_has_its_time_and_together_they_are_the_whole():
+    machines = {"spot-1": machine()}
+    boots = Boots(lambda: machines)
+    assert boots.phases("spot-1") == {"request": 4.0}
+    boots.joined(hello(), 64.0)
+    boots.told("spot-1", 66.0)
+    boots.ready("spot-1/0", "spot-1", VersionReady(0, pull_s=3.0), 74.0)
+    assert list(boots.phases("spot-1")) == list(PHASES[:-1])
+    boots.hear_tokens(["spot-9/0", "spot-1/0"], 75.5)
+    machines.clear()  # the core forgets what is gone
+    phases = boots.phases("spot-1")
+    assert phases == {
+        "request": 4.0, "boot": 18.0, "install": 30.0, "dial_in": 2.0,
+        "wait": 2.0, "weights": 3.0, "engine": 5.0, "first_token": 1.5,
+    }  # fmt: skip
+    assert tuple(phases) == PHASES
+    assert sum(phases.values()) == pytest.approx(75.5 - 10.0)
+
+
+def test_what_comes_later_changes_nothing():
+    boots = Boots(lambda: {"spot-1": machine()})
+    boots.joined(hello(), 64.0)
+    boots.told("spot-1", 64.0)
+    boots.ready("spot-1/0", "spot-1", VersionReady(0, pull_s=3.0), 74.0)
+    boots.hear_tokens(["spot-1/0"], 75.0)
+    before = boots.phases("spot-1")
+    boots.joined(hello(age_s=900.0), 100.0)
+    boots.told("spot-1", 101.0)
+    boots.ready("spot-1/0", "spot-1", VersionReady(1, pull_s=1.0), 110.0)
+    boots.ready("spot-1/1", "spot-1", VersionReady(1, pull_s=1.0), 111.0)
+    boots.hear_tokens(["spot-1/0", "spot-1/1"], 120.0)
+    assert boots.phases("spot-1") == before
+
+
+def test_a_machine_that_says_more_than_there_was_time_for_is_believed_as_far_as_it_can_be():
+    boots = Boots(lambda: {"spot-1": machine()})
+    boots.joined(hello(install_s={"wheel": 500.0}, age_s=700.0), 64.0)
+    assert boots.phases("spot-1") == {"request": 4.0, "boot": 0.0, "install": 0.0, "dial_in": 50.0}
+    boots.ready("spot-1/0", "spot-1", VersionReady(0, pull_s=30.0), 70.0)
+    assert boots.phases("spot-1") | {"wait": 0.0, "weights": 6.0, "engine": 0.0} == boots.phases("spot-1")
+
+
+def test_a_machine_that_nobody_has_given_yet_and_one_that_nobody_knows_have_no_phases():
+    boots = Boots(lambda: {"spot-1": machine(launched_at=None)})
+    boots.joined(hello("spot-7"), 64.0)
+    assert boots.phases("spot-1") == {}
+    assert boots.phases("spot-7") == {}
