@@ -55,6 +55,15 @@ def test_each_phase_has_its_time_and_together_they_are_the_whole():
     assert sum(phases.values()) == pytest.approx(75.5 - 10.0)
 
 
+def test_a_version_that_was_there_before_the_machine_is_not_waited_for():
+    boots = Boots(lambda: {"spot-1": machine()})
+    boots.told("spot-1", 64.0)  # the core answers a registration at once
+    boots.joined(hello(), 64.0)
+    boots.told("spot-1", 90.0)
+    boots.ready("spot-1/0", "spot-1", VersionReady(0, pull_s=3.0), 74.0)
+    assert boots.phases("spot-1") | {"wait": 0.0, "weights": 3.0, "engine": 7.0} == boots.phases("spot-1")
+
+
 def test_what_comes_later_changes_nothing():
     boots = Boots(lambda: {"spot-1": machine()})
     boots.joined(hello(), 64.0)

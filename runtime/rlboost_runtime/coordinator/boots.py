@@ -33,7 +33,6 @@ class _Boot:
     joined_at: float
     install_s: float
     age_s: float
-    told_at: float | None = None
     ready_at: float | None = None
     pull_s: float = 0.0
     first_token_at: float | None = None
@@ -45,6 +44,7 @@ class Boots:
     def __init__(self, machines: Callable[[], Mapping[str, Machine]]) -> None:
         self._machines = machines
         self._boots: dict[str, _Boot] = {}
+        self._told_at: dict[str, float] = {}
         self._tokenless: dict[str, str] = {}
         """From instances that serve and have not sent a token yet to their machines."""
 
@@ -59,9 +59,7 @@ class Boots:
 
     def told(self, machine: str, at: float) -> None:
         """An instance was told to load a version: the first of its machine counts."""
-        boot = self._boots.get(machine)
-        if boot is not None and boot.told_at is None:
-            boot.told_at = at
+        self._told_at.setdefault(machine, at)
 
     def ready(self, instance: str, machine: str, message: VersionReady, at: float) -> None:
         """An instance serves a version: the first of its machine counts."""
@@ -91,7 +89,7 @@ class Boots:
         phases["boot"] = boot.joined_at - boot.launched_at - inside_s
         phases |= {"install": inside_s - dial_in_s, "dial_in": dial_in_s}
         if boot.ready_at is not None:
-            told_at = boot.joined_at if boot.told_at is None else boot.told_at
+            told_at = min(max(boot.joined_at, self._told_at.get(machine, boot.joined_at)), boot.ready_at)
             weights_s = min(boot.pull_s, boot.ready_at - told_at)
             phases |= {"wait": told_at - boot.joined_at, "weights": weights_s}
             phases["engine"] = boot.ready_at - told_at - weights_s
