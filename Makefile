@@ -89,21 +89,30 @@ test-vllm: $(DEV) $(VLLM) ## the engine tests on a real vLLM; none may be skippe
 		$(BIN)/python -m pytest -q -m vllm tests/vllm
 
 .PHONY: e2e
-e2e: $(DEV) ## the CLI from launch to down, with real kills
+e2e: ## whole runs: on this machine, then through the real SkyPilot
+	@$(MAKE) e2e-local
+	@$(MAKE) e2e-cloud
+
+.PHONY: e2e-local
+e2e-local: $(DEV) ## the CLI from launch to down, with real kills
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m e2e tests/e2e
 
 .PHONY: cloudlab
-cloudlab:
-	@missing=; for tool in sshd ip unshare setpriv nsenter rsync sudo nc ssh; do \
+cloudlab: $(DEV) ## tools, machine image and SkyPilot for e2e-cloud (root, Linux; once, 3 GB)
+	@[ "$$(id -u) $$(uname -s)" = "0 Linux" ] || { \
+		echo "the cloud of e2e-cloud is made of network namespaces: it needs root on Linux" >&2; exit 1; }
+	@missing=; for tool in sshd ip unshare setpriv nsenter rsync sudo nc ssh lsof curl /usr/bin/python3.11; do \
 		command -v $$tool > /dev/null || missing=1; done; \
 	[ -z "$$missing" ] || { \
-		echo "installing what the lab's machines need (OpenSSH, iproute2, rsync, sudo, netcat)"; \
+		echo "installing what the lab's machines need (OpenSSH, iproute2, rsync, sudo, netcat, curl, Python 3.11)"; \
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
-			openssh-server openssh-client iproute2 util-linux rsync sudo netcat-openbsd lsof > /dev/null; }
+			openssh-server openssh-client iproute2 util-linux rsync sudo netcat-openbsd lsof curl python3.11 \
+			> /dev/null; }
+	@PYTHONPATH=tests/cloud $(BIN)/python -W ignore -m cloudlab.prepare
 
 .PHONY: e2e-cloud
-e2e-cloud: $(DEV) cloudlab ## the real SkyPilot on a cloud of network namespaces (root; the first time makes its image)
-	$(BIN)/python -m pytest -q -m cloud tests/cloud
+e2e-cloud: cloudlab ## the real SkyPilot on a cloud of network namespaces (root, Linux); none may be skipped
+	$(BIN)/python -m pytest -q -rP --durations=0 -m "cloud and not soak" tests/cloud
 
 .PHONY: lint
 lint: $(DEV) ## format, lint rules and types
@@ -162,6 +171,11 @@ soak: $(DEV) ## 10,000 simulated runs with random faults; then all tests $(ROUND
 			$(BIN)/python -m pytest -q -m "property or integration or e2e" tests; \
 	done
 	RLBOOST_FAULT_SEEDS=200 $(BIN)/python -m pytest -q tests/integration/test_cloud_faults.py
+	@$(MAKE) soak-cloud
+
+.PHONY: soak-cloud
+soak-cloud: cloudlab ## seeded storms over the real SkyPilot, machines of a head that is gone, a machine from EC2 itself
+	RLBOOST_SKY_SEEDS=5 $(BIN)/python -m pytest -q -rP --durations=0 -m "cloud and soak" tests/cloud
 
 # --- measure ----------------------------------------------------------------------------------------------
 

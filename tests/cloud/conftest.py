@@ -18,14 +18,14 @@ import psutil
 import pytest
 from cloudlab import catalogue
 from cloudlab.client import Lab
+from cloudlab.image import cache_folder
+from cloudlab.prepare import LOCK
 
 from rlboost_providers.skypilot.api_server import end_session
 from rlboost_providers.skypilot.environment import VARIABLE, skypilot_python
 from rlboost_runtime.process_tags import kill_tagged
 from tests.e2e.conftest import Cli
 
-CACHE = Path(os.environ.get("RLBOOST_CLOUDLAB_CACHE", "~/.cache/rlboost-cloudlab")).expanduser()
-LOCK = Path(__file__).parents[2] / "templates/rlboost_templates/deploy/machine.txt"
 NEEDED = ("ip", "unshare", "setpriv", "nsenter", "sshd", "ssh", "rsync", "sudo", "nc")
 
 
@@ -40,7 +40,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     missing = [tool for tool in NEEDED if shutil.which(tool) is None]
     if os.geteuid() != 0 or missing:
         pytest.fail(f"the lab needs root on Linux and {', '.join(missing) or 'nothing more'}: make cloudlab")
-    lab = Lab(tmp_path_factory.mktemp("lab"), CACHE, LOCK)
+    lab = Lab(tmp_path_factory.mktemp("lab"), cache_folder(), LOCK)
     try:
         yield lab
     finally:
@@ -71,7 +71,7 @@ def sky_user(account: dict[str, str]) -> Iterator[dict[str, str]]:
     """The same for a user of SkyPilot, of which nothing is left at the end."""
     home = Path(account["HOME"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RLBOOST_HOME", str(CACHE))
+        patch.setenv("RLBOOST_HOME", str(cache_folder()))
         python = str(skypilot_python())
     environment = {VARIABLE: python, "SKYPILOT_API_SERVER_LOCAL_PORT": str(_free_port())}
     with pytest.MonkeyPatch.context() as patch:

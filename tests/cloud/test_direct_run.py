@@ -11,7 +11,7 @@ from cloudlab.machine import GATEWAY
 
 from tests.e2e.conftest import Cli
 
-pytestmark = pytest.mark.timeout(900, func_only=True)  # the image may have to be made first
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(900, func_only=True)]
 UP_S = 600.0
 """From the wish for a machine to its agent: boot, our installation, on two busy cores."""
 BILL_SLACK_S = 10.0

@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from cloudlab import catalogue
 from cloudlab.client import Lab
 from cloudlab.machine import GATEWAY
+from machine_secrets import check_credentials
 
 from rlboost_providers.base import LaunchRequest, MachineState, MachineView
 from rlboost_providers.skypilot import SkyPilotProvider
@@ -26,7 +26,10 @@ from rlboost_runtime.run_folder import RunFolder
 from rlboost_runtime.security import create_secrets
 from rlboost_runtime.wire import Sampling
 
-pytestmark = pytest.mark.timeout(1500, func_only=True)  # the image may have to be made first
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.timeout(1500, func_only=True),
+]  # the image may have to be made first
 RUN = "lab"
 BOOT_S = 600.0
 SECRET = "the-run-token-of-the-lab"
@@ -75,39 +78,6 @@ def request(provider: SkyPilotProvider, run: Path, machine: str, region: str) ->
         engine=EngineBootstrap("transformers", Sampling(), 64, 1, "float32", 0),
     )
     return LaunchRequest(RUN, machine, offer, msgspec.to_builtins(bootstrap))
-
-
-FIND_SECRETS = f"""
-cd /
-for secret in '{SECRET}' '{catalogue.SECRET_KEY}' 'PRIVATE KEY'; do
-  grep -rlsI --exclude-dir={{skypilot-runtime,venv,.python,sky-user-env,archive-v0}} -e "$secret" \\
-    home tmp var/tmp run root etc |
-    while read -r file; do echo "$secret|$(stat -c '%a %U' "$file")|/$file"; done
-done
-for file in /proc/[0-9]*/environ /proc/[0-9]*/cmdline; do
-  tr '\\0' '\\n' 2> /dev/null < $file | grep -vF 'for secret in' |
-    grep -qE -e '[t]{SECRET[1:]}|[s]{catalogue.SECRET_KEY[1:]}' && echo "a process|$file"
-done
-curl -s -m 3 http://169.254.169.254/latest/meta-data/iam/security-credentials/ && echo "metadata|answers"
-exit 0
-"""
-
-
-def check_credentials(lab: Lab, id: str) -> None:
-    """List every credential in reach of whoever has the machine, and compare it with what has to be there.
-
-    The host key is the machine's own; the run's token is the agents', and readable by their user alone. Of
-    the user's account there is nothing: no key, no role that may do anything, no way to other machines.
-    """
-    found = sorted(line for line in lab.ask("shell", id=id, script=FIND_SECRETS).splitlines() if "|" in line)
-    print("\n".join(found))
-    assert found == [
-        "PRIVATE KEY|600 root|/etc/ssh/ssh_host_ed25519_key",
-        f"{SECRET}|600 ubuntu|/home/ubuntu/.rlboost/machine/bootstrap.json",
-    ]
-    (record,) = [m for m in lab.machines() if m["id"] == id]
-    assert record["role"] == catalogue.ROLE, "the user's own, which may do nothing; not SkyPilot's"
-    assert lab.ask("roles") == {catalogue.ROLE: []}
 
 
 def wait_for_skypilot(provider: SkyPilotProvider) -> None:
@@ -166,7 +136,7 @@ def test_a_machine_comes_up_is_taken_and_another_region_stands_in(lab, provider,
     print(f"installed after {time.time() - began:.1f} s: {install}")
     assert set(json.loads(install)) == {"uv", "python", "requirements", "wheel"}
 
-    check_credentials(lab, record["id"])
+    check_credentials(lab, record["id"], SECRET)
     lab.ask("shell", id=record["id"], script="pkill -KILL -x raylet")
     time.sleep(10)  # Ray ends what belongs to its jobs
     assert lab.ask("shell", id=record["id"], script="pgrep -f '[r]lboost_runtime.agent'"), (

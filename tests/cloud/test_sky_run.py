@@ -13,23 +13,27 @@ import pytest
 from cloudlab.catalogue import WARES
 from cloudlab.client import Lab
 from cloudlab.machine import GATEWAY
+from machine_secrets import check_credentials
 
+from rlboost_cli.live.boot_times import PHASES, boot_times
 from tests.cloud.conftest import members_of, skypilot_sessions
 from tests.e2e.conftest import Cli
 
-pytestmark = pytest.mark.timeout(1800, func_only=True)  # the image may have to be made first
-UP_S = 900.0
+pytestmark = pytest.mark.timeout(1500, func_only=True)  # the image may have to be made first
+UP_S = 600.0
 """From the wish for a machine to its agent, with SkyPilot's and our installation, on two busy cores."""
 BILL_SLACK_S = 20.0
 """Between EC2's clock of an instance and what can be known of it from outside."""
 
 
 JOB: dict[str, Any] = {
-    # 1,150 s of one engine's work: it lasts until machines were replaced also where two cores are that busy
-    "algorithm": {"steps": 3, "prompts_per_step": 48, "max_response_tokens": 32},
+    "algorithm": {"steps": 3, "prompts_per_step": 12, "group_size": 4, "max_response_tokens": 32},
+    "reward": "gate.py:score",
+    "reward_timeout_s": UP_S,
+    "reward_processes": 1,
     "trainer": {"address": GATEWAY, "price_usd_per_hour": 1.006, "local_engines": 1},
     "rollout": {
-        "engine_args": {"max_running": 4, "tokens_per_s_per_response": 4},
+        "engine_args": {"max_running": 4, "tokens_per_s_per_response": 8},
         "spot": {
             "min_instances": 3,
             "max_instances": 3,
@@ -37,6 +41,32 @@ JOB: dict[str, Any] = {
         },
     },
 }
+GATE = """\
+import time
+from pathlib import Path
+
+scored = 0
+
+def score(response, row):
+    global scored
+    scored += 1
+    while scored > int(Path({path!r}).read_text() or 0):
+        time.sleep(0.1)
+    return 1 / (1 + len(response))
+"""
+"""A reward that waits for the test: a step ends when it may, so that the run lasts as long as it has to."""
+RESPONSES = 48
+"""Of one step."""
+
+
+class Clock:
+    """Says when what was reached."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+
+    def say(self, what: str) -> None:
+        print(f"{time.monotonic() - self._began:6.1f} s  {what}", flush=True)
 
 
 def living(lab: Lab) -> list[dict[str, Any]]:
@@ -52,6 +82,11 @@ def serving(status: dict[str, Any]) -> set[str]:
     return {
         i["machine"] for i in status["instances"] if i["pool"] == "spot" and i["policy_version"] is not None
     }
+
+
+def working(status: dict[str, Any]) -> set[str]:
+    """Machines whose engines hold responses."""
+    return {i["machine"] for i in status["instances"] if i["in_flight"]}
 
 
 def until(ready: Callable[[], Any], timeout_s: float, what: str) -> Any:
@@ -75,41 +110,73 @@ def test_a_run_loses_machines_finds_others_ends_and_is_billed_to_the_second(
     lab.ask("refuse", regions=[])
     began = len(lab.machines())
     lab.ask("bare_images", count=1)
+    clock = Clock()
+    gate = cloud_cli.home / "gate"
+    gate.write_text("0")
+    (cloud_cli.home / "gate.py").write_text(GATE.format(path=str(gate)))
     job = cloud_cli.job("cloud", **JOB)
     cloud_cli("up", job)  # machines come, and wait for the trainer
     cloud_cli.wait("cloud", lambda s: num_joined(s) == 3, UP_S, 1.0)
+    clock.say("three machines have joined")
     cloud_cli("launch", job, "--yes", "--detach")  # the laptop may go now: nothing of it is asked any more
 
     def spots() -> list[dict[str, Any]]:
         return lab.machines()[began:]
 
-    cloud_cli.wait("cloud", lambda s: len(serving(s)) == 3, UP_S, 1.0)
+    (bare,) = [m for m in spots() if m["is_bare"]]
+    check_credentials(lab, bare["id"], cloud_cli.run_folder("cloud").token.read_text().strip())
+    spot_machines = {m["tags"]["rlboost-machine"] for m in spots()}
+    cloud_cli.wait("cloud", lambda s: serving(s) >= spot_machines, UP_S)
+    clock.say("all of them serve")
+    gate.write_text(str(RESPONSES))
+    cloud_cli.wait("cloud", lambda s: working(s) >= spot_machines, UP_S)
+    victims = sorted(spot_machines - {bare["tags"]["rlboost-machine"]})
     assert {m["region"] for m in spots()} == {"us-west-2"}, "the cheapest region"
-    names = sorted(m["tags"]["rlboost-machine"] for m in spots())
+    clock.say("all of them work")
 
     lab.ask("refuse", regions=["us-west-2"])
-    lab.ask("reclaim", id=record(lab, names[0])["id"], how="reset")
-    lab.ask("reclaim", id=record(lab, names[1])["id"], how="silent")
+    lab.ask("reclaim", id=record(lab, victims[0])["id"], how="reset")
+    lab.ask("reclaim", id=record(lab, victims[1])["id"], how="silent")
     gone = cloud_cli.wait("cloud", lambda s: s["preemptions"]["reset"] and s["preemptions"]["silent"], 90.0)
     assert gone["state"] in ("rollout", "training")
+    cloud_cli.wait("cloud", lambda s: s["responses"]["migrated"] > 0, 30.0)
+    clock.say("two were taken, and their responses go on elsewhere")
 
-    replaced = cloud_cli.wait("cloud", lambda s: len(serving(s) - set(names[:2])) == 3, UP_S, 1.0)
-    late = [m for m in spots() if m["tags"]["rlboost-machine"] not in names]
+    replaced = cloud_cli.wait("cloud", lambda s: len(serving(s) - set(victims)) == 3, UP_S, 1.0)
+    late = [m for m in spots() if m["tags"]["rlboost-machine"] not in spot_machines]
+    late_names = {m["tags"]["rlboost-machine"] for m in late}
     assert {m["region"] for m in late} == {"us-east-1"}, "where there still was capacity"
     assert {m["price_usd_per_hour"] for m in replaced["machines"] if m["state"] != "gone"} >= {0.41}
+    clock.say("others serve in their place")
     assert cloud_cli.json("status", "cloud")["run"] == "cloud"
     assert cloud_cli.json("cost", "cloud")["total_usd"] > 0
 
     sessions = skypilot_sessions(Path(sky_user["HOME"]))
     assert sessions
 
+    gate.write_text(str(3 * RESPONSES))
+    cloud_cli.wait("cloud", lambda s: working(s) >= late_names, UP_S)
     outcome = cloud_cli.wait_outcome("cloud", UP_S)
     assert outcome["state"] == "done", outcome
+    clock.say("the run is done")
     until(lambda: all(m["ended_at"] for m in spots()), 120, "nothing is left in the cloud")
     cloud_cli("down", "cloud", "--yes")
     assert living(lab) == []
     until(lambda: not members_of(sessions), 120, "SkyPilot's API server has ended with its executors")
+    clock.say("nothing is left")
+    check_boots(cloud_cli.json("status", "cloud"), spot_machines - set(victims) | late_names)
     check_bill(cloud_cli.json("cost", "cloud"), spots())
+
+
+def check_boots(status: dict[str, Any], machines: set[str]) -> None:
+    """Each machine says how long it took from the wish for it to its first token, phase by phase."""
+    boots = {m["id"]: m["boot_s"] for m in status["machines"] if m["id"] in machines}
+    for name, phases in boots.items():
+        assert tuple(phases) == PHASES, (name, phases)
+        assert phases["boot"] > 0, "SkyPilot's own setup takes a while"
+        assert phases["install"] > 0
+        assert all(took >= 0 for took in phases.values()), (name, phases)
+    print("\n".join(boot_times(status)))
 
 
 def check_bill(cost: dict[str, Any], spots: list[dict[str, Any]]) -> None:

@@ -5,7 +5,6 @@ First line out: {"url"}. Then one answer per request {"do", ...}: {"ok": result}
 
 from __future__ import annotations
 
-import fcntl
 import json
 import signal
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 
 from cloudlab.cloud import Cloud
 from cloudlab.image import build_image
+from cloudlab.machine import alone
 
 ACTIONS = ("machines", "refuse", "bare_images", "reclaim", "roles", "shell")
 
@@ -22,8 +22,7 @@ def main() -> int:
     """Serve; returns the exit code."""
     folder, cache, lock_file = (Path(argument) for argument in sys.argv[1:4])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the end of standard input ends us
-    with open("/tmp/.rlboost-cloudlab.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # one bridge, one lab
+    with alone():
         cloud = Cloud(folder, build_image(cache, lock_file))
         _say({"url": cloud.start(0)})
         try:

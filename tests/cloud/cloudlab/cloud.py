@@ -40,6 +40,8 @@ class Record:
     launched_at: float
     role: str | None
     """Its instance profile: what its metadata service would give keys for."""
+    is_bare: bool = False
+    """Whether its image has no Python of the system's, and no cache."""
     booted_at: float | None = None
     ended_at: float | None = None
     problem: str = ""
@@ -95,7 +97,7 @@ class Cloud:
         self._refused = set(regions)
 
     def bare_images(self, count: int) -> None:
-        """Boot the next `count` machines from an image whose system has no Python."""
+        """Boot the next `count` spot machines from an image whose system has no Python, and no cache."""
         self._bare_left = count
 
     def reclaim(self, id: str, how: str) -> None:
@@ -145,13 +147,13 @@ class Cloud:
 
     def _boot(self, region: str, instance: Any) -> None:
         record = _record(region, instance)
-        self.records[record.id] = record
         is_bare = record.is_spot and self._bare_left > 0
         self._bare_left -= is_bare
+        record = self.records[record.id] = replace(record, is_bare=is_bare)
         text = _user_data(instance.user_data)
         user, keys = _access(text)
         machine = Machine(
-            record.id[-10:], record.address, user, keys, replace(self._image, has_python=not is_bare),
+            record.id[-10:], record.address, user, keys, self._image.bare if is_bare else self._image,
             self._folder / "machines", text if text.startswith("#!") else "",
         )  # fmt: skip
         self._machines[record.id] = machine

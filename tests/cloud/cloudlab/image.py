@@ -1,8 +1,9 @@
-"""The lab's machine image and package mirror, made once and kept: some minutes and about 1.5 GB.
+"""The lab's machine image and package mirror, made once and kept: a minute or two, and about 2.5 GB.
 
 The image has what a cloud's has once SkyPilot's own runtime is on it (uv, Ray, SkyPilot's dependencies): the
-machines of the lab reach no network. Packages of ours are never in it: those are deployed for real, from the
-mirror. Only package registries are asked, by pip and uv as set up on the host.
+machines of the lab reach no network. Over it lies a cache, as an image of a user's own may have one: our
+runtime's installation. Machines without it are deployed from nothing, from the mirror. Only package
+registries are asked, by pip and uv as set up on the host.
 """
 
 from __future__ import annotations
@@ -14,27 +15,20 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
+from cloudlab.cache import make_cache
 from cloudlab.machine import USER_ID, Image
 
 SKYPILOT = "0.14.1"
 _BAKE = Path(__file__).with_name("bake.sh")
 _TIMEOUT_S = 900
-_PYTHON = {
-    "name": "cpython",
-    "arch": {"family": "x86_64", "variant": None},
-    "os": "linux",
-    "libc": "gnu",
-    "major": 3,
-    "minor": 11,
-    "patch": 2,
-    "prerelease": "",
-    "url": "file:///var/wheels/cpython.tar.gz",
-    "sha256": None,
-    "variant": None,
-    "build": "20260101",
-}
+_PYTHON = Path("/usr")
+"""Where the machines' Python 3.11 comes from: they see the libraries that the host's own needs."""
 _UV = """\
 no-index = true
 find-links = ["/var/wheels"]
@@ -42,22 +36,42 @@ python-downloads-json-url = "/var/wheels/python.json"
 """
 
 
+def cache_folder() -> Path:
+    """Return where what takes minutes to make is kept."""
+    return Path(os.environ.get("RLBOOST_CLOUDLAB_CACHE", "~/.cache/rlboost-cloudlab")).expanduser()
+
+
 def build_image(cache: Path, lock: Path) -> Image:
-    """Return the image with the packages of `lock` on its mirror; takes minutes where `cache` lacks it."""
+    """Return the image with the packages of `lock` on its mirror; takes minutes where `cache` lacks it.
+
+    One lab at a time. Raises `RuntimeError` with what failed.
+    """
+    if not (_PYTHON / "bin/python3.11").exists():
+        raise RuntimeError(
+            "the lab's machines are given the system's Python 3.11, and there is none: make cloudlab"
+        )
     home, wheels = cache / f"home-{_digest(_BAKE)}", cache / f"wheels-{_digest(lock)}"
-    if not home.exists():
-        _make(home, lambda draft: _bake(draft))
-    if not wheels.exists():
-        _make(wheels, lambda draft: _mirror(draft, lock, home / "ubuntu" / ".python"))
-    return Image(home, wheels)
+    installed = cache / f"installed-{_digest(_BAKE, lock)}"
+    with ThreadPoolExecutor(2) as pool:
+        baked = pool.submit(_make, home, _bake)
+        mirrored = pool.submit(_make, wheels, lambda draft: _mirror(draft, lock))
+        baked.result()
+        mirrored.result()
+    image = Image(home, wheels)
+    _make(installed, lambda draft: make_cache(draft, image))
+    return replace(image, cache=installed)
 
 
-def _make(target: Path, fill) -> None:
+def _make(target: Path, fill: Callable[[Path], None]) -> None:
+    if target.exists():
+        return
+    began = time.monotonic()
     draft = target.with_name(target.name + ".draft")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
     fill(draft)
     draft.rename(target)
+    print(f"{target.name}: made in {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
 
 
 def _bake(draft: Path) -> None:
@@ -65,14 +79,28 @@ def _bake(draft: Path) -> None:
     _run(["unshare", "--mount", "bash", str(_BAKE), str(draft), str(uv), SKYPILOT, str(USER_ID)])
 
 
-def _mirror(draft: Path, lock: Path, python: Path) -> None:
+def _mirror(draft: Path, lock: Path) -> None:
     """Fill the mirror: wheels, and a Python for uv to fetch where the system has none."""
-    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps"]
-    _run([*build, "--wheel-dir", str(draft), "--requirement", str(lock)])
+    _run([sys.executable, "-m", "pip", "wheel", "-q", "--wheel-dir", str(draft), "--requirement", str(lock)])
     with tarfile.open(draft / "cpython.tar.gz", "w:gz", compresslevel=1) as archive:
-        archive.add(python, "python", filter=_movable)
-    (draft / "python.json").write_text(json.dumps({"cpython-3.11.2-linux-x86_64-gnu": _PYTHON}))
+        for part in ("bin/python3.11", "lib/python3.11"):
+            archive.add(_PYTHON / part, f"python/{part}", filter=_movable)
+    version = _run(
+        [str(_PYTHON / "bin/python3.11"), "-c", "import platform; print(platform.python_version())"]
+    )
+    (draft / "python.json").write_text(json.dumps(_downloads(version.strip())))
     (draft / "uv.toml").write_text(_UV)
+
+
+def _downloads(version: str) -> dict[str, object]:
+    """Return the list of Pythons that uv may fetch."""
+    major, minor, patch = version.split(".")
+    python = {
+        "name": "cpython", "arch": {"family": "x86_64", "variant": None}, "os": "linux", "libc": "gnu",
+        "major": int(major), "minor": int(minor), "patch": int(patch), "prerelease": "",
+        "url": "file:///var/wheels/cpython.tar.gz", "sha256": None, "variant": None, "build": "20260101",
+    }  # fmt: skip
+    return {f"cpython-{version}-linux-x86_64-gnu": python}
 
 
 def _movable(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
@@ -80,7 +108,7 @@ def _movable(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
     return None if entry.linkname.startswith("/") or "__pycache__" in entry.name else entry
 
 
-def _run(command: list[str]) -> None:
+def _run(command: list[str]) -> str:
     done = subprocess.run(
         command,
         capture_output=True,
@@ -93,7 +121,8 @@ def _run(command: list[str]) -> None:
         raise RuntimeError(
             f"{' '.join(command[:4])}... failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
         )
+    return done.stdout
 
 
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+def _digest(*paths: Path) -> str:
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:12]

@@ -8,13 +8,16 @@ boundary: the kernel and the read-only system folders are shared.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
 import socket
 import subprocess
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 BRIDGE = "rlblab0"
@@ -28,8 +31,19 @@ _INIT = Path(__file__).with_name("machine_init.sh")
 
 
 def run(*command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    """Run a short system command."""
-    return subprocess.run(command, check=check, capture_output=True, text=True, timeout=30)
+    """Run a short system command. Raises `RuntimeError` with its words, where `check` is set."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    if check and done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}; the lab needs to be root on Linux")
+    return done
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Wait until no other lab is there, and keep others away: there is one bridge."""
+    with open("/tmp/.rlboost-cloudlab.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def raise_bridge() -> None:
@@ -37,6 +51,11 @@ def raise_bridge() -> None:
     run("ip", "link", "add", BRIDGE, "type", "bridge")
     run("ip", "addr", "add", f"{GATEWAY}/16", "dev", BRIDGE)
     run("ip", "link", "set", BRIDGE, "up")
+
+
+def lower_bridge() -> None:
+    """Remove it."""
+    run("ip", "link", "del", BRIDGE, check=False)
 
 
 def sweep(folder: Path) -> None:
@@ -47,7 +66,7 @@ def sweep(folder: Path) -> None:
             for pid in run("ip", "netns", "pids", name, check=False).stdout.split():
                 _kill(int(pid))
             run("ip", "netns", "del", name, check=False)
-    run("ip", "link", "del", BRIDGE, check=False)
+    lower_bridge()
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -66,8 +85,20 @@ class Image:
     """Becomes /home, copy-on-write."""
     wheels: Path
     """Becomes /var/wheels: packages of the region's mirror, read-only."""
+    cache: Path | None = None
+    """Lies over `home`: what an installation of our runtime left there."""
     has_python: bool = True
     """Whether the system has a Python."""
+
+    @property
+    def bare(self) -> Image:
+        """The same without a Python of the system's, and without a cache."""
+        return replace(self, cache=None, has_python=False)
+
+    @property
+    def layers(self) -> str:
+        """What /home consists of, for overlayfs."""
+        return str(self.home) if self.cache is None else f"{self.cache}:{self.home}"
 
 
 class Machine:
@@ -132,11 +163,15 @@ class Machine:
 
     def shell(self, script: str) -> str:
         """Run a script as root inside, as somebody at its console would; return what it printed."""
-        assert self._process is not None
-        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
-        inside = ("nsenter", "-t", children[0], "-a", "--root", "--wd", "bash", "-c", script)
+        inside = self.command("bash", "-c", script)
         done = subprocess.run(inside, capture_output=True, text=True, timeout=60, check=False)
         return done.stdout + done.stderr
+
+    def command(self, *words: str) -> list[str]:
+        """Return what runs a command as root inside."""
+        assert self._process is not None
+        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
+        return ["nsenter", "-t", children[0], "-a", "--root", "--wd", *words]
 
     def _plug_in(self) -> None:
         namespace, link = self._namespace, self._link
@@ -155,7 +190,7 @@ class Machine:
             *("setpriv", "--pdeathsig", "KILL", "ip", "netns", "exec", self._namespace),
             *("unshare", "--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child"),
             *("bash", str(_INIT), str(self._folder), self.name, self.user, str(USER_ID)),
-            *(str(self._image.home), str(self._image.wheels), "yes" if self._image.has_python else "no"),
+            *(self._image.layers, str(self._image.wheels), "yes" if self._image.has_python else "no"),
         ]
 
     def _answers(self) -> bool:

@@ -1,13 +1,13 @@
 # First process of a lab machine, inside its namespaces: makes the root and becomes sshd.
 set -eu
-folder=$1 name=$2 user=$3 uid=$4 home=$5 wheels=$6 has_python=$7
+folder=$1 name=$2 user=$3 uid=$4 home_layers=$5 wheels=$6 has_python=$7
 
 mount --make-rprivate /
-mount -t tmpfs -o size=6g tmpfs "$folder"
+mount -t tmpfs -o size=12g tmpfs "$folder"
 mkdir "$folder"/{upper,work,root,home,home.work}
 root=$folder/root
 mount -t overlay -o lowerdir=/,upperdir="$folder/upper",workdir="$folder/work" overlay "$root"
-mount -t overlay -o lowerdir="$home",upperdir="$folder/home",workdir="$folder/home.work" overlay "$root/home"
+mount -t overlay -o lowerdir="$home_layers",upperdir="$folder/home",workdir="$folder/home.work" overlay "$root/home"
 mount -t proc proc "$root/proc"
 mount --rbind /dev "$root/dev"
 mount --rbind /sys "$root/sys"
