@@ -94,7 +94,7 @@ e2e: ## whole runs: on this machine, then through the real SkyPilot
 	@$(MAKE) e2e-cloud
 
 .PHONY: e2e-local
-e2e-local: $(DEV) ## the CLI from launch to down, with real kills
+e2e-local: $(DEV) sshd ## the CLI from launch to down, with real kills
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m e2e tests/e2e
 
 .PHONY: cloudlab

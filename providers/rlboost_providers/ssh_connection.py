@@ -13,11 +13,11 @@ import json
 import re
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TypeVar
 
 from rlboost_runtime.errors import ConfigError, CredentialsRejected, NoCapacity, ProviderError
 
@@ -30,7 +30,8 @@ KEEPALIVE_S = 10
 
 _HOST = re.compile(r"(?:(?P<user>[^@\s]+)@)?(?P<name>\[[^\]]+\]|[^:@\s]+)(?::(?P<port>\d+))?")
 _NO_KEY = "No authentication methods available"  # paramiko has no class for it
-_RUN = "import sys;n=int(sys.stdin.readline());exec(compile(sys.stdin.read(n),'rlboost','exec'))"
+_RUN = "import sys;i=sys.stdin.buffer;exec(compile(i.read(int(i.readline())),'rlboost','exec'))"
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +73,31 @@ class SshHost:
         self._lock = threading.Lock()
 
     def ask(self, request: Mapping[str, object]) -> dict[str, Any]:
-        """Return the host's answer to `request`.
+        """Return the answer of `ssh_host` to `request`. Raises like `talk`."""
+        program = resources.files("rlboost_providers").joinpath("ssh_host.py").read_bytes()
+        answer: dict[str, Any] = self.talk(program, request, lambda said: json.loads(said.read()))
+        return answer
+
+    def talk(
+        self,
+        program: bytes,
+        request: Mapping[str, object],
+        hear: Callable[[BinaryIO], Answer],
+        payload: Iterable[bytes] = (),
+        quiet_s: float = ANSWER_S,
+    ) -> Answer:
+        """Run `program` on the host with one line of JSON and `payload` as its input; return what `hear`
+        makes of its output, which may not pause for `quiet_s`.
 
         Raises `NoCapacity` where the host cannot be reached, `CredentialsRejected` where it or we are
-        refused, `ProviderError` where it answers nonsense.
+        refused, `ProviderError` where it answers nonsense, and what `hear` raises.
         """
         with self._lock:
             try:
                 with _explained(self.host):
                     if not self._clients or not self._clients[-1].get_transport().is_active():
                         self._connect()
-                    return self._talk(request)
+                    return self._talk(program, request, hear, payload, quiet_s)
             except BaseException:
                 self.close()
                 raise
@@ -108,15 +123,28 @@ class SshHost:
             )
         self._clients.append(_open(address, channel))
 
-    def _talk(self, request: Mapping[str, object]) -> dict[str, Any]:
-        program = resources.files("rlboost_providers").joinpath("ssh_host.py").read_text(encoding="utf-8")
+    def _talk(
+        self,
+        program: bytes,
+        request: Mapping[str, object],
+        hear: Callable[[BinaryIO], Answer],
+        payload: Iterable[bytes],
+        quiet_s: float,
+    ) -> Answer:
         session = self._clients[-1].get_transport().open_session(timeout=CONNECT_S)
         with contextlib.closing(session):
-            session.settimeout(ANSWER_S)
+            session.settimeout(quiet_s)
             session.exec_command(f'exec python3 -c "{_RUN}"')
-            session.sendall(f"{len(program)}\n{program}{json.dumps(request)}".encode())
+            session.sendall(f"{len(program)}\n".encode() + program + json.dumps(request).encode() + b"\n")
+            for part in payload:
+                session.sendall(part)
             session.shutdown_write()
-            said = session.makefile("rb").read()
+            try:
+                answer, nonsense = hear(session.makefile("rb")), None
+            except ValueError as error:  # perhaps it failed; then it says why
+                nonsense = error
+            if not session.status_event.wait(quiet_s):
+                raise TimeoutError("it says nothing more")
             status = session.recv_exit_status()
             if status != 0:
                 complaint = session.makefile_stderr("rb").read().decode(errors="replace").strip()
@@ -124,7 +152,8 @@ class SshHost:
                     f"{self.host} could not do it (status {status}): {complaint.splitlines()[-1:]}",
                     f"see whether `ssh {self.host} python3 --version` says 3.9 or later",
                 )
-        answer: dict[str, Any] = json.loads(said)
+            if nonsense is not None:
+                raise nonsense
         return answer
 
 

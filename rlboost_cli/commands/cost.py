@@ -21,14 +21,17 @@ def cost(
     Example: rlboost cost quickstart --json
     """
     from rlboost_cli.money.costs import report_of
+    from rlboost_cli.runs.elsewhere import look_at
     from rlboost_cli.terminal import output
     from rlboost_runtime.errors import ConfigError
     from rlboost_runtime.run_index import find_run
 
     if as_json and as_csv:
         raise ConfigError("both --json and --csv were given", "leave one of them out")
+    folder = find_run(run)
+    look_at(folder, output.progress, ledger=True)
     with output.working("adding up what the run cost"):
-        report = report_of(find_run(run))
+        report = report_of(folder)
     if as_json:
         output.as_json(report)
     elif as_csv:

@@ -38,13 +38,13 @@ def launch(
     from rlboost_cli.runs.target import find_target
     from rlboost_cli.terminal import output
 
-    target = find_target(job_or_run, resume=resume)
+    target = find_target(job_or_run, resume=resume, say=output.progress)
     plan = launch_plan(target.job.name if target.run is None else target.run.name, target.job)
     for line in describe_plan(plan):
         output.progress(line)
     _ask(plan, yes=yes)
     with output.working("copying the job's files"):
-        found = target.prepare(resume=resume)
+        found = target.prepare(resume=resume, say=output.progress)
     output.found_run(found)
     try:
         want_training(found.run)
@@ -88,6 +88,11 @@ def _finish(run: RunFolder) -> None:
     from rlboost_cli.terminal import output
 
     outcome = outcome_of(run)
+    if run.head.exists():
+        from rlboost_cli.head.control import come_home
+
+        with output.working() as say:
+            come_home(run, say)
     with output.working("adding up what the run cost"):
         report = report_of(run)
     output.outcome(run, outcome, run_status(run).data, report)

@@ -33,6 +33,7 @@ def logs(
     """
     import time
 
+    from rlboost_cli.runs.elsewhere import looking_at
     from rlboost_cli.runs.log_files import Tail
     from rlboost_cli.terminal import output
     from rlboost_runtime.run_index import find_run, is_open
@@ -40,11 +41,13 @@ def logs(
     folder = find_run(run)
     tail = Tail(folder, instance, lines)
     try:
-        while True:
-            ended = not is_open(folder)  # before reading: what was written by then is shown
-            output.log_text(tail.read(), folder.logs)
-            if not follow or ended:
-                return
-            time.sleep(0.25)
+        with looking_at(folder, output.progress, logs=True) as look:
+            while True:
+                look()
+                ended = not is_open(folder)  # before reading: what was written by then is shown
+                output.log_text(tail.read(), folder.logs)
+                if not follow or ended:
+                    return
+                time.sleep(0.25)
     except KeyboardInterrupt:
         raise typer.Exit(0) from None

@@ -50,6 +50,11 @@ def preempt(
             f"run {run} has ended and has no instance {instance or 'any more'}",
             "rlboost status lists open runs",
         )
+    if folder.head.exists():
+        from rlboost_cli.head import control
+
+        output.show(control.preempt(folder, instance, notice))
+        return
     if instance is None:
         instance = _preempt_busiest(folder, notice)
     else:

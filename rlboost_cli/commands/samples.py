@@ -25,11 +25,14 @@ def samples(
 
     Example: rlboost samples quickstart --step 10
     """
+    from rlboost_cli.runs.elsewhere import look_at
     from rlboost_cli.runs.sample_file import sample_lines, samples_of
     from rlboost_cli.terminal import output
     from rlboost_runtime.run_index import find_run
 
-    found = samples_of(find_run(run), step)
+    folder = find_run(run)
+    look_at(folder, output.progress, logs=True)
+    found = samples_of(folder, step)
     if json:
         output.as_json(found)
     else:

@@ -26,6 +26,7 @@ def status(
 
     Example: rlboost status quickstart --watch
     """
+    from rlboost_cli.runs.elsewhere import look_at_open
     from rlboost_cli.runs.run_status import run_status, runs_table
     from rlboost_cli.terminal import output
     from rlboost_runtime.errors import ConfigError
@@ -34,6 +35,8 @@ def status(
     if watch and (run is None or as_json):
         raise ConfigError("--watch follows one run on the screen", "name the run, and leave --json out")
     if run is None:
+        with output.working("asking the heads of open runs"):
+            look_at_open(output.progress)
         rows = runs_table()
         if as_json:
             output.as_json({"runs": rows})

@@ -28,9 +28,9 @@ def up(
     from rlboost_cli.runs.target import find_target
     from rlboost_cli.terminal import output
 
-    target = find_target(job, resume=False)
+    target = find_target(job, resume=False, say=output.progress)
     with output.working("copying the job's files"):
-        found = target.prepare(resume=False)
+        found = target.prepare(resume=False, say=output.progress)
     output.found_run(found)
     with output.working() as say:
         bring_up(found.run, say)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlboost_cli.runs.liveness import is_supervised
 from rlboost_cli.runs.run_status import RunStatus, run_status
 from rlboost_cli.runs.supervision import log_tail
 from rlboost_runtime.errors import RuntimeFault
 from rlboost_runtime.run_folder import RunFolder, read_json
+
+if TYPE_CHECKING:
+    from rlboost_cli.head.connection import Head
 
 EVERY_S = 1.0
 """Between two looks: the coordinator counts its rates anew once a second."""
@@ -24,13 +28,25 @@ def follow(run: RunFolder, every_s: float = EVERY_S) -> Iterator[RunStatus]:
 
     Raises `RuntimeFault` once nothing runs it any more although it has not ended.
     """
+    with contextlib.ExitStack() as stack:
+        head = stack.enter_context(_head_of(run)) if run.head.exists() else None
+        yield from _follow(run, every_s, head)
+
+
+def _head_of(run: RunFolder) -> Head:
+    from rlboost_cli.head.connection import Head
+
+    return Head(run)
+
+
+def _follow(run: RunFolder, every_s: float, head: Head | None) -> Iterator[RunStatus]:
     alone_since: float | None = None
     while True:
-        status = run_status(run)
+        status = run_status(run, head=head)
         yield status
         if status.has_ended:
             return
-        if status.is_live or is_supervised(run):
+        if status.is_live or not status.is_reached or is_supervised(run):
             alone_since = None
         elif alone_since is None:
             alone_since = time.monotonic()

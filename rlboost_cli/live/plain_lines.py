@@ -45,7 +45,8 @@ class NewLines:
             return []
         if status.problem is None:
             return ["the coordinator answers again"]
-        return [status.problem + ("; it is started again" if status.is_supervised else "")]
+        is_started = status.is_supervised and status.is_reached
+        return [status.problem + ("; it is started again" if is_started else "")]
 
     def _phases(self, data: dict[str, Any]) -> list[str]:
         """Before the first step there are no steps to tell of."""

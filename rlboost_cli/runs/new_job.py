@@ -66,6 +66,13 @@ def closing_words(path: Path, template: str) -> list[str]:
             f"  type   rlboost check {path}      names each line that is not in this version yet",
             "         rlboost init mine.yaml    writes a job that runs here and now",
         ]
+    if rlboost_templates.ALIASES.get(template, template) != "laptop":
+        return [
+            f"wrote {path}",
+            "  edit   name, model, data, reward, both hosts fields and budget",
+            f"  type   rlboost check {path}     every mistake, by line",
+            f"         rlboost launch {path}    brings it to its machines, runs and watches it",
+        ]
     return [
         f"wrote {path}",
         "  edit   name, data and reward; it also runs as it is",

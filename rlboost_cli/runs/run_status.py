@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlboost_cli.runs.liveness import is_supervised
 from rlboost_runtime.core.money import MICRO_USD_PER_USD
 from rlboost_runtime.errors import NotFound
 from rlboost_runtime.run_folder import RunFolder, read_json
 from rlboost_runtime.run_index import all_runs
+
+if TYPE_CHECKING:
+    from rlboost_cli.head.connection import Head
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +33,17 @@ class RunStatus:
     """Why the coordinator does not answer; None where it does, or has nothing left to do."""
     is_supervised: bool = True
     """Whether somebody restarts the run's processes; not asked of a run that has ended."""
+    is_reached: bool = True
+    """Whether the head answers; a run goes on without the laptop, so that silence says nothing about it."""
 
 
-def run_status(run: RunFolder, timeout_s: float = 2.0) -> RunStatus:
-    """Return one run's status; from its files where it has ended or its coordinator does not answer."""
+def run_status(run: RunFolder, timeout_s: float = 2.0, head: Head | None = None) -> RunStatus:
+    """Return one run's status; from its files where it has ended or its coordinator does not answer.
+
+    `head`: an open conversation with a head elsewhere.
+    """
+    if run.head.exists():
+        return _status_elsewhere(run, head)
     ended = run.outcome.exists()
     problem = None
     if not ended:
@@ -72,6 +82,26 @@ def spent_micro_usd(run: RunFolder) -> int | None:
         return ledger.total_micro_usd(time.time())
     finally:
         ledger.close()
+
+
+def _status_elsewhere(run: RunFolder, head: Head | None) -> RunStatus:
+    """Return the status that the head elsewhere has now, or that it had when it was last seen."""
+    from rlboost_cli.head.mirror import is_live, refresh_if_elsewhere
+
+    silence = refresh_if_elsewhere(run, head=head)
+    ended, live = run.outcome.exists(), silence is None and is_live(run)
+    problem = silence
+    if silence is None and not ended and not live:
+        problem = f"the coordinator of {run.name} does not answer on its head"
+    return RunStatus(
+        _stored(run),
+        is_live=live and not ended,
+        has_ended=ended,
+        age_s=0.0 if live and not ended else _age_s(run),
+        problem=None if ended else problem,
+        is_supervised=ended or is_supervised(run),
+        is_reached=ended or silence is None,
+    )
 
 
 def _stored(run: RunFolder) -> dict[str, Any]:

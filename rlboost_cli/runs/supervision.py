@@ -39,8 +39,12 @@ def bring_up(run: RunFolder, progress: Callable[[str], None]) -> dict[str, Any]:
     """Start the supervisor where none lives, wait until the coordinator answers, return its first status.
 
     Returns an empty one where the run ended meanwhile: its outcome says why. Raises `RuntimeFault` with the
-    last lines of the log where it does not come up.
+    last lines of the log where it does not come up, and what `head.control` does of a head elsewhere.
     """
+    if run.head.exists():
+        from rlboost_cli.head import control
+
+        return control.bring_up(run, progress)
     child: subprocess.Popen[bytes] | None = None
     deadline = time.monotonic() + START_DEADLINE_S
     with _starting(run):

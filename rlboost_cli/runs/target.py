@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlboost_cli.runs.elsewhere import look_at
 from rlboost_cli.terminal.disk_errors import require_room
 from rlboost_runtime.errors import ConfigError, NotFound
 from rlboost_runtime.job import Job
-from rlboost_runtime.run_create import FoundRun, prepare_run, reopen, resume_run, source_of, stored_job
+from rlboost_runtime.run_create import (
+    FoundRun,
+    newest_run,
+    prepare_run,
+    reopen,
+    resume_run,
+    source_of,
+    stored_job,
+)
 from rlboost_runtime.run_folder import RunFolder, home, read_json
 from rlboost_runtime.run_index import find_run, is_open
 
@@ -23,11 +33,14 @@ class Target:
     run: RunFolder | None
     """The named run; None where a job file was given."""
 
-    def prepare(self, *, resume: bool) -> FoundRun:
-        """Return the run, made or opened again where that is needed.
+    def prepare(self, *, resume: bool, say: Callable[[str], None] = lambda words: None) -> FoundRun:
+        """Return the run, made or opened again where that is needed; a run whose head is elsewhere is looked
+        at first.
 
         Raises `ConfigError`, `NotFound`, and `RuntimeFault` where the disk has no room for a run.
         """
+        if self.run is None and (newest := newest_run(self.job.name)) is not None:
+            look_at(newest, say)
         if self.run is None or not is_open(self.run):
             require_room(home() / "runs")
         if self.run is None:
@@ -40,7 +53,7 @@ class Target:
         return FoundRun(self.run, self.job, is_new=False)
 
 
-def find_target(argument: str, *, resume: bool) -> Target:
+def find_target(argument: str, *, resume: bool, say: Callable[[str], None] = lambda words: None) -> Target:
     """Return what `argument` means: an ended run is resumed with its job file as that is now, if it is there
     still. Raises `ConfigError` (bad job file, ended run) and `NotFound`."""
     path = Path(argument)
@@ -52,6 +65,7 @@ def find_target(argument: str, *, resume: bool) -> Target:
         raise NotFound(
             error.problem, f"give a job file, such as job.yaml, or a run ({error.remedy})"
         ) from None
+    look_at(run, say)
     if not is_open(run) and not resume:
         state = (read_json(run.outcome) or {}).get("state", "ended")
         raise ConfigError(

@@ -43,14 +43,42 @@ class Ending:
 def end_run(run: RunFolder, progress: Callable[[str], None]) -> Ending:
     """End the run; blocks for up to about a minute, while a cloud does not answer for some minutes.
 
-    Raises `RuntimeFault` where something cannot be ended, `ProviderError` where a cloud cannot be asked.
+    Raises `RuntimeFault` where something cannot be ended, `ProviderError` where a cloud cannot be asked, and
+    of a head elsewhere what `head.control.end_run` does.
     """
+    if run.head.exists():
+        from rlboost_cli.head import control
+
+        control.end_run(run, progress)
+        _note_stopped(run)
+        return Ending(True, (), ())
+    return _end_here(run, progress)
+
+
+def end_without_head(run: RunFolder, progress: Callable[[str], None]) -> Ending:
+    """End what the lost head of a run has launched, as far as this machine can reach it, and close the books.
+
+    Raises like `end_run`.
+    """
+    from rlboost_cli.head.mirror import close_mirror
+
+    ended = _end_here(run, progress)
+    close_mirror(run)
+    return ended
+
+
+def _end_here(run: RunFolder, progress: Callable[[str], None]) -> Ending:
     graceful = _ask_coordinator(run, progress)
     progress(f"ending the processes of {run.name} that are left")
     processes = end_all(run.path, TERM_GRACE_S)
     progress(f"ending the machines of {run.name} that are left")
     ended = _end_machines(run, progress)
     close_books(run, ended.views, "ended by rlboost down")
+    _note_stopped(run)
+    return Ending(graceful, tuple(processes), ended.machines)
+
+
+def _note_stopped(run: RunFolder) -> None:
     if not run.outcome.exists():
         outcome = {
             "state": "stopped",
@@ -59,7 +87,6 @@ def end_run(run: RunFolder, progress: Callable[[str], None]) -> Ending:
             "exit_code": 0,
         }
         write_json(run.outcome, outcome)
-    return Ending(graceful, tuple(processes), ended.machines)
 
 
 def _ask_coordinator(run: RunFolder, progress: Callable[[str], None]) -> bool:

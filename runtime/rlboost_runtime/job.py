@@ -223,16 +223,32 @@ class Algorithm(Model):
         return self.prompts_per_step + self.spare_prompts
 
 
+HEAD_ELSEWHERE = ("hosts", "jump_host", "identity_file", "python", "folder")
+"""Fields of `Trainer` that say where a head elsewhere is."""
+
+
 class Trainer(Model):
     """The reserved node."""
 
-    infra: Literal["local"] = "local"
-    """Where it is; local: this machine."""
+    infra: Literal["local", "ssh"] = "local"
+    """Where it is; local: this machine; ssh: the host below, to which everything is brought (docs/head.md):
+    this machine may then be off while the run goes on."""
+    hosts: list[str] = Field(default=[], max_length=1)
+    """ssh: the machine, as USER@HOST, USER@HOST:PORT, or a name from ~/.ssh/config."""
+    jump_host: str | None = None
+    """ssh: a host through which it is reached; null: what ~/.ssh/config says."""
+    identity_file: str | None = None
+    """ssh: a private key; null: the agent's, and those that ssh tries by itself."""
+    python: str | None = None
+    """ssh: the Python there that has rlboost[train] installed; null: it is installed there, with a Python
+    3.11 of its own."""
+    folder: str = "~/.rlboost"
+    """ssh: where everything is kept there."""
     price_usd_per_hour: float = Field(default=0.0, ge=0)
-    """What the cost report charges for this machine: `local` has no price list of its own."""
+    """What the cost report charges for the machine: `local` and `ssh` have no price list of their own."""
     address: str | None = Field(default=None, pattern=r"^[A-Za-z0-9.-]+$")
-    """Name or IP address at which spot machines elsewhere reach this machine, on two TLS ports that the run
-    picks; null: only this machine is served."""
+    """Name or IP address at which spot machines elsewhere reach the machine, on two TLS ports that the run
+    picks; null: for ssh the host's own, for local only this machine is served."""
     script: str | None = None
     """A trainer of your own instead of ours: a Python file that talks with the fleet (docs/own-trainer.md);
     most of `algorithm` and `reward` mean then what it makes of them."""
@@ -258,6 +274,26 @@ class Trainer(Model):
     """Steps from one checkpoint to the next; a restarted trainer repeats the steps since the last."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Newest checkpoints kept on disk."""
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the head is another machine than the one on which the user types."""
+        return self.infra != "local"
+
+    @model_validator(mode="after")
+    def _place_is_told(self) -> Self:
+        if self.is_elsewhere:
+            if not self.hosts:
+                raise ValueError(f"hosts is missing, but infra is {self.infra}; add hosts: [ME@MACHINE]")
+            if self.nodes > 1:
+                raise ValueError(f"nodes is {self.nodes}, but a head elsewhere is one machine; write 1")
+            return self
+        for name in HEAD_ELSEWHERE:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"{name} is for a head elsewhere, but infra is local; write infra: ssh, or remove it"
+                )
+        return self
 
     @model_validator(mode="after")
     def _nodes_can_meet(self) -> Self:
@@ -554,6 +590,13 @@ class Job(Model):
     """How weights reach the instances."""
     files: list[str] = []
     """Further files that the reward function needs, relative to the job file."""
+    requirements: list[str] = []
+    """What pip is to install on a head elsewhere for the reward function, such as sympy==1.14."""
+    env: dict[str, str] = {}
+    """Environment variables of the processes on the head; spot machines are not given them."""
+    secrets: list[str] = []
+    """Names of further ones, whose values are taken from the environment in which you type, such as
+    HF_TOKEN; kept beside the run's token, never in the job."""
     output: str | None = Field(default=None, pattern=r"^((s3|gs|az)://[^/]+|file:///|/).*$")
     """s3://BUCKET/PREFIX, gs://..., az://..., or a folder by its whole path: checkpoints and the final model
     are copied there, under the run's name; null: they stay in the run's folder."""
@@ -565,6 +608,26 @@ class Job(Model):
     """Where step metrics go beside `metrics.jsonl`."""
     evidence: Evidence = Evidence()
     """What is kept so that a run can be audited."""
+
+    @model_validator(mode="after")
+    def _head_is_told_all(self) -> Self:
+        if self.requirements and not self.trainer.is_elsewhere:
+            raise ValueError(
+                "requirements are for a head elsewhere, but trainer.infra is local: rewards run in this"
+                " Python; install them here, and remove it"
+            )
+        if self.requirements and self.trainer.python is not None:
+            raise ValueError(
+                f"requirements are not installed into a Python of yours, {self.trainer.python}; install them"
+                " there, and remove it"
+            )
+        for field, names in (("env", self.env), ("secrets", self.secrets)):
+            for name in names:
+                if not name.isidentifier() or not name.isascii():
+                    raise ValueError(f"{field} has {name!r}, no name of a variable; write one like HF_TOKEN")
+        if twice := [name for name in self.secrets if name in self.env]:
+            raise ValueError(f"secrets has {twice[0]}, and so has env; remove one of them")
+        return self
 
     def canonical_json(self) -> str:
         """Return the resolved job as JSON: equal text means the same job."""

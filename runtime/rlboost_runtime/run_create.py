@@ -27,7 +27,9 @@ from pathlib import Path, PurePosixPath
 
 from rlboost_runtime.errors import DISK_ERRNOS, ConfigError, NotFound, RuntimeFault
 from rlboost_runtime.head_address import HeadAddress, write_address
+from rlboost_runtime.head_place import keep_place
 from rlboost_runtime.job import Job, PromptFile, read_resolved
+from rlboost_runtime.job_environment import gather, keep
 from rlboost_runtime.run_folder import RunFolder, write_atomically
 from rlboost_runtime.run_index import is_open
 from rlboost_runtime.security import create_secrets
@@ -39,10 +41,11 @@ _MAY_CHANGE = (
     *("budget.", "algorithm.steps:", "reward_timeout_s:", "reward_processes:", "reward_memory_mib:"),
     *("algorithm.micro_batch_responses:", "rollout.engine_args.max_running:"),
     *("trainer.keep_checkpoints:", "trainer.checkpoint_every_steps:", "output:"),
+    *("env.", "env:", "secrets", "requirements"),
 )
 """Fields that may differ when an ended run is resumed: to spend more, to train longer, to wait longer for a
-reward, to need less memory or disk, and to keep copies elsewhere. None of them changes what was trained so
-far."""
+reward, to need less memory or disk, to keep copies elsewhere, and for what rewards need. None of them changes
+what was trained so far."""
 _TOLD_DIFFERENCES = 5
 
 
@@ -91,6 +94,11 @@ def resume_run(run: RunFolder, job_file: Path, job: Job) -> FoundRun:
     return found
 
 
+def newest_run(name: str) -> RunFolder | None:
+    """Return the newest run of a job called `name`; None where there is none."""
+    return next(iter([*_runs_named(name)][::-1]), None)
+
+
 def source_of(run: RunFolder) -> Path | None:
     """Return the job file that the run was made from, or None where it is no more."""
     try:
@@ -117,6 +125,7 @@ def reopen(run: RunFolder) -> None:
     Nobody is left who knows its ports, so that it takes free ones: another program may have the old ones.
     """
     if run.outcome.exists():
+        _keep_environment(run, stored_job(run))
         for endpoint in (run.endpoint, run.weights_endpoint):
             endpoint.unlink(missing_ok=True)
         run.ending.unlink(missing_ok=True)  # first: an open run that has it would only be wound up
@@ -279,7 +288,7 @@ def _make(run: RunFolder, job_file: Path, job: Job) -> RunFolder | None:
 
 
 def _fill(draft: RunFolder, job_file: Path, job: Job) -> None:
-    if job.rollout.engine == "vllm" and job.trainer.infra == "local":
+    if job.rollout.engine == "vllm" and not job.trainer.is_elsewhere:
         find_engine_python(job.rollout.engine_args.python)  # better now than in every agent's log
     for folder in (draft.path, draft.files, draft.logs, draft.processes):
         folder.mkdir(mode=0o700)
@@ -288,9 +297,22 @@ def _fill(draft: RunFolder, job_file: Path, job: Job) -> None:
     copy_files(job, job_file.parent, draft.files)
     draft.job_json.write_text(job.model_copy(update={"name": draft.name}).canonical_json())
     read_resolved(draft.job_json)  # what cannot be read back must not become a run
+    _keep_environment(draft, job)
+    if job.trainer.is_elsewhere:
+        keep_place(draft, job)  # the rest is made there
+        return
     if job.trainer.address is not None:
         write_address(draft, HeadAddress(job.trainer.address))
     create_secrets(draft)
+
+
+def _keep_environment(run: RunFolder, job: Job) -> None:
+    """Keep the job's variables where its head is this machine; else only see that there are all."""
+    if job.trainer.is_elsewhere:
+        gather(job)
+    else:
+        run.environment.parent.mkdir(mode=0o700, exist_ok=True)
+        keep(run, job)
 
 
 def _copy(source: Path, name: str, target: Path) -> None:

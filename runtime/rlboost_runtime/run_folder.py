@@ -8,7 +8,7 @@ there is named below; everybody else only reads it.
     job.yaml          the job file as the user gave it                      CLI
     job_source        where that file was, one line: read again on resume   CLI
     job.json          resolved job; `files/` the user's files it names      CLI
-    secrets/          token, key.pem, cert.pem (folder 700, files 600)      CLI
+    secrets/          token, key.pem, cert.pem, environment.json (folder 700, files 600)      CLI
     address.json      {"host", ...}: where machines elsewhere reach the head; see `head_address`       CLI
     endpoint.json     {"url"}: where the coordinator listens; kept through restarts      coordinator
     weights_endpoint.json  {"url"}: where the weight server listens; likewise       weight server
@@ -30,6 +30,9 @@ there is named below; everybody else only reads it.
                       absent otherwise                                      trainer
     processes/        supervisor.json, coordinator.json, ...: {"pid", "started_at"}        supervisor
     logs/             a file per process; logs/machines/ID/ per machine
+    head.json         {"host", ...}: where the run's head is, if not here; the rest of the folder is then
+                      what was last seen of the one there                   CLI
+    mirror.json       what of that was fetched, and when                    CLI
     cloud/            what providers keep of their machines, the local market's state     providers
                       bought.json: the offer that each machine was bought as coordinator
 """
@@ -99,6 +102,21 @@ class RunFolder:
     def certificate(self) -> Path:
         """TLS certificate; clients trust this one and no other."""
         return self.path / "secrets" / "cert.pem"
+
+    @property
+    def environment(self) -> Path:
+        """Environment variables of the run's processes, secrets among them."""
+        return self.path / "secrets" / "environment.json"
+
+    @property
+    def head(self) -> Path:
+        """Where the run's head is; absent where it is this machine."""
+        return self.path / "head.json"
+
+    @property
+    def mirror(self) -> Path:
+        """What was last fetched from a head elsewhere."""
+        return self.path / "mirror.json"
 
     @property
     def endpoint(self) -> Path:

@@ -33,6 +33,7 @@ from rlboost_providers.registry import provider_for
 from rlboost_runtime.coordinator.closing import close_books
 from rlboost_runtime.errors import DISK_ERRNOS, RLBoostError, RuntimeFault
 from rlboost_runtime.job import Job, read_resolved
+from rlboost_runtime.job_environment import kept
 from rlboost_runtime.last_word import give_up_reserve, reserve, write_outcome
 from rlboost_runtime.logs import Explanation, event, explain, last_explanation, last_line, setup
 from rlboost_runtime.process_tags import kill_tagged
@@ -283,6 +284,7 @@ def _supervise(run: RunFolder) -> int:
             return 0
         identity = run.processes / "supervisor.json"
         write_identity(identity, os.getpid(), psutil.Process().create_time())
+        os.environ.update(kept(run))  # for the run's processes, which inherit it
         try:
             said = asyncio.run(serve(run))
         finally:

@@ -1,7 +1,7 @@
 """Sample job files, shipped as data: `names()` lists them, `text(name)` returns one with its comments.
 
-`laptop` runs as it is. The others are drafts: they follow the job file's contract for machines that this
-version does not launch yet, and say so in their first line.
+`laptop` runs as it is, `own-machines` once its hosts are yours. The others are drafts: they follow the job
+file's contract for machines that this version does not launch yet, and say so in their first line.
 """
 
 from __future__ import annotations

@@ -86,9 +86,25 @@ def sshd_on(folder: Path, home: Path, *, trusted: bool = True) -> Iterator[Sshd]
         f"AuthorizedKeysFile {folder}/authorized_keys\nStrictModes no\nPasswordAuthentication no\n"
         "KbdInteractiveAuthentication no\nPermitRootLogin yes\nMaxStartups 100\n"
     )
-    with (folder / "sshd.log").open("wb") as log:
+    with _serving(folder, home, port, trusted=trusted) as made:
+        yield made
+
+
+@contextmanager
+def switched_on_again(server: Sshd) -> Iterator[Sshd]:
+    """Serve what was stopped: the same machine, its key and its port."""
+    with _serving(server.folder, server.home, server.port, trusted=False) as made:
+        yield made
+
+
+@contextmanager
+def _serving(folder: Path, home: Path, port: int, *, trusted: bool) -> Iterator[Sshd]:
+    assert SSHD is not None
+    with (folder / "sshd.log").open("ab") as log:
         process = subprocess.Popen(
-            [*WITH_US, SSHD, "-D", "-e", "-f", str(config)], stdin=subprocess.DEVNULL, stderr=log
+            [*WITH_US, SSHD, "-D", "-e", "-f", str(folder / "sshd_config")],
+            stdin=subprocess.DEVNULL,
+            stderr=log,
         )
     made = Sshd(port, folder, home, process)
     try:

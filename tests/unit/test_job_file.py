@@ -420,7 +420,7 @@ def test_a_reward_may_be_bound_in_any_way_and_is_never_run(check: Check, folder:
         ("weights: {transfer: lora}", "weights.transfer: found lora, but there are no adapters without algorithm.lora; write it, or another transfer"),
         (
             "trainer: {infra: aws/us-east-1, accelerators: 'H100:8', nodes: 2}",
-            "trainer.infra: found aws/us-east-1, which is not in this version yet; use local",
+            "trainer.infra: found aws/us-east-1, which is not in this version yet; use local or ssh",
         ),
         (
             "trainer: {accelerators: 'H100:8'}",
@@ -429,6 +429,32 @@ def test_a_reward_may_be_bound_in_any_way_and_is_never_run(check: Check, folder:
     ],
 )  # fmt: skip
 def test_things_of_later_versions_are_named_as_such_once(check: Check, text: str, line: str) -> None:
+    assert check(GOOD + text + "\n") == [f"job.yaml:4: {line}"]
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("trainer: {infra: ssh}", "trainer.hosts: is missing, but infra is ssh; add hosts: [ME@MACHINE]"),
+        (
+            "trainer: {hosts: [me@a]}",
+            "trainer.hosts: is for a head elsewhere, but infra is local; write infra: ssh, or remove it",
+        ),
+        (
+            "trainer: {infra: ssh, hosts: [me@a], nodes: 2, node_address: 'a:1'}",
+            "trainer.nodes: is 2, but a head elsewhere is one machine; write 1",
+        ),
+        (
+            "requirements: [sympy]",
+            "requirements: are for a head elsewhere, but trainer.infra is local: rewards run in this Python; install them here, and remove it",
+        ),
+        ("secrets: ['MY KEY']", "secrets: has 'MY KEY', no name of a variable; write one like HF_TOKEN"),
+        ("secrets: [A]\nenv: {A: b}", "secrets: has A, and so has env; remove one of them"),
+    ],
+)  # fmt: skip
+def test_a_head_elsewhere_needs_a_place_and_what_it_alone_has_is_refused_here(
+    check: Check, text: str, line: str
+) -> None:
     assert check(GOOD + text + "\n") == [f"job.yaml:4: {line}"]
 
 

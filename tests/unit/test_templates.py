@@ -19,9 +19,9 @@ from rlboost_runtime.job_file import JobErrors, load_job
 DRAFTS = [name for name in rlboost_templates.names() if rlboost_templates.is_draft(name)]
 RUNNABLE = [name for name in rlboost_templates.names() if name not in DRAFTS]
 LATER: dict[str, set[str]] = {
-    "": {"requirements", "env", "secrets", "after"},
+    "": {"after"},
     "algorithm": {"lora"},
-    "trainer": {"accelerators", "nodes", "hosts"},
+    "trainer": {"accelerators"},
     "rollout": {"tensor_parallel"},
     "rollout.engine_args": {"gpu_memory_utilization"},
     "rollout.spot.any_of": {"accelerators", "via", "hosts", "max_price_usd_per_hour", "egress_usd_per_gb"},
@@ -69,8 +69,8 @@ def known_fields() -> set[tuple[str, str]]:
 
 
 def test_there_is_a_template_for_each_kind_of_place() -> None:
-    assert rlboost_templates.names() == ["laptop", "aws", "gcp", "multi-cloud", "own-machines"]
-    assert RUNNABLE == ["laptop"]
+    assert rlboost_templates.names() == ["laptop", "own-machines", "aws", "gcp", "multi-cloud"]
+    assert RUNNABLE == ["laptop", "own-machines"]
 
 
 @pytest.mark.parametrize("name", rlboost_templates.names())
@@ -159,7 +159,7 @@ def test_init_of_a_draft_does_not_pretend(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (("x.yaml", "--template", "gpc"), "did you mean gcp?"),
-        (("x.yaml", "--template", "moon"), "there are laptop, aws"),
+        (("x.yaml", "--template", "moon"), "there are laptop, own-machines"),
         (("no/such/folder/x.yaml",), "No such file or directory"),
     ],
 )

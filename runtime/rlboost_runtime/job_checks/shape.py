@@ -60,9 +60,6 @@ NOT_YET_FIELDS = {
     "trainer.accelerators": "the trainer uses what this machine has",
     "rollout.tensor_parallel": "an engine uses one device",
     "after": "nothing is left running at the end of a local run",
-    "requirements": "rewards run in this Python",
-    "env": "rewards see this environment",
-    "secrets": "rewards see this environment",
 }
 """Fields of later versions, and why a job does without them today."""
 
@@ -70,7 +67,7 @@ CLOUDS = ("aws", "gcp", "azure", "kubernetes", "k8s", "lambda", "nebius", "runpo
 """What `infra` of a machine in a cloud begins with."""
 
 NOT_YET_VALUES = {
-    "trainer.infra": r"(aws|gcp|azure|ssh|kubernetes|k8s|lambda|runpod|nebius)(/.*)?",
+    "trainer.infra": r"(aws|gcp|azure|kubernetes|k8s|lambda|runpod|nebius)(/.*)?",
     "rollout.engine": r"sglang",
 }
 """Values of later versions, as patterns."""

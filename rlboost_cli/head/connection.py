@@ -1,0 +1,155 @@
+"""A conversation with a head elsewhere, over SSH: one connection per command that was typed.
+
+Guarantees: every wait has a deadline; what a person is told names the machine, what it said and what to
+type. The connection is the one of `infra: ssh`: host keys are checked, agent, keys and jump host are those of
+`ssh`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any, BinaryIO
+
+from rlboost_providers.ssh_connection import SshHost
+from rlboost_providers.tags import owner_of
+from rlboost_runtime.errors import CredentialsRejected, ProviderError, RLBoostError, RuntimeFault
+from rlboost_runtime.head_place import kept_place
+from rlboost_runtime.run_folder import RunFolder, home
+
+Say = Callable[[str], None]
+
+COMMAND_S = 180.0
+"""Longest time of a command that is typed there; the commands themselves give up sooner."""
+QUIET_S = 90.0
+"""Longest silence of the machine: it says something every 5 s, once it has come to it."""
+_TIMED_OUT = 124
+
+
+class HeadUnreachable(ProviderError):
+    """The machine does not answer: off, or no way to it. The run may go on there."""
+
+
+class HeadRefused(RLBoostError):
+    """A command failed on the head; `exit_code` is that command's."""
+
+    def __init__(self, problem: str, remedy: str, exit_code: int = 1) -> None:
+        super().__init__(problem, remedy)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True, slots=True)
+class Printed:
+    """What a command there printed."""
+
+    out: str
+    err: str
+
+
+class Head:
+    """The head of one run."""
+
+    def __init__(self, run: RunFolder) -> None:
+        self.run = run
+        self.place = kept_place(run)
+        self._ssh = SshHost(
+            self.place.host, jump_host=self.place.jump_host, identity_file=self.place.identity_file
+        )
+        self._program = resources.files("rlboost_cli.head").joinpath("program.py").read_bytes()
+
+    def ask(
+        self,
+        do: str,
+        *,
+        say: Say = lambda words: None,
+        payload: Iterable[bytes] = (),
+        seconds: float = COMMAND_S,
+        **more: object,
+    ) -> tuple[dict[str, Any], bytes]:
+        """Return the answer of `program` there, and the bytes that came with it.
+
+        Raises `HeadUnreachable`, `CredentialsRejected`, and `RuntimeFault` where the machine cannot do it.
+        """
+        request = {
+            "do": do,
+            "folder": self.place.folder,
+            "python": self.place.python,
+            "owner": owner_of(home()),
+            "run": self.run.name,
+            "seconds": seconds,
+            **more,
+        }
+        try:
+            answer, blob = self._ssh.talk(
+                self._program,
+                request,
+                lambda said: _hear(said, say, time.monotonic() + seconds + QUIET_S),
+                payload,
+                QUIET_S,
+            )
+        except CredentialsRejected:
+            raise
+        except ProviderError as error:
+            raise HeadUnreachable(
+                f"the head of {self.run.name} does not answer: {error.problem}",
+                f"type the same again once `ssh {self.place.host} true` works; a run that was started goes on"
+                " there by itself",
+            ) from error
+        if "problem" in answer:
+            raise RuntimeFault(
+                f"{self.place.host} cannot do it: {answer['problem']}", "correct that there, then type again"
+            )
+        return answer, blob
+
+    def rlboost(
+        self, *arguments: str, environment: Mapping[str, str] | None = None, seconds: float = COMMAND_S
+    ) -> Printed:
+        """Type a command of `rlboost` there. Raises `HeadRefused` where it fails, in its own words."""
+        answer, _ = self.ask(
+            "rlboost", arguments=list(arguments), environment=dict(environment or {}), seconds=seconds
+        )
+        if answer["status"] != 0:
+            raise self._refusal(arguments, answer, seconds)
+        return Printed(answer["out"], answer["err"])
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._ssh.close()
+
+    def __enter__(self) -> Head:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _refusal(self, arguments: tuple[str, ...], answer: dict[str, Any], seconds: float) -> HeadRefused:
+        if answer["status"] == _TIMED_OUT:
+            return HeadRefused(
+                f"`rlboost {arguments[0]}` on {self.place.host} took more than {seconds:.0f} s",
+                f"rlboost logs {self.run.name} shows what was said there; type the same again",
+            )
+        problem, _, remedy = str(answer["err"]).partition("\n\nhint: ")
+        if "error: " in problem:
+            problem = problem.rpartition("error: ")[2]
+        remedy = remedy.strip() or f"rlboost logs {self.run.name} shows what was said there"
+        return HeadRefused(f"on {self.place.host}: {problem.strip()}", remedy, int(answer["status"]))
+
+
+def _hear(said: BinaryIO, say: Say, deadline: float) -> tuple[dict[str, Any], bytes]:
+    """Read what the program says up to its answer. Raises `RuntimeFault` at the deadline, `ValueError` where
+    it ends without one."""
+    for line in iter(said.readline, b""):
+        told = json.loads(line)
+        if "answer" in told:
+            blob = said.read(told["bytes"])
+            if len(blob) != told["bytes"]:
+                raise ValueError("the answer was cut off")
+            return told["answer"], blob
+        if told["say"]:
+            say(told["say"])
+        if time.monotonic() > deadline:
+            raise RuntimeFault("the head is still busy with it", "type the same again")
+    raise ValueError("it said nothing")

@@ -1,0 +1,118 @@
+"""Starting, steering and ending a run whose head is elsewhere: the commands are typed there.
+
+The head's run is an ordinary one, of the `rlboost` that is installed there; a command of it that fails says
+here what it said there, with its exit code. Whatever is cut off can be typed again: what is there is looked
+at first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rlboost_cli.head.artifacts import fetch_results
+from rlboost_cli.head.connection import Head, HeadUnreachable, Say
+from rlboost_cli.head.deployment import install, ship
+from rlboost_cli.head.mirror import is_complete, keep_up, refresh
+from rlboost_runtime.errors import RuntimeFault
+from rlboost_runtime.job_environment import gather
+from rlboost_runtime.run_create import stored_job
+from rlboost_runtime.run_folder import RunFolder, read_json
+
+TEARDOWN_S = 60.0
+"""How long an ended run's processes are waited for, before what it leaves is fetched all the same."""
+END_S = 900.0
+"""Longest end of a run: a cloud that does not answer is asked for some minutes."""
+
+
+def bring_up(run: RunFolder, say: Say) -> dict[str, Any]:
+    """Bring the run to its head and start it there, or find it there; return its first status.
+
+    An empty one where the run ended meanwhile: its outcome says why. Raises `HeadUnreachable`, `HeadRefused`,
+    `CredentialsRejected`, `ConfigError`, `RuntimeFault`.
+    """
+    job = stored_job(run)
+    trains = bool((read_json(run.wanted) or {}).get("train"))
+    with Head(run) as head:
+        say(f"asking {head.place.host} what is there")
+        there, _ = head.ask("look")
+        environment: dict[str, str] = {}
+        if not there["supervised"]:
+            if not there["exists"] or there["ended"]:
+                environment = gather(job)
+            install(head, there, job, say)
+            typed = _what_to_type(run, there, lambda: ship(head, job, say))
+        else:
+            typed = [run.name]
+        say(f"starting {run.name} on {head.place.host}")
+        options = ["launch", *typed, "--detach", "--yes"] if trains else ["up", *typed]
+        head.rlboost(*options, environment=environment)
+        refresh(run, head, ledger=True)
+    return dict(read_json(run.status) or {})
+
+
+def _what_to_type(run: RunFolder, there: dict[str, Any], ship_job: Callable[[], str]) -> list[str]:
+    """Return the arguments by which the head's `rlboost` goes on with the run, or makes it."""
+    if not there["exists"]:
+        return [ship_job()]
+    if there["ended"]:  # it is open here: it is being resumed
+        ship_job()
+        return [run.name, "--resume"]
+    return [run.name]
+
+
+def preempt(run: RunFolder, instance: str | None, notice_s: float | None) -> str:
+    """Take an instance away; return what the head says. Raises like `bring_up`."""
+    arguments = ["preempt", run.name, *([] if instance is None else [instance])]
+    if notice_s is not None:
+        arguments += ["--notice", f"{notice_s:g}"]
+    with Head(run) as head:
+        return head.rlboost(*arguments).out.strip()
+
+
+def end_run(run: RunFolder, say: Say) -> None:
+    """End the run on its head, with all its machines, and fetch what it leaves.
+
+    Raises `HeadUnreachable` where the head does not answer: nothing is known then of what runs there.
+    """
+    with Head(run) as head:
+        try:
+            there, _ = head.ask("look")
+        except HeadUnreachable as silence:
+            if is_complete(run):
+                say(f"note: {silence.problem}; the run had ended")
+                return
+            raise HeadUnreachable(
+                f"{silence.problem}; {run.name} may go on there, and its machines with it",
+                f"type `rlboost down {run.name}` again once it answers; where it is gone for good, add"
+                " --lost-head: what it launched is then ended from here",
+            ) from silence
+        if there["exists"]:
+            say(f"ending {run.name} on {head.place.host}")
+            head.rlboost("down", run.name, "--yes", seconds=END_S)
+            keep_up(run, head)
+            _bring_home(run, head, say)
+    if there["exists"] and not run.outcome.exists():
+        raise RuntimeFault(
+            f"{run.name} was ended on {head.place.host}, but has no outcome there",
+            f"type `rlboost down {run.name}` again",
+        )
+
+
+def come_home(run: RunFolder, say: Say) -> None:
+    """Fetch what the ended run leaves: its books, and what `_bring_home` does. Raises `HeadUnreachable`."""
+    with Head(run) as head:
+        deadline = time.monotonic() + TEARDOWN_S
+        keep_up(run, head)
+        while not is_complete(run) and time.monotonic() < deadline:
+            say(f"waiting until {head.place.host} has ended everything")
+            time.sleep(1)
+            keep_up(run, head)
+        _bring_home(run, head, say)
+
+
+def _bring_home(run: RunFolder, head: Head, say: Say) -> None:
+    """Fetch the final model and the newest checkpoint, where the job has no `output` for them."""
+    if stored_job(run).output is None:
+        fetch_results(run, head, say)

@@ -1,0 +1,143 @@
+"""Bringing a run to its head: our runtime, and the job with all that it names.
+
+The runtime is our own wheel with pinned requirements, installed by `deploy/install.sh` into `FOLDER/venv`
+with a Python 3.11 of its own; done again it takes seconds. The job goes there as it is for that machine:
+`infra: local`, its files and its model folder beside it. What is cut off is begun anew by typing it again.
+"""
+
+from __future__ import annotations
+
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rlboost_cli.head.connection import Head, Say
+from rlboost_providers.ssh_connection import address_of
+from rlboost_runtime.deploy.extras import requirements_of
+from rlboost_runtime.deploy.shipment import common_part
+from rlboost_runtime.errors import ConfigError, RuntimeFault
+from rlboost_runtime.job import Job, LocalOffer
+from rlboost_runtime.run_create import files_of
+from rlboost_runtime.run_folder import RunFolder
+
+INSTALL_S = 1500.0
+"""Longest installation: torch for CUDA is some gigabytes."""
+ROOM_BYTES = 12_000_000_000
+"""What the runtime takes on the head's disk with torch for CUDA, about; less only makes us say so."""
+_BLOCK = 1 << 20
+_PORTABLE_MODEL = "model"
+
+
+def install(head: Head, there: dict[str, Any], job: Job, say: Say) -> None:
+    """Bring the runtime to the head, where it is not that of another run which is going on.
+
+    `there`: what `look` said. Raises `RuntimeFault` with what the installation said last, where it fails.
+    """
+    if head.place.python is not None:
+        if not there["has_python"]:
+            raise ConfigError(
+                f"trainer.python: {head.place.host} has no program {head.place.python}",
+                "name a Python 3.11 there that has rlboost[train], or remove the line to have it installed",
+            )
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        shipment = common_part(Path(folder) / "shipment")
+        (shipment / "requirements.txt").write_text("\n".join(requirements_of(job)) + "\n", encoding="utf-8")
+        if there["busy"] and there["wheel"] != _digest(shipment):
+            raise RuntimeFault(
+                f"{', '.join(there['busy'])} on {head.place.host} runs with another version of RLBoost",
+                "wait until that has ended, or end it; or give this job another trainer.folder",
+            )
+        if not there["has_python"] and there["free_bytes"] < ROOM_BYTES:
+            say(f"note: {head.place.host} has only {there['free_bytes'] / 1e9:.1f} GB free")
+        say(f"installing the runtime on {head.place.host}")
+        answer, _ = head.ask(
+            "install",
+            say=lambda words: say(f"{head.place.host}: {words}"),
+            payload=_packed({path.name: path for path in sorted(shipment.iterdir())}),
+            seconds=INSTALL_S,
+        )
+    if answer["status"] != 0:
+        said = "\n".join(f"  {line}" for line in answer["lines"])
+        late = " in time" if answer["status"] == 124 else f" (status {answer['status']})"
+        raise RuntimeFault(
+            f"the runtime could not be installed on {head.place.host}{late}; it said last:\n{said}",
+            "the machine needs bash, Python 3.8 or later and a way to PyPI (docs/head.md); or install"
+            " rlboost[train] there yourself and name its Python: trainer.python",
+        )
+
+
+def ship(head: Head, job: Job, say: Say) -> str:
+    """Bring the run's job and all that it names; return the path of its job file there."""
+    say(f"copying the job's files to {head.place.host}")
+    name = f"{job.name}.head.yaml"
+    here = dict(_files(head.run, job))
+    with tempfile.TemporaryDirectory() as folder:
+        job_file = Path(folder) / name
+        there = on_its_head(job, head).model_dump_json(exclude_defaults=True)  # JSON is YAML
+        job_file.write_text(there, encoding="utf-8")
+        answer, _ = head.ask("ship", payload=_packed({**here, name: job_file}), seconds=INSTALL_S)
+    return f"{answer['folder']}/{name}"
+
+
+def on_its_head(job: Job, head: Head) -> Job:
+    """Return the job as it is for the machine of its head: a run there, reached at that machine's address."""
+    plain: dict[str, object] = {
+        "infra": "local",
+        "hosts": [],
+        "jump_host": None,
+        "identity_file": None,
+        "python": None,
+        "folder": "~/.rlboost",
+    }
+    if job.trainer.address is None and not all(isinstance(o, LocalOffer) for o in job.rollout.spot.any_of):
+        plain["address"] = address_of(head.place.host).name
+    changes: dict[str, object] = {"trainer": job.trainer.model_copy(update=plain), "requirements": []}
+    if _model_folder(job) is not None:
+        changes["model"] = f"./{job.name}.{_PORTABLE_MODEL}"
+    return job.model_copy(update=changes)
+
+
+def _files(run: RunFolder, job: Job) -> Iterator[tuple[str, Path]]:
+    """Yield what the job names: (name there, file here)."""
+    for name in files_of(job):
+        path = run.files / name
+        for each in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            if each.is_file():
+                yield each.relative_to(run.files).as_posix(), each
+    if (model := _model_folder(job)) is not None:
+        for each in sorted(model.rglob("*")):
+            if each.is_file():
+                yield f"{job.name}.{_PORTABLE_MODEL}/{each.relative_to(model).as_posix()}", each
+
+
+def _model_folder(job: Job) -> Path | None:
+    if isinstance(job.model, str) and Path(job.model).is_dir():
+        return Path(job.model)
+    return None
+
+
+def _packed(files: dict[str, Path]) -> Iterator[bytes]:
+    """Yield a tar archive of `files` (by name) in blocks, without holding it."""
+    for name, path in files.items():
+        with path.open("rb") as file:
+            entry = tarfile.TarInfo(name)
+            entry.size = left = path.stat().st_size
+            yield entry.tobuf(tarfile.PAX_FORMAT)
+            while left:
+                block = file.read(min(_BLOCK, left))
+                if not block:
+                    raise RuntimeFault(f"{path} became shorter while it was copied", "type the same again")
+                left -= len(block)
+                yield block
+            yield bytes(-entry.size % tarfile.BLOCKSIZE)
+    yield bytes(2 * tarfile.BLOCKSIZE)
+
+
+def _digest(shipment: Path) -> str:
+    import hashlib
+
+    (wheel,) = shipment.glob("rlboost-*.whl")
+    return hashlib.sha256(wheel.read_bytes()).hexdigest()

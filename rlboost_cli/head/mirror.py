@@ -1,0 +1,131 @@
+"""What is known here of a run whose head is elsewhere: copies of its small files, fetched when one looks.
+
+Guarantees: after `refresh` the run's folder reads like that of a run of this machine, as of this moment:
+status, outcome, cost and logs are then shown by the same code. Only what has changed is sent. A copy is
+replaced whole or added to; nothing but those files is ever written, whatever the head says. What was fetched
+stays, so that cost and logs can be read when the head is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from typing import Any
+
+from rlboost_cli.head.connection import Head, HeadUnreachable
+from rlboost_cli.runs.liveness import is_supervised
+from rlboost_runtime.errors import ProtocolError
+from rlboost_runtime.run_folder import RunFolder, read_json, write_atomically, write_json
+
+LIVE_S = 10.0
+"""A status is written once a second: one that is older is of a coordinator that does not answer."""
+_WHOLE = frozenset(
+    {"status.json", "outcome.json", "ending.json", "preparing.json", "cloud/bought.json", "ledger.sqlite"}
+)
+_GROWING = re.compile(r"(metrics|samples)\.jsonl|logs(/[A-Za-z0-9_-][A-Za-z0-9._-]*)+")
+
+
+def refresh(run: RunFolder, head: Head, *, ledger: bool = False, logs: bool = False) -> None:
+    """Fetch what has changed; with `ledger` what the run has spent, with `logs` all logs and series.
+
+    Raises `HeadUnreachable`, `CredentialsRejected`.
+    """
+    while True:
+        known = _known(run)
+        answer, blob = head.ask("mirror", known=known, ledger=ledger, logs=logs)
+        _apply(run, known, answer, blob)
+        if not answer["more"]:
+            return
+
+
+def is_live(run: RunFolder) -> bool:
+    """Whether the coordinator worked when the head was last seen, just now."""
+    try:
+        age_s = time.time() - run.status.stat().st_mtime
+    except FileNotFoundError:
+        return False
+    return is_supervised(run) and age_s < LIVE_S
+
+
+def refresh_if_elsewhere(
+    run: RunFolder, *, ledger: bool = False, logs: bool = False, head: Head | None = None
+) -> str | None:
+    """Refresh a run whose head is elsewhere; return why what is here may be old, None where it is not.
+
+    `head`: an open conversation to use. Raises `CredentialsRejected`.
+    """
+    if not run.head.exists() or is_complete(run):
+        return None
+    try:
+        with contextlib.nullcontext(head) if head is not None else Head(run) as one:
+            keep_up(run, one, ledger=ledger, logs=logs)
+    except HeadUnreachable as silence:
+        seen = read_json(run.mirror)
+        told = "nothing was ever fetched from it" if seen is None else f"shown is what was known {_ago(seen)}"
+        return f"{silence.problem}; {told}"
+    return None
+
+
+def keep_up(run: RunFolder, head: Head, *, ledger: bool = False, logs: bool = False) -> None:
+    """Refresh; of a run that has ended for good fetch everything, so that its head is not needed any more."""
+    refresh(run, head, ledger=ledger, logs=logs)
+    if run.outcome.exists() and not is_supervised(run):
+        refresh(run, head, ledger=True, logs=True)
+        close_mirror(run)
+
+
+def close_mirror(run: RunFolder) -> None:
+    """Note that the head has nothing more to say: it is not asked again."""
+    write_json(run.mirror, {**(read_json(run.mirror) or {"at": time.time()}), "complete": True})
+
+
+def is_complete(run: RunFolder) -> bool:
+    """Whether everything was fetched after the run had ended."""
+    return run.outcome.exists() and bool((read_json(run.mirror) or {}).get("complete"))
+
+
+def _ago(seen: dict[str, Any]) -> str:
+    return f"{max(0.0, time.time() - float(seen['at'])):.0f} s ago"
+
+
+def _known(run: RunFolder) -> dict[str, list[int]]:
+    """Return the marks of the copies that are here still."""
+    marks = (read_json(run.mirror) or {}).get("marks", {})
+    return {name: mark for name, mark in marks.items() if (run.path / name).exists()}
+
+
+def _apply(run: RunFolder, known: dict[str, list[int]], answer: dict[str, Any], blob: bytes) -> None:
+    at = 0
+    for told in answer["files"]:
+        part, at = blob[at : at + told["bytes"]], at + told["bytes"]
+        _take(run, told, part)
+        known[told["name"]] = told["mark"]
+    for name in answer["gone"]:
+        if name in _WHOLE:
+            (run.path / name).unlink(missing_ok=True)
+            known.pop(name, None)
+    seen = {"at": time.time(), "supervised": bool(answer["supervised"]), "marks": known}
+    write_json(run.mirror, seen)
+
+
+def _take(run: RunFolder, told: dict[str, Any], part: bytes) -> None:
+    name, offset = str(told["name"]), told["offset"]
+    path = run.path / name
+    if name not in _WHOLE and (_GROWING.fullmatch(name) is None or offset is None):
+        raise ProtocolError(
+            f"the head of {run.name} sends {name!r}, which nobody asked for",
+            "see that it is the right machine",
+        )
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if name in _WHOLE:
+        write_atomically(path, part)
+    else:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+        with os.fdopen(fd, "wb") as file:
+            file.truncate(offset)
+            file.seek(offset)
+            file.write(part)
+    changed_at = time.time() - float(told["age"])
+    os.utime(path, (changed_at, changed_at))

@@ -1,0 +1,333 @@
+"""The part that runs on a head elsewhere: sent over the connection, nothing of it is installed there.
+
+Standard library only, Python 3.8 and later, Linux. It reads one line of JSON from standard input, then a tar
+archive where the request has one, and answers in lines of JSON: {"say": ...} while it works, so that a long
+wait is told from a lost connection, and {"answer": ..., "bytes": N} last, followed by N bytes.
+
+Under `FOLDER` (default ~/.rlboost) lie the runtime (`venv/`) and one home of `rlboost` for each laptop,
+`heads/OWNER/`, with `shipped/RUN/` beside the runs: the job as it is for that machine, and the files that it
+names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import re
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import tarfile
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any, BinaryIO, Dict, List, Tuple  # noqa: UP035 the host's Python may be 3.8
+
+Json = Dict[str, Any]  # noqa: UP006
+Answer = Tuple[Json, bytes]  # noqa: UP006
+
+SAY_S = 5.0
+"""Longest silence while something is under way."""
+MOST_BYTES = 4 << 20
+"""Of one answer, about; what is longer comes in several."""
+WHOLE = ("status.json", "outcome.json", "ending.json", "preparing.json", "cloud/bought.json")
+"""Files that are replaced whole."""
+LEDGER = "ledger.sqlite"
+PLAIN = re.compile(r"([A-Za-z0-9_-][A-Za-z0-9._-]*/)*[A-Za-z0-9_-][A-Za-z0-9._-]*")
+TOLD_LINES = 15
+
+
+class Place:
+    """Where one run's files are."""
+
+    def __init__(self, request: Json) -> None:
+        self.root = Path(os.path.expanduser(request["folder"]))
+        self.home = self.root / "heads" / request["owner"]
+        self.run = self.home / "runs" / request["run"]
+        self.shipped = self.home / "shipped" / request["run"]
+        python = request["python"]
+        self.python = os.path.expanduser(python) if python else str(self.root / "venv" / "bin" / "python")
+
+
+def main() -> None:
+    """Carry out the request on standard input."""
+    source = sys.stdin.buffer
+    request = json.loads(source.readline())
+    os.umask(0o077)
+    try:
+        answer, more = DO[request["do"]](Place(request), request, source)
+    except OSError as error:
+        answer, more = {"problem": f"{error.filename or 'its disk'}: {error.strerror or error}"}, b""
+    sys.stdout.buffer.write(json.dumps({"answer": answer, "bytes": len(more)}).encode() + b"\n" + more)
+    sys.stdout.buffer.flush()
+
+
+def say(words: str = "") -> None:
+    """Show that something is under way."""
+    sys.stdout.buffer.write(json.dumps({"say": words}).encode() + b"\n")
+    sys.stdout.buffer.flush()
+
+
+# --- bringing it there -------------------------------------------------------------------------------------
+
+
+def look(place: Place, request: Json, source: BinaryIO) -> Answer:
+    """Say what is there: the run, who looks after it, which runtime."""
+    place.home.mkdir(parents=True, exist_ok=True)
+    owner = place.home / "owner"
+    if not owner.exists():
+        owner.write_text(request["owner"])  # what it launches is then found by the laptop's `gc` too
+    return {
+        "exists": (place.run / "job.json").exists(),
+        "ended": (place.run / "outcome.json").exists(),
+        "supervised": is_supervised(place.run),
+        "has_python": os.access(place.python, os.X_OK),
+        "wheel": text_of(place.root / "wheel.sha256").split(" ")[0].strip(),
+        "busy": [each.name for each in place.root.glob("heads/*/runs/*") if is_supervised(each)],
+        "free_bytes": shutil.disk_usage(str(place.root)).free,
+    }, b""
+
+
+def install(place: Place, request: Json, source: BinaryIO) -> Answer:
+    """Unpack the shipment and run its install.sh."""
+    place.root.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(dir=str(place.root), prefix=".shipment-"))
+    try:
+        unpack(source, folder)
+        environment = dict(os.environ, RLBOOST_ROOT=str(place.root))
+        status, lines = told(["bash", str(folder / "install.sh")], environment, request["seconds"])
+    finally:
+        shutil.rmtree(str(folder), ignore_errors=True)
+    return {"status": status, "lines": lines}, b""
+
+
+def ship(place: Place, request: Json, source: BinaryIO) -> Answer:
+    """Put the job and its files in their place, whole; what was there before goes."""
+    place.shipped.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(dir=str(place.shipped.parent), prefix=".new-"))
+    try:
+        unpack(source, draft)
+        shutil.rmtree(str(place.shipped), ignore_errors=True)
+        os.rename(str(draft), str(place.shipped))
+    finally:
+        shutil.rmtree(str(draft), ignore_errors=True)
+    return {"folder": str(place.shipped)}, b""
+
+
+def unpack(source: BinaryIO, folder: Path) -> None:
+    """Write the files of the archive, whose names lie below `folder`."""
+    with tarfile.open(fileobj=source, mode="r|") as archive:
+        for member in archive:
+            content = archive.extractfile(member)
+            if content is not None:
+                path = folder / member.name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("wb") as file:
+                    shutil.copyfileobj(content, file, 1 << 20)
+
+
+def told(command: List[str], environment: Json, seconds: float) -> Tuple[int, List[str]]:  # noqa: UP006
+    """Run `command`, saying what it says; return its status (124: not in time) and its last lines."""
+    child = subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    lines: queue.Queue[bytes | None] = queue.Queue()
+    reader = threading.Thread(target=drain, args=(child.stdout, lines), daemon=True)
+    reader.start()
+    last: List[str] = []  # noqa: UP006
+    deadline, status = time.monotonic() + seconds, None
+    try:
+        while True:
+            try:
+                line = lines.get(timeout=SAY_S)
+            except queue.Empty:
+                say()
+            else:
+                if line is None:
+                    status = child.wait()
+                    return status, last
+                last = [*last, line.decode(errors="replace").rstrip()][-TOLD_LINES:]
+                say(last[-1])
+            if time.monotonic() > deadline:
+                return 124, last
+    finally:
+        if status is None:  # too late, or nobody listens any more
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+
+
+def drain(stream: BinaryIO, lines: queue.Queue[bytes | None]) -> None:
+    """Put every line of `stream` into `lines`, and None at its end."""
+    for line in stream:
+        lines.put(line)
+    lines.put(None)
+
+
+# --- asking it ---------------------------------------------------------------------------------------------
+
+
+def rlboost(place: Place, request: Json, source: BinaryIO) -> Answer:
+    """Type a command of `rlboost` there; return what it prints and its exit code (124: not in time)."""
+    environment = dict(os.environ, **request["environment"])
+    environment.update(RLBOOST_HOME=str(place.home), NO_COLOR="1", COLUMNS="100")
+    child = subprocess.Popen(
+        [place.python, "-m", "rlboost_cli.main", *request["arguments"]],
+        cwd=str(place.home),
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + request["seconds"]
+    while True:
+        try:
+            out, err = child.communicate(timeout=SAY_S)
+            break
+        except subprocess.TimeoutExpired:
+            say()
+            if time.monotonic() > deadline:
+                child.kill()
+                return {"status": 124, "out": "", "err": ""}, b""
+    return {"status": child.returncode, "out": out.decode(), "err": err.decode()}, b""
+
+
+def is_supervised(run: Path) -> bool:
+    """Whether the run's supervisor lives."""
+    try:
+        pid = json.loads((run / "processes" / "supervisor.json").read_text())["pid"]
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return b"RLBOOST_RUN=" + os.fsencode(str(run)) in file.read().split(b"\0")
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def text_of(path: Path) -> str:
+    """Return a small file's text; empty where there is none."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+# --- looking at it -----------------------------------------------------------------------------------------
+
+
+def mirror(place: Place, request: Json, source: BinaryIO) -> Answer:
+    """Return what has changed of the files that the laptop keeps copies of; `known` are those it has.
+
+    One entry per file: `name`, its `mark` ([size, mtime in ns]), its age in seconds, and where its `bytes`
+    belong: at `offset`, or whole where that is null. `more`: not everything fitted in.
+    """
+    known, now = request["known"], time.time()
+    answer: Json = {"supervised": is_supervised(place.run), "files": [], "more": False}
+    blobs: List[bytes] = []  # noqa: UP006
+    room = MOST_BYTES
+    names = list(WHOLE) + ([LEDGER] if request["ledger"] else [])
+    answer["gone"] = [name for name in WHOLE if name in known and not (place.run / name).exists()]
+    for name in names + (growing(place.run) if request["logs"] else ["logs/supervisor.log"]):
+        path = place.run / name
+        try:
+            mark = mark_of(path, wal=name == LEDGER)
+        except FileNotFoundError:
+            continue
+        if known.get(name) == mark:
+            continue
+        if room <= 0:
+            answer["more"] = True
+            break
+        offset = None
+        if name == LEDGER:
+            blob = ledger_copy(path)
+        elif name in WHOLE:
+            blob = path.read_bytes()
+        else:
+            had = known.get(name, [0, 0])[0]
+            offset = had if had <= mark[0] else 0
+            with path.open("rb") as file:
+                file.seek(offset)
+                blob = file.read(min(room, mark[0] - offset))
+            mark[0] = offset + len(blob)  # a file that grew meanwhile is asked for again
+        room -= len(blob)
+        age = max(0.0, now - path.stat().st_mtime)
+        answer["files"].append({"name": name, "mark": mark, "age": age, "offset": offset, "bytes": len(blob)})
+        blobs.append(blob)
+    return answer, b"".join(blobs)
+
+
+def growing(run: Path) -> List[str]:  # noqa: UP006
+    """Return the names of files that are only added to."""
+    logs = (p.relative_to(run).as_posix() for p in sorted((run / "logs").rglob("*")) if p.is_file())
+    return ["metrics.jsonl", "samples.jsonl", *(name for name in logs if PLAIN.fullmatch(name))]
+
+
+def mark_of(path: Path, wal: bool = False) -> List[int]:  # noqa: UP006
+    """Return what tells one state of a file from another."""
+    facts = path.stat()
+    if wal:
+        beside = path.with_name(path.name + "-wal")
+        if beside.exists():
+            facts = max(facts, beside.stat(), key=lambda each: each.st_mtime_ns)
+    return [facts.st_size, facts.st_mtime_ns]
+
+
+def ledger_copy(path: Path) -> bytes:
+    """Return the ledger as of now, in one file that needs no other."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = os.path.join(folder, "copy")
+        source = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, timeout=10)
+        target = sqlite3.connect(copy)
+        try:
+            source.backup(target)
+            target.execute("PRAGMA journal_mode = DELETE")
+        finally:
+            target.close()
+            source.close()
+        with open(copy, "rb") as file:
+            return file.read()
+
+
+# --- taking from it ----------------------------------------------------------------------------------------
+
+
+def results(place: Place, request: Json, source: BinaryIO) -> Answer:
+    """List the files of the final model and of the newest checkpoint: [name, size, mtime in ns]."""
+    folder = place.run / "checkpoints"
+    steps = sorted(path for path in folder.glob("step-*") if path.is_dir())[-1:]
+    found = []
+    for part in [*steps, folder / "model"]:
+        for path in sorted(part.rglob("*")):
+            if path.is_file():
+                facts = path.stat()
+                found.append([path.relative_to(place.run).as_posix(), facts.st_size, facts.st_mtime_ns])
+    return {"files": found}, b""
+
+
+def fetch(place: Place, request: Json, source: BinaryIO) -> Answer:
+    """Return a part of one of those files."""
+    with (place.run / request["name"]).open("rb") as file:
+        file.seek(request["offset"])
+        return {}, file.read(MOST_BYTES)
+
+
+DO = {
+    "look": look,
+    "install": install,
+    "ship": ship,
+    "rlboost": rlboost,
+    "mirror": mirror,
+    "results": results,
+    "fetch": fetch,
+}
+
+if __name__ == "__main__":
+    main()

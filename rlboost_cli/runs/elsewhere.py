@@ -1,0 +1,56 @@
+"""Bringing what is known here of runs with a head elsewhere up to date, before somebody looks at it.
+
+Light: a run of this machine costs one look for a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
+from rlboost_runtime.run_folder import RunFolder
+from rlboost_runtime.run_index import all_runs, is_open
+
+EVERY_S = 1.0
+"""Shortest time between two looks of one command."""
+
+
+@contextlib.contextmanager
+def looking_at(
+    run: RunFolder, say: Callable[[str], None], *, ledger: bool = False, logs: bool = False
+) -> Iterator[Callable[[], None]]:
+    """Yield a function that fetches what is new, over one connection; `say` is told once where the head is
+    silent. Of a run of this machine it does nothing."""
+    if not run.head.exists():
+        yield lambda: None
+        return
+    from rlboost_cli.head.connection import Head
+    from rlboost_cli.head.mirror import refresh_if_elsewhere
+
+    last_at, was_silent = -EVERY_S, False
+    with Head(run) as head:
+
+        def look() -> None:
+            nonlocal last_at, was_silent
+            if time.monotonic() - last_at < EVERY_S:
+                return
+            silence = refresh_if_elsewhere(run, ledger=ledger, logs=logs, head=head)
+            if silence is not None and not was_silent:
+                say(f"note: {silence}")
+            last_at, was_silent = time.monotonic(), silence is not None
+
+        yield look
+
+
+def look_at(run: RunFolder, say: Callable[[str], None], *, ledger: bool = False, logs: bool = False) -> None:
+    """Fetch what is new, once."""
+    with looking_at(run, say, ledger=ledger, logs=logs) as look:
+        look()
+
+
+def look_at_open(say: Callable[[str], None]) -> None:
+    """Fetch what is new of every open run whose head is elsewhere, with what it has spent."""
+    for run in all_runs():
+        if run.head.exists() and is_open(run):
+            look_at(run, say, ledger=True)

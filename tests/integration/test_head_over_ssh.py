@@ -1,0 +1,131 @@
+"""A head over a real sshd: who is let in, what is said where it cannot be reached, used or installed."""
+
+from __future__ import annotations
+
+import stat
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from rlboost_cli.head.connection import Head, HeadRefused, HeadUnreachable
+from rlboost_cli.head.control import bring_up, end_run
+from rlboost_cli.head.deployment import install
+from rlboost_runtime.errors import ConfigError, CredentialsRejected, RuntimeFault
+from rlboost_runtime.job import Job
+from rlboost_runtime.job_file import load_job
+from rlboost_runtime.run_create import prepare_run
+from rlboost_runtime.run_folder import RunFolder
+from tests.fakes.sshd import Sshd, make_home, sshd_on
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sshd]:
+    home = make_home(tmp_path / "user")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("RLBOOST_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+    with sshd_on(tmp_path / "sshd", home) as made:
+        yield made
+
+
+def run_on(host: str, tmp_path: Path, **trainer: Any) -> tuple[RunFolder, Job]:
+    fields = {
+        "name": "far",
+        "model": {"init": "tiny"},
+        "data": {"reasoning_gym": ["spell_backward"]},
+        "trainer": {"infra": "ssh", "hosts": [host], "folder": str(tmp_path / "head"), **trainer},
+    }
+    path = tmp_path / "job.yaml"
+    with path.open("w") as file:
+        YAML().dump(fields, file)
+    job = load_job(path)
+    return prepare_run(path, job).run, job
+
+
+def silently(words: str) -> None:
+    pass
+
+
+def test_a_head_that_is_off_is_named_with_what_to_try(server: Sshd, tmp_path: Path) -> None:
+    run, _ = run_on(server.host, tmp_path)
+    server.stop()
+    with pytest.raises(HeadUnreachable) as refusal:
+        bring_up(run, silently)
+    assert f"the head of far does not answer: {server.host} cannot be reached" in refusal.value.problem
+    assert f"`ssh {server.host} true` works" in refusal.value.remedy
+    assert refusal.value.exit_code == 7
+    with pytest.raises(HeadUnreachable, match="may go on there, and its machines with it") as refusal:
+        end_run(run, silently)
+    assert "--lost-head" in refusal.value.remedy
+    assert not run.outcome.exists(), "nothing is known of what runs there"
+
+
+def test_a_head_whose_key_is_not_known_is_not_talked_to(server: Sshd, tmp_path: Path) -> None:
+    run, _ = run_on(server.host, tmp_path)
+    (server.home / ".ssh/known_hosts").write_text("")
+    with pytest.raises(CredentialsRejected, match=r"the host key of .* is not known: SHA256:") as refusal:
+        bring_up(run, silently)
+    assert f"type: ssh -p {server.port} 127.0.0.1" in refusal.value.remedy
+    assert not (tmp_path / "head").exists()
+
+
+def test_a_python_that_is_not_there_is_named_as_the_jobs_field(server: Sshd, tmp_path: Path) -> None:
+    run, _ = run_on(server.host, tmp_path, python="/nowhere/python")
+    with pytest.raises(ConfigError, match=r"trainer\.python: .* has no program /nowhere/python") as refusal:
+        bring_up(run, silently)
+    assert refusal.value.exit_code == 2
+
+
+def test_an_installation_that_fails_says_its_last_lines_and_leaves_nothing(
+    server: Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "rlboost_runtime.deploy.shipment.template",
+        lambda name: "echo no way to PyPI >&2; exit 3\n" if name == "install.sh" else "",
+    )
+    run, job = run_on(server.host, tmp_path)
+    said: list[str] = []
+    with Head(run) as head:
+        there, _ = head.ask("look")
+        with pytest.raises(RuntimeFault, match=r"could not be installed on .* \(status 3\)") as refusal:
+            install(head, there, job, said.append)
+    assert "  no way to PyPI" in refusal.value.problem
+    assert f"{server.host}: no way to PyPI" in said
+    assert [path.name for path in (tmp_path / "head").iterdir()] == ["heads"]
+
+
+def test_a_runtime_that_another_run_uses_is_not_replaced(server: Sshd, tmp_path: Path) -> None:
+    run, job = run_on(server.host, tmp_path)
+    there = {"has_python": True, "busy": ["other"], "wheel": "0" * 64, "free_bytes": 10**12}
+    with Head(run) as head, pytest.raises(RuntimeFault, match=r"other on .* another version of RLBoost"):
+        install(head, there, job, silently)
+
+
+def test_a_command_that_fails_there_says_here_what_it_said(server: Sshd, tmp_path: Path) -> None:
+    run, _ = run_on(server.host, tmp_path, python=sys.executable)
+    with Head(run) as head:
+        head.ask("look")
+        with pytest.raises(HeadRefused, match="no run far in ") as refusal:
+            head.rlboost("cost", "far")
+        assert refusal.value.exit_code == 3
+        assert "rlboost" in head.rlboost("--help").out
+
+
+def test_what_is_brought_there_is_for_its_owner_alone(server: Sshd, tmp_path: Path) -> None:
+    run, _ = run_on(server.host, tmp_path)
+    with Head(run) as head:
+        head.ask("look")
+    for path in (tmp_path / "head").rglob("*"):
+        assert not stat.S_IMODE(path.stat().st_mode) & 0o077, path
+
+
+def test_a_run_that_never_came_to_its_head_is_ended_without_a_trace(server: Sshd, tmp_path: Path) -> None:
+    run, _ = run_on(server.host, tmp_path)
+    end_run(run, silently)
+    assert not list((tmp_path / "head").glob("heads/*/runs/*"))

@@ -1,0 +1,220 @@
+"""Parts of a head elsewhere, without a connection: what is shipped, what is fetched, what is refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sqlite3
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlboost_cli.head import deployment, program
+from rlboost_cli.head.connection import Head
+from rlboost_cli.head.mirror import close_mirror, is_complete, is_live, refresh, refresh_if_elsewhere
+from rlboost_cli.runs.liveness import is_supervised
+from rlboost_runtime.deploy.extras import requirements_of
+from rlboost_runtime.errors import ProtocolError
+from rlboost_runtime.head_place import kept_place
+from rlboost_runtime.job import Job
+from rlboost_runtime.job_file import load_job
+from rlboost_runtime.run_folder import RunFolder, write_json
+
+HEAD = {"infra": "ssh", "hosts": ["me@gpu-1.example.org:2222"], "python": "/opt/py", "folder": "/data"}
+
+
+def job(**changes: Any) -> Job:
+    fields = {"name": "far", "model": {"init": "tiny"}, "data": {"reasoning_gym": ["spell_backward"]}}
+    return Job.model_validate_json(json.dumps({**fields, "trainer": HEAD, **changes}))
+
+
+class HeadHere(Head):
+    """The program itself, on a folder of this machine: everything of a conversation but the connection."""
+
+    def ask(self, do: str, **more: Any) -> tuple[dict[str, Any], bytes]:
+        request = {
+            "folder": str(self.run.path / "there"),
+            "python": None,
+            "owner": "me",
+            "run": self.run.name,
+        }
+        return program.DO[do](program.Place(request), {**request, **more}, io.BytesIO())
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    monkeypatch.setenv("RLBOOST_HOME", str(tmp_path))
+    run = RunFolder(tmp_path / "far")
+    run.path.mkdir()
+    write_json(run.head, {"host": "gpu-1"})
+    return run
+
+
+@pytest.fixture
+def there(here: RunFolder) -> Path:
+    folder = here.path / "there/heads/me/runs/far"
+    (folder / "logs/machines/spot-0").mkdir(parents=True)
+    return folder
+
+
+# --- the job over there -----------------------------------------------------------------------------------
+
+
+def test_the_job_there_is_one_of_a_run_of_that_machine(here: RunFolder) -> None:
+    given = job(requirements=[], rollout={"spot": {"any_of": [{"infra": "local"}]}})
+    mine = deployment.on_its_head(given, Head(here))
+    assert mine.trainer.infra == "local"
+    written = here.path / "far.head.yaml"
+    written.write_text(mine.model_dump_json(exclude_defaults=True))
+    assert load_job(written) == mine  # as strict as any job file
+    assert mine.trainer.address is None, "nobody elsewhere needs to reach it"
+
+
+def test_machines_elsewhere_reach_the_head_where_we_do_unless_an_address_is_given(here: RunFolder) -> None:
+    write_json(here.head, {"host": "me@gpu-1.example.org:2222"})
+    cloud = {"spot": {"any_of": [{"infra": "aws/us-east-1", "accelerators": "L4:1"}]}}
+    assert deployment.on_its_head(job(rollout=cloud), Head(here)).trainer.address == "gpu-1.example.org"
+    given = job(rollout=cloud, trainer={**HEAD, "address": "10.0.0.7"})
+    assert deployment.on_its_head(given, Head(here)).trainer.address == "10.0.0.7"
+
+
+def test_what_the_jobs_clouds_need_is_installed_there_beside_its_own_requirements() -> None:
+    cloud = {"spot": {"any_of": [{"infra": "aws/us-east-1", "accelerators": "L4:1", "via": "direct"}]}}
+    lines = requirements_of(
+        job(rollout=cloud, requirements=["sympy==1.14"], trainer={**HEAD, "python": None})
+    )
+    assert [line for line in lines if line.startswith("boto3")]
+    assert lines[-1] == "sympy==1.14"
+    assert not [line for line in lines if line.startswith(("torch", "pytest", "paramiko"))]
+
+
+def test_files_arrive_as_they_were_also_empty_and_large_ones(tmp_path: Path) -> None:
+    sent = {"a.txt": b"", "sub/b.bin": os.urandom(3 * 512 + 1), "c" * 150: b"x" * (deployment._BLOCK + 7)}
+    for name, content in sent.items():
+        path = tmp_path / "from" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    packed = b"".join(deployment._packed({name: tmp_path / "from" / name for name in sent}))
+    program.unpack(io.BytesIO(packed), tmp_path / "to")
+    assert {name: (tmp_path / "to" / name).read_bytes() for name in sent} == sent
+
+
+# --- what is known here -----------------------------------------------------------------------------------
+
+
+def test_only_what_is_new_is_fetched_and_nothing_is_lost_or_doubled(here: RunFolder, there: Path) -> None:
+    log, head = there / "logs/machines/spot-0/agent-0.log", HeadHere(here)
+    written = ""
+    for line in ("one\n", "two\n", "", "a half"):
+        written += line
+        log.write_text(written)
+        write_json(there / "status.json", {"step": len(written)})
+        refresh(here, head, logs=True)
+        assert (here.logs / "machines/spot-0/agent-0.log").read_text() == written
+        assert json.loads(here.status.read_text()) == {"step": len(written)}
+    answer, blob = head.ask(
+        "mirror", known=json.loads(here.mirror.read_text())["marks"], ledger=True, logs=True
+    )
+    assert (answer["files"], blob) == ([], b"")
+
+
+def test_a_log_longer_than_one_answer_comes_in_several(
+    here: RunFolder, there: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program, "MOST_BYTES", 1000)
+    for name, size in (("a", 2500), ("b", 10)):
+        (there / f"logs/{name}.log").write_bytes(os.urandom(size))
+    refresh(here, HeadHere(here), logs=True)
+    for name in "ab":
+        assert (here.logs / f"{name}.log").read_bytes() == (there / f"logs/{name}.log").read_bytes()
+
+
+def test_a_file_that_was_cut_here_is_made_whole(here: RunFolder, there: Path) -> None:
+    head = HeadHere(here)
+    (there / "metrics.jsonl").write_text("one\ntwo\n")
+    refresh(here, head, logs=True)
+    here.metrics.write_text("one\ntwo\nthr")  # a command that was killed while it wrote
+    (there / "metrics.jsonl").write_text("one\ntwo\nthree\n")
+    refresh(here, head, logs=True)
+    assert here.metrics.read_text() == "one\ntwo\nthree\n"
+
+
+def test_what_is_gone_there_is_gone_here(here: RunFolder, there: Path) -> None:
+    head = HeadHere(here)
+    write_json(there / "outcome.json", {"state": "failed"})
+    refresh(here, head)
+    assert here.outcome.exists()
+    (there / "outcome.json").unlink()  # resumed
+    refresh(here, head)
+    assert not here.outcome.exists()
+
+
+def test_the_ledger_comes_as_of_now_while_it_is_written(here: RunFolder, there: Path) -> None:
+    head = HeadHere(here)
+    writer = sqlite3.connect(there / "ledger.sqlite", isolation_level=None)
+    writer.execute("PRAGMA journal_mode = WAL")
+    writer.execute("CREATE TABLE spent (usd INTEGER)")
+    for expected in (1, 2):
+        writer.execute("INSERT INTO spent VALUES (1)")
+        refresh(here, head, ledger=True)
+        copy = sqlite3.connect(f"{here.ledger.as_uri()}?mode=ro", uri=True)
+        assert copy.execute("SELECT count(*) FROM spent").fetchone() == (expected,)
+        copy.close()
+    writer.close()
+    assert [path.name for path in here.path.glob("ledger*")] == ["ledger.sqlite"]
+
+
+@pytest.mark.parametrize(
+    "name", ["../stolen", "job.json", "secrets/token", "logs/../job.json", "/etc/passwd", "logs/.hidden"]
+)
+def test_a_head_that_sends_what_nobody_asked_for_is_refused(here: RunFolder, name: str) -> None:
+    class Liar(HeadHere):
+        def ask(self, do: str, **more: Any) -> tuple[dict[str, Any], bytes]:
+            told = {"name": name, "mark": [1, 1], "age": 0.0, "offset": 0, "bytes": 1}
+            return {"files": [told], "gone": [], "supervised": True, "more": False}, b"x"
+
+    with pytest.raises(ProtocolError, match="nobody asked for"):
+        refresh(here, Liar(here))
+    assert sorted(path.name for path in here.path.parent.rglob("*") if path.is_file()) == ["head.json"]
+
+
+def test_a_coordinator_lives_where_its_status_is_fresh_and_its_supervisor_was_seen(
+    here: RunFolder, there: Path
+) -> None:
+    write_json(there / "status.json", {})
+    refresh(here, HeadHere(here))
+    assert not is_supervised(here)
+    write_json(here.mirror, {"supervised": True})
+    assert is_live(here)
+    os.utime(here.status, (time.time() - 60, time.time() - 60))
+    assert not is_live(here)
+
+
+def test_an_ended_run_of_which_everything_is_here_is_not_asked_again(here: RunFolder) -> None:
+    write_json(here.outcome, {"state": "done"})
+    close_mirror(here)
+    assert is_complete(here)
+    assert refresh_if_elsewhere(here) is None  # there is no such host
+
+
+def test_where_the_head_is_stays_readable(here: RunFolder) -> None:
+    assert kept_place(here).host == "gpu-1"
+
+
+# --- words ------------------------------------------------------------------------------------------------
+
+
+def test_what_a_command_says_there_is_said_here_with_its_exit_code(here: RunFolder) -> None:
+    class Failing(HeadHere):
+        def ask(self, do: str, **more: Any) -> tuple[dict[str, Any], bytes]:
+            return {"status": 3, "out": "", "err": "noise\nerror: no machine x\n\nhint: see status\n"}, b""
+
+    from rlboost_cli.head.connection import HeadRefused
+
+    with pytest.raises(HeadRefused) as refusal:
+        Failing(here).rlboost("preempt", "far", "x")
+    assert (refusal.value.problem, refusal.value.remedy) == ("on gpu-1: no machine x", "see status")
+    assert refusal.value.exit_code == 3
