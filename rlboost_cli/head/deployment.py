@@ -44,7 +44,8 @@ def install(head: Head, there: dict[str, Any], job: Job, say: Say) -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         shipment = common_part(Path(folder) / "shipment")
-        (shipment / "requirements.txt").write_text("\n".join(requirements_of(job)) + "\n", encoding="utf-8")
+        lines = requirements_of(job)
+        (shipment / "requirements.txt").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         if there["busy"] and there["wheel"] != _digest(shipment):
             raise RuntimeFault(
                 f"{', '.join(there['busy'])} on {head.place.host} runs with another version of RLBoost",

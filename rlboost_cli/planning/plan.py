@@ -95,7 +95,9 @@ def describe_plan(plan: LaunchPlan) -> list[str]:
     hourly = "" if plan.max_usd_per_hour is None else f", at most ${plan.max_usd_per_hour:,.2f} per hour"
     lines.append(f"  budget   {budget}{hourly}")
     if not plan.is_charged:
-        lines.append("  everything runs on this machine and costs nothing; prices are for the report")
+        where = {line.infra for line in plan.lines}
+        place = "this machine" if where == {"local"} else "machines of your own"
+        lines.append(f"  everything runs on {place} and costs nothing; prices are for the report")
     if plan.forecast is None:
         return [*lines, "  forecast none yet: no run with this model and engine has been measured here"]
     return [*lines, *_describe_forecast(plan.forecast, plan)]

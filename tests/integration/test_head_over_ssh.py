@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import stat
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +15,13 @@ from ruamel.yaml import YAML
 from rlboost_cli.head.connection import Head, HeadRefused, HeadUnreachable
 from rlboost_cli.head.control import bring_up, end_run
 from rlboost_cli.head.deployment import install
+from rlboost_cli.head.mirror import refresh_if_elsewhere
+from rlboost_cli.runs.teardown import end_without_head
 from rlboost_runtime.errors import ConfigError, CredentialsRejected, RuntimeFault
 from rlboost_runtime.job import Job
 from rlboost_runtime.job_file import load_job
 from rlboost_runtime.run_create import prepare_run
-from rlboost_runtime.run_folder import RunFolder
+from rlboost_runtime.run_folder import RunFolder, read_json
 from tests.fakes.sshd import Sshd, make_home, sshd_on
 
 pytestmark = pytest.mark.integration
@@ -129,3 +132,38 @@ def test_a_run_that_never_came_to_its_head_is_ended_without_a_trace(server: Sshd
     run, _ = run_on(server.host, tmp_path)
     end_run(run, silently)
     assert not list((tmp_path / "head").glob("heads/*/runs/*"))
+
+
+def test_a_head_that_is_gone_for_good_is_given_up_and_not_asked_again(server: Sshd, tmp_path: Path) -> None:
+    run, _ = run_on(server.host, tmp_path)
+    server.stop()
+    told = refresh_if_elsewhere(run)
+    assert told is not None
+    assert "does not answer" in told
+    end_without_head(run, silently)
+    assert read_json(run.outcome)["state"] == "stopped"
+    assert refresh_if_elsewhere(run) is None
+
+
+BARE = """
+import sys
+for name in ("aiohttp blake3 fastapi numba numpy obstore uvicorn uvloop websockets zstandard"
+             " torch transformers reasoning_gym math_verify safetensors peft boto3").split():
+    sys.modules[name] = None
+sys.argv = ["rlboost", "launch", sys.argv[1], "--detach", "--yes"]
+from rlboost_cli.main import run
+run()
+"""
+
+
+def test_a_laptop_without_torch_or_anything_of_a_run_can_launch(server: Sshd, tmp_path: Path) -> None:
+    run_on(server.host, tmp_path, python="/nowhere/python")
+    done = subprocess.run(
+        [sys.executable, "-c", BARE, str(tmp_path / "job.yaml")],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert "trainer.python: " in done.stderr, done.stderr  # it got as far as asking the machine
+    assert done.returncode == 2
