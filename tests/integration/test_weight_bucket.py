@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -61,12 +62,21 @@ def publish(store: WeightStore, version: int, size: int = 1_000_000) -> Path:
     return store.path(version)
 
 
+def read_file(version: int, name: str, max_bytes: int = 10**6, idle_s: float = 10.0) -> bytes:
+    with closing(BucketSource(URL, version, idle_s).stream()) as stream:
+        return stream.read_file(name, max_bytes)
+
+
 def test_versions_are_relayed_read_in_ranges_and_forgotten(s3: str, store: WeightStore) -> None:
     bucket = open_bucket(URL, 10.0)
     for version in (1, 2):
         folder = publish(store, version)
         sent = relay(bucket, folder)
-        assert sent == sum(path.stat().st_size for path in folder.iterdir() if path.name != ".lease")
+        fresh = {path for path in folder.iterdir() if path.name != ".lease"}
+        if version == 2:
+            fresh.remove(folder / "config.json")  # as in version 1: it is there already
+        assert sent == sum(path.stat().st_size for path in fresh)
+    assert relay(bucket, folder) == (folder / MANIFEST).stat().st_size
     stream = BucketSource(URL, 2, 10.0).stream()
     data = (store.path(2) / "model.safetensors").read_bytes()
     manifest = decode_manifest(stream.read_file(MANIFEST, 10**6))
@@ -81,7 +91,8 @@ def test_versions_are_relayed_read_in_ranges_and_forgotten(s3: str, store: Weigh
     assert b"".join(parts) == data[100_000:300_000]
     assert forget(bucket, keep=1) == [1]
     with pytest.raises(Absent):
-        BucketSource(URL, 1, 10.0).stream().read_file(MANIFEST, 10**6)
+        read_file(1, MANIFEST)
+    assert read_file(2, "config.json") == b"{}"
 
 
 def test_what_a_bucket_answers_is_put_into_words(s3: str, store: WeightStore) -> None:
@@ -94,7 +105,7 @@ def test_what_a_bucket_answers_is_put_into_words(s3: str, store: WeightStore) ->
     stream.close()
     relay(open_bucket(URL, 10.0), publish(store, 1))
     with pytest.raises(ProtocolError, match="larger than 10 bytes"):
-        stream.read_file(MANIFEST, 10)
+        read_file(1, MANIFEST, max_bytes=10)
     missing = open_bucket("s3://another-bucket/x", 10.0)
     with pytest.raises(RuntimeFault, match="cannot be written to the bucket"):
         relay(missing, store.path(1))
@@ -102,6 +113,5 @@ def test_what_a_bucket_answers_is_put_into_words(s3: str, store: WeightStore) ->
 
 def test_a_bucket_that_does_not_answer_is_unusable_in_time(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
-    stream = BucketSource(URL, 1, 0.5).stream()
     with pytest.raises(Unusable):
-        stream.read_file(MANIFEST, 10)
+        read_file(1, MANIFEST, idle_s=0.5)

@@ -26,7 +26,7 @@ from rlboost_runtime.weights.bucket import forget, open_bucket, relay
 from rlboost_runtime.weights.catalog import Catalog, PulledCatalog, StoreCatalog
 from rlboost_runtime.weights.choice import Transfer
 from rlboost_runtime.weights.holders import Holder, Kind
-from rlboost_runtime.weights.manifest import Manifest, Probe
+from rlboost_runtime.weights.manifest import Manifest, Probe, read_manifest
 from rlboost_runtime.weights.pull import Deadlines, Pulled, PullRequest, pull
 from rlboost_runtime.weights.serving import WeightHttpServer
 from rlboost_runtime.weights.store import LEASE, WeightStore
@@ -451,8 +451,12 @@ def test_old_versions_leave_the_bucket(lab: Lab) -> None:
         lab.publish(version)
         relay(bucket, lab.run.weights / f"v{version:06d}")
     assert forget(bucket, keep=2) == [0]
-    left = {path.name for path in (lab.path / "bucket").iterdir() if any(path.iterdir())}
+    left = {path.name for path in (lab.path / "bucket").glob("v*") if any(path.iterdir())}
     assert left == {"v000001", "v000002"}
+    kept = [read_manifest(lab.run.weights / name) for name in left]
+    files = {(file.name, file.chunks): file.size for manifest in kept for file in manifest.all_files}
+    there = [path.stat().st_size for path in (lab.path / "bucket" / "files").iterdir()]
+    assert sorted(there) == sorted(files.values())
 
 
 def test_a_url_that_is_no_bucket_is_told(lab: Lab, head: Holder) -> None:

@@ -2,22 +2,24 @@
 
 ::
 
-    URL/v000012/FILE            as in the store; `manifest.json` is written last
+    URL/files/DIGEST            a file of any version, named by its content and written once
+    URL/v000012/manifest.json   what the version consists of; written once all of its files are there
 
-The head relays each version once; receivers of any cloud read ranges. Whoever can write to the bucket could
-change what lies there, so nothing from it counts before its digest is that of the manifest, and the manifest
-not before its content digest is the head's (`weights.pull`). Credentials are those that the machine has: the
-SDKs' usual environment variables, files and instance roles.
+The head relays what is not there yet, so that frozen weights travel once however many versions have them;
+receivers of any cloud read ranges. Whoever can write to the bucket could change what lies there, so nothing
+from it counts before its digest is that of the manifest, and the manifest not before its content digest is
+the head's (`weights.pull`); the bucket's own manifest only says where to look. Credentials are those that the
+machine has: the SDKs' usual environment variables, files and instance roles.
 """
 
 from __future__ import annotations
 
 import asyncio
 import datetime
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import obstore
 from obstore import exceptions
@@ -25,7 +27,7 @@ from obstore.store import from_url
 
 from rlboost_runtime.errors import ProtocolError, RuntimeFault
 from rlboost_runtime.weights import manifest as manifests
-from rlboost_runtime.weights.manifest import MANIFEST
+from rlboost_runtime.weights.manifest import MANIFEST, File, Manifest
 from rlboost_runtime.weights.range_client import Absent, Damaged, Fill, Unusable
 
 if TYPE_CHECKING:
@@ -41,6 +43,10 @@ MOST_PARTS = 9000
 """Of one upload; S3 takes 10,000."""
 UPLOADS = 4
 """Parts in memory at once."""
+MAX_MANIFEST_BYTES = 256 * 1024 * 1024
+_FILES = "files"
+
+T = TypeVar("T")
 
 
 def open_bucket(url: str, timeout_s: float) -> ObjectStore:
@@ -59,46 +65,43 @@ def open_bucket(url: str, timeout_s: float) -> ObjectStore:
         ) from exc
 
 
-def relay(bucket: ObjectStore, folder: Path, *, full: bool = True) -> int:
-    """Upload the version in `folder`, held by the caller; return the bytes sent.
+def relay(bucket: ObjectStore, folder: Path) -> int:
+    """Upload what the bucket lacks of the version in `folder`, held by the caller; return the bytes sent.
 
-    Without `full` only its deltas and small files: for receivers that follow from version to version. What is
-    there already is written again. Raises `RuntimeFault`.
+    Raises `RuntimeFault`.
     """
     manifest = manifests.read_manifest(folder)
-    targets = {delta.target for delta in manifest.deltas}
-    names = [file.name for file in manifest.all_files if full or file.name not in targets]
     sent = 0
-    prefix = manifests.version_name(manifest.version)
     try:
-        for name in [*names, MANIFEST]:
-            size = (folder / name).stat().st_size
-            part_bytes = max(LEAST_PART_BYTES, size // MOST_PARTS + 1)
-            obstore.put(
-                bucket, f"{prefix}/{name}", folder / name, chunk_size=part_bytes, max_concurrency=UPLOADS
-            )
-            sent += size
+        for file in manifest.all_files:
+            if not _has(bucket, file):
+                sent += _put(bucket, _path(file), folder / file.name)
+        return sent + _put(bucket, _manifest_path(manifest.version), folder / MANIFEST)
     except (exceptions.BaseError, OSError) as exc:
         raise RuntimeFault(
             f"version {manifest.version} cannot be written to the bucket: {first_line(exc)}",
             "check weights.bucket and the credentials on the head",
         ) from exc
-    return sent
 
 
 def forget(bucket: ObjectStore, keep: int) -> list[int]:
-    """Delete all but the newest `keep` versions; return those deleted. Raises `RuntimeFault`."""
+    """Delete all but the newest `keep` versions, and files that none of these has; return those deleted.
+
+    Must not run beside `relay`: files of a version that is not complete yet would go. Raises `RuntimeFault`.
+    """
     try:
         found = obstore.list_with_delimiter(bucket)["common_prefixes"]
         numbers = [manifests.parse_version_name(prefix.strip("/").rpartition("/")[2]) for prefix in found]
-        old = sorted(n for n in numbers if n is not None)[:-keep]
-        for number in old:
-            prefix = manifests.version_name(number)
-            paths = [entry["path"] for batch in obstore.list(bucket, prefix) for entry in batch]
-            paths.sort(key=lambda path: not path.endswith(MANIFEST))  # first of all: nobody begins any more
-            for path in paths:
+        versions = sorted(n for n in numbers if n is not None)
+        old, kept = versions[:-keep], versions[-keep:]
+        for number in old:  # its manifest, first of all: nobody begins any more
+            for path in _list(bucket, manifests.version_name(number)):
                 obstore.delete(bucket, path)
-    except exceptions.BaseError as exc:
+        if old:
+            used = {_path(file) for number in kept for file in _read_manifest(bucket, number).all_files}
+            for path in set(_list(bucket, _FILES)) - used:
+                obstore.delete(bucket, path)
+    except (exceptions.BaseError, OSError, ProtocolError) as exc:
         raise RuntimeFault(
             f"old versions cannot be deleted from the bucket: {first_line(exc)}",
             "check the permissions of the head's credentials",
@@ -106,25 +109,57 @@ def forget(bucket: ObjectStore, keep: int) -> list[int]:
     return old
 
 
+def _list(bucket: ObjectStore, prefix: str) -> list[str]:
+    return [entry["path"] for batch in obstore.list(bucket, prefix) for entry in batch]
+
+
+def _read_manifest(bucket: ObjectStore, version: int) -> Manifest:
+    return manifests.decode_manifest(bytes(obstore.get(bucket, _manifest_path(version)).bytes()))
+
+
+def _has(bucket: ObjectStore, file: File) -> bool:
+    """Whether the file is there: an upload shows when it is complete, and its name tells its content."""
+    try:
+        return obstore.head(bucket, _path(file))["size"] == file.size
+    except (exceptions.NotFoundError, FileNotFoundError):
+        return False
+
+
+def _put(bucket: ObjectStore, path: str, source: Path) -> int:
+    size = source.stat().st_size
+    part_bytes = max(LEAST_PART_BYTES, size // MOST_PARTS + 1)
+    obstore.put(bucket, path, source, chunk_size=part_bytes, max_concurrency=UPLOADS)
+    return size
+
+
+def _path(file: File) -> str:
+    return f"{_FILES}/{manifests.content_digest((file,))}"
+
+
+def _manifest_path(version: int) -> str:
+    return f"{manifests.version_name(version)}/{MANIFEST}"
+
+
 class BucketSource:
     """One version in a bucket."""
 
     def __init__(self, url: str, version: int, idle_s: float) -> None:
         self.left_bytes: int | None = None
-        self._bucket = open_bucket(url, idle_s)
-        self._prefix = manifests.version_name(version)
+        self.bucket = open_bucket(url, idle_s)
+        self.manifest_path = _manifest_path(version)
+        self.paths: dict[str, str] = {}
+        """Of the version's files, once a stream has read the manifest."""
 
     def stream(self) -> BucketStream:
         """Return a stream; they share the library's connections."""
-        return BucketStream(self._bucket, self._prefix)
+        return BucketStream(self)
 
 
 class BucketStream:
     """Reads one range after the other, each within the library's timeout, or until `abort`."""
 
-    def __init__(self, bucket: ObjectStore, prefix: str) -> None:
-        self._bucket = bucket
-        self._prefix = prefix
+    def __init__(self, source: BucketSource) -> None:
+        self._source = source
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
         self._aborted = False
@@ -132,20 +167,16 @@ class BucketStream:
     def read_file(self, name: str, max_bytes: int) -> bytes:
         """Return a whole file of at most `max_bytes`."""
         with _explaining(name):
-            found = obstore.get(self._bucket, f"{self._prefix}/{name}")
-            if found.meta["size"] > max_bytes:
-                raise ProtocolError(f"{name} is larger than {max_bytes} bytes", "publish the version again")
-            return bytes(found.bytes())
+            return self._await(self._read(name, max_bytes))
 
     @contextmanager
     def open_range(self, name: str, start: int, end: int, size: int) -> Iterator[Fill]:
         """Yield what reads bytes [start, end) from the front; the size is known by the digests alone."""
-        path = f"{self._prefix}/{name}"
         at = start
 
         def fill(view: memoryview) -> None:
             nonlocal at
-            data = memoryview(self._get_range(path, at, len(view)))
+            data = memoryview(self._await(self._read_range(name, at, len(view))))
             if len(data) != len(view):
                 raise Damaged(f"{name}: {len(data)} bytes at {at}, expected {len(view)}")
             view[:] = data
@@ -168,18 +199,40 @@ class BucketStream:
             self._loop.close()
             self._loop = None
 
-    def _get_range(self, path: str, start: int, length: int) -> Bytes:
-        """Return a range; a coroutine, so that a hanging bucket can be left at once."""
+    async def _read(self, name: str, max_bytes: int) -> bytes:
+        path = self._source.manifest_path if name == MANIFEST else await self._find(name)
+        found = await obstore.get_async(self._source.bucket, path)
+        if found.meta["size"] > max_bytes:
+            raise ProtocolError(f"{name} is larger than {max_bytes} bytes", "publish the version again")
+        return bytes(await found.bytes_async())
+
+    async def _read_range(self, name: str, start: int, length: int) -> Bytes:
+        path = await self._find(name)
+        return await obstore.get_range_async(self._source.bucket, path, start=start, length=length)
+
+    async def _find(self, name: str) -> str:
+        """Return where a file of the version lies."""
+        source = self._source
+        if not source.paths:
+            manifest = manifests.decode_manifest(await self._read(MANIFEST, MAX_MANIFEST_BYTES))
+            source.paths = {file.name: _path(file) for file in manifest.all_files}
+        if name not in source.paths:
+            raise Damaged(f"the bucket's version has no {name}")
+        return source.paths[name]
+
+    def _await(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return what comes of it; a coroutine, so that a hanging bucket can be left at once."""
         self._loop = self._loop or asyncio.new_event_loop()
 
-        async def get() -> Bytes:
+        async def run() -> T:
             self._task = asyncio.current_task()
             if self._aborted:
+                work.close()
                 raise Unusable("nobody needs it any more")
-            return await obstore.get_range_async(self._bucket, path, start=start, length=length)
+            return await work
 
         try:
-            return self._loop.run_until_complete(get())
+            return self._loop.run_until_complete(run())
         except asyncio.CancelledError as exc:
             raise Unusable("nobody needs it any more") from exc
 
