@@ -13,6 +13,37 @@ FILE = File("model.safetensors", 4000, tuple(Chunk(at, 1000, "0" * 64) for at in
 PIECES = [Piece(i, FILE, chunk) for i, chunk in enumerate(FILE.chunks)]
 
 
+def test_a_dearer_holder_takes_nothing_over_from_a_peer_that_is_at_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(works.time, "monotonic", lambda: now)
+    work = Work(PIECES, Progress(), 0, (0, 4))
+    head = HolderState("head", False, 1, moved_at=now)
+    peer, other = (HolderState(name, True, 0, is_extra=True, has=b"\1" * 4, moved_at=now) for name in "ab")
+    for holder in (head, peer, other):
+        work.join(holder)
+    own = work.take(head, 0)
+    assert own is not None
+    assert [piece.index for piece in own.pieces] == [0]
+    theirs = work.take(peer, 0)
+    assert theirs is not None
+    assert [piece.index for piece in theirs.pieces] == [1, 2, 3]
+    own.moved_at = theirs.moved_at = now
+    now += works.STEAL_AFTER_S + 0.1
+    work.count_verified(own, own.pieces[0])
+    work.end(own)
+    assert work.take(head, 0) is None  # a slow chunk from a peer is no reason to pay for it
+    half = work.take(other, 0)
+    assert half is not None
+    assert [piece.index for piece in half.pieces] == [3]
+    half.moved_at = now
+    now += works.PATIENCE_S + 0.1  # nothing comes from either
+    again = work.take(head, 0)
+    assert again is not None
+    assert [piece.index for piece in again.pieces] == [2]
+
+
 def test_where_a_slice_takes_long_peers_get_as_long_before_the_head_is_asked_for_theirs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -8,7 +8,8 @@ A stream takes a *run*: adjacent chunks of one file, fetched by one request. Who
   ones have brought nothing for `PATIENCE_S`, or for as long as its slice took: theirs take as long
   over the same link. So an origin sends about one copy per zone;
 - a stream that finds nothing left to begin takes the second half of another's run, or fetches its last chunk
-  again if that does not come: a slow holder delays nobody.
+  again if that does not come: a slow holder delays nobody. From a cheaper holder's run a dearer one takes
+  only when it may take more than its slice at all.
 
 Guarantees: a chunk counts once, when it is verified and written; a run given back, whole or in part, is
 taken up by others; a peer whose chunks come wrong, or that does not answer, is left out. All methods may be
@@ -291,7 +292,7 @@ class Work:
     def _divide(self, holder: HolderState) -> Run | None:
         """Return the second half of another run."""
         since = time.monotonic() - STEAL_AFTER_S
-        others = [run for run in self._runs if len(run.pieces) > 1 and run.moved_at < since]
+        others = [run for run in self._rivals(holder) if len(run.pieces) > 1 and run.moved_at < since]
         for victim in sorted(others, key=lambda run: -len(run.pieces)):
             half = list(victim.pieces)[-(len(victim.pieces) // 2) :]
             if all(holder.can_give(piece.index) for piece in half):
@@ -303,13 +304,18 @@ class Work:
     def _repeat(self, holder: HolderState) -> Run | None:
         """Return a piece that another stream waits for in vain."""
         since = time.monotonic() - REPEAT_AFTER_S
-        for victim in self._runs:
+        for victim in self._rivals(holder):
             if len(victim.pieces) != 1 or victim.moved_at > since or victim.repeated:
                 continue
             if holder.can_give(victim.pieces[0].index):
                 victim.repeated = True
                 return Run(holder, deque(victim.pieces))
         return None
+
+    def _rivals(self, holder: HolderState) -> list[Run]:
+        """Return the runs that it may take over, whole or in part."""
+        is_free = self._may_take_all(holder)
+        return [run for run in self._runs if is_free or run.holder.rank >= holder.rank]
 
     def _give_back(self, run: Run, pieces: list[Piece]) -> None:
         elsewhere = {p.index for other in self._runs if other is not run for p in other.pieces}
