@@ -10,8 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from rlboost_runtime.weights import delta_kernels as kernels
+from rlboost_runtime.weights import delta_torch
 from rlboost_runtime.weights import manifest as manifests
 from rlboost_runtime.weights.choice import Link, Transfer, cost_usd, num_deltas
 from rlboost_runtime.weights.delta import BadDelta, Delta, DeltaStats, write_delta
@@ -20,6 +22,7 @@ from rlboost_runtime.weights.store import WeightStore
 
 PROBE = Probe((1,), (2,), (-0.5,), 0.1)
 CHUNK = 8192
+BEST_DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def patterns(num: int, seed: int = 0) -> np.ndarray:
@@ -74,6 +77,44 @@ def test_a_delta_gives_the_very_bytes(tmp_path: Path, num: int, share: float, wi
     assert stats is not None
     assert applied(tmp_path / "delta", base.tobytes()) == new.tobytes()
     assert stats.changed == pytest.approx((base != new).sum() / max(1, num))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.0005, 0.01, 0.25, 1.0])
+@pytest.mark.parametrize("wild", [False, True])
+@pytest.mark.parametrize("num", [1, 64, 65, 4096, 4097, 50_001, 300_000])
+def test_torch_gives_the_bytes_of_the_kernel(num: int, share: float, wild: bool) -> None:
+    base = patterns(num)
+    new = changed(base, share, wild=wild)
+    new[-1] += 1  # a change behind a gap of any length
+    outcomes = []
+    for find in (kernels.find_changes(), delta_torch.find_changes(BEST_DEVICE)):
+        tokens = np.zeros(kernels.max_tokens(num), np.uint8)
+        extras = np.zeros(kernels.max_extras(num), np.uint8)
+        num_tokens, num_extras, num_changed = find(base, new, tokens, extras)
+        outcomes.append((tokens[:num_tokens].tobytes(), extras[:num_extras].tobytes(), num_changed))
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0][2] == (base != new).sum()
+
+
+def test_a_delta_by_torch_is_the_same_file(tmp_path: Path) -> None:
+    base = patterns(100_000)
+    for name, data in (("old", base), ("new", changed(base, 0.05, wild=True))):
+        (tmp_path / name).write_bytes(data.tobytes())
+    paths = tmp_path / "old", tmp_path / "new", chunks_of(200_000)
+    for name, find in (("cores", None), ("torch", delta_torch.find_changes(BEST_DEVICE))):
+        assert write_delta(*paths, tmp_path / name, threads=2, find_changes=find) is not None
+    assert (tmp_path / "cores").read_bytes() == (tmp_path / "torch").read_bytes()
+
+
+def test_where_the_device_is_full_the_cores_look_for_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(delta_torch, "encode", full)
+    base = patterns(1000)
+    tokens, extras = np.zeros(kernels.max_tokens(1000), np.uint8), np.zeros(3003, np.uint8)
+    find = delta_torch.find_changes(torch.device("cpu"))
+    assert find(base, changed(base, 0.5), tokens, extras)[2] > 400
 
 
 def test_bytes_that_are_no_patterns_are_kept_too(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ import numpy.typing as npt
 import zstandard
 
 from rlboost_runtime.weights import delta_kernels as kernels
+from rlboost_runtime.weights.delta_kernels import FindChanges
 from rlboost_runtime.weights.manifest import Chunk
 
 MAGIC = b"RLBdelta"
@@ -81,23 +82,26 @@ def write_delta(
     *,
     threads: int,
     max_share: float = MAX_SHARE,
+    find_changes: FindChanges | None = None,
 ) -> DeltaStats | None:
     """Write to `target` what makes `new`, with these chunks, of `base`.
 
-    Returns None, and leaves no file, where it would take more than `max_share` of `new`. The memory taken is
-    that of a few chunks per thread. Raises `OSError`, and `ValueError` where the sizes differ.
+    `find_changes`: who looks for them; None: the cores, see `delta_kernels`. Returns None, and leaves no
+    file, where it would take more than `max_share` of `new`. The memory taken is that of a few chunks per
+    thread. Raises `OSError`, and `ValueError` where the sizes differ.
     """
     size = new.stat().st_size
     if base.stat().st_size != size:
         raise ValueError(f"{base} and {new} differ in size")
     limit = max_share * size
+    find = find_changes or kernels.find_changes()
     rows = np.zeros(len(chunks), _ROW)
     written = num_changed = 0
     with mapped(base) as old, mapped(new) as fresh, target.open("wb") as out:
 
         def encode(chunk: Chunk) -> _Coded:
             end = chunk.offset + chunk.length
-            return _encode(old[chunk.offset : end], fresh[chunk.offset : end])
+            return _encode(old[chunk.offset : end], fresh[chunk.offset : end], find)
 
         for i, coded in enumerate(in_order(encode, chunks, threads)):
             rows[i] = coded.row
@@ -224,11 +228,11 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-def _encode(old: memoryview, new: memoryview) -> _Coded:
+def _encode(old: memoryview, new: memoryview, find: FindChanges) -> _Coded:
     num = len(new) // 2
     scratch = _scratch
     scratch.reserve(num)
-    num_tokens, num_extras, num_changed = kernels.find_changes()(
+    num_tokens, num_extras, num_changed = find(
         np.frombuffer(old[: 2 * num], np.int16),
         np.frombuffer(new[: 2 * num], np.int16),
         scratch.tokens,

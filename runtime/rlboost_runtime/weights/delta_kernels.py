@@ -26,6 +26,8 @@ from numba.extending import intrinsic
 
 Patterns = npt.NDArray[np.int16]
 Bytes = npt.NDArray[np.uint8]
+FindChanges = Callable[[Patterns, Patterns, Bytes, Bytes], tuple[int, int, int]]
+"""See `find_changes`."""
 
 
 def max_tokens(num_patterns: int) -> int:
@@ -115,13 +117,13 @@ EXTRAS_PADDING = 3
 
 
 @functools.cache
-def find_changes() -> Callable[[Patterns, Patterns, Bytes, Bytes], tuple[int, int, int]]:
+def find_changes() -> FindChanges:
     """Return the encoder: (base, new, tokens, extras) -> numbers of tokens, extras and changes.
 
     The last two arrays are filled, and need room for `max_tokens` and `max_extras`. Compiled when first
     called in a process, or taken from numba's cache on disk.
     """
-    compiled: Callable[[Patterns, Patterns, Bytes, Bytes], tuple[int, int, int]] = _compiled(_find_changes)
+    compiled: FindChanges = _compiled(_find_changes)
     return compiled
 
 

@@ -17,6 +17,7 @@ import msgspec
 from rlboost_runtime.errors import ProtocolError
 from rlboost_runtime.weights import manifest as manifests
 from rlboost_runtime.weights.delta import MAX_SHARE, write_delta
+from rlboost_runtime.weights.delta_kernels import FindChanges
 from rlboost_runtime.weights.manifest import Delta, File, Manifest
 from rlboost_runtime.weights.store import DELTA_PREFIX, describe_file
 
@@ -27,12 +28,18 @@ MAX_THREADS = 8
 
 
 def add_deltas(
-    base_folder: Path, folder: Path, manifest: Manifest, max_deltas: int, chunk_bytes: int
+    base_folder: Path,
+    folder: Path,
+    manifest: Manifest,
+    max_deltas: int,
+    chunk_bytes: int,
+    find_changes: FindChanges | None = None,
 ) -> Manifest:
     """Write deltas into `folder`, which holds the files of `manifest`; return it with them.
 
-    `base_folder`: the version before, held by the caller. Without deltas where that one has another layout,
-    the very same weights, or too much has changed. Raises `OSError`.
+    `base_folder`: the version before, held by the caller; `find_changes`: as `write_delta` has it. Without
+    deltas where that one has another layout, the very same weights, or too much has changed. Raises
+    `OSError`.
     """
     try:
         base = manifests.read_manifest(base_folder)
@@ -43,7 +50,14 @@ def add_deltas(
         return manifest
     path = folder / delta_name(base.version)
     threads = min(os.cpu_count() or 1, MAX_THREADS)
-    stats = write_delta(base_folder / TARGET, folder / TARGET, target.chunks, path, threads=threads)
+    stats = write_delta(
+        base_folder / TARGET,
+        folder / TARGET,
+        target.chunks,
+        path,
+        threads=threads,
+        find_changes=find_changes,
+    )
     if stats is None:
         return manifest
     deltas = [

@@ -26,12 +26,16 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlboost_runtime.errors import ProtocolError, RuntimeFault, is_disk_full
 from rlboost_runtime.logs import event
 from rlboost_runtime.run_folder import sync_path
 from rlboost_runtime.weights import manifest as manifests
 from rlboost_runtime.weights.manifest import MANIFEST, Chunk, File, Manifest, Probe, Tied
+
+if TYPE_CHECKING:
+    from rlboost_runtime.weights.delta_kernels import FindChanges
 
 log = logging.getLogger(__name__)
 
@@ -70,11 +74,16 @@ class WeightStore:
     """The versions in one folder; the newest `keep` stay; files are digested in chunks of `chunk_bytes`.
 
     With `max_deltas` above 0 a new version also gets deltas from up to so many versions before it, where they
-    pay (`weights.lineage`).
+    pay (`weights.lineage`); `find_changes` is who looks for what changed, None: the cores.
     """
 
     def __init__(
-        self, folder: Path, keep: int = 2, chunk_bytes: int = CHUNK_BYTES, max_deltas: int = 0
+        self,
+        folder: Path,
+        keep: int = 2,
+        chunk_bytes: int = CHUNK_BYTES,
+        max_deltas: int = 0,
+        find_changes: FindChanges | None = None,
     ) -> None:
         if keep < 1 or not 0 < chunk_bytes <= manifests.MAX_CHUNK_BYTES or max_deltas < 0:
             raise ValueError(f"keep {keep}, chunk_bytes {chunk_bytes}, max_deltas {max_deltas}")
@@ -82,6 +91,7 @@ class WeightStore:
         self.keep = keep
         self.chunk_bytes = chunk_bytes
         self.max_deltas = max_deltas
+        self._find_changes = find_changes
 
     def versions(self) -> list[int]:
         """Return the numbers of all complete versions, ascending."""
@@ -200,7 +210,9 @@ class WeightStore:
 
         try:
             with self.read(earlier[-1]) as lease:
-                return add_deltas(lease.folder, folder, manifest, self.max_deltas, self.chunk_bytes)
+                return add_deltas(
+                    lease.folder, folder, manifest, self.max_deltas, self.chunk_bytes, self._find_changes
+                )
         except VersionGone:
             return manifest
         except OSError as exc:
