@@ -3,10 +3,12 @@
 - *loopback*: unshaped, our pull without TLS and with it, beside raw TCP with as many streams, all into
   files whose pages are there before the clock starts; rounds are interleaved, the median counts: on a shared
   machine the raw base swings more than the effects.
+  *least*, in the same rounds, is raw TCP with the digest, and with the digest and AES-256-GCM on both sides:
+  what has to be done whoever does it, without writing anything (`benchmarks.weights.side`).
 - *others*: `curl` and `aria2c -x8` from nginx to a file, and the `shardcast` package where `--shardcast`
   names an interpreter that has it (root only: it listens on all addresses, so it gets a network namespace).
 - *shaped*: the head sends through a 5 Gbit/s link (tc, two network namespaces), TLS and digests on (root
-  only).
+  only); *shaped_slower*: the same at 2 Gbit/s, where the cores that both sides share here are not the limit.
 - *peers*: eight receivers in namespaces behind a head of 1 Gbit/s, against one (root only);
   *peers_slow_link*: the same at 100 Mbit/s, where the cores that all nine share here are not the limit.
 - *publish*: how long training stands still for a publication, beside a plain cast-copy of the same tensors.
@@ -55,8 +57,8 @@ PORT = 7741
 SIDE_S = 300.0
 """Longest wait for one transfer."""
 SHAPED_MBIT, PEERS_MBIT = 5000, 1000
-SLOW_MBIT = 100
-"""Of a head whose receivers together do not fill the cores that all of them share here."""
+SLOWER_MBIT, SLOW_MBIT = 2000, 100
+"""Of heads whose receivers do not fill the cores that all share here."""
 TARGETS = {
     "shaped_of_raw": 0.95,
     "loopback_of_raw": 0.70,
@@ -65,7 +67,7 @@ TARGETS = {
     "peers_8_over_1": 1.5,
     "publish_stop_over_cast_copy": 1.2,
 }
-PARTS = ("loopback", "others", "shaped", "peers", "peers_slow_link", "publish")
+PARTS = ("loopback", "others", "shaped", "shaped_slower", "peers", "peers_slow_link", "publish")
 AT_MOST = ("receiver_cpu_s_per_gb", "peers_8_over_1", "publish_stop_over_cast_copy")
 
 Measure = Callable[[], dict[str, Any]]
@@ -210,15 +212,20 @@ def _summary(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 def loopback(lab: Lab, rounds: int) -> dict[str, Any]:
     """Unshaped: raw, ours plain, ours with TLS."""
-    host, ports = "127.0.0.1", [str(PORT + i) for i in range(3)]
+    host, ports = "127.0.0.1", [str(PORT + i) for i in range(5)]
     raw_words = (f"{host}:{ports[0]}", str(lab.raw_target()), str(lab.size))
+    least = [("least-pull", f"{host}:{port}", str(lab.size), str(STREAMS)) for port in ports[3:]]
     with ExitStack() as stack:
         stack.enter_context(server("raw-serve", str(lab.file), host, ports[0]))
         stack.enter_context(server("serve", str(lab.store.folder), host, ports[1]))
         stack.enter_context(server("serve", str(lab.store.folder), host, ports[2], str(lab.run.path)))
+        stack.enter_context(server("least-serve", str(lab.file), host, ports[3]))
+        stack.enter_context(server("least-serve", str(lab.file), host, ports[4], "seal"))
         measures: dict[str, Measure] = {
             "raw_1": lambda: transfer("raw-pull", *raw_words, "1"),
             f"raw_{STREAMS}": lambda: transfer("raw-pull", *raw_words, str(STREAMS)),
+            "least_digest": lambda: transfer(*least[0]),
+            "least_digest_and_seal": lambda: transfer(*least[1], "seal"),
             "ours_plain": lambda: lab.into_pages(f"http://{host}:{ports[1]}", "plain"),
             "ours_tls": lambda: lab.into_pages(f"https://{host}:{ports[2]}", "tls"),
         }
@@ -295,9 +302,9 @@ def nginx(lab: Lab, port: str) -> Iterator[bool]:
         process.wait(10)
 
 
-def shaped(lab: Lab, rounds: int) -> dict[str, Any]:
-    """Through a link of 5 Gbit/s: raw, and ours with TLS and digests."""
-    with network.machines(1, SHAPED_MBIT) as ((head, address), (receiver, _)), ExitStack() as stack:
+def shaped(lab: Lab, rounds: int, mbit_per_s: int) -> dict[str, Any]:
+    """Through a link: raw, and ours with TLS and digests."""
+    with network.machines(1, mbit_per_s) as ((head, address), (receiver, _)), ExitStack() as stack:
         ports = [str(PORT), str(PORT + 1)]
         stack.enter_context(server("raw-serve", str(lab.file), address, ports[0], namespace=head))
         words = ("serve", str(lab.store.folder), address, ports[1], str(lab.run.path))
@@ -364,9 +371,18 @@ def _all_at_once(
     for i, (namespace, _) in enumerate(machines):
         others_ = [*holders[i + 1 :], *holders[:i]]
         request = lab.request(url, f"peer-{i}", holders=others_, part=(i, len(machines)), streams=2)
-        words = side("pull", request, namespace=namespace)
-        processes.append(subprocess.Popen(words, stdout=subprocess.PIPE, text=True))
+        words = side("pull", request, "gate", namespace=namespace)
+        pipe = subprocess.PIPE
+        processes.append(subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True))
+    for process in processes:
+        assert process.stdout is not None
+        if process.stdout.readline() != "ready\n":
+            raise RuntimeError("a receiver did not start")
     results = []
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
     for process in processes:
         out, _ = process.communicate(timeout=SIDE_S)
         results.append(json.loads(out))
@@ -445,7 +461,8 @@ def main() -> None:
         parts: dict[str, Measure] = {
             "loopback": lambda: loopback(lab, options.rounds),
             "others": lambda: others(lab, options.rounds, options.shardcast),
-            "shaped": lambda: shaped(lab, options.rounds),
+            "shaped": lambda: shaped(lab, options.rounds, SHAPED_MBIT),
+            "shaped_slower": lambda: shaped(lab, options.rounds, SLOWER_MBIT),
             "peers": lambda: peers(lab, options.rounds, PEERS_MBIT),
             "peers_slow_link": lambda: peers(lab, options.rounds, SLOW_MBIT),
             "publish": lambda: publish(options.rounds),

@@ -1,11 +1,18 @@
 """One side of a transfer, as a process of its own, possibly in a network namespace.
 
-    python -m benchmarks.weights.side serve STORE HOST PORT [TLS_FOLDER]     our server python -m
-    benchmarks.weights.side raw-serve FILE HOST PORT               sendfile of asked ranges, no HTTP python -m
-    benchmarks.weights.side raw-pull URL FILE SIZE STREAMS         recv_into a mapped, prefaulted file python
-    -m benchmarks.weights.side pull JSON                              our puller, a `PullRequest`
+    python -m benchmarks.weights.side serve STORE HOST PORT [TLS_FOLDER]   our server
+    python -m benchmarks.weights.side raw-serve FILE HOST PORT             sendfile of asked ranges, no HTTP
+    python -m benchmarks.weights.side raw-pull URL FILE SIZE STREAMS       recv_into a mapped, prefaulted file
+    python -m benchmarks.weights.side pull JSON                            our puller, a `PullRequest`
+    python -m benchmarks.weights.side least-serve FILE HOST PORT [seal]    raw, and what must be done:
+    python -m benchmarks.weights.side least-pull URL SIZE STREAMS [seal]   see below
 
 Servers say "ready" once they listen. Pulls print one JSON line: seconds, CPU-seconds of this process, bytes.
+
+The *least* sides bound from above what a pull that shares its cores with the server can reach on a machine:
+everything is received into memory that is hot in a cache and digested, with *seal* also encrypted and
+decrypted (AES-256-GCM, a message per `MESSAGE_BYTES`, by OpenSSL); nothing is written anywhere, and there is
+neither HTTP nor TLS.
 """
 
 from __future__ import annotations
@@ -24,6 +31,8 @@ from pathlib import Path
 from unittest import mock
 
 import msgspec
+from blake3 import blake3
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from rlboost_runtime import security
 from rlboost_runtime.run_folder import RunFolder
@@ -36,6 +45,11 @@ from rlboost_runtime.weights.store import WeightStore
 from rlboost_runtime.weights.work import Progress
 
 TOKEN = "bench"
+MESSAGE_BYTES = 256 * 1024
+KEY = AESGCM(bytes(32))
+NONCE = bytes(12)
+"""Of a key that guards nothing."""
+SEAL_BYTES = 16
 _RANGE = struct.Struct("<QQ")
 
 
@@ -67,6 +81,62 @@ def raw_serve(path: str, host: str, port: str) -> None:
         threading.Thread(target=answer, args=(connection,), daemon=True).start()
 
 
+def least_serve(path: str, host: str, port: str, seal: str = "") -> None:
+    """Send the messages of a range as they are asked for."""
+    if not seal:
+        raw_serve(path, host, port)
+    listener = socket.create_server((host, int(port)), backlog=128)
+    fd = os.open(path, os.O_RDONLY)
+    print("ready", flush=True)
+
+    def answer(connection: socket.socket) -> None:
+        plain, sealed = bytearray(MESSAGE_BYTES), bytearray(MESSAGE_BYTES + SEAL_BYTES)
+        with connection:
+            while len(head := connection.recv(_RANGE.size, socket.MSG_WAITALL)) == _RANGE.size:
+                at, length = _RANGE.unpack(head)
+                for start, size in _messages(at, at + length):
+                    os.preadv(fd, [memoryview(plain)[:size]], start)
+                    message = memoryview(sealed)[: size + SEAL_BYTES]
+                    KEY.encrypt_into(NONCE, memoryview(plain)[:size], None, message)
+                    connection.sendall(message)
+
+    while True:
+        connection, _ = listener.accept()
+        threading.Thread(target=answer, args=(connection,), daemon=True).start()
+
+
+def least_pull(url: str, size: str, streams: str, seal: str = "") -> None:
+    """Receive and digest all messages over so many connections."""
+    host, _, port = url.rpartition(":")
+    num = int(streams)
+    before = _now()
+
+    def receive(i: int) -> None:
+        start, end = int(size) * i // num, int(size) * (i + 1) // num
+        extra = SEAL_BYTES if seal else 0
+        message, plain = bytearray(MESSAGE_BYTES + extra), bytearray(MESSAGE_BYTES)
+        with socket.create_connection((host, int(port))) as sock:
+            sock.sendall(_RANGE.pack(start, end - start))
+            for _, length in _messages(start, end):
+                with memoryview(message)[: length + extra] as view:
+                    if sock.recv_into(view, 0, socket.MSG_WAITALL) != len(view):
+                        raise ConnectionError("the connection ended early")
+                    if seal:
+                        KEY.decrypt_into(NONCE, view, None, memoryview(plain)[:length])
+                    blake3(plain if seal else view).digest()
+
+    threads = [threading.Thread(target=receive, args=(i,)) for i in range(num)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    _say(before, int(size))
+
+
+def _messages(start: int, end: int) -> list[tuple[int, int]]:
+    return [(at, min(MESSAGE_BYTES, end - at)) for at in range(start, end, MESSAGE_BYTES)]
+
+
 def raw_pull(url: str, path: str, size: str, streams: str) -> None:
     """Receive a file over so many connections, each an equal part of it."""
     host, _, port = url.rpartition(":")
@@ -96,9 +166,15 @@ def raw_pull(url: str, path: str, size: str, streams: str) -> None:
         view.release()
 
 
-def pull(text: str) -> None:
-    """Pull a version as an agent's child does; "http://" is understood too, for this measurement only."""
+def pull(text: str, gate: str = "") -> None:
+    """Pull a version as an agent's child does; "http://" is understood too, for this measurement only.
+
+    With a gate it says "ready" and waits for a line: several begin at once, whenever each of them started.
+    """
     request = msgspec.json.decode(text, type=pulling.PullRequest)
+    if gate:
+        print("ready", flush=True)
+        sys.stdin.readline()
     before = _now()
     if request.url.startswith("http://"):
         with mock.patch.object(pulling, "open_source", _open_plain):
@@ -140,5 +216,7 @@ if __name__ == "__main__":
         "raw-serve": raw_serve,
         "raw-pull": raw_pull,
         "pull": pull,
+        "least-serve": least_serve,
+        "least-pull": least_pull,
     }
     sides[sys.argv[1]](*sys.argv[2:])
