@@ -212,8 +212,10 @@ bench-learning: $(DEV) ## quiet against stormy runs, six seeds each (an hour or 
 
 .PHONY: soak-learning
 soak-learning: $(DEV) ## learning curves: each loss over 3 seeds, staleness 0 and 1 over 5 (40 min; may be stopped)
-	@$(BIN)/python -m benchmarks.learning.losses losses --out $(LEARNING_OUT)/losses
-	@$(BIN)/python -m benchmarks.learning.losses staleness --out $(LEARNING_OUT)/staleness
+	@for what in losses staleness; do \
+		$(BIN)/python -m benchmarks.learning.losses $$what --out $(LEARNING_OUT)/$$what \
+			--result $(LEARNING_OUT)/$$what.json --picture $(LEARNING_OUT)/$$what.svg || exit; \
+	done
 
 # --- tidy -------------------------------------------------------------------------------------------------
 
