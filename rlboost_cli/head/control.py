@@ -48,6 +48,7 @@ def bring_up(run: RunFolder, say: Say) -> dict[str, Any]:
         say(f"starting {run.name} on {head.place.host}")
         options = ["launch", *typed, "--detach", "--yes"] if trains else ["up", *typed]
         head.rlboost(*options, environment=environment)
+        head.ask("keep", on=True)
         refresh(run, head, ledger=True)
     return dict(read_json(run.status) or {})
 
@@ -91,6 +92,7 @@ def end_run(run: RunFolder, say: Say) -> None:
         if there["exists"]:
             say(f"ending {run.name} on {head.place.host}")
             head.rlboost("down", run.name, "--yes", seconds=END_S)
+            head.ask("keep", on=False)
             keep_up(run, head)
             _bring_home(run, head, say)
     if there["exists"] and not run.outcome.exists():

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import queue
 import re
 import shutil
@@ -39,6 +40,9 @@ WHOLE = ("status.json", "outcome.json", "ending.json", "preparing.json", "cloud/
 LEDGER = "ledger.sqlite"
 PLAIN = re.compile(r"([A-Za-z0-9_-][A-Za-z0-9._-]*/)*[A-Za-z0-9_-][A-Za-z0-9._-]*")
 TOLD_LINES = 15
+SYSTEMD = Path("/run/systemd/system")
+"""There where systemd is the first process."""
+UNITS = Path("/etc/systemd/system")
 
 
 class Place:
@@ -219,6 +223,63 @@ def text_of(path: Path) -> str:
         return ""
 
 
+# --- after a restart of the machine ------------------------------------------------------------------------
+
+
+def keep(place: Place, request: Json, source: BinaryIO) -> Answer:
+    """Have systemd go on with the run when the machine starts again, or (`on` false) not any more.
+
+    `kept`: whether it will. Needs systemd, and root or sudo without a password; else nothing is done.
+    """
+    unit = UNITS / f"rlboost-{request['owner']}-{request['run']}.service"
+    if not SYSTEMD.exists() or (not request["on"] and not unit.exists()):
+        return {"kept": False}, b""
+    if request["on"]:
+        steps = [(["tee", str(unit)], unit_text(place)), (["systemctl", "enable", unit.name], "")]
+    else:
+        steps = [(["systemctl", "disable", unit.name], ""), (["rm", "-f", str(unit)], "")]
+    as_root = [] if os.geteuid() == 0 else ["sudo", "-n"]
+    for command, text in steps:
+        try:
+            done = subprocess.run(
+                [*as_root, *command],
+                input=text.encode(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                timeout=30,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return {"kept": False}, b""
+        if done.returncode != 0:
+            return {"kept": False}, b""
+    return {"kept": bool(request["on"])}, b""
+
+
+def unit_text(place: Place) -> str:
+    """Return the unit: the run's supervisor, which takes the run up where its disk has it; stopped, it ends
+    the run's machines and processes by itself."""
+    return f"""[Unit]
+Description=RLBoost run {place.run.name}
+Wants=network-online.target
+After=network-online.target
+ConditionPathExists=!{place.run}/outcome.json
+
+[Service]
+User={pwd.getpwuid(os.getuid()).pw_name}
+WorkingDirectory={place.run}
+Environment=RLBOOST_RUN={place.run} RLBOOST_HOME={place.home}
+ExecStart={place.python} -m rlboost_runtime.supervisor {place.run}
+StandardOutput=append:{place.run}/logs/supervisor.log
+StandardError=append:{place.run}/logs/supervisor.log
+KillMode=mixed
+TimeoutStopSec=300
+
+[Install]
+WantedBy=multi-user.target
+"""
+
+
 # --- looking at it -----------------------------------------------------------------------------------------
 
 
@@ -324,6 +385,7 @@ DO = {
     "install": install,
     "ship": ship,
     "rlboost": rlboost,
+    "keep": keep,
     "mirror": mirror,
     "results": results,
     "fetch": fetch,

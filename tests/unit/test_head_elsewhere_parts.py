@@ -5,7 +5,10 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import sqlite3
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -218,3 +221,53 @@ def test_what_a_command_says_there_is_said_here_with_its_exit_code(here: RunFold
         Failing(here).rlboost("preempt", "far", "x")
     assert (refusal.value.problem, refusal.value.remedy) == ("on gpu-1: no machine x", "see status")
     assert refusal.value.exit_code == 3
+
+
+# --- after a restart of the machine -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with systemd: `systemctl` and `sudo` note what they are told, and `sudo` does it."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name, rest in (("systemctl", ""), ("sudo", 'shift; exec "$@"')):
+        (tools / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {tmp_path}/told\n{rest}\n')
+        (tools / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(program, "SYSTEMD", tmp_path)
+    monkeypatch.setattr(program, "UNITS", tmp_path)
+    return tmp_path
+
+
+def test_a_run_goes_on_after_a_restart_of_its_head_until_it_is_ended(
+    here: RunFolder, there: Path, systemd: Path
+) -> None:
+    head = HeadHere(here)
+    assert head.ask("keep", on=True)[0] == {"kept": True}
+    unit = systemd / "rlboost-me-far.service"
+    assert f"ConditionPathExists=!{there}/outcome.json" in unit.read_text()
+    assert f"-m rlboost_runtime.supervisor {there}" in unit.read_text()
+    assert head.ask("keep", on=False)[0] == {"kept": False}
+    assert not unit.exists()
+    told = [line.removeprefix("sudo -n ") for line in (systemd / "told").read_text().splitlines()]
+    assert [line for line in told if line.startswith("systemctl")][
+        -1
+    ] == "systemctl disable rlboost-me-far.service"
+    assert "systemctl enable rlboost-me-far.service" in told
+
+
+def test_systemd_itself_finds_nothing_wrong_with_the_unit(here: RunFolder, tmp_path: Path) -> None:
+    analyze = shutil.which("systemd-analyze")
+    if analyze is None:
+        pytest.skip("systemd-analyze is not installed")
+    request = {"folder": str(here.path / "there"), "python": sys.executable, "owner": "me", "run": "far"}
+    unit = tmp_path / "rlboost-me-far.service"
+    unit.write_text(program.unit_text(program.Place(request)))
+    done = subprocess.run([analyze, "verify", str(unit)], capture_output=True, text=True, check=False)
+    assert unit.name not in done.stderr, done.stderr
+
+
+def test_without_systemd_nothing_is_changed(here: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "SYSTEMD", here.path / "nothing")
+    assert HeadHere(here).ask("keep", on=True)[0] == {"kept": False}
