@@ -6,11 +6,14 @@ import base64
 import hashlib
 import stat
 import subprocess
+import tomllib
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from rlboost_runtime.deploy.shipment import common_part, template, worker_shipment
 from rlboost_runtime.deploy.wheel import PACKAGES, build_wheel
@@ -79,3 +82,20 @@ def test_every_version_that_machines_get_is_pinned():
     assert len(lines) > 50
     assert all(line.count("==") == 1 for line in lines)
     assert any(line.startswith("torch==") for line in lines)
+
+
+def test_machines_get_a_version_of_everything_that_we_need_and_one_that_we_take():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = [Requirement(each) for each in (*project["dependencies"], *extras["run"], *extras["train"])]
+    lines = [line for line in template("machine.txt").splitlines() if line and not line.startswith("#")]
+    pinned = {
+        canonicalize_name(name): version for name, _, version in (each.partition("==") for each in lines)
+    }
+    lacking = [
+        str(each)
+        for each in wanted
+        if each.name != "rlboost"
+        and not each.specifier.contains(pinned.get(canonicalize_name(each.name), "0.dev0"))
+    ]
+    assert lacking == [], "make lock-machines"
