@@ -163,6 +163,32 @@ def test_where_waking_costs_more_than_it_helps_there_is_no_window() -> None:
     assert not seeding.skips_window
 
 
+def skips(seeding: PredictedSeeding, num_spot: int, toggle_s: float) -> list[bool]:
+    """Whether each of five steps does without a window where waking and sleeping take so long."""
+    found = []
+    for number in range(2, 7):
+        seeding.wake_s = seeding.sleep_s = toggle_s
+        lived(seeding, number, num_spot)
+        found.append(seeding.skips_window)
+    return found
+
+
+def test_a_dear_window_is_tried_without_once_and_kept_where_it_pays() -> None:
+    assert skips(replace(taught(), has_gate=True), 6, toggle_s=20.0) == [False, True, False, False, False]
+
+
+def test_a_dear_window_is_left_out_for_good_where_a_step_without_was_faster() -> None:
+    seeding = replace(taught(), has_gate=True)
+    lived(seeding, 2, 6)
+    seeding._with_window[6] *= 2.0
+    assert skips(seeding, 6, toggle_s=20.0) == [True] * 5
+
+
+def test_a_cheap_window_and_one_that_is_needed_are_never_left_out_for_a_trial() -> None:
+    assert skips(replace(taught(), has_gate=True), 6, toggle_s=2.0) == [False] * 5
+    assert skips(replace(taught(), has_gate=True), 1, toggle_s=20.0) == [False] * 5
+
+
 def test_without_spot_instances_nothing_is_learned() -> None:
     seeding = taught()
     before = seeding.train_s_per_token

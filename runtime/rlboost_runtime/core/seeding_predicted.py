@@ -22,6 +22,11 @@ fast as the spot ones, a window of length T ends the step at
 
 which is later than without it, at training + excess, exactly if excess <= wake + sleep.
 
+That arithmetic flatters a window that is dear: what the reserved engines have begun goes on elsewhere, late.
+So where waking and sleeping take more than `DEAR_SHARE` of a step, and doing without a window does not look
+much worse, one step tries it, for each number of spot instances; from then on the faster way is taken, by
+the seconds per token that steps of both kinds took.
+
 Until a step has taught the rates the window is the job's initial one; one that outlasts a whole rollout
 teaches nothing and is cut to half of it. N_prem is the paper's.
 """
@@ -36,7 +41,7 @@ from rlboost_runtime.core.lengths import Lengths
 from rlboost_runtime.core.marginal import StepRates, best_window_s, rollout_s
 from rlboost_runtime.core.pace import Pace, StepTimes
 from rlboost_runtime.core.responses import ResponseState, StepBook
-from rlboost_runtime.core.seeding import Moment, Seeding, StepObservation
+from rlboost_runtime.core.seeding import SAME_COUNT, Moment, Seeding, StepObservation
 
 LOOK_S = 1.0
 """Least pause between two looks: each looks at every response of the step."""
@@ -56,6 +61,10 @@ FINISH_SHARE = 1 / 16
 """Of training, what comes after the last response at most: one micro-batch and the optimizer."""
 ENGINES_SHARE = 0.5
 """A step that took twice what the window explains was not short of engines."""
+DEAR_SHARE = 0.05
+"""Of a step: waking and sleeping that take more are worth a trial without."""
+TRY_SHARE = 1.2
+"""A step is tried without a window if it should take at most so many times what it takes with one."""
 STARVED_SHARE = 0.02
 """A trainer that waited longer than this share of its training time was waiting for the last responses."""
 
@@ -97,6 +106,10 @@ class PredictedSeeding(Seeding):
     """From then until the trainer can train, as it says itself."""
     finish_s: float = 0.0
     """From the last response to the end of the step, where the trainer waited for it."""
+    _with_window: dict[int, float] = field(default_factory=dict)
+    """Seconds per token of steps with so many spot instances from begin to end."""
+    _without: dict[int, float] = field(default_factory=dict)
+    """The same of steps that skipped the window."""
     _look_at: float = -math.inf
     _looked_at: float = -math.inf
     _looked_with: int = -1
@@ -139,7 +152,9 @@ class PredictedSeeding(Seeding):
         excess_s = alone_s - total * self.train_s_per_token - self.handover_s
         rest_s = max(0.0, excess_s) / (1.0 + self.num_reserved / n)
         if moment.now == moment.opened_at and not self._closings:
-            self.skips_window = self.has_gate and excess_s <= self.wake_s
+            self.skips_window = self.has_gate and (
+                excess_s <= self.wake_s or self._is_better_without(n, alone_s, total)
+            )
         if self.skips_window:
             rest_s = 0.0
         planned_s = moment.now - moment.opened_at + rest_s
@@ -164,6 +179,7 @@ class PredictedSeeding(Seeding):
             self.n_prem = (seen.t_remote * seen.n_prem + window_s * self.num_reserved) / seen.t_train
         if self._closings != 1 or self._closed_at is None:
             return  # no window at all, or several: the rates of such a step are not those of a plain one
+        self._compare(seen)
         rest_s = seen.ended_at - seen.t_remote_wait - self._closed_at
         left = seen.num_tokens - self._tokens_at_close
         if rest_s <= 0 or left <= 0:
@@ -218,6 +234,21 @@ class PredictedSeeding(Seeding):
             start_s=self.start_s,
             fixed_s=finish_s,
         )
+
+    def _is_better_without(self, num_spot: int, alone_s: float, tokens: float) -> bool:
+        """Return whether a dear window is better skipped, or that is worth a trial."""
+        with_one = self._with_window.get(num_spot)
+        if with_one is None or self.wake_s + self.sleep_s < DEAR_SHARE * with_one * tokens:
+            return False
+        without = self._without.get(num_spot)
+        return alone_s < TRY_SHARE * with_one * tokens if without is None else without < with_one
+
+    def _compare(self, seen: StepObservation) -> None:
+        """Take in what a token took in a step without churn, with a window or without."""
+        if abs(seen.n_prem - seen.n_hat) < SAME_COUNT and seen.num_tokens:
+            took = self._without if self.skips_window else self._with_window
+            step_s = seen.t_remote + seen.t_remote_wait
+            took[seen.n_hat] = _blend(took.get(seen.n_hat), step_s / seen.num_tokens)
 
     def _learn_slowness(self, num_spot: float, window_s: float, rest_s: float) -> None:
         """Take in how long a rollout took: so long with everybody, so long without the reserved engines."""
