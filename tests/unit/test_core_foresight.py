@@ -6,10 +6,15 @@ from dataclasses import replace
 
 import pytest
 
+from rlboost_runtime.core.balance import Balancer
+from rlboost_runtime.core.crowd import Crowd
+from rlboost_runtime.core.instances import LEGAL as INSTANCE_MOVES
+from rlboost_runtime.core.instances import Instance, InstanceState
 from rlboost_runtime.core.lengths import ENOUGH, Lengths
-from rlboost_runtime.core.messages import Abort, Beat, ResponseRequest, StepStarted
+from rlboost_runtime.core.life import Life
+from rlboost_runtime.core.messages import Abort, Beat, Pool, ResponseRequest, StepStarted
 from rlboost_runtime.core.pace import Pace, StepTimes
-from rlboost_runtime.core.policy import RLBOOST
+from rlboost_runtime.core.policy import RLBOOST, BalanceRule
 from rlboost_runtime.core.responses import StepBook
 from rlboost_runtime.core.seeding import Moment, StepObservation
 from rlboost_runtime.core.seeding_predicted import PredictedSeeding
@@ -236,6 +241,38 @@ def test_running_responses_move_until_both_are_as_full(new_run) -> None:
     for response in responses:
         moved |= run.assigned(run.release(response, num_tokens=11))
     assert moved == dict.fromkeys(responses, "b")
+
+
+@pytest.mark.parametrize(
+    ("pools", "moves"),
+    [
+        ((Pool.RESERVED, Pool.RESERVED), True),
+        ((Pool.SPOT, Pool.SPOT), True),
+        ((Pool.RESERVED, Pool.SPOT), False),
+    ],
+)
+def test_reserved_engines_even_out_among_themselves_while_no_spot_instance_serves(pools, moves) -> None:
+    able = {
+        name: Instance(
+            name, "m", pool, 0, 99, 10_000, 0.0, Life(name, InstanceState.LOADING, INSTANCE_MOVES, 0.0)
+        )
+        for name, pool in zip("ab", pools, strict=True)
+    }
+    lengths = Lengths()
+    lengths.learn([1_500] * 8)
+    balancer = Balancer(able, Crowd(able, lambda _: None), lengths, BalanceRule.EVEN)
+    for kv_tokens in (1_000, 2_000, 3_000, 4_000):
+        balancer.step_times.learn((10_000, 99), kv_tokens, 0.010 + 2e-6 * kv_tokens)
+    requests = tuple(ResponseRequest(i, i, 10, 2_000) for i in range(8))
+    for number, response in enumerate(StepBook(StepStarted(0.0, 0, 0, requests)).responses.values()):
+        able["a"].hold(number, response, 500)
+    for name in able:
+        balancer.touch(name)
+    relief = balancer.relief(1.0)
+    assert (relief is not None) == moves
+    if relief is not None:
+        assert (relief.giver.instance, relief.taker.instance) == ("a", "b")
+        assert 2 <= len(relief.assignments) <= 4
 
 
 def test_without_balance_nothing_moves(new_run) -> None:

@@ -13,17 +13,18 @@ fro); of the running ones those with the fewest tokens move, whose prefill is ch
 relieved at a time.
 
 `BalanceRule.EVEN` keeps the first rule and has another second one: the fullest spot instance gives running
-responses to the emptiest until both are as full, if that saves more than it costs. A response of x tokens
-that will grow by r more slows each neighbour's every step by c x, c being the seconds per KV token that
-heartbeats showed (`pace`). With b of them there and a on the new instance, moving it saves about
-c x r (b - a) seconds of waiting and costs a + 1 of them a prefill of x tokens.
+responses to the emptiest until both are as full, if that saves more than it costs; while no spot instance
+serves, reserved ones do. A response of x tokens that will grow by r more slows each neighbour's every step by
+c x, c being the seconds per KV token that heartbeats showed (`pace`). With b of them there and a on the new
+instance, moving it saves about c x r (b - a) seconds of waiting and costs a + 1 of them a prefill of x
+tokens.
 
 Cost: O(log instances) an event; a move looks at the responses of the instance that gives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlboost_runtime.core.crowd import Crowd, Rank
@@ -94,8 +95,11 @@ class Balancer:
     ) -> None:
         self.profile = Profile()
         self.step_times = StepTimes()
-        self.fullest = Crowd(able, _fullest_spot)
-        self.emptiest = Crowd(able, _emptiest_spot)
+        self._uneven = [
+            (Crowd(able, _fullest_of(pool)), Crowd(able, _emptiest_of(pool)))
+            for pool in (Pool.SPOT, Pool.RESERVED)
+        ]
+        """By pool: the fullest first, the emptiest first."""
         self._lengths = lengths
         self._rule = rule
         self._even_at = 0.0
@@ -106,8 +110,9 @@ class Balancer:
     def touch(self, name: str) -> None:
         """Take notice that an instance's load or ability may have changed."""
         if self._rule is BalanceRule.EVEN:
-            self.fullest.touch(name)
-            self.emptiest.touch(name)
+            for fullest, emptiest in self._uneven:
+                fullest.touch(name)
+                emptiest.touch(name)
         else:
             self.busiest.touch(name)
         self.longest_queue.touch(name)
@@ -149,7 +154,7 @@ class Balancer:
         return Relief(giver, taker, moved)
 
     def _to_even_out(self, now: float) -> Relief | None:
-        giver, taker = self.fullest.best(lambda _: True), self.emptiest.best(lambda _: True)
+        giver, taker = self._most_uneven()
         if giver is None or taker is None or giver is taker or giver.aborting or taker.aborting:
             return None
         if not self._lengths.is_known or giver.share - taker.share < UNEVEN_SHARE:
@@ -171,6 +176,15 @@ class Balancer:
             self._even_at = now + LOOK_AGAIN_S
             return None
         return Relief(giver, taker, moved)
+
+    def _most_uneven(self) -> tuple[Instance | None, Instance | None]:
+        """Return the fullest and the emptiest spot instance; where none serves, of the reserved ones."""
+        pair: tuple[Instance | None, Instance | None] = (None, None)
+        for fullest, emptiest in self._uneven:
+            pair = fullest.best(lambda _: True), emptiest.best(lambda _: True)
+            if pair != (None, None):
+                break
+        return pair
 
     def _pays(self, response: Response, crowd: int, guests: int, line: tuple[float, float]) -> bool:
         slope_s, empty_s = line
@@ -198,16 +212,22 @@ def _most_executing(instance: Instance) -> Rank | None:
     return (-instance.num_executing, 0.0, instance.instance) if instance.assignments else None
 
 
-def _fullest_spot(instance: Instance) -> Rank | None:
-    if instance.pool is not Pool.SPOT or not instance.assignments:
-        return None
-    return -instance.share, 0.0, instance.instance
+def _fullest_of(pool: Pool) -> Callable[[Instance], Rank | None]:
+    def rank(instance: Instance) -> Rank | None:
+        if instance.pool is not pool or not instance.assignments:
+            return None
+        return -instance.share, 0.0, instance.instance
+
+    return rank
 
 
-def _emptiest_spot(instance: Instance) -> Rank | None:
-    if instance.pool is not Pool.SPOT or instance.num_assigned >= max(1, instance.max_running):
-        return None
-    return instance.share, instance.fill, instance.instance
+def _emptiest_of(pool: Pool) -> Callable[[Instance], Rank | None]:
+    def rank(instance: Instance) -> Rank | None:
+        if instance.pool is not pool or instance.num_assigned >= max(1, instance.max_running):
+            return None
+        return instance.share, instance.fill, instance.instance
+
+    return rank
 
 
 def _most_pending(instance: Instance) -> Rank | None:
