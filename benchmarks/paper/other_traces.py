@@ -86,7 +86,7 @@ def as_markdown(found: dict[str, Case]) -> list[str]:
     return [
         "## rlboost over paper on other traces",
         "",
-        f"{WINDOWS_EACH} windows of two hours each, evenly spread; generated traces with seed 0.",
+        f"As many two-hour windows as said, of {WINDOWS_EACH} evenly spread; generated traces with seed 0.",
         "",
         "| trace | model | windows | tokens/s | tokens per dollar | spot machines, paper / rlboost |",
         "|---|---|---|---|---|---|",
