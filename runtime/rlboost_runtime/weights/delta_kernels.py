@@ -50,66 +50,78 @@ def _trailing_zeros(context: Any, _value: Any) -> Any:  # numba's own types, whi
 _ctz: Any = intrinsic(_trailing_zeros)
 
 
+# Indices are unsigned below: signed ones may be negative, which numba then asks of each of them.
+_U = np.uint64
+_U32 = np.uint32
+
+
 def _find_changes(base: Patterns, new: Patterns, tokens: Bytes, extras: Bytes) -> tuple[int, int, int]:
-    num, num_tokens, num_extras, num_changed = base.size, 0, 0, 0
-    previous: Any = np.int64(-1)
+    num, num_changed = base.size, 0
+    num_tokens: Any = _U(0)
+    num_extras: Any = _U(0)
+    next_at: Any = _U(0)
     for word in range(num // 64 + 1):
         start = word * 64
-        mask: Any = np.uint64(0)
+        mask: Any = _U(0)
         if start + 64 <= num:
             for j in range(64):  # becomes vector code; with a variable bound it would not
-                mask |= np.uint64(base[start + j] != new[start + j]) << np.uint64(j)
+                mask |= _U(base[start + j] != new[start + j]) << _U(j)
         else:
             for j in range(num - start):
-                mask |= np.uint64(base[start + j] != new[start + j]) << np.uint64(j)
-        while mask != 0:
-            at = start + np.int64(_ctz(mask))
-            mask &= mask - np.uint64(1)
-            gap = at - previous - 1
-            previous = at
-            while gap >= 64:
-                skipped = min(gap >> 6, 64)
-                tokens[num_tokens] = ((skipped - 1) << 2) | 3
-                num_tokens += 1
-                gap -= skipped << 6
-            step: Any = np.int64(np.int16(new[at] - base[at]))
-            zigzag = ((step << 1) ^ (step >> 63)) - 1
-            kind = min(zigzag, 2)
-            tokens[num_tokens] = (gap << 2) | kind
-            num_tokens += 1
+                mask |= _U(base[start + j] != new[start + j]) << _U(j)
+        while mask != _U(0):
+            at = _U(start) + _ctz(mask)
+            mask &= mask - _U(1)
+            gap = at - next_at
+            next_at = at + _U(1)
+            while gap >= _U(64):
+                skipped = min(gap >> _U(6), _U(64))
+                tokens[num_tokens] = ((skipped - _U(1)) << _U(2)) | _U(3)
+                num_tokens += _U(1)
+                gap -= skipped << _U(6)
+            step: Any = np.int32(np.int16(new[at] - base[at]))
+            zigzag: Any = _U32(((step << np.int32(1)) ^ (step >> np.int32(31))) - np.int32(1))
+            kind = min(zigzag, _U32(2))
+            tokens[num_tokens] = (gap << _U(2)) | _U(kind)
+            num_tokens += _U(1)
             num_changed += 1
-            extra = min(zigzag - 2, 255)
-            extras[num_extras] = np.uint8(extra)  # overwritten unless it counts: dearer to branch
-            num_extras += kind >> 1
-            if extra == 255:
-                extras[num_extras] = np.uint16(new[at]) & 255
-                extras[num_extras + 1] = np.uint16(new[at]) >> 8
-                num_extras += 2
-    return num_tokens, num_extras, num_changed
+            extras[num_extras] = min(zigzag - _U32(2), _U32(255))  # overwritten unless it counts
+            num_extras += _U(kind >> _U32(1))
+            if zigzag >= _U32(257):
+                pattern: Any = np.uint16(new[at])
+                extras[num_extras] = pattern & np.uint16(255)
+                extras[num_extras + _U(1)] = pattern >> np.uint16(8)
+                num_extras += _U(2)
+    return int(num_tokens), int(num_extras), num_changed
 
 
 def _apply_changes(patterns: Patterns, tokens: Bytes, extras: Bytes) -> bool:
-    at: Any = np.int64(-1)
-    at_extra: Any = np.int64(0)
-    num, num_extras = np.int64(patterns.size), np.int64(extras.size) - 2
+    if extras.size < 3:
+        return False
+    next_at: Any = _U(0)
+    at_extra: Any = _U(0)
+    num, num_extras = _U(patterns.size), _U(extras.size - 2)
     for i in range(tokens.size):
-        token: Any = np.int64(tokens[i])
-        kind = token & 3
-        if kind == 3:
-            at += ((token >> 2) + 1) << 6
+        token: Any = _U32(tokens[i])
+        kind = token & _U32(3)
+        gap = _U(token >> _U32(2))
+        if kind == _U32(3):
+            next_at += (gap + _U(1)) << _U(6)
             continue
-        at += (token >> 2) + 1
+        at = next_at + gap
+        next_at = at + _U(1)
         if at >= num or at_extra >= num_extras:
             return False
-        has_extra = kind >> 1
-        zigzag = kind + 1 + has_extra * np.int64(extras[at_extra])
-        at_extra += has_extra
-        if zigzag == 258:
-            patterns[at] = np.int16(np.uint16(extras[at_extra]) | (np.uint16(extras[at_extra + 1]) << 8))
-            at_extra += 2
+        has_extra = kind >> _U32(1)
+        zigzag = kind + _U32(1) + has_extra * _U32(extras[at_extra])
+        at_extra += _U(has_extra)
+        if zigzag == _U32(258):
+            low: Any = np.uint16(extras[at_extra])
+            patterns[at] = np.int16(low | (np.uint16(extras[at_extra + _U(1)]) << np.uint16(8)))
+            at_extra += _U(2)
         else:
-            patterns[at] += np.int16((zigzag >> 1) ^ -(zigzag & 1))
-    return bool(at < num and at_extra == num_extras - 1)
+            patterns[at] += np.int16(np.int32(zigzag >> _U32(1)) ^ -np.int32(zigzag & _U32(1)))
+    return bool(next_at <= num and at_extra == num_extras - _U(1))
 
 
 EXTRAS_PADDING = 3
