@@ -44,6 +44,27 @@ def test_a_dearer_holder_takes_nothing_over_from_a_peer_that_is_at_work(
     assert [piece.index for piece in again.pieces] == [2]
 
 
+def test_a_slow_chunk_is_not_asked_for_twice_of_the_same_holder(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(works.time, "monotonic", lambda: now)
+    work = Work(PIECES[:1], Progress(), 1)
+    head, peer = HolderState("head", False, 1), HolderState("peer", True, 0, has=b"\1")
+    for holder in (head, peer):
+        work.join(holder)
+    run = work.take(head, 0)
+    assert run is not None
+    run.moved_at = now
+    now += works.REPEAT_AFTER_S + 0.1
+    work.heard(run)
+    assert work.take(head, 0) is None
+    again = work.take(peer, 0)
+    assert again is not None
+    work.end(again)
+    run.repeated = False
+    now += works.REPEAT_AFTER_S + 0.1
+    assert work.take(head, 0) is not None
+
+
 def test_where_a_slice_takes_long_peers_get_as_long_before_the_head_is_asked_for_theirs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -158,6 +158,9 @@ class BucketSource:
 class BucketStream:
     """Reads one range after the other, each within the library's timeout, or until `abort`."""
 
+    step_bytes = manifests.MAX_CHUNK_BYTES
+    """A step is a request: a chunk takes one."""
+
     def __init__(self, source: BucketSource) -> None:
         self._source = source
         self._loop: asyncio.AbstractEventLoop | None = None

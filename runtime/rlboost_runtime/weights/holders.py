@@ -49,6 +49,9 @@ class Stream(Protocol):
     `Damaged` where it has something else, and an `RLBoostError` for what is final.
     """
 
+    step_bytes: int
+    """How many bytes should be asked of a range at once: all that has been asked for comes together."""
+
     def read_file(self, name: str, max_bytes: int) -> bytes:
         """Return a whole file of at most `max_bytes`."""
 

@@ -386,7 +386,9 @@ def _fetch_run(stream: Stream, part: PartFolder, work: Work, run: Run, memory: b
         with stream.open_range(file.name, start, end, file.size) as fill:
             while (piece := work.next_piece(run)) is not None:
                 view = memoryview(memory)[: piece.chunk.length]
-                fill(view)
+                for at in range(0, len(view), stream.step_bytes):
+                    fill(view[at : at + stream.step_bytes])
+                    work.heard(run)
                 if manifests.digest(view) == piece.chunk.blake3:
                     part.write(piece, view)
                     work.count_verified(run, piece)

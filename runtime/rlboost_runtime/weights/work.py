@@ -41,7 +41,8 @@ PATIENCE_S, LONGEST_PATIENCE_S = 1.5, 20.0
 STEAL_AFTER_S = 0.3
 """A younger run is not divided: its answer is about to come."""
 REPEAT_AFTER_S = 2.0
-"""A chunk that nothing was heard of for so long is fetched by a second stream too."""
+"""A chunk under way for so long is fetched from another holder too; from the same one only if nothing was
+heard of it for so long: over a slow link a second copy would only take the first one's place."""
 
 
 @dataclass(slots=True)
@@ -94,6 +95,8 @@ class Run:
     holder: HolderState
     pieces: deque[Piece]
     moved_at: float = field(default_factory=time.monotonic)
+    heard_at: float = field(default_factory=time.monotonic)
+    """When bytes of its next piece came last."""
     repeated: bool = False
 
 
@@ -182,6 +185,10 @@ class Work:
             if run is not None:
                 self._runs.append(run)
             return run
+
+    def heard(self, run: Run) -> None:
+        """Note that some bytes of the run's next piece came."""
+        run.heard_at = time.monotonic()
 
     def next_piece(self, run: Run) -> Piece | None:
         """Return the piece that the run's stream reads next; None where it has to stop."""
@@ -306,6 +313,8 @@ class Work:
         since = time.monotonic() - REPEAT_AFTER_S
         for victim in self._rivals(holder):
             if len(victim.pieces) != 1 or victim.moved_at > since or victim.repeated:
+                continue
+            if victim.holder is holder and victim.heard_at > since:
                 continue
             if holder.can_give(victim.pieces[0].index):
                 victim.repeated = True
