@@ -105,7 +105,7 @@ class Lab:
         }  # fmt: skip
         return json.dumps(fields | more)
 
-    def into_pages(self, url: str, name: str) -> dict[str, Any]:
+    def into_pages(self, url: str, name: str, namespace: str | None = None) -> dict[str, Any]:
         """Pull into files whose pages are there, as raw TCP does; the files go afterwards."""
         request = self.request(url, name)
         with part_folder(self.folder / name, self.manifest) as part:
@@ -115,7 +115,7 @@ class Lab:
                     for at in range(0, file.size, 1 << 20):
                         pages.write(bytes(min(1 << 20, file.size - at)))
         try:
-            return transfer("pull", request)
+            return transfer("pull", request, namespace=namespace)
         finally:
             shutil.rmtree(self.folder / name)
 
@@ -314,7 +314,7 @@ def shaped(lab: Lab, rounds: int, mbit_per_s: int) -> dict[str, Any]:
         return interleaved(
             {
                 f"raw_{STREAMS}": lambda: transfer("raw-pull", *raw_words, namespace=receiver),
-                "ours_tls": lambda: transfer("pull", lab.request(url, "shaped"), namespace=receiver),
+                "ours_tls": lambda: lab.into_pages(url, "shaped", receiver),
             },
             rounds,
         )
