@@ -91,7 +91,7 @@ class RangeStream:
     wanted. Through `http.client` a GB took a fifth more of a core.
     """
 
-    step_bytes = 128 * 1024
+    step_bytes = 512 * 1024
 
     def __init__(self, source: WeightSource) -> None:
         self._source = source
