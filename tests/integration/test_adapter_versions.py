@@ -3,98 +3,36 @@
 from __future__ import annotations
 
 import shutil
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from rlboost_runtime import security
 from rlboost_runtime.engines.base import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from rlboost_runtime.engines.model_loading import Unloadable, add_adapters, build_model, load_weights
 from rlboost_runtime.engines.transformers_child import probe
 from rlboost_runtime.engines.vllm.adapters import base_folder, is_adapter, peft_folder
-from rlboost_runtime.job import Algorithm, Lora, TinyModel, Trainer
-from rlboost_runtime.run_folder import RunFolder
-from rlboost_runtime.trainer.policy import Policy
+from rlboost_runtime.job import TinyModel
 from rlboost_runtime.trainer.publishing import Publisher
-from rlboost_runtime.trainer.tiny import make_model, make_tokenizer
-from rlboost_runtime.trainer.version_files import version_configs
+from rlboost_runtime.trainer.tiny import make_model
 from rlboost_runtime.weights import part_folder
 from rlboost_runtime.weights import store as stores
-from rlboost_runtime.weights.catalog import StoreCatalog
 from rlboost_runtime.weights.manifest import probe_matches, read_manifest
-from rlboost_runtime.weights.pull import Deadlines, Pulled, PullRequest, pull
-from rlboost_runtime.weights.serving import WeightHttpServer
-from rlboost_runtime.weights.store import WeightStore
-from rlboost_runtime.weights.work import Progress
+from tests.integration.adapter_rig import Trained
 
 pytestmark = pytest.mark.integration
 
 WEIGHTS = "model.safetensors"
 
 
-class Trained:
-    """A policy with adapters, its store, and a server of it."""
-
-    def __init__(self, path: Path) -> None:
-        self.run = RunFolder(path / "run")
-        security.create_secrets(self.run)
-        model = make_model(TinyModel(init="tiny", hidden_size=64, num_layers=2), max_positions=64)
-        self.policy = Policy(model, make_tokenizer())
-        self.policy.set_up(Trainer(), Algorithm(lora=Lora(rank=4)))
-        self.store = WeightStore(self.run.weights, chunk_bytes=65536)
-        self.url = ""
-        self.machine = path / "machine"
-
-    def train(self, seed: int) -> None:
-        """Move the adapters, as an optimizer would."""
-        torch.manual_seed(seed)
-        for name, parameter in self.policy.model.named_parameters():
-            if ".lora_" in name:
-                parameter.data += 0.1 * torch.randn_like(parameter)
-
-    def publish(self, publisher: Publisher, version: int) -> None:
-        policy = self.policy
-        files = version_configs(policy.model, "float32") | policy.adapter_files("float32")
-        weights = policy.weights(frozen=True)
-        publisher.begin(
-            version, weights, files, policy.probe([1, 2, 3], "float32"), policy.tied(), are_frozen=True
-        )
-        publisher.ready()
-
-    def pull(self, version: int, **more: Any) -> Pulled:
-        fields: dict[str, Any] = {
-            "url": self.url, "version": version, "folder": str(self.machine),
-            "token": security.read_token(self.run), "certificate": self.run.certificate.read_text(),
-        }  # fmt: skip
-        return pull(PullRequest(**fields | more), Progress(), Deadlines(idle_s=5, progress_s=20))
-
-    @contextmanager
-    def serving(self) -> Iterator[None]:
-        import socket
-
-        listener = socket.create_server(("127.0.0.1", 0))
-        catalog = StoreCatalog(self.store, 0.2)
-        context, token = security.server_context(self.run), security.read_token(self.run)
-        server, stop = WeightHttpServer(listener, context, token, catalog), threading.Event()
-        thread = threading.Thread(target=server.serve_until, args=(stop,))
-        thread.start()
-        self.url = f"https://127.0.0.1:{server.server_address[1]}"
-        try:
-            yield
-        finally:
-            stop.set()
-            thread.join(10)
-
-
 @pytest.fixture
 def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trained]:
     monkeypatch.setattr(part_folder, "LEAST_LINKED_BYTES", 10_000)
-    trained = Trained(tmp_path)
+    trained = Trained(
+        tmp_path, make_model(TinyModel(init="tiny", hidden_size=64, num_layers=2), max_positions=64)
+    )
     with trained.serving():
         yield trained
 

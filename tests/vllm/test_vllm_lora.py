@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 
@@ -10,6 +11,10 @@ import torch
 from safetensors.torch import save_file
 
 from rlboost_runtime.engines.base import LoadFailed, Request
+from rlboost_runtime.trainer.publishing import Publisher
+from rlboost_runtime.weights import part_folder
+from rlboost_runtime.weights.manifest import probe_matches, read_manifest
+from tests.integration.adapter_rig import Trained
 from tests.vllm.vllm_rig import MARKS, assert_under, logprobs_under, prompts
 
 pytestmark = MARKS
@@ -89,6 +94,33 @@ async def test_adapters_follow_one_another_and_requests_stay_with_theirs(engine,
     assert await adapters(engine) == set()
     engine.submit([Request(3, prompt, 10)])
     assert_under(qwen[0], prompt, (await reader.ends([3]))[0])
+
+
+async def test_what_a_trainer_publishes_as_adapters_is_what_the_engine_computes(
+    engine, reader, qwen, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(part_folder, "LEAST_LINKED_BYTES", 10_000)
+    await engine.load(0, qwen.folder(0))
+    trained = Trained(tmp_path, copy.deepcopy(qwen[0]))
+    model, (prompt,) = trained.policy.model, prompts(1, seed=32)
+    with trained.serving(), Publisher(trained.store, "float32", lambda _: None) as publisher:
+        for version, how in ((51, "full"), (52, "part")):
+            trained.train(version)
+            trained.publish(publisher, version)
+            pulled = await asyncio.to_thread(trained.pull, version)
+            assert pulled.how == how
+            assert (await engine.load(version, pulled.folder)).pause_s == 0.0
+            engine.submit([Request(version, prompt, 12)])
+            (response,) = await reader.ends([version])
+            assert set(response.versions) == {version}
+            assert_under(model, prompt, response)
+            frozen = logprobs_under(qwen[0], prompt, response.ids)
+            assert (frozen - logprobs_under(model, prompt, response.ids)).abs().max() > 0.1
+            manifest = read_manifest(pulled.folder)
+            probe = manifest.probe
+            ids, logprobs = await engine.greedy(list(probe.token_ids), len(probe.next_token_ids))
+            assert probe_matches(manifest, ids, logprobs) is None
+    await engine.load(0, qwen.folder(0))
 
 
 async def test_an_adapter_that_cannot_be_loaded_is_refused(engine, reader, qwen):
