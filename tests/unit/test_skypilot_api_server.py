@@ -20,8 +20,11 @@ from rlboost_providers.skypilot.process import SkyPilotProcess
 _NAP = "import time; time.sleep(120)"
 SERVER = f"import subprocess, sys; [subprocess.Popen([sys.executable, '-c', {_NAP!r}]) for _ in 'ab']; {_NAP}"
 FAKE_SKY = f"""
-import subprocess, sys
+import os, subprocess, sys
 __version__ = "0.0"
+project = os.environ.get("SKYPILOT_PROJECT_CONFIG")
+if project and not os.path.exists(project):
+    raise FileNotFoundError(project)
 servers = []
 def api_start():
     if not servers:
@@ -127,7 +130,10 @@ def test_the_server_is_not_of_the_run_that_starts_it_and_ends_with_the_child(tmp
     monkeypatch.setenv("PYTHONPATH", str(sky.parent))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("RLBOOST_RUN", str(tmp_path / "some-run"))
-    process = SkyPilotProcess(Path(sys.executable), tmp_path / "child", {})
+    project = tmp_path / "some-run.yaml"
+    project.touch()
+    environment = {"SKYPILOT_PROJECT_CONFIG": str(project)}
+    process = SkyPilotProcess(Path(sys.executable), tmp_path / "child", environment)
     try:
         assert process.ask("start", 30) == "0.0"
         (child,) = [p for p in psutil.Process().children() if str(process.log.parent) in str(p.open_files())]
@@ -136,7 +142,8 @@ def test_the_server_is_not_of_the_run_that_starts_it_and_ends_with_the_child(tmp
         started = next(each for each in child.children() if "sky.server.server" in each.cmdline())
         watcher = next(each for each in child.children() if each != started)
         for each in (started, watcher):
-            assert not [name for name in each.environ() if name.startswith("RLBOOST_")]
+            assert not [name for name in each.environ() if name.startswith(("RLBOOST_", "SKYPILOT_PROJECT"))]
+        project.unlink()  # with the run's folder
         child.kill()  # as a run that is ended by force
     finally:
         process.close()

@@ -25,6 +25,9 @@ from pathlib import Path
 
 import psutil
 
+PROJECT = "SKYPILOT_PROJECT_CONFIG"
+"""Names a file of the run that its child serves. What outlives the run must not: without the file SkyPilot
+does not even start, so that a watcher would wait for ever."""
 LOOK_S = 3.0
 """Pause between two looks at whether the server is used."""
 BUSY_S = 30.0
@@ -60,6 +63,8 @@ class ServerUse:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            env={name: value for name, value in os.environ.items() if name != PROJECT},
+            cwd=self._folder,
             start_new_session=True,
         )
 

@@ -16,6 +16,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,8 @@ def _api_server() -> Any:  # a sibling, in a folder whose names are not to hide 
     return module
 
 
-_USE = _api_server().ServerUse(Path("~/.sky").expanduser())
+_SERVER = _api_server()
+_USE = _SERVER.ServerUse(Path("~/.sky").expanduser())
 
 
 def answer(**line: Any) -> None:
@@ -88,7 +90,8 @@ def start(number: int) -> str:
     while True:
         try:
             if server_common.is_api_server_local():
-                sky.api_start()
+                with _outside_the_run():
+                    sky.api_start()
             sky.api_info()
             return str(sky.__version__)
         except Exception as problem:  # its own, requests' and RuntimeError alike
@@ -96,6 +99,18 @@ def start(number: int) -> str:
                 raise
             answer(id=number, said=f"SkyPilot's API server does not answer yet: {str(problem)[:200]}")
             time.sleep(2)
+
+
+@contextlib.contextmanager
+def _outside_the_run() -> Iterator[None]:
+    """Have what is started now not depend on files of the run: it serves others, and outlives them."""
+    with _CONFIGURATION:
+        project = os.environ.pop(_SERVER.PROJECT, None)
+        try:
+            yield
+        finally:
+            if project is not None:
+                os.environ[_SERVER.PROJECT] = project
 
 
 def watch_ours() -> None:
@@ -178,7 +193,7 @@ def _configure(cloud: str, role: str) -> None:
         lines.append(f"aws: {{remote_identity: {json.dumps(theirs if is_named else role)}}}")
     else:
         lines.append("aws: {remote_identity: NO_UPLOAD}")
-    path = os.environ["SKYPILOT_PROJECT_CONFIG"]
+    path = os.environ[_SERVER.PROJECT]
     with open(path, "w", encoding="utf-8") as file:
         file.write("\n".join(lines) + "\n")
     skypilot_config.reload_config()
