@@ -106,8 +106,12 @@ def wait_for_installation(lab: Lab, id: str) -> str:
     raise AssertionError(f"no installation after {BOOT_S:g} s:\n{log}")
 
 
+def of_run(lab: Lab) -> list[dict[str, Any]]:
+    return [m for m in lab.machines() if m["tags"].get("rlboost-run") == RUN]
+
+
 def only(lab: Lab, machine: str) -> dict[str, Any]:
-    (found,) = [m for m in lab.machines() if m["tags"].get("rlboost-machine") == machine]
+    (found,) = [m for m in of_run(lab) if m["tags"]["rlboost-machine"] == machine]
     return found
 
 
@@ -120,7 +124,7 @@ def test_a_machine_comes_up_is_taken_and_another_region_stands_in(lab, provider,
     lab.ask("refuse", regions=["us-west-2"])
     with pytest.raises(NoCapacity, match="InsufficientInstanceCapacity"):
         provider.launch(request(provider, run, "spot-0", "us-west-2"))
-    assert lab.machines() == []
+    assert of_run(lab) == []
     assert {v.machine: v.state for v in provider.describe(RUN)} == {"spot-0": MachineState.GONE}
 
     lab.ask("bare_images", count=1)
@@ -144,7 +148,7 @@ def test_a_machine_comes_up_is_taken_and_another_region_stands_in(lab, provider,
     )
 
     assert provider.launch(request(provider, run, "spot-1", "us-east-1")).machine == "spot-1"
-    assert len([m for m in lab.machines() if m["ended_at"] is None]) == 1
+    assert len([m for m in of_run(lab) if m["ended_at"] is None]) == 1
     assert fetch_logs(machine_name(RUN, "spot-1", record["tags"]["rlboost-owner"], longest=40), run)
     assert "install: wheel done" in (run / "machine.log").read_text()
 
@@ -153,4 +157,4 @@ def test_a_machine_comes_up_is_taken_and_another_region_stands_in(lab, provider,
     assert gone.ended_at is not None
     assert gone.ended_at == pytest.approx(only(lab, "spot-1")["ended_at"], abs=15)
     provider.terminate(RUN, "spot-1")
-    assert all(m["ended_at"] for m in lab.machines())
+    assert all(m["ended_at"] for m in of_run(lab))
