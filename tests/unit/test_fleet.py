@@ -507,6 +507,24 @@ async def test_a_restarted_coordinator_knows_what_its_machines_were_bought_as(tm
     assert Bought(path).get("spot-0") is None
 
 
+@pytest.mark.parametrize(("price", "paid"), [(PRICE // 2, PRICE // 2), (3 * PRICE, 2 * PRICE)])
+async def test_a_price_that_rose_above_the_bid_is_billed_as_the_bid(
+    tmp_path: Path, price: int, paid: int
+) -> None:
+    cloud = Cloud()
+    offer = Offer("local", "zone", "cpu", PRICE, True, "test", max_price_micro_usd_per_hour=2 * PRICE)
+    cloud.offers = lambda: [offer]  # type: ignore[method-assign]
+    cloud.launching = lambda machine: cloud.views.__setitem__(
+        machine,
+        MachineView(
+            machine, MachineState.RUNNING, time.time(), None, zone="zone-a", price_micro_usd_per_hour=price
+        ),
+    )
+    async with fleet_on(tmp_path, cloud) as made:
+        await until(lambda: made.book_state("spot-0") == "running")
+        assert made.bill("spot-0").price_micro_usd_per_hour == paid
+
+
 async def test_no_launch_goes_above_the_cap(tmp_path: Path) -> None:
     cloud = Cloud()
     async with fleet_on(tmp_path, cloud, cap=2 * PRICE + 1, num_machines=3) as made:

@@ -245,7 +245,7 @@ class Fleet:
             return
         self._choice.came(offer)
         if view.zone:
-            self._ledger.placed(machine, view.zone, view.price_micro_usd_per_hour)
+            self._ledger.placed(machine, view.zone, _price_paid(offer, view))
         started_at = self._clock.wall() if view.started_at is None else view.started_at
         self._ledger.launched(machine, started_at)
         if not self._is_closed:  # else it is on its way out already
@@ -441,6 +441,12 @@ class Fleet:
 
 def _problem(error: RLBoostError | OSError) -> str:
     return error.problem if isinstance(error, RLBoostError) else repr(error)
+
+
+def _price_paid(offer: Offer, view: MachineView) -> int | None:
+    """Return what an hour costs at most: a cloud takes no more than the bid, whatever its price is by now."""
+    price, bid = view.price_micro_usd_per_hour, offer.max_price_micro_usd_per_hour
+    return price if price is None or bid is None else min(price, bid)
 
 
 def _retry_after(error: RLBoostError | OSError) -> float:
