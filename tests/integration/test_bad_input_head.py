@@ -94,6 +94,8 @@ def small(tmp_path: Path, mount: Callable[..., Path]) -> RunFolder:
 
 
 def test_a_disk_that_stays_full_ends_the_run_in_words(small: RunFolder, fill: Any) -> None:
+    job(small)
+    create_secrets(small)
     reserve(small)
     fill(small.path.parents[1])
     supervise(small, coordinator=python("raise SystemExit(75)"), weights=python(NAP))

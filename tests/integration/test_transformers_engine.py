@@ -391,8 +391,8 @@ async def test_the_child_dies_with_a_killed_agent(models, tmp_path):
         parent.kill()
         parent.wait()
         parent.stdout.close()
-    _, alive = psutil.wait_procs([child], timeout=2)
-    assert not alive
+    psutil.wait_procs([child], timeout=2)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE  # dead, whoever reaps it
 
 
 async def test_a_response_ends_at_the_stop_token_of_the_models_own_configuration(
