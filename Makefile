@@ -160,7 +160,7 @@ ci: ## everything that a change has to pass
 	@$(MAKE) docs-check
 	@$(MAKE) test
 	@$(MAKE) test-vllm
-	@$(MAKE) e2e
+	@$(MAKE) e2e-local
 
 .PHONY: soak
 soak: $(DEV) ## 10,000 simulated runs with random faults; then all tests $(ROUNDS) times, with new random seeds
