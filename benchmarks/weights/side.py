@@ -126,12 +126,16 @@ def least_pull(url: str, size: str, streams: str, seal: str = "") -> None:
                         KEY.decrypt_into(NONCE, view, None, memoryview(plain)[:length])
                     blake3(memoryview(plain)[:length] if seal else view).digest()
 
+    _side_by_side(receive, num)
+    _say(before, int(size))
+
+
+def _side_by_side(receive: Callable[[int], None], num: int) -> None:
     threads = [threading.Thread(target=receive, args=(i,)) for i in range(num)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    _say(before, int(size))
 
 
 def _messages(start: int, end: int, most: int) -> list[tuple[int, int]]:
@@ -158,11 +162,7 @@ def raw_pull(url: str, path: str, size: str, streams: str) -> None:
                     with part[at:] as rest:
                         at += sock.recv_into(rest)
 
-        threads = [threading.Thread(target=receive, args=(i,)) for i in range(num)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        _side_by_side(receive, num)
         _say(before, int(size))
         view.release()
 

@@ -14,6 +14,7 @@ import re
 import time
 from typing import Any
 
+from rlboost_cli.head import program
 from rlboost_cli.head.connection import Head, HeadUnreachable
 from rlboost_cli.runs.liveness import is_supervised
 from rlboost_runtime.errors import ProtocolError
@@ -21,9 +22,7 @@ from rlboost_runtime.run_folder import RunFolder, read_json, write_atomically, w
 
 LIVE_S = 10.0
 """A status is written once a second: one that is older is of a coordinator that does not answer."""
-_WHOLE = frozenset(
-    {"status.json", "outcome.json", "ending.json", "preparing.json", "cloud/bought.json", "ledger.sqlite"}
-)
+_WHOLE = frozenset({*program.WHOLE, program.LEDGER})
 _GROWING = re.compile(r"(metrics|samples)\.jsonl|logs(/[A-Za-z0-9_-][A-Za-z0-9._-]*)+")
 
 
