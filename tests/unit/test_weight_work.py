@@ -90,3 +90,36 @@ def test_where_a_slice_takes_long_peers_get_as_long_before_the_head_is_asked_for
     assert work.take(head, 0) is None
     now += 0.2
     assert work.take(head, 0) is not None
+
+
+def test_the_head_is_asked_only_for_what_a_cheaper_bucket_does_not_bring(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(works.time, "monotonic", lambda: now)
+    work = Work(PIECES, Progress(), 1)
+    head = HolderState("head", False, 2, moved_at=now)
+    bucket = HolderState("bucket", False, 1, is_extra=True, moved_at=now)
+    for holder in (head, bucket):
+        work.join(holder)
+    first = work.take(bucket, 0)
+    assert first is not None
+    assert work.take(head, 0) is None
+    now += works.PATIENCE_S + 0.1  # the bucket brings nothing
+    for _ in range(2):  # and the head, once asked, is not asked to wait again
+        run = work.take(head, 0)
+        assert run is not None
+        work.count_verified(run, run.pieces[0])
+        work.end(run)
+    work.count_verified(first, first.pieces[0])  # it comes after all
+    work.end(first)
+    assert work.take(head, 0) is None
+    assert work.take(bucket, 0) is not None
+
+
+def test_an_origin_of_the_same_price_is_read_from_as_well() -> None:
+    work = Work(PIECES, Progress(), 1)
+    origins = [HolderState(name, False, 1, is_extra=name == "bucket") for name in ("head", "bucket")]
+    for holder in origins:
+        work.join(holder)
+    assert all(work.take(holder, 0) is not None for holder in origins)

@@ -2,11 +2,12 @@
 
 A stream takes a *run*: adjacent chunks of one file, fetched by one request. Who takes what:
 
-- from a peer only chunks that it has; from an origin (head, bucket) any;
-- where several receivers of a zone pull at once, each takes another slice of the version from the origin, and
-  the rest from its peers. It takes more from a dearer holder only once its slice is here and the cheaper
-  ones have brought nothing for `PATIENCE_S`, or for as long as its slice took: theirs take as long
-  over the same link. So an origin sends about one copy per zone;
+- from a peer only chunks that it has; from an origin (head, bucket) any; from an origin that is dearer than
+  another only what that one does not bring for `PATIENCE_S`;
+- where several receivers of a zone pull at once, each takes another slice of the version from the cheapest
+  origin, and the rest from its peers. It takes more from a dearer holder only once its slice is here and
+  the cheaper ones have brought nothing for `PATIENCE_S`, or for as long as its slice took: theirs take as
+  long over the same link. So an origin sends about one copy per zone;
 - a stream that finds nothing left to begin takes the second half of another's run, or fetches its last chunk
   again if that does not come: a slow holder delays nobody. From a cheaper holder's run a dearer one takes
   only when it may take more than its slice at all.
@@ -268,9 +269,10 @@ class Work:
     def _begin(self, holder: HolderState) -> Run | None:
         """Return a run of pieces that nobody is fetching."""
         is_free = self._may_take_all(holder)
+        own = frozenset[int]() if self._is_undercut(holder) else self._own
 
         def suits(index: int) -> bool:
-            return index in self._todo and holder.can_give(index) and (is_free or index in self._own)
+            return index in self._todo and holder.can_give(index) and (is_free or index in own)
 
         first = next((piece for index, piece in self._todo.items() if suits(index)), None)
         if first is None:
@@ -289,12 +291,22 @@ class Work:
 
     def _may_take_all(self, holder: HolderState) -> bool:
         """Whether no cheaper holder is at work, or may be about to have something."""
-        cheaper = [other for other in self._holders if other.problem is None and other.rank < holder.rank]
-        if not cheaper or self._own_left:
+        cheaper = self._cheaper(holder)
+        is_undercut = self._is_undercut(holder)
+        if not cheaper or (self._own_left and not is_undercut):
             return not cheaper
-        patience_s = max(PATIENCE_S, min(LONGEST_PATIENCE_S, self._own_done_at - self._began_at))
+        own_done_at = self._began_at if is_undercut else self._own_done_at
+        patience_s = max(PATIENCE_S, min(LONGEST_PATIENCE_S, own_done_at - self._began_at))
         since = time.monotonic() - patience_s
-        return all(max(other.moved_at, self._own_done_at) <= since for other in cheaper)
+        return all(max(other.moved_at, own_done_at) <= since for other in cheaper)
+
+    def _is_undercut(self, holder: HolderState) -> bool:
+        """Whether another origin has all that this one has, for less: then no slice is this one's to send."""
+        return any(not other.is_peer for other in self._cheaper(holder))
+
+    def _cheaper(self, holder: HolderState) -> list[HolderState]:
+        """Return the holders that cost less and are still counted on."""
+        return [other for other in self._holders if other.problem is None and other.rank < holder.rank]
 
     def _divide(self, holder: HolderState) -> Run | None:
         """Return the second half of another run."""

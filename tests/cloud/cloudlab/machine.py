@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import select
 import shutil
 import signal
 import socket
@@ -75,6 +76,20 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
         return
+
+
+def _wait_for_end(pid: int | None) -> None:
+    """Wait until a process that need not be our child is gone: only then are its connections closed."""
+    if pid is None:
+        return
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        assert select.select([handle], [], [], 10)[0], f"process {pid} outlives its SIGKILL"
+    finally:
+        os.close(handle)
 
 
 @dataclass(frozen=True)
@@ -149,10 +164,12 @@ class Machine:
         run("ip", "link", "set", self._link, "down", check=False)
 
     def cut_power(self) -> None:
-        """SIGKILL every process at once; peers get a reset if it is still plugged in."""
-        if self._process is not None:
+        """SIGKILL every process and wait until all are gone; peers get a reset if it is still plugged in."""
+        if self._process is not None and self._process.poll() is None:
+            first = self._first_process()
             _kill(self._process.pid)
             self._process.wait(timeout=10)
+            _wait_for_end(first)
 
     def destroy(self) -> None:
         """Leave nothing of it but its console's log."""
@@ -169,9 +186,13 @@ class Machine:
 
     def command(self, *words: str) -> list[str]:
         """Return what runs a command as root inside."""
+        return ["nsenter", "-t", str(self._first_process()), "-a", "--root", "--wd", *words]
+
+    def _first_process(self) -> int | None:
+        """The pid, outside, of the machine's init: its end is the end of every process of the machine."""
         assert self._process is not None
         children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
-        return ["nsenter", "-t", children[0], "-a", "--root", "--wd", *words]
+        return int(children[0]) if children else None
 
     def _plug_in(self) -> None:
         namespace, link = self._namespace, self._link
