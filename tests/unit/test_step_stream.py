@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from rlboost_runtime.errors import ProtocolError, RuntimeFault
-from rlboost_runtime.trainer import step_stream
+from rlboost_runtime.trainer import coordinator_link
 from rlboost_runtime.trainer.step_stream import StepStream
 from rlboost_runtime.wire import (
     Checkpointed,
@@ -104,7 +104,7 @@ class Coordinator:
 
 @pytest.fixture
 def coordinator(monkeypatch):
-    monkeypatch.setattr(step_stream, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(coordinator_link, "FIRST_BACKOFF_S", 0.01)
     return Coordinator()
 
 

@@ -32,26 +32,21 @@ trainer loses for want of responses (t_train^wait of the paper's Algorithm 1).
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import logging
-import random
 import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 import msgspec
 
 from rlboost_runtime import security, transport
-from rlboost_runtime.errors import ConfigError, ProtocolError, RLBoostError, RuntimeFault
-from rlboost_runtime.logs import event
+from rlboost_runtime.errors import ProtocolError
 from rlboost_runtime.run_folder import RunFolder, read_json
-from rlboost_runtime.seams import Transport
+from rlboost_runtime.trainer.coordinator_link import Connect, Conversation, CoordinatorLink, Dialling
 from rlboost_runtime.wire import (
     SCHEMA,
     Checkpointed,
@@ -70,26 +65,7 @@ from rlboost_runtime.wire import (
     TrainerCommand,
     TrainerHello,
     TrainerWelcome,
-    encode,
-    trainer_command_decoder,
 )
-
-log = logging.getLogger(__name__)
-
-DIAL_TIMEOUT_S = 10.0
-HELLO_TIMEOUT_S = 10.0
-FIRST_BACKOFF_S = 0.1
-MAX_BACKOFF_S = 2.0
-CLOSE_TIMEOUT_S = 5.0
-
-
-class Connect(Protocol):
-    """`rlboost_runtime.transport.connect`, or a scripted one in tests."""
-
-    def __call__(
-        self, url: str, token: str, certificate_pem: str, *, timeout_s: float
-    ) -> Awaitable[Transport]:
-        """Open a connection."""
 
 
 @dataclass(slots=True)
@@ -134,10 +110,6 @@ class StepStream:
         """`url` is asked before each dial for the coordinator's URL; None: not known yet."""
         self.waits = Waits()
         self._run = run
-        self._token = token
-        self._certificate = certificate_pem
-        self._url = url
-        self._connect = connect
         self._boot_id = secrets.token_hex(8)
         self._on_group: Callable[[GroupDone], None] | None = None
         self._on_recall: Callable[[], None] | None = None
@@ -148,12 +120,7 @@ class StepStream:
         self._num_returned = 0
         self._lease = False
         self._recalled = False
-        self._problem: BaseException | None = None
-        self._closing = False
-        self._connected = False
         self._known_version: int | None = None
-        self._outbox: deque[Message] = deque()
-        self._num_unsent = 0
         self._published: Published | None = None
         self._trained: Trained | None = None
         self._checkpointed: Checkpointed | None = None
@@ -161,10 +128,11 @@ class StepStream:
         self._next_request: StepRequest | None = None  # its version is being published
         self._final: RunFinished | RunFailed | None = None
 
-        self._loop = asyncio.new_event_loop()
-        self._wake = asyncio.Event()
-        self._serving: asyncio.Task[None] | None = None
-        self._thread = threading.Thread(target=self._run_loop, name="step-stream")
+        self._link = CoordinatorLink(
+            self._changed,
+            Dialling(url, token, certificate_pem, connect),
+            Conversation(self._hello, self._on_welcome, self._on_command),
+        )
 
     @classmethod
     def for_run(cls, run: RunFolder) -> StepStream:
@@ -190,13 +158,17 @@ class StepStream:
         self._on_group, self._on_recall = on_group, on_recall
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        self._link.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def close(self) -> None:
+        """Say goodbye and end the connection. Idempotent."""
+        self._link.close()
 
     # --- what the training thread says ---------------------------------------------------------------------
 
@@ -240,7 +212,7 @@ class StepStream:
         self._groups.clear()
         self._seen.clear()
         self._num_returned = 0
-        self._say(self._request)
+        self._link.say(self._request)
 
     def _has_published(self, version: int) -> bool:
         return self._published is not None and self._published.version >= version
@@ -250,7 +222,7 @@ class StepStream:
         with self._changed:
             self._published = published
             if self._known_version is None or self._known_version < published.version:
-                self._say(published)
+                self._link.say(published)
             waiting = self._next_request
             if waiting is not None and self._has_published(waiting.policy_version):
                 self._open(waiting)
@@ -261,14 +233,14 @@ class StepStream:
             self._trained = trained
             if self._request is not None and self._request.step <= trained.step:
                 self._request = None
-            self._say(trained)
+            self._link.say(trained)
 
     def checkpointed(self, step: int) -> None:
         """Say that a trained step's checkpoint is durable, where `trained` could not say so yet. From any
         thread."""
         with self._changed:
             self._checkpointed = Checkpointed(step)
-            self._say(self._checkpointed)
+            self._link.say(self._checkpointed)
 
     def finished(self, model_path: str, *, timeout_s: float = 60.0) -> bool:
         """Say that all steps are trained; return whether it could be said within `timeout_s`."""
@@ -281,10 +253,8 @@ class StepStream:
     def _end(self, final: RunFinished | RunFailed, timeout_s: float) -> bool:
         with self._changed:
             self._final = final
-            self._say(final)
-            return self._changed.wait_for(
-                lambda: self._problem is not None or (self._connected and self._num_unsent == 0), timeout_s
-            ) and (self._problem is None)
+            self._link.say(final)
+            return self._link.has_said_all(timeout_s)
 
     # --- what the training thread waits for ----------------------------------------------------------------
 
@@ -328,14 +298,14 @@ class StepStream:
             if not (self._lease and self._recalled):
                 return
             self._lease = self._recalled = False
-            self._say(LeaseReleased())
+            self._link.say(LeaseReleased())
 
     def _wait(self, done: Callable[[], bool], *, for_lease: bool) -> None:
         """Wait for `done` (asked under the lock), answering recalls first."""
         while True:
             self.answer_recall()
             with self._changed:
-                self._raise_problem()
+                self._link.raise_problem()
                 if self._lease and self._recalled:
                     continue
                 if done():
@@ -355,185 +325,19 @@ class StepStream:
     def _num_groups(self) -> int:
         return 0 if self._request is None else len(self._request.prompts)
 
-    def _raise_problem(self) -> None:
-        if isinstance(self._problem, RLBoostError):
-            raise self._problem
-        if self._problem is not None:
-            raise RuntimeFault(f"the step stream broke: {self._problem!r}", "see the trainer's log") from (
-                self._problem
-            )
-        if self._closing:
-            raise RuntimeFault("the step stream is closed", "open a new one")
+    # --- what the coordinator says; on the link's thread ----------------------------------------------------
 
-    # --- the connection's thread ---------------------------------------------------------------------------
+    def _hello(self) -> TrainerHello:
+        return TrainerHello(SCHEMA, self._run, self._boot_id, holds_lease=self.holds_lease)
 
-    def close(self) -> None:
-        """Say goodbye and end the thread; what was not sent yet gets `CLOSE_TIMEOUT_S`. Idempotent."""
-        if not self._thread.is_alive():
-            if not self._loop.is_closed():
-                self._loop.close()
-            return
-        with self._changed:
-            self._changed.wait_for(lambda: self._num_unsent == 0 or not self._connected, CLOSE_TIMEOUT_S)
-            self._closing = True
-            self._changed.notify_all()
-        with contextlib.suppress(RuntimeError):  # the loop has just ended by itself
-            self._loop.call_soon_threadsafe(self._stop)
-        self._thread.join()
+    def _on_welcome(self, welcome: TrainerWelcome) -> list[Message]:
+        known = self._known_version = welcome.published_version
+        is_news = self._published is not None and (known is None or known < self._published.version)
+        published = self._published if is_news else None
+        all_said = (published, self._trained, self._checkpointed, self._request, self._final)
+        return [message for message in all_said if message is not None]
 
-    def _stop(self) -> None:
-        """End the connection's task: a connected one by itself, one that is still dialling at once."""
-        self._wake.set()
-        if self._serving is not None and not self._connected:
-            self._serving.cancel()
-
-    def _say(self, message: Message) -> None:
-        """Queue a message if connected; otherwise the next connection begins with what matters. Holds the
-        lock."""
-        if not self._connected:
-            return
-        self._outbox.append(message)
-        self._num_unsent += 1
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._wake.set)
-
-    def _run_loop(self) -> None:
-        try:
-            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-                runner.run(self._serve())
-        except asyncio.CancelledError:
-            assert self._closing
-        except BaseException as exc:  # noqa: BLE001 - the thread's edge: told to whoever waits
-            event(log, "stream.failed", level=logging.ERROR, exc_info=True)
-            self._end_with(exc)
-
-    def _end_with(self, problem: BaseException) -> None:
-        with self._changed:
-            self._problem = problem
-            self._changed.notify_all()
-
-    async def _serve(self) -> None:
-        """Connect again and again until closed or told never to come back."""
-        self._serving = asyncio.current_task()
-        backoff_s = FIRST_BACKOFF_S
-        while not self._closing:
-            try:
-                if await self._connect_once():
-                    backoff_s = FIRST_BACKOFF_S
-            except (ConfigError, ProtocolError) as exc:
-                self._end_with(exc)
-                return
-            if not self._closing:
-                await self._pause(backoff_s * (0.5 + random.random()))  # noqa: S311 - jitter
-                backoff_s = min(MAX_BACKOFF_S, 2 * backoff_s)
-
-    async def _pause(self, seconds: float) -> None:
-        """Sleep, but no longer than until the stream is closed."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                while not self._closing:
-                    await self._wake.wait()
-                    self._wake.clear()
-
-    async def _connect_once(self) -> bool:
-        """Hold one connection until it ends; whether it was welcomed."""
-        url = self._url()
-        if url is None:
-            return False
-        try:
-            connection = await self._connect(url, self._token, self._certificate, timeout_s=DIAL_TIMEOUT_S)
-        except ConnectionError:
-            return False
-        try:
-            return await self._converse(connection)
-        finally:
-            await connection.close()
-
-    async def _converse(self, connection: Transport) -> bool:
-        try:
-            async with asyncio.timeout(HELLO_TIMEOUT_S):
-                await connection.send(
-                    encode(TrainerHello(SCHEMA, self._run, self._boot_id, holds_lease=self.holds_lease))
-                )
-                answer = trainer_command_decoder.decode(await connection.receive())
-        except (ConnectionError, TimeoutError, msgspec.DecodeError) as exc:
-            event(log, "stream.not_welcomed", level=logging.WARNING, problem=repr(exc))
-            return False
-        if isinstance(answer, Refused):
-            if answer.retry:
-                return False
-            raise ProtocolError(
-                f"the coordinator refused us: {answer.problem}", "install one version of rlboost"
-            )
-        if not isinstance(answer, TrainerWelcome):
-            event(log, "stream.not_welcomed", level=logging.WARNING, problem=type(answer).__name__)
-            return False
-        self._welcomed(answer)
-        event(log, "stream.connected", published_version=answer.published_version)
-        try:
-            await self._until_closed(connection)
-        finally:
-            self._disconnected()
-        return True
-
-    async def _until_closed(self, connection: Transport) -> None:
-        reading = asyncio.create_task(self._read(connection))
-        writing = asyncio.create_task(self._write(connection))
-        try:
-            await asyncio.wait({reading, writing}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            reading.cancel()
-            writing.cancel()
-            results = await asyncio.gather(reading, writing, return_exceptions=True)
-        for result in results:
-            if isinstance(result, ConnectionError | msgspec.DecodeError):
-                event(log, "stream.disconnected", level=logging.WARNING, problem=repr(result))
-            elif isinstance(result, Exception):
-                raise result
-
-    def _welcomed(self, welcome: TrainerWelcome) -> None:
-        """Begin the connection with everything that the coordinator may not know."""
-        with self._changed:
-            known = self._known_version = welcome.published_version
-            messages: list[Message] = []
-            if self._published is not None and (known is None or known < self._published.version):
-                messages.append(self._published)
-            rest = (self._trained, self._checkpointed, self._request, self._final)
-            messages += [message for message in rest if message is not None]
-            self._outbox = deque(messages)
-            self._num_unsent = len(messages)
-            self._connected = True
-            self._wake.set()
-            self._changed.notify_all()
-
-    def _disconnected(self) -> None:
-        with self._changed:
-            self._connected = False
-            self._outbox.clear()
-            self._num_unsent = 0
-            self._changed.notify_all()
-
-    async def _write(self, connection: Transport) -> None:
-        while True:
-            await self._wake.wait()
-            self._wake.clear()
-            while (message := self._next_message()) is not None:
-                await connection.send(encode(message))
-                with self._changed:
-                    self._num_unsent -= 1
-                    self._changed.notify_all()
-            if self._closing:
-                return
-
-    def _next_message(self) -> Message | None:
-        with self._changed:
-            return self._outbox.popleft() if self._outbox else None
-
-    async def _read(self, connection: Transport) -> None:
-        while True:
-            self._handle(trainer_command_decoder.decode(await connection.receive()))
-
-    def _handle(self, command: TrainerCommand) -> None:
+    def _on_command(self, command: TrainerCommand) -> None:
         match command:
             case GroupDone():
                 self._on_group_done(command)
