@@ -48,6 +48,7 @@ class Zone:
     name: str
     price_micro_usd_per_hour: int
     plan: MarketPlan | None
+    accelerator: str
 
 
 def zones_of(offers: Sequence[LocalOffer], max_instances: int, files: Path) -> dict[str, Zone]:
@@ -56,7 +57,7 @@ def zones_of(offers: Sequence[LocalOffer], max_instances: int, files: Path) -> d
     for index, offer in enumerate(offers):
         plan = None if offer.market is None else plan_for(offer.market, max_instances, files)
         name = f"local-{index}"
-        zones[name] = Zone(name, round(offer.price_usd_per_hour * 1_000_000), plan)
+        zones[name] = Zone(name, round(offer.price_usd_per_hour * 1_000_000), plan, offer.accelerators)
     return zones
 
 
@@ -202,7 +203,7 @@ class LocalProvider:
         return Offer(
             provider="local",
             zone=zone.name,
-            accelerator="cpu",
+            accelerator=zone.accelerator,
             price_micro_usd_per_hour=zone.price_micro_usd_per_hour,
             spot=True,
             source="job file",

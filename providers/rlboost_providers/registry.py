@@ -70,7 +70,7 @@ def _providers(job: Job, run: RunFolder) -> dict[str, Provider]:
 
 
 def _ssh(offers: list[SshOffer]) -> Provider:
-    from rlboost_providers.ssh import SshPool, SshProvider
+    from rlboost_providers.ssh import AS_IT_IS, SshPool, SshProvider
     from rlboost_providers.tags import owner_of
 
     pools = [
@@ -81,6 +81,7 @@ def _ssh(offers: list[SshOffer]) -> Provider:
             offer.identity_file,
             offer.python,
             offer.folder,
+            offer.accelerators or AS_IT_IS,
         )
         for offer in offers
     ]

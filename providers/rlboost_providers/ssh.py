@@ -32,6 +32,10 @@ ABSENT_S = 120.0
 _RETRY_S = 10.0  # until a busy host is asked again
 
 
+AS_IT_IS = "as it is"
+"""What is said of the devices of a machine of which nothing is known."""
+
+
 @dataclass(frozen=True, slots=True)
 class SshPool:
     """One offer of a job."""
@@ -42,6 +46,7 @@ class SshPool:
     identity_file: str | None = None
     python: str = "python3"
     folder: str = "~/.rlboost"
+    accelerator: str = AS_IT_IS
 
 
 class SshProvider:
@@ -77,7 +82,7 @@ class SshProvider:
             Offer(
                 provider=NAME,
                 zone=host,
-                accelerator="as it is",
+                accelerator=self._pools[host].accelerator,
                 price_micro_usd_per_hour=self._pools[host].price_micro_usd_per_hour,
                 spot=True,
                 source="job file",

@@ -321,11 +321,22 @@ class Market(Model):
     """Warning time of an announced reclaim."""
 
 
+Accelerators = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+(:[1-9][0-9]{0,3})?$")]
+"""A device and how many of it a machine has, such as H100:8; without a number it is one."""
+
+
+def num_devices(accelerators: str) -> int:
+    """Return the number in `Accelerators`."""
+    return int(accelerators.rpartition(":")[2]) if ":" in accelerators else 1
+
+
 class LocalOffer(Model):
     """Spot machines as processes on this machine."""
 
     infra: Literal["local"]
     """Where the machines are; local: processes on this machine."""
+    accelerators: Accelerators = "cpu"
+    """What a machine stands for; cpu:2 is one with two devices, hence two engines."""
     price_usd_per_hour: float = Field(default=0.0, ge=0)
     """What the cost report charges for one machine."""
     market: Market | None = None
@@ -339,6 +350,8 @@ class SshOffer(Model):
     """Where the machines are; ssh: the hosts below."""
     hosts: list[str] = Field(min_length=1)
     """USER@HOST, USER@HOST:PORT, or a name from ~/.ssh/config; one machine each."""
+    accelerators: Accelerators | None = None
+    """GPU and number of them per host, such as H100:8; null: one engine for the whole host."""
     price_usd_per_hour: float = Field(default=0.0, ge=0)
     """What the cost report charges for one machine: nobody sends a bill."""
     jump_host: str | None = None
@@ -356,7 +369,7 @@ class CloudOffer(Model):
 
     infra: str = Field(pattern=r"^(aws|gcp|azure|kubernetes|k8s|lambda|nebius|runpod)(/[a-zA-Z0-9-]+){0,2}$")
     """CLOUD, CLOUD/REGION or CLOUD/REGION/ZONE, such as aws/us-east-2."""
-    accelerators: str = Field(pattern=r"^[A-Za-z0-9._-]+(:[1-9][0-9]{0,3})?$")
+    accelerators: Accelerators
     """GPU and number of them per machine, such as H100:8."""
     via: Literal["skypilot", "direct"] = "skypilot"
     """skypilot: any cloud that it knows; direct: the API of aws or gcp itself, aws with bids of your own."""
@@ -470,6 +483,9 @@ class Rollout(Model):
 
     engine: Literal["transformers", "vllm"] = "transformers"
     """Inference engine on every instance; vllm: has a Python of its own (docs/engines.md)."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """vllm: GPUs of one engine. A machine runs one engine per so many of its GPUs, each with an agent of its
+    own; the reserved node runs trainer.local_engines of them."""
     engine_args: EngineArgs = EngineArgs()
     """Options of the engine."""
     spot: Spot = Spot()
@@ -478,9 +494,25 @@ class Rollout(Model):
     """First seeding window (T_init); adapted from then on."""
 
     @model_validator(mode="after")
+    def _engines_fill_machines(self) -> Self:
+        for offer in self.spot.any_of:
+            is_counted = isinstance(offer, CloudOffer) or ":" in (offer.accelerators or "")
+            if is_counted and num_devices(offer.accelerators or "") % self.tensor_parallel:
+                raise ValueError(
+                    f"tensor_parallel is {self.tensor_parallel}, which does not divide the devices of"
+                    f" {offer.accelerators} in spot.any_of; write a number that does"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _options_are_the_engines(self) -> Self:
         if self.engine == "vllm":
             return self
+        if self.tensor_parallel > 1:
+            raise ValueError(
+                f"tensor_parallel is {self.tensor_parallel}, but the engine {self.engine} uses one device;"
+                " write engine: vllm, or remove it"
+            )
         defaults = EngineArgs()
         for name in VLLM_OPTIONS:
             if getattr(self.engine_args, name) != getattr(defaults, name):

@@ -7,7 +7,7 @@ from rlboost_runtime.core.messages import Pool
 from rlboost_runtime.engines.base import VllmOptions
 from rlboost_runtime.errors import NotYet
 from rlboost_runtime.head_address import url_for
-from rlboost_runtime.job import Job
+from rlboost_runtime.job import Job, num_devices
 from rlboost_runtime.run_folder import RunFolder, read_json
 from rlboost_runtime.security import read_token
 from rlboost_runtime.wire import Sampling
@@ -19,6 +19,12 @@ RESERVED_MACHINE = "reserved-0"
 def reserved_instances(job: Job) -> tuple[str, ...]:
     """Return the names of the engines on the trainer's own GPUs."""
     return tuple(f"{RESERVED_MACHINE}/{index}" for index in range(job.trainer.local_engines))
+
+
+def spot_instances(job: Job, machine: str, accelerators: str) -> tuple[str, ...]:
+    """Return the names of the engines of a spot machine that has `accelerators`, such as H100:8."""
+    num = max(1, num_devices(accelerators) // job.rollout.tensor_parallel)
+    return tuple(f"{machine}/{index}" for index in range(num))
 
 
 def make_bootstrap(
@@ -73,6 +79,7 @@ def _engine(job: Job, pool: str) -> EngineBootstrap:
         threads=options.threads,
         tokens_per_s_per_response=options.tokens_per_s_per_response,
         count_tokens=job.evidence.count_tokens,
+        tensor_parallel=job.rollout.tensor_parallel,
         vllm=VllmOptions(
             python=options.python,
             enforce_eager=options.enforce_eager,

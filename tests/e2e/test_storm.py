@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlboost_runtime.coordinator.audit import audit
+from rlboost_runtime.run_folder import RunFolder
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
@@ -24,7 +26,9 @@ def busy_spot_machine(status: dict[str, Any]) -> str | None:
 
 
 def test_a_run_through_kills_and_notices_keeps_every_promise(cli: Any) -> None:
-    job = cli.job("storm", algorithm={"steps": 4, "max_response_tokens": 60})
+    pair = {"infra": "local", "price_usd_per_hour": 2.66, "accelerators": "cpu:2"}
+    spot = {"max_instances": 2, "any_of": [pair]}  # machines of two engines
+    job = cli.job("storm", algorithm={"steps": 4, "max_response_tokens": 60}, rollout={"spot": spot})
     cli("launch", job, "--detach", "--yes")
     for notice in (None, "4", None):
         status = cli.wait("storm", busy_spot_machine, timeout_s=120)
@@ -38,6 +42,7 @@ def test_a_run_through_kills_and_notices_keeps_every_promise(cli: Any) -> None:
     status = cli.json("status", "storm")
     found = audit(run)
     assert found.problems == []
+    assert machines_with_two_engines(run), "each machine has one engine only"
     assert status["responses"]["requested"] == status["responses"]["finished"] == found.requested == 4 * 24
     assert found.commands_digest == status["replay"]["digest"], "the log replays to other commands"
     assert status["preemptions"]["noticed"] == 1
@@ -72,6 +77,12 @@ def test_notice_loses_nothing(cli: Any) -> None:
     assert found.problems == []
     assert found.lost == {}
     assert json.loads(cli.run_folder("notice").status.read_text())["preemptions"]["noticed"] == 1
+
+
+def machines_with_two_engines(run: RunFolder) -> list[Path]:
+    """Machines on which both engines generated: each keeps a count of its own tokens."""
+    counts = [path for path in run.path.glob("**/engine-*.tokens") if path.stat().st_size]
+    return [path.parent for path in counts if path.name == "engine-1.tokens"]
 
 
 def _alive(status: dict[str, Any], machine: str) -> bool:

@@ -11,6 +11,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -397,6 +398,39 @@ def test_only_verified_chunks_of_a_part_are_handed_out(lab: Lab, head: Holder) -
         pulled = lab.pull("b", head, 1, holders=(peer,), part=(0, 0))
     assert 0 < pulled.by_holder["a"] < manifest.num_bytes
     assert lab.holds("b", 1)
+
+
+# --- engines of one machine ------------------------------------------------------------------------------
+
+
+def test_a_machines_engines_fetch_a_version_once_and_share_its_pages(lab: Lab, head: Holder) -> None:
+    manifest = lab.publish(1)
+    folders = [lab.path / "machine" / "weights" / str(number) for number in range(4)]
+    for folder in folders:
+        folder.mkdir(parents=True)
+
+    def engine(number: int) -> Pulled:
+        siblings = tuple(str(folder) for folder in folders if folder != folders[number])
+        return lab.pull("machine", head, 1, folder=str(folders[number]), siblings=siblings)
+
+    with ThreadPoolExecutor(4) as pool:
+        pulls = list(pool.map(engine, range(4)))
+    assert sorted(pulled.how for pulled in pulls) == ["full", "linked", "linked", "linked"]
+    assert sum(pulled.pulled_bytes for pulled in pulls) == manifest.num_bytes
+    assert len({(pulled.folder / "model.safetensors").stat().st_ino for pulled in pulls}) == 1
+
+
+def test_an_engine_does_not_take_other_content_from_its_neighbour(lab: Lab, head: Holder) -> None:
+    manifest = lab.publish(1)
+    other = Lab(lab.path / "other")
+    other.publish(1, share=0.5)
+    mine, theirs = (lab.path / "machine" / name for name in "ab")
+    mine.mkdir(parents=True)
+    shutil.copytree(other.run.weights / "v000001", theirs / "v000001")
+    pulled = lab.pull(
+        "machine", head, 1, folder=str(mine), siblings=(str(theirs),), digest=manifest.content_digest
+    )
+    assert pulled.how == "full"
 
 
 # --- a bucket --------------------------------------------------------------------------------------------

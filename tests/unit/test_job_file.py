@@ -412,6 +412,11 @@ def test_a_reward_may_be_bound_in_any_way_and_is_never_run(check: Check, folder:
 @pytest.mark.parametrize(
     ("text", "line"),
     [
+        ("rollout: {engine: transformers, tensor_parallel: 2}", "rollout.tensor_parallel: is 2, but the engine transformers uses one device; write engine: vllm, or remove it"),
+        (
+            'rollout: {engine: vllm, tensor_parallel: 3, spot: {any_of: [{infra: aws/us-east-1, accelerators: "H100:8"}]}}',
+            "rollout.tensor_parallel: is 3, which does not divide the devices of H100:8 in spot.any_of; write a number that does",
+        ),
         ("rollout: {engine: sglang}", "rollout.engine: found sglang, which is not in this version yet; use transformers or vllm"),
         (
             "rollout: {engine_args: {fp8: true}}",

@@ -9,7 +9,7 @@ from rlboost_runtime.agent.bootstrap import Bootstrap, read_bootstrap
 from rlboost_runtime.core.messages import Pool
 from rlboost_runtime.errors import NotYet
 from rlboost_runtime.job import Job, LocalOffer, Lora, Market, ReasoningGym, Rollout, Spot, TinyModel, Trainer
-from rlboost_runtime.machine_bootstrap import make_bootstrap
+from rlboost_runtime.machine_bootstrap import make_bootstrap, spot_instances
 from rlboost_runtime.run_folder import RunFolder, write_json
 from rlboost_runtime.security import create_secrets, read_token
 from rlboost_runtime.supervision.roles import roles_of
@@ -46,6 +46,20 @@ def test_agents_are_told_what_the_job_says(run):
     assert told.engine.max_running == job.rollout.engine_args.max_running
     as_plain_data = msgspec.to_builtins(told)
     assert msgspec.convert(as_plain_data, Bootstrap) == told
+
+
+@pytest.mark.parametrize(
+    ("accelerators", "tensor_parallel", "num"),
+    [("H100:8", 1, 8), ("H100:8", 2, 4), ("H100:8", 8, 1), ("A10G", 1, 1), ("as it is", 1, 1), ("", 2, 1)],
+)
+def test_a_machine_has_an_engine_for_each_group_of_its_gpus(run, accelerators, tensor_parallel, num):
+    write_json(run.endpoint, {"url": "https://127.0.0.1:4711"})
+    job = job_with()
+    rollout = job.rollout.model_copy(update={"tensor_parallel": tensor_parallel, "engine": "vllm"})
+    job = job.model_copy(update={"rollout": rollout})
+    instances = spot_instances(job, "spot-3", accelerators)
+    assert instances == tuple(f"spot-3/{i}" for i in range(num))
+    assert make_bootstrap(job, run, "spot-3", Pool.SPOT, instances).engine.tensor_parallel == tensor_parallel
 
 
 @pytest.mark.parametrize(("rank", "room"), [(4, 8), (32, 32), (33, 64)])

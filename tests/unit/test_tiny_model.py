@@ -1,5 +1,6 @@
 """The tiny model: tokenizer, determinism, its files and its cache."""
 
+import itertools
 import json
 
 import pytest
@@ -8,6 +9,7 @@ from safetensors.torch import load_file
 
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import Job, PromptFile, TinyModel, Warmup
+from rlboost_runtime.trainer import warmup
 from rlboost_runtime.trainer.data import Example
 from rlboost_runtime.trainer.policy import Policy, Residency
 from rlboost_runtime.trainer.sampling import sample
@@ -179,7 +181,9 @@ def test_warm_up_stops_at_its_target(policy):
     assert "stopped by" not in report.describe()
 
 
-def test_warm_up_stops_at_its_time(policy):
+def test_warm_up_stops_at_its_time(policy, monkeypatch):
+    ticks = itertools.count(0.0, 0.03)
+    monkeypatch.setattr(warmup.time, "monotonic", lambda: next(ticks))
     data = warmup_data(PromptFile(source="p"), ECHO)
     report = warm_up(
         policy, data, lambda pairs: [0.0] * len(pairs), Warmup(reward=0.4, max_seconds=0.05),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import string
 from pathlib import Path
 
 from rlboost_runtime.coordinator.accounts import UsageKind
@@ -31,6 +32,16 @@ def test_instances_hear_of_the_others_in_their_zone_and_have_a_slice_each() -> N
     assert names(second) == ["a3/0", "a1/0"]
     assert [first.part, second.part] == [(0, 3), (1, 3)]
     assert desk.load("b1/0", "b1", 7) == Load(7)
+
+
+def test_engines_of_one_machine_share_a_slice_and_pull_from_other_machines_only() -> None:
+    desk = desk_with("a1/0", "a1/1", "a2/0", "a2/1")
+    loads = {name: desk.load(name, name[:2], 7) for name in ("a1/0", "a1/1", "a2/0", "a2/1")}
+    assert {name: load.part for name, load in loads.items()} == {
+        "a1/0": (0, 2), "a1/1": (0, 2), "a2/0": (1, 2), "a2/1": (1, 2),
+    }  # fmt: skip
+    assert names(loads["a1/1"]) == ["a2/0", "a2/1"]
+    assert desk_with("a1/0", "a1/1").load("a1/0", "a1", 7) == Load(7)
 
 
 def test_one_that_does_not_listen_takes_no_slice() -> None:
@@ -104,12 +115,12 @@ def test_old_figures_are_dropped() -> None:
 
 
 def ledger_with(path: Path, **prices: int) -> Ledger:
-    """Machines in a zone each, with what a gigabyte to them costs in micro-dollars."""
+    """Machines in the zones that they are called after, with what a gigabyte costs in micro-dollars."""
     ledger = Ledger(path)
     for machine, price in prices.items():
         ledger.intend(
-            machine, pool="spot", provider="aws", zone=f"us-{machine}", accelerator="H100:1",
-            price_micro_usd_per_hour=1, price_source="test", at=1.0,
+            machine, pool="spot", provider="aws", zone=f"us-{machine.rstrip(string.digits)}",
+            accelerator="H100:1", price_micro_usd_per_hour=1, price_source="test", at=1.0,
         )  # fmt: skip
         ledger.set_egress_price(machine, price)
     return ledger
@@ -148,14 +159,14 @@ def test_a_pull_that_is_told_to_the_next_coordinator_too_is_billed_once(tmp_path
 
 
 def test_the_next_coordinator_knows_zones_and_has_no_peers_in_unknown_ones(tmp_path: Path) -> None:
-    ledger_with(tmp_path / "ledger.sqlite", here=0, there=0).close()
+    ledger_with(tmp_path / "ledger.sqlite", here=0, here2=0, there=0).close()
     ledger = Ledger(tmp_path / "ledger.sqlite")
     desk = WeightsDesk(ledger.zone_of)
     for machine in ("here", "there", "lost1", "lost2"):
         desk.listening(f"{machine}/0", machine, PeerListening(f"https://{machine}", "PEM"))
     assert [names(desk.load(f"{m}/0", m, 1)) for m in ("here", "there", "lost1")] == [[], [], []]
-    desk.listening("here/1", "here", PeerListening("https://here:2", "PEM"))
-    assert names(desk.load("here/0", "here", 1)) == ["here/1"]
+    desk.listening("here2/0", "here2", PeerListening("https://here2", "PEM"))
+    assert names(desk.load("here/0", "here", 1)) == ["here2/0"]
     ledger.close()
 
 

@@ -7,6 +7,7 @@ from safetensors.torch import load_file, save_file
 
 from rlboost_runtime.engines.base import LoadFailed, Request
 from tests.vllm.vllm_rig import (
+    HALVES,
     LLAMA,
     LLAMA_TIED,
     MAIN,
@@ -33,12 +34,20 @@ async def test_ten_swaps_under_load(server):
         await swap_under_load(server.engine, reader, server.versions)
 
 
-async def swap_under_load(engine, reader, versions) -> None:
+@pytest.mark.parametrize("server", [HALVES], indirect=True)
+async def test_an_engine_over_two_devices_takes_versions_as_one_does(server):
+    """Each of its workers loads its own half; on CPUs they are two processes."""
+    assert server.engine.server.has_flag("--tensor-parallel-size")
+    async with Reader.of(server.engine) as reader:
+        await swap_under_load(server.engine, reader, server.versions, swaps=2, length=120)
+
+
+async def swap_under_load(engine, reader, versions, swaps: int = SWAPS, length: int = LENGTH) -> None:
     asked = prompts(STREAMS, seed=11)
-    engine.submit([Request(i, p, LENGTH) for i, p in enumerate(asked)])
+    engine.submit([Request(i, p, length) for i, p in enumerate(asked)])
     await reader.until(lambda: all(i in reader.responses for i in range(STREAMS)))
     number = 1000
-    for k in range(1, SWAPS + 1):
+    for k in range(1, swaps + 1):
         version, source = 10 + k, k % 2
         versions.models[version] = versions[source]
         before = longest(reader)
@@ -53,11 +62,11 @@ async def swap_under_load(engine, reader, versions) -> None:
         assert_under(versions[source], fresh, response)
     responses = await reader.ends(range(STREAMS))
     for prompt, response in zip(asked, responses, strict=True):
-        assert (response.finished, len(response.ids)) == ("length", LENGTH)
+        assert (response.finished, len(response.ids)) == ("length", length)
         assert response.versions == sorted(response.versions)
         assert response.versions[0] == 0
         check_each_version(versions, prompt, response)
-    assert {v for r in responses for v in r.versions} >= set(range(11, 11 + SWAPS - 1))
+    assert {v for r in responses for v in r.versions} >= set(range(11, 11 + swaps - 1))
 
 
 def longest(reader) -> int:

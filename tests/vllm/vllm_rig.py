@@ -105,7 +105,7 @@ def spec_for(folder: Path, **changes) -> EngineSpec:
 # --- servers ---------------------------------------------------------------------------------------------
 
 MAIN, SECOND, DRAFTING = "main", "second", "drafting"
-LLAMA_TIED, LLAMA, QWEN = "llama-tied", "llama", "qwen3"
+LLAMA_TIED, LLAMA, QWEN, HALVES = "llama-tied", "llama", "qwen3", "qwen3-halves"
 
 
 PLAIN = VllmOptions(kv_cache_mib=64)
@@ -118,6 +118,7 @@ class Server:
     family: str = "qwen3"
     tied: bool = True
     options: VllmOptions = PLAIN
+    tensor_parallel: int = 1
 
 
 KINDS = {
@@ -127,6 +128,7 @@ KINDS = {
     LLAMA_TIED: Server("llama"),
     LLAMA: Server("llama", tied=False),
     QWEN: Server(tied=False),
+    HALVES: Server(tensor_parallel=2),
 }
 TIED_QWEN = (MAIN, SECOND, DRAFTING)
 """They share their versions, so that one can go on where another ended."""
@@ -187,7 +189,9 @@ class Servers:
         self._starts += 1
         folder = self._folder / f"{name}-{self._starts}"
         folder.mkdir()
-        engine = VllmServerEngine(spec_for(folder, vllm=KINDS[name].options))
+        kind = KINDS[name]
+        spec = spec_for(folder, vllm=kind.options, tensor_parallel=kind.tensor_parallel)
+        engine = VllmServerEngine(spec)
         async with self._turn:
             try:
                 await engine.start(60 * SLOWNESS)

@@ -6,13 +6,17 @@ The folder of the bootstrap file is the machine's working folder. Exit codes: se
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from pathlib import Path
 
 from rlboost_runtime import logs
 from rlboost_runtime.agent.bootstrap import read_bootstrap
 from rlboost_runtime.agent.notice import watch_sigterm
-from rlboost_runtime.agent.service import Agent, system_seams
+from rlboost_runtime.agent.service import Agent, ExitCode, system_seams
+from rlboost_runtime.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 
 async def _serve(bootstrap_file: Path, instance: str) -> int:
@@ -30,7 +34,11 @@ def main() -> int:
         sys.stderr.write("usage: python -m rlboost_runtime.agent BOOTSTRAP_FILE INSTANCE\n")
         return 2
     logs.setup("agent")
-    return asyncio.run(_serve(Path(sys.argv[1]).absolute(), sys.argv[2]))
+    try:
+        return asyncio.run(_serve(Path(sys.argv[1]).absolute(), sys.argv[2]))
+    except ConfigError as exc:
+        logs.event(log, "agent.unfit", level=logging.ERROR, problem=exc.problem, remedy=exc.remedy)
+        return ExitCode.FAILED
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ class EngineBootstrap(msgspec.Struct, frozen=True, omit_defaults=True):
     tokens_per_s_per_response: float | None = None
     count_tokens: bool = False
     """Diagnostics: let the engine child keep a side file of every token that it generated."""
+    tensor_parallel: int = 1
+    """GPUs of each engine; the machine's first engine has the first of them."""
     vllm: VllmOptions = DEFAULT_VLLM_OPTIONS
 
 

@@ -62,6 +62,7 @@ class Source:
     streams: int
     receiver: str = ""
     store: str = ""
+    siblings: tuple[str, ...] = ()
     bucket: str = ""
     transfer: str = "auto"
     usd_per_gb: float = 0.0
@@ -181,6 +182,7 @@ class Puller:
             "keep": KEEP_VERSIONS,
             "receiver": source.receiver,
             "store": source.store,
+            "siblings": source.siblings,
             "transfer": source.transfer,
             "usd_per_gb": source.usd_per_gb,
             "usd_per_hour": source.usd_per_hour,

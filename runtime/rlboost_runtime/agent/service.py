@@ -14,6 +14,7 @@ import array
 import asyncio
 import hashlib
 import logging
+import os
 import secrets
 import sys
 from collections.abc import Awaitable, Callable
@@ -96,6 +97,8 @@ class Seams:
     peers: PeerServer | None = None
     """What others of the zone pull from, if they do."""
     birth: Birth = field(default_factory=Birth)
+    devices: tuple[str, ...] = ()
+    """The engine's GPUs (`engines.devices.devices_of`)."""
 
 
 class Agent:
@@ -352,6 +355,8 @@ class Agent:
                 side_file=side_file,
                 tokens_per_s_per_response=engine.tokens_per_s_per_response,
                 vllm=engine.vllm,
+                tensor_parallel=engine.tensor_parallel,
+                devices=self._seams.devices,
             )
         )
 
@@ -363,12 +368,13 @@ def own_seed(seed: int, instance: str, boot_id: str, start: int) -> int:
 
 
 def system_seams(bootstrap: Bootstrap, instance: str, folder: Path) -> Seams:
-    """Return the live network, engines, puller and clock."""
+    """Return the live network, engines, puller and clock. Raises `ConfigError` where GPUs are missing."""
+    from rlboost_runtime.engines.devices import devices_of
     from rlboost_runtime.engines.factory import make_engine
     from rlboost_runtime.transport import connect
 
     url = bootstrap.coordinator_url.rstrip("/") + "/v1/agent"
-    weights = folder / "weights" / instance.rpartition("/")[2]
+    weights = _weights(folder, instance)
     weights.mkdir(parents=True, exist_ok=True)
     source = Source(
         weights,
@@ -377,6 +383,7 @@ def system_seams(bootstrap: Bootstrap, instance: str, folder: Path) -> Seams:
         bootstrap.weight_streams,
         receiver=instance,
         store=bootstrap.weight_store,
+        siblings=tuple(str(_weights(folder, other)) for other in bootstrap.instances if other != instance),
         bucket=bootstrap.weight_bucket,
         transfer=bootstrap.weight_transfer,
         usd_per_gb=bootstrap.egress_usd_per_gb,
@@ -392,7 +399,18 @@ def system_seams(bootstrap: Bootstrap, instance: str, folder: Path) -> Seams:
         log_path = folder / f"peer-{instance.rpartition('/')[2]}.log"
         peers = PeerServer(weights, bootstrap.token, bootstrap.coordinator_url, log_path)
     clock = SystemClock()
-    return Seams(dial, make_engine, puller, clock, peers, birth_of_this_process(clock))
+    devices = devices_of(
+        bootstrap.instances.index(instance),
+        len(bootstrap.instances),
+        bootstrap.engine.tensor_parallel,
+        os.environ,
+    )
+    return Seams(dial, make_engine, puller, clock, peers, birth_of_this_process(clock), devices)
+
+
+def _weights(folder: Path, instance: str) -> Path:
+    """Return where an engine of this machine keeps its versions."""
+    return folder / "weights" / instance.rpartition("/")[2]
 
 
 DIAL_S = 8.0

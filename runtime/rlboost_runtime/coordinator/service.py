@@ -58,7 +58,7 @@ from rlboost_runtime.errors import NotFound, RLBoostError, RuntimeFault
 from rlboost_runtime.job import Job
 from rlboost_runtime.last_word import give_up_reserve
 from rlboost_runtime.logs import event as log_event
-from rlboost_runtime.machine_bootstrap import RESERVED_MACHINE, make_bootstrap
+from rlboost_runtime.machine_bootstrap import RESERVED_MACHINE, make_bootstrap, spot_instances
 from rlboost_runtime.run_folder import RunFolder, read_json, write_json
 from rlboost_runtime.seams import Clock, Disk
 from rlboost_runtime.security import read_token
@@ -307,8 +307,9 @@ class Coordinator:
         self._sources.started_at = now if first is None else first / 1e9
 
     def _bootstrap(self, machine: str) -> dict[str, object]:
-        built = make_bootstrap(self._job, self._run, machine, Pool.SPOT, (f"{machine}/0",))
         offer = self._fleet.offer_of(machine)
+        instances = spot_instances(self._job, machine, "" if offer is None else offer.accelerator)
+        built = make_bootstrap(self._job, self._run, machine, Pool.SPOT, instances)
         if offer is not None:
             built = msgspec.structs.replace(
                 built,

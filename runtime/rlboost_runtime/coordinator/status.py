@@ -70,7 +70,7 @@ def build_status(sources: StatusSources, now_wall: float) -> dict[str, Any]:
         for r in (state.step.all_responses() if state.step is not None and step is not None else ())
         if core.response(r).finish_reason is None
     )
-    losses = core.counters.losses
+    losses = core.counters.preemptions
     return {
         "run": sources.run,
         "state": sources.ended or _state_name(sources),

@@ -62,6 +62,7 @@ class VersionFigures:
 @dataclass(slots=True)
 class _Listener:
     zone: str
+    machine: str
     peer: Peer
     strikes: set[str] = field(default_factory=set)
 
@@ -92,7 +93,7 @@ class WeightsDesk:
         peer = Peer(instance, message.url, message.certificate)
         known = self._listeners.get(instance)
         if known is None or known.peer != peer:
-            self._listeners[instance] = _Listener(self.zone_of(machine), peer)
+            self._listeners[instance] = _Listener(self.zone_of(machine), machine, peer)
 
     def forget(self, instance: str) -> None:
         """An instance is gone."""
@@ -107,12 +108,14 @@ class WeightsDesk:
             if zone and listener.zone == zone and len(listener.strikes) < STRIKES
         )
         digest = self._versions[version].digest if version in self._versions else ""
-        others = [name for name in near if name != instance]
+        machines = list(dict.fromkeys(self._listeners[name].machine for name in near))
+        others = [name for name in near if self._listeners[name].machine != machine]  # its own are linked
         if not others:
             return Load(version, digest)
         if instance not in near:  # a leaf: what it fetched nobody could get from it
             return Load(version, digest, self._peers(others), (0, 0))
-        return Load(version, digest, self._peers(_after(near, instance)), (near.index(instance), len(near)))
+        after = [name for name in _after(near, instance) if name in others]
+        return Load(version, digest, self._peers(after), (machines.index(machine), len(machines)))
 
     def ready(self, instance: str, machine: str, message: VersionReady) -> None:
         """An instance got a version, or had it; said again, it counts once."""

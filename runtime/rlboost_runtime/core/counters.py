@@ -20,6 +20,8 @@ class Counters:
     """Assignments of a response beyond its first."""
     losses: Counter[LossCause] = field(default_factory=Counter)
     """Instances lost, by cause."""
+    preemptions: Counter[LossCause] = field(default_factory=Counter)
+    """Spot machines without any instance left, by what took the last one; counted anew if one comes back."""
     stale_words: int = 0
     """Events that no longer mean anything: unknown or former instance, assignment, step or lease."""
     duplicates: int = 0

@@ -148,6 +148,8 @@ class Crew:
             self._context.emit(Evict(instance.instance, instance.epoch, cause))
         if machine is not None and not keeps_machine:
             self._fleet.lost(machine, instance.instance, cause, self._context.now)
+            if not machine.instances:
+                self._context.counters.preemptions[cause] += 1
 
     # --- what instances say -------------------------------------------------------------------------------
 

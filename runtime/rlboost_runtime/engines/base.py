@@ -75,6 +75,10 @@ class EngineSpec:
     tokens_per_s_per_response: float | None = None
     """Paces generation, to stand in for a large model on a laptop; None: as fast as it goes."""
     vllm: VllmOptions = DEFAULT_VLLM_OPTIONS
+    tensor_parallel: int = 1
+    """GPUs of this engine."""
+    devices: tuple[str, ...] = ()
+    """Which GPUs, as CUDA_VISIBLE_DEVICES names them; empty: all that are there."""
 
 
 @dataclass(frozen=True, slots=True)

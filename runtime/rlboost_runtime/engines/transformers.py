@@ -46,6 +46,7 @@ from rlboost_runtime.engines.channel import (
     pack,
     to_parent_decoder,
 )
+from rlboost_runtime.engines.devices import device_environment
 from rlboost_runtime.errors import RuntimeFault
 from rlboost_runtime.logs import event
 
@@ -238,6 +239,7 @@ class TransformersEngine:
             "OMP_NUM_THREADS": str(self._spec.threads),
             "HF_HUB_OFFLINE": "1",  # everything comes in the version's folder
             "TOKENIZERS_PARALLELISM": "false",
+            **device_environment(self._spec.devices),
         }
         with self._spec.log.open("ab") as log_file:
             return await asyncio.create_subprocess_exec(

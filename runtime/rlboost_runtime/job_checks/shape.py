@@ -58,7 +58,6 @@ YES_NO = {"yes": "true", "on": "true", "true": "true", "no": "false", "off": "fa
 
 NOT_YET_FIELDS = {
     "trainer.accelerators": "the trainer uses what this machine has",
-    "rollout.tensor_parallel": "an engine uses one device",
     "after": "nothing is left running at the end of a local run",
 }
 """Fields of later versions, and why a job does without them today."""

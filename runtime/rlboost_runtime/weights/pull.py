@@ -1,8 +1,9 @@
 """Fetch a weight version: whole or by deltas, over several streams, from anybody who has it.
 
-In order: a version that is here already is verified and kept; one that lies in a store on this machine is
-linked, not copied; else deltas are fetched and applied where that costs less and there is a base for them;
-what is then still missing is fetched whole, chunk by chunk (`weights.work`).
+In order: a version that is here already is verified and kept; one that lies in a store on this machine, or
+that another engine of this machine has fetched, is linked, not copied; else deltas are fetched and applied
+where that costs less and there is a base for them; what is then still missing is fetched whole, chunk by
+chunk (`weights.work`).
 
 Guarantees: a chunk counts only once its digest is the manifest's, wherever it came from and however it was
 made, so a wrong base, a damaged delta or a lying holder can cost time but never give wrong weights; whatever
@@ -16,6 +17,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,7 +30,7 @@ from rlboost_runtime.weights.holders import Holder, Kind, Source, Stream, open_s
 from rlboost_runtime.weights.manifest import MANIFEST, Delta, Manifest
 from rlboost_runtime.weights.part_folder import PartFolder, Piece, complete_version, part_folder, prune
 from rlboost_runtime.weights.range_client import Absent, Damaged, RangeStream, Unusable
-from rlboost_runtime.weights.same_host import link_version
+from rlboost_runtime.weights.same_host import link_sibling, link_version, turn
 from rlboost_runtime.weights.work import HolderState, Progress, Run, Work
 
 IDLE_S = 10.0
@@ -48,8 +50,9 @@ class PullRequest(msgspec.Struct, frozen=True):
 
     `holders`: who else may have it; `part`: (i, n), which slice of it to take from the head where n instances
     of a zone pull at once, (0, 0): none; `digest`: the version's content digest where it is known; `store`:
-    the head's store where it lies on this machine; `receiver`: who pulls, to servers that give shares; the
-    rest is for `choice.Link`. `serves`: whether an engine here serves an older version meanwhile.
+    the head's store where it lies on this machine; `siblings`: the folders of this machine's other engines;
+    `receiver`: who pulls, to servers that give shares; the rest is for `choice.Link`. `serves`: whether an
+    engine here serves an older version meanwhile.
     """
 
     url: str
@@ -63,6 +66,7 @@ class PullRequest(msgspec.Struct, frozen=True):
     part: tuple[int, int] = (0, 1)
     digest: str = ""
     store: str = ""
+    siblings: tuple[str, ...] = ()
     transfer: Transfer = Transfer.AUTO
     usd_per_gb: float = 0.0
     usd_per_hour: float = 0.0
@@ -115,11 +119,19 @@ def pull(request: PullRequest, progress: Progress, deadlines: Deadlines | None =
     if request.streams < 1 or request.keep < 1:
         raise ProtocolError(f"streams {request.streams}, keep {request.keep}", "both must be at least 1")
     folder = Path(request.folder)
-    linked = link_version(Path(request.store), request.version, folder, request.digest)
-    if linked is not None:
-        prune(folder, request.version, request.keep)
-        return Pulled(linked, how="linked", full_bytes=manifests.read_manifest(linked).num_bytes)
-    return _Pull(request, progress, deadlines).run(folder)
+    with turn(folder.parent, progress) if request.siblings else nullcontext():
+        linked = _link(request, folder)
+        if linked is not None:
+            prune(folder, request.version, request.keep)
+            return Pulled(linked, how="linked", full_bytes=manifests.read_manifest(linked).num_bytes)
+        return _Pull(request, progress, deadlines).run(folder)
+
+
+def _link(request: PullRequest, folder: Path) -> Path | None:
+    """Return the version, linked from wherever it lies on this machine; None: nowhere."""
+    siblings = [Path(each) for each in request.siblings]
+    found = link_version(Path(request.store), request.version, folder, request.digest)
+    return found or link_sibling(siblings, request.version, folder, request.digest)
 
 
 class _Pull:

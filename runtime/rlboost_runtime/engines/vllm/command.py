@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlboost_runtime.engines.base import EngineSpec
+from rlboost_runtime.engines.devices import device_environment
 from rlboost_runtime.engines.model_folder import kv_bytes_per_token, read_config
 from rlboost_runtime.vllm_python import EnginePython
 
@@ -26,6 +27,7 @@ WORKER_EXTENSION = "rlboost_vllm_worker.WorkerExtension"
 BACKEND = "rlboost"
 CPU_BLOCK_TOKENS = 32
 """Tokens of a KV cache block on CPUs. Prompts share whole blocks only: the default, 128, is too coarse."""
+UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 LORA_SLOTS = 2
 """Adapters that may be in flight at once: the version being left and the one being entered."""
 NUM_DRAFT_TOKENS = 4
@@ -81,6 +83,8 @@ def flags(spec: EngineSpec, is_cpu: bool, folder: Path, socket: Path) -> list[Fl
 def _asked_for(spec: EngineSpec) -> list[Flag]:
     options = spec.vllm
     found = []
+    if spec.tensor_parallel > 1:
+        found.append(Flag("--tensor-parallel-size", str(spec.tensor_parallel)))
     if options.enforce_eager:
         found.append(Flag("--enforce-eager"))
     if options.fp8:
@@ -109,13 +113,12 @@ def _for_gpu(spec: EngineSpec) -> list[Flag]:
 
 
 def _for_cpu(spec: EngineSpec, folder: Path) -> list[Flag]:
-    """Memory for what may run at once, and one process less: the platform would turn "uni" into "mp"."""
-    executor = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+    """Memory for what may run at once; alone one process less: the platform would turn "uni" into "mp"."""
     num_bytes = (spec.vllm.kv_cache_mib or 0) << 20 or cpu_cache_bytes(spec, folder)
     found = [
         Flag("--kv-cache-memory-bytes", str(num_bytes)),
         Flag("--block-size", str(CPU_BLOCK_TOKENS)),
-        Flag("--distributed-executor-backend", executor),
+        Flag("--distributed-executor-backend", UNIPROC if spec.tensor_parallel == 1 else "mp"),
     ]
     return found if spec.vllm.enforce_eager else [*found, Flag("--enforce-eager")]
 
@@ -145,6 +148,7 @@ def environment(
         "HF_HUB_OFFLINE": "1",  # everything comes in the version's folder
         "TOKENIZERS_PARALLELISM": "false",
         "SPT_NOENV": "1",  # or a process's title is written over its environment, by whose tags we end it
+        **device_environment(spec.devices),
     }
     if is_cpu:
         found |= {
