@@ -82,7 +82,7 @@ def _machines(job: Job, path: Path) -> _Machines:
 
 
 def _of_clouds(job: Job, offers: list[CloudOffer], path: Path) -> _Machines:
-    """Machines of the job's offers, one engine on one GPU of each, as live; the trainer has such GPUs too."""
+    """Machines of the job's offers, with as many engines as live; the trainer has such GPUs too."""
     parts = [parse_accelerator(offer.accelerators) for offer in offers]
     unknown = [name for name, _ in parts if name not in GPUS]
     if unknown:
@@ -90,13 +90,20 @@ def _of_clouds(job: Job, offers: list[CloudOffer], path: Path) -> _Machines:
             f"{path}: rollout.spot.any_of: the speed of a {unknown[0]} is not known here",
             f"simulate with one of {', '.join(GPUS)}",
         )
+    parallel = job.rollout.tensor_parallel
     spot = tuple(
-        MachineShape(GPUS[name], 1, 1, GBIT_PER_GPU * GBIT * (count or 1), expected_usd_per_hour(offer))
+        MachineShape(
+            GPUS[name], count or 1, parallel, GBIT_PER_GPU * GBIT * (count or 1), expected_usd_per_hour(offer)
+        )
         for offer, (name, count) in zip(offers, parts, strict=True)
     )
     ranks, nodes = job.trainer.ranks, job.trainer.nodes
     reserved = MachineShape(
-        spot[0].gpu, ranks, 1, GBIT_PER_GPU * GBIT * ranks, job.trainer.price_usd_per_hour / nodes
+        spot[0].gpu,
+        ranks,
+        min(ranks, parallel),
+        GBIT_PER_GPU * GBIT * ranks,
+        job.trainer.price_usd_per_hour / nodes,
     )
     names = ", ".join(f"{offer.infra} {offer.accelerators}" for offer in offers)
     notes = [
@@ -104,8 +111,6 @@ def _of_clouds(job: Job, offers: list[CloudOffer], path: Path) -> _Machines:
         f"the trainer is taken to have {nodes * ranks} {spot[0].gpu.name}, one per rank",
         f"a machine's link is taken to be {GBIT_PER_GPU:g} Gbit/s per GPU",
     ]
-    if any(count not in (None, 1) for _, count in parts):
-        notes.append("an engine uses one GPU, here as live: the others of a spot machine do nothing")
     if not all(shape.usd_per_hour for shape in spot):
         notes.append("an offer without a known price counts as free: give it max_price_usd_per_hour")
     if len(offers) < len(job.rollout.spot.any_of):

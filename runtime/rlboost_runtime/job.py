@@ -493,6 +493,10 @@ class Rollout(Model):
     seeding_initial_s: float = Field(default=10.0, ge=0)
     """First seeding window (T_init); adapted from then on."""
 
+    def engines_on(self, accelerators: str | None) -> int:
+        """Return how many engines a spot machine with `accelerators` runs: at least one."""
+        return max(1, num_devices(accelerators or "") // self.tensor_parallel)
+
     @model_validator(mode="after")
     def _engines_fill_machines(self) -> Self:
         for offer in self.spot.any_of:

@@ -7,7 +7,7 @@ from rlboost_runtime.core.messages import Pool
 from rlboost_runtime.engines.base import VllmOptions
 from rlboost_runtime.errors import NotYet
 from rlboost_runtime.head_address import url_for
-from rlboost_runtime.job import Job, num_devices
+from rlboost_runtime.job import Job
 from rlboost_runtime.run_folder import RunFolder, read_json
 from rlboost_runtime.security import read_token
 from rlboost_runtime.wire import Sampling
@@ -18,13 +18,12 @@ RESERVED_MACHINE = "reserved-0"
 
 def reserved_instances(job: Job) -> tuple[str, ...]:
     """Return the names of the engines on the trainer's own GPUs."""
-    return tuple(f"{RESERVED_MACHINE}/{index}" for index in range(job.trainer.local_engines))
+    return instances_of(RESERVED_MACHINE, job.trainer.local_engines)
 
 
-def spot_instances(job: Job, machine: str, accelerators: str) -> tuple[str, ...]:
-    """Return the names of the engines of a spot machine that has `accelerators`, such as H100:8."""
-    num = max(1, num_devices(accelerators) // job.rollout.tensor_parallel)
-    return tuple(f"{machine}/{index}" for index in range(num))
+def instances_of(machine: str, num_engines: int) -> tuple[str, ...]:
+    """Return the names of a machine's engines."""
+    return tuple(f"{machine}/{index}" for index in range(num_engines))
 
 
 def make_bootstrap(

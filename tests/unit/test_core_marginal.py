@@ -62,8 +62,8 @@ def test_dear_machines_and_dear_weights_make_the_fleet_smaller(spot: float, egre
     assert cheapest_machines(RATES, prices, 12, 1, 16e9) == best
 
 
-def test_a_machine_of_two_instances_pulls_twice() -> None:
-    assert step_usd(RATES, Prices(0.0, 0.0, 0.5), 3, 2, 1e9) == 3.0
+def test_a_machine_of_two_instances_pulls_once() -> None:
+    assert step_usd(RATES, Prices(0.0, 0.0, 0.5), 3, 2, 1e9) == 1.5
 
 
 def test_the_rule_needs_prices_and_rates_and_never_wants_none() -> None:

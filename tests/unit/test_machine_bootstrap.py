@@ -9,7 +9,7 @@ from rlboost_runtime.agent.bootstrap import Bootstrap, read_bootstrap
 from rlboost_runtime.core.messages import Pool
 from rlboost_runtime.errors import NotYet
 from rlboost_runtime.job import Job, LocalOffer, Lora, Market, ReasoningGym, Rollout, Spot, TinyModel, Trainer
-from rlboost_runtime.machine_bootstrap import make_bootstrap, spot_instances
+from rlboost_runtime.machine_bootstrap import instances_of, make_bootstrap
 from rlboost_runtime.run_folder import RunFolder, write_json
 from rlboost_runtime.security import create_secrets, read_token
 from rlboost_runtime.supervision.roles import roles_of
@@ -57,7 +57,7 @@ def test_a_machine_has_an_engine_for_each_group_of_its_gpus(run, accelerators, t
     job = job_with()
     rollout = job.rollout.model_copy(update={"tensor_parallel": tensor_parallel, "engine": "vllm"})
     job = job.model_copy(update={"rollout": rollout})
-    instances = spot_instances(job, "spot-3", accelerators)
+    instances = instances_of("spot-3", rollout.engines_on(accelerators))
     assert instances == tuple(f"spot-3/{i}" for i in range(num))
     assert make_bootstrap(job, run, "spot-3", Pool.SPOT, instances).engine.tensor_parallel == tensor_parallel
 

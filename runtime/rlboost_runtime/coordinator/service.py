@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 import msgspec
 
 from rlboost_providers.base import Provider
-from rlboost_providers.registry import prices_of, provider_for
+from rlboost_providers.registry import expected_usd_per_hour, prices_of, provider_for
 from rlboost_runtime.coordinator.accounts import to_ns
 from rlboost_runtime.coordinator.agent_links import AgentLinks, Timing
 from rlboost_runtime.coordinator.bought import Bought
@@ -58,7 +58,7 @@ from rlboost_runtime.errors import NotFound, RLBoostError, RuntimeFault
 from rlboost_runtime.job import Job
 from rlboost_runtime.last_word import give_up_reserve
 from rlboost_runtime.logs import event as log_event
-from rlboost_runtime.machine_bootstrap import RESERVED_MACHINE, make_bootstrap, spot_instances
+from rlboost_runtime.machine_bootstrap import RESERVED_MACHINE, instances_of, make_bootstrap
 from rlboost_runtime.run_folder import RunFolder, read_json, write_json
 from rlboost_runtime.seams import Clock, Disk
 from rlboost_runtime.security import read_token
@@ -100,12 +100,15 @@ def core_config(job: Job) -> CoreConfig:
     That bound is for the cheapest offer; what is bought is held against the cap by the fleet.
     """
     machines = job.rollout.spot.max_instances
+    cheapest = min(job.rollout.spot.any_of, key=expected_usd_per_hour)
+    per_machine = job.rollout.engines_on(cheapest.accelerators)
     price = min(offer.price_usd_per_hour for offer in job.rollout.spot.any_of)
     cap = job.budget.max_usd_per_hour
     if cap is not None and price > 0:
         machines = min(machines, max(0, int((cap - job.trainer.price_usd_per_hour) / price + 1e-9)))
     return CoreConfig(
-        max_spot_instances=machines,
+        max_spot_instances=machines * per_machine,
+        instances_per_machine=per_machine,
         reserved_instances=job.trainer.local_engines,
         seeding_initial_s=job.rollout.seeding_initial_s,
         prices=prices_of(job),
@@ -141,7 +144,9 @@ class Coordinator:
         self._sources = StatusSources(
             job, run.name, clock.wall(), self._state, self._agents, self._trainer, self._ledger
         )
-        self._waste = WasteMeter(self._ledger, self._state.core, self._state.tally, self._state.now)
+        self._waste = WasteMeter(
+            self._ledger, self._state.core, self._state.tally, self._state.now, self._engines_on
+        )
         self._agents.intake.on_accepted = self._hear_tokens
         self._agents.weights.zone_of = self._ledger.zone_of
         self._agents.weights.on_wire = self._bill_egress
@@ -306,10 +311,15 @@ class Coordinator:
         first = self._ledger.machines(now)[0].launched_ns
         self._sources.started_at = now if first is None else first / 1e9
 
-    def _bootstrap(self, machine: str) -> dict[str, object]:
+    def _engines_on(self, machine: str) -> int:
         offer = self._fleet.offer_of(machine)
-        instances = spot_instances(self._job, machine, "" if offer is None else offer.accelerator)
-        built = make_bootstrap(self._job, self._run, machine, Pool.SPOT, instances)
+        return self._job.rollout.engines_on(None if offer is None else offer.accelerator)
+
+    def _bootstrap(self, machine: str) -> dict[str, object]:
+        built = make_bootstrap(
+            self._job, self._run, machine, Pool.SPOT, instances_of(machine, self._engines_on(machine))
+        )
+        offer = self._fleet.offer_of(machine)
         if offer is not None:
             built = msgspec.structs.replace(
                 built,

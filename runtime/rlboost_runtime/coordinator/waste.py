@@ -97,7 +97,16 @@ class WasteMeter:
     Call `advance` about once a second besides. `now`: the run's clock.
     """
 
-    def __init__(self, ledger: Ledger, core: Core, tally: Tally, now: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        core: Core,
+        tally: Tally,
+        now: Callable[[], float],
+        engines_on: Callable[[str], int] | None = None,
+    ) -> None:
+        """`engines_on`: how many engines share a spot machine; None: as many as the core counts with."""
+        self._engines_on = engines_on or (lambda _: core.config.instances_per_machine)
         self._ledger = ledger
         self._core = core
         self._tally = tally
@@ -183,8 +192,8 @@ class WasteMeter:
 
     def _claim(self, kind: WasteKind, holder: Instance, seconds: float) -> None:
         """Claim an instance's time; those of a machine share it equally."""
-        config = self._core.config
-        num = config.instances_per_machine if holder.pool is Pool.SPOT else config.reserved_instances
+        is_spot = holder.pool is Pool.SPOT
+        num = self._engines_on(holder.machine) if is_spot else self._core.config.reserved_instances
         self._claims[kind, holder.machine] += max(0.0, seconds) / max(1, num)
 
     def _end(self, response: int | None) -> None:

@@ -98,12 +98,11 @@ def best_window_s(rates: StepRates, instances: int) -> float:
 
 
 def step_usd(rates: StepRates, prices: Prices, machines: int, per_machine: int, weight_bytes: float) -> float:
-    """Return the dollars of a step with so many spot machines; `weight_bytes` go to each of their
-    instances."""
-    instances = machines * per_machine
+    """Return the dollars of a step with so many spot machines; `weight_bytes` go to each, whatever number of
+    instances it has."""
     per_hour = prices.reserved_usd_per_hour + machines * prices.spot_usd_per_hour
-    egress = instances * weight_bytes / GB * prices.egress_usd_per_gb
-    return per_hour * step_s(rates, instances) / HOUR_S + egress
+    egress = machines * weight_bytes / GB * prices.egress_usd_per_gb
+    return per_hour * step_s(rates, machines * per_machine) / HOUR_S + egress
 
 
 def cheapest_machines(

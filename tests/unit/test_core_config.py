@@ -1,0 +1,37 @@
+"""What the core is told of the fleet: machines of the job, in engines."""
+
+from __future__ import annotations
+
+from rlboost_runtime.coordinator.service import core_config
+from rlboost_runtime.job import Budget, CloudOffer, Job, ReasoningGym, Rollout, Spot, TinyModel
+
+
+def job_on(*offers: CloudOffer, tensor_parallel: int = 1, budget: float | None = None) -> Job:
+    return Job(
+        name="told",
+        model=TinyModel(init="tiny"),
+        data=ReasoningGym(reasoning_gym=["basic_arithmetic"]),
+        rollout=Rollout(
+            engine="vllm", tensor_parallel=tensor_parallel, spot=Spot(max_instances=4, any_of=list(offers))
+        ),
+        budget=Budget(max_usd_per_hour=budget),
+    )
+
+
+EIGHT = CloudOffer(infra="aws/us-east-2", accelerators="H100:8", max_price_usd_per_hour=20.0)
+ONE = CloudOffer(infra="aws/us-east-2", accelerators="H100:1", max_price_usd_per_hour=3.0)
+
+
+def test_a_bound_on_machines_is_a_bound_on_their_engines() -> None:
+    config = core_config(job_on(EIGHT, tensor_parallel=2))
+    assert (config.instances_per_machine, config.max_spot_instances) == (4, 16)
+
+
+def test_money_bounds_machines_not_engines() -> None:
+    config = core_config(job_on(EIGHT, budget=45.0))
+    assert (config.instances_per_machine, config.max_spot_instances) == (8, 16)
+
+
+def test_of_unlike_machines_the_cheapest_counts() -> None:
+    config = core_config(job_on(EIGHT, ONE))
+    assert (config.instances_per_machine, config.max_spot_instances) == (1, 4)
