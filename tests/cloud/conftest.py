@@ -26,6 +26,8 @@ from rlboost_providers.skypilot.environment import VARIABLE, skypilot_python
 from rlboost_runtime.process_tags import kill_tagged
 from tests.e2e.conftest import Cli
 
+CACHE = cache_folder()
+"""Of whoever runs the tests, before they take another home."""
 NEEDED = ("ip", "unshare", "setpriv", "nsenter", "sshd", "ssh", "rsync", "sudo", "nc")
 
 
@@ -40,7 +42,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     missing = [tool for tool in NEEDED if shutil.which(tool) is None]
     if os.geteuid() != 0 or missing:
         pytest.fail(f"the lab needs root on Linux and {', '.join(missing) or 'nothing more'}: make cloudlab")
-    lab = Lab(tmp_path_factory.mktemp("lab"), cache_folder(), LOCK)
+    lab = Lab(tmp_path_factory.mktemp("lab"), CACHE, LOCK)
     try:
         yield lab
     finally:
@@ -71,7 +73,7 @@ def sky_user(account: dict[str, str]) -> Iterator[dict[str, str]]:
     """The same for a user of SkyPilot, of which nothing is left at the end."""
     home = Path(account["HOME"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RLBOOST_HOME", str(cache_folder()))
+        patch.setenv("RLBOOST_HOME", str(CACHE))
         python = str(skypilot_python())
     environment = {VARIABLE: python, "SKYPILOT_API_SERVER_LOCAL_PORT": str(_free_port())}
     with pytest.MonkeyPatch.context() as patch:

@@ -22,7 +22,11 @@ from cloudlab import catalogue
 from cloudlab.machine import Image, Machine, raise_bridge, sweep
 
 LOOK_S = 0.1
+LATE_S = 7.0
+"""How long the API goes on listing a machine that was taken in silence: what its peers notice, they notice
+first."""
 ACCOUNT = "123456789012"
+RECLAIMED = "Server.SpotInstanceTermination"
 _POLICY = json.dumps({"Version": "2012-10-17", "Statement": []})
 
 
@@ -56,6 +60,8 @@ class Cloud:
         self._machines: dict[str, Machine] = {}
         self._bare_left = 0
         self._refused: set[str] = set()
+        self._taken: dict[str, float] = {}
+        """Machines that are gone in silence, and when the API says so, by `time.monotonic`."""
         self._lock = threading.RLock()
         self._stop = threading.Event()
         self._hypervisor = threading.Thread(target=self._watch, name="hypervisor")
@@ -103,11 +109,12 @@ class Cloud:
     def reclaim(self, id: str, how: str) -> None:
         """Take a spot machine: `reset` its peers' connections, or leave them in silence (`silent`)."""
         with self._lock:
-            machine, record = self._machines[id], self.records[id]
             if how == "silent":
-                machine.unplug()
-            machine.cut_power()
-            _terminate(record, "Server.SpotInstanceTermination")
+                self._machines[id].unplug()
+                self._taken[id] = time.monotonic() + LATE_S
+            self._machines[id].cut_power()
+            if how != "silent":
+                _terminate(self.records[id], RECLAIMED)
 
     def shell(self, id: str, script: str) -> str:
         """Run a script as root on a machine."""
@@ -125,6 +132,9 @@ class Cloud:
     def _watch(self) -> None:
         while not self._stop.wait(LOOK_S):
             with self._lock:
+                for id in [id for id, due in self._taken.items() if time.monotonic() >= due]:
+                    del self._taken[id]
+                    _terminate(self.records[id], RECLAIMED)
                 for region in catalogue.REGIONS:
                     for instance in _instances(region):
                         self._follow(region, instance)
@@ -133,7 +143,7 @@ class Cloud:
         state, record = instance.state, self.records.get(instance.id)
         if state == "running" and record is None:
             self._boot(region, instance)
-        elif state == "running" and instance.id in self._machines and self._machines[instance.id].is_off:
+        elif state == "running" and instance.id in self._machines and self._has_shut_down(instance.id):
             _terminate(self.records[instance.id], "Client.InstanceInitiatedShutdown")
         elif (
             record is not None
@@ -144,6 +154,9 @@ class Cloud:
             if machine is not None:
                 machine.destroy()
             self.records[instance.id] = replace(record, ended_at=time.time())
+
+    def _has_shut_down(self, id: str) -> bool:
+        return self._machines[id].is_off and id not in self._taken
 
     def _boot(self, region: str, instance: Any) -> None:
         record = _record(region, instance)

@@ -28,6 +28,11 @@ PREFIX = "rlblab-"
 """Names of the lab's namespaces begin so."""
 USER_ID = 5000
 BOOT_S = 20.0
+FAREWELL_S = 2.0
+"""Longest wait for the peers of a machine without processes: some of them may be gone themselves."""
+_UNHEARD = ("01", "04", "08", "09", "0B")
+"""States in /proc/net/tcp of connections whose peer has not acknowledged their end: established, FIN_WAIT1,
+CLOSE_WAIT, LAST_ACK, CLOSING."""
 _INIT = Path(__file__).with_name("machine_init.sh")
 
 
@@ -129,6 +134,7 @@ class Machine:
         self._link = f"rlbv{name[-10:]}"
         self._folder = folder / name
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_plugged_in = True
 
     def boot(self) -> None:
         """Start it and wait until its sshd answers. Raises `RuntimeError` with the console's last lines."""
@@ -162,14 +168,17 @@ class Machine:
     def unplug(self) -> None:
         """Take the network away: peers hear nothing more, its processes live on."""
         run("ip", "link", "set", self._link, "down", check=False)
+        self._is_plugged_in = False
 
     def cut_power(self) -> None:
-        """SIGKILL every process and wait until all are gone; peers get a reset if it is still plugged in."""
+        """SIGKILL every process and wait until all are gone. Where it is still plugged in, its peers have
+        been told so when this returns: the network goes away soon after."""
         if self._process is not None and self._process.poll() is None:
             first = self._first_process()
             _kill(self._process.pid)
             self._process.wait(timeout=10)
             _wait_for_end(first)
+            self._wait_for_farewells()
 
     def destroy(self) -> None:
         """Leave nothing of it but its console's log."""
@@ -193,6 +202,16 @@ class Machine:
         assert self._process is not None
         children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
         return int(children[0]) if children else None
+
+    def _wait_for_farewells(self) -> None:
+        """Wait until what its kernel had to say about closed connections has been said and acknowledged."""
+        deadline = time.monotonic() + FAREWELL_S
+        while self._is_plugged_in and self._is_speaking() and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    def _is_speaking(self) -> bool:
+        told = run("ip", "netns", "exec", self._namespace, "cat", "/proc/self/net/tcp", check=False).stdout
+        return any(row.split()[3] in _UNHEARD for row in told.splitlines()[1:])
 
     def _plug_in(self) -> None:
         namespace, link = self._namespace, self._link
