@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sqlite3
+
 import pytest
 
 from rlboost_cli.live.boot_times import PHASES
 from rlboost_runtime.coordinator.boots import Boots
+from rlboost_runtime.coordinator.ledger import Ledger
 from rlboost_runtime.core.life import Life
 from rlboost_runtime.core.machines import LEGAL, Machine, MachineState
 from rlboost_runtime.wire import SCHEMA, AgentHello, VersionReady
@@ -92,3 +95,47 @@ def test_a_machine_that_nobody_has_given_yet_and_one_that_nobody_knows_have_no_p
     boots.joined(hello("spot-7"), 64.0)
     assert boots.phases("spot-1") == {}
     assert boots.phases("spot-7") == {}
+
+
+def test_a_coordinator_that_is_started_again_goes_on_with_every_boot(tmp_path):
+    books = tmp_path / "ledger.sqlite"
+    before = Boots(lambda: {"spot-1": machine(), "spot-2": machine("spot-2")})
+    for name in ("spot-1", "spot-2"):
+        before.told(name, 64.0)
+        before.joined(hello(name), 64.0)
+    before.ready("spot-1/0", "spot-1", VersionReady(0, pull_s=3.0), 74.0)
+    ledger = Ledger(books)
+    before.keep(ledger)
+    ledger.close()  # and everything in memory is lost
+
+    ledger = Ledger(books)
+    after = Boots(dict)  # the core has forgotten both
+    after.recall(ledger)
+    assert after.phases("spot-1") == before.phases("spot-1")
+    after.hear_tokens(["spot-1/0"], 75.5)
+    after.told("spot-2", 80.0)  # told again, since its connection is new
+    after.ready("spot-2/0", "spot-2", VersionReady(0, pull_s=3.0), 84.0)
+    assert tuple(after.phases("spot-1")) == PHASES
+    assert after.phases("spot-2")["wait"] == 0.0
+    after.keep(ledger)
+    third = Boots(dict)
+    third.recall(ledger)
+    assert third.phases("spot-1") == after.phases("spot-1")
+    assert third.phases("spot-2") == after.phases("spot-2")
+    ledger.close()
+
+
+def test_what_could_not_be_kept_is_kept_the_next_time(tmp_path):
+    boots = Boots(lambda: {"spot-1": machine()})
+    boots.joined(hello(), 64.0)
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    with sqlite3.connect(tmp_path / "ledger.sqlite") as other:
+        other.execute("CREATE TRIGGER full BEFORE INSERT ON boots BEGIN SELECT RAISE(FAIL, 'full'); END")
+    boots.keep(ledger)
+    assert ledger.kept_boots() == {}
+    with sqlite3.connect(tmp_path / "ledger.sqlite") as other:
+        other.execute("DROP TRIGGER full")
+    other.close()
+    boots.keep(ledger)
+    assert list(ledger.kept_boots()) == ["spot-1"]
+    ledger.close()

@@ -12,20 +12,27 @@ Phases follow one another, so that they add up to the whole:
     first_token   -> we have a token of it; where there is no work, this takes until there is
 
 Durations within the machine are the machine's own, so that its clock need not agree with ours. A machine with
-several agents counts by the first of them. A coordinator that was started again knows the boots that it saw.
+several agents counts by the first of them. A coordinator that was started again goes on with what the former
+one had kept in the ledger: all of it but its last second.
 """
 
 from __future__ import annotations
 
+import logging
+import sqlite3
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 
+import msgspec
+
+from rlboost_runtime.coordinator.ledger_boots import BootBook
 from rlboost_runtime.core.machines import Machine, MachineState
+from rlboost_runtime.logs import event as log_event
 from rlboost_runtime.wire import AgentHello, VersionReady
 
+log = logging.getLogger(__name__)
 
-@dataclass(slots=True)
-class _Boot:
+
+class _Boot(msgspec.Struct, omit_defaults=True):
     """Times in seconds of the run."""
 
     requested_at: float
@@ -33,7 +40,9 @@ class _Boot:
     joined_at: float
     install_s: float
     age_s: float
+    told_at: float | None = None
     ready_at: float | None = None
+    ready_instance: str = ""
     pull_s: float = 0.0
     first_token_at: float | None = None
 
@@ -45,8 +54,28 @@ class Boots:
         self._machines = machines
         self._boots: dict[str, _Boot] = {}
         self._told_at: dict[str, float] = {}
+        """Of machines whose registration is still to be noted: the core answers one at once."""
         self._tokenless: dict[str, str] = {}
         """From instances that serve and have not sent a token yet to their machines."""
+        self._unkept: set[str] = set()
+
+    def recall(self, book: BootBook) -> None:
+        """Go on with what a former coordinator kept."""
+        for machine, kept in book.kept_boots().items():
+            boot = self._boots[machine] = msgspec.json.decode(kept, type=_Boot)
+            if boot.ready_at is not None and boot.first_token_at is None:
+                self._tokenless[boot.ready_instance] = machine
+
+    def keep(self, book: BootBook) -> None:
+        """Keep what is new. Where that fails it is logged, and kept the next time."""
+        if not self._unkept:
+            return
+        try:
+            book.keep_boots({name: msgspec.json.encode(self._boots[name]).decode() for name in self._unkept})
+        except sqlite3.Error as problem:
+            log_event(log, "boots.write_failed", problem=str(problem))
+            return
+        self._unkept.clear()
 
     def joined(self, hello: AgentHello, at: float) -> None:
         """An agent was registered: the first of its machine counts."""
@@ -55,18 +84,26 @@ class Boots:
             return
         install_s = sum(hello.install_s.values())
         asked_at, given_at = _first(machine, MachineState.REQUESTED), _first(machine, MachineState.LAUNCHED)
-        self._boots[hello.machine] = _Boot(asked_at, given_at, at, install_s, hello.age_s)
+        told_at = self._told_at.pop(hello.machine, None)
+        self._boots[hello.machine] = _Boot(asked_at, given_at, at, install_s, hello.age_s, told_at)
+        self._unkept.add(hello.machine)
 
     def told(self, machine: str, at: float) -> None:
         """An instance was told to load a version: the first of its machine counts."""
-        self._told_at.setdefault(machine, at)
+        boot = self._boots.get(machine)
+        if boot is None:
+            self._told_at.setdefault(machine, at)
+        elif boot.told_at is None:
+            boot.told_at = at
+            self._unkept.add(machine)
 
     def ready(self, instance: str, machine: str, message: VersionReady, at: float) -> None:
         """An instance serves a version: the first of its machine counts."""
         boot = self._boots.get(machine)
         if boot is not None and boot.ready_at is None:
-            boot.ready_at, boot.pull_s = at, message.pull_s
+            boot.ready_at, boot.ready_instance, boot.pull_s = at, instance, message.pull_s
             self._tokenless[instance] = machine
+            self._unkept.add(machine)
 
     def hear_tokens(self, instances: Iterable[str], at: float) -> None:
         """These have sent tokens."""
@@ -76,6 +113,7 @@ class Boots:
             machine = self._tokenless.pop(instance, None)
             if machine is not None and self._boots[machine].first_token_at is None:
                 self._boots[machine].first_token_at = at
+                self._unkept.add(machine)
 
     def phases(self, machine: str) -> dict[str, float]:
         """Return the phases that are over, in their order; {} where nothing is known."""
@@ -89,7 +127,8 @@ class Boots:
         phases["boot"] = boot.joined_at - boot.launched_at - inside_s
         phases |= {"install": inside_s - dial_in_s, "dial_in": dial_in_s}
         if boot.ready_at is not None:
-            told_at = min(max(boot.joined_at, self._told_at.get(machine, boot.joined_at)), boot.ready_at)
+            told_at = boot.joined_at if boot.told_at is None else max(boot.joined_at, boot.told_at)
+            told_at = min(told_at, boot.ready_at)
             weights_s = min(boot.pull_s, boot.ready_at - told_at)
             phases |= {"wait": told_at - boot.joined_at, "weights": weights_s}
             phases["engine"] = boot.ready_at - told_at - weights_s

@@ -1,4 +1,4 @@
-"""The run's books in one file: machines and money, steps, and what happened in words.
+"""The run's books in one file: machines and money, boots, steps, and what happened in words.
 
 One SQLite file (WAL). The coordinator writes it; anybody may read it while it runs and after. `rlboost down`
 writes the last ends of machines once it has seen that no coordinator is left.
@@ -6,8 +6,8 @@ writes the last ends of machines once it has seen that no coordinator is left.
 Guarantees:
 
 - a call that says something of a machine's life, a step or money has committed to stable storage when it
-  returns: an intent is on disk before its launch is asked for. Waste survives a killed process, not a power
-  cut; notes wait in memory for `write_notes`;
+  returns: an intent is on disk before its launch is asked for. Waste and boots survive a killed process, not
+  a power cut; notes wait in memory for `write_notes`;
 - money and time are integers (micro-dollars, nanoseconds since the Unix epoch), summed exactly;
 - saying the same thing about a machine twice changes nothing: the first word holds;
 - nothing is removed. A machine stays open (`open_machines`) from its intent until it failed or ended.
@@ -17,13 +17,14 @@ Times are given in seconds since the Unix epoch and kept to the microsecond. Saf
 
 from __future__ import annotations
 
+from rlboost_runtime.coordinator.ledger_boots import BootBook
 from rlboost_runtime.coordinator.ledger_egress import EgressBook
 from rlboost_runtime.coordinator.ledger_machines import MachineBook
 from rlboost_runtime.coordinator.ledger_notes import NoteBook
 from rlboost_runtime.coordinator.ledger_steps import StepBook
 
 
-class Ledger(MachineBook, StepBook, NoteBook, EgressBook):
+class Ledger(MachineBook, BootBook, StepBook, NoteBook, EgressBook):
     """All books of a run in `path`; created where they do not exist.
 
     With `read_only` nothing is created or changed. Raises `NotFound` where there is nothing to read, and

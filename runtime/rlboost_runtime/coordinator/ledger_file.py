@@ -45,6 +45,9 @@ CREATE TABLE IF NOT EXISTS egress (
 CREATE TABLE IF NOT EXISTS waste (
     machine TEXT NOT NULL, kind TEXT NOT NULL, wasted_ns INTEGER NOT NULL, PRIMARY KEY (machine, kind)
 ) STRICT;
+CREATE TABLE IF NOT EXISTS boots (
+    machine TEXT PRIMARY KEY, boot TEXT NOT NULL
+) STRICT;
 """
 
 

@@ -127,6 +127,7 @@ class Coordinator:
         self._state = State(run, clock, disk, core_config(job), keep_journal=job.evidence.keep_journal)
         timing = Timing(lease_s=core_config(job).lease_s)
         self._agents = AgentLinks(self._state, run.name, timing, frozenset({RESERVED_MACHINE}))
+        self._agents.boots.recall(self._ledger)
         self._trainer = TrainerLink(self._state, self._ledger, clock, run.name, self.end_run)
         provider: Provider = provider_for(job, run)
         cap = job.budget.max_usd_per_hour
@@ -222,6 +223,7 @@ class Coordinator:
                 await self._state.journal.close()
             raise
         await self._state.journal.close()
+        self._agents.boots.keep(self._ledger)
         self._write_status()
         if self._ending is not None and not self._leave.is_set():
             write_json(self._run.outcome, msgspec.structs.asdict(_outcome(self._ending)))
@@ -385,6 +387,7 @@ class Coordinator:
             if span > 0:
                 self._sources.tokens_per_s = (seen[-1][1] - seen[0][1]) / span
             self._waste.advance(now)
+            self._agents.boots.keep(self._ledger)
             self._ledger.write_notes()
             self._check_disk(now)
             self._check_budget()
