@@ -16,7 +16,7 @@ from rlboost_cli.terminal.lazy_group import SETTINGS, lazy_group
 COMMANDS = {
     "init": "Write a commented job file to start from",
     "check": "Validate a job file and print the resolved job",
-    "doctor": "Look whether this machine, and the job, are ready to run",
+    "doctor": "Look whether this machine, the job and its head elsewhere are ready to run",
     "plan": "Predict step time and cost from what this machine measured",
     "up": "Start everything of a run but its trainer",
     "launch": "Start or continue a run and watch it; Ctrl-C detaches",

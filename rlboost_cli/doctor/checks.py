@@ -1,15 +1,15 @@
 """Which checks there are, in the order in which they are made.
 
 The machine is always looked at; a job's model, data and reward where a job is given; then each place that the
-job wants machines from has checks of its own: one entry in `PLACES` per kind of infra.
+job wants machines from has checks of its own: one entry in `PLACES` per kind of infra. Where the head is
+elsewhere, that machine is looked at instead: this one only types.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from rlboost_cli.doctor import job as of_job
-from rlboost_cli.doctor import local, machine
+from rlboost_cli.doctor import head, local, machine
 from rlboost_cli.doctor.findings import Check, Finding, Patient
 from rlboost_runtime.job import Job
 
@@ -21,11 +21,9 @@ MACHINE: Sequence[Check] = (
     Check(machine.open_files),
     Check(machine.loopback),
 )
-JOB: Sequence[Check] = (
-    Check(of_job.model, announce="looking at the model (importing torch takes seconds)"),
-    Check(of_job.prompts, announce="reading the prompts"),
-    Check(of_job.reward, announce="calling the reward"),
-)
+LAPTOP: Sequence[Check] = (Check(machine.python), Check(machine.home), Check(machine.clock))
+"""What a machine needs that only types."""
+HEAD: Sequence[Check] = (Check(head.head, announce="looking at the head over SSH"),)
 PLACES: Mapping[str, Sequence[Check]] = {
     "local": (
         Check(local.cpus),
@@ -41,12 +39,26 @@ PLACES: Mapping[str, Sequence[Check]] = {
 
 def checks_for(job: Job | None) -> Iterator[Check]:
     """Yield what is to be looked at."""
+    if job is not None and job.trainer.is_elsewhere:
+        yield from LAPTOP
+        yield from job_checks() if head.can_train_here() else [Check(head.not_here)]
+        yield from HEAD
+        return
     yield from MACHINE
     if job is None:
         return
-    yield from JOB
+    yield from job_checks()
     for place in dict.fromkeys(infra.partition("/")[0] for infra in _infras(job)):
         yield from PLACES.get(place, ())
+
+
+def job_checks() -> Iterator[Check]:
+    """What a job needs wherever it runs; loads what trains."""
+    from rlboost_cli.doctor import job as of_job
+
+    yield Check(of_job.model, announce="looking at the model (importing torch takes seconds)")
+    yield Check(of_job.prompts, announce="reading the prompts")
+    yield Check(of_job.reward, announce="calling the reward")
 
 
 def examine(patient: Patient, announce: Callable[[str], None] = lambda words: None) -> Iterator[Finding]:

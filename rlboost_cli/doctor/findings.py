@@ -70,7 +70,8 @@ def failed(check: str, error: RLBoostError) -> Finding:
 
 @dataclass(frozen=True)
 class Patient:
-    """What is examined: this machine, and the job where one was given. Facts are found out once."""
+    """What is examined: this machine, and the job where one was given, with the machine of its head. Facts
+    are found out once."""
 
     home: Path
     job: Job | None = None

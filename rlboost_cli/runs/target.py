@@ -57,14 +57,9 @@ def find_target(argument: str, *, resume: bool, say: Callable[[str], None] = lam
     """Return what `argument` means: an ended run is resumed with its job file as that is now, if it is there
     still. Raises `ConfigError` (bad job file, ended run) and `NotFound`."""
     path = Path(argument)
-    if path.is_file() or path.suffix in (".yaml", ".yml") or "/" in argument:
+    if _is_file(path, argument):
         return Target(_load(path), path, None)
-    try:
-        run = find_run(argument)
-    except NotFound as error:
-        raise NotFound(
-            error.problem, f"give a job file, such as job.yaml, or a run ({error.remedy})"
-        ) from None
+    run = _find_run(argument)
     look_at(run, say)
     if not is_open(run) and not resume:
         state = (read_json(run.outcome) or {}).get("state", "ended")
@@ -76,6 +71,30 @@ def find_target(argument: str, *, resume: bool, say: Callable[[str], None] = lam
     if source is not None:
         return Target(_load(source), source, run)
     return Target(stored_job(run), None, run)
+
+
+def find_job(argument: str) -> tuple[Job, Path]:
+    """Return the job that `argument` means, a file or a run, and its file: beside it is what it names.
+
+    Raises `ConfigError` and `NotFound`."""
+    path = Path(argument)
+    if _is_file(path, argument):
+        return _load(path), path
+    run = _find_run(argument)
+    return stored_job(run), run.files / run.job_json.name
+
+
+def _is_file(path: Path, argument: str) -> bool:
+    return path.is_file() or path.suffix in (".yaml", ".yml") or "/" in argument
+
+
+def _find_run(argument: str) -> RunFolder:
+    try:
+        return find_run(argument)
+    except NotFound as error:
+        raise NotFound(
+            error.problem, f"give a job file, such as job.yaml, or a run ({error.remedy})"
+        ) from None
 
 
 def _load(job_file: Path) -> Job:
