@@ -306,6 +306,19 @@ def test_an_instance_that_does_not_come_is_not_waited_for(new_run) -> None:
     assert list(run.where().values()) == ["a"] * 20
 
 
+def test_reserved_engines_are_waited_for_as_long_as_waking_may_take(new_run) -> None:
+    config = {"reserved_instances": 1, "seeding_initial_s": 200.0, "lease_s": 100.0, "hang_after_s": 100.0}
+    run = new_run(policy=RLBOOST, max_spot_instances=1, **config)
+    run.publish()
+    run.reserved(max_running=99, kv_tokens=100_000)
+    run.spot("a", max_running=99, kv_tokens=100_000)
+    run.step(groups=20, limit=1_000)
+    run.until(35.0)
+    assert 9 <= len(run.where()) <= 12, "it wakes since half a minute"
+    run.until(65.0)
+    assert len(run.where()) == 20, "it does not come"
+
+
 def test_a_window_longer_than_the_rollout_is_cut_until_it_teaches() -> None:
     seeding = PredictedSeeding(500.0, 3.0, RESERVED, has_gate=False)
     seeding.pace.learn(1.0, round(RATE * 10), 10.0)
