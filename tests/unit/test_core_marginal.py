@@ -33,7 +33,9 @@ def test_steps_by_hand() -> None:
     assert step_s(RATES, 4) == window + 100.0
     assert step_s(replace(RATES, fixed_s=7.0), 8) == 107.0
     assert step_s(replace(RATES, start_s=30.0), 8) == 130.0, "nothing is finished yet"
-    assert step_s(replace(RATES, start_s=30.0), 4) == window + 100.0
+    both = (30.0**3 + window**3) ** (1 / 3)
+    assert window < both < window + 30.0
+    assert step_s(replace(RATES, start_s=30.0), 4) == pytest.approx(both + 100.0), "neither hides the other"
     assert step_s(replace(RATES, reserved_engines=0.0), 4) == 200.0
     assert step_s(replace(RATES, reserved_engines=0.0), 0) == math.inf
 

@@ -38,7 +38,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 
 from rlboost_runtime.core.lengths import Lengths
-from rlboost_runtime.core.marginal import StepRates, best_window_s, rollout_s
+from rlboost_runtime.core.marginal import BOTH, StepRates, best_window_s, rollout_s
 from rlboost_runtime.core.pace import Pace, StepTimes
 from rlboost_runtime.core.responses import ResponseState, StepBook
 from rlboost_runtime.core.seeding import SAME_COUNT, Moment, Seeding, StepObservation
@@ -59,8 +59,9 @@ FULL_SHARE = 0.85
 """Of its KV capacity, what a full engine uses: some is kept for the growth of what it decodes."""
 FINISH_SHARE = 1 / 16
 """Of training, what comes after the last response at most: one micro-batch and the optimizer."""
-ENGINES_SHARE = 0.5
-"""A step that took twice what the window explains was not short of engines."""
+ENGINES_SHARE = 0.8
+"""Of what a step takes beside training, what its window may explain where the rest says how late a trainer
+is fed; beyond it the rest is an error of the window's."""
 DEAR_SHARE = 0.05
 """Of a step: waking and sleeping that take more are worth a trial without."""
 TRY_SHARE = 1.2
@@ -262,10 +263,14 @@ class PredictedSeeding(Seeding):
         self.slower = _blend(self.slower, took)
 
     def _learn_start(self, seen: StepObservation, before_s: float) -> None:
-        """Take in how long a step took beside training, where that was not for want of engines."""
+        """Take in how long a step took beside training, as far as that was not for want of engines."""
         rates = self.rates()
-        if rates is not None and seen.n_hat and best_window_s(rates, seen.n_hat) < ENGINES_SHARE * before_s:
-            self.start_s = _blend(self.start_s or None, before_s)
+        if rates is None or not seen.n_hat or before_s <= 0:
+            return
+        window_s = best_window_s(rates, seen.n_hat)
+        if window_s < ENGINES_SHARE * before_s:
+            start_s = (before_s**BOTH - window_s**BOTH) ** (1.0 / BOTH)
+            self.start_s = _blend(self.start_s or None, start_s)
 
     def _tail_s(self, tokens_per_s: float) -> float:
         """Return the seconds that a rollout takes longer than at full pace: the last responses are few."""
