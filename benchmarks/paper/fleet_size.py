@@ -59,6 +59,9 @@ SETTINGS = (
     Setting("paper-8b", 14_336, 10.0, 0.0),
     Setting("paper-8b", 14_336, 5.32, 0.05),
 )
+"""The settings on which the rule was made."""
+UNSEEN = (Setting("paper-14b", 8_192, 8.0, 0.01), Setting("paper-32b", 14_336, 30.0, 0.0))
+"""Run for the first time when the rule was settled."""
 
 
 def of(setting: Setting) -> Preset:
@@ -124,7 +127,11 @@ def as_markdown(found: Mapping[str, Mapping[str, float]]) -> list[str]:
     """Return a section of the report."""
     if not found:
         return ["The chosen fleet has not been held against brute force."]
-    rows = [f"| {key} | {f['chosen']} | {f['best']} | {f['dearer']:+.1%} |" for key, f in found.items()]
+    unseen = {setting.key for setting in UNSEEN}
+    rows = [
+        f"| {key}{', unseen' if key in unseen else ''} | {f['chosen']} | {f['best']} | {f['dearer']:+.1%} |"
+        for key, f in found.items()
+    ]
     return [
         "## Fleet size: chosen against brute force",
         "",
@@ -143,7 +150,7 @@ def main(arguments: list[str]) -> int:
     lines = options.out.read_text().splitlines() if options.out.exists() else []
     known = {json.loads(line)["setting"] for line in lines}
     with options.out.open("a", encoding="utf-8") as out:
-        for setting in SETTINGS:
+        for setting in (*SETTINGS, *UNSEEN):
             if setting.key not in known and options.only in setting.key:
                 print(json.dumps(run(setting)), file=out, flush=True)
                 print(setting.key, file=sys.stderr)

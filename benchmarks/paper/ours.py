@@ -24,7 +24,13 @@ MIXED = "L40S"
 """GPU of every other spot machine in a mixed fleet: about a third of an H100's arithmetic, a quarter of its
 memory's speed."""
 MIXED_USD_PER_HOUR = 2.0
-FLEETS = (("paper-8b", 4, False), ("paper-14b", 1, False), ("paper-14b", 6, False), ("paper-14b", 6, True))
+FLEETS = (
+    ("paper-8b", 4, False),
+    ("paper-14b", 1, False),
+    ("paper-14b", 6, False),
+    ("paper-14b", 6, True),
+    ("paper-32b", 3, False),
+)
 """Preset, machines, and whether every other one is of another make."""
 PARTS = ("prediction", "gate", "evening", "fair_fill", "least_first")
 DEAR_S = (10.0, 30.0)
