@@ -16,7 +16,7 @@ def provider_for(job: Job, run: RunFolder) -> Provider:
     """
     from rlboost_providers.several import Several
 
-    providers = _providers(job, run)
+    providers = providers_of(job, run)
     if len(providers) == 1:
         return next(iter(providers.values()))
     return Several(providers)
@@ -47,7 +47,8 @@ def prices_of(job: Job) -> Prices:
     return Prices(job.trainer.price_usd_per_hour, expected_usd_per_hour(offer), egress)
 
 
-def _providers(job: Job, run: RunFolder) -> dict[str, Provider]:
+def providers_of(job: Job, run: RunFolder) -> dict[str, Provider]:
+    """Return the providers of the job's spot offers by name; see `provider_for`."""
     spot = job.rollout.spot
     clouds = [offer for offer in spot.any_of if isinstance(offer, CloudOffer)]
     kinds = (True, False) if spot.on_demand_floor else (True,)  # spot machines; machines on demand

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from rlboost_cli.doctor import head, local, machine
+from rlboost_cli.doctor import head, local, machine, markets
 from rlboost_cli.doctor.findings import Check, Finding, Patient
 from rlboost_runtime.job import Job
 
@@ -35,6 +35,7 @@ PLACES: Mapping[str, Sequence[Check]] = {
     )
 }
 """By the word before the slash of an `infra`."""
+ELSEWHERE = Check(markets.offers, announce="asking the job's clouds and hosts what they would sell now")
 
 
 def checks_for(job: Job | None) -> Iterator[Check]:
@@ -48,8 +49,11 @@ def checks_for(job: Job | None) -> Iterator[Check]:
     if job is None:
         return
     yield from job_checks()
-    for place in dict.fromkeys(infra.partition("/")[0] for infra in _infras(job)):
+    places = dict.fromkeys(infra.partition("/")[0] for infra in _infras(job))
+    for place in places:
         yield from PLACES.get(place, ())
+    if places.keys() - PLACES.keys():
+        yield ELSEWHERE
 
 
 def job_checks() -> Iterator[Check]:

@@ -39,7 +39,7 @@ STAND_IN = ["sleep", "60"]
 def cpus(patient: Patient) -> Iterator[Finding]:
     """CPUs against the threads that will want them."""
     job = _job(patient)
-    engines = job.trainer.local_engines + job.rollout.spot.max_instances
+    engines = job.trainer.local_engines + job.rollout.most_spot_engines(here=True)
     yield judge_cpus(
         len(os.sched_getaffinity(0)), job.trainer.threads + engines * job.rollout.engine_args.threads
     )
@@ -63,7 +63,7 @@ def memory(patient: Patient) -> Iterator[Finding]:
     if needs is None:
         yield warn("memory", "not estimated: the model is not known", "see model above")
         return
-    engines = job.trainer.local_engines + job.rollout.spot.max_instances
+    engines = job.trainer.local_engines + job.rollout.most_spot_engines(here=True)
     found = psutil.virtual_memory()
     yield judge_memory(found.total, found.available, needs, engines)
 
@@ -77,7 +77,7 @@ def gpu(patient: Patient) -> Iterator[Finding]:
 
     if torch.cuda.is_available():
         available, total = torch.cuda.mem_get_info()
-        engines = job.trainer.local_engines + job.rollout.spot.max_instances
+        engines = job.trainer.local_engines + job.rollout.most_spot_engines(here=True)
         yield judge_memory(total, available, needs, engines, "gpu")
 
 
@@ -164,8 +164,8 @@ def machines(patient: Patient) -> Iterator[Finding]:
     """Launch a machine of the local provider, see it run, end it, see it gone; traces are read on the way."""
     job = _job(patient)
     assert patient.job_file is not None
-    if not job.rollout.spot.max_instances:
-        yield ok("machines", "no spot machines wanted")
+    if not job.rollout.spot.max_instances or not job.rollout.spot.local_offers:
+        yield ok("machines", "no spot machines wanted here")
         return
     try:
         with tempfile.TemporaryDirectory(prefix="rlboost-doctor-") as folder:

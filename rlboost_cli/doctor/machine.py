@@ -157,7 +157,7 @@ def open_files(patient: Patient) -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     agents = 4
     if patient.job is not None:
-        agents = patient.job.trainer.local_engines + patient.job.rollout.spot.max_instances
+        agents = patient.job.trainer.local_engines + patient.job.rollout.most_spot_engines()
     yield judge_open_files(soft, hard, agents)
 
 

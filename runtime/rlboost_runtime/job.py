@@ -497,6 +497,12 @@ class Rollout(Model):
         """Return how many engines a spot machine with `accelerators` runs: at least one."""
         return max(1, num_devices(accelerators or "") // self.tensor_parallel)
 
+    def most_spot_engines(self, *, here: bool = False) -> int:
+        """Return the most engines that spot machines run: all of them, or those on this very machine."""
+        offers = self.spot.local_offers if here else self.spot.any_of
+        per_machine = (self.engines_on(offer.accelerators) for offer in offers)
+        return self.spot.max_instances * max(per_machine, default=0)
+
     @model_validator(mode="after")
     def _engines_fill_machines(self) -> Self:
         for offer in self.spot.any_of:

@@ -26,6 +26,7 @@ cheapest token.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 HOUR_S = 3_600.0
@@ -91,7 +92,7 @@ def step_s(rates: StepRates, instances: int) -> float:
     if not instances:
         return rates.wake_s + rollout_s(rates, rates.reserved_engines) + rates.train_s + rates.fixed_s
     window_s = best_window_s(rates, instances)
-    late_s = (rates.start_s**BOTH + window_s**BOTH) ** (1.0 / BOTH)
+    late_s = math.pow(rates.start_s**BOTH + window_s**BOTH, 1.0 / BOTH)
     begun_s = late_s + rates.train_s + rates.fixed_s
     return begun_s if window_s else max(begun_s, rollout_s(rates, instances) + rates.fixed_s)
 
