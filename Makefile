@@ -146,6 +146,9 @@ lock-machines: $(DEV) ## write anew the versions that machines and SkyPilot's ve
 	{ sed -n '/^#/p' $(LOCKS)/deploy/machine.txt; $(UV_COMPILE) --extra train pyproject.toml \
 		| grep -vE '^(nvidia-|cuda-|triton)'; } > $(LOCKS)/deploy/machine.txt.new
 	mv $(LOCKS)/deploy/machine.txt.new $(LOCKS)/deploy/machine.txt
+	{ sed -n '/^#/p' $(LOCKS)/deploy/agent.txt; $(UV_COMPILE) --extra run pyproject.toml; } \
+		> $(LOCKS)/deploy/agent.txt.new
+	mv $(LOCKS)/deploy/agent.txt.new $(LOCKS)/deploy/agent.txt
 	{ sed -n '/^#/p' $(LOCKS)/skypilot/lock.txt; echo "skypilot[aws,gcp]==0.14.1" | $(UV_COMPILE) -; } \
 		> $(LOCKS)/skypilot/lock.txt.new
 	mv $(LOCKS)/skypilot/lock.txt.new $(LOCKS)/skypilot/lock.txt

@@ -19,26 +19,22 @@ from rlboost_runtime.core.money import parse_usd
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import CloudOffer
 
-INSTALLED = "transformers"
-"""The engine that comes with our own requirements; another one has to be in the image."""
-
-
 AWS_IMAGE = (
     "resolve:ssm:/aws/service/deeplearning/ami/x86_64/base-oss-nvidia-driver-gpu-ubuntu-22.04/latest/ami-id"
 )
 """Where the job names no image: Amazon's newest with the GPU's driver, Ubuntu and nothing of ours."""
 
 
-def aws_pools(offers: Sequence[CloudOffer], *, engine: str = INSTALLED, spot: bool = True) -> list[AwsPool]:
+def aws_pools(offers: Sequence[CloudOffer], *, spot: bool = True) -> list[AwsPool]:
     """Return the pools of `offers` in aws. Raises `ConfigError` where machine types are not known."""
     book = shipped()
-    return [_aws_pool(book, offer, spot, engine) for offer in offers]
+    return [_aws_pool(book, offer, spot) for offer in offers]
 
 
-def gcp_pools(offers: Sequence[CloudOffer], *, engine: str = INSTALLED, spot: bool = True) -> list[GcpPool]:
+def gcp_pools(offers: Sequence[CloudOffer], *, spot: bool = True) -> list[GcpPool]:
     """Return the pools of `offers` in gcp. Raises `ConfigError` where type or price are not known."""
     book = shipped()
-    found = [_gcp_pool(book, offer, spot, engine) for offer in offers]
+    found = [_gcp_pool(book, offer, spot) for offer in offers]
     return [pool for pool in found if pool is not None]
 
 
@@ -57,8 +53,8 @@ def shipped() -> PriceBook:
     return price_book([ShippedTable()])
 
 
-def _aws_pool(book: PriceBook, offer: CloudOffer, spot: bool, engine: str) -> AwsPool:
-    image, install = _software(offer, AWS_IMAGE, engine)
+def _aws_pool(book: PriceBook, offer: CloudOffer, spot: bool) -> AwsPool:
+    image, install = _software(offer, AWS_IMAGE)
     quotes = _quotes(book, offer)
     on_demand = [q.on_demand_usd_per_hour for q in quotes if q.on_demand_usd_per_hour is not None]
     return AwsPool(
@@ -75,8 +71,8 @@ def _aws_pool(book: PriceBook, offer: CloudOffer, spot: bool, engine: str) -> Aw
     )
 
 
-def _gcp_pool(book: PriceBook, offer: CloudOffer, spot: bool, engine: str) -> GcpPool | None:
-    image, install = _software(offer, DEFAULT_IMAGE, engine)
+def _gcp_pool(book: PriceBook, offer: CloudOffer, spot: bool) -> GcpPool | None:
+    image, install = _software(offer, DEFAULT_IMAGE)
     (machine_type, *_) = _types(book, offer)
     quotes = [q for q in _quotes(book, offer) if q.instance_type == machine_type]
     price = next((q.spot_usd_per_hour if spot else q.on_demand_usd_per_hour for q in quotes), None)
@@ -107,18 +103,10 @@ def _gcp_pool(book: PriceBook, offer: CloudOffer, spot: bool, engine: str) -> Gc
     )
 
 
-def _software(offer: CloudOffer, default: str, engine: str) -> tuple[str, str]:
-    """Return the image's name, and how rlboost comes onto it: not at all where the job names an image, which
-    has it. Raises `ConfigError` where machines would boot and find no engine."""
-    if offer.image is not None:
-        return offer.image, ""
-    if engine != INSTALLED:
-        raise ConfigError(
-            f"{offer.infra}, via: direct, names no image: onto the cloud's own only the engine {INSTALLED} is"
-            f" installed, and the job's is {engine}",
-            "write image: NAME (docs/clouds.md says what it needs)",
-        )
-    return default, installation()
+def _software(offer: CloudOffer, default: str) -> tuple[str, str]:
+    """Return the image's name, and how rlboost and the engine come onto it: not at all where the job names an
+    image, which has them."""
+    return (default, installation()) if offer.image is None else (offer.image, "")
 
 
 def _types(book: PriceBook, offer: CloudOffer) -> tuple[str, ...]:

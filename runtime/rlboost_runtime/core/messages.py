@@ -73,6 +73,9 @@ class LossCause(StrEnum):
 # --- what the shells are configured with -----------------------------------------------------------------
 
 
+DEFAULT_BOOT_S = 600.0
+
+
 @dataclass(frozen=True, slots=True)
 class CoreConfig:
     """Tunables of one run; all durations in seconds."""
@@ -90,7 +93,7 @@ class CoreConfig:
     """Adaptation rate eta: the idle-time difference is divided by it."""
     recall_after_s: float = 3.0
     """With work left and no spot instance able to serve for so long, the GPU is recalled from the trainer."""
-    boot_deadline_s: float = 600.0
+    boot_deadline_s: float = DEFAULT_BOOT_S
     """A machine whose agents have not dialled in by then is ended and replaced."""
     quarantine_after: int = 3
     """Distinct instances a response may make fail before it is quarantined."""

@@ -4,7 +4,8 @@
 
     rlboost-X.Y.Z-py3-none-any.whl   our wheel
     machine.txt                      pinned versions of everything that it needs
-    install.sh                       puts both into a venv; phases timed in install.json
+    vllm-gpu.txt, vllm-cpu.txt       where it is to have vLLM, too: versions for a venv of its own
+    install.sh                       puts all that into place; phases timed in install.json
     agents.sh                        runs the machine's agents, then gives the machine up
     bootstrap.json                   mode 600: what the agents need to dial in
 
@@ -18,27 +19,56 @@ import shutil
 import tarfile
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
 import msgspec
 
 from rlboost_runtime.deploy.wheel import build_wheel
+from rlboost_runtime.job import Job
 from rlboost_runtime.run_folder import write_atomically
 
-_TEMPLATES = ("machine.txt", "install.sh")
+_ENGINE_LISTS = ("vllm-gpu.txt", "vllm-cpu.txt")
 
 
-def common_part(folder: Path) -> Path:
-    """Fill `folder` with what is the same for all machines of a run, once; return it."""
+@dataclass(frozen=True, slots=True)
+class Software:
+    """What a machine is to have beside rlboost itself."""
+
+    trains: bool = True
+    """torch and what our own trainer and engine need."""
+    vllm: bool = False
+    """vLLM, in a venv of its own."""
+
+    @classmethod
+    def for_head(cls, job: Job) -> Software:
+        """Return what the machine needs that trains `job`."""
+        has_engines = job.trainer.local_engines > 0
+        spot = cls.for_engine(job.rollout.engine, job.rollout.engine_args.python)
+        return cls(trains=True, vllm=spot.vllm and has_engines)
+
+    @classmethod
+    def for_engine(cls, kind: str, python: str | None) -> Software:
+        """Return what a spot machine needs: with vLLM no torch beside it, and no vLLM where the job names a
+        `python` that has it."""
+        is_vllm = kind == "vllm"
+        return cls(trains=not is_vllm, vllm=is_vllm and python is None)
+
+
+def common_part(folder: Path, software: Software) -> Path:
+    """Fill `folder` with what is the same for all machines of a kind in a run, once; return it."""
     if folder.exists():
         return folder
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
     try:
         build_wheel(draft)
-        for name in _TEMPLATES:
-            (draft / name).write_text(template(name), encoding="utf-8")
+        (draft / "install.sh").write_text(template("install.sh"), encoding="utf-8")
+        versions = template("machine.txt" if software.trains else "agent.txt")
+        (draft / "machine.txt").write_text(versions, encoding="utf-8")
+        for name in _ENGINE_LISTS if software.vllm else ():
+            (draft / name).write_text(template(name, "engines"), encoding="utf-8")
         try:
             draft.rename(folder)
         except OSError:
@@ -72,6 +102,6 @@ def worker_shipment(folder: Path, common: Path, bootstrap: Mapping[str, object])
     return folder
 
 
-def template(name: str) -> str:
-    """Return a file of `templates/rlboost_templates/deploy`."""
-    return resources.files("rlboost_templates").joinpath(f"deploy/{name}").read_text(encoding="utf-8")
+def template(name: str, folder: str = "deploy") -> str:
+    """Return a file of `templates/rlboost_templates`."""
+    return resources.files("rlboost_templates").joinpath(folder, name).read_text(encoding="utf-8")

