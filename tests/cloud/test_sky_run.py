@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,19 @@ def until(ready: Callable[[], Any], timeout_s: float, what: str) -> Any:
     raise AssertionError(f"not within {timeout_s:g} s: {what}")
 
 
+@contextmanager
+def told_by_machines(lab: Lab, began: int) -> Iterator[None]:
+    """Where a wait fails: print what the machines say that run."""
+    try:
+        yield
+    except AssertionError:
+        for machine in lab.machines()[began:]:
+            if machine["ended_at"] is None:
+                logs = "/home/ubuntu/.rlboost/*.log /home/ubuntu/sky_logs/*/*.log"
+                print(machine["id"], lab.ask("shell", id=machine["id"], script=f"tail -n 30 {logs}; ps faux"))
+        raise
+
+
 def record(lab: Lab, machine: str) -> dict[str, Any]:
     (found,) = [m for m in lab.machines() if m["tags"].get("rlboost-machine") == machine]
     return found
@@ -116,7 +130,8 @@ def test_a_run_loses_machines_finds_others_ends_and_is_billed_to_the_second(
     (cloud_cli.home / "gate.py").write_text(GATE.format(path=str(gate)))
     job = cloud_cli.job("cloud", **JOB)
     cloud_cli("up", job)  # machines come, and wait for the trainer
-    cloud_cli.wait("cloud", lambda s: num_joined(s) == 3, UP_S, 1.0)
+    with told_by_machines(lab, began):
+        cloud_cli.wait("cloud", lambda s: num_joined(s) == 3, UP_S, 1.0)
     clock.say("three machines have joined")
     cloud_cli("launch", job, "--yes", "--detach")  # the laptop may go now: nothing of it is asked any more
 
@@ -142,7 +157,8 @@ def test_a_run_loses_machines_finds_others_ends_and_is_billed_to_the_second(
     cloud_cli.wait("cloud", lambda s: s["responses"]["migrated"] > 0, 30.0)
     clock.say("two were taken, and their responses go on elsewhere")
 
-    replaced = cloud_cli.wait("cloud", lambda s: len(serving(s) - set(victims)) == 3, UP_S, 1.0)
+    with told_by_machines(lab, began):
+        replaced = cloud_cli.wait("cloud", lambda s: len(serving(s) - set(victims)) == 3, UP_S, 1.0)
     late = [m for m in spots() if m["tags"]["rlboost-machine"] not in spot_machines]
     late_names = {m["tags"]["rlboost-machine"] for m in late}
     assert {m["region"] for m in late} == {"us-east-1"}, "where there still was capacity"

@@ -30,8 +30,6 @@ from rlboost_providers.skypilot import SkyPilotProvider
 from rlboost_providers.skypilot.sweep import SkyPilotSweeper
 from rlboost_runtime.agent.bootstrap import Bootstrap, EngineBootstrap
 from rlboost_runtime.coordinator import offer_choice
-from rlboost_runtime.coordinator.accounts import to_ns
-from rlboost_runtime.coordinator.commitment import committed_micro_usd
 from rlboost_runtime.coordinator.fleet import MachineMaker
 from rlboost_runtime.errors import NotYet, RLBoostError
 from rlboost_runtime.job import CloudOffer
@@ -39,6 +37,7 @@ from rlboost_runtime.run_folder import RunFolder
 from rlboost_runtime.security import create_secrets
 from rlboost_runtime.wire import Sampling
 from tests.cloud.conftest import skypilot_sessions
+from tests.integration.storm_books import check_books, hold_to_budget
 from tests.unit.test_fleet import Made, fleet_on
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1200, func_only=True)]
@@ -133,13 +132,7 @@ async def rage(storm: Storm, provider: SkyPilotProvider) -> None:
     dice = storm.dice
     budget = dice.choice([20_000, 40_000, 80_000])  # micro-dollars; a minute of a machine is some 6,500
     async with fleet_on(storm.run, provider, num_machines=dice.randint(1, 2)) as made:
-
-        def room() -> int:
-            now = time.time()
-            committed = committed_micro_usd(made.ledger.machines(now), to_ns(now))
-            return budget - made.ledger.total_micro_usd(now) - committed
-
-        made.fleet._room = room
+        hold_to_budget(made, budget)
         made.fleet._maker = MachineMaker(RUN, lambda name: bootstrap(storm.run, name))
         ends_at = time.monotonic() + STORM_S * dice.uniform(0.1, 1.0)
         while time.monotonic() < ends_at:
@@ -164,12 +157,7 @@ async def rage(storm: Storm, provider: SkyPilotProvider) -> None:
             assert time.monotonic() < deadline, f"machines are left: {living}"
             await asyncio.sleep(0.2)
         bought = [m["tags"]["rlboost-machine"] for m in storm.machines()]
-        assert len(bought) == len(set(bought)), f"a machine was bought twice: {bought}"
-        in_a_while = time.time() + 100
-        assert made.ledger.total_micro_usd(in_a_while) <= budget
-        assert made.ledger.open_machines() == []
-        billed = {bill.machine for bill in made.ledger.machines(in_a_while) if bill.billed_ns}
-        assert billed >= set(bought), "the ledger does not know of a machine"
+        assert check_books(made, budget, bought) >= set(bought), "the ledger does not know of a machine"
 
 
 def bootstrap(run: Path, machine: str) -> dict[str, object]:

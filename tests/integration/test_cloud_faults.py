@@ -21,12 +21,11 @@ from rlboost_providers.base import LaunchRequest, Offer
 from rlboost_providers.gcp import GcpPool, GcpProvider
 from rlboost_runtime.coordinator import fleet as fleet_module
 from rlboost_runtime.coordinator import offer_choice
-from rlboost_runtime.coordinator.accounts import to_ns
-from rlboost_runtime.coordinator.commitment import committed_micro_usd
 from rlboost_runtime.core import machines as core_machines
 from rlboost_runtime.errors import RLBoostError
 from tests.fakes.ec2 import IMAGE, REGION, Refusal, fake_ec2
 from tests.fakes.gce import HttpRefusal, fake_gce
+from tests.integration.storm_books import check_books, hold_to_budget
 from tests.unit.test_fleet import Made, fleet_on
 
 pytestmark = pytest.mark.integration
@@ -161,13 +160,7 @@ async def storm(folder, cloud, dice: random.Random) -> None:
     provider = cloud.provider()
     budget = dice.choice([15_000, 40_000, 100_000])  # micro-dollars; a minute is billed 5,000 to 15,000
     async with fleet_on(folder, provider, num_machines=dice.randint(1, 3)) as made:
-
-        def room() -> int:
-            now = time.time()
-            committed = committed_micro_usd(made.ledger.machines(now), to_ns(now))
-            return budget - made.ledger.total_micro_usd(now) - committed
-
-        made.fleet._room = room
+        hold_to_budget(made, budget)
         ends_at = time.monotonic() + STORM_S * dice.uniform(0.3, 1.0)
         while time.monotonic() < ends_at:
             made.state.tick()
@@ -193,12 +186,7 @@ async def storm(folder, cloud, dice: random.Random) -> None:
             await asyncio.to_thread(provider.describe, "run")  # deletes what shut itself down
             assert time.monotonic() < deadline, "machines are left"
             await asyncio.sleep(0.05)
-        bought = cloud.bought()
-        assert len(bought) == len(set(bought)), "a machine was bought twice"
-        assert made.ledger.total_micro_usd(time.time() + 100) <= budget
-        assert made.ledger.open_machines() == []
-        billed = {bill.machine for bill in made.ledger.machines(time.time() + 100) if bill.billed_ns}
-        assert len(billed) >= len(bought), "the ledger does not know of a machine"
+        check_books(made, budget, cloud.bought())
 
 
 async def launch_again(cloud, made: Made) -> None:

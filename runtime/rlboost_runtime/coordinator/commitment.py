@@ -21,6 +21,13 @@ def committed_micro_usd(bills: Iterable[MachineBill], now_ns: int) -> int:
     return sum(cost_micro_usd(bill.price_micro_usd_per_hour, _rest_ns(bill, now_ns)) for bill in bills)
 
 
+def room_micro_usd(
+    budget_micro_usd: int, spent_micro_usd: int, bills: Iterable[MachineBill], now_ns: int
+) -> int:
+    """Return what of a budget is neither spent nor committed; 0 or less ends the run."""
+    return budget_micro_usd - spent_micro_usd - committed_micro_usd(bills, now_ns)
+
+
 def _rest_ns(bill: MachineBill, now_ns: int) -> int:
     is_open = bill.state in _OPEN
     if bill.launched_ns is None and not is_open:

@@ -23,7 +23,7 @@ from rlboost_providers.registry import expected_usd_per_hour, prices_of, provide
 from rlboost_runtime.coordinator.accounts import to_ns
 from rlboost_runtime.coordinator.agent_links import AgentLinks, Timing
 from rlboost_runtime.coordinator.bought import Bought
-from rlboost_runtime.coordinator.commitment import committed_micro_usd
+from rlboost_runtime.coordinator.commitment import room_micro_usd
 from rlboost_runtime.coordinator.fleet import Fleet, MachineMaker
 from rlboost_runtime.coordinator.intake import Arrived
 from rlboost_runtime.coordinator.ledger import Ledger
@@ -441,9 +441,9 @@ class Coordinator:
 
     def _room_micro_usd(self) -> int:
         """Return what of the budget is neither spent nor committed."""
-        now = self._clock.wall()
-        committed = committed_micro_usd(self._ledger.machines(now), to_ns(now))
-        return parse_usd(self._job.budget.max_usd or 0.0) - self._ledger.total_micro_usd(now) - committed
+        now, ledger = self._clock.wall(), self._ledger
+        budget = parse_usd(self._job.budget.max_usd or 0.0)
+        return room_micro_usd(budget, ledger.total_micro_usd(now), ledger.machines(now), to_ns(now))
 
     def _learn_weights_url(self) -> None:
         if not self._agents.weights_endpoint:

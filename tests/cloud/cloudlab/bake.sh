@@ -10,7 +10,7 @@ cp "$uv" $home/.local/bin/uv
 
 # SkyPilot's runtime has a Python of its own, so that it also works where the system has none.
 cp /usr/bin/python3.11 $home/.python/bin/
-cp -r /usr/lib/python3.11 $home/.python/lib/
+cp -rp /usr/lib/python3.11 $home/.python/lib/ # with their times, or their bytecode would not count as theirs
 
 export HOME=$home UV_LINK_MODE=copy
 unset VIRTUAL_ENV PYTHONPATH

@@ -44,7 +44,9 @@ if [ -s /run/user-data.sh ]; then # as cloud-init runs it: root, and hardly an e
   env -i PATH="/home/$user/.local/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin" \
     bash /run/user-data.sh > /run/user-data.log 2>&1 < /dev/null &
 fi
+# Ray starts jobs at niceness 15, behind everybody else of their machine. Here that would be behind everybody of
+# the host: all machines share its cores.
 exec env -i PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin /usr/sbin/sshd -D -e \
-  -o UseDNS=no -o UsePAM=no -o MaxSessions=200 -o MaxStartups=100 -o PrintMotd=no
+  -o SetEnv=RAY_worker_niceness=0 -o UseDNS=no -o UsePAM=no -o MaxSessions=200 -o MaxStartups=100 -o PrintMotd=no
 BOOT
 exec chroot "$root" /bin/bash /run/boot.sh "$user" "$uid" "$has_python"
