@@ -1,4 +1,6 @@
-"""Whole runs that meet a broken reward and a full disk: told in words, resumed, nothing lost."""
+"""Whole runs that meet a broken reward and a full disk: told in words, resumed, nothing lost.
+
+They have no spot machine at all, which is a normal state: they train to the end on their own engine."""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from rlboost_runtime.coordinator.audit import audit
 from rlboost_runtime.process_tags import kill_tagged
 from rlboost_runtime.run_folder import read_json
 
@@ -52,6 +55,7 @@ rollout:
   engine_args: {{max_running: 32, tokens_per_s_per_response: {rate}}}
   seeding_initial_s: 0.5
   spot: {{max_instances: 0}}
+evidence: {{keep_journal: true, count_tokens: true}}
 """
 RESPONSES = 6 * 4
 
@@ -97,6 +101,8 @@ def test_a_broken_reward_is_corrected_and_what_still_fails_is_scored_and_counted
     told = f"{count['failed']} of {3 * RESPONSES} responses scored 0 because their reward failed ("
     assert told in done.stdout
     cost = cli.json("cost", "demo")
+    assert {machine["pool"] for machine in cost["machines"]} == {"reserved"}
+    assert audit(cli.run_folder("demo")).problems == []
     assert cost["rewards"] == count
     assert any(note.startswith(told) for note in cost["notes"])
     assert any("responses scored 0" in event["text"] for event in cli.json("status", "demo")["events"])

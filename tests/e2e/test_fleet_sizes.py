@@ -1,4 +1,4 @@
-"""Zero spot instances is a normal state, and so is losing all of them at once."""
+"""Losing all spot instances at once is a normal state (none from the beginning: test_bad_input_run.py)."""
 
 from __future__ import annotations
 
@@ -11,17 +11,6 @@ from rlboost_runtime.coordinator.audit import audit
 from rlboost_runtime.job import read_resolved
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
-
-
-def test_no_spot_machine_at_all_trains_to_the_end(cli: Any) -> None:
-    job = cli.job("none", rollout={"spot": {"max_instances": 0}})
-    done = cli("launch", job, "--yes")
-    assert "none" in done.stdout
-    status = cli.json("status", "none")
-    assert status["state"] == "done"
-    assert status["step"] == 3
-    assert {m["pool"] for m in status["machines"]} == {"reserved"}
-    assert audit(cli.run_folder("none")).problems == []
 
 
 def test_all_spot_machines_lost_at_once_and_back_two_steps_later(cli: Any) -> None:
