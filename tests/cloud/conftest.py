@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import socket
 import sys
 from collections.abc import Iterator
@@ -29,6 +30,11 @@ from tests.e2e.conftest import Cli
 CACHE = cache_folder()
 """Of whoever runs the tests, before they take another home."""
 NEEDED = ("ip", "unshare", "setpriv", "nsenter", "sshd", "ssh", "rsync", "sudo", "nc")
+
+
+def pytest_sessionstart() -> None:
+    """Clean up when we are told to end, as on Ctrl-C: `make ci` tells us where another test has failed."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
