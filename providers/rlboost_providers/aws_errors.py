@@ -5,6 +5,7 @@ Codes are those of "Error codes for the Amazon EC2 API" and of CreateFleet's `Er
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -39,6 +40,8 @@ CREDENTIALS = frozenset(
         "ExpiredToken",
         "ExpiredTokenException",
         "RequestExpired",
+        "RequestInTheFuture",
+        "RequestTimeTooSkewed",
         "InvalidClientTokenId",
         "InvalidAccessKeyId",
         "SignatureDoesNotMatch",
@@ -59,6 +62,9 @@ THROTTLE_PAUSE_S = 15.0
 """Pause after throttling that outlasted the SDK's own retries: EC2's buckets refill within seconds."""
 
 _SIGN_IN = "type `aws sts get-caller-identity` to see who you are, and `aws configure` or `aws sso login`"
+_CLOCK = f"set this machine's clock, if it is wrong (timedatectl set-ntp true); else {_SIGN_IN}"
+_SKEWED = re.compile(r"Request(Expired|InTheFuture|TimeTooSkewed)|Signature (expired|not yet current)")
+"""A clock that is wrong looks like wrong credentials: a signature counts for some minutes."""
 
 
 @contextmanager
@@ -107,7 +113,7 @@ def problem_of(what: str, code: str, message: str) -> RLBoostError:
             said, "ask for more in the Service Quotas console (All P or G Spot Instance Requests, in vCPUs)"
         )
     if code in CREDENTIALS:
-        return CredentialsRejected(said, _SIGN_IN)
+        return CredentialsRejected(said, _CLOCK if _SKEWED.search(said) else _SIGN_IN)
     if code in DENIED:
         return CredentialsRejected(said, "give your user or role the policy in docs/clouds.md")
     if code in THROTTLED:

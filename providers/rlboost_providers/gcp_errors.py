@@ -36,6 +36,7 @@ THROTTLE_PAUSE_S = 60.0
 """Compute Engine counts requests per minute."""
 
 _SIGN_IN = "type `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS"
+_CLOCK = f"set this machine's clock, if it is wrong (timedatectl set-ntp true); else {_SIGN_IN}"
 _STOCK = "wait, or add a zone, region or machine type to rollout.spot.any_of"
 _QUOTA = "ask for more under IAM & Admin > Quotas (Preemptible GPUs of this kind, and GPUs in all regions)"
 
@@ -57,7 +58,9 @@ def explained(what: str, *, may_be_absent: bool = False) -> Iterator[None]:
             raise
         raise refused(what, error) from error
     except (auth.DefaultCredentialsError, auth.RefreshError) as error:
-        raise CredentialsRejected(f"no usable Google credentials: {_first_line(error)}", _SIGN_IN) from error
+        told = _first_line(error)
+        remedy = _CLOCK if "reasonable timeframe" in told else _SIGN_IN
+        raise CredentialsRejected(f"no usable Google credentials: {told}", remedy) from error
     except (google.RetryError, auth.TransportError, requests.RequestException) as error:
         raise ProviderError(
             f"Google Cloud cannot be reached to {what}: {_first_line(error)}",

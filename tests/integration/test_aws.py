@@ -151,6 +151,19 @@ def test_refused_credentials_are_named_as_such(ec2, provider, code):
     assert told.value.retry is Retry.NEVER
 
 
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("RequestExpired", "Request has expired."),
+        ("SignatureDoesNotMatch", "Signature not yet current: 20990101T000000Z is still later than ..."),
+    ],
+)
+def test_a_clock_that_is_wrong_is_said_before_the_sign_in(ec2, provider, code, message):
+    ec2.refusals.append(Refusal("", code, 403, message))
+    with pytest.raises(CredentialsRejected, match=r"set this machine's clock.*aws configure"):
+        provider.offers()
+
+
 def test_a_missing_permission_points_to_the_policy(ec2, provider):
     ec2.refusals.append(Refusal("CreateFleet", "UnauthorizedOperation", 403))
     with pytest.raises(CredentialsRejected, match=r"policy in docs/clouds\.md"):

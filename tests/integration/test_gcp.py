@@ -10,10 +10,12 @@ from importlib import resources
 
 import pytest
 from google.api_core.retry import Retry as GoogleRetry
+from google.auth.exceptions import RefreshError
 
 from rlboost_providers import gcp
 from rlboost_providers.base import LaunchRequest, MachineState
 from rlboost_providers.gcp import GcpPool, GcpProvider
+from rlboost_providers.gcp_errors import explained
 from rlboost_runtime.errors import (
     ConfigError,
     CredentialsRejected,
@@ -94,6 +96,17 @@ def test_a_refused_launch_is_explained(gce, provider, status, reason, kind, word
     with pytest.raises(kind, match=words):
         provider.launch(asked)
     assert gce.living() == []
+
+
+def test_a_clock_that_is_wrong_is_said_before_the_sign_in():
+    said = "invalid_grant: Invalid JWT: Token must be a short-lived token and in a reasonable timeframe."
+    with (
+        pytest.raises(CredentialsRejected, match=r"set this machine's clock.*gcloud auth"),
+        explained("list"),
+    ):
+        raise RefreshError(said)
+    with pytest.raises(CredentialsRejected, match=r"type `gcloud auth"), explained("list"):
+        raise RefreshError("invalid_grant: Token has been expired or revoked.")
 
 
 def test_a_short_outage_is_waited_out_and_a_long_one_is_said_in_bounded_time(gce, provider, monkeypatch):
@@ -196,6 +209,7 @@ def test_the_sdk_is_loaded_when_it_is_needed_and_named_when_it_is_missing():
 import sys
 sys.modules["google.cloud.compute_v1"] = None
 from rlboost_providers.gcp import GcpPool, GcpProvider
+from rlboost_providers.gcp_errors import explained
 try:
     GcpProvider([GcpPool("us-central1", "L4:1", "g2-standard-4", 1, "t")], "0").offers()
 except Exception as error:

@@ -75,6 +75,8 @@ def test_certificate_names_this_host_and_lasts_ten_years(run: RunFolder) -> None
     assert "localhost" in names.get_values_for_type(x509.DNSName)
     left = certificate.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
     assert left > datetime.timedelta(days=3640)
+    begun = datetime.datetime.now(datetime.UTC) - certificate.not_valid_before_utc
+    assert begun > datetime.timedelta(hours=20), "a machine whose clock is hours behind accepts it"
 
 
 def test_the_pinned_server_is_accepted_under_any_name(run: RunFolder) -> None:
