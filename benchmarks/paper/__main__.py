@@ -14,7 +14,17 @@ import os
 import sys
 from pathlib import Path
 
-from benchmarks.paper import fleet_size, other_traces, ours, predict, scale, window_cost, windows
+from benchmarks.paper import (
+    after_change,
+    fleet_size,
+    other_traces,
+    ours,
+    predict,
+    quickstart,
+    scale,
+    window_cost,
+    windows,
+)
 from benchmarks.paper.report import write_report
 from rlboost_runtime.traces.fetch import fetch_trace
 from rlboost_runtime.traces.known import known
@@ -38,6 +48,9 @@ def main(arguments: list[str]) -> int:
     predict.main(["--out", str(out / "predictions.jsonl")])
     ours.main(["--out", str(out / "ours.jsonl")])
     fleet_size.main(["--out", str(out / "fleet_size.jsonl")])
+    after_change.main(["--out", str(out / "after_change.jsonl")])
+    if not (out / "quickstart.json").exists():
+        quickstart.main(["--out", str(out / "quickstart.json")])
     if not (out / "scale.jsonl").exists():
         scale.main(["--out", str(out / "scale.jsonl")])
     if not (out / "window_cost.jsonl").exists():

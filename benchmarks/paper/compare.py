@@ -1,4 +1,5 @@
-"""`rlboost` beside `paper` and `oracle` over the same windows, node samples and response lengths."""
+"""`rlboost` beside `paper`, `oracle` and the baselines over the same windows, node samples and response
+lengths."""
 
 from __future__ import annotations
 
@@ -6,8 +7,10 @@ from dataclasses import dataclass
 from statistics import mean
 
 from benchmarks.paper.found import Case
+from benchmarks.paper.windows import WINDOW_S
 
 MODELS = ("8b", "14b", "32b")
+BASELINES = ("recompute", "polyrl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,12 @@ class Comparison:
     of_oracle: float
     """Tokens per second of `rlboost` over those of `oracle`."""
     paper_of_oracle: float
+    samples: int
+    """Seeds of the node sampler among the runs."""
+    handover_share: float
+    """Of the time, the reserved node's in hand-overs, under `rlboost`."""
+    prefill_share: float
+    """Of the spot machines' time, in prefills of what had been begun elsewhere, under `rlboost`."""
 
 
 def comparisons(runs: dict[str, Case]) -> list[Comparison]:
@@ -31,24 +40,24 @@ def comparisons(runs: dict[str, Case]) -> list[Comparison]:
     found = []
     for model in MODELS:
         keys = [key.split("/", 2)[2] for key in runs if key.startswith(f"paper-{model}/rlboost/")]
-        trios = [
-            (ours, papers, oracles)
+        trios = {
+            key: (ours, papers, oracles)
             for key in keys
             if (ours := runs.get(f"paper-{model}/rlboost/{key}"))
             and (papers := runs.get(f"paper-{model}/paper/{key}"))
             and (oracles := runs.get(f"paper-{model}/oracle/{key}"))
-        ]
+        }
         if trios:
-            found.append(_compare(model, trios))
+            found.append(_compare(model, list(trios), list(trios.values())))
     return found
 
 
 def as_markdown(runs: dict[str, Case]) -> list[str]:
     """Return a section of the report."""
     rows = [
-        f"| {c.model} | {c.runs} | {c.tokens_per_s:.3f} (worst {c.worst_tokens_per_s:.3f}) |"
+        f"| {c.model} | {c.runs} ({c.samples}) | {c.tokens_per_s:.3f} (worst {c.worst_tokens_per_s:.3f}) |"
         f" {c.tokens_per_usd:.3f} (worst {c.worst_tokens_per_usd:.3f}) | {c.of_oracle:.0%} |"
-        f" {c.paper_of_oracle:.0%} |"
+        f" {c.paper_of_oracle:.0%} | {c.handover_share:.1%} | {c.prefill_share:.1%} |"
         for c in comparisons(runs)
     ]
     if not rows:
@@ -56,15 +65,44 @@ def as_markdown(runs: dict[str, Case]) -> list[str]:
     return [
         "## rlboost over paper, same windows, samples and lengths",
         "",
-        "| model | windows | tokens/s | tokens per dollar | rlboost / oracle, tokens/s | paper / oracle |",
-        "|---|---|---|---|---|---|",
+        "The last two columns are `rlboost`'s: the reserved node in hand-overs, and spot machines in prefills"
+        " of what had been begun elsewhere.",
+        "",
+        "| model | runs (samples of the nodes) | tokens/s | tokens per dollar | rlboost / oracle, tokens/s"
+        " | paper / oracle | hand-overs | repeated prefills |",
+        "|---|---|---|---|---|---|---|---|",
         *rows,
+        *baselines(runs),
     ]
 
 
-def _compare(model: str, trios: list[tuple[Case, Case, Case]]) -> Comparison:
+def baselines(runs: dict[str, Case]) -> list[str]:
+    """Return how the other policies stand beside `paper`, over the runs that both have."""
+    rows = []
+    for model in MODELS:
+        for policy in BASELINES:
+            prefix = f"paper-{model}/{policy}/"
+            pairs = [
+                (run, papers)
+                for key, run in runs.items()
+                if key.startswith(prefix) and (papers := runs.get(key.replace(f"/{policy}/", "/paper/")))
+            ]
+            if pairs:
+                speed = mean(run["tokens_per_s"] / papers["tokens_per_s"] for run, papers in pairs)
+                money = mean(run["tokens_per_usd"] / papers["tokens_per_usd"] for run, papers in pairs)
+                rows.append(f"| {model} | {policy} | {len(pairs)} | {speed:.3f} | {money:.3f} |")
+    if not rows:
+        return []
+    head = "| model | policy over paper | runs | tokens/s | tokens per dollar |"
+    return ["", head, "|---|---|---|---|---|", *rows]
+
+
+def _compare(model: str, keys: list[str], trios: list[tuple[Case, Case, Case]]) -> Comparison:
     speed = [ours["tokens_per_s"] / papers["tokens_per_s"] for ours, papers, _ in trios]
     money = [ours["tokens_per_usd"] / papers["tokens_per_usd"] for ours, papers, _ in trios]
+    overheads = [ours["overheads_s"] for ours, _, _ in trios]
+    machines = mean(ours["mean_spot_machines"] for ours, _, _ in trios)
+    prefills = mean(each["repeated prefill"] for each in overheads)
     return Comparison(
         model=model,
         runs=len(trios),
@@ -76,4 +114,7 @@ def _compare(model: str, trios: list[tuple[Case, Case, Case]]) -> Comparison:
         paper_of_oracle=mean(
             papers["tokens_per_s"] / oracles["tokens_per_s"] for _, papers, oracles in trios
         ),
+        samples=len({key.split("/")[1] for key in keys}),
+        handover_share=mean(each["hand-over"] for each in overheads) / WINDOW_S,
+        prefill_share=prefills / (machines * WINDOW_S) if machines else 0.0,
     )

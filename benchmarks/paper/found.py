@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-Case = dict[str, float]
-"""One run's figures by name."""
+Case = dict[str, Any]
+"""One run's figures by name: numbers, and `overheads_s` by name."""
 
 
 @dataclass(frozen=True, slots=True)

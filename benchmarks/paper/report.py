@@ -3,7 +3,7 @@
     python -m benchmarks.paper.report --found FOLDER --out FOLDER
 
 reads `predictions.jsonl`, `windows.jsonl`, `other_traces.jsonl`, `ours.jsonl`, `fleet_size.jsonl`,
-`scale.jsonl` and `window_cost.jsonl`, as far as they are there.
+`after_change.jsonl`, `scale.jsonl`, `window_cost.jsonl` and `quickstart.json`, as far as they are there.
 
 Writes `report.md`, `report.json` and the pictures: for each figure what is published, what was simulated, the
 error, and whether the calibration had seen it; the mean and the worst error of the predicted ones; how many
@@ -18,8 +18,19 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, stdev
+from typing import Any
 
-from benchmarks.paper import compare, fleet_size, other_traces, ours, pictures, scale, window_cost
+from benchmarks.paper import (
+    after_change,
+    compare,
+    fleet_size,
+    other_traces,
+    ours,
+    pictures,
+    quickstart,
+    scale,
+    window_cost,
+)
 from benchmarks.paper.found import Case, Found
 from benchmarks.paper.published import FIGURES, Figure
 from rlboost_runtime.sim import presets
@@ -182,12 +193,17 @@ def _read(path: Path, key: str) -> dict[str, Case]:
     return {line[key]: line for line in map(json.loads, path.read_text(encoding="utf-8").splitlines())}
 
 
+def _read_whole(path: Path) -> dict[str, Any] | None:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
 def as_markdown(cases: dict[str, Case], runs: dict[str, Case]) -> list[str]:
     """Return the whole report."""
     lines = [
         "# Simulated against published",
         "",
-        "Everything here is simulated: the real scheduling core under a virtual clock. Nothing ran on a GPU.",
+        "Everything here but the quickstart is simulated: the real scheduling core under a virtual clock."
+        " Nothing ran on a GPU.",
         "Written by `make bench-paper`; the parameters are in `calibration.json`.",
         "",
         *table(simulated(cases, runs)),
@@ -258,6 +274,8 @@ def write_report(found: Path, out: Path) -> list[str]:
     lines += ["", *other_traces.as_markdown(_read(found / "other_traces.jsonl", "key"))]
     lines += ["", *ours.as_markdown(_read(found / "ours.jsonl", "case"))]
     lines += ["", *fleet_size.as_markdown(_read(found / "fleet_size.jsonl", "setting"))]
+    lines += ["", *after_change.as_markdown(_read(found / "after_change.jsonl", "change"))]
+    lines += ["", *quickstart.as_markdown(_read_whole(found / "quickstart.json"))]
     lines += ["", *scale.as_markdown(list(sizes.values()))]
     lines += ["", *window_cost.as_markdown(list(_read(found / "window_cost.jsonl", "policy").values()))]
     drawn = pictures.draw(simulated(cases, runs), runs, list(sizes.values()), out)
