@@ -18,9 +18,10 @@ from pathlib import Path
 
 from benchmarks.paper.static import FIRST_WINDOWS_S, LONG_S, constant_trace, run_static
 from rlboost_runtime.sim import presets, simulate
+from rlboost_runtime.sim.result import StepRow
 from rlboost_runtime.traces import Trace, TraceEvent
 
-CHANGED_STEP = 5
+CHANGED_STEP = 4
 """Number of the step in which the machines change."""
 STEPS = CHANGED_STEP + 2
 WITHIN = 0.1
@@ -34,27 +35,25 @@ class Change:
     preset: str
     before: int
     after: int
-    policy: str
 
     @property
     def key(self) -> str:
         """Name in the file of results."""
-        return f"{self.preset} {self.before} -> {self.after} {self.policy}"
+        return f"{self.preset} {self.before} -> {self.after}"
 
 
 CHANGES = tuple(
-    Change(preset, before, after, policy)
-    for preset, before, after in (
+    Change(*each)
+    for each in (
         ("paper-8b", 4, 2),
         ("paper-8b", 2, 4),
-        ("paper-8b", 4, 3),
         ("paper-14b", 6, 3),
         ("paper-14b", 3, 6),
         ("paper-14b", 6, 1),
         ("paper-14b", 5, 6),
         ("paper-32b", 3, 2),
+        ("paper-32b", 2, 3),
     )
-    for policy in ("rlboost", "paper")
 )
 
 
@@ -62,15 +61,15 @@ def run(change: Change) -> dict[str, float]:
     """Return the window of the step after the change, and the settled one of that step, in seconds."""
     known = presets()[change.preset]
     most, first_s = max(change.before, change.after), FIRST_WINDOWS_S[change.before]
-    known = replace(known, max_spot_instances=most, seeding_initial_s=first_s)
+    free = tuple(replace(shape, usd_per_hour=0.0) for shape in known.spot)  # all machines there are wanted
+    known = replace(known, spot=free, max_spot_instances=most, seeding_initial_s=first_s)
 
-    def rows(trace: Trace) -> list[tuple[float, float]]:
-        result = simulate(known, trace, change.policy, seed=0, hours=LONG_S / 3_600.0, max_steps=STEPS)
-        return [(row.started_s, row.seeded_s) for row in result.rows]
+    def rows(trace: Trace, steps: int) -> tuple[StepRow, ...]:
+        return simulate(known, trace, "rlboost", seed=0, hours=LONG_S / 3_600.0, max_steps=steps).rows
 
-    at_s = rows(constant_trace(change.before))[CHANGED_STEP][0]
-    window_s = rows(_changing(change, at_s))[CHANGED_STEP + 1][1]
-    settled = run_static(presets()[change.preset], change.after, change.policy, steps=STEPS)
+    at_s = rows(constant_trace(change.before), CHANGED_STEP + 1)[CHANGED_STEP].started_s
+    window_s = rows(_changing(change, at_s), STEPS)[CHANGED_STEP + 1].seeded_s
+    settled = run_static(presets()[change.preset], change.after, "rlboost", steps=STEPS)
     settled_s = settled.rows[CHANGED_STEP + 1].seeded_s
     return {"window_s": window_s, "settled_s": settled_s, "off": window_s / settled_s - 1.0}
 

@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.checkout import commit
 from rlboost_cli.planning.rates import Rates, rates_of
 from rlboost_runtime.coordinator.audit import audit
 from rlboost_runtime.coordinator.event_log import read_events
@@ -42,6 +43,8 @@ def measure(home: Path) -> dict[str, Any]:
     found = _rates(folders["quickstart"])
     predicted = at_instances(plan["forecast"]["rows"], found.spot_instances)
     return {
+        "commit": commit(),
+        "cpus": os.cpu_count(),
         "predicted_step_s": predicted,
         "measured_step_s": found.step_s,
         "off": predicted / found.step_s - 1.0,
@@ -73,9 +76,10 @@ def as_markdown(found: Mapping[str, Any] | None) -> list[str]:
     return [
         "## The quickstart: predicted, and measured",
         "",
-        f"Measured on the machine of this report, not simulated. `rlboost plan --probe` looked at"
-        f" {found['probe_steps']} steps and predicts {found['predicted_step_s']:.2f} s a step with"
-        f" {found['spot_instances']:.2f} spot instances, as many as the run then had on average;"
+        f"Measured at {found['commit']} with {found['cpus']} shared CPUs, not simulated."
+        f" `rlboost plan --probe` looked at {found['probe_steps']} steps and predicts"
+        f" {found['predicted_step_s']:.2f} s a step with {found['spot_instances']:.2f} spot instances, as"
+        f" many as the run then had on average;"
         f" {found['measured_steps']} steps of the quickstart, with its kills, took"
         f" {found['measured_step_s']:.2f} s each ({found['off']:+.1%}).",
         "",

@@ -78,7 +78,12 @@ LOOK_SLACK_S = 1.0
 
 
 def lived(
-    seeding: PredictedSeeding, number: int, num_spot: int, scale: float = 1.0, handover_s: float = 0.0
+    seeding: PredictedSeeding,
+    number: int,
+    num_spot: int,
+    scale: float = 1.0,
+    handover_s: float = 0.0,
+    tail_s: float = TAIL_S,
 ) -> tuple[float, float]:
     """Live one step of that world; return the window's length and the best one."""
     total = TOKENS * scale
@@ -100,7 +105,7 @@ def lived(
         made += (RESERVED + num_spot) * RATE * (until - now)
         now = until
     seeding.close(moment, book)
-    rollout_s = (total - made) / (num_spot * RATE) + TAIL_S
+    rollout_s = (total - made) / (num_spot * RATE) + tail_s
     training_s = total * TRAIN_S_PER_TOKEN + handover_s
     last_at = now + rollout_s
     wait_s = max(0.0, rollout_s - training_s)
@@ -119,7 +124,7 @@ def lived(
         )
     )
     seeding.lengths.learn([round(total / responses)] * responses)
-    best = (total / (num_spot * RATE) + TAIL_S - training_s) / (1.0 + RESERVED / num_spot)
+    best = (total / (num_spot * RATE) + tail_s - training_s) / (1.0 + RESERVED / num_spot)
     return now - began, best
 
 
@@ -138,6 +143,17 @@ def test_the_window_is_right_one_step_after_a_change(num_spot: int) -> None:
     assert length_s == pytest.approx(best_s, rel=0.10, abs=LOOK_SLACK_S)
     settled_s = [lived(seeding, 3 + i, num_spot)[0] for i in range(6)][-1]
     assert length_s == pytest.approx(settled_s, rel=0.10, abs=LOOK_SLACK_S)
+
+
+def test_a_tail_is_that_of_steps_with_as_many_instances() -> None:
+    seeding = taught()
+    lived(seeding, 2, 4, tail_s=TAIL_S / 4)
+    window, best = lived(seeding, 3, 4, tail_s=TAIL_S / 4)
+    assert window == pytest.approx(best, abs=LOOK_SLACK_S), "two steps with two instances had longer ones"
+    window, best = lived(seeding, 4, 3)
+    tails = (TAIL_S + 2 * TAIL_S / 4) / 3
+    short_s = (TAIL_S - tails) / (1.0 + RESERVED / 3)
+    assert window == pytest.approx(best - short_s, abs=LOOK_SLACK_S), "of all, where none had as many"
 
 
 def test_the_window_stays_where_it_is_right() -> None:

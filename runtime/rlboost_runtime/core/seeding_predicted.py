@@ -80,6 +80,8 @@ class _Rollout:
     """From the closing to the last response."""
     whole_s: float
     """From the step's begin to the last response."""
+    num_spot: float
+    """Spot instances from the closing on."""
 
 
 @dataclass(slots=True)
@@ -149,7 +151,7 @@ class PredictedSeeding(Seeding):
         if moment.now < look_at:
             return look_at
         left, total = self._tokens(book)
-        alone_s = left / (n * tokens_per_s) + self._tail_s(tokens_per_s)
+        alone_s = left / (n * tokens_per_s) + self._tail_s(n, tokens_per_s)
         excess_s = alone_s - total * self.train_s_per_token - self.handover_s
         rest_s = max(0.0, excess_s) / (1.0 + self.num_reserved / n)
         if moment.now == moment.opened_at and not self._closings:
@@ -195,7 +197,7 @@ class PredictedSeeding(Seeding):
         if training_s <= 0:
             return
         self.handover_s = _blend(self.handover_s or None, seen.t_handover)
-        self._rollouts.append(_Rollout(left / num_spot, rest_s, seen.t_remote))
+        self._rollouts.append(_Rollout(left / num_spot, rest_s, seen.t_remote, num_spot))
         self.train_s_per_token = _blend(self.train_s_per_token, training_s / seen.num_tokens)
         self.step_tokens = _blend(self.step_tokens or None, float(seen.num_tokens))
         busy_s = training_s + finish_s
@@ -272,9 +274,13 @@ class PredictedSeeding(Seeding):
             start_s = (before_s**BOTH - window_s**BOTH) ** (1.0 / BOTH)
             self.start_s = _blend(self.start_s or None, start_s)
 
-    def _tail_s(self, tokens_per_s: float) -> float:
-        """Return the seconds that a rollout takes longer than at full pace: the last responses are few."""
-        tails = [roll.seconds - roll.left / tokens_per_s for roll in self._rollouts]
+    def _tail_s(self, num_spot: int, tokens_per_s: float) -> float:
+        """Return the seconds that a rollout takes longer than at full pace: the last responses are few.
+
+        With fewer instances they are more: steps that ended with as many as now count alone if there are any.
+        """
+        alike = [roll for roll in self._rollouts if abs(roll.num_spot - num_spot) < SAME_COUNT]
+        tails = [roll.seconds - roll.left / tokens_per_s for roll in alike or self._rollouts]
         return sum(tails) / len(tails) if tails else 0.0
 
     def _tokens(self, book: StepBook) -> tuple[float, float]:
