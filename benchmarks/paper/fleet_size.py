@@ -61,7 +61,7 @@ SETTINGS = (
 )
 """The settings on which the rule was made."""
 UNSEEN = (Setting("paper-14b", 8_192, 8.0, 0.01), Setting("paper-32b", 14_336, 30.0, 0.0))
-"""Run for the first time when the rule was settled."""
+"""First run when the rule was settled."""
 
 
 def of(setting: Setting) -> Preset:

@@ -124,10 +124,11 @@ def main(arguments: list[str]) -> int:
     """Run what is missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", default="", help="cases whose name contains this")
     options = parser.parse_args(arguments)
     lines = options.out.read_text().splitlines() if options.out.exists() else []
     known = {json.loads(line)["case"] for line in lines}
-    todo = list(variants())
+    todo = [variant for variant in variants() if options.only in variant.key]
     with options.out.open("a", encoding="utf-8") as out:
         for number, variant in enumerate(todo):
             if variant.key in known:
