@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from rlboost_runtime.weights import delta_codes, delta_torch
 from rlboost_runtime.weights import delta_kernels as kernels
-from rlboost_runtime.weights import delta_torch
 from rlboost_runtime.weights import manifest as manifests
 from rlboost_runtime.weights.choice import Link, Transfer, cost_usd, num_deltas
 from rlboost_runtime.weights.delta import BadDelta, Delta, DeltaStats, write_delta
@@ -86,23 +86,57 @@ def test_torch_gives_the_bytes_of_the_kernel(num: int, share: float, wild: bool)
     base = patterns(num)
     new = changed(base, share, wild=wild)
     new[-1] += 1  # a change behind a gap of any length
+    torch_finder = delta_torch.finder(BEST_DEVICE)
     outcomes = []
-    for find in (kernels.find_changes(), delta_torch.find_changes(BEST_DEVICE)):
+    for find in (kernels.find_changes(), torch_finder.tokens):
         tokens = np.zeros(kernels.max_tokens(num), np.uint8)
         extras = np.zeros(kernels.max_extras(num), np.uint8)
         num_tokens, num_extras, num_changed = find(base, new, tokens, extras)
         outcomes.append((tokens[:num_tokens].tobytes(), extras[:num_extras].tobytes(), num_changed))
     assert outcomes[0] == outcomes[1]
     assert outcomes[0][2] == (base != new).sum()
+    outcomes.clear()
+    for find_codes in (delta_codes.find_codes(), torch_finder.codes):
+        codes = np.zeros(delta_codes.num_codes(num), np.uint8)
+        extras = np.zeros(delta_codes.max_extras(num), np.uint8)
+        num_extras, num_changed = find_codes(base, new, codes, extras)
+        outcomes.append((codes.tobytes(), extras[:num_extras].tobytes(), num_changed))
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0][2] == (base != new).sum()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.25, 1.0])
+@pytest.mark.parametrize("wild", [False, True])
+@pytest.mark.parametrize("num", [1, 31, 32, 4096, 4127, 50_001])
+def test_codes_give_the_very_patterns(num: int, share: float, wild: bool) -> None:
+    base = patterns(num)
+    new = changed(base, share, wild=wild)
+    codes = np.zeros(delta_codes.num_codes(num), np.uint8)
+    extras = np.zeros(delta_codes.max_extras(num) + kernels.EXTRAS_PADDING, np.uint8)
+    num_extras, num_changed = delta_codes.find_codes()(base, new, codes, extras)
+    found = base.copy()
+    assert delta_codes.apply_codes()(found, codes, extras[: num_extras + kernels.EXTRAS_PADDING])
+    assert (found == new).all()
+    assert num_changed == (base != new).sum()
+
+
+@pytest.mark.parametrize(("share", "kind"), [(0.1, 1), (0.3, 3)])
+def test_where_much_changed_a_chunk_has_codes(tmp_path: Path, share: float, kind: int) -> None:
+    base = patterns(300_000)
+    assert coded(tmp_path, base.tobytes(), changed(base, share).tobytes(), chunk=200_000) is not None
+    with Delta(tmp_path / "delta") as delta:
+        assert set(delta._rows["kind"].tolist()) == {kind}
 
 
 def test_a_delta_by_torch_is_the_same_file(tmp_path: Path) -> None:
     base = patterns(100_000)
-    for name, data in (("old", base), ("new", changed(base, 0.05, wild=True))):
+    new = changed(base, 0.05, wild=True)
+    new[50_000:] = changed(base, 0.5, wild=True)[50_000:]
+    for name, data in (("old", base), ("new", new)):
         (tmp_path / name).write_bytes(data.tobytes())
     paths = tmp_path / "old", tmp_path / "new", chunks_of(200_000)
-    for name, find in (("cores", None), ("torch", delta_torch.find_changes(BEST_DEVICE))):
-        assert write_delta(*paths, tmp_path / name, threads=2, find_changes=find) is not None
+    for name, finder in (("cores", None), ("torch", delta_torch.finder(BEST_DEVICE))):
+        assert write_delta(*paths, tmp_path / name, threads=2, finder=finder) is not None
     assert (tmp_path / "cores").read_bytes() == (tmp_path / "torch").read_bytes()
 
 
@@ -111,10 +145,13 @@ def test_where_the_device_is_full_the_cores_look_for_changes(monkeypatch: pytest
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(delta_torch, "encode", full)
+    monkeypatch.setattr(delta_torch, "encode_all", full)
     base = patterns(1000)
     tokens, extras = np.zeros(kernels.max_tokens(1000), np.uint8), np.zeros(3003, np.uint8)
-    find = delta_torch.find_changes(torch.device("cpu"))
-    assert find(base, changed(base, 0.5), tokens, extras)[2] > 400
+    finder = delta_torch.finder(torch.device("cpu"))
+    assert finder.tokens(base, changed(base, 0.5), tokens, extras)[2] > 400
+    codes = tokens[: delta_codes.num_codes(1000)]
+    assert finder.codes(base, changed(base, 0.5), codes, extras)[1] > 400
 
 
 def test_bytes_that_are_no_patterns_are_kept_too(tmp_path: Path) -> None:
@@ -159,7 +196,7 @@ def test_files_of_different_sizes_have_no_delta(tmp_path: Path) -> None:
 def test_a_damaged_delta_is_bad_or_gives_other_bytes_but_never_harm(tmp_path: Path, seed: int) -> None:
     rng = np.random.default_rng(seed)
     base = patterns(20_000, seed)
-    coded(tmp_path, base.tobytes(), changed(base, 0.1, seed).tobytes())
+    coded(tmp_path, base.tobytes(), changed(base, 0.1 if seed % 8 < 4 else 0.4, seed).tobytes())
     data = bytearray((tmp_path / "delta").read_bytes())
     if seed % 4 == 0:
         del data[int(rng.integers(len(data))) :]
@@ -186,6 +223,37 @@ def test_tokens_that_lead_outside_are_refused() -> None:
     assert apply(2, extras=1)
     assert not apply(2, extras=0)  # an extra that is not there
     assert not apply(2, extras=2)  # one too many
+
+
+def test_codes_that_lead_outside_are_refused() -> None:
+    zeros = np.zeros(70, np.int16)  # two times eight bytes of codes, and six patterns more
+    padding = np.zeros(kernels.EXTRAS_PADDING, np.uint8)
+    codes = np.zeros(16, np.uint8)
+    codes[3] = 2
+
+    def apply(num_extras: int, size: int = 70, first: int = 0) -> bool:
+        extras = np.zeros(num_extras, np.uint8)
+        extras[:1] = first
+        return delta_codes.apply_codes()(zeros[:size].copy(), codes, np.concatenate([extras, padding]))
+
+    assert apply(1 + 2 * 6)
+    assert not apply(2 * 6)  # an extra that is not there
+    assert not apply(2 + 2 * 6)  # one too many
+    assert apply(3 + 2 * 6, first=255)
+    assert not apply(1 + 2 * 6, first=255)  # a pattern that is not there
+    assert not apply(1, size=60)  # more codes than patterns
+
+
+@pytest.mark.parametrize("size", [0, 8, 1023, 1032])
+def test_another_number_of_codes_is_refused(tmp_path: Path, size: int) -> None:
+    base = patterns(CHUNK // 2)
+    assert coded(tmp_path, base.tobytes(), changed(base, 0.5).tobytes()) is not None
+    with Delta(tmp_path / "delta") as delta:
+        delta._rows = delta._rows.copy()
+        assert delta._rows[0]["main"] == 1024
+        delta._rows["main"] = size
+        with pytest.raises(BadDelta, match="codes, expected 1024"):
+            delta.apply(0, memoryview(bytearray(base.tobytes())))
 
 
 # --- what a version offers -------------------------------------------------------------------------------
@@ -289,7 +357,7 @@ def test_where_nothing_can_be_written_the_loops_are_compiled_without_a_cache(
         return compile_it(**options)
 
     monkeypatch.setattr(kernels.numba, "njit", njit)
-    loop = kernels._compiled(lambda patterns: patterns.size)
+    loop = kernels.compiled(lambda patterns: patterns.size)
     assert loop(np.zeros(3, np.int16)) == 3
 
 

@@ -57,7 +57,7 @@ from rlboost_runtime.trainer.step_stream import StepStream, Waits
 from rlboost_runtime.trainer.tracking import Trackers
 from rlboost_runtime.trainer.update import Learner, recomputes_old
 from rlboost_runtime.trainer.version_files import scratch_folder, version_configs
-from rlboost_runtime.weights.delta_torch import changes_finder
+from rlboost_runtime.weights.delta_torch import best_finder
 from rlboost_runtime.weights.manifest import content_digest, read_manifest
 from rlboost_runtime.weights.store import WeightStore, describe_file
 from rlboost_runtime.wire import PromptSpec, Published, Trained
@@ -111,7 +111,7 @@ class TrainerLoop:
             keep=KEEP_VERSIONS + job.algorithm.max_staleness,
             chunk_bytes=job.weights.chunk_bytes,
             max_deltas=0 if job.weights.transfer in ("full", "lora") else job.weights.max_deltas,
-            find_changes=changes_finder(policy.accelerator),
+            finder=best_finder(policy.accelerator),
         )
         self._sends_adapters = job.weights.transfer == "lora"
         self._publisher = Publisher(self._store, job.rollout.engine_args.dtype, self._announce)

@@ -8,7 +8,8 @@
 
 Chunks are those of the new file's manifest, so that a chunk is restored and checked against its digest in one
 go, by any thread, in the memory of one chunk. A chunk's payload is nothing (as in the base), the tokens and
-extras of `delta_kernels` compressed by zstd, or the chunk's own bytes where that is not larger.
+extras of `delta_kernels` compressed by zstd, the codes and extras of `delta_codes` likewise where more than
+`CODES_SHARE` of it changed, or the chunk's own bytes where that is not larger.
 
 Guarantees: applied to the right base a delta gives the very bytes; applied to anything else, or damaged, it
 gives other bytes or `BadDelta`, which is why every restored chunk is checked before it is used
@@ -33,8 +34,9 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from rlboost_runtime.weights import delta_kernels as kernels
-from rlboost_runtime.weights.delta_kernels import FindChanges
+from rlboost_runtime.weights import delta_codes, delta_kernels
+from rlboost_runtime.weights.delta_codes import FindCodes
+from rlboost_runtime.weights.delta_kernels import Bytes, FindChanges, Patterns
 from rlboost_runtime.weights.manifest import Chunk
 
 MAGIC = b"RLBdelta"
@@ -45,13 +47,18 @@ MIN_MATCH = 7
 MAX_SHARE = 0.6
 """A delta above this share of the full file does not pay: restoring costs more than it saves."""
 
-_SAME, _CHANGES, _WHOLE = 0, 1, 2
+CODES_SHARE = 0.18
+"""Of a chunk's patterns that changed: below it tokens are as fast, and smaller (benchmarks/weights)."""
+_SAMPLE = 64
+"""One pattern of so many is looked at to guess that share."""
+
+_SAME, _TOKENS, _WHOLE, _CODES = 0, 1, 2, 3
 _ROW = np.dtype(
     [
         ("kind", "<u4"),
-        ("tokens", "<u4"),
+        ("main", "<u4"),
         ("extras", "<u4"),
-        ("packed_tokens", "<u4"),
+        ("packed_main", "<u4"),
         ("packed_extras", "<u4"),
     ]
 )
@@ -64,6 +71,14 @@ S = TypeVar("S")
 
 class BadDelta(ValueError):
     """The file is no delta, or does not fit the base."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finder:
+    """Who looks for what changed in a chunk, in each of the two forms."""
+
+    tokens: FindChanges
+    codes: FindCodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,19 +97,19 @@ def write_delta(
     *,
     threads: int,
     max_share: float = MAX_SHARE,
-    find_changes: FindChanges | None = None,
+    finder: Finder | None = None,
 ) -> DeltaStats | None:
     """Write to `target` what makes `new`, with these chunks, of `base`.
 
-    `find_changes`: who looks for them; None: the cores, see `delta_kernels`. Returns None, and leaves no
-    file, where it would take more than `max_share` of `new`. The memory taken is that of a few chunks per
-    thread. Raises `OSError`, and `ValueError` where the sizes differ.
+    `finder`: who looks for changes; None: the cores. Returns None, and leaves no file, where it would take
+    more than `max_share` of `new`. The memory taken is that of a few chunks per thread. Raises `OSError`, and
+    `ValueError` where the sizes differ.
     """
     size = new.stat().st_size
     if base.stat().st_size != size:
         raise ValueError(f"{base} and {new} differ in size")
     limit = max_share * size
-    find = find_changes or kernels.find_changes()
+    find = finder or Finder(delta_kernels.find_changes(), delta_codes.find_codes())
     rows = np.zeros(len(chunks), _ROW)
     written = num_changed = 0
     with mapped(base) as old, mapped(new) as fresh, target.open("wb") as out:
@@ -145,25 +160,25 @@ class Delta:
         """Turn the base's bytes of chunk `index` into the new file's, in place. Raises `BadDelta`."""
         row = self._rows[index]
         start = int(self._starts[index])
-        packed_tokens, packed_extras = int(row["packed_tokens"]), int(row["packed_extras"])
+        packed_main, packed_extras = int(row["packed_main"]), int(row["packed_extras"])
         if row["kind"] == _SAME:
             return
         if row["kind"] == _WHOLE:
-            if packed_tokens != len(data):
-                raise BadDelta(f"chunk {index} has {packed_tokens} bytes, expected {len(data)}")
-            data[:] = self._map[start : start + packed_tokens]
+            if packed_main != len(data):
+                raise BadDelta(f"chunk {index} has {packed_main} bytes, expected {len(data)}")
+            data[:] = self._map[start : start + packed_main]
             return
         num = len(data) // 2
-        middle = start + packed_tokens
-        tokens = _unpack(self._map[start:middle], int(row["tokens"]), kernels.max_tokens(num))
-        extras = _unpack(
-            self._map[middle : middle + packed_extras],
-            int(row["extras"]),
-            kernels.max_extras(num),
-            padded=True,
-        )
-        patterns = np.frombuffer(data[: 2 * num], np.int16)
-        if not kernels.apply_changes()(patterns, tokens, extras):
+        is_codes = row["kind"] == _CODES
+        most = delta_codes.num_codes(num) if is_codes else delta_kernels.max_tokens(num)
+        if is_codes and row["main"] != most:
+            raise BadDelta(f"chunk {index} has {row['main']} bytes of codes, expected {most}")
+        middle = start + packed_main
+        main = _unpack(self._map[start:middle], int(row["main"]), most)
+        packed = self._map[middle : middle + packed_extras]
+        extras = _unpack(packed, int(row["extras"]), _max_extras(num), padded=True)
+        apply = delta_codes.apply_codes() if is_codes else delta_kernels.apply_changes()
+        if not apply(np.frombuffer(data[: 2 * num], np.int16), main, extras):
             raise BadDelta(f"chunk {index} does not make sense")
 
     def close(self) -> None:
@@ -211,7 +226,7 @@ class _Scratch(threading.local):
     """Memory of one thread, kept from chunk to chunk: fresh pages cost more than the coding."""
 
     def __init__(self) -> None:
-        self.tokens = self.extras = np.empty(0, np.uint8)
+        self.main = self.extras = np.empty(0, np.uint8)
         parameters = zstandard.ZstdCompressionParameters.from_level(
             ZSTD_LEVEL, min_match=MIN_MATCH, strategy=zstandard.STRATEGY_FAST
         )
@@ -220,43 +235,55 @@ class _Scratch(threading.local):
 
     def reserve(self, num_patterns: int) -> None:
         """Make room for chunks of so many patterns."""
-        if self.tokens.size < kernels.max_tokens(num_patterns):
-            self.tokens = np.empty(kernels.max_tokens(num_patterns), np.uint8)
-            self.extras = np.empty(kernels.max_extras(num_patterns), np.uint8)
+        if self.main.size < delta_kernels.max_tokens(num_patterns):  # more than there are codes
+            self.main = np.empty(delta_kernels.max_tokens(num_patterns), np.uint8)
+            self.extras = np.empty(_max_extras(num_patterns), np.uint8)
 
 
 _scratch = _Scratch()
 
 
-def _encode(old: memoryview, new: memoryview, find: FindChanges) -> _Coded:
+def _max_extras(num_patterns: int) -> int:
+    return max(delta_kernels.max_extras(num_patterns), delta_codes.max_extras(num_patterns))
+
+
+def _encode(old: memoryview, new: memoryview, find: Finder) -> _Coded:
     num = len(new) // 2
-    scratch = _scratch
-    scratch.reserve(num)
-    num_tokens, num_extras, num_changed = find(
-        np.frombuffer(old[: 2 * num], np.int16),
-        np.frombuffer(new[: 2 * num], np.int16),
-        scratch.tokens,
-        scratch.extras,
-    )
+    _scratch.reserve(num)
+    main, extras = _scratch.main, _scratch.extras
+    before, after = np.frombuffer(old[: 2 * num], np.int16), np.frombuffer(new[: 2 * num], np.int16)
+    if _changed_share(before, after) > CODES_SHARE:
+        kind, num_main = _CODES, delta_codes.num_codes(num)
+        num_extras, num_changed = find.codes(before, after, main[:num_main], extras)
+    else:
+        kind = _TOKENS
+        num_main, num_extras, num_changed = find.tokens(before, after, main, extras)
     if old[2 * num :] != new[2 * num :]:  # an odd last byte: as rare as it is small
         return _whole(new, num_changed)
     if num_changed == 0:
         return _Coded((_SAME, 0, 0, 0, 0), (), 0)
-    if num_tokens + num_extras > 2 * len(new):  # no entropy coder saves that
+    if num_main + num_extras > 2 * len(new):  # no entropy coder saves that
         return _whole(new, num_changed)
-    tokens = scratch.compressor.compress(scratch.tokens[:num_tokens].data)
-    extras = scratch.compressor.compress(scratch.extras[:num_extras].data)
-    if len(tokens) + len(extras) >= len(new):
+    packed_main = _scratch.compressor.compress(main[:num_main].data)
+    packed_extras = _scratch.compressor.compress(extras[:num_extras].data)
+    if len(packed_main) + len(packed_extras) >= len(new):
         return _whole(new, num_changed)
-    row = (_CHANGES, num_tokens, num_extras, len(tokens), len(extras))
-    return _Coded(row, (tokens, extras), num_changed)
+    row = (kind, num_main, num_extras, len(packed_main), len(packed_extras))
+    return _Coded(row, (packed_main, packed_extras), num_changed)
+
+
+def _changed_share(before: Patterns, after: Patterns) -> float:
+    """Guess what share of the patterns changed."""
+    where = slice(None, before.size // _SAMPLE * _SAMPLE)
+    sample = before[where].reshape(-1, _SAMPLE)[:, 0] != after[where].reshape(-1, _SAMPLE)[:, 0]
+    return float(sample.mean()) if sample.size else 0.0
 
 
 def _whole(new: memoryview, num_changed: int) -> _Coded:
     return _Coded((_WHOLE, 0, 0, len(new), 0), (bytes(new),), num_changed)
 
 
-def _unpack(packed: bytes, size: int, limit: int, *, padded: bool = False) -> kernels.Bytes:
+def _unpack(packed: bytes, size: int, limit: int, *, padded: bool = False) -> Bytes:
     if size > limit:
         raise BadDelta(f"{size} bytes in a chunk, at most {limit} can be")
     try:
@@ -265,7 +292,7 @@ def _unpack(packed: bytes, size: int, limit: int, *, padded: bool = False) -> ke
         raise BadDelta(f"a chunk cannot be decompressed: {exc}") from exc
     if len(data) != size:
         raise BadDelta(f"a chunk has {len(data)} bytes, expected {size}")
-    return np.frombuffer(data + bytes(kernels.EXTRAS_PADDING) if padded else data, np.uint8)
+    return np.frombuffer(data + bytes(delta_kernels.EXTRAS_PADDING) if padded else data, np.uint8)
 
 
 @contextmanager
@@ -288,7 +315,7 @@ def _read_index(data: mmap.mmap) -> tuple[npt.NDArray[np.void], npt.NDArray[np.i
     if magic != MAGIC or start < 0:
         raise BadDelta("this is no delta")
     rows = np.frombuffer(data[start:end], _ROW)
-    ends = np.cumsum(rows["packed_tokens"].astype(np.int64) + rows["packed_extras"])
+    ends = np.cumsum(rows["packed_main"].astype(np.int64) + rows["packed_extras"])
     if (int(ends[-1]) if num_chunks else 0) != start:
         raise BadDelta("its index does not fit its payloads")
     return rows, np.concatenate([[0], ends[:-1]]) if num_chunks else ends, size

@@ -1,7 +1,7 @@
-"""The encoder of `delta_kernels` in torch operations, for heads whose GPU is faster at it than their cores.
+"""The encoders of a delta in torch operations, for heads whose GPU is faster at it than their cores.
 
-Guarantee: the very bytes of `delta_kernels.find_changes`, whatever the device, so that nobody who reads a
-delta can tell who made it.
+Guarantee: the very bytes of `delta_kernels.find_changes` and `delta_codes.find_codes`, whatever the device,
+so that nobody who reads a delta can tell who made it.
 
 Shape suffix: N patterns of a chunk, C of them changed, W of these by more than one ulp.
 """
@@ -13,36 +13,48 @@ import threading
 import torch
 from torch import Tensor
 
-from rlboost_runtime.weights import delta_kernels
-from rlboost_runtime.weights.delta_kernels import Bytes, FindChanges, Patterns
+from rlboost_runtime.weights import delta_codes, delta_kernels
+from rlboost_runtime.weights.delta import Finder
+from rlboost_runtime.weights.delta_kernels import Bytes, Patterns
 
 _ALL_SKIPPED = 255
 """The token for 64 x 64 unchanged patterns."""
 
 
-def changes_finder(device: torch.device) -> FindChanges | None:
+def best_finder(device: torch.device) -> Finder | None:
     """Return who should look for changes where this is the best device: None, the cores, without a GPU."""
-    return find_changes(device) if device.type == "cuda" else None
+    return finder(device) if device.type == "cuda" else None
 
 
-def find_changes(device: torch.device) -> FindChanges:
-    """Return an encoder as `delta_kernels.find_changes` has it; its calls may come from several threads.
+def finder(device: torch.device) -> Finder:
+    """Return who looks for changes on a device; may be called by several threads.
 
     Where the device's memory is full (an engine may be using it) the cores do it.
     """
     staging = _Staging(device)
 
-    def find(base: Patterns, new: Patterns, tokens: Bytes, extras: Bytes) -> tuple[int, int, int]:
+    def find_tokens(base: Patterns, new: Patterns, tokens: Bytes, extras: Bytes) -> tuple[int, int, int]:
         try:
             found_tokens, found_extras, num_changed = encode(staging.take(0, base), staging.take(1, new))
         except torch.OutOfMemoryError:
             return delta_kernels.find_changes()(base, new, tokens, extras)
-        num_tokens, num_extras = found_tokens.numel(), found_extras.numel()
-        tokens[:num_tokens] = found_tokens.cpu().numpy()
-        extras[:num_extras] = found_extras.cpu().numpy()
-        return num_tokens, num_extras, num_changed
+        return _fill(tokens, found_tokens), _fill(extras, found_extras), num_changed
 
-    return find
+    def find_codes(base: Patterns, new: Patterns, codes: Bytes, extras: Bytes) -> tuple[int, int]:
+        try:
+            found_codes, found_extras, num_changed = encode_all(staging.take(0, base), staging.take(1, new))
+        except torch.OutOfMemoryError:
+            return delta_codes.find_codes()(base, new, codes, extras)
+        _fill(codes, found_codes)
+        return _fill(extras, found_extras), num_changed
+
+    return Finder(find_tokens, find_codes)
+
+
+def _fill(target: Bytes, found: Tensor) -> int:
+    size = found.numel()
+    target[:size] = found.cpu().numpy()
+    return size
 
 
 def encode(base_N: Tensor, new_N: Tensor) -> tuple[Tensor, Tensor, int]:
@@ -57,6 +69,22 @@ def encode(base_N: Tensor, new_N: Tensor) -> tuple[Tensor, Tensor, int]:
     is_wild_C = kind_C == 2
     extras = _extras(zigzag_C[is_wild_C] - 2, pattern_C[is_wild_C])
     return _tokens(gap_C, kind_C), extras, at_C.numel()
+
+
+def encode_all(base_N: Tensor, new_N: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Return codes, extras (likewise) and how many of the 16-bit patterns changed."""
+    size = delta_codes.num_codes(new_N.numel())
+    step_N = (new_N - base_N).int()  # subtracted in 16 bits: it wraps around there
+    end_N = new_N[4 * size :]
+    step_4S, new_4S = step_N[: 4 * size].view(4, size), new_N[: 4 * size].view(4, size)
+    code_4S = (step_4S == -1) + 3 * (step_4S == 1).int() + 2 * (step_4S.abs() > 1)
+    code_S = code_4S[0] | code_4S[1] << 2 | code_4S[2] << 4 | code_4S[3] << 6
+    is_wild_S4 = (code_4S == 2).T  # byte by byte
+    step_W = step_4S.T[is_wild_S4]
+    beyond_W = ((step_W << 1) ^ (step_W >> 31)) - 3
+    extras = _extras(beyond_W, new_4S.T[is_wild_S4])
+    whole = torch.stack([end_N & 255, end_N >> 8 & 255], 1).flatten().to(torch.uint8)
+    return code_S.to(torch.uint8), torch.cat([extras, whole]), int(torch.count_nonzero(step_N))
 
 
 def _tokens(gap_C: Tensor, kind_C: Tensor) -> Tensor:

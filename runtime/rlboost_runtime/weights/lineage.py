@@ -16,8 +16,7 @@ import msgspec
 
 from rlboost_runtime.errors import ProtocolError
 from rlboost_runtime.weights import manifest as manifests
-from rlboost_runtime.weights.delta import MAX_SHARE, write_delta
-from rlboost_runtime.weights.delta_kernels import FindChanges
+from rlboost_runtime.weights.delta import MAX_SHARE, Finder, write_delta
 from rlboost_runtime.weights.manifest import Delta, File, Manifest
 from rlboost_runtime.weights.store import DELTA_PREFIX, describe_file
 
@@ -33,11 +32,11 @@ def add_deltas(
     manifest: Manifest,
     max_deltas: int,
     chunk_bytes: int,
-    find_changes: FindChanges | None = None,
+    finder: Finder | None = None,
 ) -> Manifest:
     """Write deltas into `folder`, which holds the files of `manifest`; return it with them.
 
-    `base_folder`: the version before, held by the caller; `find_changes`: as `write_delta` has it. Without
+    `base_folder`: the version before, held by the caller; `finder`: as `write_delta` has it. Without
     deltas where that one has another layout, the very same weights, or too much has changed. Raises
     `OSError`.
     """
@@ -56,7 +55,7 @@ def add_deltas(
         target.chunks,
         path,
         threads=threads,
-        find_changes=find_changes,
+        finder=finder,
     )
     if stats is None:
         return manifest

@@ -35,7 +35,7 @@ from rlboost_runtime.weights import manifest as manifests
 from rlboost_runtime.weights.manifest import MANIFEST, Chunk, File, Manifest, Probe, Tied
 
 if TYPE_CHECKING:
-    from rlboost_runtime.weights.delta_kernels import FindChanges
+    from rlboost_runtime.weights.delta import Finder
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class WeightStore:
     """The versions in one folder; the newest `keep` stay; files are digested in chunks of `chunk_bytes`.
 
     With `max_deltas` above 0 a new version also gets deltas from up to so many versions before it, where they
-    pay (`weights.lineage`); `find_changes` is who looks for what changed, None: the cores.
+    pay (`weights.lineage`); `finder` is who looks for what changed, None: the cores.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class WeightStore:
         keep: int = 2,
         chunk_bytes: int = CHUNK_BYTES,
         max_deltas: int = 0,
-        find_changes: FindChanges | None = None,
+        finder: Finder | None = None,
     ) -> None:
         if keep < 1 or not 0 < chunk_bytes <= manifests.MAX_CHUNK_BYTES or max_deltas < 0:
             raise ValueError(f"keep {keep}, chunk_bytes {chunk_bytes}, max_deltas {max_deltas}")
@@ -91,7 +91,7 @@ class WeightStore:
         self.keep = keep
         self.chunk_bytes = chunk_bytes
         self.max_deltas = max_deltas
-        self._find_changes = find_changes
+        self._finder = finder
 
     def versions(self) -> list[int]:
         """Return the numbers of all complete versions, ascending."""
@@ -211,7 +211,7 @@ class WeightStore:
         try:
             with self.read(earlier[-1]) as lease:
                 return add_deltas(
-                    lease.folder, folder, manifest, self.max_deltas, self.chunk_bytes, self._find_changes
+                    lease.folder, folder, manifest, self.max_deltas, self.chunk_bytes, self._finder
                 )
         except VersionGone:
             return manifest
