@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 
 from rlboost_runtime.weights import work as works
@@ -123,3 +126,74 @@ def test_an_origin_of_the_same_price_is_read_from_as_well() -> None:
     for holder in origins:
         work.join(holder)
     assert all(work.take(holder, 0) is not None for holder in origins)
+
+
+def test_a_slice_is_asked_for_in_as_many_requests_as_a_whole_version() -> None:
+    num = 64
+    file = File("model.safetensors", num * 1000, tuple(Chunk(1000 * i, 1000, "0" * 64) for i in range(num)))
+    pieces = [Piece(i, file, chunk) for i, chunk in enumerate(file.chunks)]
+    work = Work(pieces, Progress(), 2, (1, 4))
+    head = HolderState("head", False, 1)
+    peer = HolderState("peer", True, 0, is_extra=True, has=b"\1" * num)
+    for holder in (head, peer):
+        work.join(holder)
+    run = work.take(head, 0)
+    assert run is not None
+    assert [piece.index for piece in run.pieces] == [16, 17]  # of 16 chunks for two streams
+    alone = Work(pieces, Progress(), 2)
+    alone.join(head)
+    run = alone.take(head, 0)
+    assert run is not None
+    assert len(run.pieces) == 8
+
+
+def test_little_is_asked_for_at_once_of_a_peer() -> None:
+    size = works.PEER_RANGE_BYTES
+    file = File("model.safetensors", 64 * size, tuple(Chunk(size * i, size, "0" * 64) for i in range(64)))
+    pieces = [Piece(i, file, chunk) for i, chunk in enumerate(file.chunks)]
+    work = Work(pieces, Progress(), 2)
+    for holder in (
+        HolderState("head", False, 0),
+        HolderState("peer", True, 0, is_extra=True, has=b"\1" * 64),
+    ):
+        work.join(holder)
+        run = work.take(holder, 0)
+        assert run is not None
+        assert len(run.pieces) == (1 if holder.is_peer else 8)
+
+
+def test_a_stream_waits_on_through_what_does_not_help_it() -> None:
+    work = Work(PIECES, Progress(), 1)
+    head = HolderState("head", False, 1)
+    peer = HolderState("peer", True, 0, is_extra=True, has=b"\0" * 4)
+    for holder in (head, peer):
+        work.join(holder)
+    assert work.learn(head, b"\1\1\1\1")
+    assert not work.learn(head, b"\1\1\1\1")
+    taken: list[float] = []
+
+    def wait() -> None:
+        began = time.monotonic()
+        assert work.take(peer, 0.3) is None
+        taken.append(time.monotonic() - began)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    for _ in range(4):
+        time.sleep(0.02)
+        work.learn(head, b"\1\0\1\1")
+        work.learn(head, b"\1\1\1\1")
+    thread.join()
+    assert taken[0] >= 0.3
+
+
+def test_a_stream_that_waits_hears_at_once_of_what_its_peer_has() -> None:
+    work = Work(PIECES, Progress(), 1)
+    peer = HolderState("peer", True, 0, is_extra=True, has=b"\0" * 4)
+    work.join(peer)
+    timer = threading.Timer(0.02, work.learn, (peer, b"\0\0\1\0"))
+    timer.start()
+    run = work.take(peer, 30.0)
+    timer.join()
+    assert run is not None
+    assert [piece.index for piece in run.pieces] == [2]

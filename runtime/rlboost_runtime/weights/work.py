@@ -30,7 +30,11 @@ from rlboost_runtime.weights.part_folder import Piece
 RANGE_BYTES = 32 * 1024 * 1024
 """Most bytes asked for at once: large against bandwidth times round trip of one stream."""
 RANGES_PER_STREAM = 4
-"""A pull is cut into at least so many requests per stream, for all streams to end at about the same time."""
+"""What a holder is to send is cut into at least so many requests per stream, for all streams to end at about
+the same time."""
+PEER_RANGE_BYTES = 4 * 1024 * 1024
+"""Asked for at once of a peer, which answers within milliseconds: a run that is divided leaves behind what
+was under way already, and of many idle streams there is always one that would divide it."""
 MAX_CORRUPT = 3
 """A chunk that came wrong from the head this often is wrong at its source."""
 MAX_EXTRA_CORRUPT = 2
@@ -117,9 +121,12 @@ class Work:
 
         `are_own`: the pieces are the version's own, not of its deltas.
         """
-        total = sum(piece.chunk.length for piece in pieces)
-        self._limit = min(RANGE_BYTES, total // max(1, num_streams * RANGES_PER_STREAM))
         start, self._own = _slice(pieces, part)
+        total = sum(piece.chunk.length for piece in pieces)
+        own = sum(piece.chunk.length for piece in pieces if piece.index in self._own)
+        num_ranges = max(1, num_streams * RANGES_PER_STREAM)
+        self._limit = min(RANGE_BYTES, total // num_ranges)
+        self._own_limit = min(RANGE_BYTES, own // num_ranges)
         self._todo = {piece.index: piece for piece in pieces[start:] + pieces[:start]}
         self._left = set(self._todo)
         self._own_left = set(self._own)
@@ -150,12 +157,14 @@ class Work:
             holder.problem = holder.problem or problem
             self.changed.notify_all()
 
-    def learn(self, holder: HolderState, marks: bytes) -> None:
-        """Note what a peer has."""
+    def learn(self, holder: HolderState, marks: bytes) -> bool:
+        """Note what a peer has; returns whether that is news."""
         with self.changed:
-            if marks != holder.has:
+            is_news = marks != holder.has
+            if is_news:
                 holder.has = marks
                 self.changed.notify_all()
+            return is_news
 
     def count_failure(self, holder: HolderState, problem: str) -> None:
         """Count a request that brought nothing."""
@@ -180,8 +189,9 @@ class Work:
         """Return a run for this holder; None where there is none within `wait_s`, or it is over."""
         with self.changed:
             run = self._find(holder)
-            if run is None and not self.is_over():
-                self.changed.wait(wait_s)
+            give_up_at = time.monotonic() + wait_s
+            while run is None and not self.is_over() and (left := give_up_at - time.monotonic()) > 0:
+                self.changed.wait(left)
                 run = self._find(holder)
             if run is not None:
                 self._runs.append(run)
@@ -279,10 +289,13 @@ class Work:
             return None
         run = Run(holder, deque())
         piece: Piece | None = first
+        limit = self._limit if is_free else self._own_limit
+        if holder.is_peer:
+            limit = min(PEER_RANGE_BYTES, self._limit)
         size = 0
         while piece is not None and piece.file is first.file and suits(piece.index):
             size += piece.chunk.length
-            if run.pieces and size > self._limit:
+            if run.pieces and size > limit:
                 break
             run.pieces.append(piece)
             del self._todo[piece.index]
