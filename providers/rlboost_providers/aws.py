@@ -3,7 +3,8 @@
 A machine is asked for by an instant fleet of one, over all zones of the region whose price the bid reaches,
 price-capacity-optimized: EC2 chooses the zone. Its launch template carries the start-up script and is deleted
 once the machine is there. It has IMDSv2 only with a hop limit of 1, a security group that lets nothing in, no
-role unless the offer names one, and is terminated, not stopped, when it shuts itself down.
+role unless the offer names one, and is terminated, not stopped, when it shuts itself down. A head is bought
+in the same way, on demand, and has another group (`aws_network`).
 
 The smallest policy that these calls need is templates/rlboost_templates/policies/aws.json.
 """
@@ -20,6 +21,7 @@ from typing import Any
 from rlboost_providers import tags
 from rlboost_providers.aws_errors import RACES, code_of, explained, fleet_problem
 from rlboost_providers.aws_machines import Machine, list_machines, template_data
+from rlboost_providers.aws_network import security_group
 from rlboost_providers.aws_prices import SpotPrice, SpotPrices
 from rlboost_providers.base import (
     Ability,
@@ -31,7 +33,7 @@ from rlboost_providers.base import (
     Pace,
 )
 from rlboost_providers.preempting import absent, check_is_unannounced
-from rlboost_providers.startup import startup_script
+from rlboost_providers.startup import script_of
 from rlboost_runtime.errors import ConfigError, NoCapacity, ProviderError, RLBoostError
 
 NAME = "aws"
@@ -94,7 +96,7 @@ class AwsProvider:
         self._make_client = ec2_client if client is None else client
         self._clients: dict[str, tuple[float, Any]] = {}  # boto3 has no types of its own
         self._prices: dict[str, SpotPrices] = {}
-        self._groups: dict[str, str] = {}
+        self._groups: dict[tuple[str, bool], str] = {}
         self._fresh: dict[tuple[str, str], tuple[float, MachineView, str, str]] = {}
         """By run and machine: when it was launched here, its view, its region and its EC2 id."""
         self._ends: dict[str, float] = {}
@@ -105,8 +107,8 @@ class AwsProvider:
 
     @property
     def abilities(self) -> frozenset[Ability]:
-        """Tags, bids that EC2 holds, and machines that end themselves (`startup`)."""
-        return frozenset({Ability.FINDS_BY_TAG, Ability.TIME_TO_LIVE, Ability.REAL_BID})
+        """Tags, bids that EC2 holds, heads, and machines that end themselves (`startup`)."""
+        return frozenset({Ability.FINDS_BY_TAG, Ability.TIME_TO_LIVE, Ability.REAL_BID, Ability.HOSTS_HEADS})
 
     # --- buying -------------------------------------------------------------------------------------------
 
@@ -218,9 +220,7 @@ class AwsProvider:
         return [{"SubnetId": s, "InstanceType": k, **price} for s in pool.subnets for k in sorted(kinds)]
 
     def _make_template(self, pool: AwsPool, request: LaunchRequest, name: str) -> None:
-        script = startup_script(
-            {**request.bootstrap, "cloud": NAME}, install=pool.install, longest=MAX_SCRIPT_BYTES
-        )
+        script = script_of(request, NAME, pool.install, MAX_SCRIPT_BYTES)
         ec2 = self._ec2(pool.region)
         marks = tags.tags(request.run, request.machine, self._owner)
         with explained(f"prepare {request.machine} in {pool.region}"):
@@ -231,7 +231,7 @@ class AwsProvider:
                         pool.image,
                         base64.b64encode(script.encode()).decode(),
                         marks,
-                        group=self._group(pool),
+                        group=self._group(pool, for_head=request.head_script is not None),
                         device=root_device(ec2, pool.image),
                         disk_gb=pool.disk_gb,
                         instance_profile=pool.instance_profile,
@@ -358,6 +358,8 @@ class AwsProvider:
             machine.detail,
             machine.zone,
             self._price_of(machine),
+            machine.public_address,
+            machine.private_address,
         )
 
     def _price_of(self, machine: Machine) -> int | None:
@@ -420,12 +422,13 @@ class AwsProvider:
         with self._lock:
             return self._prices.setdefault(region, SpotPrices(lambda: self._ec2(region), region))
 
-    def _group(self, pool: AwsPool) -> str:
-        """Return the security group that lets nothing in, made where it is not there."""
+    def _group(self, pool: AwsPool, *, for_head: bool) -> str:
+        """Return the machine's security group, made where it is not there."""
         with self._lock:
-            if pool.region not in self._groups:
-                self._groups[pool.region] = security_group(self._ec2(pool.region), pool.subnets)
-            return self._groups[pool.region]
+            key = (pool.region, for_head)
+            if key not in self._groups:
+                self._groups[key] = security_group(self._ec2(pool.region), pool.subnets, for_head=for_head)
+            return self._groups[key]
 
 
 def _place(region: str, accelerator: str, kinds: Sequence[str], spot: bool) -> tuple[str, ...]:
@@ -459,34 +462,3 @@ def root_device(ec2: Any, image: str) -> str:
     if not found:
         raise ConfigError(f"image {image} is not in this region", "name an image of the region, or none")
     return str(found[0].get("RootDeviceName") or "/dev/sda1")
-
-
-def security_group(ec2: Any, subnets: Sequence[str]) -> str:
-    """Return the id of the group `rlboost-outbound-only` in the subnets' network, by default the default one.
-
-    Two first callers at once end with the same one.
-    """
-    name = "rlboost-outbound-only"
-    if subnets:
-        vpc = ec2.describe_subnets(SubnetIds=list(subnets[:1]))["Subnets"][0]["VpcId"]
-    else:
-        default = ec2.describe_vpcs(Filters=[{"Name": "is-default", "Values": ["true"]}])["Vpcs"]
-        if not default:
-            raise ConfigError(
-                "this AWS region has no default network", "name subnets, or: aws ec2 create-default-vpc"
-            )
-        vpc = default[0]["VpcId"]
-    which = [{"Name": "group-name", "Values": [name]}, {"Name": "vpc-id", "Values": [vpc]}]
-    for _ in range(2):
-        found = ec2.describe_security_groups(Filters=which)["SecurityGroups"]
-        if found:
-            return str(found[0]["GroupId"])
-        try:
-            made = ec2.create_security_group(
-                GroupName=name, Description="RLBoost workers: they dial out, nothing comes in", VpcId=vpc
-            )
-            return str(made["GroupId"])
-        except ec2.exceptions.ClientError as error:
-            if code_of(error) != "InvalidGroup.Duplicate":
-                raise
-    raise ProviderError(f"security group {name} of {vpc} comes and goes", "try again")

@@ -40,6 +40,8 @@ class Machine:
     launched_at: float
     ended_at: float | None
     detail: str
+    public_address: str
+    private_address: str
 
     @property
     def is_alive(self) -> bool:
@@ -122,6 +124,8 @@ def _machine(instance: Mapping[str, Any], region: str) -> Machine:
         launched_at=instance["LaunchTime"].timestamp(),
         ended_at=_when(told) if state is MachineState.GONE else None,
         detail=_detail(state, reason.get("Code", "")),
+        public_address=instance.get("PublicIpAddress", ""),
+        private_address=instance.get("PrivateIpAddress", ""),
     )
 
 

@@ -38,6 +38,9 @@ class Ability(StrEnum):
     """The cloud lists machines by tag, label or name: `rlboost gc` finds them without any record of ours."""
     TIME_TO_LIVE = "time_to_live"
     """The machine, or its cloud, ends it once nobody has spoken to it for a while."""
+    HOSTS_HEADS = "hosts_heads"
+    """It launches machines that are reached from outside (`LaunchRequest.head_script`) and end for good when
+    they shut themselves down."""
     REAL_BID = "real_bid"
     """The cloud itself holds `max_price_micro_usd_per_hour` against its price, also while the machine
     runs."""
@@ -88,6 +91,9 @@ class LaunchRequest:
     offer: Offer
     bootstrap: dict[str, object] = field(repr=False)  # holds the run's token: never logged
     """What its agents need to dial in (`rlboost_runtime.agent.bootstrap`)."""
+    head_script: str | None = field(default=None, repr=False)  # holds a private key: never logged
+    """For a head: what it runs as root when it boots, instead of agents. SSH and the ports of a run are let
+    in then. Only clouds that have `Ability.HOSTS_HEADS` know it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +109,9 @@ class MachineView:
     """Where it is, where that is narrower than its offer's zone."""
     price_micro_usd_per_hour: int | None = field(default=None, compare=False)  # moves while the machine stays
     """What an hour of it costs now, where the cloud tells; None: as offered."""
+    public_address: str = field(default="", compare=False)
+    private_address: str = field(default="", compare=False)
+    """Where it is reached from outside, and from its cloud's own network; empty: not yet, or not told."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,12 @@ def expected_usd_per_hour(offer: CloudOffer) -> float | None:
     return min(prices) if limit is None else min(min(prices), limit)
 
 
+def on_demand_quotes(offer: CloudOffer) -> list[float]:
+    """Return what machines of `offer` cost on demand, in dollars per hour, as the shipped table knows it."""
+    quotes = _quotes(shipped(), offer)
+    return [q.on_demand_usd_per_hour for q in quotes if q.on_demand_usd_per_hour is not None]
+
+
 def shipped() -> PriceBook:
     """Return the checked prices of the shipped table."""
     return price_book([ShippedTable()])
@@ -55,8 +61,7 @@ def shipped() -> PriceBook:
 
 def _aws_pool(book: PriceBook, offer: CloudOffer, spot: bool) -> AwsPool:
     image, install = _software(offer, AWS_IMAGE)
-    quotes = _quotes(book, offer)
-    on_demand = [q.on_demand_usd_per_hour for q in quotes if q.on_demand_usd_per_hour is not None]
+    on_demand = on_demand_quotes(offer)
     return AwsPool(
         region=str(offer.region),
         accelerator=offer.accelerators,

@@ -30,13 +30,14 @@ from rlboost_providers.gcp_errors import explained, failed
 from rlboost_providers.gcp_machines import (
     ENDS,
     Machine,
+    beginning,
     instance_resource,
     machine_in,
     machine_of,
     time_of,
 )
 from rlboost_providers.preempting import absent, check_is_unannounced
-from rlboost_providers.startup import startup_script
+from rlboost_providers.startup import script_of
 from rlboost_runtime.errors import ConfigError, ProviderError
 
 NAME = "gcp"
@@ -117,7 +118,7 @@ class GcpProvider:
     @property
     def abilities(self) -> frozenset[Ability]:
         """Labels, and machines that end themselves (`startup`)."""
-        return frozenset({Ability.FINDS_BY_TAG, Ability.TIME_TO_LIVE})
+        return frozenset({Ability.FINDS_BY_TAG, Ability.TIME_TO_LIVE, Ability.HOSTS_HEADS})
 
     # --- buying -------------------------------------------------------------------------------------------
 
@@ -147,9 +148,7 @@ class GcpProvider:
         from google.api_core.exceptions import Conflict
         from google.cloud import compute_v1 as compute
 
-        script = startup_script(
-            {**request.bootstrap, "cloud": NAME}, install=pool.install, longest=MAX_SCRIPT_BYTES
-        )
+        script = script_of(request, NAME, pool.install, MAX_SCRIPT_BYTES)
         resource = instance_resource(
             name,
             zone,
@@ -161,6 +160,7 @@ class GcpProvider:
             disk_gb=pool.disk_gb,
             network=pool.network,
             service_account=pool.service_account,
+            network_tag="rlboost-worker" if request.head_script is None else "rlboost-head",
         )
         token = tags.client_token(request.run, request.machine, self._owner)
         what = f"launch {request.machine} in {zone}"
@@ -309,7 +309,7 @@ class GcpProvider:
 
         ask = compute.AggregatedListGlobalOperationsRequest(
             project=clients.project,
-            filter=f'targetLink eq ".*/instances/rlboost-{run}-.*"',  # a regular expression stands alone
+            filter=f'targetLink eq ".*/instances/{beginning(run)}.*"',  # a regular expression stands alone
         )
         with explained("read what became of the machines"):
             scopes = list(clients.operations.aggregated_list(ask, **_patience()))
@@ -333,7 +333,16 @@ class GcpProvider:
     def _view(self, machine: Machine) -> MachineView:
         ended_at = None if machine.is_alive else machine.stopped_at
         detail = "" if machine.is_alive else "shut itself down"
-        return MachineView(machine.machine, machine.state, machine.created_at, ended_at, detail, machine.zone)
+        return MachineView(
+            machine.machine,
+            machine.state,
+            machine.created_at,
+            ended_at,
+            detail,
+            machine.zone,
+            public_address=machine.public_address,
+            private_address=machine.private_address,
+        )
 
     # --- ending -------------------------------------------------------------------------------------------
 

@@ -17,6 +17,8 @@ _STATES = {
     "STOPPED": MachineState.GONE,
     "SUSPENDED": MachineState.GONE,
 }
+ALL_SCOPES = "https://www.googleapis.com/auth/cloud-platform"
+"""Its roles alone then say what a service account may do."""
 ENDS = {
     "delete": "terminated",
     "compute.instances.preempted": "reclaimed",
@@ -38,6 +40,8 @@ class Machine:
     state: MachineState
     created_at: float | None
     stopped_at: float | None
+    public_address: str
+    private_address: str
 
     @property
     def is_alive(self) -> bool:
@@ -48,6 +52,8 @@ class Machine:
 def machine_of(instance: Any) -> Machine:
     """Return the machine that `instance` (`compute_v1.Instance`) is."""
     labels = dict(instance.labels)
+    inside = [each.network_i_p for each in instance.network_interfaces]
+    outside = [c.nat_i_p for each in instance.network_interfaces for c in each.access_configs]
     return Machine(
         run=labels.get(tags.RUN, ""),
         machine=labels.get(tags.MACHINE, ""),
@@ -57,6 +63,8 @@ def machine_of(instance: Any) -> Machine:
         state=_STATES.get(str(instance.status), MachineState.RUNNING),
         created_at=time_of(instance.creation_timestamp),
         stopped_at=time_of(instance.last_stop_timestamp),
+        public_address=next(iter(outside), ""),
+        private_address=next(iter(inside), ""),
     )
 
 
@@ -67,10 +75,15 @@ def time_of(text: str) -> float | None:
 
 def machine_in(name: str, run: str, owner: str) -> str | None:
     """Return the machine whose instance has `name`, if that is one of the run's and not cut short."""
-    match = re.fullmatch(rf"rlboost-{re.escape(run)}-(.+)-[0-9a-f]{{10}}", name)
+    match = re.fullmatch(rf"{re.escape(beginning(run))}(.+)-[0-9a-f]{{10}}", name)
     if match is None or tags.machine_name(run, match[1], owner) != name:
         return None
     return match[1]
+
+
+def beginning(run: str) -> str:
+    """Return how the names of the run's instances begin; others may begin so, too."""
+    return f"rlboost-{run.replace('_', '-')}-"
 
 
 def instance_resource(
@@ -85,8 +98,12 @@ def instance_resource(
     disk_gb: int,
     network: str,
     service_account: str | None,
+    network_tag: str = "rlboost-worker",
 ) -> Any:
-    """Return the `compute_v1.Instance` of a machine that dials out and has no identity unless given one."""
+    """Return the `compute_v1.Instance` of a machine that dials out and has no identity unless given one.
+
+    `network_tag`: what firewall rules know it by.
+    """
     from google.cloud import compute_v1 as compute
 
     scheduling = compute.Scheduling(automatic_restart=not spot, on_host_maintenance="TERMINATE")
@@ -94,7 +111,11 @@ def instance_resource(
         scheduling.provisioning_model = "SPOT"
         scheduling.instance_termination_action = "DELETE"
     disk = compute.AttachedDiskInitializeParams(source_image=image, disk_size_gb=disk_gb)
-    accounts = [] if service_account is None else [compute.ServiceAccount(email=service_account)]
+    accounts = (
+        []
+        if service_account is None
+        else [compute.ServiceAccount(email=service_account, scopes=[ALL_SCOPES])]
+    )
     return compute.Instance(
         name=name,
         machine_type=f"zones/{zone}/machineTypes/{machine_type}",
@@ -113,6 +134,6 @@ def instance_resource(
                 compute.Items(key="block-project-ssh-keys", value="true"),
             ]
         ),
-        tags=compute.Tags(items=["rlboost-worker"]),
+        tags=compute.Tags(items=[network_tag]),
         service_accounts=accounts,
     )

@@ -22,6 +22,25 @@ def provider_for(job: Job, run: RunFolder) -> Provider:
     return Several(providers)
 
 
+def head_provider(job: Job) -> Provider:
+    """Return the provider of the machine that is bought for the job's head.
+
+    Raises `ConfigError` where the machine type is not known, or its price neither.
+    """
+    from rlboost_providers.head_offer import head_pool_provider
+
+    return head_pool_provider(job.trainer)
+
+
+def head_usd_per_hour(job: Job) -> float:
+    """Return what the job's head is likely to cost, for plans; 0 where nobody knows."""
+    if not job.trainer.is_bought:
+        return job.trainer.price_usd_per_hour
+    from rlboost_providers.head_offer import expected_usd_per_hour as of_head
+
+    return of_head(job.trainer) or 0.0
+
+
 def has_market(job: Job) -> bool:
     """Whether a market process has to run beside the job."""
     return any(offer.market is not None for offer in job.rollout.spot.local_offers)
@@ -44,7 +63,7 @@ def prices_of(job: Job) -> Prices:
         from rlboost_providers.egress import egress_micro_usd_per_gb
 
         egress = egress_micro_usd_per_gb(offer.cloud, offer.egress_usd_per_gb) / 1e6
-    return Prices(job.trainer.price_usd_per_hour, expected_usd_per_hour(offer), egress)
+    return Prices(head_usd_per_hour(job), expected_usd_per_hour(offer), egress)
 
 
 def providers_of(job: Job, run: RunFolder) -> dict[str, Provider]:

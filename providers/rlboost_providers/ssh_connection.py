@@ -65,10 +65,19 @@ def address_of(host: str, *, jump_host: str | None = None, identity_file: str | 
 class SshHost:
     """A host that answers requests (`ssh_host`). One request at a time; any thread may ask."""
 
-    def __init__(self, host: str, *, jump_host: str | None = None, identity_file: str | None = None) -> None:
+    def __init__(
+        self,
+        host: str,
+        *,
+        jump_host: str | None = None,
+        identity_file: str | None = None,
+        host_key: str | None = None,
+    ) -> None:
+        """`host_key`: the only public key by which it is known; None: what `ssh` knows of it."""
         self.host = host
         self._jump_host = jump_host
         self._identity_file = identity_file
+        self._host_key = host_key
         self._clients: list[Any] = []  # paramiko has no types of its own; the last one is the host's
         self._lock = threading.Lock()
 
@@ -121,7 +130,7 @@ class SshHost:
                     "direct-tcpip", (address.name, address.port), ("127.0.0.1", 0), timeout=CONNECT_S
                 )
             )
-        self._clients.append(_open(address, channel))
+        self._clients.append(_open(address, channel, self._host_key))
 
     def _talk(
         self,
@@ -157,7 +166,7 @@ class SshHost:
         return answer
 
 
-def _open(address: HostAddress, channel: Any) -> Any:
+def _open(address: HostAddress, channel: Any, host_key: str | None = None) -> Any:
     import paramiko
 
     class Refuse(paramiko.MissingHostKeyPolicy):  # type: ignore[misc] # paramiko has no types
@@ -168,7 +177,10 @@ def _open(address: HostAddress, channel: Any) -> Any:
             )
 
     client = paramiko.SSHClient()
-    client.load_system_host_keys()
+    if host_key is None:
+        client.load_system_host_keys()
+    else:
+        _know(client, address, host_key)
     client.set_missing_host_key_policy(Refuse())
     try:
         client.connect(
@@ -186,6 +198,17 @@ def _open(address: HostAddress, channel: Any) -> Any:
         raise
     client.get_transport().set_keepalive(KEEPALIVE_S)
     return client
+
+
+def _know(client: Any, address: HostAddress, host_key: str) -> None:
+    """Let the client know the host by this key and no other."""
+    from paramiko.hostkeys import HostKeyEntry
+
+    name = address.name if address.port == 22 else f"[{address.name}]:{address.port}"
+    entry = HostKeyEntry.from_line(f"{name} {host_key}")
+    if entry is None:
+        raise ConfigError(f"{host_key!r} is no host key", "it is one line: ssh-ed25519 AAAA...")
+    client.get_host_keys().add(name, entry.key.get_name(), entry.key)
 
 
 @contextlib.contextmanager

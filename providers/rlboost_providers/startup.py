@@ -14,6 +14,7 @@ from importlib import resources
 
 import msgspec
 
+from rlboost_providers.base import LaunchRequest
 from rlboost_runtime.errors import ConfigError
 
 BOOT_S = 1200
@@ -24,6 +25,14 @@ _DONE_LINE = "END_OF_INSTALL"
 def installation() -> str:
     """Return the shell text that brings the head's own runtime onto a machine whose image lacks it."""
     return resources.files("rlboost_templates").joinpath("startup/install.sh").read_text(encoding="utf-8")
+
+
+def script_of(request: LaunchRequest, cloud: str, install: str, longest: int) -> str:
+    """Return what the machine of `request` runs at its first boot. Raises `ConfigError`."""
+    if request.head_script is None:
+        return startup_script({**request.bootstrap, "cloud": cloud}, install=install, longest=longest)
+    _check_length(request.head_script, request.machine, longest)
+    return request.head_script
 
 
 def startup_script(bootstrap: Mapping[str, object], *, install: str = "", longest: int | None = None) -> str:
@@ -46,10 +55,14 @@ def startup_script(bootstrap: Mapping[str, object], *, install: str = "", longes
         "@BOOTSTRAP@": base64.encodebytes(packed).decode().rstrip(),
     }.items():
         text = text.replace(name, value, 1)
-    if longest is not None and len(text.encode()) > longest:
+    if longest is not None:
+        _check_length(text, str(bootstrap.get("machine")), longest)
+    return text
+
+
+def _check_length(text: str, machine: str, longest: int) -> None:
+    if len(text.encode()) > longest:
         raise ConfigError(
-            f"the start-up script of {bootstrap.get('machine')} has {len(text.encode())} bytes,"
-            f" this cloud takes {longest}",
+            f"the start-up script of {machine} has {len(text.encode())} bytes, this cloud takes {longest}",
             "bake the runtime into the image and leave the installation out",
         )
-    return text

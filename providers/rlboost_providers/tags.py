@@ -12,10 +12,14 @@ import re
 import secrets
 from pathlib import Path
 
+from rlboost_runtime.errors import ConfigError
+
 RUN = "rlboost-run"
 MACHINE = "rlboost-machine"
 OWNER = "rlboost-owner"
 
+_HEAD = "_head"
+_LONGEST_LABEL = 63
 _OWNER = re.compile(r"[0-9a-f]{12}")
 
 
@@ -45,6 +49,28 @@ def owner_of(home: Path) -> str:
         finally:
             draft.unlink(missing_ok=True)
     return path.read_text(encoding="ascii").strip()
+
+
+def head_of(run: str) -> str:
+    """Return what a bought head says where machines of a fleet name their run.
+
+    No run is called so: whoever lists or ends the fleet of a run, its own head being one of them, never meets
+    the head. Raises `ConfigError` where the run's name is too long for a label then.
+    """
+    name = f"{run}{_HEAD}"
+    if len(name) > _LONGEST_LABEL:
+        longest = _LONGEST_LABEL - len(_HEAD)
+        raise ConfigError(
+            f"{run} is too long a name for a run whose head is bought: it may have {longest} letters, as they"
+            " go into a cloud's label",
+            "give the job a shorter name",
+        )
+    return name
+
+
+def run_of(told: str) -> str:
+    """Return the run of a machine, its head or of its fleet, that says `told`."""
+    return told.removesuffix(_HEAD)
 
 
 def tags(run: str, machine: str, owner: str) -> dict[str, str]:

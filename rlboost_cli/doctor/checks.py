@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from rlboost_cli.doctor import head, local, machine, markets
+from rlboost_cli.doctor import bought, head, local, machine, markets
 from rlboost_cli.doctor.findings import Check, Finding, Patient
 from rlboost_runtime.job import Job
 
@@ -23,7 +23,11 @@ MACHINE: Sequence[Check] = (
 )
 LAPTOP: Sequence[Check] = (Check(machine.python), Check(machine.home), Check(machine.clock))
 """What a machine needs that only types."""
-HEAD: Sequence[Check] = (Check(head.head, announce="looking at the head over SSH"),)
+HEAD: Sequence[Check] = (
+    Check(head.head, announce="looking at the head over SSH"),
+    Check(bought.offer, announce="asking the cloud for the head's machine"),
+    Check(bought.identity),
+)
 PLACES: Mapping[str, Sequence[Check]] = {
     "local": (
         Check(local.cpus),

@@ -56,7 +56,10 @@ class Head:
         self.run = run
         self.place = kept_place(run)
         self._ssh = SshHost(
-            self.place.host, jump_host=self.place.jump_host, identity_file=self.place.identity_file
+            self.place.host,
+            jump_host=self.place.jump_host,
+            identity_file=self.place.identity_file,
+            host_key=self.place.host_key,
         )
         self._program = resources.files("rlboost_cli.head").joinpath("program.py").read_bytes()
 
@@ -73,6 +76,11 @@ class Head:
 
         Raises `HeadUnreachable`, `CredentialsRejected`, and `RuntimeFault` where the machine cannot do it.
         """
+        if not self.place.host:
+            raise HeadUnreachable(
+                f"the head of {self.run.name} has not been rented yet",
+                f"rlboost launch {self.run.name} rents it; rlboost down {self.run.name} gives the run up",
+            )
         request = {
             "do": do,
             "folder": self.place.folder,

@@ -9,14 +9,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from rlboost_cli.head.artifacts import fetch_results
 from rlboost_cli.head.connection import Head, HeadUnreachable, Say
 from rlboost_cli.head.deployment import install, ship
-from rlboost_cli.head.mirror import is_complete, keep_up, refresh
+from rlboost_cli.head.intents import learn_intents
+from rlboost_cli.head.mirror import close_mirror, is_complete, keep_up, refresh
+from rlboost_cli.head.rental_books import head_is_there, settle, take_report
+from rlboost_cli.head.renting import give_back, rent
+from rlboost_providers.ending import end_every
+from rlboost_providers.registry import provider_for
+from rlboost_runtime.coordinator.closing import close_books
 from rlboost_runtime.errors import RuntimeFault
 from rlboost_runtime.job_environment import gather
+from rlboost_runtime.rental import current_rental
 from rlboost_runtime.run_create import stored_job
 from rlboost_runtime.run_folder import RunFolder, read_json
 
@@ -34,9 +42,12 @@ def bring_up(run: RunFolder, say: Say) -> dict[str, Any]:
     """
     job = stored_job(run)
     trains = bool((read_json(run.wanted) or {}).get("train"))
+    if job.trainer.is_bought:
+        rent(run, say)
+    rental = current_rental(run)
     with Head(run) as head:
         say(f"asking {head.place.host} what is there")
-        there, _ = head.ask("look")
+        there, _ = head.ask("look", rental=None if rental is None else asdict(rental))
         environment: dict[str, str] = {}
         if not there["supervised"]:
             if not there["exists"] or there["ended"]:
@@ -77,6 +88,37 @@ def end_run(run: RunFolder, say: Say) -> None:
 
     Raises `HeadUnreachable` where the head does not answer: nothing is known then of what runs there.
     """
+    if stored_job(run).trainer.is_bought:
+        _end_bought(run, say)
+    else:
+        _end_there(run, say)
+
+
+def _end_bought(run: RunFolder, say: Say) -> None:
+    """End the run on its head while that is there, then the head; a head that is gone ends nothing any more,
+    so that what it launched is ended from here."""
+    if head_is_there(run):
+        _end_there(run, say)
+        give_back(run, say)
+    else:
+        end_fleet(run, say)
+    settle(run)
+
+
+def end_fleet(run: RunFolder, say: Say) -> None:
+    """End what the run's lost head has launched, as far as its clouds list it from here, and close the books.
+
+    Raises what the clouds say, `RuntimeFault` naming what is left.
+    """
+    take_report(run, say)
+    learn_intents(run)
+    say(f"ending the machines of {run.name} that are left")
+    ended = end_every(provider_for(stored_job(run), run), run.name, say=say)
+    close_books(run, ended.views, "ended by rlboost down")
+    close_mirror(run)
+
+
+def _end_there(run: RunFolder, say: Say) -> None:
     with Head(run) as head:
         try:
             there, _ = head.ask("look")
@@ -103,7 +145,11 @@ def end_run(run: RunFolder, say: Say) -> None:
 
 
 def come_home(run: RunFolder, say: Say) -> None:
-    """Fetch what the ended run leaves: its books, and what `_bring_home` does. Raises `HeadUnreachable`."""
+    """Fetch what the ended run leaves: its books, and what `_bring_home` does; give a head back that was
+    bought and is not to stay. Raises `HeadUnreachable`."""
+    if run.rentals.exists() and not head_is_there(run):
+        settle(run)
+        return
     with Head(run) as head:
         deadline = time.monotonic() + TEARDOWN_S
         keep_up(run, head)
@@ -112,6 +158,17 @@ def come_home(run: RunFolder, say: Say) -> None:
             time.sleep(1)
             keep_up(run, head)
         _bring_home(run, head, say)
+    if _goes_down(run):
+        give_back(run, say)
+        settle(run)
+
+
+def _goes_down(run: RunFolder) -> bool:
+    """Whether the run's head is to go now that everything of the run was fetched, or is at its output."""
+    job, outcome = stored_job(run), read_json(run.outcome)
+    if not job.trainer.is_bought or outcome is None or not is_complete(run):
+        return False
+    return (job.after.done if outcome.get("state") == "done" else job.after.failed) == "down"
 
 
 def _bring_home(run: RunFolder, head: Head, say: Say) -> None:

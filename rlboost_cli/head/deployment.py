@@ -18,7 +18,8 @@ from rlboost_providers.ssh_connection import address_of
 from rlboost_runtime.deploy.extras import requirements_of
 from rlboost_runtime.deploy.shipment import Software, common_part
 from rlboost_runtime.errors import ConfigError, RuntimeFault
-from rlboost_runtime.job import Job, LocalOffer
+from rlboost_runtime.job import BOUGHT_MACHINE, After, Job, LocalOffer, Trainer
+from rlboost_runtime.rental import current_rental
 from rlboost_runtime.run_create import files_of
 from rlboost_runtime.run_folder import RunFolder
 
@@ -92,10 +93,17 @@ def on_its_head(job: Job, head: Head) -> Job:
         "identity_file": None,
         "python": None,
         "folder": "~/.rlboost",
+        **{name: Trainer.model_fields[name].default for name in BOUGHT_MACHINE},
     }
+    if (rental := current_rental(head.run)) is not None:
+        plain["price_usd_per_hour"] = rental.price_micro_usd_per_hour / 1e6
     if job.trainer.address is None and not all(isinstance(o, LocalOffer) for o in job.rollout.spot.any_of):
         plain["address"] = address_of(head.place.host).name
-    changes: dict[str, object] = {"trainer": job.trainer.model_copy(update=plain), "requirements": []}
+    changes: dict[str, object] = {
+        "trainer": job.trainer.model_copy(update=plain),
+        "requirements": [],
+        "after": After(),
+    }
     if _model_folder(job) is not None:
         changes["model"] = f"./{job.name}.{_PORTABLE_MODEL}"
     return job.model_copy(update=changes)

@@ -11,6 +11,7 @@ names.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pwd
@@ -26,7 +27,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any, BinaryIO, Dict, List, Tuple  # noqa: UP035 the host's Python may be 3.8
+from typing import Any, BinaryIO, Dict, List, Optional, Tuple  # noqa: UP035 the host's Python may be 3.8
 
 Json = Dict[str, Any]  # noqa: UP006
 Answer = Tuple[Json, bytes]  # noqa: UP006
@@ -62,16 +63,34 @@ def main() -> None:
     source = sys.stdin.buffer
     request = json.loads(source.readline())
     os.umask(0o077)
+    place = Place(request)
+    Asked.file = place.root / "asked" if (place.home / "rental.json").exists() else None
+    Asked.note()
     try:
-        answer, more = DO[request["do"]](Place(request), request, source)
+        answer, more = DO[request["do"]](place, request, source)
     except OSError as error:
         answer, more = {"problem": f"{error.filename or 'its disk'}: {error.strerror or error}"}, b""
     sys.stdout.buffer.write(json.dumps({"answer": answer, "bytes": len(more)}).encode() + b"\n" + more)
     sys.stdout.buffer.flush()
 
 
+class Asked:
+    """That somebody asks something: a machine that was rented ends itself when nobody does (`watch`)."""
+
+    file: Optional[Path] = None  # noqa: UP045
+    """None: nobody rents it."""
+
+    @classmethod
+    def note(cls) -> None:
+        """Note that it is so now."""
+        if cls.file is not None:
+            with contextlib.suppress(OSError):  # a full disk says so elsewhere
+                cls.file.touch()
+
+
 def say(words: str = "") -> None:
     """Show that something is under way."""
+    Asked.note()
     sys.stdout.buffer.write(json.dumps({"say": words}).encode() + b"\n")
     sys.stdout.buffer.flush()
 
@@ -85,6 +104,8 @@ def look(place: Place, request: Json, source: BinaryIO) -> Answer:
     owner = place.home / "owner"
     if not owner.exists():
         owner.write_text(request["owner"])  # what it launches is then found by the laptop's `gc` too
+    if request.get("rental") is not None:
+        (place.home / "rental.json").write_text(json.dumps(request["rental"]))
     return {
         "exists": (place.run / "job.json").exists(),
         "ended": (place.run / "outcome.json").exists(),

@@ -14,7 +14,7 @@ from typing import Any
 from rlboost_cli.planning.forecast import Forecast, ForecastRow, forecast
 from rlboost_cli.planning.rates import measured_rates
 from rlboost_cli.terminal.text import duration, table
-from rlboost_providers.registry import expected_usd_per_hour
+from rlboost_providers.registry import expected_usd_per_hour, head_usd_per_hour
 from rlboost_runtime.core.money import MICRO_USD_PER_USD, format_usd
 from rlboost_runtime.job import Job
 
@@ -44,6 +44,8 @@ class LaunchPlan:
     max_spot_machines: int
     max_usd: float | None
     max_usd_per_hour: float | None
+    head: str = ""
+    """What becomes of a head that is bought, in words; empty: none is."""
     forecast: Forecast | None = None
     """None: nothing like this job has been measured here."""
 
@@ -68,7 +70,7 @@ def launch_plan(run: str, job: Job) -> LaunchPlan:
     """Return the plan of `job` under the name `run`; reads the ledgers of former runs."""
     measured = measured_rates(job)
     spot = job.rollout.spot
-    reserved = PlanLine("reserved", job.trainer.infra, 1, _micro(job.trainer.price_usd_per_hour))
+    reserved = PlanLine("reserved", job.trainer.infra, 1, _micro(head_usd_per_hour(job)))
     offers = [
         PlanLine("spot", o.infra, spot.max_instances, _micro(expected_usd_per_hour(o))) for o in spot.any_of
     ]
@@ -79,6 +81,7 @@ def launch_plan(run: str, job: Job) -> LaunchPlan:
         max_spot_machines=spot.max_instances,
         max_usd=job.budget.max_usd,
         max_usd_per_hour=job.budget.max_usd_per_hour,
+        head=_head_in_words(job),
         forecast=None if measured is None else forecast(job, *measured),
     )
 
@@ -94,6 +97,8 @@ def describe_plan(plan: LaunchPlan) -> list[str]:
     budget = "none: it runs until its steps are done" if plan.max_usd is None else f"${plan.max_usd:,.2f}"
     hourly = "" if plan.max_usd_per_hour is None else f", at most ${plan.max_usd_per_hour:,.2f} per hour"
     lines.append(f"  budget   {budget}{hourly}")
+    if plan.head:
+        lines += wrap(plan.head, 79, initial_indent="  head     ", subsequent_indent=" " * 11)
     if not plan.is_charged:
         where = {line.infra for line in plan.lines}
         place = "this machine" if where == {"local"} else "machines of your own"
@@ -101,6 +106,24 @@ def describe_plan(plan: LaunchPlan) -> list[str]:
     if plan.forecast is None:
         return [*lines, "  forecast none yet: no run with this model and engine has been measured here"]
     return [*lines, *_describe_forecast(plan.forecast, plan)]
+
+
+def _head_in_words(job: Job) -> str:
+    if not job.trainer.is_bought:
+        return ""
+    idle = duration(job.after.idle_minutes * 60)
+    if job.after.done == "stay":
+        done = "stays after a run that is done, and costs, until `rlboost down`"
+    elif job.output is not None:
+        done = f"ends itself once all of a run that is done is at {job.output}"
+    else:
+        done = (
+            f"ends itself {idle} after a run that is done, and what it leaves is lost then: fetch it before"
+            " with `rlboost down`, or stay attached"
+        )
+    goes = job.after.failed == "down"
+    failed = f"ends itself {idle} after one that failed" if goes else "stays after one that failed"
+    return f"it is bought on demand; it {done}; it {failed}; it ends itself when nothing goes on for {idle}"
 
 
 def plan_json(plan: LaunchPlan) -> dict[str, Any]:

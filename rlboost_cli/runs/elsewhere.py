@@ -9,6 +9,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 
+from rlboost_runtime.errors import RLBoostError
 from rlboost_runtime.run_folder import RunFolder
 from rlboost_runtime.run_index import all_runs, is_open
 
@@ -37,10 +38,28 @@ def looking_at(
                 return
             silence = refresh_if_elsewhere(run, ledger=ledger, logs=logs, head=head)
             if silence is not None and not was_silent:
+                silence = asked_of_its_cloud(run, say, silence)
+            if silence is not None and not was_silent:
                 say(f"note: {silence}")
             last_at, was_silent = time.monotonic(), silence is not None
 
+        if ledger and run.outcome.exists():
+            asked_of_its_cloud(run, say, None)
         yield look
+
+
+def asked_of_its_cloud(run: RunFolder, say: Callable[[str], None], silence: str | None) -> str | None:
+    """Where the run's head is a machine that was rented, see what its cloud says of it; return what is still
+    to be said of its silence."""
+    if not run.rentals.exists():
+        return silence
+    from rlboost_cli.head.rental_books import find_out
+
+    try:
+        find_out(run, say)
+    except RLBoostError as error:
+        say(f"note: what became of the head of {run.name} is not known: {error.problem}")
+    return None if run.outcome.exists() else silence
 
 
 def look_at(run: RunFolder, say: Callable[[str], None], *, ledger: bool = False, logs: bool = False) -> None:

@@ -87,8 +87,11 @@ def spent_micro_usd(run: RunFolder) -> int | None:
 def _status_elsewhere(run: RunFolder, head: Head | None) -> RunStatus:
     """Return the status that the head elsewhere has now, or that it had when it was last seen."""
     from rlboost_cli.head.mirror import is_live, refresh_if_elsewhere
+    from rlboost_cli.runs.elsewhere import asked_of_its_cloud
 
     silence = refresh_if_elsewhere(run, head=head)
+    if silence is not None:
+        silence = asked_of_its_cloud(run, lambda words: None, silence)
     ended, live = run.outcome.exists(), silence is None and is_live(run)
     problem = silence
     if silence is None and not ended and not live:

@@ -103,8 +103,10 @@ def _clouds_of(run: RunFolder) -> set[str]:
     """Return who finds machines of the run's job by their tags: clouds' own APIs, SkyPilot."""
     from rlboost_runtime.job import CloudOffer
 
-    offers = [o for o in stored_job(run).rollout.spot.any_of if isinstance(o, CloudOffer)]
-    return {offer.cloud if offer.via == "direct" else offer.via for offer in offers}
+    job = stored_job(run)
+    offers = [o for o in job.rollout.spot.any_of if isinstance(o, CloudOffer)]
+    found = {offer.cloud if offer.via == "direct" else offer.via for offer in offers}
+    return found | ({job.trainer.infra.partition("/")[0]} if job.trainer.is_bought else set())
 
 
 def _left_of(run: RunFolder, say: Callable[[str], None]) -> list[Stray]:
@@ -142,15 +144,18 @@ def _sweepers(clouds: set[str], silent: list[RLBoostError]) -> list[tuple[str, C
 
 
 def _stray(owned: Owned, cloud: CanSweep, runs: dict[str, RunFolder]) -> Stray | None:
-    from rlboost_providers.tags import owner_of
+    from rlboost_providers.tags import owner_of, run_of
 
     is_ours = owned.owner == owner_of(home())
-    run = runs.get(owned.run)
+    name = run_of(owned.run)
+    run = runs.get(name)
     if is_ours and run is not None and is_open(run):
         return None
     why = "its run is not known here" if run is None else "its run has ended"
+    if run is not None and name != owned.run and stored_job(run).output is None:
+        why += "; what it leaves is on this machine until `rlboost down` fetches it"
     return Stray(
-        owned.run,
+        name,
         owned.machine,
         owned.provider,
         owned.zone,

@@ -60,10 +60,17 @@ def end_without_head(run: RunFolder, progress: Callable[[str], None]) -> Ending:
 
     Raises like `end_run`.
     """
+    from rlboost_cli.head.intents import learn_intents
     from rlboost_cli.head.mirror import close_mirror
+    from rlboost_cli.head.rental_books import settle
+    from rlboost_cli.head.renting import give_back
 
+    if run.rentals.exists():
+        give_back(run, progress)
+    learn_intents(run)
     ended = _end_here(run, progress)
     close_mirror(run)
+    settle(run)
     return ended
 
 

@@ -17,21 +17,30 @@ class HeadPlace:
     """A machine that is reached by SSH, and where everything is kept on it."""
 
     host: str
+    """Empty: the machine is not rented yet."""
     jump_host: str | None = None
     identity_file: str | None = None
     python: str | None = None
     """None: the one that is installed there."""
     folder: str = "~/.rlboost"
+    host_key: str | None = None
+    """Its public key, by which alone it is known; None: what `ssh` knows of it."""
 
 
 def keep_place(run: RunFolder, job: Job) -> None:
     """Note where the run's head is to be, where that is another machine."""
     trainer = job.trainer
     if trainer.is_elsewhere:
-        place = HeadPlace(
-            trainer.hosts[0], trainer.jump_host, trainer.identity_file, trainer.python, trainer.folder
+        host = "" if trainer.is_bought else trainer.hosts[0]
+        change_place(
+            run,
+            HeadPlace(host, trainer.jump_host, trainer.identity_file, trainer.python, trainer.folder),
         )
-        write_json(run.head, asdict(place))
+
+
+def change_place(run: RunFolder, place: HeadPlace) -> None:
+    """Note where the run's head is."""
+    write_json(run.head, asdict(place))
 
 
 def kept_place(run: RunFolder) -> HeadPlace:

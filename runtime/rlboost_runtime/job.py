@@ -223,15 +223,23 @@ class Algorithm(Model):
         return self.prompts_per_step + self.spare_prompts
 
 
-HEAD_ELSEWHERE = ("hosts", "jump_host", "identity_file", "python", "folder")
+OWN_MACHINE = ("hosts", "jump_host", "identity_file", "price_usd_per_hour")
+"""Fields of `Trainer` that tell of a machine of the user's own."""
+BOUGHT_MACHINE = (
+    *("accelerators", "instance_type", "image", "disk_gb", "max_price_usd_per_hour"),
+    *("role", "private_address"),
+)
+"""Fields of `Trainer` that tell of a machine that is bought for it."""
+HEAD_ELSEWHERE = ("hosts", "jump_host", "identity_file", "python", "folder", *BOUGHT_MACHINE)
 """Fields of `Trainer` that say where a head elsewhere is."""
 
 
 class Trainer(Model):
     """The reserved node."""
 
-    infra: Literal["local", "ssh"] = "local"
-    """Where it is; local: this machine; ssh: the host below, to which everything is brought (docs/head.md):
+    infra: str = Field(default="local", pattern=r"^(local|ssh|aws/[a-z0-9-]+|gcp/[a-z0-9-]+(/[a-z0-9-]+)?)$")
+    """Where it is; local: this machine; ssh: the host below; aws/REGION, gcp/REGION or gcp/REGION/ZONE: one
+    that is bought there on demand and ends itself. To a head elsewhere everything is brought (docs/head.md):
     this machine may then be off while the run goes on."""
     hosts: list[str] = Field(default=[], max_length=1)
     """ssh: the machine, as USER@HOST, USER@HOST:PORT, or a name from ~/.ssh/config."""
@@ -240,10 +248,26 @@ class Trainer(Model):
     identity_file: str | None = None
     """ssh: a private key; null: the agent's, and those that ssh tries by itself."""
     python: str | None = None
-    """ssh: the Python there that has rlboost[train] installed; null: it is installed there, with a Python
-    3.11 of its own."""
+    """Elsewhere: the Python there that has rlboost[train] installed; null: it is installed there, with a
+    Python 3.11 of its own."""
     folder: str = "~/.rlboost"
-    """ssh: where everything is kept there."""
+    """Elsewhere: where everything is kept there."""
+    accelerators: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]+(:[1-9][0-9]{0,3})?$")
+    """Bought: GPU and number of them, such as H100:8."""
+    instance_type: str | None = None
+    """Bought: the cloud's own name of the machine, such as p5.48xlarge; null: one that has these GPUs."""
+    image: str | None = None
+    """Bought: the cloud's own name of the image; null: the cloud's, with the GPU's driver."""
+    disk_gb: int = Field(default=500, ge=20)
+    """Bought: size of its disk, in GB: weight versions, checkpoints and the token journal lie there."""
+    max_price_usd_per_hour: float | None = Field(default=None, gt=0)
+    """Bought: what costs more is not launched; null: whatever it costs on demand."""
+    role: str | None = None
+    """Bought: whom the cloud takes it for when it launches spot machines: aws: an instance profile; gcp: a
+    service account; null: nobody: it has the keys that `secrets` names, if any."""
+    private_address: bool = False
+    """Bought: reach it at its address in the cloud's own network, which you are in (a VPN); false: at its
+    public one."""
     price_usd_per_hour: float = Field(default=0.0, ge=0)
     """What the cost report charges for the machine: `local` and `ssh` have no price list of their own."""
     address: str | None = Field(default=None, pattern=r"^[A-Za-z0-9.-]+$")
@@ -280,20 +304,36 @@ class Trainer(Model):
         """Whether the head is another machine than the one on which the user types."""
         return self.infra != "local"
 
+    @property
+    def is_bought(self) -> bool:
+        """Whether the head is a machine that is bought for the run."""
+        return self.infra not in ("local", "ssh")
+
     @model_validator(mode="after")
     def _place_is_told(self) -> Self:
-        if self.is_elsewhere:
+        if self.is_elsewhere and self.nodes > 1:
+            raise ValueError(f"nodes is {self.nodes}, but a head elsewhere is one machine; write 1")
+        if self.is_bought:
+            if self.accelerators is None:
+                raise ValueError(
+                    f'accelerators is missing, but infra is {self.infra}; add accelerators: "H100:8"'
+                )
+            self._refuse(OWN_MACHINE, "a machine of your own", "ssh")
+        elif self.is_elsewhere:
             if not self.hosts:
                 raise ValueError(f"hosts is missing, but infra is {self.infra}; add hosts: [ME@MACHINE]")
-            if self.nodes > 1:
-                raise ValueError(f"nodes is {self.nodes}, but a head elsewhere is one machine; write 1")
-            return self
-        for name in HEAD_ELSEWHERE:
-            if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(
-                    f"{name} is for a head elsewhere, but infra is local; write infra: ssh, or remove it"
-                )
+            self._refuse(BOUGHT_MACHINE, "a head that is bought", "aws/REGION")
+        else:
+            self._refuse(BOUGHT_MACHINE, "a head that is bought", "aws/REGION")
+            self._refuse(HEAD_ELSEWHERE, "a head elsewhere", "ssh")
         return self
+
+    def _refuse(self, names: tuple[str, ...], what_for: str, infra: str) -> None:
+        for name in names:
+            if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
+                raise ValueError(
+                    f"{name} is for {what_for}, but infra is {self.infra}; write infra: {infra}, or remove it"
+                )
 
     @model_validator(mode="after")
     def _nodes_can_meet(self) -> Self:
@@ -563,6 +603,19 @@ class Budget(Model):
     """No machine is launched that would take the rate above this; null: no bound."""
 
 
+class After(Model):
+    """What becomes of a head that was bought, once its run has ended; also while nobody's machine is on."""
+
+    done: Literal["down", "stay"] = "down"
+    """down: it ends itself: at once where everything of the run is at `output` by then, or was fetched; else
+    after idle_minutes. stay: it stays, and costs, until `rlboost down`."""
+    failed: Literal["down", "stay"] = "down"
+    """The same where the run failed or was stopped; its results are fetched or lost within idle_minutes."""
+    idle_minutes: float = Field(default=15.0, gt=0)
+    """It ends itself when no run has gone on there for so long, and nobody has asked it anything: after the
+    run, after a crash, and after an `up` that nobody followed by a `launch`."""
+
+
 class Evaluation(Model):
     """Held-out prompts, rolled out beside a step's own and never trained on."""
 
@@ -644,6 +697,8 @@ class Job(Model):
     are copied there, under the run's name; null: they stay in the run's folder."""
     budget: Budget = Budget()
     """When to stop spending."""
+    after: After = After()
+    """What becomes of a head that was bought."""
     evaluation: Evaluation | None = None
     """Held-out prompts; null: none."""
     tracking: Tracking = Tracking()
@@ -669,6 +724,26 @@ class Job(Model):
                     raise ValueError(f"{field} has {name!r}, no name of a variable; write one like HF_TOKEN")
         if twice := [name for name in self.secrets if name in self.env]:
             raise ValueError(f"secrets has {twice[0]}, and so has env; remove one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _results_outlive_their_head(self) -> Self:
+        after = self.after
+        if not self.trainer.is_bought:
+            if after != After():
+                raise ValueError(
+                    f"after is for a head that is bought in a cloud, but trainer.infra is"
+                    f" {self.trainer.infra}: that machine stays as it is; remove it"
+                )
+            return self
+        is_kept = self.output is not None and not self.output.startswith(("/", "file:"))
+        if not is_kept and after.done == "down" and "idle_minutes" not in after.model_fields_set:
+            raise ValueError(
+                f"output is {self.output or 'missing'}, and the head ends itself after the run, with the"
+                " model on its disk; write output: s3://BUCKET/PREFIX, or how long it is to wait until you"
+                " fetch it with rlboost down: after: {idle_minutes: 240}, or that it stays: after: {done:"
+                " stay}"
+            )
         return self
 
     def canonical_json(self) -> str:

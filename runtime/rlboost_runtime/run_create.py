@@ -128,6 +128,7 @@ def reopen(run: RunFolder) -> None:
         _keep_environment(run, stored_job(run))
         for endpoint in (run.endpoint, run.weights_endpoint):
             endpoint.unlink(missing_ok=True)
+        run.safe.unlink(missing_ok=True)
         run.ending.unlink(missing_ok=True)  # first: an open run that has it would only be wound up
         os.replace(run.outcome, run.outcome.with_name("outcome.previous.json"))
 

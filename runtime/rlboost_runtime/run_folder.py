@@ -33,6 +33,8 @@ there is named below; everybody else only reads it.
     head.json         {"host", ...}: where the run's head is, if not here; the rest of the folder is then
                       what was last seen of the one there                   CLI
     mirror.json       what of that was fetched, and when                    CLI
+    rentals.json      the machines that were rented for that head; see `rental`                 CLI
+    safe.json         all of the ended run is at the job's `output`         supervisor
     cloud/            what providers keep of their machines, the local market's state     providers
                       bought.json: the offer that each machine was bought as coordinator
 """
@@ -117,6 +119,16 @@ class RunFolder:
     def mirror(self) -> Path:
         """What was last fetched from a head elsewhere."""
         return self.path / "mirror.json"
+
+    @property
+    def rentals(self) -> Path:
+        """The machines that were rented for the run's head."""
+        return self.path / "rentals.json"
+
+    @property
+    def safe(self) -> Path:
+        """There once all of the ended run is at the job's `output`."""
+        return self.path / "safe.json"
 
     @property
     def endpoint(self) -> Path:

@@ -38,7 +38,7 @@ from rlboost_runtime.last_word import give_up_reserve, reserve, write_outcome
 from rlboost_runtime.logs import Explanation, event, explain, last_explanation, last_line, setup
 from rlboost_runtime.process_tags import kill_tagged
 from rlboost_runtime.processes import end_all
-from rlboost_runtime.run_folder import RunFolder
+from rlboost_runtime.run_folder import RunFolder, read_json, write_json
 from rlboost_runtime.supervision.attempts import EX_CONFIG, EX_IOERR, EX_TEMPFAIL, Attempts, Tuning
 from rlboost_runtime.supervision.coordinator_client import ask_to_stop
 from rlboost_runtime.supervision.roles import Role, roles_of
@@ -161,6 +161,7 @@ class Supervisor:
         if self._run.outcome.exists():
             self._close_books()
             give_up_reserve(self._run)
+            self._report()
         for role in self._roles:
             role.identity(self._run).unlink(missing_ok=True)
         event(log, "teardown.finished", processes=len(ended))
@@ -184,6 +185,19 @@ class Supervisor:
             close_books(self._run, views, "the run had ended")
         except (RLBoostError, OSError, sqlite3.Error) as error:
             event(log, "books.not_closed", level=logging.ERROR, problem=str(error))
+
+    def _report(self) -> None:
+        """Copy how the run ended to the job's output, and say where all of it is safe then: a bought head
+        does not wait to be fetched from any longer."""
+        job = read_resolved(self._run.job_json)
+        if job.output is None:
+            return
+        from rlboost_runtime.trainer.run_report import put_report
+
+        is_done = (read_json(self._run.outcome) or {}).get("state") == "done"  # its model has arrived then
+        if put_report(self._run, job.output) and is_done and not job.output.startswith(("/", "file:")):
+            with contextlib.suppress(OSError):
+                write_json(self._run.safe, {"output": job.output})
 
 
 async def _end_of(process: Watched | int) -> tuple[int | None, float]:

@@ -160,7 +160,11 @@ class FakeEc2:
 
     def _choose(self, overrides: list[dict[str, Any]]) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
         errors, fitting = [], []
-        for override in overrides:
+        zones = sorted({zone for _, zone in self.prices})
+        every = [
+            o if "AvailabilityZone" in o else {**o, "AvailabilityZone": z} for o in overrides for z in zones
+        ]
+        for override in every:
             zone = override["AvailabilityZone"]
             price = self.prices.get((override["InstanceType"], zone))
             code = self.fleet_errors.get(zone)

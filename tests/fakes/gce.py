@@ -150,6 +150,11 @@ class FakeGce:
 
     def _start(self, zone: str, name: str, body: dict[str, Any]) -> None:
         link = f"https://www.googleapis.com/compute/v1/projects/{PROJECT}/zones/{zone}"
+        number = len(self.instances) + 2
+        for interface in body.get("networkInterfaces", []):
+            interface["networkIP"] = f"10.128.0.{number}"
+            for access in interface.get("accessConfigs", []):
+                access["natIP"] = f"203.0.113.{number}"
         self.instances[zone, name] = {**body, "status": "RUNNING", "zone": link, "creationTimestamp": _now()}
         if self.hypervisor is not None:
             items = {item["key"]: item["value"] for item in body["metadata"]["items"]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from rlboost_providers.aws_prices import PriceHistory, SpotPrices
 from rlboost_providers.base import LaunchRequest, MachineState
 from rlboost_providers.price_table import ShippedTable
 from rlboost_providers.prices import price_book
+from rlboost_providers.tags import head_of, run_of
 from rlboost_runtime.errors import (
     ConfigError,
     CredentialsRejected,
@@ -247,6 +249,7 @@ def test_what_a_machine_is_given(ec2, provider):
 
 def test_the_shipped_policy_allows_what_the_provider_does_and_no_other_call(ec2, provider):
     provider.launch(request(provider))
+    provider.launch(replace(request(provider, "head-1"), head_script="#!/bin/bash\n"))
     provider.preempt(RUN, "spot-0", None)
     provider.describe(RUN)
     provider.sweep()
@@ -260,11 +263,38 @@ def test_the_shipped_policy_allows_what_the_provider_does_and_no_other_call(ec2,
     called = {f"ec2:{action}" for action in ec2.calls}
     not_seen_here = {  # made by EC2 in our name, or where the job names subnets or no image
         *("ec2:RunInstances", "ec2:CreateTags", "ec2:DescribeSubnets"),
-        *("iam:CreateServiceLinkedRole", "ssm:GetParameters"),
+        *("iam:CreateServiceLinkedRole", "iam:PassRole", "ssm:GetParameters"),
     }
     assert called == allowed - not_seen_here
     ending = next(s for s in policy["Statement"] if "ec2:TerminateInstances" in s["Action"])
     assert ending["Condition"] == {"Null": {"aws:ResourceTag/rlboost-run": "false"}}
+
+
+def test_a_head_is_reached_by_ssh_and_on_its_runs_ports_and_runs_its_own_script(ec2, provider):
+    script = "#!/bin/bash\necho a head\n"
+    for name in ("head-1", "head-2"):
+        provider.launch(replace(request(provider, name), head_script=script))
+    provider.launch(request(provider))
+    template = ec2.templates[0]
+    assert base64.b64decode(template["UserData"]).decode() == script
+    assert template["InstanceInitiatedShutdownBehavior"] == "terminate"
+    rules = ec2.backend.get_security_group_from_id(template["SecurityGroupIds"][0]).ingress_rules
+    assert {(int(rule.from_port), int(rule.to_port)) for rule in rules} == {(22, 22), (32768, 60999)}
+    assert ec2.templates[2]["SecurityGroupIds"] != template["SecurityGroupIds"], "workers stay closed"
+    assert ec2.calls.count("AuthorizeSecurityGroupIngress") == 1
+    (view, *_) = provider.describe(RUN)
+    assert view.private_address == ec2.machine("head-1").private_ip
+
+
+def test_a_fleet_never_sees_the_head_of_its_run(ec2, provider):
+    head = replace(request(provider, "head-1"), run=head_of(RUN), head_script="#!/bin/bash\n")
+    provider.launch(head)
+    provider.launch(request(provider))
+    assert [view.machine for view in provider.describe(RUN)] == ["spot-0"]
+    assert [view.machine for view in provider.describe(head_of(RUN))] == ["head-1"]
+    assert {run_of(owned.run) for owned in provider.sweep()} == {RUN}
+    with pytest.raises(ConfigError, match="too long a name"):
+        head_of("r" * 59)
 
 
 def test_another_owners_run_of_the_same_name_is_another_run(ec2, provider):

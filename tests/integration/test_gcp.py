@@ -16,6 +16,8 @@ from rlboost_providers import gcp
 from rlboost_providers.base import LaunchRequest, MachineState
 from rlboost_providers.gcp import GcpPool, GcpProvider
 from rlboost_providers.gcp_errors import explained
+from rlboost_providers.gcp_machines import ALL_SCOPES
+from rlboost_providers.tags import head_of
 from rlboost_runtime.errors import (
     ConfigError,
     CredentialsRejected,
@@ -220,3 +222,24 @@ except Exception as error:
     )
     assert "ConfigError" in done.stdout
     assert "pip install 'rlboost[gcp]'" in done.stdout
+
+
+def test_a_head_is_known_by_its_own_tag_and_run_and_its_end_is_read_from_the_operations(gce):
+    pool = replace(POOL, spot=False, service_account="head@project.iam")
+    provider = GcpProvider([pool], OWNER, clients=lambda: gce.clients)
+    asked = replace(request(provider, "head-1"), run=head_of(RUN), head_script="#!/bin/bash\n")
+    view = provider.launch(asked)
+    assert (view.public_address, view.private_address) == ("203.0.113.2", "10.128.0.2")
+    assert provider.launch(asked).machine == "head-1"
+    (instance,) = gce.living()
+    assert instance["tags"]["items"] == ["rlboost-head"]
+    assert instance["serviceAccounts"][0]["scopes"] == [ALL_SCOPES]
+    assert {item["key"]: item["value"] for item in instance["metadata"]["items"]}["startup-script"] == (
+        "#!/bin/bash\n"
+    )
+    assert provider.describe(RUN) == [], "a fleet never sees the head of its run"
+    provider.terminate(head_of(RUN), "head-1")
+    wait_until(lambda: gce.living() == [])
+    (gone,) = provider.describe(head_of(RUN))
+    assert (gone.machine, gone.state, gone.ended_at is not None) == ("head-1", MachineState.GONE, True)
+    assert provider.describe(RUN) == []

@@ -12,8 +12,10 @@ from rlboost_runtime.coordinator.commitment import (
     LOCAL_WIND_DOWN_S,
     committed_micro_usd,
     least_micro_usd,
+    stay_micro_usd,
 )
 from rlboost_runtime.coordinator.ledger import Ledger
+from rlboost_runtime.rental import Rental
 
 A_DOLLAR_A_SECOND = 3_600_000_000
 
@@ -97,3 +99,8 @@ def test_where_the_cloud_put_a_machine_decides_its_price_until_it_is_billed(ledg
     ledger.placed("spot-0", "us-east-2c", 1)
     [bill] = ledger.machines(1100.0)
     assert (bill.zone, bill.cost_micro_usd) == ("us-east-2b", 50_000_000)
+
+
+def test_a_bought_head_is_counted_with_the_time_that_it_stays_after_its_run() -> None:
+    head = Rental("head-1", "aws", "z", "H100:8", A_DOLLAR_A_SECOND, "test", 1000.0, stays_s=900.0)
+    assert stay_micro_usd(head) == 900_000_000

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from rlboost_cli.doctor import checks, local, machine
+from rlboost_cli.doctor import bought, checks, local, machine
 from rlboost_cli.doctor import job as of_job
 from rlboost_cli.doctor.findings import Diagnosis, Finding, Patient, Verdict, fail, failed, lines_of, ok, warn
 from rlboost_cli.main import app
@@ -276,3 +276,30 @@ def test_a_job_with_mistakes_is_told_line_by_line(tmp_path: Path) -> None:
     assert done.exit_code == 2
     assert f"{path}:3: data.source" in done.stderr
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("trainer", "more", "verdict"),
+    [
+        ({"role": "rlboost-head"}, {}, "ok"),
+        ({}, {"secrets": ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"]}, "ok"),
+        ({}, {}, "warn"),
+        ({"role": "rlboost-head", "infra": "gcp/us-central1"}, {}, "warn"),  # its role is Google's
+    ],
+)
+def test_a_bought_head_that_is_nobody_to_the_clouds_of_its_fleet_is_told(
+    trainer: dict[str, str], more: dict[str, object], verdict: str
+) -> None:
+    head = {"infra": "aws/us-east-1", "accelerators": "H100:8", **trainer}
+    spot = {"infra": "aws/us-east-1", "accelerators": "H100:8", "via": "direct"}
+    fields = {
+        "name": "far",
+        "model": {"init": "tiny"},
+        "data": {"reasoning_gym": ["spell_backward"]},
+        "trainer": head,
+        "rollout": {"spot": {"any_of": [spot]}},
+        "output": "s3://bucket/runs",
+        **more,
+    }
+    found = bought.judge_identity(Job.model_validate_json(json.dumps(fields)))
+    assert found.verdict == verdict, found

@@ -13,7 +13,7 @@ import pytest
 
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import HttpReward, PromptFile, TinyModel
-from rlboost_runtime.job_checks.shape import NOT_YET_FIELDS, sections
+from rlboost_runtime.job_checks.shape import sections
 from rlboost_runtime.job_checks.tree import MAX_NODES
 from rlboost_runtime.job_file import JobErrors, describe_fields, hints, load_job
 
@@ -424,17 +424,75 @@ def test_a_reward_may_be_bound_in_any_way_and_is_never_run(check: Check, folder:
         ),
         ("weights: {transfer: lora}", "weights.transfer: found lora, but there are no adapters without algorithm.lora; write it, or another transfer"),
         (
-            "trainer: {infra: aws/us-east-1, accelerators: 'H100:8', nodes: 2}",
-            "trainer.infra: found aws/us-east-1, which is not in this version yet; use local or ssh",
-        ),
-        (
-            "trainer: {accelerators: 'H100:8'}",
-            "trainer.accelerators: is not in this version yet; remove it: the trainer uses what this machine has",
+            "trainer: {infra: azure/eastus, accelerators: 'H100:8'}",
+            "trainer.infra: found azure/eastus, which is not in this version yet; use local, ssh, aws/REGION or gcp/REGION",
         ),
     ],
 )  # fmt: skip
 def test_things_of_later_versions_are_named_as_such_once(check: Check, text: str, line: str) -> None:
     assert check(GOOD + text + "\n") == [f"job.yaml:4: {line}"]
+
+
+BOUGHT = "trainer: {infra: aws/us-east-1, accelerators: 'H100:8'}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (
+            "trainer: {infra: aws/us-east-1}",
+            "4: trainer.accelerators: is missing, but infra is aws/us-east-1; add accelerators: \"H100:8\"",
+        ),
+        (
+            "trainer: {infra: aws, accelerators: 'H100:8'}",
+            "4: trainer.infra: found 'aws'; write local, ssh, aws/REGION or gcp/REGION",
+        ),
+        (
+            "trainer: {infra: aws/us-east-1, accelerators: 'H100:8', nodes: 2}",
+            "4: trainer.nodes: is 2, but a head elsewhere is one machine; write 1",
+        ),
+        (
+            "trainer: {infra: aws/us-east-1, accelerators: 'H100:8', price_usd_per_hour: 9.0}",
+            "4: trainer.price_usd_per_hour: is for a machine of your own, but infra is aws/us-east-1; write infra: ssh, or remove it",
+        ),
+        (
+            "trainer: {accelerators: 'H100:8'}",
+            "4: trainer.accelerators: is for a head that is bought, but infra is local; write infra: aws/REGION, or remove it",
+        ),
+        (
+            "trainer: {infra: ssh, hosts: [me@a], role: x}",
+            "4: trainer.role: is for a head that is bought, but infra is ssh; write infra: aws/REGION, or remove it",
+        ),
+        (
+            "after: {done: stay}",
+            "4: after: is for a head that is bought in a cloud, but trainer.infra is local: that machine stays as it is; remove it",
+        ),
+        (
+            BOUGHT + "output: /mnt/runs",
+            "5: output: is /mnt/runs, and the head ends itself after the run, with the model on its disk; write output:"
+            " s3://BUCKET/PREFIX, or how long it is to wait until you fetch it with rlboost down: after:"
+            " {idle_minutes: 240}, or that it stays: after: {done: stay}",
+        ),
+    ],
+)  # fmt: skip
+def test_a_head_that_is_bought_says_what_is_bought_and_what_becomes_of_it(
+    check: Check, text: str, line: str
+) -> None:
+    assert check(GOOD + text + "\n") == [f"job.yaml:{line}"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "output: s3://bucket/runs",
+        "after: {idle_minutes: 240}",
+        "after: {done: stay}",
+    ],
+)
+def test_a_bought_head_may_end_itself_where_the_model_is_kept_or_somebody_was_told(
+    check: Check, text: str
+) -> None:
+    assert check(GOOD + BOUGHT + text + "\n") == []
 
 
 @pytest.mark.parametrize(
@@ -501,11 +559,6 @@ def test_offers_of_several_kinds_stand_side_by_side(check: Check) -> None:
         " {infra: aws/us-east-2, accelerators: 'H100:8', via: direct, max_price_usd_per_hour: 14.0}]"
     )
     assert check(GOOD + f"rollout: {{spot: {{any_of: {offers}}}}}\n") == []
-
-
-def test_no_field_is_called_missing_from_this_version_once_it_is_there() -> None:
-    there = {field.path for field in describe_fields()}
-    assert not there & NOT_YET_FIELDS.keys()
 
 
 # --- fields that disagree, and what they name on disk ---------------------------------------------------------

@@ -372,3 +372,17 @@ def test_only_words_on_which_money_hangs_wait_for_the_disk(ledger: Ledger) -> No
     assert level() == 1  # NORMAL
     ledger.launched("a", T0)
     assert level() == 2
+
+
+def test_a_machine_that_was_there_longer_is_billed_longer_and_never_shorter(ledger: Ledger) -> None:
+    intend(ledger, "a")
+    ledger.prolonged("a", T0 + 50)  # never launched
+    assert ledger.total_micro_usd(T0 + 100) == 0
+    ledger.launched("a", T0 + 10)
+    ledger.prolonged("a", T0 + 11)  # open: it is billed anyway
+    ledger.ended("a", T0 + 15)
+    for until in (T0 + 20, T0 + 5):
+        ledger.prolonged("a", until)
+        assert ledger.total_micro_usd(T0 + 100) == 10_000_000
+    with pytest.raises(NotFound):
+        ledger.prolonged("nobody", T0)

@@ -108,7 +108,7 @@ def test_a_draft_says_so_and_check_finds_only_what_is_not_in_this_version(name: 
     with pytest.raises(JobErrors) as found:
         load_job(path)
     assert [line for line in found.value.lines if "not in this version yet" not in line] == []
-    assert any("trainer.infra" in line for line in found.value.lines)
+    assert any("rollout.tensor_parallel" in line for line in found.value.lines)
 
 
 def test_an_unknown_template_is_a_key_error() -> None:

@@ -29,6 +29,10 @@ class Bought:
         """Return what the machine was bought as; None where nobody knows."""
         return self._offers.get(machine)
 
+    def offers(self) -> dict[str, Offer]:
+        """Return all, by machine."""
+        return dict(self._offers)
+
     def add(self, machine: str, offer: Offer) -> None:
         """Keep it, before its launch is asked for. Raises `OSError`."""
         if self._offers.get(machine) == offer:

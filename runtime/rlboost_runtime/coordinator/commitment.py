@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from rlboost_runtime.coordinator.accounts import MachineBill, MachineBookState, least_billed_ns
 from rlboost_runtime.core.money import cost_micro_usd
+from rlboost_runtime.rental import Rental
 
 CLOUD_WIND_DOWN_S = 45.0
 """From the decision to end until a cloud has stopped billing: our 30 s to end machines, and its own delay."""
@@ -41,6 +42,11 @@ def least_micro_usd(provider: str, price_micro_usd_per_hour: int) -> int:
     """Return what a machine launched now costs at least."""
     least_ns = max(least_billed_ns(provider), wind_down_ns(provider))
     return cost_micro_usd(price_micro_usd_per_hour, least_ns)
+
+
+def stay_micro_usd(head: Rental) -> int:
+    """Return what a bought head costs while it waits, after its run, to be looked at."""
+    return cost_micro_usd(head.price_micro_usd_per_hour, round(head.stays_s * 1e9))
 
 
 def wind_down_ns(provider: str) -> int:

@@ -2,7 +2,7 @@
 
 Guarantees:
 
-- the intent to launch is in the ledger before the provider is asked;
+- the intent to launch is in the ledger, and told elsewhere (`tell_intent`), before the provider is asked;
 - a machine leaves the ledger's open list only when the provider says that it is gone, or never was: a launch
   that failed without such a word counts against cap and budget until its lists have not shown it for a while;
 - a machine that the provider started is billed from then on, whether or not the launch was heard of;
@@ -102,9 +102,11 @@ class Fleet:
         room_micro_usd: Callable[[], int] | None = None,
         on_demand_floor: int = 0,
         bought: Bought | None = None,
+        tell_intent: Callable[[], object] | None = None,
     ) -> None:
         """`room_micro_usd` returns what of the budget is neither spent nor committed; None: no budget.
 
+        `tell_intent` copies what was bought to another machine; it may block for seconds and raises nothing.
         `on_demand_floor`: below so many machines, one is bought on demand where no spot machine is to be had.
         """
         self._state = state
@@ -125,6 +127,7 @@ class Fleet:
         self._doubtful: dict[str, tuple[float, str]] = {}
         """Open machines that nobody wants any more: since when, and what their launch said."""
         self._bought = Bought(None) if bought is None else bought
+        self._tell_intent = tell_intent
 
     def carry_out(self, command: LaunchMachine | TerminateMachine) -> None:
         """Queue a command."""
@@ -232,6 +235,11 @@ class Fleet:
         except (RLBoostError, OSError) as error:
             self._launch_failed(machine, error, _retry_after(error))
             return
+        if self._tell_intent is not None:
+            await self._threads.call(self._tell_intent)
+            if self._is_closed:
+                self._ledger.failed(machine, self._clock.wall(), "the run ended before it was launched")
+                return
         try:
             request = LaunchRequest(self._maker.run, machine, offer, self._maker.bootstrap(machine))
             view = await self._in_thread(machine, lambda: self._provider.launch(request))

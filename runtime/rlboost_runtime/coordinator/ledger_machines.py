@@ -136,6 +136,19 @@ class MachineBook(LedgerFile):
                 ),
             )
 
+    def prolonged(self, machine: str, until: float) -> None:
+        """Note that a machine that was taken to be gone was there, and billed, until `until`.
+
+        Never shortens a bill; changes nothing of a machine that is open.
+        """
+        with self._billing() as db:
+            _must_know(db, machine)
+            db.execute(
+                "UPDATE machines SET ended_at = max(ended_at, ?)"
+                " WHERE machine = ? AND state = ? AND launched_at IS NOT NULL",
+                (to_ns(until), machine, MachineBookState.GONE),
+            )
+
     def open_machines(self) -> list[str]:
         """Return the machines that are not known to be gone, oldest intent first."""
         rows = self._rows(

@@ -23,7 +23,7 @@ from rlboost_providers.registry import expected_usd_per_hour, prices_of, provide
 from rlboost_runtime.coordinator.accounts import to_ns
 from rlboost_runtime.coordinator.agent_links import AgentLinks, Timing
 from rlboost_runtime.coordinator.bought import Bought
-from rlboost_runtime.coordinator.commitment import room_micro_usd
+from rlboost_runtime.coordinator.commitment import room_micro_usd, stay_micro_usd
 from rlboost_runtime.coordinator.fleet import Fleet, MachineMaker
 from rlboost_runtime.coordinator.intake import Arrived
 from rlboost_runtime.coordinator.ledger import Ledger
@@ -56,10 +56,12 @@ from rlboost_runtime.core.messages import (
 from rlboost_runtime.core.money import parse_usd
 from rlboost_runtime.deploy.shipment import Software, archive, common_part
 from rlboost_runtime.errors import NotFound, RLBoostError, RuntimeFault
-from rlboost_runtime.job import Job
+from rlboost_runtime.intent_copy import IntentCopy
+from rlboost_runtime.job import Job, LocalOffer
 from rlboost_runtime.last_word import give_up_reserve
 from rlboost_runtime.logs import event as log_event
 from rlboost_runtime.machine_bootstrap import RESERVED_MACHINE, instances_of, make_bootstrap
+from rlboost_runtime.rental import Rental, own_rental
 from rlboost_runtime.run_folder import RunFolder, read_json, write_json
 from rlboost_runtime.seams import Clock, Disk
 from rlboost_runtime.security import read_token
@@ -146,6 +148,7 @@ class Coordinator:
             None if job.budget.max_usd is None else self._room_micro_usd,
             job.rollout.spot.on_demand_floor,
             Bought(run.cloud / "bought.json"),
+            IntentCopy.of(run, job).put if _launches_elsewhere(job) else None,
         )
         self._sources = StatusSources(
             job, run.name, clock.wall(), self._state, self._agents, self._trainer, self._ledger
@@ -158,6 +161,8 @@ class Coordinator:
         self._agents.weights.on_wire = self._bill_egress
         self._trainer.on_published = self._agents.weights.published
         self._story = Story(self._ledger, clock, self._state.core)
+        rental = own_rental(run)
+        self._stay_micro_usd = 0 if rental is None else stay_micro_usd(rental)
         self._ending: Ending | None = None
         self._paused_since: float | None = None
         self._end_asked = asyncio.Event()
@@ -302,19 +307,21 @@ class Coordinator:
         self._sources.ended = _state_of(self._ending or ending)
 
     def _open_books(self) -> None:
-        trainer = self._job.trainer
         now = self._clock.wall()
+        rental = own_rental(self._run) or _own_machine(self._job, now)
         self._ledger.intend(
             RESERVED_MACHINE,
             pool=Pool.RESERVED,
-            provider=trainer.infra,
-            zone="local",
-            accelerator="cpu",
-            price_micro_usd_per_hour=round(trainer.price_usd_per_hour * 1_000_000),
-            price_source="job file: trainer.price_usd_per_hour",
-            at=now,
+            provider=rental.provider,
+            zone=rental.zone,
+            accelerator=rental.accelerator,
+            price_micro_usd_per_hour=rental.price_micro_usd_per_hour,
+            price_source=rental.price_source,
+            at=rental.intended_at,
         )
-        self._ledger.launched(RESERVED_MACHINE, now)
+        is_first = RESERVED_MACHINE in self._ledger.unbilled_machines()
+        launched_at = rental.launched_at if is_first else None  # a run that is continued is billed anew
+        self._ledger.launched(RESERVED_MACHINE, now if launched_at is None else launched_at)
         first = self._ledger.machines(now)[0].launched_ns
         self._sources.started_at = now if first is None else first / 1e9
 
@@ -442,7 +449,7 @@ class Coordinator:
     def _room_micro_usd(self) -> int:
         """Return what of the budget is neither spent nor committed."""
         now, ledger = self._clock.wall(), self._ledger
-        budget = parse_usd(self._job.budget.max_usd or 0.0)
+        budget = parse_usd(self._job.budget.max_usd or 0.0) - self._stay_micro_usd
         return room_micro_usd(budget, ledger.total_micro_usd(now), ledger.machines(now), to_ns(now))
 
     def _learn_weights_url(self) -> None:
@@ -457,6 +464,24 @@ class Coordinator:
             write_json(self._run.status, self._status())
         except OSError as problem:
             log_event(log, "status.write_failed", problem=str(problem))
+
+
+def _launches_elsewhere(job: Job) -> bool:
+    """Whether machines outlive this one: then what was launched has to be known elsewhere."""
+    return job.output is not None and not all(isinstance(o, LocalOffer) for o in job.rollout.spot.any_of)
+
+
+def _own_machine(job: Job, now: float) -> Rental:
+    """Return this machine, which nobody rents, with the price that the job gives it."""
+    return Rental(
+        machine=RESERVED_MACHINE,
+        provider=job.trainer.infra,
+        zone="local",
+        accelerator="cpu",
+        price_micro_usd_per_hour=round(job.trainer.price_usd_per_hour * 1_000_000),
+        price_source="job file: trainer.price_usd_per_hour",
+        intended_at=now,
+    )
 
 
 class _Outcome(msgspec.Struct):

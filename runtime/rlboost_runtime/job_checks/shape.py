@@ -46,6 +46,8 @@ FORMS = {
     "data": "{source: FILE.jsonl}, or {reasoning_gym: [NAME, ...]}",
     "reward": "FILE.py:FUNCTION, reasoning_gym, math, exact, or {http: URL}",
     "output": "s3://BUCKET/PREFIX, gs://..., az://..., or a folder by its whole path, such as /mnt/runs",
+    "trainer.infra": "local, ssh, aws/REGION or gcp/REGION",
+    "trainer.accelerators": "a GPU and how many of them, such as H100:8",
     "data.config.": "a number, text, true or false",
     "rollout.spot.any_of[]": "{infra: local, market: ...}, {infra: ssh, hosts: [...]} or"
     " {infra: CLOUD/REGION, accelerators: ...}",
@@ -56,17 +58,11 @@ FORMS = {
 
 YES_NO = {"yes": "true", "on": "true", "true": "true", "no": "false", "off": "false", "false": "false"}
 
-NOT_YET_FIELDS = {
-    "trainer.accelerators": "the trainer uses what this machine has",
-    "after": "nothing is left running at the end of a local run",
-}
-"""Fields of later versions, and why a job does without them today."""
-
 CLOUDS = ("aws", "gcp", "azure", "kubernetes", "k8s", "lambda", "nebius", "runpod")
 """What `infra` of a machine in a cloud begins with."""
 
 NOT_YET_VALUES = {
-    "trainer.infra": r"(aws|gcp|azure|kubernetes|k8s|lambda|runpod|nebius)(/.*)?",
+    "trainer.infra": r"(azure|kubernetes|k8s|lambda|runpod|nebius)(/.*)?",
     "rollout.engine": r"sglang",
 }
 """Values of later versions, as patterns."""
@@ -246,14 +242,12 @@ def _explain(kind: str, place: _Place, error: ErrorDetails) -> tuple[FieldPath, 
         return _disagreement(place, str(error.get("ctx", {}).get("error", error["msg"])))
     allowed = NOT_YET_VALUES.get(place.pattern)
     if allowed and isinstance(place.value, str | int) and re.fullmatch(allowed, str(place.value)):
-        wanted = _wanted(place.annotation, place.field)
+        wanted = _wanted(place.annotation, place.field, place.pattern)
         return place.path, f"found {place.value}, which is not in this version yet; use {wanted}"
     return place.path, f"found {_found(kind, place.value)}; {_remedy(place)}"
 
 
 def _unknown(place: _Place) -> str:
-    if place.pattern in NOT_YET_FIELDS:
-        return f"is not in this version yet; remove it: {NOT_YET_FIELDS[place.pattern]}"
     name = str(place.path[-1])
     known = list(place.owner.model_fields) if place.owner else []
     if close := close_match(name, known):

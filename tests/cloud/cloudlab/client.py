@@ -13,6 +13,8 @@ from typing import Any
 START_S = 900.0
 """Longest start: the image may have to be made first."""
 ANSWER_S = 90.0
+CLOSE_S = 180.0
+"""Longest end: gigabytes of its machines' memory are given back, on a host that may be busy."""
 
 
 class Lab:
@@ -52,7 +54,7 @@ class Lab:
         assert self._process.stdout is not None
         self._process.stdin.close()
         try:
-            self._process.wait(timeout=60)
+            self._process.wait(timeout=CLOSE_S)
         finally:
             self._process.kill()
             self._process.stdout.close()

@@ -57,6 +57,7 @@ def build_image(cache: Path, lock: Path) -> Image:
         mirrored = pool.submit(_make, wheels, lambda draft: _mirror(draft, lock))
         baked.result()
         mirrored.result()
+    _complete(wheels)
     image = Image(home, wheels)
     _make(installed, lambda draft: make_cache(draft, image))
     return replace(image, cache=installed)
@@ -90,6 +91,12 @@ def _mirror(draft: Path, lock: Path) -> None:
     )
     (draft / "python.json").write_text(json.dumps(_downloads(version.strip())))
     (draft / "uv.toml").write_text(_UV)
+
+
+def _complete(wheels: Path) -> None:
+    """Add what the lock lacks and a head that launches machines needs: the SDK of the lab's cloud."""
+    if not any(wheels.glob("boto3-*.whl")):
+        _run([sys.executable, "-m", "pip", "wheel", "-q", "--wheel-dir", str(wheels), "boto3>=1.40"])
 
 
 def _downloads(version: str) -> dict[str, object]:

@@ -15,6 +15,8 @@ for hidden in run root opt work mnt srv; do [ -d "$root/$hidden" ] && mount -t t
 for shared in tmp var/tmp; do mount -t tmpfs -o mode=1777 tmpfs "$root/$shared"; done
 mkdir -p "$root/var/wheels"
 mount --bind -o ro "$wheels" "$root/var/wheels"
+touch "$root/usr/local/bin/uv"
+mount --bind "$root/home/ubuntu/.local/bin/uv" "$root/usr/local/bin/uv" # for every account
 hostname "$name"
 
 printf '%s' "$USER_DATA" > "$root/run/user-data.sh"

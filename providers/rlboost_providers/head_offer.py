@@ -1,0 +1,58 @@
+"""What a job's `trainer.infra: CLOUD/REGION` means in a cloud's own terms: one machine, on demand.
+
+It is bought like a machine of `rollout.spot.on_demand_floor`, but for what it runs when it boots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rlboost_providers.base import Provider
+from rlboost_providers.direct_offers import aws_pools, gcp_pools, on_demand_quotes
+from rlboost_providers.tags import owner_of
+from rlboost_runtime.errors import ConfigError
+from rlboost_runtime.job import CloudOffer, Trainer
+from rlboost_runtime.run_folder import home
+
+
+def head_pool_provider(trainer: Trainer) -> Provider:
+    """Return a provider with one offer: that of the head. Raises `ConfigError`."""
+    offer = cloud_offer(trainer)
+    if offer.cloud == "aws":
+        from rlboost_providers.aws import AwsProvider
+
+        (pool,) = aws_pools([offer], spot=False)
+        price = pool.on_demand_micro_usd_per_hour or pool.max_price_micro_usd_per_hour
+        if price is None:
+            raise ConfigError(
+                f"no price of {trainer.accelerators} in {trainer.infra} is known to this version",
+                "write trainer.max_price_usd_per_hour: what such a machine costs; the books will have that",
+            )
+        own = replace(pool, on_demand_micro_usd_per_hour=price, instance_profile=trainer.role)
+        return AwsProvider([own], owner_of(home()))
+    from rlboost_providers.gcp import GcpProvider
+
+    found = gcp_pools([offer], spot=False)
+    return GcpProvider([replace(each, service_account=trainer.role) for each in found], owner_of(home()))
+
+
+def expected_usd_per_hour(trainer: Trainer) -> float | None:
+    """Return what an hour is likely to cost, as far as the shipped table knows; for plans."""
+    known = on_demand_quotes(cloud_offer(trainer))
+    limit = trainer.max_price_usd_per_hour
+    if not known:
+        return limit
+    return min(known) if limit is None else min(min(known), limit)
+
+
+def cloud_offer(trainer: Trainer) -> CloudOffer:
+    """Return the entry of `rollout.spot.any_of` that would buy the same machine."""
+    return CloudOffer(
+        infra=trainer.infra,
+        accelerators=str(trainer.accelerators),
+        via="direct",
+        instance_type=trainer.instance_type,
+        image=trainer.image,
+        disk_gb=trainer.disk_gb,
+        max_price_usd_per_hour=trainer.max_price_usd_per_hour,
+    )

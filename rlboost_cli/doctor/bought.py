@@ -1,0 +1,68 @@
+"""What a head that is bought in a cloud needs: credentials here, an offer, an identity of its own there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rlboost_cli.doctor.findings import Finding, Patient, fail, failed, ok, warn
+from rlboost_providers.registry import head_provider
+from rlboost_runtime.core.money import format_usd
+from rlboost_runtime.errors import RLBoostError
+from rlboost_runtime.job import CloudOffer, Job
+
+_KEYS = {
+    "aws": ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"),
+    "gcp": ("GOOGLE_APPLICATION_CREDENTIALS",),
+}
+"""Names in `secrets` by which a head without a role could sign in."""
+
+
+def offer(patient: Patient) -> Iterator[Finding]:
+    """Ask the cloud, with the credentials that are here, for such a machine; nothing is bought."""
+    job = patient.job
+    if job is None or not job.trainer.is_bought:
+        return
+    try:
+        provider = head_provider(job)
+        provider.describe("doctor")  # it takes the credentials
+        offers = provider.offers()
+    except RLBoostError as error:
+        yield failed("head", error)
+        return
+    if not offers:
+        yield fail(
+            "head",
+            f"{job.trainer.accelerators} in {job.trainer.infra} costs more than max_price_usd_per_hour",
+            "raise it, or write another region",
+        )
+        return
+    price = format_usd(offers[0].price_micro_usd_per_hour, 4)
+    yield ok("head", f"{job.trainer.accelerators} in {offers[0].zone}: {price} per hour ({offers[0].source})")
+
+
+def identity(patient: Patient) -> Iterator[Finding]:
+    """Whether the head could launch the spot machines that the job wants, and write to its output."""
+    if patient.job is not None and patient.job.trainer.is_bought:
+        yield judge_identity(patient.job)
+
+
+def judge_identity(job: Job) -> Finding:
+    """Judge by whom the clouds take the head for."""
+    own = job.trainer.infra.partition("/")[0]
+    clouds = {each.cloud for each in job.rollout.spot.any_of if isinstance(each, CloudOffer)}
+    clouds = clouds if job.rollout.spot.max_instances else set()
+    unknown = sorted(
+        cloud
+        for cloud in clouds
+        if not (cloud == own and job.trainer.role)
+        if not any(key in job.secrets for key in _KEYS.get(cloud, ()))
+    )
+    if unknown:
+        return warn(
+            "identity",
+            f"the head is nobody to {', '.join(unknown)}: it could not launch spot machines there",
+            "name trainer.role for its own cloud, or scoped keys in secrets (docs/head.md)",
+        )
+    who = f"{job.trainer.role} in {own}" if job.trainer.role else "nobody in its cloud"
+    keys = f", with {', '.join(job.secrets)}" if job.secrets else ""
+    return ok("identity", f"the head is {who}{keys}")

@@ -1,0 +1,138 @@
+"""What becomes known here of a bought head that is silent or whose run has ended, and what it cost to its
+end.
+
+Guarantee: once the cloud says that a run's head is gone, the run has an outcome and its books end with that
+machine: nobody else can write either any more.
+"""
+
+from __future__ import annotations
+
+import time
+
+from rlboost_cli.head.connection import Say
+from rlboost_cli.head.mirror import close_mirror, is_complete
+from rlboost_cli.head.renting import note_end, view_of
+from rlboost_providers.base import MachineState
+from rlboost_providers.registry import head_provider
+from rlboost_runtime.coordinator.ledger import Ledger
+from rlboost_runtime.core.messages import Pool
+from rlboost_runtime.errors import ConfigError
+from rlboost_runtime.machine_bootstrap import RESERVED_MACHINE
+from rlboost_runtime.rental import Rental, current_rental, kept_rentals
+from rlboost_runtime.run_create import stored_job
+from rlboost_runtime.run_folder import RunFolder, write_json
+
+_LISTED_S = 120.0
+"""A machine younger than this is there though its cloud does not list it: EC2's lists lag behind."""
+
+
+def head_is_there(run: RunFolder) -> bool:
+    """Whether the cloud still has the run's head; what it says of a machine that is gone is noted.
+
+    Raises `ProviderError`, `CredentialsRejected` where it cannot be asked.
+    """
+    rental = current_rental(run)
+    if rental is None or rental.ended_at is not None:
+        return False
+    view = view_of(head_provider(stored_job(run)), run, rental)
+    if view is None and rental.launched_at is not None and time.time() - rental.launched_at < _LISTED_S:
+        return True  # lists lag behind launches
+    if view is None or view.state is MachineState.GONE:
+        note_end(run, rental, view)
+        return False
+    return True
+
+
+def find_out(run: RunFolder, say: Say) -> None:
+    """Note the end of a run whose bought head is gone, and what it cost; of one that is there, what it has
+    cost beyond its run.
+
+    Raises like `head_is_there`.
+    """
+    rental = current_rental(run)
+    if rental is None:
+        return
+    if head_is_there(run):
+        if is_complete(run):
+            _prolong(run, time.time())
+        return
+    if not run.mirror.exists() and not run.outcome.exists():
+        return  # it never came to a run: the next `up` rents another
+    if not is_complete(run):
+        take_report(run, say)
+        if not run.outcome.exists():
+            _note_lost(run)
+        close_mirror(run)
+    settle(run)
+
+
+def take_report(run: RunFolder, say: Say) -> None:
+    """Fetch what the head has put at the job's output of its ended run, where there is something."""
+    output = stored_job(run).output
+    if output is not None and not run.outcome.exists():
+        try:
+            from rlboost_runtime.trainer.run_report import take_report as fetch_report
+        except ImportError as missing:
+            raise ConfigError(
+                f"reading {output} needs obstore, which is not installed", "type: pip install 'rlboost[aws]'"
+            ) from missing
+        say(f"looking at {output} for how {run.name} ended")
+        fetch_report(run, output)
+
+
+def settle(run: RunFolder) -> None:
+    """Bring the books here up to the end of every machine that was rented for the run's head."""
+    rentals = [each for each in kept_rentals(run) if each.launched_at is not None]
+    if not rentals or rentals[-1].ended_at is None:
+        return
+    ledger = Ledger(run.ledger)
+    try:
+        for rental in rentals[:-1]:
+            _enter(ledger, rental.machine, rental)
+        _enter(ledger, RESERVED_MACHINE, rentals[-1])
+        ledger.prolonged(RESERVED_MACHINE, rentals[-1].ended_at)
+    finally:
+        ledger.close()
+
+
+def _prolong(run: RunFolder, until: float) -> None:
+    ledger = Ledger(run.ledger)
+    try:
+        ledger.prolonged(RESERVED_MACHINE, until)
+    finally:
+        ledger.close()
+
+
+def _enter(ledger: Ledger, name: str, rental: Rental) -> None:
+    """Have a machine in the books from its launch to its end; what they say already holds."""
+    assert rental.launched_at is not None
+    ledger.intend(
+        name,
+        pool=Pool.RESERVED,
+        provider=rental.provider,
+        zone=rental.zone,
+        accelerator=rental.accelerator,
+        price_micro_usd_per_hour=rental.price_micro_usd_per_hour,
+        price_source=rental.price_source,
+        at=rental.intended_at,
+    )
+    if name in ledger.unbilled_machines():
+        ledger.launched(name, rental.launched_at)
+    if rental.ended_at is not None and name in ledger.open_machines():
+        ledger.ended(name, rental.ended_at, rental.detail)
+
+
+def _note_lost(run: RunFolder) -> None:
+    rental = current_rental(run)
+    where = "" if rental is None else f", {rental.machine} in {rental.zone},"
+    write_json(
+        run.outcome,
+        {
+            "state": "failed",
+            "problem": f"the head of {run.name}{where} is gone before it was heard how the run ended, and"
+            " with it what was on its disk",
+            "remedy": f"rlboost down {run.name} ends what it may have launched and closes its books; copies"
+            " are at the job's output, where it has one",
+            "exit_code": 1,
+        },
+    )

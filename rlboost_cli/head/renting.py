@@ -1,0 +1,258 @@
+"""A head that is bought: one machine on demand, rented when a run is brought up and given back at its end.
+
+Guarantees: a machine is noted in the run's folder before its cloud is asked for it; a run has one at a time,
+however often it is brought up, and also where two commands do it at once; every wait has a deadline; a
+machine that never answers is given back; what is given back is gone by its cloud's own word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+from rlboost_cli.head.connection import Head, HeadUnreachable, Say
+from rlboost_cli.head.start_up import ACCOUNT, head_script, host_key, own_key
+from rlboost_providers.base import LaunchRequest, MachineState, MachineView, Offer, Provider
+from rlboost_providers.registry import head_provider
+from rlboost_providers.tags import head_of
+from rlboost_runtime.core.money import format_usd
+from rlboost_runtime.errors import CredentialsRejected, NoCapacity, QuotaExceeded, RuntimeFault
+from rlboost_runtime.head_place import change_place, kept_place
+from rlboost_runtime.job import Job
+from rlboost_runtime.rental import Rental, current_rental, keep_rental, kept_rentals
+from rlboost_runtime.run_create import stored_job
+from rlboost_runtime.run_folder import RunFolder
+
+BOOT_S = 600.0
+"""Longest wait from the launch until the machine lets us in."""
+GONE_S = 180.0
+"""Longest wait until a cloud says that a machine is gone that it was told to end."""
+_LOOK_S = 2.0
+
+
+def rent(run: RunFolder, say: Say) -> None:
+    """Have a machine for the run's head that lets us in: the one that is there, or a new one.
+
+    Raises `NoCapacity`, `QuotaExceeded`, `CredentialsRejected`, `ConfigError`, and `RuntimeFault` where it
+    does not answer in time, or where the run's head is gone, and what was on it.
+    """
+    job = stored_job(run)
+    provider = head_provider(job)
+    with _alone(run):
+        if run.outcome.exists():
+            raise _ended(run)
+        rental = _there(run, provider) or _launch(run, job, provider, say)
+    try:
+        _await_it(run, job, provider, rental, say)
+    except RuntimeFault:
+        give_back(run, say)
+        raise
+
+
+def give_back(run: RunFolder, say: Say) -> None:
+    """End the machine of the run's head, and see it gone; nothing to do where there is none.
+
+    Raises `ProviderError` where its cloud cannot be asked, `RuntimeFault` where it stays.
+    """
+    with _alone(run):
+        rental = current_rental(run)
+        if rental is None or rental.ended_at is not None:
+            return
+        provider, key = head_provider(stored_job(run)), head_of(run.name)
+        say(f"giving {rental.machine} of {run.name} back to {rental.zone}")
+        deadline = time.monotonic() + GONE_S
+        while True:
+            view = view_of(provider, run, rental)
+            if view is None or view.state is MachineState.GONE:
+                note_end(run, rental, view)
+                return
+            if time.monotonic() > deadline:
+                raise RuntimeFault(
+                    f"{rental.machine} of {run.name} in {view.zone} is still there {GONE_S:.0f} s after it"
+                    " was to end, and costs money",
+                    f"type `rlboost down {run.name}` again, or end it in the cloud's own console",
+                )
+            provider.terminate(key, rental.machine)
+            time.sleep(_LOOK_S)
+
+
+def view_of(provider: Provider, run: RunFolder, rental: Rental) -> MachineView | None:
+    """Return what the cloud says of a machine; None: it knows of none. Raises `ProviderError`."""
+    views = provider.describe(head_of(run.name))
+    return next((view for view in views if view.machine == rental.machine), None)
+
+
+def note_end(run: RunFolder, rental: Rental, view: MachineView | None) -> Rental:
+    """Note that a machine is gone, since when its cloud says, and return it."""
+    ended_at = time.time() if view is None or view.ended_at is None else view.ended_at
+    started_at = rental.launched_at
+    if started_at is None and view is not None:
+        started_at = view.started_at
+    ended = replace(rental, launched_at=started_at, ended_at=ended_at, detail=view.detail if view else "")
+    keep_rental(run, ended)
+    return ended
+
+
+def rate_of(rental: Rental) -> str:
+    """Return what an hour of it costs, in words."""
+    return f"{format_usd(rental.price_micro_usd_per_hour, 4)} per hour"
+
+
+# --- renting ------------------------------------------------------------------------------------------------
+
+
+def _there(run: RunFolder, provider: Provider) -> Rental | None:
+    """Return the machine that the run has, as far as its cloud knows it; None: one is to be launched."""
+    rental = current_rental(run)
+    if rental is None or rental.ended_at is not None:
+        return None
+    view = view_of(provider, run, rental)
+    if view is not None and view.state is not MachineState.GONE:
+        return _noted(run, rental, view)
+    if rental.launched_at is None and view is None:
+        return None  # whoever wanted to launch it did not come to it
+    note_end(run, rental, view)
+    if run.mirror.exists():
+        raise _lost(run, rental)
+    return None
+
+
+def _launch(run: RunFolder, job: Job, provider: Provider, say: Say) -> Rental:
+    last = current_rental(run)
+    if last is not None and last.ended_at is not None and run.mirror.exists():
+        raise _lost(run, last)
+    intended = last is not None and last.ended_at is None
+    machine = last.machine if last is not None and intended else f"head-{len(kept_rentals(run)) + 1}"
+    script, told_run = head_script(run, job), head_of(run.name)
+    refusal: NoCapacity | QuotaExceeded | None = None
+    for offer in provider.offers():
+        rental = _intent(machine, offer, job)
+        keep_rental(run, rental)
+        say(f"renting {offer.accelerator} in {offer.zone} for the head, at {rate_of(rental)}")
+        try:
+            view = provider.launch(LaunchRequest(told_run, machine, offer, {}, script))
+        except (NoCapacity, QuotaExceeded) as error:
+            refusal = error
+            keep_rental(run, replace(rental, ended_at=time.time(), detail=error.problem))
+            continue
+        return _noted(run, rental, view)
+    if refusal is not None:
+        raise refusal
+    raise NoCapacity(
+        f"{job.trainer.accelerators} in {job.trainer.infra} costs more than trainer.max_price_usd_per_hour,"
+        f" ${job.trainer.max_price_usd_per_hour}",
+        "raise it, or write another region; rlboost prices shows what there is",
+    )
+
+
+def _intent(machine: str, offer: Offer, job: Job) -> Rental:
+    return Rental(
+        machine=machine,
+        provider=offer.provider,
+        zone=offer.zone,
+        accelerator=offer.accelerator,
+        price_micro_usd_per_hour=offer.most_micro_usd_per_hour,
+        price_source=offer.source,
+        intended_at=time.time(),
+        stays_s=job.after.idle_minutes * 60 if job.after.failed == "down" else 0.0,
+    )
+
+
+def _noted(run: RunFolder, rental: Rental, view: MachineView) -> Rental:
+    started_at = rental.launched_at if view.started_at is None else view.started_at
+    found = replace(
+        rental,
+        zone=view.zone or rental.zone,
+        launched_at=time.time() if started_at is None else started_at,
+    )
+    keep_rental(run, found)
+    return found
+
+
+# --- waiting ------------------------------------------------------------------------------------------------
+
+
+def _await_it(run: RunFolder, job: Job, provider: Provider, rental: Rental, say: Say) -> None:
+    """Wait until the machine lets us in under the host key that it was given, and note its address."""
+    began, problem = time.monotonic(), "it has no address yet"
+    while True:
+        waited_s = time.monotonic() - began
+        if run.outcome.exists():
+            give_back(run, say)
+            raise _ended(run)
+        view = view_of(provider, run, rental)
+        if view is not None and view.state is MachineState.GONE:
+            note_end(run, rental, view)
+            raise RuntimeFault(
+                f"{rental.machine} of {run.name} ended while it booted:"
+                f" {view.detail or 'its cloud says no more'}",
+                f"type rlboost launch {run.name} to rent another",
+            )
+        address = "" if view is None else _address(job, view)
+        if address:
+            _note_place(run, address)
+            refusal = _is_let_in(run)
+            if refusal is None:
+                return
+            problem = refusal
+        if waited_s > BOOT_S:
+            raise RuntimeFault(
+                f"{rental.machine} of {run.name}{f' at {address}' if address else ''} did not let us in"
+                f" within {BOOT_S:.0f} s and is given back; last: {problem}",
+                "see that its image has sshd, python3 and cloud-init (docs/head.md), and that its port 22 is"
+                " reached from here",
+            )
+        say(f"waiting for {rental.machine} in {rental.zone} {f'at {address} ' if address else ''}to boot")
+        time.sleep(_LOOK_S)
+
+
+def _address(job: Job, view: MachineView) -> str:
+    return view.private_address if job.trainer.private_address else view.public_address
+
+
+def _note_place(run: RunFolder, address: str) -> None:
+    place = replace(
+        kept_place(run),
+        host=f"{ACCOUNT}@{address}",
+        identity_file=str(own_key(run).path),
+        host_key=host_key(run).public,
+    )
+    if place != kept_place(run):
+        change_place(run, place)
+
+
+def _is_let_in(run: RunFolder) -> str | None:
+    """Return None where the machine is ours and answers; else what it said: nothing was told to it then."""
+    try:
+        with Head(run) as head:
+            head.ask("look")
+    except (HeadUnreachable, CredentialsRejected) as refusal:
+        return refusal.problem
+    return None
+
+
+# --- helpers ------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _alone(run: RunFolder) -> Iterator[None]:
+    """Keep other commands of this machine from launching or ending the run's head meanwhile."""
+    with (run.processes / ".renting").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _ended(run: RunFolder) -> RuntimeFault:
+    return RuntimeFault(f"{run.name} was ended meanwhile", f"rlboost launch {run.name} --resume goes on")
+
+
+def _lost(run: RunFolder, rental: Rental) -> RuntimeFault:
+    return RuntimeFault(
+        f"the head of {run.name}, {rental.machine} in {rental.zone}, is gone, and with it what was on its"
+        f" disk ({rental.detail or 'ended'})",
+        f"rlboost down {run.name} closes its books; copies are at the job's output, where it has one; its job"
+        " file starts a new run",
+    )

@@ -1,0 +1,97 @@
+"""What a head that is bought runs at its first boot, and the keys by which it and its owner know one another.
+
+Both keys are made here, for this run alone, and lie in the run's folder (mode 600). The host's travels in the
+start-up script, which whoever may describe the machine in its cloud can read: they could pass for the head,
+not sign in to it.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import os
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_ssh_private_key,
+)
+
+from rlboost_runtime.job import Job
+from rlboost_runtime.run_folder import RunFolder, write_atomically
+
+ACCOUNT = "rlboost"
+"""Who everything belongs to there."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPair:
+    """An Ed25519 key as OpenSSH writes it."""
+
+    path: Path
+    """Where the private one lies."""
+    private: str
+    public: str
+    """One line: ssh-ed25519 AAAA..."""
+
+
+def own_key(run: RunFolder) -> KeyPair:
+    """Return the key that the run's owner signs in with, made at the first call."""
+    return _key(run.path / "secrets" / "head_sign_in")
+
+
+def host_key(run: RunFolder) -> KeyPair:
+    """Return the key that the machine is known by, made at the first call."""
+    return _key(run.path / "secrets" / "head_host")
+
+
+def head_script(run: RunFolder, job: Job) -> str:
+    """Return the start-up script of the machine."""
+    text = resources.files("rlboost_templates").joinpath("startup/head.sh").read_text(encoding="utf-8")
+    host = host_key(run)
+    values = {
+        "@ACCOUNT@": ACCOUNT,
+        "@WATCH@": _packed(resources.files("rlboost_cli.head").joinpath("watch.py").read_bytes()),
+        "@SETTINGS@": json.dumps(watch_settings(job)),
+        "@OWNER_KEY@": own_key(run).public,
+        "@HOST_KEY@": host.private.rstrip("\n"),
+        "@HOST_KEY_PUBLIC@": host.public,
+    }
+    for name, value in values.items():
+        text = text.replace(name, value, 1)
+    return text
+
+
+def watch_settings(job: Job) -> dict[str, object]:
+    """Return when the machine is to end itself, as `watch` reads it."""
+    folder = job.trainer.folder.replace("~", f"/home/{ACCOUNT}", 1)
+    return {
+        "folder": folder,
+        "cloud": job.trainer.infra.partition("/")[0],
+        "idle_s": job.after.idle_minutes * 60,
+        "done": job.after.done,
+        "failed": job.after.failed,
+    }
+
+
+def _packed(program: bytes) -> str:
+    return base64.encodebytes(gzip.compress(program, mtime=0)).decode().rstrip()
+
+
+def _key(path: Path) -> KeyPair:
+    if not path.exists():
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        made = Ed25519PrivateKey.generate()
+        write_atomically(path, made.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
+    text = path.read_bytes()
+    public = load_ssh_private_key(text, None).public_key()
+    line = public.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
+    os.chmod(path, 0o600)
+    return KeyPair(path, text.decode(), line)

@@ -1,0 +1,190 @@
+"""The part that ends a bought head: it runs there as root from the first boot on, whatever becomes of the
+rest.
+
+Standard library only, Python 3.8 and later, Linux; sent in the machine's start-up script, with its settings
+as JSON in the file that is its only argument: `cloud`, `folder` (of our runtime there), `idle_s`, and `done`
+and `failed`: what is to become of the machine after a run that ended so, "down" or "stay".
+
+Guarantee: once no run has gone on there for `idle_s`, and nobody has asked the machine anything, it shuts
+down, unless its run ended in a way after which it is to stay; at once, where the run's supervisor says that
+all of the run is safe elsewhere. Neither needs the laptop, nor our runtime, nor an end of the run: a crash
+and an installation that was given up count as idle. A supervisor that still lives is asked to end first: it
+ends the run's other machines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any, Dict, NamedTuple, Optional  # noqa: UP035 the host's Python may be 3.8
+
+Json = Dict[str, Any]  # noqa: UP006
+
+LOOK_S = 2.0
+"""Pause between two looks."""
+SAFE_S = 30.0
+"""How long it waits, once all of the run is safe elsewhere: a laptop that is on ends it then by itself."""
+SUPERVISOR_S = 300.0
+"""Longest end of a supervisor: it ends the run's machines."""
+OFF_S = 120.0
+"""So long may a shutdown take before the power is cut."""
+METADATA = "http://metadata.google.internal/computeMetadata/v1/"
+
+
+class Facts(NamedTuple):
+    """What is seen of the run on the machine; of several, of the one that keeps it most."""
+
+    is_supervised: bool = False
+    trains: bool = False
+    """Whether it is a run that was launched: one that is only up is idle."""
+    ended: Optional[str] = None  # noqa: UP045
+    """How it ended; None: it has not."""
+    is_safe: bool = False
+    """Whether its supervisor has put everything of it where the job's `output` says."""
+
+
+def reason_to_end(settings: Json, facts: Facts, quiet_s: float) -> str:
+    """Return why the machine is to be ended now; empty where it is not. Pure."""
+    if is_busy(facts):
+        return ""
+    if facts.ended is not None:
+        if settings["done" if facts.ended == "done" else "failed"] == "stay":
+            return ""
+        if facts.is_safe and quiet_s >= min(SAFE_S, settings["idle_s"]):
+            return f"its run has ended: {facts.ended}; all of it is at the job's output"
+    if quiet_s >= settings["idle_s"]:
+        return f"no run has gone on and nobody has asked anything for {quiet_s:.0f} s"
+    return ""
+
+
+def is_busy(facts: Facts) -> bool:
+    """Whether a run goes on, or is just being wound up."""
+    return facts.is_supervised and (facts.trains or facts.ended is not None)
+
+
+def main() -> None:
+    """Look until the machine is to end, then end it."""
+    settings = json.loads(Path(sys.argv[1]).read_text())
+    folder = Path(settings["folder"])
+    quiet_since, asked = time.monotonic(), None
+    while True:
+        facts, now_asked = facts_of(folder), mtime_of(folder / "asked")
+        if is_busy(facts) or now_asked != asked:
+            quiet_since, asked = time.monotonic(), now_asked
+        why = reason_to_end(settings, facts, time.monotonic() - quiet_since)
+        if why:
+            print(f"ending this machine: {why}", flush=True)
+            end_runs(folder)
+            end_machine(settings)
+        time.sleep(LOOK_S)
+
+
+# --- looking ------------------------------------------------------------------------------------------------
+
+
+def facts_of(folder: Path) -> Facts:
+    """Return the facts of the run that keeps the machine most: one that goes on, else the one that ended
+    last."""
+    runs = sorted(folder.glob("heads/*/runs/*/job.json"), key=mtime_of)
+    found = [facts_of_run(job.parent) for job in runs]
+    busy = [facts for facts in found if is_busy(facts)]
+    return (busy or found or [Facts()])[-1]
+
+
+def facts_of_run(run: Path) -> Facts:
+    """Return what is seen of one run."""
+    outcome = read(run / "outcome.json")
+    return Facts(
+        is_supervised=supervisor_of(run) is not None,
+        trains=bool(read(run / "wanted.json").get("train")),
+        ended=str(outcome.get("state", "stopped")) if (run / "outcome.json").exists() else None,
+        is_safe=(run / "safe.json").exists(),
+    )
+
+
+def supervisor_of(run: Path) -> Optional[int]:  # noqa: UP045
+    """Return the process id of the run's supervisor; None where none lives."""
+    pid = read(run / "processes" / "supervisor.json").get("pid")
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return None
+    return pid if b"RLBOOST_RUN=" + os.fsencode(str(run)) in environment.split(b"\0") else None
+
+
+def read(path: Path) -> Json:
+    """Return the JSON object in `path`; an empty one where there is none."""
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def mtime_of(path: Path) -> float:
+    """Return when a file was changed; 0 where there is none."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+# --- ending -------------------------------------------------------------------------------------------------
+
+
+def end_runs(folder: Path) -> None:
+    """Ask supervisors to end, and wait for it: nothing of their runs is left then in any cloud."""
+    deadline = time.monotonic() + SUPERVISOR_S
+    for job in folder.glob("heads/*/runs/*/job.json"):
+        pid = supervisor_of(job.parent)
+        if pid is not None:
+            os.kill(pid, signal.SIGTERM)
+    while time.monotonic() < deadline:
+        if not any(supervisor_of(job.parent) for job in folder.glob("heads/*/runs/*/job.json")):
+            return
+        time.sleep(0.5)
+
+
+def end_machine(settings: Json) -> None:
+    """Shut down, which ends the machine for good; on Google's cloud delete it, where it may do so itself."""
+    if settings.get("cloud") == "gcp":
+        delete_from_google()
+    subprocess.run(["shutdown", "-h", "now"], check=False)  # noqa: S607 wherever this system has it
+    time.sleep(OFF_S)
+    subprocess.run(["poweroff", "-f"], check=False)  # noqa: S607
+
+
+def delete_from_google() -> None:
+    """Ask Google to delete the machine, with the token of its service account; without one it stays stopped,
+    and the disk is deleted by whoever looks next from the laptop."""
+    try:
+        zone = about_google("instance/zone").rpartition("/")[2]
+        where = f"projects/{about_google('project/project-id')}/zones/{zone}/instances/"
+        token = json.loads(about_google("instance/service-accounts/default/token"))["access_token"]
+        request = urllib.request.Request(
+            f"https://compute.googleapis.com/compute/v1/{where}{about_google('instance/name')}",
+            method="DELETE",
+            headers={"Authorization": f"Bearer {token}"},
+        )
+        with urllib.request.urlopen(request, timeout=20):  # noqa: S310
+            time.sleep(OFF_S)  # it is on its way
+    except (OSError, ValueError, KeyError) as problem:
+        print(f"it cannot delete itself: {problem}", flush=True)
+
+
+def about_google(what: str) -> str:
+    """Return what Google's metadata service says. Raises `OSError`."""
+    headers = {"Metadata-Flavor": "Google"}
+    request = urllib.request.Request(METADATA + what, headers=headers)  # noqa: S310 plain, on a link of its own
+    with urllib.request.urlopen(request, timeout=5) as answer:  # noqa: S310
+        return str(answer.read().decode())
+
+
+if __name__ == "__main__":
+    main()

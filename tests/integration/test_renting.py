@@ -1,0 +1,253 @@
+"""Renting a head, against EC2 on loopback: noted before, once, waited for, given back."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from rlboost_cli.head import control, renting
+from rlboost_cli.head.rental_books import find_out, settle
+from rlboost_cli.head.renting import give_back, rent
+from rlboost_cli.money.costs import report_of
+from rlboost_cli.runs import sweep
+from rlboost_providers.aws import AwsProvider
+from rlboost_providers.base import LaunchRequest
+from rlboost_providers.registry import provider_for
+from rlboost_runtime.coordinator.bought import Bought
+from rlboost_runtime.errors import ConfigError, NoCapacity, RuntimeFault
+from rlboost_runtime.head_place import kept_place
+from rlboost_runtime.intent_copy import IntentCopy
+from rlboost_runtime.job_file import load_job
+from rlboost_runtime.rental import current_rental, kept_rentals
+from rlboost_runtime.run_create import prepare_run, stored_job
+from rlboost_runtime.run_folder import RunFolder, read_json, write_json
+from tests.fakes.ec2 import IMAGE, REGION, FakeEc2, fake_ec2
+
+pytestmark = pytest.mark.integration
+KIND, ZONE = "g5.xlarge", f"{REGION}a"
+
+
+@pytest.fixture
+def ec2(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeEc2]:
+    monkeypatch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda *_: 0.01)
+    with fake_ec2() as fake:
+        fake.sign_in(monkeypatch)
+        fake.prices = {(KIND, ZONE): 0.30}
+        yield fake
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    monkeypatch.setenv("RLBOOST_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(renting, "_LOOK_S", 0.05)
+    return made(tmp_path)
+
+
+def made(tmp_path: Path) -> RunFolder:
+    fields = {
+        "name": "far",
+        "model": {"init": "tiny"},
+        "data": {"reasoning_gym": ["spell_backward"]},
+        "trainer": {
+            "infra": f"aws/{REGION}",
+            "accelerators": "A10G:1",
+            "image": IMAGE,
+            "private_address": True,
+        },
+        "rollout": {
+            "spot": {
+                "any_of": [
+                    {"infra": f"aws/{REGION}", "accelerators": "A10G:1", "via": "direct", "image": IMAGE}
+                ]
+            }
+        },
+        "after": {"idle_minutes": 15.0},
+    }
+    path = tmp_path / "job.yaml"
+    with path.open("w") as file:
+        YAML().dump(fields, file)
+    return prepare_run(path, load_job(path)).run
+
+
+def let_in(monkeypatch: pytest.MonkeyPatch, *refusals: str) -> None:
+    """Have the machine let us in after so many refusals; the lab's tests have a real one."""
+    said = iter(refusals)
+    monkeypatch.setattr(renting, "_is_let_in", lambda run: next(said, None))
+
+
+def silently(words: str) -> None:
+    pass
+
+
+def test_the_machine_is_noted_before_it_is_asked_for_and_found_again_by_who_types_again(
+    ec2: FakeEc2, run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_in(monkeypatch, "its key is another yet")
+    launch = AwsProvider.launch
+
+    def cut_off(provider: AwsProvider, request: Any) -> Any:
+        noted = current_rental(run)
+        assert noted is not None
+        assert (noted.machine, noted.launched_at) == (request.machine, None), "the intent comes first"
+        launch(provider, request)
+        raise KeyboardInterrupt  # the laptop dies before it hears of the machine
+
+    monkeypatch.setattr(AwsProvider, "launch", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        rent(run, silently)
+    monkeypatch.setattr(AwsProvider, "launch", launch)
+    for _ in range(2):
+        rent(run, silently)
+    (instance,) = ec2.instances()
+    assert [rental.machine for rental in kept_rentals(run)] == ["head-1"]
+    place = kept_place(run)
+    assert place.host == f"rlboost@{instance.private_ip}"
+    assert place.host_key is not None
+    assert place.host_key.startswith("ssh-ed25519 ")
+    secrets = [path for path in (run.path / "secrets").iterdir() if path.stat().st_mode & 0o77]
+    assert secrets == []
+
+
+def test_two_commands_at_once_rent_one_machine(
+    ec2: FakeEc2, run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_in(monkeypatch)
+    both = [threading.Thread(target=rent, args=(run, silently)) for _ in range(2)]
+    for each in both:
+        each.start()
+    for each in both:
+        each.join(timeout=60)
+    assert len(ec2.instances(alive=False)) == 1
+
+
+def test_a_machine_that_never_lets_us_in_is_given_back_and_billed_and_the_next_try_rents_another(
+    ec2: FakeEc2, run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(renting, "BOOT_S", 0.2)
+    let_in(monkeypatch, *["no way to port 22"] * 1000)
+    with pytest.raises(RuntimeFault, match=r"did not let us in within .* no way to port 22"):
+        rent(run, silently)
+    assert ec2.instances() == []
+    let_in(monkeypatch)
+    rent(run, silently)
+    assert [rental.machine for rental in kept_rentals(run)] == ["head-1", "head-2"]
+    give_back(run, silently)
+    settle(run)
+    bills = {bill["id"]: bill for bill in report_of(run)["machines"]}  # type: ignore[attr-defined]
+    assert set(bills) == {"head-1", "reserved-0"}
+    assert all(bill["price_usd_per_hour"] == 1.006 for bill in bills.values())
+
+
+def test_where_there_is_none_nothing_is_rented_and_another_id_is_asked_for_next(
+    ec2: FakeEc2, run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_in(monkeypatch)
+    ec2.capacity[ZONE] = 0
+    with pytest.raises(NoCapacity) as refusal:
+        rent(run, silently)
+    assert refusal.value.exit_code == 4
+    ec2.capacity[ZONE] = 1
+    rent(run, silently)
+    assert [rental.machine for rental in kept_rentals(run)] == ["head-1", "head-2"]
+    assert len(ec2.instances(alive=False)) == 1
+
+
+def test_a_price_above_the_bound_rents_nothing(ec2: FakeEc2, run: RunFolder) -> None:
+    job = json.loads(run.job_json.read_text())
+    job["trainer"]["max_price_usd_per_hour"] = 0.5
+    write_json(run.job_json, job)
+    with pytest.raises(NoCapacity, match=r"costs more than trainer\.max_price_usd_per_hour, \$0\.5"):
+        rent(run, silently)
+    assert ec2.instances(alive=False) == []
+
+
+def test_a_region_whose_prices_nobody_knows_is_not_bought_in_blindly(run: RunFolder, ec2: FakeEc2) -> None:
+    job = json.loads(run.job_json.read_text())
+    job["trainer"]["infra"] = "aws/eu-nowhere-1"
+    write_json(run.job_json, job)
+    with pytest.raises(ConfigError, match="no price of A10G:1 in aws/eu-nowhere-1 is known"):
+        rent(run, silently)
+
+
+def test_a_run_that_is_ended_while_its_head_boots_leaves_no_head(
+    ec2: FakeEc2, run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ends_it(run: RunFolder) -> str:
+        write_json(run.outcome, {"state": "stopped"})  # what `down` does, elsewhere
+        return "not yet"
+
+    monkeypatch.setattr(renting, "_is_let_in", ends_it)
+    with pytest.raises(RuntimeFault, match="far was ended meanwhile"):
+        rent(run, silently)
+    assert ec2.instances() == []
+
+
+def test_down_ends_a_head_of_which_only_the_intent_is_known_here_and_what_it_launched(
+    ec2: FakeEc2, run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_in(monkeypatch)
+    rent(run, silently)
+    write_json(run.mirror, {"at": 0.0, "supervised": True, "marks": {}})
+    fleet = provider_for(stored_job(run), run)
+    bootstrap = {"machine": "spot-0", "instances": ("spot-0/0",)}
+    fleet.launch(LaunchRequest(run.name, "spot-0", fleet.offers()[0], bootstrap))
+    found = {(stray.run, stray.machine) for stray in sweep.look(silently, ["aws"]).strays}
+    assert found == set(), "its run is open"
+    ec2.powered_off("head-1")  # it ended itself, with the laptop off
+    find_out(run, silently)
+    assert "is gone before it was heard how the run ended" in (read_json(run.outcome) or {})["problem"]
+    found = {(stray.run, stray.machine) for stray in sweep.look(silently, ["aws"]).strays}
+    assert found == {("far", "spot-0")}
+    control.end_run(run, silently)
+    assert ec2.instances() == []
+    bill = next(bill for bill in report_of(run)["machines"] if bill["pool"] == "reserved")  # type: ignore[attr-defined]
+    rental = current_rental(run)
+    assert rental is not None
+    assert (bill["started_at"], bill["ended_at"]) == (rental.launched_at, rental.ended_at)
+
+
+def test_machines_that_a_lost_head_launched_after_the_last_look_are_ended_and_billed(
+    ec2: FakeEc2, run: RunFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    let_in(monkeypatch)
+    rent(run, silently)
+    job = json.loads(run.job_json.read_text())
+    job["output"] = str(tmp_path / "bucket")
+    write_json(run.job_json, job)
+    write_json(run.mirror, {"at": 0.0, "supervised": True, "marks": {}})
+    fleet = provider_for(stored_job(run), run)
+    offer = fleet.offers()[0]
+    on_head = RunFolder(tmp_path / "head" / run.name)  # what the head's coordinator does before a launch
+    on_head.path.mkdir(parents=True)
+    for name in ("spot-0", "spot-1"):
+        Bought(on_head.cloud / "bought.json").add(name, offer)
+        assert IntentCopy.of(on_head, stored_job(run)).put()
+    bootstrap = {"machine": "spot-0", "instances": ("spot-0/0",)}
+    fleet.launch(LaunchRequest(run.name, "spot-0", offer, bootstrap))  # spot-1 came to nothing
+    ec2.powered_off("head-1")
+    control.end_run(run, silently)
+    assert ec2.instances() == []
+    bills = {bill["id"]: bill for bill in report_of(run)["machines"]}  # type: ignore[attr-defined]
+    assert set(bills) == {"reserved-0", "spot-0", "spot-1"}
+    assert bills["spot-0"]["started_at"] is not None
+    assert bills["spot-1"]["billed_s"] == 0
+
+
+def test_gc_finds_a_head_by_its_tags_once_its_run_has_ended(
+    ec2: FakeEc2, run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_in(monkeypatch)
+    rent(run, silently)
+    run.rentals.unlink()  # not even the intent is left
+    write_json(run.outcome, {"state": "done"})
+    (stray,) = sweep.look(silently).strays
+    assert (stray.run, stray.machine, stray.is_ours) == ("far", "head-1", True)
+    assert "until `rlboost down` fetches it" in stray.why
+    assert sweep.end([stray], silently) == []
+    assert ec2.instances() == []

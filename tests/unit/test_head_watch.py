@@ -1,0 +1,101 @@
+"""What ends a bought head: when it does, when it does not, and what it sees on the disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlboost_cli.head import watch
+from rlboost_cli.head.watch import Facts, facts_of, reason_to_end
+
+SETTINGS = {"idle_s": 900.0, "done": "down", "failed": "down"}
+
+
+@pytest.mark.parametrize(
+    ("facts", "quiet_s", "ends"),
+    [
+        (Facts(is_supervised=True, trains=True), 10_000, False),
+        (Facts(is_supervised=True, trains=True, ended="done"), 10_000, False),  # it ends its machines
+        (Facts(is_supervised=True), 899, False),  # up, and nobody launches
+        (Facts(is_supervised=True), 900, True),
+        (Facts(trains=True), 899, False),  # its runtime was killed
+        (Facts(trains=True), 900, True),
+        (Facts(), 900, True),  # nothing was ever brought there
+        (Facts(ended="done"), 899, False),  # it waits to be fetched from
+        (Facts(ended="done"), 900, True),
+        (Facts(ended="done", is_safe=True), 29, False),  # a laptop that is on ends it
+        (Facts(ended="done", is_safe=True), 30, True),
+        (Facts(ended="failed"), 900, True),
+    ],
+)
+def test_a_head_ends_once_nothing_goes_on_there(facts: Facts, quiet_s: float, ends: bool) -> None:
+    assert bool(reason_to_end(SETTINGS, facts, quiet_s)) is ends
+
+
+@pytest.mark.parametrize(
+    ("ended", "stays"), [("done", True), ("failed", False), ("stopped", False), (None, False)]
+)
+def test_only_after_a_run_that_ended_so_it_stays_where_it_is_to(ended: str | None, stays: bool) -> None:
+    settings = {**SETTINGS, "done": "stay"}
+    facts = Facts(ended=ended, is_safe=True)
+    assert (reason_to_end(settings, facts, 10_000) == "") is stays
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "heads/me/runs/far"
+    (folder / "processes").mkdir(parents=True)
+    (folder / "job.json").write_text("{}")
+    return folder
+
+
+def test_a_supervisor_counts_while_it_lives_and_is_this_runs(run: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "RLBOOST_RUN": str(run)}
+    wait = "import sys; print(flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", wait], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        (run / "processes/supervisor.json").write_text(json.dumps({"pid": child.pid}))
+        (run / "wanted.json").write_text('{"train": true}')
+        assert facts_of(tmp_path) == Facts(is_supervised=True, trains=True)
+        (run / "processes/supervisor.json").write_text(json.dumps({"pid": os.getpid()}))
+        assert not facts_of(tmp_path).is_supervised, "another program has its number now"
+        child.communicate()
+    (run / "processes/supervisor.json").write_text(json.dumps({"pid": child.pid}))
+    assert facts_of(tmp_path) == Facts(trains=True)
+
+
+def test_what_is_half_written_is_no_reason_to_stop_watching(run: Path, tmp_path: Path) -> None:
+    assert facts_of(tmp_path / "nothing") == Facts()
+    for name in ("wanted.json", "outcome.json", "processes/supervisor.json"):
+        (run / name).write_text("{")
+    assert facts_of(tmp_path) == Facts(ended="stopped")
+
+
+def test_of_several_runs_one_that_goes_on_keeps_the_machine(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later = run.with_name("later")
+    (later / "processes").mkdir(parents=True)
+    (later / "job.json").write_text("{}")
+    os.utime(run / "job.json", (1, 1))
+    (run / "outcome.json").write_text('{"state": "failed"}')
+    (later / "outcome.json").write_text('{"state": "done"}')
+    assert facts_of(tmp_path).ended == "done", "the one that ended last"
+    (run / "outcome.json").unlink()
+    (run / "wanted.json").write_text('{"train": true}')
+    monkeypatch.setattr(watch, "supervisor_of", lambda each: 1 if each == run else None)
+    assert facts_of(tmp_path) == Facts(is_supervised=True, trains=True)
+
+
+def test_it_speaks_the_language_of_old_pythons() -> None:
+    import ast
+
+    ast.parse(Path(watch.__file__).read_text(), feature_version=(3, 8))
