@@ -276,7 +276,7 @@ def test_a_head_is_reached_by_ssh_and_on_its_runs_ports_and_runs_its_own_script(
         provider.launch(replace(request(provider, name), head_script=script))
     provider.launch(request(provider))
     template = ec2.templates[0]
-    assert base64.b64decode(template["UserData"]).decode() == script
+    assert base64.b64decode(str(template["UserData"])).decode() == script
     assert template["InstanceInitiatedShutdownBehavior"] == "terminate"
     rules = ec2.backend.get_security_group_from_id(template["SecurityGroupIds"][0]).ingress_rules
     assert {(int(rule.from_port), int(rule.to_port)) for rule in rules} == {(22, 22), (32768, 60999)}
