@@ -8,6 +8,7 @@ machine: nobody else can write either any more.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from rlboost_cli.head.connection import Say
 from rlboost_cli.head.mirror import close_mirror, is_complete
@@ -18,12 +19,15 @@ from rlboost_runtime.coordinator.ledger import Ledger
 from rlboost_runtime.core.messages import Pool
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.machine_bootstrap import RESERVED_MACHINE
-from rlboost_runtime.rental import Rental, current_rental, kept_rentals
+from rlboost_runtime.rental import Rental, current_rental, keep_rental, kept_rentals
 from rlboost_runtime.run_create import stored_job
-from rlboost_runtime.run_folder import RunFolder, write_json
+from rlboost_runtime.run_folder import RunFolder, read_json, write_json
 
 _LISTED_S = 120.0
 """A machine younger than this is there though its cloud does not list it: EC2's lists lag behind."""
+
+_LEAST_STAY_S = 180.0
+"""Longest time from the end of a run, all of which is safe, until its head is off: copies, 30 s, shutdown."""
 
 
 def head_is_there(run: RunFolder) -> bool:
@@ -63,13 +67,14 @@ def find_out(run: RunFolder, say: Say) -> None:
         if not run.outcome.exists():
             _note_lost(run)
         close_mirror(run)
+    _bound_end(run)
     settle(run)
 
 
 def take_report(run: RunFolder, say: Say) -> None:
     """Fetch what the head has put at the job's output of its ended run, where there is something."""
     output = stored_job(run).output
-    if output is not None and not run.outcome.exists():
+    if output is not None and not is_complete(run):
         try:
             from rlboost_runtime.trainer.run_report import take_report as fetch_report
         except ImportError as missing:
@@ -78,6 +83,32 @@ def take_report(run: RunFolder, say: Say) -> None:
             ) from missing
         say(f"looking at {output} for how {run.name} ended")
         fetch_report(run, output)
+
+
+def _bound_end(run: RunFolder) -> None:
+    """Where the cloud did not say when the head ended, count it no longer than it can have been there: it
+    ends itself in time, whoever looks how much later."""
+    rental, outcome, after = current_rental(run), read_json(run.outcome) or {}, stored_job(run).after
+    kind = after.done if outcome.get("state") == "done" else after.failed
+    if rental is None or rental.ended_at is None or not rental.is_end_guessed or kind == "stay":
+        return
+    end = _end_of_run(run)
+    if end is None:
+        return
+    latest = end + max(after.idle_minutes * 60, _LEAST_STAY_S)
+    if latest < rental.ended_at:
+        keep_rental(run, replace(rental, ended_at=latest))
+
+
+def _end_of_run(run: RunFolder) -> float | None:
+    """Return when the head's part in the run ended, by its own books."""
+    ledger = Ledger(run.ledger)
+    try:
+        bills = ledger.machines(time.time())
+    finally:
+        ledger.close()
+    ends = [bill.ended_ns for bill in bills if bill.machine == RESERVED_MACHINE]
+    return None if not ends or ends[0] is None else ends[0] / 1e9
 
 
 def settle(run: RunFolder) -> None:

@@ -31,6 +31,8 @@ BOOT_S = 600.0
 GONE_S = 180.0
 """Longest wait until a cloud says that a machine is gone that it was told to end."""
 _LOOK_S = 2.0
+_JUST_NOW_S = 5.0
+"""An end younger than this is one that was just seen: EC2 does not tell when a machine shut itself down."""
 
 
 def rent(run: RunFolder, say: Say) -> None:
@@ -63,11 +65,11 @@ def give_back(run: RunFolder, say: Say) -> None:
             return
         provider, key = head_provider(stored_job(run)), head_of(run.name)
         say(f"giving {rental.machine} of {run.name} back to {rental.zone}")
-        deadline = time.monotonic() + GONE_S
+        deadline, is_asked = time.monotonic() + GONE_S, False
         while True:
             view = view_of(provider, run, rental)
             if view is None or view.state is MachineState.GONE:
-                note_end(run, rental, view)
+                note_end(run, rental, view, ended_now=is_asked)
                 return
             if time.monotonic() > deadline:
                 raise RuntimeFault(
@@ -76,6 +78,7 @@ def give_back(run: RunFolder, say: Say) -> None:
                     f"type `rlboost down {run.name}` again, or end it in the cloud's own console",
                 )
             provider.terminate(key, rental.machine)
+            is_asked = True
             time.sleep(_LOOK_S)
 
 
@@ -85,15 +88,33 @@ def view_of(provider: Provider, run: RunFolder, rental: Rental) -> MachineView |
     return next((view for view in views if view.machine == rental.machine), None)
 
 
-def note_end(run: RunFolder, rental: Rental, view: MachineView | None) -> Rental:
-    """Note that a machine is gone, since when its cloud says, and return it."""
-    ended_at = time.time() if view is None or view.ended_at is None else view.ended_at
+def note_end(run: RunFolder, rental: Rental, view: MachineView | None, *, ended_now: bool = False) -> Rental:
+    """Note that a machine is gone, since when its cloud says, and return it.
+
+    `ended_now`: we have just ended it. Else a cloud that only says that it is gone leaves the time open.
+    """
+    seen_at = time.time()
+    ended_at = seen_at if view is None or view.ended_at is None else view.ended_at
+    is_guessed = not ended_now and seen_at - ended_at < _JUST_NOW_S
     started_at = rental.launched_at
     if started_at is None and view is not None:
         started_at = view.started_at
-    ended = replace(rental, launched_at=started_at, ended_at=ended_at, detail=view.detail if view else "")
+    ended = replace(
+        rental,
+        launched_at=started_at,
+        ended_at=ended_at,
+        is_end_guessed=is_guessed,
+        detail=view.detail if view else "",
+    )
     keep_rental(run, ended)
     return ended
+
+
+def require_head(run: RunFolder) -> None:
+    """Raise `RuntimeFault` where the head of a run that is to go on is known to be gone."""
+    rental = current_rental(run)
+    if rental is not None and rental.ended_at is not None and run.mirror.exists():
+        raise _lost(run, rental)
 
 
 def rate_of(rental: Rental) -> str:
@@ -121,9 +142,8 @@ def _there(run: RunFolder, provider: Provider) -> Rental | None:
 
 
 def _launch(run: RunFolder, job: Job, provider: Provider, say: Say) -> Rental:
+    require_head(run)
     last = current_rental(run)
-    if last is not None and last.ended_at is not None and run.mirror.exists():
-        raise _lost(run, last)
     intended = last is not None and last.ended_at is None
     machine = last.machine if last is not None and intended else f"head-{len(kept_rentals(run)) + 1}"
     script, told_run = head_script(run, job), head_of(run.name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from rlboost_runtime.errors import RLBoostError
 from rlboost_runtime.run_folder import RunFolder
@@ -15,6 +16,9 @@ from rlboost_runtime.run_index import all_runs, is_open
 
 EVERY_S = 1.0
 """Shortest time between two looks of one command."""
+CLOUD_EVERY_S = 10.0
+"""Shortest time between two questions to a cloud about the head that it rents to a run."""
+_ask_again_at: dict[Path, float] = {}
 
 
 @contextlib.contextmanager
@@ -51,8 +55,9 @@ def looking_at(
 def asked_of_its_cloud(run: RunFolder, say: Callable[[str], None], silence: str | None) -> str | None:
     """Where the run's head is a machine that was rented, see what its cloud says of it; return what is still
     to be said of its silence."""
-    if not run.rentals.exists():
+    if not run.rentals.exists() or time.monotonic() < _ask_again_at.get(run.path, 0.0):
         return silence
+    _ask_again_at[run.path] = time.monotonic() + CLOUD_EVERY_S
     from rlboost_cli.head.rental_books import find_out
 
     try:

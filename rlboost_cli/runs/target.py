@@ -41,6 +41,10 @@ class Target:
         """
         if self.run is None and (newest := newest_run(self.job.name)) is not None:
             look_at(newest, say)
+        if resume and (known := self.run or newest_run(self.job.name)) and known.rentals.exists():
+            from rlboost_cli.head.renting import require_head
+
+            require_head(known)
         if self.run is None or not is_open(self.run):
             require_room(home() / "runs")
         if self.run is None:

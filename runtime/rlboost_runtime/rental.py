@@ -31,6 +31,8 @@ class Rental:
     launched_at: float | None = None
     ended_at: float | None = None
     """When its cloud said that it was gone; None: it may cost money."""
+    is_end_guessed: bool = False
+    """Its cloud did not say when it ended: `ended_at` is when that was seen, or the latest that it can be."""
     detail: str = ""
     stays_s: float = 0.0
     """How long it stays, and is billed, after a run that was stopped by its budget."""

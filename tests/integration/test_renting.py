@@ -5,26 +5,29 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ruamel.yaml import YAML
 
-from rlboost_cli.head import control, renting
+from rlboost_cli.head import control, rental_books, renting
 from rlboost_cli.head.rental_books import find_out, settle
 from rlboost_cli.head.renting import give_back, rent
 from rlboost_cli.money.costs import report_of
 from rlboost_cli.runs import sweep
+from rlboost_cli.runs.target import find_target
 from rlboost_providers.aws import AwsProvider
 from rlboost_providers.base import LaunchRequest
 from rlboost_providers.registry import provider_for
 from rlboost_runtime.coordinator.bought import Bought
+from rlboost_runtime.coordinator.ledger import Ledger
 from rlboost_runtime.errors import ConfigError, NoCapacity, RuntimeFault
 from rlboost_runtime.head_place import kept_place
 from rlboost_runtime.intent_copy import IntentCopy
 from rlboost_runtime.job_file import load_job
-from rlboost_runtime.rental import current_rental, kept_rentals
+from rlboost_runtime.rental import current_rental, keep_rental, kept_rentals
 from rlboost_runtime.run_create import prepare_run, stored_job
 from rlboost_runtime.run_folder import RunFolder, read_json, write_json
 from tests.fakes.ec2 import IMAGE, REGION, FakeEc2, fake_ec2
@@ -251,3 +254,27 @@ def test_gc_finds_a_head_by_its_tags_once_its_run_has_ended(
     assert "until `rlboost down` fetches it" in stray.why
     assert sweep.end([stray], silently) == []
     assert ec2.instances() == []
+
+
+def test_a_head_that_ended_itself_unseen_is_billed_no_longer_than_it_can_have_been_there(
+    ec2: FakeEc2, run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_in(monkeypatch)
+    rent(run, silently)
+    rental = current_rental(run)
+    assert rental is not None
+    assert rental.launched_at is not None
+    day_ago = rental.launched_at - 86_400
+    keep_rental(run, replace(rental, launched_at=day_ago))
+    ledger = Ledger(run.ledger)  # as its coordinator closed it, and the laptop fetched it
+    rental_books._enter(ledger, "reserved-0", replace(rental, launched_at=day_ago, ended_at=day_ago + 600))
+    ledger.close()
+    write_json(run.outcome, {"state": "done"})
+    write_json(run.mirror, {"at": 0.0, "supervised": False, "marks": {}, "complete": True})
+    monkeypatch.setattr(rental_books, "view_of", lambda *_: None)  # EC2 has forgotten it
+    find_out(run, silently)
+    (bill,) = report_of(run)["machines"]  # type: ignore[misc]
+    assert bill["billed_s"] == 600 + 15 * 60, "its idle_minutes after the run"
+    with pytest.raises(RuntimeFault, match="is gone, and with it what was on its disk"):
+        find_target("far", resume=True).prepare(resume=True)
+    assert run.outcome.exists(), "it was not opened again"
