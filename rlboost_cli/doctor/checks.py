@@ -23,8 +23,8 @@ MACHINE: Sequence[Check] = (
 )
 LAPTOP: Sequence[Check] = (Check(machine.python), Check(machine.home), Check(machine.clock))
 """What a machine needs that only types."""
-HEAD: Sequence[Check] = (
-    Check(head.head, announce="looking at the head over SSH"),
+HEAD: Sequence[Check] = (Check(head.head, announce="looking at the head over SSH"),)
+BOUGHT: Sequence[Check] = (
     Check(bought.offer, announce="asking the cloud for the head's machine"),
     Check(bought.identity),
 )
@@ -47,6 +47,7 @@ def checks_for(job: Job | None) -> Iterator[Check]:
     if job is not None and job.trainer.is_elsewhere:
         yield from LAPTOP
         yield from job_checks() if head.can_train_here() else [Check(head.not_here)]
+        yield from BOUGHT if job.trainer.is_bought else ()
         yield from HEAD
         return
     yield from MACHINE

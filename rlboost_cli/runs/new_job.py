@@ -59,12 +59,13 @@ def template_rows() -> list[tuple[str, str]]:
 
 def closing_words(path: Path, template: str) -> list[str]:
     """Return what to edit in the new file, and what to type next."""
-    if rlboost_templates.is_draft(template):
+    if template in ("aws", "gcp", "multi-cloud"):
         return [
-            f"wrote {path}, a draft: this version cannot run it, it runs jobs on one machine only",
-            "  edit   model, data, reward, the two infra fields, output and budget",
-            f"  type   rlboost check {path}      names each line that is not in this version yet",
-            "         rlboost init mine.yaml    writes a job that runs here and now",
+            f"wrote {path}",
+            "  edit   name, model, data, reward, role, output, budget and, where you like, infra",
+            f"  type   rlboost doctor {path}    credentials, prices, model, data and reward",
+            f"         rlboost plan {path}      what it may cost",
+            f"         rlboost launch {path}    buys the head, goes on there; this machine may be closed",
         ]
     if rlboost_templates.ALIASES.get(template, template) != "laptop":
         return [

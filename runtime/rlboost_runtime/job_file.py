@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rlboost_runtime.errors import ConfigError
-from rlboost_runtime.job import HttpReward, Job
+from rlboost_runtime.job import HttpReward, Job, num_devices
 from rlboost_runtime.job_checks.disk import check_disk, find_model
 from rlboost_runtime.job_checks.sense import check_sense
 from rlboost_runtime.job_checks.shape import field_type, sections, validate
@@ -67,6 +67,27 @@ def hints(job: Job) -> list[str]:
         found.append(
             f"algorithm.top_p: with {job.algorithm.top_p} engines sample from a part of the vocabulary, the"
             " trainer's logprobs are of all of it: probability ratios are biased"
+        )
+    found += _idle_gpus(job)
+    return found
+
+
+def _idle_gpus(job: Job) -> list[str]:
+    """Say which GPUs of a bought head the job leaves idle, or asks too much of."""
+    trainer = job.trainer
+    if trainer.accelerators is None:
+        return []
+    num, engines = num_devices(trainer.accelerators), trainer.local_engines
+    found = []
+    if trainer.ranks < num:
+        found.append(
+            f"trainer.ranks: {trainer.ranks} of {trainer.accelerators} train, the others are paid for too;"
+            f" write {num}"
+        )
+    if engines * job.rollout.tensor_parallel > num:
+        found.append(
+            f"trainer.local_engines: {engines} of {job.rollout.tensor_parallel} GPUs each are more than"
+            f" {trainer.accelerators} has; write at most {num // job.rollout.tensor_parallel}"
         )
     return found
 

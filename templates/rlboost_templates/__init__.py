@@ -1,24 +1,21 @@
 """Sample job files, shipped as data: `names()` lists them, `text(name)` returns one with its comments.
 
-`laptop` runs as it is, `own-machines` once its hosts are yours. The others are drafts: they follow the job
-file's contract for machines that this version does not launch yet, and say so in their first line.
+`laptop` runs as it is, `own-machines` once its hosts are yours, the others once roles and buckets are.
 """
 
 from __future__ import annotations
 
 from importlib import resources
 
-DRAFT = "# DRAFT"
-"""How a template begins that this version cannot run."""
 ALIASES = {"local": "laptop", "ssh": "own-machines"}
 """Other words for templates: what `infra` says for them."""
 
 
 def names() -> list[str]:
-    """Return the names of all templates, those that run as they are first."""
+    """Return the names of all templates, those first that need no cloud."""
     files = resources.files(__name__).iterdir()
     found = sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
-    return sorted(found, key=is_draft)
+    return sorted(found, key=lambda name: name not in ALIASES.values())
 
 
 def text(name: str) -> str:
@@ -33,8 +30,3 @@ def text(name: str) -> str:
 def summary(name: str) -> str:
     """Return the template's first line as a sentence."""
     return text(name).partition("\n")[0].removeprefix("# ")
-
-
-def is_draft(name: str) -> bool:
-    """Whether this version cannot run the template. Raises `KeyError` where there is no such template."""
-    return text(name).startswith(DRAFT)

@@ -561,6 +561,27 @@ def test_offers_of_several_kinds_stand_side_by_side(check: Check) -> None:
     assert check(GOOD + f"rollout: {{spot: {{any_of: {offers}}}}}\n") == []
 
 
+@pytest.mark.parametrize(
+    ("trainer", "rollout", "words"),
+    [
+        ("ranks: 8", "{}", []),
+        ("ranks: 4", "{}", ["trainer.ranks: 4 of H100:8 train, the others are paid for too; write 8"]),
+        (
+            "ranks: 8, local_engines: 3",
+            "{engine: vllm, tensor_parallel: 4}",
+            ["trainer.local_engines: 3 of 4 GPUs each are more than H100:8 has; write at most 2"],
+        ),
+    ],
+)
+def test_gpus_of_a_bought_head_that_would_do_nothing_are_named(
+    check: Check, folder: Path, trainer: str, rollout: str, words: list[str]
+) -> None:
+    text = f"trainer: {{infra: aws/us-east-1, accelerators: 'H100:8', {trainer}}}\nrollout: {rollout}\n"
+    text += "output: s3://bucket/runs\n"
+    assert check(GOOD + text) == []
+    assert hints(load_job(folder / "job.yaml")) == words
+
+
 # --- fields that disagree, and what they name on disk ---------------------------------------------------------
 
 
