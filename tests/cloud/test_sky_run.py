@@ -20,8 +20,8 @@ from rlboost_cli.live.boot_times import PHASES, boot_times
 from tests.cloud.conftest import members_of, skypilot_sessions
 from tests.e2e.conftest import Cli
 
-pytestmark = pytest.mark.timeout(1500, func_only=True)  # the image may have to be made first
-UP_S = 600.0
+pytestmark = pytest.mark.timeout(2400, func_only=True)  # the image may have to be made first
+UP_S = 900.0
 """From the wish for a machine to its agent, with SkyPilot's and our installation, on two busy cores."""
 BILL_SLACK_S = 20.0
 """Between EC2's clock of an instance and what can be known of it from outside."""
