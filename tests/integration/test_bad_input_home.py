@@ -157,3 +157,24 @@ def test_a_run_lives_through_killed_commands_and_mistakes_and_goes_down_once(rlb
     said = rlboost("preempt", "demo", "spot-0")
     assert said.err.startswith("error: run demo has ended and has no instance spot-0\n\nhint: ")
     assert said.code == 3
+
+
+@pytest.mark.timeout(300)
+def test_down_while_up_is_under_way_ends_both(rlboost: Any) -> None:
+    job = light_job(rlboost)
+    up = rlboost.start("up", job)
+    deadline = time.monotonic() + 100
+    while not tagged(rlboost.run().path):  # its first process
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    said = rlboost("down", "demo", "--yes")
+    assert said.code == 0, said.err
+    out, err = up.communicate(timeout=100)
+    assert "Traceback" not in err
+    assert (up.returncode == 0) == out.startswith("demo is up"), (out, err)
+    if up.returncode:
+        assert "error: " in err
+        assert "hint: " in err
+    rlboost.assert_nothing_left()
+    again = rlboost("down", "demo", "--yes")
+    assert (again.code, "nothing of demo is left running" in again.err) == (0, True)
