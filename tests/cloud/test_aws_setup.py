@@ -28,9 +28,9 @@ def shell(lab: Lab, sky_user: dict[str, str], tmp_path: Path) -> Any:
     tools = tmp_path / "tools"
     tools.mkdir()
     (tools / "aws").symlink_to(Path(sky_user[VARIABLE]).with_name("aws"))
-    (tools / "python").symlink_to(sys.executable)
-    (tools / "rlboost").write_text(f'#!/bin/sh\nexec {sys.executable} -m rlboost_cli.main "$@"\n')
-    (tools / "rlboost").chmod(0o755)
+    for name, words in (("python", ""), ("rlboost", "-m rlboost_cli.main")):  # a venv's, wherever that is
+        (tools / name).write_text(f'#!/bin/sh\nexec {sys.executable} {words} "$@"\n')
+        (tools / name).chmod(0o755)
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("AWS_")},
         "HOME": str(tmp_path), "AWS_ENDPOINT_URL": lab.url, "PATH": f"{tools}:/usr/bin:/bin",

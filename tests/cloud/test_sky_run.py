@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from cloudlab.catalogue import WARES
 from cloudlab.client import Lab
+from cloudlab.cloud import LATE_S
 from cloudlab.machine import GATEWAY
 from machine_secrets import check_credentials
 
@@ -24,7 +25,10 @@ pytestmark = pytest.mark.timeout(2400, func_only=True)  # the image may have to 
 UP_S = 900.0
 """From the wish for a machine to its agent, with SkyPilot's and our installation, on two busy cores."""
 BILL_SLACK_S = 20.0
-"""Between EC2's clock of an instance and what can be known of it from outside."""
+"""Most that is billed beyond EC2's clock of an instance, where SkyPilot is as quick as on idle cores: from
+its word that it asks for one to its word that it is gone."""
+IDLE_UP_S = 200.0
+"""What it takes there until three machines have joined: a measure of how busy this host is."""
 
 
 JOB: dict[str, Any] = {
@@ -67,7 +71,12 @@ class Clock:
         self._began = time.monotonic()
 
     def say(self, what: str) -> None:
-        print(f"{time.monotonic() - self._began:6.1f} s  {what}", flush=True)
+        print(f"{self.seconds:6.1f} s  {what}", flush=True)
+
+    @property
+    def seconds(self) -> float:
+        """Since the beginning."""
+        return time.monotonic() - self._began
 
 
 def living(lab: Lab) -> list[dict[str, Any]]:
@@ -133,6 +142,7 @@ def test_a_run_loses_machines_finds_others_ends_and_is_billed_to_the_second(
     with told_by_machines(lab, began):
         cloud_cli.wait("cloud", lambda s: num_joined(s) == 3, UP_S, 1.0)
     clock.say("three machines have joined")
+    slowness = max(1.0, clock.seconds / IDLE_UP_S)
     cloud_cli("launch", job, "--yes", "--detach")  # the laptop may go now: nothing of it is asked any more
 
     def spots() -> list[dict[str, Any]]:
@@ -181,7 +191,7 @@ def test_a_run_loses_machines_finds_others_ends_and_is_billed_to_the_second(
     until(lambda: not members_of(sessions), 120, "SkyPilot's API server has ended with its executors")
     clock.say("nothing is left")
     check_boots(cloud_cli.json("status", "cloud"), spot_machines - set(victims) | late_names)
-    check_bill(cloud_cli.json("cost", "cloud"), spots())
+    check_bill(cloud_cli.json("cost", "cloud"), spots(), BILL_SLACK_S * slowness)
 
 
 def check_boots(status: dict[str, Any], machines: set[str]) -> None:
@@ -195,8 +205,8 @@ def check_boots(status: dict[str, Any], machines: set[str]) -> None:
     print("\n".join(boot_times(status)))
 
 
-def check_bill(cost: dict[str, Any], spots: list[dict[str, Any]]) -> None:
-    """Ledger = instance-seconds x the price of its zone, machine by machine."""
+def check_bill(cost: dict[str, Any], spots: list[dict[str, Any]], slack_s: float) -> None:
+    """Ledger = instance-seconds x the price of its zone, machine by machine, and never less."""
     billed = {m["id"]: m for m in cost["machines"] if m["pool"] == "spot" and m["billed_s"] > 0}
     assert set(billed) == {m["tags"]["rlboost-machine"] for m in spots}
     for there in spots:
@@ -204,7 +214,7 @@ def check_bill(cost: dict[str, Any], spots: list[dict[str, Any]]) -> None:
         prices = {w.spot_price for w in WARES if w.region == there["region"] and w.accelerator == "A10G"}
         assert ours["price_usd_per_hour"] in prices
         seconds = there["ended_at"] - there["launched_at"]
-        assert ours["billed_s"] == pytest.approx(seconds, abs=BILL_SLACK_S)
+        assert seconds - LATE_S - 3 <= ours["billed_s"] <= seconds + slack_s, (ours, there)
         assert ours["cost_usd"] == pytest.approx(
             ours["billed_s"] * ours["price_usd_per_hour"] / 3600, abs=2e-6
         )
