@@ -70,3 +70,6 @@ def test_the_role_of_workers_exists_and_has_no_rights(lab: Lab, account: Any, sh
     assert role["RoleName"] == "rlboost-worker"
     assert iam.list_attached_role_policies(RoleName="rlboost-worker")["AttachedPolicies"] == []
     assert iam.list_role_policies(RoleName="rlboost-worker")["PolicyNames"] == []
+    iam.remove_role_from_instance_profile(InstanceProfileName="rlboost-worker", RoleName="rlboost-worker")
+    iam.delete_instance_profile(InstanceProfileName="rlboost-worker")
+    iam.delete_role(RoleName="rlboost-worker")  # other tests of the lab count its roles
