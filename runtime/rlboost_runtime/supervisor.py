@@ -188,8 +188,12 @@ class Supervisor:
 
     def _report(self) -> None:
         """Copy how the run ended to the job's output, and say where all of it is safe then: a bought head
-        does not wait to be fetched from any longer."""
-        job = read_resolved(self._run.job_json)
+        does not wait to be fetched from any longer. What cannot be copied keeps no run from ending."""
+        try:
+            job = read_resolved(self._run.job_json)
+        except (OSError, ValueError) as error:
+            event(log, "report.no_job", level=logging.ERROR, problem=str(error))
+            return
         if job.output is None:
             return
         from rlboost_runtime.trainer.run_report import put_report
