@@ -59,7 +59,7 @@ def template_rows() -> list[tuple[str, str]]:
 
 def closing_words(path: Path, template: str) -> list[str]:
     """Return what to edit in the new file, and what to type next."""
-    if template in ("aws", "gcp", "multi-cloud"):
+    if rlboost_templates.needs_cloud(template):
         return [
             f"wrote {path}",
             "  edit   name, model, data, reward, role, output, budget and, where you like, infra",

@@ -15,7 +15,12 @@ def names() -> list[str]:
     """Return the names of all templates, those first that need no cloud."""
     files = resources.files(__name__).iterdir()
     found = sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
-    return sorted(found, key=lambda name: name not in ALIASES.values())
+    return sorted(found, key=needs_cloud)
+
+
+def needs_cloud(name: str) -> bool:
+    """Whether the template's machines are bought from a cloud."""
+    return ALIASES.get(name, name) not in ALIASES.values()
 
 
 def text(name: str) -> str:
