@@ -16,7 +16,6 @@ from rlboost_cli.head.renting import note_end, view_of
 from rlboost_providers.base import MachineState
 from rlboost_providers.registry import head_provider
 from rlboost_runtime.coordinator.ledger import Ledger
-from rlboost_runtime.core.messages import Pool
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.machine_bootstrap import RESERVED_MACHINE
 from rlboost_runtime.rental import Rental, current_rental, keep_rental, kept_rentals
@@ -137,16 +136,7 @@ def _prolong(run: RunFolder, until: float) -> None:
 def _enter(ledger: Ledger, name: str, rental: Rental) -> None:
     """Have a machine in the books from its launch to its end; what they say already holds."""
     assert rental.launched_at is not None
-    ledger.intend(
-        name,
-        pool=Pool.RESERVED,
-        provider=rental.provider,
-        zone=rental.zone,
-        accelerator=rental.accelerator,
-        price_micro_usd_per_hour=rental.price_micro_usd_per_hour,
-        price_source=rental.price_source,
-        at=rental.intended_at,
-    )
+    ledger.intend_rental(name, rental)
     if name in ledger.unbilled_machines():
         ledger.launched(name, rental.launched_at)
     if rental.ended_at is not None and name in ledger.open_machines():

@@ -24,7 +24,9 @@ from rlboost_runtime.coordinator.accounts import (
     to_ns,
 )
 from rlboost_runtime.coordinator.ledger_file import LedgerFile
+from rlboost_runtime.core.messages import Pool
 from rlboost_runtime.errors import NotFound
+from rlboost_runtime.rental import Rental
 
 _MACHINES = """
 SELECT machine, pool, provider, zone, accelerator, price_micro_usd_per_hour, price_source, intended_at,
@@ -73,6 +75,19 @@ class MachineBook(LedgerFile):
                     MachineBookState.INTENDED,
                 ),
             )
+
+    def intend_rental(self, machine: str, rental: Rental) -> None:
+        """Note the reserved machine that a head is, as it was rented."""
+        self.intend(
+            machine,
+            pool=Pool.RESERVED,
+            provider=rental.provider,
+            zone=rental.zone,
+            accelerator=rental.accelerator,
+            price_micro_usd_per_hour=rental.price_micro_usd_per_hour,
+            price_source=rental.price_source,
+            at=rental.intended_at,
+        )
 
     def launched(self, machine: str, at: float) -> None:
         """Note that the provider accepted the launch at `at`: billing starts.

@@ -309,16 +309,7 @@ class Coordinator:
     def _open_books(self) -> None:
         now = self._clock.wall()
         rental = own_rental(self._run) or _own_machine(self._job, now)
-        self._ledger.intend(
-            RESERVED_MACHINE,
-            pool=Pool.RESERVED,
-            provider=rental.provider,
-            zone=rental.zone,
-            accelerator=rental.accelerator,
-            price_micro_usd_per_hour=rental.price_micro_usd_per_hour,
-            price_source=rental.price_source,
-            at=rental.intended_at,
-        )
+        self._ledger.intend_rental(RESERVED_MACHINE, rental)
         is_first = RESERVED_MACHINE in self._ledger.unbilled_machines()
         launched_at = rental.launched_at if is_first else None  # a run that is continued is billed anew
         self._ledger.launched(RESERVED_MACHINE, now if launched_at is None else launched_at)
