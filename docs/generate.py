@@ -29,7 +29,7 @@ def job_file_page() -> str:
     sections = dict.fromkeys(_section(field) for field in fields)
     parts = [
         "# The job file",
-        "<!-- Written by docs/generate.py from runtime/rlboost_runtime/job.py: do not edit. -->",
+        "<!-- Written by docs/generate.py from runtime/rlboost_runtime/job/: do not edit. -->",
         INTRODUCTION,
         "## An example",
         f"```yaml\n{rlboost_templates.text('laptop').rstrip()}\n```",

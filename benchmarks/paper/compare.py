@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from statistics import mean
 
 from benchmarks.paper.found import Case
-from benchmarks.paper.windows import WINDOW_S
+from benchmarks.paper.windows import WINDOW_S, WITHOUT
 
 MODELS = ("8b", "14b", "32b")
 BASELINES = ("recompute", "polyrl")
+PARTS = ("prediction", "evening", "fair_fill", "least_first")
+"""Of `rlboost`; the gate shows only where hand-overs are dear (`ours`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,31 @@ def as_markdown(runs: dict[str, Case]) -> list[str]:
         "|---|---|---|---|---|---|---|---|",
         *rows,
         *baselines(runs),
+        *parts(runs),
     ]
+
+
+def parts(runs: dict[str, Case]) -> list[str]:
+    """Return what each part of `rlboost` brings, over the windows that have been run without it."""
+    rows = []
+    for part in PARTS:
+        cells = []
+        for model in MODELS:
+            prefix = f"paper-{model}/rlboost{WITHOUT}{part}/"
+            pairs = [
+                (run["tokens_per_s"], whole["tokens_per_s"])
+                for key, run in runs.items()
+                if key.startswith(prefix)
+                and (whole := runs.get(f"paper-{model}/rlboost/{key.removeprefix(prefix)}"))
+            ]
+            gain = mean(without / whole for without, whole in pairs) - 1.0 if pairs else None
+            cells.append("" if gain is None else f"{gain:+.1%} ({len(pairs)})")
+        if any(cells):
+            rows.append(f"| without {part} | {' | '.join(cells)} |")
+    if not rows:
+        return []
+    head = f"| tokens/s over rlboost's, same windows (runs) | {' | '.join(MODELS)} |"
+    return ["", head, "|---" * (len(MODELS) + 1) + "|", *rows]
 
 
 def baselines(runs: dict[str, Case]) -> list[str]:

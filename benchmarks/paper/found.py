@@ -17,3 +17,13 @@ class Found:
     spread: float = 0.0
     """Standard deviation over runs; 0 for a single one."""
     runs: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A share or a change, published and simulated."""
+
+    what: str
+    published: float | None
+    """None: an experiment of ours."""
+    simulated: float

@@ -1,4 +1,4 @@
-"""What each part of `rlboost` brings: constant fleets with one part turned off, and with dear hand-overs.
+"""What each part of `rlboost` brings: fleets with one part turned off, and with dear hand-overs.
 
     python -m benchmarks.paper.ours --out ours.jsonl
 
@@ -17,22 +17,33 @@ from pathlib import Path
 
 from benchmarks.paper.found import Case
 from benchmarks.paper.static import run_static, settled
-from rlboost_runtime.sim import Preset, Switches, presets
+from benchmarks.paper.windows import WINDOW_S
+from rlboost_runtime.sim import Preset, Switches, presets, simulate
 from rlboost_runtime.sim.hardware import GPUS
+from rlboost_runtime.traces import sample_nodes
+from rlboost_runtime.traces.generate import PROFILES, generate_trace
 
 MIXED = "L40S"
 """GPU of every other spot machine in a mixed fleet: about a third of an H100's arithmetic, a quarter of its
 memory's speed."""
 MIXED_USD_PER_HOUR = 2.0
+HALF_OTHER = f"half {MIXED}"
+CHURN = "churn"
+"""Two hours of a generated market (`generated-p3`, seed 0) instead of machines that stay."""
+CHURN_SHARE = 0.25
+"""Of that market's nodes: about as many are left as are wanted."""
 FLEETS = (
-    ("paper-8b", 4, False),
-    ("paper-14b", 1, False),
-    ("paper-14b", 6, False),
-    ("paper-14b", 6, True),
-    ("paper-32b", 3, False),
+    ("paper-8b", 4, ""),
+    ("paper-14b", 1, ""),
+    ("paper-14b", 6, ""),
+    ("paper-14b", 6, HALF_OTHER),
+    ("paper-14b", 6, CHURN),
+    ("paper-32b", 3, ""),
 )
-"""Preset, machines, and whether every other one is of another make."""
+"""Preset, machines, and what is unlike machines of one make that stay."""
 PARTS = ("prediction", "gate", "evening", "fair_fill", "least_first")
+DEAR_PART = "gate"
+"""The part that is also turned off where hand-overs are dear: it is there for these."""
 DEAR_S = (10.0, 30.0)
 """Seconds that waking the reserved engines takes, and sending them to sleep."""
 
@@ -44,8 +55,8 @@ class Variant:
     preset: str
     machines: int
     policy: str
-    is_mixed: bool = False
-    """Every other machine is of another make."""
+    kind: str = ""
+    """What is unlike machines of one make that stay."""
     without: str = ""
     """The part that is turned off."""
     toggle_s: float | None = None
@@ -56,20 +67,21 @@ class Variant:
         """Name in the file of results."""
         toggle = "" if self.toggle_s is None else f", hand-over {self.toggle_s:g} s each way"
         without = f", no {self.without}" if self.without else ""
-        mixed = f", half {MIXED}" if self.is_mixed else ""
-        return f"{self.preset} n={self.machines}{mixed} {self.policy}{without}{toggle}"
+        kind = f", {self.kind}" if self.kind else ""
+        return f"{self.preset} n={self.machines}{kind} {self.policy}{without}{toggle}"
 
 
 def variants() -> Iterator[Variant]:
     """Yield all runs."""
-    for preset, machines, is_mixed in FLEETS:
-        yield Variant(preset, machines, "paper", is_mixed)
-        yield Variant(preset, machines, "rlboost", is_mixed)
+    for preset, machines, kind in FLEETS:
+        yield Variant(preset, machines, "paper", kind)
+        yield Variant(preset, machines, "rlboost", kind)
         for part in PARTS:
-            yield Variant(preset, machines, "rlboost", is_mixed, without=part)
+            yield Variant(preset, machines, "rlboost", kind, without=part)
         for seconds in DEAR_S:
-            yield Variant(preset, machines, "paper", is_mixed, toggle_s=seconds)
-            yield Variant(preset, machines, "rlboost", is_mixed, toggle_s=seconds)
+            yield Variant(preset, machines, "paper", kind, toggle_s=seconds)
+            yield Variant(preset, machines, "rlboost", kind, toggle_s=seconds)
+            yield Variant(preset, machines, "rlboost", kind, without=DEAR_PART, toggle_s=seconds)
 
 
 def run(variant: Variant) -> dict[str, float]:
@@ -77,39 +89,55 @@ def run(variant: Variant) -> dict[str, float]:
     known = presets()[variant.preset]
     if variant.toggle_s is not None:
         known = _dear(known, variant.toggle_s)
-    if variant.is_mixed:
+    switches = Switches(**{variant.without: False}) if variant.without else Switches()
+    if variant.kind == CHURN:
+        return _in_churn(known, variant, switches)
+    if variant.kind == HALF_OTHER:
         other = replace(known.spot[0], gpu=GPUS[MIXED], usd_per_hour=MIXED_USD_PER_HOUR)
         known = replace(known, spot=(*known.spot, other))
-    switches = Switches(**{variant.without: False}) if variant.without else Switches()
     found = settled(run_static(known, variant.machines, variant.policy, switches=switches))
     return {"tokens_per_s": found.tokens_per_s, "wait_s": found.wait_s}
+
+
+def _in_churn(known: Preset, variant: Variant, switches: Switches) -> dict[str, float]:
+    market = sample_nodes(generate_trace(PROFILES["generated-p3"], 0), CHURN_SHARE, 0)
+    found = simulate(
+        replace(known, max_spot_instances=variant.machines),
+        market.window(0.0, WINDOW_S),
+        variant.policy,
+        seed=0,
+        hours=WINDOW_S / 3_600.0,
+        switches=switches,
+    )
+    wait_s = sum(row.wait_s for row in found.rows) / len(found.rows)
+    return {"tokens_per_s": found.tokens_per_s, "wait_s": wait_s, "preemptions": found.preemptions}
 
 
 def as_markdown(cases: dict[str, Case]) -> list[str]:
     """Return a section of the report."""
     if not cases:
         return ["What each part of `rlboost` brings has not been run."]
-    lines = ["## What each part of rlboost brings, constant fleets", ""]
-    names = [f"{preset[6:]} n={n}{f', half {MIXED}' if is_mixed else ''}" for preset, n, is_mixed in FLEETS]
+    lines = ["## What each part of rlboost brings", ""]
+    lines += ["Machines that stay, but for the column that says churn.", ""]
+    names = [f"{preset[6:]} n={n}{f', {kind}' if kind else ''}" for preset, n, kind in FLEETS]
     lines += [f"| tokens/s over rlboost's | {' | '.join(names)} |", "|---" * (len(FLEETS) + 1) + "|"]
     lines.append(_row("the paper's policy", cases, Variant("", 0, "paper")))
     lines += [
         _row(f"rlboost without {part}", cases, Variant("", 0, "rlboost", without=part)) for part in PARTS
     ]
-    lines += [
-        _row(
-            f"the paper's policy, hand-overs of {s:g} s each way", cases, Variant("", 0, "paper", toggle_s=s)
-        )
-        for s in DEAR_S
-    ]
+    for seconds in DEAR_S:
+        dear = f"hand-overs of {seconds:g} s each way"
+        gateless = Variant("", 0, "rlboost", without=DEAR_PART, toggle_s=seconds)
+        lines.append(_row(f"the paper's policy, {dear}", cases, Variant("", 0, "paper", toggle_s=seconds)))
+        lines.append(_row(f"rlboost without {DEAR_PART}, {dear}", cases, gateless))
     return lines
 
 
 def _row(name: str, cases: dict[str, Case], like: Variant) -> str:
     cells = []
-    for preset, machines, is_mixed in FLEETS:
-        this = cases.get(replace(like, preset=preset, machines=machines, is_mixed=is_mixed).key)
-        ours = cases.get(Variant(preset, machines, "rlboost", is_mixed, toggle_s=like.toggle_s).key)
+    for preset, machines, kind in FLEETS:
+        this = cases.get(replace(like, preset=preset, machines=machines, kind=kind).key)
+        ours = cases.get(Variant(preset, machines, "rlboost", kind, toggle_s=like.toggle_s).key)
         cells.append(
             "" if not this or not ours else f"{this['tokens_per_s'] / ours['tokens_per_s'] - 1:+.1%}"
         )

@@ -15,13 +15,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 from benchmarks.paper import (
     after_change,
+    break_even,
     compare,
     fleet_size,
     other_traces,
@@ -31,22 +32,11 @@ from benchmarks.paper import (
     scale,
     window_cost,
 )
-from benchmarks.paper.found import Case, Found
+from benchmarks.paper.found import Case, Check, Found
 from benchmarks.paper.published import FIGURES, Figure
-from rlboost_runtime.sim import presets
 
 NO_SEEDING = -0.19
 """Published change in throughput without seeding, under churn."""
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """A change in per cent, published and simulated."""
-
-    what: str
-    published: float | None
-    """None: an experiment of ours."""
-    simulated: float
 
 
 def ratio(cases: dict[str, Case], of: str, to: str, what: str = "tokens_per_s") -> Found | None:
@@ -146,28 +136,6 @@ def unseeded(cases: dict[str, Case]) -> list[Check]:
     ]
 
 
-def published_break_even() -> list[Check]:
-    """Return the break-even discounts that follow from the paper's own speed-ups and prices."""
-    known = presets()["paper-14b"]
-    found = []
-    for what, machines, speedup in (("fig. 11, six machines", 6.0, 1.37 * 1.64), ("fig. 10", 5.1, 1.97)):
-        spot = machines * known.spot[0].gpus * known.reserved_usd_per_hour / known.reserved.gpus
-        discount = 1.0 - (speedup - 1.0) * known.reserved_usd_per_hour / spot
-        found.append(Check(f"break-even discount by the paper's own speed-up, {what}", 0.30, discount))
-    return found
-
-
-def break_even(cases: dict[str, Case], preset: str = "paper-14b") -> float | None:
-    """Return the spot discount from which six machines give more tokens per dollar than none."""
-    speedup = ratio(cases, "14b n=6", "14b n=0")
-    if speedup is None:
-        return None
-    known = presets()[preset]
-    reserved = known.reserved_usd_per_hour
-    spot_at_no_discount = 6 * known.spot[0].gpus * reserved / known.reserved.gpus
-    return 1.0 - (speedup.value - 1.0) * reserved / spot_at_no_discount
-
-
 def _line(check: Check) -> str:
     published = "" if check.published is None else f"{check.published:+.0%}"
     return f"| {check.what} | {published} | {check.simulated:+.0%} |"
@@ -212,11 +180,8 @@ def as_markdown(cases: dict[str, Case], runs: dict[str, Case]) -> list[str]:
         "",
         "| what | published | simulated |",
         "|---|---|---|",
-        *(_line(check) for check in [*ablations(cases), *published_break_even()]),
+        *(_line(check) for check in [*ablations(cases), *break_even.checks(cases, runs)]),
     ]
-    even = break_even(cases)
-    if even is not None:
-        lines.append(f"| spot discount at which six machines break even | about 30% | {even:.0%} |")
     groups = ratio(cases, "14b n=6 whole groups", "14b n=0")
     if groups is not None:
         lines.append(
@@ -260,7 +225,7 @@ def as_json(cases: dict[str, Case], runs: dict[str, Case]) -> dict[str, object]:
             for value in (found.get(each.name),)
         ],
         "ablations": [asdict(check) for check in ablations(cases)],
-        "break_even_discount": break_even(cases),
+        "break_even_discounts": [asdict(check) for check in break_even.checks(cases, runs)],
         "rlboost_over_paper": [asdict(each) for each in compare.comparisons(runs)],
     }
 

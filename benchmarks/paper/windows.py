@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlboost_runtime.sim import presets, simulate
+from rlboost_runtime.sim import Switches, presets, simulate
 from rlboost_runtime.traces import Trace, load_trace, sample_nodes
 
 WINDOW_S = 7_200.0
@@ -26,6 +26,8 @@ NODE_SHARE = 0.5
 """The paper samples half of the trace's nodes, each with its own events."""
 LENGTH_SEED = 0
 """The same responses for every policy and window."""
+WITHOUT = " without "
+"""`rlboost without evening` is `rlboost` with that part turned off (`rlboost_runtime.sim.switches`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,10 @@ def run(case: Case, trace: Trace) -> dict[str, object]:
 def simulate_window(preset: str, market: Trace, policy: str) -> dict[str, object]:
     """Simulate a policy on two hours of a market; return the run's figures."""
     began = time.process_time()
-    result = simulate(presets()[preset], market, policy, seed=LENGTH_SEED, hours=WINDOW_S / 3_600.0)
+    name, _, part = policy.partition(WITHOUT)
+    switches = Switches(**{part: False}) if part else Switches()
+    hours = WINDOW_S / 3_600.0
+    result = simulate(presets()[preset], market, name, seed=LENGTH_SEED, hours=hours, switches=switches)
     return {
         "tokens_per_s": result.tokens_per_s,
         "tokens_per_usd": result.tokens_per_usd,
@@ -91,7 +96,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--sampler-seeds", type=int, default=20)
-    parser.add_argument("--policies", default="paper")
+    parser.add_argument("--policies", default="paper", help="oracle,paper,rlboost,rlboost without evening")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
     trace = load_trace(options.trace)

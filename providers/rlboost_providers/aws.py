@@ -20,7 +20,7 @@ from typing import Any
 
 from rlboost_providers import tags
 from rlboost_providers.aws_errors import RACES, code_of, explained, fleet_problem
-from rlboost_providers.aws_machines import Machine, list_machines, template_data
+from rlboost_providers.aws_machines import Machine, console_of, list_machines, template_data
 from rlboost_providers.aws_network import security_group
 from rlboost_providers.aws_prices import SpotPrice, SpotPrices
 from rlboost_providers.base import (
@@ -320,6 +320,12 @@ class AwsProvider:
         if not any(found.is_alive for found in self._list(run, machine)):
             raise absent(run, machine)
         self.terminate(run, machine)
+
+    def console(self, run: str, machine: str) -> str:
+        """Return what it wrote to its serial console, for about an hour also after its end."""
+        for found in self._list(run, machine):
+            return console_of(self._ec2(found.region), found.region, found.instance)
+        return ""
 
     def sweep(self) -> list[Owned]:
         """Return every machine of ours in the account that lives, in all its regions."""

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from rlboost_providers import tags
-from rlboost_providers.aws_errors import explained
+from rlboost_providers.aws_errors import code_of, explained
 from rlboost_providers.base import MachineState
 
 _STATES = {
@@ -47,6 +47,19 @@ class Machine:
     def is_alive(self) -> bool:
         """Whether it may cost something."""
         return self.state is not MachineState.GONE
+
+
+def console_of(ec2: Any, region: str, instance: str) -> str:
+    """Return what an instance wrote to its serial console, as far as EC2 has it: 64 KB at most; of machines
+    of older kinds (not Nitro) only what was written some minutes ago."""
+    with explained(f"read the console of {instance} in {region}"):
+        try:
+            answer = ec2.get_console_output(InstanceId=instance, Latest=True)
+        except ec2.exceptions.ClientError as error:
+            if code_of(error) != "UnsupportedOperation":
+                raise
+            answer = ec2.get_console_output(InstanceId=instance)
+    return str(answer.get("Output") or "")
 
 
 def list_machines(

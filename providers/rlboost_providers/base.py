@@ -68,6 +68,13 @@ class Offer:
     """What a gigabyte from the head to this machine costs."""
     min_billed_s: int = 0
     """Billed at least, however soon the machine ends."""
+    has_spot_market: bool = True
+    """Whether its cloud sells such machines as spot ones too; else the pool is filled on demand."""
+
+    @property
+    def is_of_pool(self) -> bool:
+        """Whether the pool may be filled with it; else it is for `on_demand_floor` alone."""
+        return self.spot or not self.has_spot_market
 
     @property
     def most_micro_usd_per_hour(self) -> int:
@@ -168,6 +175,16 @@ class CanPreempt(Protocol):
 
     def preempt(self, run: str, machine: str, notice_s: float | None) -> None:
         """Reclaim the machine at once, or after `notice_s` seconds of notice. Raises `NotFound`."""
+
+
+@runtime_checkable
+class CanShowConsole(Protocol):
+    """A provider whose cloud keeps what a machine writes to its serial console: its kernel, its start-up
+    script; also what a machine says that nobody ever reached."""
+
+    def console(self, run: str, machine: str) -> str:
+        """Return the end of it, some kilobytes; empty where the cloud has nothing yet. Raises
+        `ProviderError`."""
 
 
 @runtime_checkable

@@ -39,9 +39,13 @@ def gcp_pools(offers: Sequence[CloudOffer], *, spot: bool = True) -> list[GcpPoo
 
 
 def expected_usd_per_hour(offer: CloudOffer) -> float | None:
-    """Return what a machine of `offer` is likely to cost, as far as the shipped table knows; for plans."""
+    """Return what a machine of `offer` is likely to cost, as far as the shipped table knows; for plans.
+
+    Where its cloud is not known to sell such machines as spot ones, that is what they cost on demand.
+    """
     quotes = _quotes(shipped(), offer)
     prices = [q.spot_usd_per_hour for q in quotes if q.spot_usd_per_hour is not None]
+    prices = prices or on_demand_quotes(offer)
     limit = offer.max_price_usd_per_hour
     if not prices:
         return limit

@@ -51,6 +51,8 @@ OPERATION_S = 90.0
 """Longest wait for a launch: Google answers at once, and says some 10 s later whether there is one."""
 MAX_SCRIPT_BYTES = 262_144
 """Google's limit of one metadata value."""
+CONSOLE_BYTES = 65_536
+"""So much is read of a machine's console, from its end; Google keeps a megabyte."""
 DEFAULT_IMAGE = (
     "projects/deeplearning-platform-release/global/images/family/common-cu128-ubuntu-2204-nvidia-570"
 )
@@ -279,6 +281,26 @@ class GcpProvider:
     def watch(self, run: str) -> list[MachineView] | None:
         """Describe every `WATCH_EVERY_S`."""
         return self.describe(run) if self._pace.is_due() else None
+
+    def console(self, run: str, machine: str) -> str:
+        """Return the end of what it wrote to its first serial port; nothing once it is deleted."""
+        for found in self._list(run, machine):
+            return self._console(found.zone, found.name)
+        return ""
+
+    def _console(self, zone: str, name: str) -> str:
+        clients = self._clients
+        from google.api_core.exceptions import NotFound as Absent
+        from google.cloud import compute_v1 as compute
+
+        ask = compute.GetSerialPortOutputInstanceRequest(
+            project=clients.project, zone=zone, instance=name, port=1, start=-CONSOLE_BYTES
+        )
+        try:
+            with explained(f"read the console of {name} in {zone}", may_be_absent=True):
+                return str(clients.instances.get_serial_port_output(ask, **_patience()).contents)
+        except Absent:
+            return ""
 
     def sweep(self) -> list[Owned]:
         """Return every machine of ours in the project that has not been deleted."""

@@ -5,19 +5,27 @@ It is bought like a machine of `rollout.spot.on_demand_floor`, but for what it r
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
+from pathlib import Path
 
 from rlboost_providers.base import Provider
 from rlboost_providers.direct_offers import aws_pools, gcp_pools, on_demand_quotes
 from rlboost_providers.tags import owner_of
-from rlboost_runtime.errors import ConfigError
+from rlboost_runtime.core.money import MICRO_USD_PER_USD
+from rlboost_runtime.errors import ConfigError, RLBoostError
 from rlboost_runtime.job import CloudOffer, Trainer
 from rlboost_runtime.run_folder import home
 
 
-def head_pool_provider(trainer: Trainer) -> Provider:
-    """Return a provider with one offer: that of the head. Raises `ConfigError`."""
+def head_pool_provider(trainer: Trainer, run_folder: Path | None) -> Provider:
+    """Return a provider that offers such heads and nothing else; without a run's folder it is only asked for
+    offers. Raises `ConfigError`."""
     offer = cloud_offer(trainer)
+    if trainer.via == "skypilot":
+        from rlboost_providers.skypilot import HeadTerms, SkyPilotProvider
+
+        return SkyPilotProvider(run_folder or home() / "sweep", [offer], head=HeadTerms(trainer.role))
     if offer.cloud == "aws":
         from rlboost_providers.aws import AwsProvider
 
@@ -37,9 +45,14 @@ def head_pool_provider(trainer: Trainer) -> Provider:
 
 
 def expected_usd_per_hour(trainer: Trainer) -> float | None:
-    """Return what an hour is likely to cost, as far as the shipped table knows; for plans."""
+    """Return what an hour is likely to cost, for plans: as the shipped table has it, or else the catalogue of
+    SkyPilot where that is to buy it. None where nobody knows."""
     known = on_demand_quotes(cloud_offer(trainer))
     limit = trainer.max_price_usd_per_hour
+    if not known and limit is None and trainer.via == "skypilot":
+        with contextlib.suppress(RLBoostError):  # renting says what is wrong, and the price
+            offers = head_pool_provider(trainer, None).offers()
+            known = [offer.price_micro_usd_per_hour / MICRO_USD_PER_USD for offer in offers]
     if not known:
         return limit
     return min(known) if limit is None else min(min(known), limit)
@@ -50,7 +63,7 @@ def cloud_offer(trainer: Trainer) -> CloudOffer:
     return CloudOffer(
         infra=trainer.infra,
         accelerators=str(trainer.accelerators),
-        via="direct",
+        via=trainer.via,
         instance_type=trainer.instance_type,
         image=trainer.image,
         disk_gb=trainer.disk_gb,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
+
 from rlboost_providers.base import Ability, CanSweep, Provider
 from rlboost_runtime.core.marginal import Prices
 from rlboost_runtime.errors import ConfigError
@@ -22,23 +24,24 @@ def provider_for(job: Job, run: RunFolder) -> Provider:
     return Several(providers)
 
 
-def head_provider(job: Job) -> Provider:
-    """Return the provider of the machine that is bought for the job's head.
+def head_provider(job: Job, run: RunFolder | None) -> Provider:
+    """Return the provider of the machine that is bought for the job's head; without a run it is only asked
+    for offers.
 
     Raises `ConfigError` where the machine type is not known, or its price neither.
     """
     from rlboost_providers.head_offer import head_pool_provider
 
-    return head_pool_provider(job.trainer)
+    return head_pool_provider(job.trainer, None if run is None else run.path)
 
 
-def head_usd_per_hour(job: Job) -> float:
-    """Return what the job's head is likely to cost, for plans; 0 where nobody knows."""
+def head_usd_per_hour(job: Job) -> float | None:
+    """Return what the job's head is likely to cost, for plans; None where nobody knows."""
     if not job.trainer.is_bought:
         return job.trainer.price_usd_per_hour
     from rlboost_providers.head_offer import expected_usd_per_hour as of_head
 
-    return of_head(job.trainer) or 0.0
+    return of_head(job.trainer)
 
 
 def has_market(job: Job) -> bool:
@@ -46,24 +49,31 @@ def has_market(job: Job) -> bool:
     return any(offer.market is not None for offer in job.rollout.spot.local_offers)
 
 
-def expected_usd_per_hour(offer: LocalOffer | SshOffer | CloudOffer) -> float:
-    """Return what a machine of `offer` is likely to cost, for plans; 0 where nobody knows."""
+def expected_usd_per_hour(offer: LocalOffer | SshOffer | CloudOffer) -> float | None:
+    """Return what a machine of `offer` is likely to cost, for plans; None where nobody knows."""
     if not isinstance(offer, CloudOffer):
         return offer.price_usd_per_hour
     from rlboost_providers.direct_offers import expected_usd_per_hour as of_cloud
 
-    return of_cloud(offer) or 0.0
+    return of_cloud(offer)
+
+
+def cheapest_offer(job: Job) -> LocalOffer | SshOffer | CloudOffer:
+    """Return the offer of the job that is likely to cost least; the first where nobody knows a price."""
+    prices = [(expected_usd_per_hour(offer), offer) for offer in job.rollout.spot.any_of]
+    known = [(price, offer) for price, offer in prices if price is not None]
+    return min(known, key=itemgetter(0), default=prices[0])[1]
 
 
 def prices_of(job: Job) -> Prices:
-    """Return what the job's machines are likely to cost: those of its cheapest offer."""
-    offer = min(job.rollout.spot.any_of, key=expected_usd_per_hour)
+    """Return what the job's machines are likely to cost, those of its cheapest offer; 0: nobody knows."""
+    offer = cheapest_offer(job)
     egress = 0.0
     if isinstance(offer, CloudOffer):
         from rlboost_providers.egress import egress_micro_usd_per_gb
 
         egress = egress_micro_usd_per_gb(offer.cloud, offer.egress_usd_per_gb) / 1e6
-    return Prices(head_usd_per_hour(job), expected_usd_per_hour(offer), egress)
+    return Prices(head_usd_per_hour(job) or 0.0, expected_usd_per_hour(offer) or 0.0, egress)
 
 
 def providers_of(job: Job, run: RunFolder) -> dict[str, Provider]:

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from rlboost_providers.base import (
     Ability,
     CanPreempt,
+    CanShowConsole,
     LaunchRequest,
     MachineView,
     Offer,
@@ -117,6 +118,14 @@ class Several:
         if not isinstance(provider, CanPreempt):
             raise ProviderError(f"{there} cannot preempt on purpose", "use the cloud's own console")
         provider.preempt(run, machine, notice_s)
+
+    def console(self, run: str, machine: str) -> str:
+        """Return what the cloud that has it keeps of its console; empty where none does."""
+        with self._lock:
+            there = [name for name, views in self._seen.items() if machine in views]
+        showing = (self._providers[name] for name in there)
+        found = (each.console(run, machine) for each in showing if isinstance(each, CanShowConsole))
+        return next(found, "")
 
     def _bear(self, name: str, problem: ProviderError) -> None:
         """Go on without the word of a cloud that was seen before; raise `problem` for one that was not."""

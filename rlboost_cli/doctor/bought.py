@@ -23,17 +23,19 @@ def offer(patient: Patient) -> Iterator[Finding]:
     if job is None or not job.trainer.is_bought:
         return
     try:
-        provider = head_provider(job)
+        provider = head_provider(job, None)
         provider.describe("doctor")  # it takes the credentials
         offers = provider.offers()
     except RLBoostError as error:
         yield failed("head", error)
         return
     if not offers:
+        is_dear = job.trainer.max_price_usd_per_hour is not None
         yield fail(
             "head",
-            f"{job.trainer.accelerators} in {job.trainer.infra} costs more than max_price_usd_per_hour",
-            "raise it, or write another region",
+            f"{job.trainer.accelerators} in {job.trainer.infra}"
+            f" {'costs more than max_price_usd_per_hour' if is_dear else 'is not sold'}",
+            "raise it, or write another region" if is_dear else "write another region, or other accelerators",
         )
         return
     price = format_usd(offers[0].price_micro_usd_per_hour, 4)
@@ -51,18 +53,34 @@ def judge_identity(job: Job) -> Finding:
     own = job.trainer.infra.partition("/")[0]
     clouds = {each.cloud for each in job.rollout.spot.any_of if isinstance(each, CloudOffer)}
     clouds = clouds if job.rollout.spot.max_instances else set()
-    unknown = sorted(
-        cloud
-        for cloud in clouds
-        if not (cloud == own and job.trainer.role)
-        if not any(key in job.secrets for key in _KEYS.get(cloud, ()))
-    )
+    unknown = sorted(cloud for cloud in clouds if not _is_known_to(cloud, job))
+    if not unknown and own == "aws" and job.trainer.via == "skypilot" and not _is_known_to(own, job):
+        return warn(
+            "identity",
+            "the head may not end itself: it stops after its run, and its disk costs until a command looks",
+            "name trainer.role, or scoped keys in secrets (docs/head.md)",
+        )
     if unknown:
         return warn(
             "identity",
             f"the head is nobody to {', '.join(unknown)}: it could not launch spot machines there",
             "name trainer.role for its own cloud, or scoped keys in secrets (docs/head.md)",
         )
-    who = f"{job.trainer.role} in {own}" if job.trainer.role else "nobody in its cloud"
+    who = "nobody in its cloud"
+    if job.trainer.role:
+        who = f"{job.trainer.role} in {own}"
+    elif _has_skypilots_role(job):
+        who = f"SkyPilot's own service account in {own}"
     keys = f", with {', '.join(job.secrets)}" if job.secrets else ""
     return ok("identity", f"the head is {who}{keys}")
+
+
+def _is_known_to(cloud: str, job: Job) -> bool:
+    """Whether the head can sign in to a cloud: by a role of its machine, or by keys that the job names."""
+    if cloud == job.trainer.infra.partition("/")[0] and (job.trainer.role or _has_skypilots_role(job)):
+        return True
+    return any(key in job.secrets for key in _KEYS.get(cloud, ()))
+
+
+def _has_skypilots_role(job: Job) -> bool:
+    return job.trainer.via == "skypilot" and job.trainer.infra.partition("/")[0] == "gcp"

@@ -37,7 +37,7 @@ def head_is_there(run: RunFolder) -> bool:
     rental = current_rental(run)
     if rental is None or rental.ended_at is not None:
         return False
-    view = view_of(head_provider(stored_job(run)), run, rental)
+    view = view_of(head_provider(stored_job(run), run), run, rental)
     if view is None and rental.launched_at is not None and time.time() - rental.launched_at < _LISTED_S:
         return True  # lists lag behind launches
     if view is None or view.state is MachineState.GONE:
@@ -90,6 +90,8 @@ def _bound_end(run: RunFolder) -> None:
     rental, outcome, after = current_rental(run), read_json(run.outcome) or {}, stored_job(run).after
     kind = after.done if outcome.get("state") == "done" else after.failed
     if rental is None or rental.ended_at is None or not rental.is_end_guessed or kind == "stay":
+        return
+    if not stored_job(run).trainer.ends_itself:
         return
     end = _end_of_run(run)
     if end is None:

@@ -2,7 +2,8 @@
 
 Guarantees: a machine is noted in the run's folder before its cloud is asked for it; a run has one at a time,
 however often it is brought up, and also where two commands do it at once; every wait has a deadline; a
-machine that never answers is given back; what is given back is gone by its cloud's own word.
+machine that never answers is given back, and what its console says is told; what is given back is gone by
+its cloud's own word.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from rlboost_cli.head.connection import Head, HeadUnreachable, Say
+from rlboost_cli.head.console import last_words
 from rlboost_cli.head.start_up import ACCOUNT, head_script, host_key, own_key
 from rlboost_providers.base import LaunchRequest, MachineState, MachineView, Offer, Provider
 from rlboost_providers.registry import head_provider
@@ -42,7 +44,7 @@ def rent(run: RunFolder, say: Say) -> None:
     does not answer in time, or where the run's head is gone, and what was on it.
     """
     job = stored_job(run)
-    provider = head_provider(job)
+    provider = head_provider(job, run)
     with _alone(run):
         if run.outcome.exists():
             raise _ended(run)
@@ -63,7 +65,7 @@ def give_back(run: RunFolder, say: Say) -> None:
         rental = current_rental(run)
         if rental is None or rental.ended_at is not None:
             return
-        provider, key = head_provider(stored_job(run)), head_of(run.name)
+        provider, key = head_provider(stored_job(run), run), head_of(run.name)
         say(f"giving {rental.machine} of {run.name} back to {rental.zone}")
         deadline, is_asked = time.monotonic() + GONE_S, False
         while True:
@@ -143,17 +145,16 @@ def _there(run: RunFolder, provider: Provider) -> Rental | None:
 
 def _launch(run: RunFolder, job: Job, provider: Provider, say: Say) -> Rental:
     require_head(run)
-    last = current_rental(run)
-    intended = last is not None and last.ended_at is None
-    machine = last.machine if last is not None and intended else f"head-{len(kept_rentals(run)) + 1}"
     script, told_run = head_script(run, job), head_of(run.name)
     refusal: NoCapacity | QuotaExceeded | None = None
+    if job.trainer.via == "skypilot":
+        say("asking SkyPilot where there is such a machine; its first start takes a minute or two")
     for offer in provider.offers():
-        rental = _intent(machine, offer, job)
+        rental = _intent(_next_machine(run), offer, job)
         keep_rental(run, rental)
         say(f"renting {offer.accelerator} in {offer.zone} for the head, at {rate_of(rental)}")
         try:
-            view = provider.launch(LaunchRequest(told_run, machine, offer, {}, script))
+            view = provider.launch(LaunchRequest(told_run, rental.machine, offer, {}, script))
         except (NoCapacity, QuotaExceeded) as error:
             refusal = error
             keep_rental(run, replace(rental, ended_at=time.time(), detail=error.problem))
@@ -162,10 +163,20 @@ def _launch(run: RunFolder, job: Job, provider: Provider, say: Say) -> Rental:
     if refusal is not None:
         raise refusal
     raise NoCapacity(
-        f"{job.trainer.accelerators} in {job.trainer.infra} costs more than trainer.max_price_usd_per_hour,"
-        f" ${job.trainer.max_price_usd_per_hour}",
-        "raise it, or write another region; rlboost prices shows what there is",
+        f"{job.trainer.accelerators} is not sold in {job.trainer.infra}"
+        if job.trainer.max_price_usd_per_hour is None
+        else f"{job.trainer.accelerators} in {job.trainer.infra} costs more than"
+        f" trainer.max_price_usd_per_hour, ${job.trainer.max_price_usd_per_hour}",
+        "write another region, or another bound; rlboost prices shows what there is",
     )
+
+
+def _next_machine(run: RunFolder) -> str:
+    """Return the id of a machine that is intended and was never launched, or else of another."""
+    last = current_rental(run)
+    if last is not None and last.ended_at is None:
+        return last.machine
+    return f"head-{len(kept_rentals(run)) + 1}"
 
 
 def _intent(machine: str, offer: Offer, job: Job) -> Rental:
@@ -208,7 +219,7 @@ def _await_it(run: RunFolder, job: Job, provider: Provider, rental: Rental, say:
             note_end(run, rental, view)
             raise RuntimeFault(
                 f"{rental.machine} of {run.name} ended while it booted:"
-                f" {view.detail or 'its cloud says no more'}",
+                f" {view.detail or 'its cloud says no more'}{last_words(provider, run, rental.machine)}",
                 f"type rlboost launch {run.name} to rent another",
             )
         address = "" if view is None else _address(job, view)
@@ -221,7 +232,8 @@ def _await_it(run: RunFolder, job: Job, provider: Provider, rental: Rental, say:
         if waited_s > BOOT_S:
             raise RuntimeFault(
                 f"{rental.machine} of {run.name}{f' at {address}' if address else ''} did not let us in"
-                f" within {BOOT_S:.0f} s and is given back; last: {problem}",
+                f" within {BOOT_S:.0f} s and is given back; last:"
+                f" {problem}{last_words(provider, run, rental.machine)}",
                 "see that its image has sshd, python3 and cloud-init (docs/head.md), and that its port 22 is"
                 " reached from here",
             )

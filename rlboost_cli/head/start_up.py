@@ -74,7 +74,7 @@ def watch_settings(job: Job) -> dict[str, object]:
     folder = job.trainer.folder.replace("~", f"/home/{ACCOUNT}", 1)
     return {
         "folder": folder,
-        "cloud": job.trainer.infra.partition("/")[0],
+        "cloud": "skypilot" if job.trainer.via == "skypilot" else job.trainer.infra.partition("/")[0],
         "idle_s": job.after.idle_minutes * 60,
         "done": job.after.done,
         "failed": job.after.failed,

@@ -10,12 +10,17 @@ down, unless its run ended in a way after which it is to stay; at once, where th
 all of the run is safe elsewhere. Neither needs the laptop, nor our runtime, nor an end of the run: a crash
 and an installation that was given up count as idle. A supervisor that still lives is asked to end first: it
 ends the run's other machines.
+
+On a machine that SkyPilot bought, SkyPilot's own code ends it, as far as the machine's role or the run's
+secrets have the right to. SkyPilot's autodown there is the second line: it follows once this part no longer
+says, every `AWAKE_S`, that the machine is in use.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import pwd
 import signal
 import subprocess
 import sys
@@ -34,6 +39,19 @@ SUPERVISOR_S = 300.0
 """Longest end of a supervisor: it ends the run's machines."""
 OFF_S = 120.0
 """So long may a shutdown take before the power is cut."""
+AWAKE_S = 300.0
+"""Pause between two words to SkyPilot's autodown, which has more patience than that."""
+SKYPILOT_S = 90.0
+"""Longest answer of SkyPilot's code: it imports for seconds, and then asks its cloud."""
+STAY_AWAKE = "from sky.skylet import autostop_lib; autostop_lib.set_last_active_time_to_now()"
+END_CLUSTER = """
+import os
+from sky import provision
+from sky.utils import cluster_utils, yaml_utils
+cluster = yaml_utils.read_yaml(os.path.expanduser(cluster_utils.SKY_CLUSTER_YAML_REMOTE_PATH))
+name = cluster_utils.get_provider_name(cluster)
+provision.terminate_instances(name, cluster["cluster_name"], cluster["provider"])
+"""
 METADATA = "http://metadata.google.internal/computeMetadata/v1/"
 
 
@@ -71,9 +89,13 @@ def is_busy(facts: Facts) -> bool:
 def main() -> None:
     """Look until the machine is to end, then end it."""
     settings = json.loads(Path(sys.argv[1]).read_text())
-    folder = Path(settings["folder"])
+    folder, account = Path(settings["folder"]), Path(sys.argv[1]).with_name("skypilot-account")
     quiet_since, asked = time.monotonic(), None
+    awake_until = 0.0
     while True:
+        if settings["cloud"] == "skypilot" and time.monotonic() >= awake_until:
+            ask_skypilot(account, STAY_AWAKE, {})
+            awake_until = time.monotonic() + AWAKE_S
         facts, now_asked = facts_of(folder), mtime_of(folder / "asked")
         if is_busy(facts) or now_asked != asked:
             quiet_since, asked = time.monotonic(), now_asked
@@ -81,6 +103,8 @@ def main() -> None:
         if why:
             print(f"ending this machine: {why}", flush=True)
             end_runs(folder)
+            if settings["cloud"] == "skypilot" and ask_skypilot(account, END_CLUSTER, environment(folder)):
+                time.sleep(OFF_S)  # it is on its way
             end_machine(settings)
         time.sleep(LOOK_S)
 
@@ -158,6 +182,35 @@ def end_machine(settings: Json) -> None:
     subprocess.run(["shutdown", "-h", "now"], check=False)  # noqa: S607 wherever this system has it
     time.sleep(OFF_S)
     subprocess.run(["poweroff", "-f"], check=False)  # noqa: S607
+
+
+def ask_skypilot(account: Path, code: str, more: Dict[str, str]) -> bool:  # noqa: UP006
+    """Run `code` with the Python of SkyPilot's runtime, as the account that it lies in, which is named in the
+    file `account`; return whether it succeeded. `more` is added to its environment."""
+    try:
+        whose = pwd.getpwnam(account.read_text().strip())
+        home = Path(whose.pw_dir)
+        python = (home / ".sky" / "python_path").read_text().strip()
+        done = subprocess.run(
+            ["runuser", "-u", whose.pw_name, "--", python, "-c", code],  # noqa: S607
+            env={**os.environ, **more, "HOME": whose.pw_dir, "USER": whose.pw_name},
+            cwd=home,
+            stdin=subprocess.DEVNULL,
+            timeout=SKYPILOT_S,
+            check=False,
+        )
+    except (OSError, KeyError, subprocess.TimeoutExpired) as problem:
+        print(f"SkyPilot's runtime cannot be asked: {problem}", flush=True)
+        return False
+    return done.returncode == 0
+
+
+def environment(folder: Path) -> Dict[str, str]:  # noqa: UP006
+    """Return what the runs there were given as `env` and `secrets`: keys of a cloud may be among it."""
+    found: Dict[str, str] = {}  # noqa: UP006
+    for path in sorted(folder.glob("heads/*/runs/*/secrets/environment.json"), key=mtime_of):
+        found.update(read(path))
+    return found
 
 
 def delete_from_google() -> None:

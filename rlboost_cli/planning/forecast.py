@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from rlboost_cli.planning.rates import Rates, makes_like_responses
 from rlboost_providers.registry import prices_of
-from rlboost_runtime.core.marginal import StepRates
+from rlboost_runtime.core.marginal import Prices, StepRates
 from rlboost_runtime.core.messages import CoreConfig
 from rlboost_runtime.core.money import MICRO_USD_PER_USD
 from rlboost_runtime.core.seeding import Seeding, StepObservation
@@ -93,12 +93,13 @@ def forecast(job: Job, rates: Rates, former: Job) -> Forecast:
     computed_s = _step_s(rates, former_tokens, rates.spot_instances)
     more_s = _left_out(rates, computed_s)
     counts = range(job.rollout.spot.max_instances + 1)
+    prices = prices_of(job)  # SkyPilot may have to be asked
     return Forecast(
         rates=rates,
         tokens_per_step=tokens,
         responses_like_before=like_before,
-        useful_instances=_useful(job, rates, tokens, more_s),
-        rows=tuple(_row(job, rates, tokens, n, more_s) for n in counts if _tokens_per_s(rates, n) > 0),
+        useful_instances=_useful(job, prices, rates, tokens, more_s),
+        rows=tuple(_row(prices, rates, tokens, n, more_s) for n in counts if _tokens_per_s(rates, n) > 0),
         computed_s=computed_s,
     )
 
@@ -121,14 +122,14 @@ def _tokens_per_s(rates: Rates, instances: float) -> float:
     return rates.reserved_tokens_per_s + instances * rates.spot_tokens_per_s
 
 
-def _useful(job: Job, rates: Rates, tokens: float, more_s: float) -> int:
+def _useful(job: Job, prices: Prices, rates: Rates, tokens: float, more_s: float) -> int:
     """Return where the core's rule settles: asked at the job's maximum, as a run does at first.
 
     From there it does not move: with more than enough instances the window is 0 and N_prem is W / (s B)
     whatever n is; with fewer, N_prem exceeds n and the maximum holds.
     """
     most = job.rollout.spot.max_instances
-    config = CoreConfig(most, reserved_instances=job.trainer.local_engines, prices=prices_of(job))
+    config = CoreConfig(most, reserved_instances=job.trainer.local_engines, prices=prices)
     if most == 0 or _tokens_per_s(rates, most) == 0:
         return most
     window = seeding_s(rates, tokens, most)
@@ -158,8 +159,7 @@ def _left_out(rates: Rates, computed_s: float) -> float:
     return max(0.0, rates.step_s - computed_s)
 
 
-def _row(job: Job, rates: Rates, tokens: float, instances: int, more_s: float) -> ForecastRow:
-    prices = prices_of(job)
+def _row(prices: Prices, rates: Rates, tokens: float, instances: int, more_s: float) -> ForecastRow:
     step_s = _step_s(rates, tokens, instances) + more_s
     egress_usd = instances * rates.weight_bytes / 1e9 * prices.egress_usd_per_gb
     usd_per_hour = prices.reserved_usd_per_hour + instances * prices.spot_usd_per_hour

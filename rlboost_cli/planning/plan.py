@@ -21,17 +21,17 @@ from rlboost_runtime.job import Job
 
 @dataclass(frozen=True, slots=True)
 class PlanLine:
-    """Up to `max_machines` machines of one kind. Price in micro-dollars per machine-hour."""
+    """Up to `max_machines` machines of one kind. In micro-dollars per machine-hour; None: nobody knows."""
 
     pool: str
     infra: str
     max_machines: int
-    price_micro_usd_per_hour: int
+    price_micro_usd_per_hour: int | None
 
     @property
     def is_charged(self) -> bool:
         """Whether somebody sends a bill: processes on this machine cost nothing, whatever price is noted."""
-        return self.infra != "local" and self.price_micro_usd_per_hour > 0
+        return self.infra != "local" and self.price_micro_usd_per_hour != 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,23 +56,27 @@ class LaunchPlan:
 
     @property
     def ceiling_micro_usd_per_hour(self) -> int:
-        """The most that an hour can cost: all reserved machines, all spot machines at the dearest offer."""
-        reserved = sum(
-            line.max_machines * line.price_micro_usd_per_hour
-            for line in self.lines
-            if line.pool == "reserved"
-        )
-        spot = max((o.price_micro_usd_per_hour for o in self.lines if o.pool == "spot"), default=0)
+        """The most that an hour can cost, as far as prices are known: all machines, spot ones at the dearest
+        offer."""
+        prices = [(line, line.price_micro_usd_per_hour or 0) for line in self.lines]
+        reserved = sum(line.max_machines * price for line, price in prices if line.pool == "reserved")
+        spot = max((price for line, price in prices if line.pool == "spot"), default=0)
         return reserved + self.max_spot_machines * spot
+
+    @property
+    def is_all_priced(self) -> bool:
+        """Whether a price is known for each kind of machine."""
+        return all(line.price_micro_usd_per_hour is not None for line in self.lines)
 
 
 def launch_plan(run: str, job: Job) -> LaunchPlan:
     """Return the plan of `job` under the name `run`; reads the ledgers of former runs."""
     measured = measured_rates(job)
     spot = job.rollout.spot
-    reserved = PlanLine("reserved", job.trainer.infra, 1, _micro(head_usd_per_hour(job)))
+    reserved = PlanLine("reserved", job.trainer.infra, 1, _micro_or_none(head_usd_per_hour(job)))
     offers = [
-        PlanLine("spot", o.infra, spot.max_instances, _micro(expected_usd_per_hour(o))) for o in spot.any_of
+        PlanLine("spot", o.infra, spot.max_instances, _micro_or_none(expected_usd_per_hour(o)))
+        for o in spot.any_of
     ]
     return LaunchPlan(
         run=run,
@@ -91,9 +95,9 @@ def describe_plan(plan: LaunchPlan) -> list[str]:
     lines = [f"{plan.run}: {plan.steps} steps"]
     for line in plan.lines:
         count = f"{line.max_machines}" if line.pool == "reserved" else f"up to {line.max_machines}"
-        price = format_usd(line.price_micro_usd_per_hour, 4)
-        lines.append(f"  {line.pool:<9}{count} x {line.infra}, {price} per hour each")
-    lines.append(f"  ceiling  {format_usd(plan.ceiling_micro_usd_per_hour, 4)} per hour")
+        lines.append(f"  {line.pool:<9}{count} x {line.infra}, {_price_in_words(line)}")
+    known = "" if plan.is_all_priced else ", and what is not known above"
+    lines.append(f"  ceiling  {format_usd(plan.ceiling_micro_usd_per_hour, 4)} per hour{known}")
     budget = "none: it runs until its steps are done" if plan.max_usd is None else f"${plan.max_usd:,.2f}"
     hourly = "" if plan.max_usd_per_hour is None else f", at most ${plan.max_usd_per_hour:,.2f} per hour"
     lines.append(f"  budget   {budget}{hourly}")
@@ -108,9 +112,20 @@ def describe_plan(plan: LaunchPlan) -> list[str]:
     return [*lines, *_describe_forecast(plan.forecast, plan)]
 
 
+def _price_in_words(line: PlanLine) -> str:
+    if line.price_micro_usd_per_hour is None:
+        return "whose price is not known here"
+    return f"{format_usd(line.price_micro_usd_per_hour, 4)} per hour each"
+
+
 def _head_in_words(job: Job) -> str:
     if not job.trainer.is_bought:
         return ""
+    if not job.trainer.ends_itself:
+        return (
+            "it is bought on demand; it cannot end itself there, and costs until a `launch` that you watch"
+            " has ended, or until `rlboost down`"
+        )
     idle = duration(job.after.idle_minutes * 60)
     if job.after.done == "stay":
         done = "stays after a run that is done, and costs, until `rlboost down`"
@@ -136,7 +151,7 @@ def plan_json(plan: LaunchPlan) -> dict[str, Any]:
                 "pool": line.pool,
                 "infra": line.infra,
                 "max_machines": line.max_machines,
-                "price_usd_per_hour": line.price_micro_usd_per_hour / MICRO_USD_PER_USD,
+                "price_usd_per_hour": _usd(line.price_micro_usd_per_hour),
             }
             for line in plan.lines
         ],
@@ -227,3 +242,11 @@ def _run_usd(row: ForecastRow, steps: int) -> float:
 
 def _micro(usd: float) -> int:
     return round(usd * MICRO_USD_PER_USD)
+
+
+def _micro_or_none(usd: float | None) -> int | None:
+    return None if usd is None else _micro(usd)
+
+
+def _usd(micro: int | None) -> float | None:
+    return None if micro is None else micro / MICRO_USD_PER_USD

@@ -101,12 +101,14 @@ def end(strays: Iterable[Stray], say: Callable[[str], None]) -> list[tuple[Stray
 
 def _clouds_of(run: RunFolder) -> set[str]:
     """Return who finds machines of the run's job by their tags: clouds' own APIs, SkyPilot."""
+    from rlboost_providers.head_offer import cloud_offer
     from rlboost_runtime.job import CloudOffer
 
     job = stored_job(run)
     offers = [o for o in job.rollout.spot.any_of if isinstance(o, CloudOffer)]
-    found = {offer.cloud if offer.via == "direct" else offer.via for offer in offers}
-    return found | ({job.trainer.infra.partition("/")[0]} if job.trainer.is_bought else set())
+    if job.trainer.is_bought:
+        offers.append(cloud_offer(job.trainer))
+    return {offer.cloud if offer.via == "direct" else offer.via for offer in offers}
 
 
 def _left_of(run: RunFolder, say: Callable[[str], None]) -> list[Stray]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlboost_providers.prices import parse_accelerator
-from rlboost_providers.registry import expected_usd_per_hour, prices_of
+from rlboost_providers.registry import expected_usd_per_hour, head_usd_per_hour, prices_of
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import CloudOffer, Job, TinyModel
 from rlboost_runtime.job_file import load_job
@@ -93,7 +93,11 @@ def _of_clouds(job: Job, offers: list[CloudOffer], path: Path) -> _Machines:
     parallel = job.rollout.tensor_parallel
     spot = tuple(
         MachineShape(
-            GPUS[name], count or 1, parallel, GBIT_PER_GPU * GBIT * (count or 1), expected_usd_per_hour(offer)
+            GPUS[name],
+            count or 1,
+            parallel,
+            GBIT_PER_GPU * GBIT * (count or 1),
+            expected_usd_per_hour(offer) or 0.0,
         )
         for offer, (name, count) in zip(offers, parts, strict=True)
     )
@@ -103,7 +107,7 @@ def _of_clouds(job: Job, offers: list[CloudOffer], path: Path) -> _Machines:
         ranks,
         min(ranks, parallel),
         GBIT_PER_GPU * GBIT * ranks,
-        job.trainer.price_usd_per_hour / nodes,
+        (head_usd_per_hour(job) or 0.0) / nodes,
     )
     names = ", ".join(f"{offer.infra} {offer.accelerators}" for offer in offers)
     notes = [
@@ -119,14 +123,15 @@ def _of_clouds(job: Job, offers: list[CloudOffer], path: Path) -> _Machines:
 
 
 def _as_in_the_paper(job: Job) -> _Machines:
-    spots = [offer.price_usd_per_hour for offer in job.rollout.spot.any_of]
+    spots = [expected_usd_per_hour(offer) or 0.0 for offer in job.rollout.spot.any_of]
+    head = head_usd_per_hour(job) or 0.0
     assumed = "machines are taken to be the paper's: 8 H100 reserved, 2 H100 per spot machine"
-    if job.trainer.price_usd_per_hour == 0 and not any(spots):
+    if head == 0 and not any(spots):
         note = f"the job has no prices; the paper's are used: ${RESERVED_8_H100.usd_per_hour}"
         note += f" and ${SPOT_2_H100.usd_per_hour} per hour"
         return _Machines(RESERVED_8_H100, (SPOT_2_H100,), (assumed, note))
     machines = tuple(replace(SPOT_2_H100, usd_per_hour=price) for price in spots)
-    reserved = replace(RESERVED_8_H100, usd_per_hour=job.trainer.price_usd_per_hour)
+    reserved = replace(RESERVED_8_H100, usd_per_hour=head)
     return _Machines(reserved, machines, (assumed, "prices are the job's"))
 
 

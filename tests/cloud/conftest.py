@@ -14,12 +14,16 @@ import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import boto3
 import psutil
 import pytest
+from bought_heads import BUCKET, KEYS, relay
 from cloudlab import catalogue
 from cloudlab.client import Lab
 from cloudlab.image import cache_folder
+from cloudlab.machine import GATEWAY
 from cloudlab.prepare import LOCK
 
 from rlboost_providers.skypilot.api_server import end_session
@@ -102,6 +106,25 @@ def cloud_cli(account: dict[str, str], tmp_path: Path) -> Iterator[Cli]:
     yield tool
     for folder in (home / "runs").glob("*"):
         kill_tagged(folder)
+
+
+@pytest.fixture
+def api(lab: Lab) -> Iterator[str]:
+    """The cloud's API as machines of the lab reach it."""
+    _, _, port = lab.url.rpartition(":")
+    with relay(GATEWAY, int(port)) as own_port:
+        yield f"http://{GATEWAY}:{own_port}"
+
+
+@pytest.fixture
+def laptop(lab: Lab, cloud_cli: Cli) -> Cli:
+    """The command line of a user with keys in the environment, and a bucket."""
+    cloud_cli.environment |= KEYS
+    cloud_cli.environment.pop("SSH_AUTH_SOCK", None)
+    lab.ask("refuse", regions=[])
+    s3: Any = boto3.client("s3", region_name="us-east-1", endpoint_url=lab.url)
+    s3.create_bucket(Bucket=BUCKET)
+    return cloud_cli
 
 
 def skypilot_sessions(home: Path) -> set[int]:

@@ -2,113 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from typing import Any
 
-import boto3
 import pytest
+from bought_heads import BUCKET, PRICE, all_gone, names_at_bucket, said_there, seconds_of, until
 from cloudlab.client import Lab
-from cloudlab.machine import GATEWAY
 
 from tests.e2e.conftest import Cli
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1200, func_only=True)]
 UP_S = 600.0
 BILL_SLACK_S = 15.0
-PRICE = 1.006
-"""Of a g5.xlarge on demand, in the shipped table."""
-BUCKET = "runs-of-the-lab"
-RELAY = """
-import asyncio, sys
-
-async def carry(source, target):
-    while part := await source.read(65536):
-        target.write(part)
-        await target.drain()
-    target.close()
-
-async def accept(reader, writer):
-    far_reader, far_writer = await asyncio.open_connection("127.0.0.1", int(sys.argv[2]))
-    await asyncio.gather(carry(reader, far_writer), carry(far_reader, writer), return_exceptions=True)
-
-async def main():
-    server = await asyncio.start_server(accept, sys.argv[1], 0)
-    print(server.sockets[0].getsockname()[1], flush=True)
-    await server.serve_forever()
-
-asyncio.run(main())
-"""
-
 HEAD: dict[str, Any] = {
     "infra": "aws/us-east-1",
     "accelerators": "A10G:1",
     "private_address": True,
     "price_usd_per_hour": 0.0,
 }
-
-
-@pytest.fixture
-def api(lab: Lab) -> Iterator[str]:
-    """The cloud's API as machines of the lab reach it."""
-    _, _, port = lab.url.rpartition(":")
-    with relay(GATEWAY, int(port)) as own_port:
-        yield f"http://{GATEWAY}:{own_port}"
-
-
-@pytest.fixture
-def laptop(lab: Lab, cloud_cli: Cli) -> Cli:
-    """The command line of a user with keys in the environment, and a bucket."""
-    keys = {"AWS_ACCESS_KEY_ID": "lab", "AWS_SECRET_ACCESS_KEY": "lab-secret", "AWS_REGION": "us-east-1"}
-    cloud_cli.environment |= keys
-    cloud_cli.environment.pop("SSH_AUTH_SOCK", None)
-    lab.ask("refuse", regions=[])
-    s3: Any = boto3.client("s3", region_name="us-east-1", endpoint_url=lab.url)
-    s3.create_bucket(Bucket=BUCKET)
-    return cloud_cli
-
-
-@contextlib.contextmanager
-def relay(host: str, port: int) -> Iterator[int]:
-    """Yield a port of `host` at which `port` of loopback is reached."""
-    with subprocess.Popen(
-        [sys.executable, "-c", RELAY, host, str(port)], stdout=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            assert process.stdout is not None
-            yield int(process.stdout.readline())
-        finally:
-            process.kill()
-
-
-def until(condition: Any, seconds: float, what: str) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline, what
-        time.sleep(0.5)
-    return found
-
-
-def said_there(lab: Lab, before: int) -> str:
-    """What the machines of this test say about themselves, for a failure's message."""
-    logs = "/run/user-data.log /opt/rlboost-head/watch.log /home/rlboost/.rlboost/heads/*/runs/*/logs/*.log"
-    script = f"tail -n 30 {logs}"
-    return "\n".join(
-        lab.ask("shell", id=each["id"], script=script)
-        for each in lab.machines()[before:]
-        if each["ended_at"] is None
-    )
-
-
-def all_gone(lab: Lab) -> bool:
-    return all(each["ended_at"] is not None for each in lab.machines())
-
-
-def seconds_of(machine: dict[str, Any]) -> float:
-    return float(machine["ended_at"] - machine["launched_at"])
 
 
 def test_with_the_laptop_dead_the_run_ends_and_so_do_its_fleet_and_its_head(
@@ -152,9 +62,7 @@ def test_with_the_laptop_dead_the_run_ends_and_so_do_its_fleet_and_its_head(
     )
     assert billed["spot"]["billed_s"] == pytest.approx(seconds_of(worker), abs=BILL_SLACK_S)
     assert cost["tokens_trained"] > 0
-    s3: Any = boto3.client("s3", region_name="us-east-1", endpoint_url=lab.url)
-    names = {each["Key"] for each in s3.list_objects_v2(Bucket=BUCKET)["Contents"]}
-    assert {"runs/far/model/model.safetensors", "runs/far/report/outcome.json"} <= names
+    assert {"runs/far/model/model.safetensors", "runs/far/report/outcome.json"} <= names_at_bucket(lab)
     laptop("down", "far", "--yes")
     assert laptop.json("cost", "far")["total_usd"] == cost["total_usd"]
     assert "no machine is left over" in laptop("gc", "--dry-run", timeout_s=UP_S).stderr

@@ -23,7 +23,7 @@ GREEDY: dict[str, Any] = {
         "max_response_tokens": 48,
     },
     "rollout": {
-        "engine_args": {"max_running": 16, "tokens_per_s_per_response": 0.3},
+        "engine_args": {"max_running": 16, "tokens_per_s_per_response": 0.6},
         "spot": {"max_instances": 2},
     },
 }

@@ -85,6 +85,10 @@ class FakeEc2:
     fleets: dict[str, tuple[object, dict[str, Any]]] = field(default_factory=dict)
     lists_lag: bool = False
     """DescribeInstances says nothing, as EC2's does for a while after a launch."""
+    console: str = ""
+    """What machines write to their serial consoles."""
+    old_kinds: bool = False
+    """Machine types are not Nitro's: the latest of a console is not to be had."""
     lose_answers: int = 0
     """So many CreateFleet answers are lost on their way: the machine is there, the caller hears a 503."""
     lock: threading.RLock = field(default_factory=threading.RLock)
@@ -229,6 +233,8 @@ class FakeEc2:
         if refusal is not None:
             start(f"{refusal.status} refused", [("Content-Type", "text/xml")])
             return [_error.format(code=refusal.code, message=refusal.message).encode()]
+        if action == "GetConsoleOutput":
+            return self._console(text, start)
         if action == "DescribeRegions":
             start("200 OK", [("Content-Type", "text/xml")])
             return [_REGIONS.encode()]
@@ -246,6 +252,14 @@ class FakeEc2:
                 if instance._state.name == "terminated":
                     self._stop(instance)
         return answer
+
+    def _console(self, text: str, start: StartResponse) -> Iterable[bytes]:
+        if self.old_kinds and "Latest=true" in text:
+            start("400 refused", [("Content-Type", "text/xml")])
+            return [_error.format(code="UnsupportedOperation", message="not of this type").encode()]
+        start("200 OK", [("Content-Type", "text/xml")])
+        output = base64.b64encode(self.console.encode()).decode()
+        return [f"<GetConsoleOutputResponse><output>{output}</output></GetConsoleOutputResponse>".encode()]
 
     def _refusal(self, action: str) -> Refusal | None:
         with self.lock:

@@ -60,6 +60,8 @@ class FakeGce:
     refusals: deque[HttpRefusal] = field(default_factory=deque)
     calls: list[str] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
+    console: str = ""
+    """What machines write to their first serial port."""
     never_done: bool = False
     delete_s: float = 0.02
     number: Iterator[int] = field(default_factory=lambda: itertools.count(1))
@@ -111,6 +113,7 @@ class FakeGce:
                 (rf"GET {API}/aggregated/operations", self._list_operations),
                 (rf"POST {API}/zones/([^/]+)/instances", self._insert),
                 (rf"GET {API}/zones/([^/]+)/instances/([^/]+)", self._get),
+                (rf"GET {API}/zones/([^/]+)/instances/([^/]+)/serialPort", self._serial_port),
                 (rf"DELETE {API}/zones/([^/]+)/instances/([^/]+)", self._delete),
                 (rf"POST {API}/zones/([^/]+)/operations/([^/]+)/wait", self._wait),
             ):
@@ -163,6 +166,13 @@ class FakeGce:
     def _get(self, zone: str, name: str, query: dict[str, list[str]], body: Any) -> tuple[int, Any]:
         found = self.instances.get((zone, name))
         return (404, _error(404, "notFound")) if found is None else (200, found)
+
+    def _serial_port(self, zone: str, name: str, query: dict[str, list[str]], body: Any) -> tuple[int, Any]:
+        if (zone, name) not in self.instances:
+            return 404, _error(404, "notFound")
+        start = int(query["start"][0])
+        assert (query["port"], start < 0) == (["1"], True)
+        return 200, {"contents": self.console[start:], "start": str(max(0, len(self.console) + start))}
 
     def _delete(self, zone: str, name: str, query: dict[str, list[str]], body: Any) -> tuple[int, Any]:
         instance = self.instances.get((zone, name))

@@ -26,7 +26,9 @@ PLACES = [
     }
     for region, price in (("us-west-2", 0.35), ("us-east-1", 0.41))
 ]
+PLACES.append({**PLACES[0], "cloud": "lambda", "zone": None, "instance_type": "gpu_1x_a10"})
 ON_DEMAND = 1.006
+WITHOUT_SPOT = ("lambda",)
 
 
 class FakeSkyPilot:
@@ -39,6 +41,8 @@ class FakeSkyPilot:
         self._says_up = says_up
         self.clusters: dict[str, dict[str, Any]] = {}
         self.launched: list[str] = []
+        self.roles: list[tuple[str, bool]] = []
+        """Whom each machine was to be taken for, and whether only for that."""
         self.forced = 0
         self.refuse: dict[str, tuple[str, str]] = {}
         self.setup_fails = False
@@ -82,11 +86,13 @@ class FakeSkyPilot:
         return "0.14.1"
 
     def _prices(self, hear: Callable[[str], None], infra: str, **asked: object) -> list[dict[str, Any]]:
-        places = [place for place in PLACES if f"aws/{place['region']}/".startswith(infra.rstrip("/") + "/")]
-        return places if asked["spot"] else [{**place, "usd_per_hour": ON_DEMAND} for place in places]
+        places = [p for p in PLACES if f"{p['cloud']}/{p['region']}/".startswith(infra.rstrip("/") + "/")]
+        as_spot = asked["spot"] and infra.partition("/")[0] not in WITHOUT_SPOT
+        price = {} if as_spot else {"usd_per_hour": ON_DEMAND}
+        return [{**place, **price, "spot": as_spot} for place in places]
 
     def _launch(
-        self, hear: Callable[[str], None], cluster: str, task: str, idle_minutes: int, role: str
+        self, hear: Callable[[str], None], cluster: str, task: str, idle_minutes: int, role: str, only: bool
     ) -> dict[str, Any]:
         hear("request 1234")
         resources = YAML(typ="safe").load(Path(task))["resources"]
@@ -97,9 +103,10 @@ class FakeSkyPilot:
             hear(f"AWS handler error: An error occurred {text}")
             raise explained(kind, "Failed to provision all possible launchable resources")
         row = {"name": cluster, "cloud": cloud, "region": region, "zone": zone, "status": "INIT"}
-        row |= {"address": "127.0.0.1", "internal": "127.0.0.1", "port": 1, "labels": resources["labels"]}
+        row |= {"address": "203.0.113.9", "internal": "127.0.0.1", "port": 1, "labels": resources["labels"]}
         with self._lock:
             self.launched.append(cluster)
+            self.roles.append((role, only))
             self.clusters[cluster] = {**row, "launched_at": time.time()}
         if self._says_up:
             hear("└── Instance is up.")

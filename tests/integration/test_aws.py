@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from rlboost_cli.main import app
 from rlboost_providers.aws import AwsPool, AwsProvider
 from rlboost_providers.aws_prices import PriceHistory, SpotPrices
-from rlboost_providers.base import LaunchRequest, MachineState
+from rlboost_providers.base import CanShowConsole, LaunchRequest, MachineState
 from rlboost_providers.price_table import ShippedTable
 from rlboost_providers.prices import price_book
 from rlboost_providers.tags import head_of, run_of
@@ -250,6 +250,7 @@ def test_what_a_machine_is_given(ec2, provider):
 def test_the_shipped_policy_allows_what_the_provider_does_and_no_other_call(ec2, provider):
     provider.launch(request(provider))
     provider.launch(replace(request(provider, "head-1"), head_script="#!/bin/bash\n"))
+    provider.console(RUN, "head-1")
     provider.preempt(RUN, "spot-0", None)
     provider.describe(RUN)
     provider.sweep()
@@ -284,6 +285,16 @@ def test_a_head_is_reached_by_ssh_and_on_its_runs_ports_and_runs_its_own_script(
     assert ec2.calls.count("AuthorizeSecurityGroupIngress") == 1
     (view, *_) = provider.describe(RUN)
     assert view.private_address == ec2.machine("head-1").private_ip
+
+
+@pytest.mark.parametrize("old_kinds", [False, True])
+def test_what_a_machine_wrote_to_its_console_is_read_of_new_and_old_kinds(ec2, provider, old_kinds):
+    ec2.console, ec2.old_kinds = "Booting Linux\n\u00fcber: out of memory\n", old_kinds
+    assert isinstance(provider, CanShowConsole)
+    assert provider.console(RUN, "head-1") == ""
+    provider.launch(request(provider, "head-1"))
+    assert provider.console(RUN, "head-1") == ec2.console
+    assert ec2.calls.count("GetConsoleOutput") == 1 + old_kinds
 
 
 def test_a_fleet_never_sees_the_head_of_its_run(ec2, provider):

@@ -13,8 +13,8 @@ from google.api_core.retry import Retry as GoogleRetry
 from google.auth.exceptions import RefreshError
 
 from rlboost_providers import gcp
-from rlboost_providers.base import LaunchRequest, MachineState
-from rlboost_providers.gcp import GcpPool, GcpProvider
+from rlboost_providers.base import CanShowConsole, LaunchRequest, MachineState
+from rlboost_providers.gcp import CONSOLE_BYTES, GcpPool, GcpProvider
 from rlboost_providers.gcp_errors import explained
 from rlboost_providers.gcp_machines import ALL_SCOPES
 from rlboost_providers.tags import head_of
@@ -184,8 +184,17 @@ def test_another_owners_run_of_the_same_name_is_another_run(gce, provider):
     assert {each.owner for each in other.sweep()} == {OWNER, "ba9876543210"}
 
 
+def test_the_end_of_what_a_machine_wrote_to_its_console_is_read(gce, provider):
+    gce.console = "x" * CONSOLE_BYTES + "panic\n"
+    assert isinstance(provider, CanShowConsole)
+    assert provider.console(RUN, "spot-0") == ""
+    provider.launch(request(provider))
+    assert provider.console(RUN, "spot-0") == gce.console[-CONSOLE_BYTES:]
+
+
 def test_the_shipped_role_covers_every_call(gce, provider):
     provider.launch(request(provider))
+    provider.console(RUN, "spot-0")
     provider.preempt(RUN, "spot-0", None)
     provider.describe(RUN)
     provider.sweep()
@@ -196,6 +205,7 @@ def test_the_shipped_role_covers_every_call(gce, provider):
         ("GET", "aggregated/operations"): "compute.globalOperations.list",
         ("POST", "instances"): "compute.instances.create",
         ("GET", "instances"): "compute.instances.get",
+        ("GET", "serialPort"): "compute.instances.getSerialPortOutput",
         ("DELETE", "instances"): "compute.instances.delete",
         ("POST", "operations"): "compute.zoneOperations.get",
     }
@@ -203,6 +213,7 @@ def test_the_shipped_role_covers_every_call(gce, provider):
         method, _, path = call.partition(" ")
         parts = path.removeprefix(f"/compute/v1/projects/{PROJECT}/").split("/")
         key = (method, "/".join(parts)) if parts[0] == "aggregated" else (method, parts[2])
+        key = (method, parts[4]) if parts[-1] == "serialPort" else key
         assert f"- {needed[key]}\n" in text, key
 
 

@@ -20,7 +20,8 @@ from rlboost_cli.runs import sweep
 from rlboost_cli.runs.target import find_target
 from rlboost_providers.aws import AwsProvider
 from rlboost_providers.base import LaunchRequest
-from rlboost_providers.registry import provider_for
+from rlboost_providers.registry import head_usd_per_hour, provider_for
+from rlboost_providers.skypilot import SkyPilotProvider, session
 from rlboost_runtime.coordinator.bought import Bought
 from rlboost_runtime.coordinator.ledger import Ledger
 from rlboost_runtime.errors import ConfigError, NoCapacity, RuntimeFault
@@ -30,7 +31,8 @@ from rlboost_runtime.job_file import load_job
 from rlboost_runtime.rental import current_rental, keep_rental, kept_rentals
 from rlboost_runtime.run_create import prepare_run, stored_job
 from rlboost_runtime.run_folder import RunFolder, read_json, write_json
-from tests.fakes.ec2 import IMAGE, REGION, FakeEc2, fake_ec2
+from tests.fakes.ec2 import IMAGE, REGION, FakeEc2, Refusal, fake_ec2
+from tests.fakes.skypilot import ON_DEMAND, FakeSkyPilot
 
 pytestmark = pytest.mark.integration
 KIND, ZONE = "g5.xlarge", f"{REGION}a"
@@ -134,8 +136,13 @@ def test_a_machine_that_never_lets_us_in_is_given_back_and_billed_and_the_next_t
 ) -> None:
     monkeypatch.setattr(renting, "BOOT_S", 0.2)
     let_in(monkeypatch, *["no way to port 22"] * 1000)
-    with pytest.raises(RuntimeFault, match=r"did not let us in within .* no way to port 22"):
+    ec2.console = "".join(f"line {n}\r\n" for n in range(30)) + "\x1b[31msshd: no host key\x1b[0m\x07\r\n"
+    with pytest.raises(RuntimeFault, match=r"did not let us in within .* no way to port 22") as failure:
         rent(run, silently)
+    log = run.logs / "machines" / "head-1" / "console.log"
+    *_, told = failure.value.problem.partition(f"; its console ({log}) ends with:\n")
+    assert told.splitlines() == [*(f"  line {n}" for n in range(16, 30)), "  sshd: no host key"]
+    assert log.read_text().startswith("line 0\nline 1\n")
     assert ec2.instances() == []
     let_in(monkeypatch)
     rent(run, silently)
@@ -145,6 +152,20 @@ def test_a_machine_that_never_lets_us_in_is_given_back_and_billed_and_the_next_t
     bills = {bill["id"]: bill for bill in report_of(run)["machines"]}  # type: ignore[attr-defined]
     assert set(bills) == {"head-1", "reserved-0"}
     assert all(bill["price_usd_per_hour"] == 1.006 for bill in bills.values())
+
+
+def test_a_console_that_may_not_be_read_does_not_hide_why_it_was_looked_at(
+    ec2: FakeEc2, run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(renting, "BOOT_S", 0.2)
+    let_in(monkeypatch, *["no way to port 22"] * 1000)
+    ec2.refusals.append(Refusal("GetConsoleOutput", "UnauthorizedOperation", 403))
+    with pytest.raises(RuntimeFault, match=r"no way to port 22; its console cannot be read: ") as failure:
+        rent(run, silently)
+    assert "ends with" not in failure.value.problem
+    with pytest.raises(RuntimeFault, match=r"no way to port 22; its console is empty yet"):
+        rent(run, silently)
+    assert ec2.instances() == []
 
 
 def test_where_there_is_none_nothing_is_rented_and_another_id_is_asked_for_next(
@@ -278,3 +299,92 @@ def test_a_head_that_ended_itself_unseen_is_billed_no_longer_than_it_can_have_be
     with pytest.raises(RuntimeFault, match="is gone, and with it what was on its disk"):
         find_target("far", resume=True).prepare(resume=True)
     assert run.outcome.exists(), "it was not opened again"
+
+
+# --- through SkyPilot ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sky(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSkyPilot]:
+    """SkyPilot from memory, which whoever asks for a head's provider, or for what is left, gets."""
+    fake = FakeSkyPilot()
+    monkeypatch.setattr(session.Session, "sky", lambda self: fake)
+    monkeypatch.setattr(SkyPilotProvider, "_is_launching", lambda self, record: False)
+    yield fake
+    fake.join()
+
+
+def through_skypilot(run: RunFolder, **changes: object) -> None:
+    job = json.loads(run.job_json.read_text())
+    job["trainer"] |= {"infra": "aws", "via": "skypilot", "image": None, "private_address": False, **changes}
+    write_json(run.job_json, job)
+
+
+def test_a_head_is_bought_through_skypilot_at_its_price_found_again_and_given_back(
+    run: RunFolder, sky: FakeSkyPilot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_in(monkeypatch)
+    through_skypilot(run, role="rlboost-head")
+    assert head_usd_per_hour(stored_job(run)) == ON_DEMAND
+    through_skypilot(run, role="rlboost-head", accelerators="NEW:1")  # in no shipped table
+    assert head_usd_per_hour(stored_job(run)) == ON_DEMAND
+    sky.is_down = True
+    assert head_usd_per_hour(stored_job(run)) is None
+    sky.is_down = False
+    through_skypilot(run, role="rlboost-head", accelerators="A10G:1")
+    rent(run, silently)
+    rent(run, silently)
+    assert len(sky.launched) == 1
+    rental = current_rental(run)
+    assert rental is not None
+    assert (rental.provider, rental.zone) == ("skypilot", "aws/us-west-2/us-west-2a")
+    assert rental.price_micro_usd_per_hour == round(ON_DEMAND * 1e6)
+    assert rental.price_source == "SkyPilot catalogue"
+    assert kept_place(run).host == "rlboost@203.0.113.9"
+    (script,) = run.cloud.rglob("start.sh")
+    assert '"cloud": "skypilot"' in script.read_text()
+    assert sweep.look(silently).strays == (), "its run is open"
+    write_json(run.outcome, {"state": "stopped"})
+    (stray,) = sweep.look(silently).strays
+    assert (stray.run, stray.machine, stray.provider) == ("far", "head-1", "skypilot")
+    give_back(run, silently)
+    assert sky.clusters == {}
+    settle(run)
+    (bill,) = report_of(run)["machines"]  # type: ignore[attr-defined]
+    assert (bill["pool"], bill["price_usd_per_hour"]) == ("reserved", ON_DEMAND)
+
+
+def test_where_skypilots_cloud_has_none_the_next_zone_is_asked_and_the_intents_stay_in_the_books(
+    run: RunFolder, sky: FakeSkyPilot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_in(monkeypatch)
+    through_skypilot(run, role="rlboost-head")
+    sky.refuse["us-west-2a"] = ("ResourcesUnavailableError", "InsufficientInstanceCapacity")
+    rent(run, silently)
+    rental = current_rental(run)
+    assert rental is not None
+    assert (rental.machine, rental.zone) == ("head-2", "aws/us-east-1/us-east-1a")
+    assert [(each.machine, each.launched_at is None) for each in kept_rentals(run)] == [
+        ("head-1", True),
+        ("head-2", False),
+    ]
+    assert [cluster["zone"] for cluster in sky.clusters.values()] == ["us-east-1a"]
+
+
+def test_a_head_of_skypilot_that_ended_itself_is_noticed_and_its_books_are_closed(
+    run: RunFolder, sky: FakeSkyPilot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_in(monkeypatch)
+    through_skypilot(run, role="rlboost-head")
+    rent(run, silently)
+    write_json(run.mirror, {"at": 0.0, "supervised": True, "marks": {}})
+    sky.reclaim(sky.launched[0])
+    monkeypatch.setattr(rental_books, "_LISTED_S", 0.0)
+    find_out(run, silently)
+    assert "is gone before it was heard how the run ended" in (read_json(run.outcome) or {})["problem"]
+    rental = current_rental(run)
+    assert rental is not None
+    assert rental.ended_at is not None
+    with pytest.raises(RuntimeFault, match="far was ended meanwhile"):
+        rent(run, silently)
+    assert len(sky.launched) == 1

@@ -32,9 +32,21 @@ def ip(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["ip", *words], capture_output=True, text=True)
 
 
+PREFIX = "rlbt"
+
+
+def sweep() -> None:
+    """Take away what killed test runs have left: its address would answer in place of ours."""
+    for line in ip("netns", "list").stdout.splitlines():
+        name = line.split()[0]
+        if name.startswith(PREFIX) and not Path(f"/proc/{name.removeprefix(PREFIX)}").exists():
+            ip("netns", "delete", name)
+
+
 @pytest.fixture
 def machine() -> Iterator[Machine]:
-    name = f"rlbt{os.getpid()}"
+    sweep()
+    name = f"{PREFIX}{os.getpid()}"
     made = ip("netns", "add", name)
     if made.returncode:
         told = _NO_NAMESPACE.format(made.stderr.strip())

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -25,6 +26,7 @@ import pytest
 from rlboost_runtime import security
 from rlboost_runtime.errors import ProtocolError, RuntimeFault
 from rlboost_runtime.run_folder import RunFolder, read_json
+from rlboost_runtime.weights import pull as pull_module
 from rlboost_runtime.weights.manifest import Manifest, Probe
 from rlboost_runtime.weights.part_folder import part_folder
 from rlboost_runtime.weights.pull import Deadlines, Pulled, PullRequest, pull
@@ -85,6 +87,8 @@ class Faults:
     ignore_ranges: bool = False
     sent: int = 0
     requests: list[str] = field(default_factory=list)
+    ports: set[int] = field(default_factory=set)
+    """Of the clients."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     over: threading.Event = field(default_factory=threading.Event)
 
@@ -105,6 +109,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         faults = self.faults
         faults.requests.append(self.path)
+        faults.ports.add(self.client_address[1])
         version, name = self.path.split("/")[-2:]
         path = faults.run.weights / f"v{int(version):06d}" / name
         if not security.authorised(self.headers.get("Authorization"), security.read_token(faults.run)):
@@ -282,6 +287,23 @@ def test_a_version_arrives_whole_and_once(run: RunFolder, folder: Path) -> None:
         assert code == 0
         assert lines[-1]["pulled_bytes"] == 0
         assert os.listdir(folder) == ["v000001"]
+
+
+def test_more_streams_than_cores_wait_until_cores_are_idle(
+    run: RunFolder, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server as slow as a long way: each stream idles, and the others join."""
+    monkeypatch.setattr(pull_module, "_num_cores", lambda: 1)
+    publish(run, 1, 6_000_000)
+    faults = Faults(run, pause_s=0.1)
+    began = time.monotonic()
+    with bad_server(run, faults) as url, ThreadPoolExecutor(1) as pool:
+        future = pool.submit(pull_now, run, folder, url, PATIENT, streams=4)
+        wait_until(lambda: len(faults.ports) == 3)  # one was for the manifest
+        wait_until(lambda: len(faults.ports) == 5)
+        assert time.monotonic() - began > pull_module.SPARE_S
+        assert future.result(PATIENT.progress_s).how == "full"
+    assert same_files(run, folder)
 
 
 def test_a_server_killed_and_restarted_in_the_middle_is_waited_for(run: RunFolder, folder: Path) -> None:

@@ -17,9 +17,9 @@ import pytest
 
 from rlboost_runtime import security
 from rlboost_runtime.run_folder import RunFolder, read_json
-from rlboost_runtime.weights import server
-from rlboost_runtime.weights import serving as serving_module
+from rlboost_runtime.weights import connections, server
 from rlboost_runtime.weights.manifest import Probe, decode_manifest
+from rlboost_runtime.weights.range_client import RECEIVER_HEADER
 from rlboost_runtime.weights.store import WeightStore
 
 pytestmark = pytest.mark.integration
@@ -184,7 +184,7 @@ def test_a_version_stays_while_it_is_being_pulled_and_a_little_after(run: RunFol
 
 
 def test_who_shows_no_token_holds_no_connection(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving_module, "PROVE_S", 0.5)
+    monkeypatch.setattr(connections, "PROVE_S", 0.5)
     WeightStore(run.weights).publish(3, writer(os.urandom(1000)), PROBE)
     headers = {"Authorization": f"Bearer {security.read_token(run)}"}
     with serving(run) as port, client(run, port) as stranger, client(run, port) as friend:
@@ -200,6 +200,27 @@ def test_who_shows_no_token_holds_no_connection(run: RunFolder, monkeypatch: pyt
         friend.request("GET", "/v1/weights/latest", headers=headers)
         assert friend.getresponse().read() == b'{"version": 3}'
         assert friend.sock is friends
+
+
+def test_who_reads_nothing_is_cut_off_and_nobody_else(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(connections, "UNREAD_S", 0.5)
+    store = WeightStore(run.weights)
+    store.publish(3, writer(os.urandom(48_000_000)), PROBE)  # more than the kernels keep under way
+    headers = {"Authorization": f"Bearer {security.read_token(run)}", RECEIVER_HEADER: "asleep"}
+    with serving(run) as port, client(run, port) as sleeper, client(run, port) as friend:
+        friend.request("GET", "/v1/weights/latest", headers=headers)
+        assert friend.getresponse().read() == b'{"version": 3}'
+        friends = friend.sock
+        sleeper.request("GET", "/v1/weights/3/model.safetensors", headers=headers)
+        response = sleeper.getresponse()
+        wait_until(lambda: "weights.receiver_cut_off" in caplog.text)
+        with pytest.raises((http.client.IncompleteRead, OSError)):
+            response.read()
+        friend.request("GET", "/v1/weights/latest", headers=headers)
+        assert friend.getresponse().read() == b'{"version": 3}'
+        assert friend.sock is friends, "a connection on which nothing is sent is left alone"
 
 
 def test_a_file_cut_short_while_it_is_sent_ends_the_answer_not_the_server(run: RunFolder) -> None:

@@ -7,7 +7,7 @@ import pytest
 import typer
 
 from rlboost_cli.commands.launch import _ask
-from rlboost_cli.planning.plan import LaunchPlan, PlanLine, describe_plan, launch_plan
+from rlboost_cli.planning.plan import LaunchPlan, PlanLine, describe_plan, launch_plan, plan_json
 from rlboost_cli.terminal.text import table, tilde
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import Job
@@ -54,6 +54,23 @@ def test_a_local_plan_costs_nothing_and_says_so() -> None:
     assert any("costs nothing" in line for line in describe_plan(plan))
 
 
+def test_a_plan_says_where_a_head_goes_on_costing_until_somebody_ends_it() -> None:
+    def head(**trainer: object) -> str:
+        job = Job.model_validate(
+            {
+                "name": "demo",
+                "model": {"init": "tiny"},
+                "data": {"reasoning_gym": ["x"]},
+                "trainer": {"accelerators": "H100:8", "via": "skypilot", **trainer},
+                "output": "s3://bucket/runs",
+            }
+        )
+        return launch_plan("demo", job).head
+
+    assert "cannot end itself there, and costs until" in head(infra="lambda", allow_unended=True)
+    assert "ends itself once all of a run that is done is at s3://bucket/runs" in head(infra="aws")
+
+
 def test_money_is_never_spent_without_a_yes(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = LaunchPlan("r", 1, (PlanLine("spot", "aws/us-east-2", 2, 1),), 2, 3.0, None)
     _ask(plan, yes=True)
@@ -69,7 +86,7 @@ def test_money_is_never_spent_without_a_yes(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_cloud_plan_is_asked_about_unless_it_is_free() -> None:
-    def plan(price: int) -> LaunchPlan:
+    def plan(price: int | None) -> LaunchPlan:
         lines = (PlanLine("reserved", "local", 1, 5), PlanLine("spot", "aws/us-east-2", 2, price))
         return LaunchPlan("r", 1, lines, 2, 3.0, None)
 
@@ -77,3 +94,10 @@ def test_a_cloud_plan_is_asked_about_unless_it_is_free() -> None:
     assert not plan(0).is_charged
     assert any("$3.00" in line for line in describe_plan(plan(1)))
     assert not any("costs nothing" in line for line in describe_plan(plan(1)))
+
+    unknown = plan(None)
+    assert unknown.is_charged, "what nobody knows the price of is no gift"
+    said = "\n".join(describe_plan(unknown))
+    assert "2 x aws/us-east-2, whose price is not known here" in said
+    assert "$0.0000 per hour, and what is not known above" in said
+    assert plan_json(unknown)["offers"][1]["price_usd_per_hour"] is None

@@ -28,7 +28,7 @@ def test_a_bound_on_machines_is_a_bound_on_their_engines() -> None:
 
 
 def test_money_bounds_machines_not_engines() -> None:
-    config = core_config(job_on(EIGHT, budget=45.0))
+    config = core_config(job_on(EIGHT, budget=30.0))  # two at the known price, $11.56; one at the bid
     assert (config.instances_per_machine, config.max_spot_instances) == (8, 16)
 
 

@@ -84,6 +84,7 @@ def lived(
     scale: float = 1.0,
     handover_s: float = 0.0,
     tail_s: float = TAIL_S,
+    rate: float = RATE,
 ) -> tuple[float, float]:
     """Live one step of that world; return the window's length and the best one."""
     total = TOKENS * scale
@@ -92,6 +93,8 @@ def lived(
     began = number * 10_000.0
     book = StepBook(StepStarted(began, number, number, requests))
     seeding.restart()
+    if rate != RATE:
+        seeding.woken(0.0)
     now, made = began, 0.0
     while True:
         for response in book.responses.values():
@@ -102,10 +105,10 @@ def lived(
         if now >= closes_at:
             break
         until = closes_at if look_at is None else min(look_at, closes_at)
-        made += (RESERVED + num_spot) * RATE * (until - now)
+        made += (RESERVED + num_spot) * rate * (until - now)
         now = until
     seeding.close(moment, book)
-    rollout_s = (total - made) / (num_spot * RATE) + tail_s
+    rollout_s = (total - made) / (num_spot * rate) + tail_s
     training_s = total * TRAIN_S_PER_TOKEN + handover_s
     last_at = now + rollout_s
     wait_s = max(0.0, rollout_s - training_s)
@@ -124,7 +127,7 @@ def lived(
         )
     )
     seeding.lengths.learn([round(total / responses)] * responses)
-    best = (total / (num_spot * RATE) + tail_s - training_s) / (1.0 + RESERVED / num_spot)
+    best = (total / (num_spot * rate) + tail_s - training_s) / (1.0 + RESERVED / num_spot)
     return now - began, best
 
 
@@ -154,6 +157,18 @@ def test_a_tail_is_that_of_steps_with_as_many_instances() -> None:
     tails = (TAIL_S + 2 * TAIL_S / 4) / 3
     short_s = (TAIL_S - tails) / (1.0 + RESERVED / 3)
     assert window == pytest.approx(best - short_s, abs=LOOK_SLACK_S), "of all, where none had as many"
+
+
+def test_the_window_goes_by_the_pace_that_it_shows() -> None:
+    """Heartbeats of a step as a whole tell of engines twice as fast as those at its window's end. With fewer
+    instances the tail grows, so the first window is off, and what it left is no measure of what is best."""
+    seeding, slow = taught(), RATE / 2.0
+    for number in range(2, 5):
+        lived(seeding, number, 6, rate=slow)
+    first, best = lived(seeding, 5, 3, rate=slow, tail_s=4 * TAIL_S)
+    assert abs(first - best) > 10 * LOOK_SLACK_S
+    window, best = lived(seeding, 6, 3, rate=slow, tail_s=4 * TAIL_S)
+    assert window == pytest.approx(best, abs=2 * LOOK_SLACK_S)
 
 
 def test_the_window_stays_where_it_is_right() -> None:

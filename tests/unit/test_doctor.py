@@ -279,12 +279,34 @@ def test_a_job_with_mistakes_is_told_line_by_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("trainer", "says"),
+    [
+        ({"infra": "aws"}, "it stops after its run, and its disk costs until a command looks"),
+        ({"infra": "aws", "role": "rlboost-head"}, "the head is rlboost-head in aws"),
+        ({"infra": "gcp"}, "the head is SkyPilot's own service account in gcp"),
+    ],
+)
+def test_a_head_of_skypilot_is_told_whom_its_cloud_takes_it_for(trainer: dict[str, str], says: str) -> None:
+    fields = {
+        "name": "far",
+        "model": {"init": "tiny"},
+        "data": {"reasoning_gym": ["spell_backward"]},
+        "trainer": {"accelerators": "H100:8", "via": "skypilot", **trainer},
+        "output": "s3://bucket/runs",
+    }
+    assert says in bought.judge_identity(Job.model_validate_json(json.dumps(fields))).found
+
+
+@pytest.mark.parametrize(
     ("trainer", "more", "verdict"),
     [
         ({"role": "rlboost-head"}, {}, "ok"),
         ({}, {"secrets": ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"]}, "ok"),
         ({}, {}, "warn"),
         ({"role": "rlboost-head", "infra": "gcp/us-central1"}, {}, "warn"),  # its role is Google's
+        ({"via": "skypilot", "infra": "aws"}, {}, "warn"),
+        ({"via": "skypilot", "infra": "aws", "role": "rlboost-head"}, {}, "ok"),
+        ({"via": "skypilot", "infra": "gcp"}, {}, "warn"),  # its fleet is in AWS
     ],
 )
 def test_a_bought_head_that_is_nobody_to_the_clouds_of_its_fleet_is_told(

@@ -23,7 +23,7 @@ from rlboost_runtime.coordinator.ledger import Ledger
 from rlboost_runtime.coordinator.state import State
 from rlboost_runtime.coordinator.waste import WasteMeter
 from rlboost_runtime.core import machines as core_machines
-from rlboost_runtime.core.messages import CoreConfig, LaunchFailed, RunEnding
+from rlboost_runtime.core.messages import CoreConfig, LaunchFailed, RunEnding, TerminateMachine
 from rlboost_runtime.errors import NoCapacity, ProviderError
 from rlboost_runtime.run_folder import RunFolder
 from rlboost_runtime.seams import SystemClock, SystemDisk
@@ -79,7 +79,8 @@ class Made:
         self.cloud, self.ledger, clock = cloud, Ledger(self.run.ledger), SystemClock()
         config = CoreConfig(max_spot_instances=num_machines, reserved_instances=0, seeding_initial_s=1.0)
         self.state = State(self.run, clock, SystemDisk(), config, keep_journal=False)
-        maker = MachineMaker("run", lambda name: {"machine": name, "instances": [f"{name}/0"]})
+        logs = folder / "logs"
+        maker = MachineMaker("run", lambda name: {"machine": name, "instances": [f"{name}/0"]}, logs)
         self.fleet = Fleet(self.state, self.ledger, cloud, maker, clock, cap, on_demand_floor=floor)
         self.events: list[Any] = []
         self.state.on_event = lambda event, commands, core: self.events.append(event)
@@ -258,6 +259,31 @@ async def test_a_launch_in_doubt_is_in_doubt_after_a_restart_too(
         await asyncio.sleep(0.1)
         assert made.book_state("spot-77") == "intended"
         await until(lambda: made.book_state("spot-77") == "failed")
+
+
+class ShowingCloud(Cloud):
+    """A cloud that keeps consoles for as long as the machine is there."""
+
+    def console(self, run: str, machine: str) -> str:
+        if self.views[machine].state is MachineState.GONE:
+            raise ProviderError(f"no console of {machine}", "ask sooner")
+        return "Linux\r\n\x1b[31mno space left on device\x1b[0m\r\n"
+
+
+@pytest.mark.parametrize("joins", [False, True])
+async def test_what_a_machine_said_that_never_dialled_in_is_kept_before_it_is_ended(
+    tmp_path: Path, joins: bool
+) -> None:
+    cloud = ShowingCloud()
+    async with fleet_on(tmp_path, cloud) as made:
+        await until(lambda: made.core_state("spot-0") == "launched")
+        made.state.core.machines["spot-0"].has_joined = joins
+        made.fleet.carry_out(TerminateMachine("spot-0", "it did not dial in"))
+        await until(lambda: made.book_state("spot-0") == MachineBookState.GONE)
+    log = tmp_path / "logs" / "spot-0" / "console.log"
+    assert (log.read_text() if log.exists() else None) == (
+        None if joins else "Linux\nno space left on device\n"
+    )
 
 
 async def test_a_machine_that_the_run_does_not_know_is_ended(tmp_path: Path) -> None:
@@ -493,6 +519,15 @@ async def test_where_no_spot_machine_is_to_be_had_only_the_floor_is_bought_on_de
         await until(lambda: ticked(lambda: len(asked) >= refused + 2))
         assert asked.count(False) == 1
         assert asked[0] is True, "spot machines are asked for first"
+
+
+async def test_a_cloud_without_a_spot_market_fills_the_pool_on_demand(tmp_path: Path) -> None:
+    cloud = Cloud()
+    cloud.offers = lambda: [  # type: ignore[method-assign]
+        Offer("local", "zone", "cpu", PRICE, False, "test", has_spot_market=False)
+    ]
+    async with fleet_on(tmp_path, cloud, num_machines=2) as made:
+        await until(lambda: len(made.ledger.running_machines()) == 2)
 
 
 async def test_a_restarted_coordinator_knows_what_its_machines_were_bought_as(tmp_path: Path) -> None:

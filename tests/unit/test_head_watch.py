@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import subprocess
 import sys
 from pathlib import Path
@@ -93,6 +94,56 @@ def test_of_several_runs_one_that_goes_on_keeps_the_machine(
     (run / "wanted.json").write_text('{"train": true}')
     monkeypatch.setattr(watch, "supervisor_of", lambda each: 1 if each == run else None)
     assert facts_of(tmp_path) == Facts(is_supervised=True, trains=True)
+
+
+@pytest.fixture
+def account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The account of SkyPilot's runtime, and a `runuser` that stays who it is."""
+    home, tools = tmp_path / "home", tmp_path / "tools"
+    (home / ".sky").mkdir(parents=True)
+    (home / ".sky/python_path").write_text(f"{sys.executable}\n")
+    tools.mkdir()
+    (tools / "runuser").write_text('#!/bin/sh\n[ "$1 $2 $3" = "-u sky --" ] || exit 9\nshift 3\nexec "$@"\n')
+    (tools / "runuser").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
+    whose = pwd.struct_passwd(("sky", "x", 1, 1, "", str(home), "/bin/sh"))
+    monkeypatch.setattr(pwd, "getpwnam", {"sky": whose}.__getitem__)
+    (tmp_path / "skypilot-account").write_text("sky\n")
+    return tmp_path / "skypilot-account"
+
+
+def test_skypilots_own_code_ends_a_machine_that_it_bought_with_what_the_run_may(
+    run: Path, account: Path, tmp_path: Path
+) -> None:
+    package = tmp_path / "home/sky"
+    package.mkdir()
+    package.joinpath("__init__.py").touch()
+    package.joinpath("utils.py").write_text(
+        "class cluster_utils:\n"
+        "    SKY_CLUSTER_YAML_REMOTE_PATH = '~/.sky/sky_ray.yml'\n"
+        "    get_provider_name = staticmethod(lambda cluster: 'aws')\n"
+        "class yaml_utils:\n"
+        "    read_yaml = staticmethod(lambda path: {'cluster_name': path, 'provider': {'region': 'x'}})\n"
+    )
+    package.joinpath("provision.py").write_text(
+        "import json, os\n"
+        "def terminate_instances(*what):\n"
+        "    open('ended.json', 'w').write(json.dumps([*what, os.environ['KEY']]))\n"
+    )
+    (run / "secrets").mkdir()
+    (run / "secrets/environment.json").write_text('{"KEY": "of the run"}')
+    assert watch.ask_skypilot(account, watch.END_CLUSTER, watch.environment(tmp_path))
+    asked = json.loads((tmp_path / "home/ended.json").read_text())
+    assert asked == ["aws", f"{tmp_path}/home/.sky/sky_ray.yml", {"region": "x"}, "of the run"]
+    assert not watch.ask_skypilot(account, watch.END_CLUSTER, {}), (
+        "without the right to, it is to be shut down"
+    )
+
+
+def test_where_skypilots_runtime_is_not_there_the_watch_goes_on(account: Path, tmp_path: Path) -> None:
+    (tmp_path / "home/.sky/python_path").unlink()
+    assert not watch.ask_skypilot(account, watch.STAY_AWAKE, {})
+    assert not watch.ask_skypilot(tmp_path / "nobody", watch.STAY_AWAKE, {})
 
 
 def test_it_speaks_the_language_of_old_pythons() -> None:

@@ -424,8 +424,9 @@ def test_a_reward_may_be_bound_in_any_way_and_is_never_run(check: Check, folder:
         ),
         ("weights: {transfer: lora}", "weights.transfer: found lora, but there are no adapters without algorithm.lora; write it, or another transfer"),
         (
-            "trainer: {infra: azure/eastus, accelerators: 'H100:8'}",
-            "trainer.infra: found azure/eastus, which is not in this version yet; use local, ssh, aws/REGION or gcp/REGION",
+            "trainer: {infra: kubernetes, accelerators: 'H100:8'}",
+            "trainer.infra: found kubernetes, which is not in this version yet; use local, ssh, aws/REGION or gcp/REGION;"
+            " with via: skypilot also azure, lambda or nebius",
         ),
     ],
 )  # fmt: skip
@@ -445,7 +446,30 @@ BOUGHT = "trainer: {infra: aws/us-east-1, accelerators: 'H100:8'}\n"
         ),
         (
             "trainer: {infra: aws, accelerators: 'H100:8'}",
-            "4: trainer.infra: found 'aws'; write local, ssh, aws/REGION or gcp/REGION",
+            "4: trainer.infra: aws cannot be bought direct; write aws/REGION or gcp/REGION, or via: skypilot",
+        ),
+        (
+            "trainer: {infra: runpod, accelerators: 'H100:8', via: skypilot}",
+            "4: trainer.infra: found runpod, which is not in this version yet; use local, ssh, aws/REGION or"
+            " gcp/REGION; with via: skypilot also azure, lambda or nebius",
+        ),
+        (
+            "trainer: {infra: lambda, accelerators: 'H100:8', via: skypilot}",
+            "4: trainer.infra: lambda is a cloud in which a head cannot end itself without your account's key,"
+            " which stays on your machine: while that is off it costs until you end it; write aws or gcp,"
+            " or allow_unended: true",
+        ),
+        (
+            "trainer: {infra: gcp, accelerators: 'H100:8', via: skypilot, role: me}",
+            "4: trainer.role: is me, but SkyPilot gives machines of gcp a role of its own; remove it",
+        ),
+        (
+            "trainer: {infra: aws/us-east-1, accelerators: 'H100:8', allow_unended: true}",
+            "4: trainer.allow_unended: is for via: skypilot, but via is direct; remove it",
+        ),
+        (
+            "trainer: {via: skypilot}",
+            "4: trainer.via: is for a head that is bought, but infra is local; write infra: aws/REGION, or remove it",
         ),
         (
             "trainer: {infra: aws/us-east-1, accelerators: 'H100:8', nodes: 2}",
@@ -493,6 +517,16 @@ def test_a_bought_head_may_end_itself_where_the_model_is_kept_or_somebody_was_to
     check: Check, text: str
 ) -> None:
     assert check(GOOD + BOUGHT + text + "\n") == []
+
+
+@pytest.mark.parametrize(
+    "head", ["infra: aws, role: head", "infra: gcp/us-central1", "infra: lambda, allow_unended: true"]
+)
+def test_through_skypilot_a_head_is_bought_where_it_can_end_itself_or_where_that_is_accepted(
+    check: Check, head: str
+) -> None:
+    trainer = f"trainer: {{{head}, accelerators: 'H100:8', via: skypilot}}\n"
+    assert check(GOOD + trainer + "output: s3://bucket/runs\n") == []
 
 
 @pytest.mark.parametrize(

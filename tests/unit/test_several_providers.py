@@ -9,7 +9,7 @@ import pytest
 
 from rlboost_providers.base import Ability, LaunchRequest, MachineState, MachineView, Offer, Pace
 from rlboost_providers.direct_offers import aws_pools, expected_usd_per_hour, gcp_pools
-from rlboost_providers.registry import provider_for, require_ends
+from rlboost_providers.registry import cheapest_offer, prices_of, provider_for, require_ends
 from rlboost_providers.several import Several
 from rlboost_providers.startup import startup_script
 from rlboost_providers.tags import machine_name, owner_of
@@ -64,6 +64,23 @@ def clouds() -> tuple[Cloud, Cloud, Several]:
 
 def launch(several: Several, number: int, machine: str) -> None:
     several.launch(LaunchRequest("r", machine, several.offers()[number], {}))
+
+
+class ShowingCloud(Cloud):
+    """One that keeps consoles."""
+
+    def console(self, run: str, machine: str) -> str:
+        return f"{machine} at {self.name}"
+
+
+def test_a_console_is_read_where_the_machine_is_and_empty_where_none_is_kept() -> None:
+    several = Several(
+        {"aws": ShowingCloud("aws", 200), "ssh": Cloud("ssh", 100), "gcp": ShowingCloud("gcp", 300)}
+    )
+    for number, machine in enumerate(("spot-0", "spot-1", "spot-2")):
+        launch(several, number, machine)
+    told = [several.console("r", f"spot-{number}") for number in range(4)]
+    assert told == ["", "spot-1 at aws", "spot-2 at gcp", ""]
 
 
 def test_the_cheapest_of_all_clouds_comes_first_and_a_silent_one_is_left_out(clouds) -> None:
@@ -164,6 +181,16 @@ def test_plans_count_with_the_shipped_price_or_the_maximum() -> None:
     assert expected_usd_per_hour(offer(max_price_usd_per_hour=9.0)) == 9.0
     assert expected_usd_per_hour(offer(accelerators="X9:3", max_price_usd_per_hour=9.0)) == 9.0
     assert expected_usd_per_hour(offer(accelerators="X9:3")) is None
+    without_a_spot_market = offer(infra="lambda", accelerators="H100:8", via="skypilot")
+    assert expected_usd_per_hour(without_a_spot_market) == 31.92
+
+
+def test_what_nobody_knows_the_price_of_is_not_the_cheapest() -> None:
+    unknown = CloudOffer(infra="lambda", accelerators="X9:3")
+    assert cheapest_offer(job(unknown, offer())) == offer()
+    assert prices_of(job(unknown, offer())).spot_usd_per_hour == pytest.approx(11.5616)
+    assert cheapest_offer(job(unknown)) == unknown
+    assert prices_of(job(unknown)).spot_usd_per_hour == 0
 
 
 def job(*offers: LocalOffer | SshOffer | CloudOffer) -> Job:

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from rlboost_providers.base import CanPreempt, LaunchRequest, MachineState
-from rlboost_providers.skypilot import SkyPilotProvider, session
+from rlboost_providers.skypilot import HeadTerms, SkyPilotProvider, session
 from rlboost_providers.skypilot import provider as module
 from rlboost_providers.skypilot.sweep import SkyPilotSweeper
+from rlboost_providers.tags import head_of
 from rlboost_runtime.errors import ConfigError, NoCapacity, NotFound, NotYet, ProviderError, QuotaExceeded
 from rlboost_runtime.job import CloudOffer
 from tests.fakes.skypilot import FakeSkyPilot
@@ -85,6 +86,57 @@ def test_machines_on_demand_are_offered_where_they_are_wanted_and_asked_for_as_s
     provider.launch(LaunchRequest(RUN, "spot-0", dearest, {"instances": ["spot-0/0"]}))
     (task,) = (tmp_path / RUN).rglob("task.yaml")
     assert '"use_spot": false' in task.read_text()
+
+
+def test_where_a_cloud_sells_no_spot_machines_the_pool_gets_those_on_demand(tmp_path, sky):
+    entries = [CloudOffer(infra=infra, accelerators="A10G:1") for infra in ("aws/us-west-2", "lambda")]
+    spot, other = SkyPilotProvider(tmp_path / RUN, entries, skypilot=sky).offers()
+    assert (spot.spot, other.spot, other.zone) == (True, False, "lambda/us-west-2")
+    assert spot.is_of_pool
+    assert other.is_of_pool
+    both = SkyPilotProvider(tmp_path / RUN, entries, on_demand=True, skypilot=sky).offers()
+    kinds = {(each.zone.split("/")[0], each.spot, each.is_of_pool) for each in both}
+    assert kinds == {("aws", True, True), ("aws", False, False), ("lambda", False, True)}
+    assert len(both) == 3
+
+
+@pytest.mark.parametrize(
+    ("role", "given"), [("head-role", ("head-role", True)), (None, ("rlboost-worker", False))]
+)
+def test_a_head_is_a_machine_on_demand_of_its_own_that_no_fleet_meets(make, tmp_path, sky, role, given):
+    fleet = make()
+    offer = CloudOffer(infra="aws", accelerators="A10G:1", disk_gb=500)
+    heads = SkyPilotProvider(tmp_path / RUN, [offer], head=HeadTerms(role), skypilot=sky)
+    assert {each.spot for each in heads.offers()} == {False}
+    script = "#!/bin/bash\n# a private key\n"
+    asked = LaunchRequest(head_of(RUN), "head-1", heads.offers()[0], {}, script)
+    heads.launch(asked)
+    assert heads.launch(asked).machine == "head-1"
+    assert len(sky.launched) == 1
+    assert sky.roles == [given]
+    (task,) = (tmp_path / RUN).rglob("task.yaml")
+    assert "a private key" not in task.read_text(), "SkyPilot keeps tasks, and shows them"
+    assert task.with_name("start.sh").read_text() == script
+    assert task.with_name("start.sh").stat().st_mode & 0o77 == 0
+    for line in (
+        '"use_spot": false',
+        '"ports": ["32768-60999"]',
+        '"rlboost-run": "sky_head"',
+        '"disk_size": 500',
+    ):
+        assert line in task.read_text()
+    deadline = time.monotonic() + 10
+    while (view := heads.describe(head_of(RUN))[0]).state is not MachineState.RUNNING:
+        assert time.monotonic() < deadline
+    assert (view.public_address, view.private_address) == ("203.0.113.9", "127.0.0.1")
+    assert fleet.describe(RUN) == []
+    assert heads.describe(RUN) == []
+    fleet.terminate(RUN, "head-1")
+    assert len(sky.clusters) == 1
+    (found,) = SkyPilotSweeper(tmp_path, skypilot=sky).sweep()
+    assert (found.run, found.machine) == (head_of(RUN), "head-1")
+    heads.terminate(head_of(RUN), "head-1")
+    assert sky.clusters == {}
 
 
 def test_a_launch_returns_once_the_cloud_gave_the_machine_and_its_setup_goes_on(make, sky):

@@ -54,6 +54,8 @@ def test_the_last_looks_in_a_row_decide(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_head_that_is_not_there_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "MEETING_S", 1)
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(variable, "lo")  # it would be set for good, and tests after this one inherit it
     with listening() as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     assert node._take_part("run", launch.Place(1, 2, 1, address))

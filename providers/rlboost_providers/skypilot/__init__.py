@@ -1,5 +1,5 @@
 """Clouds through SkyPilot, which has a venv and a process of its own (docs/skypilot.md)."""
 
-from rlboost_providers.skypilot.provider import SkyPilotProvider
+from rlboost_providers.skypilot.provider import HeadTerms, SkyPilotProvider
 
-__all__ = ["SkyPilotProvider"]
+__all__ = ["HeadTerms", "SkyPilotProvider"]

@@ -128,28 +128,33 @@ def watch_ours() -> None:
 def prices(
     number: int, infra: str, accelerators: str | None, instance_type: str | None, spot: bool
 ) -> list[Any]:
-    """Return [{cloud, region, zone, instance_type, usd_per_hour}] of what matches, out of the catalogue."""
+    """Return [{cloud, region, zone, instance_type, spot, usd_per_hour}] of what the catalogue has.
+
+    `spot` false although spot machines were asked for: that cloud sells none, these are on demand.
+    """
     sky = _sky()
-    wanted = sky.Resources(infra=infra, accelerators=accelerators, instance_type=instance_type, use_spot=spot)
-    found = []
-    for cloud in [wanted.cloud] if wanted.cloud is not None else _enabled_clouds(sky):
-        feasible = cloud.get_feasible_launchable_resources(wanted.copy(cloud=cloud), num_nodes=1)
-        for resources in feasible.resources_list:
-            found += _places(cloud, resources, wanted, spot)
-    return found
+    wanted = sky.Resources(infra=infra, accelerators=accelerators, instance_type=instance_type)
+    as_spot = spot and _sells_spot(sky, wanted)
+    asked = wanted.copy(use_spot=as_spot)
+    feasible = asked.cloud.get_feasible_launchable_resources(asked, num_nodes=1)
+    return [place for resources in feasible.resources_list for place in _places(resources, asked, as_spot)]
 
 
-def _enabled_clouds(sky: Any) -> list[Any]:
-    names = sky.get(sky.enabled_clouds())
-    return [
-        cloud for cloud in (sky.clouds.CLOUD_REGISTRY.from_str(name) for name in names) if cloud is not None
-    ]
+def _sells_spot(sky: Any, wanted: Any) -> bool:
+    """Whether SkyPilot can have spot machines of that cloud: where not, it leaves it out without a word."""
+    try:
+        wanted.cloud.check_features_are_supported(
+            wanted, {sky.clouds.CloudImplementationFeatures.SPOT_INSTANCE}
+        )
+    except sky.exceptions.NotSupportedError:
+        return False
+    return True
 
 
-def _places(cloud: Any, resources: Any, wanted: Any, spot: bool) -> list[dict[str, Any]]:
+def _places(resources: Any, wanted: Any, spot: bool) -> list[dict[str, Any]]:
     from sky import catalog
 
-    name = str(cloud).lower()
+    cloud, name = wanted.cloud, str(wanted.cloud).lower()
     kind = resources.instance_type
     regions = cloud.regions_with_offering(kind, resources.accelerators, spot, wanted.region, wanted.zone)
     places = []
@@ -160,20 +165,21 @@ def _places(cloud: Any, resources: Any, wanted: Any, spot: bool) -> list[dict[st
                 gpu, count = next(iter(resources.accelerators.items()))
                 price += catalog.get_accelerator_hourly_cost(gpu, count, spot, region.name, zone, name)
             place = {"cloud": name, "region": region.name, "zone": zone, "instance_type": kind}
-            places.append({**place, "usd_per_hour": float(price)})
+            places.append({**place, "spot": spot, "usd_per_hour": float(price)})
     return places
 
 
-def launch(number: int, cluster: str, task: str, idle_minutes: int, role: str) -> dict[str, Any]:
+def launch(number: int, cluster: str, task: str, idle_minutes: int, role: str, only: bool) -> dict[str, Any]:
     """Launch the task in the YAML file `task` on a new cluster; return where it is.
 
-    On AWS the machine is given the role that the user's configuration names, or else `role`: without a name
-    SkyPilot would give it one of its own, which may do everything in EC2 and S3.
+    On AWS the machine is given `role`; where that is not the `only` one, the role that the user's
+    configuration names comes first. Without a name SkyPilot would give it one of its own, which may do
+    everything in EC2 and S3.
     """
     sky = _sky()
     made = sky.Task.from_yaml(task)
     with _CONFIGURATION:  # a request takes along what is configured when it is made
-        _configure(str(next(iter(made.resources)).cloud).lower(), role)
+        _configure(str(next(iter(made.resources)).cloud).lower(), role, only)
         request = sky.launch(made, cluster_name=cluster, idle_minutes_to_autostop=idle_minutes, down=True)
     answer(id=number, said=f"request {request}")
     _, handle = sky.stream_and_get(request, output_stream=Sayings(number))
@@ -182,14 +188,14 @@ def launch(number: int, cluster: str, task: str, idle_minutes: int, role: str) -
     return _where(handle)
 
 
-def _configure(cloud: str, role: str) -> None:
+def _configure(cloud: str, role: str, only: bool) -> None:
     """Let SkyPilot upload no credential: not of `cloud`, where the machine has a role, nor of any other."""
     from sky import skypilot_config
 
     lines = [f"{each}: {{remote_identity: NO_UPLOAD}}" for each in KEEPS_CREDENTIALS if each != "aws"]
     if cloud == "aws":
         theirs = skypilot_config.get_user_config().get_nested(("aws", "remote_identity"), None)
-        is_named = isinstance(theirs, str) and theirs.upper() not in _SKYPILOTS_OWN
+        is_named = not only and isinstance(theirs, str) and theirs.upper() not in _SKYPILOTS_OWN
         lines.append(f"aws: {{remote_identity: {json.dumps(theirs if is_named else role)}}}")
     else:
         lines.append("aws: {remote_identity: NO_UPLOAD}")

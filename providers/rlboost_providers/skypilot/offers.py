@@ -53,11 +53,13 @@ class Catalogue:
     """The offers of a job; `ask` is SkyPilot's child. Any thread may ask."""
 
     def __init__(
-        self, entries: Sequence[Wanted], ask: Callable[..., list[dict[str, Any]]], *, on_demand: bool = False
+        self,
+        entries: Sequence[Wanted],
+        ask: Callable[..., list[dict[str, Any]]],
+        kinds: Sequence[bool] = (True,),
     ) -> None:
-        """`on_demand`: offer machines on demand, too."""
-        self._entries, self._ask = entries, ask
-        self._kinds = (True, False) if on_demand else (True,)
+        """`kinds`: True: spot machines, of a cloud without any those on demand; False: those on demand."""
+        self._entries, self._ask, self._kinds = entries, ask, kinds
         self._lock = threading.Lock()
         self._offers: list[Offer] = []
         self._entry_of: dict[tuple[str, str, str], Wanted] = {}
@@ -99,15 +101,16 @@ class Catalogue:
         ]
 
 
-def _offer(entry: Wanted, place: dict[str, Any], spot: bool) -> Offer:
+def _offer(entry: Wanted, place: dict[str, Any], asked_for_spot: bool) -> Offer:
     return Offer(
         provider="skypilot",
         zone="/".join(part for part in (place["cloud"], place["region"], place["zone"]) if part),
         accelerator=entry.accelerators or "cpu",
         price_micro_usd_per_hour=round(place["usd_per_hour"] * MICRO_USD_PER_USD),
-        spot=spot,
+        spot=place["spot"],
         source=SOURCE,
         instance_type=place["instance_type"],
         egress_micro_usd_per_gb=egress_micro_usd_per_gb(place["cloud"], entry.egress_usd_per_gb),
         min_billed_s=60 if place["cloud"] in ("aws", "gcp") else 0,
+        has_spot_market=place["spot"] or not asked_for_spot,
     )

@@ -1,4 +1,4 @@
-"""Spot machines through SkyPilot: one cluster of one node per machine, found again by its name.
+"""Machines through SkyPilot: one cluster of one node per machine, found again by its name.
 
 Guarantees:
 
@@ -24,19 +24,20 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlboost_providers.base import Ability, LaunchRequest, MachineView, Offer, Pace
 from rlboost_providers.preempting import absent, check_is_unannounced
-from rlboost_providers.skypilot.environment import AWS_ROLE
+from rlboost_providers.skypilot.environment import AWS_ROLE, INSTALL_S
 from rlboost_providers.skypilot.errors import explained
 from rlboost_providers.skypilot.last_logs import fetch_logs
 from rlboost_providers.skypilot.offers import Catalogue, Wanted
 from rlboost_providers.skypilot.records import SkyRecord, SkyRecords
-from rlboost_providers.skypilot.session import Session, SkyPilot
-from rlboost_providers.skypilot.task import write_task
-from rlboost_providers.tags import machine_name, owner_of, tags
+from rlboost_providers.skypilot.session import START_S, Session, SkyPilot
+from rlboost_providers.skypilot.task import write_head_task, write_task
+from rlboost_providers.tags import head_of, machine_name, owner_of, tags
 from rlboost_runtime.errors import (
     ConfigError,
     CredentialsRejected,
@@ -65,6 +66,8 @@ SILENT_S = 120.0
 network between may have been away for a moment, and a new machine takes minutes."""
 AUTODOWN_MINUTES = 20
 """SkyPilot's second line, after the agents' own 15 minutes."""
+HEAD_PORTS = "32768-60999"
+"""What a head lets in beside SSH: a run's two ports are among them."""
 _LONGEST_NAME = 40  # SkyPilot appends the user's hash, and clouds allow some 60 characters
 _CAUSE = re.compile(r"an error occurred|handler error|exhausted|quota|limit", re.IGNORECASE)
 _REQUEST = "request "
@@ -72,8 +75,17 @@ _ASKED = "Launching on"
 _GIVEN = ("Instance is up", "Instances are up", "VM is up")
 
 
+@dataclass(frozen=True, slots=True)
+class HeadTerms:
+    """What a head is given that a spot machine is not."""
+
+    role: str | None
+    """AWS: its instance profile; None: that of spot machines, which may do nothing."""
+
+
 class SkyPilotProvider:
-    """`Provider` and `CanPreempt` of `via: skypilot`, for one run. Any thread may call any method.
+    """`Provider` and `CanPreempt` of `via: skypilot`, for one run: its fleet, or its head. Any thread may
+    call any method.
 
     `offers` are what the job's `any_of` says; `skypilot` is made when first needed.
     """
@@ -84,17 +96,21 @@ class SkyPilotProvider:
         offers: Sequence[Wanted],
         *,
         on_demand: bool = False,
+        head: HeadTerms | None = None,
         skypilot: SkyPilot | None = None,
     ) -> None:
-        """`on_demand`: offer machines on demand beside spot ones."""
+        """`on_demand`: offer machines on demand beside spot ones; `head`: for the run's head, on demand."""
         self._run = RunFolder(run_folder)
-        self._folder = self._run.cloud / NAME
+        self._head = head
+        self._told_run = self._run.name if head is None else head_of(self._run.name)
+        self._folder = self._run.cloud / (NAME if head is None else f"{NAME}-head")
         self._records = SkyRecords(self._folder / "machines")
         self._owner = owner_of(home())
-        self._session = Session(self._folder, skypilot)
+        self._session = Session(self._folder, skypilot, None if head is None else INSTALL_S + START_S)
         self._sky = self._session.sky
+        kinds = (True, *((False,) if on_demand else ())) if head is None else (False,)
         self._catalogue = Catalogue(
-            offers, lambda **asked: self._sky().ask("prices", STATUS_S, **asked), on_demand=on_demand
+            offers, lambda **asked: self._sky().ask("prices", STATUS_S, **asked), kinds
         )
         self._beginning: set[str] = set()
         """Machines whose files are being written: SkyPilot has not heard of them."""
@@ -127,8 +143,8 @@ class SkyPilotProvider:
         Raises `NoCapacity` and `QuotaExceeded` (elsewhere), `CredentialsRejected` (never), `ProviderError`
         (later); then the cluster is down again, or `describe` says that it may not be.
         """
-        if request.run != self._run.name:
-            raise ConfigError(f"{request.run} is not this provider's run", f"ask for {self._run.name}")
+        if request.run != self._told_run:
+            raise ConfigError(f"{request.run} is not this provider's run", f"ask for {self._told_run}")
         sky = self._sky()
         entry = self._catalogue.entry_of(request.offer)
         with self._records.locked():
@@ -147,7 +163,11 @@ class SkyPilotProvider:
 
     def _begin(self, sky: SkyPilot, record: SkyRecord, entry: Wanted, request: LaunchRequest) -> MachineView:
         folder = self._records.folder(record.machine)
-        task = write_task(folder, self._run, request, self._values(record, entry))
+        values = self._values(record, entry)
+        if self._head is None:
+            task = write_task(folder, self._run, request, values)
+        else:
+            task = write_head_task(folder, request, values)
         answered = threading.Event()
         launching = sky.begin(
             "launch",
@@ -155,7 +175,8 @@ class SkyPilotProvider:
             cluster=record.cluster,
             task=str(task),
             idle_minutes=AUTODOWN_MINUTES,
-            role=AWS_ROLE,
+            role=AWS_ROLE if self._head is None or self._head.role is None else self._head.role,
+            only=self._head is not None and self._head.role is not None,
         )
         self._launching[record.machine] = launching
         launching.add_done_callback(lambda done: self._launched(record.machine, done, answered))
@@ -168,7 +189,7 @@ class SkyPilotProvider:
 
     def describe(self, run: str) -> list[MachineView]:
         """Return the run's machines as their clouds see them now; takes seconds. Raises `ProviderError`."""
-        if run != self._run.name:
+        if run != self._told_run:
             return []
         settled = [r for r in self._open() if not self._is_launching(r)]
         if settled:
@@ -177,7 +198,7 @@ class SkyPilotProvider:
 
     def watch(self, run: str) -> list[MachineView] | None:
         """Look whether machines answer, every `PROBE_EVERY_S`; ask the cloud where one does not."""
-        if run != self._run.name or not self._pace.is_due():
+        if run != self._told_run or not self._pace.is_due():
             return None
         running = [r for r in self._open() if r.running_at is not None and not self._is_launching(r)]
         silent = self._probe(running)
@@ -197,7 +218,7 @@ class SkyPilotProvider:
 
     def terminate(self, run: str, machine: str) -> None:
         """Take the machine's cluster down, whether or not its launch has ended; blocks for some seconds."""
-        if run != self._run.name:
+        if run != self._told_run:
             return
         record = self._records.read(machine)
         if record is None or record.ended_at is None:
@@ -206,7 +227,7 @@ class SkyPilotProvider:
     def preempt(self, run: str, machine: str, notice_s: float | None) -> None:
         """Take the machine away at once. Raises `NotFound`, and `ProviderError` where notice is asked for."""
         check_is_unannounced("SkyPilot", notice_s)
-        record = self._records.read(machine) if run == self._run.name else None
+        record = self._records.read(machine) if run == self._told_run else None
         if record is None or record.ended_at is not None:
             raise absent(run, machine)
         self._down(machine, "preempted on purpose")
@@ -229,7 +250,10 @@ class SkyPilotProvider:
         )
 
     def _values(self, record: SkyRecord, entry: Wanted) -> dict[str, object]:
-        resources = {"disk_size": entry.disk_gb, "labels": tags(self._run.name, record.machine, self._owner)}
+        labels = tags(self._told_run, record.machine, self._owner)
+        resources: dict[str, object] = {"disk_size": entry.disk_gb, "labels": labels}
+        if self._head is not None:
+            resources["ports"] = [HEAD_PORTS]
         if entry.accelerators:
             resources["accelerators"] = entry.accelerators
         if entry.image is not None:
@@ -237,7 +261,7 @@ class SkyPilotProvider:
         return {"NAME": record.cluster, "RESOURCES": resources}
 
     def _cluster(self, machine: str) -> str:
-        return machine_name(self._run.name, machine, self._owner, longest=_LONGEST_NAME)
+        return machine_name(self._told_run, machine, self._owner, longest=_LONGEST_NAME)
 
     def _hear(self, machine: str, line: str, answered: threading.Event) -> None:
         """Keep what SkyPilot says as the machine's boot log, and see how far it is."""
@@ -267,13 +291,10 @@ class SkyPilotProvider:
             if ended is not None and ended.ended_at is not None:  # by another process, meanwhile
                 threading.Thread(target=self._clean_up, args=(machine, ended.detail, answered)).start()
                 return
-            address = where["internal"] or where["address"]
             now = time.time()
             record = self._records.read(machine)
             began = now if record is None or record.launching_at is None else record.launching_at
-            self._records.change(
-                machine, launching_at=began, running_at=now, address=address, port=where["port"], detail=""
-            )
+            self._records.change(machine, launching_at=began, running_at=now, detail="", **_addresses(where))
             answered.set()
             return
         is_refused = isinstance(problem, NoCapacity | QuotaExceeded | CredentialsRejected)
@@ -367,14 +388,15 @@ class SkyPilotProvider:
         self._silent_since.pop(record.machine, None)
         if record.running_at is None:
             began = record.launching_at if record.launching_at is not None else record.intended_at
-            address = row.get("internal") or row.get("address") or ""
             self._records.change(
-                record.machine,
-                launching_at=began,
-                running_at=time.time(),
-                address=address,
-                port=row.get("port", 22),
+                record.machine, launching_at=began, running_at=time.time(), **_addresses(row)
             )
+
+
+def _addresses(where: Mapping[str, Any]) -> dict[str, object]:
+    """Return how a machine is reached, as records have it: from its cloud's network, where it is in one."""
+    inner, outer = where.get("internal") or "", where.get("address") or ""
+    return {"address": inner or outer, "public_address": outer, "port": where.get("port", 22)}
 
 
 def _answers(address: str, port: int) -> bool:

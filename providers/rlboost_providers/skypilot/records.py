@@ -30,6 +30,8 @@ class SkyRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     request: str = ""
     """SkyPilot's id of the launch."""
     address: str = ""
+    """In its cloud's own network, where that is known."""
+    public_address: str = ""
     port: int = 22
     ended_at: float | None = None
     detail: str = ""
@@ -46,6 +48,7 @@ class SkyRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         return MachineView(
             self.machine, state, self.launching_at, self.ended_at, self.detail, zone=self.zone,
             price_micro_usd_per_hour=self.price_micro_usd_per_hour,
+            public_address=self.public_address, private_address=self.address,
         )  # fmt: skip
 
 

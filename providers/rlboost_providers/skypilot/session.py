@@ -1,7 +1,7 @@
 """SkyPilot as its provider speaks with it: made, installed and started when it is first needed.
 
-Guarantee: who asks waits `START_ANSWER_S` at most for SkyPilot to be there, however long its installation or
-its API server takes; until then `NotYet` is raised, and the work goes on for whoever asks next.
+Guarantee: who asks waits so long at most for SkyPilot to be there, however long its installation or its API
+server takes; until then `NotYet` is raised, and the work goes on for whoever asks next.
 """
 
 from __future__ import annotations
@@ -38,10 +38,12 @@ class SkyPilot(Protocol):
 
 
 class Session:
-    """One SkyPilot for all threads of a provider; `folder` holds its log. `given`: instead of a child."""
+    """One SkyPilot for all threads of a provider; `folder` holds its log. `given`: instead of a child;
+    `answer_s`: how long calls wait for it, START_ANSWER_S by default."""
 
-    def __init__(self, folder: Path, given: SkyPilot | None = None) -> None:
+    def __init__(self, folder: Path, given: SkyPilot | None = None, answer_s: float | None = None) -> None:
         self._folder = folder
+        self._answer_s = START_ANSWER_S if answer_s is None else answer_s
         self._skypilot = given
         self._lock = threading.Lock()
         self._starting: Future[SkyPilot] | None = None
@@ -55,7 +57,7 @@ class Session:
                 threading.Thread(target=self._start, args=(self._starting,), daemon=True).start()
             starting = self._starting
         try:
-            return starting.result(START_ANSWER_S)
+            return starting.result(self._answer_s)
         except FutureTimeout:
             raise NotYet("SkyPilot is still starting", "wait; it is asked again") from None
         except RLBoostError:

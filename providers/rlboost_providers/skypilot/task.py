@@ -39,6 +39,24 @@ def write_task(folder: Path, run: RunFolder, request: LaunchRequest, more: Mappi
     return path
 
 
+def write_head_task(folder: Path, request: LaunchRequest, more: Mapping[str, Any]) -> Path:
+    """Write what the head of `request` needs into `folder`, see `write_task`; its script holds a private
+    key."""
+    assert request.head_script is not None
+    script = folder / "start.sh"
+    write_atomically(script, request.head_script.encode())
+    offer = request.offer
+    machine = {"infra": offer.zone, "instance_type": offer.instance_type, "use_spot": offer.spot}
+    values = {
+        "NAME": json.dumps(more["NAME"]),
+        "RESOURCES": json.dumps({**machine, **more["RESOURCES"]}),
+        "SCRIPT": json.dumps(str(script)),
+    }
+    path = folder / "task.yaml"
+    write_atomically(path, filled("head.yaml", values).encode())
+    return path
+
+
 def _software(bootstrap: Mapping[str, Any]) -> Software:
     engine = bootstrap.get("engine") or {}
     return Software.for_engine(engine.get("kind", ""), (engine.get("vllm") or {}).get("python"))

@@ -19,10 +19,12 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from rlboost_providers.base import CanPreempt, LaunchRequest, MachineState, MachineView, Offer, Provider
 from rlboost_runtime.coordinator.bought import Bought
 from rlboost_runtime.coordinator.commitment import least_micro_usd
+from rlboost_runtime.coordinator.consoles import keep_console
 from rlboost_runtime.coordinator.ledger import Ledger
 from rlboost_runtime.coordinator.offer_choice import ELSEWHERE_S, OfferChoice
 from rlboost_runtime.coordinator.provider_threads import ProviderThreads
@@ -57,6 +59,8 @@ MIN_CALL_S = 0.1
 """Time that a provider call gets even when the run's end is overdue."""
 END_AGAIN_S = 0.1
 """Pause between two looks at what is left while the run ends."""
+CONSOLE_S = 20.0
+"""Longest wait for what a machine said that never dialled in: it costs money meanwhile."""
 RETRY_ERROR_S = 10.0
 """Pause after a failure that does not say when to come back."""
 DOUBT_S = {"local": 0.0}
@@ -77,6 +81,8 @@ class MachineMaker:
     run: str
     bootstrap: Callable[[str], dict[str, object]]
     """From a machine's id to what it needs to dial in."""
+    logs: Path | None = None
+    """Where the console of one that never dialled in is kept; None: nowhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,15 +295,15 @@ class Fleet:
         self._state.apply(LaunchFailed(self._state.now(), machine, problem, retry_after_s))
 
     def _choose(self, machine: str, offers: list[Offer]) -> Offer:
-        """Return the cheapest open spot offer, or one on demand where there is none and machines are few.
+        """Return the pool's cheapest open offer; where there is none and machines are few, the floor's.
 
         Raises `NoCapacity`.
         """
         now = self._clock.now()
         try:
-            return self._choice.cheapest([offer for offer in offers if offer.spot], now)
+            return self._choice.cheapest([offer for offer in offers if offer.is_of_pool], now)
         except NoCapacity:
-            on_demand = [offer for offer in offers if not offer.spot]
+            on_demand = [offer for offer in offers if not offer.is_of_pool]
             if not on_demand or self._num_there_but(machine) >= self._floor:
                 raise
             return self._choice.cheapest(on_demand, now)
@@ -305,7 +311,8 @@ class Fleet:
     def _num_there_but(self, machine: str) -> int:
         """Count the other machines that are there, or asked for on demand: a spot one may be refused yet."""
         others = self._open_machines() - {machine}
-        coming = {name for name in others if (offer := self._bought.get(name)) is not None and not offer.spot}
+        bought = {name: offer for name in others if (offer := self._bought.get(name)) is not None}
+        coming = {name for name, offer in bought.items() if not offer.is_of_pool}
         return len(others & self._ledger.running_machines() | coming)
 
     def _next_launch_s(self, machine: str, offers: list[Offer]) -> float:
@@ -355,12 +362,27 @@ class Fleet:
 
     async def _terminate(self, machine: str, reason: str) -> None:
         log_event(log, "machine.terminating", machine=machine, reason=reason)
+        known, logs = self._state.core.machines.get(machine), self._maker.logs
+        if logs is not None and known is not None and known.was_accepted and not known.has_joined:
+            await self._keep_console(machine, logs / machine)
         try:
             await self._threads.call(lambda: self._provider.terminate(self._maker.run, machine))
         except NotFound:
             pass
         except (RLBoostError, OSError) as error:
             log_event(log, "machine.terminate_failed", machine=machine, problem=repr(error))
+
+    async def _keep_console(self, machine: str, folder: Path) -> None:
+        """Fetch what the machine said, before it is ended: afterwards some clouds have nothing left of it."""
+        run, provider = self._maker.run, self._provider
+        try:
+            async with asyncio.timeout(CONSOLE_S):
+                found = await self._threads.call(lambda: keep_console(provider, run, machine, folder))
+        except TimeoutError:
+            found = None
+        if found is not None:
+            told = found.refusal or (str(found.log) if found.lines else "empty")
+            log_event(log, "machine.never_dialled_in", machine=machine, console=told)
 
     # --- watching -----------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 import msgspec
 
 from rlboost_providers.base import Provider
-from rlboost_providers.registry import expected_usd_per_hour, prices_of, provider_for
+from rlboost_providers.registry import cheapest_offer, prices_of, provider_for
 from rlboost_runtime.coordinator.accounts import to_ns
 from rlboost_runtime.coordinator.agent_links import AgentLinks, Timing
 from rlboost_runtime.coordinator.bought import Bought
@@ -106,18 +106,17 @@ def core_config(job: Job) -> CoreConfig:
     """
     machines = job.rollout.spot.max_instances
     software = Software.for_engine(job.rollout.engine, job.rollout.engine_args.python)
-    cheapest = min(job.rollout.spot.any_of, key=expected_usd_per_hour)
-    per_machine = job.rollout.engines_on(cheapest.accelerators)
-    price = min(offer.price_usd_per_hour for offer in job.rollout.spot.any_of)
-    cap = job.budget.max_usd_per_hour
-    if cap is not None and price > 0:
-        machines = min(machines, max(0, int((cap - job.trainer.price_usd_per_hour) / price + 1e-9)))
+    per_machine = job.rollout.engines_on(cheapest_offer(job).accelerators)
+    prices, cap = prices_of(job), job.budget.max_usd_per_hour
+    if cap is not None and prices.spot_usd_per_hour > 0:
+        left = cap - prices.reserved_usd_per_hour
+        machines = min(machines, max(0, int(left / prices.spot_usd_per_hour + 1e-9)))
     return CoreConfig(
         max_spot_instances=machines * per_machine,
         instances_per_machine=per_machine,
         reserved_instances=job.trainer.local_engines,
         seeding_initial_s=job.rollout.seeding_initial_s,
-        prices=prices_of(job),
+        prices=prices,
         boot_deadline_s=VLLM_BOOT_S if software.vllm else DEFAULT_BOOT_S,
     )
 
@@ -142,7 +141,7 @@ class Coordinator:
             self._state,
             self._ledger,
             provider,
-            MachineMaker(run.name, self._bootstrap),
+            MachineMaker(run.name, self._bootstrap, run.logs / "machines"),
             clock,
             None if cap is None else round(cap * 1_000_000),
             None if job.budget.max_usd is None else self._room_micro_usd,

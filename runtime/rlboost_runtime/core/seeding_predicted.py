@@ -3,16 +3,18 @@
 While the window is open, the core asks again and again: if it closed now, when would the spot instances be
 through, and when the trainer?
 
-    rollout  = tokens left / (spot instances x tokens per second of a busy one) + tail
+    rollout  = seconds that it took in the last steps + tokens more than then / tokens per second
     training = all tokens of the step x seconds per token + hand-over
 
-It closes when `rollout` no longer exceeds `training`. Tokens left come from the responses themselves, each
-expected to become as long as finished ones that got as far (`lengths`); the tail and the seconds per token
-from the last steps, as they were between the closing of the window and the last response; the hand-over, what
-the trainer takes to come back onto the GPUs, is measured by the trainer and does not grow with the tokens. So
-a step whose responses happen to be long gets a longer window than its neighbour, and a change in the number
-of instances is answered in the very step in which it happens, where Algorithm 1 needs several steps to come
-near.
+tokens being those left for each spot instance. It closes when `rollout` no longer exceeds `training`. Tokens
+left come from the responses themselves, each expected to become as long as finished ones that got as far
+(`lengths`); what the last steps took is counted from the closing of the window to the last response. The pace
+is what engines show in the last `PRESENT_S` of the open window: with long contexts few responses fit into a
+cache, so it is far below that of the step as a whole, which stands in for it until reserved engines serve.
+The hand-over, what the trainer takes to come back onto the GPUs, is measured by the trainer and does not grow
+with the tokens. So a step whose responses happen to be long gets a longer window than its neighbour, and a
+change in the number of instances is answered in the very step in which it happens, where Algorithm 1 needs
+several steps to come near.
 
 Where the rollout would outlast training, without any window, by no more than waking the engines and sending
 them to sleep again takes, the window is skipped: a price on toggling. If the reserved engines work p times as
@@ -45,6 +47,8 @@ from rlboost_runtime.core.seeding import SAME_COUNT, Moment, Seeding, StepObserv
 
 LOOK_S = 1.0
 """Least pause between two looks: each looks at every response of the step."""
+PRESENT_S = 10.0
+"""Over which the pace of an open window is taken."""
 REMEMBERED = 3
 """Steps whose tails are averaged."""
 REMEMBERED_FINISHES = 8
@@ -123,15 +127,21 @@ class PredictedSeeding(Seeding):
     _closed_with: int = 0
     _tokens_at_close: int = 0
     _closings: int = 0
+    _is_woken: bool = False
+    """The reserved engines serve in this window."""
+    _marks: deque[tuple[float, float]] = field(default_factory=deque)
+    """Moments of the open window, and the tokens that there were."""
 
     def restart(self) -> None:
         """A step begins."""
         self._look_at = self._looked_at = -math.inf
         self._closings, self._closed_at = 0, None
+        self._is_woken = False
         self.skips_window = False
 
     def woken(self, after_s: float) -> None:
         """Take in what waking costs."""
+        self._is_woken = True
         self.wake_s = _blend(self.wake_s or None, after_s)
 
     def asleep(self, after_s: float) -> None:
@@ -150,8 +160,8 @@ class PredictedSeeding(Seeding):
             look_at = min(look_at, self._looked_at + LOOK_S)
         if moment.now < look_at:
             return look_at
-        left, total = self._tokens(book)
-        alone_s = left / (n * tokens_per_s) + self._tail_s(n, tokens_per_s)
+        left, total, made = self._tokens(book)
+        alone_s = self._alone_s(n, left, self._present_pace(moment, made) or tokens_per_s)
         excess_s = alone_s - total * self.train_s_per_token - self.handover_s
         rest_s = max(0.0, excess_s) / (1.0 + self.num_reserved / n)
         if moment.now == moment.opened_at and not self._closings:
@@ -169,6 +179,7 @@ class PredictedSeeding(Seeding):
     def close(self, moment: Moment, book: StepBook) -> None:
         """The window has closed."""
         self._closings += 1
+        self._is_woken = False
         self._opened_at = moment.opened_at
         self._closed_at, self._closed_with = moment.now, moment.num_spot
         self._tokens_at_close = sum(r.num_tokens for r in book.responses.values())
@@ -274,27 +285,43 @@ class PredictedSeeding(Seeding):
             start_s = (before_s**BOTH - window_s**BOTH) ** (1.0 / BOTH)
             self.start_s = _blend(self.start_s or None, start_s)
 
-    def _tail_s(self, num_spot: int, tokens_per_s: float) -> float:
-        """Return the seconds that a rollout takes longer than at full pace: the last responses are few.
+    def _alone_s(self, num_spot: int, left: float, tokens_per_s: float) -> float:
+        """Return the seconds that spot instances take for so many tokens: what it took them in the last
+        steps, and at that pace what is more to do now than was then.
 
-        With fewer instances they are more: steps that ended with as many as now count alone if there are any.
+        With fewer instances more responses are in the tail: steps that ended with as many as now count alone
+        if there are any.
         """
         alike = [roll for roll in self._rollouts if abs(roll.num_spot - num_spot) < SAME_COUNT]
-        tails = [roll.seconds - roll.left / tokens_per_s for roll in alike or self._rollouts]
-        return sum(tails) / len(tails) if tails else 0.0
+        each = left / num_spot
+        took = [roll.seconds + (each - roll.left) / tokens_per_s for roll in alike or self._rollouts]
+        return sum(took) / len(took) if took else each / tokens_per_s
 
-    def _tokens(self, book: StepBook) -> tuple[float, float]:
-        """Return the tokens that are left to generate, and all of the step, as far as can be said."""
-        left = total = 0.0
+    def _present_pace(self, moment: Moment, made: float) -> float | None:
+        """Return the tokens per second of an instance in the window as it is now; None: not seen yet."""
+        if not self._is_woken or moment.num_spot != self._looked_with:
+            self._marks.clear()
+        self._marks.append((moment.now, made))
+        while len(self._marks) > 1 and self._marks[1][0] <= moment.now - PRESENT_S:
+            self._marks.popleft()
+        since, had = self._marks[0]
+        if moment.now - since < PRESENT_S or made <= had:
+            return None
+        return (made - had) / ((moment.now - since) * (moment.num_spot + self.num_reserved))
+
+    def _tokens(self, book: StepBook) -> tuple[float, float, float]:
+        """Return the tokens left to generate, all of the step, as far as can be said, and those there are."""
+        left = total = made = 0.0
         for response in book.responses.values():
             so_far = response.num_tokens
+            made += so_far
             if response.state is ResponseState.FINISHED:
                 total += so_far
                 continue
             expected = min(float(response.request.max_tokens), self.lengths.expected(so_far))
             total += expected
             left += max(0.0, expected - so_far)
-        return left, total
+        return left, total, made
 
 
 def _blend(known: float | None, seen: float) -> float:

@@ -46,7 +46,7 @@ FORMS = {
     "data": "{source: FILE.jsonl}, or {reasoning_gym: [NAME, ...]}",
     "reward": "FILE.py:FUNCTION, reasoning_gym, math, exact, or {http: URL}",
     "output": "s3://BUCKET/PREFIX, gs://..., az://..., or a folder by its whole path, such as /mnt/runs",
-    "trainer.infra": "local, ssh, aws/REGION or gcp/REGION",
+    "trainer.infra": "local, ssh, aws/REGION or gcp/REGION; with via: skypilot also azure, lambda or nebius",
     "trainer.accelerators": "a GPU and how many of them, such as H100:8",
     "data.config.": "a number, text, true or false",
     "rollout.spot.any_of[]": "{infra: local, market: ...}, {infra: ssh, hosts: [...]} or"
@@ -62,7 +62,7 @@ CLOUDS = ("aws", "gcp", "azure", "kubernetes", "k8s", "lambda", "nebius", "runpo
 """What `infra` of a machine in a cloud begins with."""
 
 NOT_YET_VALUES = {
-    "trainer.infra": r"(azure|kubernetes|k8s|lambda|runpod|nebius)(/.*)?",
+    "trainer.infra": r"(kubernetes|k8s|runpod)(/.*)?",
     "rollout.engine": r"sglang",
 }
 """Values of later versions, as patterns."""

@@ -19,6 +19,7 @@ from typing import Any
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import PromptFile, ReasoningGym
 from rlboost_runtime.logs import event
+from rlboost_runtime.trainer.quiet_imports import import_reasoning_gym
 
 log = logging.getLogger(__name__)
 
@@ -62,8 +63,7 @@ def generate_examples(data: ReasoningGym, *, seed: int, size: int) -> list[Examp
 
     The prompt is the question and a newline. Raises `ConfigError` for an unknown data set or option.
     """
-    import reasoning_gym  # heavy: seconds to import
-
+    reasoning_gym = import_reasoning_gym()
     names = data.reasoning_gym
     per_set = -(-size // len(names))
     columns = []

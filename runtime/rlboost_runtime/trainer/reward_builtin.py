@@ -16,6 +16,8 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from rlboost_runtime.trainer.quiet_imports import import_reasoning_gym
+
 if TYPE_CHECKING:
     from rlboost_runtime.trainer.reward_child import RewardCall, Score
 
@@ -26,9 +28,8 @@ def built_in(name: str) -> Score:
 
 
 def _reasoning_gym() -> Score:
-    from reasoning_gym import get_score_answer_fn
-
-    scorer = functools.cache(get_score_answer_fn)  # making one reads files: tens of milliseconds
+    make = import_reasoning_gym().get_score_answer_fn
+    scorer = functools.cache(make)  # making one reads files: tens of milliseconds
 
     def score(call: RewardCall) -> object:
         return scorer(call.row["metadata"]["source_dataset"])(call.response, call.row)

@@ -49,8 +49,9 @@ MAX_SHARE = 0.6
 
 CODES_SHARE = 0.18
 """Of a chunk's patterns that changed: below it tokens are as fast, and smaller (benchmarks/weights)."""
-_SAMPLE = 64
-"""One pattern of so many is looked at to guess that share."""
+_SAMPLE = 1021
+"""One pattern of so many is looked at to guess that share: of 64, all of the memory would be read for it once
+more. A prime number, so that it is not always the same columns of a tensor."""
 
 _SAME, _TOKENS, _WHOLE, _CODES = 0, 1, 2, 3
 _ROW = np.dtype(

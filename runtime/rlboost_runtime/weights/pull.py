@@ -13,6 +13,7 @@ a failure is kept for the next attempt (`part_folder`).
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -42,6 +43,12 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 LOOK_S, LONGEST_LOOK_S = 0.2, 1.0
 """How often a stream with nothing to do asks its peer what that has by now: half as often as long as that is
 nothing new, as seven peers of eight receivers that do so cost half a core."""
+LEAST_STREAMS = 2
+"""One of them waits for an answer while the other one works."""
+SPARE_S = 0.5
+"""How often it is looked whether the streams at work leave cores idle, so that more of them could help."""
+SPARE_BELOW = 1 / 3
+"""Such a share of a core and less of each stream is idling: where the head shares the cores, it is 0.6."""
 MAX_MANIFEST_BYTES = 256 * 1024 * 1024
 
 
@@ -54,6 +61,10 @@ class PullRequest(msgspec.Struct, frozen=True):
     the head's store where it lies on this machine; `siblings`: the folders of this machine's other engines;
     `receiver`: who pulls, to servers that give shares; the rest is for `choice.Link`. `serves`: whether an
     engine here serves an older version meanwhile.
+
+    `streams`: from the head and from a bucket, at most. As many as this process has cores begin, the others
+    where those leave cores idle: over a long way a stream brings little, and more of them bring more, but
+    where cores are the limit more streams than cores only take turns.
     """
 
     url: str
@@ -224,21 +235,22 @@ class _Pull:
         work = Work(missing, self._progress, request.streams, (rank, num) if num else None, are_own=are_own)
         streams = list(self._streams(work, size))
         with ThreadPoolExecutor(len(streams), thread_name_prefix="stream") as pool:
-            futures = [pool.submit(_run_stream, state, stream, part, work) for state, stream in streams]
+            futures = [pool.submit(_run_stream, each, part, work) for each in streams]
             try:
                 _watch(work, self._deadlines.progress_s)
             finally:
-                for _, stream in streams:
-                    stream.abort()
+                for each in streams:
+                    each.stream.abort()
         for future in futures:
             future.result()
-        _note(pulled, work, [state for state, _ in streams])
+        _note(pulled, work, [each.holder for each in streams])
         pulled.fetch_s += time.monotonic() - started
         if work.problem is not None:
             raise work.problem
 
-    def _streams(self, work: Work, size: int) -> Iterator[tuple[HolderState, Stream]]:
+    def _streams(self, work: Work, size: int) -> Iterator[_Reader]:
         """Yield the streams to read with: one per peer, several for each of the others."""
+        num_first = max(LEAST_STREAMS, _num_cores())
         for holder, source in self._sources:
             is_peer = holder.kind is Kind.PEER
             rank = 0 if is_peer else self._ranks[holder.usd_per_gb]
@@ -252,8 +264,8 @@ class _Pull:
             work.join(state)
             if not self._request.serves:
                 source.left_bytes = size
-            for _ in range(1 if is_peer else self._request.streams):
-                yield state, source.stream()
+            for i in range(1 if is_peer else self._request.streams):
+                yield _Reader(state, source.stream(), spare_after=num_first if i >= num_first else 0)
 
     def _fetch_manifest(self) -> Manifest:
         """Fetch the manifest from the head, or from a bucket where the head does not answer."""
@@ -297,6 +309,15 @@ class _Pull:
                 raise ProtocolError(problem, "publish the weights under a new number")
             raise Unusable(problem)
         return manifest
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """A stream and its holder. `spare_after`: it begins once so many leave cores idle; 0: at once."""
+
+    holder: HolderState
+    stream: Stream
+    spare_after: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,8 +365,25 @@ def _watch(work: Work, progress_s: float) -> None:
         work.changed.notify_all()
 
 
-def _run_stream(holder: HolderState, stream: Stream, part: PartFolder, work: Work) -> None:
+def _num_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _wait_for_idle_cores(work: Work, num_streams: int) -> None:
+    """Wait until so many streams use less than `SPARE_BELOW` of a core each, or the work is over."""
+    used_s, used_before_s = float(num_streams), 0.0
+    while not work.is_over() and used_s - used_before_s >= SPARE_BELOW * num_streams * SPARE_S:
+        used_before_s = time.process_time()
+        work.pause(SPARE_S)
+        used_s = time.process_time()
+
+
+def _run_stream(reader: _Reader, part: PartFolder, work: Work) -> None:
     """Fetch runs until there are none: the life of one thread."""
+    holder, stream = reader.holder, reader.stream
+    if reader.spare_after:
+        _wait_for_idle_cores(work, reader.spare_after)
     pause_s, look_s = FIRST_PAUSE_S, LOOK_S
     memory = bytearray()
     try:

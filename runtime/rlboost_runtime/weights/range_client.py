@@ -209,11 +209,12 @@ class _Answer:
             view[:count], self._early = self._early[:count], self._early[count:]
             view = view[count:]
             self.left -= count
-        receive = self._sock.recv_into
-        while view:
-            count = receive(view)
+        receive, left = self._sock.recv_into, len(view)
+        while left:
+            count = receive(view, left)  # TLS gives 16 KiB at a time: without a length `ssl` measures each
             if count == 0:
                 raise Unusable("the connection ended early")
+            left -= count
             self.left -= count
             view = view[count:]
 

@@ -10,10 +10,8 @@ Threads, because sending is the kernel's and OpenSSL's work, which holds no lock
 process uses several cores, and a slow receiver blocks its own thread only.
 
 Guarantees: without the token every answer is 401; only what the catalog finds is reachable; receivers share
-the link (`weights.shares`); one that takes less than `LEAST_BYTES` in `UNREAD_S` is cut off, so that a
-vanished or idling machine holds nothing; one that has not shown the token within `PROVE_S` is closed;
-beyond `MAX_CONNECTIONS` new ones are closed at once. Files are read, not mapped: one that is cut short under
-our hands ends an answer, not the process.
+the link (`weights.shares`); who shows no token, or takes next to nothing, is cut off (`weights.connections`).
+Files are read, not mapped: one that is cut short under our hands ends an answer, not the process.
 """
 
 from __future__ import annotations
@@ -29,7 +27,6 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from socketserver import BaseServer, ThreadingMixIn
@@ -39,6 +36,7 @@ from rlboost_runtime import security
 from rlboost_runtime.errors import ProtocolError
 from rlboost_runtime.logs import event
 from rlboost_runtime.weights.catalog import Catalog, Entry
+from rlboost_runtime.weights.connections import UNREAD_S, Connections
 from rlboost_runtime.weights.manifest import MANIFEST
 from rlboost_runtime.weights.range_client import LEFT_HEADER, RECEIVER_HEADER
 from rlboost_runtime.weights.shares import Sending, Shares
@@ -53,11 +51,6 @@ READ_BYTES = 256 * 1024
 HANDSHAKE_S = 10.0
 IDLE_S = 60.0
 """A connection without a request for this long is closed."""
-PROVE_S = 20.0
-"""From the first byte to the token: whoever has none holds no connection for long."""
-UNREAD_S = 30.0
-LEAST_BYTES = 64 * 1024
-MAX_CONNECTIONS = 1024
 POLL_S = 0.1
 
 _FILE = re.compile(r"/v1/weights/([0-9]{1,12})/([A-Za-z0-9_.-]{1,128})", re.ASCII)
@@ -82,8 +75,7 @@ class WeightHttpServer(ThreadingMixIn, BaseServer):
         self.token = token
         self.catalog = catalog
         self.shares = Shares()
-        self._open: dict[socket.socket, _Open] = {}
-        self._lock = threading.Lock()
+        self.connections = Connections()
         listener.setblocking(True)
         listener.settimeout(POLL_S)
         if sys.platform == "linux":  # accepted sockets inherit it
@@ -97,33 +89,12 @@ class WeightHttpServer(ThreadingMixIn, BaseServer):
                 self._accept()
                 if time.monotonic() > tidied + POLL_S:
                     self.catalog.tidy()
-                    self._close_unproved()
+                    self.connections.look()
                     tidied = time.monotonic()
         finally:
             self.socket.close()
-            with self._lock:
-                for connection in self._open.values():
-                    connection.shut()
+            self.connections.shut()
             self.catalog.close()
-
-    def wrapped(self, connection: socket.socket, tls: ssl.SSLSocket) -> None:
-        """An accepted connection goes on under another object."""
-        with self._lock:
-            if connection in self._open:
-                self._open[connection].sock = tls
-
-    def proved(self, connection: socket.socket) -> None:
-        """Who is behind an accepted connection has shown the token."""
-        with self._lock:
-            if connection in self._open:
-                self._open[connection].is_proved = True
-
-    def _close_unproved(self) -> None:
-        before = time.monotonic() - PROVE_S
-        with self._lock:
-            for connection in self._open.values():
-                if not connection.is_proved and connection.since < before:
-                    connection.shut()
 
     def _accept(self) -> None:
         try:
@@ -134,17 +105,12 @@ class WeightHttpServer(ThreadingMixIn, BaseServer):
             event(log, "weights.accept_failed", level=logging.WARNING, problem=str(exc))
             time.sleep(POLL_S)
             return
-        with self._lock:
-            if len(self._open) >= MAX_CONNECTIONS:
-                connection.close()
-                return
-            self._open[connection] = _Open(connection)
-        self.process_request(connection, address)
+        if self.connections.add(connection):
+            self.process_request(connection, address)
 
     def shutdown_request(self, request: Any) -> None:  # socketserver's own type
         """Close a connection."""
-        with self._lock:
-            self._open.pop(request, None)
+        self.connections.drop(request)
         with suppress(OSError):
             request.close()
 
@@ -152,24 +118,6 @@ class WeightHttpServer(ThreadingMixIn, BaseServer):
         """Log what went wrong with one connection; receivers that vanish are the normal case."""
         if not isinstance(sys.exception(), OSError):  # also ssl.SSLError
             log.exception("a connection failed")
-
-
-@dataclass(slots=True)
-class _Open:
-    """A connection that somebody has with us."""
-
-    sock: socket.socket
-    since: float = field(default_factory=time.monotonic)
-    is_proved: bool = False
-
-    def shut(self) -> None:
-        """Make the thread that serves it fail now."""
-        with suppress(OSError):
-            socket.socket.shutdown(self.sock, socket.SHUT_RDWR)  # SSLSocket's own would change its state
-
-
-class _TooSlow(OSError):
-    """The receiver takes next to nothing."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -180,12 +128,13 @@ class _Handler(BaseHTTPRequestHandler):
     server: WeightHttpServer
 
     def setup(self) -> None:
-        plain = self._accepted = self.request
+        plain = self.request
+        self._connection = self.server.connections.of(plain)
         plain.settimeout(HANDSHAKE_S)
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self.server.tls is not None:
             self.request = self.server.tls.wrap_socket(plain, server_side=True)
-            self.server.wrapped(plain, self.request)
+            self._connection.sock = self.request
         super().setup()
 
     def finish(self) -> None:
@@ -203,7 +152,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not security.authorised(self.headers.get("Authorization"), self.server.token):
             self._say(401, {"error": "no or wrong token"})
             return
-        self.server.proved(self._accepted)
+        self._connection.is_proved = True
         catalog = self.server.catalog
         if self.path == "/v1/weights/latest":
             version = catalog.latest()
@@ -272,22 +221,19 @@ class _Handler(BaseHTTPRequestHandler):
         left = self.headers.get(LEFT_HEADER, "")
         name = self.headers.get(RECEIVER_HEADER) or str(self.client_address[0])
         sending = self.server.shares.begin(name, int(left) if counted and left.isdecimal() else None)
-        self.request.settimeout(UNREAD_S)
         try:
-            if self.server.tls is None:
-                self._send_plain(sending, fd, start, end)
-            else:
-                self._send_encrypted(sending, fd, start, end)
-        except _TooSlow:
-            event(log, "weights.receiver_cut_off", level=logging.WARNING, receiver=name)
-            self.close_connection = True
-            raise
+            with self._connection.sending_to(name):
+                if self.server.tls is None:
+                    self._send_plain(sending, fd, start, end)
+                else:
+                    self._send_encrypted(sending, fd, start, end)
         finally:
             self.server.shares.end(sending)
             self.request.settimeout(IDLE_S)
 
     def _send_encrypted(self, sending: Sending, fd: int, start: int, end: int) -> None:
-        pace = _Pace()
+        connection, send = self._connection, self.request.send
+        self.request.settimeout(None)  # with one, `ssl` would ask the kernel before each 16 KiB
         memory = memoryview(bytearray(min(READ_BYTES, end - start)))
         for at in range(start, end, READ_BYTES):
             if (at - start) % PIECE_BYTES == 0:
@@ -296,13 +242,13 @@ class _Handler(BaseHTTPRequestHandler):
             if os.preadv(fd, [piece], at) != len(piece):
                 raise ConnectionError("the file became shorter")
             while piece:
-                count = self.request.send(piece)
+                count = send(piece)
                 piece = piece[count:]
-                pace.sent(count)
+                connection.sent_bytes += count
 
     def _send_plain(self, sending: Sending, fd: int, start: int, end: int) -> None:
-        pace = _Pace()
         sock: socket.socket = self.request
+        sock.settimeout(UNREAD_S)  # `sendfile` takes what fits, so that it is counted as it goes
         at = start
         count = 0
         while at < end:
@@ -313,7 +259,7 @@ class _Handler(BaseHTTPRequestHandler):
                 if count == 0:
                     raise ConnectionError("the file became shorter")
                 at += count
-                pace.sent(count)
+                self._connection.sent_bytes += count
                 continue
             _wait_writable(sock)
 
@@ -328,24 +274,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
-class _Pace:
-    """Notices a receiver that takes next to nothing."""
-
-    def __init__(self) -> None:
-        self._since = time.monotonic()
-        self._bytes = 0
-
-    def sent(self, count: int) -> None:
-        """Count. Raises `_TooSlow`."""
-        self._bytes += count
-        if self._bytes >= LEAST_BYTES:
-            self._since, self._bytes = time.monotonic(), 0
-        elif time.monotonic() > self._since + UNREAD_S:
-            raise _TooSlow("too slow")
-
-
 def _wait_writable(sock: socket.socket) -> None:
     poll = select.poll()
     poll.register(sock, select.POLLOUT)
-    if not poll.poll(1000 * UNREAD_S):
-        raise _TooSlow("nothing is read")
+    poll.poll(1000 * UNREAD_S)  # whoever reads nothing for so long is cut off

@@ -55,8 +55,8 @@ chmod 644 /etc/ssh/ssh_host_ed25519_key.pub
 if [ -d /run/systemd/system ]; then
   systemctl reload ssh 2> /dev/null || systemctl reload sshd 2> /dev/null || true
 else
-  for _ in 1 2 3; do # it may just be starting
+  for _ in 1 2 3; do # it may just be starting; once is enough: it refuses everybody while it takes the new key
     sleep 1
-    pkill -HUP -o -x sshd
+    pkill -HUP -o -x sshd && break
   done
 fi

@@ -1,0 +1,43 @@
+"""The job file: what a person writes, checked strictly, every field with its unit and a default that works.
+
+`job_file.load_job` turns a YAML file into a `Job` or raises `JobErrors`, one line per mistake:
+`job.yaml:14: rollout.spot.max_instance: unknown field; did you mean max_instances?`
+The resolved job is stored as JSON beside the run and read back with `read_resolved`.
+"""
+
+from __future__ import annotations
+
+from rlboost_runtime.job.algorithm import IMPORTANCE_CAPS, Algorithm, Lora
+from rlboost_runtime.job.base import Model
+from rlboost_runtime.job.fleet import CloudOffer, LocalOffer, Market, Spot, SshOffer, num_devices
+from rlboost_runtime.job.rollout import Rollout
+from rlboost_runtime.job.run import Budget, Job, Wandb, read_resolved
+from rlboost_runtime.job.task import BUILT_IN_REWARDS, HttpReward, PromptFile, ReasoningGym, TinyModel, Warmup
+from rlboost_runtime.job.trainer import BOUGHT_MACHINE, After, Trainer
+
+__all__ = [
+    "BOUGHT_MACHINE",
+    "BUILT_IN_REWARDS",
+    "IMPORTANCE_CAPS",
+    "After",
+    "Algorithm",
+    "Budget",
+    "CloudOffer",
+    "HttpReward",
+    "Job",
+    "LocalOffer",
+    "Lora",
+    "Market",
+    "Model",
+    "PromptFile",
+    "ReasoningGym",
+    "Rollout",
+    "Spot",
+    "SshOffer",
+    "TinyModel",
+    "Trainer",
+    "Wandb",
+    "Warmup",
+    "num_devices",
+    "read_resolved",
+]

@@ -1,0 +1,123 @@
+"""How it learns: the loss, its sampling and its steps."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from rlboost_runtime.job.base import Model
+
+
+class Lora(Model):
+    """Low-rank adapters: the model's own weights stay, small ones beside them are trained (arXiv
+    2106.09685)."""
+
+    rank: int = Field(default=32, ge=1)
+    """Rank of the adapters of every linear layer."""
+    alpha: int | None = Field(default=None, ge=1)
+    """Adapters are scaled by alpha / rank; null: twice the rank."""
+
+    @property
+    def scaled_by(self) -> int:
+        """`alpha`, its default filled in."""
+        return 2 * self.rank if self.alpha is None else self.alpha
+
+
+IMPORTANCE_CAPS = {"token": 2.0, "icepop": 5.0, "sequence_mask": 3.0}
+"""What `importance_cap: null` stands for: the caps of verl and SkyRL, of IcePop's authors, of TRL."""
+
+
+class Algorithm(Model):
+    """The RL algorithm."""
+
+    loss: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp"] = "dapo"
+    """grpo: mean per response (arXiv 2402.03300); dapo: mean over tokens, higher upper clip (2503.14476);
+    dr_grpo: constant divisor, no std (2503.20783); gspo: one ratio per response (2507.18071); cispo: clipped
+    weight, every token keeps its gradient (2506.13585); rloo: leave-one-out baseline (2402.14740);
+    reinforce_pp: group baseline, batch std (2501.03262)."""
+    group_size: int = Field(default=8, ge=2)
+    """Responses per prompt."""
+    prompts_per_step: int = Field(default=128, ge=1)
+    """Prompts per step; a step has prompts_per_step x group_size responses."""
+    steps: int = Field(default=200, ge=1)
+    """Steps of the run: roll out, train, publish."""
+    learning_rate: float = Field(default=1.0e-6, gt=0)
+    """Peak learning rate."""
+    learning_rate_warmup_steps: int = Field(default=5, ge=0)
+    """Steps over which the learning rate rises to its peak."""
+    minibatches_per_step: int = Field(default=1, ge=1)
+    """Optimizer steps per step; must divide prompts_per_step."""
+    clip_low: float | None = Field(default=None, gt=0, lt=1)
+    """Lower clip of the probability ratio: 1 - clip_low; null: 3e-4 for gspo, none for cispo, else 0.2."""
+    clip_high: float | None = Field(default=None, gt=0)
+    """Upper clip: 1 + clip_high; null: 0.28 for dapo, 4e-4 for gspo, 4 for cispo, else 0.2."""
+    dual_clip: float | None = Field(default=3.0, gt=1)
+    """Bound on the loss of tokens with negative advantage (arXiv 1912.09729), not of gspo and cispo; null:
+    off."""
+    importance_sampling: Literal["token", "icepop", "sequence_mask", "none"] = "token"
+    """Correction of the engine's logprobs against the trainer's: token weights, truncated; icepop: tokens
+    outside [importance_floor, importance_cap] are dropped; sequence_mask: responses above importance_cap
+    are."""
+    importance_cap: float | None = Field(default=None, gt=0)
+    """Largest weight; null: 2 for token, 5 for icepop, 3 for sequence_mask."""
+    importance_floor: float = Field(default=0.5, gt=0, lt=1)
+    """Smallest weight of icepop."""
+    old_logprobs: Literal["auto", "engine", "recompute"] = "auto"
+    """What the ratio compares with after the step's first optimizer step. engine: what the engine reported;
+    recompute: a forward pass beforehand, for which all later mini-batches wait; auto: recompute for gspo,
+    whose clip is narrower than the mismatch, else engine."""
+    zero_variance_groups: Literal["keep", "drop", "replace"] = "keep"
+    """Groups whose rewards are all equal teach nothing. keep: they count in the mean; drop: they do not;
+    replace: spare prompts of the same step take their places (arXiv 2503.14476)."""
+    spare_prompts: int = Field(default=0, ge=0)
+    """Further prompts per step, rolled out as replacements; what is not needed is thrown away, and
+    counted."""
+    mask_truncated: bool = False
+    """Leave responses that were cut at max_response_tokens out of the loss; their rewards still count in the
+    group."""
+    max_prompt_tokens: int = Field(default=512, ge=1)
+    """Longest prompt, in tokens."""
+    max_response_tokens: int = Field(default=4096, ge=1)
+    """Longest response, in tokens."""
+    overlong_penalty_tokens: int = Field(default=0, ge=0)
+    """DAPO's soft overlong penalty over the last so many tokens of max_response_tokens; 0: off."""
+    temperature: float = Field(default=1.0, ge=0)
+    """0 is greedy: every response of a group is the same, so nothing is learnt; for tests."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling: the smallest set of tokens with this probability; 1: off."""
+    grad_clip: float = Field(default=1.0, gt=0)
+    """Upper bound of the gradient's norm."""
+    micro_batch_responses: int = Field(default=16, ge=1)
+    """Finished responses needed before a micro-batch is trained."""
+    lora: Lora | None = None
+    """Train adapters instead of all weights; null: all weights. Learning rates are higher then: 1e-5 to
+    2e-5."""
+    max_staleness: int = Field(default=0, ge=0, le=8)
+    """Updates by which the weights that make a token may be older than those that are trained with it. 0:
+    synchronous. From 1 on, spot machines roll out the next steps while one is trained; a response is never
+    cut for a new version, it goes on under the one that it began with."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of prompt order and sampling."""
+
+    @model_validator(mode="after")
+    def _minibatches_divide(self) -> Self:
+        prompts, parts = self.prompts_per_step, self.minibatches_per_step
+        if left := prompts % parts:
+            near = max(divisor for divisor in range(1, min(parts, prompts) + 1) if prompts % divisor == 0)
+            raise ValueError(
+                f"minibatches_per_step {parts} does not divide prompts_per_step {prompts}"
+                f" ({prompts} = {prompts // parts} x {parts} + {left}); write {near}"
+            )
+        if self.overlong_penalty_tokens >= self.max_response_tokens:
+            raise ValueError(
+                f"overlong_penalty_tokens {self.overlong_penalty_tokens} is not less than"
+                f" max_response_tokens {self.max_response_tokens};"
+                f" write at most {self.max_response_tokens - 1}"
+            )
+        return self
+
+    @property
+    def prompts_asked_per_step(self) -> int:
+        """Prompts of a step with its spares."""
+        return self.prompts_per_step + self.spare_prompts

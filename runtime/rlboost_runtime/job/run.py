@@ -1,0 +1,184 @@
+"""One run, whole: all sections, what goes on beside learning, and what the sections ask of one another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from rlboost_runtime.job.algorithm import Algorithm
+from rlboost_runtime.job.base import Model
+from rlboost_runtime.job.rollout import Rollout
+from rlboost_runtime.job.task import HttpReward, PromptFile, ReasoningGym, TinyModel
+from rlboost_runtime.job.trainer import After, Trainer
+
+
+class Weights(Model):
+    """How weights reach the instances."""
+
+    transfer: Literal["auto", "full", "delta", "lora"] = "auto"
+    """auto: what changed since the last version, where that costs less money and time; full: every version is
+    sent whole; delta: never whole where there is a base; lora: the frozen weights once, then the adapters of
+    `algorithm.lora` alone, which engines add by themselves (with the others merged weights are sent)."""
+    max_deltas: int = Field(default=4, ge=1, le=64)
+    """How many versions behind an instance may be and still get only what changed."""
+    peers: bool = False
+    """Instances of a zone also pull from one another. They listen on a port for that, which their zone's
+    firewall has to let through; those that cannot be reached only pull."""
+    bucket: str | None = None
+    """s3://BUCKET/PREFIX, gs://... or az://...: the head also puts every version there, for instances to pull
+    from; null: they pull from the head."""
+    streams: int = Field(default=4, ge=1, le=32)
+    """Parallel range requests per pull."""
+    chunk_bytes: int = Field(default=4 * 1024 * 1024, ge=65536)
+    """Bytes per chunk: the unit that is requested and checked."""
+
+
+class Budget(Model):
+    """When to stop spending."""
+
+    max_usd: float | None = Field(default=None, gt=0)
+    """The run ends when it has cost this much; null: no bound."""
+    max_usd_per_hour: float | None = Field(default=None, gt=0)
+    """No machine is launched that would take the rate above this; null: no bound."""
+
+
+class Evaluation(Model):
+    """Held-out prompts, rolled out beside a step's own and never trained on."""
+
+    every_steps: int = Field(default=10, ge=1)
+    """Steps from one evaluation to the next; the first and the last step have one, too."""
+    prompts: int = Field(default=32, ge=1)
+    """Prompts held out: the last usable ones of the data set. Each is answered group_size times."""
+
+
+class Wandb(Model):
+    """Curves at Weights & Biases."""
+
+    project: str
+    """Project that the run belongs to."""
+    entity: str | None = None
+    """Team or user; null: your default one."""
+    offline: bool = False
+    """Keep everything in the run's folder; `wandb sync` sends it later."""
+
+
+class Tracking(Model):
+    """Where step metrics go beside `metrics.jsonl`."""
+
+    tensorboard: bool = False
+    """Event files in the run's folder, under tensorboard/."""
+    wandb: Wandb | None = None
+    """Weights & Biases; null: off."""
+
+
+class Evidence(Model):
+    """What a run keeps so that it can be audited afterwards; costs disk."""
+
+    keep_journal: bool = False
+    """Keep the token journal of trained steps."""
+    count_tokens: bool = False
+    """Let every engine keep its own count of the tokens that it generated, beside its log."""
+
+
+Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
+
+
+class Job(Model):
+    """One run, as its job file says it."""
+
+    name: Name
+    """Lower-case letters, digits and dashes; also the run's name."""
+    model: str | TinyModel
+    """Folder in HF format, or {init: tiny}."""
+    data: PromptFile | ReasoningGym
+    """Where the prompts come from."""
+    reward: str | HttpReward = "reasoning_gym"
+    """`file.py:function` relative to the job file; or built in: `reasoning_gym` the data sets' scorers,
+    `math` the row's `answer` compared as mathematics (math-verify), `exact` the same as text."""
+    reward_timeout_s: float = Field(default=10.0, gt=0)
+    """Longest time one call of the reward function may take."""
+    reward_processes: int | None = Field(default=None, ge=1)
+    """Processes that compute rewards side by side; null: a quarter of the cores, from 1 to 8."""
+    reward_memory_mib: int | None = Field(default=None, ge=256)
+    """Most address space of one reward process, in MiB; null: half the machine's memory, at least 4096."""
+    algorithm: Algorithm = Algorithm()
+    """The RL algorithm."""
+    trainer: Trainer = Trainer()
+    """The reserved node."""
+    rollout: Rollout = Rollout()
+    """Generation."""
+    weights: Weights = Weights()
+    """How weights reach the instances."""
+    files: list[str] = Field(default=[])
+    """Further files that the reward function needs, relative to the job file."""
+    requirements: list[str] = Field(default=[])
+    """What pip is to install on a head elsewhere for the reward function, such as sympy==1.14."""
+    env: dict[str, str] = Field(default={})
+    """Environment variables of the processes on the head; spot machines are not given them."""
+    secrets: list[str] = Field(default=[])
+    """Names of further ones, whose values are taken from the environment in which you type, such as
+    HF_TOKEN; kept beside the run's token, never in the job."""
+    output: str | None = Field(default=None, pattern=r"^((s3|gs|az)://[^/]+|file:///|/).*$")
+    """s3://BUCKET/PREFIX, gs://..., az://..., or a folder by its whole path: checkpoints and the final model
+    are copied there, under the run's name; null: they stay in the run's folder."""
+    budget: Budget = Budget()
+    """When to stop spending."""
+    after: After = After()
+    """What becomes of a head that was bought."""
+    evaluation: Evaluation | None = None
+    """Held-out prompts; null: none."""
+    tracking: Tracking = Tracking()
+    """Where step metrics go beside `metrics.jsonl`."""
+    evidence: Evidence = Evidence()
+    """What is kept so that a run can be audited."""
+
+    @model_validator(mode="after")
+    def _head_is_told_all(self) -> Self:
+        if self.requirements and not self.trainer.is_elsewhere:
+            raise ValueError(
+                "requirements are for a head elsewhere, but trainer.infra is local: rewards run in this"
+                " Python; install them here, and remove it"
+            )
+        if self.requirements and self.trainer.python is not None:
+            raise ValueError(
+                f"requirements are not installed into a Python of yours, {self.trainer.python}; install them"
+                " there, and remove it"
+            )
+        for field, names in (("env", self.env), ("secrets", self.secrets)):
+            for name in names:
+                if not name.isidentifier() or not name.isascii():
+                    raise ValueError(f"{field} has {name!r}, no name of a variable; write one like HF_TOKEN")
+        if twice := [name for name in self.secrets if name in self.env]:
+            raise ValueError(f"secrets has {twice[0]}, and so has env; remove one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _results_outlive_their_head(self) -> Self:
+        after = self.after
+        if not self.trainer.is_bought:
+            if after != After():
+                raise ValueError(
+                    f"after is for a head that is bought in a cloud, but trainer.infra is"
+                    f" {self.trainer.infra}: that machine stays as it is; remove it"
+                )
+            return self
+        is_kept = self.output is not None and not self.output.startswith(("/", "file:"))
+        if not is_kept and after.done == "down" and "idle_minutes" not in after.model_fields_set:
+            raise ValueError(
+                f"output is {self.output or 'missing'}, and the head ends itself after the run, with the"
+                " model on its disk; write output: s3://BUCKET/PREFIX, or how long it is to wait until you"
+                " fetch it with rlboost down: after: {idle_minutes: 240}, or that it stays: after: {done:"
+                " stay}"
+            )
+        return self
+
+    def canonical_json(self) -> str:
+        """Return the resolved job as JSON: equal text means the same job."""
+        return self.model_dump_json(indent=1)
+
+
+def read_resolved(path: Path) -> Job:
+    """Return the resolved job stored in `path`."""
+    return Job.model_validate_json(path.read_bytes())

@@ -1,0 +1,182 @@
+"""The reserved node: whose machine it is, how the policy is trained there, and what becomes of it."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from rlboost_runtime.job.base import Model
+
+OWN_MACHINE = ("hosts", "jump_host", "identity_file", "price_usd_per_hour")
+"""Fields of `Trainer` that tell of a machine of the user's own."""
+BOUGHT_MACHINE = (
+    *("via", "accelerators", "instance_type", "image", "disk_gb", "max_price_usd_per_hour"),
+    *("role", "private_address", "allow_unended"),
+)
+"""Fields of `Trainer` that tell of a machine that is bought for it."""
+HEAD_ELSEWHERE = ("hosts", "jump_host", "identity_file", "python", "folder", *BOUGHT_MACHINE)
+"""Fields of `Trainer` that say where a head elsewhere is."""
+_DIRECT_HEAD = re.compile(r"aws/[a-z0-9-]+|gcp/[a-z0-9-]+(/[a-z0-9-]+)?")
+ENDS_ITSELF = ("aws", "gcp")
+"""Clouds in which a head that SkyPilot bought can end itself without a credential of the user's."""
+
+
+class Trainer(Model):
+    """The reserved node."""
+
+    infra: str = Field(
+        default="local", pattern=r"^(local|ssh|(aws|gcp|azure|lambda|nebius)(/[a-z0-9-]+){0,2})$"
+    )
+    """Where it is; local: this machine; ssh: the host below; aws/REGION, gcp/REGION or gcp/REGION/ZONE: one
+    that is bought there on demand and ends itself; via skypilot also CLOUD alone, and azure, lambda and
+    nebius. To a head elsewhere everything is brought (docs/head.md): this machine may then be off while the
+    run goes on."""
+    hosts: list[str] = Field(default=[], max_length=1)
+    """ssh: the machine, as USER@HOST, USER@HOST:PORT, or a name from ~/.ssh/config."""
+    jump_host: str | None = None
+    """ssh: a host through which it is reached; null: what ~/.ssh/config says."""
+    identity_file: str | None = None
+    """ssh: a private key; null: the agent's, and those that ssh tries by itself."""
+    python: str | None = None
+    """Elsewhere: the Python there that has rlboost[train] installed; null: it is installed there, with a
+    Python 3.11 of its own."""
+    folder: str = "~/.rlboost"
+    """Elsewhere: where everything is kept there."""
+    via: Literal["direct", "skypilot"] = "direct"
+    """Bought: direct: from the API of aws or gcp itself; skypilot: from any of its clouds."""
+    accelerators: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]+(:[1-9][0-9]{0,3})?$")
+    """Bought: GPU and number of them, such as H100:8."""
+    instance_type: str | None = None
+    """Bought: the cloud's own name of the machine, such as p5.48xlarge; null: one that has these GPUs."""
+    image: str | None = None
+    """Bought: the cloud's own name of the image; null: the cloud's, with the GPU's driver."""
+    disk_gb: int = Field(default=500, ge=20)
+    """Bought: size of its disk, in GB: weight versions, checkpoints and the token journal lie there."""
+    max_price_usd_per_hour: float | None = Field(default=None, gt=0)
+    """Bought: what costs more is not launched; null: whatever it costs on demand."""
+    role: str | None = None
+    """Bought: whom the cloud takes it for when it launches spot machines: aws: an instance profile; gcp: a
+    service account; null: nobody: it has the keys that `secrets` names, if any."""
+    private_address: bool = False
+    """Bought: reach it at its address in the cloud's own network, which you are in (a VPN); false: at its
+    public one."""
+    allow_unended: bool = False
+    """Bought via skypilot: use a cloud in which a head cannot end itself (azure, lambda, nebius): while your
+    machine is off it goes on costing money after its run, until you end it."""
+    price_usd_per_hour: float = Field(default=0.0, ge=0)
+    """What the cost report charges for the machine: `local` and `ssh` have no price list of their own."""
+    address: str | None = Field(default=None, pattern=r"^[A-Za-z0-9.-]+$")
+    """Name or IP address at which spot machines elsewhere reach the machine, on two TLS ports that the run
+    picks; null: for ssh the host's own, for local only this machine is served."""
+    script: str | None = None
+    """A trainer of your own instead of ours: a Python file that talks with the fleet (docs/own-trainer.md);
+    most of `algorithm` and `reward` mean then what it makes of them."""
+    local_engines: int = Field(default=1, ge=0)
+    """Engines on the trainer's own GPUs that roll out during the seeding window."""
+    threads: int = Field(default=1, ge=1)
+    """CPU threads of the trainer."""
+    ranks: int = Field(default=1, ge=1)
+    """Processes of a node over which the policy is sharded (FSDP2), one per GPU; started by torchrun."""
+    nodes: int = Field(default=1, ge=1)
+    """Machines over which it is sharded; on all but the head runs rlboost_runtime.trainer.node."""
+    node_address: str | None = Field(default=None, pattern=r"^[^\s:]+:[0-9]+$")
+    """`HOST:PORT` of the head as the other nodes reach it. Traffic there is plain: a network of their own."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the trainer's arithmetic; weights, gradients' sums and optimizer stay float32."""
+    micro_batch_tokens: int = Field(default=8192, ge=1)
+    """Tokens of one forward and backward pass: responses are packed up to this; a longer one goes alone."""
+    activation_checkpointing: bool = False
+    """Keep only the layers' inputs and compute the rest twice: less memory, about a third more arithmetic."""
+    optimizer_offload: bool = False
+    """Keep the optimizer's state in main memory, but for its step."""
+    checkpoint_every_steps: int = Field(default=1, ge=1)
+    """Steps from one checkpoint to the next; a restarted trainer repeats the steps since the last."""
+    keep_checkpoints: int = Field(default=2, ge=1)
+    """Newest checkpoints kept on disk."""
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the head is another machine than the one on which the user types."""
+        return self.infra != "local"
+
+    @property
+    def is_bought(self) -> bool:
+        """Whether the head is a machine that is bought for the run."""
+        return self.infra not in ("local", "ssh")
+
+    @property
+    def ends_itself(self) -> bool:
+        """Whether a head that is bought ends, as `after` says, also while nobody's machine is on."""
+        return self.is_bought and (self.via == "direct" or self.infra.partition("/")[0] in ENDS_ITSELF)
+
+    @model_validator(mode="after")
+    def _place_is_told(self) -> Self:
+        if self.is_elsewhere and self.nodes > 1:
+            raise ValueError(f"nodes is {self.nodes}, but a head elsewhere is one machine; write 1")
+        if self.is_bought:
+            if self.accelerators is None:
+                raise ValueError(
+                    f'accelerators is missing, but infra is {self.infra}; add accelerators: "H100:8"'
+                )
+            self._refuse(OWN_MACHINE, "a machine of your own", "ssh")
+            self._check_seller()
+        elif self.is_elsewhere:
+            if not self.hosts:
+                raise ValueError(f"hosts is missing, but infra is {self.infra}; add hosts: [ME@MACHINE]")
+            self._refuse(BOUGHT_MACHINE, "a head that is bought", "aws/REGION")
+        else:
+            self._refuse(BOUGHT_MACHINE, "a head that is bought", "aws/REGION")
+            self._refuse(HEAD_ELSEWHERE, "a head elsewhere", "ssh")
+        return self
+
+    def _check_seller(self) -> None:
+        if self.via == "direct":
+            if not _DIRECT_HEAD.fullmatch(self.infra):
+                raise ValueError(
+                    f"infra {self.infra} cannot be bought direct; write aws/REGION or gcp/REGION,"
+                    " or via: skypilot"
+                )
+            if self.allow_unended:
+                raise ValueError("allow_unended is for via: skypilot, but via is direct; remove it")
+            return
+        cloud = self.infra.partition("/")[0]
+        if self.role is not None and cloud != "aws":
+            raise ValueError(
+                f"role is {self.role}, but SkyPilot gives machines of {cloud} a role of its own; remove it"
+            )
+        if not self.ends_itself and not self.allow_unended:
+            raise ValueError(
+                f"infra {self.infra} is a cloud in which a head cannot end itself without your account's key,"
+                " which stays on your machine: while that is off it costs until you end it; write"
+                f" {' or '.join(ENDS_ITSELF)}, or allow_unended: true"
+            )
+
+    def _refuse(self, names: tuple[str, ...], what_for: str, infra: str) -> None:
+        for name in names:
+            if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
+                raise ValueError(
+                    f"{name} is for {what_for}, but infra is {self.infra}; write infra: {infra}, or remove it"
+                )
+
+    @model_validator(mode="after")
+    def _nodes_can_meet(self) -> Self:
+        if self.nodes > 1 and self.node_address is None:
+            raise ValueError(
+                f"nodes is {self.nodes}, but there is no node_address; write HOST:PORT of the head"
+            )
+        return self
+
+
+class After(Model):
+    """What becomes of a head that was bought, once its run has ended; also while nobody's machine is on."""
+
+    done: Literal["down", "stay"] = "down"
+    """down: it ends itself: at once where everything of the run is at `output` by then, or was fetched; else
+    after idle_minutes. stay: it stays, and costs, until `rlboost down`."""
+    failed: Literal["down", "stay"] = "down"
+    """The same where the run failed or was stopped; its results are fetched or lost within idle_minutes."""
+    idle_minutes: float = Field(default=15.0, gt=0)
+    """It ends itself when no run has gone on there for so long, and nobody has asked it anything: after the
+    run, after a crash, and after an `up` that nobody followed by a `launch`."""
