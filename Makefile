@@ -42,7 +42,7 @@ $(BIN)/uv: | $(BIN)/python
 
 $(TORCH_STAMP): | $(BIN)/uv
 	@echo "installing torch $(TORCH) (once; the largest download)"
-	@$(INSTALL) "torch==$(TORCH)"
+	@$(INSTALL) --compile-bytecode "torch==$(TORCH)"
 	@touch $@
 
 $(TRAIN): pyproject.toml $(TORCH_STAMP)

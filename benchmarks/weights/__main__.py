@@ -2,7 +2,8 @@
 
 - *loopback*: unshaped, our pull without TLS and with it, beside raw TCP with as many streams, all into
   files whose pages are there before the clock starts; rounds are interleaved, the median counts: on a shared
-  machine the raw base swings more than the effects.
+  machine the raw base swings more than the effects. A transfer during which the host gave more than 3 % of
+  the cores' time to others (`steal`) is repeated, up to five times, and the least disturbed one counts.
   *least*, in the same rounds, is raw TCP with the digest, and with the digest and AES-256-GCM on both sides:
   what has to be done whoever does it, without writing anything (`benchmarks.weights.side`).
 - *others*: `curl` and `aria2c -x8` from nginx to a file, and the `shardcast` package where `--shardcast`
@@ -43,7 +44,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.weights import network
-from benchmarks.weights.machine import describe_machine
+from benchmarks.weights.machine import DISTURBED, Stolen, describe_machine
 from benchmarks.weights.side import TOKEN
 from rlboost_runtime import security
 from rlboost_runtime.run_folder import RunFolder
@@ -56,6 +57,8 @@ RECEIVERS = 8
 PORT = 7741
 SIDE_S = 300.0
 """Longest wait for one transfer."""
+TRIES = 6
+"""Most times that a transfer is measured for one round."""
 SHAPED_MBIT, PEERS_MBIT = 5000, 1000
 SLOWER_MBIT, SLOW_MBIT = 2000, 100
 """Of heads whose receivers do not fill the cores that all share here."""
@@ -187,10 +190,25 @@ def interleaved(measures: dict[str, Measure], rounds: int) -> dict[str, dict[str
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in measures}
     for number in range(rounds):
         for name, measure in measures.items():
-            found[name].append(measure())
-            rate = found[name][-1]["gb_per_s"]
-            print(f"round {number + 1} of {rounds}: {name} {rate:.2f} GB/s", file=sys.stderr)
+            found[name].append(undisturbed(measure))
+            rate, stolen = found[name][-1]["gb_per_s"], found[name][-1]["stolen"]
+            print(
+                f"round {number + 1} of {rounds}: {name} {rate:.2f} GB/s ({stolen:.0%} stolen)",
+                file=sys.stderr,
+            )
     return {name: _summary(results) for name, results in found.items()}
+
+
+def undisturbed(measure: Measure) -> dict[str, Any]:
+    """Measure until the host left us alone, but no more than `TRIES` times; the least disturbed counts."""
+    tries: list[dict[str, Any]] = []
+    while len(tries) < TRIES:
+        stolen = Stolen()
+        tries.append(measure())
+        tries[-1]["stolen"] = stolen.share()
+        if tries[-1]["stolen"] <= DISTURBED:
+            break
+    return min(tries, key=lambda each: each["stolen"]) | {"tries": len(tries)}
 
 
 def _summary(results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -204,6 +222,8 @@ def _summary(results: list[dict[str, Any]]) -> dict[str, Any]:
         "gb_per_s": round(statistics.median(rates), 4),
         "range": [round(min(rates), 4), round(max(rates), 4)],
         "cpu_s_per_gb": round(statistics.median(result["cpu_s_per_gb"] for result in results), 4),
+        "stolen": [round(result["stolen"], 3) for result in results],
+        "tries": [result["tries"] for result in results],
     }
 
 

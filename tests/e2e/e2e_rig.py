@@ -19,6 +19,8 @@ from rlboost_runtime.process_tags import kill_tagged
 from rlboost_runtime.run_folder import RunFolder
 
 START_TIMEOUT_S = 180.0
+PATIENCE = 3.0
+"""Waits are written for a quiet machine; each is given so many times as long before it counts as a hang."""
 
 TINY_JOB: dict[str, Any] = {
     "model": {"init": "tiny", "warmup": None},
@@ -86,7 +88,7 @@ class Cli:
     ) -> subprocess.CompletedProcess[str]:
         """Run a command to its end and check its exit code."""
         process = self.start(*arguments)
-        out, err = process.communicate(timeout=timeout_s)
+        out, err = process.communicate(timeout=PATIENCE * timeout_s)
         assert process.returncode == expect, (
             f"{arguments}: exit {process.returncode}\n{out}\n{err}\n{self.tails()}"
         )
@@ -104,7 +106,7 @@ class Cli:
         self, name: str, ready: Callable[[dict[str, Any]], Any], timeout_s: float, poll_s: float = 0.1
     ) -> dict[str, Any]:
         """Poll the status file until `ready(status)`; return that status."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + PATIENCE * timeout_s
         status: dict[str, Any] = {}
         while time.monotonic() < deadline:
             try:
@@ -115,17 +117,20 @@ class Cli:
                 return status
             time.sleep(poll_s)
         raise AssertionError(
-            f"not reached in {timeout_s} s; last status:\n{json.dumps(status, indent=1)}\n{self.tails()}"
+            f"not reached in {PATIENCE * timeout_s} s; last status:\n"
+            f"{json.dumps(status, indent=1)}\n{self.tails()}"
         )
 
     def wait_outcome(self, name: str, timeout_s: float) -> dict[str, Any]:
         """Wait for the run's end and return its outcome."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + PATIENCE * timeout_s
         while time.monotonic() < deadline:
             if self.run_folder(name).outcome.exists():
                 return json.loads(self.run_folder(name).outcome.read_bytes())
             time.sleep(0.2)
-        raise AssertionError(f"no outcome in {timeout_s} s\n{self.status_text(name)}\n{self.tails()}")
+        raise AssertionError(
+            f"no outcome in {PATIENCE * timeout_s} s\n{self.status_text(name)}\n{self.tails()}"
+        )
 
     def status_text(self, name: str) -> str:
         """Return the last status as text."""
@@ -152,7 +157,7 @@ class Cli:
                 continue
         return [process for process, typed in found if command in typed]
 
-    def assert_gone(self, name: str, within_s: float = 20.0) -> None:
+    def assert_gone(self, name: str, within_s: float = 60.0) -> None:
         """Fail if a process of the ended run is left: its supervisor goes last, moments after the outcome."""
         deadline = time.monotonic() + within_s
         while left := self.processes(name):

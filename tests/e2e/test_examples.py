@@ -12,7 +12,7 @@ from ruamel.yaml import YAML
 
 from rlboost_cli.planning.probe import PROBE_STEPS
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.e2e
 
 OWN = Path(__file__).parents[2] / "examples" / "own_reward"
 

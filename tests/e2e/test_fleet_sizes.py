@@ -10,7 +10,7 @@ from rlboost_providers.registry import provider_for
 from rlboost_runtime.coordinator.audit import audit
 from rlboost_runtime.job import read_resolved
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.e2e
 
 
 def test_all_spot_machines_lost_at_once_and_back_two_steps_later(cli: Any) -> None:

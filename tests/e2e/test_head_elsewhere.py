@@ -16,10 +16,10 @@ import pytest
 
 from rlboost_runtime.process_tags import kill_tagged, tagged
 from rlboost_runtime.run_folder import RunFolder
-from tests.e2e.e2e_rig import Cli
+from tests.e2e.e2e_rig import PATIENCE, Cli
 from tests.fakes.sshd import Sshd, make_home, sshd_on, switched_on_again
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
+pytestmark = pytest.mark.e2e
 
 REWARD = """
 import os
@@ -70,7 +70,7 @@ def has_spot(status: dict[str, Any]) -> bool:
 
 
 def wait_for(path: Path, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + PATIENCE * seconds
     while not path.exists():
         assert time.monotonic() < deadline, f"no {path}"
         time.sleep(0.2)
@@ -95,7 +95,7 @@ def test_the_run_goes_on_with_the_laptop_off_and_is_all_there_when_it_is_back(
     assert "does not answer" in silent.stderr
     wait_for(far.outcome, RUN_S)
     assert json.loads(far.outcome.read_text())["state"] == "done"
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE * 30
     while left := tagged(far.path):
         assert time.monotonic() < deadline, left
         time.sleep(0.2)

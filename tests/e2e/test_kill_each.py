@@ -10,7 +10,7 @@ import pytest
 
 from rlboost_runtime.coordinator.audit import audit
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.e2e
 
 
 def test_every_process_may_be_killed_once(cli: Any) -> None:
@@ -19,7 +19,7 @@ def test_every_process_may_be_killed_once(cli: Any) -> None:
     cli.wait("kills", lambda s: s["step"] >= 1, timeout_s=180)
 
     attached.send_signal(signal.SIGKILL)  # the terminal is closed
-    attached.communicate(timeout=10)
+    attached.communicate(timeout=60)
 
     for role in ("coordinator", "trainer", "weights"):
         before = cli.wait("kills", lambda s: True, timeout_s=10)["step"]

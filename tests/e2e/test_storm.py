@@ -11,7 +11,7 @@ import pytest
 from rlboost_runtime.coordinator.audit import audit
 from rlboost_runtime.run_folder import RunFolder
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.e2e
 
 PACE = 12  # tokens per second and response in the small job
 FLUSH_S = 0.05
