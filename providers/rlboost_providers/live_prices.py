@@ -16,20 +16,22 @@ from rlboost_providers.prices import Quote
 class LivePrices:
     """A `prices.PriceSource`. `infra`: as in job files; only regions in it are asked."""
 
-    name = "EC2's spot price history, now"
-    is_live = True
-
     def __init__(self, infra: str | None = None) -> None:
-        self._infra = infra
+        self._known = ShippedTable().quotes()
+        wanted = "" if infra is None else infra.rstrip("/") + "/"
+        self._regions = {
+            q.region for q in self._known if q.cloud == "aws" and f"aws/{q.region}/".startswith(wanted)
+        }
+        self.is_live = bool(self._regions)
+        self.name = "EC2's spot price history" if self._regions else ShippedTable.name
 
     def quotes(self) -> list[Quote]:
         """Return EC2's spot prices and the table's quotes of other clouds. Raises `ProviderError`,
         `ConfigError`."""
-        known = ShippedTable().quotes()
-        wanted = "" if self._infra is None else self._infra.rstrip("/") + "/"
-        regions = {q.region for q in known if q.cloud == "aws" and f"aws/{q.region}/".startswith(wanted)}
-        others = [quote for quote in known if quote.cloud != "aws"]
-        if not regions:
-            return others
-        history = {region: SpotPrices(partial(ec2_client, region), region) for region in sorted(regions)}
-        return [*PriceHistory(history, known).quotes(), *others]
+        if not self._regions:
+            return self._known
+        others = [quote for quote in self._known if quote.cloud != "aws"]
+        history = {
+            region: SpotPrices(partial(ec2_client, region), region) for region in sorted(self._regions)
+        }
+        return [*PriceHistory(history, self._known).quotes(), *others]

@@ -104,7 +104,7 @@ def price_book(sources: Sequence[PriceSource]) -> PriceBook:
         try:
             quotes = source.quotes()
         except ProviderError as error:
-            silent.append(f"{source.name} did not answer: {error.problem}")
+            silent.append(f"{source.name} did not answer: {error.problem}; {error.remedy}")
             if number == len(sources):
                 raise
             continue

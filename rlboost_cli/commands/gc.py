@@ -30,6 +30,7 @@ def gc(
     """
     from rlboost_cli.runs import sweep
     from rlboost_cli.terminal import output
+    from rlboost_cli.terminal.text import counted
 
     with output.working() as say:
         found = sweep.look(say, cloud or ())
@@ -44,17 +45,19 @@ def gc(
     if wanted and not dry_run and (yes or not output.is_terminal() or output.confirm(_question(wanted))):
         with output.working() as say:
             problems = sweep.end(wanted, say)
-        output.progress(f"ended {len(wanted) - len(problems)} machines")
+        output.progress(f"ended {counted(len(wanted) - len(problems), 'machine')}")
         if problems:
             raise sweep.remaining(problems)
-    elif not found.strays:
+    elif not found.strays and not found.silent:
         output.progress("no machine is left over")
     if found.silent:
         raise found.silent[0]
 
 
 def _question(strays: list[Stray]) -> str:
-    return f"end {len(strays)} machine{'s' if len(strays) > 1 else ''}?"
+    from rlboost_cli.terminal.text import counted
+
+    return f"end {counted(len(strays), 'machine')}?"
 
 
 def _plain(stray: Stray, is_wanted: bool) -> dict[str, object]:

@@ -9,7 +9,6 @@ import typer
 from rlboost_cli.terminal import completion
 
 if TYPE_CHECKING:
-    from rlboost_cli.planning.plan import LaunchPlan
     from rlboost_runtime.run_folder import RunFolder
 
 
@@ -33,16 +32,15 @@ def launch(
 
     Example: rlboost launch job.yaml
     """
-    from rlboost_cli.planning.plan import describe_plan, launch_plan
+    from rlboost_cli.planning.agreement import agree
+    from rlboost_cli.planning.plan import launch_plan
     from rlboost_cli.runs.supervision import bring_up, want_training
     from rlboost_cli.runs.target import find_target
     from rlboost_cli.terminal import output
 
     target = find_target(job_or_run, resume=resume, say=output.progress)
     plan = launch_plan(target.job.name if target.run is None else target.run.name, target.job)
-    for line in describe_plan(plan):
-        output.progress(line)
-    _ask(plan, yes=yes)
+    agree(plan, "launch?", yes=yes)
     with output.working("copying the job's files"):
         found = target.prepare(resume=resume, say=output.progress)
     output.found_run(found)
@@ -58,20 +56,6 @@ def launch(
         output.detached(found.run)
     else:
         _finish(found.run)
-
-
-def _ask(plan: LaunchPlan, *, yes: bool) -> None:
-    from rlboost_cli.terminal import output
-    from rlboost_runtime.errors import ConfigError
-
-    if yes or not plan.is_charged:
-        return
-    if not output.is_terminal():
-        raise ConfigError(
-            "this run costs money and nobody is here to be asked", "add --yes to agree to the plan"
-        )
-    if not output.confirm("launch?"):
-        raise typer.Exit(0)
 
 
 def _watch(run: RunFolder) -> None:

@@ -42,12 +42,15 @@ def logs(
     tail = Tail(folder, instance, lines)
     try:
         with looking_at(folder, output.progress, logs=True) as look:
+            has_any = False
             while True:
                 look()
                 ended = not is_open(folder)  # before reading: what was written by then is shown
-                output.log_text(tail.read(), folder.logs)
+                has_any = output.log_text(tail.read(), folder.logs) or has_any
                 if not follow or ended:
-                    return
+                    break
                 time.sleep(0.25)
+        if not has_any:
+            output.progress(f"run {run} has no logs yet")
     except KeyboardInterrupt:
         raise typer.Exit(0) from None

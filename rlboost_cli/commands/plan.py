@@ -13,6 +13,7 @@ def plan(
     probe: Annotated[
         bool, typer.Option("--probe", help="Run a few steps of the job first, to measure it")
     ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before --probe spends")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object")] = False,
 ) -> None:
     """Predict step time and cost from what this machine measured
@@ -25,8 +26,10 @@ def plan(
 
     loaded = load_job(job)
     if probe:
+        from rlboost_cli.planning.agreement import agree
         from rlboost_cli.planning.probe import probe as measure
 
+        agree(launch_plan(loaded.name, loaded), "run a few steps of it?", yes=yes)
         measure(job, loaded, output.progress)
     made = launch_plan(loaded.name, loaded)
     if as_json:
@@ -34,4 +37,5 @@ def plan(
     else:
         output.show("\n".join(describe_plan(made)))
     if made.forecast is None:
-        output.progress(f"\nhint: rlboost plan {job} --probe runs a few steps of it and measures")
+        cost = ", which costs money" if made.is_charged else ""
+        output.progress(f"\nhint: rlboost plan {job} --probe runs a few steps of it and measures{cost}")

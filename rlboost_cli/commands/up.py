@@ -19,16 +19,20 @@ def up(
             autocompletion=completion.jobs_and_runs,
         ),
     ],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before spending")] = False,
 ) -> None:
     """Start everything of a run but its trainer
 
     Example: rlboost up job.yaml
     """
+    from rlboost_cli.planning.agreement import agree
+    from rlboost_cli.planning.plan import launch_plan
     from rlboost_cli.runs.supervision import bring_up
     from rlboost_cli.runs.target import find_target
     from rlboost_cli.terminal import output
 
     target = find_target(job, resume=False, say=output.progress)
+    agree(launch_plan(target.job.name if target.run is None else target.run.name, target.job), "up?", yes=yes)
     with output.working("copying the job's files"):
         found = target.prepare(resume=False, say=output.progress)
     output.found_run(found)

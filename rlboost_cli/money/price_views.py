@@ -12,7 +12,7 @@ from rlboost_runtime.errors import ConfigError
 
 Json = dict[str, Any]  # one object as printed by --json
 
-HEADERS = ("where", "machine", "GPUs", "spot/h", "on demand/h", "per GPU", "saved")
+HEADERS = ("where", "machine", "GPUs", "spot/h", "demand/h", "per GPU", "saved")
 
 
 def wanted(book: PriceBook, gpu: str | None, infra: str | None) -> tuple[Quote, ...]:
@@ -20,7 +20,7 @@ def wanted(book: PriceBook, gpu: str | None, infra: str | None) -> tuple[Quote, 
     name, count = (None, None) if gpu is None else parse_accelerator(gpu)
     found = book.find(accelerator=name, count=count, infra=infra)
     if not found:
-        asked = " ".join(word for word in (gpu, f"at {infra}" if infra else None) if word)
+        asked = " ".join(word for word in (gpu or "any GPU", f"at {infra}" if infra else None) if word)
         places = sorted({f"{quote.cloud}/{quote.region}" for quote in book.quotes})
         raise ConfigError(
             f"{book.source} has no price of {asked}",
@@ -68,7 +68,8 @@ def as_json(book: PriceBook, quotes: Sequence[Quote]) -> Json:
 
 
 def _offline(book: PriceBook, days: Sequence[str]) -> str:
-    return f"offline: {book.source}, of {days[0]}; no cloud was asked, and prices change"
+    asked = "answered" if any("did not answer" in remark for remark in book.remarks) else "was asked"
+    return f"offline: {book.source}, of {days[0]}; no cloud {asked}, and prices change"
 
 
 def _best(quote: Quote) -> float:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from rlboost_cli.simulation.intervals import Estimate
 from rlboost_cli.simulation.simulation_runs import BASELINE, OURS, Comparison, Done
 from rlboost_cli.terminal import output
+from rlboost_cli.terminal.text import counted
 from rlboost_runtime.sim import SimResult
 
 _EVERY_S = 2.0  # a line so often where there is no terminal
@@ -23,7 +24,7 @@ def progress(num_runs: int) -> Iterator[Done]:
         with _bar(num_runs) as done:
             yield done
         return
-    output.progress(f"simulating {num_runs} runs")
+    output.progress(f"simulating {counted(num_runs, 'run')}")
     num_done, last_said = 0, time.monotonic()
 
     def say(result: SimResult) -> None:

@@ -10,6 +10,7 @@ import json
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from rlboost_cli.terminal import text
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from rlboost_runtime.run_create import FoundRun
     from rlboost_runtime.run_folder import RunFolder
 
+_waiting: Working | None = None
+"""The last sign of life that was asked for: it makes room for other lines."""
+
 
 def show(words: str) -> None:
     """Print a piece of what was asked for."""
@@ -33,7 +37,8 @@ def show(words: str) -> None:
 
 def progress(words: str) -> None:
     """Print something beside what was asked for."""
-    print(words, file=sys.stderr, flush=True)
+    with _waiting.aside() if _waiting is not None else nullcontext():
+        print(between_words(words, sys.stderr), file=sys.stderr, flush=True)
 
 
 def as_json(value: object) -> None:
@@ -130,8 +135,10 @@ def working(words: str = "") -> Working:
     """Return a sign of life for a wait that may take more than a moment; enter it, call it with words."""
     from rlboost_cli.terminal.working import Working
 
+    global _waiting
     width = shutil.get_terminal_size().columns
-    return Working(sys.stderr, words, can_redraw=can_redraw(sys.stderr), width=width)
+    _waiting = Working(sys.stderr, words, can_redraw=can_redraw(sys.stderr), width=width)
+    return _waiting
 
 
 def found_run(found: FoundRun) -> None:
@@ -166,7 +173,7 @@ def outcome(run: RunFolder, ended: Outcome, status: dict[str, Any], report: dict
     why = f"\n{mark}{run.name} {ended.state}" + (f": {ended.problem}" if ended.problem else "")
     hint = f"\nhint: {ended.remedy or f'rlboost logs {run.name} shows what happened'}"
     for words in (why, hint):
-        progress(between_words(words, sys.stderr))
+        progress(words)
 
 
 def ending(run: RunFolder, ended: Ending) -> None:
@@ -176,8 +183,11 @@ def ending(run: RunFolder, ended: Ending) -> None:
     progress(f"nothing of {run.name} is left running")
 
 
-def log_text(parts: Iterable[tuple[Path, str]], root: Path) -> None:
-    """Print pieces of log files, each under its file's name."""
+def log_text(parts: Iterable[tuple[Path, str]], root: Path) -> bool:
+    """Print pieces of log files, each under its file's name; return whether there were any."""
+    has_any = False
     for path, words in parts:
+        has_any = True
         progress(f"==> {path.relative_to(root)} <==")
         print(words, end="", flush=True)
+    return has_any

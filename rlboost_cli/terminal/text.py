@@ -35,6 +35,11 @@ def is_number(text: str) -> bool:
     return text.lstrip("$-").replace(",", "").replace(".", "").isdigit() or text == "-"
 
 
+def counted(number: int, noun: str) -> str:
+    """Return `1 machine`, `2 machines`, `1,024 machines`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def tilde(path: Path) -> str:
     """Return a path as a person types it: `~` for the home folder."""
     try:

@@ -1,13 +1,15 @@
 """A sign of life while a command waits for something: one line painted over on a terminal, else plain lines.
 
 What is over within a second shows nothing. The line is gone when the wait is over; plain lines come after
-two seconds, then every fifteen.
+two seconds, then every fifteen. Whatever else is printed meanwhile is printed while it is `aside`.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self, TextIO
 
@@ -51,16 +53,22 @@ class Working:
         if self._is_shown:
             self._write("\r\x1b[K")
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Meanwhile the painted line is gone, and none is painted."""
+        with self._lock:
+            if self._is_shown:
+                self._write("\r\x1b[K")
+            yield
+
     def _show_on(self) -> None:
         while not self._over.wait(_TICK_S):
             with self._lock:
                 words, waited_s = self._words, time.monotonic() - self._since
-            if not words:
-                continue
-            if self._can_redraw:
-                self._redraw(words, waited_s)
-            else:
-                self._say(words, waited_s)
+                if words and self._can_redraw:
+                    self._redraw(words, waited_s)
+                elif words:
+                    self._say(words, waited_s)
 
     def _redraw(self, words: str, waited_s: float) -> None:
         if waited_s >= SHOWN_AFTER_S or self._is_shown:

@@ -73,7 +73,7 @@ def test_two_commands_rent_one_head_and_a_head_whose_runtime_was_killed_ends_its
 ) -> None:
     before = len(lab.machines())
     job = laptop.job("idle", trainer=HEAD, after={"idle_minutes": 0.3})
-    ups = [laptop.start("up", job) for _ in range(2)]
+    ups = [laptop.start("up", job, "--yes") for _ in range(2)]
     for up in ups:
         out, err = up.communicate(timeout=UP_S)
         assert up.returncode == 0, (out, err, said_there(lab, before))

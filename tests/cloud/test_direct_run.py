@@ -33,7 +33,7 @@ def test_a_machine_from_ec2_itself_installs_the_runtime_serves_and_goes(lab: Lab
     lab.ask("refuse", regions=[])
     before = len(lab.machines())
     job = cloud_cli.job("direct", **JOB)
-    cloud_cli("up", job)
+    cloud_cli("up", job, "--yes")
     began = time.time()
     try:
         cloud_cli.wait("direct", lambda s: any(i["pool"] == "spot" for i in s["instances"]), UP_S, 0.5)

@@ -37,11 +37,11 @@ def train_on(lab: Lab, machine: str, address: str, ssh: Path, cloud_cli: Cli) ->
         "bare", trainer=trainer, algorithm={"steps": 1}, rollout={"spot": {"max_instances": 1}}
     )
     began = time.monotonic()
-    cloud_cli("up", job, timeout_s=UP_S)
+    cloud_cli("up", job, "--yes", timeout_s=UP_S)
     first_s = time.monotonic() - began
     assert lab.ask("shell", id=machine, script=f"{VENV}/bin/python --version").startswith("Python 3.11.")
     began = time.monotonic()
-    cloud_cli("up", job, timeout_s=UP_S)
+    cloud_cli("up", job, "--yes", timeout_s=UP_S)
     print(f"up on a bare machine {first_s:.1f} s, again {time.monotonic() - began:.1f} s")
     cloud_cli("launch", job, "--yes", timeout_s=UP_S)
     assert cloud_cli.json("status", "bare")["state"] == "done"

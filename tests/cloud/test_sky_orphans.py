@@ -44,7 +44,7 @@ def test_a_machine_of_a_run_that_nobody_remembers_is_found_and_ended(
     cloud_cli.environment |= {**sky_user, "RLBOOST_HOME": str(cloud_cli.home)}
     lab.ask("refuse", regions=[])
     before = len(lab.machines())
-    cloud_cli("up", cloud_cli.job("lost", **JOB))
+    cloud_cli("up", cloud_cli.job("lost", **JOB), "--yes")
     until(lambda: len(lab.machines()) > before, START_S, "a machine is being launched")
     sessions = skypilot_sessions(Path(sky_user["HOME"]))
     run = cloud_cli.run_folder("lost").path

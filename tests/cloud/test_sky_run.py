@@ -138,7 +138,7 @@ def test_a_run_loses_machines_finds_others_ends_and_is_billed_to_the_second(
     gate.write_text("0")
     (cloud_cli.home / "gate.py").write_text(GATE.format(path=str(gate)))
     job = cloud_cli.job("cloud", **JOB)
-    cloud_cli("up", job)  # machines come, and wait for the trainer
+    cloud_cli("up", job, "--yes")  # machines come, and wait for the trainer
     with told_by_machines(lab, began):
         cloud_cli.wait("cloud", lambda s: num_joined(s) == 3, UP_S, 1.0)
     clock.say("three machines have joined")

@@ -391,7 +391,7 @@ def test_the_prices_command_asks_ec2_only_when_told_to_and_says_what_is_from_whe
     ec2.refusals.append(Refusal("", "RequestExpired", 401, times=9))
     table = CliRunner().invoke(app, ["prices", "--live", "--gpu", "A10G", "--infra", f"aws/{REGION}"])
     assert table.exit_code == 0
-    assert "EC2's spot price history, now did not answer" in table.output
+    assert "EC2's spot price history did not answer" in table.output
     assert "offline: the table shipped with rlboost" in table.output
 
 

@@ -240,3 +240,27 @@ def test_an_ended_run_is_launched_only_on_purpose(run: RunFolder) -> None:
 
 def test_preempt_without_a_coordinator_says_what_to_type(run: RunFolder) -> None:
     assert "rlboost launch demo" in rlboost("preempt", "demo", "spot-1", code=1).stderr
+
+
+@pytest.mark.parametrize("command", [("launch",), ("up",), ("plan", "--probe")])
+def test_what_costs_money_is_shown_and_asked_about_before_anything_is_made(
+    command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLBOOST_HOME", str(tmp_path / "home"))
+    job = str(tmp_path / "job.yaml")
+    rlboost("init", job, "--template", "aws")
+    said = rlboost(*command, job, code=2)
+    assert "per hour each" in said.stderr
+    assert "nobody is here to be asked" in said.stderr
+    assert "add --yes" in said.stderr
+    assert not list((tmp_path / "home").glob("runs/*"))
+
+
+def test_a_run_without_logs_says_so(run: RunFolder) -> None:
+    assert "run demo has no logs yet" in rlboost("logs", "demo").stderr
+
+
+def test_prices_of_now_of_a_cloud_that_is_not_asked_are_the_offline_ones(run: RunFolder) -> None:
+    said = rlboost("prices", "--live", "--infra", "gcp")
+    assert "note: offline: the table shipped with rlboost" in said.stderr
+    assert "has no price of any GPU at nosuch" in rlboost("prices", "--infra", "nosuch", code=2).stderr

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from rlboost_cli.commands.launch import _ask
+from rlboost_cli.planning.agreement import agree
 from rlboost_cli.planning.plan import LaunchPlan, PlanLine, describe_plan, launch_plan, plan_json
 from rlboost_cli.terminal.text import table, tilde
 from rlboost_runtime.errors import ConfigError
@@ -73,16 +73,16 @@ def test_a_plan_says_where_a_head_goes_on_costing_until_somebody_ends_it() -> No
 
 def test_money_is_never_spent_without_a_yes(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = LaunchPlan("r", 1, (PlanLine("spot", "aws/us-east-2", 2, 1),), 2, 3.0, None)
-    _ask(plan, yes=True)
+    agree(plan, "launch?", yes=True)
     monkeypatch.setattr("rlboost_cli.terminal.output.is_terminal", lambda: False)
     with pytest.raises(ConfigError, match="costs money"):
-        _ask(plan, yes=False)
+        agree(plan, "launch?", yes=False)
     monkeypatch.setattr("rlboost_cli.terminal.output.is_terminal", lambda: True)
     monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
     with pytest.raises(typer.Exit):
-        _ask(plan, yes=False)
+        agree(plan, "launch?", yes=False)
     monkeypatch.setattr("sys.stdin", io.StringIO("yes\n"))
-    _ask(plan, yes=False)
+    agree(plan, "launch?", yes=False)
 
 
 def test_a_cloud_plan_is_asked_about_unless_it_is_free() -> None:

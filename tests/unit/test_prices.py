@@ -62,7 +62,7 @@ def test_impossible_prices_are_left_out_and_named(price: float) -> None:
 def test_the_first_source_that_answers_is_used_and_the_silent_one_named() -> None:
     book = price_book([Source("the live one", None), Source("the other", [QUOTE])])
     assert (book.source, book.is_live, book.quotes) == ("the other", True, (QUOTE,))
-    assert book.remarks == ("the live one did not answer: the live one cannot be reached",)
+    assert book.remarks == ("the live one did not answer: the live one cannot be reached; try later",)
     with pytest.raises(ProviderError, match="a cannot be reached"):
         price_book([Source("a", None)])
 

@@ -64,3 +64,14 @@ def test_the_thread_ends_with_the_block_also_by_an_error() -> None:
     with pytest.raises(KeyboardInterrupt), Working(io.StringIO(), "fetching", can_redraw=True):
         raise KeyboardInterrupt
     assert not [thread for thread in threading.enumerate() if thread.name == "working"]
+
+
+def test_other_lines_are_printed_on_a_line_of_their_own() -> None:
+    out = io.StringIO()
+    with Working(out, "fetching", can_redraw=True) as say:
+        wait_for(out, "fetching")
+        with say.aside():
+            before = out.getvalue()
+            time.sleep(0.05)
+            assert out.getvalue() == before, "nothing is painted meanwhile"
+        assert before.endswith("\r\x1b[K")
