@@ -27,6 +27,8 @@ class Service:
     tokens: set[str] = field(default_factory=set)
     asked: list[str] = field(default_factory=list)
     broken: bool = False
+    garbled: bytes = b""
+    """What it sends instead of HTTP."""
 
     def answer(self, method: str, path: str, headers) -> tuple[int, str]:
         self.asked.append(f"{method} {path}")
@@ -53,6 +55,9 @@ def service(monkeypatch):
 
     class Handler(BaseHTTPRequestHandler):
         def handle_any(self) -> None:
+            if made.garbled:
+                self.wfile.write(made.garbled)
+                return
             status, text = made.answer(self.command, self.path, self.headers)
             self.send_response(status)
             self.send_header("Content-Length", str(len(text)))
@@ -158,6 +163,25 @@ async def test_a_service_that_fails_for_a_while_is_asked_again(service):
     service.said["/computeMetadata/v1/instance/preempted"] = "TRUE"
     async with asyncio.timeout(10):
         assert (await waiting).source == "Google preempts it"
+
+
+@pytest.mark.parametrize("garbled", [
+    b"garbage\r\n\r\n",
+    b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nabc",
+    b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    b"HTTP/1.1 200 OK\r\n" + b"A: b\r\n" * 200 + b"\r\n",
+    b'HTTP/1.1 200 OK\r\n\r\n{"Events": [3]}',
+    b"HTTP/1.1 200 OK\r\n\r\n" + b"[" * 60_000,
+], ids=["no HTTP", "cut off", "bad chunk", "200 headers", "no event", "nested"])  # fmt: skip
+async def test_garbled_answers_stop_nothing_and_what_is_announced_after_them_is_heard(service, garbled):
+    service.garbled = garbled
+    waiting = asyncio.create_task(wait_for_announcement(metadata_of("azure"), 0.02))
+    await asyncio.sleep(0.2)
+    assert not waiting.done()
+    service.garbled = b""
+    service.said["/metadata/scheduledevents"] = json.dumps({"Events": [{"EventType": "Preempt"}]})
+    async with asyncio.timeout(10):
+        assert (await waiting).source == "Azure: Preempt"
 
 
 async def test_a_service_that_says_nonsense_or_is_not_there_stops_nothing(service, monkeypatch, tmp_path):
