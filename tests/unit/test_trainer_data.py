@@ -63,6 +63,13 @@ def test_prompt_file(tmp_path):
     assert found == [Example("a?", "4", rows[0]), Example("b?", None, rows[1])]
 
 
+@pytest.mark.parametrize("mark", ["\u2028", "\u2029", "\x85"])
+def test_a_text_may_hold_line_breaks_that_are_none_in_json_lines(tmp_path, mark):
+    row = {"prompt": f"one{mark}two"}
+    (tmp_path / "p.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert read_examples(PromptFile(source="p.jsonl"), tmp_path) == [Example(row["prompt"], None, row)]
+
+
 @pytest.mark.parametrize(
     ("content", "told"),
     [

@@ -82,16 +82,16 @@ def generate_examples(data: ReasoningGym, *, seed: int, size: int) -> list[Examp
 
 def _read_prompt_file(path: Path, data: PromptFile) -> Iterator[Example]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield _parse_line(line, number, data)
     except FileNotFoundError:
         raise ConfigError(f"data.source: {data.source} does not exist", "give a JSON-lines file") from None
     except UnicodeDecodeError as exc:
         raise ConfigError(
             f"data.source: {data.source} is not UTF-8: {exc}", "give a JSON-lines file"
         ) from exc
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            yield _parse_line(line, number, data)
 
 
 def _parse_line(line: str, number: int, data: PromptFile) -> Example:
