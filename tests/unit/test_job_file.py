@@ -81,6 +81,11 @@ def test_yaml_1_2_numbers_text_anchors_and_merges_work(check: Check, folder: Pat
     assert [offer.price_usd_per_hour for offer in job.rollout.spot.any_of] == [1, 2]
 
 
+def test_escaped_halves_of_one_character_are_that_character(check: Check, folder: Path) -> None:
+    assert check(GOOD + 'env: {A: "\\ud83d\\ude00"}\n') == []
+    assert load_job(Path("job.yaml")).env == {"A": "\N{GRINNING FACE}"}
+
+
 def test_own_prompts_and_reward_keep_their_names(check: Check, folder: Path) -> None:
     assert check("""\
         name: own
@@ -150,6 +155,12 @@ BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
             " check quotes, brackets and indentation here",
         ),
         ("name: a\nb: \x07\n", "2: found a character that YAML does not allow; remove it"),
+        ('name: a\nb: "\\ud800x"\n', r"2: found '\ud800x', with half a character; write all of it"),
+        ('name: a\n"\\udc00": 8\n', r"2: found '\udc00', with half a character; write all of it"),
+        (
+            'name: a\nb: {<<: {"\\ud800": 8}}\n',
+            r"2: found '\ud800', with half a character; write all of it",
+        ),
         (BOMB, f"1: more than {MAX_NODES} entries; write fewer, or use fewer aliases"),
         ("[" * 600, "1: nested too deeply; write it flatter"),
     ],
@@ -298,6 +309,11 @@ def test_a_name_that_cannot_be_a_folder_is_refused(check: Check, name: str) -> N
         ("tiny", "model: found 'tiny', which is no folder here; write {init: tiny}"),
         ("./gone", "model: found './gone', which does not exist; write a folder in HF format"),
         ("models/a/b", "model: found 'models/a/b', which does not exist; write a folder in HF format"),
+        (
+            "~nobody-here/a",
+            "model: found '~nobody-here/a', which does not exist; write a folder in HF format",
+        ),
+        ("m" * 300, f"model: found '{'m' * 57}'..., which does not exist; write a folder in HF format"),
     ],
 )
 def test_model_has_one_message(check: Check, model: str, line: str) -> None:
@@ -714,6 +730,22 @@ def test_files_and_traces_must_be_there_below_the_job_file(check: Check, folder:
         "job.yaml:14: rollout.spot.any_of[2].market.trace: sub/bad.csv:2: `b` is removed but never came;"
         " add it in an earlier row, or delete this one",
     ]
+
+
+def test_a_name_that_no_file_can_have_is_one_that_does_not_exist(check: Check) -> None:
+    name = "a" * 300
+    places = {
+        "data.source": f"data: {{source: {name}}}",
+        "reward": f"reward: {name}.py:score",
+        "files[0]": f"files: [{name}]",
+        "trainer.script": f"trainer: {{script: {name}}}",
+        "rollout.spot.any_of[0].market.trace": f"rollout: {{spot: {{any_of: [{{infra: local, market: {{trace: {name}}}}}]}}}}",
+    }
+    found = check("name: a\nmodel: {init: tiny}\n" + "".join(f"{text}\n" for text in places.values()))
+    assert [line.split(" found ")[0] for line in found] == [
+        f"job.yaml:{number}: {field}:" for number, field in enumerate(places, 3)
+    ]
+    assert all("which does not exist; write a" in line for line in found)
 
 
 # --- all of it ---------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import difflib
 import functools
 import importlib.util
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
@@ -26,6 +27,7 @@ from rlboost_runtime.traces import load_trace
 PROMPT_LINES_CHECKED = 1000
 """Lines of a prompt file that are parsed before a run: more would make a large file slow to launch."""
 
+MODEL_FOLDER = "write a folder in HF format"
 TRACE_FILE = "a file of `time_ms,add|remove,node` rows"
 
 
@@ -50,7 +52,7 @@ def looks_like_folder(model: str) -> bool:
 
 def find_model(model: str, base: Path) -> Path:
     """Return where the folder `model` would be."""
-    return base / Path(model).expanduser()
+    return base / os.path.expanduser(model)  # unlike pathlib's, which raises where there is no such user
 
 
 def _at(data: Any, *path: str | int) -> Any:  # any JSON value; None where the path leads nowhere
@@ -67,15 +69,18 @@ def _check_model(data: dict[str, Any], base: Path) -> Iterator[Mistake]:
     if not isinstance(model, str):
         return
     folder = find_model(model, base)
-    if model == "tiny" and not folder.is_dir():
+    try:
+        is_folder = folder.is_dir()
+    except OSError:  # a name that no file can have, nor a model of the hub
+        yield Mistake(("model",), f"found {shown(model)}, which does not exist; {MODEL_FOLDER}")
+        return
+    if model == "tiny" and not is_folder:
         yield Mistake(("model",), "found 'tiny', which is no folder here; write {init: tiny}")
-    elif folder.is_dir():
+    elif is_folder:
         if not (folder / "config.json").is_file():
-            yield Mistake(
-                ("model",), f"found folder {model} without config.json; write a folder in HF format"
-            )
+            yield Mistake(("model",), f"found folder {model} without config.json; {MODEL_FOLDER}")
     elif looks_like_folder(model) or not model.strip():
-        yield Mistake(("model",), f"found {shown(model)}, which does not exist; write a folder in HF format")
+        yield Mistake(("model",), f"found {shown(model)}, which does not exist; {MODEL_FOLDER}")
 
 
 def _check_prompts(data: dict[str, Any], base: Path) -> Iterator[Mistake]:
@@ -307,13 +312,13 @@ def _file_problem(name: str, base: Path, wanted: str) -> str | None:
     pure = PurePosixPath(name)
     if pure.is_absolute() or ".." in pure.parts or name.startswith("~"):
         return f"found {shown(name)}, which is not below the job file's folder; put it there"
-    path = base / name
-    if path.is_file():
+    path = base / name  # os.path, as pathlib raises where no file can have such a name
+    if os.path.isfile(path):
         return None if path.stat().st_size else f"found {name}, which is empty; write {wanted}"
-    if path.is_dir():
+    if os.path.isdir(path):
         return f"found {shown(name)}, which is a folder; write {wanted}"
     folder = path.parent
-    near = [each.name for each in folder.iterdir() if each.is_file()] if folder.is_dir() else []
+    near = [each.name for each in folder.iterdir() if each.is_file()] if os.path.isdir(folder) else []
     close = difflib.get_close_matches(path.name, near, n=1, cutoff=0.7)
     hint = f"did you mean {(pure.parent / close[0]).as_posix()}?" if close else f"write {wanted}"
     return f"found {shown(name)}, which does not exist; {hint}"

@@ -99,6 +99,19 @@ def _line(node: Node) -> int:
     return int(node.start_mark.line) + 1
 
 
+def _text(node: ScalarNode) -> str:
+    """Return the text of `node`; as in JSON, two escapes may be the halves of one character.
+
+    Raises `SyntaxMistake` for a half alone: it can be neither stored nor shown.
+    """
+    text = str(node.value)
+    try:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le")
+    except UnicodeDecodeError as exc:
+        problem = f"found {text[:40]!r}, with half a character; write all of it"
+        raise SyntaxMistake(_line(node), problem) from exc
+
+
 class _Builder:
     """Turns the nodes of one file into data; `open_nodes` are those around the current one."""
 
@@ -142,15 +155,15 @@ class _Builder:
             elif not isinstance(key, ScalarNode) or key.tag != "tag:yaml.org,2002:str":
                 found = key.value if isinstance(key, ScalarNode) else "a list or section"
                 self._mistake((*path, found), f"found {found} as a field's name; write text", key)
-            elif key.value in data:
-                first = self.tree.lines[(*path, key.value)]
-                self._mistake((*path, key.value), f"already given in line {first}; keep one of the two", key)
+            elif (name := _text(key)) in data:
+                first = self.tree.lines[(*path, name)]
+                self._mistake((*path, name), f"already given in line {first}; keep one of the two", key)
             else:
-                data[key.value] = self._place(key, value, (*path, key.value))
+                data[name] = self._place(key, value, (*path, name))
         for source in merged:
             for key, value in source.value:
-                if isinstance(key, ScalarNode) and key.value not in data:
-                    data[key.value] = self._place(key, value, (*path, key.value))
+                if isinstance(key, ScalarNode) and (name := _text(key)) not in data:
+                    data[name] = self._place(key, value, (*path, name))
         return data
 
     def _merged(self, node: Node, path: FieldPath) -> list[MappingNode]:
@@ -166,7 +179,7 @@ class _Builder:
 
     def _scalar(self, node: ScalarNode, path: FieldPath) -> Any:  # any JSON scalar, or nan or inf
         kind = str(node.tag).removeprefix("tag:yaml.org,2002:")
-        text = str(node.value)
+        text = _text(node)
         try:
             match kind:
                 case "str" | "timestamp":
