@@ -235,6 +235,10 @@ def test_odd_yaml_is_a_mistake(check: Check, text: str, line: str) -> None:
         ),
         ("algorithm: {group_size: true}\n", "4: algorithm.group_size: found true; write a whole number of at least 2"),
         ("algorithm: {group_size: 1}\n", "4: algorithm.group_size: found 1; write a whole number of at least 2"),
+        (
+            "algorithm: {prompts_per_step: 1000000007, minibatches_per_step: 1000000006}\n",
+            "4: algorithm.prompts_per_step: found 1000000007; write a whole number of at least 1, at most 1000000",
+        ),
         ("algorithm: {clip_low: 1}\n", "4: algorithm.clip_low: found 1; write a number greater than 0, less than 1, or null"),
         ("algorithm: {clip_high: -1}\n", "4: algorithm.clip_high: found -1; write a number greater than 0, or null"),
         ("algorithm: {learning_rate: .nan}\n", "4: algorithm.learning_rate: found nan; write a number greater than 0"),
@@ -645,6 +649,11 @@ def test_gpus_of_a_bought_head_that_would_do_nothing_are_named(
         (
             "algorithm: {prompts_per_step: 2, minibatches_per_step: 3}",
             "algorithm.minibatches_per_step: 3 does not divide prompts_per_step 2 (2 = 0 x 3 + 2); write 2",
+        ),
+        (
+            "algorithm: {prompts_per_step: 999983, minibatches_per_step: 999999999999}",
+            "algorithm.minibatches_per_step: 999999999999 does not divide prompts_per_step 999983"
+            " (999983 = 0 x 999999999999 + 999983); write 999983",
         ),
         (
             "algorithm: {max_response_tokens: 8, overlong_penalty_tokens: 8}",

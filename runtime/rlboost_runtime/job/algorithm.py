@@ -38,7 +38,7 @@ class Algorithm(Model):
     reinforce_pp: group baseline, batch std (2501.03262)."""
     group_size: int = Field(default=8, ge=2)
     """Responses per prompt."""
-    prompts_per_step: int = Field(default=128, ge=1)
+    prompts_per_step: int = Field(default=128, ge=1, le=1_000_000)
     """Prompts per step; a step has prompts_per_step x group_size responses."""
     steps: int = Field(default=200, ge=1)
     """Steps of the run: roll out, train, publish."""
@@ -103,7 +103,7 @@ class Algorithm(Model):
     @model_validator(mode="after")
     def _minibatches_divide(self) -> Self:
         prompts, parts = self.prompts_per_step, self.minibatches_per_step
-        if left := prompts % parts:
+        if left := prompts % parts:  # the search ends soon, as prompts_per_step has a bound
             near = max(divisor for divisor in range(1, min(parts, prompts) + 1) if prompts % divisor == 0)
             raise ValueError(
                 f"minibatches_per_step {parts} does not divide prompts_per_step {prompts}"
