@@ -16,6 +16,7 @@ from rlboost_runtime.job import HttpReward, PromptFile, TinyModel
 from rlboost_runtime.job_checks.shape import sections
 from rlboost_runtime.job_checks.tree import MAX_NODES
 from rlboost_runtime.job_file import JobErrors, describe_fields, hints, load_job
+from rlboost_runtime.weights.manifest import MAX_CHUNK_BYTES
 
 ROOT = Path(__file__).resolve().parents[2]
 GOOD = """\
@@ -406,9 +407,62 @@ def test_a_reward_that_compares_answers_needs_them(check, tmp_path, reward):
     assert check(job + f"reward: {reward}\n") == [f"job.yaml:4: reward: {told}"]
 
 
-def test_a_reward_url_must_be_one(check: Check) -> None:
-    line = "job.yaml:4: reward.http: found 'localhost:8000'; write a URL such as https://HOST/score"
-    assert check(GOOD + "reward: {http: 'localhost:8000'}\n") == [line]
+@pytest.mark.parametrize(
+    "url",
+    ["localhost:8000", "http:///score", "http://[::1", "http://h:99999/x", "http://h:0", "http://a b/x"],
+)
+def test_a_reward_url_must_be_one(check: Check, url: str) -> None:
+    line = f"job.yaml:4: reward.http: found '{url}'; write a URL such as https://HOST/score"
+    assert check(GOOD + f"reward: {{http: '{url}'}}\n") == [line]
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "https://[::1]:8000/score", "http://me@host/x?y=1"])
+def test_reward_urls_of_any_kind_of_host_pass(check: Check, url: str) -> None:
+    assert check(GOOD + f"reward: {{http: '{url}'}}\n") == []
+
+
+BUCKET = "s3://BUCKET/PREFIX, gs://... or az://..."
+
+
+@pytest.mark.parametrize("bucket", ["", "nonsense", "ftp://x", "http://x/y", "s3:///prefix", "file://x"])
+def test_a_bucket_must_be_one_that_weights_can_lie_in(check: Check, bucket: str) -> None:
+    line = f"job.yaml:4: weights.bucket: found {bucket!r}; write {BUCKET}"
+    assert check(GOOD + f"weights: {{bucket: '{bucket}'}}\n") == [line]
+
+
+@pytest.mark.parametrize("bucket", ["s3://b/p", "gs://b", "az://b/p", "file:///tmp/b", None])
+def test_buckets_of_every_cloud_pass(check: Check, bucket: str | None) -> None:
+    assert check(GOOD + f"weights: {{bucket: {bucket or 'null'}}}\n") == []
+
+
+def test_a_chunk_may_be_as_large_as_a_receiver_takes(check: Check) -> None:
+    assert check(GOOD + f"weights: {{chunk_bytes: {MAX_CHUNK_BYTES}}}\n") == []
+    assert check(GOOD + f"weights: {{chunk_bytes: {MAX_CHUNK_BYTES + 1}}}\n") == [
+        f"job.yaml:4: weights.chunk_bytes: found {MAX_CHUNK_BYTES + 1};"
+        f" write a whole number of at least 65536, at most {MAX_CHUNK_BYTES}"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("section", "written"),
+    [
+        ("algorithm", "algorithm: {seed: SEED}"),
+        ("model", "model: {init: tiny, seed: SEED}"),
+        ("data", "data: {reasoning_gym: [spell_backward], seed: SEED}"),
+        (
+            "rollout.spot.any_of[0].market",
+            "rollout: {spot: {any_of: [{infra: local, market: {seed: SEED}}]}}",
+        ),
+    ],
+)
+def test_a_seed_is_one_that_every_generator_takes(check: Check, section: str, written: str) -> None:
+    kept = [line for line in GOOD.splitlines() if not line.startswith(f"{section}:")]
+    text = "\n".join([*kept, written, ""])
+    assert check(text.replace("SEED", str(2**63 - 1))) == []
+    assert check(text.replace("SEED", str(2**63))) == [
+        f"job.yaml:{len(kept) + 1}: {section}.seed: found {2**63};"
+        f" write a whole number of at least 0, less than {2**63}"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -566,6 +620,7 @@ def test_through_skypilot_a_head_is_bought_where_it_can_end_itself_or_where_that
             "requirements: are for a head elsewhere, but trainer.infra is local: rewards run in this Python; install them here, and remove it",
         ),
         ("secrets: ['MY KEY']", "secrets: has 'MY KEY', no name of a variable; write one like HF_TOKEN"),
+        ('env: {A: "b\\0c"}', "env: has A with a NUL, which ends every value; remove it"),
         ("secrets: [A]\nenv: {A: b}", "secrets: has A, and so has env; remove one of them"),
     ],
 )  # fmt: skip

@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlboost_runtime.job.base import Model
+from rlboost_runtime.job.base import Model, Seed
 
 
 class Lora(Model):
@@ -97,7 +97,7 @@ class Algorithm(Model):
     """Updates by which the weights that make a token may be older than those that are trained with it. 0:
     synchronous. From 1 on, spot machines roll out the next steps while one is trained; a response is never
     cut for a new version, it goes on under the one that it began with."""
-    seed: int = Field(default=0, ge=0)
+    seed: Seed = 0
     """Seed of prompt order and sampling."""
 
     @model_validator(mode="after")

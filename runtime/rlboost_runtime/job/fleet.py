@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlboost_runtime.job.base import Model
+from rlboost_runtime.job.base import Model, Seed
 
 Accelerators = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+(:[1-9][0-9]{0,3})?$")]
 """A device and how many of it a machine has, such as H100:8; without a number it is one."""
@@ -22,7 +22,7 @@ class Market(Model):
 
     trace: str | None = None
     """File of `time_ms,add|remove,node` rows, relative to the job file; instead of a seed."""
-    seed: int = Field(default=0, ge=0)
+    seed: Seed = 0
     """Seed of the random lifetimes and absences."""
     mean_lifetime_s: float = Field(default=60.0, gt=0)
     """Mean time that a machine is left alive."""

@@ -26,12 +26,12 @@ class Weights(Model):
     peers: bool = False
     """Instances of a zone also pull from one another. They listen on a port for that, which their zone's
     firewall has to let through; those that cannot be reached only pull."""
-    bucket: str | None = None
+    bucket: str | None = Field(default=None, pattern=r"^((s3|gs|az)://[^/]+|file:///).*$")
     """s3://BUCKET/PREFIX, gs://... or az://...: the head also puts every version there, for instances to pull
     from; null: they pull from the head."""
     streams: int = Field(default=4, ge=1, le=32)
     """Parallel range requests per pull."""
-    chunk_bytes: int = Field(default=4 * 1024 * 1024, ge=65536)
+    chunk_bytes: int = Field(default=4 * 1024 * 1024, ge=65536, le=256 * 1024 * 1024)
     """Bytes per chunk: the unit that is requested and checked."""
 
 
@@ -150,6 +150,8 @@ class Job(Model):
             for name in names:
                 if not name.isidentifier() or not name.isascii():
                     raise ValueError(f"{field} has {name!r}, no name of a variable; write one like HF_TOKEN")
+        if broken := [name for name, value in self.env.items() if "\0" in value]:
+            raise ValueError(f"env has {broken[0]} with a NUL, which ends every value; remove it")
         if twice := [name for name in self.secrets if name in self.env]:
             raise ValueError(f"secrets has {twice[0]}, and so has env; remove one of them")
         return self

@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlboost_runtime.job.base import Model
+from rlboost_runtime.job.base import Model, Seed
 
 
 class Warmup(Model):
@@ -27,7 +27,7 @@ class TinyModel(Model):
     """Width of the hidden states."""
     num_layers: int = Field(default=2, ge=1)
     """Transformer layers."""
-    seed: int = Field(default=0, ge=0)
+    seed: Seed = 0
     """Seed of the random weights."""
     warmup: Warmup | None = Warmup()
     """null leaves the model random."""
@@ -49,7 +49,7 @@ class ReasoningGym(Model):
     """Names of data sets, mixed evenly."""
     size: int = Field(default=2000, ge=1)
     """Number of prompts."""
-    seed: int = Field(default=0, ge=0)
+    seed: Seed = 0
     """Seed of the generated prompts."""
     config: dict[str, int | float | str | bool] = Field(default={})
     """Options of the data set(s), such as min_word_len."""

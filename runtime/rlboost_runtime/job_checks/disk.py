@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
+from urllib.parse import urlsplit
 
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import BUILT_IN_REWARDS
@@ -183,10 +184,18 @@ def _check_reward(data: dict[str, Any], base: Path) -> Iterator[Mistake]:
     reward = _at(data, "reward") if isinstance(data, dict) and "reward" in data else "reasoning_gym"
     if isinstance(reward, dict):
         url = reward.get("http")
-        if isinstance(url, str) and not re.match(r"https?://[^/\s]+", url):
+        if isinstance(url, str) and not _is_http_url(url):
             yield Mistake(("reward", "http"), f"found {shown(url)}; write a URL such as https://HOST/score")
     elif isinstance(reward, str) and (problem := _reward_problem(reward, data, base)):
         yield Mistake(("reward",), problem)
+
+
+def _is_http_url(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return bool(re.match(r"https?://\S+$", url) and parts.hostname) and parts.port != 0
+    except ValueError:  # of an address in brackets, or a port
+        return False
 
 
 def _reward_problem(reward: str, data: dict[str, Any], base: Path) -> str | None:

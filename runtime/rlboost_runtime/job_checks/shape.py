@@ -46,6 +46,7 @@ FORMS = {
     "data": "{source: FILE.jsonl}, or {reasoning_gym: [NAME, ...]}",
     "reward": "FILE.py:FUNCTION, reasoning_gym, math, exact, or {http: URL}",
     "output": "s3://BUCKET/PREFIX, gs://..., az://..., or a folder by its whole path, such as /mnt/runs",
+    "weights.bucket": "s3://BUCKET/PREFIX, gs://... or az://...",
     "trainer.infra": "local, ssh, aws/REGION or gcp/REGION; with via: skypilot also azure, lambda or nebius",
     "trainer.accelerators": "a GPU and how many of them, such as H100:8",
     "data.config.": "a number, text, true or false",
