@@ -28,8 +28,15 @@ def test_a_bound_on_machines_is_a_bound_on_their_engines() -> None:
 
 
 def test_money_bounds_machines_not_engines() -> None:
-    config = core_config(job_on(EIGHT, budget=30.0))  # two at the known price, $11.56; one at the bid
+    config = core_config(job_on(EIGHT, budget=45.0))
     assert (config.instances_per_machine, config.max_spot_instances) == (8, 16)
+
+
+def test_prices_that_the_job_does_not_state_bound_no_machines() -> None:
+    unstated = EIGHT.model_copy(update={"max_price_usd_per_hour": None})  # some $11.56 on the market
+    for offers in ([unstated], [EIGHT, unstated]):
+        config = core_config(job_on(*offers, budget=5.0))
+        assert config.max_spot_instances == 32, "what is sold for less than expected can be bought"
 
 
 def test_of_unlike_machines_the_cheapest_counts() -> None:

@@ -100,23 +100,25 @@ class Ending:
 
 
 def core_config(job: Job) -> CoreConfig:
-    """Return the core's tunables for a job; `max_usd_per_hour` bounds the fleet's size.
+    """Return the core's tunables for a job; `max_usd_per_hour` bounds the fleet's size by prices that the job
+    states, and by no other: a price that is only expected could leave room for none.
 
     That bound is for the cheapest offer; what is bought is held against the cap by the fleet.
     """
     machines = job.rollout.spot.max_instances
     software = Software.for_engine(job.rollout.engine, job.rollout.engine_args.python)
     per_machine = job.rollout.engines_on(cheapest_offer(job).accelerators)
-    prices, cap = prices_of(job), job.budget.max_usd_per_hour
-    if cap is not None and prices.spot_usd_per_hour > 0:
-        left = cap - prices.reserved_usd_per_hour
-        machines = min(machines, max(0, int(left / prices.spot_usd_per_hour + 1e-9)))
+    stated = min(offer.price_usd_per_hour for offer in job.rollout.spot.any_of)
+    cap = job.budget.max_usd_per_hour
+    if cap is not None and stated > 0:
+        left = cap - job.trainer.price_usd_per_hour
+        machines = min(machines, max(0, int(left / stated + 1e-9)))
     return CoreConfig(
         max_spot_instances=machines * per_machine,
         instances_per_machine=per_machine,
         reserved_instances=job.trainer.local_engines,
         seeding_initial_s=job.rollout.seeding_initial_s,
-        prices=prices,
+        prices=prices_of(job),
         boot_deadline_s=VLLM_BOOT_S if software.vllm else DEFAULT_BOOT_S,
     )
 
