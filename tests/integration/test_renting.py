@@ -21,7 +21,7 @@ from rlboost_cli.runs.target import find_target
 from rlboost_providers.aws import AwsProvider
 from rlboost_providers.base import LaunchRequest
 from rlboost_providers.registry import head_usd_per_hour, provider_for
-from rlboost_providers.skypilot import SkyPilotProvider, session
+from rlboost_providers.skypilot import session
 from rlboost_runtime.coordinator.bought import Bought
 from rlboost_runtime.coordinator.ledger import Ledger
 from rlboost_runtime.errors import ConfigError, NoCapacity, RuntimeFault
@@ -309,7 +309,6 @@ def sky(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSkyPilot]:
     """SkyPilot from memory, which whoever asks for a head's provider, or for what is left, gets."""
     fake = FakeSkyPilot()
     monkeypatch.setattr(session.Session, "sky", lambda self: fake)
-    monkeypatch.setattr(SkyPilotProvider, "_is_launching", lambda self, record: False)
     yield fake
     fake.join()
 

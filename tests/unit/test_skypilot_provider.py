@@ -209,14 +209,40 @@ def test_the_same_id_twice_is_one_cluster_also_after_a_restart(make, sky):
     assert restarted.describe(RUN) == provider.describe(RUN)
 
 
-def test_a_restart_during_the_setup_finds_the_machine(make, sky, tmp_path):
+def test_a_restart_during_the_setup_finds_the_machine(make, sky, monkeypatch):
     sky.hold = threading.Event()
-    make().launch(request_for(make()))
+    monkeypatch.setattr(SkyPilotProvider, "_launched", lambda *_: None)  # it died meanwhile
+    launcher = make()
+    launcher.launch(request_for(launcher))
+    launcher._records.end_launch("spot-0")  # as its death does
     restarted = make()
     assert restarted.describe(RUN)[0].state is MachineState.STARTING
     sky.hold.set()
     sky.join()
     wait_for(restarted, MachineState.RUNNING)
+
+
+def test_a_look_from_another_process_leaves_a_launch_under_way_alone(make, sky):
+    sky.hold = threading.Event()
+    launcher, other = make(), make()
+    launcher.launch(request_for(launcher))
+    row = sky.clusters.pop(sky.launched[0])  # as SkyPilot lists it before the cluster is known
+    assert state(other) is MachineState.STARTING
+    assert [view.state for view in other.watch(RUN)] == [MachineState.STARTING]
+    sky.clusters[sky.launched[0]] = row
+    sky.hold.set()
+    wait_for(launcher, MachineState.RUNNING)
+    assert state(other) is MachineState.RUNNING
+
+
+def test_a_launch_whose_process_ended_before_skypilot_had_heard_of_it_is_taken_back(make, sky, monkeypatch):
+    sky.hold = threading.Event()
+    monkeypatch.setattr(SkyPilotProvider, "_launched", lambda *_: None)
+    launcher = make()
+    launcher.launch(request_for(launcher))
+    sky.clusters.clear()
+    launcher._records.end_launch("spot-0")  # as its death does
+    assert state(make()) is MachineState.GONE
 
 
 def test_a_silent_machine_is_gone_only_when_its_cloud_says_so(make, sky, monkeypatch):
@@ -358,7 +384,7 @@ def test_a_machine_that_comes_after_another_process_gave_it_up_is_ended(make, sk
     sky.hold = threading.Event()
     launcher, other = make(), make()
     launcher.launch(request_for(launcher))
-    sky.reclaim(next(iter(sky.clusters)))  # as SkyPilot lists it before the cluster is known
+    other.terminate(RUN, "spot-0")
     assert state(other) is MachineState.GONE
     sky.clusters[sky.launched[0]] = {
         "name": sky.launched[0],

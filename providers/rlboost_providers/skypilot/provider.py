@@ -7,6 +7,7 @@ Guarantees:
 - each launch names one zone, so that the ledger's price is the machine's; what to try next is the caller's;
 - a machine is reported gone only after the cloud itself has said so, by a forced refresh. A closed or silent
   SSH port (looked at every few seconds) only decides when that is asked;
+- a launch under way is left alone by all but `terminate`, also by other processes that look;
 - a machine whose setup fails is ended, and counts as starting, with money running, until it is;
 - an agent that hears nothing from its head gives its machine up (`deploy/agents.sh`); SkyPilot's own autodown
   comes after that.
@@ -112,9 +113,6 @@ class SkyPilotProvider:
         self._catalogue = Catalogue(
             offers, lambda **asked: self._sky().ask("prices", STATUS_S, **asked), kinds
         )
-        self._beginning: set[str] = set()
-        """Machines whose files are being written: SkyPilot has not heard of them."""
-        self._launching: dict[str, Future[Any]] = {}
         self._up: set[str] = set()
         """Machines that SkyPilot has called up: their launch may fail, their cloud gave them all the same."""
         self._silent_since: dict[str, float] = {}
@@ -151,24 +149,36 @@ class SkyPilotProvider:
             known = self._records.read(request.machine)
             if known is not None:
                 return known.view
-            self._beginning.add(request.machine)
             record = self._intend(request)
+        answered = threading.Event()
         try:
-            return self._begin(sky, record, entry, request)
-        except OSError as problem:  # its files could not be written: nothing was asked for
-            self._records.change(record.machine, ended_at=time.time(), detail=str(problem))
+            launching = self._begin(sky, record, entry, request, answered)
+        except BaseException as failure:
+            if isinstance(failure, OSError):  # its files could not be written: nothing was asked for
+                self._records.change(record.machine, ended_at=time.time(), detail=str(failure))
+            self._records.end_launch(record.machine)
             raise
-        finally:
-            self._beginning.discard(request.machine)
+        answered.wait(LAUNCH_ANSWER_S)
+        if launching.done() and (problem := launching.exception()) is not None:
+            raise self._in_the_clouds_words(record.machine, problem)
+        stored = self._records.read(record.machine)
+        assert stored is not None
+        return stored.view
 
-    def _begin(self, sky: SkyPilot, record: SkyRecord, entry: Wanted, request: LaunchRequest) -> MachineView:
+    def _begin(
+        self,
+        sky: SkyPilot,
+        record: SkyRecord,
+        entry: Wanted,
+        request: LaunchRequest,
+        answered: threading.Event,
+    ) -> Future[Any]:
         folder = self._records.folder(record.machine)
         values = self._values(record, entry)
         if self._head is None:
             task = write_task(folder, self._run, request, values)
         else:
             task = write_head_task(folder, request, values)
-        answered = threading.Event()
         launching = sky.begin(
             "launch",
             lambda line: self._hear(record.machine, line, answered),
@@ -178,20 +188,14 @@ class SkyPilotProvider:
             role=AWS_ROLE if self._head is None or self._head.role is None else self._head.role,
             only=self._head is not None and self._head.role is not None,
         )
-        self._launching[record.machine] = launching
         launching.add_done_callback(lambda done: self._launched(record.machine, done, answered))
-        answered.wait(LAUNCH_ANSWER_S)
-        if launching.done() and (problem := launching.exception()) is not None:
-            raise self._in_the_clouds_words(record.machine, problem)
-        stored = self._records.read(record.machine)
-        assert stored is not None
-        return stored.view
+        return launching
 
     def describe(self, run: str) -> list[MachineView]:
         """Return the run's machines as their clouds see them now; takes seconds. Raises `ProviderError`."""
         if run != self._told_run:
             return []
-        settled = [r for r in self._open() if not self._is_launching(r)]
+        settled = self._settled()
         if settled:
             self._confirm(settled)
         return [record.view for record in self._records.all()]
@@ -200,9 +204,9 @@ class SkyPilotProvider:
         """Look whether machines answer, every `PROBE_EVERY_S`; ask the cloud where one does not."""
         if run != self._told_run or not self._pace.is_due():
             return None
-        running = [r for r in self._open() if r.running_at is not None and not self._is_launching(r)]
+        running = [r for r in self._settled() if r.running_at is not None]
         silent = self._probe(running)
-        adopted = [r for r in self._open() if r.running_at is None and not self._is_launching(r)]
+        adopted = [r for r in self._settled() if r.running_at is None]
         doubted = [*silent, *adopted]
         if doubted and self._are_to_be_asked_for({record.machine for record in doubted}):
             self._confirm(doubted)
@@ -239,15 +243,19 @@ class SkyPilotProvider:
     # --- launching -----------------------------------------------------------------------------------------
 
     def _intend(self, request: LaunchRequest) -> SkyRecord:
-        return self._records.write(
-            SkyRecord(
-                machine=request.machine,
-                cluster=self._cluster(request.machine),
-                zone=request.offer.zone,
-                price_micro_usd_per_hour=request.offer.price_micro_usd_per_hour,
-                intended_at=time.time(),
-            )
+        record = SkyRecord(
+            machine=request.machine,
+            cluster=self._cluster(request.machine),
+            zone=request.offer.zone,
+            price_micro_usd_per_hour=request.offer.price_micro_usd_per_hour,
+            intended_at=time.time(),
         )
+        self._records.begin_launch(request.machine)  # before others see it
+        try:
+            return self._records.write(record)
+        except OSError:
+            self._records.end_launch(request.machine)
+            raise
 
     def _values(self, record: SkyRecord, entry: Wanted) -> dict[str, object]:
         labels = tags(self._told_run, record.machine, self._owner)
@@ -286,7 +294,7 @@ class SkyPilotProvider:
         problem = done.exception()
         if problem is None:
             where = done.result()
-            self._launching.pop(machine, None)
+            self._records.end_launch(machine)
             ended = self._records.read(machine)
             if ended is not None and ended.ended_at is not None:  # by another process, meanwhile
                 threading.Thread(target=self._clean_up, args=(machine, ended.detail, answered)).start()
@@ -321,7 +329,7 @@ class SkyPilotProvider:
         except RLBoostError as problem:
             event(log, "machine.terminate_failed", machine=machine, problem=problem.problem)
         finally:
-            self._launching.pop(machine, None)
+            self._records.end_launch(machine)
             answered.set()
 
     def _down(self, machine: str, detail: str) -> None:
@@ -336,12 +344,10 @@ class SkyPilotProvider:
 
     # --- watching ------------------------------------------------------------------------------------------
 
-    def _open(self) -> list[SkyRecord]:
-        return [record for record in self._records.all() if record.ended_at is None]
-
-    def _is_launching(self, record: SkyRecord) -> bool:
-        """Whether a launch of this process knows more of it than its cloud."""
-        return record.machine in self._launching or record.machine in self._beginning
+    def _settled(self) -> list[SkyRecord]:
+        """Return those that are open and of which no launch under way knows more than their cloud."""
+        is_open = [record for record in self._records.all() if record.ended_at is None]
+        return [record for record in is_open if not self._records.is_launching(record.machine)]
 
     def _probe(self, records: list[SkyRecord]) -> list[SkyRecord]:
         """Return those whose SSH port has not answered twice in a row."""

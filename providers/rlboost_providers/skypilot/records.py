@@ -57,6 +57,7 @@ class SkyRecords:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._launches: dict[str, int] = {}
 
     def folder(self, machine: str) -> Path:
         """Return the machine's own folder."""
@@ -89,6 +90,34 @@ class SkyRecords:
             if record.ended_at is not None:
                 return record
             return self.write(msgspec.structs.replace(record, **changes))
+
+    def begin_launch(self, machine: str) -> None:
+        """Note that a launch of this process knows more of the machine than its cloud, until `end_launch`, or
+        until this process ends, however it does."""
+        self._launches[machine] = fd = self._launch_lock(machine)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+
+    def end_launch(self, machine: str) -> None:
+        """Note that it knows no more than its cloud; nothing to do where that is known."""
+        fd = self._launches.pop(machine, None)
+        if fd is not None:
+            os.close(fd)
+
+    def is_launching(self, machine: str) -> bool:
+        """Whether a launch of a living process, this or another, knows more of it than its cloud."""
+        fd = self._launch_lock(machine)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)
+        return False
+
+    def _launch_lock(self, machine: str) -> int:
+        folder = self.folder(machine)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return os.open(folder / ".launching", os.O_RDWR | os.O_CREAT, 0o600)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
