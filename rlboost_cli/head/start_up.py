@@ -78,6 +78,7 @@ def watch_settings(job: Job) -> dict[str, object]:
         "idle_s": job.after.idle_minutes * 60,
         "done": job.after.done,
         "failed": job.after.failed,
+        "ends_itself": job.trainer.ends_itself,
     }
 
 

@@ -2,8 +2,9 @@
 rest.
 
 Standard library only, Python 3.8 and later, Linux; sent in the machine's start-up script, with its settings
-as JSON in the file that is its only argument: `cloud`, `folder` (of our runtime there), `idle_s`, and `done`
-and `failed`: what is to become of the machine after a run that ended so, "down" or "stay".
+as JSON in the file that is its only argument: `cloud`, `folder` (of our runtime there), `idle_s`, `done` and
+`failed`: what is to become of the machine after a run that ended so, "down" or "stay"; and `ends_itself`:
+whether shutting down ends it there, or leaves a machine that costs on and cannot be reached.
 
 Guarantee: once no run has gone on there for `idle_s`, and nobody has asked the machine anything, it shuts
 down, unless its run ended in a way after which it is to stay; at once, where the run's supervisor says that
@@ -14,6 +15,8 @@ ends the run's other machines.
 On a machine that SkyPilot bought, SkyPilot's own code ends it, as far as the machine's role or the run's
 secrets have the right to. SkyPilot's autodown there is the second line: it follows once this part no longer
 says, every `AWAKE_S`, that the machine is in use.
+
+Where a machine cannot end itself it stays up; only its runs are ended, and with them their other machines.
 """
 
 from __future__ import annotations
@@ -68,9 +71,12 @@ class Facts(NamedTuple):
 
 
 def reason_to_end(settings: Json, facts: Facts, quiet_s: float) -> str:
-    """Return why the machine is to be ended now; empty where it is not. Pure."""
+    """Return why the machine, or where it cannot end itself its runs, are to be ended now; empty where they
+    are not. Pure."""
     if is_busy(facts):
         return ""
+    if not settings["ends_itself"] and not facts.is_supervised:
+        return ""  # nothing is left to be ended from there
     if facts.ended is not None:
         if settings["done" if facts.ended == "done" else "failed"] == "stay":
             return ""
@@ -101,11 +107,14 @@ def main() -> None:
             quiet_since, asked = time.monotonic(), now_asked
         why = reason_to_end(settings, facts, time.monotonic() - quiet_since)
         if why:
-            print(f"ending this machine: {why}", flush=True)
+            print(f"ending {'this machine' if settings['ends_itself'] else 'its runs'}: {why}", flush=True)
             end_runs(folder)
-            if settings["cloud"] == "skypilot" and ask_skypilot(account, END_CLUSTER, environment(folder)):
-                time.sleep(OFF_S)  # it is on its way
-            end_machine(settings)
+            if settings["ends_itself"]:
+                if settings["cloud"] == "skypilot" and ask_skypilot(
+                    account, END_CLUSTER, environment(folder)
+                ):
+                    time.sleep(OFF_S)  # it is on its way
+                end_machine(settings)
         time.sleep(LOOK_S)
 
 

@@ -122,9 +122,12 @@ def _head_in_words(job: Job) -> str:
     if not job.trainer.is_bought:
         return ""
     if not job.trainer.ends_itself:
+        ways = (("is done", job.after.done), ("has failed", job.after.failed))
+        given_back = " or ".join(words for words, what in ways if what == "down")
+        watched = f"a `launch` that you watch {given_back}, or until " if given_back else ""
         return (
-            "it is bought on demand; it cannot end itself there, and costs until a `launch` that you watch"
-            " has ended, or until `rlboost down`"
+            f"it is bought on demand; it cannot end itself there, and costs until {watched}`rlboost down`;"
+            " what it leaves stays on its disk until then"
         )
     idle = duration(job.after.idle_minutes * 60)
     if job.after.done == "stay":

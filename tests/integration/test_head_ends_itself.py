@@ -33,6 +33,7 @@ def watching(folder: Path, **settings: Any) -> Iterator[subprocess.Popen[str]]:
     (tools / "shutdown").write_text(f"#!/bin/sh\necho $* > {folder}/off\n")
     (tools / "shutdown").chmod(0o755)
     told = {"folder": str(folder), "cloud": "aws", "idle_s": 3.0, "done": "down", "failed": "down"}
+    told["ends_itself"] = True
     (folder / "watch.json").write_text(json.dumps({**told, **settings}))
     environment = {**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}
     program = [sys.executable, watch.__file__, str(folder / "watch.json")]
@@ -94,3 +95,10 @@ def test_a_run_that_goes_on_keeps_the_machine_until_its_runtime_is_killed(tmp_pa
             supervisor.kill()
             supervisor.wait()
             assert is_off_within(tmp_path, 60)
+
+
+def test_where_a_shutdown_ends_nothing_the_machine_stays_and_only_its_run_is_ended(tmp_path: Path) -> None:
+    run = tmp_path / "heads/me/runs/far"
+    with supervisor_of(run) as supervisor, watching(tmp_path, ends_itself=False, idle_s=1.0):
+        assert supervisor.wait(timeout=60) == 0
+        assert not is_off_within(tmp_path, 5), "it would cost on, and nobody could fetch from it"

@@ -55,7 +55,7 @@ def test_a_local_plan_costs_nothing_and_says_so() -> None:
 
 
 def test_a_plan_says_where_a_head_goes_on_costing_until_somebody_ends_it() -> None:
-    def head(**trainer: object) -> str:
+    def head(after: dict[str, str] | None = None, **trainer: object) -> str:
         job = Job.model_validate(
             {
                 "name": "demo",
@@ -63,11 +63,18 @@ def test_a_plan_says_where_a_head_goes_on_costing_until_somebody_ends_it() -> No
                 "data": {"reasoning_gym": ["x"]},
                 "trainer": {"accelerators": "H100:8", "via": "skypilot", **trainer},
                 "output": "s3://bucket/runs",
+                "after": after or {},
             }
         )
         return launch_plan("demo", job).head
 
-    assert "cannot end itself there, and costs until" in head(infra="lambda", allow_unended=True)
+    unended = {"infra": "lambda", "allow_unended": True}
+    both = (
+        "cannot end itself there, and costs until a `launch` that you watch is done or has failed, or until"
+    )
+    assert both in head(**unended)
+    assert "costs until a `launch` that you watch has failed, or until" in head({"done": "stay"}, **unended)
+    assert "costs until `rlboost down`" in head({"done": "stay", "failed": "stay"}, **unended)
     assert "ends itself once all of a run that is done is at s3://bucket/runs" in head(infra="aws")
 
 

@@ -14,7 +14,7 @@ import pytest
 from rlboost_cli.head import watch
 from rlboost_cli.head.watch import Facts, facts_of, reason_to_end
 
-SETTINGS = {"idle_s": 900.0, "done": "down", "failed": "down"}
+SETTINGS = {"idle_s": 900.0, "done": "down", "failed": "down", "ends_itself": True}
 
 
 @pytest.mark.parametrize(
@@ -45,6 +45,22 @@ def test_only_after_a_run_that_ended_so_it_stays_where_it_is_to(ended: str | Non
     settings = {**SETTINGS, "done": "stay"}
     facts = Facts(ended=ended, is_safe=True)
     assert (reason_to_end(settings, facts, 10_000) == "") is stays
+
+
+@pytest.mark.parametrize(
+    ("facts", "ends"),
+    [
+        (Facts(), False),
+        (Facts(ended="done"), False),  # its model lies there
+        (Facts(ended="failed", is_safe=True), False),
+        (Facts(trains=True), False),
+        (Facts(is_supervised=True, trains=True), False),
+        (Facts(is_supervised=True), True),  # up, and nobody launches: its spot machines cost
+    ],
+)
+def test_where_a_head_cannot_end_itself_only_its_runs_are_ended(facts: Facts, ends: bool) -> None:
+    settings = {**SETTINGS, "ends_itself": False}
+    assert bool(reason_to_end(settings, facts, 10_000)) is ends
 
 
 @pytest.fixture
