@@ -9,6 +9,7 @@ from the cloud alone. The smallest role is templates/rlboost_templates/policies/
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import uuid
@@ -38,7 +39,7 @@ from rlboost_providers.gcp_machines import (
 )
 from rlboost_providers.preempting import absent, check_is_unannounced
 from rlboost_providers.startup import script_of
-from rlboost_runtime.errors import ConfigError, ProviderError
+from rlboost_runtime.errors import ConfigError, ProviderError, RLBoostError
 
 NAME = "gcp"
 MIN_BILLED_S = 60
@@ -113,6 +114,8 @@ class GcpProvider:
         self._make_clients = default_clients if clients is None else clients
         self._made: GcpClients | None = None
         self._zones: dict[tuple[str, str], tuple[str, ...]] = {}
+        self._consoles: dict[tuple[str, str], str] = {}
+        """By run and machine: of those that stopped themselves; deleting them deletes it in the cloud."""
         self._operation_s = operation_s
         self._lock = threading.Lock()
         self._pace = Pace(watch_every_s)
@@ -274,6 +277,7 @@ class GcpProvider:
         views = {view.machine: view for view in self._ended(run)}
         for machine in self._list(run):
             if not machine.is_alive:
+                self._keep_console(run, machine)
                 self._delete(machine.zone, machine.name)
             views[machine.machine] = self._view(machine)
         return sorted(views.values(), key=lambda view: view.machine)
@@ -283,10 +287,18 @@ class GcpProvider:
         return self.describe(run) if self._pace.is_due() else None
 
     def console(self, run: str, machine: str) -> str:
-        """Return the end of what it wrote to its first serial port; nothing once it is deleted."""
+        """Return the end of what it wrote to its first serial port; nothing once it is deleted, but of one
+        that `describe` found stopped and deleted."""
+        if (run, machine) in self._consoles:
+            return self._consoles[run, machine]
         for found in self._list(run, machine):
             return self._console(found.zone, found.name)
         return ""
+
+    def _keep_console(self, run: str, machine: Machine) -> None:
+        if (run, machine.machine) not in self._consoles:
+            with contextlib.suppress(RLBoostError):  # its end matters more than what it said
+                self._consoles[run, machine.machine] = self._console(machine.zone, machine.name)
 
     def _console(self, zone: str, name: str) -> str:
         clients = self._clients

@@ -8,6 +8,7 @@ our tags. A machine is an orphan if its run has ended or is not known here; mach
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -154,7 +155,7 @@ def _stray(owned: Owned, cloud: CanSweep, runs: dict[str, RunFolder]) -> Stray |
     if is_ours and run is not None and is_open(run):
         return None
     why = "its run is not known here" if run is None else "its run has ended"
-    if run is not None and name != owned.run and stored_job(run).output is None:
+    if run is not None and name != owned.run and _has_no_output(run):
         why += "; what it leaves is on this machine until `rlboost down` fetches it"
     return Stray(
         name,
@@ -166,6 +167,14 @@ def _stray(owned: Owned, cloud: CanSweep, runs: dict[str, RunFolder]) -> Stray |
         is_ours,
         lambda: cloud.end(owned),
     )
+
+
+def _has_no_output(run: RunFolder) -> bool:
+    """Whether the run's job names no `output`; no where it cannot be read: the machine is to be told all the
+    same."""
+    with contextlib.suppress(RLBoostError):
+        return stored_job(run).output is None
+    return False
 
 
 def remaining(problems: list[tuple[Stray, RLBoostError]]) -> ProviderError:

@@ -192,6 +192,16 @@ def test_the_end_of_what_a_machine_wrote_to_its_console_is_read(gce, provider):
     assert provider.console(RUN, "spot-0") == gce.console[-CONSOLE_BYTES:]
 
 
+def test_the_console_of_a_machine_that_shut_itself_down_is_kept_when_that_is_deleted(gce, provider):
+    gce.console = "no such image\n"
+    provider.launch(request(provider))
+    gce.powered_off("spot-0")
+    provider.describe(RUN)
+    wait_until(lambda: not gce.instances)
+    provider.describe(RUN)
+    assert provider.console(RUN, "spot-0") == gce.console
+
+
 def test_the_shipped_role_covers_every_call(gce, provider):
     provider.launch(request(provider))
     provider.console(RUN, "spot-0")

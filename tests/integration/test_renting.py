@@ -277,6 +277,18 @@ def test_gc_finds_a_head_by_its_tags_once_its_run_has_ended(
     assert ec2.instances() == []
 
 
+def test_a_run_that_cannot_be_read_hides_no_machine_of_its_cloud(
+    ec2: FakeEc2, run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_in(monkeypatch)
+    rent(run, silently)
+    write_json(run.outcome, {"state": "done"})
+    run.job_json.write_text('{"of": "another version"}')
+    found = sweep.look(silently, ["aws"])
+    assert [(stray.run, stray.machine) for stray in found.strays] == [("far", "head-1")]
+    assert ["cannot be read" in problem.problem for problem in found.silent] == [True]
+
+
 def test_a_head_that_ended_itself_unseen_is_billed_no_longer_than_it_can_have_been_there(
     ec2: FakeEc2, run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
