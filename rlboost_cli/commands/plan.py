@@ -31,7 +31,8 @@ def plan(
 
         agree(launch_plan(loaded.name, loaded), "run a few steps of it?", yes=yes)
         measure(job, loaded, output.progress)
-    made = launch_plan(loaded.name, loaded)
+    with output.working("looking at what the machines cost"):  # SkyPilot may have to start for that
+        made = launch_plan(loaded.name, loaded)
     if as_json:
         output.as_json(plan_json(made))
     else:

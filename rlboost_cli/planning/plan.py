@@ -55,9 +55,9 @@ class LaunchPlan:
         return any(line.is_charged for line in self.lines)
 
     @property
-    def ceiling_micro_usd_per_hour(self) -> int:
-        """The most that an hour can cost, as far as prices are known: all machines, spot ones at the dearest
-        offer."""
+    def all_micro_usd_per_hour(self) -> int:
+        """What an hour with all machines is likely to cost, as far as prices are known, spot ones at the
+        dearest offer. No bound: a bid may be above the price, and a dearer zone the only one that has any."""
         prices = [(line, line.price_micro_usd_per_hour or 0) for line in self.lines]
         reserved = sum(line.max_machines * price for line, price in prices if line.pool == "reserved")
         spot = max((price for line, price in prices if line.pool == "spot"), default=0)
@@ -97,7 +97,8 @@ def describe_plan(plan: LaunchPlan) -> list[str]:
         count = f"{line.max_machines}" if line.pool == "reserved" else f"up to {line.max_machines}"
         lines.append(f"  {line.pool:<9}{count} x {line.infra}, {_price_in_words(line)}")
     known = "" if plan.is_all_priced else ", and what is not known above"
-    lines.append(f"  ceiling  {format_usd(plan.ceiling_micro_usd_per_hour, 4)} per hour{known}")
+    hour = format_usd(plan.all_micro_usd_per_hour, 4)
+    lines.append(f"  expected {hour} per hour with all machines{known}")
     budget = "none: it runs until its steps are done" if plan.max_usd is None else f"${plan.max_usd:,.2f}"
     hourly = "" if plan.max_usd_per_hour is None else f", at most ${plan.max_usd_per_hour:,.2f} per hour"
     lines.append(f"  budget   {budget}{hourly}")
@@ -159,7 +160,7 @@ def plan_json(plan: LaunchPlan) -> dict[str, Any]:
             for line in plan.lines
         ],
         "is_charged": plan.is_charged,
-        "ceiling_usd_per_hour": plan.ceiling_micro_usd_per_hour / MICRO_USD_PER_USD,
+        "expected_usd_per_hour": plan.all_micro_usd_per_hour / MICRO_USD_PER_USD,
         "budget": {"max_usd": plan.max_usd, "max_usd_per_hour": plan.max_usd_per_hour},
         "forecast": None if plan.forecast is None else _forecast_json(plan.forecast, plan.steps),
     }

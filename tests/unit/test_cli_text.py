@@ -50,7 +50,7 @@ def test_a_local_plan_costs_nothing_and_says_so() -> None:
     )
     plan = launch_plan("demo", job)
     assert not plan.is_charged
-    assert plan.ceiling_micro_usd_per_hour == 10_900_000
+    assert plan.all_micro_usd_per_hour == 10_900_000
     assert any("costs nothing" in line for line in describe_plan(plan))
 
 
@@ -106,5 +106,5 @@ def test_a_cloud_plan_is_asked_about_unless_it_is_free() -> None:
     assert unknown.is_charged, "what nobody knows the price of is no gift"
     said = "\n".join(describe_plan(unknown))
     assert "2 x aws/us-east-2, whose price is not known here" in said
-    assert "$0.0000 per hour, and what is not known above" in said
+    assert "$0.0000 per hour with all machines, and what is not known above" in said
     assert plan_json(unknown)["offers"][1]["price_usd_per_hour"] is None

@@ -282,7 +282,7 @@ def test_a_plan_without_a_measurement_makes_nothing_up() -> None:
     text = "\n".join(describe_plan(plan))
     assert "forecast none yet" in text
     assert "up to 3 x local, $2.0000 per hour each" in text
-    assert "ceiling  $16.0000 per hour" in text
+    assert "expected $16.0000 per hour with all machines" in text, "a cloud may ask for more"
     assert "tokens" not in text
 
 
