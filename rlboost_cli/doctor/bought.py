@@ -18,13 +18,14 @@ _KEYS = {
 
 
 def offer(patient: Patient) -> Iterator[Finding]:
-    """Ask the cloud, with the credentials that are here, for such a machine; nothing is bought."""
+    """Ask the cloud, with the credentials that are here, for such a machine; nothing is bought. Through
+    SkyPilot only its catalogue is asked, which needs none."""
     job = patient.job
     if job is None or not job.trainer.is_bought:
         return
     try:
         provider = head_provider(job, None)
-        provider.describe("doctor")  # it takes the credentials
+        provider.describe("doctor")  # the clouds' own APIs take the credentials
         offers = provider.offers()
     except RLBoostError as error:
         yield failed("head", error)
@@ -39,7 +40,11 @@ def offer(patient: Patient) -> Iterator[Finding]:
         )
         return
     price = format_usd(offers[0].price_micro_usd_per_hour, 4)
-    yield ok("head", f"{job.trainer.accelerators} in {offers[0].zone}: {price} per hour ({offers[0].source})")
+    untried = "; `sky check` says whether it may buy there" if job.trainer.via == "skypilot" else ""
+    yield ok(
+        "head",
+        f"{job.trainer.accelerators} in {offers[0].zone}: {price} per hour ({offers[0].source}){untried}",
+    )
 
 
 def identity(patient: Patient) -> Iterator[Finding]:

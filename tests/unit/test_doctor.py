@@ -16,12 +16,14 @@ from rlboost_cli.doctor import bought, checks, local, machine
 from rlboost_cli.doctor import job as of_job
 from rlboost_cli.doctor.findings import Diagnosis, Finding, Patient, Verdict, fail, failed, lines_of, ok, warn
 from rlboost_cli.main import app
+from rlboost_providers.skypilot import session
 from rlboost_runtime.errors import CredentialsRejected, ProviderError, QuotaExceeded
 from rlboost_runtime.job import Job
 from rlboost_runtime.run_create import prepare_run
 from rlboost_runtime.trainer.data import Example
 from rlboost_runtime.trainer.footprint import Footprint
 from rlboost_runtime.trainer.reward_outcome import Reward, RewardFailure
+from tests.fakes.skypilot import FakeSkyPilot
 
 GIB = 2**30
 
@@ -295,6 +297,16 @@ def test_a_head_of_skypilot_is_told_whom_its_cloud_takes_it_for(trainer: dict[st
         "output": "s3://bucket/runs",
     }
     assert says in bought.judge_identity(Job.model_validate_json(json.dumps(fields))).found
+
+
+def test_a_head_of_skypilot_is_not_said_to_be_had_with_credentials_that_nobody_tried(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeSkyPilot()
+    monkeypatch.setattr(session.Session, "sky", lambda self: fake)
+    trainer = {"infra": "aws", "accelerators": "A10G:1", "via": "skypilot"}
+    found = only(bought.offer(Patient(home, job(trainer=trainer, output="s3://bucket/runs"))))
+    judged(found, Verdict.OK, "$1.0060 per hour (SkyPilot catalogue)", "`sky check` says whether it may buy")
 
 
 @pytest.mark.parametrize(
