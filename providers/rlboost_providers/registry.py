@@ -67,13 +67,18 @@ def cheapest_offer(job: Job) -> LocalOffer | SshOffer | CloudOffer:
 
 def prices_of(job: Job) -> Prices:
     """Return what the job's machines are likely to cost, those of its cheapest offer; 0: nobody knows."""
+    return prices_beside(job, head_usd_per_hour(job))
+
+
+def prices_beside(job: Job, head: float | None) -> Prices:
+    """Return the same for a head of which `head_usd_per_hour` is known already: SkyPilot takes its time."""
     offer = cheapest_offer(job)
     egress = 0.0
     if isinstance(offer, CloudOffer):
         from rlboost_providers.egress import egress_micro_usd_per_gb
 
         egress = egress_micro_usd_per_gb(offer.cloud, offer.egress_usd_per_gb) / 1e6
-    return Prices(head_usd_per_hour(job) or 0.0, expected_usd_per_hour(offer) or 0.0, egress)
+    return Prices(head or 0.0, expected_usd_per_hour(offer) or 0.0, egress)
 
 
 def providers_of(job: Job, run: RunFolder) -> dict[str, Provider]:

@@ -21,7 +21,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlboost_cli.planning.rates import Rates, makes_like_responses
-from rlboost_providers.registry import prices_of
 from rlboost_runtime.core.marginal import Prices, StepRates
 from rlboost_runtime.core.messages import CoreConfig
 from rlboost_runtime.core.money import MICRO_USD_PER_USD
@@ -81,7 +80,7 @@ class Forecast:
         return None if alone is None or planned is None or alone is planned else alone.step_s / planned.step_s
 
 
-def forecast(job: Job, rates: Rates, former: Job) -> Forecast:
+def forecast(job: Job, prices: Prices, rates: Rates, former: Job) -> Forecast:
     """Return the prediction for `job`, given what its like `former` measured."""
     like_before = makes_like_responses(job, former)
     length = rates.tokens_per_response if like_before else float(job.algorithm.max_response_tokens)
@@ -93,7 +92,6 @@ def forecast(job: Job, rates: Rates, former: Job) -> Forecast:
     computed_s = _step_s(rates, former_tokens, rates.spot_instances)
     more_s = _left_out(rates, computed_s)
     counts = range(job.rollout.spot.max_instances + 1)
-    prices = prices_of(job)  # SkyPilot may have to be asked
     return Forecast(
         rates=rates,
         tokens_per_step=tokens,

@@ -14,7 +14,7 @@ from typing import Any
 from rlboost_cli.planning.forecast import Forecast, ForecastRow, forecast
 from rlboost_cli.planning.rates import measured_rates
 from rlboost_cli.terminal.text import duration, table
-from rlboost_providers.registry import expected_usd_per_hour, head_usd_per_hour
+from rlboost_providers.registry import expected_usd_per_hour, head_usd_per_hour, prices_beside
 from rlboost_runtime.core.money import MICRO_USD_PER_USD, format_usd
 from rlboost_runtime.job import Job
 
@@ -72,8 +72,8 @@ class LaunchPlan:
 def launch_plan(run: str, job: Job) -> LaunchPlan:
     """Return the plan of `job` under the name `run`; reads the ledgers of former runs."""
     measured = measured_rates(job)
-    spot = job.rollout.spot
-    reserved = PlanLine("reserved", job.trainer.infra, 1, _micro_or_none(head_usd_per_hour(job)))
+    spot, head = job.rollout.spot, head_usd_per_hour(job)
+    reserved = PlanLine("reserved", job.trainer.infra, 1, _micro_or_none(head))
     offers = [
         PlanLine("spot", o.infra, spot.max_instances, _micro_or_none(expected_usd_per_hour(o)))
         for o in spot.any_of
@@ -86,7 +86,7 @@ def launch_plan(run: str, job: Job) -> LaunchPlan:
         max_usd=job.budget.max_usd,
         max_usd_per_hour=job.budget.max_usd_per_hour,
         head=_head_in_words(job),
-        forecast=None if measured is None else forecast(job, *measured),
+        forecast=None if measured is None else forecast(job, prices_beside(job, head), *measured),
     )
 
 

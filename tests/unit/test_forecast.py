@@ -13,9 +13,12 @@ import pytest
 from typer.testing import CliRunner
 
 from rlboost_cli.main import app
-from rlboost_cli.planning.forecast import forecast, seeding_s
+from rlboost_cli.planning import forecast as module
+from rlboost_cli.planning import plan as planning
+from rlboost_cli.planning.forecast import Forecast, seeding_s
 from rlboost_cli.planning.plan import describe_plan, launch_plan, plan_json
 from rlboost_cli.planning.rates import Rates, measured_rates
+from rlboost_providers import registry
 from rlboost_runtime.coordinator.ledger import Ledger
 from rlboost_runtime.core.messages import CoreConfig
 from rlboost_runtime.core.seeding import Seeding, StepObservation
@@ -24,6 +27,10 @@ from rlboost_runtime.run_create import prepare_run
 from rlboost_runtime.run_folder import RunFolder
 
 START = 1_700_000_000.0
+
+
+def forecast(planned: Job, measured: Rates, former: Job) -> Forecast:
+    return module.forecast(planned, registry.prices_of(planned), measured, former)
 
 
 def job(**changes: Any) -> Job:
@@ -284,6 +291,20 @@ def test_a_plan_without_a_measurement_makes_nothing_up() -> None:
     assert "up to 3 x local, $2.0000 per hour each" in text
     assert "expected $16.0000 per hour with all machines" in text, "a cloud may ask for more"
     assert "tokens" not in text
+
+
+def test_the_heads_price_is_asked_for_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained(home, job())
+    asked = []
+
+    def asking(of: Job) -> float:
+        asked.append(of.name)
+        return 10.0
+
+    for place in (registry, planning):
+        monkeypatch.setattr(place, "head_usd_per_hour", asking)
+    assert launch_plan("demo-2", job()).forecast is not None
+    assert asked == ["demo"], "SkyPilot may have to start for it"
 
 
 def test_a_plan_names_its_basis(home: Path) -> None:
