@@ -12,8 +12,7 @@ from dataclasses import replace
 
 from rlboost_cli.head.connection import Say
 from rlboost_cli.head.mirror import close_mirror, is_complete
-from rlboost_cli.head.renting import note_end, view_of
-from rlboost_providers.base import MachineState
+from rlboost_cli.head.renting import alone, is_gone, note_end, view_of
 from rlboost_providers.registry import head_provider
 from rlboost_runtime.coordinator.ledger import Ledger
 from rlboost_runtime.errors import ConfigError
@@ -22,28 +21,27 @@ from rlboost_runtime.rental import Rental, current_rental, keep_rental, kept_ren
 from rlboost_runtime.run_create import stored_job
 from rlboost_runtime.run_folder import RunFolder, read_json, write_json
 
-_LISTED_S = 120.0
-"""A machine younger than this is there though its cloud does not list it: EC2's lists lag behind."""
-
 _LEAST_STAY_S = 180.0
 """Longest time from the end of a run, all of which is safe, until its head is off: copies, 30 s, shutdown."""
 
 
 def head_is_there(run: RunFolder) -> bool:
-    """Whether the cloud still has the run's head; what it says of a machine that is gone is noted.
+    """Whether the cloud still has the run's head; what it says of a machine that is gone is noted. While
+    another command launches or ends the head it counts as there: what that one notes holds.
 
     Raises `ProviderError`, `CredentialsRejected` where it cannot be asked.
     """
-    rental = current_rental(run)
-    if rental is None or rental.ended_at is not None:
-        return False
-    view = view_of(head_provider(stored_job(run), run), run, rental)
-    if view is None and rental.launched_at is not None and time.time() - rental.launched_at < _LISTED_S:
-        return True  # lists lag behind launches
-    if view is None or view.state is MachineState.GONE:
-        note_end(run, rental, view)
-        return False
-    return True
+    with alone(run, waits=False) as is_alone:
+        if not is_alone:
+            return True
+        rental = current_rental(run)
+        if rental is None or rental.ended_at is not None:
+            return False
+        view = view_of(head_provider(stored_job(run), run), run, rental)
+        if is_gone(rental, view):
+            note_end(run, rental, view)
+            return False
+        return True
 
 
 def find_out(run: RunFolder, say: Say) -> None:

@@ -32,6 +32,8 @@ BOOT_S = 600.0
 """Longest wait from the launch until the machine lets us in."""
 GONE_S = 180.0
 """Longest wait until a cloud says that a machine is gone that it was told to end."""
+LISTED_S = 120.0
+"""A machine younger than this is there though its cloud does not list it: EC2's lists lag behind."""
 _LOOK_S = 2.0
 _JUST_NOW_S = 5.0
 """An end younger than this is one that was just seen: EC2 does not tell when a machine shut itself down."""
@@ -45,7 +47,7 @@ def rent(run: RunFolder, say: Say) -> None:
     """
     job = stored_job(run)
     provider = head_provider(job, run)
-    with _alone(run):
+    with alone(run):
         if run.outcome.exists():
             raise _ended(run)
         rental = _there(run, provider) or _launch(run, job, provider, say)
@@ -61,7 +63,7 @@ def give_back(run: RunFolder, say: Say) -> None:
 
     Raises `ProviderError` where its cloud cannot be asked, `RuntimeFault` where it stays.
     """
-    with _alone(run):
+    with alone(run):
         rental = current_rental(run)
         if rental is None or rental.ended_at is not None:
             return
@@ -70,17 +72,20 @@ def give_back(run: RunFolder, say: Say) -> None:
         deadline, is_asked = time.monotonic() + GONE_S, False
         while True:
             view = view_of(provider, run, rental)
-            if view is None or view.state is MachineState.GONE:
+            if is_gone(rental, view) or (view is None and is_asked):
                 note_end(run, rental, view, ended_now=is_asked)
                 return
             if time.monotonic() > deadline:
                 raise RuntimeFault(
-                    f"{rental.machine} of {run.name} in {view.zone} is still there {GONE_S:.0f} s after it"
+                    f"{rental.machine} of {run.name} in {rental.zone} is still there {GONE_S:.0f} s after it"
                     " was to end, and costs money",
                     f"type `rlboost down {run.name}` again, or end it in the cloud's own console",
                 )
-            provider.terminate(key, rental.machine)
-            is_asked = True
+            if view is None:
+                say(f"waiting until {rental.zone} lists {rental.machine} of {run.name}, if it was launched")
+            else:
+                provider.terminate(key, rental.machine)
+                is_asked = True
             time.sleep(_LOOK_S)
 
 
@@ -90,8 +95,30 @@ def view_of(provider: Provider, run: RunFolder, rental: Rental) -> MachineView |
     return next((view for view in views if view.machine == rental.machine), None)
 
 
+def is_gone(rental: Rental, view: MachineView | None) -> bool:
+    """Whether a machine of which its cloud says so much is gone."""
+    if view is not None:
+        return view.state is MachineState.GONE
+    asked_at = rental.intended_at if rental.launched_at is None else rental.launched_at
+    return time.time() - asked_at >= LISTED_S
+
+
+@contextlib.contextmanager
+def alone(run: RunFolder, *, waits: bool = True) -> Iterator[bool]:
+    """Keep other commands of this machine from launching or ending the run's head meanwhile, and from noting
+    that it ended. Yields whether it is so; not where another does that now and we do not wait."""
+    with (run.processes / ".renting").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+
+
 def note_end(run: RunFolder, rental: Rental, view: MachineView | None, *, ended_now: bool = False) -> Rental:
-    """Note that a machine is gone, since when its cloud says, and return it.
+    """Note that a machine is gone, since when its cloud says, and return it. To be called `alone`, with the
+    rental as it is kept.
 
     `ended_now`: we have just ended it. Else a cloud that only says that it is gone leaves the time open.
     """
@@ -136,7 +163,9 @@ def _there(run: RunFolder, provider: Provider) -> Rental | None:
     if view is not None and view.state is not MachineState.GONE:
         return _noted(run, rental, view)
     if rental.launched_at is None and view is None:
-        return None  # whoever wanted to launch it did not come to it
+        return None  # it is asked for again: whoever did so before may not have come to it
+    if not is_gone(rental, view):
+        return rental
     note_end(run, rental, view)
     if run.mirror.exists():
         raise _lost(run, rental)
@@ -216,7 +245,10 @@ def _await_it(run: RunFolder, job: Job, provider: Provider, rental: Rental, say:
             raise _ended(run)
         view = view_of(provider, run, rental)
         if view is not None and view.state is MachineState.GONE:
-            note_end(run, rental, view)
+            with alone(run):
+                kept = current_rental(run)
+                if kept is not None and kept.ended_at is None:
+                    note_end(run, kept, view)
             raise RuntimeFault(
                 f"{rental.machine} of {run.name} ended while it booted:"
                 f" {view.detail or 'its cloud says no more'}{last_words(provider, run, rental.machine)}",
@@ -267,14 +299,6 @@ def _is_let_in(run: RunFolder) -> str | None:
 
 
 # --- helpers ------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _alone(run: RunFolder) -> Iterator[None]:
-    """Keep other commands of this machine from launching or ending the run's head meanwhile."""
-    with (run.processes / ".renting").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _ended(run: RunFolder) -> RuntimeFault:

@@ -131,6 +131,68 @@ def test_two_commands_at_once_rent_one_machine(
     assert len(ec2.instances(alive=False)) == 1
 
 
+def test_a_look_while_the_head_is_being_launched_does_not_take_it_for_gone(
+    ec2: FakeEc2, run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_in(monkeypatch)
+    monkeypatch.setattr(renting, "LISTED_S", 0.0)
+    launch = AwsProvider.launch
+
+    def looked_at_meanwhile(provider: AwsProvider, request: LaunchRequest) -> Any:
+        find_out(run, silently)  # `rlboost status`, which EC2 tells of no machine yet
+        noted = current_rental(run)
+        assert noted is not None
+        assert noted.ended_at is None, "it is being launched"
+        return launch(provider, request)
+
+    monkeypatch.setattr(AwsProvider, "launch", looked_at_meanwhile)
+    rent(run, silently)
+    rental = current_rental(run)
+    assert rental is not None
+    assert (rental.launched_at is None, rental.ended_at) == (False, None)
+    give_back(run, silently)
+    assert ec2.instances() == []
+
+
+def test_a_machine_that_its_cloud_does_not_list_yet_is_waited_for_before_it_is_called_gone(
+    ec2: FakeEc2, run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = AwsProvider.launch
+
+    def cut_off(provider: AwsProvider, request: LaunchRequest) -> Any:
+        launch(provider, request)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(AwsProvider, "launch", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        rent(run, silently)
+    ec2.lists_lag = True
+    find_out(run, silently)
+    rental = current_rental(run)
+    assert rental is not None
+    assert (rental.launched_at, rental.ended_at) == (None, None), "only its intent is known, and it is young"
+
+    def listed(words: str) -> None:
+        ec2.lists_lag = "waiting until" not in words
+
+    give_back(run, listed)
+    assert ec2.instances() == []
+    (rental,) = kept_rentals(run)
+    assert rental.launched_at is not None, "it is billed"
+
+
+def test_a_launched_machine_that_is_not_listed_yet_is_not_launched_twice(
+    ec2: FakeEc2, run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_in(monkeypatch)
+    rent(run, silently)
+    monkeypatch.setattr(renting, "_await_it", lambda *_: None)
+    ec2.lists_lag = True
+    rent(run, silently)
+    assert len(ec2.instances(alive=False)) == 1
+    assert [rental.machine for rental in kept_rentals(run)] == ["head-1"]
+
+
 def test_a_machine_that_never_lets_us_in_is_given_back_and_billed_and_the_next_try_rents_another(
     ec2: FakeEc2, run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -390,7 +452,7 @@ def test_a_head_of_skypilot_that_ended_itself_is_noticed_and_its_books_are_close
     rent(run, silently)
     write_json(run.mirror, {"at": 0.0, "supervised": True, "marks": {}})
     sky.reclaim(sky.launched[0])
-    monkeypatch.setattr(rental_books, "_LISTED_S", 0.0)
+    monkeypatch.setattr(renting, "LISTED_S", 0.0)
     find_out(run, silently)
     assert "is gone before it was heard how the run ended" in (read_json(run.outcome) or {})["problem"]
     rental = current_rental(run)
