@@ -7,16 +7,17 @@ at first.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 from rlboost_cli.head.artifacts import fetch_results
-from rlboost_cli.head.connection import Head, HeadUnreachable, Say
+from rlboost_cli.head.connection import Head, HeadRefused, HeadUnreachable, Say
 from rlboost_cli.head.deployment import install, ship
 from rlboost_cli.head.intents import learn_intents
-from rlboost_cli.head.mirror import close_mirror, is_complete, keep_up, refresh
+from rlboost_cli.head.mirror import close_mirror, is_complete, keep_up, open_mirror, refresh, was_started
 from rlboost_cli.head.rental_books import head_is_there, settle, take_report
 from rlboost_cli.head.renting import give_back, rent
 from rlboost_providers.ending import end_every
@@ -58,10 +59,21 @@ def bring_up(run: RunFolder, say: Say) -> dict[str, Any]:
             typed = [run.name]
         say(f"starting {run.name} on {head.place.host}")
         options = ["launch", *typed, "--detach", "--yes"] if trains else ["up", *typed]
-        head.rlboost(*options, environment=environment)
+        _start(run, head, options, environment)
         head.ask("keep", on=True)
         refresh(run, head, ledger=True)
     return dict(read_json(run.status) or {})
+
+
+def _start(run: RunFolder, head: Head, options: list[str], environment: dict[str, str]) -> None:
+    open_mirror(run)
+    try:
+        head.rlboost(*options, environment=environment)
+    except HeadRefused:
+        with contextlib.suppress(HeadUnreachable):
+            if not head.ask("look")[0]["exists"]:
+                run.mirror.unlink()  # its job was refused: nothing of it is lost with the head
+        raise
 
 
 def _what_to_type(run: RunFolder, there: dict[str, Any], ship_job: Callable[[], str]) -> list[str]:
@@ -96,12 +108,15 @@ def end_run(run: RunFolder, say: Say) -> None:
 
 def _end_bought(run: RunFolder, say: Say) -> None:
     """End the run on its head while that is there, then the head; a head that is gone ends nothing any more,
-    so that what it launched is ended from here."""
-    if head_is_there(run):
+    so that what it launched is ended from here. One on which the run was never started need not answer."""
+    if not head_is_there(run):
+        end_fleet(run, say)
+    elif was_started(run):
         _end_there(run, say)
         give_back(run, say)
     else:
-        end_fleet(run, say)
+        give_back(run, say)
+        close_mirror(run)
     settle(run)
 
 

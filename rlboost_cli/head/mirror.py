@@ -61,8 +61,8 @@ def refresh_if_elsewhere(
         with contextlib.nullcontext(head) if head is not None else Head(run) as one:
             keep_up(run, one, ledger=ledger, logs=logs)
     except HeadUnreachable as silence:
-        seen = read_json(run.mirror)
-        told = "nothing was ever fetched from it" if seen is None else f"shown is what was known {_ago(seen)}"
+        seen = read_json(run.mirror) or {}
+        told = f"shown is what was known {_ago(seen)}" if "at" in seen else "nothing was ever fetched from it"
         return f"{silence.problem}; {told}"
     return None
 
@@ -73,6 +73,17 @@ def keep_up(run: RunFolder, head: Head, *, ledger: bool = False, logs: bool = Fa
     if run.outcome.exists() and not is_supervised(run):
         refresh(run, head, ledger=True, logs=True)
         close_mirror(run)
+
+
+def open_mirror(run: RunFolder) -> None:
+    """Note that the run is about to be started on its head: it may go on there from now on, heard of or
+    not."""
+    write_json(run.mirror, {"marks": {}, **(read_json(run.mirror) or {})})
+
+
+def was_started(run: RunFolder) -> bool:
+    """Whether the run may ever have been started on its head: something of it may be there only."""
+    return "marks" in (read_json(run.mirror) or {})
 
 
 def close_mirror(run: RunFolder) -> None:

@@ -11,7 +11,7 @@ import time
 from dataclasses import replace
 
 from rlboost_cli.head.connection import Say
-from rlboost_cli.head.mirror import close_mirror, is_complete
+from rlboost_cli.head.mirror import close_mirror, is_complete, was_started
 from rlboost_cli.head.renting import alone, is_gone, note_end, view_of
 from rlboost_providers.registry import head_provider
 from rlboost_runtime.coordinator.ledger import Ledger
@@ -57,7 +57,7 @@ def find_out(run: RunFolder, say: Say) -> None:
         if is_complete(run):
             _prolong(run, time.time())
         return
-    if not run.mirror.exists() and not run.outcome.exists():
+    if not was_started(run) and not run.outcome.exists():
         return  # it never came to a run: the next `up` rents another
     if not is_complete(run):
         take_report(run, say)

@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from rlboost_cli.head.connection import Head, HeadUnreachable, Say
 from rlboost_cli.head.console import last_words
+from rlboost_cli.head.mirror import was_started
 from rlboost_cli.head.start_up import ACCOUNT, head_script, host_key, own_key
 from rlboost_providers.base import LaunchRequest, MachineState, MachineView, Offer, Provider
 from rlboost_providers.registry import head_provider
@@ -142,7 +143,7 @@ def note_end(run: RunFolder, rental: Rental, view: MachineView | None, *, ended_
 def require_head(run: RunFolder) -> None:
     """Raise `RuntimeFault` where the head of a run that is to go on is known to be gone."""
     rental = current_rental(run)
-    if rental is not None and rental.ended_at is not None and run.mirror.exists():
+    if rental is not None and rental.ended_at is not None and was_started(run):
         raise _lost(run, rental)
 
 
@@ -167,7 +168,7 @@ def _there(run: RunFolder, provider: Provider) -> Rental | None:
     if not is_gone(rental, view):
         return rental
     note_end(run, rental, view)
-    if run.mirror.exists():
+    if was_started(run):
         raise _lost(run, rental)
     return None
 

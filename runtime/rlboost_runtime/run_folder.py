@@ -32,7 +32,7 @@ there is named below; everybody else only reads it.
     logs/             a file per process; logs/machines/ID/ per machine
     head.json         {"host", ...}: where the run's head is, if not here; the rest of the folder is then
                       what was last seen of the one there                   CLI
-    mirror.json       what of that was fetched, and when                    CLI
+    mirror.json       there once the run was to be started there: what of it was fetched, and when       CLI
     rentals.json      the machines that were rented for that head; see `rental`                 CLI
     safe.json         all of the ended run is at the job's `output`         supervisor
     cloud/            what providers keep of their machines, the local market's state     providers

@@ -13,11 +13,14 @@ import pytest
 from ruamel.yaml import YAML
 
 from rlboost_cli.head import control, rental_books, renting
+from rlboost_cli.head.connection import Head, HeadRefused
+from rlboost_cli.head.mirror import is_complete
 from rlboost_cli.head.rental_books import find_out, settle
 from rlboost_cli.head.renting import give_back, rent
 from rlboost_cli.money.costs import report_of
 from rlboost_cli.runs import sweep
 from rlboost_cli.runs.target import find_target
+from rlboost_cli.runs.teardown import end_run
 from rlboost_providers.aws import AwsProvider
 from rlboost_providers.base import LaunchRequest
 from rlboost_providers.registry import head_usd_per_hour, provider_for
@@ -191,6 +194,77 @@ def test_a_launched_machine_that_is_not_listed_yet_is_not_launched_twice(
     rent(run, silently)
     assert len(ec2.instances(alive=False)) == 1
     assert [rental.machine for rental in kept_rentals(run)] == ["head-1"]
+
+
+def test_down_ends_a_head_that_still_boots_and_the_run_can_be_resumed_on_another(
+    ec2: FakeEc2, run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut_off(run: RunFolder) -> str | None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(renting, "_is_let_in", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        rent(run, silently)
+    assert len(ec2.instances()) == 1
+    end_run(run, silently)
+    assert ec2.instances() == []
+    assert is_complete(run), "the head need not be asked any more"
+    let_in(monkeypatch)
+    find_target("far", resume=True).prepare(resume=True)
+    rent(run, silently)
+    assert [rental.machine for rental in kept_rentals(run)] == ["head-1", "head-2"]
+
+
+def test_a_run_whose_start_was_never_heard_of_is_not_bought_a_second_time(
+    ec2: FakeEc2, run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_in(monkeypatch)
+
+    class CutOff(Head):
+        """The laptop is cut off right after it has typed `launch` there."""
+
+        def ask(self, do: str, **more: Any) -> tuple[dict[str, Any], bytes]:
+            return {"supervised": False, "exists": True, "ended": False}, b""
+
+        def rlboost(self, *arguments: str, **more: Any) -> Any:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(control, "Head", CutOff)
+    monkeypatch.setattr(control, "install", lambda *_: None)
+    with pytest.raises(KeyboardInterrupt):
+        control.bring_up(run, silently)
+    ec2.powered_off("head-1")  # it trained the run to its end
+    with pytest.raises(RuntimeFault, match="is gone, and with it what was on its disk"):
+        rent(run, silently)
+    find_out(run, silently)
+    assert "is gone before it was heard how the run ended" in (read_json(run.outcome) or {})["problem"]
+    assert ec2.instances() == []
+    (bill,) = report_of(run)["machines"]  # type: ignore[misc]
+    assert bill["ended_at"] is not None
+
+
+def test_where_the_head_refuses_the_job_the_run_has_nothing_there_to_lose(
+    ec2: FakeEc2, run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_in(monkeypatch)
+
+    class Refusing(Head):
+        def ask(self, do: str, **more: Any) -> tuple[dict[str, Any], bytes]:
+            return {"supervised": False, "exists": False, "ended": False}, b""
+
+        def rlboost(self, *arguments: str, **more: Any) -> Any:
+            raise HeadRefused("no such bucket", "make it")
+
+    monkeypatch.setattr(control, "Head", Refusing)
+    monkeypatch.setattr(control, "install", lambda *_: None)
+    monkeypatch.setattr(control, "ship", lambda *_: "job.yaml")
+    with pytest.raises(HeadRefused, match="no such bucket"):
+        control.bring_up(run, silently)
+    ec2.powered_off("head-1")
+    find_out(run, silently)
+    assert not run.outcome.exists()
+    rent(run, silently)
+    assert [rental.machine for rental in kept_rentals(run)] == ["head-1", "head-2"]
 
 
 def test_a_machine_that_never_lets_us_in_is_given_back_and_billed_and_the_next_try_rents_another(
