@@ -38,6 +38,7 @@ MOST_BYTES = 4 << 20
 """Of one answer, about; what is longer comes in several."""
 WHOLE = ("status.json", "outcome.json", "ending.json", "preparing.json", "cloud/bought.json")
 """Files that are replaced whole."""
+BLOCK = 1 << 20
 LEDGER = "ledger.sqlite"
 PLAIN = re.compile(r"([A-Za-z0-9_-][A-Za-z0-9._-]*/)*[A-Za-z0-9_-][A-Za-z0-9._-]*")
 TOLD_LINES = 15
@@ -152,7 +153,9 @@ def unpack(source: BinaryIO, folder: Path) -> None:
                 path = folder / member.name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with path.open("wb") as file:
-                    shutil.copyfileobj(content, file, 1 << 20)
+                    while block := content.read(BLOCK):
+                        file.write(block)
+                        Asked.note()  # a model may be under way for longer than the machine waits
 
 
 def told(command: List[str], environment: Json, seconds: float) -> Tuple[int, List[str]]:  # noqa: UP006

@@ -105,6 +105,25 @@ def test_files_arrive_as_they_were_also_empty_and_large_ones(tmp_path: Path) -> 
     assert {name: (tmp_path / "to" / name).read_bytes() for name in sent} == sent
 
 
+def test_a_rented_machine_knows_that_it_is_in_use_as_long_as_files_arrive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = tmp_path / "asked"
+    monkeypatch.setattr(program.Asked, "file", asked)
+    large = tmp_path / "model"
+    large.write_bytes(bytes(3 * program.BLOCK))
+    seen: list[bool] = []
+
+    class Slow(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            seen.append(asked.exists())
+            asked.unlink(missing_ok=True)  # long ago
+            return super().read(size)
+
+    program.unpack(Slow(b"".join(deployment._packed({"model": large}))), tmp_path / "to")
+    assert sum(seen) >= 2
+
+
 # --- what is known here -----------------------------------------------------------------------------------
 
 
