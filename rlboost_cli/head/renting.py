@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib.util
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,7 +23,16 @@ from rlboost_providers.base import LaunchRequest, MachineState, MachineView, Off
 from rlboost_providers.registry import head_provider
 from rlboost_providers.tags import head_of
 from rlboost_runtime.core.money import format_usd
-from rlboost_runtime.errors import CredentialsRejected, NoCapacity, QuotaExceeded, RuntimeFault
+from rlboost_runtime.errors import (
+    ConfigError,
+    CredentialsRejected,
+    NoCapacity,
+    ProviderError,
+    QuotaExceeded,
+    Retry,
+    RLBoostError,
+    RuntimeFault,
+)
 from rlboost_runtime.head_place import change_place, kept_place
 from rlboost_runtime.job import Job
 from rlboost_runtime.rental import Rental, current_rental, keep_rental, kept_rentals
@@ -44,7 +54,8 @@ def rent(run: RunFolder, say: Say) -> None:
     """Have a machine for the run's head that lets us in: the one that is there, or a new one.
 
     Raises `NoCapacity`, `QuotaExceeded`, `CredentialsRejected`, `ConfigError`, and `RuntimeFault` where it
-    does not answer in time, or where the run's head is gone, and what was on it.
+    does not answer in time, or where the run's head is gone, and what was on it. Whatever is raised while it
+    boots, it is given back before.
     """
     job = stored_job(run)
     provider = head_provider(job, run)
@@ -54,8 +65,15 @@ def rent(run: RunFolder, say: Say) -> None:
         rental = _there(run, provider) or _launch(run, job, provider, say)
     try:
         _await_it(run, job, provider, rental, say)
-    except RuntimeFault:
-        give_back(run, say)
+    except RLBoostError as failure:
+        try:
+            give_back(run, say)
+        except ProviderError as silence:
+            raise RuntimeFault(
+                f"{failure.problem}; {rental.machine} of {run.name} in {rental.zone} could not be given back"
+                f" and costs money: {silence.problem}",
+                f"type `rlboost down {run.name}`, which ends it",
+            ) from failure
         raise
 
 
@@ -175,6 +193,7 @@ def _there(run: RunFolder, provider: Provider) -> Rental | None:
 
 def _launch(run: RunFolder, job: Job, provider: Provider, say: Say) -> Rental:
     require_head(run)
+    _require_ssh()
     script, told_run = head_script(run, job), head_of(run.name)
     refusal: NoCapacity | QuotaExceeded | None = None
     if job.trainer.via == "skypilot":
@@ -199,6 +218,14 @@ def _launch(run: RunFolder, job: Job, provider: Provider, say: Say) -> Rental:
         f" trainer.max_price_usd_per_hour, ${job.trainer.max_price_usd_per_hour}",
         "write another region, or another bound; rlboost prices shows what there is",
     )
+
+
+def _require_ssh() -> None:
+    if importlib.util.find_spec("paramiko") is None:
+        raise ConfigError(
+            "a head elsewhere is reached with paramiko, which is not installed",
+            "type: pip install 'rlboost[ssh]'",
+        )
 
 
 def _next_machine(run: RunFolder) -> str:
@@ -244,7 +271,12 @@ def _await_it(run: RunFolder, job: Job, provider: Provider, rental: Rental, say:
         if run.outcome.exists():
             give_back(run, say)
             raise _ended(run)
-        view = view_of(provider, run, rental)
+        try:
+            view = view_of(provider, run, rental)
+        except ProviderError as silence:
+            if silence.retry is not Retry.LATER:
+                raise
+            view, problem = None, silence.problem
         if view is not None and view.state is MachineState.GONE:
             with alone(run):
                 kept = current_rental(run)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -27,7 +29,7 @@ from rlboost_providers.registry import head_usd_per_hour, provider_for
 from rlboost_providers.skypilot import session
 from rlboost_runtime.coordinator.bought import Bought
 from rlboost_runtime.coordinator.ledger import Ledger
-from rlboost_runtime.errors import ConfigError, NoCapacity, RuntimeFault
+from rlboost_runtime.errors import ConfigError, CredentialsRejected, NoCapacity, ProviderError, RuntimeFault
 from rlboost_runtime.head_place import kept_place
 from rlboost_runtime.intent_copy import IntentCopy
 from rlboost_runtime.job_file import load_job
@@ -288,6 +290,50 @@ def test_a_machine_that_never_lets_us_in_is_given_back_and_billed_and_the_next_t
     bills = {bill["id"]: bill for bill in report_of(run)["machines"]}  # type: ignore[attr-defined]
     assert set(bills) == {"head-1", "reserved-0"}
     assert all(bill["price_usd_per_hour"] == 1.006 for bill in bills.values())
+
+
+def test_a_cloud_that_is_silent_for_a_moment_while_the_head_boots_is_asked_again(
+    ec2: FakeEc2, run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_in(monkeypatch, "not yet", "not yet")
+    look, looks = renting.view_of, itertools.count()
+
+    def now_and_then(*asked: Any) -> Any:
+        if next(looks) == 1:
+            raise ProviderError("EC2 cannot be reached: timed out", "wait; it is tried again")
+        return look(*asked)
+
+    monkeypatch.setattr(renting, "view_of", now_and_then)
+    rent(run, silently)
+    assert len(ec2.instances(alive=False)) == 1
+
+
+@pytest.mark.parametrize("is_back", [True, False])
+def test_a_head_that_cannot_be_waited_for_is_given_back_or_named_as_left(
+    ec2: FakeEc2, run: RunFolder, monkeypatch: pytest.MonkeyPatch, is_back: bool
+) -> None:
+    look, looks = renting.view_of, itertools.count()
+
+    def rejected(*asked: Any) -> Any:
+        if next(looks) == 0 or not is_back:
+            raise CredentialsRejected("the token has expired", "sign in again")
+        return look(*asked)
+
+    monkeypatch.setattr(renting, "view_of", rejected)
+    expected, words = (CredentialsRejected, "expired") if is_back else (RuntimeFault, "and costs money")
+    with pytest.raises(expected, match=words) as failure:
+        rent(run, silently)
+    assert (len(ec2.instances()) == 0) is is_back
+    assert is_back or "rlboost down far" in failure.value.remedy
+
+
+def test_without_a_way_to_reach_it_no_head_is_bought(
+    ec2: FakeEc2, run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "paramiko", None)
+    with pytest.raises(ConfigError, match="paramiko, which is not installed"):
+        rent(run, silently)
+    assert ec2.instances(alive=False) == []
 
 
 def test_a_console_that_may_not_be_read_does_not_hide_why_it_was_looked_at(
