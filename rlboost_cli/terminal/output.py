@@ -160,6 +160,14 @@ def detached(run: RunFolder) -> None:
     progress(f"  rlboost down {run.name}             ends it")
 
 
+def not_started(run: RunFolder) -> None:
+    """Say that nothing of the run goes on, as its head elsewhere was not ready yet, and what can be done."""
+    progress(f"{run.name} has not been started on its head")
+    progress(f"  rlboost launch {run.name}           goes on with that")
+    if run.rentals.exists():
+        progress(f"  rlboost down {run.name}             ends the head, which costs money until then")
+
+
 def outcome(run: RunFolder, ended: Outcome, status: dict[str, Any], report: dict[str, Any]) -> None:
     """Say how a run ended, what it cost and what to type next."""
     from rlboost_cli.live import ending_text

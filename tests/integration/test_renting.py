@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 from ruamel.yaml import YAML
+from typer.testing import CliRunner
 
 from rlboost_cli.head import control, rental_books, renting
 from rlboost_cli.head.connection import Head, HeadRefused
-from rlboost_cli.head.mirror import is_complete
+from rlboost_cli.head.mirror import is_complete, open_mirror
 from rlboost_cli.head.rental_books import find_out, settle
 from rlboost_cli.head.renting import give_back, rent
+from rlboost_cli.main import app
 from rlboost_cli.money.costs import report_of
 from rlboost_cli.runs import sweep
 from rlboost_cli.runs.target import find_target
@@ -215,6 +217,23 @@ def test_down_ends_a_head_that_still_boots_and_the_run_can_be_resumed_on_another
     find_target("far", resume=True).prepare(resume=True)
     rent(run, silently)
     assert [rental.machine for rental in kept_rentals(run)] == ["head-1", "head-2"]
+
+
+def test_ctrl_c_while_the_head_boots_says_that_nothing_goes_on(
+    ec2: FakeEc2, run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut_off(run: RunFolder) -> str | None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(renting, "_is_let_in", cut_off)
+    said = CliRunner().invoke(app, ["launch", "far", "--yes"])
+    assert said.exit_code == 130
+    assert "far has not been started on its head" in said.output
+    assert "ends the head, which costs money until then" in said.output
+    assert "goes on\n" not in said.output
+    open_mirror(run)
+    said = CliRunner().invoke(app, ["launch", "far", "--yes"])
+    assert (said.exit_code, "detached; far goes on" in said.output) == (0, True)
 
 
 def test_a_run_whose_start_was_never_heard_of_is_not_bought_a_second_time(
