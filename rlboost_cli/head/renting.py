@@ -59,22 +59,27 @@ def rent(run: RunFolder, say: Say) -> None:
     """
     job = stored_job(run)
     provider = head_provider(job, run)
-    with alone(run):
-        if run.outcome.exists():
-            raise _ended(run)
-        rental = _there(run, provider) or _launch(run, job, provider, say)
-    try:
-        _await_it(run, job, provider, rental, say)
-    except RLBoostError as failure:
+    offers = _offers(job, provider, say)
+    refusal: NoCapacity | QuotaExceeded | None = None
+    while True:
+        with alone(run):
+            if run.outcome.exists():
+                raise _ended(run)
+            rental = _there(run, provider) or _launch(run, job, provider, offers, refusal, say)
         try:
-            give_back(run, say)
-        except ProviderError as silence:
-            raise RuntimeFault(
-                f"{failure.problem}; {rental.machine} of {run.name} in {rental.zone} could not be given back"
-                f" and costs money: {silence.problem}",
-                f"type `rlboost down {run.name}`, which ends it",
-            ) from failure
-        raise
+            refusal = _await_it(run, job, provider, rental, say)
+        except RLBoostError as failure:
+            try:
+                give_back(run, say)
+            except ProviderError as silence:
+                raise RuntimeFault(
+                    f"{failure.problem}; {rental.machine} of {run.name} in {rental.zone} could not be given"
+                    f" back and costs money: {silence.problem}",
+                    f"type `rlboost down {run.name}`, which ends it",
+                ) from failure
+            raise
+        if refusal is None:
+            return
 
 
 def give_back(run: RunFolder, say: Say) -> None:
@@ -145,8 +150,8 @@ def note_end(run: RunFolder, rental: Rental, view: MachineView | None, *, ended_
     ended_at = seen_at if view is None or view.ended_at is None else view.ended_at
     is_guessed = not ended_now and seen_at - ended_at < _JUST_NOW_S
     started_at = rental.launched_at
-    if started_at is None and view is not None:
-        started_at = view.started_at
+    if view is not None and (started_at is None or (view.started_at is None and not was_started(run))):
+        started_at = view.started_at  # none: its cloud never gave it, whatever was heard at its launch
     ended = replace(
         rental,
         launched_at=started_at,
@@ -191,14 +196,27 @@ def _there(run: RunFolder, provider: Provider) -> Rental | None:
     return None
 
 
-def _launch(run: RunFolder, job: Job, provider: Provider, say: Say) -> Rental:
+def _offers(job: Job, provider: Provider, say: Say) -> Iterator[Offer]:
+    """Yield what there is to rent; asked for at the first."""
+    if job.trainer.via == "skypilot":
+        say("asking SkyPilot where there is such a machine; its first start takes a minute or two")
+    yield from provider.offers()
+
+
+def _launch(
+    run: RunFolder,
+    job: Job,
+    provider: Provider,
+    offers: Iterator[Offer],
+    refusal: NoCapacity | QuotaExceeded | None,
+    say: Say,
+) -> Rental:
+    """Launch the first of the `offers` left that its cloud gives; `refusal`: what was said of the one before
+    them."""
     require_head(run)
     _require_ssh()
     script, told_run = head_script(run, job), head_of(run.name)
-    refusal: NoCapacity | QuotaExceeded | None = None
-    if job.trainer.via == "skypilot":
-        say("asking SkyPilot where there is such a machine; its first start takes a minute or two")
-    for offer in provider.offers():
+    for offer in offers:
         rental = _intent(_next_machine(run), offer, job)
         keep_rental(run, rental)
         say(f"renting {offer.accelerator} in {offer.zone} for the head, at {rate_of(rental)}")
@@ -263,8 +281,9 @@ def _noted(run: RunFolder, rental: Rental, view: MachineView) -> Rental:
 # --- waiting ------------------------------------------------------------------------------------------------
 
 
-def _await_it(run: RunFolder, job: Job, provider: Provider, rental: Rental, say: Say) -> None:
-    """Wait until the machine lets us in under the host key that it was given, and note its address."""
+def _await_it(run: RunFolder, job: Job, provider: Provider, rental: Rental, say: Say) -> NoCapacity | None:
+    """Wait until the machine lets us in under the host key that it was given, and note its address; return
+    why its cloud did not give it after all, where it says so only now."""
     began, problem = time.monotonic(), "it has no address yet"
     while True:
         waited_s = time.monotonic() - began
@@ -281,7 +300,12 @@ def _await_it(run: RunFolder, job: Job, provider: Provider, rental: Rental, say:
             with alone(run):
                 kept = current_rental(run)
                 if kept is not None and kept.ended_at is None:
-                    note_end(run, kept, view)
+                    kept = note_end(run, kept, view)
+                    if kept.launched_at is None:
+                        return NoCapacity(
+                            view.detail or f"{rental.zone} gave no {rental.accelerator}",
+                            "try again later, or write another region; rlboost prices shows what there is",
+                        )
             raise RuntimeFault(
                 f"{rental.machine} of {run.name} ended while it booted:"
                 f" {view.detail or 'its cloud says no more'}{last_words(provider, run, rental.machine)}",
@@ -292,7 +316,7 @@ def _await_it(run: RunFolder, job: Job, provider: Provider, rental: Rental, say:
             _note_place(run, address)
             refusal = _is_let_in(run)
             if refusal is None:
-                return
+                return None
             problem = refusal
         if waited_s > BOOT_S:
             raise RuntimeFault(

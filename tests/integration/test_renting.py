@@ -6,6 +6,7 @@ import itertools
 import json
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from rlboost_cli.runs import sweep
 from rlboost_cli.runs.target import find_target
 from rlboost_cli.runs.teardown import end_run
 from rlboost_providers.aws import AwsProvider
-from rlboost_providers.base import LaunchRequest
+from rlboost_providers.base import LaunchRequest, MachineState, MachineView
 from rlboost_providers.registry import head_usd_per_hour, provider_for
 from rlboost_providers.skypilot import session
 from rlboost_runtime.coordinator.bought import Bought
@@ -35,7 +36,7 @@ from rlboost_runtime.errors import ConfigError, CredentialsRejected, NoCapacity,
 from rlboost_runtime.head_place import kept_place
 from rlboost_runtime.intent_copy import IntentCopy
 from rlboost_runtime.job_file import load_job
-from rlboost_runtime.rental import current_rental, keep_rental, kept_rentals
+from rlboost_runtime.rental import Rental, current_rental, keep_rental, kept_rentals
 from rlboost_runtime.run_create import prepare_run, stored_job
 from rlboost_runtime.run_folder import RunFolder, read_json, write_json
 from tests.fakes.ec2 import IMAGE, REGION, FakeEc2, Refusal, fake_ec2
@@ -581,6 +582,39 @@ def test_where_skypilots_cloud_has_none_the_next_zone_is_asked_and_the_intents_s
         ("head-2", False),
     ]
     assert [cluster["zone"] for cluster in sky.clusters.values()] == ["us-east-1a"]
+
+
+def test_a_refusal_that_is_told_late_is_billed_nothing_and_the_next_zone_is_asked(
+    run: RunFolder, sky: FakeSkyPilot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_in(monkeypatch)
+    through_skypilot(run, role="rlboost-head")
+    launch, look = SkyPilotProvider.launch, renting.view_of
+    none_left, late = "no such machine is to be had now", {"head-1"}
+
+    def begun(provider: SkyPilotProvider, request: LaunchRequest) -> MachineView:
+        if request.machine not in late:
+            return launch(provider, request)
+        return MachineView(request.machine, MachineState.STARTING, None, None)
+
+    def told(provider: Any, run: RunFolder, rental: Rental) -> MachineView | None:
+        if rental.machine not in late:
+            return look(provider, run, rental)
+        return MachineView(rental.machine, MachineState.GONE, None, time.time(), none_left)
+
+    monkeypatch.setattr(SkyPilotProvider, "launch", begun)
+    monkeypatch.setattr(renting, "view_of", told)
+    rent(run, silently)
+    assert [(each.machine, each.zone, each.launched_at is None) for each in kept_rentals(run)] == [
+        ("head-1", "aws/us-west-2/us-west-2a", True),
+        ("head-2", "aws/us-east-1/us-east-1a", False),
+    ]
+    give_back(run, silently)
+    late |= {f"head-{n}" for n in range(10)}
+    with pytest.raises(NoCapacity, match=none_left) as refusal:
+        rent(run, silently)
+    assert refusal.value.exit_code == 4
+    settle(run)
 
 
 def test_a_head_of_skypilot_that_ended_itself_is_noticed_and_its_books_are_closed(
