@@ -29,7 +29,7 @@ from rlboost_cli.runs.teardown import end_run
 from rlboost_providers.aws import AwsProvider
 from rlboost_providers.base import LaunchRequest, MachineState, MachineView
 from rlboost_providers.registry import head_usd_per_hour, provider_for
-from rlboost_providers.skypilot import session
+from rlboost_providers.skypilot import SkyPilotProvider, session
 from rlboost_runtime.coordinator.bought import Bought
 from rlboost_runtime.coordinator.ledger import Ledger
 from rlboost_runtime.errors import ConfigError, CredentialsRejected, NoCapacity, ProviderError, RuntimeFault
