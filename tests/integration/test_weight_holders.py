@@ -224,6 +224,20 @@ def test_a_damaged_delta_in_the_store_is_fetched_around(lab: Lab, head: Holder) 
     assert lab.holds("a", 1)
 
 
+def test_a_delta_that_did_not_come_whole_is_not_offered_to_peers(lab: Lab, head: Holder) -> None:
+    lab.publish(0)
+    lab.pull("a", head, 0)
+    manifest = lab.publish(1)
+    path = lab.run.weights / "v000001" / "delta-v000000.bin"
+    path.write_bytes(bytes(path.stat().st_size))
+    assert lab.pull("a", head, 1).how == "full"
+    num_own = sum(len(file.chunks) for file in manifest.files)
+    with PulledCatalog([lab.folder("a")]).reading(1) as entry:
+        marks = entry.marks()
+    assert b"\0" not in marks[:num_own]
+    assert set(marks[num_own:]) == {0}
+
+
 def test_a_killed_restore_is_taken_up_again(lab: Lab, head: Holder, monkeypatch: pytest.MonkeyPatch) -> None:
     from rlboost_runtime.weights import restore as restoring
 
@@ -418,6 +432,39 @@ def test_a_machines_engines_fetch_a_version_once_and_share_its_pages(lab: Lab, h
     assert sorted(pulled.how for pulled in pulls) == ["full", "linked", "linked", "linked"]
     assert sum(pulled.pulled_bytes for pulled in pulls) == manifest.num_bytes
     assert len({(pulled.folder / "model.safetensors").stat().st_ino for pulled in pulls}) == 1
+
+
+def test_an_engine_links_a_version_of_which_its_neighbour_has_some_deltas_or_none(
+    lab: Lab, head: Holder
+) -> None:
+    folders = [lab.path / "machine" / name for name in "ab"]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    lab.publish(0)
+    names = set()
+    for version in (1, 2, 3):  # the first comes whole, and offers a delta from what was never here
+        lab.publish(version)
+        mine, other = (
+            lab.pull("machine", head, version, folder=str(folder), siblings=(str(sibling),))
+            for folder, sibling in (folders, reversed(folders))
+        )
+        assert (mine.how, other.how) == ("full" if version == 1 else "delta", "linked")
+        assert set(os.listdir(mine.folder)) == set(os.listdir(other.folder))
+        names |= set(os.listdir(other.folder))
+    assert {"delta-v000001.bin", "delta-v000002.bin"} <= names
+    with PulledCatalog([folders[1]]).reading(3) as entry:
+        assert entry.manifest.deltas[0].file.name == "delta-v000002.bin"
+        num_own = sum(len(file.chunks) for file in entry.manifest.files)
+        assert entry.marks()[num_own] == 1
+
+
+def test_an_engine_whose_neighbour_lacks_a_file_pulls_itself(lab: Lab, head: Holder) -> None:
+    lab.publish(1)
+    mine, theirs = (lab.path / "machine" / name for name in "ab")
+    mine.mkdir(parents=True)
+    lab.pull("machine", head, 1, folder=str(theirs))
+    (theirs / "v000001" / "model.safetensors").unlink()
+    assert lab.pull("machine", head, 1, folder=str(mine), siblings=(str(theirs),)).how == "full"
 
 
 def test_an_engine_does_not_take_other_content_from_its_neighbour(lab: Lab, head: Holder) -> None:

@@ -5,8 +5,9 @@
     FOLDER/v000012.part/           locked (flock) by its one puller
     FOLDER/v000012.part/.verified  a byte per chunk of the manifest, 1: written and verified
 
-A delta's file lies beside the version's own, also once it is a version: others may want it. A large file
-that is the same in a version that is here already (the frozen weights under adapters) is a link to it.
+The file of a whole delta lies beside the version's own, also once it is a version: others may want it. A
+large file that is the same in a version that is here already (the frozen weights under adapters) is a link
+to it.
 
 Guarantees: only verified bytes are written; a chunk is marked after its bytes are; marks are checked against
 the bytes when a pull is taken up again, so a crash at any point costs at most the chunks in flight;
@@ -124,18 +125,22 @@ class PartFolder:
                 if file == wanted.get(file.name) and file.name not in linked and self._link(file, folder):
                     linked.add(file.name)
         self.linked_bytes = sum(wanted[name].size for name in linked)
-        for piece in pieces_of(self._manifest):
-            if piece.file.name in linked:
-                os.pwrite(self._marks, b"\1", piece.index)
+        self._mark(linked)
         return linked
 
+    def _mark(self, names: set[str]) -> None:
+        """Mark all pieces of these files."""
+        for piece in all_pieces(self._manifest):
+            if piece.file.name in names:
+                os.pwrite(self._marks, b"\1", piece.index)
+
     def _link(self, file: File, folder: Path) -> bool:
-        source, target = folder / file.name, self.file(file.name)
+        if not _lies_in(folder, file):
+            return False
+        target = self.file(file.name)
         try:
-            if source.stat().st_size != file.size:
-                return False
             target.unlink(missing_ok=True)
-            os.link(source, target)
+            os.link(folder / file.name, target)
         except FileNotFoundError:
             return False
         except OSError as exc:
@@ -150,12 +155,15 @@ class PartFolder:
         with _explaining_disk_errors(self._path):
             return self._take_up(
                 [delta.file for delta in deltas],
-                [piece for piece in all_pieces(self._manifest) if piece.file.name in names],
+                [piece for piece in self._delta_pieces() if piece.file.name in names],
             )
 
     def missing(self) -> list[Piece]:
         """Return the version's own pieces that are still to fetch; after `prepare`."""
         return self._unmarked(pieces_of(self._manifest))
+
+    def _delta_pieces(self) -> list[Piece]:
+        return all_pieces(self._manifest)[len(pieces_of(self._manifest)) :]
 
     def file(self, name: str) -> Path:
         """Return where a file of the version lies."""
@@ -186,27 +194,26 @@ class PartFolder:
             os.pwrite(self._marks, b"\1", piece.index)
 
     def adopt(self, source: Path) -> Path | None:
-        """Become the version by links to the files in `source`; returns its folder, None where the file
-        system has no links between the two, or a file there has not its size."""
+        """Become the version by links to the files in `source`, and to those deltas that it has; returns its
+        folder, None where the file system has no links between the two, or a file has not its size there."""
+        files = self._manifest.files
         with _explaining_disk_errors(self._path):
-            if any((source / f.name).stat().st_size != f.size for f in self._manifest.all_files):
+            if not all(_lies_in(source, file) for file in files):
                 return None
             self._drop_other_content()
-            for file in self._manifest.all_files:
-                self.file(file.name).unlink(missing_ok=True)
-                try:
-                    os.link(source / file.name, self.file(file.name))
-                except OSError as exc:
-                    if exc.errno in NO_LINKS:
-                        return None
-                    raise
+            if not all(self._link(file, source) for file in files):
+                return None
+            deltas = (delta.file for delta in self._manifest.deltas)
+            self._mark({file.name for file in deltas if self._link(file, source)})
         return self.finish()
 
     def finish(self) -> Path:
-        """Turn the complete part into the version; returns its folder."""
+        """Turn the complete part into the version, without half-fetched deltas; returns its folder."""
         self.close()
         final = self._path.with_suffix("")
         with _explaining_disk_errors(self._path):
+            for name in {piece.file.name for piece in self._unmarked(self._delta_pieces())}:
+                self.file(name).unlink(missing_ok=True)
             shutil.rmtree(final, ignore_errors=True)  # not this version's bytes: `complete_version` looked
             os.rename(self._path, final)
             (final / VERIFIED).unlink()
@@ -306,6 +313,13 @@ def _open_files(path: Path, files: Sequence[File], flags: int) -> dict[str, int]
 def _close(fds: dict[str, int]) -> None:
     for fd in fds.values():
         os.close(fd)
+
+
+def _lies_in(folder: Path, file: File) -> bool:
+    try:
+        return (folder / file.name).stat().st_size == file.size
+    except FileNotFoundError:
+        return False
 
 
 def _allocate(fd: int, size: int) -> None:
