@@ -382,6 +382,36 @@ def test_a_peer_that_is_not_there_costs_little_time(lab: Lab, head: Holder) -> N
     assert lab.holds("b", 1)
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://127.0.0.1:1",
+        "https://h:99999",
+        "https://[::1",
+        "https://.h:1",
+        f"https://{'h' * 64}:1",
+        "https://h\0:1",
+        "https://h:1/\u20ac",
+        "",
+    ],
+)
+def test_a_peer_of_an_impossible_address_is_left_out(lab: Lab, head: Holder, url: str) -> None:
+    lab.publish(1)
+    nonsense = Holder("a", Kind.PEER, url, lab.run.certificate.read_text())
+    pulled = lab.pull("b", head, 1, holders=(nonsense,), part=(0, 2))
+    assert "cannot pull from" in pulled.complaints["a"]
+    assert lab.holds("b", 1)
+
+
+def test_a_peer_whose_certificate_is_none_is_left_out(lab: Lab, head: Holder) -> None:
+    lab.publish(1)
+    with lab.peer("a") as peer:
+        garbled = Holder("a", Kind.PEER, peer.url, "garbage")
+        pulled = lab.pull("b", head, 1, holders=(garbled,), part=(0, 2))
+    assert "certificate cannot be read" in pulled.complaints["a"]
+    assert lab.holds("b", 1)
+
+
 def test_a_peer_with_another_certificate_never_sees_the_token(lab: Lab, head: Holder) -> None:
     lab.publish(1)
     with lab.peer("a") as peer:

@@ -471,8 +471,8 @@ def test_another_certificate_never_sees_the_token(run: RunFolder, folder: Path, 
     assert faults.requests == []
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "127.0.0.1:1", ""])
-def test_plain_text_is_refused(run: RunFolder, folder: Path, url: str) -> None:
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "127.0.0.1:1", "https://h:99999", ""])
+def test_what_is_no_https_url_is_refused(run: RunFolder, folder: Path, url: str) -> None:
     with pytest.raises(ProtocolError, match="cannot pull from"):
         pull_now(run, folder, url, PATIENT)
 

@@ -153,12 +153,21 @@ class _Pull:
         self._request = request
         self._progress = progress
         self._deadlines = deadlines
-        holders = request.all_holders
-        self._sources: list[tuple[Holder, Source]] = [
-            (holder, open_source(holder, request.version, request.token, deadlines.idle_s, request.receiver))
-            for holder in holders
-        ]
-        self._ranks = {price: i + 1 for i, price in enumerate(sorted({h.usd_per_gb for h in holders}))}
+        self._sources: list[tuple[Holder, Source]] = []
+        self._complaints: dict[str, str] = {}
+        for holder in request.all_holders:
+            try:
+                source = open_source(
+                    holder, request.version, request.token, deadlines.idle_s, request.receiver
+                )
+            except ProtocolError as exc:
+                if holder.kind is not Kind.PEER:
+                    raise
+                self._complaints[holder.name] = exc.problem  # its own word was passed on as it was
+            else:
+                self._sources.append((holder, source))
+        prices = sorted({holder.usd_per_gb for holder, _ in self._sources})
+        self._ranks = {price: i + 1 for i, price in enumerate(prices)}
 
     def run(self, folder: Path) -> Pulled:
         """Do it."""
@@ -167,7 +176,7 @@ class _Pull:
         self._progress.total_bytes = manifest.num_bytes
         with part_folder(folder, manifest, self._progress.verified) as part:
             path = complete_version(folder, manifest, self._progress.verified)
-            pulled = Pulled(path or folder, full_bytes=manifest.num_bytes)
+            pulled = Pulled(path or folder, full_bytes=manifest.num_bytes, complaints=self._complaints)
             if path is None:
                 missing = part.prepare(_versions(folder))
                 pulled.how = "part" if part.linked_bytes else "full"

@@ -64,11 +64,8 @@ class WeightSource:
         receiver: str = "",
         connect_s: float | None = None,
     ) -> None:
-        parts = urlsplit(url)
-        if parts.scheme != "https" or parts.hostname is None:
-            raise ProtocolError(f"cannot pull from {url!r}", "give a URL such as https://HOST:PORT")
-        self.host, self.port = parts.hostname, parts.port or 443
-        self.folder = f"{parts.path.rstrip('/')}/v1/weights/{version}"
+        self.host, self.port, path = _split(url)
+        self.folder = f"{path.rstrip('/')}/v1/weights/{version}"
         self.version = version
         self.headers = {"Authorization": f"Bearer {token}"}
         if receiver:
@@ -82,6 +79,18 @@ class WeightSource:
     def stream(self) -> RangeStream:
         """Return a new stream; it connects when first used."""
         return RangeStream(self)
+
+
+def _split(url: str) -> tuple[str, int, str]:
+    """Return host, port and path. Raises `ProtocolError` where nobody could be asked at this URL."""
+    try:
+        parts = urlsplit(url)
+        if parts.scheme == "https" and parts.hostname and url.isascii() and url.isprintable():
+            parts.hostname.encode("idna")  # as `socket` will: no empty label, none that is too long
+            return parts.hostname, parts.port or 443, parts.path
+    except ValueError:  # a port beyond 65535, half an IPv6 address
+        pass
+    raise ProtocolError(f"cannot pull from {url!r}", "give a URL such as https://HOST:PORT")
 
 
 class RangeStream:
