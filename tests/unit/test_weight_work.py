@@ -10,7 +10,7 @@ import pytest
 from rlboost_runtime.weights import work as works
 from rlboost_runtime.weights.manifest import Chunk, File
 from rlboost_runtime.weights.part_folder import Piece
-from rlboost_runtime.weights.work import HolderState, Progress, Work
+from rlboost_runtime.weights.work import HolderState, Progress, Run, Work
 
 FILE = File("model.safetensors", 4000, tuple(Chunk(at, 1000, "0" * 64) for at in range(0, 4000, 1000)))
 PIECES = [Piece(i, FILE, chunk) for i, chunk in enumerate(FILE.chunks)]
@@ -93,6 +93,56 @@ def test_where_a_slice_takes_long_peers_get_as_long_before_the_head_is_asked_for
     assert work.take(head, 0) is None
     now += 0.2
     assert work.take(head, 0) is not None
+
+
+def from_each(monkeypatch: pytest.MonkeyPatch, peer_s: float, head_s: float) -> tuple[float, int, int]:
+    """Fetch 200 chunks, half of them our slice, by one stream each from a peer that has all and the head,
+    that take so long for a chunk; return the seconds, and how many came from the peer and the head."""
+    now = 100.0
+    monkeypatch.setattr(works.time, "monotonic", lambda: now)
+    size, num = works.PEER_RANGE_BYTES, 200
+    file = File("model.safetensors", num * size, tuple(Chunk(size * i, size, "0" * 64) for i in range(num)))
+    work = Work([Piece(i, file, chunk) for i, chunk in enumerate(file.chunks)], Progress(), 4, (0, 2))
+    peer = HolderState("peer", True, 0, is_extra=True, has=b"\1" * num, moved_at=now)
+    head = HolderState("head", False, 1, moved_at=now)
+    runs: dict[str, tuple[Run, float]] = {}  # each with when its next chunk is there
+    for holder in (peer, head):
+        work.join(holder)
+    while not work.is_over() and now < 1000:
+        for holder, chunk_s in ((peer, peer_s), (head, head_s)):
+            run, due = runs.pop(holder.name, (None, 0.0))
+            if run is not None and now >= due:
+                piece = work.next_piece(run)
+                if piece is not None:
+                    work.count_verified(run, piece)
+                due = now + chunk_s
+            if run is not None and not run.pieces:
+                work.end(run)
+                run = None
+            if run is None:
+                run, due = work.take(holder, 0), now + chunk_s
+                if run is not None:
+                    run.moved_at = run.heard_at = now
+            if run is not None:
+                runs[holder.name] = (run, due)
+        now += 0.01
+    return now - 100, peer.fetched_bytes // size, head.fetched_bytes // size
+
+
+def test_a_peer_that_is_slow_but_steady_does_not_hold_up_the_receiver(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    alone_s = 200 * 0.04
+    for peer_s in (0.4, 1.4, 3.0, 1e9):
+        seconds, _, _ = from_each(monkeypatch, peer_s=peer_s, head_s=0.04)
+        assert seconds < 2.5 * alone_s
+
+
+def test_a_peer_that_is_about_as_fast_as_the_head_spares_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for peer_s in (0.04, 0.06):
+        _, from_peer, from_head = from_each(monkeypatch, peer_s=peer_s, head_s=0.04)
+        assert from_head <= 100
+        assert from_peer >= 100
 
 
 def test_the_head_is_asked_only_for_what_a_cheaper_bucket_does_not_bring(

@@ -6,11 +6,13 @@ A stream takes a *run*: adjacent chunks of one file, fetched by one request. Who
   another only what that one does not bring for `PATIENCE_S`;
 - where several receivers of a zone pull at once, each takes another slice of the version from the cheapest
   origin, and the rest from its peers. It takes more from a dearer holder only once its slice is here and
-  the cheaper ones have brought nothing for `PATIENCE_S`, or for as long as its slice took: theirs take as
-  long over the same link. So an origin sends about one copy per zone;
+  the cheaper ones have been slow for `PATIENCE_S`, or for as long as its slice took: theirs take as long
+  over the same link. Slow are those that bring nothing, and those that bring together, since the slice is
+  here, less than a `SLOW`th of what it came at. So an origin sends about one copy per zone, and a slow peer
+  holds nobody up for long;
 - a stream that finds nothing left to begin takes the second half of another's run, or fetches its last chunk
   again if that does not come: a slow holder delays nobody. From a cheaper holder's run a dearer one takes
-  only when it may take more than its slice at all.
+  only its slice, unless it may take more than that at all.
 
 Guarantees: a chunk counts once, when it is verified and written; a run given back, whole or in part, is
 taken up by others; a peer whose chunks come wrong, or that does not answer, is left out. All methods may be
@@ -42,7 +44,9 @@ MAX_EXTRA_CORRUPT = 2
 MAX_PEER_FAILURES = 3
 """A peer is left out after so many failed requests in a row."""
 PATIENCE_S, LONGEST_PATIENCE_S = 1.5, 20.0
-"""How long cheaper holders may bring nothing before a dearer one is asked for more than its slice."""
+"""How long cheaper holders may be slow before a dearer one is asked for more than its slice."""
+SLOW = 2
+"""Healthy peers bring together at least as much in a second as the slice did."""
 STEAL_AFTER_S = 0.3
 """A younger run is not divided: its answer is about to come."""
 REPEAT_AFTER_S = 2.0
@@ -77,6 +81,8 @@ class HolderState:
     has: bytes | None = None
     """A byte per chunk, 1: it has it; None: it has all."""
     fetched_bytes: int = 0
+    late_bytes: int = 0
+    """Of these, since our slice is here."""
     num_corrupt: int = 0
     failures_in_row: int = 0
     problem: str | None = None
@@ -123,10 +129,10 @@ class Work:
         """
         start, self._own = _slice(pieces, part)
         total = sum(piece.chunk.length for piece in pieces)
-        own = sum(piece.chunk.length for piece in pieces if piece.index in self._own)
+        self._own_bytes = sum(piece.chunk.length for piece in pieces if piece.index in self._own)
         num_ranges = max(1, num_streams * RANGES_PER_STREAM)
         self._limit = min(RANGE_BYTES, total // num_ranges)
-        self._own_limit = min(RANGE_BYTES, own // num_ranges)
+        self._own_limit = min(RANGE_BYTES, self._own_bytes // num_ranges)
         self._todo = {piece.index: piece for piece in pieces[start:] + pieces[:start]}
         self._left = set(self._todo)
         self._own_left = set(self._own)
@@ -212,6 +218,7 @@ class Work:
             run.pieces.popleft()
             length = piece.chunk.length
             run.holder.fetched_bytes += length
+            run.holder.late_bytes += 0 if self._own_left else length
             run.holder.failures_in_row = 0
             self.fetched_bytes += length
             now = run.moved_at = run.holder.moved_at = time.monotonic()
@@ -279,7 +286,7 @@ class Work:
     def _begin(self, holder: HolderState) -> Run | None:
         """Return a run of pieces that nobody is fetching."""
         is_free = self._may_take_all(holder)
-        own = frozenset[int]() if self._is_undercut(holder) else self._own
+        own = self._slice_of(holder)
 
         def suits(index: int) -> bool:
             return index in self._todo and holder.can_give(index) and (is_free or index in own)
@@ -303,19 +310,32 @@ class Work:
         return run
 
     def _may_take_all(self, holder: HolderState) -> bool:
-        """Whether no cheaper holder is at work, or may be about to have something."""
+        """Whether no cheaper holder is at work, or may be about to have something, that is worth a wait."""
         cheaper = self._cheaper(holder)
         is_undercut = self._is_undercut(holder)
         if not cheaper or (self._own_left and not is_undercut):
             return not cheaper
         own_done_at = self._began_at if is_undercut else self._own_done_at
         patience_s = max(PATIENCE_S, min(LONGEST_PATIENCE_S, own_done_at - self._began_at))
-        since = time.monotonic() - patience_s
-        return all(max(other.moved_at, own_done_at) <= since for other in cheaper)
+        now = time.monotonic()
+        if own_done_at > now - patience_s:
+            return False
+        bring_nothing = all(other.moved_at <= now - patience_s for other in cheaper)
+        return bring_nothing or (not is_undercut and self._bring_little(cheaper, now))
+
+    def _bring_little(self, cheaper: list[HolderState], now: float) -> bool:
+        """Whether they are slow beside our slice; without a slice there is nothing to tell that by."""
+        own_s, late_s = self._own_done_at - self._began_at, now - self._own_done_at
+        late_bytes = sum(other.late_bytes for other in cheaper)
+        return SLOW * late_bytes * own_s < self._own_bytes * late_s
 
     def _is_undercut(self, holder: HolderState) -> bool:
         """Whether another origin has all that this one has, for less: then no slice is this one's to send."""
         return any(not other.is_peer for other in self._cheaper(holder))
+
+    def _slice_of(self, holder: HolderState) -> frozenset[int]:
+        """Return the pieces that may be asked of it whatever cheaper holders bring."""
+        return frozenset() if self._is_undercut(holder) else self._own
 
     def _cheaper(self, holder: HolderState) -> list[HolderState]:
         """Return the holders that cost less and are still counted on."""
@@ -348,8 +368,12 @@ class Work:
 
     def _rivals(self, holder: HolderState) -> list[Run]:
         """Return the runs that it may take over, whole or in part."""
-        is_free = self._may_take_all(holder)
-        return [run for run in self._runs if is_free or run.holder.rank >= holder.rank]
+        is_free, own = self._may_take_all(holder), self._slice_of(holder)
+        return [
+            run
+            for run in self._runs
+            if is_free or run.holder.rank >= holder.rank or all(piece.index in own for piece in run.pieces)
+        ]
 
     def _give_back(self, run: Run, pieces: list[Piece]) -> None:
         elsewhere = {p.index for other in self._runs if other is not run for p in other.pieces}
