@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -10,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from rlboost_runtime.errors import ProtocolError, RuntimeFault
+from rlboost_runtime.weights import relaying
 from rlboost_runtime.weights.bucket import BucketSource, forget, open_bucket, relay
 from rlboost_runtime.weights.manifest import MANIFEST, Probe, decode_manifest
 from rlboost_runtime.weights.range_client import Absent, Unusable
+from rlboost_runtime.weights.relaying import Relay
 from rlboost_runtime.weights.store import WeightStore
 
 pytestmark = pytest.mark.integration
@@ -93,6 +97,26 @@ def test_versions_are_relayed_read_in_ranges_and_forgotten(s3: str, store: Weigh
     with pytest.raises(Absent):
         read_file(1, MANIFEST)
     assert read_file(2, "config.json") == b"{}"
+
+
+def test_an_error_of_the_system_does_not_end_the_relay(
+    store: WeightStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(store, 1)
+    monkeypatch.setattr(relaying, "LOOK_S", 0.01)
+    monkeypatch.setattr(relaying, "RETRY_S", 0.01)
+    stop, latest = threading.Event(), store.latest
+    errors = [OSError(errno.EMFILE, "Too many open files")]
+
+    def fail_once() -> int | None:
+        if errors:
+            raise errors.pop()
+        stop.set()
+        return latest()
+
+    monkeypatch.setattr(WeightStore, "latest", lambda _: fail_once())
+    Relay(store, f"file://{tmp_path}/bucket").run(stop)
+    assert (tmp_path / "bucket" / "v000001" / MANIFEST).exists()
 
 
 def test_what_a_bucket_answers_is_put_into_words(s3: str, store: WeightStore) -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ import pytest
 
 from rlboost_runtime import security
 from rlboost_runtime.run_folder import RunFolder, read_json
-from rlboost_runtime.weights import connections, server
+from rlboost_runtime.weights import connections, peer, server
 from rlboost_runtime.weights.manifest import Probe, decode_manifest
 from rlboost_runtime.weights.range_client import RECEIVER_HEADER
 from rlboost_runtime.weights.store import WeightStore
@@ -117,6 +118,45 @@ def test_one_connection_serves_many_requests(run: RunFolder) -> None:
             sock = connection.sock
             assert connection.getresponse().read() == data[start : start + 10_000]
             assert connection.sock is sock
+
+
+def test_a_connection_without_a_thread_for_it_is_closed_and_the_next_is_served(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    WeightStore(run.weights).publish(3, writer(b"a"), PROBE)
+    start, refused = threading.Thread.start, []
+
+    def refuse_once(thread: threading.Thread) -> None:
+        if not refused:
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with serving(run) as port:
+        monkeypatch.setattr(threading.Thread, "start", refuse_once)
+        with pytest.raises((ConnectionError, ssl.SSLError)):
+            get(run, port, "/v1/weights/latest")
+        assert get(run, port, "/v1/weights/latest")[0] == 200
+
+
+def test_a_peer_that_cannot_serve_any_more_ends(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(server: peer.WeightHttpServer, _: threading.Event) -> None:
+        server.socket.close()
+        raise RuntimeError("something unforeseen")
+
+    request = {"folder": str(run.weights), "token": "token", "host": "127.0.0.1"}
+    read, write = os.pipe()
+    os.write(write, json.dumps(request).encode() + b"\n")
+    monkeypatch.setattr(peer.WeightHttpServer, "serve_until", fail)
+    agent_gone = threading.Timer(10.0, os.close, (write,))
+    with os.fdopen(read) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        agent_gone.start()
+        with pytest.raises(RuntimeError, match="unforeseen"):
+            peer.main()
+        assert agent_gone.is_alive()
+        agent_gone.cancel()
+        os.close(write)
 
 
 def test_what_is_not_there_is_404(run: RunFolder) -> None:

@@ -53,15 +53,17 @@ def main() -> int:
         security.create_secrets(identity)
         catalog = PulledCatalog([Path(request.folder)])
         server = WeightHttpServer(listener, security.server_context(identity), request.token, catalog)
-        thread = threading.Thread(target=server.serve_until, args=(stop,))
-        thread.start()
+        threading.Thread(target=_wait_for_end, args=(stdin, stop), daemon=True).start()
         port = listener.getsockname()[1]
         say({"url": f"https://{request.host}:{port}", "certificate": identity.certificate.read_text()})
-        while os.read(stdin, 4096):
-            pass
-        stop.set()
-        thread.join()
+        server.serve_until(stop)  # here: if it fails, the process ends, and the agent sees it
     return 0
+
+
+def _wait_for_end(stdin: int, stop: threading.Event) -> None:
+    while os.read(stdin, 4096):
+        pass
+    stop.set()
 
 
 if __name__ == "__main__":

@@ -36,8 +36,8 @@ class Relay:
             pause_s = LOOK_S
             try:
                 self.look()
-            except RuntimeFault as exc:
-                event(log, "bucket.failed", level=logging.WARNING, problem=exc.problem)
+            except (RuntimeFault, OSError) as exc:
+                event(log, "bucket.failed", level=logging.WARNING, problem=str(exc))
                 pause_s = RETRY_S
 
     def look(self) -> int | None:

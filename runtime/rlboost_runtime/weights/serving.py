@@ -105,8 +105,13 @@ class WeightHttpServer(ThreadingMixIn, BaseServer):
             event(log, "weights.accept_failed", level=logging.WARNING, problem=str(exc))
             time.sleep(POLL_S)
             return
-        if self.connections.add(connection):
+        if not self.connections.add(connection):
+            return
+        try:
             self.process_request(connection, address)
+        except RuntimeError as exc:  # no thread for it: others end
+            event(log, "weights.accept_failed", level=logging.WARNING, problem=str(exc))
+            self.shutdown_request(connection)
 
     def shutdown_request(self, request: Any) -> None:  # socketserver's own type
         """Close a connection."""
