@@ -49,7 +49,7 @@ def make_bootstrap(
         weight_streams=job.weights.streams,
         weight_transfer="auto" if job.weights.transfer == "lora" else job.weights.transfer,
         weight_store=str(run.weights) if pool == Pool.RESERVED else "",
-        weight_bucket=job.weights.bucket or "",
+        weight_bucket=run.place_in(job.weights.bucket) if job.weights.bucket else "",
         weight_peers=job.weights.peers and pool != Pool.RESERVED,
     )
 

@@ -70,6 +70,10 @@ class RunFolder:
         """The run's name."""
         return self.path.name
 
+    def place_in(self, url: str) -> str:
+        """Return the URL of the run's own place in a bucket, which other runs may use, too."""
+        return f"{url.rstrip('/')}/{self.name}"
+
     @property
     def job_yaml(self) -> Path:
         """The job file as given."""

@@ -5,6 +5,8 @@
     URL/files/DIGEST            a file of any version, named by its content and written once
     URL/v000012/manifest.json   what the version consists of; written once all of its files are there
 
+URL is a run's own, below that of the job's `weights.bucket` (`RunFolder.place_in`).
+
 The head relays what is not there yet, so that frozen weights travel once however many versions have them;
 receivers of any cloud read ranges. Whoever can write to the bucket could change what lies there, so nothing
 from it counts before its digest is that of the manifest, and the manifest not before its content digest is

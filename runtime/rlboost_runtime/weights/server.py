@@ -64,7 +64,9 @@ def _relaying(run: RunFolder, store: WeightStore, stop: threading.Event) -> Iter
         return
     from rlboost_runtime.weights.relaying import Relay
 
-    thread = threading.Thread(target=Relay(store, url).run, args=(stop,), name="relay", daemon=True)
+    thread = threading.Thread(
+        target=Relay(store, run.place_in(url)).run, args=(stop,), name="relay", daemon=True
+    )
     thread.start()
     yield
     stop.set()
