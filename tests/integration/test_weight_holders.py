@@ -24,7 +24,7 @@ from rlboost_runtime.errors import RuntimeFault
 from rlboost_runtime.run_folder import RunFolder
 from rlboost_runtime.weights import work as works
 from rlboost_runtime.weights.bucket import forget, open_bucket, relay
-from rlboost_runtime.weights.catalog import Catalog, PulledCatalog, StoreCatalog
+from rlboost_runtime.weights.catalog import Catalog, Entry, PulledCatalog, StoreCatalog
 from rlboost_runtime.weights.choice import Transfer
 from rlboost_runtime.weights.holders import Holder, Kind
 from rlboost_runtime.weights.manifest import Manifest, Probe, read_manifest
@@ -442,6 +442,23 @@ def test_only_verified_chunks_of_a_part_are_handed_out(lab: Lab, head: Holder) -
         pulled = lab.pull("b", head, 1, holders=(peer,), part=(0, 0))
     assert 0 < pulled.by_holder["a"] < manifest.num_bytes
     assert lab.holds("b", 1)
+
+
+def test_a_peer_remembers_only_the_versions_that_are_here(lab: Lab, head: Holder) -> None:
+    catalog = PulledCatalog([lab.folder("a")])
+    for version in range(4):
+        lab.publish(version)
+        lab.pull("a", head, version)
+        whole = lab.folder("a") / f"v{version:06d}"
+        part = whole.rename(whole.with_suffix(".part"))
+        (part / ".verified").write_bytes(bytes(len(Entry(part, read_manifest(part)).marks())))
+        with catalog.reading(version) as entry:
+            assert entry.is_part
+        part.rename(whole)
+        with catalog.reading(version) as entry:
+            assert not entry.is_part
+        catalog.tidy()
+    assert {path.name for path in catalog._manifests} == {"v000002", "v000003"}
 
 
 # --- engines of one machine ------------------------------------------------------------------------------

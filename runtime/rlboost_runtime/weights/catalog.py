@@ -156,7 +156,10 @@ class PulledCatalog:
         yield self._find(manifests.version_name(version))
 
     def tidy(self) -> None:
-        """Do nothing."""
+        """Forget manifests of versions and parts that are not here any more: large ones take megabytes."""
+        for path in list(self._manifests):  # a list: receivers ask meanwhile
+            if not path.exists():
+                self._manifests.pop(path, None)
 
     def close(self) -> None:
         """Do nothing."""
