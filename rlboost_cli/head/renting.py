@@ -55,7 +55,7 @@ def rent(run: RunFolder, say: Say) -> None:
 
     Raises `NoCapacity`, `QuotaExceeded`, `CredentialsRejected`, `ConfigError`, and `RuntimeFault` where it
     does not answer in time, or where the run's head is gone, and what was on it. Whatever is raised while it
-    boots, it is given back before.
+    boots, it is given back before; not one on which the run was started.
     """
     job = stored_job(run)
     provider = head_provider(job, run)
@@ -69,6 +69,8 @@ def rent(run: RunFolder, say: Say) -> None:
         try:
             refusal = _await_it(run, job, provider, rental, say)
         except RLBoostError as failure:
+            if was_started(run):
+                raise  # it may go on there, out of our reach alone
             try:
                 give_back(run, say)
             except ProviderError as silence:
@@ -321,7 +323,7 @@ def _await_it(run: RunFolder, job: Job, provider: Provider, rental: Rental, say:
         if waited_s > BOOT_S:
             raise RuntimeFault(
                 f"{rental.machine} of {run.name}{f' at {address}' if address else ''} did not let us in"
-                f" within {BOOT_S:.0f} s and is given back; last:"
+                f" within {BOOT_S:.0f} s{'' if was_started(run) else ' and is given back'}; last:"
                 f" {problem}{last_words(provider, run, rental.machine)}",
                 "see that its image has sshd, python3 and cloud-init (docs/head.md), and that its port 22 is"
                 " reached from here",

@@ -356,6 +356,20 @@ def test_without_a_way_to_reach_it_no_head_is_bought(
     assert ec2.instances(alive=False) == []
 
 
+def test_a_head_on_which_the_run_was_started_is_not_given_back_because_we_cannot_reach_it(
+    ec2: FakeEc2, run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_in(monkeypatch)
+    rent(run, silently)
+    open_mirror(run)
+    monkeypatch.setattr(renting, "BOOT_S", 0.2)
+    let_in(monkeypatch, *["no way to port 22"] * 1000)
+    with pytest.raises(RuntimeFault, match="did not let us in") as failure:
+        rent(run, silently)
+    assert "given back" not in failure.value.problem
+    assert len(ec2.instances()) == 1
+
+
 def test_a_console_that_may_not_be_read_does_not_hide_why_it_was_looked_at(
     ec2: FakeEc2, run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
