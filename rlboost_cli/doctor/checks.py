@@ -2,7 +2,8 @@
 
 The machine is always looked at; a job's model, data and reward where a job is given; then each place that the
 job wants machines from has checks of its own: one entry in `PLACES` per kind of infra. Where the head is
-elsewhere, that machine is looked at instead: this one only types.
+elsewhere, that machine is looked at instead: this one only types. Where one is to be bought, its cloud is
+asked, and those of the spot machines.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ MACHINE: Sequence[Check] = (
 )
 LAPTOP: Sequence[Check] = (Check(machine.python), Check(machine.home), Check(machine.clock))
 """What a machine needs that only types."""
+SECRETS = Check(head.secrets)
 HEAD: Sequence[Check] = (Check(head.head, announce="looking at the head over SSH"),)
 BOUGHT: Sequence[Check] = (
     Check(bought.offer, announce="asking the cloud for the head's machine"),
@@ -47,8 +49,13 @@ def checks_for(job: Job | None) -> Iterator[Check]:
     if job is not None and job.trainer.is_elsewhere:
         yield from LAPTOP
         yield from job_checks() if head.can_train_here() else [Check(head.not_here)]
-        yield from BOUGHT if job.trainer.is_bought else ()
-        yield from HEAD
+        yield SECRETS
+        if job.trainer.is_bought:
+            yield from BOUGHT
+        if head.place_of(job) is not None:
+            yield from HEAD
+        if job.trainer.is_bought:
+            yield ELSEWHERE
         return
     yield from MACHINE
     if job is None:

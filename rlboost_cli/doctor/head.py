@@ -22,6 +22,7 @@ from rlboost_providers.ssh_connection import SshHost, address_of
 from rlboost_runtime.errors import RLBoostError
 from rlboost_runtime.head_place import HeadPlace, kept_place
 from rlboost_runtime.job import CloudOffer, Job, LocalOffer
+from rlboost_runtime.job_environment import gather, kept
 from rlboost_runtime.run_create import newest_run
 from rlboost_runtime.run_index import is_open
 from rlboost_runtime.trainer.footprint import Footprint, footprint
@@ -44,11 +45,7 @@ def head(patient: Patient) -> Iterator[Finding]:
     job = patient.job
     assert job is not None
     place = place_of(job)
-    if place is None:
-        yield ok(
-            "head", f"is rented when the run starts ({job.trainer.infra}): there is nothing to look at yet"
-        )
-        return
+    assert place is not None
     began = time.monotonic()
     try:
         facts = look(place, listen=_is_dialled_by_machines(job) and place.jump_host is None)
@@ -63,6 +60,20 @@ def head(patient: Patient) -> Iterator[Finding]:
     if _is_dialled_by_machines(job):
         yield judge_ports(facts.get("ports"), place)
     yield from judge_credentials(facts["credentials"]["found"], job)
+
+
+def secrets(patient: Patient) -> Iterator[Finding]:
+    """Whether what the run takes from this environment is in it."""
+    job = patient.job
+    if job is None or not job.secrets:
+        return
+    run = newest_run(job.name)
+    try:
+        gather(job, kept(run) if run is not None and is_open(run) else None)
+    except RLBoostError as error:
+        yield failed("secrets", error)
+        return
+    yield ok("secrets", f"{', '.join(job.secrets)}: set here")
 
 
 def can_train_here() -> bool:

@@ -58,8 +58,8 @@ def bring_up(run: RunFolder, say: Say) -> dict[str, Any]:
         else:
             typed = [run.name]
         say(f"starting {run.name} on {head.place.host}")
-        options = ["launch", *typed, "--detach", "--yes"] if trains else ["up", *typed]
-        _start(run, head, options, environment)
+        options = ["launch", *typed, "--detach"] if trains else ["up", *typed]
+        _start(run, head, [*options, "--yes"], environment)  # whoever typed here has been asked
         head.ask("keep", on=True)
         refresh(run, head, ledger=True)
     return dict(read_json(run.status) or {})

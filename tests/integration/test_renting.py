@@ -242,19 +242,23 @@ def test_a_run_whose_start_was_never_heard_of_is_not_bought_a_second_time(
 ) -> None:
     let_in(monkeypatch)
 
+    typed = []
+
     class CutOff(Head):
-        """The laptop is cut off right after it has typed `launch` there."""
+        """The laptop is cut off right after it has typed the command there."""
 
         def ask(self, do: str, **more: Any) -> tuple[dict[str, Any], bytes]:
             return {"supervised": False, "exists": True, "ended": False}, b""
 
         def rlboost(self, *arguments: str, **more: Any) -> Any:
+            typed.append(arguments)
             raise KeyboardInterrupt
 
     monkeypatch.setattr(control, "Head", CutOff)
     monkeypatch.setattr(control, "install", lambda *_: None)
     with pytest.raises(KeyboardInterrupt):
         control.bring_up(run, silently)
+    assert typed == [("up", "far", "--yes")], "nobody is there to be asked"
     ec2.powered_off("head-1")  # it trained the run to its end
     with pytest.raises(RuntimeFault, match="is gone, and with it what was on its disk"):
         rent(run, silently)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlboost_cli.doctor import checks, head
+from rlboost_cli.doctor import bought, checks, head, markets
 from rlboost_cli.doctor.findings import ACCOUNT, Finding, Patient, Verdict, lines_of
 from rlboost_runtime.head_place import HeadPlace
 from rlboost_runtime.job import Job
@@ -120,5 +121,28 @@ def test_a_job_is_looked_at_only_where_what_trains_is_installed(
     assert head.not_here not in {check.examine for check in checks.checks_for(job())}
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     found = [check.examine for check in checks.checks_for(job())]
-    assert found[-2:] == [head.not_here, head.head]
+    assert found[-3:] == [head.not_here, head.secrets, head.head]
     judged(next(head.not_here(Patient(tmp_path, job()))), Verdict.WARN, "not looked at", "rlboost[train]")
+
+
+def test_a_head_that_is_yet_to_be_bought_is_asked_of_its_cloud_and_so_are_spot_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLBOOST_HOME", str(tmp_path))
+    trainer = {"infra": "aws/us-east-2", "accelerators": "A10G:1", "role": "head"}
+    found = [each.examine for each in checks.checks_for(job(trainer=trainer, output="s3://bucket/runs"))]
+    assert head.head not in found, "there is no machine to look at"
+    assert found[-3:] == [bought.offer, bought.identity, markets.offers]
+
+
+def test_a_secret_that_a_run_would_not_find_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLBOOST_HOME", str(tmp_path))
+    patient = Patient(tmp_path, job(secrets=["HF_TOKEN", "WANDB_API_KEY"]))
+    monkeypatch.setenv("HF_TOKEN", "of-mine")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    (missing,) = head.secrets(patient)
+    judged(missing, Verdict.FAIL, "secrets: WANDB_API_KEY: not set", "export WANDB_API_KEY")
+    monkeypatch.setenv("WANDB_API_KEY", "too")
+    (there,) = head.secrets(patient)
+    judged(there, Verdict.OK, "HF_TOKEN, WANDB_API_KEY: set here")
+    assert list(head.secrets(Patient(tmp_path, job()))) == []
