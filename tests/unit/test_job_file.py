@@ -301,9 +301,12 @@ def test_a_name_that_cannot_be_a_folder_is_refused(check: Check, name: str) -> N
 @pytest.mark.parametrize(
     ("model", "line"),
     [
-        ("8", "model: found 8 (a number); write a folder in HF format, or {init: tiny}"),
-        ("[a]", "model: found a list; write a folder in HF format, or {init: tiny}"),
-        ("{}", "model: found an empty section; write a folder in HF format, or {init: tiny}"),
+        ("8", "model: found 8 (a number); write a folder in HF format, a Hugging Face id, or {init: tiny}"),
+        ("[a]", "model: found a list; write a folder in HF format, a Hugging Face id, or {init: tiny}"),
+        (
+            "{}",
+            "model: found an empty section; write a folder in HF format, a Hugging Face id, or {init: tiny}",
+        ),
         ("{int: tiny}", "model.int: unknown field; did you mean init?"),
         ("{init: small}", "model.init: found 'small'; write tiny"),
         (

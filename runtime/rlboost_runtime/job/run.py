@@ -27,8 +27,8 @@ class Weights(Model):
     """Instances of a zone also pull from one another. They listen on a port for that, which their zone's
     firewall has to let through; those that cannot be reached only pull."""
     bucket: str | None = Field(default=None, pattern=r"^((s3|gs|az)://[^/]+|file:///).*$")
-    """s3://BUCKET/PREFIX, gs://... or az://...: the head also puts every version there, for instances to pull
-    from; null: they pull from the head."""
+    """s3://BUCKET/PREFIX, gs://... or az://...: the head also puts every version there, below the
+    run's name, for instances to pull from; null: they pull from the head."""
     streams: int = Field(default=4, ge=1, le=32)
     """Parallel range requests per pull."""
     chunk_bytes: int = Field(default=4 * 1024 * 1024, ge=65536, le=256 * 1024 * 1024)
@@ -91,7 +91,7 @@ class Job(Model):
     name: Name
     """Lower-case letters, digits and dashes; also the run's name."""
     model: str | TinyModel
-    """Folder in HF format, or {init: tiny}."""
+    """Folder in Hugging Face format, id of a model of its hub, such as Qwen/Qwen3-8B, or {init: tiny}."""
     data: PromptFile | ReasoningGym
     """Where the prompts come from."""
     reward: str | HttpReward = "reasoning_gym"

@@ -42,7 +42,7 @@ EXAMPLES = {
 
 FORMS = {
     "name": "lower-case letters, digits and dashes (at most 63), such as my-run",
-    "model": "a folder in HF format, or {init: tiny}",
+    "model": "a folder in HF format, a Hugging Face id, or {init: tiny}",
     "data": "{source: FILE.jsonl}, or {reasoning_gym: [NAME, ...]}",
     "reward": "FILE.py:FUNCTION, reasoning_gym, math, exact, or {http: URL}",
     "output": "s3://BUCKET/PREFIX, gs://..., az://..., or a folder by its whole path, such as /mnt/runs",
