@@ -1,6 +1,8 @@
-"""A head that is bought through the real SkyPilot and ends itself: the laptop is off, and nothing is left."""
+"""A head that is bought through the real SkyPilot ends itself: the laptop is off, or our own part is dead."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 from bought_heads import BUCKET, PRICE, all_gone, cause_of_end, names_at_bucket, said_there, seconds_of, until
@@ -22,14 +24,27 @@ ls /home/ubuntu/.aws/credentials /home/rlboost/.aws 2> /dev/null
 cat /opt/rlboost-head/watch.log
 """
 
+LATER = """
+pkill -f '[r]lboost-head/watch.sh'
+pkill -f '[r]lboost-head/watch.py'
+pkill -f -- '[-]-port=46590'
+sudo -u ubuntu env HOME=/home/ubuntu AWS_ENDPOINT_URL={api} bash -c '
+setsid --fork $(cat ~/.sky/python_path) -m sky.skylet.skylet >> ~/.sky/skylet.log 2>&1 < /dev/null
+sleep 10
+$(cat ~/.sky/python_path) -c "
+import time
+from sky.skylet import autostop_lib, configs
+configs.set_config(autostop_lib._AUTOSTOP_LAST_ACTIVE_TIME, str(time.time() - 60 * {minutes}))"'
+pgrep -f '[r]lboost-head/watch.py'
+"""
+"""Our part is dead, and twenty minutes have passed. `skylet` is told where the lab's EC2 is."""
+SAID = "tail -n 60 /home/ubuntu/.sky/skylet.log; ps aux | grep -v grep | grep -E 'skylet|sshd|watch'"
 
-def test_with_the_laptop_dead_a_head_of_skypilot_ends_its_run_its_fleet_and_itself(
-    lab: Lab, api: str, sky_user: dict[str, str], laptop: Cli
-) -> None:
-    laptop.environment |= {**sky_user, "RLBOOST_HOME": str(laptop.home)}
-    before = len(lab.machines())
+
+def job_of(laptop: Cli, api: str) -> Path:
+    """Return a job whose head is bought through SkyPilot."""
     spot = {"infra": "aws/us-east-1", "accelerators": "A10G:1", "via": "direct"}
-    job = laptop.job(
+    return laptop.job(
         "skyfar",
         trainer={
             "infra": "aws/us-east-1",
@@ -44,6 +59,34 @@ def test_with_the_laptop_dead_a_head_of_skypilot_ends_its_run_its_fleet_and_itse
         output=f"s3://{BUCKET}/runs",
         env={"AWS_ENDPOINT_URL": api, "AWS_REGION": "us-east-1"},
     )
+
+
+def test_where_our_part_of_a_head_is_dead_autodown_of_skypilot_ends_it(
+    lab: Lab, api: str, sky_user: dict[str, str], laptop: Cli
+) -> None:
+    laptop.environment |= {**sky_user, "RLBOOST_HOME": str(laptop.home)}
+    before = len(lab.machines())
+    laptop("up", job_of(laptop, api), "--yes", timeout_s=UP_S)
+    (head,) = lab.machines()[before:]
+    start_metadata_service(lab, head["id"])  # all that it may do, it may by its role
+    assert lab.ask("shell", id=head["id"], script=LATER.format(api=api, minutes=21)).strip() == ""
+    try:
+        until(lambda: all_gone(lab), 200, "it is still there")
+    except AssertionError as exc:
+        raise AssertionError(lab.ask("shell", id=head["id"], script=SAID)) from exc
+    laptop("down", "skyfar", "--yes", timeout_s=UP_S)
+    (head,) = lab.machines()[before:]
+    (billed,) = laptop.json("cost", "skyfar")["machines"]
+    assert billed["billed_s"] >= seconds_of(head) - BILL_SLACK_S
+    assert "no machine is left over" in laptop("gc", "--dry-run", timeout_s=UP_S).stderr
+
+
+def test_with_the_laptop_dead_a_head_of_skypilot_ends_its_run_its_fleet_and_itself(
+    lab: Lab, api: str, sky_user: dict[str, str], laptop: Cli
+) -> None:
+    laptop.environment |= {**sky_user, "RLBOOST_HOME": str(laptop.home)}
+    before = len(lab.machines())
+    job = job_of(laptop, api)
     watching = laptop.start("launch", job, "--yes")
     try:
         until(
