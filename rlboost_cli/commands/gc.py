@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rlboost_cli.terminal.text import counted
+
 if TYPE_CHECKING:
     from rlboost_cli.runs.sweep import Stray
 
@@ -30,7 +32,6 @@ def gc(
     """
     from rlboost_cli.runs import sweep
     from rlboost_cli.terminal import output
-    from rlboost_cli.terminal.text import counted
 
     with output.working() as say:
         found = sweep.look(say, cloud or ())
@@ -55,8 +56,6 @@ def gc(
 
 
 def _question(strays: list[Stray]) -> str:
-    from rlboost_cli.terminal.text import counted
-
     return f"end {counted(len(strays), 'machine')}?"
 
 

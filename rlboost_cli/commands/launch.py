@@ -39,8 +39,7 @@ def launch(
     from rlboost_cli.terminal import output
 
     target = find_target(job_or_run, resume=resume, say=output.progress)
-    plan = launch_plan(target.job.name if target.run is None else target.run.name, target.job)
-    agree(plan, "launch?", yes=yes)
+    agree(launch_plan(target.name, target.job), "launch?", yes=yes)
     with output.working("copying the job's files"):
         found = target.prepare(resume=resume, say=output.progress)
     output.found_run(found)

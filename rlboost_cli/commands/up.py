@@ -32,7 +32,7 @@ def up(
     from rlboost_cli.terminal import output
 
     target = find_target(job, resume=False, say=output.progress)
-    agree(launch_plan(target.job.name if target.run is None else target.run.name, target.job), "up?", yes=yes)
+    agree(launch_plan(target.name, target.job), "up?", yes=yes)
     with output.working("copying the job's files"):
         found = target.prepare(resume=False, say=output.progress)
     output.found_run(found)

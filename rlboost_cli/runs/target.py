@@ -33,6 +33,11 @@ class Target:
     run: RunFolder | None
     """The named run; None where a job file was given."""
 
+    @property
+    def name(self) -> str:
+        """What the run is called, or would be."""
+        return self.job.name if self.run is None else self.run.name
+
     def prepare(self, *, resume: bool, say: Callable[[str], None] = lambda words: None) -> FoundRun:
         """Return the run, made or opened again where that is needed; a run whose head is elsewhere is looked
         at first.
