@@ -253,10 +253,14 @@ class Reader:
 
     async def until(self, ready, timeout_s: float = 90.0) -> None:
         """Wait until `ready()`, or the engine has died."""
-        async with asyncio.timeout(timeout_s * SLOWNESS):
-            while not ready() and self.died is None:
-                self._changed.clear()
-                await self._changed.wait()
+        try:
+            async with asyncio.timeout(timeout_s * SLOWNESS):
+                while not ready() and self.died is None:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            came = {i: (len(r.ids), r.finished) for i, r in self.responses.items()}
+            pytest.fail(f"not within {timeout_s * SLOWNESS:g} s: {came}, {self._engine.progress()}")
 
     async def ends(self, numbers: Iterable[int], timeout_s: float = 90.0) -> list[Response]:
         """Wait for the ends of these requests and return them in order."""
@@ -292,7 +296,8 @@ def assert_under(
     """The response is the greedy one of `model` (or nearly ties), with its very logprobs."""
     expected_TV = logprobs_under(model, prompt, response.ids)
     chosen = expected_TV[torch.arange(len(response.ids)), torch.tensor(response.ids)]
-    assert (chosen - torch.tensor(response.logprobs)).abs().max() < tolerance
+    apart = (chosen - torch.tensor(response.logprobs)).abs().max()
+    assert apart < tolerance, f"logprobs {response.logprobs} instead of {chosen.tolist()}"
     assert (expected_TV.max(dim=-1).values - chosen).max() < NEAR_TIE
 
 

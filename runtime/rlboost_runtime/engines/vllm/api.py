@@ -106,11 +106,15 @@ _line_decoder = msgspec.json.Decoder(_Line)
 
 
 class VllmApi:
-    """One server. Used from one event loop; every call may run beside the others."""
+    """One server. Used from one event loop; every call may run beside the others.
+
+    Every call has a connection of its own: one that lay idle may be closed by the server (vLLM does after
+    5 s) in the moment in which it is used again, and a failed swap costs the engine.
+    """
 
     def __init__(self, socket: Path, key: str) -> None:
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.UnixConnector(path=str(socket), limit=0),
+            connector=aiohttp.UnixConnector(path=str(socket), limit=0, force_close=True),
             headers={"Authorization": f"Bearer {key}"},
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
             json_serialize=lambda value: msgspec.json.encode(value).decode(),
