@@ -39,7 +39,9 @@ def launch(
     from rlboost_cli.terminal import output
 
     target = find_target(job_or_run, resume=resume, say=output.progress)
-    agree(launch_plan(target.name, target.job), "launch?", yes=yes)
+    with output.working("looking at what the machines cost"):  # SkyPilot may have to start for that
+        plan = launch_plan(target.name, target.job)
+    agree(plan, "launch?", yes=yes)
     with output.working("copying the job's files"):
         found = target.prepare(resume=resume, say=output.progress)
     output.found_run(found)

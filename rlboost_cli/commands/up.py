@@ -32,7 +32,9 @@ def up(
     from rlboost_cli.terminal import output
 
     target = find_target(job, resume=False, say=output.progress)
-    agree(launch_plan(target.name, target.job), "up?", yes=yes)
+    with output.working("looking at what the machines cost"):  # SkyPilot may have to start for that
+        plan = launch_plan(target.name, target.job)
+    agree(plan, "up?", yes=yes)
     with output.working("copying the job's files"):
         found = target.prepare(resume=False, say=output.progress)
     output.found_run(found)

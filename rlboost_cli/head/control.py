@@ -108,14 +108,16 @@ def end_run(run: RunFolder, say: Say) -> None:
 
 def _end_bought(run: RunFolder, say: Say) -> None:
     """End the run on its head while that is there, then the head; a head that is gone ends nothing any more,
-    so that what it launched is ended from here. One on which the run was never started need not answer."""
-    if not head_is_there(run):
-        end_fleet(run, say)
-    elif was_started(run):
+    so that what it launched is ended from here. One on which the run was never started need not answer, and
+    has launched nothing."""
+    is_there = head_is_there(run)
+    if is_there and was_started(run):
         _end_there(run, say)
+    if is_there:
         give_back(run, say)
-    else:
-        give_back(run, say)
+    elif was_started(run):
+        end_fleet(run, say)
+    if not was_started(run):
         close_mirror(run)
     settle(run)
 

@@ -14,6 +14,7 @@ import importlib.util
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import IO
 
 from rlboost_cli.head.connection import Head, HeadUnreachable, Say
 from rlboost_cli.head.console import last_words
@@ -62,7 +63,7 @@ def rent(run: RunFolder, say: Say) -> None:
     offers = _offers(job, provider, say)
     refusal: NoCapacity | QuotaExceeded | None = None
     while True:
-        with alone(run):
+        with alone(run, say=say):
             if run.outcome.exists():
                 raise _ended(run)
             rental = _there(run, provider) or _launch(run, job, provider, offers, refusal, say)
@@ -89,7 +90,7 @@ def give_back(run: RunFolder, say: Say) -> None:
 
     Raises `ProviderError` where its cloud cannot be asked, `RuntimeFault` where it stays.
     """
-    with alone(run):
+    with alone(run, say=say):
         rental = current_rental(run)
         if rental is None or rental.ended_at is not None:
             return
@@ -130,16 +131,23 @@ def is_gone(rental: Rental, view: MachineView | None) -> bool:
 
 
 @contextlib.contextmanager
-def alone(run: RunFolder, *, waits: bool = True) -> Iterator[bool]:
+def alone(run: RunFolder, *, waits: bool = True, say: Say = lambda words: None) -> Iterator[bool]:
     """Keep other commands of this machine from launching or ending the run's head meanwhile, and from noting
     that it ended. Yields whether it is so; not where another does that now and we do not wait."""
     with (run.processes / ".renting").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
+        is_alone = _locks(lock, fcntl.LOCK_NB)
+        if not is_alone and waits:
+            say(f"waiting for another command, which launches or ends the head of {run.name}")
+            is_alone = _locks(lock, 0)
+        yield is_alone
+
+
+def _locks(lock: IO[str], how: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | how)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def note_end(run: RunFolder, rental: Rental, view: MachineView | None, *, ended_now: bool = False) -> Rental:
@@ -299,7 +307,7 @@ def _await_it(run: RunFolder, job: Job, provider: Provider, rental: Rental, say:
                 raise
             view, problem = None, silence.problem
         if view is not None and view.state is MachineState.GONE:
-            with alone(run):
+            with alone(run, say=say):
                 kept = current_rental(run)
                 if kept is not None and kept.ended_at is None:
                     kept = note_end(run, kept, view)

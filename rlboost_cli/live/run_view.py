@@ -83,6 +83,8 @@ def staleness(found: RunStatus) -> list[str]:
         ]
     if found.problem is None:
         return []
+    if not found.was_started:
+        return [found.problem, f"rlboost launch {name} starts it; rlboost down {name} ends it"]
     if not found.is_reached:
         return [found.problem, f"the run goes on without this machine; this is {duration(found.age_s)} old"]
     if found.is_supervised:

@@ -35,6 +35,8 @@ class RunStatus:
     """Whether somebody restarts the run's processes; not asked of a run that has ended."""
     is_reached: bool = True
     """Whether the head answers; a run goes on without the laptop, so that silence says nothing about it."""
+    was_started: bool = True
+    """Whether anything of it may run; not before a head elsewhere was told of it."""
 
 
 def run_status(run: RunFolder, timeout_s: float = 2.0, head: Head | None = None) -> RunStatus:
@@ -86,9 +88,11 @@ def spent_micro_usd(run: RunFolder) -> int | None:
 
 def _status_elsewhere(run: RunFolder, head: Head | None) -> RunStatus:
     """Return the status that the head elsewhere has now, or that it had when it was last seen."""
-    from rlboost_cli.head.mirror import is_live, refresh_if_elsewhere
+    from rlboost_cli.head.mirror import is_live, refresh_if_elsewhere, was_started
     from rlboost_cli.runs.elsewhere import asked_of_its_cloud
 
+    if not run.outcome.exists() and not was_started(run):
+        return _status_before_its_start(run)
     silence = refresh_if_elsewhere(run, head=head)
     if silence is not None:
         silence = asked_of_its_cloud(run, lambda words: None, silence)
@@ -104,6 +108,24 @@ def _status_elsewhere(run: RunFolder, head: Head | None) -> RunStatus:
         problem=None if ended else problem,
         is_supervised=ended or is_supervised(run),
         is_reached=ended or silence is None,
+    )
+
+
+def _status_before_its_start(run: RunFolder) -> RunStatus:
+    from rlboost_cli.head.renting import rate_of
+    from rlboost_runtime.rental import current_rental
+
+    rental, cost = current_rental(run), ""
+    if rental is not None and rental.ended_at is None:
+        cost = f"; {rental.machine} in {rental.zone} may be there for it, at {rate_of(rental)}"
+    return RunStatus(
+        _stored(run),
+        is_live=False,
+        has_ended=False,
+        age_s=_age_s(run),
+        problem=f"{run.name} was not started on its head yet{cost}",
+        is_reached=False,
+        was_started=False,
     )
 
 

@@ -388,6 +388,49 @@ def test_a_console_that_may_not_be_read_does_not_hide_why_it_was_looked_at(
     assert ec2.instances() == []
 
 
+def test_a_run_whose_head_was_never_bought_is_shown_as_such_and_ended_without_asking_a_cloud(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What could not be bought for want of credentials needs none to be ended."""
+
+    def is_asked(*_: object) -> None:
+        raise CredentialsRejected("no credentials", "sign in")
+
+    monkeypatch.setattr(AwsProvider, "describe", is_asked)
+    monkeypatch.setattr(AwsProvider, "terminate", is_asked)
+    said = CliRunner().invoke(app, ["status", "far"])
+    assert "far was not started on its head yet" in said.output
+    assert "goes on" not in said.output
+    said = CliRunner().invoke(app, ["down", "far", "--yes"])
+    assert (said.exit_code, is_complete(run)) == (0, True), said.output
+
+
+def test_status_names_a_head_that_was_bought_for_a_run_that_never_came_to_it(
+    ec2: FakeEc2, run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_in(monkeypatch)
+    rent(run, silently)
+    assert (
+        "head-1 in us-east-2a may be there for it, at $" in CliRunner().invoke(app, ["status", "far"]).output
+    )
+
+
+def test_who_waits_for_another_command_that_rents_the_head_says_so(
+    ec2: FakeEc2, run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_in(monkeypatch)
+    said: list[str] = []
+    with renting.alone(run):
+        other = threading.Thread(target=rent, args=(run, said.append))
+        other.start()
+        deadline = time.monotonic() + 10
+        while not said and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert said[:1] == ["waiting for another command, which launches or ends the head of far"]
+    other.join(timeout=60)
+    assert len(ec2.instances()) == 1
+
+
 def test_where_there_is_none_nothing_is_rented_and_another_id_is_asked_for_next(
     ec2: FakeEc2, run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
