@@ -32,10 +32,11 @@ def gc(
     """
     from rlboost_cli.runs import sweep
     from rlboost_cli.terminal import output
+    from rlboost_runtime.errors import ConfigError
 
     with output.working() as say:
         found = sweep.look(say, cloud or ())
-    wanted = [stray for stray in found.strays if stray.is_ours or all_owners]
+    wanted = [s for s in found.strays if (s.is_ours or all_owners) and not s.is_head_with_results]
     if as_json:
         output.as_json({"machines": [_plain(stray, stray in wanted) for stray in found.strays]})
     elif found.strays:
@@ -43,7 +44,11 @@ def gc(
         output.table(("run", "machine", "cloud", "place", "why"), rows)
     for problem in found.silent:
         output.progress(f"note: not everything could be asked: {problem.problem}")
-    if wanted and not dry_run and (yes or not output.is_terminal() or output.confirm(_question(wanted))):
+    if wanted and not (dry_run or yes or output.is_terminal()):
+        raise ConfigError(
+            f"{_question(wanted)} nobody is here to be asked", "add --yes to end them, --dry-run to look only"
+        )
+    if wanted and not dry_run and (yes or output.confirm(_question(wanted))):
         with output.working() as say:
             problems = sweep.end(wanted, say)
         output.progress(f"ended {counted(len(wanted) - len(problems), 'machine')}")

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from rlboost_cli.head.rental_books import find_out
 from rlboost_providers.base import CanSweep, MachineState, Owned
 from rlboost_providers.ending import PATIENCE_S
 from rlboost_runtime.errors import NotYet, ProviderError, RLBoostError
@@ -36,6 +37,8 @@ class Stray:
     why: str
     is_ours: bool
     end: Callable[[], None]
+    is_head_with_results: bool = False
+    """What its run leaves may be on it alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,8 @@ class Sweep:
 
 
 def look(say: Callable[[str], None], clouds: Iterable[str] = ()) -> Sweep:
-    """Return what no open run owns; `clouds` are asked beside those that jobs here name.
+    """Return what no open run owns; `clouds` are asked beside those that jobs here name. An open run whose
+    rented head is gone by its cloud's word is noted as ended first: nobody looks after its machines.
 
     Takes seconds per cloud. A cloud that does not answer is told in `silent`, and the others are asked.
     """
@@ -58,6 +62,9 @@ def look(say: Callable[[str], None], clouds: Iterable[str] = ()) -> Sweep:
     for run in runs.values():
         try:
             wanted |= _clouds_of(run)
+            if is_open(run) and run.rentals.exists():
+                say(f"asking for the head of {run.name}")
+                find_out(run, say)
             if not is_open(run):
                 say(f"asking what is left of {run.name}")
                 found |= {("", left.run, left.machine): left for left in _left_of(run, say)}
@@ -155,8 +162,9 @@ def _stray(owned: Owned, cloud: CanSweep, runs: dict[str, RunFolder]) -> Stray |
     if is_ours and run is not None and is_open(run):
         return None
     why = "its run is not known here" if run is None else "its run has ended"
-    if run is not None and name != owned.run and _has_no_output(run):
-        why += "; what it leaves is on this machine until `rlboost down` fetches it"
+    has_results = run is not None and name != owned.run and _has_no_output(run)
+    if has_results:
+        why += f"; what it leaves is on this machine: `rlboost down {name}` fetches it and ends the machine"
     return Stray(
         name,
         owned.machine,
@@ -166,6 +174,7 @@ def _stray(owned: Owned, cloud: CanSweep, runs: dict[str, RunFolder]) -> Stray |
         why if is_ours else f"it is of another owner, {owned.owner or 'unnamed'}",
         is_ours,
         lambda: cloud.end(owned),
+        has_results,
     )
 
 

@@ -535,8 +535,29 @@ def test_gc_finds_a_head_by_its_tags_once_its_run_has_ended(
     write_json(run.outcome, {"state": "done"})
     (stray,) = sweep.look(silently).strays
     assert (stray.run, stray.machine, stray.is_ours) == ("far", "head-1", True)
-    assert "until `rlboost down` fetches it" in stray.why
+    assert "`rlboost down far` fetches it and ends the machine" in stray.why
+    said = CliRunner().invoke(app, ["gc", "--yes"])
+    assert (said.exit_code, len(ec2.instances())) == (0, 1), "nothing else has its results"
     assert sweep.end([stray], silently) == []
+    assert ec2.instances() == []
+
+
+def test_gc_finds_the_machines_of_an_open_run_whose_head_is_gone(
+    ec2: FakeEc2, run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_in(monkeypatch)
+    rent(run, silently)
+    open_mirror(run)
+    fleet = provider_for(stored_job(run), run)
+    bootstrap = {"machine": "spot-0", "instances": ("spot-0/0",)}
+    fleet.launch(LaunchRequest(run.name, "spot-0", fleet.offers()[0], bootstrap))
+    assert CliRunner().invoke(app, ["gc", "--yes"]).exit_code == 0
+    assert len(ec2.instances()) == 2, "its run is open"
+    ec2.powered_off("head-1")
+    said = CliRunner().invoke(app, ["gc"])
+    assert (said.exit_code, len(ec2.instances())) == (2, 1), "nobody was asked"
+    assert "add --yes" in said.output
+    assert CliRunner().invoke(app, ["gc", "--yes"]).exit_code == 0
     assert ec2.instances() == []
 
 
