@@ -22,5 +22,12 @@ def role_of_workers() -> list[str]:
     return found[1].replace("\\\n", "").splitlines()
 
 
+def role_of_heads() -> list[str]:
+    """Return the commands of docs/head.md that make the role of a head on AWS."""
+    found = re.search(r"^```bash\n(aws iam create-role .*?)^```", *_in("head.md"))
+    assert found is not None
+    return found[1].splitlines()
+
+
 def _in(page: str) -> tuple[str, int]:
     return (DOCS / page).read_text(), re.MULTILINE | re.DOTALL

@@ -52,21 +52,13 @@ def launch(
         if not detach:
             _watch(found.run)
     except KeyboardInterrupt:
-        if not _may_go_on(found.run):
-            output.not_started(found.run)
+        if not output.left_alone(found.run):
             raise
-        detach = True
+        return
     if detach:
         output.detached(found.run)
     else:
         _finish(found.run)
-
-
-def _may_go_on(run: RunFolder) -> bool:
-    """Whether the run may go on by itself: with a head elsewhere not before it is started there."""
-    from rlboost_cli.head.mirror import was_started
-
-    return not run.head.exists() or was_started(run)
 
 
 def _watch(run: RunFolder) -> None:

@@ -38,7 +38,11 @@ def up(
     with output.working("copying the job's files"):
         found = target.prepare(resume=False, say=output.progress)
     output.found_run(found)
-    with output.working() as say:
-        bring_up(found.run, say)
+    try:
+        with output.working() as say:
+            bring_up(found.run, say)
+    except KeyboardInterrupt:
+        output.left_alone(found.run)
+        raise
     name = found.run.name
     output.show(f"{name} is up; rlboost launch {name} trains, rlboost down {name} ends it")

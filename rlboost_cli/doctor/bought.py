@@ -76,8 +76,14 @@ def judge_identity(job: Job) -> Finding:
         who = f"{job.trainer.role} in {own}"
     elif _has_skypilots_role(job):
         who = f"SkyPilot's own service account in {own}"
-    keys = f", with {', '.join(job.secrets)}" if job.secrets else ""
-    return ok("identity", f"the head is {who}{keys}")
+    if "@PROJECT." in (job.trainer.role or ""):
+        return fail(
+            "identity",
+            f"trainer.role is {job.trainer.role}, as the template has it",
+            "write your project's id for PROJECT",
+        )
+    keys = [name for name in job.secrets if any(name in each for each in _KEYS.values())]
+    return ok("identity", f"the head is {who}{', with ' + ', '.join(keys) if keys else ''}")
 
 
 def _is_known_to(cloud: str, job: Job) -> bool:

@@ -94,7 +94,8 @@ def place_of(job: Job) -> HeadPlace | None:
     """Return where the head of the job's open run is, or would be; None while no machine is known."""
     run = newest_run(job.name)
     if run is not None and run.head.exists() and is_open(run):
-        return kept_place(run)
+        place = kept_place(run)
+        return place if place.host else None
     trainer = job.trainer
     if not trainer.hosts:
         return None
@@ -106,7 +107,9 @@ def place_of(job: Job) -> HeadPlace | None:
 def look(place: HeadPlace, *, listen: bool) -> dict[str, Any]:
     """Return what `head_program.py` says there, by what it looked at. Raises `RLBoostError`."""
     program = resources.files("rlboost_cli.doctor").joinpath("head_program.py").read_bytes()
-    ssh = SshHost(place.host, jump_host=place.jump_host, identity_file=place.identity_file)
+    ssh = SshHost(
+        place.host, jump_host=place.jump_host, identity_file=place.identity_file, host_key=place.host_key
+    )
     request = {"folder": place.folder, "python": place.python, "listen": listen}
     try:
         return ssh.talk(

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from rlboost_cli.head.control import come_home
 from rlboost_cli.live.attach import follow, outcome_of
 from rlboost_cli.live.plain_lines import NewLines
 from rlboost_cli.planning.rates import FIRST_STEPS_LEFT_OUT, MIN_STEPS
 from rlboost_cli.runs.supervision import bring_up, want_training
+from rlboost_cli.terminal.output import left_alone
 from rlboost_runtime.errors import RuntimeFault
 from rlboost_runtime.job import Job
 from rlboost_runtime.run_create import prepare_run
@@ -34,12 +36,18 @@ def probe(job_file: Path, job: Job, progress: Callable[[str], None]) -> RunFolde
     run = prepare_run(job_file, short).run
     progress(f"measuring: {PROBE_STEPS} steps of this job as run {run.name}")
     want_training(run)
-    bring_up(run, progress)
-    lines = NewLines()
-    for status in follow(run):
-        for line in lines.of(status):
-            progress(f"  {line}")
+    try:
+        bring_up(run, progress)
+        lines = NewLines()
+        for status in follow(run):
+            for line in lines.of(status):
+                progress(f"  {line}")
+    except KeyboardInterrupt:
+        left_alone(run)
+        raise
     ended = outcome_of(run)
+    if run.head.exists():
+        come_home(run, progress)
     if ended.state != "done":
         raise RuntimeFault(
             f"the measuring run {run.name} {ended.state}: {ended.problem or 'no reason given'}",

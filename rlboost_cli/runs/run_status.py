@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlboost_cli.runs.liveness import is_supervised
 from rlboost_runtime.core.money import MICRO_USD_PER_USD
-from rlboost_runtime.errors import NotFound
+from rlboost_runtime.errors import NotFound, RLBoostError
 from rlboost_runtime.run_folder import RunFolder, read_json
 from rlboost_runtime.run_index import all_runs
 
@@ -70,6 +70,23 @@ def run_status(run: RunFolder, timeout_s: float = 2.0, head: Head | None = None)
 def runs_table() -> list[dict[str, Any]]:
     """Return one row per run, oldest first, from files only: quick, and also right while nothing answers."""
     return [_row(run) for run in all_runs()]
+
+
+def _row(run: RunFolder) -> dict[str, Any]:
+    """Return one run's row, also where a file of it is damaged: it must not hide the others."""
+    try:
+        return _sound_row(run)
+    except (RLBoostError, OSError, ValueError, TypeError, AttributeError):
+        return {
+            "run": run.name,
+            "state": "damaged",
+            "running": False,
+            "step": 0,
+            "steps": None,
+            "reward_mean": None,
+            "spent_usd": None,
+            "age_s": None,
+        }
 
 
 def spent_micro_usd(run: RunFolder) -> int | None:
@@ -142,7 +159,7 @@ def _age_s(run: RunFolder) -> float:
     return max(0.0, time.time() - path.stat().st_mtime)
 
 
-def _row(run: RunFolder) -> dict[str, Any]:
+def _sound_row(run: RunFolder) -> dict[str, Any]:
     data = _stored(run)
     job = read_json(run.job_json) or {}
     spent = spent_micro_usd(run)

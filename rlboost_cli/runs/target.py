@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +68,11 @@ def find_target(argument: str, *, resume: bool, say: Callable[[str], None] = lam
     still. Raises `ConfigError` (bad job file, ended run) and `NotFound`."""
     path = Path(argument)
     if _is_file(path, argument):
-        return Target(_load(path), path, None)
+        job = _load(path)
+        if resume and (newest := newest_run(job.name)) is not None:
+            look_at(newest, say)
+            _require_steps_left(newest, job)
+        return Target(job, path, None)
     run = _find_run(argument)
     look_at(run, say)
     if not is_open(run) and not resume:
@@ -77,9 +82,21 @@ def find_target(argument: str, *, resume: bool, say: Callable[[str], None] = lam
             f"rlboost launch {run.name} --resume continues it; a job file starts a new run",
         )
     source = None if is_open(run) else source_of(run)
-    if source is not None:
-        return Target(_load(source), source, run)
-    return Target(stored_job(run), None, run)
+    job = stored_job(run) if source is None else _load(source)
+    _require_steps_left(run, job)
+    return Target(job, source, run)
+
+
+def _require_steps_left(run: RunFolder, job: Job) -> None:
+    """Raise `ConfigError` where a run that is to be resumed has nothing left to do: it would rent machines
+    for that."""
+    trained = (read_json(run.status) or {}).get("step")
+    is_done = (read_json(run.outcome) or {}).get("state") == "done"
+    if is_done and isinstance(trained, int) and trained >= job.algorithm.steps:
+        raise ConfigError(
+            f"{run.name} is done: all of its {trained} steps are trained",
+            "raise algorithm.steps in its job file to go on; another name there starts a new run",
+        )
 
 
 def find_job(argument: str) -> tuple[Job, Path]:
@@ -94,7 +111,7 @@ def find_job(argument: str) -> tuple[Job, Path]:
 
 
 def _is_file(path: Path, argument: str) -> bool:
-    return path.is_file() or path.suffix in (".yaml", ".yml") or "/" in argument
+    return os.path.isfile(path) or path.suffix in (".yaml", ".yml") or "/" in argument
 
 
 def _find_run(argument: str) -> RunFolder:

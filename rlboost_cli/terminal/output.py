@@ -160,8 +160,19 @@ def detached(run: RunFolder) -> None:
     progress(f"  rlboost down {run.name}             ends it")
 
 
-def not_started(run: RunFolder) -> None:
-    """Say that nothing of the run goes on, as its head elsewhere was not ready yet, and what can be done."""
+def left_alone(run: RunFolder) -> bool:
+    """Say, where a command was interrupted, whether the run goes on by itself, and return that: with a head
+    elsewhere not before it was started there."""
+    from rlboost_cli.head.mirror import was_started
+
+    if not run.head.exists() or was_started(run):
+        detached(run)
+        return True
+    _not_started(run)
+    return False
+
+
+def _not_started(run: RunFolder) -> None:
     progress(f"{run.name} has not been started on its head")
     progress(f"  rlboost launch {run.name}           goes on with that")
     if run.rentals.exists():

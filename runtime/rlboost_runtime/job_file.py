@@ -13,7 +13,7 @@ from typing import NamedTuple
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import HttpReward, Job, num_devices
 from rlboost_runtime.job_checks.disk import check_disk, find_model
-from rlboost_runtime.job_checks.sense import check_sense
+from rlboost_runtime.job_checks.sense import check_reach, check_sense
 from rlboost_runtime.job_checks.shape import field_type, sections, validate
 from rlboost_runtime.job_checks.tree import FieldPath, Mistake, SyntaxMistake, Tree, dotted, parse
 
@@ -41,6 +41,7 @@ def load_job(path: Path) -> Job:
         raise _errors(path, [f"{path}:{exc.line}: {exc.problem}"]) from exc
     job, mistakes = validate(tree.data)
     mistakes = [*tree.mistakes, *mistakes, *check_sense(tree.data), *check_disk(tree.data, path.parent)]
+    mistakes += check_reach(job) if job is not None else []
     if job is None or mistakes:
         raise _errors(path, _lines(path, tree, mistakes))
     return _with_absolute_model(job, path.parent)

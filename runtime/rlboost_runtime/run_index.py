@@ -5,6 +5,8 @@ Cheap on purpose: commands that only look at a run load no more than this. Makin
 
 from __future__ import annotations
 
+import os
+
 from rlboost_runtime.errors import NotFound
 from rlboost_runtime.run_folder import RunFolder, home
 
@@ -14,7 +16,7 @@ _NAMES_TOLD = 8  # of the runs there are, in an error
 def find_run(name: str) -> RunFolder:
     """Return the run called `name`. Raises `NotFound`, naming those that there are."""
     run = RunFolder.named(name)
-    if _is_plain(name) and run.job_json.exists():
+    if _is_plain(name) and os.path.exists(run.job_json):  # pathlib raises where no file can have such a name
         return run
     others = ", ".join(r.name for r in all_runs()[-_NAMES_TOLD:])
     raise NotFound(f"no run {name} in {home() / 'runs'}", f"runs there: {others or 'none'}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -15,9 +16,10 @@ import pytest
 from cloudlab.client import Lab
 
 from rlboost_providers.skypilot.environment import VARIABLE
-from tests.setup_commands import role_of_workers, set_up
+from tests.setup_commands import role_of_heads, role_of_workers, set_up
 
 ACCOUNT = "123456789012"
+SHIPPED = files("rlboost_templates").joinpath("policies/aws.json")
 ANSWERS = "AKIANEWUSER\nnew-secret\nus-east-2\njson\n"
 """To what `aws configure` asks."""
 
@@ -57,9 +59,27 @@ def test_the_five_commands_make_a_user_who_may_do_what_we_do(lab: Lab, account: 
     (policy,) = iam.list_attached_user_policies(UserName="new-user")["AttachedPolicies"]
     version = iam.get_policy(PolicyArn=policy["PolicyArn"])["Policy"]["DefaultVersionId"]
     document = iam.get_policy_version(PolicyArn=policy["PolicyArn"], VersionId=version)["PolicyVersion"]
-    shipped = json.loads(files("rlboost_templates").joinpath("policies/aws.json").read_text())
-    assert document["Document"] == shipped
+    assert document["Document"] == json.loads(SHIPPED.read_text())
     assert "us-east-2" in said[-1], "the prices of what can be had"
+
+
+def test_the_role_of_heads_may_launch_and_use_its_bucket(lab: Lab, account: Any, shell: Any) -> None:
+    iam: Any = boto3.client("iam", region_name="us-east-1", endpoint_url=lab.url)
+    with contextlib.suppress(iam.exceptions.EntityAlreadyExistsException):
+        iam.create_policy(PolicyName="rlboost", PolicyDocument=SHIPPED.read_text())
+    for command in ["aws configure", *role_of_heads()]:
+        shell(command)
+    (role,) = iam.get_instance_profile(InstanceProfileName="rlboost-head")["InstanceProfile"]["Roles"]
+    (policy,) = iam.list_attached_role_policies(RoleName=role["RoleName"])["AttachedPolicies"]
+    assert policy["PolicyName"] == "rlboost"
+    bucket = iam.get_role_policy(RoleName="rlboost-head", PolicyName="bucket")["PolicyDocument"]
+    places = [statement["Resource"] for statement in bucket["Statement"]]
+    assert places == ["arn:aws:s3:::MY-BUCKET/*", "arn:aws:s3:::MY-BUCKET"]
+    iam.remove_role_from_instance_profile(InstanceProfileName="rlboost-head", RoleName="rlboost-head")
+    iam.delete_instance_profile(InstanceProfileName="rlboost-head")
+    iam.detach_role_policy(RoleName="rlboost-head", PolicyArn=policy["PolicyArn"])
+    iam.delete_role_policy(RoleName="rlboost-head", PolicyName="bucket")
+    iam.delete_role(RoleName="rlboost-head")
 
 
 def test_the_role_of_workers_exists_and_has_no_rights(lab: Lab, account: Any, shell: Any) -> None:

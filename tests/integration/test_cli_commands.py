@@ -19,6 +19,7 @@ from rlboost_cli.runs.supervision import bring_up
 from rlboost_runtime.coordinator.ledger import Ledger
 from rlboost_runtime.errors import RuntimeFault
 from rlboost_runtime.job import Job
+from rlboost_runtime.job_file import load_job
 from rlboost_runtime.processes import run_environment, tagged
 from rlboost_runtime.run_create import prepare_run
 from rlboost_runtime.run_folder import RunFolder, read_json, write_json
@@ -147,6 +148,27 @@ def test_the_list_of_runs_shows_what_does_not_run(run: RunFolder) -> None:
         None,
     )
     assert "rollout (not running)" in rlboost("status").stdout
+
+
+@pytest.mark.parametrize("damage", ["status.json", "job.json", "ledger.sqlite", "outcome.json"])
+def test_a_damaged_run_hides_no_other(run: RunFolder, tmp_path: Path, damage: str) -> None:
+    other = prepare_run(tmp_path / "job.yaml", load_job(tmp_path / "job.yaml")).run
+    (other.path / damage).write_text("{" if damage.endswith("json") else "no ledger")
+    rows = {row["run"]: row["state"] for row in json.loads(rlboost("status", "--json").stdout)["runs"]}
+    assert rows == {run.name: "provisioning", other.name: "damaged"}
+    assert "damaged" in rlboost("status").stdout
+
+
+def test_a_run_that_is_done_is_not_resumed_for_nothing(run: RunFolder) -> None:
+    write_json(run.outcome, {"state": "done", "exit_code": 0})
+    write_json(run.status, {"run": "demo", "state": "done", "step": 200, "steps": 200})
+    done = rlboost("launch", "demo", "--resume", "--yes", code=2)
+    assert "demo is done: all of its 200 steps are trained" in done.stderr
+    assert "raise algorithm.steps in its job file" in done.stderr
+
+
+def test_an_argument_that_no_file_can_be_called_is_no_run(run: RunFolder) -> None:
+    assert "no run aaa" in rlboost("launch", "a" * 300, code=3).stderr
 
 
 def test_cost_works_before_during_and_in_each_format(run: RunFolder) -> None:

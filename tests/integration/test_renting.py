@@ -23,6 +23,7 @@ from rlboost_cli.head.rental_books import find_out, settle
 from rlboost_cli.head.renting import give_back, rent
 from rlboost_cli.main import app
 from rlboost_cli.money.costs import report_of
+from rlboost_cli.planning import probe
 from rlboost_cli.runs import sweep
 from rlboost_cli.runs.target import find_target
 from rlboost_cli.runs.teardown import end_run
@@ -227,14 +228,31 @@ def test_ctrl_c_while_the_head_boots_says_that_nothing_goes_on(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(renting, "_is_let_in", cut_off)
-    said = CliRunner().invoke(app, ["launch", "far", "--yes"])
-    assert said.exit_code == 130
-    assert "far has not been started on its head" in said.output
-    assert "ends the head, which costs money until then" in said.output
-    assert "goes on\n" not in said.output
+    for command in ("launch", "up"):
+        said = CliRunner().invoke(app, [command, "far", "--yes"])
+        assert said.exit_code == 130
+        assert "far has not been started on its head" in said.output
+        assert "ends the head, which costs money until then" in said.output
+        assert "goes on\n" not in said.output
     open_mirror(run)
     said = CliRunner().invoke(app, ["launch", "far", "--yes"])
     assert (said.exit_code, "detached; far goes on" in said.output) == (0, True)
+
+
+def test_ctrl_c_while_a_job_is_measured_says_what_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut_off(run: RunFolder, say: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("RLBOOST_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(probe, "bring_up", cut_off)
+    job = tmp_path / "job.yaml"
+    job.write_text("name: near\nmodel: {init: tiny}\ndata: {reasoning_gym: [spell_backward]}\n")
+    said = CliRunner().invoke(app, ["plan", str(job), "--probe", "--yes"])
+    assert said.exit_code == 130
+    assert "near-probe goes on" in said.output
+    assert "rlboost down near-probe" in said.output
 
 
 def test_a_run_whose_start_was_never_heard_of_is_not_bought_a_second_time(

@@ -187,6 +187,7 @@ def test_bad_input_exits_2_before_anything_long(arguments: list[str], found: str
 def test_a_job_with_cloud_offers_is_simulated_on_their_machines(folder: Path) -> None:
     cloud = "{infra: aws/us-east-2, accelerators: 'L40S:4', egress_usd_per_gb: 0.5}"
     job = JOB.replace("{infra: local, price_usd_per_hour: 3}", cloud)
+    job = job.replace("trainer: {", "trainer: {address: head.example.org, ")
     (folder / "job.yaml").write_text(job)
     done = rlboost("simulate", "job.yaml", "--trace", "market.csv", "--policy", "paper", "--json")
     assert "aws/us-east-2 L40S:4" in done.stderr

@@ -140,7 +140,8 @@ def test_open_files(home: Path) -> None:
     judged(machine.judge_open_files(unlimited, unlimited, 4000), Verdict.OK)
     judged(machine.judge_open_files(256, 4096, 4), Verdict.FAIL, "ulimit -n 320")
     judged(machine.judge_open_files(256, 300, 4), Verdict.FAIL, "limits.conf")
-    many = Patient(home, job(rollout={"spot": {"max_instances": 10**8}}))
+    machines = {"max_instances": 10_000, "any_of": [{"infra": "local", "accelerators": "cpu:9999"}]}
+    many = Patient(home, job(rollout={"spot": machines}))
     if resource.getrlimit(resource.RLIMIT_NOFILE)[0] != unlimited:
         judged(only(machine.open_files(many)), Verdict.FAIL)
 

@@ -232,18 +232,31 @@ def test_odd_yaml_is_a_mistake(check: Check, text: str, line: str) -> None:
         ),
         (
             "algorithm: {group_size: 8.5}\n",
-            "4: algorithm.group_size: found 8.5 (a number with a fraction); write a whole number of at least 2",
+            "4: algorithm.group_size: found 8.5 (a number with a fraction); write a whole number of at least 2,"
+            " at most 10000",
         ),
-        ("algorithm: {group_size: true}\n", "4: algorithm.group_size: found true; write a whole number of at least 2"),
-        ("algorithm: {group_size: 1}\n", "4: algorithm.group_size: found 1; write a whole number of at least 2"),
+        (
+            "algorithm: {group_size: true}\n",
+            "4: algorithm.group_size: found true; write a whole number of at least 2, at most 10000",
+        ),
+        (
+            "algorithm: {group_size: 1}\n",
+            "4: algorithm.group_size: found 1; write a whole number of at least 2, at most 10000",
+        ),
         (
             "algorithm: {prompts_per_step: 1000000007, minibatches_per_step: 1000000006}\n",
             "4: algorithm.prompts_per_step: found 1000000007; write a whole number of at least 1, at most 1000000",
         ),
         ("algorithm: {clip_low: 1}\n", "4: algorithm.clip_low: found 1; write a number greater than 0, less than 1, or null"),
         ("algorithm: {clip_high: -1}\n", "4: algorithm.clip_high: found -1; write a number greater than 0, or null"),
-        ("algorithm: {learning_rate: .nan}\n", "4: algorithm.learning_rate: found nan; write a number greater than 0"),
-        ("algorithm: {learning_rate: 1e999}\n", "4: algorithm.learning_rate: found inf; write a number greater than 0"),
+        (
+            "algorithm: {learning_rate: .nan}\n",
+            "4: algorithm.learning_rate: found nan; write a number greater than 0, at most 10",
+        ),
+        (
+            "algorithm: {learning_rate: 1e999}\n",
+            "4: algorithm.learning_rate: found inf; write a number greater than 0, at most 10",
+        ),
         ("reward_timeout_s: 10s\n", "4: reward_timeout_s: found '10s' (text); write a number greater than 0"),
         (
             "algorithm:\n  temperature:\n",
@@ -311,7 +324,7 @@ def test_a_name_that_cannot_be_a_folder_is_refused(check: Check, name: str) -> N
         ("{init: small}", "model.init: found 'small'; write tiny"),
         (
             "{init: tiny, hidden_size: 100}",
-            "model.hidden_size: found 100; write a whole number of at least 32, a multiple of 32",
+            "model.hidden_size: found 100; write a whole number of at least 32, at most 16384, a multiple of 32",
         ),
         ("{hidden_size: 64}", "model.init: missing; add `init: tiny`"),
         ("tiny", "model: found 'tiny', which is no folder here; write {init: tiny}"),
@@ -346,7 +359,10 @@ DATA_FORMS = "{source: FILE.jsonl}, or {reasoning_gym: [NAME, ...]}"
             "{reasoning_gym: []}",
             "data.reasoning_gym: found an empty list; write a list with at least one entry",
         ),
-        ("{reasoning_gym: [dice], size: 0}", "data.size: found 0; write a whole number of at least 1"),
+        (
+            "{reasoning_gym: [dice], size: 0}",
+            "data.size: found 0; write a whole number of at least 1, at most 100000000",
+        ),
         (
             "{reasoning_gym: [dice], config: {a: [1]}}",
             "data.config.a: found a list; write a number, text, true or false",
@@ -511,6 +527,7 @@ def test_things_of_later_versions_are_named_as_such_once(check: Check, text: str
     assert check(GOOD + text + "\n") == [f"job.yaml:4: {line}"]
 
 
+REACHED = "trainer: {address: head.example.org}\n"
 BOUGHT = "trainer: {infra: aws/us-east-1, accelerators: 'H100:8'}\n"
 
 
@@ -670,7 +687,7 @@ def test_offers_of_several_kinds_stand_side_by_side(check: Check) -> None:
         "[{infra: local}, {infra: ssh, hosts: [me@a]}, {infra: gcp/us-central1, accelerators: L4},"
         " {infra: aws/us-east-2, accelerators: 'H100:8', via: direct, max_price_usd_per_hour: 14.0}]"
     )
-    assert check(GOOD + f"rollout: {{spot: {{any_of: {offers}}}}}\n") == []
+    assert check(GOOD + REACHED + f"rollout: {{spot: {{any_of: {offers}}}}}\n") == []
 
 
 @pytest.mark.parametrize(
@@ -865,9 +882,89 @@ def test_every_field_is_described_with_a_type_and_a_default() -> None:
     assert len({field.path for field in fields}) == len(fields)
     by_path = {field.path: field for field in fields}
     assert by_path["algorithm.group_size"] == (
-        "algorithm.group_size", "a whole number of at least 2", "8", "Responses per prompt."
+        "algorithm.group_size", "a whole number of at least 2, at most 10000", "8", "Responses per prompt."
     )  # fmt: skip
     assert by_path["name"].default == "required"
     assert by_path["rollout.spot.any_of[].market.seed"].default == "0"
     names = {(*path, name) for path, model in sections() for name in model.model_fields}
     assert len(names) == len(fields)
+
+
+SSH = "rollout: {spot: {any_of: [{infra: ssh, hosts: [HOSTS]}]}}\n"
+A_HOST = "write USER@HOST, USER@HOST:PORT, or a name from ~/.ssh/config"
+
+
+@pytest.mark.parametrize("host", ["a b", "a:99999", "-oProxyCommand=x", "a:0", "me@", ""])
+def test_what_is_no_host_is_refused_before_anything_is_launched(check: Check, host: str) -> None:
+    """A run whose machines cannot even be named cannot be ended either."""
+    found = f"5: rollout.spot.any_of[0].hosts[0]: found {host!r}; {A_HOST}"
+    assert check(GOOD + REACHED + SSH.replace("HOSTS", f"'{host}'")) == [f"job.yaml:{found}"]
+
+
+@pytest.mark.parametrize("host", ["me@a:22", "a.example.org", "gpu_1", "me@[fe80::1]:2222", "10.0.0.1"])
+def test_what_ssh_takes_for_a_host_is_one(check: Check, host: str) -> None:
+    assert check(GOOD + REACHED + SSH.replace("HOSTS", f"'{host}'")) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (
+            SSH.replace("HOSTS", "me@a"),
+            "1: trainer.address: missing, though machines of ssh are to reach the head, this machine; add its"
+            " name or IP address, or a trainer.infra that they reach",
+        ),
+        (
+            REACHED + SSH.replace("HOSTS", "a, a"),
+            "5: rollout.spot.any_of[0].hosts: has a twice, but is one machine each; remove one",
+        ),
+        (
+            "trainer: {infra: aws/us-east-1, accelerators: 'H100:8', ranks: 16}\noutput: s3://b/p\n",
+            "4: trainer.ranks: is 16, one per GPU, but H100:8 has 8; write at most that",
+        ),
+        (
+            "trainer: {infra: ssh, hosts: [a, b]}\n",
+            "4: trainer.hosts: found a list; write exactly one host, such as [ME@MACHINE]",
+        ),
+        (
+            "trainer: {address: 'http://x:80'}\n",
+            "4: trainer.address: found 'http://x:80'; write a name or an IP address, without scheme and port; or"
+            " null",
+        ),
+        (
+            "reward: {http: 'https://h/x', model: m}\n",
+            "4: reward.model: is m, but speaks is plain; write speaks: chat, or remove it",
+        ),
+        (
+            "reward: {http: 'http://u:p@h/x'}\n",
+            "4: reward.http: found a URL with a password, which everybody sees; name its variable: key_variable",
+        ),
+        ("secrets: [A, A]\n", "4: secrets: has A twice; remove one"),
+        (
+            "env: {RLBOOST_HOME: x}\n",
+            "4: env: has RLBOOST_HOME, by which RLBoost's own processes are told; remove it",
+        ),
+        (
+            "rollout: {spot: {max_instances: 1000000000}}\n",
+            "4: rollout.spot.max_instances: found 1000000000; write a whole number of at least 0, at most 10000",
+        ),
+        (
+            "budget: {max_usd: 1.0e300}\n",
+            "4: budget.max_usd: found 1e+300; write a number greater than 0, at most 1000000000, or null",
+        ),
+        (
+            "output: s3://B_ad..Bucket/x\n",
+            "4: output: found 's3://B_ad..Bucket/x'; write s3://BUCKET/PREFIX, gs://..., az://..., or a folder by"
+            " its whole path, such as /mnt/runs",
+        ),
+    ],
+)
+def test_what_would_fail_once_it_costs_money_is_refused(check: Check, text: str, line: str) -> None:
+    assert check(GOOD + text) == [f"job.yaml:{line}"]
+
+
+def test_an_evaluation_leaves_prompts_to_train_on(check: Check) -> None:
+    data = "name: a\nmodel: {init: tiny}\ndata: {reasoning_gym: [dice], size: 32}\n"
+    (line,) = check(data + "evaluation: {prompts: 32}\n")
+    assert line.endswith("is 32, which leaves none of data.size 32 to train on; write at most 31")
+    assert check(data + "evaluation: {prompts: 31}\n") == []

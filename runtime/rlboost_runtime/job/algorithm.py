@@ -36,13 +36,13 @@ class Algorithm(Model):
     dr_grpo: constant divisor, no std (2503.20783); gspo: one ratio per response (2507.18071); cispo: clipped
     weight, every token keeps its gradient (2506.13585); rloo: leave-one-out baseline (2402.14740);
     reinforce_pp: group baseline, batch std (2501.03262)."""
-    group_size: int = Field(default=8, ge=2)
+    group_size: int = Field(default=8, ge=2, le=10_000)
     """Responses per prompt."""
     prompts_per_step: int = Field(default=128, ge=1, le=1_000_000)
     """Prompts per step; a step has prompts_per_step x group_size responses."""
-    steps: int = Field(default=200, ge=1)
+    steps: int = Field(default=200, ge=1, le=1_000_000_000)
     """Steps of the run: roll out, train, publish."""
-    learning_rate: float = Field(default=1.0e-6, gt=0)
+    learning_rate: float = Field(default=1.0e-6, gt=0, le=10)
     """Peak learning rate."""
     learning_rate_warmup_steps: int = Field(default=5, ge=0)
     """Steps over which the learning rate rises to its peak."""
@@ -76,9 +76,9 @@ class Algorithm(Model):
     mask_truncated: bool = False
     """Leave responses that were cut at max_response_tokens out of the loss; their rewards still count in the
     group."""
-    max_prompt_tokens: int = Field(default=512, ge=1)
+    max_prompt_tokens: int = Field(default=512, ge=1, le=10_000_000)
     """Longest prompt, in tokens."""
-    max_response_tokens: int = Field(default=4096, ge=1)
+    max_response_tokens: int = Field(default=4096, ge=1, le=10_000_000)
     """Longest response, in tokens."""
     overlong_penalty_tokens: int = Field(default=0, ge=0)
     """DAPO's soft overlong penalty over the last so many tokens of max_response_tokens; 0: off."""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlboost_runtime.job.base import Model, Seed
+from rlboost_runtime.job.base import MAX_USD, Host, Model, Seed
 
 Accelerators = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+(:[1-9][0-9]{0,3})?$")]
 """A device and how many of it a machine has, such as H100:8; without a number it is one."""
@@ -41,7 +41,7 @@ class LocalOffer(Model):
     """Where the machines are; local: processes on this machine."""
     accelerators: Accelerators = "cpu"
     """What a machine stands for; cpu:2 is one with two devices, hence two engines."""
-    price_usd_per_hour: float = Field(default=0.0, ge=0)
+    price_usd_per_hour: float = Field(default=0.0, ge=0, le=MAX_USD)
     """What the cost report charges for one machine."""
     market: Market | None = None
     """null: machines stay until they are preempted by hand."""
@@ -52,11 +52,11 @@ class SshOffer(Model):
 
     infra: Literal["ssh"]
     """Where the machines are; ssh: the hosts below."""
-    hosts: list[str] = Field(min_length=1)
+    hosts: list[Host] = Field(min_length=1)
     """USER@HOST, USER@HOST:PORT, or a name from ~/.ssh/config; one machine each."""
     accelerators: Accelerators | None = None
     """GPU and number of them per host, such as H100:8; null: one engine for the whole host."""
-    price_usd_per_hour: float = Field(default=0.0, ge=0)
+    price_usd_per_hour: float = Field(default=0.0, ge=0, le=MAX_USD)
     """What the cost report charges for one machine: nobody sends a bill."""
     jump_host: str | None = None
     """A host through which the others are reached; null: what ~/.ssh/config says."""
@@ -66,6 +66,12 @@ class SshOffer(Model):
     """The Python on the hosts that has rlboost[run] and the engine installed."""
     folder: str = "~/.rlboost"
     """Where machines keep their files on the hosts."""
+
+    @model_validator(mode="after")
+    def _hosts_differ(self) -> Self:
+        if twice := [host for host in self.hosts if self.hosts.count(host) > 1]:
+            raise ValueError(f"hosts has {twice[0]} twice, but is one machine each; remove one")
+        return self
 
 
 class CloudOffer(Model):
@@ -77,7 +83,7 @@ class CloudOffer(Model):
     """GPU and number of them per machine, such as H100:8."""
     via: Literal["skypilot", "direct"] = "skypilot"
     """skypilot: any cloud that it knows; direct: the API of aws or gcp itself, aws with bids of your own."""
-    max_price_usd_per_hour: float | None = Field(default=None, gt=0)
+    max_price_usd_per_hour: float | None = Field(default=None, gt=0, le=MAX_USD)
     """Most that a machine may cost. aws, direct: your bid, which EC2 holds; else what costs more is not
     launched. null: up to the on-demand price."""
     instance_type: str | None = None
@@ -85,9 +91,9 @@ class CloudOffer(Model):
     image: str | None = None
     """The cloud's own name of the image. direct: one that has rlboost (docs/clouds.md); null: the
     cloud's own, onto which it is installed; skypilot: null is its own."""
-    disk_gb: int = Field(default=200, ge=20)
+    disk_gb: int = Field(default=200, ge=20, le=65_536)
     """Size of the machine's disk, in GB."""
-    egress_usd_per_gb: float | None = Field(default=None, ge=0)
+    egress_usd_per_gb: float | None = Field(default=None, ge=0, le=MAX_USD)
     """What a gigabyte from the head to such a machine costs; null: what its cloud usually asks."""
     allow_unlisted: bool = False
     """Use a cloud that can neither list our machines nor end them by itself: what a crash leaves there, you
@@ -127,7 +133,7 @@ class Spot(Model):
     """Offers to choose from, the cheapest that can be had first."""
     min_instances: int = Field(default=0, ge=0)
     """Lower bound in machines while the run generates."""
-    max_instances: int = Field(default=3, ge=0)
+    max_instances: int = Field(default=3, ge=0, le=10_000)
     """Upper bound in machines; the useful number is learned. 0: the reserved node does everything."""
     on_demand_floor: int = Field(default=0, ge=0)
     """While no spot machine is to be had, machines are bought on demand from the same entries until there are

@@ -8,10 +8,12 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from rlboost_runtime.job.algorithm import Algorithm
-from rlboost_runtime.job.base import Model
+from rlboost_runtime.job.base import MAX_USD, Model
 from rlboost_runtime.job.rollout import Rollout
 from rlboost_runtime.job.task import HttpReward, PromptFile, ReasoningGym, TinyModel
 from rlboost_runtime.job.trainer import After, Trainer
+
+_BUCKET = r"^((s3|gs|az)://[a-z0-9]([a-z0-9._-]{{0,220}}[a-z0-9])?(/.*)?{})$"
 
 
 class Weights(Model):
@@ -26,7 +28,7 @@ class Weights(Model):
     peers: bool = False
     """Instances of a zone also pull from one another. They listen on a port for that, which their zone's
     firewall has to let through; those that cannot be reached only pull."""
-    bucket: str | None = Field(default=None, pattern=r"^((s3|gs|az)://[^/]+|file:///).*$")
+    bucket: str | None = Field(default=None, pattern=_BUCKET.format(r"|file:///.*"))
     """s3://BUCKET/PREFIX, gs://... or az://...: the head also puts every version there, below the
     run's name, for instances to pull from; null: they pull from the head."""
     streams: int = Field(default=4, ge=1, le=32)
@@ -38,9 +40,9 @@ class Weights(Model):
 class Budget(Model):
     """When to stop spending."""
 
-    max_usd: float | None = Field(default=None, gt=0)
+    max_usd: float | None = Field(default=None, gt=0, le=MAX_USD)
     """The run ends when it has cost this much; null: no bound."""
-    max_usd_per_hour: float | None = Field(default=None, gt=0)
+    max_usd_per_hour: float | None = Field(default=None, gt=0, le=MAX_USD)
     """No machine is launched that would take the rate above this; null: no bound."""
 
 
@@ -120,7 +122,7 @@ class Job(Model):
     secrets: list[str] = Field(default=[])
     """Names of further ones, whose values are taken from the environment in which you type, such as
     HF_TOKEN; kept beside the run's token, never in the job."""
-    output: str | None = Field(default=None, pattern=r"^((s3|gs|az)://[^/]+|file:///|/).*$")
+    output: str | None = Field(default=None, pattern=_BUCKET.format(r"|file:///.*|/.*"))
     """s3://BUCKET/PREFIX, gs://..., az://..., or a folder by its whole path: checkpoints and the final model
     are copied there, under the run's name; null: they stay in the run's folder."""
     budget: Budget = Budget()
@@ -146,6 +148,10 @@ class Job(Model):
                 f"requirements are not installed into a Python of yours, {self.trainer.python}; install them"
                 " there, and remove it"
             )
+        if taken := [name for name in self.env if name.startswith("RLBOOST_")]:
+            raise ValueError(f"env has {taken[0]}, by which RLBoost's own processes are told; remove it")
+        if twice := [name for name in self.secrets if self.secrets.count(name) > 1]:
+            raise ValueError(f"secrets has {twice[0]} twice; remove one")
         for field, names in (("env", self.env), ("secrets", self.secrets)):
             for name in names:
                 if not name.isidentifier() or not name.isascii():
@@ -154,6 +160,16 @@ class Job(Model):
             raise ValueError(f"env has {broken[0]} with a NUL, which ends every value; remove it")
         if twice := [name for name in self.secrets if name in self.env]:
             raise ValueError(f"secrets has {twice[0]}, and so has env; remove one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _some_prompts_are_trained_on(self) -> Self:
+        data, held_out = self.data, self.evaluation
+        if held_out is not None and isinstance(data, ReasoningGym) and held_out.prompts >= data.size:
+            raise ValueError(
+                f"evaluation.prompts is {held_out.prompts}, which leaves none of data.size {data.size} to"
+                f" train on; write at most {data.size - 1}"
+            )
         return self
 
     @model_validator(mode="after")

@@ -23,9 +23,9 @@ class TinyModel(Model):
 
     init: Literal["tiny"]
     """Asks for a random model."""
-    hidden_size: int = Field(default=128, ge=32, multiple_of=32)
+    hidden_size: int = Field(default=128, ge=32, le=16_384, multiple_of=32)
     """Width of the hidden states."""
-    num_layers: int = Field(default=2, ge=1)
+    num_layers: int = Field(default=2, ge=1, le=256)
     """Transformer layers."""
     seed: Seed = 0
     """Seed of the random weights."""
@@ -47,7 +47,7 @@ class ReasoningGym(Model):
 
     reasoning_gym: list[str] = Field(min_length=1)
     """Names of data sets, mixed evenly."""
-    size: int = Field(default=2000, ge=1)
+    size: int = Field(default=2000, ge=1, le=100_000_000)
     """Number of prompts."""
     seed: Seed = 0
     """Seed of the generated prompts."""
@@ -88,8 +88,12 @@ class HttpReward(Model):
             raise ValueError(
                 f"speaks {self.speaks}, but there is no model; write the name that the server serves"
             )
+        if self.speaks == "plain" and self.model is not None:
+            raise ValueError(f"model is {self.model}, but speaks is plain; write speaks: chat, or remove it")
         if self.question is not None and "{response}" not in self.question:
             raise ValueError("question lacks {response}: every answer would get the same mark; add it")
+        if self.speaks != "chat" and self.question is not None:
+            raise ValueError(f"question is for speaks: chat, but it is {self.speaks}; remove one of them")
         return self
 
 

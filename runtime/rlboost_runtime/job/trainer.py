@@ -7,7 +7,8 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlboost_runtime.job.base import Model
+from rlboost_runtime.job.base import MAX_USD, Host, Model
+from rlboost_runtime.job.fleet import num_devices
 
 OWN_MACHINE = ("hosts", "jump_host", "identity_file", "price_usd_per_hour")
 """Fields of `Trainer` that tell of a machine of the user's own."""
@@ -33,7 +34,7 @@ class Trainer(Model):
     that is bought there on demand and ends itself; via skypilot also CLOUD alone, and azure, lambda and
     nebius. To a head elsewhere everything is brought (docs/head.md): this machine may then be off while the
     run goes on."""
-    hosts: list[str] = Field(default=[], max_length=1)
+    hosts: list[Host] = Field(default=[], max_length=1)
     """ssh: the machine, as USER@HOST, USER@HOST:PORT, or a name from ~/.ssh/config."""
     jump_host: str | None = None
     """ssh: a host through which it is reached; null: what ~/.ssh/config says."""
@@ -52,9 +53,9 @@ class Trainer(Model):
     """Bought: the cloud's own name of the machine, such as p5.48xlarge; null: one that has these GPUs."""
     image: str | None = None
     """Bought: the cloud's own name of the image; null: the cloud's, with the GPU's driver."""
-    disk_gb: int = Field(default=500, ge=20)
+    disk_gb: int = Field(default=500, ge=20, le=65_536)
     """Bought: size of its disk, in GB: weight versions, checkpoints and the token journal lie there."""
-    max_price_usd_per_hour: float | None = Field(default=None, gt=0)
+    max_price_usd_per_hour: float | None = Field(default=None, gt=0, le=MAX_USD)
     """Bought: what costs more is not launched; null: whatever it costs on demand."""
     role: str | None = None
     """Bought: whom the cloud takes it for when it launches spot machines: aws: an instance profile; gcp: a
@@ -65,7 +66,7 @@ class Trainer(Model):
     allow_unended: bool = False
     """Bought via skypilot: use a cloud in which a head cannot end itself (azure, lambda, nebius): while your
     machine is off it goes on costing money after its run, until you end it."""
-    price_usd_per_hour: float = Field(default=0.0, ge=0)
+    price_usd_per_hour: float = Field(default=0.0, ge=0, le=MAX_USD)
     """What the cost report charges for the machine: `local` and `ssh` have no price list of their own."""
     address: str | None = Field(default=None, pattern=r"^[A-Za-z0-9.-]+$")
     """Name or IP address at which spot machines elsewhere reach the machine, on two TLS ports that the run
@@ -119,6 +120,11 @@ class Trainer(Model):
             if self.accelerators is None:
                 raise ValueError(
                     f'accelerators is missing, but infra is {self.infra}; add accelerators: "H100:8"'
+                )
+            if self.ranks > num_devices(self.accelerators):
+                raise ValueError(
+                    f"ranks is {self.ranks}, one per GPU, but {self.accelerators} has"
+                    f" {num_devices(self.accelerators)}; write at most that"
                 )
             self._refuse(OWN_MACHINE, "a machine of your own", "ssh")
             self._check_seller()

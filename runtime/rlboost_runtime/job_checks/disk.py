@@ -186,8 +186,11 @@ def _check_reward(data: dict[str, Any], base: Path) -> Iterator[Mistake]:
         url = reward.get("http")
         if isinstance(url, str) and not _is_http_url(url):
             yield Mistake(("reward", "http"), f"found {shown(url)}; write a URL such as https://HOST/score")
-    elif isinstance(reward, str) and (problem := _reward_problem(reward, data, base)):
-        yield Mistake(("reward",), problem)
+        elif isinstance(url, str) and urlsplit(url).password:
+            problem = "found a URL with a password, which everybody sees; name its variable: key_variable"
+            yield Mistake(("reward", "http"), problem)
+    elif isinstance(reward, str) and (wrong := _reward_problem(reward, data, base)):
+        yield Mistake(("reward",), wrong)
 
 
 def _is_http_url(url: str) -> bool:

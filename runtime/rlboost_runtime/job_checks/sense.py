@@ -1,4 +1,4 @@
-"""Settings of the algorithm that are legal one by one and make no sense together.
+"""Settings that are legal one by one and make no sense together.
 
 Only what a person wrote is judged, never a default: so this works on the plain data of the file. A setting
 that would be ignored is a mistake too, because whoever wrote it counts on it.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from rlboost_runtime.job import IMPORTANCE_CAPS
+from rlboost_runtime.job import IMPORTANCE_CAPS, Job
 from rlboost_runtime.job_checks.tree import Mistake
 
 Section = dict[str, Any]  # any JSON values
@@ -23,6 +23,18 @@ def check_sense(data: Section) -> list[Mistake]:
     transfer = [Mistake(("weights", "transfer"), problem) for problem in _transfer(data, algorithm)]
     checks = (*_clips(algorithm), *_importance(algorithm), *_old_logprobs(algorithm), *_spares(algorithm))
     return [*transfer, *(Mistake(("algorithm", name), problem) for name, problem in checks)]
+
+
+def check_reach(job: Job) -> list[Mistake]:
+    """Return whether machines elsewhere are told no address of the head."""
+    elsewhere = [offer.infra for offer in job.rollout.spot.any_of if offer.infra != "local"]
+    if not elsewhere or job.trainer.is_elsewhere or job.trainer.address is not None:
+        return []
+    problem = (
+        f"missing, though machines of {elsewhere[0]} are to reach the head, this machine; add its name or IP"
+        " address, or a trainer.infra that they reach"
+    )
+    return [Mistake(("trainer", "address"), problem)]
 
 
 def _transfer(data: Section, algorithm: Section) -> Iterator[str]:

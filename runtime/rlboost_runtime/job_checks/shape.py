@@ -49,6 +49,12 @@ FORMS = {
     "weights.bucket": "s3://BUCKET/PREFIX, gs://... or az://...",
     "trainer.infra": "local, ssh, aws/REGION or gcp/REGION; with via: skypilot also azure, lambda or nebius",
     "trainer.accelerators": "a GPU and how many of them, such as H100:8",
+    "trainer.hosts": "exactly one host, such as [ME@MACHINE]",
+    "trainer.hosts[]": "USER@HOST, USER@HOST:PORT, or a name from ~/.ssh/config",
+    "trainer.address": "a name or an IP address, without scheme and port; or null",
+    "trainer.node_address": "HOST:PORT, or null",
+    "reward.key_variable": "the name of a variable, such as REWARD_KEY; or null",
+    "rollout.spot.any_of[].hosts[]": "USER@HOST, USER@HOST:PORT, or a name from ~/.ssh/config",
     "data.config.": "a number, text, true or false",
     "rollout.spot.any_of[]": "{infra: local, market: ...}, {infra: ssh, hosts: [...]} or"
     " {infra: CLOUD/REGION, accelerators: ...}",
