@@ -7,6 +7,7 @@ with the same model and engine, and is None where there is none: nothing is made
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from textwrap import wrap
 from typing import Any
@@ -58,9 +59,18 @@ class LaunchPlan:
     def all_micro_usd_per_hour(self) -> int:
         """What an hour with all machines is likely to cost, as far as prices are known, spot ones at the
         dearest offer. No bound: a bid may be above the price, and a dearer zone the only one that has any."""
+        return self._all_at(max)
+
+    @property
+    def least_micro_usd_per_hour(self) -> int:
+        """The same with all spot ones at the cheapest offer, which is bought first."""
+        return self._all_at(min)
+
+    def _all_at(self, one_of: Callable[[Iterable[int]], int]) -> int:
         prices = [(line, line.price_micro_usd_per_hour or 0) for line in self.lines]
         reserved = sum(line.max_machines * price for line, price in prices if line.pool == "reserved")
-        spot = max((price for line, price in prices if line.pool == "spot"), default=0)
+        known = [line.price_micro_usd_per_hour for line in self.lines if line.pool == "spot"]
+        spot = one_of([price for price in known if price is not None] or [0])
         return reserved + self.max_spot_machines * spot
 
     @property
@@ -98,6 +108,8 @@ def describe_plan(plan: LaunchPlan) -> list[str]:
         lines.append(f"  {line.pool:<9}{count} x {line.infra}, {_price_in_words(line)}")
     known = "" if plan.is_all_priced else ", and what is not known above"
     hour = format_usd(plan.all_micro_usd_per_hour, 4)
+    if plan.least_micro_usd_per_hour != plan.all_micro_usd_per_hour:
+        hour = f"{format_usd(plan.least_micro_usd_per_hour, 4)} to {hour}"
     lines.append(f"  expected {hour} per hour with all machines{known}")
     budget = "none: it runs until its steps are done" if plan.max_usd is None else f"${plan.max_usd:,.2f}"
     hourly = "" if plan.max_usd_per_hour is None else f", at most ${plan.max_usd_per_hour:,.2f} per hour"
@@ -160,6 +172,7 @@ def plan_json(plan: LaunchPlan) -> dict[str, Any]:
             for line in plan.lines
         ],
         "is_charged": plan.is_charged,
+        "least_usd_per_hour": plan.least_micro_usd_per_hour / MICRO_USD_PER_USD,
         "expected_usd_per_hour": plan.all_micro_usd_per_hour / MICRO_USD_PER_USD,
         "budget": {"max_usd": plan.max_usd, "max_usd_per_hour": plan.max_usd_per_hour},
         "forecast": None if plan.forecast is None else _forecast_json(plan.forecast, plan.steps),

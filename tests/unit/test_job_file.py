@@ -968,3 +968,28 @@ def test_an_evaluation_leaves_prompts_to_train_on(check: Check) -> None:
     (line,) = check(data + "evaluation: {prompts: 32}\n")
     assert line.endswith("is 32, which leaves none of data.size 32 to train on; write at most 31")
     assert check(data + "evaluation: {prompts: 31}\n") == []
+
+
+def test_an_evaluation_leaves_lines_of_a_prompt_file_to_train_on(check: Check, folder: Path) -> None:
+    (folder / "few.jsonl").write_text('{"prompt": "a", "answer": "1"}\n' * 3 + "\n")
+    text = (
+        "name: a\nmodel: {init: tiny}\ndata: {source: few.jsonl}\nreward: exact\nevaluation: {prompts: NUM}\n"
+    )
+    assert check(text.replace("NUM", "3")) == [
+        "job.yaml:5: evaluation.prompts: found 3, which leaves none of the 3 in few.jsonl to train on; write less"
+    ]
+    assert check(text.replace("NUM", "2")) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "problems"),
+    [
+        ("{min_word_len: 3, max_word_len: 8}", []),
+        ("{min_word_len: '3'}", ["data.config.min_word_len: found '3'; write a whole number"]),
+        ("{min_word_len: 2.5}", ["data.config.min_word_len: found 2.5; write a whole number"]),
+        ("{min_word_len: true}", ["data.config.min_word_len: found true; write a whole number"]),
+    ],
+)
+def test_options_of_a_data_set_have_its_types(check: Check, config: str, problems: list[str]) -> None:
+    text = f"name: a\nmodel: {{init: tiny}}\ndata: {{reasoning_gym: [spell_backward], config: {config}}}\n"
+    assert check(text) == [f"job.yaml:3: {problem}" for problem in problems]

@@ -31,6 +31,9 @@ PROMPT_LINES_CHECKED = 1000
 MODEL_FOLDER = "write a folder in HF format"
 TRACE_FILE = "a file of `time_ms,add|remove,node` rows"
 
+_TYPES = {"int": int, "float": float, "str": str, "bool": bool}
+_TYPE_WORDS = {"int": "a whole number", "float": "a number", "str": "text", "bool": "true or false"}
+
 
 def check_disk(data: dict[str, Any], base: Path) -> list[Mistake]:
     """Return what is wrong with what `data` names; relative names start at `base`."""
@@ -95,6 +98,22 @@ def _check_prompts(data: dict[str, Any], base: Path) -> Iterator[Mistake]:
         problem = _prompt_file_problem(base / source, source, field if isinstance(field, str) else "prompt")
     if problem:
         yield Mistake(path, problem)
+        return
+    held_out, num = _at(data, "evaluation", "prompts"), _num_prompts(base / source)
+    if isinstance(held_out, int) and num is not None and held_out >= num:
+        problem = f"found {held_out}, which leaves none of the {num} in {source} to train on; write less"
+        yield Mistake(("evaluation", "prompts"), problem)
+
+
+def _num_prompts(path: Path) -> int | None:
+    """Return how many lines a file has that are not empty; None where they are too many to be counted."""
+    num = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if number > PROMPT_LINES_CHECKED:
+                return None
+            num += bool(line.strip())
+    return num
 
 
 def _prompt_file_problem(path: Path, name: str, field: str) -> str | None:
@@ -133,6 +152,7 @@ def _check_gym(data: dict[str, Any]) -> Iterator[Mistake]:
     if not isinstance(names, list) or importlib.util.find_spec("reasoning_gym") is None:
         return
     options = options if isinstance(options, dict) else {}
+    yield from _options_of_another_type(names, options)
     if _sources_agree(names, options):
         return
     known = _gym_options()
@@ -151,20 +171,35 @@ def _check_gym(data: dict[str, Any]) -> Iterator[Mistake]:
 def _sources_agree(names: list[Any], options: dict[str, Any]) -> bool:
     """Whether all names and options stand in reasoning-gym's sources: importing it takes seconds."""
     found = _gym_sources()
-    return all(isinstance(name, str) and name in found and set(options) <= found[name] for name in names)
+    return all(
+        isinstance(name, str) and name in found and options.keys() <= found[name].keys() for name in names
+    )
+
+
+def _options_of_another_type(names: list[Any], options: dict[str, Any]) -> Iterator[Mistake]:
+    found = _gym_sources()
+    for option, value in options.items():
+        wanted = {found[name].get(option, "") for name in names if isinstance(name, str) and name in found}
+        for one in wanted & _TYPES.keys():
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if type(value) is not _TYPES[one] and not (one == "float" and is_number):
+                problem = f"found {shown(value)}; write {_TYPE_WORDS[one]}"
+                yield Mistake(("data", "config", option), problem)
 
 
 @functools.cache
-def _gym_sources() -> dict[str, set[str]]:
-    """Return the data sets in reasoning-gym's sources; what may be an option of each."""
+def _gym_sources() -> dict[str, dict[str, str]]:
+    """Return the data sets in reasoning-gym's sources; what may be an option of each, and its type as it is
+    written there."""
     spec = importlib.util.find_spec("reasoning_gym")
     assert spec is not None
     assert spec.origin is not None
-    found: dict[str, set[str]] = {}
+    found: dict[str, dict[str, str]] = {}
     for path in Path(spec.origin).parent.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
         for name in re.findall(r'^DATASET_NAME = "(\w+)"', text, re.MULTILINE):
-            found[name] = set(re.findall(r"^    (\w+): ", text, re.MULTILINE)) - {"size", "seed"}
+            fields = re.findall(r"^    (\w+): ([^=#\n]+)", text, re.MULTILINE)
+            found[name] = {field: kind.strip() for field, kind in fields if field not in ("size", "seed")}
     return found
 
 
