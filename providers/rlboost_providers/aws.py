@@ -73,6 +73,7 @@ class AwsPool:
     install: str = ""
     """Shell text for `startup.startup_script`."""
     egress_micro_usd_per_gb: int = 0
+    storage_micro_usd_per_hour: int = 0
 
 
 class AwsProvider:
@@ -159,6 +160,7 @@ class AwsProvider:
             max_price_micro_usd_per_hour=pool.max_price_micro_usd_per_hour,
             dearest_micro_usd_per_hour=_first_known(pool.max_price_micro_usd_per_hour, dearest),
             egress_micro_usd_per_gb=pool.egress_micro_usd_per_gb,
+            storage_micro_usd_per_hour=pool.storage_micro_usd_per_hour,
             min_billed_s=MIN_BILLED_S,
         )
 

@@ -66,6 +66,8 @@ class Offer:
     """What it may turn out to cost where its cloud chooses the zone; None: the price, nothing else."""
     egress_micro_usd_per_gb: int = 0
     """What a gigabyte from the head to this machine costs."""
+    storage_micro_usd_per_hour: int = 0
+    """What its disk and public address cost beside the price, where its cloud bills them apart."""
     min_billed_s: int = 0
     """Billed at least, however soon the machine ends."""
     has_spot_market: bool = True
@@ -81,6 +83,11 @@ class Offer:
         """The price to count with until the machine is there."""
         dearest = self.dearest_micro_usd_per_hour
         return self.price_micro_usd_per_hour if dearest is None else dearest
+
+    @property
+    def all_micro_usd_per_hour(self) -> int:
+        """The same with its storage."""
+        return self.most_micro_usd_per_hour + self.storage_micro_usd_per_hour
 
     @property
     def place(self) -> tuple[str, str, str]:

@@ -15,6 +15,7 @@ from rlboost_providers.gcp import DEFAULT_IMAGE, GcpPool
 from rlboost_providers.price_table import ShippedTable
 from rlboost_providers.prices import PriceBook, Quote, parse_accelerator, price_book
 from rlboost_providers.startup import installation
+from rlboost_providers.storage import storage_micro_usd_per_hour
 from rlboost_runtime.core.money import parse_usd
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import CloudOffer
@@ -77,6 +78,7 @@ def _aws_pool(book: PriceBook, offer: CloudOffer, spot: bool) -> AwsPool:
         disk_gb=offer.disk_gb,
         install=install,
         egress_micro_usd_per_gb=egress_micro_usd_per_gb(offer.cloud, offer.egress_usd_per_gb),
+        storage_micro_usd_per_hour=storage_micro_usd_per_hour(offer.cloud, offer.disk_gb, spot=spot),
     )
 
 
@@ -109,6 +111,7 @@ def _gcp_pool(book: PriceBook, offer: CloudOffer, spot: bool) -> GcpPool | None:
         disk_gb=offer.disk_gb,
         install=install,
         egress_micro_usd_per_gb=egress_micro_usd_per_gb(offer.cloud, offer.egress_usd_per_gb),
+        storage_micro_usd_per_hour=storage_micro_usd_per_hour(offer.cloud, offer.disk_gb, spot=spot),
     )
 
 

@@ -81,6 +81,7 @@ class GcpPool:
     install: str = ""
     """Shell text for `startup.startup_script`."""
     egress_micro_usd_per_gb: int = 0
+    storage_micro_usd_per_hour: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +229,7 @@ class GcpProvider:
             source=pool.price_source,
             instance_type=pool.machine_type,
             egress_micro_usd_per_gb=pool.egress_micro_usd_per_gb,
+            storage_micro_usd_per_hour=pool.storage_micro_usd_per_hour,
             min_billed_s=MIN_BILLED_S,
         )
 

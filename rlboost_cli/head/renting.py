@@ -272,6 +272,7 @@ def _intent(machine: str, offer: Offer, job: Job) -> Rental:
         accelerator=offer.accelerator,
         price_micro_usd_per_hour=offer.most_micro_usd_per_hour,
         price_source=offer.source,
+        storage_micro_usd_per_hour=offer.storage_micro_usd_per_hour,
         intended_at=time.time(),
         stays_s=job.after.idle_minutes * 60 if job.after.failed == "down" else 0.0,
     )

@@ -34,6 +34,8 @@ class Rental:
     is_end_guessed: bool = False
     """Its cloud did not say when it ended: `ended_at` is when that was seen, or the latest that it can be."""
     detail: str = ""
+    storage_micro_usd_per_hour: int = 0
+    """What its disk and public address cost beside the price."""
     stays_s: float = 0.0
     """How long it stays, and is billed, after a run that was stopped by its budget."""
 

@@ -30,6 +30,7 @@ machines = st.lists(
     st.tuples(
         st.sampled_from(["reserved", "spot"]),
         st.integers(0, 10**9),  # micro-dollars per hour
+        st.integers(0, 10**6),  # of its storage
         seconds,  # launch
         st.none() | seconds,  # lifetime
         st.none() | seconds,  # a second launch, so long after the end
@@ -46,11 +47,12 @@ budgets = st.none() | st.integers(1, 10**6).map(lambda cents: Budget(max_usd=cen
 
 
 def fill(ledger: Ledger, machines: Any, steps: Any, usage: Any) -> None:
-    for number, (pool, price, start, life, pause, wasted, fails) in enumerate(machines):
+    for number, (pool, price, storage, start, life, pause, wasted, fails) in enumerate(machines):
         name = f"{pool}-{number}"
         ledger.intend(
             name, pool=pool, provider="local", zone="here", accelerator="cpu",
             price_micro_usd_per_hour=price, price_source="test", at=T0 + start,
+            storage_micro_usd_per_hour=storage,
         )  # fmt: skip
         if fails:
             ledger.failed(name, T0 + start, "no capacity")

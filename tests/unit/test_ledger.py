@@ -122,6 +122,24 @@ def test_open_machines_are_those_not_known_to_be_gone(ledger: Ledger) -> None:
     assert ledger.rate_micro_usd_per_hour() == 2_000_000
 
 
+def test_disk_and_address_of_a_machine_are_billed_beside_it_for_as_long(ledger: Ledger) -> None:
+    for machine, storage in (("a", 900_000), ("b", 0)):
+        ledger.intend(
+            machine, pool="spot", provider="x", zone="z", accelerator="cpu", price_source="test", at=T0,
+            price_micro_usd_per_hour=3_600_000, storage_micro_usd_per_hour=storage,
+        )  # fmt: skip
+        ledger.launched(machine, T0)
+    assert ledger.rate_micro_usd_per_hour() == 8_100_000
+    assert ledger.usage(T0 + 4)[UsageKind.STORAGE] == 1000
+    assert ledger.total_micro_usd(T0 + 4) == 2 * 4000 + 1000
+    ledger.ended("a", T0 + 8)
+    ledger.add_usage(UsageKind.STORAGE, 7, "a bucket", T0)
+    for books in (ledger, ledger.spending()):
+        assert books.usage(T0 + 40)[UsageKind.STORAGE] == 2007
+        assert books.total_micro_usd(T0 + 40) == 8000 + 40_000 + 2007
+    assert ledger.spending().totals_micro_usd([T0 + 4, T0 + 40]) == [9007, 50_007]
+
+
 def test_a_machine_without_an_intent_is_refused(ledger: Ledger) -> None:
     for call in (
         lambda: ledger.launched("x", T0),

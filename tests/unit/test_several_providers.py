@@ -202,6 +202,15 @@ def job(*offers: LocalOffer | SshOffer | CloudOffer) -> Job:
     )
 
 
+def test_pools_know_what_disk_and_address_cost_beside_the_price():
+    (aws,) = aws_pools([offer(disk_gb=730)])
+    assert aws.storage_micro_usd_per_hour == 80_000 + 5000
+    (gcp,) = gcp_pools([offer(infra="gcp/us-central1", disk_gb=730)])
+    assert gcp.storage_micro_usd_per_hour == 100_000 + 2500
+    (head,) = gcp_pools([offer(infra="gcp/us-central1", disk_gb=730)], spot=False)
+    assert head.storage_micro_usd_per_hour == 100_000 + 5000
+
+
 def test_a_jobs_offers_become_one_provider_without_loading_an_sdk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from rlboost_providers.base import Offer
 from rlboost_providers.egress import egress_micro_usd_per_gb
+from rlboost_providers.storage import storage_micro_usd_per_hour
 from rlboost_runtime.core.money import MICRO_USD_PER_USD
 from rlboost_runtime.errors import ConfigError
 
@@ -111,6 +112,9 @@ def _offer(entry: Wanted, place: dict[str, Any], asked_for_spot: bool) -> Offer:
         source=SOURCE,
         instance_type=place["instance_type"],
         egress_micro_usd_per_gb=egress_micro_usd_per_gb(place["cloud"], entry.egress_usd_per_gb),
+        storage_micro_usd_per_hour=storage_micro_usd_per_hour(
+            place["cloud"], entry.disk_gb, spot=place["spot"]
+        ),
         min_billed_s=60 if place["cloud"] in ("aws", "gcp") else 0,
         has_spot_market=place["spot"] or not asked_for_spot,
     )

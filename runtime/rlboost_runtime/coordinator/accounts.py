@@ -90,6 +90,12 @@ class MachineBill:
     num_lives: int
     billed_ns: int
     cost_micro_usd: int
+    storage_micro_usd_per_hour: int = 0
+
+    @property
+    def all_micro_usd_per_hour(self) -> int:
+        """The price with what its disk and public address cost beside it."""
+        return self.price_micro_usd_per_hour + self.storage_micro_usd_per_hour
 
     def parts(self, wasted_ns: Mapping[WasteKind, int]) -> BillParts:
         """Split the bill by the wasted time noted for the machine; the parts add up to `cost_micro_usd`.
@@ -123,12 +129,13 @@ class Spending:
         totals = dict.fromkeys(UsageKind, 0)
         for at, kind, amount in self._usage:
             totals[kind] += amount if at <= to_ns(now) else 0
+        totals[UsageKind.STORAGE] += sum(account.storage_micro_usd(to_ns(now)) for account in self._accounts)
         return totals
 
     def total_micro_usd(self, now: float) -> int:
         """Return everything spent up to `now`. Never falls as `now` grows."""
         until = to_ns(now)
-        machines = sum(account.cost_micro_usd(until) for account in self._accounts)
+        machines = sum(account.all_micro_usd(until) for account in self._accounts)
         return machines + sum(amount for at, _, amount in self._usage if at <= until)
 
     def totals_micro_usd(self, moments: Sequence[float]) -> list[int]:
@@ -145,9 +152,9 @@ class Spending:
                 here.append(coming.popleft())
             while usage and usage[0][0] <= until:
                 settled += usage.popleft()[2]
-            settled += sum(account.cost_micro_usd(until) for account in here if account.is_over(until))
+            settled += sum(account.all_micro_usd(until) for account in here if account.is_over(until))
             here = [account for account in here if not account.is_over(until)]
-            totals.append(settled + sum(account.cost_micro_usd(until) for account in here))
+            totals.append(settled + sum(account.all_micro_usd(until) for account in here))
         return totals
 
 
@@ -158,12 +165,14 @@ class Account:
     state, detail.
     """
 
-    __slots__ = ("_ends", "_full_cost", "_intervals", "_price", "_row", "begins")
+    __slots__ = ("_ends", "_full_cost", "_intervals", "_price", "_row", "_storage", "begins")
 
-    def __init__(self, row: Row, earlier: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, row: Row, earlier: Sequence[tuple[int, int]], storage: int = 0) -> None:
+        """`storage`: micro-dollars per hour for its disk and public address."""
         price, launched, ended = row[5], row[8], row[9]
         self._row = row
         self._price: int = price
+        self._storage = storage
         self._intervals: list[tuple[int, int | None]] = [*earlier]
         if launched is not None:
             self._intervals.append((launched, ended))
@@ -181,6 +190,11 @@ class Account:
         )
 
     @property
+    def all_micro_usd_per_hour(self) -> int:
+        """What an hour of it costs, its disk and public address with it."""
+        return self._price + self._storage
+
+    @property
     def ends(self) -> int:
         """When it stops costing, 0 where that is not known or it never cost anything."""
         return self._ends or 0
@@ -196,6 +210,17 @@ class Account:
         if self.is_over(until):
             return self._full_cost
         return cost_micro_usd(self._price, self._billed_ns(until))
+
+    def storage_micro_usd(self, until: int) -> int:
+        """Return what its disk and public address cost up to `until` (nanoseconds)."""
+        if self._storage == 0 or self.begins is None or until <= self.begins:
+            return 0
+        last = until if self._ends is None else min(until, self._ends)
+        return cost_micro_usd(self._storage, self._billed_ns(last))
+
+    def all_micro_usd(self, until: int) -> int:
+        """Return what it and its storage cost up to `until` (nanoseconds)."""
+        return self.cost_micro_usd(until) + self.storage_micro_usd(until)
 
     def bill(self, until: int) -> MachineBill:
         """Return its bill up to `until` (nanoseconds)."""
@@ -217,6 +242,7 @@ class Account:
             num_lives=len(self._intervals),
             billed_ns=self._billed_ns(until),
             cost_micro_usd=self.cost_micro_usd(until),
+            storage_micro_usd_per_hour=self._storage,
         )
 
 
@@ -228,6 +254,7 @@ class ClosedBills:
     """Of the data, as other connections change it."""
     bills: list[MachineBill]
     cost_micro_usd: int
+    storage_micro_usd: int
     until: int
     """The last end among them; they hold from then on."""
 

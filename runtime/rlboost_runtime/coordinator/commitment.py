@@ -19,7 +19,7 @@ _OPEN = (MachineBookState.INTENDED, MachineBookState.RUNNING)
 def committed_micro_usd(bills: Iterable[MachineBill], now_ns: int) -> int:
     """Return what machines will cost beyond `now_ns` at least: open ones the time to end them, all the
     rest of the shortest time that their clouds bill."""
-    return sum(cost_micro_usd(bill.price_micro_usd_per_hour, _rest_ns(bill, now_ns)) for bill in bills)
+    return sum(cost_micro_usd(bill.all_micro_usd_per_hour, _rest_ns(bill, now_ns)) for bill in bills)
 
 
 def room_micro_usd(
@@ -46,7 +46,8 @@ def least_micro_usd(provider: str, price_micro_usd_per_hour: int) -> int:
 
 def stay_micro_usd(head: Rental) -> int:
     """Return what a bought head costs while it waits, after its run, to be looked at."""
-    return cost_micro_usd(head.price_micro_usd_per_hour, round(head.stays_s * 1e9))
+    rate = head.price_micro_usd_per_hour + head.storage_micro_usd_per_hour
+    return cost_micro_usd(rate, round(head.stays_s * 1e9))
 
 
 def wind_down_ns(provider: str) -> int:

@@ -23,7 +23,7 @@ def counterfactual(
 ) -> dict[str, object]:
     """Return `usd_per_million_tokens`, `saving_fraction` and `basis`; `spent`: micro-dollars per step."""
     measured = _measured(steps, spent)
-    price = sum(b.price_micro_usd_per_hour for b in bills if b.pool == "reserved")
+    price = sum(b.all_micro_usd_per_hour for b in bills if b.pool == "reserved")
     reason = _why_unknown(bills, measured, price)
     if reason is not None:
         return {"usd_per_million_tokens": None, "saving_fraction": None, "basis": f"not known: {reason}"}

@@ -325,7 +325,7 @@ class Fleet:
 
     def _intend(self, machine: str, offer: Offer) -> None:
         """Note the intent, if the cap and the budget allow it. Never waits: no other launch comes between."""
-        price = offer.most_micro_usd_per_hour
+        price = offer.all_micro_usd_per_hour
         if self._cap is not None and machine not in self._ledger.open_machines():
             rate = self._ledger.rate_micro_usd_per_hour()
             if rate + price > self._cap:
@@ -353,9 +353,10 @@ class Fleet:
             provider=offer.provider,
             zone=offer.zone,
             accelerator=offer.accelerator,
-            price_micro_usd_per_hour=price,  # lowered once the cloud has chosen the zone
+            price_micro_usd_per_hour=offer.most_micro_usd_per_hour,  # lowered once a zone is chosen
             price_source=offer.source,
             at=self._clock.wall(),
+            storage_micro_usd_per_hour=offer.storage_micro_usd_per_hour,
         )
         if offer.egress_micro_usd_per_gb:
             self._ledger.set_egress_price(machine, offer.egress_micro_usd_per_gb)

@@ -35,6 +35,9 @@ CREATE TABLE IF NOT EXISTS usage (
     id INTEGER PRIMARY KEY, at INTEGER NOT NULL, kind TEXT NOT NULL, micro_usd INTEGER NOT NULL,
     basis TEXT NOT NULL
 ) STRICT;
+CREATE TABLE IF NOT EXISTS storage_prices (
+    machine TEXT PRIMARY KEY, micro_usd_per_hour INTEGER NOT NULL
+) STRICT;
 CREATE TABLE IF NOT EXISTS egress_prices (
     machine TEXT PRIMARY KEY, micro_usd_per_gb INTEGER NOT NULL
 ) STRICT;

@@ -54,8 +54,12 @@ class MachineBook(LedgerFile):
         price_micro_usd_per_hour: int,
         price_source: str,
         at: float,
+        storage_micro_usd_per_hour: int = 0,
     ) -> None:
-        """Note that `machine` is about to be launched. Launch only after this has returned."""
+        """Note that `machine` is about to be launched. Launch only after this has returned.
+
+        `storage_micro_usd_per_hour`: what its disk and public address cost beside the price.
+        """
         if price_micro_usd_per_hour < 0:
             raise ValueError(f"price of {machine} is negative: {price_micro_usd_per_hour}")
         with self._billing() as db:
@@ -75,6 +79,12 @@ class MachineBook(LedgerFile):
                     MachineBookState.INTENDED,
                 ),
             )
+            if storage_micro_usd_per_hour:
+                db.execute(
+                    "INSERT INTO storage_prices (machine, micro_usd_per_hour) VALUES (?, ?)"
+                    " ON CONFLICT (machine) DO NOTHING",
+                    (machine, storage_micro_usd_per_hour),
+                )
 
     def intend_rental(self, machine: str, rental: Rental) -> None:
         """Note the reserved machine that a head is, as it was rented."""
@@ -87,6 +97,7 @@ class MachineBook(LedgerFile):
             price_micro_usd_per_hour=rental.price_micro_usd_per_hour,
             price_source=rental.price_source,
             at=rental.intended_at,
+            storage_micro_usd_per_hour=rental.storage_micro_usd_per_hour,
         )
 
     def launched(self, machine: str, at: float) -> None:
@@ -208,15 +219,13 @@ class MachineBook(LedgerFile):
         until = to_ns(now)
         closed, accounts = self._bought(until)
         machines = closed.cost_micro_usd + sum(account.cost_micro_usd(until) for account in accounts)
-        return machines + sum(self.usage(now).values())
+        storage = closed.storage_micro_usd + sum(account.storage_micro_usd(until) for account in accounts)
+        return machines + storage + sum(self._noted_usage(until).values())
 
     def rate_micro_usd_per_hour(self) -> int:
         """Return what an hour costs with the machines that are running or asked for now."""
-        rows = self._rows(
-            "SELECT coalesce(sum(price_micro_usd_per_hour), 0) FROM machines WHERE state IN (?, ?)",
-            (MachineBookState.INTENDED, MachineBookState.RUNNING),
-        )
-        return int(rows[0][0])
+        with self._snapshot():
+            return sum(account.all_micro_usd_per_hour for account in self._accounts(_OPEN))
 
     def add_usage(self, kind: UsageKind, micro_usd: int, basis: str, at: float) -> None:
         """Add money that is not machine time; `basis` says what was counted at which price."""
@@ -230,7 +239,15 @@ class MachineBook(LedgerFile):
 
     def usage(self, now: float) -> dict[UsageKind, int]:
         """Return micro-dollars per kind up to `now`; every kind is present."""
-        rows = self._rows("SELECT kind, sum(micro_usd) FROM usage WHERE at <= ? GROUP BY kind", (to_ns(now),))
+        until = to_ns(now)
+        closed, accounts = self._bought(until)
+        found = self._noted_usage(until)
+        found[UsageKind.STORAGE] += closed.storage_micro_usd
+        found[UsageKind.STORAGE] += sum(account.storage_micro_usd(until) for account in accounts)
+        return found
+
+    def _noted_usage(self, until: int) -> dict[UsageKind, int]:
+        rows = self._rows("SELECT kind, sum(micro_usd) FROM usage WHERE at <= ? GROUP BY kind", (until,))
         return dict.fromkeys(UsageKind, 0) | {UsageKind(kind): int(total) for kind, total in rows}
 
     def add_waste(self, kind: WasteKind, machine: str, seconds: float) -> None:
@@ -276,8 +293,16 @@ class MachineBook(LedgerFile):
             "SELECT machine, launched_at, ended_at FROM lives ORDER BY rowid"
         ):
             earlier.setdefault(machine, []).append((start, end))
+        storage = self._storage_prices()
         rows = self._db.execute(_MACHINES.format(which=which)).fetchall()
-        return [Account(row, earlier.get(row[0], [])) for row in rows]
+        return [Account(row, earlier.get(row[0], []), storage.get(row[0], 0)) for row in rows]
+
+    def _storage_prices(self) -> dict[str, int]:
+        """Return micro-dollars per hour by machine; a file of an older program, opened to be read, has
+        none."""
+        if self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'storage_prices'").fetchone() is None:
+            return {}
+        return dict(self._db.execute("SELECT machine, micro_usd_per_hour FROM storage_prices").fetchall())
 
     def _bought(self, until: int) -> tuple[ClosedBills, list[Account]]:
         """Return bills that are final by `until`, and the accounts of all other machines."""
@@ -290,10 +315,11 @@ class MachineBook(LedgerFile):
                     version,
                     bills,
                     sum(bill.cost_micro_usd for bill in bills),
+                    sum(account.storage_micro_usd(END_OF_TIME) for account in accounts),
                     max((account.ends for account in accounts), default=0),
                 )
             if until < self._closed.until:
-                return ClosedBills(version, [], 0, 0), self._accounts(_ALL)
+                return ClosedBills(version, [], 0, 0, 0), self._accounts(_ALL)
             return self._closed, self._accounts(_OPEN)
 
 
