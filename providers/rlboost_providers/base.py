@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol, runtime_checkable
+
+from rlboost_runtime.errors import ProviderError, Retry, RLBoostError
 
 
 class MachineState(StrEnum):
@@ -143,6 +145,31 @@ class Owned:
     """The cloud's own name of it, for `CanSweep.end`."""
 
 
+class PartlyListed(ProviderError):
+    """Some of the places that were asked did not answer; what the others have is known all the same.
+
+    `views`: what is known; `silent`: providers that may have machines which are not in it. Exit code and
+    `retry` are those of what the silent ones said.
+    """
+
+    def __init__(self, views: Sequence[MachineView], problems: Mapping[str, RLBoostError]) -> None:
+        """`problems`: what the silent ones said, by the provider's name."""
+        said = min(problems.values(), key=lambda each: retry_of(each) is not Retry.LATER)
+        names = ", ".join(problems)
+        is_told = isinstance(said, PartlyListed)
+        text = said.problem if is_told else f"nobody knows what is left in {names}: {said.problem}"
+        super().__init__(text, said.remedy)
+        self.views = tuple(views)
+        self.silent = frozenset(problems)
+        self.exit_code = said.exit_code
+        self.retry = retry_of(said)
+
+
+def retry_of(problem: RLBoostError) -> Retry:
+    """Return where and when asking again makes sense; what a person wrote wrongly is never right."""
+    return problem.retry if isinstance(problem, ProviderError) else Retry.NEVER
+
+
 class Provider(Protocol):
     """One cloud."""
 
@@ -164,7 +191,10 @@ class Provider(Protocol):
         """
 
     def describe(self, run: str) -> list[MachineView]:
-        """Return every machine tagged with `run`, also those that ended lately."""
+        """Return every machine tagged with `run`, also those that ended lately.
+
+        Raises `PartlyListed` where some of its places do not answer.
+        """
 
     def watch(self, run: str) -> list[MachineView] | None:
         """Return what `describe` would, as often as this cloud bears it; None: too soon since the last.

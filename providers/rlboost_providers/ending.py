@@ -1,7 +1,8 @@
 """Ending every machine of a run for certain: what the supervisor does at the end, and `rlboost down`.
 
 Guarantee once `end_every` returns: the provider lists no living machine of the run. A provider that does not
-answer, or is still starting, is asked again until the time is up; machines are ended side by side.
+answer, or is still starting, is asked again until the time is up; machines are ended side by side. Where some
+clouds do not answer, what the others have is ended before that is said.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from rlboost_providers.base import MachineState, MachineView, Provider
+from rlboost_providers.base import MachineState, MachineView, PartlyListed, Provider
 from rlboost_runtime.errors import ProviderError, Retry, RuntimeFault
 
 PATIENCE_S = 240.0
@@ -43,11 +44,15 @@ def end_every(
     asked: dict[str, None] = {}
     while True:
         is_late = time.monotonic() > deadline
-        views = _describe(provider, run, say, is_last=is_late)
-        if views is not None:
-            alive = [view.machine for view in views if view.state is not MachineState.GONE]
-            if not alive:
-                return Ended(tuple(asked), tuple(views))
+        views, silence = _describe(provider, run)
+        alive = [view.machine for view in views if view.state is not MachineState.GONE]
+        if silence is not None:
+            if not alive and (is_late or silence.retry is not Retry.LATER):
+                raise silence
+            say(f"waiting for the cloud: {silence.problem}")
+        elif not alive:
+            return Ended(tuple(asked), tuple(views))
+        if alive:
             if is_late and asked:
                 raise RuntimeFault(
                     f"machines of {run} are left: {', '.join(alive)}", f"type `rlboost down {run}` again"
@@ -58,16 +63,14 @@ def end_every(
         time.sleep(_AGAIN_S)
 
 
-def _describe(
-    provider: Provider, run: str, say: Callable[[str], None], *, is_last: bool
-) -> list[MachineView] | None:
+def _describe(provider: Provider, run: str) -> tuple[Sequence[MachineView], ProviderError | None]:
+    """Return what is known, and why that is not all."""
     try:
-        return provider.describe(run)
-    except ProviderError as problem:
-        if is_last or problem.retry is not Retry.LATER:
-            raise
-        say(f"waiting for the cloud: {problem.problem}")
-        return None
+        return provider.describe(run), None
+    except PartlyListed as silence:
+        return silence.views, silence
+    except ProviderError as silence:
+        return (), silence
 
 
 def _terminate(provider: Provider, run: str, machines: Sequence[str], say: Callable[[str], None]) -> bool:

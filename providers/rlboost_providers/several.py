@@ -1,16 +1,18 @@
 """Several clouds as one `Provider`: the cheapest offer of all, and one list of machines.
 
 Guarantees: a cloud that does not answer takes nothing from what the others say, and its machines are taken
-to be as they were last seen (never as gone); where it has not been seen at all, nothing is known and
-`describe` says so. A machine is ended at the cloud that has it, or at every cloud where that is not known.
+to be as they were last seen (never as gone); where it has not been seen at all, `describe` says so beside
+what the others have (`PartlyListed`). A machine is ended at the cloud that has it, or at every cloud where
+that is not known.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from rlboost_providers.base import (
     Ability,
@@ -19,13 +21,16 @@ from rlboost_providers.base import (
     LaunchRequest,
     MachineView,
     Offer,
+    PartlyListed,
     Provider,
 )
 from rlboost_providers.preempting import absent
-from rlboost_runtime.errors import ConfigError, ProviderError
+from rlboost_runtime.errors import ConfigError, ProviderError, RLBoostError
 from rlboost_runtime.logs import event
 
 log = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
 
 
 class Several:
@@ -47,18 +52,12 @@ class Several:
 
     def offers(self) -> list[Offer]:
         """Return all offers, cheapest first. Raises only where no cloud answers, what the first one said."""
-        found: list[Offer] = []
-        problems: list[ProviderError] = []
-        with ThreadPoolExecutor(len(self._providers)) as pool:
-            asked = {name: pool.submit(provider.offers) for name, provider in self._providers.items()}
-            for name, answer in asked.items():
-                try:
-                    found += answer.result()
-                except ProviderError as problem:
-                    event(log, "provider.offers_failed", provider=name, problem=problem.problem)
-                    problems.append(problem)
-        if problems and len(problems) == len(self._providers):
-            raise problems[0]
+        answers, problems = self._ask(lambda provider: provider.offers())
+        for name, problem in problems.items():
+            event(log, "provider.offers_failed", provider=name, problem=problem.problem)
+        if not answers:
+            raise next(iter(problems.values()))
+        found = [offer for offers in answers.values() for offer in offers]
         return sorted(found, key=lambda offer: offer.price_micro_usd_per_hour)
 
     def launch(self, request: LaunchRequest) -> MachineView:
@@ -73,26 +72,23 @@ class Several:
         return view
 
     def describe(self, run: str) -> list[MachineView]:
-        """Return every cloud's machines of the run."""
-        for name, provider in self._providers.items():
-            try:
-                self._remember(name, provider.describe(run))
-            except ProviderError as problem:
-                self._bear(name, problem)
+        """Return every cloud's machines of the run. Raises `PartlyListed` where one was never seen."""
+        answers, problems = self._ask(lambda provider: provider.describe(run))
+        for name, views in answers.items():
+            self._remember(name, views)
+        self._bear(problems)
         return self._last()
 
     def watch(self, run: str) -> list[MachineView] | None:
-        """Ask the clouds that are due; None where none is, or where one has not been seen yet."""
-        is_news = False
-        for name, provider in self._providers.items():
-            try:
-                views = provider.watch(run)
-            except ProviderError as problem:
-                self._bear(name, problem)
-                continue
-            if views is not None:
-                is_news = True
-                self._remember(name, views)
+        """Ask the clouds that are due; None where none is, or where one has not been seen yet.
+
+        Raises as `describe` where one that was never seen is due and does not answer.
+        """
+        answers, problems = self._ask(lambda provider: provider.watch(run))
+        news = {name: views for name, views in answers.items() if views is not None}
+        for name, views in news.items():
+            self._remember(name, views)
+        is_news = self._bear(problems) or bool(news)
         return self._last() if is_news and self._described.issuperset(self._providers) else None
 
     def terminate(self, run: str, machine: str) -> None:
@@ -103,7 +99,7 @@ class Several:
         for name in there or self._providers:
             try:
                 self._providers[name].terminate(run, machine)
-            except ProviderError as problem:
+            except RLBoostError as problem:
                 problems.append(problem)
         if problems:
             raise problems[0]
@@ -127,11 +123,37 @@ class Several:
         found = (each.console(run, machine) for each in showing if isinstance(each, CanShowConsole))
         return next(found, "")
 
-    def _bear(self, name: str, problem: ProviderError) -> None:
-        """Go on without the word of a cloud that was seen before; raise `problem` for one that was not."""
-        if name not in self._described:
-            raise problem
-        event(log, "provider.describe_failed", provider=name, problem=problem.problem)
+    def _ask(self, ask: Callable[[Provider], Answer]) -> tuple[dict[str, Answer], dict[str, RLBoostError]]:
+        """Ask all clouds side by side; return their answers, and what those said that gave none."""
+        answers: dict[str, Answer] = {}
+        problems: dict[str, RLBoostError] = {}
+        with ThreadPoolExecutor(len(self._providers)) as pool:
+            asked = {name: pool.submit(ask, provider) for name, provider in self._providers.items()}
+        for name, call in asked.items():
+            try:
+                answers[name] = call.result()
+            except RLBoostError as problem:
+                problems[name] = problem
+        return answers, problems
+
+    def _bear(self, problems: Mapping[str, RLBoostError]) -> bool:
+        """Go on without the word of clouds that were seen before; return whether they said a part of it.
+
+        Raises `PartlyListed` for those that were not, or what the first of them said where nothing is known.
+        """
+        is_news = False
+        for name, problem in problems.items():
+            event(log, "provider.describe_failed", provider=name, problem=problem.problem)
+            if isinstance(problem, PartlyListed):
+                is_news = True
+                with self._lock:
+                    self._seen.setdefault(name, {}).update({view.machine: view for view in problem.views})
+        silent = {name: problem for name, problem in problems.items() if name not in self._described}
+        if silent and len(silent) == len(self._providers) and not self._last():
+            raise next(iter(silent.values()))
+        if silent:
+            raise PartlyListed(self._last(), silent)
+        return is_news
 
     def _remember(self, name: str, views: list[MachineView]) -> None:
         with self._lock:

@@ -10,6 +10,7 @@ import pytest
 from rlboost_providers import ending
 from rlboost_providers.base import MachineState, MachineView
 from rlboost_providers.ending import end_every
+from rlboost_providers.several import Several
 from rlboost_runtime.errors import CredentialsRejected, NotYet, ProviderError, RuntimeFault
 
 
@@ -62,6 +63,15 @@ def test_a_cloud_that_rejects_us_is_not_asked_for_minutes():
     with pytest.raises(CredentialsRejected):
         end_every(cloud, "run", timeout_s=5)
     assert time.monotonic() - began < 2
+
+
+def test_what_one_cloud_has_is_ended_before_it_is_said_that_another_rejects_us():
+    answering, silent = Cloud("spot-0", "spot-1"), Cloud()
+    silent.failures = [CredentialsRejected("expired", "sign in")] * 9
+    with pytest.raises(ProviderError, match="left in gcp: expired") as told:
+        end_every(Several({"gcp": silent, "aws": answering}), "run", timeout_s=5)
+    assert told.value.exit_code == CredentialsRejected.exit_code
+    assert answering.alive == set()
 
 
 def test_what_is_left_at_the_end_is_named():

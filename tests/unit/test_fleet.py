@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from rlboost_providers.base import LaunchRequest, MachineState, MachineView, Offer
+from rlboost_providers.base import LaunchRequest, MachineState, MachineView, Offer, Provider
+from rlboost_providers.several import Several
 from rlboost_runtime.coordinator import fleet as fleet_module
 from rlboost_runtime.coordinator import offer_choice
 from rlboost_runtime.coordinator.accounts import MachineBookState
@@ -24,7 +25,7 @@ from rlboost_runtime.coordinator.state import State
 from rlboost_runtime.coordinator.waste import WasteMeter
 from rlboost_runtime.core import machines as core_machines
 from rlboost_runtime.core.messages import CoreConfig, LaunchFailed, RunEnding, TerminateMachine
-from rlboost_runtime.errors import NoCapacity, ProviderError
+from rlboost_runtime.errors import CredentialsRejected, NoCapacity, ProviderError
 from rlboost_runtime.run_folder import RunFolder
 from rlboost_runtime.seams import SystemClock, SystemDisk
 
@@ -72,7 +73,7 @@ class Made:
     """A fleet with a real core and ledger."""
 
     def __init__(
-        self, folder: Path, cloud: Cloud, cap: int | None, num_machines: int, floor: int = 0
+        self, folder: Path, cloud: Provider, cap: int | None, num_machines: int, floor: int = 0
     ) -> None:
         self.run = RunFolder(folder)
         self.run.journal.mkdir()
@@ -100,7 +101,7 @@ class Made:
 
 @asynccontextmanager
 async def fleet_on(
-    folder: Path, cloud: Cloud, cap: int | None = None, num_machines: int = 1, floor: int = 0
+    folder: Path, cloud: Provider, cap: int | None = None, num_machines: int = 1, floor: int = 0
 ) -> AsyncIterator[Made]:
     made = Made(folder, cloud, cap, num_machines, floor)
     made.state.journal.start(asyncio.get_running_loop())
@@ -391,6 +392,36 @@ async def test_at_the_deadline_an_unknown_machine_counts_as_left(tmp_path: Path)
         cloud.after_list = fail
         assert await made.fleet.end_all(0.2) == ["spot-0"]
         assert made.ledger.open_machines() == ["spot-0"]
+
+
+class Silent(Cloud):
+    """A cloud that sells nothing and never says what it has."""
+
+    def offers(self) -> list[Offer]:
+        return []
+
+    def describe(self, run: str) -> list[MachineView]:
+        raise CredentialsRejected("signed out", "sign in")
+
+
+async def test_a_cloud_that_never_answers_keeps_no_other_clouds_machine_from_its_end(tmp_path: Path) -> None:
+    cloud = Cloud()
+    both = Several({"gcp": Silent(), "local": cloud})
+    async with fleet_on(tmp_path, both, num_machines=2) as made:
+        await until(lambda: len(made.ledger.running_machines()) == 2)
+        made.ledger.intend(
+            "spot-77", pool="spot", provider="gcp", zone="zone", accelerator="cpu",
+            price_micro_usd_per_hour=PRICE, price_source="test", at=time.time(),
+        )  # fmt: skip
+        made.ledger.launched("spot-77", time.time())
+        made.fleet._bought.add("spot-77", Offer("gcp", "zone", "cpu", PRICE, True, "test"))
+        cloud.end("spot-0", started_at=time.time(), ended_at=time.time())
+        await until(lambda: made.book_state("spot-0") == "gone")
+        cloud.views.pop("spot-1")
+        await until(lambda: made.book_state("spot-1") == "gone")
+        assert await made.fleet.end_all(0.5) == ["spot-77"], "nobody says that it is gone"
+        assert all(view.state is MachineState.GONE for view in cloud.views.values())
+        assert made.ledger.open_machines() == ["spot-77"]
 
 
 async def test_a_closed_fleet_launches_nothing(tmp_path: Path) -> None:

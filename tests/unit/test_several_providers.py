@@ -7,13 +7,28 @@ from pathlib import Path
 
 import pytest
 
-from rlboost_providers.base import Ability, LaunchRequest, MachineState, MachineView, Offer, Pace
+from rlboost_providers.base import (
+    Ability,
+    LaunchRequest,
+    MachineState,
+    MachineView,
+    Offer,
+    Pace,
+    PartlyListed,
+)
 from rlboost_providers.direct_offers import aws_pools, expected_usd_per_hour, gcp_pools
 from rlboost_providers.registry import cheapest_offer, prices_of, provider_for, require_ends
 from rlboost_providers.several import Several
 from rlboost_providers.startup import startup_script
 from rlboost_providers.tags import machine_name, owner_of
-from rlboost_runtime.errors import ConfigError, ProviderError, Throttled
+from rlboost_runtime.errors import (
+    ConfigError,
+    CredentialsRejected,
+    ProviderError,
+    Retry,
+    RLBoostError,
+    Throttled,
+)
 from rlboost_runtime.job import CloudOffer, Job, LocalOffer, ReasoningGym, Rollout, Spot, SshOffer, TinyModel
 from rlboost_runtime.run_folder import RunFolder
 
@@ -26,7 +41,7 @@ class Cloud:
     def __init__(self, name: str, price: int) -> None:
         self.name, self.price = name, price
         self.views: dict[str, MachineView] = {}
-        self.problem: ProviderError | None = None
+        self.problem: RLBoostError | None = None
         self.is_due = True
         self.ended: list[str] = []
 
@@ -112,6 +127,32 @@ def test_nothing_is_known_while_a_cloud_has_never_been_seen(clouds) -> None:
         several.describe("r")
     dear.problem, dear.is_due = None, False
     assert several.watch("r") is None
+
+
+REFUSALS = [CredentialsRejected("signed out", "sign in"), ConfigError("no project", "name one")]
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: type(refusal).__name__)
+def test_a_cloud_that_was_never_seen_hides_nothing_of_the_others(clouds, refusal) -> None:
+    dear, cheap, several = clouds
+    launch(several, 1, "spot-0")
+    cheap.problem = refusal
+    assert [offer.provider for offer in several.offers()] == ["aws"]
+    dear.views["spot-0"] = MachineView("spot-0", MachineState.GONE, 1.0, 2.0)
+    for ask in (several.watch, several.describe):
+        with pytest.raises(PartlyListed, match=r"in gcp: (signed out|no project)") as told:
+            ask("r")
+        assert told.value.views == (dear.views["spot-0"],)
+        assert told.value.silent == {"gcp"}
+        assert (told.value.exit_code, told.value.retry) == (refusal.exit_code, Retry.NEVER)
+
+
+def test_a_cloud_whose_settings_are_wrong_keeps_no_other_from_being_asked_to_end_a_machine(clouds) -> None:
+    dear, cheap, several = clouds
+    dear.problem = ConfigError("no region", "name one")
+    with pytest.raises(ConfigError):
+        several.terminate("r", "spot-9")
+    assert cheap.ended == ["spot-9"]
 
 
 def test_watching_is_silent_while_no_cloud_is_due(clouds) -> None:

@@ -17,11 +17,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlboost_providers.base import CanPreempt, LaunchRequest, MachineState, MachineView, Offer, Provider
+from rlboost_providers.base import (
+    CanPreempt,
+    LaunchRequest,
+    MachineState,
+    MachineView,
+    Offer,
+    PartlyListed,
+    Provider,
+)
 from rlboost_runtime.coordinator.bought import Bought
 from rlboost_runtime.coordinator.commitment import least_micro_usd
 from rlboost_runtime.coordinator.consoles import keep_console
@@ -92,6 +100,15 @@ class _Look:
     at: float
     settleable: set[str]
     """Machines that the list must hold, unless they are gone; what was launched later it may lack."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Listed:
+    """What the provider listed."""
+
+    views: Sequence[MachineView]
+    silent: frozenset[str] = frozenset()
+    """Clouds that did not say what they have: what is not listed may be there."""
 
 
 class Fleet:
@@ -172,29 +189,31 @@ class Fleet:
         self.close()
         deadline = self._clock.now() + timeout_s
         while True:
-            left = await self._end_once(deadline)
-            if left is not None and not left:
+            left, is_all = await self._end_once(deadline)
+            if is_all and not left:
                 self._end_unlisted()
                 return []
             if self._clock.now() > deadline:
-                return sorted(self._open_machines() | self._coming if left is None else left)
+                return sorted(left)
             await self._clock.sleep(END_AGAIN_S)
 
-    async def _end_once(self, deadline: float) -> set[str] | None:
-        """Look what there is and ask for its end; return what is there or may come, None: not known."""
+    async def _end_once(self, deadline: float) -> tuple[set[str], bool]:
+        """Look what there is and ask for its end; return what is there or may come, as far as is known, and
+        whether every cloud said what it has."""
         busy = self._coming
         look = self._look()
         try:
-            views = await self._describe(max(MIN_CALL_S, deadline - self._clock.now()))
+            listed = await self._describe(max(MIN_CALL_S, deadline - self._clock.now()))
         except (RLBoostError, OSError) as error:
             log_event(log, "provider.describe_failed", problem=repr(error))
-            return None
-        self._settle(views, look)
-        alive = {view.machine for view in views if view.state is not MachineState.GONE}
+            return self._open_machines() | self._coming, False
+        self._settle(listed, look)
+        alive = {view.machine for view in listed.views if view.state is not MachineState.GONE}
         async with asyncio.TaskGroup() as tasks:  # side by side: some clouds take half a minute for each
             for machine in sorted(alive - self._busy):
                 tasks.create_task(self._end_by(machine, deadline))
-        return alive | busy | self._coming | set(self._doubtful)
+        unsaid = {machine for machine in self._open_machines() if self._may_be_in(machine, listed.silent)}
+        return alive | busy | self._coming | set(self._doubtful) | unsaid, not listed.silent
 
     async def _end_by(self, machine: str, deadline: float) -> None:
         try:
@@ -391,33 +410,47 @@ class Fleet:
         while not self._is_closed:  # `end_all` looks by itself
             look = self._look()
             try:
-                async with asyncio.timeout(CALL_TIMEOUT_S):
-                    views = await self._threads.call(lambda: self._provider.watch(self._maker.run))
+                listed = await self._listed(self._provider.watch, CALL_TIMEOUT_S)
             except (RLBoostError, OSError) as error:
                 log_event(log, "provider.describe_failed", problem=repr(error))
             else:
-                if views is not None:
-                    self._settle(views, look)
+                if listed is not None:
+                    self._settle(listed, look)
             await self._clock.sleep(DESCRIBE_EVERY_S)
 
-    async def _describe(self, timeout_s: float) -> list[MachineView]:
-        async with asyncio.timeout(min(CALL_TIMEOUT_S, timeout_s)):
-            return await self._threads.call(lambda: self._provider.describe(self._maker.run))
+    async def _describe(self, timeout_s: float) -> _Listed:
+        listed = await self._listed(self._provider.describe, min(CALL_TIMEOUT_S, timeout_s))
+        assert listed is not None
+        return listed
+
+    async def _listed(
+        self, ask: Callable[[str], list[MachineView] | None], timeout_s: float
+    ) -> _Listed | None:
+        """Return what is known of all clouds, or of some; None: it is too soon to ask."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                views = await self._threads.call(lambda: ask(self._maker.run))
+        except PartlyListed as partly:
+            log_event(log, "provider.describe_failed", problem=repr(partly))
+            return _Listed(partly.views, partly.silent)
+        return None if views is None else _Listed(views)
 
     def _look(self) -> _Look:
         machines = self._state.core.machines.values()
         settleable = {m.machine for m in machines if m.is_launched and m.machine not in self._busy}
         return _Look(self._clock.now(), settleable)
 
-    def _settle(self, views: list[MachineView], look: _Look) -> None:
+    def _settle(self, found: _Listed, look: _Look) -> None:
         """Bring core and books in line with what the provider lists; `look` is of before it was asked."""
+        views = found.views
         unbilled = self._ledger.unbilled_machines()
         for view in views:
             if view.machine not in self._busy:
                 self._settle_start(view, unbilled)
         gone = {view.machine: view.ended_at for view in views if view.state is MachineState.GONE}
         listed = {view.machine for view in views}
-        gone |= dict.fromkeys(look.settleable - listed)
+        unlisted = look.settleable - listed
+        gone |= dict.fromkeys(name for name in unlisted if not self._may_be_in(name, found.silent))
         is_open = self._open_machines()
         for name, ended_at in gone.items():
             if name in self._busy:
@@ -428,9 +461,9 @@ class Fleet:
             if known is not None and known.is_alive:
                 log_event(log, "machine.gone", machine=name)
                 self._state.apply(MachineGone(self._state.now(), name))
-        self._settle_doubts(unbilled - listed, look.at)
+        self._settle_doubts(unbilled - listed, look.at, found.silent)
 
-    def _settle_doubts(self, unlisted: set[str], asked_at: float) -> None:
+    def _settle_doubts(self, unlisted: set[str], asked_at: float, silent: frozenset[str]) -> None:
         """Close the books of launches that came to nothing, once the lists would have shown them."""
         core = self._state.core.machines
         before, self._doubtful = self._doubtful, {}
@@ -440,7 +473,7 @@ class Fleet:
             since, problem = before.get(name, (asked_at, "nobody knows what became of its launch"))
             offer = self._bought.get(name)
             doubt_s = DOUBT_ELSEWHERE_S if offer is None else DOUBT_S.get(offer.provider, DOUBT_ELSEWHERE_S)
-            if asked_at - since >= doubt_s:
+            if asked_at - since >= doubt_s and not self._may_be_in(name, silent):
                 self._ledger.failed(name, self._clock.wall(), problem)
             else:
                 self._doubtful[name] = since, problem
@@ -459,6 +492,11 @@ class Fleet:
         ):
             log_event(log, "machine.found", machine=view.machine, state=str(known.state))
             self._state.apply(MachineLaunched(self._state.now(), view.machine))  # unwanted: the core ends it
+
+    def _may_be_in(self, machine: str, clouds: frozenset[str]) -> bool:
+        """Whether the machine may have been bought in one of `clouds`."""
+        offer = self._bought.get(machine)
+        return bool(clouds) and (offer is None or offer.provider in clouds)
 
     def _open_machines(self) -> set[str]:
         """Return the spot machines that the ledger has open."""
