@@ -12,13 +12,15 @@ The smallest policy that these calls need is templates/rlboost_templates/policie
 from __future__ import annotations
 
 import base64
+import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rlboost_providers import tags
+from rlboost_providers.asking import ask_all
 from rlboost_providers.aws_errors import RACES, code_of, explained, fleet_problem
 from rlboost_providers.aws_machines import Machine, console_of, list_machines, template_data
 from rlboost_providers.aws_network import security_group
@@ -31,10 +33,16 @@ from rlboost_providers.base import (
     Offer,
     Owned,
     Pace,
+    PartlyListed,
+    PartlySwept,
+    retry_of,
 )
 from rlboost_providers.preempting import absent, check_is_unannounced
 from rlboost_providers.startup import script_of
-from rlboost_runtime.errors import ConfigError, NoCapacity, ProviderError, RLBoostError
+from rlboost_runtime.errors import ConfigError, NoCapacity, ProviderError, Retry, RLBoostError
+from rlboost_runtime.logs import event
+
+log = logging.getLogger(__name__)
 
 NAME = "aws"
 MIN_BILLED_S = 60
@@ -116,9 +124,15 @@ class AwsProvider:
     def offers(self) -> list[Offer]:
         """Return one offer per pool that a zone sells at or below the bid, at its cheapest zone's price.
 
-        Blocks for a second where prices are older than a minute.
+        Blocks for a second where prices are older than a minute. A pool whose region does not answer is left
+        out; raises what it said where nothing else is offered.
         """
-        found = [offer for pool in self._pools.values() if (offer := self._offer(pool)) is not None]
+        answers, problems = ask_all(self._pools, lambda name: self._offer(self._pools[name]))
+        for problem in problems.values():
+            event(log, "provider.offers_failed", provider=NAME, problem=problem.problem)
+        found = [offer for offer in answers.values() if offer is not None]
+        if problems and not found:
+            raise next(iter(problems.values()))
         return sorted(found, key=lambda offer: offer.price_micro_usd_per_hour)
 
     def launch(self, request: LaunchRequest) -> MachineView:
@@ -129,7 +143,7 @@ class AwsProvider:
         """
         pool = self._pool_of(request.offer)
         with self._only(request.run, request.machine):
-            found = self._find(request.run, request.machine)
+            found = self._find(pool, request.run, request.machine)
             if found is not None:
                 return found
             instance = self._create(pool, request)
@@ -195,7 +209,7 @@ class AwsProvider:
                 except ec2.exceptions.ClientError as error:
                     if code_of(error) not in RACES:
                         raise
-                    return self._lost_race(request)
+                    return self._lost_race(pool, request)
         finally:
             self._delete_template(ec2, name)
         ids = [each for group in answer.get("Instances", []) for each in group["InstanceIds"]]
@@ -277,10 +291,10 @@ class AwsProvider:
         except (ConfigError, ProviderError):  # it costs nothing; `terminate` and `gc` try again
             return
 
-    def _lost_race(self, request: LaunchRequest) -> str:
+    def _lost_race(self, pool: AwsPool, request: LaunchRequest) -> str:
         deadline = time.monotonic() + RACE_S
         while time.monotonic() < deadline:
-            for machine in self._list(request.run, request.machine):
+            for machine in self._in(pool.region, request.run, request.machine):
                 return machine.instance
             time.sleep(0.5)
         raise ProviderError(
@@ -291,7 +305,7 @@ class AwsProvider:
 
     def _view_of_new(self, pool: AwsPool, request: LaunchRequest, instance: str) -> MachineView:
         try:
-            for machine in self._list(request.run, request.machine):
+            for machine in self._in(pool.region, request.run, request.machine):
                 return self._view(machine)
         except RLBoostError:  # it is there, whatever the list says
             pass
@@ -302,15 +316,25 @@ class AwsProvider:
     # --- looking ------------------------------------------------------------------------------------------
 
     def describe(self, run: str) -> list[MachineView]:
-        """Return the run's machines in all regions of the job, for an hour also those that ended."""
-        views = {machine.machine: self._view(machine) for machine in self._list(run)}
+        """Return the run's machines in all regions of the job, for an hour also those that ended.
+
+        Raises `PartlyListed` where some regions do not answer, and what the first said where none does.
+        """
+        found, silent = self._list(run)
+        if len(silent) == len(self._regions):
+            _raise_first(silent)
+        views = {machine.machine: self._view(machine) for machine in found}
         with self._lock:
             for (of, machine), (at, view, _, _) in list(self._fresh.items()):
                 if machine in views or time.time() - at > LISTED_WITHIN_S:
                     del self._fresh[of, machine]
                 elif of == run:
                     views[machine] = view
-        return sorted(views.values(), key=lambda view: view.machine)
+        listed = sorted(views.values(), key=lambda view: view.machine)
+        if silent:
+            said = min(silent.values(), key=lambda each: retry_of(each) is not Retry.LATER)
+            raise PartlyListed(listed, {NAME: said})
+        return listed
 
     def watch(self, run: str) -> list[MachineView] | None:
         """Describe every `WATCH_EVERY_S`."""
@@ -319,40 +343,63 @@ class AwsProvider:
     def preempt(self, run: str, machine: str, notice_s: float | None) -> None:
         """Terminate it, as a reclaim without a notice does: EC2 announces nothing on demand."""
         check_is_unannounced("EC2", notice_s)
-        if not any(found.is_alive for found in self._list(run, machine)):
+        found, silent = self._list(run, machine)
+        if not any(each.is_alive for each in found):
+            _raise_first(silent)
             raise absent(run, machine)
         self.terminate(run, machine)
 
     def console(self, run: str, machine: str) -> str:
         """Return what it wrote to its serial console, for about an hour also after its end."""
-        for found in self._list(run, machine):
+        listed, silent = self._list(run, machine)
+        for found in listed:
             return console_of(self._ec2(found.region), found.region, found.instance)
+        _raise_first(silent)
         return ""
 
     def sweep(self) -> list[Owned]:
-        """Return every machine of ours in the account that lives, in all its regions."""
+        """Return every machine of ours in the account that lives, in all its regions.
+
+        Raises `PartlySwept` where some regions do not answer, and what the first said where none does.
+        """
         with explained("list the account's regions"):
             regions = [r["RegionName"] for r in self._ec2(self._home()).describe_regions()["Regions"]]
-        return [
-            Owned(m.run, m.machine, NAME, m.zone, m.owner, m.launched_at, f"{region}/{m.instance}")
-            for region in regions
-            for m in list_machines(self._ec2(region), region)
+        answers, silent = ask_all(regions, lambda region: list(list_machines(self._ec2(region), region)))
+        if not answers:
+            _raise_first(silent)
+        owned = [
+            Owned(m.run, m.machine, NAME, m.zone, m.owner, m.launched_at, f"{m.region}/{m.instance}")
+            for found in answers.values()
+            for m in found
             if m.is_alive
         ]
+        if silent:
+            raise PartlySwept(owned, list(silent.values()))
+        return owned
 
-    def _find(self, run: str, machine: str) -> MachineView | None:
-        for found in self._list(run, machine):
+    def _find(self, pool: AwsPool, run: str, machine: str) -> MachineView | None:
+        """Return the machine where it was launched before: in the pool's region, or another that answers."""
+        listed, silent = self._list(run, machine)
+        for found in listed:
             return self._view(found)
+        if pool.region in silent:
+            raise silent[pool.region]
         fresh = self._fresh.get((run, machine))
         return None if fresh is None else fresh[1]
 
-    def _list(self, run: str, machine: str | None = None) -> Iterator[Machine]:
-        """Yield machines of the run, the living before the ended where an id was used again."""
-        for region in sorted({pool.region for pool in self._pools.values()}):
-            yield from sorted(
-                list_machines(self._ec2(region), region, run=run, machine=machine, owner=self._owner),
-                key=lambda found: not found.is_alive,
-            )
+    @property
+    def _regions(self) -> list[str]:
+        return sorted({pool.region for pool in self._pools.values()})
+
+    def _list(self, run: str, machine: str | None = None) -> tuple[list[Machine], dict[str, RLBoostError]]:
+        """Return machines of the run in all regions, and what those said that do not answer."""
+        answers, silent = ask_all(self._regions, lambda region: self._in(region, run, machine))
+        return [machine for found in answers.values() for machine in found], silent
+
+    def _in(self, region: str, run: str, machine: str | None = None) -> list[Machine]:
+        """Return machines of the run, the living before the ended where an id was used again."""
+        found = list_machines(self._ec2(region), region, run=run, machine=machine, owner=self._owner)
+        return sorted(found, key=lambda each: not each.is_alive)
 
     def _view(self, machine: Machine) -> MachineView:
         ended_at = machine.ended_at
@@ -382,16 +429,20 @@ class AwsProvider:
     # --- ending -------------------------------------------------------------------------------------------
 
     def terminate(self, run: str, machine: str) -> None:
-        """Terminate it in whatever region it is; EC2 stops billing at once."""
-        living = {found.instance: found.region for found in self._list(run, machine) if found.is_alive}
+        """Terminate it in whatever region it is; EC2 stops billing at once. Raises once all were asked."""
+        _, silent = ask_all(self._regions, lambda region: self._terminate_in(region, run, machine))
+        _raise_first(silent)
+
+    def _terminate_in(self, region: str, run: str, machine: str) -> None:
         with self._lock:
             fresh = self._fresh.get((run, machine))
-            if fresh is not None and fresh[3] not in living:
-                living[fresh[3]] = fresh[2]
-        for instance, region in living.items():
-            self._terminate_instance(region, instance)
-        with self._lock:
-            self._fresh.pop((run, machine), None)
+        if fresh is not None and fresh[2] == region:
+            self._terminate_instance(region, fresh[3])
+            with self._lock:
+                self._fresh.pop((run, machine), None)
+        for found in self._in(region, run, machine):
+            if found.is_alive:
+                self._terminate_instance(region, found.instance)
 
     def end(self, owned: Owned) -> None:
         """Terminate what `sweep` found, by its own id."""
@@ -442,6 +493,11 @@ class AwsProvider:
 def _place(region: str, accelerator: str, kinds: Sequence[str], spot: bool) -> tuple[str, ...]:
     """Return what tells the pools of a job apart."""
     return (region, accelerator, ",".join(kinds), "spot" if spot else "on demand")
+
+
+def _raise_first(problems: Mapping[str, RLBoostError]) -> None:
+    for problem in problems.values():
+        raise problem
 
 
 def _first_known(*prices: int | None) -> int | None:

@@ -165,6 +165,16 @@ class PartlyListed(ProviderError):
         self.retry = retry_of(said)
 
 
+class PartlySwept(ProviderError):
+    """Some of a cloud's regions did not answer. `owned`: what the others have; `problems`: what was said."""
+
+    def __init__(self, owned: Sequence[Owned], problems: Sequence[RLBoostError]) -> None:
+        super().__init__(problems[0].problem, problems[0].remedy)
+        self.owned = tuple(owned)
+        self.problems = tuple(problems)
+        self.exit_code = problems[0].exit_code
+
+
 def retry_of(problem: RLBoostError) -> Retry:
     """Return where and when asking again makes sense; what a person wrote wrongly is never right."""
     return problem.retry if isinstance(problem, ProviderError) else Retry.NEVER
@@ -229,7 +239,10 @@ class CanSweep(Protocol):
     """A provider whose cloud can be asked for all machines of ours, whatever became of their runs."""
 
     def sweep(self) -> list[Owned]:
-        """Return every machine with our tags that is not gone, of any run. May block for seconds."""
+        """Return every machine with our tags that is not gone, of any run. May block for seconds.
+
+        Raises `PartlySwept` where some regions do not answer.
+        """
 
     def end(self, owned: Owned) -> None:
         """End what `sweep` returned; succeeds where it is gone."""

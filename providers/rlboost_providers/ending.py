@@ -46,13 +46,13 @@ def end_every(
         is_late = time.monotonic() > deadline
         views, silence = _describe(provider, run)
         alive = [view.machine for view in views if view.state is not MachineState.GONE]
-        if silence is not None:
-            if not alive and (is_late or silence.retry is not Retry.LATER):
+        if not alive:
+            if silence is None:
+                return Ended(tuple(asked), tuple(views))
+            if is_late or silence.retry is not Retry.LATER:
                 raise silence
             say(f"waiting for the cloud: {silence.problem}")
-        elif not alive:
-            return Ended(tuple(asked), tuple(views))
-        if alive:
+        else:
             if is_late and asked:
                 raise RuntimeFault(
                     f"machines of {run} are left: {', '.join(alive)}", f"type `rlboost down {run}` again"

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from collections.abc import Mapping
 
+from rlboost_providers.asking import ask_all
 from rlboost_providers.base import (
     Ability,
     CanPreempt,
@@ -29,8 +28,6 @@ from rlboost_runtime.errors import ConfigError, ProviderError, RLBoostError
 from rlboost_runtime.logs import event
 
 log = logging.getLogger(__name__)
-
-Answer = TypeVar("Answer")
 
 
 class Several:
@@ -51,13 +48,13 @@ class Several:
         return frozenset.intersection(*(provider.abilities for provider in self._providers.values()))
 
     def offers(self) -> list[Offer]:
-        """Return all offers, cheapest first. Raises only where no cloud answers, what the first one said."""
-        answers, problems = self._ask(lambda provider: provider.offers())
+        """Return all offers, cheapest first. Raises what a cloud said only where no other offers anything."""
+        answers, problems = ask_all(self._providers, lambda name: self._providers[name].offers())
         for name, problem in problems.items():
             event(log, "provider.offers_failed", provider=name, problem=problem.problem)
-        if not answers:
-            raise next(iter(problems.values()))
         found = [offer for offers in answers.values() for offer in offers]
+        if problems and not found:
+            raise next(iter(problems.values()))
         return sorted(found, key=lambda offer: offer.price_micro_usd_per_hour)
 
     def launch(self, request: LaunchRequest) -> MachineView:
@@ -73,7 +70,7 @@ class Several:
 
     def describe(self, run: str) -> list[MachineView]:
         """Return every cloud's machines of the run. Raises `PartlyListed` where one was never seen."""
-        answers, problems = self._ask(lambda provider: provider.describe(run))
+        answers, problems = ask_all(self._providers, lambda name: self._providers[name].describe(run))
         for name, views in answers.items():
             self._remember(name, views)
         self._bear(problems)
@@ -84,7 +81,7 @@ class Several:
 
         Raises as `describe` where one that was never seen is due and does not answer.
         """
-        answers, problems = self._ask(lambda provider: provider.watch(run))
+        answers, problems = ask_all(self._providers, lambda name: self._providers[name].watch(run))
         news = {name: views for name, views in answers.items() if views is not None}
         for name, views in news.items():
             self._remember(name, views)
@@ -122,19 +119,6 @@ class Several:
         showing = (self._providers[name] for name in there)
         found = (each.console(run, machine) for each in showing if isinstance(each, CanShowConsole))
         return next(found, "")
-
-    def _ask(self, ask: Callable[[Provider], Answer]) -> tuple[dict[str, Answer], dict[str, RLBoostError]]:
-        """Ask all clouds side by side; return their answers, and what those said that gave none."""
-        answers: dict[str, Answer] = {}
-        problems: dict[str, RLBoostError] = {}
-        with ThreadPoolExecutor(len(self._providers)) as pool:
-            asked = {name: pool.submit(ask, provider) for name, provider in self._providers.items()}
-        for name, call in asked.items():
-            try:
-                answers[name] = call.result()
-            except RLBoostError as problem:
-                problems[name] = problem
-        return answers, problems
 
     def _bear(self, problems: Mapping[str, RLBoostError]) -> bool:
         """Go on without the word of clouds that were seen before; return whether they said a part of it.

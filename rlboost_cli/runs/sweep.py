@@ -10,12 +10,20 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from rlboost_cli.head.rental_books import find_out
-from rlboost_providers.base import CanSweep, MachineState, Owned
+from rlboost_providers.base import (
+    CanSweep,
+    MachineState,
+    MachineView,
+    Owned,
+    PartlyListed,
+    PartlySwept,
+    Provider,
+)
 from rlboost_providers.ending import PATIENCE_S
 from rlboost_runtime.errors import NotYet, ProviderError, RLBoostError
 from rlboost_runtime.run_create import stored_job
@@ -43,7 +51,7 @@ class Stray:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """What was found, and which clouds did not answer."""
+    """What was found, and which clouds or regions did not answer."""
 
     strays: tuple[Stray, ...]
     silent: tuple[RLBoostError, ...]
@@ -53,7 +61,8 @@ def look(say: Callable[[str], None], clouds: Iterable[str] = ()) -> Sweep:
     """Return what no open run owns; `clouds` are asked beside those that jobs here name. An open run whose
     rented head is gone by its cloud's word is noted as ended first: nobody looks after its machines.
 
-    Takes seconds per cloud. A cloud that does not answer is told in `silent`, and the others are asked.
+    Takes seconds per cloud. A cloud or region that does not answer is told in `silent`, and the others are
+    asked.
     """
     found: dict[tuple[str, str, str], Stray] = {}  # by owner, "" being us, run and machine
     silent: list[RLBoostError] = []
@@ -67,13 +76,13 @@ def look(say: Callable[[str], None], clouds: Iterable[str] = ()) -> Sweep:
                 find_out(run, say)
             if not is_open(run):
                 say(f"asking what is left of {run.name}")
-                found |= {("", left.run, left.machine): left for left in _left_of(run, say)}
+                found |= {("", left.run, left.machine): left for left in _left_of(run, say, silent)}
         except RLBoostError as error:
             silent.append(error)
     for name, cloud in _sweepers(wanted, silent):
         say(f"asking {name} for machines with our tags")
         try:
-            for owned in _patiently(cloud.sweep, say):
+            for owned in _swept(cloud, say, silent):
                 stray = _stray(owned, cloud, runs)
                 if stray is not None:
                     found["" if stray.is_ours else owned.owner, stray.run, stray.machine] = stray
@@ -119,7 +128,25 @@ def _clouds_of(run: RunFolder) -> set[str]:
     return {offer.cloud if offer.via == "direct" else offer.via for offer in offers}
 
 
-def _left_of(run: RunFolder, say: Callable[[str], None]) -> list[Stray]:
+def _swept(cloud: CanSweep, say: Callable[[str], None], silent: list[RLBoostError]) -> Sequence[Owned]:
+    try:
+        return _patiently(cloud.sweep, say)
+    except PartlySwept as partly:
+        silent += partly.problems
+        return partly.owned
+
+
+def _described(
+    provider: Provider, run: str, say: Callable[[str], None], silent: list[RLBoostError]
+) -> Sequence[MachineView]:
+    try:
+        return _patiently(lambda: provider.describe(run), say)
+    except PartlyListed as partly:
+        silent.append(partly)
+        return partly.views
+
+
+def _left_of(run: RunFolder, say: Callable[[str], None], silent: list[RLBoostError]) -> list[Stray]:
     from rlboost_providers.registry import provider_for
 
     job = stored_job(run)
@@ -136,7 +163,7 @@ def _left_of(run: RunFolder, say: Callable[[str], None]) -> list[Stray]:
             True,
             lambda machine=view.machine: provider.terminate(run.name, machine),  # type: ignore[misc]
         )
-        for view in _patiently(lambda: provider.describe(run.name), say)
+        for view in _described(provider, run.name, say, silent)
         if view.state is not MachineState.GONE
     ]
 

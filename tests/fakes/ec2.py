@@ -63,6 +63,8 @@ class Refusal:
     status: int = 400
     message: str = "said by a test"
     times: int = 1
+    region: str = ""
+    """Where alone it is said; empty: everywhere."""
 
 
 @dataclass
@@ -229,7 +231,7 @@ class FakeEc2:
         match = re.search(r"(?:^|&)Action=(\w+)", text)
         action = match[1] if match else ""
         self.calls.append(action)
-        refusal = self._refusal(action)
+        refusal = self._refusal(action, environ.get("HTTP_AUTHORIZATION", ""))
         if refusal is not None:
             start(f"{refusal.status} refused", [("Content-Type", "text/xml")])
             return [_error.format(code=refusal.code, message=refusal.message).encode()]
@@ -261,10 +263,10 @@ class FakeEc2:
         output = base64.b64encode(self.console.encode()).decode()
         return [f"<GetConsoleOutputResponse><output>{output}</output></GetConsoleOutputResponse>".encode()]
 
-    def _refusal(self, action: str) -> Refusal | None:
+    def _refusal(self, action: str, signed: str) -> Refusal | None:
         with self.lock:
             for refusal in self.refusals:
-                if refusal.action in ("", action):
+                if refusal.action in ("", action) and refusal.region in signed:
                     refusal.times -= 1
                     if refusal.times < 1:
                         self.refusals.remove(refusal)

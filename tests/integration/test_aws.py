@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from rlboost_cli.main import app
 from rlboost_providers.aws import AwsPool, AwsProvider
 from rlboost_providers.aws_prices import PriceHistory, SpotPrices
-from rlboost_providers.base import CanShowConsole, LaunchRequest, MachineState
+from rlboost_providers.base import CanShowConsole, LaunchRequest, MachineState, PartlyListed
 from rlboost_providers.price_table import ShippedTable
 from rlboost_providers.prices import price_book
 from rlboost_providers.tags import head_of, run_of
@@ -196,6 +196,26 @@ def test_a_region_that_is_none_and_an_image_that_is_none_are_the_job_files_fault
     with pytest.raises(ConfigError, match="image"):
         provider.launch(request(provider))
     assert ec2.instances() == []
+
+
+def test_a_region_that_is_denied_keeps_nothing_from_being_done_in_the_others(ec2):
+    provider = AwsProvider(
+        [replace(POOL, region=name) for name in ("ca-west-1", REGION)], OWNER, client=ec2.client
+    )
+    ec2.refusals.append(Refusal("", "UnauthorizedOperation", 403, times=1000, region="ca-west-1"))
+    assert [offer.zone for offer in provider.offers()] == [REGION]
+    assert provider.launch(request(provider)).state is MachineState.RUNNING
+    with pytest.raises(PartlyListed, match="left in aws: cannot list the machines in ca-west-1") as told:
+        provider.describe(RUN)
+    assert [view.machine for view in told.value.views] == ["spot-0"]
+    assert (told.value.silent, told.value.exit_code) == ({"aws"}, CredentialsRejected.exit_code)
+    with pytest.raises(CredentialsRejected, match="ca-west-1"):
+        provider.terminate(RUN, "spot-0")
+    assert ec2.instances() == []
+    ec2.prices = {(KIND, A): 0.51}
+    provider._prices_of(REGION).forget()
+    with pytest.raises(CredentialsRejected, match="ca-west-1"):
+        provider.offers()
 
 
 def test_a_machine_that_is_not_listed_yet_is_there_and_can_be_ended(ec2, provider):

@@ -117,6 +117,20 @@ def test_a_cloud_that_refuses_to_answer_is_told_with_its_exit_code(home, ec2):
     assert "aws sts get-caller-identity" in done.stderr
 
 
+def test_what_other_regions_have_is_ended_where_one_is_denied_and_that_is_told(home, ec2):
+    make_run(home, "ended", is_open=False)
+    launch(ec2, owner_of(home), "ended")
+    launch(ec2, owner_of(home), "forgotten")
+    ec2.refusals.append(
+        Refusal("DescribeInstances", "UnauthorizedOperation", 403, times=1000, region="us-west-2")
+    )
+    done = gc("--yes")
+    assert done.returncode == 6
+    assert "not everything could be asked: cannot list the machines in us-west-2" in done.stderr
+    assert "ended 2 machines" in done.stderr
+    assert alive(ec2) == []
+
+
 def test_a_machine_that_cannot_be_ended_is_named_with_what_to_do(home, ec2):
     make_run(home, "ended", is_open=False)
     launch(ec2, owner_of(home), "ended")

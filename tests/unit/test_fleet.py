@@ -519,6 +519,25 @@ async def test_a_launch_from_before_a_restart_is_asked_for_only_where_it_was(tmp
     assert asked == [("spot-0", "local", "zone")]
 
 
+async def test_a_launch_from_before_a_restart_whose_place_sells_nothing_is_asked_for_nowhere_else(
+    tmp_path: Path,
+) -> None:
+    cloud = Cloud()
+    cloud.offers = lambda: [Offer("local", "other", "cpu", PRICE, True, "test")]  # type: ignore[method-assign]
+    made = Made(tmp_path, cloud, None, 1)
+    made.ledger.intend(
+        "spot-0", pool="spot", provider="local", zone="zone", accelerator="cpu",
+        price_micro_usd_per_hour=PRICE, price_source="test", at=time.time(),
+    )  # fmt: skip
+    made.ledger.close()
+    tmp_path.joinpath("journal").rmdir()
+    async with fleet_on(tmp_path, cloud) as again:
+        again.fleet._bought.add("spot-0", Offer("local", "zone", "cpu", PRICE, True, "test"))
+        await until(lambda: any(isinstance(event, LaunchFailed) for event in again.events))
+        await until(lambda: again.book_state("spot-0") == "failed")
+        assert "spot-0" not in cloud.views
+
+
 async def test_where_no_spot_machine_is_to_be_had_only_the_floor_is_bought_on_demand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from rlboost_providers.base import CanPreempt, LaunchRequest, MachineState
 from rlboost_providers.skypilot import HeadTerms, SkyPilotProvider, session
+from rlboost_providers.skypilot import offers as offers_module
 from rlboost_providers.skypilot import provider as module
 from rlboost_providers.skypilot.sweep import SkyPilotSweeper
 from rlboost_providers.tags import head_of
@@ -75,6 +76,31 @@ def test_offers_are_zones_and_a_price_limit_leaves_dearer_ones_out(make):
     assert cheap.price_micro_usd_per_hour == 350_000
     assert cheap.egress_micro_usd_per_gb == 90_000, "weights to a cloud cost what its provider lists"
     assert make(egress_usd_per_gb=0.0).offers()[0].egress_micro_usd_per_gb == 0
+
+
+def test_an_entry_that_is_refused_hides_no_offer_of_the_others_and_is_asked_again_soon(monkeypatch):
+    refused = ["gcp"]
+
+    def ask(infra: str, **_: Any) -> list[dict[str, Any]]:
+        if infra in refused:
+            raise ConfigError(f"{infra} is not set up", "set it up")
+        place = {"cloud": infra, "region": "r", "zone": "", "instance_type": "a", "spot": True}
+        return [{**place, "usd_per_hour": 1.0}]
+
+    entries = [CloudOffer(infra=infra, accelerators="A10G:1") for infra in ("gcp", "aws")]
+    catalogue = offers_module.Catalogue(entries, ask)
+    assert [offer.zone for offer in catalogue.offers()] == ["aws/r"]
+    refused.clear()
+    assert [offer.zone for offer in catalogue.offers()] == ["aws/r"]
+    monkeypatch.setattr(offers_module, "AGAIN_S", 0.0)
+    refused.append("gcp")
+    again = offers_module.Catalogue(entries, ask)
+    assert len(again.offers()) == 1
+    refused.clear()
+    assert len(again.offers()) == 2
+    refused += ["gcp", "aws"]
+    with pytest.raises(ConfigError, match="gcp is not set up"):
+        offers_module.Catalogue(entries, ask).offers()
 
 
 def test_machines_on_demand_are_offered_where_they_are_wanted_and_asked_for_as_such(make, tmp_path, sky):

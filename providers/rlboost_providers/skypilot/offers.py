@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -11,10 +12,15 @@ from rlboost_providers.base import Offer
 from rlboost_providers.egress import egress_micro_usd_per_gb
 from rlboost_providers.storage import storage_micro_usd_per_hour
 from rlboost_runtime.core.money import MICRO_USD_PER_USD
-from rlboost_runtime.errors import ConfigError
+from rlboost_runtime.errors import ConfigError, RLBoostError
+from rlboost_runtime.logs import event
+
+log = logging.getLogger(__name__)
 
 FRESH_S = 1800.0
 """SkyPilot's catalogue itself is some hours old; reading it again costs a second of CPU."""
+AGAIN_S = 60.0
+"""The same where an entry was refused: what is wrong with it may have been put right."""
 SOURCE = "SkyPilot catalogue"
 
 
@@ -64,19 +70,31 @@ class Catalogue:
         self._lock = threading.Lock()
         self._offers: list[Offer] = []
         self._entry_of: dict[tuple[str, str, str], Wanted] = {}
-        self._read_at = float("-inf")
+        self._fresh_until = float("-inf")
 
     def offers(self) -> list[Offer]:
-        """Return them cheapest first; a place that several entries name comes once, from the first."""
+        """Return them cheapest first; a place that several entries name comes once, from the first.
+
+        An entry that is refused is left out; raises why where no other offers anything.
+        """
         with self._lock:
-            if time.monotonic() - self._read_at > FRESH_S:
+            if time.monotonic() > self._fresh_until:
                 found: dict[tuple[str, str, str], Offer] = {}
+                problems: list[RLBoostError] = []
                 for entry in self._entries:
-                    for offer in self._of(entry):
+                    try:
+                        offers = self._of(entry)
+                    except RLBoostError as problem:
+                        event(log, "provider.offers_failed", provider=entry.infra, problem=problem.problem)
+                        problems.append(problem)
+                        continue
+                    for offer in offers:
                         if found.setdefault(offer.place, offer) is offer:
                             self._entry_of[offer.place] = entry
+                if problems and not found:
+                    raise problems[0]
                 self._offers = sorted(found.values(), key=lambda offer: offer.price_micro_usd_per_hour)
-                self._read_at = time.monotonic()
+                self._fresh_until = time.monotonic() + (AGAIN_S if problems else FRESH_S)
             return list(self._offers)
 
     def entry_of(self, offer: Offer) -> Wanted:

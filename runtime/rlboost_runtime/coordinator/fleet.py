@@ -288,12 +288,11 @@ class Fleet:
 
     def _as_before(self, machine: str, offers: list[Offer]) -> list[Offer]:
         """Return the offers from which `machine` may be bought: where its launch was intended before a
-        restart, only those of that provider, which knows whether it has it, and of that zone if it sells."""
+        restart, only those of that place: what is asked there again is the same machine."""
         if machine not in self._ledger.open_machines():
             return offers
         bill = next(bill for bill in self._ledger.machines(self._clock.wall()) if bill.machine == machine)
-        same = [offer for offer in offers if offer.provider == bill.provider]
-        return [offer for offer in same if offer.zone == bill.zone] or same
+        return [offer for offer in offers if (offer.provider, offer.zone) == (bill.provider, bill.zone)]
 
     async def _in_thread(self, machine: str, launch: Callable[[], MachineView]) -> MachineView:
         """Return what `launch` returns. Its thread cannot be stopped: until it has ended the machine may
