@@ -146,7 +146,12 @@ class AwsProvider:
             found = self._find(pool, request.run, request.machine)
             if found is not None:
                 return found
-            instance = self._create(pool, request)
+            try:
+                instance = self._create(pool, request)
+            except ProviderError as problem:
+                if problem.retry is Retry.LATER:
+                    self._forget_groups(pool.region)
+                raise
             view = self._view_of_new(pool, request, instance)
             with self._lock:
                 self._fresh[request.run, request.machine] = (time.time(), view, pool.region, instance)
@@ -480,6 +485,11 @@ class AwsProvider:
     def _prices_of(self, region: str) -> SpotPrices:
         with self._lock:
             return self._prices.setdefault(region, SpotPrices(lambda: self._ec2(region), region))
+
+    def _forget_groups(self, region: str) -> None:
+        """Look for the security groups again: one may be what EC2 does not find."""
+        with self._lock:
+            self._groups = {key: group for key, group in self._groups.items() if key[0] != region}
 
     def _group(self, pool: AwsPool, *, for_head: bool) -> str:
         """Return the machine's security group, made where it is not there."""

@@ -27,6 +27,7 @@ NO_CAPACITY = frozenset(
         "InsufficientCapacity",
         "InsufficientFreeAddressesInSubnet",
         "UnfulfillableCapacity",
+        "InvalidFleetConfiguration",  # the zone does not have this machine type
         "SpotMaxPriceTooLow",
         "Unsupported",
     }
@@ -55,6 +56,10 @@ DENIED = frozenset({"UnauthorizedOperation", "AccessDenied", "AccessDeniedExcept
 THROTTLED = frozenset(
     {"RequestLimitExceeded", "Throttling", "ThrottlingException", "TooManyRequestsException"}
 )
+NOT_SEEN_YET = re.compile(
+    r"Invalid(Group|SecurityGroupID|SubnetID|LaunchTemplate(Name|Id))\.(NotFound|NotFoundException)"
+)
+"""What EC2 says of things that it has just made, as long as not all of it knows them."""
 RACES = frozenset({"IdempotentParameterMismatch", "InvalidLaunchTemplateName.NotFoundException"})
 """What the second of two launchers of one machine hears: its parameters differ from the first one's, or the
 first has deleted the template by then."""
@@ -120,19 +125,28 @@ def problem_of(what: str, code: str, message: str) -> RLBoostError:
         throttled = Throttled(said, "asked again by itself")
         throttled.retry_after_s = THROTTLE_PAUSE_S
         return throttled
+    if NOT_SEEN_YET.fullmatch(code):
+        return ProviderError(said, "asked again by itself: EC2 may not know yet what it has just made")
     if code.startswith("Invalid") or code in ("MissingParameter", "ValidationError"):
         return ConfigError(said, "see infra, instance_type and image of this offer in the job file")
     return ProviderError(said, "asked again by itself; https://health.aws.amazon.com says what AWS knows")
 
 
 def fleet_problem(what: str, errors: Sequence[dict[str, Any]]) -> RLBoostError:
-    """Return the error for a CreateFleet that gave nothing: of its zones' reasons, the one that says most."""
+    """Return the error for a CreateFleet that gave nothing: of its zones' reasons, the one that says most.
+
+    The job file is at fault only where every zone says so: what one zone would sell may be had later.
+    """
     found = [
         problem_of(what, str(each.get("ErrorCode", "")), str(each.get("ErrorMessage", ""))) for each in errors
     ]
     if not found:
         return problem_of(what, "UnfulfillableCapacity", "no zone has such a machine")
-    for kind in (CredentialsRejected, QuotaExceeded, ConfigError, Throttled):
+    for kind in (CredentialsRejected, ConfigError):
         if all(isinstance(each, kind) for each in found):
             return found[0]
-    return next((each for each in found if isinstance(each, NoCapacity)), found[0])
+    for telling in (QuotaExceeded, Throttled, NoCapacity):
+        for each in found:
+            if isinstance(each, telling):
+                return each
+    return next(each for each in found if not isinstance(each, ConfigError))

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from rlboost_cli.main import app
 from rlboost_providers.aws import AwsPool, AwsProvider
+from rlboost_providers.aws_errors import fleet_problem
 from rlboost_providers.aws_prices import PriceHistory, SpotPrices
 from rlboost_providers.base import CanShowConsole, LaunchRequest, MachineState, PartlyListed
 from rlboost_providers.price_table import ShippedTable
@@ -170,6 +171,44 @@ def test_a_missing_permission_points_to_the_policy(ec2, provider):
     ec2.refusals.append(Refusal("CreateFleet", "UnauthorizedOperation", 403))
     with pytest.raises(CredentialsRejected, match=r"policy in docs/clouds\.md"):
         provider.launch(request(provider))
+
+
+TO_COME = [
+    (["InvalidGroup.NotFound"], Retry.LATER),
+    (["InvalidSubnetID.NotFound", "InternalError"], Retry.LATER),
+    (["InvalidLaunchTemplateName.NotFoundException"], Retry.LATER),
+    (["InvalidFleetConfiguration"], Retry.ELSEWHERE),
+    (["InvalidFleetConfiguration", "MaxSpotInstanceCountExceeded"], Retry.ELSEWHERE),
+    (["InvalidFleetConfiguration", "RequestLimitExceeded"], Retry.LATER),
+    (["InvalidParameterValue", "InternalError"], Retry.LATER),
+    (["UnauthorizedOperation", "InsufficientInstanceCapacity"], Retry.ELSEWHERE),
+]
+
+
+@pytest.mark.parametrize(("codes", "retry"), TO_COME, ids=[" ".join(codes) for codes, _ in TO_COME])
+def test_what_may_be_had_later_is_not_taken_for_a_mistake_in_the_job_file(codes, retry):
+    problem = fleet_problem("launch", [{"ErrorCode": code, "ErrorMessage": "m"} for code in codes])
+    assert isinstance(problem, ProviderError)
+    assert problem.retry is retry
+    assert isinstance(problem, QuotaExceeded) is ("MaxSpotInstanceCountExceeded" in codes)
+
+
+def test_what_every_zone_refuses_as_wrong_is_the_job_files_fault():
+    wrong = [{"ErrorCode": "InvalidParameterValue", "ErrorMessage": "m"}] * 2
+    assert isinstance(fleet_problem("launch", wrong), ConfigError)
+
+
+def test_a_security_group_that_is_gone_is_made_again(ec2, provider):
+    provider.launch(request(provider))
+    provider._groups = dict.fromkeys(provider._groups, "sg-00000000")
+    ec2.fleet_errors = {A: "InvalidGroup.NotFound", B: "InvalidGroup.NotFound"}
+    with pytest.raises(ProviderError, match="may not know yet"):
+        provider.launch(request(provider, "spot-1"))
+    ec2.fleet_errors = {}
+    provider.launch(request(provider, "spot-2"))
+    first, stale, last = [template["SecurityGroupIds"] for template in ec2.templates]
+    assert stale == ["sg-00000000"]
+    assert last == first
 
 
 def test_no_credentials_at_all_are_said_before_anything_is_sent(ec2, monkeypatch):
