@@ -84,6 +84,16 @@ class AwsPool:
     storage_micro_usd_per_hour: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Created:
+    """What EC2 says of a machine when it launches it."""
+
+    instance: str
+    instance_type: str
+    zone: str
+    """Empty: not said."""
+
+
 class AwsProvider:
     """The `Provider` and `CanSweep` of EC2, for one owner. Any thread may call any method.
 
@@ -147,14 +157,14 @@ class AwsProvider:
             if found is not None:
                 return found
             try:
-                instance = self._create(pool, request)
+                created = self._create(pool, request)
             except ProviderError as problem:
                 if problem.retry is Retry.LATER:
                     self._forget_groups(pool.region)
                 raise
-            view = self._view_of_new(pool, request, instance)
+            view = self._view_of_new(pool, request, created)
             with self._lock:
-                self._fresh[request.run, request.machine] = (time.time(), view, pool.region, instance)
+                self._fresh[request.run, request.machine] = (time.time(), view, pool.region, created.instance)
             return view
 
     def _offer(self, pool: AwsPool) -> Offer | None:
@@ -199,8 +209,8 @@ class AwsProvider:
             )
         return pool
 
-    def _create(self, pool: AwsPool, request: LaunchRequest) -> str:
-        """Return the EC2 id of the new machine, or of the one that another launcher asked for just now."""
+    def _create(self, pool: AwsPool, request: LaunchRequest) -> _Created:
+        """Return the new machine, or the one that another launcher asked for just now."""
         token = tags.client_token(request.run, request.machine, self._owner)
         name = tags.machine_name(request.run, request.machine, self._owner, longest=100)
         what = f"launch {request.machine} in {pool.region}"
@@ -217,10 +227,15 @@ class AwsProvider:
                     return self._lost_race(pool, request)
         finally:
             self._delete_template(ec2, name)
-        ids = [each for group in answer.get("Instances", []) for each in group["InstanceIds"]]
-        if not ids:
-            raise fleet_problem(what, answer.get("Errors", []))
-        return str(ids[0])
+        for group in answer.get("Instances", []):
+            chosen = group.get("LaunchTemplateAndOverrides", {}).get("Overrides", {})
+            for instance in group["InstanceIds"]:
+                return _Created(
+                    instance,
+                    str(group.get("InstanceType") or chosen.get("InstanceType", "")),
+                    str(group.get("AvailabilityZone") or chosen.get("AvailabilityZone", "")),
+                )
+        raise fleet_problem(what, answer.get("Errors", []))
 
     def _overrides(self, pool: AwsPool) -> list[dict[str, Any]]:
         if not pool.spot:
@@ -296,11 +311,11 @@ class AwsProvider:
         except (ConfigError, ProviderError):  # it costs nothing; `terminate` and `gc` try again
             return
 
-    def _lost_race(self, pool: AwsPool, request: LaunchRequest) -> str:
+    def _lost_race(self, pool: AwsPool, request: LaunchRequest) -> _Created:
         deadline = time.monotonic() + RACE_S
         while time.monotonic() < deadline:
             for machine in self._in(pool.region, request.run, request.machine):
-                return machine.instance
+                return _Created(machine.instance, machine.instance_type, machine.zone)
             time.sleep(0.5)
         raise ProviderError(
             f"the launch of {request.machine} was refused as the second under its id, and the first is not"
@@ -308,14 +323,20 @@ class AwsProvider:
             "asked again by itself, under another id",
         )
 
-    def _view_of_new(self, pool: AwsPool, request: LaunchRequest, instance: str) -> MachineView:
+    def _view_of_new(self, pool: AwsPool, request: LaunchRequest, created: _Created) -> MachineView:
         try:
             for machine in self._in(pool.region, request.run, request.machine):
                 return self._view(machine)
         except RLBoostError:  # it is there, whatever the list says
             pass
         return MachineView(  # EC2's lists lag behind
-            request.machine, MachineState.STARTING, time.time(), None, instance, pool.region
+            request.machine,
+            MachineState.STARTING,
+            time.time(),
+            None,
+            created.instance,
+            created.zone or pool.region,
+            self._price_now(pool.region, created.instance_type, created.zone) if pool.spot else None,
         )
 
     # --- looking ------------------------------------------------------------------------------------------
@@ -425,11 +446,14 @@ class AwsProvider:
     def _price_of(self, machine: Machine) -> int | None:
         if not machine.is_spot or not machine.is_alive:
             return None
+        return self._price_now(machine.region, machine.instance_type, machine.zone)
+
+    def _price_now(self, region: str, instance_type: str, zone: str) -> int | None:
         try:
-            prices = self._prices_of(machine.region).of((machine.instance_type,))
+            prices = self._prices_of(region).of((instance_type,))
         except ProviderError:  # what exists is known all the same
             return None
-        return next((price.micro_usd_per_hour for price in prices if price.zone == machine.zone), None)
+        return next((price.micro_usd_per_hour for price in prices if price.zone == zone), None)
 
     # --- ending -------------------------------------------------------------------------------------------
 

@@ -195,6 +195,10 @@ class FakeEc2:
         )
         result: dict[str, Any] = _original_create_fleet(response).result
         [instance] = [i for i in self.instances() if i.id == result["Instances"][0]["InstanceIds"][0]]
+        result["Instances"][0] |= {
+            "InstanceType": override["InstanceType"],
+            "LaunchTemplateAndOverrides": {"Overrides": override},
+        }
         self.bids[instance.id] = float(override["MaxPrice"]) if "MaxPrice" in override else None
         if zone in self.capacity:
             self.capacity[zone] -= 1

@@ -66,6 +66,23 @@ async def test_a_bid_that_is_passed_ends_the_machine_and_its_bill_and_buys_no_ot
             assert ec2.calls.count("CreateFleet") == 1, "nothing was asked for above the bid"
 
 
+@pytest.mark.parametrize("is_answer_lost", [False, True])
+async def test_a_machine_is_in_the_books_with_its_zone_and_price_though_its_launch_was_not_seen_whole(
+    tmp_path, is_answer_lost
+):
+    with fake_ec2() as ec2:
+        ec2.prices = {(KIND, A): 0.36}
+        ec2.lists_lag = not is_answer_lost
+        ec2.lose_answers = 99 if is_answer_lost else 0
+        provider = AwsProvider([POOL], OWNER, client=ec2.client, watch_every_s=0.05)
+        async with fleet_on(tmp_path, provider, num_machines=1) as made:
+            await until(made, lambda: made.book_state("spot-0") in ("running", "gone"))
+            bill = made.bill("spot-0")
+            assert (bill.zone, bill.price_micro_usd_per_hour) == (A, 360_000)
+            ec2.lists_lag, ec2.lose_answers = False, 0
+            assert await made.fleet.end_all(30) == []
+
+
 async def test_a_stock_out_fails_over_to_the_next_zone_and_then_to_the_next_cloud(tmp_path):
     with fake_ec2() as ec2, fake_gce() as gce:
         ec2.prices = {(KIND, A): 0.36}

@@ -277,8 +277,7 @@ class Fleet:
             self._launch_failed(machine, error, self._next_launch_s(machine, offers))
             return
         self._choice.came(offer)
-        if view.zone:
-            self._ledger.placed(machine, view.zone, _price_paid(offer, view))
+        self._place(view)
         started_at = self._clock.wall() if view.started_at is None else view.started_at
         self._ledger.launched(machine, started_at)
         if not self._is_closed:  # else it is on its way out already
@@ -481,6 +480,7 @@ class Fleet:
         """Make good a launch that was not heard of; end a machine that nobody wants."""
         is_there = view.state is not MachineState.GONE
         if view.machine in unbilled and view.started_at is not None:
+            self._place(view)
             self._ledger.launched(view.machine, view.started_at)
         known = self._state.core.machines.get(view.machine)
         if known is None:
@@ -491,6 +491,12 @@ class Fleet:
         ):
             log_event(log, "machine.found", machine=view.machine, state=str(known.state))
             self._state.apply(MachineLaunched(self._state.now(), view.machine))  # unwanted: the core ends it
+
+    def _place(self, view: MachineView) -> None:
+        """Note where the machine is and what it costs there, before it is said to be launched."""
+        offer = self._bought.get(view.machine)
+        if view.zone and offer is not None:
+            self._ledger.placed(view.machine, view.zone, _price_paid(offer, view))
 
     def _may_be_in(self, machine: str, clouds: frozenset[str]) -> bool:
         """Whether the machine may have been bought in one of `clouds`."""
