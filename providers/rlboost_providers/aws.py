@@ -61,7 +61,10 @@ MAX_SCRIPT_BYTES = 16_384
 
 @dataclass(frozen=True, slots=True)
 class AwsPool:
-    """One offer of a job: machines of equal worth in one region. Prices in micro-dollars per hour."""
+    """One offer of a job: machines of equal worth in one region, or in one zone of it.
+
+    Prices in micro-dollars per hour.
+    """
 
     region: str
     accelerator: str
@@ -82,6 +85,13 @@ class AwsPool:
     """Shell text for `startup.startup_script`."""
     egress_micro_usd_per_gb: int = 0
     storage_micro_usd_per_hour: int = 0
+    zone: str | None = None
+    """None: every zone of the region."""
+
+    @property
+    def place(self) -> str:
+        """What its offers have as their zone."""
+        return self.zone or self.region
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +119,7 @@ class AwsProvider:
         watch_every_s: float = WATCH_EVERY_S,
     ) -> None:
         self._pools = {
-            _place(pool.region, pool.accelerator, pool.instance_types, pool.spot): pool for pool in pools
+            _place(pool.place, pool.accelerator, pool.instance_types, pool.spot): pool for pool in pools
         }
         self._owner = owner
         self._make_client = ec2_client if client is None else client
@@ -180,7 +190,7 @@ class AwsProvider:
             return None
         return Offer(
             provider=NAME,
-            zone=pool.region,
+            zone=pool.place,
             accelerator=pool.accelerator,
             price_micro_usd_per_hour=price,
             spot=pool.spot,
@@ -198,7 +208,8 @@ class AwsProvider:
         bounds = (pool.max_price_micro_usd_per_hour, pool.on_demand_micro_usd_per_hour)
         limit = min((bound for bound in bounds if bound is not None), default=None)
         prices = self._prices_of(pool.region).of(pool.instance_types)
-        return [price for price in prices if limit is None or price.micro_usd_per_hour <= limit]
+        wanted = (price for price in prices if pool.zone in (None, price.zone))
+        return [price for price in wanted if limit is None or price.micro_usd_per_hour <= limit]
 
     def _pool_of(self, offer: Offer) -> AwsPool:
         kinds = tuple(offer.instance_type.split(","))
@@ -239,12 +250,13 @@ class AwsProvider:
 
     def _overrides(self, pool: AwsPool) -> list[dict[str, Any]]:
         if not pool.spot:
-            return [{"InstanceType": each} for each in pool.instance_types]
+            where = {} if pool.zone is None else {"AvailabilityZone": pool.zone}
+            return [{"InstanceType": each, **where} for each in pool.instance_types]
         self._prices_of(pool.region).forget()
         reached = self._reached(pool)
         if not reached:
             raise NoCapacity(
-                f"no zone of {pool.region} sells {pool.accelerator} at or below the bid",
+                f"nobody in {pool.place} sells {pool.accelerator} at or below the bid",
                 "wait, or raise max_price_usd_per_hour",
             )
         bid = _first_known(pool.max_price_micro_usd_per_hour, pool.on_demand_micro_usd_per_hour)
@@ -253,7 +265,19 @@ class AwsProvider:
         if not pool.subnets:
             return zones
         kinds = {p.instance_type for p in reached}
-        return [{"SubnetId": s, "InstanceType": k, **price} for s in pool.subnets for k in sorted(kinds)]
+        subnets = self._subnets(pool)
+        return [{"SubnetId": s, "InstanceType": k, **price} for s in subnets for k in sorted(kinds)]
+
+    def _subnets(self, pool: AwsPool) -> list[str]:
+        """Return those of the pool's subnets that are in its zone."""
+        if pool.zone is None:
+            return list(pool.subnets)
+        with explained(f"see which subnets are in {pool.zone}"):
+            found = self._ec2(pool.region).describe_subnets(SubnetIds=list(pool.subnets))["Subnets"]
+        inside = [str(each["SubnetId"]) for each in found if each["AvailabilityZone"] == pool.zone]
+        if not inside:
+            raise ConfigError(f"no subnet of the pool is in {pool.zone}", "name one, or leave the zone out")
+        return inside
 
     def _make_template(self, pool: AwsPool, request: LaunchRequest, name: str) -> None:
         script = script_of(request, NAME, pool.install, MAX_SCRIPT_BYTES)
@@ -524,9 +548,9 @@ class AwsProvider:
             return self._groups[key]
 
 
-def _place(region: str, accelerator: str, kinds: Sequence[str], spot: bool) -> tuple[str, ...]:
+def _place(where: str, accelerator: str, kinds: Sequence[str], spot: bool) -> tuple[str, ...]:
     """Return what tells the pools of a job apart."""
-    return (region, accelerator, ",".join(kinds), "spot" if spot else "on demand")
+    return (where, accelerator, ",".join(kinds), "spot" if spot else "on demand")
 
 
 def _raise_first(problems: Mapping[str, RLBoostError]) -> None:

@@ -79,6 +79,7 @@ def _aws_pool(book: PriceBook, offer: CloudOffer, spot: bool) -> AwsPool:
         install=install,
         egress_micro_usd_per_gb=egress_micro_usd_per_gb(offer.cloud, offer.egress_usd_per_gb),
         storage_micro_usd_per_hour=storage_micro_usd_per_hour(offer.cloud, offer.disk_gb, spot=spot),
+        zone=offer.zone,
     )
 
 
@@ -98,14 +99,13 @@ def _gcp_pool(book: PriceBook, offer: CloudOffer, spot: bool) -> GcpPool | None:
         price, source = limit, "the job file's max_price_usd_per_hour"
     if limit is not None and price > limit:
         return None  # Google takes no bids: what costs more is not bought
-    parts = offer.infra.split("/")
     return GcpPool(
         region=str(offer.region),
         accelerator=offer.accelerators,
         machine_type=machine_type,
         price_micro_usd_per_hour=parse_usd(price),
         price_source=source,
-        zones=(parts[2],) if len(parts) > 2 else (),
+        zones=() if offer.zone is None else (offer.zone,),
         spot=spot,
         image=image,
         disk_gb=offer.disk_gb,

@@ -168,7 +168,10 @@ class FakeEc2:
         errors, fitting = [], []
         zones = sorted({zone for _, zone in self.prices})
         every = [
-            o if "AvailabilityZone" in o else {**o, "AvailabilityZone": z} for o in overrides for z in zones
+            o if "AvailabilityZone" in o else {**o, "AvailabilityZone": z}
+            for o in overrides
+            for z in zones
+            if "SubnetId" not in o or o["SubnetId"] in self.backend.subnets[z]
         ]
         for override in every:
             zone = override["AvailabilityZone"]

@@ -113,6 +113,28 @@ def test_a_machine_whose_bid_is_passed_is_taken_and_said_to_be_reclaimed(ec2, pr
     assert provider.describe(RUN) == [gone], "its end does not move"
 
 
+@pytest.mark.parametrize("spot", [True, False])
+def test_a_zone_that_the_job_names_is_the_only_one_that_is_bought_in(ec2, spot):
+    pool = replace(POOL, spot=spot, max_price_micro_usd_per_hour=None)
+    provider = AwsProvider([replace(pool, zone=zone) for zone in (A, B)], OWNER, client=ec2.client)
+    cheap, dear = provider.offers()
+    assert (cheap.zone, cheap.price_micro_usd_per_hour) == (A, 300_000 if spot else 1_006_000)
+    assert (dear.zone, dear.price_micro_usd_per_hour) == (B, 400_000 if spot else 1_006_000)
+    asked = replace(request(provider), offer=dear)
+    assert provider.launch(asked).zone == B
+    ec2.capacity = {B: 0}
+    with pytest.raises(NoCapacity):
+        provider.launch(replace(asked, machine="spot-1"))
+    assert len(ec2.instances()) == 1
+
+
+def test_of_several_subnets_those_in_the_zone_are_bought_in(ec2):
+    found = ec2.client(REGION).describe_subnets()["Subnets"]
+    subnets = tuple(each["SubnetId"] for each in found)
+    provider = AwsProvider([replace(POOL, subnets=subnets, zone=B)], OWNER, client=ec2.client)
+    assert provider.launch(request(provider)).zone == B
+
+
 def test_a_zone_without_machines_is_left_for_another_in_the_same_call(ec2, provider):
     ec2.capacity = {A: 0}
     view = provider.launch(request(provider))

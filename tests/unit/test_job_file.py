@@ -539,6 +539,10 @@ BOUGHT = "trainer: {infra: aws/us-east-1, accelerators: 'H100:8'}\n"
             "4: trainer.accelerators: is missing, but infra is aws/us-east-1; add accelerators: \"H100:8\"",
         ),
         (
+            "trainer: {infra: gcp/us-east4/us-east1-b, accelerators: 'H100:8'}",
+            "4: trainer.infra: gcp/us-east4/us-east1-b names a zone that is not in us-east4; write gcp/us-east4/us-east4-a, or gcp/us-east4 for all its zones",
+        ),
+        (
             "trainer: {infra: aws, accelerators: 'H100:8'}",
             "4: trainer.infra: aws cannot be bought direct; write aws/REGION or gcp/REGION, or via: skypilot",
         ),
@@ -668,6 +672,14 @@ def test_a_head_elsewhere_needs_a_place_and_what_it_alone_has_is_refused_here(
         (
             "{infra: aws/us-east-2, accelerators: 'H100:8', max_price_usd: 20.0}",
             "rollout.spot.any_of[0].max_price_usd: unknown field; did you mean max_price_usd_per_hour?",
+        ),
+        (
+            "{infra: aws/us-east-1/us-east-2a, accelerators: 'H100:8', via: direct}",
+            "rollout.spot.any_of[0].infra: aws/us-east-1/us-east-2a names a zone that is not in us-east-1; write aws/us-east-1/us-east-1a, or aws/us-east-1 for all its zones",
+        ),
+        (
+            "{infra: gcp/us-central1/a, accelerators: 'H100:8'}",
+            "rollout.spot.any_of[0].infra: gcp/us-central1/a names a zone that is not in us-central1; write gcp/us-central1/us-central1-a, or gcp/us-central1 for all its zones",
         ),
         ("{infra: ssh}", "rollout.spot.any_of[0].hosts: missing; add `hosts: [ME@MACHINE]`"),
         (

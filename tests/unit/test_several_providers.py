@@ -205,6 +205,13 @@ def test_an_offer_becomes_machine_types_and_a_bid() -> None:
     assert named.instance_types == ("x9.mega",)
 
 
+@pytest.mark.parametrize("zone", ["us-west-2b", "us-west-2-lax-1a"])
+def test_a_zone_that_an_entry_names_is_the_pools(zone: str) -> None:
+    [pool] = aws_pools([offer(infra=f"aws/us-west-2/{zone}")])
+    assert (pool.region, pool.zone) == ("us-west-2", zone)
+    assert aws_pools([offer()])[0].zone is None
+
+
 def test_google_is_bought_from_at_a_known_price_only() -> None:
     google = {"infra": "gcp/us-east4", "accelerators": "H100"}
     [pool] = gcp_pools([offer(**google)])

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlboost_runtime.job.base import MAX_USD, Host, Model, Seed
+from rlboost_runtime.job.base import MAX_USD, Host, Model, Seed, check_zone
 
 Accelerators = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+(:[1-9][0-9]{0,3})?$")]
 """A device and how many of it a machine has, such as H100:8; without a number it is one."""
@@ -101,7 +101,7 @@ class CloudOffer(Model):
 
     @model_validator(mode="after")
     def _can_be_direct(self) -> Self:
-        cloud, _, place = self.infra.partition("/")
+        cloud, _, place = check_zone(self.infra).partition("/")
         if self.via == "direct" and (cloud not in ("aws", "gcp") or not place):
             raise ValueError(
                 f"infra {self.infra} cannot be used direct; write aws/REGION or gcp/REGION, or via: skypilot"
@@ -117,6 +117,11 @@ class CloudOffer(Model):
     def region(self) -> str | None:
         """The second part of `infra`."""
         return [*self.infra.split("/"), None][1]
+
+    @property
+    def zone(self) -> str | None:
+        """The third part of `infra`."""
+        return [*self.infra.split("/"), None, None][2]
 
     @property
     def price_usd_per_hour(self) -> float:

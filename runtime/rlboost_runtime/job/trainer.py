@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlboost_runtime.job.base import MAX_USD, Host, Model
+from rlboost_runtime.job.base import MAX_USD, Host, Model, check_zone
 from rlboost_runtime.job.fleet import num_devices
 
 OWN_MACHINE = ("hosts", "jump_host", "identity_file", "price_usd_per_hour")
@@ -138,6 +138,7 @@ class Trainer(Model):
         return self
 
     def _check_seller(self) -> None:
+        check_zone(self.infra)
         if self.via == "direct":
             if not _DIRECT_HEAD.fullmatch(self.infra):
                 raise ValueError(
