@@ -39,7 +39,7 @@ from rlboost_providers.gcp_machines import (
 )
 from rlboost_providers.preempting import absent, check_is_unannounced
 from rlboost_providers.startup import script_of
-from rlboost_runtime.errors import ConfigError, ProviderError, RLBoostError
+from rlboost_runtime.errors import ConfigError, CredentialsRejected, ProviderError, RLBoostError
 
 NAME = "gcp"
 MIN_BILLED_S = 60
@@ -50,6 +50,8 @@ CALL_S = 20.0
 """Longest wait for one answer; also the total of its retries."""
 OPERATION_S = 90.0
 """Longest wait for a launch: Google answers at once, and says some 10 s later whether there is one."""
+FIRST_LOOK_S, LOOK_EVERY_S = 0.1, 2.0
+"""Pauses between two looks at an operation: the first one, doubled up to the last."""
 MAX_SCRIPT_BYTES = 262_144
 """Google's limit of one metadata value."""
 CONSOLE_BYTES = 65_536
@@ -186,23 +188,34 @@ class GcpProvider:
         self._wait(zone, operation, what)
 
     def _wait(self, zone: str, operation: Any, what: str) -> None:
-        """Wait for an operation's end. Raises what it failed with, `ProviderError` at the deadline."""
-        deadline = time.monotonic() + self._operation_s
+        """Look at an operation until it ends. Raises what it failed with, `ProviderError` at the deadline.
+
+        Not `wait`, which Google holds for minutes. A look that fails says nothing of the machine: it is
+        repeated, but where nobody of ours may look.
+        """
+        deadline, pause_s, refusal = time.monotonic() + self._operation_s, FIRST_LOOK_S, ""
         while str(getattr(operation.status, "name", operation.status)) != "DONE":
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise ProviderError(
-                    f"Google did not say within {self._operation_s:g} s whether it could {what}",
+                    f"Google did not say within {self._operation_s:g} s whether it could {what}{refusal}",
                     "looked for and ended by itself if it comes",
                 )
-            with explained(what):
-                operation = self._clients.zone_operations.wait(
-                    project=self._clients.project,
-                    zone=zone,
-                    operation=operation.name,
-                    timeout=min(CALL_S, left_s + 1),
-                    retry=_retry(),
-                )
+            time.sleep(min(pause_s, left_s))
+            pause_s = min(2 * pause_s, LOOK_EVERY_S)
+            try:
+                with explained(f"see whether Google could {what}"):
+                    operation = self._clients.zone_operations.get(
+                        project=self._clients.project,
+                        zone=zone,
+                        operation=operation.name,
+                        timeout=min(CALL_S, left_s + 1),
+                        retry=None,
+                    )
+            except CredentialsRejected:
+                raise
+            except RLBoostError as problem:
+                refusal = f": {problem.problem}"
         errors = list(operation.error.errors)
         if errors:
             raise failed(what, errors)

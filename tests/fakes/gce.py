@@ -1,7 +1,8 @@
 """Compute Engine's REST API on loopback: operations that take time, errors where Google puts them.
 
 Stock-outs come in the operation, refusals as HTTP errors with reasons; lists are paged, two zones a page;
-requests with a known request id answer with the first one's operation. Machines really run their start-up
+requests with a known request id answer with the first one's operation; `wait` holds its answer until the
+operation has ended, for two minutes at most. Machines really run their start-up
 script, where a folder is given.
 """
 
@@ -31,6 +32,8 @@ PROJECT = "lab"
 REGION = "us-central1"
 ZONES = ("us-central1-a", "us-central1-b", "us-central1-f", "us-east4-a")
 API = r"/compute/v1/projects/([^/]+)"
+HOLDS_S = 120.0
+"""Longest that Google holds the answer to a `wait`."""
 
 
 @dataclass
@@ -62,7 +65,11 @@ class FakeGce:
     bodies: list[dict[str, Any]] = field(default_factory=list)
     console: str = ""
     """What machines write to their first serial port."""
+    operation_s: float = 0.05
+    """How long operations take."""
     never_done: bool = False
+    ends: dict[str, float] = field(default_factory=dict)
+    """By operation: when it ends, in monotonic seconds."""
     delete_s: float = 0.02
     number: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     lock: threading.RLock = field(default_factory=threading.RLock)
@@ -100,7 +107,13 @@ class FakeGce:
 
     def answer(self, method: str, path: str, query: dict[str, list[str]], body: Any) -> tuple[int, Any]:
         self.calls.append(f"{method} {path}")
+        held = re.fullmatch(rf"POST {API}/zones/([^/]+)/operations/([^/]+)/wait", f"{method} {path}")
+        if held is not None:
+            self._hold(held[3])
         with self.lock:
+            for operation in self.operations.values():
+                if self._has_ended(operation["name"]):
+                    operation["status"] = "DONE"
             for refusal in self.refusals:
                 if re.search(refusal.path, f"{method} {path}"):
                     refusal.times -= 1
@@ -115,7 +128,8 @@ class FakeGce:
                 (rf"GET {API}/zones/([^/]+)/instances/([^/]+)", self._get),
                 (rf"GET {API}/zones/([^/]+)/instances/([^/]+)/serialPort", self._serial_port),
                 (rf"DELETE {API}/zones/([^/]+)/instances/([^/]+)", self._delete),
-                (rf"POST {API}/zones/([^/]+)/operations/([^/]+)/wait", self._wait),
+                (rf"GET {API}/zones/([^/]+)/operations/([^/]+)", self._get_operation),
+                (rf"POST {API}/zones/([^/]+)/operations/([^/]+)/wait", self._get_operation),
             ):
                 match = re.fullmatch(pattern, f"{method} {path}")
                 if match is not None:
@@ -193,11 +207,17 @@ class FakeGce:
         if instance is not None and self.hypervisor is not None:
             self.hypervisor.stop(instance["labels"]["rlboost-machine"])
 
-    def _wait(self, zone: str, name: str, query: dict[str, list[str]], body: Any) -> tuple[int, Any]:
-        operation = self.operations[name]
-        if not self.never_done:
-            operation["status"] = "DONE"
-        return 200, operation
+    def _get_operation(self, zone: str, name: str, query: dict[str, list[str]], body: Any) -> tuple[int, Any]:
+        return 200, self.operations[name]
+
+    def _hold(self, operation: str) -> None:
+        """Return once the operation has ended, as Google's `wait` does."""
+        deadline = time.monotonic() + HOLDS_S
+        while time.monotonic() < deadline and not self._has_ended(operation):
+            time.sleep(0.01)
+
+    def _has_ended(self, operation: str) -> bool:
+        return not self.never_done and time.monotonic() >= self.ends[operation]
 
     def _list(self, query: dict[str, list[str]], body: Any) -> tuple[int, Any]:
         condition = query["filter"][0]
@@ -244,6 +264,7 @@ class FakeGce:
             operation["error"] = {"errors": [{"code": error, "message": f"{zone}: said by the fake"}]}
             operation["httpErrorStatusCode"] = 503
         self.operations[operation["name"]] = operation
+        self.ends[operation["name"]] = time.monotonic() + (0 if done else self.operation_s)
         return operation
 
 

@@ -55,7 +55,7 @@ class Gce:
                 status, reason = dice.choice(
                     [(503, "backendError"), (429, "rateLimitExceeded"), (401, "authError")]
                 )
-                path = dice.choice(["^POST .*/instances$", "/wait$", "^GET", "^DELETE", ""])
+                path = dice.choice(["^POST .*/instances$", "/operations/operation-", "^GET", "^DELETE", ""])
                 fake.refusals.append(HttpRefusal(path, status, reason, times=dice.randint(1, 3)))
             case 1:
                 zone = dice.choice(["us-central1-a", "us-central1-b", "us-central1-f"])

@@ -127,7 +127,7 @@ def test_a_short_outage_is_waited_out_and_a_long_one_is_said_in_bounded_time(gce
 
 def test_a_launch_repeated_after_a_lost_answer_is_the_same_operation(gce, provider):
     asked = request(provider)
-    gce.refusals.append(HttpRefusal("/wait$", 401, "authError"))
+    gce.refusals.append(HttpRefusal("^GET .*/operations/operation-", 401, "authError"))
     with pytest.raises(CredentialsRejected):
         provider.launch(asked)
     assert provider.launch(asked).state is MachineState.RUNNING
@@ -140,6 +140,31 @@ def test_an_operation_that_does_not_end_is_given_up_and_its_machine_found(gce):
     with pytest.raises(ProviderError, match="did not say within"):
         provider.launch(request(provider))
     assert [view.state for view in provider.describe(RUN)] == [MachineState.RUNNING]
+
+
+def test_a_launch_that_takes_longer_than_one_answer_may_is_waited_for(gce, provider, monkeypatch):
+    monkeypatch.setattr(gcp, "CALL_S", 0.3)
+    gce.operation_s = 1.2
+    assert provider.launch(request(provider)).state is MachineState.RUNNING
+    gce.errors = {"us-central1-b": "ZONE_RESOURCE_POOL_EXHAUSTED"}
+    with pytest.raises(NoCapacity):
+        provider.launch(request(provider, "spot-1", zone="us-central1-b"))
+    assert len(gce.bodies) == 2
+
+
+@pytest.mark.parametrize(
+    ("status", "reason"), [(503, "backendError"), (403, "rateLimitExceeded"), (404, "notFound")]
+)
+def test_a_refused_look_at_a_launch_under_way_is_not_taken_for_a_refused_launch(
+    gce, provider, status, reason
+):
+    gce.refusals.append(HttpRefusal("^(GET|POST) .*/operations/operation-", status, reason, times=3))
+    assert provider.launch(request(provider)).state is MachineState.RUNNING
+    gce.refusals.append(HttpRefusal("^(GET|POST) .*/operations/operation-", status, reason, times=10_000))
+    other = GcpProvider([POOL], OWNER, clients=lambda: gce.clients, operation_s=0.3)
+    with pytest.raises(ProviderError, match=f"did not say within 0.3 s .*{reason}") as told:
+        other.launch(request(other, "spot-1"))
+    assert told.value.retry is Retry.LATER
 
 
 def test_a_reclaimed_machine_is_known_from_the_cloud_alone(gce, provider):
@@ -217,7 +242,7 @@ def test_the_shipped_role_covers_every_call(gce, provider):
         ("GET", "instances"): "compute.instances.get",
         ("GET", "serialPort"): "compute.instances.getSerialPortOutput",
         ("DELETE", "instances"): "compute.instances.delete",
-        ("POST", "operations"): "compute.zoneOperations.get",
+        ("GET", "operations"): "compute.zoneOperations.get",
     }
     for call in set(gce.calls):
         method, _, path = call.partition(" ")
