@@ -57,15 +57,15 @@ def explained(what: str, *, may_be_absent: bool = False) -> Iterator[None]:
         if may_be_absent and isinstance(error, google.NotFound):
             raise
         raise refused(what, error) from error
-    except (auth.DefaultCredentialsError, auth.RefreshError) as error:
-        told = _first_line(error)
-        remedy = _CLOCK if "reasonable timeframe" in told else _SIGN_IN
-        raise CredentialsRejected(f"no usable Google credentials: {told}", remedy) from error
     except (google.RetryError, auth.TransportError, requests.RequestException) as error:
         raise ProviderError(
             f"Google Cloud cannot be reached to {what}: {_first_line(error)}",
             "see whether this machine has a network; asked again",
         ) from error
+    except auth.GoogleAuthError as error:
+        told = _first_line(error)
+        remedy = _CLOCK if "reasonable timeframe" in told else _SIGN_IN
+        raise CredentialsRejected(f"no usable Google credentials: {told}", remedy) from error
 
 
 def refused(what: str, error: Any) -> RLBoostError:

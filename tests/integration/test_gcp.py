@@ -10,7 +10,7 @@ from importlib import resources
 
 import pytest
 from google.api_core.retry import Retry as GoogleRetry
-from google.auth.exceptions import RefreshError
+from google.auth.exceptions import GoogleAuthError, OAuthError, RefreshError, TransportError
 
 from rlboost_providers import gcp
 from rlboost_providers.base import CanShowConsole, LaunchRequest, MachineState
@@ -109,6 +109,15 @@ def test_a_clock_that_is_wrong_is_said_before_the_sign_in():
         raise RefreshError(said)
     with pytest.raises(CredentialsRejected, match=r"type `gcloud auth"), explained("list"):
         raise RefreshError("invalid_grant: Token has been expired or revoked.")
+
+
+@pytest.mark.parametrize("kind", [OAuthError, GoogleAuthError])
+def test_whatever_the_sign_in_fails_with_is_a_refusal_of_the_credentials(kind):
+    with pytest.raises(CredentialsRejected, match=r"invalid_grant.*gcloud auth"), explained("list"):
+        raise kind("invalid_grant")
+    with pytest.raises(ProviderError, match="cannot be reached to list") as told, explained("list"):
+        raise TransportError("connection reset")
+    assert told.value.retry is Retry.LATER
 
 
 def test_a_short_outage_is_waited_out_and_a_long_one_is_said_in_bounded_time(gce, provider, monkeypatch):

@@ -287,6 +287,37 @@ async def test_what_a_machine_said_that_never_dialled_in_is_kept_before_it_is_en
     )
 
 
+@pytest.mark.parametrize("call", ["offers", "launch", "watch", "console", "terminate", "describe"])
+async def test_whatever_a_clouds_library_raises_the_fleet_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
+) -> None:
+    monkeypatch.setattr(fleet_module, "RETRY_ERROR_S", 0.05)
+    monkeypatch.setattr(offer_choice, "ERROR_PAUSE_S", 0.05)
+    cloud = ShowingCloud()
+    works, failures = getattr(cloud, call), [KeyError("token"), AttributeError("no such thing")]
+
+    def break_at_first(*asked: object) -> object:
+        if failures:
+            raise failures.pop()
+        return works(*asked)
+
+    setattr(cloud, call, break_at_first)
+    async with fleet_on(tmp_path, cloud) as made:
+
+        def is_up() -> bool:
+            made.state.tick()
+            return bool(made.ledger.running_machines())
+
+        await until(is_up)
+        (machine,) = made.ledger.running_machines()
+        made.fleet.carry_out(TerminateMachine(machine, "it did not dial in"))
+        await until(lambda: len(failures) < 2 or call == "describe")
+        assert await made.fleet.end_all(5) == []
+    broke = [record for record in caplog.records if record.message == "provider.broke"]
+    assert broke
+    assert broke[0].exc_info
+
+
 async def test_a_machine_that_the_run_does_not_know_is_ended(tmp_path: Path) -> None:
     cloud = Cloud()
     cloud.start("spot-77")

@@ -396,7 +396,7 @@ class Fleet:
         try:
             async with asyncio.timeout(CONSOLE_S):
                 found = await self._threads.call(lambda: keep_console(provider, run, machine, folder))
-        except TimeoutError:
+        except (TimeoutError, ProviderError):
             found = None
         if found is not None:
             told = found.refusal or (str(found.log) if found.lines else "empty")
