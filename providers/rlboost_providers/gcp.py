@@ -10,6 +10,7 @@ from the cloud alone. The smallest role is templates/rlboost_templates/policies/
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 import uuid
@@ -40,6 +41,9 @@ from rlboost_providers.gcp_machines import (
 from rlboost_providers.preempting import absent, check_is_unannounced
 from rlboost_providers.startup import script_of
 from rlboost_runtime.errors import ConfigError, CredentialsRejected, ProviderError, RLBoostError
+from rlboost_runtime.logs import event
+
+log = logging.getLogger(__name__)
 
 NAME = "gcp"
 MIN_BILLED_S = 60
@@ -293,7 +297,7 @@ class GcpProvider:
         for machine in self._list(run):
             if not machine.is_alive:
                 self._keep_console(run, machine)
-                self._delete(machine.zone, machine.name)
+                self._clear_away(machine)
             views[machine.machine] = self._view(machine)
         return sorted(views.values(), key=lambda view: view.machine)
 
@@ -314,6 +318,13 @@ class GcpProvider:
         if (run, machine.machine) not in self._consoles:
             with contextlib.suppress(RLBoostError):  # its end matters more than what it said
                 self._consoles[run, machine.machine] = self._console(machine.zone, machine.name)
+
+    def _clear_away(self, machine: Machine) -> None:
+        """Delete what stopped; a refusal is logged, for the next look tries again and this one goes on."""
+        try:
+            self._delete(machine.zone, machine.name)
+        except RLBoostError as refusal:
+            event(log, "machine.delete_failed", machine=machine.machine, problem=refusal.problem)
 
     def _console(self, zone: str, name: str) -> str:
         clients = self._clients

@@ -32,6 +32,8 @@ NO_CAPACITY = frozenset(
 )
 QUOTA = frozenset({"QUOTA_EXCEEDED", "quotaExceeded", "limitExceeded"})
 THROTTLED = frozenset({"rateLimitExceeded", "userRateLimitExceeded", "RATE_LIMIT_EXCEEDED"})
+NOT_NOW = frozenset({"resourceNotReady", "RESOURCE_NOT_READY"})
+"""Another operation is at work on it."""
 THROTTLE_PAUSE_S = 60.0
 """Compute Engine counts requests per minute."""
 
@@ -86,7 +88,7 @@ def refused(what: str, error: Any) -> RLBoostError:
             "enable the API (`gcloud services enable compute.googleapis.com`) and give yourself the role in"
             " docs/clouds.md",
         )
-    if error.code in (400, 404, 412):
+    if error.code in (400, 404, 412) and not reasons & NOT_NOW:
         return ConfigError(said, "see infra, instance_type and image of this offer in the job file")
     return ProviderError(
         said, "asked again by itself; https://status.cloud.google.com says what Google knows"

@@ -195,6 +195,33 @@ def test_a_machine_that_shut_itself_down_is_deleted_when_it_is_seen(gce, provide
     wait_until(lambda: not gce.instances)
 
 
+@pytest.mark.parametrize(("status", "reason"), [(400, "resourceNotReady"), (403, "forbidden")])
+def test_what_shut_itself_down_is_seen_to_be_gone_also_where_its_deletion_is_refused(
+    gce, provider, caplog, status, reason
+):
+    for machine in ("spot-0", "spot-1"):
+        provider.launch(request(provider, machine))
+    gce.powered_off("spot-0")
+    gce.refusals.append(HttpRefusal("^DELETE", status, reason))
+    with caplog.at_level("INFO"):
+        views = provider.describe(RUN)
+    assert [(view.machine, view.state) for view in views] == [
+        ("spot-0", MachineState.GONE),
+        ("spot-1", MachineState.RUNNING),
+    ]
+    assert "machine.delete_failed" in caplog.messages
+    provider.describe(RUN)
+    wait_until(lambda: len(gce.instances) == 1)
+
+
+def test_a_machine_that_another_operation_is_at_work_on_is_asked_about_later(gce, provider):
+    provider.launch(request(provider))
+    gce.refusals.append(HttpRefusal("^DELETE", 400, "resourceNotReady"))
+    with pytest.raises(ProviderError, match="resourceNotReady") as told:
+        provider.terminate(RUN, "spot-0")
+    assert told.value.retry is Retry.LATER
+
+
 def test_what_a_machine_is_given(gce, provider):
     provider.launch(request(provider))
     [body] = gce.bodies
