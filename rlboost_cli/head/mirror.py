@@ -23,6 +23,8 @@ from rlboost_runtime.run_folder import RunFolder, read_json, write_atomically, w
 LIVE_S = 10.0
 """A status is written once a second: one that is older is of a coordinator that does not answer."""
 _WHOLE = frozenset({*program.WHOLE, program.LEDGER})
+_PUT_AWAY = frozenset({"outcome.json", "ending.json"})
+"""What a run that is opened again has no more here; its head has it until the run goes on there."""
 _GROWING = re.compile(r"(metrics|samples)\.jsonl|logs(/[A-Za-z0-9_-][A-Za-z0-9._-]*)+")
 
 
@@ -101,9 +103,9 @@ def _ago(seen: dict[str, Any]) -> str:
 
 
 def _known(run: RunFolder) -> dict[str, list[int]]:
-    """Return the marks of the copies that are here still."""
+    """Return the marks of the copies that are here still, and of an end that the run was resumed after."""
     marks = (read_json(run.mirror) or {}).get("marks", {})
-    return {name: mark for name, mark in marks.items() if (run.path / name).exists()}
+    return {name: mark for name, mark in marks.items() if name in _PUT_AWAY or (run.path / name).exists()}
 
 
 def _apply(run: RunFolder, known: dict[str, list[int]], answer: dict[str, Any], blob: bytes) -> None:

@@ -299,7 +299,8 @@ def _await_it(run: RunFolder, job: Job, provider: Provider, rental: Rental, say:
     while True:
         waited_s = time.monotonic() - began
         if run.outcome.exists():
-            give_back(run, say)
+            if not was_started(run):
+                give_back(run, say)
             raise _ended(run)
         try:
             view = view_of(provider, run, rental)

@@ -392,6 +392,23 @@ def test_a_head_on_which_the_run_was_started_is_not_given_back_because_we_cannot
     assert len(ec2.instances()) == 1
 
 
+def test_a_head_on_which_the_run_was_started_stays_where_an_outcome_comes_while_it_is_waited_for(
+    ec2: FakeEc2, run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_in(monkeypatch)
+    rent(run, silently)
+    open_mirror(run)
+
+    def learns_of_an_end(run: RunFolder) -> str:
+        write_json(run.outcome, {"state": "stopped"})  # what `status` fetches, elsewhere
+        return "not yet"
+
+    monkeypatch.setattr(renting, "_is_let_in", learns_of_an_end)
+    with pytest.raises(RuntimeFault, match="far was ended meanwhile"):
+        rent(run, silently)
+    assert len(ec2.instances()) == 1, "its checkpoints are there"
+
+
 def test_a_console_that_may_not_be_read_does_not_hide_why_it_was_looked_at(
     ec2: FakeEc2, run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -143,6 +143,26 @@ def test_only_what_is_new_is_fetched_and_nothing_is_lost_or_doubled(here: RunFol
     assert (answer["files"], blob) == ([], b"")
 
 
+def test_the_end_that_a_run_is_resumed_after_is_not_taken_for_its_next_one(
+    here: RunFolder, there: Path
+) -> None:
+    head = HeadHere(here)
+    write_json(there / "outcome.json", {"state": "stopped"})
+    write_json(there / "ending.json", {"state": "stopped"})
+    refresh(here, head)
+    here.outcome.rename(here.path / "outcome.previous.json")  # what `launch --resume` does
+    here.ending.unlink()
+    for _ in range(2):
+        refresh(here, head)  # `status`, while the head does not know of it yet
+        assert not here.outcome.exists()
+        assert not here.ending.exists()
+    (there / "outcome.json").unlink()
+    refresh(here, head)
+    write_json(there / "outcome.json", {"state": "done"})
+    refresh(here, head)
+    assert json.loads(here.outcome.read_text()) == {"state": "done"}
+
+
 def test_a_log_longer_than_one_answer_comes_in_several(
     here: RunFolder, there: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
