@@ -17,9 +17,18 @@ from rlboost_cli.head.artifacts import fetch_results
 from rlboost_cli.head.connection import Head, HeadRefused, HeadUnreachable, Say
 from rlboost_cli.head.deployment import install, ship
 from rlboost_cli.head.intents import learn_intents
-from rlboost_cli.head.mirror import close_mirror, is_complete, keep_up, open_mirror, refresh, was_started
+from rlboost_cli.head.mirror import (
+    close_mirror,
+    is_complete,
+    is_put_away,
+    keep_up,
+    open_mirror,
+    refresh,
+    take_again,
+    was_started,
+)
 from rlboost_cli.head.rental_books import head_is_there, settle, take_report
-from rlboost_cli.head.renting import give_back, rent
+from rlboost_cli.head.renting import alone, ended_meanwhile, give_back, rent
 from rlboost_providers.ending import end_every
 from rlboost_providers.registry import provider_for
 from rlboost_runtime.coordinator.closing import close_books
@@ -27,7 +36,7 @@ from rlboost_runtime.errors import RuntimeFault
 from rlboost_runtime.job_environment import gather
 from rlboost_runtime.rental import current_rental
 from rlboost_runtime.run_create import stored_job
-from rlboost_runtime.run_folder import RunFolder, read_json
+from rlboost_runtime.run_folder import RunFolder, read_json, write_json
 
 TEARDOWN_S = 60.0
 """How long an ended run's processes are waited for, before what it leaves is fetched all the same."""
@@ -38,10 +47,12 @@ END_S = 900.0
 def bring_up(run: RunFolder, say: Say) -> dict[str, Any]:
     """Bring the run to its head and start it there, or find it there; return its first status.
 
-    An empty one where the run ended meanwhile: its outcome says why. Raises `HeadUnreachable`, `HeadRefused`,
-    `CredentialsRejected`, `ConfigError`, `RuntimeFault`.
+    An empty one where the run ended right after that: its outcome says why. Raises `HeadUnreachable`,
+    `HeadRefused`, `CredentialsRejected`, `ConfigError`, and `RuntimeFault`, also where another command ended
+    the run before it was started there.
     """
     job = stored_job(run)
+    _require_open(run)
     trains = bool((read_json(run.wanted) or {}).get("train"))
     if job.trainer.is_bought:
         rent(run, say)
@@ -54,12 +65,15 @@ def bring_up(run: RunFolder, say: Say) -> dict[str, Any]:
             if not there["exists"] or there["ended"]:
                 environment = gather(job)
             install(head, there, job, say)
-            typed = _what_to_type(run, there, lambda: ship(head, job, say))
+            _require_open(run)  # that took minutes
+            typed = _what_to_type(run, head, there, lambda: ship(head, job, say))
         else:
             typed = [run.name]
         say(f"starting {run.name} on {head.place.host}")
         options = ["launch", *typed, "--detach"] if trains else ["up", *typed]
-        _start(run, head, [*options, "--yes"], environment)  # whoever typed here has been asked
+        with _steering(run, say):
+            _require_open(run)
+            _start(run, head, [*options, "--yes"], environment)  # whoever typed here has been asked
         head.ask("keep", on=True)
         refresh(run, head, ledger=True)
     return dict(read_json(run.status) or {})
@@ -76,14 +90,30 @@ def _start(run: RunFolder, head: Head, options: list[str], environment: dict[str
         raise
 
 
-def _what_to_type(run: RunFolder, there: dict[str, Any], ship_job: Callable[[], str]) -> list[str]:
-    """Return the arguments by which the head's `rlboost` goes on with the run, or makes it."""
+def _what_to_type(
+    run: RunFolder, head: Head, there: dict[str, Any], ship_job: Callable[[], str]
+) -> list[str]:
+    """Return the arguments by which the head's `rlboost` goes on with the run, or makes it. Raises
+    `RuntimeFault` where it ended there and nobody has asked to resume it after that."""
     if not there["exists"]:
         return [ship_job()]
-    if there["ended"]:  # it is open here: it is being resumed
+    if there["ended"]:
+        if not is_put_away(run, there["outcome"]):
+            refresh(run, head, ledger=True)
+            raise ended_meanwhile(run)
         ship_job()
         return [run.name, "--resume"]
     return [run.name]
+
+
+def _steering(run: RunFolder, say: Say) -> contextlib.AbstractContextManager[bool]:
+    """Keep other commands of this machine from starting the run on its head, or ending it, meanwhile."""
+    return alone(run, ".steering", "starts or ends", say=say)
+
+
+def _require_open(run: RunFolder) -> None:
+    if run.outcome.exists():
+        raise ended_meanwhile(run)
 
 
 def preempt(run: RunFolder, instance: str | None, notice_s: float | None) -> str:
@@ -103,7 +133,22 @@ def end_run(run: RunFolder, say: Say) -> None:
     if stored_job(run).trainer.is_bought:
         _end_bought(run, say)
     else:
-        _end_there(run, say)
+        with _steering(run, say):
+            _end_there(run, say)
+
+
+def _note_not_started(run: RunFolder) -> None:
+    """Note the end of a run of which nothing is on its head: whoever is about to start it there reads it."""
+    if not run.outcome.exists():
+        write_json(
+            run.outcome,
+            {
+                "state": "stopped",
+                "problem": "ended by `rlboost down` before it was started on its head",
+                "remedy": f"rlboost launch {run.name} --resume starts it",
+                "exit_code": 0,
+            },
+        )
 
 
 def _end_bought(run: RunFolder, say: Say) -> None:
@@ -111,8 +156,11 @@ def _end_bought(run: RunFolder, say: Say) -> None:
     so that what it launched is ended from here. One on which the run was never started need not answer, and
     has launched nothing."""
     is_there = head_is_there(run)
-    if is_there and was_started(run):
-        _end_there(run, say)
+    with _steering(run, say):
+        if not was_started(run):
+            _note_not_started(run)
+        elif is_there:
+            _end_there(run, say)
     if is_there:
         give_back(run, say)
     elif was_started(run):
@@ -152,8 +200,11 @@ def _end_there(run: RunFolder, say: Say) -> None:
             say(f"ending {run.name} on {head.place.host}")
             head.rlboost("down", run.name, "--yes", seconds=END_S)
             head.ask("keep", on=False)
+            take_again(run)
             keep_up(run, head)
             _bring_home(run, head, say)
+        else:
+            _note_not_started(run)
     if there["exists"] and not run.outcome.exists():
         raise RuntimeFault(
             f"{run.name} was ended on {head.place.host}, but has no outcome there",

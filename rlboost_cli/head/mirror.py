@@ -93,6 +93,20 @@ def close_mirror(run: RunFolder) -> None:
     write_json(run.mirror, {**(read_json(run.mirror) or {"at": time.time()}), "complete": True})
 
 
+def is_put_away(run: RunFolder, outcome: list[int] | None) -> bool:
+    """Whether the outcome that the head has, by its mark, is the one that the run was resumed after."""
+    marks = (read_json(run.mirror) or {}).get("marks", {})
+    return outcome is not None and not run.outcome.exists() and marks.get(run.outcome.name) == outcome
+
+
+def take_again(run: RunFolder) -> None:
+    """Have an end that was put away fetched again: the run is not to be resumed after it."""
+    seen = read_json(run.mirror) or {}
+    for name in _PUT_AWAY:
+        if not (run.path / name).exists() and seen.get("marks", {}).pop(name, None) is not None:
+            write_json(run.mirror, seen)
+
+
 def is_complete(run: RunFolder) -> bool:
     """Whether everything was fetched after the run had ended."""
     return run.outcome.exists() and bool((read_json(run.mirror) or {}).get("complete"))

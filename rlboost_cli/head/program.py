@@ -107,9 +107,11 @@ def look(place: Place, request: Json, source: BinaryIO) -> Answer:
         owner.write_text(request["owner"])  # what it launches is then found by the laptop's `gc` too
     if request.get("rental") is not None:
         (place.home / "rental.json").write_text(json.dumps(request["rental"]))
+    outcome = place.run / "outcome.json"
     return {
         "exists": (place.run / "job.json").exists(),
-        "ended": (place.run / "outcome.json").exists(),
+        "ended": outcome.exists(),
+        "outcome": mark_of(outcome) if outcome.exists() else None,
         "supervised": is_supervised(place.run),
         "has_python": os.access(place.python, os.X_OK),
         "wheel": text_of(place.root / "wheel.sha256").split(" ")[0].strip(),

@@ -65,7 +65,7 @@ def rent(run: RunFolder, say: Say) -> None:
     while True:
         with alone(run, say=say):
             if run.outcome.exists():
-                raise _ended(run)
+                raise ended_meanwhile(run)
             rental = _there(run, provider) or _launch(run, job, provider, offers, refusal, say)
         try:
             refusal = _await_it(run, job, provider, rental, say)
@@ -131,13 +131,21 @@ def is_gone(rental: Rental, view: MachineView | None) -> bool:
 
 
 @contextlib.contextmanager
-def alone(run: RunFolder, *, waits: bool = True, say: Say = lambda words: None) -> Iterator[bool]:
+def alone(
+    run: RunFolder,
+    name: str = ".renting",
+    what: str = "launches or ends the head of",
+    *,
+    waits: bool = True,
+    say: Say = lambda words: None,
+) -> Iterator[bool]:
     """Keep other commands of this machine from launching or ending the run's head meanwhile, and from noting
-    that it ended. Yields whether it is so; not where another does that now and we do not wait."""
-    with (run.processes / ".renting").open("w") as lock:
+    that it ended; by another `name`, from what that stands for. Yields whether it is so; not where another
+    does that now and we do not wait."""
+    with (run.processes / name).open("w") as lock:
         is_alone = _locks(lock, fcntl.LOCK_NB)
         if not is_alone and waits:
-            say(f"waiting for another command, which launches or ends the head of {run.name}")
+            say(f"waiting for another command, which {what} {run.name}")
             is_alone = _locks(lock, 0)
         yield is_alone
 
@@ -178,6 +186,11 @@ def require_head(run: RunFolder) -> None:
     rental = current_rental(run)
     if rental is not None and rental.ended_at is not None and was_started(run):
         raise _lost(run, rental)
+
+
+def ended_meanwhile(run: RunFolder) -> RuntimeFault:
+    """Return what is raised where another command has ended a run that is being brought up."""
+    return RuntimeFault(f"{run.name} was ended meanwhile", f"rlboost launch {run.name} --resume goes on")
 
 
 def rate_of(rental: Rental) -> str:
@@ -301,7 +314,7 @@ def _await_it(run: RunFolder, job: Job, provider: Provider, rental: Rental, say:
         if run.outcome.exists():
             if not was_started(run):
                 give_back(run, say)
-            raise _ended(run)
+            raise ended_meanwhile(run)
         try:
             view = view_of(provider, run, rental)
         except ProviderError as silence:
@@ -368,10 +381,6 @@ def _is_let_in(run: RunFolder) -> str | None:
 
 
 # --- helpers ------------------------------------------------------------------------------------------------
-
-
-def _ended(run: RunFolder) -> RuntimeFault:
-    return RuntimeFault(f"{run.name} was ended meanwhile", f"rlboost launch {run.name} --resume goes on")
 
 
 def _lost(run: RunFolder, rental: Rental) -> RuntimeFault:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import stat
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,16 +14,18 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from rlboost_cli.head.connection import Head, HeadRefused, HeadUnreachable
+from rlboost_cli.head import control
+from rlboost_cli.head.connection import Head, HeadRefused, HeadUnreachable, Printed
 from rlboost_cli.head.control import bring_up, end_run
 from rlboost_cli.head.deployment import install
 from rlboost_cli.head.mirror import refresh_if_elsewhere
+from rlboost_cli.runs.teardown import end_run as end_for_certain
 from rlboost_cli.runs.teardown import end_without_head
 from rlboost_runtime.errors import ConfigError, CredentialsRejected, RuntimeFault
 from rlboost_runtime.job import Job
 from rlboost_runtime.job_file import load_job
-from rlboost_runtime.run_create import prepare_run
-from rlboost_runtime.run_folder import RunFolder, read_json
+from rlboost_runtime.run_create import prepare_run, reopen
+from rlboost_runtime.run_folder import RunFolder, read_json, write_json
 from tests.fakes.sshd import Sshd, make_home, sshd_on
 
 pytestmark = pytest.mark.integration
@@ -132,6 +136,73 @@ def test_a_run_that_never_came_to_its_head_is_ended_without_a_trace(server: Sshd
     run, _ = run_on(server.host, tmp_path)
     end_run(run, silently)
     assert not list((tmp_path / "head").glob("heads/*/runs/*"))
+
+
+@pytest.fixture
+def typed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """The commands that are typed on the head; nothing comes of them."""
+    commands: list[tuple[str, ...]] = []
+
+    def note(head: Head, *arguments: str, **more: Any) -> Printed:
+        commands.append(arguments)
+        return Printed("", "")
+
+    monkeypatch.setattr(Head, "rlboost", note)
+    return commands
+
+
+def test_a_run_that_is_ended_while_its_head_is_prepared_is_not_started(
+    server: Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: list[tuple[str, ...]]
+) -> None:
+    run, _ = run_on(server.host, tmp_path, python=sys.executable)
+    monkeypatch.setattr(control, "install", lambda *_: end_for_certain(run, silently))  # another terminal
+    with pytest.raises(RuntimeFault, match="far was ended meanwhile"):
+        bring_up(run, silently)
+    assert (read_json(run.outcome) or {})["state"] == "stopped"
+    with pytest.raises(RuntimeFault, match="far was ended meanwhile"):
+        bring_up(run, silently)  # whoever was still being asked whether to launch
+    assert typed == []
+
+
+def test_an_end_that_comes_while_the_run_is_being_started_waits_until_it_is(
+    server: Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, _ = run_on(server.host, tmp_path, python=sys.executable)
+    said: list[str] = []
+    other = threading.Thread(target=end_for_certain, args=(run, said.append))
+
+    def starts_slowly(head: Head, *arguments: str, **more: Any) -> Printed:
+        other.start()
+        deadline = time.monotonic() + 10
+        while not said and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not run.outcome.exists()
+        return Printed("", "")
+
+    monkeypatch.setattr(Head, "rlboost", starts_slowly)
+    bring_up(run, silently)
+    other.join(timeout=60)
+    assert said[:1] == ["waiting for another command, which starts or ends far"]
+
+
+def test_a_run_that_ended_on_its_head_is_resumed_there_only_where_that_was_asked_for(
+    server: Sshd, tmp_path: Path, typed: list[tuple[str, ...]]
+) -> None:
+    run, _ = run_on(server.host, tmp_path, python=sys.executable)
+    with Head(run) as head:
+        head.ask("look")
+    (home,) = (tmp_path / "head/heads").iterdir()
+    (home / "runs/far").mkdir(parents=True)
+    (home / "runs/far/job.json").write_text("{}")
+    write_json(home / "runs/far/outcome.json", {"state": "failed"})
+    with pytest.raises(RuntimeFault, match="far was ended meanwhile"):
+        bring_up(run, silently)
+    assert (read_json(run.outcome), typed) == ({"state": "failed"}, [])
+    reopen(run)
+    bring_up(run, silently)
+    assert typed == [("up", "far", "--resume", "--yes")]
+    end_run(run, silently)  # the head did not come to it
+    assert read_json(run.outcome) == {"state": "failed"}
 
 
 def test_a_head_that_is_gone_for_good_is_given_up_and_not_asked_again(server: Sshd, tmp_path: Path) -> None:
