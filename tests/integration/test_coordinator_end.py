@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from rlboost_runtime.coordinator.service import Coordinator
 from rlboost_runtime.errors import RuntimeFault
 from rlboost_runtime.job import Job, LocalOffer, ReasoningGym, Rollout, Spot, TinyModel
 from rlboost_runtime.process_tags import kill_tagged
+from rlboost_runtime.rental import Rental
 from rlboost_runtime.run_folder import RunFolder, read_json, write_json
 from rlboost_runtime.seams import SystemClock, SystemDisk
 from rlboost_runtime.security import create_secrets
@@ -38,6 +41,35 @@ def coordinator_of(run: RunFolder, max_instances: int) -> Coordinator:
     )
     run.job_json.write_text(job.canonical_json())
     return Coordinator(run, job, SystemClock(), SystemDisk())
+
+
+def books_opened(run: RunFolder) -> None:
+    coordinator = coordinator_of(run, 1)
+    coordinator._open_books()
+    coordinator._ledger.close()
+
+
+@pytest.mark.parametrize("is_rented", [True, False])
+def test_the_head_is_billed_between_a_runs_end_and_its_resumption_where_it_is_rented(
+    tmp_path: Path, is_rented: bool
+) -> None:
+    run = RunFolder(tmp_path / "home" / "runs" / "demo")
+    run.logs.mkdir(parents=True)
+    hour, now = 3600.0, time.time()
+    if is_rented:
+        rental = Rental("head-1", "aws", "us-east-2a", "A10G:1", 36_000_000, "t", now - 11 * hour)
+        write_json(run.path.parents[1] / "rental.json", asdict(replace(rental, launched_at=now - 11 * hour)))
+    books_opened(run)
+    ledger = Ledger(run.ledger)
+    first = ledger.machines(now)[0].launched_ns
+    assert first is not None
+    ledger.ended("reserved-0", first / 1e9 if not is_rented else now - 10 * hour)
+    books_opened(run)
+    (bill,) = ledger.machines(now + hour)
+    ledger.close()
+    hours = 12 if is_rented else 1
+    assert bill.billed_ns / 3600e9 == pytest.approx(hours, abs=0.01)
+    assert bill.ended_ns is None, "it is billed on"
 
 
 async def test_a_restart_while_the_run_ends_only_winds_up(run: RunFolder) -> None:

@@ -175,6 +175,18 @@ class MachineBook(LedgerFile):
                 (to_ns(until), machine, MachineBookState.GONE),
             )
 
+    def stayed(self, machine: str, intended_at: float) -> None:
+        """Note that a machine that was taken to be gone is there, and was billed throughout.
+
+        Changes nothing where the machine of that name is not the one that was intended at `intended_at`.
+        """
+        with self._billing() as db:
+            db.execute(
+                "UPDATE machines SET ended_at = NULL, state = ?"
+                " WHERE machine = ? AND intended_at = ? AND state = ? AND launched_at IS NOT NULL",
+                (MachineBookState.RUNNING, machine, to_ns(intended_at), MachineBookState.GONE),
+            )
+
     def open_machines(self) -> list[str]:
         """Return the machines that are not known to be gone, oldest intent first."""
         rows = self._rows(

@@ -309,10 +309,13 @@ class Coordinator:
 
     def _open_books(self) -> None:
         now = self._clock.wall()
-        rental = own_rental(self._run) or _own_machine(self._job, now)
+        rented = own_rental(self._run)
+        rental = _own_machine(self._job, now) if rented is None else rented
         self._ledger.intend_rental(RESERVED_MACHINE, rental)
+        if rented is not None:
+            self._ledger.stayed(RESERVED_MACHINE, rented.intended_at)
         is_first = RESERVED_MACHINE in self._ledger.unbilled_machines()
-        launched_at = rental.launched_at if is_first else None  # a run that is continued is billed anew
+        launched_at = rental.launched_at if is_first else None  # a machine of ours is billed anew
         self._ledger.launched(RESERVED_MACHINE, now if launched_at is None else launched_at)
         first = self._ledger.machines(now)[0].launched_ns
         self._sources.started_at = now if first is None else first / 1e9
