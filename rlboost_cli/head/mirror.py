@@ -99,12 +99,23 @@ def is_put_away(run: RunFolder, outcome: list[int] | None) -> bool:
     return outcome is not None and not run.outcome.exists() and marks.get(run.outcome.name) == outcome
 
 
+def former_end_ns(run: RunFolder) -> int:
+    """Return when the run ended that was resumed after that, by the clock of its head; 0 where it never
+    was."""
+    seen = read_json(run.mirror) or {}
+    put_away = None if run.outcome.exists() else seen.get("marks", {}).get(run.outcome.name)
+    return max(int(seen.get("former_end_ns", 0)), 0 if put_away is None else int(put_away[1]))
+
+
 def take_again(run: RunFolder) -> None:
     """Have an end that was put away fetched again: the run is not to be resumed after it."""
     seen = read_json(run.mirror) or {}
-    for name in _PUT_AWAY:
-        if not (run.path / name).exists() and seen.get("marks", {}).pop(name, None) is not None:
-            write_json(run.mirror, seen)
+    put_away = [name for name in _PUT_AWAY & seen.get("marks", {}).keys() if not (run.path / name).exists()]
+    for name in put_away:
+        del seen["marks"][name]
+    if put_away:
+        seen.pop("former_end_ns", None)
+        write_json(run.mirror, seen)
 
 
 def is_complete(run: RunFolder) -> bool:
@@ -123,7 +134,7 @@ def _known(run: RunFolder) -> dict[str, list[int]]:
 
 
 def _apply(run: RunFolder, known: dict[str, list[int]], answer: dict[str, Any], blob: bytes) -> None:
-    at = 0
+    at, ended_ns = 0, former_end_ns(run)
     for told in answer["files"]:
         part, at = blob[at : at + told["bytes"]], at + told["bytes"]
         _take(run, told, part)
@@ -132,7 +143,12 @@ def _apply(run: RunFolder, known: dict[str, list[int]], answer: dict[str, Any], 
         if name in _WHOLE:
             (run.path / name).unlink(missing_ok=True)
             known.pop(name, None)
-    seen = {"at": time.time(), "supervised": bool(answer["supervised"]), "marks": known}
+    seen = {
+        "at": time.time(),
+        "supervised": bool(answer["supervised"]),
+        "marks": known,
+        "former_end_ns": ended_ns,
+    }
     write_json(run.mirror, seen)
 
 

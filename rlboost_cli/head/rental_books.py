@@ -11,7 +11,7 @@ import time
 from dataclasses import replace
 
 from rlboost_cli.head.connection import Say
-from rlboost_cli.head.mirror import close_mirror, is_complete, was_started
+from rlboost_cli.head.mirror import close_mirror, former_end_ns, is_complete, was_started
 from rlboost_cli.head.renting import alone, is_gone, note_end, view_of
 from rlboost_providers.registry import head_provider
 from rlboost_runtime.coordinator.ledger import Ledger
@@ -69,7 +69,8 @@ def find_out(run: RunFolder, say: Say) -> None:
 
 
 def take_report(run: RunFolder, say: Say) -> None:
-    """Fetch what the head has put at the job's output of its ended run, where there is something."""
+    """Fetch what the head has put at the job's output of its ended run, where there is something; not what it
+    has put there before the run was resumed."""
     output = stored_job(run).output
     if output is not None and not is_complete(run):
         try:
@@ -79,7 +80,7 @@ def take_report(run: RunFolder, say: Say) -> None:
                 f"reading {output} needs obstore, which is not installed", "type: pip install 'rlboost[aws]'"
             ) from missing
         say(f"looking at {output} for how {run.name} ended")
-        fetch_report(run, output)
+        fetch_report(run, output, former_end_ns(run))
 
 
 def _bound_end(run: RunFolder) -> None:

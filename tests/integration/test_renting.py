@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from rlboost_cli.head import control, rental_books, renting
 from rlboost_cli.head.connection import Head, HeadRefused
 from rlboost_cli.head.mirror import is_complete, open_mirror
-from rlboost_cli.head.rental_books import find_out, settle
+from rlboost_cli.head.rental_books import find_out, settle, take_report
 from rlboost_cli.head.renting import give_back, rent
 from rlboost_cli.main import app
 from rlboost_cli.money.costs import report_of
@@ -38,8 +38,9 @@ from rlboost_runtime.head_place import kept_place
 from rlboost_runtime.intent_copy import IntentCopy
 from rlboost_runtime.job_file import load_job
 from rlboost_runtime.rental import Rental, current_rental, keep_rental, kept_rentals
-from rlboost_runtime.run_create import prepare_run, stored_job
+from rlboost_runtime.run_create import prepare_run, reopen, stored_job
 from rlboost_runtime.run_folder import RunFolder, read_json, write_json
+from rlboost_runtime.trainer.run_report import put_report
 from tests.fakes.ec2 import IMAGE, REGION, FakeEc2, Refusal, fake_ec2
 from tests.fakes.skypilot import ON_DEMAND, FakeSkyPilot
 
@@ -559,6 +560,55 @@ def test_machines_that_a_lost_head_launched_after_the_last_look_are_ended_and_bi
     assert set(bills) == {"reserved-0", "spot-0", "spot-1"}
     assert bills["spot-0"]["started_at"] is not None
     assert bills["spot-1"]["billed_s"] == 0
+
+
+def test_the_report_of_the_end_before_a_resumption_says_nothing_of_a_head_that_is_lost_after_it(
+    ec2: FakeEc2, run: RunFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    let_in(monkeypatch)
+    job = json.loads(run.job_json.read_text()) | {"output": str(tmp_path / "bucket")}
+    write_json(run.job_json, job)
+    rent(run, silently)
+    on_head = RunFolder(tmp_path / "head" / run.name)
+    on_head.logs.mkdir(parents=True)
+
+    def spends(folder: RunFolder, *machines: str) -> None:
+        ledger = Ledger(folder.ledger)
+        for name in machines:
+            ledger.intend_rental(name, Rental(name, "aws", ZONE, "A10G:1", 36_000_000, "t", 1000.0))
+            ledger.launched(name, 1000.0)
+            ledger.ended(name, 4600.0)
+        ledger.close()
+
+    def ends(state: str) -> list[int]:
+        write_json(on_head.outcome, {"state": state})
+        assert put_report(on_head, job["output"])
+        facts = on_head.outcome.stat()
+        return [facts.st_size, facts.st_mtime_ns]
+
+    spends(on_head, "spot-0")
+    mark = ends("stopped")
+    write_json(run.outcome, {"state": "stopped"})  # as it was fetched
+    write_json(run.mirror, {"at": 0.0, "supervised": False, "marks": {"outcome.json": mark}})
+    reopen(run)
+    spends(run, "spot-0", "spot-1")  # as it was fetched after the resumption
+    ec2.powered_off("head-1")
+    find_out(run, silently)
+    assert "is gone before it was heard how the run ended" in (read_json(run.outcome) or {})["problem"]
+    bills = {bill["id"] for bill in report_of(run)["machines"]}  # type: ignore[attr-defined]
+    assert bills == {"reserved-0", "spot-0", "spot-1"}
+
+
+def test_the_report_of_the_end_after_a_resumption_is_taken(run: RunFolder, tmp_path: Path) -> None:
+    write_json(run.job_json, json.loads(run.job_json.read_text()) | {"output": str(tmp_path / "bucket")})
+    on_head = RunFolder(tmp_path / "head" / run.name)
+    on_head.logs.mkdir(parents=True)
+    write_json(on_head.outcome, {"state": "done"})
+    assert put_report(on_head, str(tmp_path / "bucket"))
+    before = on_head.outcome.stat().st_mtime_ns - 1
+    write_json(run.mirror, {"at": 0.0, "supervised": True, "marks": {}, "former_end_ns": before})
+    take_report(run, silently)
+    assert (read_json(run.outcome) or {})["state"] == "done"
 
 
 def test_gc_finds_a_head_by_its_tags_once_its_run_has_ended(

@@ -2,11 +2,13 @@
 
 Outcome, last status, the books in one file that needs no other, what each machine was bought as, logs. A
 laptop that was off reads there how a run ended whose head has ended itself. `outcome.json` is written last: a
-report that has it is whole.
+report that has it is whole. There it also says when the run ended, by the clock of its head: a run that was
+resumed leaves the report of its former end until it ends again.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import sqlite3
 import tempfile
@@ -32,8 +34,9 @@ REQUEST_S = 30.0
 _FOLDER = "report"
 _LEDGER = "ledger.sqlite"
 _LAST = "outcome.json"
+_ENDED = "ended_ns"
 _WHOLE = ("status.json", "ending.json", "cloud/bought.json", "metrics.jsonl", "samples.jsonl")
-_FAILURES = (ProtocolError, exceptions.BaseError, OSError, sqlite3.Error)
+_FAILURES = (ProtocolError, exceptions.BaseError, OSError, ValueError, sqlite3.Error)
 
 
 def put_report(run: RunFolder, output: str) -> bool:
@@ -44,7 +47,8 @@ def put_report(run: RunFolder, output: str) -> bool:
             obstore.put(bucket, f"{_FOLDER}/{_LEDGER}", _in_one_file(run.ledger))
         for path in _files(run):
             obstore.put(bucket, f"{_FOLDER}/{path.relative_to(run.path).as_posix()}", path)
-        obstore.put(bucket, f"{_FOLDER}/{_LAST}", run.outcome)
+        outcome = {**json.loads(run.outcome.read_bytes()), _ENDED: run.outcome.stat().st_mtime_ns}
+        obstore.put(bucket, f"{_FOLDER}/{_LAST}", json.dumps(outcome).encode())
     except _FAILURES as problem:
         event(log, "report.not_copied", level=logging.WARNING, output=output, problem=first_line(problem))
         return False
@@ -52,13 +56,17 @@ def put_report(run: RunFolder, output: str) -> bool:
     return True
 
 
-def take_report(run: RunFolder, output: str) -> bool:
-    """Fetch the report into the run's folder; return whether there is one. Raises `RuntimeFault`."""
+def take_report(run: RunFolder, output: str, after_ns: int = 0) -> bool:
+    """Fetch the report of an end after `after_ns`, by the clock of the run's head, into the run's folder;
+    return whether there is one. Raises `RuntimeFault`."""
     try:
         bucket = _bucket(run, output)
         names = [entry["path"] for batch in obstore.list(bucket, _FOLDER) for entry in batch]
         parts = {name: PurePosixPath(name.partition(f"{_FOLDER}/")[2]) for name in names}
         if PurePosixPath(_LAST) not in parts.values():
+            return False
+        told = json.loads(bytes(obstore.get(bucket, f"{_FOLDER}/{_LAST}").bytes()))
+        if after_ns and told.get(_ENDED, 0) <= after_ns:
             return False
         for name, part in sorted(parts.items(), key=lambda each: str(each[1]) == _LAST):
             if part.is_absolute() or ".." in part.parts:
