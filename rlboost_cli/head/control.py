@@ -28,7 +28,9 @@ from rlboost_cli.head.mirror import (
     was_started,
 )
 from rlboost_cli.head.rental_books import head_is_there, settle, take_report
-from rlboost_cli.head.renting import alone, ended_meanwhile, give_back, rent
+from rlboost_cli.head.renting import alone, ended_meanwhile, give_back, rate_of, rent
+from rlboost_cli.terminal import output
+from rlboost_cli.terminal.text import duration
 from rlboost_providers.ending import end_every
 from rlboost_providers.registry import provider_for
 from rlboost_runtime.coordinator.closing import close_books
@@ -213,8 +215,8 @@ def _end_there(run: RunFolder, say: Say) -> None:
 
 
 def come_home(run: RunFolder, say: Say) -> None:
-    """Fetch what the ended run leaves: its books, and what `_bring_home` does; give a head back that was
-    bought and is not to stay. Raises `HeadUnreachable`."""
+    """Fetch what the ended run leaves: its books, and what `_bring_home` does. A head that was bought is
+    given back where `_goes_down`; of one that stays it is said until when. Raises `HeadUnreachable`."""
     if run.rentals.exists() and not head_is_there(run):
         settle(run)
         return
@@ -226,17 +228,39 @@ def come_home(run: RunFolder, say: Say) -> None:
             time.sleep(1)
             keep_up(run, head)
         _bring_home(run, head, say)
+    if not stored_job(run).trainer.is_bought:
+        return
     if _goes_down(run):
         give_back(run, say)
         settle(run)
+    else:
+        output.progress(f"note: {_stay_in_words(run)}")
 
 
 def _goes_down(run: RunFolder) -> bool:
-    """Whether the run's head is to go now that everything of the run was fetched, or is at its output."""
+    """Whether the run's head is to go at once: everything of the run was fetched, or is at its output, and
+    nobody is to look at it there, or nothing else would end it."""
     job, outcome = stored_job(run), read_json(run.outcome)
-    if not job.trainer.is_bought or outcome is None or not is_complete(run):
+    if outcome is None or not is_complete(run):
         return False
-    return (job.after.done if outcome.get("state") == "done" else job.after.failed) == "down"
+    if outcome.get("state") == "done":
+        return job.after.done == "down"
+    return job.after.failed == "down" and not job.trainer.ends_itself
+
+
+def _stay_in_words(run: RunFolder) -> str:
+    job, rental = stored_job(run), current_rental(run)
+    kind = job.after.done if (read_json(run.outcome) or {}).get("state") == "done" else job.after.failed
+    price = "" if rental is None else f" at {rate_of(rental)}"
+    until = (
+        f"for {duration(job.after.idle_minutes * 60)}"
+        if kind == "down" and job.trainer.ends_itself
+        else "until it is ended"
+    )
+    return (
+        f"the head of {run.name} stays {until}{price}; rlboost launch {run.name} --resume goes on there,"
+        f" rlboost down {run.name} ends it"
+    )
 
 
 def _bring_home(run: RunFolder, head: Head, say: Say) -> None:

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from rlboost_cli.head import control, rental_books, renting
 from rlboost_cli.head.connection import Head, HeadRefused
-from rlboost_cli.head.mirror import is_complete, open_mirror
+from rlboost_cli.head.mirror import close_mirror, is_complete, open_mirror
 from rlboost_cli.head.rental_books import find_out, settle, take_report
 from rlboost_cli.head.renting import give_back, rent
 from rlboost_cli.main import app
@@ -36,6 +36,7 @@ from rlboost_runtime.coordinator.ledger import Ledger
 from rlboost_runtime.errors import ConfigError, CredentialsRejected, NoCapacity, ProviderError, RuntimeFault
 from rlboost_runtime.head_place import kept_place
 from rlboost_runtime.intent_copy import IntentCopy
+from rlboost_runtime.job import Trainer
 from rlboost_runtime.job_file import load_job
 from rlboost_runtime.rental import Rental, current_rental, keep_rental, kept_rentals
 from rlboost_runtime.run_create import prepare_run, reopen, stored_job
@@ -609,6 +610,35 @@ def test_the_report_of_the_end_after_a_resumption_is_taken(run: RunFolder, tmp_p
     write_json(run.mirror, {"at": 0.0, "supervised": True, "marks": {}, "former_end_ns": before})
     take_report(run, silently)
     assert (read_json(run.outcome) or {})["state"] == "done"
+
+
+@pytest.mark.parametrize(
+    ("state", "ends_itself", "is_left"),
+    [("done", True, 0), ("failed", True, 1), ("budget", True, 1), ("failed", False, 0)],
+)
+def test_a_watched_launch_leaves_the_head_of_a_run_that_failed_to_be_looked_at_and_resumed_on(
+    ec2: FakeEc2,
+    run: RunFolder,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    state: str,
+    ends_itself: bool,
+    is_left: int,
+) -> None:
+    let_in(monkeypatch)
+    rent(run, silently)
+    open_mirror(run)
+    write_json(run.outcome, {"state": state})
+    monkeypatch.setattr(control, "keep_up", lambda run, head: close_mirror(run))
+    monkeypatch.setattr(control, "_bring_home", lambda *_: None)
+    monkeypatch.setattr(Trainer, "ends_itself", ends_itself)
+    control.come_home(run, silently)
+    assert len(ec2.instances()) == is_left
+    if is_left:
+        said = capsys.readouterr().err
+        assert "note: the head of far stays for 15 min at $1.0060 per hour" in said
+        assert "rlboost launch far --resume goes on there" in said
+        find_target("far", resume=True).prepare(resume=True)
 
 
 def test_gc_finds_a_head_by_its_tags_once_its_run_has_ended(
