@@ -124,6 +124,7 @@ def reopen(run: RunFolder) -> None:
 
     Nobody is left who knows its ports, so that it takes free ones: another program may have the old ones.
     """
+    _restore_files(run)
     if run.outcome.exists():
         _keep_environment(run, stored_job(run))
         for endpoint in (run.endpoint, run.weights_endpoint):
@@ -182,6 +183,7 @@ def _numbered(name: str, number: int) -> str:
 
 
 def _continue(run: RunFolder, job_file: Path, job: Job, *, resume: bool) -> FoundRun:
+    _restore_files(run)
     stored = stored_job(run)
     wanted = job.model_copy(update={"name": run.name})
     different = differences(stored, wanted)
@@ -209,7 +211,7 @@ def _continue(run: RunFolder, job_file: Path, job: Job, *, resume: bool) -> Foun
 def _renew_files(run: RunFolder, job_file: Path, job: Job) -> None:
     """Copy the user's files again, all or none; the former copies stay in `files.previous`."""
     fresh = Path(tempfile.mkdtemp(dir=run.path, prefix=".files-"))
-    former = run.files.with_name("files.previous")
+    former = _former_files(run)
     try:
         for name in files_of(job):
             _copy(job_file.parent, name, fresh)
@@ -218,6 +220,16 @@ def _renew_files(run: RunFolder, job_file: Path, job: Job) -> None:
         os.rename(fresh, run.files)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _former_files(run: RunFolder) -> Path:
+    return run.files.with_name("files.previous")
+
+
+def _restore_files(run: RunFolder) -> None:
+    """Where a killed command had put the copies away and no others in their place, put them back."""
+    if not run.files.exists() and _former_files(run).exists():
+        os.rename(_former_files(run), run.files)
 
 
 def _has_changed(original: Path, copy: Path) -> bool:

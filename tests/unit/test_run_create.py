@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+import os
 import threading
 from pathlib import Path
 
@@ -41,6 +43,33 @@ def make_job(**changes: object) -> Job:
 
 def end(run: RunFolder) -> None:
     write_json(run.outcome, {"state": "done", "exit_code": 0})
+
+
+@pytest.mark.parametrize("is_there", [True, False], ids=["with its originals", "without them"])
+def test_copies_that_a_killed_resumption_put_away_are_put_back(
+    job_file: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool
+) -> None:
+    run = prepare_run(job_file, make_job()).run
+    end(run)
+    rewards = job_file.parent / "rewards.py"
+    rewards.write_text("def score(): corrected")
+    rename, renames = os.rename, itertools.count()
+
+    def cut_off(source: Path, target: Path) -> None:
+        if next(renames) == 1:
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    monkeypatch.setattr("rlboost_runtime.run_create.os.rename", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        prepare_run(job_file, make_job(), resume=True)
+    assert not run.files.exists()
+    monkeypatch.setattr("rlboost_runtime.run_create.os.rename", rename)
+    if not is_there:
+        rewards.unlink()
+    prepare_run(job_file, make_job(), resume=True)
+    assert (run.files / "rewards.py").read_text() == f"def score(): {'corrected' if is_there else '...'}"
+    assert (run.files / "prompts.jsonl").exists()
 
 
 def test_a_new_run_holds_everything_it_needs(job_file: Path) -> None:
