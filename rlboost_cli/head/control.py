@@ -141,16 +141,16 @@ def end_run(run: RunFolder, say: Say) -> None:
 
 def _note_not_started(run: RunFolder) -> None:
     """Note the end of a run of which nothing is on its head: whoever is about to start it there reads it."""
+    _note_stopped(
+        run,
+        "ended by `rlboost down` before it was started on its head",
+        f"rlboost launch {run.name} --resume starts it",
+    )
+
+
+def _note_stopped(run: RunFolder, problem: str, remedy: str) -> None:
     if not run.outcome.exists():
-        write_json(
-            run.outcome,
-            {
-                "state": "stopped",
-                "problem": "ended by `rlboost down` before it was started on its head",
-                "remedy": f"rlboost launch {run.name} --resume starts it",
-                "exit_code": 0,
-            },
-        )
+        write_json(run.outcome, {"state": "stopped", "problem": problem, "remedy": remedy, "exit_code": 0})
 
 
 def _end_bought(run: RunFolder, say: Say) -> None:
@@ -167,8 +167,7 @@ def _end_bought(run: RunFolder, say: Say) -> None:
         give_back(run, say)
     elif was_started(run):
         end_fleet(run, say)
-    if not was_started(run):
-        close_mirror(run)
+    close_mirror(run)
     settle(run)
 
 
@@ -203,8 +202,11 @@ def _end_there(run: RunFolder, say: Say) -> None:
             head.rlboost("down", run.name, "--yes", seconds=END_S)
             head.ask("keep", on=False)
             take_again(run)
-            keep_up(run, head)
-            _bring_home(run, head, say)
+            if stored_job(run).trainer.is_bought:
+                _fetch_before_it_goes(run, head, say)
+            else:
+                keep_up(run, head)
+                _bring_home(run, head, say)
         else:
             _note_not_started(run)
     if there["exists"] and not run.outcome.exists():
@@ -212,6 +214,29 @@ def _end_there(run: RunFolder, say: Say) -> None:
             f"{run.name} was ended on {head.place.host}, but has no outcome there",
             f"type `rlboost down {run.name}` again",
         )
+
+
+def _fetch_before_it_goes(run: RunFolder, head: Head, say: Say) -> None:
+    """Fetch what the run leaves on a bought head that is to go. Copies that the head cannot give do not hold
+    that up: it costs money. Raises `RuntimeFault` where the head has a model that is nowhere else."""
+    is_told = False
+    try:
+        keep_up(run, head)
+        is_told = True
+    except (HeadUnreachable, RuntimeFault) as silence:
+        output.progress(
+            f"note: {silence.problem}; books and logs of {run.name} stay as they were fetched last"
+        )
+    try:
+        _bring_home(run, head, say)
+    except (HeadUnreachable, RuntimeFault) as failure:
+        raise RuntimeFault(
+            f"{failure.problem}; {run.name} has ended, but its model is on its head still, which costs money",
+            f"correct that, then type `rlboost down {run.name}` again; `rlboost down {run.name} --lost-head`"
+            " gives the head back, and the model up",
+        ) from failure
+    if not is_told:
+        _note_stopped(run, "ended by `rlboost down`", "its head could not tell more, and was given back")
 
 
 def come_home(run: RunFolder, say: Say) -> None:

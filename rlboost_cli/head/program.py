@@ -45,6 +45,8 @@ TOLD_LINES = 15
 SYSTEMD = Path("/run/systemd/system")
 """There where systemd is the first process."""
 UNITS = Path("/etc/systemd/system")
+MEMORY = Path("/dev/shm")  # noqa: S108
+"""A folder in memory: there is room also where the disk is full."""
 
 
 class Place:
@@ -71,6 +73,8 @@ def main() -> None:
         answer, more = DO[request["do"]](place, request, source)
     except OSError as error:
         answer, more = {"problem": f"{error.filename or 'its disk'}: {error.strerror or error}"}, b""
+    except sqlite3.Error as error:
+        answer, more = {"problem": f"{place.run / LEDGER}: {error}"}, b""
     sys.stdout.buffer.write(json.dumps({"answer": answer, "bytes": len(more)}).encode() + b"\n" + more)
     sys.stdout.buffer.flush()
 
@@ -369,7 +373,7 @@ def mark_of(path: Path, wal: bool = False) -> List[int]:  # noqa: UP006
 
 def ledger_copy(path: Path) -> bytes:
     """Return the ledger as of now, in one file that needs no other."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=str(MEMORY) if MEMORY.is_dir() else None) as folder:
         copy = os.path.join(folder, "copy")
         source = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, timeout=10)
         target = sqlite3.connect(copy)

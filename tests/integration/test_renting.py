@@ -26,7 +26,7 @@ from rlboost_cli.money.costs import report_of
 from rlboost_cli.planning import probe
 from rlboost_cli.runs import sweep
 from rlboost_cli.runs.target import find_target
-from rlboost_cli.runs.teardown import end_run
+from rlboost_cli.runs.teardown import end_run, end_without_head
 from rlboost_providers.aws import AwsProvider
 from rlboost_providers.base import LaunchRequest, MachineState, MachineView
 from rlboost_providers.registry import head_usd_per_hour, provider_for
@@ -639,6 +639,35 @@ def test_a_watched_launch_leaves_the_head_of_a_run_that_failed_to_be_looked_at_a
         assert "note: the head of far stays for 15 min at $1.0060 per hour" in said
         assert "rlboost launch far --resume goes on there" in said
         find_target("far", resume=True).prepare(resume=True)
+
+
+@pytest.mark.parametrize(("has_output", "gives_model"), [(True, False), (False, True), (False, False)])
+def test_down_gives_a_head_back_that_cannot_tell_its_books_unless_its_model_is_nowhere_else(
+    ec2: FakeEc2, run: RunFolder, monkeypatch: pytest.MonkeyPatch, has_output: bool, gives_model: bool
+) -> None:
+    let_in(monkeypatch)
+    if has_output:
+        write_json(run.job_json, json.loads(run.job_json.read_text()) | {"output": "/somewhere"})
+    rent(run, silently)
+    open_mirror(run)
+
+    class DiskFull(Head):
+        def ask(self, do: str, **more: Any) -> tuple[dict[str, Any], bytes]:
+            if do == "mirror" or (do == "results" and not gives_model):
+                raise RuntimeFault("far cannot do it: ledger.sqlite: disk is full", "correct that there")
+            return {"exists": True, "status": 0, "out": "", "err": "", "files": []}, b""
+
+    monkeypatch.setattr(control, "Head", DiskFull)
+    if has_output or gives_model:
+        end_run(run, silently)
+        assert (ec2.instances(), is_complete(run)) == ([], True)
+        return
+    with pytest.raises(RuntimeFault, match="its model is on its head still, which costs money") as refusal:
+        end_run(run, silently)
+    assert "--lost-head` gives the head back" in refusal.value.remedy
+    assert len(ec2.instances()) == 1
+    end_without_head(run, silently)
+    assert ec2.instances() == []
 
 
 def test_gc_finds_a_head_by_its_tags_once_its_run_has_ended(

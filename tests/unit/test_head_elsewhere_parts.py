@@ -209,6 +209,29 @@ def test_the_ledger_comes_as_of_now_while_it_is_written(here: RunFolder, there: 
     assert [path.name for path in here.path.glob("ledger*")] == ["ledger.sqlite"]
 
 
+def test_the_ledger_comes_also_where_the_disk_takes_no_copy(
+    here: RunFolder, there: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sqlite3.connect(there / "ledger.sqlite").execute("CREATE TABLE spent (usd INTEGER)").connection.close()
+    monkeypatch.setattr("tempfile.tempdir", str(here.path / "full"))
+    refresh(here, HeadHere(here), ledger=True)
+    assert here.ledger.exists()
+
+
+def test_a_ledger_that_cannot_be_read_is_said_in_words(here: RunFolder, there: Path) -> None:
+    (there / "ledger.sqlite").write_text("no database at all, and long enough to be looked at" * 20)
+    asked = {"do": "mirror", "known": {}, "ledger": True, "logs": False}
+    request = asked | {"folder": str(here.path / "there"), "python": None, "owner": "me", "run": "far"}
+    done = subprocess.run(
+        [sys.executable, program.__file__],
+        input=json.dumps(request).encode() + b"\n",
+        capture_output=True,
+        check=True,
+    )
+    problem = json.loads(done.stdout.splitlines()[-1])["answer"]["problem"]
+    assert problem == f"{there / 'ledger.sqlite'}: file is not a database"
+
+
 @pytest.mark.parametrize(
     "name", ["../stolen", "job.json", "secrets/token", "logs/../job.json", "/etc/passwd", "logs/.hidden"]
 )
