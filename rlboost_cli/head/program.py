@@ -106,11 +106,9 @@ def say(words: str = "") -> None:
 def look(place: Place, request: Json, source: BinaryIO) -> Answer:
     """Say what is there: the run, who looks after it, which runtime."""
     place.home.mkdir(parents=True, exist_ok=True)
-    owner = place.home / "owner"
-    if not owner.exists():
-        owner.write_text(request["owner"])  # what it launches is then found by the laptop's `gc` too
+    put(place.home / "owner", request["owner"])  # what it launches is then found by the laptop's `gc` too
     if request.get("rental") is not None:
-        (place.home / "rental.json").write_text(json.dumps(request["rental"]))
+        put(place.home / "rental.json", json.dumps(request["rental"]))
     outcome = place.run / "outcome.json"
     return {
         "exists": (place.run / "job.json").exists(),
@@ -243,6 +241,19 @@ def is_supervised(run: Path) -> bool:
             return b"RLBOOST_RUN=" + os.fsencode(str(run)) in file.read().split(b"\0")
     except (OSError, ValueError, KeyError):
         return False
+
+
+def put(path: Path, text: str) -> None:
+    """Have a small file say `text`; where the disk takes it not, it says what it said."""
+    if text_of(path) == text:
+        return
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.write_text(text)
+        os.replace(str(draft), str(path))
+    finally:
+        with contextlib.suppress(OSError):
+            draft.unlink()
 
 
 def text_of(path: Path) -> str:

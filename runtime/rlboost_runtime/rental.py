@@ -7,13 +7,17 @@ is the machine that this home lies on.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import msgspec
 
 from rlboost_runtime.errors import RuntimeFault
+from rlboost_runtime.logs import event
 from rlboost_runtime.run_folder import RunFolder, read_json, write_json
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +68,14 @@ def keep_rental(run: RunFolder, rental: Rental) -> None:
 
 
 def own_rental(run: RunFolder) -> Rental | None:
-    """Return what the machine was rented as that the run's folder lies on; None: nobody rents it."""
-    told = read_json(_own(run))
-    return None if told is None else msgspec.convert(told, Rental)
+    """Return what the machine was rented as that the run's folder lies on; None: nobody rents it, or what was
+    told of that cannot be read."""
+    try:
+        told = read_json(_own(run))
+        return None if told is None else msgspec.convert(told, Rental)
+    except (ValueError, msgspec.ValidationError) as problem:
+        event(log, "rental.unreadable", level=logging.WARNING, path=str(_own(run)), problem=str(problem))
+        return None
 
 
 def _own(run: RunFolder) -> Path:

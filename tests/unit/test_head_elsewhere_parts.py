@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import json
 import os
+import resource
 import shutil
 import sqlite3
 import subprocess
 import sys
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from rlboost_runtime.errors import ProtocolError
 from rlboost_runtime.head_place import kept_place
 from rlboost_runtime.job import Job
 from rlboost_runtime.job_file import load_job
+from rlboost_runtime.rental import Rental, own_rental
 from rlboost_runtime.run_folder import RunFolder, write_json
 
 HEAD = {"infra": "ssh", "hosts": ["me@gpu-1.example.org:2222"], "python": "/opt/py", "folder": "/data"}
@@ -230,6 +233,34 @@ def test_a_ledger_that_cannot_be_read_is_said_in_words(here: RunFolder, there: P
     )
     problem = json.loads(done.stdout.splitlines()[-1])["answer"]["problem"]
     assert problem == f"{there / 'ledger.sqlite'}: file is not a database"
+
+
+def test_what_a_head_is_rented_as_stays_readable_there_where_its_disk_is_full(
+    here: RunFolder, there: Path
+) -> None:
+    rental = Rental("head-1", "aws", "us-east-2a", "A10G:1", 36_000_000, "t", 1000.0)
+    told = {"folder": str(here.path / "there"), "python": None, "owner": "me", "run": "far"}
+
+    def looks(rental: Rental) -> dict[str, Any]:
+        asked = {"do": "look", "rental": asdict(rental), **told}
+        done = subprocess.run(
+            [sys.executable, program.__file__],
+            input=json.dumps(asked).encode() + b"\n",
+            capture_output=True,
+            check=True,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)),
+        )
+        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])["answer"]
+        return answer
+
+    HeadHere(here).ask("look", rental=asdict(rental))
+    assert looks(rental)["exists"] is False, "nothing needs to be written"
+    assert "File too large" in looks(replace(rental, launched_at=1001.0))["problem"]
+    assert own_rental(RunFolder(there)) == rental
+    assert (there.parents[1] / "owner").read_text() == "me"
+    assert sorted(path.name for path in there.parents[1].iterdir()) == ["owner", "rental.json", "runs"]
+    (there.parents[1] / "rental.json").write_text("")
+    assert own_rental(RunFolder(there)) is None
 
 
 @pytest.mark.parametrize(
