@@ -54,6 +54,11 @@ def kept_rentals(run: RunFolder) -> list[Rental]:
             f"{run.rentals} does not say what was rented for {run.name}: {error}",
             "use the RLBoost version that the run was started with; rlboost gc finds the machine itself",
         ) from error
+    except ValueError as error:
+        raise RuntimeFault(
+            f"{run.rentals} is cut off or no JSON, and does not say what was rented for {run.name}: {error}",
+            "rlboost gc finds the machine itself; once it has ended that, remove the file",
+        ) from error
 
 
 def current_rental(run: RunFolder) -> Rental | None:
@@ -62,9 +67,9 @@ def current_rental(run: RunFolder) -> Rental | None:
 
 
 def keep_rental(run: RunFolder, rental: Rental) -> None:
-    """Note a machine, or what became of it."""
+    """Note a machine, or what became of it: also a power cut does not undo that."""
     others = [each for each in kept_rentals(run) if each.machine != rental.machine]
-    write_json(run.rentals, [asdict(each) for each in [*others, rental]])
+    write_json(run.rentals, [asdict(each) for each in [*others, rental]], durably=True)
 
 
 def own_rental(run: RunFolder) -> Rental | None:
@@ -73,7 +78,7 @@ def own_rental(run: RunFolder) -> Rental | None:
     try:
         told = read_json(_own(run))
         return None if told is None else msgspec.convert(told, Rental)
-    except (ValueError, msgspec.ValidationError) as problem:
+    except ValueError as problem:
         event(log, "rental.unreadable", level=logging.WARNING, path=str(_own(run)), problem=str(problem))
         return None
 

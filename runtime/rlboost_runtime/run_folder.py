@@ -230,17 +230,23 @@ class RunFolder:
         return self.path / "cloud"
 
 
-def write_atomically(path: Path, data: bytes, *, mode: int = 0o600) -> None:
-    """Replace `path` by `data` so that a reader sees the old content or the new, never a part."""
+def write_atomically(path: Path, data: bytes, *, mode: int = 0o600, durably: bool = False) -> None:
+    """Replace `path` by `data` so that a reader sees the old content or the new, never a part; `durably`: the
+    new also after a power cut, once this has returned."""
     fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(fd, "wb") as file:
             file.write(data)
+            if durably:
+                file.flush()
+                os.fsync(file.fileno())
         os.chmod(temporary, mode)
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)
         raise
+    if durably:
+        sync_path(path.parent)
 
 
 def sync_path(path: Path) -> None:
@@ -252,9 +258,9 @@ def sync_path(path: Path) -> None:
         os.close(fd)
 
 
-def write_json(path: Path, value: Any) -> None:  # any JSON value
-    """Replace `path` by `value` as JSON."""
-    write_atomically(path, json.dumps(value, indent=1).encode())
+def write_json(path: Path, value: Any, *, durably: bool = False) -> None:  # any JSON value
+    """Replace `path` by `value` as JSON, like `write_atomically`."""
+    write_atomically(path, json.dumps(value, indent=1).encode(), durably=durably)
 
 
 def read_json(path: Path) -> Any | None:  # any JSON value

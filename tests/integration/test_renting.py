@@ -670,6 +670,15 @@ def test_down_gives_a_head_back_that_cannot_tell_its_books_unless_its_model_is_n
     assert ec2.instances() == []
 
 
+@pytest.mark.parametrize("content", [b"", b'[{"machine": "head-1", "pro', b"\x00\xff"])
+def test_a_rental_file_that_was_cut_off_is_named(run: RunFolder, content: bytes) -> None:
+    run.rentals.write_bytes(content)
+    with pytest.raises(RuntimeFault, match=r"rentals\.json is cut off or no JSON") as fault:
+        current_rental(run)
+    assert "rlboost gc finds the machine" in fault.value.remedy
+    assert CliRunner().invoke(app, ["down", "far", "--yes"]).exit_code == 1
+
+
 def test_gc_finds_a_head_by_its_tags_once_its_run_has_ended(
     ec2: FakeEc2, run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,13 +2,17 @@ from __future__ import annotations
 
 import itertools
 import os
+import stat
 import threading
 from pathlib import Path
 
 import pytest
 
+from rlboost_providers.base import Offer
+from rlboost_runtime.coordinator.bought import Bought
 from rlboost_runtime.errors import ConfigError, NotFound, RuntimeFault
 from rlboost_runtime.job import Job, read_resolved
+from rlboost_runtime.rental import Rental, keep_rental
 from rlboost_runtime.run_create import differences, files_of, prepare_run, reopen, stored_job
 from rlboost_runtime.run_folder import RunFolder, home, write_json
 from rlboost_runtime.run_index import all_runs, find_run, is_open
@@ -70,6 +74,29 @@ def test_copies_that_a_killed_resumption_put_away_are_put_back(
     prepare_run(job_file, make_job(), resume=True)
     assert (run.files / "rewards.py").read_text() == f"def score(): {'corrected' if is_there else '...'}"
     assert (run.files / "prompts.jsonl").exists()
+
+
+def test_an_intent_is_on_the_disk_before_anybody_acts_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    replaces, fsync = os.replace, os.fsync
+
+    def notes_fsync(fd: int) -> None:
+        told.append("folder" if stat.S_ISDIR(os.fstat(fd).st_mode) else "file")
+        fsync(fd)
+
+    def notes_rename(source: str, target: Path) -> None:
+        told.append("rename")
+        replaces(source, target)
+
+    monkeypatch.setattr(os, "fsync", notes_fsync)
+    monkeypatch.setattr(os, "replace", notes_rename)
+    run = RunFolder(tmp_path)
+    keep_rental(run, Rental("head-1", "aws", "us-east-2a", "A10G:1", 1, "t", 1000.0))
+    assert told == ["file", "rename", "folder"]
+    Bought(run.cloud / "bought.json").add("spot-0", Offer("aws", "us-east-2a", "L4:1", 1, True, "t"))
+    assert told == ["file", "rename", "folder"] * 2
 
 
 def test_a_new_run_holds_everything_it_needs(job_file: Path) -> None:

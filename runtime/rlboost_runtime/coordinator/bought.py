@@ -34,10 +34,10 @@ class Bought:
         return dict(self._offers)
 
     def add(self, machine: str, offer: Offer) -> None:
-        """Keep it, before its launch is asked for. Raises `OSError`."""
+        """Keep it, also through a power cut, before its launch is asked for. Raises `OSError`."""
         if self._offers.get(machine) == offer:
             return
         self._offers[machine] = offer
         if self._path is not None:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_atomically(self._path, msgspec.json.encode(self._offers))
+            write_atomically(self._path, msgspec.json.encode(self._offers), durably=True)
