@@ -2,26 +2,30 @@
 
 Guarantees: after `refresh` the run's folder reads like that of a run of this machine, as of this moment:
 status, outcome, cost and logs are then shown by the same code. Only what has changed is sent. A copy is
-replaced whole or added to; nothing but those files is ever written, whatever the head says. What was fetched
-stays, so that cost and logs can be read when the head is gone.
+replaced whole or added to, by one command at a time; nothing but those files is ever written, whatever the
+head says. What was fetched stays, so that cost and logs can be read when the head is gone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from rlboost_cli.head import program
 from rlboost_cli.head.connection import Head, HeadUnreachable
 from rlboost_cli.runs.liveness import is_supervised
-from rlboost_runtime.errors import ProtocolError
+from rlboost_runtime.errors import ProtocolError, RuntimeFault
 from rlboost_runtime.run_folder import RunFolder, read_json, write_atomically, write_json
 
 LIVE_S = 10.0
 """A status is written once a second: one that is older is of a coordinator that does not answer."""
+WAIT_S = 30.0
+"""Longest wait for another command that writes what it fetched: that takes it a moment."""
 _WHOLE = frozenset({*program.WHOLE, program.LEDGER})
 _PUT_AWAY = frozenset({"outcome.json", "ending.json"})
 """What a run that is opened again has no more here; its head has it until the run goes on there."""
@@ -31,7 +35,7 @@ _GROWING = re.compile(r"(metrics|samples)\.jsonl|logs(/[A-Za-z0-9_-][A-Za-z0-9._
 def refresh(run: RunFolder, head: Head, *, ledger: bool = False, logs: bool = False) -> None:
     """Fetch what has changed; with `ledger` what the run has spent, with `logs` all logs and series.
 
-    Raises `HeadUnreachable`, `CredentialsRejected`.
+    Raises `HeadUnreachable`, `CredentialsRejected`, `RuntimeFault`.
     """
     while True:
         known = _known(run)
@@ -133,23 +137,55 @@ def _known(run: RunFolder) -> dict[str, list[int]]:
     return {name: mark for name, mark in marks.items() if name in _PUT_AWAY or (run.path / name).exists()}
 
 
-def _apply(run: RunFolder, known: dict[str, list[int]], answer: dict[str, Any], blob: bytes) -> None:
-    at, ended_ns = 0, former_end_ns(run)
-    for told in answer["files"]:
-        part, at = blob[at : at + told["bytes"]], at + told["bytes"]
-        _take(run, told, part)
-        known[told["name"]] = told["mark"]
-    for name in answer["gone"]:
-        if name in _WHOLE:
-            (run.path / name).unlink(missing_ok=True)
-            known.pop(name, None)
-    seen = {
-        "at": time.time(),
-        "supervised": bool(answer["supervised"]),
-        "marks": known,
-        "former_end_ns": ended_ns,
-    }
-    write_json(run.mirror, seen)
+def _apply(run: RunFolder, asked: dict[str, list[int]], answer: dict[str, Any], blob: bytes) -> None:
+    """Take an answer to a question that named the marks `asked`; what another command has taken meanwhile
+    stays as that left it."""
+    with _writing(run):
+        marks, ended_ns, at = _known(run), former_end_ns(run), 0
+        for told in answer["files"]:
+            part, at = blob[at : at + told["bytes"]], at + told["bytes"]
+            if marks.get(told["name"]) == asked.get(told["name"]):
+                _take(run, told, part)
+                marks[told["name"]] = told["mark"]
+        for name in answer["gone"]:
+            if name in _WHOLE and marks.get(name) == asked.get(name):
+                (run.path / name).unlink(missing_ok=True)
+                marks.pop(name, None)
+        seen = {
+            "at": time.time(),
+            "supervised": bool(answer["supervised"]),
+            "marks": marks,
+            "former_end_ns": ended_ns,
+        }
+        write_json(run.mirror, seen)
+
+
+@contextlib.contextmanager
+def _writing(run: RunFolder) -> Iterator[None]:
+    """Keep other commands of this machine from writing copies meanwhile. Raises `RuntimeFault` where one does
+    so for too long."""
+    fd, deadline = os.open(run.path, os.O_RDONLY | os.O_DIRECTORY), time.monotonic() + WAIT_S
+    try:
+        while not _locks(fd):
+            if time.monotonic() > deadline:
+                raise RuntimeFault(
+                    f"another command has been writing what is known here of {run.name} for {WAIT_S:.0f} s",
+                    "see whether it was stopped (Ctrl-Z), then type the same again",
+                )
+            time.sleep(0.02)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _locks(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True  # a file system that cannot lock a folder
+    return True
 
 
 def _take(run: RunFolder, told: dict[str, Any], part: bytes) -> None:

@@ -10,6 +10,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,12 +18,12 @@ from typing import Any
 
 import pytest
 
-from rlboost_cli.head import deployment, program
+from rlboost_cli.head import deployment, mirror, program
 from rlboost_cli.head.connection import Head
 from rlboost_cli.head.mirror import close_mirror, is_complete, is_live, refresh, refresh_if_elsewhere
 from rlboost_cli.runs.liveness import is_supervised
 from rlboost_runtime.deploy.extras import requirements_of
-from rlboost_runtime.errors import ProtocolError
+from rlboost_runtime.errors import ProtocolError, RuntimeFault
 from rlboost_runtime.head_place import kept_place
 from rlboost_runtime.job import Job
 from rlboost_runtime.job_file import load_job
@@ -175,6 +176,48 @@ def test_a_log_longer_than_one_answer_comes_in_several(
     refresh(here, HeadHere(here), logs=True)
     for name in "ab":
         assert (here.logs / f"{name}.log").read_bytes() == (there / f"logs/{name}.log").read_bytes()
+
+
+def test_two_commands_that_look_at_once_leave_a_log_as_it_is(
+    here: RunFolder, there: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, lines = there / "logs/trainer.log", "".join(f"line {number:04}\n" for number in range(101))
+    log.write_text(lines[:500])
+    refresh(here, HeadHere(here), logs=True)
+    log.write_text(lines[:900])
+    known = json.loads(here.mirror.read_text())["marks"]
+    early = HeadHere(here).ask("mirror", known=known, ledger=False, logs=True)
+
+    class Slow(HeadHere):
+        """What it says was asked for by a command that comes to writing it only later."""
+
+        def ask(self, do: str, **more: Any) -> tuple[dict[str, Any], bytes]:
+            return early
+
+    other = threading.Thread(target=refresh, args=(here, Slow(here)), kwargs={"logs": True})
+    log.write_text(lines[:1000])
+    take = mirror._take
+
+    def while_the_other_writes(*what: Any) -> None:
+        take(*what)
+        if not other.ident:
+            other.start()
+            other.join(timeout=0.5)
+
+    monkeypatch.setattr(mirror, "_take", while_the_other_writes)
+    refresh(here, HeadHere(here), logs=True)
+    other.join(timeout=10)
+    log.write_text(lines)
+    refresh(here, HeadHere(here), logs=True)
+    assert (here.logs / "trainer.log").read_text() == lines
+
+
+def test_a_look_does_not_wait_for_ever_for_another_that_was_stopped(
+    here: RunFolder, there: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirror, "WAIT_S", 0.1)
+    with mirror._writing(here), pytest.raises(RuntimeFault, match="another command has been writing"):
+        refresh(here, HeadHere(here))
 
 
 def test_a_file_that_was_cut_here_is_made_whole(here: RunFolder, there: Path) -> None:
