@@ -19,7 +19,7 @@ from typing import Any
 from rlboost_cli.head import program
 from rlboost_cli.head.connection import Head, HeadUnreachable
 from rlboost_cli.runs.liveness import is_supervised
-from rlboost_runtime.errors import ProtocolError, RuntimeFault
+from rlboost_runtime.errors import CredentialsRejected, ProtocolError, RuntimeFault
 from rlboost_runtime.run_folder import RunFolder, read_json, write_atomically, write_json
 
 LIVE_S = 10.0
@@ -59,14 +59,15 @@ def refresh_if_elsewhere(
 ) -> str | None:
     """Refresh a run whose head is elsewhere; return why what is here may be old, None where it is not.
 
-    `head`: an open conversation to use. Raises `CredentialsRejected`.
+    A head that lets us not in, or cannot answer, is as one that is silent: other runs are looked at all the
+    same. `head`: an open conversation to use.
     """
     if not run.head.exists() or is_complete(run):
         return None
     try:
         with contextlib.nullcontext(head) if head is not None else Head(run) as one:
             keep_up(run, one, ledger=ledger, logs=logs)
-    except HeadUnreachable as silence:
+    except (HeadUnreachable, CredentialsRejected, RuntimeFault) as silence:
         seen = read_json(run.mirror) or {}
         told = f"shown is what was known {_ago(seen)}" if "at" in seen else "nothing was ever fetched from it"
         return f"{silence.problem}; {told}"

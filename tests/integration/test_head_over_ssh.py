@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 from ruamel.yaml import YAML
+from typer.testing import CliRunner
 
 from rlboost_cli.head import control
 from rlboost_cli.head.connection import Head, HeadRefused, HeadUnreachable, Printed
 from rlboost_cli.head.control import bring_up, end_run
 from rlboost_cli.head.deployment import install
-from rlboost_cli.head.mirror import refresh_if_elsewhere
+from rlboost_cli.head.mirror import open_mirror, refresh_if_elsewhere
+from rlboost_cli.main import app
 from rlboost_cli.runs.teardown import end_run as end_for_certain
 from rlboost_cli.runs.teardown import end_without_head
 from rlboost_runtime.errors import ConfigError, CredentialsRejected, RuntimeFault
@@ -136,6 +138,29 @@ def test_a_run_that_never_came_to_its_head_is_ended_without_a_trace(server: Sshd
     run, _ = run_on(server.host, tmp_path)
     end_run(run, silently)
     assert not list((tmp_path / "head").glob("heads/*/runs/*"))
+
+
+@pytest.mark.parametrize(
+    ("is_known", "why"), [(False, "the host key of"), (True, "cannot do it: ")], ids=["key", "folder"]
+)
+def test_a_head_that_refuses_does_not_keep_us_from_what_is_known_of_it_or_of_other_runs(
+    server: Sshd, tmp_path: Path, is_known: bool, why: str
+) -> None:
+    run, _ = run_on(server.host, tmp_path)
+    open_mirror(run)
+    write_json(run.status, {"step": 3})
+    if is_known:
+        (tmp_path / "head").write_text("a file, where its folder was")
+        write_json(run.mirror, {"marks": {}, "at": time.time()})
+    else:
+        (server.home / ".ssh/known_hosts").write_text("")
+    silence = refresh_if_elsewhere(run)
+    assert silence is not None
+    assert why in silence
+    assert ("shown is what was known" in silence) is is_known
+    for command in (["status"], ["status", "far"], ["logs", "far"]):
+        said = CliRunner().invoke(app, command)
+        assert said.exit_code == 0, said.output
 
 
 @pytest.fixture
