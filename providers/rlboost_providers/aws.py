@@ -50,7 +50,8 @@ MIN_BILLED_S = 60
 WATCH_EVERY_S = 5.0
 """Pause between two lists: a reclaim reaches us through its notice and its agents first."""
 LISTED_WITHIN_S = 120.0
-"""EC2's lists lag behind its launches; a machine younger than this is there though it is not listed."""
+"""EC2's lists lag behind its launches, and what ended stays listed for an hour: a machine that was there so
+lately is there, though it is not listed."""
 RACE_S = 15.0
 """Longest wait for a machine that another launcher of ours is launching under the same id."""
 CLIENT_S = 600.0
@@ -127,7 +128,7 @@ class AwsProvider:
         self._prices: dict[str, SpotPrices] = {}
         self._groups: dict[tuple[str, bool], str] = {}
         self._fresh: dict[tuple[str, str], tuple[float, MachineView, str, str]] = {}
-        """By run and machine: when it was launched here, its view, its region and its EC2 id."""
+        """By run and machine: when it was launched or last listed as living, its view, region, EC2 id."""
         self._ends: dict[str, float] = {}
         """By EC2 id: when it was first seen to be gone, for those of which EC2 does not say."""
         self._launching: dict[tuple[str, str], threading.Lock] = {}
@@ -373,12 +374,20 @@ class AwsProvider:
         found, silent = self._list(run)
         if len(silent) == len(self._regions):
             _raise_first(silent)
+        now = time.time()
+        found.sort(key=lambda each: each.is_alive)  # of those under one id the living is what counts
         views = {machine.machine: self._view(machine) for machine in found}
         with self._lock:
-            for (of, machine), (at, view, _, _) in list(self._fresh.items()):
-                if machine in views or time.time() - at > LISTED_WITHIN_S:
+            for each in found:
+                self._fresh.pop((run, each.machine), None)
+                if each.is_alive:
+                    self._fresh[run, each.machine] = now, views[each.machine], each.region, each.instance
+            for (of, machine), (at, view, region, _) in list(self._fresh.items()):
+                if of != run or machine in views:
+                    continue
+                if now - at > LISTED_WITHIN_S and region not in silent:
                     del self._fresh[of, machine]
-                elif of == run:
+                else:
                     views[machine] = view
         listed = sorted(views.values(), key=lambda view: view.machine)
         if silent:

@@ -291,6 +291,15 @@ def test_a_machine_that_is_not_listed_yet_is_there_and_can_be_ended(ec2, provide
     assert [view.state for view in provider.describe(RUN)] == [MachineState.GONE]
 
 
+def test_a_machine_that_a_list_lacks_stays_until_lists_would_show_its_end(ec2, provider, monkeypatch):
+    provider.launch(request(provider))
+    [there] = provider.describe(RUN)
+    ec2.lists_lag = True
+    assert provider.describe(RUN) == [there]
+    monkeypatch.setattr("rlboost_providers.aws.LISTED_WITHIN_S", 0.0)
+    assert provider.describe(RUN) == []
+
+
 def test_an_answer_that_is_lost_does_not_buy_a_second_machine(ec2, provider):
     ec2.lose_answers = 2
     view = provider.launch(request(provider))

@@ -83,6 +83,45 @@ async def test_a_machine_is_in_the_books_with_its_zone_and_price_though_its_laun
             assert await made.fleet.end_all(30) == []
 
 
+class Resting:
+    """A provider whose list is never due."""
+
+    asked = 0
+
+    def watch(self, run):
+        self.asked += 1
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+async def test_a_machine_that_one_list_lacks_is_there_and_is_neither_replaced_nor_forgotten(
+    tmp_path, is_restarted
+):
+    with fake_ec2() as ec2:
+        ec2.prices = {(KIND, A): 0.36}
+        ec2.lists_lag = is_restarted
+        provider = AwsProvider([POOL], OWNER, client=ec2.client, watch_every_s=0.05)
+        async with fleet_on(tmp_path, provider, num_machines=1) as made:
+            await until(made, lambda: made.book_state("spot-0") == "running")
+            looks = ec2.calls.count("DescribeInstances")
+            await until(made, lambda: ec2.calls.count("DescribeInstances") > looks + 3)
+            if is_restarted:  # another process knows what is in the books and the cloud, and no more
+                made.fleet._provider = resting = Resting()
+                await until(made, lambda: resting.asked)  # what was asked before has been heard
+                made.fleet._provider = AwsProvider([POOL], OWNER, client=ec2.client, watch_every_s=0.05)
+                made.fleet._seen = set()
+            ec2.lists_lag = True
+            looks = ec2.calls.count("DescribeInstances")
+            await until(made, lambda: ec2.calls.count("DescribeInstances") > looks + 5)
+            assert made.book_state("spot-0") == "running"
+            assert ec2.calls.count("CreateFleet") == 1
+            if is_restarted:
+                assert await made.fleet.end_all(0.5) == ["spot-0"], "nobody knows that it is gone"
+                ec2.lists_lag = False
+            assert await made.fleet.end_all(30) == []
+            assert ec2.instances() == []
+            assert made.ledger.open_machines() == []
+
+
 async def test_a_stock_out_fails_over_to_the_next_zone_and_then_to_the_next_cloud(tmp_path):
     with fake_ec2() as ec2, fake_gce() as gce:
         ec2.prices = {(KIND, A): 0.36}

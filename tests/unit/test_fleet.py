@@ -455,6 +455,26 @@ async def test_a_cloud_that_never_answers_keeps_no_other_clouds_machine_from_its
         assert made.ledger.open_machines() == ["spot-77"]
 
 
+@pytest.mark.parametrize(("provider", "age_s"), [("aws", 0.0), ("aws", 300.0), ("gcp", 0.0)])
+async def test_only_what_its_cloud_may_not_list_yet_is_waited_for_at_the_end(
+    tmp_path: Path, provider: str, age_s: float
+) -> None:
+    cloud = Cloud()
+    async with fleet_on(tmp_path, cloud, num_machines=0) as made:
+        launched_at = time.time() - age_s
+        made.ledger.intend(
+            "spot-77", pool="spot", provider=provider, zone="zone", accelerator="cpu",
+            price_micro_usd_per_hour=PRICE, price_source="test", at=launched_at,
+        )  # fmt: skip
+        made.ledger.launched("spot-77", launched_at)
+        left = await made.fleet.end_all(0.3)
+        assert left == (["spot-77"] if (provider, age_s) == ("aws", 0.0) else [])
+        assert made.ledger.open_machines() == left
+        cloud.start("spot-77")
+        assert await made.fleet.end_all(5) == []
+        assert cloud.views["spot-77"].state is MachineState.GONE
+
+
 async def test_a_closed_fleet_launches_nothing(tmp_path: Path) -> None:
     cloud = Cloud()
     async with fleet_on(tmp_path, cloud, num_machines=2) as made:

@@ -5,6 +5,7 @@ Guarantees:
 - the intent to launch is in the ledger, and told elsewhere (`tell_intent`), before the provider is asked;
 - a machine leaves the ledger's open list only when the provider says that it is gone, or never was: a launch
   that failed without such a word counts against cap and budget until its lists have not shown it for a while;
+- a machine that a former coordinator launched is not taken for gone before its cloud's lists would show it;
 - a machine that the provider started is billed from then on, whether or not the launch was heard of;
 - a machine that the provider has and the core does not want is ended;
 - no launch brings what an hour costs above the cap, or what is committed above the budget;
@@ -75,6 +76,9 @@ DOUBT_S = {"local": 0.0}
 """By provider: how long a launch of which nobody knows what came may still show up in its lists."""
 DOUBT_ELSEWHERE_S = 120.0
 """The same for all others: EC2's lists may lag behind its launches by two minutes."""
+LAG_S = {"aws": DOUBT_ELSEWHERE_S}
+"""By provider: how long its lists may lack a machine that it said to have launched; the others' never do. A
+provider knows what it launched itself: this is for what is left of an earlier coordinator."""
 
 
 _REFUSALS = (NoCapacity, QuotaExceeded, ConfigError)
@@ -147,6 +151,8 @@ class Fleet:
         self._busy: set[str] = set()
         self._launching: set[str] = set()
         """Machines whose launch runs in a thread, also beyond `CALL_TIMEOUT_S`."""
+        self._seen: set[str] = set()
+        """Machines that were launched or listed since this process began."""
         self._doubtful: dict[str, tuple[float, str]] = {}
         """Open machines that nobody wants any more: since when, and what their launch said."""
         self._bought = Bought(None) if bought is None else bought
@@ -212,7 +218,9 @@ class Fleet:
         async with asyncio.TaskGroup() as tasks:  # side by side: some clouds take half a minute for each
             for machine in sorted(alive - self._busy):
                 tasks.create_task(self._end_by(machine, deadline))
-        unsaid = {machine for machine in self._open_machines() if self._may_be_in(machine, listed.silent)}
+        is_open = self._open_machines()
+        unsaid = {machine for machine in is_open if self._may_be_in(machine, listed.silent)}
+        unsaid |= self._too_young(is_open - {view.machine for view in listed.views})
         return alive | busy | self._coming | set(self._doubtful) | unsaid, not listed.silent
 
     async def _end_by(self, machine: str, deadline: float) -> None:
@@ -277,6 +285,7 @@ class Fleet:
             self._launch_failed(machine, error, self._next_launch_s(machine, offers))
             return
         self._choice.came(offer)
+        self._seen.add(machine)
         self._place(view)
         started_at = self._clock.wall() if view.started_at is None else view.started_at
         self._ledger.launched(machine, started_at)
@@ -447,7 +456,9 @@ class Fleet:
                 self._settle_start(view, unbilled)
         gone = {view.machine: view.ended_at for view in views if view.state is MachineState.GONE}
         listed = {view.machine for view in views}
+        self._seen |= listed
         unlisted = look.settleable - listed
+        unlisted -= self._too_young(unlisted)
         gone |= dict.fromkeys(name for name in unlisted if not self._may_be_in(name, found.silent))
         is_open = self._open_machines()
         for name, ended_at in gone.items():
@@ -491,6 +502,20 @@ class Fleet:
         ):
             log_event(log, "machine.found", machine=view.machine, state=str(known.state))
             self._state.apply(MachineLaunched(self._state.now(), view.machine))  # unwanted: the core ends it
+
+    def _too_young(self, unlisted: set[str]) -> set[str]:
+        """Return those that an earlier coordinator launched so lately that lists may lack them."""
+        unseen = unlisted - self._seen
+        if not unseen:
+            return set()
+        now = self._clock.wall()
+        return {
+            bill.machine
+            for bill in self._ledger.machines(now)
+            if bill.machine in unseen
+            and bill.launched_ns is not None
+            and now - bill.launched_ns / 1e9 < LAG_S.get(bill.provider, 0.0)
+        }
 
     def _place(self, view: MachineView) -> None:
         """Note where the machine is and what it costs there, before it is said to be launched."""
