@@ -406,6 +406,17 @@ def test_files_that_cannot_be_written_launch_nothing_and_end_the_machine(make, s
     assert state(provider) is MachineState.GONE
 
 
+def test_a_boot_log_that_cannot_be_written_keeps_no_machine_from_being_up_or_refused(make, sky, tmp_path):
+    provider = make()
+    (tmp_path / RUN / "logs").mkdir(parents=True, exist_ok=True)
+    (tmp_path / RUN / "logs" / "machines").write_text("a file is in the way")
+    assert provider.launch(request_for(provider)).machine == "spot-0"
+    wait_for(provider, MachineState.RUNNING)
+    sky.refuse = {"us-west-2a": ("ResourcesUnavailableError", "no capacity")}
+    with pytest.raises(NoCapacity):
+        provider.launch(request_for(provider, "spot-1"))
+
+
 def test_a_machine_that_comes_after_another_process_gave_it_up_is_ended(make, sky):
     sky.hold = threading.Event()
     launcher, other = make(), make()

@@ -1,13 +1,16 @@
 """SkyPilot's child process, as seen from ours: requests out, answers and sayings back.
 
-Guarantees: every `ask` ends by its deadline; a child that died is started again by the next `ask`, and
-whoever waited is told; the child ends with us. SkyPilot keeps its own state, and its API server goes on
+Guarantees: every `ask` ends by its deadline; a child that died, or that is not understood any more, is
+started again by the next `ask`, and whoever waited is told; a saying that cannot be taken in is lost alone;
+the child ends with us. SkyPilot keeps its own state, and its API server goes on
 without us.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import logging
 import os
 import subprocess
 import threading
@@ -21,6 +24,9 @@ import msgspec
 
 from rlboost_providers.skypilot.errors import explained
 from rlboost_runtime.errors import ProviderError
+from rlboost_runtime.logs import event
+
+log = logging.getLogger(__name__)
 
 CLOSE_S = 10.0
 """Longest end of the child."""
@@ -96,6 +102,8 @@ class SkyPilotProcess:
 
     def _living(self) -> subprocess.Popen[bytes]:
         if self._child is None or self._child.poll() is not None:
+            if self._child is not None:
+                self._fail_all(self._child)
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with self.log.open("ab") as log:
                 self._child = subprocess.Popen(
@@ -116,12 +124,20 @@ class SkyPilotProcess:
 
     def _listen(self, child: subprocess.Popen[bytes]) -> None:
         assert child.stdout is not None
-        with child.stdout:
-            for line in child.stdout:
-                self._hear(msgspec.json.decode(line))
-        child.wait()
-        with self._lock:
-            self._fail_all(child)
+        try:
+            with child.stdout:
+                for line in child.stdout:
+                    self._hear(msgspec.json.decode(line))
+        except Exception:  # noqa: BLE001 whatever it is, nobody would hear the child any more
+            event(log, "skypilot.not_understood", level=logging.ERROR, exc_info=True)
+        finally:
+            child.kill()
+            child.wait()
+            with self._lock:
+                self._fail_all(child)
+                assert child.stdin is not None
+                with contextlib.suppress(OSError):  # what it was still to be told
+                    child.stdin.close()
 
     def _hear(self, line: dict[str, Any]) -> None:
         with self._lock:
@@ -133,7 +149,10 @@ class SkyPilotProcess:
             return
         answer, hear = waiting
         if "said" in line:
-            hear(str(line["said"]))
+            try:
+                hear(str(line["said"]))
+            except Exception:  # noqa: BLE001 a full disk, say: the answer is to be heard all the same
+                event(log, "skypilot.saying_lost", level=logging.WARNING, exc_info=True)
         elif "error" in line:
             answer.set_exception(explained(line["error"]["kind"], line["error"]["text"]))
         else:

@@ -272,9 +272,12 @@ class SkyPilotProvider:
         return machine_name(self._told_run, machine, self._owner, longest=_LONGEST_NAME)
 
     def _hear(self, machine: str, line: str, answered: threading.Event) -> None:
-        """Keep what SkyPilot says as the machine's boot log, and see how far it is."""
-        with (self._boot_log(machine)).open("a", encoding="utf-8") as boot_log:
-            boot_log.write(f"{time.strftime('%H:%M:%S')} {line}\n")
+        """Keep what SkyPilot says as the boot log, where the disk takes it, and see how far it is."""
+        try:
+            with (self._boot_log(machine)).open("a", encoding="utf-8") as boot_log:
+                boot_log.write(f"{time.strftime('%H:%M:%S')} {line}\n")
+        except OSError as problem:
+            event(log, "machine.boot_log_failed", machine=machine, problem=repr(problem))
         record = self._records.read(machine)
         if line.startswith(_REQUEST):
             self._records.change(machine, request=line.removeprefix(_REQUEST))
@@ -319,7 +322,10 @@ class SkyPilotProvider:
         """Return why a launch was refused, out of what SkyPilot said meanwhile: its error has no cause."""
         if not isinstance(problem, NoCapacity):
             return problem
-        lines = self._boot_log(machine).read_text(encoding="utf-8").splitlines()
+        try:
+            lines = self._boot_log(machine).read_text(encoding="utf-8").splitlines()
+        except OSError:
+            return problem
         told = [line.split(" ", 1)[1] for line in lines if _CAUSE.search(line)]
         return explained("ResourcesUnavailableError", "\n".join(told)) if told else problem
 
