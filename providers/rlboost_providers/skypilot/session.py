@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from rlboost_providers.skypilot.environment import child_environment, skypilot_python
 from rlboost_providers.skypilot.process import SkyPilotProcess
-from rlboost_runtime.errors import NotYet, RLBoostError
+from rlboost_runtime.errors import NotYet
 from rlboost_runtime.logs import event
 
 log = logging.getLogger(__name__)
@@ -60,9 +60,9 @@ class Session:
             return starting.result(self._answer_s)
         except FutureTimeout:
             raise NotYet("SkyPilot is still starting", "wait; it is asked again") from None
-        except RLBoostError:
+        except BaseException:
             with self._lock:
-                if self._starting is starting:
+                if self._starting is starting and starting.done():
                     self._starting = None  # the next call tries again
             raise
 
