@@ -19,6 +19,8 @@ _STATES = {
 }
 ALL_SCOPES = "https://www.googleapis.com/auth/cloud-platform"
 """Its roles alone then say what a service account may do."""
+DISK_TYPE = "pd-balanced"
+"""Every machine type with GPUs takes it up to A3, which refuses pd-standard, what Google takes unasked."""
 ENDS = {
     "delete": "terminated",
     "compute.instances.preempted": "reclaimed",
@@ -110,7 +112,9 @@ def instance_resource(
     if spot:
         scheduling.provisioning_model = "SPOT"
         scheduling.instance_termination_action = "DELETE"
-    disk = compute.AttachedDiskInitializeParams(source_image=image, disk_size_gb=disk_gb)
+    disk = compute.AttachedDiskInitializeParams(
+        source_image=image, disk_size_gb=disk_gb, disk_type=f"zones/{zone}/diskTypes/{DISK_TYPE}"
+    )
     accounts = (
         []
         if service_account is None

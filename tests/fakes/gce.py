@@ -152,6 +152,8 @@ class FakeGce:
             return 200, self.operations[self.requests[request]]
         self.bodies.append(body)
         name = body["name"]
+        if "/a3-" in body["machineType"] and any(_disk_type(disk) == "pd-standard" for disk in body["disks"]):
+            return 400, _error(400, "invalid")
         if (zone, name) in self.instances:
             return 409, _error(409, "alreadyExists")
         code = self.errors.get(zone)
@@ -266,6 +268,11 @@ class FakeGce:
         self.operations[operation["name"]] = operation
         self.ends[operation["name"]] = time.monotonic() + (0 if done else self.operation_s)
         return operation
+
+
+def _disk_type(disk: dict[str, Any]) -> str:
+    """Return the kind of a disk to be made: where none is named, what Google takes."""
+    return str(disk["initializeParams"].get("diskType", "pd-standard")).rpartition("/")[2]
 
 
 def _labels_match(labels: dict[str, str], condition: str) -> bool:

@@ -235,6 +235,15 @@ def test_what_a_machine_is_given(gce, provider):
     assert "ssh-keys" not in items
 
 
+def test_a_machine_with_h100s_is_given_a_disk_that_it_takes(gce):
+    pool = GcpPool("us-central1", "H100:8", "a3-highgpu-8g", 20_000_000, "test")
+    provider = GcpProvider([pool], OWNER, clients=lambda: gce.clients)
+    assert provider.launch(request(provider, zone="us-central1-b")).state is MachineState.RUNNING
+    [body] = gce.bodies
+    [disk] = body["disks"]
+    assert disk["initializeParams"]["diskType"] == "zones/us-central1-b/diskTypes/pd-balanced"
+
+
 def test_another_owners_run_of_the_same_name_is_another_run(gce, provider):
     other = GcpProvider([POOL], "ba9876543210", clients=lambda: gce.clients)
     provider.launch(request(provider))
