@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from fractions import Fraction
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from rlboost_cli.money.cost_csv import COLUMNS, WASTE, cost_csv
 from rlboost_cli.money.cost_text import WIDTH, cost_lines
-from rlboost_runtime.coordinator.accounts import UsageKind, WasteKind
+from rlboost_runtime.coordinator.accounts import UsageKind, WasteKind, to_ns
 from rlboost_runtime.coordinator.ledger import Ledger
 from rlboost_runtime.coordinator.report import cost_report
 from rlboost_runtime.job import Budget
@@ -36,6 +37,8 @@ machines = st.lists(
         st.none() | seconds,  # a second launch, so long after the end
         st.dictionaries(st.sampled_from(list(WasteKind)), seconds),
         st.booleans(),  # the launch failed
+        st.lists(st.tuples(seconds, st.integers(0, 10**9)), max_size=4),  # other prices, so long after launch
+        st.sampled_from(["local", "aws"]),  # without and with a least time that is billed
     ),
     max_size=8,
 )
@@ -47,10 +50,12 @@ budgets = st.none() | st.integers(1, 10**6).map(lambda cents: Budget(max_usd=cen
 
 
 def fill(ledger: Ledger, machines: Any, steps: Any, usage: Any) -> None:
-    for number, (pool, price, storage, start, life, pause, wasted, fails) in enumerate(machines):
+    for number, (pool, price, storage, start, life, pause, wasted, fails, changes, cloud) in enumerate(
+        machines
+    ):
         name = f"{pool}-{number}"
         ledger.intend(
-            name, pool=pool, provider="local", zone="here", accelerator="cpu",
+            name, pool=pool, provider=cloud, zone="here", accelerator="cpu",
             price_micro_usd_per_hour=price, price_source="test", at=T0 + start,
             storage_micro_usd_per_hour=storage,
         )  # fmt: skip
@@ -58,6 +63,8 @@ def fill(ledger: Ledger, machines: Any, steps: Any, usage: Any) -> None:
             ledger.failed(name, T0 + start, "no capacity")
             continue
         ledger.launched(name, T0 + start)
+        for after, other in changes:  # in any order: a clock may be set back
+            ledger.repriced(name, other, T0 + start + after)
         if life is not None:
             ledger.ended(name, T0 + start + life)
             if pause is not None:
@@ -93,6 +100,50 @@ def test_all_parts_add_up_to_the_micro_dollar(
     check_sums(report)
     check_csv(report, list(csv.DictReader(io.StringIO(cost_csv(report)))))
     assert max(map(len, cost_lines(report)), default=0) <= WIDTH
+
+
+@settings(max_examples=40, deadline=None)
+@given(machines, st.lists(seconds, max_size=6))
+def test_a_machine_costs_its_time_at_the_price_of_each_moment_and_never_less_later(
+    machines: Any, moments: list[float]
+) -> None:
+    with TemporaryDirectory() as folder:
+        ledger = Ledger(Path(folder) / "ledger.sqlite")
+        fill(ledger, machines, [], [])
+        late = T0 + 10 * SPAN_S
+        costs = {bill.machine: bill.cost_micro_usd for bill in ledger.machines(late)}
+        totals = [ledger.total_micro_usd(T0 + at) for at in sorted(moments)]
+        assert totals == ledger.spending().totals_micro_usd([T0 + at for at in sorted(moments)])
+        ledger.close()
+    assert totals == sorted(totals)
+    for number, machine in enumerate(machines):
+        assert costs[f"{machine[0]}-{number}"] == exact_cost(machine, to_ns(late))
+
+
+def exact_cost(machine: Any, until: int) -> int:
+    """Return what the machine costs, added up piece by piece."""
+    _, price, start, life, pause, _, fails, changes, cloud = machine
+    if fails:
+        return 0
+    least_ns = 60 * 10**9 if cloud == "aws" else 0
+    begin = to_ns(T0 + start)
+    end = None if life is None else max(begin, to_ns(T0 + start + life))
+    lives = [(begin, until if end is None else max(end, begin + least_ns))]
+    if end is not None and pause is not None and to_ns(T0 + start + life + pause) > end:
+        lives.append((to_ns(T0 + start + life + pause), until))
+    pieces, since = [], 0
+    for after, other in changes:
+        at = max(since, to_ns(T0 + start + after))
+        if other != price:
+            pieces.append((since, at, price))
+            since, price = at, other
+    pieces.append((since, until, price))
+    spent = sum(
+        Fraction(max(0, min(b, to) - max(a, of)) * paid, 3_600 * 10**9)
+        for a, b in lives
+        for of, to, paid in pieces
+    )
+    return int(spent + Fraction(1, 2))
 
 
 def check_sums(report: Any) -> None:

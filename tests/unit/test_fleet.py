@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -316,6 +317,23 @@ async def test_whatever_a_clouds_library_raises_the_fleet_goes_on(
     broke = [record for record in caplog.records if record.message == "provider.broke"]
     assert broke
     assert broke[0].exc_info
+
+
+async def test_a_price_that_moves_while_the_machine_stays_is_billed_up_to_the_bid(tmp_path: Path) -> None:
+    cloud = Cloud()
+    offer = Offer("local", "zone", "cpu", PRICE, True, "test", max_price_micro_usd_per_hour=3 * PRICE)
+    cloud.offers = lambda: [offer]  # type: ignore[method-assign]
+    async with fleet_on(tmp_path, cloud) as made:
+        await until(lambda: made.core_state("spot-0") == "launched")
+        for price, billed in ((2 * PRICE, 2 * PRICE), (4 * PRICE, 3 * PRICE), (None, 3 * PRICE)):
+            cloud.views["spot-0"] = replace(cloud.views["spot-0"], price_micro_usd_per_hour=price)
+            await until(lambda billed=billed: made.ledger.rate_micro_usd_per_hour() == billed)
+            await asyncio.sleep(0.1)
+        bill = made.bill("spot-0")
+        assert bill.price_micro_usd_per_hour == 3 * PRICE
+        seconds = bill.billed_ns / 1e9
+        assert seconds * 1e6 < bill.cost_micro_usd < seconds * 3e6
+        assert bill.num_lives == 1
 
 
 async def test_a_machine_that_the_run_does_not_know_is_ended(tmp_path: Path) -> None:

@@ -140,6 +140,37 @@ def test_disk_and_address_of_a_machine_are_billed_beside_it_for_as_long(ledger: 
     assert ledger.spending().totals_micro_usd([T0 + 4, T0 + 40]) == [9007, 50_007]
 
 
+def test_a_machine_whose_price_changes_is_billed_at_each_price_for_its_time(ledger: Ledger) -> None:
+    intend(ledger, "a", price=3_600_000_000)
+    ledger.repriced("a", 1, T0 - 5)  # nothing runs yet
+    ledger.launched("a", T0)
+    for _ in range(2):
+        ledger.repriced("a", 7_200_000_000, T0 + 10)
+    assert ledger.total_micro_usd(T0 + 5) == 5_000_000
+    assert ledger.total_micro_usd(T0 + 11) == 12_000_000
+    assert ledger.rate_micro_usd_per_hour() == 7_200_000_000
+    ledger.repriced("a", 3_600_000_000, T0 + 9)  # a clock that was set back
+    ledger.ended("a", T0 + 20)
+    ledger.repriced("a", 1, T0 + 30)
+    (bill,) = ledger.machines(T0 + 99)
+    assert (bill.cost_micro_usd, bill.billed_ns, bill.num_lives) == (20_000_000, 20 * 10**9, 1)
+
+
+def test_books_of_an_older_program_that_knew_one_price_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    older = Ledger(path)
+    intend(older, "a")
+    older.launched("a", T0)
+    older.close()
+    with sqlite3.connect(path) as db:
+        db.execute("DROP TABLE former_prices")
+        db.execute("DROP TABLE storage_prices")
+    db.close()
+    reader = Ledger(path, read_only=True)
+    assert reader.total_micro_usd(T0 + 2) == 2_000_000
+    reader.close()
+
+
 def test_a_machine_without_an_intent_is_refused(ledger: Ledger) -> None:
     for call in (
         lambda: ledger.launched("x", T0),

@@ -72,7 +72,7 @@ class MachineBill:
     """One machine and what it costs up to the moment asked for. Times in nanoseconds since the Unix epoch.
 
     `launched_ns` is its first launch, `billed_ns` the sum over all its intervals, of which there are
-    `num_lives`.
+    `num_lives`. `price_micro_usd_per_hour` is the present price; what it cost before is in `cost_micro_usd`.
     """
 
     machine: str
@@ -161,17 +161,26 @@ class Spending:
 class Account:
     """One machine's row and the intervals over which it is billed; an end of None is still to come.
 
+    `former` are its earlier prices, each with the moment until which it held, the oldest first.
     The row holds: machine, pool, provider, zone, accelerator, price, its source, intended, launched, ended,
     state, detail.
     """
 
-    __slots__ = ("_ends", "_full_cost", "_intervals", "_price", "_row", "_storage", "begins")
+    __slots__ = ("_ends", "_former", "_full_cost", "_intervals", "_price", "_row", "_storage", "begins")
 
-    def __init__(self, row: Row, earlier: Sequence[tuple[int, int]], storage: int = 0) -> None:
-        """`storage`: micro-dollars per hour for its disk and public address."""
+    def __init__(
+        self,
+        row: Row,
+        earlier: Sequence[tuple[int, int]],
+        former: Sequence[tuple[int, int]] = (),
+        storage: int = 0,
+    ) -> None:
+        """`former`: until when it had which other price; `storage`: micro-dollars per hour for its disk and
+        public address."""
         price, launched, ended = row[5], row[8], row[9]
         self._row = row
         self._price: int = price
+        self._former = former
         self._storage = storage
         self._intervals: list[tuple[int, int | None]] = [*earlier]
         if launched is not None:
@@ -182,7 +191,7 @@ class Account:
         last = self._intervals[-1][1] if self._intervals else 0
         self.begins: int | None = min((start for start, _ in self._intervals), default=None)
         self._ends = last
-        self._full_cost = 0 if last is None else cost_micro_usd(price, self._billed_ns(last))
+        self._full_cost = 0 if last is None else self._cost_micro_usd(last)
 
     def _billed_ns(self, until: int) -> int:
         return sum(
@@ -209,7 +218,17 @@ class Account:
             return 0
         if self.is_over(until):
             return self._full_cost
-        return cost_micro_usd(self._price, self._billed_ns(until))
+        return self._cost_micro_usd(until)
+
+    def _cost_micro_usd(self, until: int) -> int:
+        """Return time by price over all its prices, rounded once."""
+        since_ns = priced = 0
+        for end, price in self._former:
+            billed_ns = self._billed_ns(min(end, until))
+            priced += price * (billed_ns - since_ns)
+            since_ns = billed_ns
+        priced += self._price * (self._billed_ns(until) - since_ns)
+        return cost_micro_usd(1, priced)
 
     def storage_micro_usd(self, until: int) -> int:
         """Return what its disk and public address cost up to `until` (nanoseconds)."""

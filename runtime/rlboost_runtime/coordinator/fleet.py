@@ -6,7 +6,8 @@ Guarantees:
 - a machine leaves the ledger's open list only when the provider says that it is gone, or never was: a launch
   that failed without such a word counts against cap and budget until its lists have not shown it for a while;
 - a machine that a former coordinator launched is not taken for gone before its cloud's lists would show it;
-- a machine that the provider started is billed from then on, whether or not the launch was heard of;
+- a machine that the provider started is billed from then on, whether or not the launch was heard of, and at
+  another price from the look on that told it;
 - a machine that the provider has and the core does not want is ended;
 - no launch brings what an hour costs above the cap, or what is committed above the budget;
 - a place that had nothing is left alone for a while (`offer_choice`), and the next one is asked at once;
@@ -454,6 +455,7 @@ class Fleet:
         for view in views:
             if view.machine not in self._busy:
                 self._settle_start(view, unbilled)
+        self._settle_prices(views)
         gone = {view.machine: view.ended_at for view in views if view.state is MachineState.GONE}
         listed = {view.machine for view in views}
         self._seen |= listed
@@ -471,6 +473,18 @@ class Fleet:
                 log_event(log, "machine.gone", machine=name)
                 self._state.apply(MachineGone(self._state.now(), name))
         self._settle_doubts(unbilled - listed, look.at, found.silent)
+
+    def _settle_prices(self, views: list[MachineView]) -> None:
+        """Bill machines at what their clouds now take for them, where those tell."""
+        booked = self._ledger.running_prices()
+        for view in views:
+            if view.machine not in booked or view.state is MachineState.GONE or view.machine in self._busy:
+                continue
+            offer = self._bought.get(view.machine)
+            price = view.price_micro_usd_per_hour if offer is None else _price_paid(offer, view)
+            if price is not None and price != booked[view.machine]:
+                self._ledger.repriced(view.machine, price, self._clock.wall())
+                log_event(log, "machine.repriced", machine=view.machine, price_usd_per_hour=price / 1e6)
 
     def _settle_doubts(self, unlisted: set[str], asked_at: float, silent: frozenset[str]) -> None:
         """Close the books of launches that came to nothing, once the lists would have shown them."""

@@ -24,6 +24,9 @@ CREATE TABLE IF NOT EXISTS machines (
 CREATE TABLE IF NOT EXISTS lives (
     machine TEXT NOT NULL, launched_at INTEGER NOT NULL, ended_at INTEGER NOT NULL
 ) STRICT;
+CREATE TABLE IF NOT EXISTS former_prices (
+    machine TEXT NOT NULL, until INTEGER NOT NULL, price_micro_usd_per_hour INTEGER NOT NULL
+) STRICT;
 CREATE TABLE IF NOT EXISTS steps (
     step INTEGER PRIMARY KEY, started_at INTEGER NOT NULL, ended_at INTEGER NOT NULL, tokens INTEGER NOT NULL,
     reward_mean REAL, metrics TEXT NOT NULL

@@ -135,6 +135,29 @@ class MachineBook(LedgerFile):
                 (zone, price_micro_usd_per_hour, machine),
             )
 
+    def repriced(self, machine: str, price_micro_usd_per_hour: int, at: float) -> None:
+        """Note that an hour of a machine for which money runs costs another price since `at`.
+
+        What it was billed before is left as it is: prices change one after another, whatever the clock says.
+        """
+        if price_micro_usd_per_hour < 0:
+            raise ValueError(f"price of {machine} is negative: {price_micro_usd_per_hour}")
+        with self._billing() as db:
+            _must_know(db, machine)
+            which = (machine, MachineBookState.RUNNING, price_micro_usd_per_hour)
+            db.execute(
+                "INSERT INTO former_prices SELECT machine, max(?, coalesce("
+                "(SELECT max(until) FROM former_prices f WHERE f.machine = machines.machine), 0)),"
+                " price_micro_usd_per_hour FROM machines"
+                " WHERE machine = ? AND state = ? AND price_micro_usd_per_hour != ?",
+                (to_ns(at), *which),
+            )
+            db.execute(
+                "UPDATE machines SET price_micro_usd_per_hour = ?"
+                " WHERE machine = ? AND state = ? AND price_micro_usd_per_hour != ?",
+                (price_micro_usd_per_hour, *which),
+            )
+
     def failed(self, machine: str, at: float, problem: str) -> None:
         """Note that the launch did not happen. A machine that was launched already is left as it is."""
         with self._billing() as db:
@@ -199,6 +222,14 @@ class MachineBook(LedgerFile):
         """Return the machines for which money runs."""
         rows = self._rows("SELECT machine FROM machines WHERE state = ?", (MachineBookState.RUNNING,))
         return {str(row[0]) for row in rows}
+
+    def running_prices(self) -> dict[str, int]:
+        """Return what an hour costs of each machine for which money runs, in micro-dollars."""
+        rows = self._rows(
+            "SELECT machine, price_micro_usd_per_hour FROM machines WHERE state = ?",
+            (MachineBookState.RUNNING,),
+        )
+        return {str(machine): int(price) for machine, price in rows}
 
     def unbilled_machines(self) -> set[str]:
         """Return the machines of which no launch is noted: not yet, failed, or not heard of."""
@@ -305,16 +336,24 @@ class MachineBook(LedgerFile):
             "SELECT machine, launched_at, ended_at FROM lives ORDER BY rowid"
         ):
             earlier.setdefault(machine, []).append((start, end))
-        storage = self._storage_prices()
-        rows = self._db.execute(_MACHINES.format(which=which)).fetchall()
-        return [Account(row, earlier.get(row[0], []), storage.get(row[0], 0)) for row in rows]
+        former: dict[str, list[tuple[int, int]]] = {}
+        if self._has("former_prices"):
+            for machine, until, price in self._db.execute(
+                "SELECT machine, until, price_micro_usd_per_hour FROM former_prices ORDER BY rowid"
+            ):
+                former.setdefault(machine, []).append((until, price))
+        storage: dict[str, int] = {}
+        if self._has("storage_prices"):
+            rows = self._db.execute("SELECT machine, micro_usd_per_hour FROM storage_prices").fetchall()
+            storage = dict(rows)
+        return [
+            Account(row, earlier.get(row[0], ()), former.get(row[0], ()), storage.get(row[0], 0))
+            for row in self._db.execute(_MACHINES.format(which=which)).fetchall()
+        ]
 
-    def _storage_prices(self) -> dict[str, int]:
-        """Return micro-dollars per hour by machine; a file of an older program, opened to be read, has
-        none."""
-        if self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'storage_prices'").fetchone() is None:
-            return {}
-        return dict(self._db.execute("SELECT machine, micro_usd_per_hour FROM storage_prices").fetchall())
+    def _has(self, table: str) -> bool:
+        """Whether the file has a table: one made by an older program, and only read, lacks those of later."""
+        return bool(self._db.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (table,)).fetchone())
 
     def _bought(self, until: int) -> tuple[ClosedBills, list[Account]]:
         """Return bills that are final by `until`, and the accounts of all other machines."""
