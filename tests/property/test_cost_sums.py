@@ -50,9 +50,8 @@ budgets = st.none() | st.integers(1, 10**6).map(lambda cents: Budget(max_usd=cen
 
 
 def fill(ledger: Ledger, machines: Any, steps: Any, usage: Any) -> None:
-    for number, (pool, price, storage, start, life, pause, wasted, fails, changes, cloud) in enumerate(
-        machines
-    ):
+    for number, machine in enumerate(machines):
+        pool, price, storage, start, life, pause, wasted, fails, changes, cloud = machine
         name = f"{pool}-{number}"
         ledger.intend(
             name, pool=pool, provider=cloud, zone="here", accelerator="cpu",
@@ -122,7 +121,7 @@ def test_a_machine_costs_its_time_at_the_price_of_each_moment_and_never_less_lat
 
 def exact_cost(machine: Any, until: int) -> int:
     """Return what the machine costs, added up piece by piece."""
-    _, price, start, life, pause, _, fails, changes, cloud = machine
+    _, price, _, start, life, pause, _, fails, changes, cloud = machine
     if fails:
         return 0
     least_ns = 60 * 10**9 if cloud == "aws" else 0

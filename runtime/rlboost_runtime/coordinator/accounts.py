@@ -161,7 +161,6 @@ class Spending:
 class Account:
     """One machine's row and the intervals over which it is billed; an end of None is still to come.
 
-    `former` are its earlier prices, each with the moment until which it held, the oldest first.
     The row holds: machine, pool, provider, zone, accelerator, price, its source, intended, launched, ended,
     state, detail.
     """
@@ -175,8 +174,8 @@ class Account:
         former: Sequence[tuple[int, int]] = (),
         storage: int = 0,
     ) -> None:
-        """`former`: until when it had which other price; `storage`: micro-dollars per hour for its disk and
-        public address."""
+        """`former`: its earlier prices, each after the moment until which it held, the oldest first;
+        `storage`: micro-dollars per hour for its disk and public address."""
         price, launched, ended = row[5], row[8], row[9]
         self._row = row
         self._price: int = price

@@ -474,7 +474,7 @@ class Fleet:
                 self._state.apply(MachineGone(self._state.now(), name))
         self._settle_doubts(unbilled - listed, look.at, found.silent)
 
-    def _settle_prices(self, views: list[MachineView]) -> None:
+    def _settle_prices(self, views: Sequence[MachineView]) -> None:
         """Bill machines at what their clouds now take for them, where those tell."""
         booked = self._ledger.running_prices()
         for view in views:
