@@ -15,7 +15,7 @@ from rlboost_cli.doctor.findings import Finding, Patient, failed, ok, warn
 from rlboost_providers.base import Offer, Provider
 from rlboost_providers.registry import providers_of
 from rlboost_runtime.errors import NotYet, RLBoostError
-from rlboost_runtime.job import Job, LocalOffer
+from rlboost_runtime.job import CloudOffer, Job, LocalOffer, SshOffer
 from rlboost_runtime.run_folder import RunFolder
 
 ASK_S = 300.0
@@ -23,35 +23,48 @@ ASK_S = 300.0
 
 
 def offers(patient: Patient) -> Iterator[Finding]:
-    """One finding for each provider of the job that is not this machine."""
+    """One finding for each place that is not this machine: a run does without one that refuses, so that it
+    would not be heard of there."""
     job = patient.job
     assert job is not None
     if not job.rollout.spot.max_instances:
         return
-    with tempfile.TemporaryDirectory(prefix="rlboost-doctor-") as folder:
+    for part in places_of(job):
+        with tempfile.TemporaryDirectory(prefix="rlboost-doctor-") as folder:
+            yield from _offers_of(part, RunFolder(Path(folder) / job.name))
+
+
+def _offers_of(job: Job, run: RunFolder) -> Iterator[Finding]:
+    try:
+        providers = providers_of(job, run)
+    except RLBoostError as error:
+        yield failed("offers", error)
+        return
+    for name, provider in providers.items():
         try:
-            providers = providers_of(elsewhere(job), RunFolder(Path(folder) / job.name))
+            began = time.monotonic()
+            found = _ask(provider)
         except RLBoostError as error:
-            yield failed("offers", error)
-            return
-        for name, provider in providers.items():
-            try:
-                began = time.monotonic()
-                found = _ask(provider)
-            except RLBoostError as error:
-                yield failed(name, error)
-            else:
-                yield judge_offers(name, found, time.monotonic() - began)
-            finally:
-                close = getattr(provider, "close", None)
-                if close is not None:
-                    close()
+            yield failed(name, error)
+        else:
+            yield judge_offers(name, found, time.monotonic() - began)
+        finally:
+            close = getattr(provider, "close", None)
+            if close is not None:
+                close()
 
 
-def elsewhere(job: Job) -> Job:
-    """Return the job without offers of this machine, which has checks of its own."""
+def places_of(job: Job) -> list[Job]:
+    """Return the job with each entry of a cloud's own API alone, and with those that SkyPilot, which takes
+    long to start, or SSH is to ask together; offers of this machine have checks of their own."""
     far = [offer for offer in job.rollout.spot.any_of if not isinstance(offer, LocalOffer)]
-    spot = job.rollout.spot.model_copy(update={"any_of": far})
+    alone = [offer for offer in far if isinstance(offer, CloudOffer) and offer.via == "direct"]
+    together = [offer for offer in far if offer not in alone]
+    return [*(_only(job, [offer]) for offer in alone), *([_only(job, together)] if together else [])]
+
+
+def _only(job: Job, offers: Sequence[SshOffer | CloudOffer]) -> Job:
+    spot = job.rollout.spot.model_copy(update={"any_of": list(offers)})
     return job.model_copy(update={"rollout": job.rollout.model_copy(update={"spot": spot})})
 
 

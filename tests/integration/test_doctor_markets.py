@@ -88,6 +88,13 @@ def test_a_cloud_says_what_it_would_sell_and_nothing_is_launched(
     assert ec2.instances() == []
 
 
+def test_an_entry_that_is_refused_is_told_though_a_run_would_do_with_the_others(ec2: FakeEc2) -> None:
+    unknown = AWS.model_copy(update={"accelerators": "X9000:8"})
+    good, bad = markets.offers(patient(AWS, unknown))
+    assert (good.verdict, bad.verdict) == (Verdict.OK, Verdict.FAIL)
+    assert "X9000" in bad.found
+
+
 def test_prices_above_the_jobs_bound_leave_nothing_and_are_a_warning(
     ec2: FakeEc2,
 ) -> None:
