@@ -27,7 +27,7 @@ def status(
     Example: rlboost status quickstart --watch
     """
     from rlboost_cli.runs.elsewhere import look_at_open
-    from rlboost_cli.runs.run_status import run_status, runs_table
+    from rlboost_cli.runs.run_status import run_status, runs_table, status_json
     from rlboost_cli.terminal import output
     from rlboost_runtime.errors import ConfigError
     from rlboost_runtime.run_index import find_run
@@ -55,6 +55,6 @@ def status(
     found = run_status(folder)
     if as_json:
         output.staleness(found)
-        output.as_json(found.data | {"live": found.is_live, "age_s": round(found.age_s, 1)})
+        output.as_json(status_json(folder, found))
     else:
         output.status(found)

@@ -21,7 +21,7 @@ ended_at             likewise; empty while it lasts
 seconds              billed, all lives together; or from the step's begin to its end
 tokens               response tokens that the step was trained on
 reward_mean          mean reward of the step
-price_usd_per_hour   of the machine
+price_usd_per_hour   of the machine, the last one
 usd                  what it cost; a step pays for all that was spent since the end of the one before
 useful_usd           the part of a machine's `usd` that was not found to be wasted
 boot_usd ..          and the parts that were (boot, idle, lost, redone); with it they add up to `usd`

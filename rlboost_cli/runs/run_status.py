@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from rlboost_cli.head.connection import Head
 
 
+_TOKENS = ("generated", "trained", "migrated", "lost_estimate", "redone", "dropped_late")
+_RESPONSES = ("requested", "in_flight", "finished", "migrated", "quarantined")
+
+
 @dataclass(frozen=True, slots=True)
 class RunStatus:
     """A status and how much to trust it."""
@@ -65,6 +69,31 @@ def run_status(run: RunFolder, timeout_s: float = 2.0, head: Head | None = None)
         problem=problem,
         is_supervised=ended or is_supervised(run),
     )
+
+
+def status_json(run: RunFolder, found: RunStatus) -> dict[str, Any]:
+    """Return the status as one JSON object, whose keys are there also while nothing is known yet (design
+    section 6)."""
+    job = read_json(run.job_json) or {}
+    nothing_yet = {
+        "step": 0,
+        "steps": job.get("algorithm", {}).get("steps"),
+        "policy_version": None,
+        "reward_mean": None,
+        "reward_history": [],
+        "tokens": dict.fromkeys(_TOKENS, 0),
+        "responses": dict.fromkeys(_RESPONSES, 0),
+        "preemptions": dict.fromkeys(("noticed", "silent", "reset"), 0),
+        "seeding": {"t_seed_s": None, "useful_instances": None},
+        "machines": [],
+        "instances": [],
+        "cost": {
+            "spent_usd": 0.0,
+            "rate_usd_per_hour": 0.0,
+            "budget_usd": job.get("budget", {}).get("max_usd"),
+        },
+    }
+    return nothing_yet | found.data | {"live": found.is_live, "age_s": round(found.age_s, 1)}
 
 
 def runs_table() -> list[dict[str, Any]]:

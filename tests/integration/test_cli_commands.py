@@ -137,6 +137,13 @@ def test_status_of_a_dead_coordinator_says_so_and_how_old_it_is(run: RunFolder) 
     assert 590 < data["age_s"] < 700
 
 
+def test_a_status_has_its_keys_before_there_is_anything_to_tell(run: RunFolder) -> None:
+    data = json.loads(rlboost("status", "demo", "--json").stdout)
+    assert (data["state"], data["step"], data["steps"]) == ("provisioning", 0, 200)
+    assert (data["tokens"]["trained"], data["responses"]["in_flight"], data["machines"]) == (0, 0, [])
+    assert data["cost"] == {"spent_usd": 0.0, "rate_usd_per_hour": 0.0, "budget_usd": None}
+
+
 def test_the_list_of_runs_shows_what_does_not_run(run: RunFolder) -> None:
     write_json(run.status, {"run": "demo", "state": "rollout", "step": 3, "steps": 9, "reward_mean": 0.5})
     (row,) = json.loads(rlboost("status", "--json").stdout)["runs"]
