@@ -32,16 +32,13 @@ def launch(
 
     Example: rlboost launch job.yaml
     """
-    from rlboost_cli.planning.agreement import agree
-    from rlboost_cli.planning.plan import launch_plan
+    from rlboost_cli.planning.agreement import agree, planned
     from rlboost_cli.runs.supervision import bring_up, want_training
     from rlboost_cli.runs.target import find_target
     from rlboost_cli.terminal import output
 
     target = find_target(job_or_run, resume=resume, say=output.progress)
-    with output.working("looking at what the machines cost"):  # SkyPilot may have to start for that
-        plan = launch_plan(target.name, target.job)
-    agree(plan, "launch?", yes=yes)
+    agree(planned(target.name, target.job), "launch?", yes=yes)
     with output.working("copying the job's files"):
         found = target.prepare(resume=resume, say=output.progress)
     output.found_run(found)

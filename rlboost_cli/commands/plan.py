@@ -20,19 +20,18 @@ def plan(
 
     Example: rlboost plan job.yaml
     """
-    from rlboost_cli.planning.plan import describe_plan, launch_plan, plan_json
+    from rlboost_cli.planning.agreement import agree, planned
+    from rlboost_cli.planning.plan import describe_plan, plan_json
     from rlboost_cli.terminal import output
     from rlboost_runtime.job_file import load_job
 
     loaded = load_job(job)
     if probe:
-        from rlboost_cli.planning.agreement import agree
         from rlboost_cli.planning.probe import probe as measure
 
-        agree(launch_plan(loaded.name, loaded), "run a few steps of it?", yes=yes)
+        agree(planned(loaded.name, loaded), "run a few steps of it?", yes=yes)
         measure(job, loaded, output.progress)
-    with output.working("looking at what the machines cost"):  # SkyPilot may have to start for that
-        made = launch_plan(loaded.name, loaded)
+    made = planned(loaded.name, loaded)
     if as_json:
         output.as_json(plan_json(made))
     else:

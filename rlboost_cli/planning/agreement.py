@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import typer
 
-from rlboost_cli.planning.plan import LaunchPlan, describe_plan
+from rlboost_cli.planning.plan import LaunchPlan, describe_plan, launch_plan
 from rlboost_cli.terminal import output
 from rlboost_runtime.errors import ConfigError
+from rlboost_runtime.job import Job
+
+
+def planned(run: str, job: Job) -> LaunchPlan:
+    """Return the plan of `job` under the name `run`, with a sign of life: SkyPilot may have to start for
+    that."""
+    with output.working("looking at what the machines cost"):
+        return launch_plan(run, job)
 
 
 def agree(plan: LaunchPlan, question: str, *, yes: bool) -> None:

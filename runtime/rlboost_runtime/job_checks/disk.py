@@ -99,8 +99,11 @@ def _check_prompts(data: dict[str, Any], base: Path) -> Iterator[Mistake]:
     if problem:
         yield Mistake(path, problem)
         return
-    held_out, num = _at(data, "evaluation", "prompts"), _num_prompts(base / source)
-    if isinstance(held_out, int) and num is not None and held_out >= num:
+    held_out = _at(data, "evaluation", "prompts")
+    if not isinstance(held_out, int):
+        return
+    num = _num_prompts(base / source)
+    if num is not None and held_out >= num:
         problem = f"found {held_out}, which leaves none of the {num} in {source} to train on; write less"
         yield Mistake(("evaluation", "prompts"), problem)
 
