@@ -560,6 +560,17 @@ async def test_offers_that_nobody_tells_let_the_machine_be_asked_for_again(
         assert made.ledger.open_machines() == []
 
 
+def intend_before_a_restart(tmp_path: Path, cloud: Cloud) -> None:
+    """Leave the books of a coordinator that ended between an intent and its launch."""
+    made = Made(tmp_path, cloud, None, 1)
+    made.ledger.intend(
+        "spot-0", pool="spot", provider="local", zone="zone", accelerator="cpu",
+        price_micro_usd_per_hour=PRICE, price_source="test", at=time.time(),
+    )  # fmt: skip
+    made.ledger.close()
+    tmp_path.joinpath("journal").rmdir()
+
+
 async def test_a_launch_from_before_a_restart_is_asked_for_only_where_it_was(tmp_path: Path) -> None:
     cloud = Cloud()
     asked = []
@@ -576,13 +587,7 @@ async def test_a_launch_from_before_a_restart_is_asked_for_only_where_it_was(tmp
         return Cloud.launch(cloud, request)
 
     cloud.offers, cloud.launch = two_clouds, remember  # type: ignore[method-assign]
-    made = Made(tmp_path, cloud, None, 1)
-    made.ledger.intend(
-        "spot-0", pool="spot", provider="local", zone="zone", accelerator="cpu",
-        price_micro_usd_per_hour=PRICE, price_source="test", at=time.time(),
-    )  # fmt: skip
-    made.ledger.close()
-    tmp_path.joinpath("journal").rmdir()
+    intend_before_a_restart(tmp_path, cloud)
     async with fleet_on(tmp_path, cloud) as again:
         await until(lambda: again.core_state("spot-0") == "launched")
     assert asked == [("spot-0", "local", "zone")]
@@ -593,13 +598,7 @@ async def test_a_launch_from_before_a_restart_whose_place_sells_nothing_is_asked
 ) -> None:
     cloud = Cloud()
     cloud.offers = lambda: [Offer("local", "other", "cpu", PRICE, True, "test")]  # type: ignore[method-assign]
-    made = Made(tmp_path, cloud, None, 1)
-    made.ledger.intend(
-        "spot-0", pool="spot", provider="local", zone="zone", accelerator="cpu",
-        price_micro_usd_per_hour=PRICE, price_source="test", at=time.time(),
-    )  # fmt: skip
-    made.ledger.close()
-    tmp_path.joinpath("journal").rmdir()
+    intend_before_a_restart(tmp_path, cloud)
     async with fleet_on(tmp_path, cloud) as again:
         again.fleet._bought.add("spot-0", Offer("local", "zone", "cpu", PRICE, True, "test"))
         await until(lambda: any(isinstance(event, LaunchFailed) for event in again.events))
