@@ -171,7 +171,7 @@ ci: ## everything that a change has to pass
 
 .PHONY: soak
 soak: $(DEV) ## 10,000 simulated runs with random faults; then all tests $(ROUNDS) times, with new random seeds
-	$(BIN)/python -m benchmarks.paper.faults --seeds 10000
+	$(BIN)/python -m benchmarks.scheduler.faults --seeds 10000
 	for round in $$(seq $(ROUNDS)); do \
 		echo "round $$round of $(ROUNDS)"; \
 		RLBOOST_STORM_PULLS=1000 RLBOOST_STORM_SEED=$$round \

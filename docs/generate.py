@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import rlboost_templates
-from rlboost_runtime.job_file import FieldDoc, describe_fields
+from rlboost_runtime.job.file.load import FieldDoc, describe_fields
 
 DOCS = Path(__file__).resolve().parent
 INTRODUCTION = """\

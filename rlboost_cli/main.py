@@ -1,36 +1,117 @@
 """The `rlboost` program: which commands there are. Importing this loads nothing heavy, and no command.
 
+The list of commands, with a sentence for each, is a table, so `--help` imports none of their modules:
+a command's module is imported when the command is called.
+
 Exit codes: 0 done or detached, 1 failed, 2 bad input, 3 no such run or instance, 4 no capacity, 5 budget
 reached, 6 credentials or quota, 7 cloud unreachable, 130 interrupted before there was a run.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable, Iterator, MutableMapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
+from typer.main import get_command
 
-from rlboost_cli.terminal.lazy_group import SETTINGS, lazy_group
+from rlboost_cli.terminal.errors import explained
 
-# NAME is function NAME in commands/NAME.py; the words are the first line of its docstring (a test compares)
-COMMANDS = {
-    "init": "Write a commented job file to start from",
-    "check": "Validate a job file and print the resolved job",
-    "doctor": "Look whether this machine, the job and its head elsewhere are ready to run",
-    "plan": "Predict step time and cost from what this machine measured",
-    "up": "Start everything of a run but its trainer",
-    "launch": "Start or continue a run and watch it; Ctrl-C detaches",
-    "status": "Show all runs, or how one of them is doing",
-    "logs": "Show a run's logs, also of machines that are gone",
-    "samples": "Show what the policy said: a step's best, worst and middling response",
-    "cost": "Show what a run costs, on what, and what it would have cost on demand",
-    "preempt": "Take one instance away on purpose, as its cloud would",
-    "down": "End a run for certain and show what it cost",
-    "gc": "Find and end machines that no open run owns",
-    "prices": "Show what GPU machines cost, spot and on demand, cheapest first",
-    "simulate": "Replay a spot market under a virtual clock and compare policies",
-    "traces": "List, show or fetch recorded spot markets to simulate on",
+if TYPE_CHECKING:
+    Command = Any  # typer 0.2x carries its own click under a private name
+
+SETTINGS: dict[str, Any] = {"rich_markup_mode": None, "pretty_exceptions_enable": False}
+"""Of the program and of each command: plain help, and no tracebacks with local variables."""
+
+
+def lazy_group(commands: dict[str, str]) -> type[TyperGroup]:
+    """Return a group of `commands`: name to sentence; `name` is function `name` of its module."""
+
+    class Group(TyperGroup):
+        def __init__(self, **attributes: Any) -> None:
+            super().__init__(**attributes | {"commands": {}})
+            self.commands = _Commands(tuple(commands))
+
+        def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]  # their Context
+            return list(commands)
+
+        def format_commands(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
+            with formatter.section("Commands"):
+                formatter.write_dl(list(commands.items()))
+
+    return Group
+
+
+class _Commands(MutableMapping[str, "Command"]):
+    """Commands by name; each is imported when it is looked up."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self._names = names
+        self._loaded: dict[str, Command] = {}
+
+    def __getitem__(self, name: str) -> Command:
+        if name not in self._loaded:
+            if name not in self._names:
+                raise KeyError(name)
+            self._loaded[name] = _load(name)
+        return self._loaded[name]
+
+    def __setitem__(self, name: str, command: Command) -> None:
+        self._loaded[name] = command
+
+    def __delitem__(self, name: str) -> None:
+        del self._loaded[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _load(name: str) -> Command:
+    function: Callable[..., None] = getattr(import_module(module_of(name)), name)
+    alone = typer.Typer(add_completion=False, **SETTINGS)
+    alone.command(name)(explained(function))
+    return get_command(alone)
+
+
+# NAME is function NAME of commands/ROOM/NAME.py; a test compares the words with its docstring
+_ROOMS: dict[str, dict[str, str]] = {
+    "job": {
+        "init": "Write a commented job file to start from",
+        "check": "Validate a job file and print the resolved job",
+        "doctor": "Look whether this machine, the job and its head elsewhere are ready to run",
+        "plan": "Predict step time and cost from what this machine measured",
+    },
+    "run": {
+        "up": "Start everything of a run but its trainer",
+        "launch": "Start or continue a run and watch it; Ctrl-C detaches",
+        "status": "Show all runs, or how one of them is doing",
+        "logs": "Show a run's logs, also of machines that are gone",
+        "samples": "Show what the policy said: a step's best, worst and middling response",
+        "cost": "Show what a run costs, on what, and what it would have cost on demand",
+        "preempt": "Take one instance away on purpose, as its cloud would",
+        "down": "End a run for certain and show what it cost",
+        "gc": "Find and end machines that no open run owns",
+    },
+    "market": {
+        "prices": "Show what GPU machines cost, spot and on demand, cheapest first",
+        "simulate": "Replay a spot market under a virtual clock and compare policies",
+        "traces": "List, show or fetch recorded spot markets to simulate on",
+    },
 }
+COMMANDS = {name: sentence for commands in _ROOMS.values() for name, sentence in commands.items()}
+"""Each command with a sentence for `--help`, in the order shown."""
+
+
+def module_of(name: str) -> str:
+    """Return the module in which command `name` lives."""
+    room = next(room for room, commands in _ROOMS.items() if name in commands)
+    return f"rlboost_cli.commands.{room}.{name}"
+
 
 app = typer.Typer(
     name="rlboost",

@@ -29,8 +29,8 @@ from rlboost_runtime.engines.base import EngineSpec, Request
 from rlboost_runtime.engines.vllm.command import MODEL
 from rlboost_runtime.engines.vllm.engine import VllmServerEngine
 from rlboost_runtime.engines.vllm.server import VllmServer
-from rlboost_runtime.vllm_python import find_engine_python
-from rlboost_runtime.wire import Sampling, encode
+from rlboost_runtime.protocol.messages import Sampling, encode
+from rlboost_runtime.run.engine_python import find_engine_python
 
 MIN_RATIO = 0.95
 FLUSH_S = 0.05

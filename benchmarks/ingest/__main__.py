@@ -42,8 +42,8 @@ from benchmarks.ingest.emulated import (
     Load,
     run_load,
 )
-from rlboost_runtime.run_folder import RunFolder, read_json
-from rlboost_runtime.security import client_context, read_token
+from rlboost_runtime.run.folder import RunFolder, read_json
+from rlboost_runtime.run.security import client_context, read_token
 
 NUM_RESPONSES = 20_000
 NUM_AGENTS = 64

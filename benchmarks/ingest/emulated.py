@@ -22,8 +22,8 @@ import uvloop
 from numpy.typing import NDArray
 
 from benchmarks.ingest.websocket_client import RawWebSocket
-from rlboost_runtime import wire
-from rlboost_runtime.security import client_context
+from rlboost_runtime.protocol import messages as wire
+from rlboost_runtime.run.security import client_context
 
 _POOL_TOKENS = 1 << 20
 _BEAT_S = 1.0

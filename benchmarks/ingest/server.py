@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from rlboost_runtime.coordinator import gc_tuning
-from rlboost_runtime.coordinator.agent_links import AgentLinks, Timing
-from rlboost_runtime.coordinator.server import Handlers, bind, make_app, make_server
-from rlboost_runtime.coordinator.state import State
-from rlboost_runtime.core.messages import (
+from rlboost_runtime.coordinator.driver import ingest as gc_tuning
+from rlboost_runtime.coordinator.driver.core_driver import State
+from rlboost_runtime.coordinator.links.agents import AgentLinks, Timing
+from rlboost_runtime.coordinator.links.server import Handlers, bind, make_app, make_server
+from rlboost_runtime.core.base.messages import (
     CoreConfig,
     GrantLease,
     LaunchMachine,
@@ -34,10 +34,10 @@ from rlboost_runtime.core.messages import (
     TerminateMachine,
     VersionPublished,
 )
-from rlboost_runtime.run_folder import RunFolder
+from rlboost_runtime.protocol.messages import GroupDone, PromptSpec, StepRequest
+from rlboost_runtime.run.folder import RunFolder
+from rlboost_runtime.run.security import create_secrets, read_token
 from rlboost_runtime.seams import SystemClock, SystemDisk
-from rlboost_runtime.security import create_secrets, read_token
-from rlboost_runtime.wire import GroupDone, PromptSpec, StepRequest
 
 _LAG_EVERY_S = 0.005
 _PROMPT = b"\0" * 4 * 16

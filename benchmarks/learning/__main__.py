@@ -31,7 +31,7 @@ from benchmarks.learning.analysis import MAX_STANDARD_ERRORS, last, summary, voi
 from benchmarks.learning.conditions import Planned, planned
 from benchmarks.learning.evidence import RunRecord
 from benchmarks.learning.runs import Failed, Laboratory
-from rlboost_runtime.run_folder import write_json
+from rlboost_runtime.run.folder import write_json
 
 SEEDS = [0, 1, 2, 3, 4, 5]
 STEPS = 40

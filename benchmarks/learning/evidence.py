@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlboost_runtime.coordinator.audit import audit
-from rlboost_runtime.coordinator.event_log import read_events
+from rlboost_runtime.coordinator.storage.event_log import read_events
+from rlboost_runtime.core.base.messages import LossCause, Pool, RunEnding
 from rlboost_runtime.core.core import Core
-from rlboost_runtime.core.messages import LossCause, Pool, RunEnding
-from rlboost_runtime.run_folder import RunFolder
+from rlboost_runtime.run.folder import RunFolder
 
 UNANNOUNCED = (LossCause.RESET, LossCause.SILENT, LossCause.MACHINE_GONE)
 

@@ -37,9 +37,9 @@ from ruamel.yaml import YAML
 from benchmarks.learning.conditions import RECIPE, WARMUP_S
 from benchmarks.learning.offline import scorer_of, train, warmed_up
 from rlboost_runtime.job import Algorithm, Job
-from rlboost_runtime.run_folder import read_json, write_json
-from rlboost_runtime.trainer.checkpoint import replace_folder
-from rlboost_runtime.trainer.policy import Policy
+from rlboost_runtime.run.folder import read_json, write_json
+from rlboost_runtime.trainer.artifacts.checkpoint import replace_folder
+from rlboost_runtime.trainer.learn.policy import Policy
 
 LOSSES: tuple[str, ...] = get_args(Algorithm.model_fields["loss"].annotation)
 ENDS = 5

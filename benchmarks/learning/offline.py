@@ -29,17 +29,22 @@ import transformers
 from ruamel.yaml import YAML
 
 from rlboost_runtime.job import Algorithm, Job, TinyModel
-from rlboost_runtime.trainer.ahead import AskedStep, AskedSteps
-from rlboost_runtime.trainer.data import Example, Prompt, PromptSource, read_examples
-from rlboost_runtime.trainer.losses import group_advantages, overlong_penalty
-from rlboost_runtime.trainer.policy import Policy
-from rlboost_runtime.trainer.reward_outcome import require_some_reward
-from rlboost_runtime.trainer.rewards import RewardCall, RewardScorer
-from rlboost_runtime.trainer.sample import Sample
-from rlboost_runtime.trainer.sampling import Sampled, sample
-from rlboost_runtime.trainer.tiny import WarmupReport, make_model, make_tokenizer
-from rlboost_runtime.trainer.update import Learner, recomputes_old
-from rlboost_runtime.trainer.warmup import warm_up, warmup_data
+from rlboost_runtime.trainer.data.prompts import (
+    AskedStep,
+    AskedSteps,
+    Example,
+    Prompt,
+    PromptSource,
+    read_examples,
+)
+from rlboost_runtime.trainer.learn.learner import Learner, recomputes_old
+from rlboost_runtime.trainer.learn.losses import group_advantages, overlong_penalty
+from rlboost_runtime.trainer.learn.policy import Policy
+from rlboost_runtime.trainer.learn.sample import Sample
+from rlboost_runtime.trainer.models.tiny import WarmupReport, make_model, make_tokenizer
+from rlboost_runtime.trainer.models.warmup import Sampled, sample, warm_up, warmup_data
+from rlboost_runtime.trainer.rewards.outcome import require_some_reward
+from rlboost_runtime.trainer.rewards.scorer import RewardCall, RewardScorer
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "examples" / "quickstart.yaml"
 TARGET_LIFT = 1.3

@@ -19,8 +19,8 @@ from typing import Any
 
 from benchmarks.learning.conditions import Planned
 from benchmarks.learning.evidence import RunRecord, record
-from rlboost_runtime.process_tags import kill_tagged
-from rlboost_runtime.run_folder import RunFolder, read_json, write_json
+from rlboost_runtime.processes import kill_tagged
+from rlboost_runtime.run.folder import RunFolder, read_json, write_json
 
 RUN_TIMEOUT_S = 2400.0
 POLL_S = 15.0

@@ -15,19 +15,14 @@ import sys
 from pathlib import Path
 
 from benchmarks.paper import (
-    after_change,
-    fleet_size,
     other_traces,
     ours,
     predict,
-    quickstart,
-    scale,
-    window_cost,
     windows,
 )
 from benchmarks.paper.report import write_report
-from rlboost_runtime.traces.fetch import fetch_trace
-from rlboost_runtime.traces.known import known
+from benchmarks.scheduler import after_change, fleet_size, quickstart, scale, window_cost
+from rlboost_runtime.traces.catalogue import fetch_trace, known
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TRACE = "bamboo-p3"

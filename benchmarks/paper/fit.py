@@ -18,7 +18,7 @@ from random import Random
 from benchmarks.paper.published import figure
 from benchmarks.paper.static import run_static, settled
 from rlboost_runtime.sim import Preset, presets
-from rlboost_runtime.sim.calibration import PAPER_CALIBRATION, Calibration
+from rlboost_runtime.sim.presets import PAPER_CALIBRATION, Calibration
 
 RANGES = {
     "decode_bandwidth_share": (0.60, 0.85),

@@ -20,10 +20,10 @@ from statistics import mean
 from benchmarks.paper.found import Case
 from benchmarks.paper.windows import WINDOW_S, simulate_window
 from rlboost_runtime.errors import ConfigError
-from rlboost_runtime.run_folder import home
+from rlboost_runtime.run.folder import home
 from rlboost_runtime.sim import presets
 from rlboost_runtime.traces import Trace, sample_nodes
-from rlboost_runtime.traces.choose import open_trace
+from rlboost_runtime.traces.catalogue import open_trace
 
 NODE_SHARES = {
     "bamboo-g4dn": 0.5,

@@ -19,7 +19,7 @@ from benchmarks.paper.found import Case
 from benchmarks.paper.static import run_static, settled
 from benchmarks.paper.windows import WINDOW_S
 from rlboost_runtime.sim import Preset, Switches, presets, simulate
-from rlboost_runtime.sim.hardware import GPUS
+from rlboost_runtime.sim.presets import GPUS
 from rlboost_runtime.traces import sample_nodes
 from rlboost_runtime.traces.generate import PROFILES, generate_trace
 

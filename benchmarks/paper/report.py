@@ -21,19 +21,15 @@ from statistics import mean, stdev
 from typing import Any
 
 from benchmarks.paper import (
-    after_change,
     break_even,
     compare,
-    fleet_size,
     other_traces,
     ours,
     pictures,
-    quickstart,
-    scale,
-    window_cost,
 )
 from benchmarks.paper.found import Case, Check, Found
 from benchmarks.paper.published import FIGURES, Figure
+from benchmarks.scheduler import after_change, fleet_size, quickstart, scale, window_cost
 
 NO_SEEDING = -0.19
 """Published change in throughput without seeding, under churn."""

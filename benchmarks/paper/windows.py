@@ -27,7 +27,7 @@ NODE_SHARE = 0.5
 LENGTH_SEED = 0
 """The same responses for every policy and window."""
 WITHOUT = " without "
-"""`rlboost without evening` is `rlboost` with that part turned off (`rlboost_runtime.sim.switches`)."""
+"""`rlboost without evening` is `rlboost` with that part turned off (`rlboost_runtime.sim.policies`)."""
 
 
 @dataclass(frozen=True, slots=True)

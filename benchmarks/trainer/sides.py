@@ -23,10 +23,10 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from rlboost_runtime.job import Algorithm, Trainer
-from rlboost_runtime.trainer.policy import Policy
-from rlboost_runtime.trainer.sample import Sample
-from rlboost_runtime.trainer.tiny import END_ID, PAD_ID, make_tokenizer
-from rlboost_runtime.trainer.update import Learner
+from rlboost_runtime.trainer.learn.learner import Learner
+from rlboost_runtime.trainer.learn.policy import Policy
+from rlboost_runtime.trainer.learn.sample import Sample
+from rlboost_runtime.trainer.models.tiny import END_ID, PAD_ID, make_tokenizer
 
 GROUPS, GROUP_SIZE = 4, 8
 VOCABULARY = 8192

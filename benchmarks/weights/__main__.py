@@ -46,11 +46,11 @@ import numpy as np
 from benchmarks.weights import network
 from benchmarks.weights.machine import DISTURBED, Stolen, describe_machine
 from benchmarks.weights.side import TOKEN
-from rlboost_runtime import security
-from rlboost_runtime.run_folder import RunFolder
+from rlboost_runtime.run import security
+from rlboost_runtime.run.folder import RunFolder
 from rlboost_runtime.weights.manifest import Probe
-from rlboost_runtime.weights.part_folder import part_folder
-from rlboost_runtime.weights.store import WeightStore
+from rlboost_runtime.weights.store.part_folder import part_folder
+from rlboost_runtime.weights.store.store import WeightStore
 
 STREAMS = 4
 RECEIVERS = 8
@@ -369,7 +369,7 @@ def _peer(lab: Lab, namespace: str, name: str, address: str) -> Iterator[dict[st
     """Run a peer's server meanwhile; yield it as a holder."""
     request = {"folder": str(lab.folder / name), "token": TOKEN, "host": address}
     process = subprocess.Popen(
-        [*inside(namespace), sys.executable, "-m", "rlboost_runtime.weights.peer"],
+        [*inside(namespace), sys.executable, "-m", "rlboost_runtime.weights.serve.peer"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     with process:
@@ -413,7 +413,7 @@ def publish(rounds: int) -> dict[str, Any]:
     """How long training stands still, beside casting the same tensors into memory that is there already."""
     import torch
 
-    from rlboost_runtime.trainer.publishing import WeightsCopy
+    from rlboost_runtime.trainer.artifacts.publisher import WeightsCopy
 
     torch.set_num_threads(os.cpu_count() or 1)
     weights = {f"layers.{i}.weight": torch.randn(2048, 4096) for i in range(12)}

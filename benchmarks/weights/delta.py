@@ -35,11 +35,11 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.weights.machine import DISTURBED, Stolen, describe_machine
-from rlboost_runtime.trainer.publishing import WeightsCopy
-from rlboost_runtime.weights.choice import Link, Transfer, num_deltas
-from rlboost_runtime.weights.delta import Delta, in_order, write_delta
-from rlboost_runtime.weights.manifest import Chunk
-from rlboost_runtime.weights.store import CHUNK_BYTES, describe_file
+from rlboost_runtime.trainer.artifacts.publisher import WeightsCopy
+from rlboost_runtime.weights.delta.file import Delta, in_order, write_delta
+from rlboost_runtime.weights.manifest import Chunk, describe_file
+from rlboost_runtime.weights.pull.sources import Link, Transfer, num_deltas
+from rlboost_runtime.weights.store.store import CHUNK_BYTES
 
 RATES = (1e-6, 1e-5, 1e-4)
 TARGET_RATIO = {1e-6: 40.0, 1e-5: 10.0}

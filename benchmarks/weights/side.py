@@ -34,15 +34,15 @@ import msgspec
 from blake3 import blake3
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from rlboost_runtime import security
-from rlboost_runtime.run_folder import RunFolder
-from rlboost_runtime.weights import pull as pulling
-from rlboost_runtime.weights.catalog import StoreCatalog
-from rlboost_runtime.weights.holders import Holder
-from rlboost_runtime.weights.range_client import RangeStream, WeightSource
-from rlboost_runtime.weights.serving import WeightHttpServer
-from rlboost_runtime.weights.store import WeightStore
-from rlboost_runtime.weights.work import Progress
+from rlboost_runtime.run import security
+from rlboost_runtime.run.folder import RunFolder
+from rlboost_runtime.weights.pull import pull as pulling
+from rlboost_runtime.weights.pull.chunk_scheduler import Progress
+from rlboost_runtime.weights.pull.range_client import RangeStream, WeightSource
+from rlboost_runtime.weights.pull.sources import Holder
+from rlboost_runtime.weights.serve.catalog import StoreCatalog
+from rlboost_runtime.weights.serve.http import WeightHttpServer
+from rlboost_runtime.weights.store.store import WeightStore
 
 TOKEN = "bench"
 CHUNK_BYTES, MESSAGE_BYTES = 4 * 1024 * 1024, 256 * 1024

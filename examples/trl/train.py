@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, T
 from transformers.trainer import TRAINER_STATE_NAME
 from trl import GRPOConfig, GRPOTrainer
 
-from rlboost_runtime.trainer.fleet import Fleet
+from rlboost_runtime.trainer.rollout.client import Fleet
 
 
 class FleetRollout(TrainerCallback):

@@ -1,1 +1,4 @@
-"""Clouds behind one small protocol: one module each, imported only where it is used."""
+"""Clouds behind one small protocol (`base.provider.Provider`): one folder each, imported only where used.
+
+Enter at `registry.provider_for`. To add a cloud, add a folder and a line to the registry.
+"""

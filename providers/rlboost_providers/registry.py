@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from operator import itemgetter
 
-from rlboost_providers.base import Ability, CanSweep, Provider
-from rlboost_runtime.core.marginal import Prices
+from rlboost_providers.base.provider import Ability, CanSweep, Provider
+from rlboost_runtime.core.base.cost_model import Prices
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import CloudOffer, Job, LocalOffer, SshOffer
-from rlboost_runtime.run_folder import RunFolder, home
+from rlboost_runtime.run.folder import RunFolder, home
 
 
 def provider_for(job: Job, run: RunFolder) -> Provider:
@@ -16,7 +16,7 @@ def provider_for(job: Job, run: RunFolder) -> Provider:
 
     Raises `ConfigError` where a trace, a machine type or a cloud is unusable.
     """
-    from rlboost_providers.several import Several
+    from rlboost_providers.base.multi import Several
 
     providers = providers_of(job, run)
     if len(providers) == 1:
@@ -30,7 +30,7 @@ def head_provider(job: Job, run: RunFolder | None) -> Provider:
 
     Raises `ConfigError` where the machine type is not known, or its price neither.
     """
-    from rlboost_providers.head_offer import head_pool_provider
+    from rlboost_providers.head_offers import head_pool_provider
 
     return head_pool_provider(job.trainer, None if run is None else run.path)
 
@@ -39,7 +39,7 @@ def head_usd_per_hour(job: Job) -> float | None:
     """Return what the job's head is likely to cost, for plans; None where nobody knows."""
     if not job.trainer.is_bought:
         return job.trainer.price_usd_per_hour
-    from rlboost_providers.head_offer import expected_usd_per_hour as of_head
+    from rlboost_providers.head_offers import expected_usd_per_hour as of_head
 
     return of_head(job.trainer)
 
@@ -53,7 +53,7 @@ def expected_usd_per_hour(offer: LocalOffer | SshOffer | CloudOffer) -> float | 
     """Return what a machine of `offer` is likely to cost, for plans; None where nobody knows."""
     if not isinstance(offer, CloudOffer):
         return offer.price_usd_per_hour
-    from rlboost_providers.direct_offers import expected_usd_per_hour as of_cloud
+    from rlboost_providers.offers import expected_usd_per_hour as of_cloud
 
     return of_cloud(offer)
 
@@ -75,7 +75,7 @@ def prices_beside(job: Job, head: float | None) -> Prices:
     offer = cheapest_offer(job)
     egress = 0.0
     if isinstance(offer, CloudOffer):
-        from rlboost_providers.egress import egress_micro_usd_per_gb
+        from rlboost_providers.base.charges import egress_micro_usd_per_gb
 
         egress = egress_micro_usd_per_gb(offer.cloud, offer.egress_usd_per_gb) / 1e6
     return Prices(head or 0.0, expected_usd_per_hour(offer) or 0.0, egress)
@@ -88,7 +88,7 @@ def providers_of(job: Job, run: RunFolder) -> dict[str, Provider]:
     kinds = (True, False) if spot.on_demand_floor else (True,)  # spot machines; machines on demand
     providers: dict[str, Provider] = {}
     if spot.local_offers:
-        from rlboost_providers.local import LocalProvider
+        from rlboost_providers.local.provider import LocalProvider
 
         providers["local"] = LocalProvider(run.path, spot.local_offers, max_instances=spot.max_instances)
     if own := [offer for offer in spot.any_of if isinstance(offer, SshOffer)]:
@@ -105,8 +105,8 @@ def providers_of(job: Job, run: RunFolder) -> dict[str, Provider]:
 
 
 def _ssh(offers: list[SshOffer]) -> Provider:
-    from rlboost_providers.ssh import AS_IT_IS, SshPool, SshProvider
-    from rlboost_providers.tags import owner_of
+    from rlboost_providers.base.tags import owner_of
+    from rlboost_providers.ssh.provider import AS_IT_IS, SshPool, SshProvider
 
     pools = [
         SshPool(
@@ -124,18 +124,18 @@ def _ssh(offers: list[SshOffer]) -> Provider:
 
 
 def _direct(offers: list[CloudOffer], kinds: tuple[bool, ...]) -> dict[str, Provider]:
-    from rlboost_providers.direct_offers import aws_pools, gcp_pools
-    from rlboost_providers.tags import owner_of
+    from rlboost_providers.base.tags import owner_of
+    from rlboost_providers.offers import aws_pools, gcp_pools
 
     owner = owner_of(home())
     providers: dict[str, Provider] = {}
     if aws := [offer for offer in offers if offer.cloud == "aws"]:
-        from rlboost_providers.aws import AwsProvider
+        from rlboost_providers.aws.provider import AwsProvider
 
         pools = [pool for spot in kinds for pool in aws_pools(aws, spot=spot)]
         providers["aws"] = AwsProvider(pools, owner)
     if gcp := [offer for offer in offers if offer.cloud == "gcp"]:
-        from rlboost_providers.gcp import GcpProvider
+        from rlboost_providers.gcp.provider import GcpProvider
 
         found = [pool for spot in kinds for pool in gcp_pools(gcp, spot=spot)]
         providers["gcp"] = GcpProvider(found, owner)
@@ -147,18 +147,18 @@ def sweeper(cloud: str) -> CanSweep:
 
     Raises `ConfigError` for a cloud that is asked through its jobs only.
     """
-    from rlboost_providers.tags import owner_of
+    from rlboost_providers.base.tags import owner_of
 
     if cloud == "aws":
-        from rlboost_providers.aws import AwsProvider
+        from rlboost_providers.aws.provider import AwsProvider
 
         return AwsProvider([], owner_of(home()))
     if cloud == "gcp":
-        from rlboost_providers.gcp import GcpProvider
+        from rlboost_providers.gcp.provider import GcpProvider
 
         return GcpProvider([], owner_of(home()))
     if cloud == "skypilot":
-        from rlboost_providers.skypilot.sweep import SkyPilotSweeper
+        from rlboost_providers.skypilot.session import SkyPilotSweeper
 
         return SkyPilotSweeper(home() / "sweep")
     raise ConfigError(f"{cloud} cannot be asked for machines by their tags", "name aws, gcp or skypilot")

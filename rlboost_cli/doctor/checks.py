@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from rlboost_cli.doctor import bought, head, local, machine, markets
+from rlboost_cli.doctor import clouds as bought
+from rlboost_cli.doctor import clouds as markets
+from rlboost_cli.doctor import head, local, machine
 from rlboost_cli.doctor.findings import Check, Finding, Patient
 from rlboost_runtime.job import Job
 

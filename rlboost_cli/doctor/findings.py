@@ -18,7 +18,7 @@ from rlboost_runtime.errors import ConfigError, CredentialsRejected, RLBoostErro
 from rlboost_runtime.job import Job
 
 if TYPE_CHECKING:
-    from rlboost_runtime.trainer.footprint import ModelFacts
+    from rlboost_runtime.trainer.models.footprint import ModelFacts
 
 BAD_INPUT = ConfigError.exit_code
 ACCOUNT = CredentialsRejected.exit_code
@@ -80,7 +80,7 @@ class Patient:
     @functools.cached_property
     def model(self) -> ModelFacts | RLBoostError | None:
         """The job's model; the error that it is; or None where its files are not on this machine."""
-        from rlboost_runtime.trainer.model_look import look_at_model
+        from rlboost_runtime.trainer.models.facts import look_at_model
 
         assert self.job is not None
         try:

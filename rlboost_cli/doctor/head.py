@@ -1,7 +1,7 @@
 """What a head elsewhere needs: looked at over the connection by which a run is brought there.
 
 Guarantees: nothing is installed or changed there; every wait has a deadline; of credentials only where they
-are is told. Judgements are functions of what `head_program.py` says.
+are is told. Judgements are functions of what `remote/doctor.py` says.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from rlboost_cli.doctor.findings import ACCOUNT, Finding, Patient, Verdict, fail
 from rlboost_cli.doctor.local import BESIDE_BYTES, disk_wanted, judge_disk
 from rlboost_cli.doctor.machine import OLDEST_PYTHON
 from rlboost_cli.head.deployment import ROOM_BYTES
-from rlboost_providers.ssh_connection import SshHost, address_of
+from rlboost_providers.ssh.connection import SshHost, address_of
 from rlboost_runtime.errors import RLBoostError
-from rlboost_runtime.head_place import HeadPlace, kept_place
 from rlboost_runtime.job import CloudOffer, Job, LocalOffer
-from rlboost_runtime.job_environment import gather, kept
-from rlboost_runtime.run_create import newest_run
-from rlboost_runtime.run_index import is_open
-from rlboost_runtime.trainer.footprint import Footprint, footprint
+from rlboost_runtime.run.create import gather, kept, newest_run
+from rlboost_runtime.run.head import HeadPlace, kept_place
+from rlboost_runtime.run.index import is_open
+from rlboost_runtime.trainer.models.footprint import Footprint, footprint
 
 Json = Mapping[str, Any]
 
@@ -105,8 +104,8 @@ def place_of(job: Job) -> HeadPlace | None:
 
 
 def look(place: HeadPlace, *, listen: bool) -> dict[str, Any]:
-    """Return what `head_program.py` says there, by what it looked at. Raises `RLBoostError`."""
-    program = resources.files("rlboost_cli.doctor").joinpath("head_program.py").read_bytes()
+    """Return what `remote/doctor.py` says there, by what it looked at. Raises `RLBoostError`."""
+    program = resources.files("rlboost_runtime.remote").joinpath("doctor.py").read_bytes()
     ssh = SshHost(
         place.host, jump_host=place.jump_host, identity_file=place.identity_file, host_key=place.host_key
     )

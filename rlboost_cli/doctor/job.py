@@ -9,10 +9,10 @@ from pathlib import Path
 from rlboost_cli.doctor.findings import Finding, Patient, fail, failed, ok, warn
 from rlboost_runtime.errors import ConfigError, RLBoostError
 from rlboost_runtime.job import Job, TinyModel
-from rlboost_runtime.run_create import copy_files
-from rlboost_runtime.trainer.data import Example, read_examples
-from rlboost_runtime.trainer.reward_outcome import Reward
-from rlboost_runtime.trainer.rewards import RewardCall, RewardScorer
+from rlboost_runtime.run.create import copy_files
+from rlboost_runtime.trainer.data.prompts import Example, read_examples
+from rlboost_runtime.trainer.rewards.outcome import Reward
+from rlboost_runtime.trainer.rewards.scorer import RewardCall, RewardScorer
 
 MAX_PROMPTS_MEASURED = 2000
 """Prompts whose length is taken; evenly spread over a larger data set."""

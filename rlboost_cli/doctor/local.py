@@ -13,16 +13,15 @@ from pathlib import Path
 import psutil
 
 from rlboost_cli.doctor.findings import Finding, Patient, fail, failed, ok, warn
-from rlboost_cli.runs.liveness import is_supervised
-from rlboost_providers.base import LaunchRequest, MachineState
-from rlboost_providers.local import LocalProvider
+from rlboost_providers.base.provider import LaunchRequest, MachineState
+from rlboost_providers.local.provider import LocalProvider
 from rlboost_runtime.errors import RLBoostError, RuntimeFault
 from rlboost_runtime.job import Job
-from rlboost_runtime.process_tags import kill_tagged
-from rlboost_runtime.run_create import copy_files
-from rlboost_runtime.run_folder import RunFolder, read_json
-from rlboost_runtime.run_index import is_open
-from rlboost_runtime.trainer.footprint import Footprint, footprint
+from rlboost_runtime.processes import kill_tagged
+from rlboost_runtime.run.create import copy_files
+from rlboost_runtime.run.folder import RunFolder, read_json
+from rlboost_runtime.run.index import is_open, is_supervised
+from rlboost_runtime.trainer.models.footprint import Footprint, footprint
 
 THREADS_PER_CPU = 4
 """With more threads than this per CPU steps take several times as long: everybody waits for a CPU."""

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import rlboost_runtime
 from rlboost_cli.doctor.findings import Finding, Patient, fail, ok
-from rlboost_runtime.run_folder import sync_path, write_atomically
-from rlboost_runtime.run_index import all_runs
+from rlboost_runtime.run.folder import sync_path, write_atomically
+from rlboost_runtime.run.index import all_runs
 
 OLDEST_PYTHON = (3, 11)
 NAMED_PACKAGES = ("torch", "transformers")

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any, BinaryIO
 
-from rlboost_providers.ssh_connection import SshHost
-from rlboost_providers.tags import owner_of
+from rlboost_providers.base.tags import owner_of
+from rlboost_providers.ssh.connection import SshHost
 from rlboost_runtime.errors import CredentialsRejected, ProviderError, RLBoostError, RuntimeFault
-from rlboost_runtime.head_place import kept_place
-from rlboost_runtime.run_folder import RunFolder, home
+from rlboost_runtime.run.folder import RunFolder, home
+from rlboost_runtime.run.head import kept_place
 
 Say = Callable[[str], None]
 
@@ -61,7 +61,7 @@ class Head:
             identity_file=self.place.identity_file,
             host_key=self.place.host_key,
         )
-        self._program = resources.files("rlboost_cli.head").joinpath("program.py").read_bytes()
+        self._program = resources.files("rlboost_runtime.remote").joinpath("head.py").read_bytes()
 
     def ask(
         self,

@@ -13,12 +13,11 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from rlboost_cli.head.artifacts import fetch_results
 from rlboost_cli.head.connection import Head, HeadRefused, HeadUnreachable, Say
 from rlboost_cli.head.deployment import install, ship
-from rlboost_cli.head.intents import learn_intents
 from rlboost_cli.head.mirror import (
     close_mirror,
+    fetch_results,
     is_complete,
     is_put_away,
     keep_up,
@@ -27,18 +26,17 @@ from rlboost_cli.head.mirror import (
     take_again,
     was_started,
 )
-from rlboost_cli.head.rental_books import head_is_there, settle, take_report
+from rlboost_cli.head.rental_books import head_is_there, learn_intents, settle, take_report
 from rlboost_cli.head.renting import alone, ended_meanwhile, give_back, rate_of, rent
 from rlboost_cli.terminal import output
 from rlboost_cli.terminal.text import duration
-from rlboost_providers.ending import end_every
+from rlboost_providers.base.terminate import end_every
 from rlboost_providers.registry import provider_for
-from rlboost_runtime.coordinator.closing import close_books
+from rlboost_runtime.billing.books import close_books
+from rlboost_runtime.billing.launch_records import current_rental
 from rlboost_runtime.errors import RuntimeFault
-from rlboost_runtime.job_environment import gather
-from rlboost_runtime.rental import current_rental
-from rlboost_runtime.run_create import stored_job
-from rlboost_runtime.run_folder import RunFolder, read_json, write_json
+from rlboost_runtime.run.create import gather, stored_job
+from rlboost_runtime.run.folder import RunFolder, read_json, write_json
 
 TEARDOWN_S = 60.0
 """How long an ended run's processes are waited for, before what it leaves is fetched all the same."""

@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from rlboost_cli.head.connection import Head, Say
-from rlboost_providers.ssh_connection import address_of
-from rlboost_runtime.deploy.extras import requirements_of
-from rlboost_runtime.deploy.shipment import Software, common_part
+from rlboost_providers.ssh.connection import address_of
+from rlboost_runtime.billing.launch_records import current_rental
+from rlboost_runtime.deploy.shipment import Software, common_part, requirements_of
 from rlboost_runtime.errors import ConfigError, RuntimeFault
 from rlboost_runtime.job import BOUGHT_MACHINE, After, Job, LocalOffer, Trainer
-from rlboost_runtime.rental import current_rental
-from rlboost_runtime.run_create import files_of
-from rlboost_runtime.run_folder import RunFolder
+from rlboost_runtime.run.create import files_of
+from rlboost_runtime.run.folder import RunFolder
 
 INSTALL_S = 1500.0
 """Longest installation: torch for CUDA is some gigabytes."""

@@ -4,6 +4,10 @@ Guarantees: after `refresh` the run's folder reads like that of a run of this ma
 status, outcome, cost and logs are then shown by the same code. Only what has changed is sent. A copy is
 replaced whole or added to, by one command at a time; nothing but those files is ever written, whatever the
 head says. What was fetched stays, so that cost and logs can be read when the head is gone.
+
+What a run leaves on a head elsewhere, fetched into the run's folder here: final model, newest checkpoint.
+
+Guarantee: a file that is there under its name is whole; one that was cut off goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -12,15 +16,17 @@ import contextlib
 import fcntl
 import os
 import re
+import shutil
 import time
 from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from rlboost_cli.head import program
-from rlboost_cli.head.connection import Head, HeadUnreachable
-from rlboost_cli.runs.liveness import is_supervised
+from rlboost_cli.head.connection import Head, HeadUnreachable, Say
 from rlboost_runtime.errors import CredentialsRejected, ProtocolError, RuntimeFault
-from rlboost_runtime.run_folder import RunFolder, read_json, write_atomically, write_json
+from rlboost_runtime.remote import head as program
+from rlboost_runtime.run.folder import RunFolder, read_json, write_atomically, write_json
+from rlboost_runtime.run.index import is_supervised
 
 LIVE_S = 10.0
 """A status is written once a second: one that is older is of a coordinator that does not answer."""
@@ -208,3 +214,61 @@ def _take(run: RunFolder, told: dict[str, Any], part: bytes) -> None:
             file.write(part)
     changed_at = time.time() - float(told["age"])
     os.utime(path, (changed_at, changed_at))
+
+
+_PART = ".part"
+
+
+def fetch_results(run: RunFolder, head: Head, say: Say) -> int:
+    """Fetch what is not here yet; return the bytes that were moved.
+
+    Raises `HeadUnreachable`, and `RuntimeFault` where the disk here has no room.
+    """
+    answer, _ = head.ask("results")
+    wanted = [
+        (_path(run, str(name)), str(name), int(size), int(changed_ns))
+        for name, size, changed_ns in answer["files"]
+    ]
+    missing = [one for one in wanted if not _is_here(one[0], one[2], one[3])]
+    total = sum(size for _, _, size, _ in missing)
+    free = shutil.disk_usage(run.path).free
+    if total > free:
+        raise RuntimeFault(
+            f"what {run.name} leaves has {total / 1e9:.2f} GB, the disk here has {free / 1e9:.2f} GB",
+            f"make room, then type the same again; it stays on {head.place.host} until then",
+        )
+    moved = 0
+    for path, name, size, changed_ns in missing:
+        part = path.with_name(f"{path.name}.{changed_ns}{_PART}")
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with part.open("ab") as file:
+            while (offset := file.tell()) < size:
+                say(
+                    f"fetching {name} from {head.place.host}: {(moved + 1) / 1e6:.1f} of {total / 1e6:.1f} MB"
+                )
+                _, block = head.ask("fetch", name=name, offset=offset)
+                if not block:
+                    raise RuntimeFault(f"{name} became shorter on {head.place.host}", "type the same again")
+                file.write(block)
+                moved += len(block)
+        os.utime(part, ns=(changed_ns, changed_ns))
+        os.replace(part, path)
+    return moved
+
+
+def _is_here(path: Path, size: int, changed_ns: int) -> bool:
+    try:
+        facts = path.stat()
+    except FileNotFoundError:
+        return False
+    return (facts.st_size, facts.st_mtime_ns) == (size, changed_ns)
+
+
+def _path(run: RunFolder, name: str) -> Path:
+    pure = PurePosixPath(name)
+    if pure.is_absolute() or ".." in pure.parts or pure.parts[:1] != ("checkpoints",):
+        raise ProtocolError(
+            f"the head of {run.name} offers {name!r}, which is no checkpoint",
+            "see that it is the right machine",
+        )
+    return run.path / pure

@@ -3,6 +3,8 @@ end.
 
 Guarantee: once the cloud says that a run's head is gone, the run has an outcome and its books end with that
 machine: nobody else can write either any more.
+
+What a lost head had begun to launch, for the books here: as last mirrored, and as at the job's output.
 """
 
 from __future__ import annotations
@@ -14,12 +16,20 @@ from rlboost_cli.head.connection import Say
 from rlboost_cli.head.mirror import close_mirror, former_end_ns, is_complete, was_started
 from rlboost_cli.head.renting import alone, is_gone, note_end, view_of
 from rlboost_providers.registry import head_provider
-from rlboost_runtime.coordinator.ledger import Ledger
+from rlboost_runtime.billing.launch_records import (
+    Bought,
+    IntentCopy,
+    Rental,
+    current_rental,
+    keep_rental,
+    kept_rentals,
+)
+from rlboost_runtime.billing.ledger import Ledger
+from rlboost_runtime.core.base.messages import Pool
+from rlboost_runtime.deploy.bootstrap import RESERVED_MACHINE
 from rlboost_runtime.errors import ConfigError
-from rlboost_runtime.machine_bootstrap import RESERVED_MACHINE
-from rlboost_runtime.rental import Rental, current_rental, keep_rental, kept_rentals
-from rlboost_runtime.run_create import stored_job
-from rlboost_runtime.run_folder import RunFolder, read_json, write_json
+from rlboost_runtime.run.create import stored_job
+from rlboost_runtime.run.folder import RunFolder, read_json, write_atomically, write_json
 
 _LEAST_STAY_S = 180.0
 """Longest time from the end of a run, all of which is safe, until its head is off: copies, 30 s, shutdown."""
@@ -74,7 +84,7 @@ def take_report(run: RunFolder, say: Say) -> None:
     output = stored_job(run).output
     if output is not None and not is_complete(run):
         try:
-            from rlboost_runtime.trainer.run_report import take_report as fetch_report
+            from rlboost_runtime.trainer.artifacts.report import take_report as fetch_report
         except ImportError as missing:
             raise ConfigError(
                 f"reading {output} needs obstore, which is not installed", "type: pip install 'rlboost[aws]'"
@@ -158,3 +168,33 @@ def _note_lost(run: RunFolder) -> None:
             "exit_code": 1,
         },
     )
+
+
+def learn_intents(run: RunFolder) -> None:
+    """Enter into the books here every machine that the run's head was about to launch, and what for.
+
+    Which of them there are, and since when, their clouds say. Doing it again changes nothing.
+    """
+    path = run.cloud / "bought.json"
+    copy = IntentCopy.of(run, stored_job(run)).read()
+    if copy is not None and (not path.exists() or len(copy) > path.stat().st_size):  # it only grows
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        write_atomically(path, copy)
+    offers = Bought(path).offers()
+    if not offers:
+        return
+    ledger = Ledger(run.ledger)
+    try:
+        for machine, offer in offers.items():
+            ledger.intend(
+                machine,
+                pool=Pool.SPOT,
+                provider=offer.provider,
+                zone=offer.zone,
+                accelerator=offer.accelerator,
+                price_micro_usd_per_hour=offer.most_micro_usd_per_hour,
+                price_source=offer.source,
+                at=time.time(),
+            )
+    finally:
+        ledger.close()

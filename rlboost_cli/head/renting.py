@@ -17,13 +17,12 @@ from dataclasses import replace
 from typing import IO
 
 from rlboost_cli.head.connection import Head, HeadUnreachable, Say
-from rlboost_cli.head.console import last_words
 from rlboost_cli.head.mirror import was_started
-from rlboost_cli.head.start_up import ACCOUNT, head_script, host_key, own_key
-from rlboost_providers.base import LaunchRequest, MachineState, MachineView, Offer, Provider
+from rlboost_cli.head.start_up import ACCOUNT, head_script, host_key, last_words, own_key
+from rlboost_providers.base.provider import LaunchRequest, MachineState, MachineView, Offer, Provider
+from rlboost_providers.base.tags import head_of
 from rlboost_providers.registry import head_provider
-from rlboost_providers.tags import head_of
-from rlboost_runtime.core.money import format_usd
+from rlboost_runtime.billing.launch_records import Rental, current_rental, keep_rental, kept_rentals
 from rlboost_runtime.errors import (
     ConfigError,
     CredentialsRejected,
@@ -34,11 +33,11 @@ from rlboost_runtime.errors import (
     RLBoostError,
     RuntimeFault,
 )
-from rlboost_runtime.head_place import change_place, kept_place
 from rlboost_runtime.job import Job
-from rlboost_runtime.rental import Rental, current_rental, keep_rental, kept_rentals
-from rlboost_runtime.run_create import stored_job
-from rlboost_runtime.run_folder import RunFolder
+from rlboost_runtime.money import format_usd
+from rlboost_runtime.run.create import stored_job
+from rlboost_runtime.run.folder import RunFolder
+from rlboost_runtime.run.head import change_place, kept_place
 
 BOOT_S = 600.0
 """Longest wait from the launch until the machine lets us in."""

@@ -3,6 +3,8 @@
 Both keys are made here, for this run alone, and lie in the run's folder (mode 600). The host's travels in the
 start-up script, which whoever may describe the machine in its cloud can read: they could pass for the head,
 not sign in to it.
+
+What a machine said while it booted, where nobody could ask it, for the error that tells so.
 """
 
 from __future__ import annotations
@@ -24,8 +26,11 @@ from cryptography.hazmat.primitives.serialization import (
     load_ssh_private_key,
 )
 
+from rlboost_providers.base.provider import Provider
+from rlboost_providers.base.tags import head_of
+from rlboost_runtime.coordinator.fleet.provider_calls import keep_console
 from rlboost_runtime.job import Job
-from rlboost_runtime.run_folder import RunFolder, write_atomically
+from rlboost_runtime.run.folder import RunFolder, write_atomically
 
 ACCOUNT = "rlboost"
 """Who everything belongs to there."""
@@ -58,7 +63,7 @@ def head_script(run: RunFolder, job: Job) -> str:
     host = host_key(run)
     values = {
         "@ACCOUNT@": ACCOUNT,
-        "@WATCH@": _packed(resources.files("rlboost_cli.head").joinpath("watch.py").read_bytes()),
+        "@WATCH@": _packed(resources.files("rlboost_runtime.remote").joinpath("watch.py").read_bytes()),
         "@SETTINGS@": json.dumps(watch_settings(job)),
         "@OWNER_KEY@": own_key(run).public,
         "@HOST_KEY@": host.private.rstrip("\n"),
@@ -96,3 +101,21 @@ def _key(path: Path) -> KeyPair:
     line = public.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
     os.chmod(path, 0o600)
     return KeyPair(path, text.decode(), line)
+
+
+_SHOWN_LINES = 15
+_LONGEST_LINE = 200
+
+
+def last_words(provider: Provider, run: RunFolder, machine: str) -> str:
+    """Return the end of the machine's console, to be put behind an error; all of it lies in the run's logs
+    then. Empty where its cloud shows none. Raises nothing."""
+    found = keep_console(provider, head_of(run.name), machine, run.logs / "machines" / machine)
+    if found is None:
+        return ""
+    if found.refusal:
+        return f"; its console cannot be read: {found.refusal}"
+    if not found.lines:
+        return "; its console is empty yet"
+    shown = "\n".join(f"  {line[:_LONGEST_LINE]}" for line in found.lines[-_SHOWN_LINES:])
+    return f"; its console ({found.log}) ends with:\n{shown}"

@@ -1,13 +1,29 @@
-"""Showing what may cost money, and asking, before anything is bought."""
+"""Showing what may cost money, and asking, before anything is bought.
+
+A short run of a job, made only to be measured: the basis of a plan where no former run is like the job.
+
+It is an ordinary run, called JOB-probe, with a few steps; its figures stay in the home like any other run's.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import typer
 
+from rlboost_cli.head.control import come_home
 from rlboost_cli.planning.plan import LaunchPlan, describe_plan, launch_plan
+from rlboost_cli.planning.rates import FIRST_STEPS_LEFT_OUT, MIN_STEPS
+from rlboost_cli.runs.supervision import bring_up, want_training
 from rlboost_cli.terminal import output
-from rlboost_runtime.errors import ConfigError
+from rlboost_cli.views.attach import follow, outcome_of
+from rlboost_cli.views.live import NewLines
+from rlboost_cli.views.screens import left_alone
+from rlboost_runtime.errors import ConfigError, RuntimeFault
 from rlboost_runtime.job import Job
+from rlboost_runtime.run.create import prepare_run
+from rlboost_runtime.run.folder import RunFolder
 
 
 def planned(run: str, job: Job) -> LaunchPlan:
@@ -32,3 +48,40 @@ def agree(plan: LaunchPlan, question: str, *, yes: bool) -> None:
         )
     if not output.confirm(question):
         raise typer.Exit(0)
+
+
+PROBE_STEPS = MIN_STEPS + FIRST_STEPS_LEFT_OUT + 1
+"""One more than the least that makes a basis: a restart may cost a step."""
+SUFFIX = "-probe"
+
+
+def probe(job_file: Path, job: Job, progress: Callable[[str], None]) -> RunFolder:
+    """Run `job` for a few steps and return the ended run; a line of progress per step and event.
+
+    Raises `RuntimeFault` where it fails.
+    """
+    name = job.name[: 63 - len(SUFFIX)] + SUFFIX
+    short = job.model_copy(
+        update={"name": name, "algorithm": job.algorithm.model_copy(update={"steps": PROBE_STEPS})}
+    )
+    run = prepare_run(job_file, short).run
+    progress(f"measuring: {PROBE_STEPS} steps of this job as run {run.name}")
+    want_training(run)
+    try:
+        bring_up(run, progress)
+        lines = NewLines()
+        for status in follow(run):
+            for line in lines.of(status):
+                progress(f"  {line}")
+    except KeyboardInterrupt:
+        left_alone(run)
+        raise
+    ended = outcome_of(run)
+    if run.head.exists():
+        come_home(run, progress)
+    if ended.state != "done":
+        raise RuntimeFault(
+            f"the measuring run {run.name} {ended.state}: {ended.problem or 'no reason given'}",
+            ended.remedy or f"rlboost logs {run.name} shows what happened",
+        )
+    return run

@@ -21,12 +21,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlboost_cli.planning.rates import Rates, makes_like_responses
-from rlboost_runtime.core.marginal import Prices, StepRates
-from rlboost_runtime.core.messages import CoreConfig
-from rlboost_runtime.core.money import MICRO_USD_PER_USD
-from rlboost_runtime.core.seeding import Seeding, StepObservation
-from rlboost_runtime.core.sizing import worthwhile_instances
+from rlboost_runtime.core.base.cost_model import Prices, StepRates
+from rlboost_runtime.core.base.messages import CoreConfig
+from rlboost_runtime.core.window.algorithm_1 import Seeding, StepObservation
+from rlboost_runtime.core.window.sizing import worthwhile_instances
 from rlboost_runtime.job import Job
+from rlboost_runtime.money import MICRO_USD_PER_USD
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from rlboost_cli.planning.forecast import Forecast, ForecastRow, forecast
 from rlboost_cli.planning.rates import measured_rates
 from rlboost_cli.terminal.text import duration, table
 from rlboost_providers.registry import expected_usd_per_hour, head_usd_per_hour, prices_beside
-from rlboost_runtime.core.money import MICRO_USD_PER_USD, format_usd
 from rlboost_runtime.job import Job
+from rlboost_runtime.money import MICRO_USD_PER_USD, format_usd
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,13 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rlboost_runtime.coordinator.ledger import Ledger
-from rlboost_runtime.coordinator.ledger_steps import StepRecord
+from rlboost_runtime.billing.ledger import Ledger
+from rlboost_runtime.billing.ledger_steps import StepRecord
 from rlboost_runtime.errors import RLBoostError
 from rlboost_runtime.job import Job
-from rlboost_runtime.run_create import stored_job
-from rlboost_runtime.run_folder import RunFolder
-from rlboost_runtime.run_index import all_runs
+from rlboost_runtime.run.create import stored_job
+from rlboost_runtime.run.folder import RunFolder
+from rlboost_runtime.run.index import all_runs
 
 MIN_STEPS = 2
 """Steps that a run must have measured: one alone may be all start-up."""

@@ -14,10 +14,10 @@ import time
 from typing import Any
 from urllib.parse import urlsplit
 
-from rlboost_cli.terminal.disk_errors import full_disk
+from rlboost_cli.terminal.errors import full_disk
 from rlboost_runtime.errors import NotFound, ProtocolError, ProviderError, RLBoostError, RuntimeFault
-from rlboost_runtime.run_folder import RunFolder, read_json
-from rlboost_runtime.security import client_context, read_token
+from rlboost_runtime.run.folder import RunFolder, read_json
+from rlboost_runtime.run.security import client_context, read_token
 
 _MAX_ANSWER_BYTES = 64 * 1024 * 1024
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import rlboost_templates
 from rlboost_runtime.errors import ConfigError
-from rlboost_runtime.run_folder import write_atomically
+from rlboost_runtime.run.folder import write_atomically
 
 DEFAULT_NAME = "job.yaml"
 

@@ -9,11 +9,10 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rlboost_cli.runs.liveness import is_supervised
-from rlboost_runtime.core.money import MICRO_USD_PER_USD
 from rlboost_runtime.errors import NotFound, RLBoostError
-from rlboost_runtime.run_folder import RunFolder, read_json
-from rlboost_runtime.run_index import all_runs
+from rlboost_runtime.money import MICRO_USD_PER_USD
+from rlboost_runtime.run.folder import RunFolder, read_json
+from rlboost_runtime.run.index import all_runs, is_supervised
 
 if TYPE_CHECKING:
     from rlboost_cli.head.connection import Head
@@ -120,7 +119,7 @@ def _row(run: RunFolder) -> dict[str, Any]:
 
 def spent_micro_usd(run: RunFolder) -> int | None:
     """Return what the run has spent by its ledger; None where it has none."""
-    from rlboost_runtime.coordinator.ledger import Ledger
+    from rlboost_runtime.billing.ledger import Ledger
 
     try:
         ledger = Ledger(run.ledger, read_only=True)
@@ -135,7 +134,7 @@ def spent_micro_usd(run: RunFolder) -> int | None:
 def _status_elsewhere(run: RunFolder, head: Head | None) -> RunStatus:
     """Return the status that the head elsewhere has now, or that it had when it was last seen."""
     from rlboost_cli.head.mirror import is_live, refresh_if_elsewhere, was_started
-    from rlboost_cli.runs.elsewhere import asked_of_its_cloud
+    from rlboost_cli.runs.refresh import asked_of_its_cloud
 
     if not run.outcome.exists() and not was_started(run):
         return _status_before_its_start(run)
@@ -159,7 +158,7 @@ def _status_elsewhere(run: RunFolder, head: Head | None) -> RunStatus:
 
 def _status_before_its_start(run: RunFolder) -> RunStatus:
     from rlboost_cli.head.renting import rate_of
-    from rlboost_runtime.rental import current_rental
+    from rlboost_runtime.billing.launch_records import current_rental
 
     rental, cost = current_rental(run), ""
     if rental is not None and rental.ended_at is None:

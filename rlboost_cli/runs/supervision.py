@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from rlboost_cli.runs import client
-from rlboost_cli.runs.liveness import is_supervised
-from rlboost_cli.terminal.disk_errors import full_disk
+from rlboost_cli.terminal.errors import full_disk
 from rlboost_runtime.errors import RLBoostError, RuntimeFault
-from rlboost_runtime.process_tags import await_tags
-from rlboost_runtime.processes import run_environment
-from rlboost_runtime.run_folder import RunFolder, write_json
+from rlboost_runtime.processes import await_tags, run_environment
+from rlboost_runtime.run.folder import RunFolder, write_json
+from rlboost_runtime.run.index import is_supervised
 
 START_DEADLINE_S = 60.0
 """How long a supervisor and its coordinator may take until the coordinator answers."""

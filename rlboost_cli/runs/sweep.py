@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from rlboost_cli.head.rental_books import find_out
-from rlboost_providers.base import (
+from rlboost_providers.base.provider import (
     CanSweep,
     MachineState,
     MachineView,
@@ -24,11 +24,11 @@ from rlboost_providers.base import (
     PartlySwept,
     Provider,
 )
-from rlboost_providers.ending import PATIENCE_S
+from rlboost_providers.base.terminate import PATIENCE_S
 from rlboost_runtime.errors import NotYet, ProviderError, RLBoostError
-from rlboost_runtime.run_create import stored_job
-from rlboost_runtime.run_folder import RunFolder, home
-from rlboost_runtime.run_index import all_runs, is_open
+from rlboost_runtime.run.create import stored_job
+from rlboost_runtime.run.folder import RunFolder, home
+from rlboost_runtime.run.index import all_runs, is_open
 
 Found = TypeVar("Found")
 
@@ -118,7 +118,7 @@ def end(strays: Iterable[Stray], say: Callable[[str], None]) -> list[tuple[Stray
 
 def _clouds_of(run: RunFolder) -> set[str]:
     """Return who finds machines of the run's job by their tags: clouds' own APIs, SkyPilot."""
-    from rlboost_providers.head_offer import cloud_offer
+    from rlboost_providers.head_offers import cloud_offer
     from rlboost_runtime.job import CloudOffer
 
     job = stored_job(run)
@@ -181,7 +181,7 @@ def _sweepers(clouds: set[str], silent: list[RLBoostError]) -> list[tuple[str, C
 
 
 def _stray(owned: Owned, cloud: CanSweep, runs: dict[str, RunFolder]) -> Stray | None:
-    from rlboost_providers.tags import owner_of, run_of
+    from rlboost_providers.base.tags import owner_of, run_of
 
     is_ours = owned.owner == owner_of(home())
     name = run_of(owned.run)

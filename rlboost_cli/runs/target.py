@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlboost_cli.runs.elsewhere import look_at
-from rlboost_cli.terminal.disk_errors import require_room
+from rlboost_cli.runs.refresh import look_at
+from rlboost_cli.terminal.errors import require_room
 from rlboost_runtime.errors import ConfigError, NotFound
 from rlboost_runtime.job import Job
-from rlboost_runtime.run_create import (
+from rlboost_runtime.run.create import (
     FoundRun,
     newest_run,
     prepare_run,
@@ -20,8 +20,8 @@ from rlboost_runtime.run_create import (
     source_of,
     stored_job,
 )
-from rlboost_runtime.run_folder import RunFolder, home, read_json
-from rlboost_runtime.run_index import find_run, is_open
+from rlboost_runtime.run.folder import RunFolder, home, read_json
+from rlboost_runtime.run.index import find_run, is_open
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +124,6 @@ def _find_run(argument: str) -> RunFolder:
 
 
 def _load(job_file: Path) -> Job:
-    from rlboost_runtime.job_file import load_job
+    from rlboost_runtime.job.file.load import load_job
 
     return load_job(job_file)

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import psutil
 
 from rlboost_cli.runs import client
-from rlboost_cli.runs.liveness import is_supervised
-from rlboost_providers.ending import Ended, end_every
-from rlboost_runtime.coordinator.closing import close_books
+from rlboost_providers.base.terminate import Ended, end_every
+from rlboost_runtime.billing.books import close_books
 from rlboost_runtime.processes import end_all, tagged
-from rlboost_runtime.run_create import stored_job
-from rlboost_runtime.run_folder import RunFolder, write_json
+from rlboost_runtime.run.create import stored_job
+from rlboost_runtime.run.folder import RunFolder, write_json
+from rlboost_runtime.run.index import is_supervised
 
 GRACEFUL_S = 30.0
 """How long the coordinator may take to save, end its machines and say how the run ended."""
@@ -60,9 +60,8 @@ def end_without_head(run: RunFolder, progress: Callable[[str], None]) -> Ending:
 
     Raises like `end_run`.
     """
-    from rlboost_cli.head.intents import learn_intents
     from rlboost_cli.head.mirror import close_mirror
-    from rlboost_cli.head.rental_books import settle
+    from rlboost_cli.head.rental_books import learn_intents, settle
     from rlboost_cli.head.renting import give_back
 
     if run.rentals.exists():

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlboost_cli.simulation.simulation_runs import BASELINE, OURS, Comparison
+from rlboost_cli.simulation.runs import BASELINE, OURS, Comparison
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.sim import SimResult
 from rlboost_runtime.sim.result import RESERVED

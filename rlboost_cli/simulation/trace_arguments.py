@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from rlboost_runtime.errors import ConfigError
-from rlboost_runtime.run_folder import home
+from rlboost_runtime.run.folder import home
 from rlboost_runtime.traces import Trace
-from rlboost_runtime.traces.choose import open_trace
+from rlboost_runtime.traces.catalogue import open_trace
 
 
 def trace_of(named: str, window: str | None, seed: int) -> Trace:

@@ -12,8 +12,8 @@ import typer
 
 def runs(incomplete: str) -> list[tuple[str, str]]:
     """Return the runs whose name begins so, newest first, each with its state."""
-    from rlboost_runtime.run_folder import read_json
-    from rlboost_runtime.run_index import all_runs
+    from rlboost_runtime.run.folder import read_json
+    from rlboost_runtime.run.index import all_runs
 
     found = []
     try:
@@ -52,7 +52,7 @@ def instances(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
 
 def logs(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return what the run typed before has logs of: our processes and its machines, also gone ones."""
-    from rlboost_runtime.run_folder import RunFolder
+    from rlboost_runtime.run.folder import RunFolder
 
     folder = RunFolder.named(str(ctx.params.get("run") or "")).logs
     try:
@@ -64,7 +64,7 @@ def logs(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 def _status(ctx: typer.Context) -> dict[str, Any]:
-    from rlboost_runtime.run_folder import RunFolder, read_json
+    from rlboost_runtime.run.folder import RunFolder, read_json
 
     try:
         return read_json(RunFolder.named(str(ctx.params.get("run") or "")).status) or {}

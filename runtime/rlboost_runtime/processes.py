@@ -1,4 +1,11 @@
-"""Ending what is left of a run on this machine: politely first, then for certain.
+"""Processes of a run, found again by what their environment says, whoever started them.
+
+Every process of ours carries RLBOOST_RUN, the run's folder. A process of a machine also carries
+RLBOOST_MACHINE, one under the supervisor RLBOOST_ROLE; children inherit the tags, also in sessions of their
+own. Only processes of this user are looked at. A process is signalled only while it is the one that was found
+(by its pid and start).
+
+Ending what is left of a run on this machine: politely first, then for certain.
 
 Processes are found by their tag (`process_tags`), whoever started them and also after their parent is gone.
 The caller and its ancestors are never touched.
@@ -6,13 +13,143 @@ The caller and its ancestors are never touched.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
 
-from rlboost_runtime.process_tags import kill_tagged, tagged, tags
+from rlboost_runtime.errors import RuntimeFault
+
+RUN_TAG = "RLBOOST_RUN"
+MACHINE_TAG = "RLBOOST_MACHINE"
+ROLE_TAG = "RLBOOST_ROLE"
+
+SAME_START_S = 2.0
+"""Two readings of a process's start may differ by so much: the wall clock of the boot may be adjusted."""
+
+TAG_SEEN_S = 10.0
+"""How long a process that was started may take until others can read its tags."""
+
+_RESCAN_S = 0.02  # between two looks at what a SIGKILL left: processes vanish within milliseconds
+_TAG_POLL_S = 0.001
+
+
+def tags(run: Path, *, machine: str | None = None, role: str | None = None) -> dict[str, str]:
+    """Return the environment variables that mark a process."""
+    marked = {RUN_TAG: str(run.absolute()), MACHINE_TAG: machine, ROLE_TAG: role}
+    return {name: value for name, value in marked.items() if value is not None}
+
+
+def untagged(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return `environment` without our tags."""
+    return {
+        name: value for name, value in environment.items() if name not in (RUN_TAG, MACHINE_TAG, ROLE_TAG)
+    }
+
+
+def tagged(run: Path, *, machine: str | None = None, role: str | None = None) -> list[psutil.Process]:
+    """Return the living processes of `run`, only those of `machine` and `role` where given; never this one or
+    one of its ancestors."""
+    return [process for process, found in _tagged(run) if _matches(found, machine, role)]
+
+
+def tagged_by_machine(run: Path) -> dict[str, list[psutil.Process]]:
+    """Return the living processes of the run's machines, by machine."""
+    machines: dict[str, list[psutil.Process]] = {}
+    for process, found in _tagged(run):
+        if MACHINE_TAG in found:
+            machines.setdefault(found[MACHINE_TAG], []).append(process)
+    return machines
+
+
+def kill_tagged(
+    run: Path, *, machine: str | None = None, role: str | None = None, timeout_s: float = 10.0
+) -> int:
+    """SIGKILL what `tagged` returns until nothing is left; return how many processes that took.
+
+    Blocks, usually for some ten milliseconds. Raises `RuntimeFault` if something is left after `timeout_s`.
+    """
+    killed: set[int] = set()
+    deadline = time.monotonic() + timeout_s
+    while left := tagged(run, machine=machine, role=role):
+        if time.monotonic() > deadline:
+            pids = ", ".join(str(process.pid) for process in left)
+            raise RuntimeFault(
+                f"processes {pids} outlive SIGKILL", "see what the system says about them: ps -l"
+            )
+        for process in left:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+            killed.add(process.pid)
+        time.sleep(_RESCAN_S)
+    return len(killed)
+
+
+def await_tags(pid: int, timeout_s: float = TAG_SEEN_S) -> None:
+    """Return once others can read the tags of process `pid`, which was just started with some, or it is dead.
+
+    `Popen` returns while the kernel still lays out the new program: its environment reads as empty for some
+    microseconds, or for as long as a busy machine does not let it go on, and whoever looks takes it for dead.
+    """
+    deadline = time.monotonic() + timeout_s
+    with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+        process = psutil.Process(pid)
+        while RUN_TAG not in process.environ() and time.monotonic() < deadline:
+            if process.status() == psutil.STATUS_ZOMBIE:
+                return
+            time.sleep(_TAG_POLL_S)
+
+
+def identify(pid: int, started_at: float, run: Path) -> psutil.Process | None:
+    """Return the living process `pid` if it started at `started_at` (seconds since the epoch) and carries the
+    run's tag; None if that process is gone, even where another one has its number now."""
+    try:
+        process = psutil.Process(pid)
+        if process.status() == psutil.STATUS_ZOMBIE or abs(process.create_time() - started_at) > SAME_START_S:
+            return None
+        return process if _is_of_run(process.environ(), run) else None
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return None
+
+
+def _tagged(run: Path) -> list[tuple[psutil.Process, dict[str, str]]]:
+    ours = _self_and_ancestors()
+    found = []
+    for pid in psutil.pids():
+        if pid in ours:
+            continue
+        try:
+            process = psutil.Process(pid)
+            if process.uids().real != os.getuid():
+                continue
+            environment = process.environ()  # that of a zombie is empty or refused
+        except (psutil.NoSuchProcess, psutil.AccessDenied, OSError):
+            continue
+        if _is_of_run(environment, run):
+            found.append((process, environment))
+    return found
+
+
+def _self_and_ancestors() -> set[int]:
+    me = psutil.Process()
+    return {me.pid, *(parent.pid for parent in me.parents())}
+
+
+def _is_of_run(environment: Mapping[str, str], run: Path) -> bool:
+    tag = environment.get(RUN_TAG)
+    return tag is not None and (tag == str(run) or os.path.realpath(tag) == os.path.realpath(run))
+
+
+def _matches(environment: Mapping[str, str], machine: str | None, role: str | None) -> bool:
+    return (machine is None or environment.get(MACHINE_TAG) == machine) and (
+        role is None or environment.get(ROLE_TAG) == role
+    )
+
 
 __all__ = ["end_all", "run_environment", "tagged"]
 

@@ -12,7 +12,7 @@ import pytest
 from cloudlab.client import Lab
 from cloudlab.machine import GATEWAY
 
-from rlboost_runtime.process_tags import kill_tagged
+from rlboost_runtime.processes import kill_tagged
 from tests.cloud.conftest import members_of, skypilot_sessions
 from tests.e2e.conftest import Cli
 

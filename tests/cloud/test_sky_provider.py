@@ -14,17 +14,17 @@ from cloudlab.client import Lab
 from cloudlab.machine import GATEWAY
 from machine_secrets import check_credentials
 
-from rlboost_providers.base import LaunchRequest, MachineState, MachineView
+from rlboost_providers.base.provider import LaunchRequest, MachineState, MachineView
+from rlboost_providers.base.tags import machine_name
 from rlboost_providers.skypilot import SkyPilotProvider
 from rlboost_providers.skypilot import provider as module
-from rlboost_providers.skypilot.last_logs import fetch_logs
-from rlboost_providers.tags import machine_name
+from rlboost_providers.skypilot.errors import fetch_logs
 from rlboost_runtime.agent.bootstrap import Bootstrap, EngineBootstrap
 from rlboost_runtime.errors import NoCapacity, NotYet
 from rlboost_runtime.job import CloudOffer
-from rlboost_runtime.run_folder import RunFolder
-from rlboost_runtime.security import create_secrets
-from rlboost_runtime.wire import Sampling
+from rlboost_runtime.protocol.messages import Sampling
+from rlboost_runtime.run.folder import RunFolder
+from rlboost_runtime.run.security import create_secrets
 
 pytestmark = [
     pytest.mark.soak,

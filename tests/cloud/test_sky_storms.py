@@ -25,17 +25,17 @@ from cloudlab.catalogue import REGIONS
 from cloudlab.client import Lab
 from cloudlab.machine import GATEWAY
 
-from rlboost_providers.base import LaunchRequest
+from rlboost_providers.base.provider import LaunchRequest
 from rlboost_providers.skypilot import SkyPilotProvider
-from rlboost_providers.skypilot.sweep import SkyPilotSweeper
+from rlboost_providers.skypilot.session import SkyPilotSweeper
 from rlboost_runtime.agent.bootstrap import Bootstrap, EngineBootstrap
-from rlboost_runtime.coordinator import offer_choice
-from rlboost_runtime.coordinator.fleet import MachineMaker
+from rlboost_runtime.coordinator.fleet import offer_choice
+from rlboost_runtime.coordinator.fleet.controller import MachineMaker
 from rlboost_runtime.errors import NotYet, RLBoostError
 from rlboost_runtime.job import CloudOffer
-from rlboost_runtime.run_folder import RunFolder
-from rlboost_runtime.security import create_secrets
-from rlboost_runtime.wire import Sampling
+from rlboost_runtime.protocol.messages import Sampling
+from rlboost_runtime.run.folder import RunFolder
+from rlboost_runtime.run.security import create_secrets
 from tests.cloud.conftest import skypilot_sessions
 from tests.integration.storm_books import check_books, hold_to_budget
 from tests.unit.test_fleet import Made, fleet_on

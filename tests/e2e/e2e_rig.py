@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 from ruamel.yaml import YAML
 
-from rlboost_runtime.process_tags import kill_tagged
-from rlboost_runtime.run_folder import RunFolder
+from rlboost_runtime.processes import kill_tagged
+from rlboost_runtime.run.folder import RunFolder
 
 START_TIMEOUT_S = 180.0
 PATIENCE = 3.0

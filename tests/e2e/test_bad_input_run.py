@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from rlboost_runtime.coordinator.audit import audit
-from rlboost_runtime.process_tags import kill_tagged
-from rlboost_runtime.run_folder import read_json
+from rlboost_runtime.processes import kill_tagged
+from rlboost_runtime.run.folder import read_json
 
 pytestmark = pytest.mark.e2e
 

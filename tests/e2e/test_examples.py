@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from rlboost_cli.planning.probe import PROBE_STEPS
+from rlboost_cli.planning.agreement import PROBE_STEPS
 
 pytestmark = pytest.mark.e2e
 

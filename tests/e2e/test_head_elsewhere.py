@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from rlboost_runtime.process_tags import kill_tagged, tagged
-from rlboost_runtime.run_folder import RunFolder
+from rlboost_runtime.processes import kill_tagged, tagged
+from rlboost_runtime.run.folder import RunFolder
 from tests.e2e.e2e_rig import PATIENCE, Cli
 from tests.fakes.sshd import Sshd, make_home, sshd_on, switched_on_again
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlboost_runtime.coordinator.audit import audit
-from rlboost_runtime.run_folder import RunFolder
+from rlboost_runtime.run.folder import RunFolder
 
 pytestmark = pytest.mark.e2e
 

@@ -25,7 +25,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from google.auth.credentials import AnonymousCredentials
 
-from rlboost_providers.gcp import GcpClients, make_clients
+from rlboost_providers.gcp.provider import GcpClients, make_clients
 from tests.fakes.hypervisor import Hypervisor
 
 PROJECT = "lab"

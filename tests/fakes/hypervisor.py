@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from rlboost_runtime.process_tags import kill_tagged, tagged, tags
+from rlboost_runtime.processes import kill_tagged, tagged, tags
 
 AGENT = """#!{python}
 import signal, subprocess, sys, time

@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from rlboost_runtime import security
 from rlboost_runtime.job import Algorithm, Lora, Trainer
-from rlboost_runtime.run_folder import RunFolder
-from rlboost_runtime.trainer.policy import Policy
-from rlboost_runtime.trainer.publishing import Publisher
-from rlboost_runtime.trainer.tiny import make_tokenizer
-from rlboost_runtime.trainer.version_files import version_configs
-from rlboost_runtime.weights.catalog import StoreCatalog
-from rlboost_runtime.weights.pull import Deadlines, Pulled, PullRequest, pull
-from rlboost_runtime.weights.serving import WeightHttpServer
-from rlboost_runtime.weights.store import WeightStore
-from rlboost_runtime.weights.work import Progress
+from rlboost_runtime.run import security
+from rlboost_runtime.run.folder import RunFolder
+from rlboost_runtime.trainer.artifacts.publisher import Publisher
+from rlboost_runtime.trainer.learn.policy import Policy
+from rlboost_runtime.trainer.learn.version_files import version_configs
+from rlboost_runtime.trainer.models.tiny import make_tokenizer
+from rlboost_runtime.weights.pull.chunk_scheduler import Progress
+from rlboost_runtime.weights.pull.pull import Deadlines, Pulled, PullRequest, pull
+from rlboost_runtime.weights.serve.catalog import StoreCatalog
+from rlboost_runtime.weights.serve.http import WeightHttpServer
+from rlboost_runtime.weights.store.store import WeightStore
 
 
 class Trained:

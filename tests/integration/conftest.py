@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from rlboost_runtime.process_tags import kill_tagged, tagged
-from rlboost_runtime.run_folder import RunFolder, read_json
+from rlboost_runtime.processes import kill_tagged, tagged
+from rlboost_runtime.run.folder import RunFolder, read_json
 
 _NO_MOUNT = "a small disk cannot be mounted here ({}): run as root, or with `unshare -rm`"
 

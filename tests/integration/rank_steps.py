@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 from rlboost_runtime.job import Algorithm, Lora, TinyModel, Trainer
-from rlboost_runtime.trainer.following import follow
-from rlboost_runtime.trainer.policy import Policy, Residency
-from rlboost_runtime.trainer.ranks import ALONE, End, Ranks, whole
-from rlboost_runtime.trainer.sample import Sample
-from rlboost_runtime.trainer.tiny import make_model, make_tokenizer
-from rlboost_runtime.trainer.update import Learner
+from rlboost_runtime.trainer.learn.learner import Learner
+from rlboost_runtime.trainer.learn.policy import Policy, Residency
+from rlboost_runtime.trainer.learn.rank_worker import follow
+from rlboost_runtime.trainer.learn.ranks import ALONE, End, Ranks, whole
+from rlboost_runtime.trainer.learn.sample import Sample
+from rlboost_runtime.trainer.models.tiny import make_model, make_tokenizer
 
 LOSSES = ["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp"]
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from rlboost_runtime.coordinator.accounts import to_ns
-from rlboost_runtime.coordinator.commitment import room_micro_usd
+from rlboost_runtime.billing.accounts import to_ns
+from rlboost_runtime.billing.budget import room_micro_usd
 from tests.unit.test_fleet import Made
 
 

@@ -11,15 +11,20 @@ import pytest
 import torch
 
 from rlboost_runtime.engines.base import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from rlboost_runtime.engines.model_loading import Unloadable, add_adapters, build_model, load_weights
-from rlboost_runtime.engines.transformers_child import probe
+from rlboost_runtime.engines.transformers.child import probe
+from rlboost_runtime.engines.transformers.model_loading import (
+    Unloadable,
+    add_adapters,
+    build_model,
+    load_weights,
+)
 from rlboost_runtime.engines.vllm.adapters import base_folder, is_adapter, peft_folder
 from rlboost_runtime.job import TinyModel
-from rlboost_runtime.trainer.publishing import Publisher
-from rlboost_runtime.trainer.tiny import make_model
-from rlboost_runtime.weights import part_folder
-from rlboost_runtime.weights import store as stores
+from rlboost_runtime.trainer.artifacts.publisher import Publisher
+from rlboost_runtime.trainer.models.tiny import make_model
 from rlboost_runtime.weights.manifest import probe_matches, read_manifest
+from rlboost_runtime.weights.store import part_folder
+from rlboost_runtime.weights.store import store as stores
 from tests.integration.adapter_rig import Trained
 
 pytestmark = pytest.mark.integration

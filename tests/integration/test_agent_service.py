@@ -21,11 +21,7 @@ from rlboost_runtime.agent.service import Agent, ExitCode, Seams
 from rlboost_runtime.engines.base import LoadFailed
 from rlboost_runtime.engines.emulated import MAX_UNREAD_STEPS, EmulatedEngine, emulated_response
 from rlboost_runtime.errors import RuntimeFault
-from rlboost_runtime.run_folder import RunFolder
-from rlboost_runtime.seams import SystemClock
-from rlboost_runtime.security import create_secrets
-from rlboost_runtime.weights.manifest import MANIFEST, Manifest, Probe, content_digest, encode_manifest
-from rlboost_runtime.wire import (
+from rlboost_runtime.protocol.messages import (
     AbortWork,
     Ack,
     AgentHello,
@@ -48,6 +44,10 @@ from rlboost_runtime.wire import (
     agent_message_decoder,
     encode,
 )
+from rlboost_runtime.run.folder import RunFolder
+from rlboost_runtime.run.security import create_secrets
+from rlboost_runtime.seams import SystemClock
+from rlboost_runtime.weights.manifest import MANIFEST, Manifest, Probe, content_digest, encode_manifest
 
 pytestmark = pytest.mark.integration
 WAIT_S = 10.0
@@ -736,8 +736,8 @@ def test_the_process_keeps_dialling_and_ends_on_sigterm(bootstrap_file):
 
 def test_the_agent_imports_no_torch():
     code = (
-        "import sys, rlboost_runtime.agent.__main__, rlboost_runtime.transport\n"
-        "import rlboost_runtime.engines.transformers\n"
+        "import sys, rlboost_runtime.agent.__main__, rlboost_runtime.protocol.transport\n"
+        "import rlboost_runtime.engines.transformers.engine\n"
         "print([m for m in sys.modules if m in ('torch', 'transformers')])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30)

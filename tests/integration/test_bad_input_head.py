@@ -25,13 +25,12 @@ from rlboost_runtime.coordinator.service import Coordinator, DiskPatienceOver
 from rlboost_runtime.job import Job, Rollout, Spot, TinyModel
 from rlboost_runtime.job import ReasoningGym as Gym
 from rlboost_runtime.job import Trainer as Reserved
-from rlboost_runtime.last_word import reserve, write_outcome
-from rlboost_runtime.process_tags import kill_tagged, tagged
-from rlboost_runtime.run_create import reopen
-from rlboost_runtime.run_folder import RunFolder, read_json, write_json
+from rlboost_runtime.processes import kill_tagged, tagged
+from rlboost_runtime.run.create import reopen
+from rlboost_runtime.run.folder import RunFolder, read_json, reserve, write_json, write_outcome
+from rlboost_runtime.run.security import create_secrets
 from rlboost_runtime.seams import SystemClock, SystemDisk
-from rlboost_runtime.security import create_secrets
-from rlboost_runtime.weights.server import bind as bind_weights
+from rlboost_runtime.weights.serve.server import bind as bind_weights
 
 pytestmark = pytest.mark.integration
 
@@ -42,10 +41,10 @@ HARNESS = """
 import asyncio, json, sys
 from pathlib import Path
 from rlboost_runtime.logs import setup
-from rlboost_runtime.run_folder import RunFolder
-from rlboost_runtime.supervision.attempts import Tuning
-from rlboost_runtime.supervision.roles import Role
-from rlboost_runtime.supervisor import Supervisor
+from rlboost_runtime.run.folder import RunFolder
+from rlboost_runtime.supervisor.watched import Tuning
+from rlboost_runtime.supervisor.roles import Role
+from rlboost_runtime.supervisor.supervisor import Supervisor
 
 setup("supervisor")
 run = RunFolder(Path(sys.argv[1]))
@@ -204,7 +203,7 @@ def job(run: RunFolder) -> Job:
     ("name", "module", "endpoint"),
     [
         ("coordinator", "rlboost_runtime.coordinator", "endpoint"),
-        ("weight server", "rlboost_runtime.weights.server", "weights_endpoint"),
+        ("weight server", "rlboost_runtime.weights.serve.server", "weights_endpoint"),
     ],
 )
 def test_a_port_that_is_taken_ends_the_run_and_a_resumed_one_takes_another(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rlboost_runtime.process_tags import tagged
+from rlboost_runtime.processes import tagged
 
 pytestmark = pytest.mark.integration
 

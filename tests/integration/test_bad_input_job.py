@@ -95,9 +95,9 @@ def test_a_missing_job_file_is_told_with_where_to_get_one(rlboost: Any) -> None:
 
 
 def test_a_prompt_over_the_limit_is_left_out_and_counted(tmp_path: Path) -> None:
-    from rlboost_runtime.coordinator.step_concerns import StepConcerns
+    from rlboost_runtime.coordinator.observers.steps import StepConcerns
     from rlboost_runtime.job import PromptFile
-    from rlboost_runtime.trainer.data import PromptSource, read_examples
+    from rlboost_runtime.trainer.data.prompts import PromptSource, read_examples
 
     rows = [{"prompt": "short"}, {"prompt": "x" * 500}]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

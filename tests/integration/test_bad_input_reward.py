@@ -8,10 +8,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlboost_runtime.coordinator.step_concerns import StepConcerns
+from rlboost_runtime.coordinator.observers.steps import StepConcerns
 from rlboost_runtime.errors import ConfigError, RuntimeFault
-from rlboost_runtime.reward_failures import SCORED_METRIC, FailureCount, RewardFailure, count_failures
-from rlboost_runtime.trainer.reward_outcome import (
+from rlboost_runtime.protocol.reward_failures import (
+    SCORED_METRIC,
+    FailureCount,
+    RewardFailure,
+    count_failures,
+)
+from rlboost_runtime.trainer.rewards.outcome import (
     FAILED_SCORE,
     HOPELESS,
     Reward,
@@ -19,7 +24,7 @@ from rlboost_runtime.trainer.reward_outcome import (
     failure_metrics,
     require_some_reward,
 )
-from rlboost_runtime.trainer.rewards import RewardCall, RewardScorer
+from rlboost_runtime.trainer.rewards.scorer import RewardCall, RewardScorer
 
 pytestmark = pytest.mark.integration
 

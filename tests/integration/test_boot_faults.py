@@ -19,13 +19,12 @@ from typing import Any
 
 import pytest
 
-from rlboost_providers.aws import AwsPool, AwsProvider
-from rlboost_providers.gcp import GcpPool, GcpProvider
-from rlboost_runtime.coordinator import fleet as fleet_module
-from rlboost_runtime.coordinator import offer_choice
-from rlboost_runtime.coordinator.accounts import MachineBill
-from rlboost_runtime.core import machines as core_machines
-from rlboost_runtime.core.messages import (
+from rlboost_providers.aws.provider import AwsPool, AwsProvider
+from rlboost_providers.gcp.provider import GcpPool, GcpProvider
+from rlboost_runtime.billing.accounts import MachineBill
+from rlboost_runtime.coordinator.fleet import controller as fleet_module
+from rlboost_runtime.coordinator.fleet import offer_choice
+from rlboost_runtime.core.base.messages import (
     CoreConfig,
     InstanceJoined,
     InstanceReady,
@@ -33,6 +32,7 @@ from rlboost_runtime.core.messages import (
     Pool,
     VersionPublished,
 )
+from rlboost_runtime.core.state import machines as core_machines
 from tests.fakes.ec2 import IMAGE, REGION, FakeEc2, Refusal, fake_ec2
 from tests.fakes.gce import FakeGce, HttpRefusal, fake_gce
 from tests.integration.storm_books import check_books
@@ -135,8 +135,8 @@ def cloud(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda *_: 0.01)
-    monkeypatch.setattr("rlboost_providers.gcp.CALL_S", 2.0)
-    monkeypatch.setattr("rlboost_providers.aws_prices.KEEP_S", 0.05)
+    monkeypatch.setattr("rlboost_providers.gcp.provider.CALL_S", 2.0)
+    monkeypatch.setattr("rlboost_providers.aws.prices.KEEP_S", 0.05)
     monkeypatch.setattr(fleet_module, "DESCRIBE_EVERY_S", 0.05)
     monkeypatch.setattr(fleet_module, "RETRY_ERROR_S", 0.1)
     monkeypatch.setattr(core_machines, "TERMINATE_AGAIN_S", 0.2)

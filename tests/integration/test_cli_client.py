@@ -18,13 +18,13 @@ import pytest
 
 from rlboost_cli.runs import client
 from rlboost_cli.runs.run_status import run_status
-from rlboost_providers.startup import installation
-from rlboost_runtime.coordinator.server import Handlers, bind, make_app, make_server
+from rlboost_providers.base.startup import installation
+from rlboost_runtime.coordinator.links.server import Handlers, bind, make_app, make_server
 from rlboost_runtime.deploy.shipment import archive
 from rlboost_runtime.errors import NotFound, ProtocolError, ProviderError
-from rlboost_runtime.run_folder import RunFolder, read_json, write_json
+from rlboost_runtime.run.folder import RunFolder, read_json, write_json
+from rlboost_runtime.run.security import create_secrets, read_token
 from rlboost_runtime.seams import Transport
-from rlboost_runtime.security import create_secrets, read_token
 
 pytestmark = pytest.mark.integration
 

@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from rlboost_cli.live.attach import follow, outcome_of
 from rlboost_cli.main import app
 from rlboost_cli.runs.supervision import bring_up
-from rlboost_runtime.coordinator.ledger import Ledger
+from rlboost_cli.views.attach import follow, outcome_of
+from rlboost_runtime.billing.ledger import Ledger
 from rlboost_runtime.errors import RuntimeFault
 from rlboost_runtime.job import Job
-from rlboost_runtime.job_file import load_job
+from rlboost_runtime.job.file.load import load_job
 from rlboost_runtime.processes import run_environment, tagged
-from rlboost_runtime.run_create import prepare_run
-from rlboost_runtime.run_folder import RunFolder, read_json, write_json
+from rlboost_runtime.run.create import prepare_run
+from rlboost_runtime.run.folder import RunFolder, read_json, write_json
 
 pytestmark = pytest.mark.integration
 
@@ -246,7 +246,7 @@ def test_a_supervisor_that_cannot_start_is_explained_by_its_log(run: RunFolder) 
 def test_a_run_that_nobody_runs_is_not_watched_forever(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlboost_cli.live.attach.ABANDONED_S", 0.0)
+    monkeypatch.setattr("rlboost_cli.views.attach.ABANDONED_S", 0.0)
     with pytest.raises(RuntimeFault, match="nothing runs demo any more"):
         list(follow(run, every_s=0.01))
 

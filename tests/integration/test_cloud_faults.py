@@ -16,12 +16,12 @@ from dataclasses import dataclass
 
 import pytest
 
-from rlboost_providers.aws import AwsPool, AwsProvider
-from rlboost_providers.base import LaunchRequest, Offer
-from rlboost_providers.gcp import GcpPool, GcpProvider
-from rlboost_runtime.coordinator import fleet as fleet_module
-from rlboost_runtime.coordinator import offer_choice
-from rlboost_runtime.core import machines as core_machines
+from rlboost_providers.aws.provider import AwsPool, AwsProvider
+from rlboost_providers.base.provider import LaunchRequest, Offer
+from rlboost_providers.gcp.provider import GcpPool, GcpProvider
+from rlboost_runtime.coordinator.fleet import controller as fleet_module
+from rlboost_runtime.coordinator.fleet import offer_choice
+from rlboost_runtime.core.state import machines as core_machines
 from rlboost_runtime.errors import RLBoostError
 from tests.fakes.ec2 import IMAGE, REGION, Refusal, fake_ec2
 from tests.fakes.gce import HttpRefusal, fake_gce
@@ -134,8 +134,8 @@ class Ec2:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda *_: 0.01)
-    monkeypatch.setattr("rlboost_providers.gcp.CALL_S", 2.0)
-    monkeypatch.setattr("rlboost_providers.aws_prices.KEEP_S", 0.05)
+    monkeypatch.setattr("rlboost_providers.gcp.provider.CALL_S", 2.0)
+    monkeypatch.setattr("rlboost_providers.aws.prices.KEEP_S", 0.05)
     monkeypatch.setattr(fleet_module, "DESCRIBE_EVERY_S", 0.05)
     monkeypatch.setattr(fleet_module, "RETRY_ERROR_S", 0.1)
     monkeypatch.setattr(fleet_module, "DOUBT_ELSEWHERE_S", STORM_S + 0.5)  # lists may lag all through it

@@ -6,9 +6,13 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rlboost_runtime.engines.channel import Ended, NewRequest
-from rlboost_runtime.engines.continuous_batch import ContinuousBatch, batching_config, generation_config
-from rlboost_runtime.wire import Sampling
+from rlboost_runtime.engines.transformers.channel import Ended, NewRequest
+from rlboost_runtime.engines.transformers.continuous_batch import (
+    ContinuousBatch,
+    batching_config,
+    generation_config,
+)
+from rlboost_runtime.protocol.messages import Sampling
 
 pytestmark = pytest.mark.integration
 

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from rlboost_runtime.coordinator.ledger import Ledger
+from rlboost_runtime.billing.launch_records import Rental
+from rlboost_runtime.billing.ledger import Ledger
 from rlboost_runtime.coordinator.service import Coordinator
 from rlboost_runtime.errors import RuntimeFault
 from rlboost_runtime.job import Job, LocalOffer, ReasoningGym, Rollout, Spot, TinyModel
-from rlboost_runtime.process_tags import kill_tagged
-from rlboost_runtime.rental import Rental
-from rlboost_runtime.run_folder import RunFolder, read_json, write_json
+from rlboost_runtime.processes import kill_tagged
+from rlboost_runtime.run.folder import RunFolder, read_json, write_json
+from rlboost_runtime.run.security import create_secrets
 from rlboost_runtime.seams import SystemClock, SystemDisk
-from rlboost_runtime.security import create_secrets
 
 pytestmark = pytest.mark.integration
 
@@ -105,7 +105,7 @@ async def test_an_error_that_can_be_explained_leaves_as_itself(
     async def broken(self: object) -> None:
         raise RuntimeFault("the fleet is broken", "mend it")
 
-    monkeypatch.setattr("rlboost_runtime.coordinator.fleet.Fleet._watch", broken)
+    monkeypatch.setattr("rlboost_runtime.coordinator.fleet.controller.Fleet._watch", broken)
     async with asyncio.timeout(30):
         with pytest.raises(RuntimeFault, match="the fleet is broken"):
             await coordinator_of(run, 0).serve()

@@ -11,17 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlboost_runtime.coordinator.agent_links import AgentLinks, Timing
+from rlboost_runtime.billing.ledger import Ledger
 from rlboost_runtime.coordinator.audit import audit
-from rlboost_runtime.coordinator.event_log import read_events
-from rlboost_runtime.coordinator.ledger import Ledger
-from rlboost_runtime.coordinator.state import State
-from rlboost_runtime.coordinator.trainer_link import TrainerLink
-from rlboost_runtime.core.log import replay
-from rlboost_runtime.core.messages import CoreConfig, RunEnding, StepTrained
-from rlboost_runtime.run_folder import RunFolder
-from rlboost_runtime.seams import SystemClock, SystemDisk
-from rlboost_runtime.wire import (
+from rlboost_runtime.coordinator.driver.core_driver import State
+from rlboost_runtime.coordinator.links.agents import AgentLinks, Timing
+from rlboost_runtime.coordinator.links.trainer import TrainerLink
+from rlboost_runtime.coordinator.storage.event_log import read_events
+from rlboost_runtime.core.base.messages import CoreConfig, RunEnding, StepTrained
+from rlboost_runtime.core.replay import replay
+from rlboost_runtime.protocol.messages import (
     SCHEMA,
     AbortWork,
     Ack,
@@ -48,6 +46,8 @@ from rlboost_runtime.wire import (
     encode,
     trainer_command_decoder,
 )
+from rlboost_runtime.run.folder import RunFolder
+from rlboost_runtime.seams import SystemClock, SystemDisk
 
 pytestmark = pytest.mark.integration
 

@@ -16,8 +16,9 @@ from ruamel.yaml import YAML
 
 from rlboost_cli.doctor import head
 from rlboost_cli.doctor.findings import Finding, Patient, Verdict
-from rlboost_runtime.job_file import load_job
-from rlboost_runtime.run_create import prepare_run
+from rlboost_runtime import remote
+from rlboost_runtime.job.file.load import load_job
+from rlboost_runtime.run.create import prepare_run
 from tests.fakes.sshd import Sshd, make_home, sshd_on
 
 pytestmark = pytest.mark.integration
@@ -79,7 +80,7 @@ print(json.dumps(names["credentials"]()))
 
 def credentials(home: Path, url: str = "http://127.0.0.1:9") -> dict[str, str]:
     """What the program finds for a user with this home, and a metadata service at `url`."""
-    program = SAID.format(path=str(Path(head.__file__).with_name("head_program.py")), url=url)
+    program = SAID.format(path=str(Path(remote.__file__).with_name("doctor.py")), url=url)
     done = subprocess.run(
         [sys.executable, "-c", program], env={"HOME": str(home)}, capture_output=True, text=True, check=True
     )

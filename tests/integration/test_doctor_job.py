@@ -14,7 +14,7 @@ from rlboost_cli.doctor import job as of_job
 from rlboost_cli.doctor import local
 from rlboost_cli.doctor.findings import Finding, Patient, Verdict
 from rlboost_cli.main import app
-from rlboost_runtime.job_file import load_job
+from rlboost_runtime.job.file.load import load_job
 
 pytestmark = pytest.mark.integration
 

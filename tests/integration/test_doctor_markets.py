@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlboost_cli.doctor import markets
+from rlboost_cli.doctor import clouds as markets
 from rlboost_cli.doctor.checks import checks_for
 from rlboost_cli.doctor.findings import ACCOUNT, Patient, Verdict
 from rlboost_runtime.job import CloudOffer, Job, LocalOffer, ReasoningGym, Rollout, Spot, SshOffer, TinyModel

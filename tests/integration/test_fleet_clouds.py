@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import pytest
 
-from rlboost_providers.aws import AwsPool, AwsProvider
-from rlboost_providers.gcp import GcpPool, GcpProvider
-from rlboost_providers.several import Several
-from rlboost_runtime.coordinator import fleet as fleet_module
-from rlboost_runtime.coordinator import offer_choice
-from rlboost_runtime.core import machines as core_machines
-from rlboost_runtime.core.messages import LaunchFailed
+from rlboost_providers.aws.provider import AwsPool, AwsProvider
+from rlboost_providers.base.multi import Several
+from rlboost_providers.gcp.provider import GcpPool, GcpProvider
+from rlboost_runtime.coordinator.fleet import controller as fleet_module
+from rlboost_runtime.coordinator.fleet import offer_choice
+from rlboost_runtime.core.base.messages import LaunchFailed
+from rlboost_runtime.core.state import machines as core_machines
 from tests.fakes.ec2 import IMAGE, REGION, fake_ec2
 from tests.fakes.gce import fake_gce
 from tests.unit.test_fleet import Made, fleet_on

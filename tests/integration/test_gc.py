@@ -10,13 +10,13 @@ import sys
 
 import pytest
 
-from rlboost_providers.aws import AwsPool, AwsProvider
-from rlboost_providers.base import LaunchRequest
-from rlboost_providers.local import LocalProvider
-from rlboost_providers.tags import owner_of
+from rlboost_providers.aws.provider import AwsPool, AwsProvider
+from rlboost_providers.base.provider import LaunchRequest
+from rlboost_providers.base.tags import owner_of
+from rlboost_providers.local.provider import LocalProvider
 from rlboost_runtime.job import CloudOffer, Job, LocalOffer, ReasoningGym, Rollout, Spot, TinyModel
-from rlboost_runtime.process_tags import kill_tagged, tagged
-from rlboost_runtime.run_folder import RunFolder
+from rlboost_runtime.processes import kill_tagged, tagged
+from rlboost_runtime.run.folder import RunFolder
 from tests.fakes.ec2 import IMAGE, REGION, Refusal, fake_ec2
 
 pytestmark = pytest.mark.integration

@@ -12,12 +12,12 @@ import pytest
 from google.api_core.retry import Retry as GoogleRetry
 from google.auth.exceptions import GoogleAuthError, OAuthError, RefreshError, TransportError
 
-from rlboost_providers import gcp
-from rlboost_providers.base import CanShowConsole, LaunchRequest, MachineState
-from rlboost_providers.gcp import CONSOLE_BYTES, GcpPool, GcpProvider
-from rlboost_providers.gcp_errors import explained
-from rlboost_providers.gcp_machines import ALL_SCOPES
-from rlboost_providers.tags import head_of
+from rlboost_providers.base.provider import CanShowConsole, LaunchRequest, MachineState
+from rlboost_providers.base.tags import head_of
+from rlboost_providers.gcp import provider as gcp
+from rlboost_providers.gcp.errors import explained
+from rlboost_providers.gcp.machines import ALL_SCOPES
+from rlboost_providers.gcp.provider import CONSOLE_BYTES, GcpPool, GcpProvider
 from rlboost_runtime.errors import (
     ConfigError,
     CredentialsRejected,
@@ -301,8 +301,8 @@ def test_the_sdk_is_loaded_when_it_is_needed_and_named_when_it_is_missing():
     code = """
 import sys
 sys.modules["google.cloud.compute_v1"] = None
-from rlboost_providers.gcp import GcpPool, GcpProvider
-from rlboost_providers.gcp_errors import explained
+from rlboost_providers.gcp.provider import GcpPool, GcpProvider
+from rlboost_providers.gcp.errors import explained
 try:
     GcpProvider([GcpPool("us-central1", "L4:1", "g2-standard-4", 1, "t")], "0").offers()
 except Exception as error:

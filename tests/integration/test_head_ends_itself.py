@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rlboost_cli.head import watch
+from rlboost_runtime.remote import watch
 
 pytestmark = pytest.mark.integration
 WAITS = """

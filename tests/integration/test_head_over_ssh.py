@@ -25,9 +25,9 @@ from rlboost_cli.runs.teardown import end_run as end_for_certain
 from rlboost_cli.runs.teardown import end_without_head
 from rlboost_runtime.errors import ConfigError, CredentialsRejected, RuntimeFault
 from rlboost_runtime.job import Job
-from rlboost_runtime.job_file import load_job
-from rlboost_runtime.run_create import prepare_run, reopen
-from rlboost_runtime.run_folder import RunFolder, read_json, write_json
+from rlboost_runtime.job.file.load import load_job
+from rlboost_runtime.run.create import prepare_run, reopen
+from rlboost_runtime.run.folder import RunFolder, read_json, write_json
 from tests.fakes.sshd import Sshd, make_home, sshd_on
 
 pytestmark = pytest.mark.integration

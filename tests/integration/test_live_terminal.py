@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from rlboost_runtime.processes import run_environment
-from rlboost_runtime.run_folder import RunFolder, write_json
+from rlboost_runtime.run.folder import RunFolder, write_json
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 

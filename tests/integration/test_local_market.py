@@ -14,13 +14,13 @@ import msgspec
 import psutil
 import pytest
 
-from rlboost_providers.base import LaunchRequest, MachineState, Offer
-from rlboost_providers.local import LocalProvider
-from rlboost_providers.local_machines import MachineRecord, Machines
+from rlboost_providers.base.provider import LaunchRequest, MachineState, Offer
+from rlboost_providers.local.machines import MachineRecord, Machines
+from rlboost_providers.local.provider import LocalProvider
 from rlboost_runtime.errors import ConfigError, NoCapacity
 from rlboost_runtime.job import Job, LocalOffer, Market, ReasoningGym, Rollout, Spot, TinyModel
-from rlboost_runtime.process_tags import kill_tagged, tagged, tags
-from rlboost_runtime.run_folder import RunFolder
+from rlboost_runtime.processes import kill_tagged, tagged, tags
+from rlboost_runtime.run.folder import RunFolder
 
 pytestmark = pytest.mark.integration
 
@@ -68,7 +68,7 @@ class MarketProcess:
     def __init__(self, run: RunFolder) -> None:
         self.log = (run.path / "market.log").open("ab")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "rlboost_providers.market", str(run.path)],
+            [sys.executable, "-m", "rlboost_providers.local.market", str(run.path)],
             env={**os.environ, **tags(run.path), "PYTHONPATH": os.pathsep.join(sys.path)},
             stderr=self.log,
         )

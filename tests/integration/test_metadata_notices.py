@@ -12,8 +12,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from rlboost_runtime.agent import metadata
-from rlboost_runtime.agent.metadata import REBALANCE_S, metadata_of, wait_for_announcement
+from rlboost_runtime.agent import cloud_notices as metadata
+from rlboost_runtime.agent.cloud_notices import REBALANCE_S, metadata_of, wait_for_announcement
 from rlboost_runtime.agent.notice import PreemptionNotice, wait_for_notice
 
 pytestmark = pytest.mark.integration

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from rlboost_runtime.run_folder import RunFolder, read_json
+from rlboost_runtime.run.folder import RunFolder, read_json
 
 pytestmark = pytest.mark.integration
 
@@ -29,9 +29,9 @@ FILES = {"config.json": b"{}", "model.safetensors": bytes(BIG), "model.onnx": b"
 FETCH = """
 import sys
 from pathlib import Path
-from rlboost_runtime.run_folder import RunFolder
-from rlboost_runtime.trainer.hub import fetch
-from rlboost_runtime.trainer.preparing import Preparing
+from rlboost_runtime.run.folder import RunFolder
+from rlboost_runtime.trainer.models.hub import fetch
+from rlboost_runtime.trainer.models.hub import Preparing
 fetch("someone/model", Preparing(RunFolder(Path(sys.argv[1]))))
 """
 

@@ -17,8 +17,8 @@ import pytest
 from obstore.store import from_url
 
 from rlboost_runtime.errors import ConfigError, RuntimeFault
-from rlboost_runtime.run_folder import RunFolder
-from rlboost_runtime.trainer.output import COMPLETE, Output, copying
+from rlboost_runtime.run.folder import RunFolder
+from rlboost_runtime.trainer.artifacts.output import COMPLETE, Output, copying
 
 pytestmark = pytest.mark.integration
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlboost_runtime.process_tags import await_tags
-from rlboost_runtime.processes import end_all, run_environment, tagged
+from rlboost_runtime.processes import await_tags, end_all, run_environment, tagged
 
 pytestmark = pytest.mark.integration
 

@@ -17,9 +17,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlboost_providers import tags
-from rlboost_providers.aws import AwsPool, AwsProvider
-from rlboost_providers.base import (
+from rlboost_providers.aws.provider import AwsPool, AwsProvider
+from rlboost_providers.base import tags
+from rlboost_providers.base.provider import (
     Ability,
     CanPreempt,
     CanSweep,
@@ -28,16 +28,16 @@ from rlboost_providers.base import (
     Offer,
     Provider,
 )
-from rlboost_providers.gcp import GcpPool, GcpProvider
-from rlboost_providers.local import LocalProvider
+from rlboost_providers.gcp.provider import GcpPool, GcpProvider
+from rlboost_providers.local.provider import LocalProvider
 from rlboost_providers.skypilot import SkyPilotProvider
 from rlboost_providers.skypilot import provider as skypilot_provider
-from rlboost_providers.skypilot.sweep import SkyPilotSweeper
-from rlboost_providers.ssh import SshPool, SshProvider
-from rlboost_providers.ssh_host import TAG
+from rlboost_providers.skypilot.session import SkyPilotSweeper
+from rlboost_providers.ssh.provider import SshPool, SshProvider
 from rlboost_runtime.errors import ConfigError, NotFound, ProviderError
 from rlboost_runtime.job import CloudOffer, LocalOffer
-from rlboost_runtime.process_tags import kill_tagged, tagged
+from rlboost_runtime.processes import kill_tagged, tagged
+from rlboost_runtime.remote.ssh_host import TAG
 from tests.fakes.ec2 import IMAGE, REGION, fake_ec2
 from tests.fakes.gce import fake_gce
 from tests.fakes.hypervisor import AGENT

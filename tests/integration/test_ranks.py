@@ -84,7 +84,7 @@ def test_two_ranks_and_random_micro_batches_take_the_step_of_one(two_ranks, case
 
 LOST = """
 import datetime, os, signal
-from rlboost_runtime.trainer import ranks
+from rlboost_runtime.trainer.learn import ranks
 
 ranks.COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=5)
 mine = ranks.Ranks.join()

@@ -22,26 +22,31 @@ from rlboost_cli.head.mirror import close_mirror, is_complete, open_mirror
 from rlboost_cli.head.rental_books import find_out, settle, take_report
 from rlboost_cli.head.renting import give_back, rent
 from rlboost_cli.main import app
-from rlboost_cli.money.costs import report_of
-from rlboost_cli.planning import probe
+from rlboost_cli.planning import agreement as probe
 from rlboost_cli.runs import sweep
 from rlboost_cli.runs.target import find_target
 from rlboost_cli.runs.teardown import end_run, end_without_head
-from rlboost_providers.aws import AwsProvider
-from rlboost_providers.base import LaunchRequest, MachineState, MachineView
+from rlboost_providers.aws.provider import AwsProvider
+from rlboost_providers.base.provider import LaunchRequest, MachineState, MachineView
 from rlboost_providers.registry import head_usd_per_hour, provider_for
 from rlboost_providers.skypilot import SkyPilotProvider, session
-from rlboost_runtime.coordinator.bought import Bought
-from rlboost_runtime.coordinator.ledger import Ledger
+from rlboost_runtime.billing.books import report_of
+from rlboost_runtime.billing.launch_records import (
+    Bought,
+    IntentCopy,
+    Rental,
+    current_rental,
+    keep_rental,
+    kept_rentals,
+)
+from rlboost_runtime.billing.ledger import Ledger
 from rlboost_runtime.errors import ConfigError, CredentialsRejected, NoCapacity, ProviderError, RuntimeFault
-from rlboost_runtime.head_place import kept_place
-from rlboost_runtime.intent_copy import IntentCopy
 from rlboost_runtime.job import Trainer
-from rlboost_runtime.job_file import load_job
-from rlboost_runtime.rental import Rental, current_rental, keep_rental, kept_rentals
-from rlboost_runtime.run_create import prepare_run, reopen, stored_job
-from rlboost_runtime.run_folder import RunFolder, read_json, write_json
-from rlboost_runtime.trainer.run_report import put_report
+from rlboost_runtime.job.file.load import load_job
+from rlboost_runtime.run.create import prepare_run, reopen, stored_job
+from rlboost_runtime.run.folder import RunFolder, read_json, write_json
+from rlboost_runtime.run.head import kept_place
+from rlboost_runtime.trainer.artifacts.report import put_report
 from tests.fakes.ec2 import IMAGE, REGION, FakeEc2, Refusal, fake_ec2
 from tests.fakes.skypilot import ON_DEMAND, FakeSkyPilot
 

@@ -16,9 +16,9 @@ from pydantic import ValidationError
 
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import HttpReward
-from rlboost_runtime.reward_failures import RewardFailure
-from rlboost_runtime.trainer.reward_outcome import Reward
-from rlboost_runtime.trainer.rewards import RewardCall, RewardScorer
+from rlboost_runtime.protocol.reward_failures import RewardFailure
+from rlboost_runtime.trainer.rewards.outcome import Reward
+from rlboost_runtime.trainer.rewards.scorer import RewardCall, RewardScorer
 
 pytestmark = pytest.mark.integration
 

@@ -14,10 +14,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from rlboost_cli.main import app
-from rlboost_cli.simulation.simulated_job import model_of_config
-from rlboost_runtime.sim.hardware import MODELS
+from rlboost_cli.simulation.job import model_of_config
+from rlboost_runtime.sim.presets import MODELS
 from rlboost_runtime.traces import PROFILES, generate_trace, load_trace
-from rlboost_runtime.traces.known import KNOWN
+from rlboost_runtime.traces.catalogue import KNOWN
 
 pytestmark = pytest.mark.integration
 

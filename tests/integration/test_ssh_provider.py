@@ -12,10 +12,10 @@ import time
 import psutil
 import pytest
 
-from rlboost_providers import ssh
-from rlboost_providers.base import LaunchRequest, MachineState
-from rlboost_providers.ssh import SshPool, SshProvider
-from rlboost_providers.ssh_connection import address_of
+from rlboost_providers.base.provider import LaunchRequest, MachineState
+from rlboost_providers.ssh import provider as ssh
+from rlboost_providers.ssh.connection import address_of
+from rlboost_providers.ssh.provider import SshPool, SshProvider
 from rlboost_runtime.errors import ConfigError, CredentialsRejected, NoCapacity, Retry
 from tests.fakes.hypervisor import AGENT, wait_until
 from tests.fakes.sshd import make_home, make_key, sshd_on

@@ -17,17 +17,16 @@ import time
 import psutil
 import pytest
 
-from rlboost_runtime.coordinator.ledger import Ledger
+from rlboost_runtime.billing.ledger import Ledger
+from rlboost_runtime.deploy.bootstrap import RESERVED_MACHINE
 from rlboost_runtime.job import Job, ReasoningGym, TinyModel
-from rlboost_runtime.machine_bootstrap import RESERVED_MACHINE
-from rlboost_runtime.process_tags import kill_tagged, tagged
-from rlboost_runtime.run_folder import RunFolder, read_json, write_json
-from rlboost_runtime.security import create_secrets, read_token
-from rlboost_runtime.supervision import watched
-from rlboost_runtime.supervision.attempts import Tuning
-from rlboost_runtime.supervision.coordinator_client import ask_to_stop
-from rlboost_runtime.supervision.roles import Role
-from rlboost_runtime.supervisor import Supervisor
+from rlboost_runtime.processes import kill_tagged, tagged
+from rlboost_runtime.run.folder import RunFolder, read_json, write_json
+from rlboost_runtime.run.security import create_secrets, read_token
+from rlboost_runtime.supervisor import watched
+from rlboost_runtime.supervisor.roles import Role
+from rlboost_runtime.supervisor.supervisor import Supervisor, ask_to_stop
+from rlboost_runtime.supervisor.watched import Tuning
 
 pytestmark = pytest.mark.integration
 
@@ -39,10 +38,10 @@ HARNESS = """
 import asyncio, json, logging, signal, sys
 from pathlib import Path
 from rlboost_runtime.logs import setup
-from rlboost_runtime.run_folder import RunFolder
-from rlboost_runtime.supervision.attempts import Tuning
-from rlboost_runtime.supervision.roles import Role
-from rlboost_runtime.supervisor import Supervisor, only_supervisor
+from rlboost_runtime.run.folder import RunFolder
+from rlboost_runtime.supervisor.watched import Tuning
+from rlboost_runtime.supervisor.roles import Role
+from rlboost_runtime.supervisor.supervisor import Supervisor, only_supervisor
 
 run = RunFolder(Path(sys.argv[1]))
 table = json.loads(sys.argv[2])

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlboost_runtime.errors import ConfigError, ProviderError
-from rlboost_runtime.traces.fetch import cached, fetch_trace
-from rlboost_runtime.traces.known import KNOWN, KnownTrace
+from rlboost_runtime.traces.catalogue import KNOWN, KnownTrace, cached, fetch_trace
 
 pytestmark = pytest.mark.integration
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlboost_runtime.job import Job
-from rlboost_runtime.run_folder import RunFolder
+from rlboost_runtime.run.folder import RunFolder
 from rlboost_runtime.trainer import tracking
 from rlboost_runtime.trainer.tracking import Trackers
 

@@ -19,17 +19,9 @@ from safetensors.torch import load_file
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 
-from rlboost_runtime import security
 from rlboost_runtime.errors import RLBoostError, RuntimeFault
 from rlboost_runtime.job import Job
-from rlboost_runtime.run_folder import RunFolder, write_json
-from rlboost_runtime.trainer.__main__ import EXIT_CANNOT_GO_ON, train
-from rlboost_runtime.trainer.metrics import MetricsLog
-from rlboost_runtime.trainer.output import Output
-from rlboost_runtime.trainer.step_stream import StepStream
-from rlboost_runtime.weights.manifest import read_manifest
-from rlboost_runtime.weights.store import WeightStore
-from rlboost_runtime.wire import (
+from rlboost_runtime.protocol.messages import (
     Checkpointed,
     FinishedResponse,
     GroupDone,
@@ -49,6 +41,14 @@ from rlboost_runtime.wire import (
     encode,
     trainer_message_decoder,
 )
+from rlboost_runtime.run import security
+from rlboost_runtime.run.folder import RunFolder, write_json
+from rlboost_runtime.trainer.__main__ import EXIT_CANNOT_GO_ON, train
+from rlboost_runtime.trainer.artifacts.output import Output
+from rlboost_runtime.trainer.rollout.metrics import MetricsLog
+from rlboost_runtime.trainer.rollout.step_stream import StepStream
+from rlboost_runtime.weights.manifest import read_manifest
+from rlboost_runtime.weights.store.store import WeightStore
 
 pytestmark = pytest.mark.integration
 

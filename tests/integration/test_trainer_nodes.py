@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 from safetensors.torch import load_file
 
-from rlboost_runtime.wire import StepRequest
+from rlboost_runtime.protocol.messages import StepRequest
 from tests.integration.test_trainer import STEPS, Coordinator, go, lines, make_run, start
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]

@@ -19,10 +19,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from rlboost_runtime.agent.engine_host import make_engine
 from rlboost_runtime.engines.base import EngineDied, EngineSpec, LoadFailed, Output, Request
-from rlboost_runtime.engines.factory import make_engine
-from rlboost_runtime.engines.transformers import TransformersEngine
-from rlboost_runtime.wire import Sampling
+from rlboost_runtime.engines.transformers.engine import TransformersEngine
+from rlboost_runtime.protocol.messages import Sampling
 
 pytestmark = [pytest.mark.integration, pytest.mark.asyncio(loop_scope="module")]
 
@@ -329,7 +329,7 @@ async def test_pacing_holds_the_rate(models, tmp_path):
 
 
 async def test_nobody_reading_holds_the_child_and_reading_goes_on(greedy_engine, models, monkeypatch):
-    monkeypatch.setattr("rlboost_runtime.engines.transformers.MAX_UNREAD_STEPS", 10)
+    monkeypatch.setattr("rlboost_runtime.engines.transformers.engine.MAX_UNREAD_STEPS", 10)
     await greedy_engine.load(0, models[0][1])
     greedy_engine.submit([Request(0, [20], 300)])
     await asyncio.sleep(0.4)
@@ -360,8 +360,8 @@ PARENT = """
 import asyncio, sys
 from pathlib import Path
 from rlboost_runtime.engines.base import EngineSpec, Request
-from rlboost_runtime.engines.factory import make_engine
-from rlboost_runtime.wire import Sampling
+from rlboost_runtime.agent.engine_host import make_engine
+from rlboost_runtime.protocol.messages import Sampling
 
 async def main():
     folder = Path(sys.argv[1])

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from websockets.asyncio.server import Request, Response, ServerConnection, serve
 
-from rlboost_runtime import security, transport
 from rlboost_runtime.errors import ProtocolError
-from rlboost_runtime.run_folder import RunFolder
-from rlboost_runtime.wire import MAX_MESSAGE_BYTES
+from rlboost_runtime.protocol import transport
+from rlboost_runtime.protocol.messages import MAX_MESSAGE_BYTES
+from rlboost_runtime.run import security
+from rlboost_runtime.run.folder import RunFolder
 
 pytestmark = pytest.mark.integration
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from rlboost_runtime.errors import ProtocolError, RuntimeFault
-from rlboost_runtime.weights import relaying
-from rlboost_runtime.weights.bucket import BucketSource, forget, open_bucket, relay
 from rlboost_runtime.weights.manifest import MANIFEST, Probe, decode_manifest
-from rlboost_runtime.weights.range_client import Absent, Unusable
-from rlboost_runtime.weights.relaying import Relay
-from rlboost_runtime.weights.store import WeightStore
+from rlboost_runtime.weights.pull.bucket import BucketSource, forget, open_bucket, relay
+from rlboost_runtime.weights.pull.range_client import Absent, Unusable
+from rlboost_runtime.weights.serve import server as relaying
+from rlboost_runtime.weights.serve.server import Relay
+from rlboost_runtime.weights.store.store import WeightStore
 
 pytestmark = pytest.mark.integration
 

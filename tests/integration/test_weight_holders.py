@@ -19,19 +19,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlboost_runtime import security
 from rlboost_runtime.errors import RuntimeFault
-from rlboost_runtime.run_folder import RunFolder
-from rlboost_runtime.weights import work as works
-from rlboost_runtime.weights.bucket import forget, open_bucket, relay
-from rlboost_runtime.weights.catalog import Catalog, Entry, PulledCatalog, StoreCatalog
-from rlboost_runtime.weights.choice import Transfer
-from rlboost_runtime.weights.holders import Holder, Kind
+from rlboost_runtime.run import security
+from rlboost_runtime.run.folder import RunFolder
 from rlboost_runtime.weights.manifest import Manifest, Probe, read_manifest
-from rlboost_runtime.weights.pull import Deadlines, Pulled, PullRequest, pull
-from rlboost_runtime.weights.serving import WeightHttpServer
-from rlboost_runtime.weights.store import LEASE, WeightStore
-from rlboost_runtime.weights.work import Progress
+from rlboost_runtime.weights.pull import chunk_scheduler as works
+from rlboost_runtime.weights.pull.bucket import forget, open_bucket, relay
+from rlboost_runtime.weights.pull.chunk_scheduler import Progress
+from rlboost_runtime.weights.pull.pull import Deadlines, Pulled, PullRequest, pull
+from rlboost_runtime.weights.pull.sources import Holder, Kind, Transfer
+from rlboost_runtime.weights.serve.catalog import Catalog, Entry, PulledCatalog, StoreCatalog
+from rlboost_runtime.weights.serve.http import WeightHttpServer
+from rlboost_runtime.weights.store.store import LEASE, WeightStore
 
 pytestmark = pytest.mark.integration
 
@@ -239,7 +238,7 @@ def test_a_delta_that_did_not_come_whole_is_not_offered_to_peers(lab: Lab, head:
 
 
 def test_a_killed_restore_is_taken_up_again(lab: Lab, head: Holder, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rlboost_runtime.weights import restore as restoring
+    from rlboost_runtime.weights.pull import restore as restoring
 
     lab.publish(0)
     lab.pull("a", head, 0)
@@ -612,7 +611,7 @@ def test_a_bucket_that_does_not_answer_delays_nobody(
 
 
 def test_a_newcomer_goes_before_those_that_serve(lab: Lab) -> None:
-    from rlboost_runtime.weights.shares import Shares
+    from rlboost_runtime.weights.serve.connections import Shares
 
     shares = Shares()
     serving = [shares.begin("old", None) for _ in range(3)]

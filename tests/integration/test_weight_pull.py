@@ -23,15 +23,15 @@ from typing import Any
 
 import pytest
 
-from rlboost_runtime import security
 from rlboost_runtime.errors import ProtocolError, RuntimeFault
-from rlboost_runtime.run_folder import RunFolder, read_json
-from rlboost_runtime.weights import pull as pull_module
+from rlboost_runtime.run import security
+from rlboost_runtime.run.folder import RunFolder, read_json
 from rlboost_runtime.weights.manifest import Manifest, Probe
-from rlboost_runtime.weights.part_folder import part_folder
-from rlboost_runtime.weights.pull import Deadlines, Pulled, PullRequest, pull
-from rlboost_runtime.weights.store import LEASE, WeightStore
-from rlboost_runtime.weights.work import Progress
+from rlboost_runtime.weights.pull import pull as pull_module
+from rlboost_runtime.weights.pull.chunk_scheduler import Progress
+from rlboost_runtime.weights.pull.pull import Deadlines, Pulled, PullRequest, pull
+from rlboost_runtime.weights.store.part_folder import part_folder
+from rlboost_runtime.weights.store.store import LEASE, WeightStore
 
 pytestmark = pytest.mark.integration
 
@@ -214,7 +214,7 @@ def puller(run: RunFolder, folder: Path, url: str, **options: Any) -> Iterator[s
     asked = request(run, folder, url, **options)
     line = json.dumps({name: getattr(asked, name) for name in asked.__struct_fields__}).encode() + b"\n"
     process = subprocess.Popen(
-        [sys.executable, "-m", "rlboost_runtime.weights.puller"],
+        [sys.executable, "-m", "rlboost_runtime.weights.pull.child"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=ENV,
@@ -246,7 +246,7 @@ def same_files(run: RunFolder, folder: Path, version: int = 1) -> bool:
 def real_server(run: RunFolder) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     started_before = run.weights_endpoint.exists()
     process = subprocess.Popen(
-        [sys.executable, "-m", "rlboost_runtime.weights.server", str(run.path)],
+        [sys.executable, "-m", "rlboost_runtime.weights.serve.server", str(run.path)],
         env=ENV,
         stderr=subprocess.DEVNULL,
     )
@@ -516,7 +516,7 @@ def test_progress_is_reported_while_it_lasts(run: RunFolder, folder: Path) -> No
 
 def test_a_request_that_cannot_be_read_is_told() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "rlboost_runtime.weights.puller"],
+        [sys.executable, "-m", "rlboost_runtime.weights.pull.child"],
         input=b'{"url": 1}\n',
         capture_output=True,
         env=ENV,

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from rlboost_runtime import security
-from rlboost_runtime.run_folder import RunFolder, read_json
-from rlboost_runtime.weights import connections, peer, server
+from rlboost_runtime.run import security
+from rlboost_runtime.run.folder import RunFolder, read_json
 from rlboost_runtime.weights.manifest import Probe, decode_manifest
-from rlboost_runtime.weights.range_client import RECEIVER_HEADER
-from rlboost_runtime.weights.store import WeightStore
+from rlboost_runtime.weights.pull.range_client import RECEIVER_HEADER
+from rlboost_runtime.weights.serve import connections, peer, server
+from rlboost_runtime.weights.store.store import WeightStore
 
 pytestmark = pytest.mark.integration
 
@@ -280,7 +280,7 @@ def test_a_file_cut_short_while_it_is_sent_ends_the_answer_not_the_server(run: R
 
 def start(run: RunFolder) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-m", "rlboost_runtime.weights.server", str(run.path)],
+        [sys.executable, "-m", "rlboost_runtime.weights.serve.server", str(run.path)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         stderr=subprocess.PIPE,
     )
@@ -325,7 +325,7 @@ def test_a_taken_port_is_a_clear_error(run: RunFolder) -> None:
 
 def test_wrong_arguments_are_told(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "rlboost_runtime.weights.server"],
+        [sys.executable, "-m", "rlboost_runtime.weights.serve.server"],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         timeout=30,

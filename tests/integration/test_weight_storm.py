@@ -27,17 +27,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlboost_runtime import security
 from rlboost_runtime.errors import RLBoostError
-from rlboost_runtime.run_folder import RunFolder
-from rlboost_runtime.weights import part_folder, work
-from rlboost_runtime.weights.catalog import Catalog, Entry, PulledCatalog, StoreCatalog
-from rlboost_runtime.weights.holders import Holder, Kind
+from rlboost_runtime.run import security
+from rlboost_runtime.run.folder import RunFolder
 from rlboost_runtime.weights.manifest import Probe
-from rlboost_runtime.weights.pull import Deadlines, PullRequest, pull
-from rlboost_runtime.weights.serving import WeightHttpServer
-from rlboost_runtime.weights.store import LEASE, WeightStore
-from rlboost_runtime.weights.work import Progress
+from rlboost_runtime.weights.pull import chunk_scheduler as work
+from rlboost_runtime.weights.pull.chunk_scheduler import Progress
+from rlboost_runtime.weights.pull.pull import Deadlines, PullRequest, pull
+from rlboost_runtime.weights.pull.sources import Holder, Kind
+from rlboost_runtime.weights.serve.catalog import Catalog, Entry, PulledCatalog, StoreCatalog
+from rlboost_runtime.weights.serve.http import WeightHttpServer
+from rlboost_runtime.weights.store import part_folder
+from rlboost_runtime.weights.store.store import LEASE, WeightStore
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(3600)]
 

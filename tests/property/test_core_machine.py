@@ -14,11 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rlboost_runtime.core.core import Core
-from rlboost_runtime.core.lease import LeaseState
-from rlboost_runtime.core.log import decode_event, encode_command, encode_event
-from rlboost_runtime.core.machines import REJOIN_S
-from rlboost_runtime.core.messages import (
+from rlboost_runtime.core.base.messages import (
     Abort,
     Assign,
     Beat,
@@ -62,6 +58,10 @@ from rlboost_runtime.core.messages import (
     VersionRefused,
     Wake,
 )
+from rlboost_runtime.core.core import Core
+from rlboost_runtime.core.replay import decode_event, encode_command, encode_event
+from rlboost_runtime.core.state.machines import REJOIN_S
+from rlboost_runtime.core.window.gpu_lease import LeaseState
 
 pytestmark = pytest.mark.property
 

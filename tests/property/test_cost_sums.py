@@ -14,11 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlboost_cli.money.cost_csv import COLUMNS, WASTE, cost_csv
-from rlboost_cli.money.cost_text import WIDTH, cost_lines
-from rlboost_runtime.coordinator.accounts import UsageKind, WasteKind, to_ns
-from rlboost_runtime.coordinator.ledger import Ledger
-from rlboost_runtime.coordinator.report import cost_report
+from rlboost_cli.views.cost import COLUMNS, WASTE, WIDTH, cost_csv, cost_lines
+from rlboost_runtime.billing.accounts import UsageKind, WasteKind, to_ns
+from rlboost_runtime.billing.ledger import Ledger
+from rlboost_runtime.billing.report import cost_report
 from rlboost_runtime.job import Budget
 
 pytestmark = pytest.mark.property

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.paper import fleet_size
-from benchmarks.paper.fleet_size import Setting
+from benchmarks.scheduler import fleet_size
+from benchmarks.scheduler.fleet_size import Setting
 
 pytestmark = pytest.mark.property
 

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from rlboost_runtime.agent.outbox import Outbox
 from rlboost_runtime.engines.base import Output
-from rlboost_runtime.wire import Frame
+from rlboost_runtime.protocol.messages import Frame
 
 pytestmark = pytest.mark.property
 

@@ -1,4 +1,4 @@
-"""Promises 1 to 4 in random lives with random faults; `python -m benchmarks.paper.faults` runs thousands."""
+"""Promises 1 to 4 in random lives with random faults; `benchmarks.scheduler.faults` runs thousands."""
 
 from __future__ import annotations
 

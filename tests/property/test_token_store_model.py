@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from rlboost_runtime import wire
-from rlboost_runtime.coordinator.token_store import TokenStore
+from rlboost_runtime.coordinator.storage.token_store import TokenStore
+from rlboost_runtime.protocol import messages as wire
 
 pytestmark = pytest.mark.property
 

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from rlboost_runtime.errors import ProtocolError
 from rlboost_runtime.weights import manifest as manifests
-from rlboost_runtime.weights.manifest import Chunk, File, Manifest, Probe
-from rlboost_runtime.weights.part_folder import part_folder, pieces_of
-from rlboost_runtime.weights.store import describe_file
-from rlboost_runtime.weights.work import RANGE_BYTES, HolderState, Progress, Work
+from rlboost_runtime.weights.manifest import Chunk, File, Manifest, Probe, describe_file
+from rlboost_runtime.weights.pull.chunk_scheduler import RANGE_BYTES, HolderState, Progress, Work
+from rlboost_runtime.weights.store.part_folder import part_folder, pieces_of
 
 pytestmark = pytest.mark.property
 

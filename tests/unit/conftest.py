@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from rlboost_runtime.core.core import Core
-from rlboost_runtime.core.messages import (
+from rlboost_runtime.core.base.messages import (
     Assign,
     Beat,
     Command,
@@ -29,6 +28,7 @@ from rlboost_runtime.core.messages import (
     Tick,
     VersionPublished,
 )
+from rlboost_runtime.core.core import Core
 
 
 class CoreDriver:

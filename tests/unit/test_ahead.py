@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlboost_runtime.trainer.ahead import AskedStep, AskedSteps
-from rlboost_runtime.trainer.data import Prompt
+from rlboost_runtime.trainer.data.prompts import AskedStep, AskedSteps, Prompt
 
 PROMPT = Prompt(0, "p", (1,), {})
 

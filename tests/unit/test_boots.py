@@ -6,12 +6,12 @@ import sqlite3
 
 import pytest
 
-from rlboost_cli.live.boot_times import PHASES
-from rlboost_runtime.coordinator.boots import Boots
-from rlboost_runtime.coordinator.ledger import Ledger
-from rlboost_runtime.core.life import Life
-from rlboost_runtime.core.machines import LEGAL, Machine, MachineState
-from rlboost_runtime.wire import SCHEMA, AgentHello, VersionReady
+from rlboost_cli.views.run_view import PHASES
+from rlboost_runtime.billing.ledger import Ledger
+from rlboost_runtime.coordinator.observers.boot_times import Boots
+from rlboost_runtime.core.base.state_machine import Life
+from rlboost_runtime.core.state.machines import LEGAL, Machine, MachineState
+from rlboost_runtime.protocol.messages import SCHEMA, AgentHello, VersionReady
 
 
 def machine(name: str = "spot-1", launched_at: float | None = 14.0) -> Machine:

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rlboost_runtime.trainer import checkpoint
-from rlboost_runtime.trainer.checkpoint import Checkpoint, TrainedState
-from rlboost_runtime.trainer.checkpoint_writer import CheckpointWriter
-from rlboost_runtime.trainer.snapshot import ModelSnapshot
+from rlboost_runtime.trainer.artifacts import checkpoint
+from rlboost_runtime.trainer.artifacts.checkpoint import Checkpoint, CheckpointWriter, TrainedState
+from rlboost_runtime.trainer.learn.background import ModelSnapshot
 
 
 def taken(step: int) -> Checkpoint:

@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from rlboost_cli.commands.launch import launch
+from rlboost_cli.commands.run.launch import launch
 from rlboost_cli.main import app
 from rlboost_cli.terminal.errors import explained, render
 from rlboost_runtime.errors import (

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from rlboost_cli.money.costs import report_of
-from rlboost_providers.base import MachineState, MachineView
-from rlboost_runtime.coordinator.closing import close_books
-from rlboost_runtime.coordinator.ledger import Ledger
-from rlboost_runtime.machine_bootstrap import RESERVED_MACHINE
-from rlboost_runtime.run_folder import RunFolder, write_json
+from rlboost_providers.base.provider import MachineState, MachineView
+from rlboost_runtime.billing.books import close_books, report_of
+from rlboost_runtime.billing.ledger import Ledger
+from rlboost_runtime.deploy.bootstrap import RESERVED_MACHINE
+from rlboost_runtime.run.folder import RunFolder, write_json
 
 NOW = time.time()
 

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from rlboost_runtime.coordinator.accounts import to_ns
-from rlboost_runtime.coordinator.commitment import (
+from rlboost_runtime.billing.accounts import to_ns
+from rlboost_runtime.billing.budget import (
     CLOUD_WIND_DOWN_S,
     LOCAL_WIND_DOWN_S,
     committed_micro_usd,
     least_micro_usd,
     stay_micro_usd,
 )
-from rlboost_runtime.coordinator.ledger import Ledger
-from rlboost_runtime.rental import Rental
+from rlboost_runtime.billing.launch_records import Rental
+from rlboost_runtime.billing.ledger import Ledger
 
 A_DOLLAR_A_SECOND = 3_600_000_000
 

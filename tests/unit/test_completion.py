@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlboost_runtime.run_folder import RunFolder, write_json
+from rlboost_runtime.run.folder import RunFolder, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON_PATH = os.pathsep.join(str(ROOT / part) for part in ("", "runtime", "providers", "templates"))

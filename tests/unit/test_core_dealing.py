@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rlboost_runtime.core.dealing import GROUPS_PER_LOOK
-from rlboost_runtime.core.messages import Beat
-from rlboost_runtime.core.policy import POLYRL
+from rlboost_runtime.core.base.messages import Beat
+from rlboost_runtime.core.base.scheduling_policy import POLYRL
+from rlboost_runtime.core.dispatch.dealing import GROUPS_PER_LOOK
 
 
 def polyrl(new_run, *names: str, **capacity: int):

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from rlboost_runtime.core import dispatch
-from rlboost_runtime.core.messages import Abort, Beat, InstanceLeft, LossCause, Released, ReleaseReason
-from rlboost_runtime.core.policy import RLBOOST
+from rlboost_runtime.core.base.messages import Abort, Beat, InstanceLeft, LossCause, Released, ReleaseReason
+from rlboost_runtime.core.base.scheduling_policy import RLBOOST
+from rlboost_runtime.core.dispatch import dispatcher as dispatch
 
 
 def test_responses_go_to_the_emptiest_instance(new_run) -> None:

@@ -6,18 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from rlboost_runtime.core.balance import Balancer
-from rlboost_runtime.core.crowd import Crowd
-from rlboost_runtime.core.instances import LEGAL as INSTANCE_MOVES
-from rlboost_runtime.core.instances import Instance, InstanceState
-from rlboost_runtime.core.lengths import ENOUGH, Lengths
-from rlboost_runtime.core.life import Life
-from rlboost_runtime.core.messages import Abort, Beat, Pool, ResponseRequest, StepStarted
-from rlboost_runtime.core.pace import Pace, StepTimes
-from rlboost_runtime.core.policy import RLBOOST, BalanceRule
-from rlboost_runtime.core.responses import StepBook
-from rlboost_runtime.core.seeding import Moment, StepObservation
-from rlboost_runtime.core.seeding_predicted import PredictedSeeding
+from rlboost_runtime.core.base.messages import Abort, Beat, Pool, ResponseRequest, StepStarted
+from rlboost_runtime.core.base.scheduling_policy import RLBOOST, BalanceRule
+from rlboost_runtime.core.base.state_machine import Life
+from rlboost_runtime.core.dispatch.balance import Balancer
+from rlboost_runtime.core.state.eligible import Crowd
+from rlboost_runtime.core.state.instances import LEGAL as INSTANCE_MOVES
+from rlboost_runtime.core.state.instances import Instance, InstanceState
+from rlboost_runtime.core.state.rates import ENOUGH, Lengths, Pace, StepTimes
+from rlboost_runtime.core.state.responses import StepBook
+from rlboost_runtime.core.window.algorithm_1 import Moment, StepObservation
+from rlboost_runtime.core.window.predicted import PredictedSeeding
 
 # --- lengths ----------------------------------------------------------------------------------------------
 

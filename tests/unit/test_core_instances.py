@@ -2,9 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlboost_runtime.core.instances import InstanceState
-from rlboost_runtime.core.life import IllegalMove
-from rlboost_runtime.core.messages import (
+from rlboost_runtime.core.base.messages import (
     Abort,
     Beat,
     Disconnected,
@@ -23,7 +21,9 @@ from rlboost_runtime.core.messages import (
     Tick,
     VersionRefused,
 )
-from rlboost_runtime.core.responses import ResponseState
+from rlboost_runtime.core.base.state_machine import IllegalMove
+from rlboost_runtime.core.state.instances import InstanceState
+from rlboost_runtime.core.state.responses import ResponseState
 
 
 @pytest.fixture

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlboost_runtime.core.lease import LeaseState
-from rlboost_runtime.core.messages import (
+from rlboost_runtime.core.base.messages import (
     Abort,
     CoordinatorRestarted,
     DeliverGroup,
@@ -22,6 +21,7 @@ from rlboost_runtime.core.messages import (
     TrainerLost,
     Wake,
 )
+from rlboost_runtime.core.window.gpu_lease import LeaseState
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ import typing
 
 import pytest
 
-from rlboost_runtime.core import messages as m
-from rlboost_runtime.core.log import decode_command, decode_event, encode_command, encode_event, replay
+from rlboost_runtime.core.base import messages as m
+from rlboost_runtime.core.replay import decode_command, decode_event, encode_command, encode_event, replay
 
 EVENTS: list[m.Event] = [
     m.RunStarted(0.0, m.CoreConfig(max_spot_instances=3, seeding_eta=math.pi, affinity_slack=0.1 + 0.2)),

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlboost_runtime.core.machines import FORGET_AFTER_S, REJOIN_S, MachineState
-from rlboost_runtime.core.messages import (
+from rlboost_runtime.core.base.messages import (
     CoordinatorRestarted,
     Disconnected,
     Evict,
@@ -18,6 +17,7 @@ from rlboost_runtime.core.messages import (
     StepTrained,
     TerminateMachine,
 )
+from rlboost_runtime.core.state.machines import FORGET_AFTER_S, REJOIN_S, MachineState
 
 
 def launches(commands) -> list[str]:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlboost_runtime.core.money import NS_PER_HOUR, cost_micro_usd, format_usd, parse_usd, split_exactly
+from rlboost_runtime.money import NS_PER_HOUR, cost_micro_usd, format_usd, parse_usd, split_exactly
 
 
 @given(st.integers(0, 10**9), st.integers(0, 10**18))

@@ -8,15 +8,7 @@ from random import Random
 
 import pytest
 
-from rlboost_runtime.core.balance import Profile, _batch, _bucket
-from rlboost_runtime.core.crowd import Crowd
-from rlboost_runtime.core.handover import LOADING_S
-from rlboost_runtime.core.instances import LEGAL, Instance, InstanceState
-from rlboost_runtime.core.lease import LeaseState
-from rlboost_runtime.core.lengths import Lengths
-from rlboost_runtime.core.life import Life
-from rlboost_runtime.core.log import decode_event, encode_event
-from rlboost_runtime.core.messages import (
+from rlboost_runtime.core.base.messages import (
     Abort,
     Assign,
     Beat,
@@ -30,8 +22,7 @@ from rlboost_runtime.core.messages import (
     RecallLease,
     RunStarted,
 )
-from rlboost_runtime.core.pace import Pace, StepTimes
-from rlboost_runtime.core.policy import (
+from rlboost_runtime.core.base.scheduling_policy import (
     ON_DEMAND,
     PAPER,
     POLICIES,
@@ -41,10 +32,18 @@ from rlboost_runtime.core.policy import (
     SizeRule,
     WindowRule,
 )
-from rlboost_runtime.core.seeding import StepObservation
-from rlboost_runtime.core.seeding_published import PublishedSeeding
-from rlboost_runtime.core.seeding_rules import seeding_for
-from rlboost_runtime.core.sizing import useful_instances
+from rlboost_runtime.core.base.state_machine import Life
+from rlboost_runtime.core.dispatch.balance import Profile, _batch, _bucket
+from rlboost_runtime.core.lease_controller import LOADING_S
+from rlboost_runtime.core.replay import decode_event, encode_event
+from rlboost_runtime.core.state.eligible import Crowd
+from rlboost_runtime.core.state.instances import LEGAL, Instance, InstanceState
+from rlboost_runtime.core.state.rates import Lengths, Pace, StepTimes
+from rlboost_runtime.core.window.algorithm_1 import StepObservation
+from rlboost_runtime.core.window.gpu_lease import LeaseState
+from rlboost_runtime.core.window.published import PublishedSeeding
+from rlboost_runtime.core.window.rules import seeding_for
+from rlboost_runtime.core.window.sizing import useful_instances
 
 
 def queue(run, name: str, queued: int, tokens: dict[int, int] | None = None) -> list:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.paper.scale import calls_per_event
+from benchmarks.scheduler.scale import calls_per_event
 from rlboost_runtime.sim import presets
 
 SMALL, LARGE, RESPONSES_PER_MACHINE = 8, 64, 16

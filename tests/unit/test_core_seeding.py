@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlboost_runtime.core.messages import (
+from rlboost_runtime.core.base.messages import (
     CoreConfig,
     Disconnected,
     InstanceLeft,
@@ -10,9 +10,9 @@ from rlboost_runtime.core.messages import (
     Reconnected,
     StepTrained,
 )
-from rlboost_runtime.core.policy import PAPER
-from rlboost_runtime.core.seeding import CountMeter, Seeding, StepObservation
-from rlboost_runtime.core.sizing import SurplusWatch, desired_machines, useful_instances
+from rlboost_runtime.core.base.scheduling_policy import PAPER
+from rlboost_runtime.core.window.algorithm_1 import CountMeter, Seeding, StepObservation
+from rlboost_runtime.core.window.sizing import SurplusWatch, desired_machines, useful_instances
 
 
 def seen(

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from rlboost_runtime.core.timers import INSTANCE_TIMERS, Timer, Timers
+from rlboost_runtime.core.base.timers import INSTANCE_TIMERS, Timer, Timers
 
 
 def test_the_earliest_deadline_is_exact_when_deadlines_move() -> None:

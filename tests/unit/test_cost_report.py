@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rlboost_runtime.coordinator.accounts import UsageKind, WasteKind
-from rlboost_runtime.coordinator.ledger import Ledger
-from rlboost_runtime.coordinator.report import cost_report
+from rlboost_runtime.billing.accounts import UsageKind, WasteKind
+from rlboost_runtime.billing.ledger import Ledger
+from rlboost_runtime.billing.report import cost_report
 from rlboost_runtime.job import Budget
 
 T0 = 1_800_000_000.0

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from rlboost_cli.money.cost_csv import cost_csv
-from rlboost_cli.money.cost_text import MAX_STEP_LINES, cost_lines
-from rlboost_runtime.coordinator.accounts import UsageKind, WasteKind
-from rlboost_runtime.coordinator.ledger import Ledger
-from rlboost_runtime.coordinator.report import cost_report
+from rlboost_cli.views.cost import MAX_STEP_LINES, cost_csv, cost_lines
+from rlboost_runtime.billing.accounts import UsageKind, WasteKind
+from rlboost_runtime.billing.ledger import Ledger
+from rlboost_runtime.billing.report import cost_report
 from rlboost_runtime.job import Budget
 
 T0 = 1_800_000_000.0

@@ -15,8 +15,14 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from rlboost_runtime.deploy.shipment import Software, common_part, template, worker_shipment
-from rlboost_runtime.deploy.wheel import PACKAGES, build_wheel
+from rlboost_runtime.deploy.shipment import (
+    PACKAGES,
+    Software,
+    build_wheel,
+    common_part,
+    template,
+    worker_shipment,
+)
 
 
 @pytest.fixture(scope="module")

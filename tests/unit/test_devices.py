@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlboost_runtime.engines.devices import device_environment, devices_of
+from rlboost_runtime.engines.base import device_environment, devices_of
 from rlboost_runtime.errors import ConfigError
 
 

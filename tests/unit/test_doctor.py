@@ -12,17 +12,18 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from rlboost_cli.doctor import bought, checks, local, machine
+from rlboost_cli.doctor import checks, local, machine
+from rlboost_cli.doctor import clouds as bought
 from rlboost_cli.doctor import job as of_job
 from rlboost_cli.doctor.findings import Diagnosis, Finding, Patient, Verdict, fail, failed, lines_of, ok, warn
 from rlboost_cli.main import app
 from rlboost_providers.skypilot import session
 from rlboost_runtime.errors import CredentialsRejected, ProviderError, QuotaExceeded
 from rlboost_runtime.job import Job
-from rlboost_runtime.run_create import prepare_run
-from rlboost_runtime.trainer.data import Example
-from rlboost_runtime.trainer.footprint import Footprint
-from rlboost_runtime.trainer.reward_outcome import Reward, RewardFailure
+from rlboost_runtime.run.create import prepare_run
+from rlboost_runtime.trainer.data.prompts import Example
+from rlboost_runtime.trainer.models.footprint import Footprint
+from rlboost_runtime.trainer.rewards.outcome import Reward, RewardFailure
 from tests.fakes.skypilot import FakeSkyPilot
 
 GIB = 2**30

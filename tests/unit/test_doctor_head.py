@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
-from rlboost_cli.doctor import bought, checks, head, markets
+from rlboost_cli.doctor import checks, head
+from rlboost_cli.doctor import clouds as bought
+from rlboost_cli.doctor import clouds as markets
 from rlboost_cli.doctor.findings import ACCOUNT, Finding, Patient, Verdict, lines_of
-from rlboost_runtime.head_place import HeadPlace
 from rlboost_runtime.job import Job
+from rlboost_runtime.run.head import HeadPlace
 
 GB = 10**9
 PLACE = HeadPlace("me@train-1")

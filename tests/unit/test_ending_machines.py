@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from rlboost_providers import ending
-from rlboost_providers.base import MachineState, MachineView
-from rlboost_providers.ending import end_every
-from rlboost_providers.several import Several
+from rlboost_providers.base import terminate as ending
+from rlboost_providers.base.multi import Several
+from rlboost_providers.base.provider import MachineState, MachineView
+from rlboost_providers.base.terminate import end_every
 from rlboost_runtime.errors import CredentialsRejected, NotYet, ProviderError, RuntimeFault
 
 

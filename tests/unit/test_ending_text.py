@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlboost_cli.live.ending_text import ended_lines, next_lines
+from rlboost_cli.views.ending import ended_lines, next_lines
 
 STATUS: dict[str, Any] = {
     "step": 10,

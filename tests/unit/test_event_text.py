@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlboost_cli.live.event_text import merged
+from rlboost_cli.views.events import merged
 
 
 def event(text: str, at: float = 0.0, kind: str = "joined") -> dict[str, Any]:

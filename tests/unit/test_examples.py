@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from rlboost_cli.main import app
 from rlboost_runtime.job import TinyModel
-from rlboost_runtime.job_file import load_job
+from rlboost_runtime.job.file.load import load_job
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"

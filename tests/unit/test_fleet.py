@@ -14,20 +14,20 @@ from typing import Any
 
 import pytest
 
-from rlboost_providers.base import LaunchRequest, MachineState, MachineView, Offer, Provider
-from rlboost_providers.several import Several
-from rlboost_runtime.coordinator import fleet as fleet_module
-from rlboost_runtime.coordinator import offer_choice
-from rlboost_runtime.coordinator.accounts import MachineBookState
-from rlboost_runtime.coordinator.bought import Bought
-from rlboost_runtime.coordinator.fleet import Fleet, MachineMaker
-from rlboost_runtime.coordinator.ledger import Ledger
-from rlboost_runtime.coordinator.state import State
-from rlboost_runtime.coordinator.waste import WasteMeter
-from rlboost_runtime.core import machines as core_machines
-from rlboost_runtime.core.messages import CoreConfig, LaunchFailed, RunEnding, TerminateMachine
+from rlboost_providers.base.multi import Several
+from rlboost_providers.base.provider import LaunchRequest, MachineState, MachineView, Offer, Provider
+from rlboost_runtime.billing.accounts import MachineBookState
+from rlboost_runtime.billing.launch_records import Bought
+from rlboost_runtime.billing.ledger import Ledger
+from rlboost_runtime.coordinator.driver.core_driver import State
+from rlboost_runtime.coordinator.fleet import controller as fleet_module
+from rlboost_runtime.coordinator.fleet import offer_choice
+from rlboost_runtime.coordinator.fleet.controller import Fleet, MachineMaker
+from rlboost_runtime.coordinator.observers.waste import WasteMeter
+from rlboost_runtime.core.base.messages import CoreConfig, LaunchFailed, RunEnding, TerminateMachine
+from rlboost_runtime.core.state import machines as core_machines
 from rlboost_runtime.errors import CredentialsRejected, NoCapacity, ProviderError
-from rlboost_runtime.run_folder import RunFolder
+from rlboost_runtime.run.folder import RunFolder
 from rlboost_runtime.seams import SystemClock, SystemDisk
 
 PRICE = 3_600_000_000  # micro-dollars per hour: $1 a second

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import Job, Lora, TinyModel
-from rlboost_runtime.trainer.footprint import LOGITS_COPIES, PROCESS_BYTES, ModelFacts, footprint
-from rlboost_runtime.trainer.model_look import look_at_model
-from rlboost_runtime.trainer.tiny import make_model, make_tokenizer
+from rlboost_runtime.trainer.models.facts import look_at_model
+from rlboost_runtime.trainer.models.footprint import LOGITS_COPIES, PROCESS_BYTES, ModelFacts, footprint
+from rlboost_runtime.trainer.models.tiny import make_model, make_tokenizer
 
 
 def job(model: Any, **changes: Any) -> Job:

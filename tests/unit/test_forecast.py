@@ -19,12 +19,12 @@ from rlboost_cli.planning.forecast import Forecast, seeding_s
 from rlboost_cli.planning.plan import describe_plan, launch_plan, plan_json
 from rlboost_cli.planning.rates import Rates, measured_rates
 from rlboost_providers import registry
-from rlboost_runtime.coordinator.ledger import Ledger
-from rlboost_runtime.core.messages import CoreConfig
-from rlboost_runtime.core.seeding import Seeding, StepObservation
+from rlboost_runtime.billing.ledger import Ledger
+from rlboost_runtime.core.base.messages import CoreConfig
+from rlboost_runtime.core.window.algorithm_1 import Seeding, StepObservation
 from rlboost_runtime.job import Job
-from rlboost_runtime.run_create import prepare_run
-from rlboost_runtime.run_folder import RunFolder
+from rlboost_runtime.run.create import prepare_run
+from rlboost_runtime.run.folder import RunFolder
 
 START = 1_700_000_000.0
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from rlboost_runtime.trainer.selection import GroupSelection
+from rlboost_runtime.trainer.learn.sample import GroupSelection
 
 
 def run(policy: str, wanted: int, flat: set[int], order: list[int]) -> tuple[list[int], GroupSelection]:

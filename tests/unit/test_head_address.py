@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from rlboost_runtime.coordinator.server import bind
-from rlboost_runtime.head_address import HeadAddress, url_for, write_address
-from rlboost_runtime.run_folder import RunFolder, read_json
-from rlboost_runtime.weights.server import bind as bind_weights
+from rlboost_runtime.coordinator.links.server import bind
+from rlboost_runtime.run.folder import RunFolder, read_json
+from rlboost_runtime.run.head import HeadAddress, url_for, write_address
+from rlboost_runtime.weights.serve.server import bind as bind_weights
 
 
 @pytest.fixture

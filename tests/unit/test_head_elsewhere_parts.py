@@ -18,17 +18,18 @@ from typing import Any
 
 import pytest
 
-from rlboost_cli.head import deployment, mirror, program
+from rlboost_cli.head import deployment, mirror
 from rlboost_cli.head.connection import Head
 from rlboost_cli.head.mirror import close_mirror, is_complete, is_live, refresh, refresh_if_elsewhere
-from rlboost_cli.runs.liveness import is_supervised
-from rlboost_runtime.deploy.extras import requirements_of
+from rlboost_runtime.billing.launch_records import Rental, own_rental
+from rlboost_runtime.deploy.shipment import requirements_of
 from rlboost_runtime.errors import ProtocolError, RuntimeFault
-from rlboost_runtime.head_place import kept_place
 from rlboost_runtime.job import Job
-from rlboost_runtime.job_file import load_job
-from rlboost_runtime.rental import Rental, own_rental
-from rlboost_runtime.run_folder import RunFolder, write_json
+from rlboost_runtime.job.file.load import load_job
+from rlboost_runtime.remote import head as program
+from rlboost_runtime.run.folder import RunFolder, write_json
+from rlboost_runtime.run.head import kept_place
+from rlboost_runtime.run.index import is_supervised
 
 HEAD = {"infra": "ssh", "hosts": ["me@gpu-1.example.org:2222"], "python": "/opt/py", "folder": "/data"}
 

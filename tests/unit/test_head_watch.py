@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from rlboost_cli.head import watch
-from rlboost_cli.head.watch import Facts, facts_of, reason_to_end
+from rlboost_runtime.remote import watch
+from rlboost_runtime.remote.watch import Facts, facts_of, reason_to_end
 
 SETTINGS = {"idle_s": 900.0, "done": "down", "failed": "down", "ends_itself": True}
 

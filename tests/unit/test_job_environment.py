@@ -8,9 +8,8 @@ import pytest
 
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import Job
-from rlboost_runtime.job_environment import gather, keep, kept
-from rlboost_runtime.run_create import prepare_run, resume_run
-from rlboost_runtime.run_folder import RunFolder, write_json
+from rlboost_runtime.run.create import gather, keep, kept, prepare_run, resume_run
+from rlboost_runtime.run.folder import RunFolder, write_json
 
 JOB = """\
 name: demo
@@ -32,7 +31,7 @@ def job_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def load(path: Path) -> Job:
-    from rlboost_runtime.job_file import load_job
+    from rlboost_runtime.job.file.load import load_job
 
     return load_job(path)
 

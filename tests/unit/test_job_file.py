@@ -13,9 +13,9 @@ import pytest
 
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import HttpReward, PromptFile, TinyModel
-from rlboost_runtime.job_checks.shape import sections
-from rlboost_runtime.job_checks.tree import MAX_NODES
-from rlboost_runtime.job_file import JobErrors, describe_fields, hints, load_job
+from rlboost_runtime.job.file.load import JobErrors, describe_fields, hints, load_job
+from rlboost_runtime.job.file.shape import sections
+from rlboost_runtime.job.file.tree import MAX_NODES
 from rlboost_runtime.weights.manifest import MAX_CHUNK_BYTES
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -3,8 +3,8 @@
 import pytest
 
 from rlboost_runtime.job import Algorithm
-from rlboost_runtime.job_checks.sense import check_sense
-from rlboost_runtime.trainer.update import loss_config, recomputes_old
+from rlboost_runtime.job.file.load import check_sense
+from rlboost_runtime.trainer.learn.learner import loss_config, recomputes_old
 
 
 @pytest.mark.parametrize(

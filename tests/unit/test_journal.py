@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from rlboost_runtime.coordinator import journal as journal_module
-from rlboost_runtime.coordinator.journal import Journal, segment_path
+from rlboost_runtime.coordinator.storage import journal as journal_module
+from rlboost_runtime.coordinator.storage.journal import Journal, segment_path
 from rlboost_runtime.errors import RuntimeFault
 from rlboost_runtime.seams import SystemDisk
 

@@ -19,8 +19,8 @@ from benchmarks.learning.losses import (
     summary,
 )
 from rlboost_runtime.job import Job, TinyModel
-from rlboost_runtime.trainer.policy import Policy
-from rlboost_runtime.trainer.tiny import make_model, make_tokenizer
+from rlboost_runtime.trainer.learn.policy import Policy
+from rlboost_runtime.trainer.models.tiny import make_model, make_tokenizer
 
 UP, DOWN = [0.1] * 5 + [0.4] * 5, [0.4] * 5 + [0.1] * 5
 

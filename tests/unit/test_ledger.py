@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from rlboost_runtime.coordinator.accounts import MachineBookState, UsageKind, WasteKind
-from rlboost_runtime.coordinator.ledger import Ledger
-from rlboost_runtime.core.money import NS_PER_HOUR
+from rlboost_runtime.billing.accounts import MachineBookState, UsageKind, WasteKind
+from rlboost_runtime.billing.ledger import Ledger
 from rlboost_runtime.errors import NotFound, RuntimeFault
+from rlboost_runtime.money import NS_PER_HOUR
 
 T0 = 1_800_000_000.0
 
@@ -215,7 +215,7 @@ def test_what_was_committed_survives_a_killed_writer(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     writer = f"""
 import os, signal, pathlib
-from rlboost_runtime.coordinator.ledger import Ledger
+from rlboost_runtime.billing.ledger import Ledger
 books = Ledger(pathlib.Path({str(path)!r}))
 books.intend("a", pool="spot", provider="local", zone="z", accelerator="cpu", price_micro_usd_per_hour=1,
              price_source="s", at={T0})

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from rlboost_cli.main import COMMANDS
+from rlboost_cli.main import COMMANDS, module_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON_PATH = os.pathsep.join(str(ROOT / part) for part in ("", "runtime", "providers", "templates"))
@@ -121,7 +121,7 @@ def test_the_module_is_a_program_too() -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_table_of_commands_says_what_their_own_help_says(name: str) -> None:
-    function = getattr(importlib.import_module(f"rlboost_cli.commands.{name}"), name)
+    function = getattr(importlib.import_module(module_of(name)), name)
     assert (function.__doc__ or "").splitlines()[0] == COMMANDS[name]
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlboost_providers.local_machines import inherited_environment
+from rlboost_providers.local.machines import inherited_environment
 
 
 def test_a_machine_knows_where_programs_are_and_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlboost_runtime.trainer.losses import (
+from rlboost_runtime.trainer.learn.losses import (
     LossConfig,
     MismatchSums,
     Totals,

@@ -6,13 +6,13 @@ import msgspec
 import pytest
 
 from rlboost_runtime.agent.bootstrap import Bootstrap, read_bootstrap
-from rlboost_runtime.core.messages import Pool
+from rlboost_runtime.core.base.messages import Pool
+from rlboost_runtime.deploy.bootstrap import instances_of, make_bootstrap
 from rlboost_runtime.errors import NotYet
 from rlboost_runtime.job import Job, LocalOffer, Lora, Market, ReasoningGym, Rollout, Spot, TinyModel, Trainer
-from rlboost_runtime.machine_bootstrap import instances_of, make_bootstrap
-from rlboost_runtime.run_folder import RunFolder, write_json
-from rlboost_runtime.security import create_secrets, read_token
-from rlboost_runtime.supervision.roles import roles_of
+from rlboost_runtime.run.folder import RunFolder, write_json
+from rlboost_runtime.run.security import create_secrets, read_token
+from rlboost_runtime.supervisor.roles import roles_of
 
 
 def job_with(local_engines: int = 1, market: Market | None = None) -> Job:

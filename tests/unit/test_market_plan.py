@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlboost_providers.market_plan import SHORTEST_LIFE, Presence, SeededPlan, TracePlan, plan_for
+from rlboost_providers.local.market_plan import SHORTEST_LIFE, Presence, SeededPlan, TracePlan, plan_for
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import Market
 

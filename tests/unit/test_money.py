@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlboost_runtime.core.money import NS_PER_HOUR, cost_micro_usd, format_usd, split_exactly
+from rlboost_runtime.money import NS_PER_HOUR, cost_micro_usd, format_usd, split_exactly
 
 
 def test_an_hour_costs_its_price() -> None:

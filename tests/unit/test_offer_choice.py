@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rlboost_providers.base import Offer
-from rlboost_runtime.coordinator.offer_choice import (
+from rlboost_providers.base.provider import Offer
+from rlboost_runtime.coordinator.fleet.offer_choice import (
     CREDENTIALS_PAUSE_S,
     ERROR_PAUSE_S,
     FIRST_PAUSE_S,

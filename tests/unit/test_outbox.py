@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from rlboost_runtime.agent.outbox import Outbox
-from rlboost_runtime.core.messages import ReleaseReason
+from rlboost_runtime.core.base.messages import ReleaseReason
 from rlboost_runtime.engines.base import Output
-from rlboost_runtime.wire import Ending
+from rlboost_runtime.protocol.messages import Ending
 
 
 def test_a_frame_holds_one_version_and_order_is_kept():

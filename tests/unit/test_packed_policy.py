@@ -8,14 +8,14 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Con
 
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import Algorithm, Lora, TinyModel, Trainer
-from rlboost_runtime.trainer import lora as adapters
-from rlboost_runtime.trainer import token_logprobs as heads
-from rlboost_runtime.trainer.packing import micro_batches, pack
-from rlboost_runtime.trainer.policy import Policy
-from rlboost_runtime.trainer.tiny import make_model, make_tokenizer
-from rlboost_runtime.trainer.token_logprobs import token_logprobs
-from rlboost_runtime.trainer.update import Learner, Sample
-from rlboost_runtime.trainer.version_files import write_version
+from rlboost_runtime.trainer.learn import logprobs as heads
+from rlboost_runtime.trainer.learn import lora as adapters
+from rlboost_runtime.trainer.learn.learner import Learner, Sample
+from rlboost_runtime.trainer.learn.logprobs import token_logprobs
+from rlboost_runtime.trainer.learn.packing import micro_batches, pack
+from rlboost_runtime.trainer.learn.policy import Policy
+from rlboost_runtime.trainer.learn.version_files import write_version
+from rlboost_runtime.trainer.models.tiny import make_model, make_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

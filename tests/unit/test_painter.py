@@ -8,8 +8,7 @@ import random
 import pyte
 import pytest
 
-from rlboost_cli.terminal.painter import Painter
-from rlboost_cli.terminal.screen import Line, Size
+from rlboost_cli.terminal.screen import Line, Painter, Size
 
 SIZE = Size(40, 12)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlboost_cli.live.plain_lines import HEARTBEAT_S, NewLines
 from rlboost_cli.runs.run_status import RunStatus
+from rlboost_cli.views.live import HEARTBEAT_S, NewLines
 
 
 def live(**data: Any) -> RunStatus:

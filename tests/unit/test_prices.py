@@ -9,8 +9,14 @@ import pytest
 from typer.testing import CliRunner
 
 from rlboost_cli.main import app
-from rlboost_providers.price_table import ShippedTable
-from rlboost_providers.prices import PriceBook, Quote, check_quotes, parse_accelerator, price_book
+from rlboost_providers.base.prices import (
+    PriceBook,
+    Quote,
+    ShippedTable,
+    check_quotes,
+    parse_accelerator,
+    price_book,
+)
 from rlboost_runtime.errors import ConfigError, ProviderError
 
 QUOTE = Quote("aws", "us-east-2", "p5.48xlarge", "H100", 8, 55.0, 12.0, "2026-11-20", "a test", zone="a")

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlboost_runtime.trainer import publishing
-from rlboost_runtime.trainer.publishing import Publication, Publisher, WeightsCopy
+from rlboost_runtime.trainer.artifacts import publisher as publishing
+from rlboost_runtime.trainer.artifacts.publisher import Publication, Publisher, WeightsCopy
 from rlboost_runtime.weights.manifest import Probe
-from rlboost_runtime.weights.store import WeightStore
+from rlboost_runtime.weights.store.store import WeightStore
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

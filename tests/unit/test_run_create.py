@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from rlboost_providers.base import Offer
-from rlboost_runtime.coordinator.bought import Bought
+from rlboost_providers.base.provider import Offer
+from rlboost_runtime.billing.launch_records import Bought, Rental, keep_rental
 from rlboost_runtime.errors import ConfigError, NotFound, RuntimeFault
 from rlboost_runtime.job import Job, read_resolved
-from rlboost_runtime.rental import Rental, keep_rental
-from rlboost_runtime.run_create import differences, files_of, prepare_run, reopen, stored_job
-from rlboost_runtime.run_folder import RunFolder, home, write_json
-from rlboost_runtime.run_index import all_runs, find_run, is_open
+from rlboost_runtime.run.create import differences, files_of, prepare_run, reopen, stored_job
+from rlboost_runtime.run.folder import RunFolder, home, write_json
+from rlboost_runtime.run.index import all_runs, find_run, is_open
 
 
 @pytest.fixture(autouse=True)
@@ -64,11 +63,11 @@ def test_copies_that_a_killed_resumption_put_away_are_put_back(
             raise KeyboardInterrupt
         rename(source, target)
 
-    monkeypatch.setattr("rlboost_runtime.run_create.os.rename", cut_off)
+    monkeypatch.setattr("rlboost_runtime.run.create.os.rename", cut_off)
     with pytest.raises(KeyboardInterrupt):
         prepare_run(job_file, make_job(), resume=True)
     assert not run.files.exists()
-    monkeypatch.setattr("rlboost_runtime.run_create.os.rename", rename)
+    monkeypatch.setattr("rlboost_runtime.run.create.os.rename", rename)
     if not is_there:
         rewards.unlink()
     prepare_run(job_file, make_job(), resume=True)

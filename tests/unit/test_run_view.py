@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from rlboost_cli.live.fleet_table import fleet_rows
-from rlboost_cli.live.run_view import live_lines, status_lines
 from rlboost_cli.runs.run_status import RunStatus
 from rlboost_cli.terminal.screen import ASCII, UNICODE, Glyphs, Size
+from rlboost_cli.views.fleet_table import fleet_rows
+from rlboost_cli.views.run_view import live_lines, status_lines
 
 STATUS: dict[str, Any] = {
     "run": "demo",

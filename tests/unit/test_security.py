@@ -11,9 +11,9 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 
-from rlboost_runtime import security
 from rlboost_runtime.errors import ProtocolError, RuntimeFault
-from rlboost_runtime.run_folder import RunFolder
+from rlboost_runtime.run import security
+from rlboost_runtime.run.folder import RunFolder
 
 
 @pytest.fixture

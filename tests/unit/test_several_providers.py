@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rlboost_providers.base import (
+from rlboost_providers.base.multi import Several
+from rlboost_providers.base.provider import (
     Ability,
     LaunchRequest,
     MachineState,
@@ -16,11 +17,10 @@ from rlboost_providers.base import (
     Pace,
     PartlyListed,
 )
-from rlboost_providers.direct_offers import aws_pools, expected_usd_per_hour, gcp_pools
+from rlboost_providers.base.startup import startup_script
+from rlboost_providers.base.tags import machine_name, owner_of
+from rlboost_providers.offers import aws_pools, expected_usd_per_hour, gcp_pools
 from rlboost_providers.registry import cheapest_offer, prices_of, provider_for, require_ends
-from rlboost_providers.several import Several
-from rlboost_providers.startup import startup_script
-from rlboost_providers.tags import machine_name, owner_of
 from rlboost_runtime.errors import (
     ConfigError,
     CredentialsRejected,
@@ -30,7 +30,7 @@ from rlboost_runtime.errors import (
     Throttled,
 )
 from rlboost_runtime.job import CloudOffer, Job, LocalOffer, ReasoningGym, Rollout, Spot, SshOffer, TinyModel
-from rlboost_runtime.run_folder import RunFolder
+from rlboost_runtime.run.folder import RunFolder
 
 
 class Cloud:

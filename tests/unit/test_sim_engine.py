@@ -5,10 +5,17 @@ from random import Random
 
 import pytest
 
-from rlboost_runtime.sim.calibration import PAPER_CALIBRATION, Assumptions
 from rlboost_runtime.sim.engine_model import EngineModel, EngineSpeed, Sequence, engine_speed
-from rlboost_runtime.sim.hardware import H100, QWEN3_8B, QWEN3_14B, QWEN3_32B
-from rlboost_runtime.sim.presets import RESERVED_8_H100, SPOT_2_H100
+from rlboost_runtime.sim.presets import (
+    H100,
+    PAPER_CALIBRATION,
+    QWEN3_8B,
+    QWEN3_14B,
+    QWEN3_32B,
+    RESERVED_8_H100,
+    SPOT_2_H100,
+    Assumptions,
+)
 
 SPEED = EngineSpeed(
     weights_s=0.010,

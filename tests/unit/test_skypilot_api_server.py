@@ -15,7 +15,7 @@ import pytest
 
 from rlboost_providers.skypilot import api_server
 from rlboost_providers.skypilot.api_server import ServerUse
-from rlboost_providers.skypilot.process import SkyPilotProcess
+from rlboost_providers.skypilot.session import SkyPilotProcess
 
 _NAP = "import time; time.sleep(120)"
 SERVER = f"import subprocess, sys; [subprocess.Popen([sys.executable, '-c', {_NAP!r}]) for _ in 'ab']; {_NAP}"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rlboost_providers.skypilot import process as module
-from rlboost_providers.skypilot.process import SkyPilotProcess
+from rlboost_providers.skypilot import session as module
+from rlboost_providers.skypilot.session import SkyPilotProcess
 from rlboost_runtime.errors import ProviderError
 
 CHILD = """

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from rlboost_providers.base import CanPreempt, LaunchRequest, MachineState
+from rlboost_providers.base.provider import CanPreempt, LaunchRequest, MachineState
+from rlboost_providers.base.tags import head_of
 from rlboost_providers.skypilot import HeadTerms, SkyPilotProvider, session
 from rlboost_providers.skypilot import offers as offers_module
 from rlboost_providers.skypilot import provider as module
-from rlboost_providers.skypilot.sweep import SkyPilotSweeper
-from rlboost_providers.tags import head_of
+from rlboost_providers.skypilot.session import SkyPilotSweeper
 from rlboost_runtime.errors import ConfigError, NoCapacity, NotFound, NotYet, ProviderError, QuotaExceeded
 from rlboost_runtime.job import CloudOffer
 from tests.fakes.skypilot import FakeSkyPilot

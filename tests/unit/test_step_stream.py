@@ -10,9 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from rlboost_runtime.errors import ProtocolError, RuntimeFault
-from rlboost_runtime.trainer import coordinator_link
-from rlboost_runtime.trainer.step_stream import StepStream
-from rlboost_runtime.wire import (
+from rlboost_runtime.protocol.messages import (
     Checkpointed,
     FinishedResponse,
     GroupDone,
@@ -32,6 +30,8 @@ from rlboost_runtime.wire import (
     encode,
     trainer_message_decoder,
 )
+from rlboost_runtime.trainer.rollout import coordinator_link
+from rlboost_runtime.trainer.rollout.step_stream import StepStream
 
 PATIENCE_S = 10.0
 NOTHING_KNOWN = TrainerWelcome(None)

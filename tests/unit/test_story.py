@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from rlboost_runtime.coordinator.ledger import Ledger
-from rlboost_runtime.coordinator.story import Story
-from rlboost_runtime.core.messages import (
+from rlboost_runtime.billing.ledger import Ledger
+from rlboost_runtime.coordinator.observers.timeline import Story
+from rlboost_runtime.core.base.messages import (
     Command,
     Disconnected,
     Event,

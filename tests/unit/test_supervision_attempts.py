@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlboost_runtime.supervision.attempts import EX_CONFIG, EX_IOERR, EX_TEMPFAIL, Attempts, Tuning
+from rlboost_runtime.supervisor.watched import EX_CONFIG, EX_IOERR, EX_TEMPFAIL, Attempts, Tuning
 
 
 def attempts(measures_progress: bool = False, **tuning) -> Attempts:

@@ -8,9 +8,9 @@ import pytest
 
 from rlboost_cli.runs.target import find_target
 from rlboost_runtime.errors import ConfigError
-from rlboost_runtime.run_create import prepare_run
-from rlboost_runtime.run_folder import RunFolder, write_json
-from rlboost_runtime.run_index import is_open
+from rlboost_runtime.run.create import prepare_run
+from rlboost_runtime.run.folder import RunFolder, write_json
+from rlboost_runtime.run.index import is_open
 
 JOB = """\
 name: demo

@@ -9,7 +9,7 @@ from typer.testing import CliRunner, Result
 
 import rlboost_templates
 from rlboost_cli.main import app
-from rlboost_runtime.job_file import hints, load_job
+from rlboost_runtime.job.file.load import hints, load_job
 
 
 def rlboost(*arguments: str, code: int = 0) -> Result:

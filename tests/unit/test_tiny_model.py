@@ -9,14 +9,13 @@ from safetensors.torch import load_file
 
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import Job, PromptFile, TinyModel, Warmup
-from rlboost_runtime.trainer import warmup
-from rlboost_runtime.trainer.data import Example
-from rlboost_runtime.trainer.policy import Policy, Residency
-from rlboost_runtime.trainer.sampling import sample
-from rlboost_runtime.trainer.sharding import Adam
-from rlboost_runtime.trainer.tiny import END_ID, WarmupReport, make_model, make_tokenizer, prepare
-from rlboost_runtime.trainer.version_files import greedy_probe, scratch_folder, write_version
-from rlboost_runtime.trainer.warmup import NUM_HELD_OUT, warm_up, warmup_data
+from rlboost_runtime.trainer.data.prompts import Example
+from rlboost_runtime.trainer.learn.policy import Policy, Residency
+from rlboost_runtime.trainer.learn.ranks import Adam
+from rlboost_runtime.trainer.learn.version_files import greedy_probe, scratch_folder, write_version
+from rlboost_runtime.trainer.models import warmup
+from rlboost_runtime.trainer.models.tiny import END_ID, WarmupReport, make_model, make_tokenizer, prepare
+from rlboost_runtime.trainer.models.warmup import NUM_HELD_OUT, sample, warm_up, warmup_data
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rlboost_runtime import wire
-from rlboost_runtime.coordinator.token_store import TokenStore
-from rlboost_runtime.core.messages import FinishReason
+from rlboost_runtime.coordinator.storage.token_store import TokenStore
+from rlboost_runtime.core.base.messages import FinishReason
 from rlboost_runtime.errors import ProtocolError
+from rlboost_runtime.protocol import messages as wire
 
 STOP = 7
 

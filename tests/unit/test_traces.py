@@ -17,7 +17,7 @@ from rlboost_runtime.traces import (
     trace_rows,
     trace_statistics,
 )
-from rlboost_runtime.traces.known import KNOWN
+from rlboost_runtime.traces.catalogue import KNOWN
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED = Path(os.environ.get("RLBOOST_RECORDED_TRACES", ROOT.parent / "shared" / "data" / "traces"))

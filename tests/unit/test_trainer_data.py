@@ -6,7 +6,7 @@ import pytest
 
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import PromptFile, ReasoningGym
-from rlboost_runtime.trainer.data import Example, PromptSource, read_examples
+from rlboost_runtime.trainer.data.prompts import Example, PromptSource, read_examples
 
 
 def encode(text: str) -> list[int]:

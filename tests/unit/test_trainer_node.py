@@ -7,7 +7,8 @@ import threading
 
 import pytest
 
-from rlboost_runtime.trainer import launch, node
+from rlboost_runtime.trainer import node
+from rlboost_runtime.trainer import node as launch
 
 
 def listening() -> socket.socket:

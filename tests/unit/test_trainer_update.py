@@ -9,19 +9,19 @@ import torch
 
 from rlboost_runtime.errors import ProtocolError
 from rlboost_runtime.job import Algorithm, TinyModel
-from rlboost_runtime.reward_failures import RewardFailure
-from rlboost_runtime.trainer import checkpoint
-from rlboost_runtime.trainer.checkpoint import TrainedState
-from rlboost_runtime.trainer.data import Prompt
-from rlboost_runtime.trainer.groups import GroupDesk
+from rlboost_runtime.protocol.messages import FinishedResponse, GroupDone, Segment
+from rlboost_runtime.protocol.reward_failures import RewardFailure
+from rlboost_runtime.trainer.artifacts import checkpoint
+from rlboost_runtime.trainer.artifacts.checkpoint import TrainedState
+from rlboost_runtime.trainer.data.prompts import Prompt
+from rlboost_runtime.trainer.learn.learner import Learner, Sample
+from rlboost_runtime.trainer.learn.policy import Policy
 from rlboost_runtime.trainer.loop import micro_batch_sizes
-from rlboost_runtime.trainer.metrics import MetricsLog, group_metrics, percentile
-from rlboost_runtime.trainer.policy import Policy
-from rlboost_runtime.trainer.reward_outcome import Reward
-from rlboost_runtime.trainer.rewards import RewardCall
-from rlboost_runtime.trainer.tiny import make_model, make_tokenizer
-from rlboost_runtime.trainer.update import Learner, Sample
-from rlboost_runtime.wire import FinishedResponse, GroupDone, Segment
+from rlboost_runtime.trainer.models.tiny import make_model, make_tokenizer
+from rlboost_runtime.trainer.rewards.outcome import Reward
+from rlboost_runtime.trainer.rewards.scorer import RewardCall
+from rlboost_runtime.trainer.rollout.groups import GroupDesk
+from rlboost_runtime.trainer.rollout.metrics import MetricsLog, group_metrics, percentile
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

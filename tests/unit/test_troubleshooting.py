@@ -15,14 +15,14 @@ PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 SOURCES = ("rlboost_cli", "runtime/rlboost_runtime", "providers/rlboost_providers")
 HOLE = "…"
 COVERED = (  # modules whose errors a user of the local product meets: each must be on the page
-    "rlboost_cli/commands/preempt.py",
+    "rlboost_cli/commands/run/preempt.py",
     "rlboost_cli/runs/client.py",
-    "rlboost_cli/terminal/disk_errors.py",
+    "rlboost_cli/terminal/errors.py",
     "rlboost_cli/runs/teardown.py",
-    "runtime/rlboost_runtime/run_create.py",
-    "runtime/rlboost_runtime/run_index.py",
-    "runtime/rlboost_runtime/supervisor.py",
-    "runtime/rlboost_runtime/trainer/reward_outcome.py",
+    "runtime/rlboost_runtime/run/create.py",
+    "runtime/rlboost_runtime/run/index.py",
+    "runtime/rlboost_runtime/supervisor/supervisor.py",
+    "runtime/rlboost_runtime/trainer/rewards/outcome.py",
 )
 NOT_FOR_USERS = (
     "; the last one ",  # put together from what the page quotes

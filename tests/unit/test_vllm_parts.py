@@ -26,11 +26,11 @@ from rlboost_runtime.engines.vllm.command import (
 )
 from rlboost_runtime.engines.vllm.drafts import RECHECK_S, WINDOWS, DraftGate
 from rlboost_runtime.engines.vllm.engine import VllmServerEngine
-from rlboost_runtime.engines.vllm.socket_folder import PREFIX, SOCKET, remove_stale
-from rlboost_runtime.engines.vllm.spans import label_tokens
+from rlboost_runtime.engines.vllm.server import PREFIX, SOCKET, remove_stale
+from rlboost_runtime.engines.vllm.streams import label_tokens
 from rlboost_runtime.errors import ConfigError
-from rlboost_runtime.vllm_python import PYTHON_VARIABLE, EnginePython, find_engine_python
-from rlboost_runtime.wire import Sampling
+from rlboost_runtime.protocol.messages import Sampling
+from rlboost_runtime.run.engine_python import PYTHON_VARIABLE, EnginePython, find_engine_python
 
 
 @pytest.fixture

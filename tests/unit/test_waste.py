@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from rlboost_runtime.coordinator.ledger import Ledger
-from rlboost_runtime.coordinator.tally import Tally
-from rlboost_runtime.coordinator.waste import WasteMeter
-from rlboost_runtime.core.messages import Disconnected, LossCause, MachineGone, Pool, StepTrained
-from rlboost_runtime.machine_bootstrap import RESERVED_MACHINE
+from rlboost_runtime.billing.ledger import Ledger
+from rlboost_runtime.coordinator.driver.totals import Tally
+from rlboost_runtime.coordinator.observers.waste import WasteMeter
+from rlboost_runtime.core.base.messages import Disconnected, LossCause, MachineGone, Pool, StepTrained
+from rlboost_runtime.deploy.bootstrap import RESERVED_MACHINE
 
 T0 = 1_800_000_000.0
 

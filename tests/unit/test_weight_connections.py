@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from rlboost_runtime.weights import connections
-from rlboost_runtime.weights.connections import LEAST_BYTES, PROVE_S, UNREAD_S, Connection, Connections
+from rlboost_runtime.weights.serve import connections
+from rlboost_runtime.weights.serve.connections import LEAST_BYTES, PROVE_S, UNREAD_S, Connection, Connections
 
 
 @pytest.fixture

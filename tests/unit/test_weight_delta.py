@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from rlboost_runtime.weights import delta_codes, delta_torch
-from rlboost_runtime.weights import delta_kernels as kernels
 from rlboost_runtime.weights import manifest as manifests
-from rlboost_runtime.weights.choice import Link, Transfer, cost_usd, num_deltas
-from rlboost_runtime.weights.delta import BadDelta, Delta, DeltaStats, write_delta
+from rlboost_runtime.weights.delta import codes as delta_codes
+from rlboost_runtime.weights.delta import kernels
+from rlboost_runtime.weights.delta import torch_finder as delta_torch
+from rlboost_runtime.weights.delta.file import BadDelta, Delta, DeltaStats, write_delta
 from rlboost_runtime.weights.manifest import Chunk, Probe
-from rlboost_runtime.weights.store import WeightStore
+from rlboost_runtime.weights.pull.sources import Link, Transfer, cost_usd, num_deltas
+from rlboost_runtime.weights.store.store import WeightStore
 
 PROBE = Probe((1,), (2,), (-0.5,), 0.1)
 CHUNK = 8192

@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from rlboost_runtime.core.messages import Pool
+from rlboost_runtime.core.base.messages import Pool
+from rlboost_runtime.deploy.bootstrap import make_bootstrap
 from rlboost_runtime.job import Job, LocalOffer, ReasoningGym, Rollout, Spot, TinyModel
 from rlboost_runtime.job.run import Weights
-from rlboost_runtime.machine_bootstrap import make_bootstrap
-from rlboost_runtime.run_folder import RunFolder, write_json
-from rlboost_runtime.security import create_secrets
-from rlboost_runtime.weights import relaying, server
+from rlboost_runtime.run.folder import RunFolder, write_json
+from rlboost_runtime.run.security import create_secrets
 from rlboost_runtime.weights.manifest import MANIFEST, Probe
-from rlboost_runtime.weights.store import WeightStore
+from rlboost_runtime.weights.serve import server
+from rlboost_runtime.weights.serve import server as relaying
+from rlboost_runtime.weights.store.store import WeightStore
 
 
 def test_the_head_writes_where_machines_read_and_that_is_the_runs_own_place(

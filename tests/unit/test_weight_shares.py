@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlboost_runtime.weights.shares import SLOW_S, STREAMS, Sending, Shares
+from rlboost_runtime.weights.serve.connections import SLOW_S, STREAMS, Sending, Shares
 
 
 @dataclass

@@ -16,7 +16,7 @@ import pytest
 from rlboost_runtime.errors import ProtocolError, RuntimeFault
 from rlboost_runtime.weights import manifest as manifests
 from rlboost_runtime.weights.manifest import Probe, Tied
-from rlboost_runtime.weights.store import LEASE, VersionGone, WeightStore
+from rlboost_runtime.weights.store.store import LEASE, VersionGone, WeightStore
 
 PROBE = Probe((1,), (2,), (-0.5,), 0.1)
 
@@ -114,7 +114,7 @@ def test_a_version_being_read_is_never_deleted(store: WeightStore) -> None:
 def test_a_lease_of_another_process_counts_and_ends_with_it(store: WeightStore) -> None:
     store.publish(0, writer(b"a"), PROBE)
     code = (
-        "import sys; from pathlib import Path; from rlboost_runtime.weights.store import WeightStore;"
+        "import sys; from pathlib import Path; from rlboost_runtime.weights.store.store import WeightStore;"
         "lease = WeightStore(Path(sys.argv[1])).read(0); print('held', flush=True); sys.stdin.read()"
     )
     reader = subprocess.Popen(
@@ -224,7 +224,7 @@ def test_a_delta_that_finds_no_space_is_left_out(store: WeightStore, monkeypatch
     store.max_deltas = 2
     store.publish(1, write, PROBE)
     assert [d.base for d in store.publish(2, write, PROBE).deltas] == [1]
-    monkeypatch.setattr("rlboost_runtime.weights.lineage.add_deltas", full)
+    monkeypatch.setattr("rlboost_runtime.weights.store.delta_chain.add_deltas", full)
     assert store.publish(3, write, PROBE).deltas == ()
     assert not list(store.path(3).glob("delta-*"))
 

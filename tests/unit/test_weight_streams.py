@@ -8,10 +8,10 @@ import threading
 import pytest
 
 from rlboost_runtime.errors import RuntimeFault
-from rlboost_runtime.weights import pull as pull_module
 from rlboost_runtime.weights.manifest import Chunk, File
-from rlboost_runtime.weights.part_folder import Piece
-from rlboost_runtime.weights.work import Progress, Work
+from rlboost_runtime.weights.pull import pull as pull_module
+from rlboost_runtime.weights.pull.chunk_scheduler import Progress, Work
+from rlboost_runtime.weights.store.part_folder import Piece
 
 FIRST = 2
 LOOKS_S = 0.01

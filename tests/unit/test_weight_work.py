@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from rlboost_runtime.weights import work as works
 from rlboost_runtime.weights.manifest import Chunk, File
-from rlboost_runtime.weights.part_folder import Piece
-from rlboost_runtime.weights.work import HolderState, Progress, Run, Work
+from rlboost_runtime.weights.pull import chunk_scheduler as works
+from rlboost_runtime.weights.pull.chunk_scheduler import HolderState, Progress, Run, Work
+from rlboost_runtime.weights.store.part_folder import Piece
 
 FILE = File("model.safetensors", 4000, tuple(Chunk(at, 1000, "0" * 64) for at in range(0, 4000, 1000)))
 PIECES = [Piece(i, FILE, chunk) for i, chunk in enumerate(FILE.chunks)]

@@ -6,11 +6,11 @@ import sqlite3
 import string
 from pathlib import Path
 
-from rlboost_runtime.coordinator.accounts import UsageKind
-from rlboost_runtime.coordinator.ledger import Ledger
-from rlboost_runtime.coordinator.ledger_egress import Route
-from rlboost_runtime.coordinator.weights_desk import MAX_PEERS, WeightsDesk
-from rlboost_runtime.wire import Load, PeerListening, Published, VersionReady
+from rlboost_runtime.billing.accounts import UsageKind
+from rlboost_runtime.billing.ledger import Ledger
+from rlboost_runtime.billing.ledger_steps import Route
+from rlboost_runtime.coordinator.links.weights import MAX_PEERS, WeightsDesk
+from rlboost_runtime.protocol.messages import Load, PeerListening, Published, VersionReady
 
 
 def desk_with(*names: str) -> WeightsDesk:

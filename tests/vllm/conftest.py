@@ -10,7 +10,7 @@ import pytest_asyncio
 from rlboost_runtime.engines.vllm import command
 from rlboost_runtime.engines.vllm import engine as engine_module
 from rlboost_runtime.errors import ConfigError
-from rlboost_runtime.vllm_python import find_engine_python
+from rlboost_runtime.run.engine_python import find_engine_python
 from tests.vllm.vllm_rig import MAIN, UNKNOWN_FLAG, Reader, Servers, Versions
 
 FLAGS = command.flags

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save_file
 
 from rlboost_runtime.engines.base import LoadFailed, Request
-from rlboost_runtime.trainer.publishing import Publisher
-from rlboost_runtime.weights import part_folder
+from rlboost_runtime.trainer.artifacts.publisher import Publisher
 from rlboost_runtime.weights.manifest import probe_matches, read_manifest
+from rlboost_runtime.weights.store import part_folder
 from tests.integration.adapter_rig import Trained
 from tests.vllm.vllm_rig import MARKS, assert_under, logprobs_under, prompts
 

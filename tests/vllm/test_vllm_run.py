@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from rlboost_runtime.coordinator.audit import audit
-from rlboost_runtime.process_tags import MACHINE_TAG
+from rlboost_runtime.processes import MACHINE_TAG
 from tests.e2e.e2e_rig import Cli, cli_of_its_own
 from tests.vllm.vllm_rig import SLOWNESS
 

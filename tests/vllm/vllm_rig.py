@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Co
 
 from rlboost_runtime.engines.base import EngineSpec, VllmOptions
 from rlboost_runtime.engines.vllm.engine import VllmServerEngine
-from rlboost_runtime.wire import Sampling
+from rlboost_runtime.protocol.messages import Sampling
 
 VOCABULARY = 512
 SHAPE = {

@@ -17,7 +17,7 @@ from importlib import resources
 from pathlib import Path
 
 from rlboost_runtime.errors import ConfigError, RuntimeFault
-from rlboost_runtime.run_folder import home, write_atomically
+from rlboost_runtime.run.folder import home, write_atomically
 
 VARIABLE = "RLBOOST_SKYPILOT_PYTHON"
 INSTALL_S = 900.0

@@ -3,11 +3,20 @@
 SkyPilot reports a failed launch as `ResourcesUnavailableError` whatever the cause, with the clouds' own words
 in its history; those decide, and quota before capacity: a retry elsewhere cures both, but a person has to be
 told of a quota.
+
+What a machine wrote, fetched before it is ended: its installation's and its agents' logs, by SSH.
+
+Best effort and bounded: a machine that does not answer is ended all the same.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import re
+import shutil
+import subprocess
+from pathlib import Path
 
 from rlboost_runtime.errors import (
     ConfigError,
@@ -18,6 +27,7 @@ from rlboost_runtime.errors import (
     RLBoostError,
     Throttled,
 )
+from rlboost_runtime.logs import event
 
 _QUOTA = re.compile(
     r"VcpuLimitExceeded|MaxSpotInstanceCountExceeded|InstanceLimitExceeded|QuotaExceeded|QUOTA_EXCEEDED"
@@ -80,3 +90,39 @@ def _words(text: str) -> str:
     lines = [line.strip() for line in plain.splitlines() if line.strip()]
     told = "; ".join(dict.fromkeys(lines))
     return told if len(told) <= _LONGEST else told[: _LONGEST - 3] + "..."
+
+
+log = logging.getLogger(__name__)
+
+FETCH_S = 15.0
+_MOST_BYTES = 262_144  # of each log, from its end
+_SCRIPT = (
+    "cd ~/.rlboost && for file in install.log install.json agents.log machine/agent-*.log;"
+    f' do [ -f $file ] && echo "==> $file" && tail -c {_MOST_BYTES} $file; done'
+)
+
+
+def fetch_logs(cluster: str, folder: Path) -> bool:
+    """Write the logs of the cluster's machine to `folder`/machine.log; returns whether it answered.
+
+    Uses the SSH configuration that SkyPilot keeps for each of its clusters.
+    """
+    configuration = Path.home() / ".sky" / "generated" / "ssh" / cluster
+    ssh = shutil.which("ssh")
+    if ssh is None or not configuration.exists():
+        return False
+    options = ("-F", str(configuration), "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(
+            [ssh, *options, cluster, _SCRIPT],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=FETCH_S,
+            check=False,
+        )
+        if done.stdout:
+            (folder / "machine.log").write_bytes(done.stdout)
+            return True
+    event(log, "machine.logs_not_fetched", cluster=cluster)
+    return False

@@ -8,12 +8,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from rlboost_providers.base import Offer
-from rlboost_providers.egress import egress_micro_usd_per_gb
-from rlboost_providers.storage import storage_micro_usd_per_hour
-from rlboost_runtime.core.money import MICRO_USD_PER_USD
+from rlboost_providers.base.charges import egress_micro_usd_per_gb, storage_micro_usd_per_hour
+from rlboost_providers.base.provider import Offer
 from rlboost_runtime.errors import ConfigError, RLBoostError
 from rlboost_runtime.logs import event
+from rlboost_runtime.money import MICRO_USD_PER_USD
 
 log = logging.getLogger(__name__)
 

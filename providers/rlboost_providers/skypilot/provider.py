@@ -29,16 +29,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlboost_providers.base import Ability, LaunchRequest, MachineView, Offer, Pace
-from rlboost_providers.preempting import absent, check_is_unannounced
+from rlboost_providers.base.provider import (
+    Ability,
+    LaunchRequest,
+    MachineView,
+    Offer,
+    Pace,
+    absent,
+    check_is_unannounced,
+)
+from rlboost_providers.base.tags import head_of, machine_name, owner_of, tags
 from rlboost_providers.skypilot.environment import AWS_ROLE, INSTALL_S
-from rlboost_providers.skypilot.errors import explained
-from rlboost_providers.skypilot.last_logs import fetch_logs
+from rlboost_providers.skypilot.errors import explained, fetch_logs
 from rlboost_providers.skypilot.offers import Catalogue, Wanted
 from rlboost_providers.skypilot.records import SkyRecord, SkyRecords
 from rlboost_providers.skypilot.session import START_S, Session, SkyPilot
 from rlboost_providers.skypilot.task import write_head_task, write_task
-from rlboost_providers.tags import head_of, machine_name, owner_of, tags
 from rlboost_runtime.errors import (
     ConfigError,
     CredentialsRejected,
@@ -47,7 +53,7 @@ from rlboost_runtime.errors import (
     RLBoostError,
 )
 from rlboost_runtime.logs import event
-from rlboost_runtime.run_folder import RunFolder, home
+from rlboost_runtime.run.folder import RunFolder, home
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import msgspec
 
-from rlboost_providers.base import MachineState, MachineView
-from rlboost_runtime.run_folder import write_atomically
+from rlboost_providers.base.provider import MachineState, MachineView
+from rlboost_runtime.run.folder import write_atomically
 
 
 class SkyRecord(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -9,10 +9,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from rlboost_providers.base import LaunchRequest
+from rlboost_providers.base.provider import LaunchRequest
 from rlboost_runtime.deploy.shipment import Software, common_part, worker_shipment
 from rlboost_runtime.errors import ConfigError
-from rlboost_runtime.run_folder import RunFolder, write_atomically
+from rlboost_runtime.run.folder import RunFolder, write_atomically
 
 
 def write_task(folder: Path, run: RunFolder, request: LaunchRequest, more: Mapping[str, Any]) -> Path:

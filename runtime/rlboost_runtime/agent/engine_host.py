@@ -4,6 +4,8 @@ Guarantees: requests reach the engine only under the version that it has proved 
 verified files and by a probe whose logprobs match the manifest's; loading, sleeping and waking happen only
 while it holds no request; an engine that died is started again and proves its version anew before it serves,
 but not while it is to sleep: one that is down holds no memory, and is started when it is to wake.
+
+Engines by kind; each is imported only when asked for.
 """
 
 from __future__ import annotations
@@ -18,17 +20,18 @@ from rlboost_runtime.agent.puller import Pulled
 from rlboost_runtime.engines.base import (
     Engine,
     EngineDied,
+    EngineSpec,
     LoadFailed,
     LoadTimes,
     Output,
     Progress,
     Request,
 )
-from rlboost_runtime.errors import ProtocolError, RuntimeFault
+from rlboost_runtime.errors import ConfigError, ProtocolError, RuntimeFault
 from rlboost_runtime.logs import event
+from rlboost_runtime.protocol.messages import EngineSlept, Message, VersionFailed, VersionReady
 from rlboost_runtime.seams import Clock
 from rlboost_runtime.weights.manifest import probe_matches, read_manifest
-from rlboost_runtime.wire import EngineSlept, Message, VersionFailed, VersionReady
 
 log = logging.getLogger(__name__)
 
@@ -420,3 +423,22 @@ async def _apply(engine: Engine, pulled: Pulled) -> tuple[str | None, LoadTimes]
     except RuntimeFault as exc:
         return exc.problem, times
     return probe_matches(manifest, token_ids, logprobs), times
+
+
+def make_engine(spec: EngineSpec) -> Engine:
+    """Return an engine of `spec.kind`, not started. Raises `ConfigError` for an unknown kind."""
+    match spec.kind:
+        case "transformers":
+            from rlboost_runtime.engines.transformers.engine import TransformersEngine
+
+            return TransformersEngine(spec)
+        case "vllm":
+            from rlboost_runtime.engines.vllm.engine import VllmServerEngine
+
+            return VllmServerEngine(spec)
+        case "emulated":
+            from rlboost_runtime.engines.emulated import EmulatedEngine
+
+            return EmulatedEngine(spec)
+        case _:
+            raise ConfigError(f"no engine of kind {spec.kind!r}", "use vllm or transformers")

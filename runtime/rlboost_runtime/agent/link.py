@@ -17,8 +17,7 @@ import msgspec
 
 from rlboost_runtime.errors import ProtocolError
 from rlboost_runtime.logs import event
-from rlboost_runtime.seams import Clock, Transport
-from rlboost_runtime.wire import (
+from rlboost_runtime.protocol.messages import (
     AgentCommand,
     AgentHello,
     Message,
@@ -27,6 +26,7 @@ from rlboost_runtime.wire import (
     agent_command_decoder,
     encode,
 )
+from rlboost_runtime.seams import Clock, Transport
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlboost_runtime.agent.metadata import Metadata, metadata_of, wait_for_announcement
+from rlboost_runtime.agent.cloud_notices import Metadata, metadata_of, wait_for_announcement
 
 NOTICE_FILE = "notice.json"
 POLL_S = 0.2

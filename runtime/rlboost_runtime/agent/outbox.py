@@ -13,9 +13,9 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from rlboost_runtime.core.messages import FinishReason, ReleaseReason
+from rlboost_runtime.core.base.messages import FinishReason, ReleaseReason
 from rlboost_runtime.engines.base import Output
-from rlboost_runtime.wire import Ending, Frame
+from rlboost_runtime.protocol.messages import Ending, Frame
 
 MAX_TOKENS = 1_000_000
 """Tokens kept for a silent coordinator before the engine is held: 8 MB, minutes of a fast engine."""

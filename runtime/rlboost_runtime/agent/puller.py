@@ -16,7 +16,7 @@ import msgspec
 
 from rlboost_runtime.errors import RuntimeFault
 from rlboost_runtime.logs import event
-from rlboost_runtime.wire import Load
+from rlboost_runtime.protocol.messages import Load
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ ATTEMPTS = 5
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 5.0
 KEEP_VERSIONS = 2
-COMMAND = (sys.executable, "-m", "rlboost_runtime.weights.puller")
+COMMAND = (sys.executable, "-m", "rlboost_runtime.weights.pull.child")
 
 
 class PullFailed(RuntimeFault):

@@ -22,20 +22,18 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 
-from rlboost_runtime.agent.birth import Birth, birth_of_this_process
-from rlboost_runtime.agent.bootstrap import Bootstrap
+from rlboost_runtime.agent.bootstrap import Birth, Bootstrap, birth_of_this_process
 from rlboost_runtime.agent.engine_host import EngineHost, EngineKeepsDying
-from rlboost_runtime.agent.holder import PeerServer
 from rlboost_runtime.agent.link import Link
 from rlboost_runtime.agent.notice import PreemptionNotice, wait_for_notice
 from rlboost_runtime.agent.outbox import Outbox
+from rlboost_runtime.agent.peer_server import PeerServer
 from rlboost_runtime.agent.puller import Puller, Source
-from rlboost_runtime.core.messages import LossCause, ReleaseReason
+from rlboost_runtime.core.base.messages import LossCause, ReleaseReason
 from rlboost_runtime.engines.base import Engine, EngineSpec, Output, Request
 from rlboost_runtime.errors import ProtocolError
 from rlboost_runtime.logs import event
-from rlboost_runtime.seams import Clock, SystemClock, Transport
-from rlboost_runtime.wire import (
+from rlboost_runtime.protocol.messages import (
     SCHEMA,
     AbortWork,
     Ack,
@@ -55,6 +53,7 @@ from rlboost_runtime.wire import (
     Work,
     WorkItem,
 )
+from rlboost_runtime.seams import Clock, SystemClock, Transport
 
 log = logging.getLogger(__name__)
 
@@ -369,9 +368,9 @@ def own_seed(seed: int, instance: str, boot_id: str, start: int) -> int:
 
 def system_seams(bootstrap: Bootstrap, instance: str, folder: Path) -> Seams:
     """Return the live network, engines, puller and clock. Raises `ConfigError` where GPUs are missing."""
-    from rlboost_runtime.engines.devices import devices_of
-    from rlboost_runtime.engines.factory import make_engine
-    from rlboost_runtime.transport import connect
+    from rlboost_runtime.agent.engine_host import make_engine
+    from rlboost_runtime.engines.base import devices_of
+    from rlboost_runtime.protocol.transport import connect
 
     url = bootstrap.coordinator_url.rstrip("/") + "/v1/agent"
     weights = _weights(folder, instance)

@@ -1,1 +1,4 @@
-"""The shell around the core on the head node: who may decide nothing, but owns every effect."""
+"""The process on the head node that owns every effect of the core: sockets, disk, clouds and clocks.
+
+Enter at `service`, which wires the parts. Decisions are made in `rlboost_runtime.core` only.
+"""

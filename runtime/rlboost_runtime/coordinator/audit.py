@@ -14,15 +14,15 @@ from pathlib import Path
 
 import msgspec
 
-from rlboost_runtime.coordinator.event_log import read_events
-from rlboost_runtime.coordinator.journal import Journal
-from rlboost_runtime.coordinator.state import OpenStep, StepHeader
-from rlboost_runtime.coordinator.tally import Tally
-from rlboost_runtime.coordinator.token_store import TokenStore
+from rlboost_runtime.coordinator.driver.core_driver import OpenStep, StepHeader
+from rlboost_runtime.coordinator.driver.totals import Tally
+from rlboost_runtime.coordinator.storage.event_log import read_events
+from rlboost_runtime.coordinator.storage.journal import Journal
+from rlboost_runtime.coordinator.storage.token_store import TokenStore
+from rlboost_runtime.core.base.messages import Assign, Finished
 from rlboost_runtime.core.core import Core
-from rlboost_runtime.core.log import encode_command
-from rlboost_runtime.core.messages import Assign, Finished
-from rlboost_runtime.run_folder import RunFolder
+from rlboost_runtime.core.replay import encode_command
+from rlboost_runtime.run.folder import RunFolder
 
 
 @dataclass(slots=True)

@@ -18,24 +18,23 @@ from dataclasses import asdict, dataclass
 
 import msgspec
 
-from rlboost_providers.base import Provider
+from rlboost_providers.base.provider import Provider
 from rlboost_providers.registry import cheapest_offer, prices_of, provider_for
-from rlboost_runtime.coordinator.accounts import to_ns
-from rlboost_runtime.coordinator.agent_links import AgentLinks, Timing
-from rlboost_runtime.coordinator.bought import Bought
-from rlboost_runtime.coordinator.commitment import room_micro_usd, stay_micro_usd
-from rlboost_runtime.coordinator.fleet import Fleet, MachineMaker
-from rlboost_runtime.coordinator.intake import Arrived
-from rlboost_runtime.coordinator.ledger import Ledger
-from rlboost_runtime.coordinator.server import Handlers, bind, make_app, make_server
-from rlboost_runtime.coordinator.state import State
+from rlboost_runtime.billing.accounts import to_ns
+from rlboost_runtime.billing.budget import room_micro_usd, stay_micro_usd
+from rlboost_runtime.billing.launch_records import Bought, IntentCopy, Rental, own_rental
+from rlboost_runtime.billing.ledger import Ledger
+from rlboost_runtime.coordinator.driver.core_driver import State
+from rlboost_runtime.coordinator.driver.ingest import Arrived
+from rlboost_runtime.coordinator.fleet.controller import Fleet, MachineMaker
+from rlboost_runtime.coordinator.links.agents import AgentLinks, Timing
+from rlboost_runtime.coordinator.links.server import Handlers, bind, make_app, make_server
+from rlboost_runtime.coordinator.links.trainer import TrainerLink
+from rlboost_runtime.coordinator.observers.timeline import Story
+from rlboost_runtime.coordinator.observers.waste import WasteMeter
 from rlboost_runtime.coordinator.status import StatusSources, build_status
-from rlboost_runtime.coordinator.story import Story
-from rlboost_runtime.coordinator.token_store import Accepted
-from rlboost_runtime.coordinator.trainer_link import TrainerLink
-from rlboost_runtime.coordinator.waste import WasteMeter
-from rlboost_runtime.core.core import Core
-from rlboost_runtime.core.messages import (
+from rlboost_runtime.coordinator.storage.token_store import Accepted
+from rlboost_runtime.core.base.messages import (
     DEFAULT_BOOT_S,
     Abort,
     Assign,
@@ -53,19 +52,17 @@ from rlboost_runtime.core.messages import (
     TerminateMachine,
     Wake,
 )
-from rlboost_runtime.core.money import parse_usd
+from rlboost_runtime.core.core import Core
+from rlboost_runtime.deploy.bootstrap import RESERVED_MACHINE, instances_of, make_bootstrap
 from rlboost_runtime.deploy.shipment import Software, archive, common_part
 from rlboost_runtime.errors import NotFound, RLBoostError, RuntimeFault
-from rlboost_runtime.intent_copy import IntentCopy
 from rlboost_runtime.job import Job, LocalOffer
-from rlboost_runtime.last_word import give_up_reserve
 from rlboost_runtime.logs import event as log_event
-from rlboost_runtime.machine_bootstrap import RESERVED_MACHINE, instances_of, make_bootstrap
-from rlboost_runtime.rental import Rental, own_rental
-from rlboost_runtime.run_folder import RunFolder, read_json, write_json
+from rlboost_runtime.money import parse_usd
+from rlboost_runtime.protocol.messages import GroupDone, WorkItem
+from rlboost_runtime.run.folder import RunFolder, give_up_reserve, read_json, write_json
+from rlboost_runtime.run.security import read_token
 from rlboost_runtime.seams import Clock, Disk
-from rlboost_runtime.security import read_token
-from rlboost_runtime.wire import GroupDone, WorkItem
 
 log = logging.getLogger(__name__)
 

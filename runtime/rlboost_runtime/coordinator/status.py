@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlboost_runtime.coordinator.agent_links import AgentLinks
-from rlboost_runtime.coordinator.ledger import Ledger
-from rlboost_runtime.coordinator.report import cost_report
-from rlboost_runtime.coordinator.state import State
-from rlboost_runtime.coordinator.trainer_link import TrainerLink
-from rlboost_runtime.core.lease import LeaseState
-from rlboost_runtime.core.messages import LossCause, Pool
+from rlboost_runtime.billing.ledger import Ledger
+from rlboost_runtime.billing.report import cost_report
+from rlboost_runtime.coordinator.driver.core_driver import State
+from rlboost_runtime.coordinator.links.agents import AgentLinks
+from rlboost_runtime.coordinator.links.trainer import TrainerLink
+from rlboost_runtime.core.base.messages import LossCause, Pool
+from rlboost_runtime.core.window.gpu_lease import LeaseState
 from rlboost_runtime.job import Job
-from rlboost_runtime.run_folder import read_json
+from rlboost_runtime.run.folder import read_json
 
 REWARD_HISTORY = 1000
 """Longest reward history in a status, in steps."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from rlboost_runtime.core.context import Context
-from rlboost_runtime.core.instances import Instance, InstanceState, Roster
-from rlboost_runtime.core.lease import GpuLease, LeaseState
-from rlboost_runtime.core.machines import Fleet
-from rlboost_runtime.core.messages import Pool
-from rlboost_runtime.core.responses import ResponseState
-from rlboost_runtime.core.timers import Timer, Timers
-from rlboost_runtime.core.work import Work
+from rlboost_runtime.core.base.messages import Pool
+from rlboost_runtime.core.base.timers import Context, Timer, Timers
+from rlboost_runtime.core.dispatch.assignments import Work
+from rlboost_runtime.core.state.instances import Instance, InstanceState, Roster
+from rlboost_runtime.core.state.machines import Fleet
+from rlboost_runtime.core.state.responses import ResponseState
+from rlboost_runtime.core.window.gpu_lease import GpuLease, LeaseState
 
 
 def check_core(roster: Roster, work: Work, fleet: Fleet, lease: GpuLease, context: Context) -> None:

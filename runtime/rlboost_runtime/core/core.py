@@ -20,17 +20,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import assert_never
 
-from rlboost_runtime.core.able import AbleSet, Terms
-from rlboost_runtime.core.check import check_core
-from rlboost_runtime.core.context import Context
-from rlboost_runtime.core.counters import Counters
-from rlboost_runtime.core.crew import Crew
-from rlboost_runtime.core.handover import Handover
-from rlboost_runtime.core.instances import Instance, Roster
-from rlboost_runtime.core.lease import LeaseState
-from rlboost_runtime.core.lengths import Lengths
-from rlboost_runtime.core.machines import Fleet, Machine, MachineState
-from rlboost_runtime.core.messages import (
+from rlboost_runtime.core.base.messages import (
     Beat,
     Command,
     CoordinatorRestarted,
@@ -60,13 +50,26 @@ from rlboost_runtime.core.messages import (
     VersionPublished,
     VersionRefused,
 )
-from rlboost_runtime.core.policy import DispatchRule
-from rlboost_runtime.core.responses import Response, ResponseState, StepView
-from rlboost_runtime.core.seeding import CountMeter, Seeding, StepObservation
-from rlboost_runtime.core.seeding_rules import seeding_for
-from rlboost_runtime.core.sizing import SurplusWatch, desired_machines, useful_instances, worthwhile_instances
-from rlboost_runtime.core.timers import INSTANCE_TIMERS, Timer
-from rlboost_runtime.core.work import Work
+from rlboost_runtime.core.base.scheduling_policy import DispatchRule
+from rlboost_runtime.core.base.timers import INSTANCE_TIMERS, Context, Counters, Timer
+from rlboost_runtime.core.check import check_core
+from rlboost_runtime.core.dispatch.assignments import Work
+from rlboost_runtime.core.instance_controller import Crew
+from rlboost_runtime.core.lease_controller import Handover
+from rlboost_runtime.core.state.eligible import AbleSet, Terms
+from rlboost_runtime.core.state.instances import Instance, Roster
+from rlboost_runtime.core.state.machines import Fleet, Machine, MachineState
+from rlboost_runtime.core.state.rates import Lengths
+from rlboost_runtime.core.state.responses import Response, ResponseState, StepView
+from rlboost_runtime.core.window.algorithm_1 import CountMeter, Seeding, StepObservation
+from rlboost_runtime.core.window.gpu_lease import LeaseState
+from rlboost_runtime.core.window.rules import seeding_for
+from rlboost_runtime.core.window.sizing import (
+    SurplusWatch,
+    desired_machines,
+    useful_instances,
+    worthwhile_instances,
+)
 
 InstanceWord = (
     InstanceReady | VersionRefused | Slept | Disconnected | Reconnected | NoticeReceived | InstanceLeft

@@ -11,19 +11,21 @@ Guarantees an implementation gives:
 - logprobs are natural logs under the distribution sampled from (after temperature and top-p);
 - tokens in one `Output` were all sampled under `policy_version`;
 - `load` is all-or-nothing: on error the engine serves nothing (version None) rather than a mixture.
+
+Which of a machine's GPUs an engine has. Standard library only: nothing here asks a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
-from rlboost_runtime.errors import RuntimeFault
-from rlboost_runtime.wire import Sampling
+from rlboost_runtime.errors import ConfigError, RuntimeFault
+from rlboost_runtime.protocol.messages import Sampling
 
 ADAPTER_WEIGHTS = "adapter.weights"
 """Low-rank adapters (PEFT's safetensors) beside a version's frozen `model.safetensors`: engines add them. Not
@@ -167,7 +169,7 @@ class Engine(Protocol):
         """Take the weights of the complete, verified version in `folder`; the engine must hold no request.
 
         Returns what it took, None where the engine does not measure it. `folder` has the layout of
-        `rlboost_runtime.weights.store`. Raises `LoadFailed`.
+        `rlboost_runtime.weights.store.store`. Raises `LoadFailed`.
         """
 
     async def greedy(self, token_ids: list[int], max_new_tokens: int) -> tuple[list[int], list[float]]:
@@ -187,3 +189,35 @@ class Engine(Protocol):
 
     async def stop(self) -> None:
         """End the child and everything it started, within 5 s; idempotent."""
+
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def devices_of(
+    index: int, num_engines: int, per_engine: int, inherited: Mapping[str, str]
+) -> tuple[str, ...]:
+    """Return the GPUs of the `index`-th of a machine's `num_engines` engines, as `VISIBLE` names them.
+
+    () where there is but one engine: it has all that are there. What the machine's owner leaves visible to us
+    is divided; raises `ConfigError` where that is too little.
+    """
+    if num_engines == 1:
+        return ()
+    start, end = index * per_engine, (index + 1) * per_engine
+    visible = inherited.get(VISIBLE, "").strip()
+    if not visible:
+        return tuple(str(number) for number in range(start, end))
+    names = tuple(name.strip() for name in visible.split(","))
+    if end > len(names):
+        raise ConfigError(
+            f"engine {index} of {num_engines} is to have {per_engine} GPUs, but {VISIBLE}={visible} names"
+            f" {len(names)} for all of them",
+            "name fewer in accelerators, or make more visible",
+        )
+    return names[start:end]
+
+
+def device_environment(devices: tuple[str, ...]) -> dict[str, str]:
+    """Return what an engine's process is to find in its environment."""
+    return {VISIBLE: ",".join(devices)} if devices else {}

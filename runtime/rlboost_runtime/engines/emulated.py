@@ -24,7 +24,7 @@ from rlboost_runtime.engines.base import (
     Progress,
     Request,
 )
-from rlboost_runtime.wire import Sampling
+from rlboost_runtime.protocol.messages import Sampling
 
 VOCABULARY = 256
 DEFAULT_TOKENS_PER_S = 1000.0

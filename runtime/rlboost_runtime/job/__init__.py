@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from rlboost_runtime.job.algorithm import IMPORTANCE_CAPS, Algorithm, Lora
 from rlboost_runtime.job.base import Model
-from rlboost_runtime.job.fleet import CloudOffer, LocalOffer, Market, Spot, SshOffer, num_devices
-from rlboost_runtime.job.rollout import Rollout
+from rlboost_runtime.job.rollout import CloudOffer, LocalOffer, Market, Rollout, Spot, SshOffer, num_devices
 from rlboost_runtime.job.run import Budget, Job, Wandb, read_resolved
 from rlboost_runtime.job.task import BUILT_IN_REWARDS, HttpReward, PromptFile, ReasoningGym, TinyModel, Warmup
 from rlboost_runtime.job.trainer import BOUGHT_MACHINE, After, Trainer

@@ -1,13 +1,170 @@
-"""Generation: the engines and the machines that they run on."""
+"""Machines that may vanish: where they are had, for how much, and how many.
+
+Generation: the engines and the machines that they run on.
+"""
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlboost_runtime.job.base import Model
-from rlboost_runtime.job.fleet import CloudOffer, Spot, num_devices
+from rlboost_runtime.job.base import MAX_USD, Host, Model, Seed, check_zone
+
+Accelerators = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+(:[1-9][0-9]{0,3})?$")]
+"""A device and how many of it a machine has, such as H100:8; without a number it is one."""
+
+
+def num_devices(accelerators: str) -> int:
+    """Return the number in `Accelerators`."""
+    return int(accelerators.rpartition(":")[2]) if ":" in accelerators else 1
+
+
+class Market(Model):
+    """A spot market on this machine: adds capacity and takes machines away by real SIGKILLs."""
+
+    trace: str | None = None
+    """File of `time_ms,add|remove,node` rows, relative to the job file; instead of a seed."""
+    seed: Seed = 0
+    """Seed of the random lifetimes and absences."""
+    mean_lifetime_s: float = Field(default=60.0, gt=0)
+    """Mean time that a machine is left alive."""
+    mean_absence_s: float = Field(default=10.0, ge=0)
+    """Mean time until its capacity comes back."""
+    notice_fraction: float = Field(default=0.2, ge=0, le=1)
+    """Share of reclaims that are announced; exactly, by every n-th."""
+    notice_s: float = Field(default=5.0, gt=0)
+    """Warning time of an announced reclaim."""
+
+
+class LocalOffer(Model):
+    """Spot machines as processes on this machine."""
+
+    infra: Literal["local"]
+    """Where the machines are; local: processes on this machine."""
+    accelerators: Accelerators = "cpu"
+    """What a machine stands for; cpu:2 is one with two devices, hence two engines."""
+    price_usd_per_hour: float = Field(default=0.0, ge=0, le=MAX_USD)
+    """What the cost report charges for one machine."""
+    market: Market | None = None
+    """null: machines stay until they are preempted by hand."""
+
+
+class SshOffer(Model):
+    """Machines of your own, reached by SSH: used while they can be reached."""
+
+    infra: Literal["ssh"]
+    """Where the machines are; ssh: the hosts below."""
+    hosts: list[Host] = Field(min_length=1)
+    """USER@HOST, USER@HOST:PORT, or a name from ~/.ssh/config; one machine each."""
+    accelerators: Accelerators | None = None
+    """GPU and number of them per host, such as H100:8; null: one engine for the whole host."""
+    price_usd_per_hour: float = Field(default=0.0, ge=0, le=MAX_USD)
+    """What the cost report charges for one machine: nobody sends a bill."""
+    jump_host: str | None = None
+    """A host through which the others are reached; null: what ~/.ssh/config says."""
+    identity_file: str | None = None
+    """A private key; null: the agent's, and those that ssh tries by itself."""
+    python: str = "python3"
+    """The Python on the hosts that has rlboost[run] and the engine installed."""
+    folder: str = "~/.rlboost"
+    """Where machines keep their files on the hosts."""
+
+    @model_validator(mode="after")
+    def _hosts_differ(self) -> Self:
+        if twice := [host for host in self.hosts if self.hosts.count(host) > 1]:
+            raise ValueError(f"hosts has {twice[0]} twice, but is one machine each; remove one")
+        return self
+
+
+class CloudOffer(Model):
+    """Spot machines of a cloud."""
+
+    infra: str = Field(pattern=r"^(aws|gcp|azure|kubernetes|k8s|lambda|nebius|runpod)(/[a-zA-Z0-9-]+){0,2}$")
+    """CLOUD, CLOUD/REGION or CLOUD/REGION/ZONE, such as aws/us-east-2."""
+    accelerators: Accelerators
+    """GPU and number of them per machine, such as H100:8."""
+    via: Literal["skypilot", "direct"] = "skypilot"
+    """skypilot: any cloud that it knows; direct: the API of aws or gcp itself, aws with bids of your own."""
+    max_price_usd_per_hour: float | None = Field(default=None, gt=0, le=MAX_USD)
+    """Most that a machine may cost. aws, direct: your bid, which EC2 holds; else what costs more is not
+    launched. null: up to the on-demand price."""
+    instance_type: str | None = None
+    """The cloud's own name of the machine, such as p5.48xlarge; null: one that has these GPUs."""
+    image: str | None = None
+    """The cloud's own name of the image. direct: one that has rlboost (docs/clouds.md); null: the
+    cloud's own, onto which it is installed; skypilot: null is its own."""
+    disk_gb: int = Field(default=200, ge=20, le=65_536)
+    """Size of the machine's disk, in GB."""
+    egress_usd_per_gb: float | None = Field(default=None, ge=0, le=MAX_USD)
+    """What a gigabyte from the head to such a machine costs; null: what its cloud usually asks."""
+    allow_unlisted: bool = False
+    """Use a cloud that can neither list our machines nor end them by itself: what a crash leaves there, you
+    must find yourself."""
+
+    @model_validator(mode="after")
+    def _can_be_direct(self) -> Self:
+        cloud, _, place = check_zone(self.infra).partition("/")
+        if self.via == "direct" and (cloud not in ("aws", "gcp") or not place):
+            raise ValueError(
+                f"infra {self.infra} cannot be used direct; write aws/REGION or gcp/REGION, or via: skypilot"
+            )
+        return self
+
+    @property
+    def cloud(self) -> str:
+        """The first part of `infra`."""
+        return self.infra.partition("/")[0]
+
+    @property
+    def region(self) -> str | None:
+        """The second part of `infra`."""
+        return [*self.infra.split("/"), None][1]
+
+    @property
+    def zone(self) -> str | None:
+        """The third part of `infra`."""
+        return [*self.infra.split("/"), None, None][2]
+
+    @property
+    def price_usd_per_hour(self) -> float:
+        """The most that a machine may cost; 0 where nothing is said."""
+        return 0.0 if self.max_price_usd_per_hour is None else self.max_price_usd_per_hour
+
+
+class Spot(Model):
+    """The preemptible pool."""
+
+    any_of: list[LocalOffer | SshOffer | CloudOffer] = Field(
+        default=[LocalOffer(infra="local")], min_length=1
+    )
+    """Offers to choose from, the cheapest that can be had first."""
+    min_instances: int = Field(default=0, ge=0)
+    """Lower bound in machines while the run generates."""
+    max_instances: int = Field(default=3, ge=0, le=10_000)
+    """Upper bound in machines; the useful number is learned. 0: the reserved node does everything."""
+    on_demand_floor: int = Field(default=0, ge=0)
+    """While no spot machine is to be had, machines are bought on demand from the same entries until there are
+    so many; at most min_instances. 0: spot machines only."""
+
+    @property
+    def local_offers(self) -> list[LocalOffer]:
+        """Those that are processes on this machine."""
+        return [offer for offer in self.any_of if isinstance(offer, LocalOffer)]
+
+    @model_validator(mode="after")
+    def _bounds_agree(self) -> Self:
+        if self.min_instances > self.max_instances:
+            raise ValueError(
+                f"min_instances {self.min_instances} exceeds max_instances {self.max_instances};"
+                f" write at most {self.max_instances}, or raise max_instances"
+            )
+        if self.on_demand_floor > self.min_instances:
+            raise ValueError(
+                f"on_demand_floor {self.on_demand_floor} exceeds min_instances {self.min_instances}: more"
+                f" are not always wanted; write at most {self.min_instances}, or raise min_instances"
+            )
+        return self
 
 
 class EngineArgs(Model):

@@ -8,7 +8,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from rlboost_runtime.job.base import MAX_USD, Host, Model, check_zone
-from rlboost_runtime.job.fleet import num_devices
+from rlboost_runtime.job.rollout import num_devices
 
 OWN_MACHINE = ("hosts", "jump_host", "identity_file", "price_usd_per_hour")
 """Fields of `Trainer` that tell of a machine of the user's own."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from rlboost_runtime.core.messages import (
+from rlboost_runtime.core.base.messages import (
     Abort,
     Assign,
     Beat,
@@ -32,9 +32,8 @@ from rlboost_runtime.core.messages import (
     Slept,
     Wake,
 )
-from rlboost_runtime.sim.clock import Agenda
+from rlboost_runtime.sim.clock import Agenda, SharedLink, Transfer
 from rlboost_runtime.sim.engine_model import EngineModel, EngineSpeed, Sequence
-from rlboost_runtime.sim.link import SharedLink, Transfer
 from rlboost_runtime.sim.responses import ResponseStore
 from rlboost_runtime.sim.result import Activity
 

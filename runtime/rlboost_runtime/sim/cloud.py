@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from rlboost_runtime.core.messages import Event, LaunchFailed, MachineGone, MachineLaunched
+from rlboost_runtime.core.base.messages import Event, LaunchFailed, MachineGone, MachineLaunched
 from rlboost_runtime.sim.clock import Agenda
 from rlboost_runtime.sim.presets import MachineShape
 from rlboost_runtime.traces import Trace, TraceEvent

@@ -19,9 +19,7 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
-from rlboost_runtime.sim.calibration import Assumptions, Calibration
-from rlboost_runtime.sim.hardware import ModelShape
-from rlboost_runtime.sim.presets import MachineShape
+from rlboost_runtime.sim.presets import Assumptions, Calibration, MachineShape, ModelShape
 
 SLACK_S = 1e-9
 """A decode step that ends this much after a moment counts as done by then: rounding of floats."""

@@ -9,11 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from random import Random
 
-from rlboost_runtime.core.messages import Command, Event
-from rlboost_runtime.sim.policies import ORACLE, POLICIES, policy_setup
+from rlboost_runtime.core.base.messages import Command, Event
+from rlboost_runtime.sim.policies import ORACLE, POLICIES, Switches, policy_setup
 from rlboost_runtime.sim.presets import Preset, Workload, presets
 from rlboost_runtime.sim.referee import Referee
-from rlboost_runtime.sim.switches import Switches
 from rlboost_runtime.sim.world import World
 from rlboost_runtime.traces import Trace, TraceEvent
 

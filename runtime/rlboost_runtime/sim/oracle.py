@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlboost_runtime.sim.engine_model import EngineSpeed, engine_speed
-from rlboost_runtime.sim.lengths import StepLengths, draw_lengths
 from rlboost_runtime.sim.presets import MachineShape, Preset
+from rlboost_runtime.sim.responses import StepLengths, draw_lengths
 from rlboost_runtime.sim.result import SimResult, StepRow
 from rlboost_runtime.sim.trainer_model import train_s
 from rlboost_runtime.traces import Trace

@@ -1,4 +1,14 @@
-"""What is simulated: a model on machines with a workload, at prices. The paper's three set-ups are presets.
+"""The simulator's free parameters, and what is assumed beside them.
+
+`Calibration` holds the only numbers that were fitted; `benchmarks/paper/calibration.json` says to what, and
+which figures are predictions. `Assumptions` are judgements or come from a source, and were not moved to
+fit.
+
+GPUs and models as public data sheets and model cards give them: what the roofline model computes with.
+
+Nothing here is fitted. Units: floating-point operations per second (dense bf16), bytes, bytes per second.
+
+What is simulated: a model on machines with a workload, at prices. The paper's three set-ups are presets.
 
 Machines, batch and prices are the paper's (arXiv 2510.19225, section 6.1, and the artifact's scripts): 128
 prompts x 8 responses of at most 14,336 tokens, one reserved 8xH100 node (two for 32B) at $83.79/h each,
@@ -10,8 +20,148 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from rlboost_runtime.sim.calibration import PAPER_CALIBRATION, Assumptions, Calibration
-from rlboost_runtime.sim.hardware import H100, QWEN3_8B, QWEN3_14B, QWEN3_32B, GpuType, ModelShape
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """The free parameters: one set for all presets."""
+
+    decode_bandwidth_share: float
+    """Memory bandwidth that decoding reaches, share of the peak."""
+    decode_step_s: float
+    """Fixed seconds of a decode step: launches, sampling, all-reduces."""
+    train_mfu: float
+    """Share of the peak that training reaches, on the operations counted in `trainer_model`."""
+    micro_batch_s: float
+    """Fixed seconds of a micro-batch of the streaming trainer."""
+    growth_headroom_tokens: int
+    """KV tokens that an engine keeps free for each sequence when it admits another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assumptions:
+    """Judged or taken from a source; not fitted."""
+
+    prefill_flops_share: float = 0.5
+    """Share of the peak in prefills; compute-bound kernels reach 0.4-0.6."""
+    decode_flops_share: float = 0.6
+    """The same for the matrix products of large decode batches."""
+    reserved_memory_share: float = 0.6
+    """GPU memory for weights and KV cache on the reserved node: `gpu_memory_utilization` of the authors'
+    scripts."""
+    spot_memory_share: float = 0.6
+    """The same on spot machines: `mem-fraction-static` of the authors' scripts; more failed, they say."""
+    max_running: int = 256
+    """Sequences that an engine decodes at once: `max_num_seqs` and `max-running-requests` of the authors'
+    scripts for 8B."""
+    micro_batch_responses: int = 16
+    """`min_stream_batch_size` of the authors' scripts."""
+    trains_whole_groups: bool = False
+    """Micro-batches are made of complete groups, as in our live trainer and the published code. The paper's
+    are of single responses in the order in which they finish (section 4.1)."""
+    wake_s: float = 6.0
+    """Trainer's memory out, engines' in: weights and KV cache of a sleeping engine."""
+    sleep_s: float = 4.0
+    """The other way."""
+    optimizer_s: float = 8.0
+    """Optimizer step with states in host memory."""
+    gather_s: float = 3.0
+    """All-gather of the new weights into the sender's buffer."""
+    apply_s: float = 2.0
+    """Weights from a spot machine's memory into its engine, and the probe."""
+    boot_s: float = 60.0
+    """From the request to an engine without weights, images and model being cached as on the paper's
+    machines."""
+    notice_s: float = 0.0
+    """Seconds of warning that a removal brings where the trace has none of its own: the paper relies on
+    none."""
+    length_median: float = 6_100.0
+    """Response tokens without a limit: median of the lognormal."""
+    length_sigma: float = 0.72
+    """Standard deviation of the logarithm of lengths."""
+    length_group_share: float = 0.4
+    """Share of the logarithm's variance that the responses of one prompt have in common."""
+
+
+PAPER_CALIBRATION = Calibration(
+    decode_bandwidth_share=0.811,
+    decode_step_s=0.0048,
+    train_mfu=0.504,
+    micro_batch_s=0.192,
+    growth_headroom_tokens=1_827,
+)
+
+
+BF16_BYTES = 2
+"""Weights and KV cache are bf16."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuType:
+    """One GPU's peak rates."""
+
+    name: str
+    flops: float
+    """Dense bf16 peak, operations per second."""
+    bandwidth: float
+    """Memory bandwidth, bytes per second."""
+    memory_bytes: float
+
+
+# NVIDIA data sheets: H100 SXM5 (2023), H200 SXM (2024), B200 (2024), GH200 (2023), A100 40GB and 80GB SXM
+# (2021), L40S (2023), L4 (2023), A10 (2021; AWS's A10G has 70 of its 125 Tflop/s), RTX A6000 (2021). Where a
+# sheet quotes bf16 with sparsity this is the dense half. Names are SkyPilot's.
+H100 = GpuType("H100", 989e12, 3.35e12, 80e9)
+L40S = GpuType("L40S", 362e12, 0.864e12, 48e9)
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        H100,
+        L40S,
+        GpuType("H200", 989e12, 4.8e12, 141e9),
+        GpuType("B200", 2_250e12, 8.0e12, 180e9),
+        GpuType("GH200", 989e12, 4.0e12, 96e9),
+        GpuType("A100-80GB", 312e12, 2.039e12, 80e9),
+        GpuType("A100", 312e12, 1.555e12, 40e9),
+        GpuType("L4", 121e12, 0.3e12, 24e9),
+        GpuType("A10G", 70e12, 0.6e12, 24e9),
+        GpuType("A6000", 155e12, 0.768e12, 48e9),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What of a dense transformer decides its cost."""
+
+    name: str
+    parameters: float
+    layers: int
+    hidden: int
+    """Width of the query projection: heads x head size."""
+    kv_heads: int
+    head_size: int
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of all weights."""
+        return BF16_BYTES * self.parameters
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        """Bytes of KV cache for one token: keys and values of all layers."""
+        return 2.0 * BF16_BYTES * self.layers * self.kv_heads * self.head_size
+
+    def forward_flops(self, tokens: float) -> float:
+        """Operations of one forward pass over one sequence of `tokens`: 2P each, and causal attention."""
+        return (2.0 * self.parameters + 2.0 * self.hidden * self.layers * tokens) * tokens
+
+
+# Hugging Face configurations of Qwen/Qwen3-8B, -14B and -32B.
+QWEN3_8B = ModelShape("Qwen3-8B", 8.19e9, 36, 4096, 8, 128)
+QWEN3_14B = ModelShape("Qwen3-14B", 14.77e9, 40, 5120, 8, 128)
+QWEN3_32B = ModelShape("Qwen3-32B", 32.76e9, 64, 8192, 8, 128)
+MODELS = {model.name: model for model in (QWEN3_8B, QWEN3_14B, QWEN3_32B)}
+
 
 GBIT = 1e9 / 8
 """Bytes per second of one Gbit/s."""

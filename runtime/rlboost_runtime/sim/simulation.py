@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rlboost_runtime.sim.oracle import simulate_oracle
-from rlboost_runtime.sim.policies import ORACLE, policy_setup
+from rlboost_runtime.sim.policies import ORACLE, Switches, policy_setup
 from rlboost_runtime.sim.presets import Preset
 from rlboost_runtime.sim.result import SimResult
-from rlboost_runtime.sim.switches import Switches
 from rlboost_runtime.sim.world import Watch, World
 from rlboost_runtime.traces import Trace
 

@@ -12,11 +12,16 @@ from __future__ import annotations
 from collections import deque
 from typing import Protocol
 
-from rlboost_runtime.core.messages import Event, LeaseReturned, StepStarted, StepTrained, VersionPublished
+from rlboost_runtime.core.base.messages import (
+    Event,
+    LeaseReturned,
+    StepStarted,
+    StepTrained,
+    VersionPublished,
+)
 from rlboost_runtime.sim.clock import Agenda
-from rlboost_runtime.sim.lengths import draw_lengths
 from rlboost_runtime.sim.presets import Preset
-from rlboost_runtime.sim.responses import ResponseStore
+from rlboost_runtime.sim.responses import ResponseStore, draw_lengths
 from rlboost_runtime.sim.result import Activity
 
 FORWARD_PASSES = 6.0

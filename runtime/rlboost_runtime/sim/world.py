@@ -11,9 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rlboost_runtime.core.core import Core
-from rlboost_runtime.core.lease import LeaseState
-from rlboost_runtime.core.messages import (
+from rlboost_runtime.core.base.messages import (
     Abort,
     Assign,
     Command,
@@ -34,16 +32,16 @@ from rlboost_runtime.core.messages import (
     Tick,
     Wake,
 )
+from rlboost_runtime.core.core import Core
+from rlboost_runtime.core.window.gpu_lease import LeaseState
 from rlboost_runtime.sim.agents import AgentCosts, SimAgent
-from rlboost_runtime.sim.clock import Agenda
+from rlboost_runtime.sim.clock import Agenda, SharedLink
 from rlboost_runtime.sim.cloud import Rented, SimCloud
 from rlboost_runtime.sim.engine_model import EngineSpeed, engine_speed
-from rlboost_runtime.sim.link import SharedLink
 from rlboost_runtime.sim.policies import PolicySetup
 from rlboost_runtime.sim.presets import MachineShape, Preset
-from rlboost_runtime.sim.recorder import Recorder
 from rlboost_runtime.sim.responses import ResponseStore
-from rlboost_runtime.sim.result import RESERVED, Activity, Kill, StepRow
+from rlboost_runtime.sim.result import RESERVED, Activity, Kill, Recorder, StepRow
 from rlboost_runtime.sim.trainer_model import SimTrainer
 from rlboost_runtime.traces import Trace
 

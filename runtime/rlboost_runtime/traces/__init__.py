@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from rlboost_runtime.traces.events import Trace, TraceEvent, sample_nodes
+from rlboost_runtime.traces.events import Trace, TraceEvent, TraceStatistics, sample_nodes, trace_statistics
 from rlboost_runtime.traces.generate import PROFILES, Profile, generate_trace
 from rlboost_runtime.traces.reading import load_trace, trace_rows
-from rlboost_runtime.traces.statistics import TraceStatistics, trace_statistics
 
 __all__ = [
     "PROFILES",

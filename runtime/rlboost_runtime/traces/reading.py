@@ -14,8 +14,7 @@ from pathlib import Path
 
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.traces.events import Trace
-from rlboost_runtime.traces.history import BadRow, History
-from rlboost_runtime.traces.tables import clock, layout_of, number, whole_count
+from rlboost_runtime.traces.rows import BadRow, History, clock, layout_of, number, whole_count
 
 MAX_BYTES = 64 * 1024 * 1024
 """Longest file that is read: public traces are below 1 MB."""

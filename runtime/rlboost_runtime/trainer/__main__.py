@@ -17,21 +17,20 @@ import transformers
 from rlboost_runtime import logs
 from rlboost_runtime.errors import RLBoostError, RuntimeFault, is_disk_full
 from rlboost_runtime.job import Job, TinyModel, read_resolved
-from rlboost_runtime.run_folder import RunFolder
-from rlboost_runtime.trainer import checkpoint
-from rlboost_runtime.trainer.data import Example, PromptSource, read_examples
-from rlboost_runtime.trainer.following import be_led
-from rlboost_runtime.trainer.hub import fetch
-from rlboost_runtime.trainer.launch import Place, die_with_launcher, is_rank, run_ranks
+from rlboost_runtime.run.folder import RunFolder
+from rlboost_runtime.trainer.artifacts import checkpoint
+from rlboost_runtime.trainer.data.prompts import Example, PromptSource, read_examples
+from rlboost_runtime.trainer.learn.policy import Policy
+from rlboost_runtime.trainer.learn.rank_worker import be_led
+from rlboost_runtime.trainer.learn.ranks import ALONE, End, Load, Ranks
 from rlboost_runtime.trainer.loop import TrainerLoop
-from rlboost_runtime.trainer.policy import Policy
-from rlboost_runtime.trainer.preparing import Preparing
-from rlboost_runtime.trainer.ranks import ALONE, End, Load, Ranks
-from rlboost_runtime.trainer.reward_outcome import RewardWatch
-from rlboost_runtime.trainer.rewards import RewardCall, RewardScorer
-from rlboost_runtime.trainer.step_stream import StepStream
-from rlboost_runtime.trainer.tiny import WarmupReport, prepare
-from rlboost_runtime.trainer.warmup import warm_up, warmup_data
+from rlboost_runtime.trainer.models.hub import Preparing, fetch
+from rlboost_runtime.trainer.models.tiny import WarmupReport, prepare
+from rlboost_runtime.trainer.models.warmup import warm_up, warmup_data
+from rlboost_runtime.trainer.node import Place, die_with_launcher, is_rank, run_ranks
+from rlboost_runtime.trainer.rewards.outcome import RewardWatch
+from rlboost_runtime.trainer.rewards.scorer import RewardCall, RewardScorer
+from rlboost_runtime.trainer.rollout.step_stream import StepStream
 
 log = logging.getLogger(__name__)
 

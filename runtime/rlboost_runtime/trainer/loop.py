@@ -36,31 +36,32 @@ import torch
 
 from rlboost_runtime.job import Job
 from rlboost_runtime.logs import bind, event
-from rlboost_runtime.run_folder import RunFolder
-from rlboost_runtime.trainer import checkpoint
-from rlboost_runtime.trainer.ahead import AskedStep, AskedSteps
-from rlboost_runtime.trainer.checkpoint import Checkpoint, TrainedState
-from rlboost_runtime.trainer.checkpoint_writer import CheckpointWriter
-from rlboost_runtime.trainer.data import Prompt, PromptSource
-from rlboost_runtime.trainer.groups import GroupDesk, ScoredGroup
-from rlboost_runtime.trainer.metrics import MetricsLog, evaluation_metrics, group_metrics
-from rlboost_runtime.trainer.output import Output, copying
-from rlboost_runtime.trainer.policy import Policy, Residency
-from rlboost_runtime.trainer.publishing import Publication, Publisher
-from rlboost_runtime.trainer.ranks import ALONE, Ranks
-from rlboost_runtime.trainer.reward_outcome import require_some_reward
-from rlboost_runtime.trainer.rewards import RewardScorer
-from rlboost_runtime.trainer.sample import Sample
-from rlboost_runtime.trainer.samples import pick_samples
-from rlboost_runtime.trainer.selection import GroupSelection
-from rlboost_runtime.trainer.step_stream import StepStream, Waits
+from rlboost_runtime.protocol.messages import PromptSpec, Published, Trained
+from rlboost_runtime.run.folder import RunFolder
+from rlboost_runtime.trainer.artifacts import checkpoint
+from rlboost_runtime.trainer.artifacts.checkpoint import Checkpoint, CheckpointWriter, TrainedState
+from rlboost_runtime.trainer.artifacts.output import Output, copying
+from rlboost_runtime.trainer.artifacts.publisher import Publication, Publisher
+from rlboost_runtime.trainer.data.prompts import AskedStep, AskedSteps, Prompt, PromptSource
+from rlboost_runtime.trainer.learn.learner import Learner, recomputes_old
+from rlboost_runtime.trainer.learn.policy import Policy, Residency
+from rlboost_runtime.trainer.learn.ranks import ALONE, Ranks
+from rlboost_runtime.trainer.learn.sample import GroupSelection, Sample
+from rlboost_runtime.trainer.learn.version_files import scratch_folder, version_configs
+from rlboost_runtime.trainer.rewards.outcome import require_some_reward
+from rlboost_runtime.trainer.rewards.scorer import RewardScorer
+from rlboost_runtime.trainer.rollout.groups import GroupDesk, ScoredGroup
+from rlboost_runtime.trainer.rollout.metrics import (
+    MetricsLog,
+    evaluation_metrics,
+    group_metrics,
+    pick_samples,
+)
+from rlboost_runtime.trainer.rollout.step_stream import StepStream, Waits
 from rlboost_runtime.trainer.tracking import Trackers
-from rlboost_runtime.trainer.update import Learner, recomputes_old
-from rlboost_runtime.trainer.version_files import scratch_folder, version_configs
-from rlboost_runtime.weights.delta_torch import best_finder
-from rlboost_runtime.weights.manifest import content_digest, read_manifest
-from rlboost_runtime.weights.store import WeightStore, describe_file
-from rlboost_runtime.wire import PromptSpec, Published, Trained
+from rlboost_runtime.weights.delta.torch_finder import best_finder
+from rlboost_runtime.weights.manifest import content_digest, describe_file, read_manifest
+from rlboost_runtime.weights.store.store import WeightStore
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol, Self
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import Job, Wandb
 from rlboost_runtime.logs import event
-from rlboost_runtime.run_folder import RunFolder
+from rlboost_runtime.run.folder import RunFolder
 
 log = logging.getLogger(__name__)
 

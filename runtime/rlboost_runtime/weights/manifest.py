@@ -12,10 +12,13 @@ folder; every tensor lies inside its file; `content_digest` agrees with the chun
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import re
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,8 @@ SCHEMA = (1, 1)
 
 MANIFEST = "manifest.json"
 
+DELTA_PREFIX = "delta-"
+"""What the names of delta files begin with."""
 MAX_CHUNK_BYTES = 256 * 1024 * 1024
 """A receiver holds one chunk per stream in memory."""
 
@@ -313,3 +318,30 @@ def _probe_problem(probe: Probe) -> str | None:
     if not (math.isfinite(probe.tolerance) and probe.tolerance >= 0):
         return f"probe tolerance {probe.tolerance}"
     return None
+
+
+_MAX_HASH_THREADS = 8
+
+
+def describe_file(path: Path, chunk_bytes: int) -> File:
+    """Return the file's size and chunks; large files are hashed by several threads."""
+    size = path.stat().st_size
+    ranges = [(at, min(chunk_bytes, size - at)) for at in range(0, size, chunk_bytes)]
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        threads = min(len(ranges), os.cpu_count() or 1, _MAX_HASH_THREADS)
+        if threads <= 1:
+            chunks = [_describe_chunk(fd, *r) for r in ranges]
+        else:
+            with ThreadPoolExecutor(threads) as pool:
+                chunks = list(pool.map(lambda r: _describe_chunk(fd, *r), ranges))
+    finally:
+        os.close(fd)
+    return File(path.name, size, tuple(chunks))
+
+
+def _describe_chunk(fd: int, offset: int, length: int) -> Chunk:
+    data = os.pread(fd, length, offset)
+    if len(data) != length:
+        raise OSError(errno.EIO, "file changed while it was digested")
+    return Chunk(offset, length, digest(data))

@@ -28,7 +28,7 @@ run /home/ubuntu/.rlboost/venv/bin/python - <<'END'
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rlboost_runtime.agent import service
-from rlboost_runtime.engines import continuous_batch, model_loading, transformers_child
+from rlboost_runtime.engines.transformers import child, continuous_batch, model_loading
 
 AutoModelForCausalLM.from_config(
     Qwen3Config(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)

@@ -20,7 +20,7 @@ import msgspec
 from rlboost_runtime.engines.base import Request
 from rlboost_runtime.engines.vllm.command import MODEL
 from rlboost_runtime.errors import RuntimeFault
-from rlboost_runtime.wire import Sampling
+from rlboost_runtime.protocol.messages import Sampling
 
 CONNECT_TIMEOUT_S = 10.0
 CONTROL_TIMEOUT_S = 120.0

@@ -13,10 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlboost_runtime.engines.base import EngineSpec
-from rlboost_runtime.engines.devices import device_environment
+from rlboost_runtime.engines.base import EngineSpec, device_environment
 from rlboost_runtime.engines.model_folder import kv_bytes_per_token, read_config
-from rlboost_runtime.vllm_python import EnginePython
+from rlboost_runtime.run.engine_python import EnginePython
 
 MODEL = "policy"
 """The served model's name."""

@@ -39,14 +39,13 @@ from rlboost_runtime.engines.model_folder import Unreadable
 from rlboost_runtime.engines.vllm.adapters import base_folder, is_adapter, peft_folder
 from rlboost_runtime.engines.vllm.api import ApiError, Dialect, StreamBroken, request_body
 from rlboost_runtime.engines.vllm.drafts import gate_drafts
-from rlboost_runtime.engines.vllm.served_model import ServedModel
 from rlboost_runtime.engines.vllm.server import VllmServer, fp8_problem
 from rlboost_runtime.engines.vllm.streams import OutputQueue, Streams, TaskSet
-from rlboost_runtime.engines.vllm.swap import Swapper
+from rlboost_runtime.engines.vllm.swap import ServedModel, Swapper
 from rlboost_runtime.errors import ConfigError, RuntimeFault
 from rlboost_runtime.logs import event
-from rlboost_runtime.vllm_python import EnginePython, find_engine_python
-from rlboost_runtime.wire import Sampling
+from rlboost_runtime.protocol.messages import Sampling
+from rlboost_runtime.run.engine_python import EnginePython, find_engine_python
 
 log = logging.getLogger(__name__)
 

@@ -3,6 +3,12 @@
 It listens on a Unix socket in a fresh folder of mode 700 and wants a random key: nobody else on the machine,
 and nobody off it, reaches its admin interface. Its keeper (`keeper`) leads a session of its own, so that
 no process of the server outlives another, or us.
+
+The private folder in which a server's socket lies.
+
+Guarantees: only this user can enter it; its path is short, as the paths of Unix sockets must be (107 bytes);
+folders of servers that were killed together with their agent are removed by one that is made an hour later,
+those of servers that live or are starting never.
 """
 
 from __future__ import annotations
@@ -15,7 +21,9 @@ import re
 import secrets
 import shutil
 import signal
+import socket
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -23,9 +31,8 @@ from pathlib import Path
 from rlboost_runtime.engines.base import EngineDied, EngineSpec
 from rlboost_runtime.engines.vllm import command
 from rlboost_runtime.engines.vllm.api import VllmApi
-from rlboost_runtime.engines.vllm.socket_folder import SOCKET, make_socket_folder
 from rlboost_runtime.logs import event
-from rlboost_runtime.vllm_python import EnginePython
+from rlboost_runtime.run.engine_python import EnginePython
 
 log = logging.getLogger(__name__)
 
@@ -205,3 +212,44 @@ async def fp8_problem() -> str | None:
 def _compile_cache() -> Path:
     """Return where compiled graphs stay from one start to the next, of this run and others."""
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "rlboost" / "vllm"
+
+
+SOCKET = "s"
+PREFIX = "rlboost-vllm-"
+FORGOTTEN_S = 3600.0
+"""Age from which a folder without a listener belongs to no server that is still starting: vLLM binds its
+socket long before it listens."""
+_CONNECT_TIMEOUT_S = 1.0
+
+
+def make_socket_folder() -> Path:
+    """Make a new folder of mode 700, after removing those that nobody uses any more."""
+    remove_stale(Path(tempfile.gettempdir()))
+    return Path(tempfile.mkdtemp(prefix=PREFIX))
+
+
+def remove_stale(parent: Path) -> None:
+    """Remove the folders below `parent` whose server is gone; others' folders cannot be, and stay."""
+    for folder in parent.glob(f"{PREFIX}*"):
+        if _is_stale(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_stale(folder: Path) -> bool:
+    try:
+        return time.time() - folder.stat().st_mtime > FORGOTTEN_S and not _has_listener(folder)
+    except OSError:
+        return False
+
+
+def _has_listener(folder: Path) -> bool:
+    """Whether a server lives: the kernel refuses connections to a socket whose owner is gone."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(_CONNECT_TIMEOUT_S)
+        try:
+            probe.connect(str(folder / SOCKET))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except OSError:
+            return True  # busy, or not ours to judge
+    return True

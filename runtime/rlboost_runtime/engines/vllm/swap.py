@@ -3,6 +3,8 @@
 Always pause -> start -> update (each file) -> finish -> resume: updating without the pause kills an engine
 that has requests. Servers without that interface are asked to `reload_weights`. Which one there is, is asked
 once. Raises `ApiError` on any failure; the caller must then end the server, whose weights may be a mixture.
+
+What a vLLM server was started for: weights are taken in place only where all of it is the same.
 """
 
 from __future__ import annotations
@@ -10,8 +12,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
+from rlboost_runtime.engines.model_folder import (
+    CONFIG_FILE,
+    Header,
+    Unreadable,
+    config_text,
+    read_config,
+    read_header,
+)
 from rlboost_runtime.engines.vllm.api import ApiError, VllmApi
 from rlboost_runtime.engines.vllm.server import VllmServer
 from rlboost_runtime.logs import event
@@ -92,3 +103,33 @@ class Swapper:
 
 def _files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model's configuration and the form of each of its tensors."""
+
+    config: str
+    tensors: Header
+    vocabulary: int
+    """Token ids are below this."""
+
+    @classmethod
+    def of(cls, folder: Path) -> ServedModel:
+        """Read the version in `folder`. Raises `Unreadable`."""
+        tensors: Header = {}
+        for file in sorted(folder.glob("*.safetensors")):
+            tensors |= read_header(file)
+        if not tensors:
+            raise Unreadable("no tensor in any safetensors file")
+        vocabulary = read_config(folder).get("vocab_size")
+        if not isinstance(vocabulary, int):
+            raise Unreadable(f"{CONFIG_FILE} has no vocab_size")
+        return cls(config_text(folder), tensors, vocabulary)
+
+    def check_same_tensors(self, served: ServedModel) -> None:
+        """Raise `Unreadable` unless every tensor is there as in `served`: vLLM would keep an old one."""
+        if self.tensors == served.tensors:
+            return
+        wrong = sorted({name for name, _ in self.tensors.items() ^ served.tensors.items()})
+        raise Unreadable(f"{len(wrong)} tensors are missing, new or of another form, such as {wrong[0]}")

@@ -1,0 +1,221 @@
+"""EC2's instances in our words, and what a launch template of ours says.
+
+The security groups of our machines: what EC2 lets through to them.
+
+Two first callers at once end with the same group.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from rlboost_providers.aws.errors import code_of, explained
+from rlboost_providers.base import tags
+from rlboost_providers.base.provider import MachineState
+from rlboost_runtime.errors import ConfigError, ProviderError
+
+_STATES = {
+    "pending": MachineState.STARTING,
+    "running": MachineState.RUNNING,
+    "stopping": MachineState.RUNNING,  # somebody stopped it by hand: there, though of no use
+    "stopped": MachineState.RUNNING,
+    "shutting-down": MachineState.GONE,  # no longer billed
+    "terminated": MachineState.GONE,
+}
+_WHEN = re.compile(r"\((\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?: \w+)?\)")
+RECLAIMED = "Server.SpotInstanceTermination"
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One EC2 instance of ours."""
+
+    run: str
+    machine: str
+    owner: str
+    instance: str
+    instance_type: str
+    region: str
+    zone: str
+    is_spot: bool
+    state: MachineState
+    launched_at: float
+    ended_at: float | None
+    detail: str
+    public_address: str
+    private_address: str
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it may cost something."""
+        return self.state is not MachineState.GONE
+
+
+def console_of(ec2: Any, region: str, instance: str) -> str:
+    """Return what an instance wrote to its serial console, as far as EC2 has it: 64 KB at most; of machines
+    of older kinds (not Nitro) only what was written some minutes ago."""
+    with explained(f"read the console of {instance} in {region}"):
+        try:
+            answer = ec2.get_console_output(InstanceId=instance, Latest=True)
+        except ec2.exceptions.ClientError as error:
+            if code_of(error) != "UnsupportedOperation":
+                raise
+            answer = ec2.get_console_output(InstanceId=instance)
+    return str(answer.get("Output") or "")
+
+
+def list_machines(
+    ec2: Any, region: str, *, run: str | None = None, machine: str | None = None, owner: str | None = None
+) -> Iterator[Machine]:
+    """Yield the region's instances with our tags; those that ended stay listed for about an hour."""
+    wanted = {tags.RUN: run, tags.MACHINE: machine, tags.OWNER: owner}
+    filters = [
+        {"Name": f"tag:{tag}", "Values": [value]} for tag, value in wanted.items() if value is not None
+    ]
+    with explained(f"list the machines in {region}"):
+        pages = ec2.get_paginator("describe_instances").paginate(
+            Filters=filters or [{"Name": "tag-key", "Values": [tags.RUN]}]
+        )
+        found = [each for page in pages for group in page["Reservations"] for each in group["Instances"]]
+    for instance in found:
+        yield _machine(instance, region)
+
+
+def template_data(
+    image: str,
+    user_data: str,
+    marks: Mapping[str, str],
+    *,
+    group: str,
+    device: str,
+    disk_gb: int,
+    instance_profile: str | None,
+) -> dict[str, Any]:
+    """Return the `LaunchTemplateData` of one machine; `user_data` in base64."""
+    named = [{"Key": key, "Value": value} for key, value in marks.items()]
+    named.append({"Key": "Name", "Value": f"rlboost {marks[tags.RUN]} {marks[tags.MACHINE]}"})
+    data: dict[str, Any] = {
+        "ImageId": image,
+        "UserData": user_data,
+        "SecurityGroupIds": [group],
+        "InstanceInitiatedShutdownBehavior": "terminate",
+        "MetadataOptions": {
+            "HttpTokens": "required",
+            "HttpPutResponseHopLimit": 1,  # containers on the machine do not reach it
+            "HttpEndpoint": "enabled",
+            "InstanceMetadataTags": "disabled",
+        },
+        "BlockDeviceMappings": [
+            {
+                "DeviceName": device,
+                "Ebs": {"VolumeSize": disk_gb, "VolumeType": "gp3", "DeleteOnTermination": True},
+            }
+        ],
+        "TagSpecifications": [
+            {"ResourceType": "instance", "Tags": named},
+            {"ResourceType": "volume", "Tags": named},
+        ],
+    }
+    if instance_profile is not None:
+        data["IamInstanceProfile"] = {"Name": instance_profile}
+    return data
+
+
+def _machine(instance: Mapping[str, Any], region: str) -> Machine:
+    marks = {tag["Key"]: tag["Value"] for tag in instance.get("Tags", [])}
+    reason = instance.get("StateReason", {})
+    state = _STATES.get(instance["State"]["Name"], MachineState.RUNNING)
+    told = instance.get("StateTransitionReason", "")
+    return Machine(
+        run=marks.get(tags.RUN, ""),
+        machine=marks.get(tags.MACHINE, ""),
+        owner=marks.get(tags.OWNER, ""),
+        instance=instance["InstanceId"],
+        instance_type=instance["InstanceType"],
+        region=region,
+        zone=instance.get("Placement", {}).get("AvailabilityZone", region),
+        is_spot=instance.get("InstanceLifecycle") == "spot",
+        state=state,
+        launched_at=instance["LaunchTime"].timestamp(),
+        ended_at=_when(told) if state is MachineState.GONE else None,
+        detail=_detail(state, reason.get("Code", "")),
+        public_address=instance.get("PublicIpAddress", ""),
+        private_address=instance.get("PrivateIpAddress", ""),
+    )
+
+
+def _detail(state: MachineState, code: str) -> str:
+    if state is not MachineState.GONE:
+        return ""
+    return "reclaimed" if code.startswith(RECLAIMED) else code
+
+
+def _when(told: str) -> float | None:
+    """Return the time in `User initiated (2026-11-21 16:00:00 GMT)`, where there is one."""
+    match = _WHEN.search(told)
+    if match is None:
+        return None
+    return datetime.strptime(match[1], "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC).timestamp()
+
+
+WORKERS = "rlboost-outbound-only"
+HEADS = "rlboost-head"
+SSH_PORT = 22
+RUN_PORTS = (32768, 60999)
+"""Where Linux takes free ports from, and so a run its two: TLS that wants the run's token guards both."""
+
+_ABOUT = {
+    WORKERS: "RLBoost workers: they dial out, nothing comes in",
+    HEADS: "RLBoost heads: SSH with a key, and TLS of their agents",
+}
+
+
+def security_group(ec2: Any, subnets: Sequence[str], *, for_head: bool = False) -> str:
+    """Return the id of the group in the subnets' network, by default the default one.
+
+    Workers only dial out; to a head SSH comes in, and the agents of its run.
+    """
+    group = _group(ec2, HEADS if for_head else WORKERS, _network(ec2, subnets))
+    if for_head and not group["IpPermissions"]:
+        _open(ec2, str(group["GroupId"]))
+    return str(group["GroupId"])
+
+
+def _group(ec2: Any, name: str, vpc: str) -> dict[str, Any]:
+    which = [{"Name": "group-name", "Values": [name]}, {"Name": "vpc-id", "Values": [vpc]}]
+    for _ in range(3):
+        found: list[dict[str, Any]] = ec2.describe_security_groups(Filters=which)["SecurityGroups"]
+        if found:
+            return found[0]
+        try:
+            ec2.create_security_group(GroupName=name, Description=_ABOUT[name], VpcId=vpc)
+        except ec2.exceptions.ClientError as error:
+            if code_of(error) != "InvalidGroup.Duplicate":
+                raise
+    raise ProviderError(f"security group {name} of {vpc} comes and goes", "try again")
+
+
+def _network(ec2: Any, subnets: Sequence[str]) -> str:
+    if subnets:
+        return str(ec2.describe_subnets(SubnetIds=list(subnets[:1]))["Subnets"][0]["VpcId"])
+    default = ec2.describe_vpcs(Filters=[{"Name": "is-default", "Values": ["true"]}])["Vpcs"]
+    if not default:
+        raise ConfigError(
+            "this AWS region has no default network", "name subnets, or: aws ec2 create-default-vpc"
+        )
+    return str(default[0]["VpcId"])
+
+
+def _open(ec2: Any, group: str) -> None:
+    anywhere = [{"CidrIp": "0.0.0.0/0"}]
+    ports = [(SSH_PORT, SSH_PORT), RUN_PORTS]
+    rules = [{"IpProtocol": "tcp", "FromPort": a, "ToPort": b, "IpRanges": anywhere} for a, b in ports]
+    try:
+        ec2.authorize_security_group_ingress(GroupId=group, IpPermissions=rules)
+    except ec2.exceptions.ClientError as error:
+        if code_of(error) != "InvalidPermission.Duplicate":
+            raise

@@ -1,0 +1,68 @@
+"""The script that a machine of a direct provider runs at its first boot: it dials out and needs no way in.
+
+The bootstrap travels in it, and so does the run's token: clouds show a machine's start-up script to whoever
+may describe the machine, and to the machine itself. Nothing else of the user's is in it.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import shlex
+from collections.abc import Mapping, Sequence
+from importlib import resources
+
+import msgspec
+
+from rlboost_providers.base.provider import LaunchRequest
+from rlboost_runtime.errors import ConfigError
+
+BOOT_S = 1200
+"""Longest installation: a machine that is not ready by then ends itself (the head gave it up before)."""
+_DONE_LINE = "END_OF_INSTALL"
+
+
+def installation() -> str:
+    """Return the shell text that brings the head's own runtime onto a machine whose image lacks it."""
+    return resources.files("rlboost_templates").joinpath("startup/install.sh").read_text(encoding="utf-8")
+
+
+def script_of(request: LaunchRequest, cloud: str, install: str, longest: int) -> str:
+    """Return what the machine of `request` runs at its first boot. Raises `ConfigError`."""
+    if request.head_script is None:
+        return startup_script({**request.bootstrap, "cloud": cloud}, install=install, longest=longest)
+    _check_length(request.head_script, request.machine, longest)
+    return request.head_script
+
+
+def startup_script(bootstrap: Mapping[str, object], *, install: str = "", longest: int | None = None) -> str:
+    """Return the script for `bootstrap` (`agent.bootstrap`); `install` is shell text that leaves the runtime
+    in `venv/` of its working folder, empty where the image has it.
+
+    Raises `ConfigError` where it is longer than the `longest` bytes that the cloud takes.
+    """
+    instances = bootstrap.get("instances")
+    if not isinstance(instances, Sequence) or isinstance(instances, str) or not instances:
+        raise ConfigError(f"the bootstrap of {bootstrap.get('machine')} names no instances", "give one")
+    if _DONE_LINE in install.splitlines():
+        raise ConfigError(f"the installation has a line {_DONE_LINE}", "write it otherwise")
+    packed = gzip.compress(msgspec.json.encode(bootstrap), mtime=0)
+    text = resources.files("rlboost_templates").joinpath("startup/worker.sh").read_text(encoding="utf-8")
+    for name, value in {
+        "@INSTALL@": install,
+        "@BOOT_S@": str(BOOT_S),
+        "@INSTANCES@": " ".join(shlex.quote(str(instance)) for instance in instances),
+        "@BOOTSTRAP@": base64.encodebytes(packed).decode().rstrip(),
+    }.items():
+        text = text.replace(name, value, 1)
+    if longest is not None:
+        _check_length(text, str(bootstrap.get("machine")), longest)
+    return text
+
+
+def _check_length(text: str, machine: str, longest: int) -> None:
+    if len(text.encode()) > longest:
+        raise ConfigError(
+            f"the start-up script of {machine} has {len(text.encode())} bytes, this cloud takes {longest}",
+            "bake the runtime into the image and leave the installation out",
+        )

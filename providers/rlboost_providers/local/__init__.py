@@ -1,0 +1,1 @@
+"""This machine as a cloud: processes for machines, and a market that follows a trace."""

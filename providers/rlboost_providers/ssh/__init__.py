@@ -1,0 +1,1 @@
+"""Machines that the user names: reached over SSH, never bought and never ended."""

@@ -1,0 +1,1 @@
+"""Commands about a job file: `init`, `check`, `doctor` and `plan`."""

@@ -1,0 +1,1 @@
+"""Commands about prices, traces and simulation: no run is needed."""

@@ -1,0 +1,1 @@
+"""Commands about runs: from `up` and `launch` to `cost` and `down`."""

@@ -1,0 +1,85 @@
+"""`rlboost launch`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rlboost_cli.terminal import completion
+
+if TYPE_CHECKING:
+    from rlboost_runtime.run.folder import RunFolder
+
+
+def launch(
+    job_or_run: Annotated[
+        str,
+        typer.Argument(
+            help="A job file, or the name of a run",
+            metavar="JOB_OR_RUN",
+            show_default=False,
+            autocompletion=completion.jobs_and_runs,
+        ),
+    ],
+    detach: Annotated[bool, typer.Option("--detach", help="Return once the run is under way")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before spending")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue a run that has ended, from its last checkpoint")
+    ] = False,
+) -> None:
+    """Start or continue a run and watch it; Ctrl-C detaches
+
+    Example: rlboost launch job.yaml
+    """
+    from rlboost_cli.planning.agreement import agree, planned
+    from rlboost_cli.runs.supervision import bring_up, want_training
+    from rlboost_cli.runs.target import find_target
+    from rlboost_cli.terminal import output
+    from rlboost_cli.views import screens
+
+    target = find_target(job_or_run, resume=resume, say=output.progress)
+    agree(planned(target.name, target.job), "launch?", yes=yes)
+    with output.working("copying the job's files"):
+        found = target.prepare(resume=resume, say=output.progress)
+    screens.found_run(found)
+    try:
+        want_training(found.run)
+        with output.working() as say:
+            bring_up(found.run, say)
+        if not detach:
+            _watch(found.run)
+    except KeyboardInterrupt:
+        if not screens.left_alone(found.run):
+            raise
+        return
+    if detach:
+        screens.detached(found.run)
+    else:
+        _finish(found.run)
+
+
+def _watch(run: RunFolder) -> None:
+    from rlboost_cli.views import screens
+    from rlboost_cli.views.attach import follow
+
+    screens.follow(follow(run))
+
+
+def _finish(run: RunFolder) -> None:
+    from rlboost_cli.runs.run_status import run_status
+    from rlboost_cli.terminal import output
+    from rlboost_cli.views import screens
+    from rlboost_cli.views.attach import outcome_of
+    from rlboost_runtime.billing.books import report_of
+
+    outcome = outcome_of(run)
+    if run.head.exists():
+        from rlboost_cli.head.control import come_home
+
+        with output.working() as say:
+            come_home(run, say)
+    with output.working("adding up what the run cost"):
+        report = report_of(run)
+    screens.outcome(run, outcome, run_status(run).data, report)
+    raise typer.Exit(outcome.exit_code)

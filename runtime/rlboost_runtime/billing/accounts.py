@@ -1,0 +1,287 @@
+"""What was bought, in micro-dollars: machines over the intervals in which they are billed, and other usage.
+
+Guarantees: money and time are integers (micro-dollars, nanoseconds since the Unix epoch), summed exactly; a
+machine is billed over the half-open intervals from each launch to its end (at least `LEAST_BILLED_S`), or to
+the moment asked for; and the parts of a bill (`MachineBill.parts`) add up to it. Pure.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from rlboost_runtime.money import cost_micro_usd, split_exactly
+
+Row = tuple[Any, ...]  # what SQLite hands out; the tables are STRICT, so columns have their declared types
+
+END_OF_TIME = 2**63 - 1
+"""In nanoseconds; an SQLite integer's largest."""
+LEAST_BILLED_S = {"aws": 60, "gcp": 60, "skypilot": 60}
+"""By provider: what a machine is billed for at least, however soon it ends; others: nothing (EC2 and Compute
+Engine bill per second, at least a minute)."""
+
+
+class MachineBookState(StrEnum):
+    """A machine's life in the books."""
+
+    INTENDED = "intended"
+    """About to be asked for, or asked for without an answer yet."""
+    RUNNING = "running"
+    """The provider accepted it: money runs."""
+    GONE = "gone"
+    """The provider says that it no longer exists."""
+    FAILED = "failed"
+    """The launch did not happen; never billed."""
+
+
+class UsageKind(StrEnum):
+    """Money that is not machine time."""
+
+    EGRESS = "egress"
+    STORAGE = "storage"
+
+
+class WasteKind(StrEnum):
+    """Billed machine time that made nothing that was trained on. How each is measured: `waste`."""
+
+    BOOT = "boot"
+    """Before the machine could do any work for the first time."""
+    IDLE = "idle"
+    """Without work, or waiting for others; also while it is being ended."""
+    LOST = "lost"
+    """Work whose tokens died with an instance before they were sent."""
+    REDONE = "redone"
+    """Work that had been done before: starting migrated responses, generating and training a step again."""
+
+
+@dataclass(frozen=True, slots=True)
+class BillParts:
+    """A bill by what the time was good for, in micro-dollars."""
+
+    useful: int
+    """All that was not found to be wasted."""
+    wasted: dict[WasteKind, int]
+    """Every kind is present."""
+
+
+@dataclass(frozen=True, slots=True)
+class MachineBill:
+    """One machine and what it costs up to the moment asked for. Times in nanoseconds since the Unix epoch.
+
+    `launched_ns` is its first launch, `billed_ns` the sum over all its intervals, of which there are
+    `num_lives`. `price_micro_usd_per_hour` is the present price; what it cost before is in `cost_micro_usd`.
+    """
+
+    machine: str
+    pool: str
+    provider: str
+    zone: str
+    accelerator: str
+    price_micro_usd_per_hour: int
+    price_source: str
+    intended_ns: int
+    launched_ns: int | None
+    ended_ns: int | None
+    state: MachineBookState
+    detail: str
+    num_lives: int
+    billed_ns: int
+    cost_micro_usd: int
+    storage_micro_usd_per_hour: int = 0
+
+    @property
+    def all_micro_usd_per_hour(self) -> int:
+        """The price with what its disk and public address cost beside it."""
+        return self.price_micro_usd_per_hour + self.storage_micro_usd_per_hour
+
+    def parts(self, wasted_ns: Mapping[WasteKind, int]) -> BillParts:
+        """Split the bill by the wasted time noted for the machine; the parts add up to `cost_micro_usd`.
+
+        Waste is metered on another clock than bills: where more is noted than is billed, the kinds that come
+        later in `WasteKind` give way.
+        """
+        left = self.billed_ns
+        weights = []
+        for kind in WasteKind:
+            weights.append(min(left, wasted_ns.get(kind, 0)))
+            left -= weights[-1]
+        useful, *wasted = split_exactly(self.cost_micro_usd, [left, *weights])
+        return BillParts(useful, dict(zip(WasteKind, wasted, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class Spending:
+    """What was bought as of one read of the books: any number of moments may be asked for."""
+
+    _accounts: tuple[Account, ...]
+    _usage: tuple[tuple[int, UsageKind, int], ...]
+    """(at in nanoseconds, kind, micro-dollars)."""
+
+    def machines(self, now: float) -> list[MachineBill]:
+        """Return all machines, oldest intent first, billed up to `now`."""
+        return [account.bill(to_ns(now)) for account in self._accounts]
+
+    def usage(self, now: float) -> dict[UsageKind, int]:
+        """Return micro-dollars per kind up to `now`; every kind is present."""
+        totals = dict.fromkeys(UsageKind, 0)
+        for at, kind, amount in self._usage:
+            totals[kind] += amount if at <= to_ns(now) else 0
+        totals[UsageKind.STORAGE] += sum(account.storage_micro_usd(to_ns(now)) for account in self._accounts)
+        return totals
+
+    def total_micro_usd(self, now: float) -> int:
+        """Return everything spent up to `now`. Never falls as `now` grows."""
+        until = to_ns(now)
+        machines = sum(account.all_micro_usd(until) for account in self._accounts)
+        return machines + sum(amount for at, _, amount in self._usage if at <= until)
+
+    def totals_micro_usd(self, moments: Sequence[float]) -> list[int]:
+        """Return `total_micro_usd` at each of `moments`, which ascend.
+
+        Machines that are gone by then are not looked at again: a long run has thousands of both.
+        """
+        coming = deque(sorted(self._accounts, key=lambda account: account.begins or 0))
+        usage = deque(sorted(self._usage))
+        here: list[Account] = []
+        settled, totals = 0, []
+        for until in map(to_ns, moments):
+            while coming and (coming[0].begins or 0) <= until:
+                here.append(coming.popleft())
+            while usage and usage[0][0] <= until:
+                settled += usage.popleft()[2]
+            settled += sum(account.all_micro_usd(until) for account in here if account.is_over(until))
+            here = [account for account in here if not account.is_over(until)]
+            totals.append(settled + sum(account.all_micro_usd(until) for account in here))
+        return totals
+
+
+class Account:
+    """One machine's row and the intervals over which it is billed; an end of None is still to come.
+
+    The row holds: machine, pool, provider, zone, accelerator, price, its source, intended, launched, ended,
+    state, detail.
+    """
+
+    __slots__ = ("_ends", "_former", "_full_cost", "_intervals", "_price", "_row", "_storage", "begins")
+
+    def __init__(
+        self,
+        row: Row,
+        earlier: Sequence[tuple[int, int]],
+        former: Sequence[tuple[int, int]] = (),
+        storage: int = 0,
+    ) -> None:
+        """`former`: its earlier prices, each after the moment until which it held, the oldest first;
+        `storage`: micro-dollars per hour for its disk and public address."""
+        price, launched, ended = row[5], row[8], row[9]
+        self._row = row
+        self._price: int = price
+        self._former = former
+        self._storage = storage
+        self._intervals: list[tuple[int, int | None]] = [*earlier]
+        if launched is not None:
+            self._intervals.append((launched, ended))
+        least = least_billed_ns(str(row[2]))
+        if least:
+            self._intervals = [(s, None if e is None else max(e, s + least)) for s, e in self._intervals]
+        last = self._intervals[-1][1] if self._intervals else 0
+        self.begins: int | None = min((start for start, _ in self._intervals), default=None)
+        self._ends = last
+        self._full_cost = 0 if last is None else self._cost_micro_usd(last)
+
+    def _billed_ns(self, until: int) -> int:
+        return sum(
+            max(0, (until if end is None else min(end, until)) - start) for start, end in self._intervals
+        )
+
+    @property
+    def all_micro_usd_per_hour(self) -> int:
+        """What an hour of it costs, its disk and public address with it."""
+        return self._price + self._storage
+
+    @property
+    def ends(self) -> int:
+        """When it stops costing, 0 where that is not known or it never cost anything."""
+        return self._ends or 0
+
+    def is_over(self, until: int) -> bool:
+        """Whether it costs nothing more after `until` (nanoseconds)."""
+        return self._ends is not None and until >= self._ends
+
+    def cost_micro_usd(self, until: int) -> int:
+        """Return what it cost up to `until` (nanoseconds)."""
+        if self.begins is None or until <= self.begins:
+            return 0
+        if self.is_over(until):
+            return self._full_cost
+        return self._cost_micro_usd(until)
+
+    def _cost_micro_usd(self, until: int) -> int:
+        """Return time by price over all its prices, rounded once."""
+        since_ns = priced = 0
+        for end, price in self._former:
+            billed_ns = self._billed_ns(min(end, until))
+            priced += price * (billed_ns - since_ns)
+            since_ns = billed_ns
+        priced += self._price * (self._billed_ns(until) - since_ns)
+        return cost_micro_usd(1, priced)
+
+    def storage_micro_usd(self, until: int) -> int:
+        """Return what its disk and public address cost up to `until` (nanoseconds)."""
+        if self._storage == 0 or self.begins is None or until <= self.begins:
+            return 0
+        last = until if self._ends is None else min(until, self._ends)
+        return cost_micro_usd(self._storage, self._billed_ns(last))
+
+    def all_micro_usd(self, until: int) -> int:
+        """Return what it and its storage cost up to `until` (nanoseconds)."""
+        return self.cost_micro_usd(until) + self.storage_micro_usd(until)
+
+    def bill(self, until: int) -> MachineBill:
+        """Return its bill up to `until` (nanoseconds)."""
+        machine, pool, provider, zone, accelerator, price, source, intended = self._row[:8]
+        ended, state, detail = self._row[9:]
+        return MachineBill(
+            machine=str(machine),
+            pool=str(pool),
+            provider=str(provider),
+            zone=str(zone),
+            accelerator=str(accelerator),
+            price_micro_usd_per_hour=price,
+            price_source=str(source),
+            intended_ns=intended,
+            launched_ns=self._intervals[0][0] if self._intervals else None,
+            ended_ns=ended,
+            state=MachineBookState(str(state)),
+            detail=str(detail),
+            num_lives=len(self._intervals),
+            billed_ns=self._billed_ns(until),
+            cost_micro_usd=self.cost_micro_usd(until),
+            storage_micro_usd_per_hour=self._storage,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedBills:
+    """Bills of the machines that failed or are gone: the same until somebody writes about one."""
+
+    version: int
+    """Of the data, as other connections change it."""
+    bills: list[MachineBill]
+    cost_micro_usd: int
+    storage_micro_usd: int
+    until: int
+    """The last end among them; they hold from then on."""
+
+
+def least_billed_ns(provider: str) -> int:
+    """Return for how long a machine of `provider` is billed at least, in nanoseconds."""
+    return LEAST_BILLED_S.get(provider, 0) * 1_000_000_000
+
+
+def to_ns(seconds: float) -> int:
+    """Return whole microseconds as nanoseconds: a float of today's time holds no more."""
+    return round(seconds * 1_000_000) * 1_000

@@ -1,0 +1,89 @@
+"""Closing the books of a run whose coordinator is gone: by the supervisor, or by `rlboost down`.
+
+A run's cost report, out of its folder: while it runs, after it, and where it never started.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlboost_providers.base.provider import MachineState, MachineView
+from rlboost_runtime.billing.ledger import Ledger
+from rlboost_runtime.billing.report import cost_report
+from rlboost_runtime.deploy.bootstrap import RESERVED_MACHINE
+from rlboost_runtime.job import Budget
+from rlboost_runtime.run.folder import RunFolder, read_json
+
+
+def close_books(run: RunFolder, views: Sequence[MachineView] | None, detail: str) -> None:
+    """End every machine that the ledger has open and that the provider does not list as there.
+
+    A machine of which the provider knows a start is billed from then on, also where nobody had heard of it.
+    `views`: what the provider lists now; None, where it does not say: then only the reserved machine is
+    ended.
+    Call it only while no coordinator of the run lives; doing it again changes nothing. Raises `RuntimeFault`
+    where the ledger cannot be used.
+    """
+    if not run.ledger.exists():
+        return
+    seen = {view.machine: view for view in views or ()}
+    ledger = Ledger(run.ledger)
+    try:
+        unbilled = ledger.unbilled_machines()
+        for name, view in seen.items():
+            if name in unbilled and view.started_at is not None:
+                ledger.launched(name, view.started_at)
+        for name in ledger.open_machines():
+            found = seen.get(name)
+            is_there = views is None if found is None else found.state is not MachineState.GONE
+            if is_there and name != RESERVED_MACHINE:
+                continue
+            ended_at = None if found is None else found.ended_at
+            ledger.ended(name, time.time() if ended_at is None else ended_at, detail)
+    finally:
+        ledger.close()
+
+
+def report_of(run: RunFolder) -> dict[str, object]:
+    """Return the report up to now, or up to the end of a run that has ended, and which of them it is.
+
+    `state` is how the run ended, or `open`.
+    """
+    if not run.ledger.exists():
+        with tempfile.TemporaryDirectory() as folder:
+            return _report(Ledger(Path(folder) / "ledger.sqlite"), run)
+    return _report(Ledger(run.ledger, read_only=True), run)
+
+
+def _report(ledger: Ledger, run: RunFolder) -> dict[str, object]:
+    try:
+        report = cost_report(ledger, _billed_until(ledger, run), run.name, _budget(run))
+    finally:
+        ledger.close()
+    outcome = read_json(run.outcome)
+    return {**report, "state": "open" if outcome is None else outcome.get("state", "stopped")}
+
+
+def _budget(run: RunFolder) -> Budget:
+    """Return the job's budget, read leniently: a report must not fail for another version's job file."""
+    stored = (read_json(run.job_json) or {}).get("budget") or {}
+    return Budget(max_usd=stored.get("max_usd"), max_usd_per_hour=stored.get("max_usd_per_hour"))
+
+
+def _billed_until(ledger: Ledger, run: RunFolder) -> float:
+    """Return now, or when the run ended: as its outcome says, or later, when its last machine did.
+
+    Spot machines that outlive their run cost money until somebody ends them. Whoever killed a run's
+    processes left the reserved machine open in the books: the outcome ends its bill.
+    """
+    now = time.time()
+    try:
+        outcome_at = run.outcome.stat().st_mtime
+    except FileNotFoundError:
+        return now
+    if ledger.running_machines() - {RESERVED_MACHINE}:
+        return now
+    return min(now, max(outcome_at, ledger.last_end() or 0.0))

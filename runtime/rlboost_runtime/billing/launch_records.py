@@ -1,0 +1,196 @@
+"""The machines that were rented for a run's head: kept on the laptop, and told to the head for its books.
+
+`rentals.json` of the run's folder on the laptop has them all, the current one last; each is noted before its
+cloud is asked for it, so that none is ever rented unnoted. `rental.json` in the home of `rlboost` on the head
+is the machine that this home lies on.
+
+What each machine was bought as, on disk: a coordinator that was restarted still knows where its machines
+are and what bytes to them cost.
+
+What each machine was to be bought as, copied to the job's `output` before it is launched.
+
+OUTPUT/RUN/cloud/bought.json, for the case that the head is lost with its disk: `rlboost down` on the laptop
+then knows, and bills, also what was launched after it last looked. A copy that fails is said and holds
+nothing up: clouds whose machines are neither listed by tag nor end by themselves are refused beforehand.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from rlboost_providers.base.provider import Offer
+from rlboost_runtime.errors import RuntimeFault
+from rlboost_runtime.job import Job
+from rlboost_runtime.logs import event
+from rlboost_runtime.run.folder import RunFolder, read_json, write_atomically, write_json
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Rental:
+    """One machine. Times in seconds since the Unix epoch, the price in micro-dollars per hour."""
+
+    machine: str
+    """Our id of it, and what the cloud knows a repeated launch by."""
+    provider: str
+    zone: str
+    accelerator: str
+    price_micro_usd_per_hour: int
+    price_source: str
+    intended_at: float
+    launched_at: float | None = None
+    ended_at: float | None = None
+    """When its cloud said that it was gone; None: it may cost money."""
+    is_end_guessed: bool = False
+    """Its cloud did not say when it ended: `ended_at` is when that was seen, or the latest that it can be."""
+    detail: str = ""
+    storage_micro_usd_per_hour: int = 0
+    """What its disk and public address cost beside the price."""
+    stays_s: float = 0.0
+    """How long it stays, and is billed, after a run that was stopped by its budget."""
+
+
+def kept_rentals(run: RunFolder) -> list[Rental]:
+    """Return the machines that were rented for the run's head, the current one last. Raises
+    `RuntimeFault`."""
+    try:
+        return msgspec.convert(read_json(run.rentals) or [], list[Rental])
+    except msgspec.ValidationError as error:
+        raise RuntimeFault(
+            f"{run.rentals} does not say what was rented for {run.name}: {error}",
+            "use the RLBoost version that the run was started with; rlboost gc finds the machine itself",
+        ) from error
+    except ValueError as error:
+        raise RuntimeFault(
+            f"{run.rentals} is cut off or no JSON, and does not say what was rented for {run.name}: {error}",
+            "rlboost gc finds the machine itself; once it has ended that, remove the file",
+        ) from error
+
+
+def current_rental(run: RunFolder) -> Rental | None:
+    """Return the machine that is or was the run's head; None: none was ever rented."""
+    return next(iter(kept_rentals(run)[::-1]), None)
+
+
+def keep_rental(run: RunFolder, rental: Rental) -> None:
+    """Note a machine, or what became of it: also a power cut does not undo that."""
+    others = [each for each in kept_rentals(run) if each.machine != rental.machine]
+    write_json(run.rentals, [asdict(each) for each in [*others, rental]], durably=True)
+
+
+def own_rental(run: RunFolder) -> Rental | None:
+    """Return what the machine was rented as that the run's folder lies on; None: nobody rents it, or what was
+    told of that cannot be read."""
+    try:
+        told = read_json(_own(run))
+        return None if told is None else msgspec.convert(told, Rental)
+    except ValueError as problem:
+        event(log, "rental.unreadable", level=logging.WARNING, path=str(_own(run)), problem=str(problem))
+        return None
+
+
+def _own(run: RunFolder) -> Path:
+    return run.path.parents[1] / "rental.json"
+
+
+_FILE = msgspec.json.Decoder(dict[str, Offer])
+
+
+class Bought:
+    """Offers by machine, in `path`; None: in memory only. One thread at a time."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._offers: dict[str, Offer] = {}
+        if path is not None and path.exists():
+            try:
+                self._offers = _FILE.decode(path.read_bytes())
+            except msgspec.DecodeError:  # another version's: then nothing is known, as before
+                self._offers = {}
+
+    def get(self, machine: str) -> Offer | None:
+        """Return what the machine was bought as; None where nobody knows."""
+        return self._offers.get(machine)
+
+    def offers(self) -> dict[str, Offer]:
+        """Return all, by machine."""
+        return dict(self._offers)
+
+    def add(self, machine: str, offer: Offer) -> None:
+        """Keep it, also through a power cut, before its launch is asked for. Raises `OSError`."""
+        if self._offers.get(machine) == offer:
+            return
+        self._offers[machine] = offer
+        if self._path is not None:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_atomically(self._path, msgspec.json.encode(self._offers), durably=True)
+
+
+PUT_S = 10.0
+"""Longest time that a launch waits for its copy."""
+_NAME = "cloud/bought.json"
+
+
+class IntentCopy:
+    """Copies `cloud/bought.json` of one run. Any thread may call."""
+
+    def __init__(self, run: RunFolder, output: str | None) -> None:
+        self._run = run
+        self._output = output
+
+    @classmethod
+    def of(cls, run: RunFolder, job: Job) -> IntentCopy:
+        """Return that of `run`; it does nothing where the job has no `output`."""
+        return cls(run, job.output)
+
+    def put(self) -> bool:
+        """Copy it as it is now; return whether it is there. Blocks for at most `PUT_S`."""
+        if self._output is None:
+            return False
+        import obstore
+        from obstore import exceptions
+
+        try:
+            obstore.put(self._bucket(), _NAME, self._run.path / _NAME)
+        except (exceptions.BaseError, OSError, ValueError) as problem:
+            told = str(problem).partition("\n")[0]
+            event(log, "intent.not_copied", level=logging.WARNING, output=self._output, problem=told)
+            return False
+        return True
+
+    def read(self) -> bytes | None:
+        """Return the copy; None where there is none, or it cannot be read from here."""
+        if self._output is None:
+            return None
+        try:
+            import obstore
+            from obstore import exceptions
+        except ImportError:  # a laptop that never read a bucket
+            return None
+        try:
+            return bytes(obstore.get(self._bucket(), _NAME).bytes())
+        except (exceptions.BaseError, OSError, ValueError):
+            return None
+
+    def _bucket(self) -> ObjectStore:
+        from obstore.store import from_url
+
+        assert self._output is not None
+        place = f"file://{self._output}" if self._output.startswith("/") else self._output
+        url = f"{place.rstrip('/')}/{self._run.name}"
+        if url.startswith("file:"):
+            return from_url(url, mkdir=True)
+        seconds = datetime.timedelta(seconds=PUT_S)
+        options: Any = {"timeout": seconds, "connect_timeout": seconds, "allow_http": True}
+        retries: Any = {"max_retries": 1, "retry_timeout": seconds}
+        return from_url(url, client_options=options, retry_config=retries)

@@ -1,0 +1,408 @@
+"""The book of machines and money: what was wanted, billed, ended, used otherwise, and wasted.
+
+Guarantees: a word about a machine's life or money has committed to stable storage when its call returns; the
+first word about a machine holds, saying it again changes nothing; nothing is removed. Waste survives a killed
+process, not a power cut.
+
+The book of boots: how machines came into service, as `boots.py` writes it; survives a killed process.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from rlboost_runtime.billing.accounts import (
+    END_OF_TIME,
+    Account,
+    ClosedBills,
+    MachineBill,
+    MachineBookState,
+    Spending,
+    UsageKind,
+    WasteKind,
+    to_ns,
+)
+from rlboost_runtime.billing.launch_records import Rental
+from rlboost_runtime.billing.ledger_file import LedgerFile
+from rlboost_runtime.core.base.messages import Pool
+from rlboost_runtime.errors import NotFound
+
+_MACHINES = """
+SELECT machine, pool, provider, zone, accelerator, price_micro_usd_per_hour, price_source, intended_at,
+    launched_at, ended_at, state, detail
+FROM machines WHERE {which} ORDER BY intended_at, machine
+"""
+_ALL, _OPEN, _CLOSED = "1", "state IN ('intended', 'running')", "state IN ('failed', 'gone')"
+
+
+class MachineBook(LedgerFile):
+    """Machines, bills, usage and waste."""
+
+    def __init__(self, path: Path, *, read_only: bool = False) -> None:
+        self._closed: ClosedBills | None = None
+        super().__init__(path, read_only=read_only)
+
+    def intend(
+        self,
+        machine: str,
+        *,
+        pool: str,
+        provider: str,
+        zone: str,
+        accelerator: str,
+        price_micro_usd_per_hour: int,
+        price_source: str,
+        at: float,
+        storage_micro_usd_per_hour: int = 0,
+    ) -> None:
+        """Note that `machine` is about to be launched. Launch only after this has returned.
+
+        `storage_micro_usd_per_hour`: what its disk and public address cost beside the price.
+        """
+        if price_micro_usd_per_hour < 0:
+            raise ValueError(f"price of {machine} is negative: {price_micro_usd_per_hour}")
+        with self._billing() as db:
+            db.execute(
+                "INSERT INTO machines (machine, pool, provider, zone, accelerator, price_micro_usd_per_hour,"
+                " price_source, intended_at, state) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+                " ON CONFLICT (machine) DO NOTHING",
+                (
+                    machine,
+                    pool,
+                    provider,
+                    zone,
+                    accelerator,
+                    price_micro_usd_per_hour,
+                    price_source,
+                    to_ns(at),
+                    MachineBookState.INTENDED,
+                ),
+            )
+            if storage_micro_usd_per_hour:
+                db.execute(
+                    "INSERT INTO storage_prices (machine, micro_usd_per_hour) VALUES (?, ?)"
+                    " ON CONFLICT (machine) DO NOTHING",
+                    (machine, storage_micro_usd_per_hour),
+                )
+
+    def intend_rental(self, machine: str, rental: Rental) -> None:
+        """Note the reserved machine that a head is, as it was rented."""
+        self.intend(
+            machine,
+            pool=Pool.RESERVED,
+            provider=rental.provider,
+            zone=rental.zone,
+            accelerator=rental.accelerator,
+            price_micro_usd_per_hour=rental.price_micro_usd_per_hour,
+            price_source=rental.price_source,
+            at=rental.intended_at,
+            storage_micro_usd_per_hour=rental.storage_micro_usd_per_hour,
+        )
+
+    def launched(self, machine: str, at: float) -> None:
+        """Note that the provider accepted the launch at `at`: billing starts.
+
+        Also right for a machine whose launch seemed to have failed, or that has ended since: the provider's
+        word that it ran is what counts. A launch later than the known end begins another billed interval (the
+        reserved machine of a run that is continued). Raises `NotFound` without an intent.
+        """
+        with self._billing() as db:
+            _must_know(db, machine)
+            _begin_another_life(db, machine, to_ns(at))
+            db.execute(
+                "UPDATE machines SET launched_at = min(?, coalesce(ended_at, ?))"
+                " WHERE machine = ? AND launched_at IS NULL AND state = ?",
+                (to_ns(at), to_ns(at), machine, MachineBookState.GONE),
+            )
+            db.execute(
+                "UPDATE machines SET launched_at = ?, ended_at = NULL, state = ?"
+                " WHERE machine = ? AND launched_at IS NULL",
+                (to_ns(at), MachineBookState.RUNNING, machine),
+            )
+
+    def placed(self, machine: str, zone: str, price_micro_usd_per_hour: int | None) -> None:
+        """Note where the cloud put a machine, and at what price, before it is said to be launched.
+
+        Changes nothing once it is billed.
+        """
+        with self._billing() as db:
+            _must_know(db, machine)
+            db.execute(
+                "UPDATE machines SET zone = ?,"
+                " price_micro_usd_per_hour = coalesce(?, price_micro_usd_per_hour)"
+                " WHERE machine = ? AND launched_at IS NULL",
+                (zone, price_micro_usd_per_hour, machine),
+            )
+
+    def repriced(self, machine: str, price_micro_usd_per_hour: int, at: float) -> None:
+        """Note that an hour of a machine for which money runs costs another price since `at`.
+
+        What it was billed before is left as it is: prices change one after another, whatever the clock says.
+        """
+        if price_micro_usd_per_hour < 0:
+            raise ValueError(f"price of {machine} is negative: {price_micro_usd_per_hour}")
+        with self._billing() as db:
+            _must_know(db, machine)
+            which = (machine, MachineBookState.RUNNING, price_micro_usd_per_hour)
+            db.execute(
+                "INSERT INTO former_prices SELECT machine, max(?, coalesce("
+                "(SELECT max(until) FROM former_prices f WHERE f.machine = machines.machine), 0)),"
+                " price_micro_usd_per_hour FROM machines"
+                " WHERE machine = ? AND state = ? AND price_micro_usd_per_hour != ?",
+                (to_ns(at), *which),
+            )
+            db.execute(
+                "UPDATE machines SET price_micro_usd_per_hour = ?"
+                " WHERE machine = ? AND state = ? AND price_micro_usd_per_hour != ?",
+                (price_micro_usd_per_hour, *which),
+            )
+
+    def failed(self, machine: str, at: float, problem: str) -> None:
+        """Note that the launch did not happen. A machine that was launched already is left as it is."""
+        with self._billing() as db:
+            _must_know(db, machine)
+            db.execute(
+                "UPDATE machines SET state = ?, ended_at = ?, detail = ? WHERE machine = ? AND state = ?",
+                (MachineBookState.FAILED, to_ns(at), problem, machine, MachineBookState.INTENDED),
+            )
+
+    def ended(self, machine: str, at: float, detail: str = "") -> None:
+        """Note that the provider says that the machine is gone since `at`: billing stops."""
+        with self._billing() as db:
+            _must_know(db, machine)
+            db.execute(
+                "UPDATE machines SET state = ?, ended_at = max(?, coalesce(launched_at, ?)), detail = ?"
+                " WHERE machine = ? AND state IN (?, ?)",
+                (
+                    MachineBookState.GONE,
+                    to_ns(at),
+                    to_ns(at),
+                    detail,
+                    machine,
+                    MachineBookState.INTENDED,
+                    MachineBookState.RUNNING,
+                ),
+            )
+
+    def prolonged(self, machine: str, until: float) -> None:
+        """Note that a machine that was taken to be gone was there, and billed, until `until`.
+
+        Never shortens a bill; changes nothing of a machine that is open.
+        """
+        with self._billing() as db:
+            _must_know(db, machine)
+            db.execute(
+                "UPDATE machines SET ended_at = max(ended_at, ?)"
+                " WHERE machine = ? AND state = ? AND launched_at IS NOT NULL",
+                (to_ns(until), machine, MachineBookState.GONE),
+            )
+
+    def stayed(self, machine: str, intended_at: float) -> None:
+        """Note that a machine that was taken to be gone is there, and was billed throughout.
+
+        Changes nothing where the machine of that name is not the one that was intended at `intended_at`.
+        """
+        with self._billing() as db:
+            db.execute(
+                "UPDATE machines SET ended_at = NULL, state = ?"
+                " WHERE machine = ? AND intended_at = ? AND state = ? AND launched_at IS NOT NULL",
+                (MachineBookState.RUNNING, machine, to_ns(intended_at), MachineBookState.GONE),
+            )
+
+    def open_machines(self) -> list[str]:
+        """Return the machines that are not known to be gone, oldest intent first."""
+        rows = self._rows(
+            "SELECT machine FROM machines WHERE state IN (?, ?) ORDER BY intended_at, machine",
+            (MachineBookState.INTENDED, MachineBookState.RUNNING),
+        )
+        return [str(row[0]) for row in rows]
+
+    def running_machines(self) -> set[str]:
+        """Return the machines for which money runs."""
+        rows = self._rows("SELECT machine FROM machines WHERE state = ?", (MachineBookState.RUNNING,))
+        return {str(row[0]) for row in rows}
+
+    def running_prices(self) -> dict[str, int]:
+        """Return what an hour costs of each machine for which money runs, in micro-dollars."""
+        rows = self._rows(
+            "SELECT machine, price_micro_usd_per_hour FROM machines WHERE state = ?",
+            (MachineBookState.RUNNING,),
+        )
+        return {str(machine): int(price) for machine, price in rows}
+
+    def unbilled_machines(self) -> set[str]:
+        """Return the machines of which no launch is noted: not yet, failed, or not heard of."""
+        return {str(row[0]) for row in self._rows("SELECT machine FROM machines WHERE launched_at IS NULL")}
+
+    def last_end(self) -> float | None:
+        """Return when the last machine ended that did, or None."""
+        (row,) = self._rows("SELECT max(ended_at) FROM machines")
+        return None if row[0] is None else int(row[0]) / 1e9
+
+    def machines(self, now: float) -> list[MachineBill]:
+        """Return all machines, oldest intent first, billed up to `now`."""
+        until = to_ns(now)
+        closed, accounts = self._bought(until)
+        bills = [*closed.bills, *(account.bill(until) for account in accounts)]
+        return sorted(bills, key=lambda bill: (bill.intended_ns, bill.machine))
+
+    def spending(self) -> Spending:
+        """Return all that was bought until now, for many questions at once."""
+        with self._snapshot():
+            accounts = self._accounts(_ALL)
+            rows = self._db.execute("SELECT at, kind, micro_usd FROM usage").fetchall()
+        usage = tuple((int(at), UsageKind(kind), int(amount)) for at, kind, amount in rows)
+        return Spending(tuple(accounts), usage)
+
+    # --- money -------------------------------------------------------------------------------------------
+
+    def total_micro_usd(self, now: float) -> int:
+        """Return everything spent up to `now`: machine time and other usage. Never falls as `now` grows."""
+        until = to_ns(now)
+        closed, accounts = self._bought(until)
+        machines = closed.cost_micro_usd + sum(account.cost_micro_usd(until) for account in accounts)
+        storage = closed.storage_micro_usd + sum(account.storage_micro_usd(until) for account in accounts)
+        return machines + storage + sum(self._noted_usage(until).values())
+
+    def rate_micro_usd_per_hour(self) -> int:
+        """Return what an hour costs with the machines that are running or asked for now."""
+        with self._snapshot():
+            return sum(account.all_micro_usd_per_hour for account in self._accounts(_OPEN))
+
+    def add_usage(self, kind: UsageKind, micro_usd: int, basis: str, at: float) -> None:
+        """Add money that is not machine time; `basis` says what was counted at which price."""
+        if micro_usd < 0:
+            raise ValueError(f"usage of {kind} is negative: {micro_usd}")
+        with self._billing() as db:
+            db.execute(
+                "INSERT INTO usage (at, kind, micro_usd, basis) VALUES (?, ?, ?, ?)",
+                (to_ns(at), UsageKind(kind), micro_usd, basis),
+            )
+
+    def usage(self, now: float) -> dict[UsageKind, int]:
+        """Return micro-dollars per kind up to `now`; every kind is present."""
+        until = to_ns(now)
+        closed, accounts = self._bought(until)
+        found = self._noted_usage(until)
+        found[UsageKind.STORAGE] += closed.storage_micro_usd
+        found[UsageKind.STORAGE] += sum(account.storage_micro_usd(until) for account in accounts)
+        return found
+
+    def _noted_usage(self, until: int) -> dict[UsageKind, int]:
+        rows = self._rows("SELECT kind, sum(micro_usd) FROM usage WHERE at <= ? GROUP BY kind", (until,))
+        return dict.fromkeys(UsageKind, 0) | {UsageKind(kind): int(total) for kind, total in rows}
+
+    def add_waste(self, kind: WasteKind, machine: str, seconds: float) -> None:
+        """Add `seconds` of `machine`'s billed time that came to nothing, as `add_wastes`."""
+        self.add_wastes({(kind, machine): seconds})
+
+    def add_wastes(self, seconds: Mapping[tuple[WasteKind, str], float]) -> None:
+        """Add seconds of billed time that came to nothing, by kind and machine: all of them or, on an error,
+        none.
+
+        Raises `NotFound` for an unknown machine.
+        """
+        with self._transaction(durable=False) as db:
+            for (kind, machine), wasted_s in seconds.items():
+                if wasted_s < 0:
+                    raise ValueError(f"wasted time of {machine} is negative: {wasted_s}")
+                _must_know(db, machine)
+                db.execute(
+                    "INSERT INTO waste (machine, kind, wasted_ns) VALUES (?, ?, ?)"
+                    " ON CONFLICT (machine, kind) DO UPDATE SET wasted_ns = wasted_ns + excluded.wasted_ns",
+                    (machine, WasteKind(kind), to_ns(wasted_s)),
+                )
+
+    def wasted_ns(self) -> dict[str, dict[WasteKind, int]]:
+        """Return nanoseconds of wasted time per machine and kind, where there are any."""
+        wasted: dict[str, dict[WasteKind, int]] = {}
+        for machine, kind, wasted_ns in self._rows("SELECT machine, kind, wasted_ns FROM waste"):
+            wasted.setdefault(str(machine), {})[WasteKind(kind)] = int(wasted_ns)
+        return wasted
+
+    # --- helpers ------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _billing(self) -> Iterator[sqlite3.Connection]:
+        """Change something that bills come from."""
+        with self._transaction() as db:
+            self._closed = None
+            yield db
+
+    def _accounts(self, which: str) -> list[Account]:
+        earlier: dict[str, list[tuple[int, int]]] = {}
+        for machine, start, end in self._db.execute(
+            "SELECT machine, launched_at, ended_at FROM lives ORDER BY rowid"
+        ):
+            earlier.setdefault(machine, []).append((start, end))
+        former: dict[str, list[tuple[int, int]]] = {}
+        if self._has("former_prices"):
+            for machine, until, price in self._db.execute(
+                "SELECT machine, until, price_micro_usd_per_hour FROM former_prices ORDER BY rowid"
+            ):
+                former.setdefault(machine, []).append((until, price))
+        storage: dict[str, int] = {}
+        if self._has("storage_prices"):
+            rows = self._db.execute("SELECT machine, micro_usd_per_hour FROM storage_prices").fetchall()
+            storage = dict(rows)
+        return [
+            Account(row, earlier.get(row[0], ()), former.get(row[0], ()), storage.get(row[0], 0))
+            for row in self._db.execute(_MACHINES.format(which=which)).fetchall()
+        ]
+
+    def _has(self, table: str) -> bool:
+        """Whether the file has a table: one made by an older program, and only read, lacks those of later."""
+        return bool(self._db.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (table,)).fetchone())
+
+    def _bought(self, until: int) -> tuple[ClosedBills, list[Account]]:
+        """Return bills that are final by `until`, and the accounts of all other machines."""
+        with self._snapshot():
+            version = int(self._db.execute("PRAGMA data_version").fetchone()[0])
+            if self._closed is None or self._closed.version != version:
+                accounts = self._accounts(_CLOSED)
+                bills = [account.bill(END_OF_TIME) for account in accounts]
+                self._closed = ClosedBills(
+                    version,
+                    bills,
+                    sum(bill.cost_micro_usd for bill in bills),
+                    sum(account.storage_micro_usd(END_OF_TIME) for account in accounts),
+                    max((account.ends for account in accounts), default=0),
+                )
+            if until < self._closed.until:
+                return ClosedBills(version, [], 0, 0, 0), self._accounts(_ALL)
+            return self._closed, self._accounts(_OPEN)
+
+
+def _must_know(db: sqlite3.Connection, machine: str) -> None:
+    if db.execute("SELECT 1 FROM machines WHERE machine = ?", (machine,)).fetchone() is None:
+        raise NotFound(f"the ledger has no machine {machine}", "an intent is written before each launch")
+
+
+def _begin_another_life(db: sqlite3.Connection, machine: str, at_ns: int) -> None:
+    """Where `machine` had been billed and ended before `at_ns`, file that interval and forget it here."""
+    again = "machine = ? AND state = ? AND launched_at IS NOT NULL AND ended_at < ?"
+    which = (machine, MachineBookState.GONE, at_ns)
+    db.execute(
+        f"INSERT INTO lives SELECT machine, launched_at, ended_at FROM machines WHERE {again}",  # noqa: S608
+        which,
+    )
+    db.execute(
+        f"UPDATE machines SET launched_at = NULL, ended_at = NULL, state = ? WHERE {again}",  # noqa: S608
+        (MachineBookState.INTENDED, *which),
+    )
+
+
+class BootBook(LedgerFile):
+    """One record per spot machine that has dialled in; the last word holds."""
+
+    def keep_boots(self, boots: Mapping[str, str]) -> None:
+        """Keep records by machine: all of them or, on an error, none."""
+        with self._transaction(durable=False) as db:
+            db.executemany("INSERT OR REPLACE INTO boots (machine, boot) VALUES (?, ?)", list(boots.items()))
+
+    def kept_boots(self) -> dict[str, str]:
+        """Return every record by machine."""
+        return {str(machine): str(boot) for machine, boot in self._rows("SELECT machine, boot FROM boots")}

@@ -1,0 +1,228 @@
+"""The cost report: what a run spent, on what, and what the same would have cost without spot machines.
+
+Pure: everything comes out of the ledger, the budget and the moment given. Guarantees, in whole micro-dollars:
+
+- `total_usd` is the sum of the machines' `cost_usd` plus `other_usd`, and also `useful_usd` plus `wasted_usd`
+  plus `other_usd`; so is each machine's `cost_usd` its `useful_usd` plus its `wasted_usd`;
+- `steps[].usd` plus `outside_steps_usd` is `total_usd`: a step pays for everything from the end of the step
+  before it (the first: from its own start) to its own end;
+- a dollar figure is the decimal number of its micro-dollars, so sums over rounded figures are exact again.
+
+What counts as waste, and how it is measured, is in `waste`. The counterfactual is in `counterfactual`.
+
+What the run would have cost on its reserved machine alone. Computed from what was measured, not run.
+
+It takes three figures from each step's metrics, where the coordinator put them: `reserved_tokens` (tokens
+that the reserved pool generated), `reserved_rollout_s` (seconds during which it was generating) and
+`train_busy_s` (training without waiting). Where they are missing the result is null, and `basis` says why.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from rlboost_runtime.billing.accounts import BillParts, MachineBill, Spending, WasteKind
+from rlboost_runtime.billing.ledger import Ledger
+from rlboost_runtime.billing.ledger_steps import StepRecord
+from rlboost_runtime.job import Budget
+from rlboost_runtime.money import MICRO_USD_PER_USD, cost_micro_usd, format_usd, parse_usd
+from rlboost_runtime.protocol.reward_failures import count_failures
+
+_POOLS = ("reserved", "spot")
+
+
+def cost_report(ledger: Ledger, now_wall: float, run: str, budget: Budget | None = None) -> dict[str, object]:
+    """Return the report of `run` up to `now_wall` (seconds since the Unix epoch); JSON values only."""
+    spending = ledger.spending()
+    bills = spending.machines(now_wall)
+    wasted = ledger.wasted_ns()
+    parts = [bill.parts(wasted.get(bill.machine, {})) for bill in bills]
+    steps = ledger.steps()
+    total, rate = spending.total_micro_usd(now_wall), ledger.rate_micro_usd_per_hour()
+    before, spent = _spent_per_step(spending, steps)
+    tokens = sum(step.tokens for step in steps)
+    rewards = count_failures(step.metrics for step in steps)
+    return {
+        "run": run,
+        "as_of": now_wall,
+        "total_usd": _usd(total),
+        "rate_usd_per_hour": _usd(rate),
+        "budget": _budget(budget or Budget(), total, rate),
+        "compute_usd": {
+            pool: _usd(sum(b.cost_micro_usd for b in bills if b.pool == pool)) for pool in _POOLS
+        },
+        "other_usd": {str(kind): _usd(amount) for kind, amount in spending.usage(now_wall).items()},
+        "useful_usd": _usd(sum(p.useful for p in parts)),
+        "wasted_usd": {str(kind): _usd(sum(p.wasted[kind] for p in parts)) for kind in WasteKind},
+        "tokens_trained": tokens,
+        "usd_per_million_tokens": _usd_per_million(total, tokens),
+        "counterfactual": counterfactual(bills, steps, spent),
+        "steps": [_step(s, usd) for s, usd in zip(steps, spent, strict=True)],
+        "outside_steps_usd": {"before": _usd(before), "after": _usd(total - before - sum(spent))},
+        "machines": [_machine(b, p) for b, p in zip(bills, parts, strict=True)],
+        "price_sources": sorted({b.price_source for b in bills}),
+        "rewards": rewards.as_json(),
+        "notes": [*_notes(bills), *([rewards.in_words()] if rewards.failed else [])],
+    }
+
+
+def _spent_per_step(spending: Spending, steps: Sequence[StepRecord]) -> tuple[int, list[int]]:
+    """Return micro-dollars before the first step and per step: differences of a total that never falls.
+
+    A step that was trained again ended after later ones that were not yet: these pay nothing so far.
+    """
+    if not steps:
+        return 0, []
+    moments = [_seconds(steps[0].started_ns)]
+    for step in steps:
+        moments.append(max(moments[-1], _seconds(step.ended_ns)))
+    totals = spending.totals_micro_usd(moments)
+    return totals[0], [after - before for before, after in itertools.pairwise(totals)]
+
+
+def _budget(budget: Budget, total: int, rate: int) -> dict[str, object]:
+    """Return the job's bounds and what is left; `hours_left`: at the present rate, None where none runs."""
+    left = None if budget.max_usd is None else parse_usd(budget.max_usd) - total
+    return {
+        "max_usd": budget.max_usd,
+        "left_usd": None if left is None else _usd(left),
+        "hours_left": None if left is None or rate == 0 else round(max(0, left) / rate, 4),
+        "max_usd_per_hour": budget.max_usd_per_hour,
+    }
+
+
+def _step(step: StepRecord, micro_usd: int) -> dict[str, object]:
+    return {
+        "step": step.step,
+        "usd": _usd(micro_usd),
+        "tokens": step.tokens,
+        "seconds": (step.ended_ns - step.started_ns) / 1e9,
+        "started_at": _seconds(step.started_ns),
+        "ended_at": _seconds(step.ended_ns),
+        "reward_mean": step.reward_mean,
+        "usd_per_million_tokens": _usd_per_million(micro_usd, step.tokens),
+    }
+
+
+def _machine(bill: MachineBill, parts: BillParts) -> dict[str, object]:
+    return {
+        "id": bill.machine,
+        "pool": bill.pool,
+        "provider": bill.provider,
+        "zone": bill.zone,
+        "accelerator": bill.accelerator,
+        "state": str(bill.state),
+        "started_at": None if bill.launched_ns is None else _seconds(bill.launched_ns),
+        "ended_at": None if bill.ended_ns is None else _seconds(bill.ended_ns),
+        "num_lives": bill.num_lives,
+        "billed_s": bill.billed_ns / 1e9,
+        "price_usd_per_hour": _usd(bill.price_micro_usd_per_hour),
+        "price_source": bill.price_source,
+        "cost_usd": _usd(bill.cost_micro_usd),
+        "useful_usd": _usd(parts.useful),
+        "wasted_usd": {str(kind): _usd(amount) for kind, amount in parts.wasted.items()},
+    }
+
+
+def _notes(bills: Sequence[MachineBill]) -> list[str]:
+    notes = []
+    if any(b.provider == "local" for b in bills):
+        notes.append(
+            "prices of local machines are the job file's own (price_usd_per_hour): nobody is charged for them"
+        )
+    if any(b.state == "intended" for b in bills):
+        notes.append("machines whose launch is not confirmed yet are listed at no cost")
+    if any(b.num_lives > 1 for b in bills):
+        notes.append("the run was resumed: the time in between is not billed")
+    return notes
+
+
+def _seconds(ns: int) -> float:
+    """Return seconds; the ledger keeps microseconds, a float of today's time no more."""
+    return round(ns / 1e9, 6)
+
+
+def _usd(micro_usd: int) -> float:
+    """Return the float nearest to the dollars: printed, it is the exact decimal (up to 9 billion dollars)."""
+    return micro_usd / MICRO_USD_PER_USD
+
+
+def _usd_per_million(micro_usd: int, tokens: int) -> float | None:
+    """Micro-dollars per token are dollars per million tokens."""
+    return None if tokens == 0 else round(micro_usd / tokens, 6)
+
+
+_NS_PER_S = 1_000_000_000
+
+
+def counterfactual(
+    bills: Sequence[MachineBill], steps: Sequence[StepRecord], spent: Sequence[int]
+) -> dict[str, object]:
+    """Return `usd_per_million_tokens`, `saving_fraction` and `basis`; `spent`: micro-dollars per step."""
+    measured = _measured(steps, spent)
+    price = sum(b.all_micro_usd_per_hour for b in bills if b.pool == "reserved")
+    reason = _why_unknown(bills, measured, price)
+    if reason is not None:
+        return {"usd_per_million_tokens": None, "saving_fraction": None, "basis": f"not known: {reason}"}
+    rate = measured.reserved_tokens / measured.reserved_rollout_s
+    rollout_s = measured.tokens / rate
+    cost = cost_micro_usd(price, round((rollout_s + measured.train_busy_s) * _NS_PER_S))
+    return {
+        "usd_per_million_tokens": _usd_per_million(cost, measured.tokens),
+        "saving_fraction": float(1 - Fraction(measured.spent_micro_usd, cost)),
+        "basis": (
+            f"computed, not run: the {measured.tokens:,} tokens trained in the {measured.num_steps} measured"
+            f" steps at the {rate:,.0f} tokens/s that the reserved machine generated alone in its seeding"
+            f" windows ({rollout_s:,.1f} s), then the {measured.train_busy_s:,.1f} s of training measured,"
+            f" one after the other, at its {format_usd(price, 4)} per hour; compared with the"
+            f" {format_usd(measured.spent_micro_usd, 6)} spent on the same steps. Seeding windows see full"
+            " batches and no slow tail, which favours the on-demand figure"
+        ),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """Sums over the steps that carry all three figures, and what the run spent on those steps."""
+
+    tokens: int
+    spent_micro_usd: int
+    train_busy_s: float
+    reserved_tokens: float
+    reserved_rollout_s: float
+    num_steps: int
+
+
+def _measured(steps: Sequence[StepRecord], spent: Sequence[int]) -> _Measured:
+    complete = [
+        (step, usd)
+        for step, usd in zip(steps, spent, strict=True)
+        if {"reserved_tokens", "reserved_rollout_s", "train_busy_s"} <= step.metrics.keys()
+    ]
+
+    def total(name: str) -> float:
+        return sum(step.metrics[name] for step, _ in complete)
+
+    return _Measured(
+        tokens=sum(step.tokens for step, _ in complete),
+        spent_micro_usd=sum(usd for _, usd in complete),
+        train_busy_s=total("train_busy_s"),
+        reserved_tokens=total("reserved_tokens"),
+        reserved_rollout_s=total("reserved_rollout_s"),
+        num_steps=len(complete),
+    )
+
+
+def _why_unknown(bills: Sequence[MachineBill], measured: _Measured, price: int) -> str | None:
+    if not any(b.pool == "reserved" for b in bills):
+        return "the run has no reserved machine"
+    if price == 0:
+        return "the reserved machine has no price; set trainer.price_usd_per_hour in the job file"
+    if measured.num_steps == 0 or measured.tokens == 0:
+        return "no step has measured how fast the reserved machine generates and trains"
+    if measured.reserved_tokens <= 0 or measured.reserved_rollout_s <= 0:
+        return "the reserved machine generated nothing, so its speed alone was not measured"
+    return None

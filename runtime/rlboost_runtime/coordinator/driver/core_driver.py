@@ -1,0 +1,441 @@
+"""The coordinator's heart: events in, commands carried out, in one order, on one event loop.
+
+Guarantees:
+
+- an event is in the event log before anything that follows from it happens;
+- tokens are journalled before they are acknowledged and before the core hears that a response ended;
+- a restarted coordinator has the same core, the same tokens and the same assignments as the one that died.
+
+Nothing here waits: effects are handed to the links and the fleet, which own their tasks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from rlboost_runtime.coordinator.driver.totals import Tally
+from rlboost_runtime.coordinator.storage.columns import renumbered
+from rlboost_runtime.coordinator.storage.event_log import EventLog, read_events
+from rlboost_runtime.coordinator.storage.journal import Journal
+from rlboost_runtime.coordinator.storage.token_store import TokenStore
+from rlboost_runtime.core.base.messages import (
+    Abort,
+    Assign,
+    Command,
+    CoordinatorRestarted,
+    CoreConfig,
+    DeliverGroup,
+    Event,
+    Evict,
+    Finished,
+    FinishReason,
+    GrantLease,
+    LaunchMachine,
+    LoadVersion,
+    RecallLease,
+    ResponseRequest,
+    RunStarted,
+    Sleep,
+    StepStarted,
+    TerminateMachine,
+    Tick,
+    Wake,
+)
+from rlboost_runtime.core.core import Core
+from rlboost_runtime.core.replay import encode_command
+from rlboost_runtime.logs import event as log_event
+from rlboost_runtime.protocol.messages import FinishedResponse, GroupDone, StepRequest, WorkItem
+from rlboost_runtime.run.folder import RunFolder
+from rlboost_runtime.seams import Clock, Disk
+
+log = logging.getLogger(__name__)
+
+STEP_HEADER = b"S"
+"""First byte of the journal record that opens a step: what was asked for."""
+TOKENS = b"T"
+"""First byte of a journal record of accepted tokens."""
+
+
+class StepHeader(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a step's segment starts with."""
+
+    first_response: int
+    request: StepRequest
+    carried_from: tuple[int, ...] = ()
+    """First responses of earlier openings, newest first, whose tokens it took over."""
+
+
+class Carried(NamedTuple):
+    """What the segment of a step holds that was opened before, for the same request."""
+
+    openings: tuple[int, ...]
+    """First responses of those openings, newest first."""
+    records: list[bytes]
+
+
+NOTHING_CARRIED = Carried((), [])
+
+
+class Outlet(Protocol):
+    """Where commands go: the agents' links, the trainer's link and the fleet."""
+
+    def to_agent(self, command: Abort | LoadVersion | Sleep | Wake | Evict) -> None:
+        """Tell an agent; a link that is gone drops it, reconciliation on reconnect repairs that."""
+
+    def work(self, command: Assign, item: WorkItem) -> None:
+        """Send work to an agent."""
+
+    def deliver(self, group: GroupDone) -> None:
+        """Hand a finished group to the trainer, if it is connected."""
+
+    def lease(self, command: GrantLease | RecallLease) -> None:
+        """Tell the trainer about the GPU."""
+
+    def fleet(self, command: LaunchMachine | TerminateMachine) -> None:
+        """Start or end a machine."""
+
+
+class RunClock:
+    """Seconds since the run began; goes on through restarts and never goes back."""
+
+    def __init__(self, clock: Clock, resume_at: float = 0.0) -> None:
+        self._clock = clock
+        self._origin = clock.now() - resume_at
+
+    def now(self) -> float:
+        """Return the run's time."""
+        return self._clock.now() - self._origin
+
+
+@dataclass(slots=True)
+class OpenStep:
+    """The step being rolled out: what was asked, and which number its first response has."""
+
+    request: StepRequest
+    first_response: int
+    prompts: dict[int, bytes] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompts = {p.group: p.token_ids for p in self.request.prompts}
+        self._groups = [p.group for p in self.request.prompts]
+
+    _groups: list[int] = field(init=False)
+
+    def requests(self) -> tuple[ResponseRequest, ...]:
+        """Return one request per response, siblings next to each other."""
+        size = self.request.group_size
+        return tuple(
+            ResponseRequest(
+                response=self.first_response + i * size + k,
+                group=prompt.group,
+                prompt_tokens=len(prompt.token_ids) // 4,
+                max_tokens=self.request.max_response_tokens,
+            )
+            for i, prompt in enumerate(self.request.prompts)
+            for k in range(size)
+        )
+
+    def group_of(self, response: int) -> int:
+        """Return the group of a response of this step."""
+        return self._groups[(response - self.first_response) // self.request.group_size]
+
+    def responses_of(self, group: int) -> range:
+        """Return the responses of a group."""
+        size = self.request.group_size
+        start = self.first_response + self._groups.index(group) * size
+        return range(start, start + size)
+
+    def all_responses(self) -> range:
+        """Return the responses of the step."""
+        return range(self.first_response, self.first_response + self.num_responses)
+
+    @property
+    def num_responses(self) -> int:
+        """Responses of the whole step."""
+        return len(self._groups) * self.request.group_size
+
+
+class State:
+    """Core, tokens, journal and event log of one run."""
+
+    def __init__(
+        self,
+        run: RunFolder,
+        clock: Clock,
+        disk: Disk,
+        config: CoreConfig,
+        *,
+        keep_journal: bool,
+    ) -> None:
+        self.run = run
+        self.core = Core()
+        self.tally = Tally()
+        self.store = TokenStore()
+        self.journal_problem: str | None = None
+        self.journal = Journal(run.journal, disk, self._journal_problem)
+        self.step: OpenStep | None = None
+        self.outlet: Outlet | None = None
+        self.on_change: Callable[[], None] = lambda: None
+        self.on_event: Callable[[Event, list[Command], Core], None] = lambda event, commands, core: None
+        self._keep_journal = keep_journal
+        self.tokens_migrated = 0
+        """Kept tokens that an instance took over from another, since this process began."""
+        self.num_events = 0
+        self.num_commands = 0
+        self._digest = hashlib.blake2b(digest_size=16)
+        self._opening = asyncio.Lock()
+        self._pending: deque[Event] = deque()
+        self._handling = False
+        self._recover(clock, disk, config)
+
+    # --- events -------------------------------------------------------------------------------------------
+
+    def now(self) -> float:
+        """Return the run's time; never before the last event."""
+        return max(self.clock.now(), self.core.now)
+
+    def apply(self, event: Event) -> None:
+        """Log one event, let the core handle it, carry its commands out; also from within a command."""
+        self._pending.append(event)
+        if self._handling:
+            return
+        self._handling = True
+        try:
+            while self._pending:
+                self._apply(self._pending.popleft())
+        finally:
+            self._handling = False
+        self.on_change()
+
+    def tick(self) -> None:
+        """Let time pass, if the core waits for it."""
+        deadline = self.core.next_deadline()
+        if deadline is not None and deadline <= self.now():
+            self.apply(Tick(self.now()))
+
+    def _apply(self, event: Event) -> None:
+        self.events.append(event)
+        commands = self.core.handle(event)
+        self._fold(event, commands)
+        for command in commands:
+            self._carry_out(command)
+        self.on_event(event, commands, self.core)
+
+    def _fold(self, event: Event, commands: list[Command]) -> None:
+        self.tally.fold(event, commands)
+        self.num_events += 1
+        self.num_commands += len(commands)
+        for command in commands:
+            self._digest.update(encode_command(command))
+
+    @property
+    def commands_digest(self) -> str:
+        """Digest of all commands so far: driving the event log through a new core must give the same."""
+        return self._digest.hexdigest()
+
+    def _carry_out(self, command: Command) -> None:
+        assert self.outlet is not None
+        match command:
+            case Assign():
+                self._assign(command)
+            case Abort() | LoadVersion() | Sleep() | Wake() | Evict():
+                self.outlet.to_agent(command)
+            case DeliverGroup(group=group):
+                if self.step is not None:
+                    self.outlet.deliver(self.finished_group(group))
+            case GrantLease() | RecallLease():
+                self.outlet.lease(command)
+            case LaunchMachine() | TerminateMachine():
+                self.outlet.fleet(command)
+
+    def _assign(self, command: Assign) -> None:
+        assert self.outlet is not None
+        if self.step is None:
+            return  # the next step is being opened: it cancels this one's responses
+        response = command.response
+        offset = self.store.assign(command.assignment, response, command.instance)
+        complete = self.store.is_complete(response)
+        if complete is not None:
+            # Its last word was lost, its tokens were not: a finished response is never resumed.
+            self.store.unassign(command.assignment)
+            self._pending.append(Finished(self.now(), response, offset, complete))
+            return
+        if self.tally.assigned[response] > 1:
+            self.tokens_migrated += offset
+        request = self.step.request
+        item = WorkItem(
+            assignment=command.assignment,
+            token_ids=self.step.prompts[self.step.group_of(response)] + self.store.token_ids(response),
+            offset=offset,
+            max_new_tokens=request.max_response_tokens - offset,
+            group=self.step.group_of(response),
+            policy_version=request.policy_version,
+        )
+        self.outlet.work(command, item)
+
+    # --- steps --------------------------------------------------------------------------------------------
+
+    async def open_step(self, request: StepRequest, *, keeps_lease: bool = False) -> None:
+        """Open the step that the trainer asks for; the open one again only delivers again.
+
+        The core hears of a step only once its header is on stable storage: whatever a later coordinator finds
+        in the event log, it finds the prompts for. A run that is ending opens none, so that its last step is
+        still there for a run that resumes from before it.
+        """
+        async with self._opening:
+            if self.core.is_ending:
+                log_event(log, "step.refused", step=request.step)
+                return
+            finished: dict[int, FinishReason] = {}
+            if self.step is None or self.step.request != request:
+                carried = await self._carried(request)
+                step, finished = await self._write_header(request, carried)
+                if self.core.is_ending:  # decided meanwhile
+                    return
+                self.step = step
+                log_event(
+                    log, "step.opened", step=request.step, policy_version=request.policy_version,
+                    carried=len(finished),
+                )  # fmt: skip
+            requests = self.step.requests()
+            self.apply(StepStarted(self.now(), request.step, request.policy_version, requests, keeps_lease))
+            for response, reason in finished.items():
+                if self.core.response(response).finish_reason is None:
+                    self.apply(Finished(self.now(), response, self.store.length(response), reason))
+
+    async def _carried(self, request: StepRequest) -> Carried:
+        """Return what the journal holds of the same request: a trainer that was killed before its checkpoint
+        asks for an earlier step again, and a step that it had asked for ahead."""
+        if self.step is None or self.core.step is None:
+            return NOTHING_CARRIED
+        await self.journal.flushed()
+        records = Journal.read(self.run.journal, request.step)
+        first = next(iter(records), None)
+        if first is None:
+            return NOTHING_CARRIED
+        header = msgspec.msgpack.decode(first[1:], type=StepHeader)
+        if header.request != request:
+            return NOTHING_CARRIED
+        return Carried((header.first_response, *header.carried_from), [record[1:] for record in records])
+
+    async def _write_header(
+        self, request: StepRequest, carried: Carried
+    ) -> tuple[OpenStep, dict[int, FinishReason]]:
+        """Begin the step's segment, with the tokens that it takes over under new numbers; return the step and
+        which responses are complete. From here on, what still comes for the former step is dropped."""
+        known = self.core.step
+        lost_header = known is not None and not known.trained and self.tally.open_step == _key(request)
+        step = OpenStep(request, self.tally.first_response if lost_header else self.tally.next_response)
+        self.step = None
+        self._open_store(step)
+        self.journal.open_step(request.step, fresh=True)
+        header = StepHeader(step.first_response, request, carried.openings)
+        self.journal.append(STEP_HEADER + msgspec.msgpack.encode(header))
+        finished: dict[int, FinishReason] = {}
+        for record in carried.records:
+            moved = renumbered(record, step.first_response - carried.openings[0])
+            finished.update(self.store.restore(moved))
+            self.journal.append(TOKENS + moved)
+        await self.journal.flushed()
+        if lost_header:
+            self._restore_assignments()
+        return step, finished
+
+    def _open_store(self, step: OpenStep) -> None:
+        first = step.first_response
+        self.store.open_step(
+            step.request.step,
+            range(first, first + step.num_responses),
+            step.request.max_response_tokens,
+            step.request.stop_token_ids,
+        )
+
+    def step_checkpointed(self, step: int) -> None:
+        """Forget the tokens of a step that is trained and checkpointed, and of all before it."""
+        known = self.core.step
+        is_being_trained = known is not None and known.step <= step and not known.trained
+        if not self._keep_journal and not is_being_trained:
+            self.journal.drop_before(step + 1)
+
+    def finished_group(self, group: int) -> GroupDone:
+        """Return a group all of whose responses are finished."""
+        assert self.step is not None
+        return GroupDone(
+            step=self.step.request.step,
+            group=group,
+            responses=tuple(
+                FinishedResponse(
+                    response=response,
+                    token_ids=self.store.token_ids(response),
+                    logprobs=self.store.logprobs(response),
+                    segments=self.store.segments(response),
+                    finish_reason=self.core.response(response).finish_reason or FinishReason.STOP,
+                )
+                for response in self.step.responses_of(group)
+            ),
+        )
+
+    # --- restart ------------------------------------------------------------------------------------------
+
+    def _recover(self, clock: Clock, disk: Disk, config: CoreConfig) -> None:
+        for event in read_events(self.run.events):
+            self._fold(event, self.core.handle(event))
+        known = self.core.now
+        fresh = not self.run.events.exists() or self.run.events.stat().st_size == 0
+        away = 0.0 if fresh else max(0.0, clock.wall() - self.run.events.stat().st_mtime)
+        self.clock = RunClock(clock, known + away)
+        self.events = EventLog(self.run.events, disk)
+        self._start = RunStarted(0.0, config) if fresh else None
+        self._late: list[Finished] = []
+        if self.core.step is not None:
+            self._recover_step(self.core.step.step)
+
+    def _recover_step(self, step: int) -> None:
+        records = Journal.read(self.run.journal, step)
+        header = next(iter(records), None)
+        if header is None:  # trained and dropped: the trainer asks for the next one
+            return
+        opened = msgspec.msgpack.decode(header[1:], type=StepHeader)
+        if opened.first_response != self.tally.first_response:  # of an opening that the core never heard of
+            return
+        self.step = OpenStep(opened.request, opened.first_response)
+        self._open_store(self.step)
+        finished: dict[int, FinishReason] = {}
+        for record in records:
+            finished.update(self.store.restore(record[1:]))
+        self._restore_assignments()
+        self.journal.open_step(step)
+        for response, reason in finished.items():
+            if self.core.response(response).finish_reason is None:
+                event = Finished(0.0, response, self.store.length(response), reason)
+                self._late.append(event)
+
+    def _restore_assignments(self) -> None:
+        for assignment, response, instance in self.core.assignments():
+            self.store.assign(assignment, response, instance)
+
+    def begin(self) -> None:
+        """Start the run, or go on after a restart; the outlet must be in place."""
+        if self._start is not None:
+            self.apply(self._start)
+            return
+        self.apply(CoordinatorRestarted(self.now()))
+        for event in self._late:
+            self.apply(replace(event, at=self.now()))
+
+    def _journal_problem(self, problem: str | None) -> None:
+        if problem is not None:
+            log_event(log, "journal.failed", problem=problem)
+        self.journal_problem = problem
+
+
+def _key(request: StepRequest) -> tuple[int, int]:
+    return request.step, request.policy_version

@@ -1,0 +1,566 @@
+"""The fleet controller: machines that the core wants, launched and ended at a provider, and their bills.
+
+Guarantees:
+
+- the intent to launch is in the ledger, and told elsewhere (`tell_intent`), before the provider is asked;
+- a machine leaves the ledger's open list only when the provider says that it is gone, or never was: a launch
+  that failed without such a word counts against cap and budget until its lists have not shown it for a while;
+- a machine that a former coordinator launched is not taken for gone before its cloud's lists would show it;
+- a machine that the provider started is billed from then on, whether or not the launch was heard of, and at
+  another price from the look on that told it;
+- a machine that the provider has and the core does not want is ended;
+- no launch brings what an hour costs above the cap, or what is committed above the budget;
+- a place that had nothing is left alone for a while (`offer_choice`), and the next one is asked at once;
+- a launch that may have been asked for before a restart is asked for again only where it was;
+- provider calls run in threads, one at a time per machine, and never block the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlboost_providers.base.provider import (
+    CanPreempt,
+    LaunchRequest,
+    MachineState,
+    MachineView,
+    Offer,
+    PartlyListed,
+    Provider,
+)
+from rlboost_runtime.billing.budget import least_micro_usd
+from rlboost_runtime.billing.launch_records import Bought
+from rlboost_runtime.billing.ledger import Ledger
+from rlboost_runtime.coordinator.driver.core_driver import State
+from rlboost_runtime.coordinator.fleet.offer_choice import ELSEWHERE_S, OfferChoice
+from rlboost_runtime.coordinator.fleet.provider_calls import ProviderThreads, keep_console
+from rlboost_runtime.core.base.messages import (
+    LaunchFailed,
+    LaunchMachine,
+    MachineGone,
+    MachineLaunched,
+    TerminateMachine,
+)
+from rlboost_runtime.deploy.bootstrap import RESERVED_MACHINE
+from rlboost_runtime.errors import (
+    ConfigError,
+    NoCapacity,
+    NotFound,
+    ProviderError,
+    QuotaExceeded,
+    RLBoostError,
+)
+from rlboost_runtime.logs import event as log_event
+from rlboost_runtime.money import format_usd
+from rlboost_runtime.seams import Clock
+
+log = logging.getLogger(__name__)
+
+DESCRIBE_EVERY_S = 1.0
+"""How often the provider is asked what exists; bounds how late a vanished machine stops being billed."""
+CALL_TIMEOUT_S = 120.0
+"""Longest wait for one provider call."""
+MIN_CALL_S = 0.1
+"""Time that a provider call gets even when the run's end is overdue."""
+END_AGAIN_S = 0.1
+"""Pause between two looks at what is left while the run ends."""
+CONSOLE_S = 20.0
+"""Longest wait for what a machine said that never dialled in: it costs money meanwhile."""
+RETRY_ERROR_S = 10.0
+"""Pause after a failure that does not say when to come back."""
+DOUBT_S = {"local": 0.0}
+"""By provider: how long a launch of which nobody knows what came may still show up in its lists."""
+DOUBT_ELSEWHERE_S = 120.0
+"""The same for all others: EC2's lists may lag behind its launches by two minutes."""
+LAG_S = {"aws": DOUBT_ELSEWHERE_S}
+"""By provider: how long its lists may lack a machine that it said to have launched; the others' never do. A
+provider knows what it launched itself: this is for what is left of an earlier coordinator."""
+
+
+_REFUSALS = (NoCapacity, QuotaExceeded, ConfigError)
+"""Words by which a provider says that there is no machine; after any other failure there may be one."""
+_NO_OFFERS = ProviderError("no cloud has said what it offers", "asked again by itself")
+
+
+@dataclass(frozen=True, slots=True)
+class MachineMaker:
+    """How a spot machine of this run is described to a provider."""
+
+    run: str
+    bootstrap: Callable[[str], dict[str, object]]
+    """From a machine's id to what it needs to dial in."""
+    logs: Path | None = None
+    """Where the console of one that never dialled in is kept; None: nowhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What was known when the provider was asked for its list."""
+
+    at: float
+    settleable: set[str]
+    """Machines that the list must hold, unless they are gone; what was launched later it may lack."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Listed:
+    """What the provider listed."""
+
+    views: Sequence[MachineView]
+    silent: frozenset[str] = frozenset()
+    """Clouds that did not say what they have: what is not listed may be there."""
+
+
+class Fleet:
+    """Carries out the core's machine commands."""
+
+    def __init__(
+        self,
+        state: State,
+        ledger: Ledger,
+        provider: Provider,
+        maker: MachineMaker,
+        clock: Clock,
+        cap_micro_usd_per_hour: int | None = None,
+        room_micro_usd: Callable[[], int] | None = None,
+        on_demand_floor: int = 0,
+        bought: Bought | None = None,
+        tell_intent: Callable[[], object] | None = None,
+    ) -> None:
+        """`room_micro_usd` returns what of the budget is neither spent nor committed; None: no budget.
+
+        `tell_intent` copies what was bought to another machine; it may block for seconds and raises nothing.
+        `on_demand_floor`: below so many machines, one is bought on demand where no spot machine is to be had.
+        """
+        self._state = state
+        self._ledger = ledger
+        self._provider = provider
+        self._maker = maker
+        self._clock = clock
+        self._cap = cap_micro_usd_per_hour
+        self._room = room_micro_usd
+        self._floor = on_demand_floor
+        self._choice = OfferChoice()
+        self._threads = ProviderThreads()
+        self._is_closed = False
+        self._commands: asyncio.Queue[LaunchMachine | TerminateMachine] = asyncio.Queue()
+        self._busy: set[str] = set()
+        self._launching: set[str] = set()
+        """Machines whose launch runs in a thread, also beyond `CALL_TIMEOUT_S`."""
+        self._seen: set[str] = set()
+        """Machines that were launched or listed since this process began."""
+        self._doubtful: dict[str, tuple[float, str]] = {}
+        """Open machines that nobody wants any more: since when, and what their launch said."""
+        self._bought = Bought(None) if bought is None else bought
+        self._tell_intent = tell_intent
+
+    def carry_out(self, command: LaunchMachine | TerminateMachine) -> None:
+        """Queue a command."""
+        self._commands.put_nowait(command)
+
+    async def serve(self) -> None:
+        """Carry out commands and watch the machines until cancelled."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._watch())
+                while True:
+                    command = await self._commands.get()
+                    if command.machine in self._busy:
+                        continue  # the core repeats a termination until the machine is gone
+                    self._busy.add(command.machine)
+                    tasks.create_task(self._run(command))
+        finally:
+            self._threads.close()
+
+    def close(self) -> None:
+        """Launch nothing any more; launches under way go on."""
+        self._is_closed = True
+
+    async def preempt(self, machine: str, notice_s: float | None) -> None:
+        """Take a machine away on purpose. Raises `NotFound`, `ProviderError`."""
+        if not isinstance(self._provider, CanPreempt):
+            raise ProviderError("this provider cannot preempt on purpose", "use the cloud's own console")
+        provider = self._provider
+        await self._threads.call(lambda: provider.preempt(self._maker.run, machine, notice_s))
+
+    async def end_all(self, timeout_s: float) -> list[str]:
+        """End every machine of the run; return those that may still exist at the deadline.
+
+        Launches nothing any more. While the provider does not answer nothing is known, and it is asked again.
+        """
+        self.close()
+        deadline = self._clock.now() + timeout_s
+        while True:
+            left, is_all = await self._end_once(deadline)
+            if is_all and not left:
+                self._end_unlisted()
+                return []
+            if self._clock.now() > deadline:
+                return sorted(left)
+            await self._clock.sleep(END_AGAIN_S)
+
+    async def _end_once(self, deadline: float) -> tuple[set[str], bool]:
+        """Look what there is and ask for its end; return what is there or may come, as far as is known, and
+        whether every cloud said what it has."""
+        busy = self._coming
+        look = self._look()
+        try:
+            listed = await self._describe(max(MIN_CALL_S, deadline - self._clock.now()))
+        except (RLBoostError, OSError) as error:
+            log_event(log, "provider.describe_failed", problem=repr(error))
+            return self._open_machines() | self._coming, False
+        self._settle(listed, look)
+        alive = {view.machine for view in listed.views if view.state is not MachineState.GONE}
+        async with asyncio.TaskGroup() as tasks:  # side by side: some clouds take half a minute for each
+            for machine in sorted(alive - self._busy):
+                tasks.create_task(self._end_by(machine, deadline))
+        is_open = self._open_machines()
+        unsaid = {machine for machine in is_open if self._may_be_in(machine, listed.silent)}
+        unsaid |= self._too_young(is_open - {view.machine for view in listed.views})
+        return alive | busy | self._coming | set(self._doubtful) | unsaid, not listed.silent
+
+    async def _end_by(self, machine: str, deadline: float) -> None:
+        try:
+            async with asyncio.timeout(max(MIN_CALL_S, deadline - self._clock.now())):
+                await self._threads.call(lambda: self._provider.terminate(self._maker.run, machine))
+        except (RLBoostError, OSError) as error:
+            log_event(log, "machine.terminate_failed", machine=machine, problem=repr(error))
+
+    @property
+    def _coming(self) -> set[str]:
+        """Machines that a call under way may bring."""
+        return self._busy | self._launching
+
+    # --- one command --------------------------------------------------------------------------------------
+
+    def offer_of(self, machine: str) -> Offer | None:
+        """Return what a machine was bought as; None where nobody knows."""
+        return self._bought.get(machine)
+
+    async def _run(self, command: LaunchMachine | TerminateMachine) -> None:
+        try:
+            async with asyncio.timeout(CALL_TIMEOUT_S):
+                match command:
+                    case LaunchMachine(machine=machine):
+                        await self._launch(machine)
+                    case TerminateMachine(machine=machine, reason=reason):
+                        await self._terminate(machine, reason)
+        except TimeoutError:
+            log_event(log, "provider.timed_out", machine=command.machine, seconds=CALL_TIMEOUT_S)
+            is_asked = command.machine in self._ledger.open_machines()
+            if isinstance(command, LaunchMachine) and not is_asked and not self._is_closed:
+                self._launch_failed(command.machine, _NO_OFFERS, RETRY_ERROR_S)
+        finally:
+            self._busy.discard(command.machine)
+
+    async def _launch(self, machine: str) -> None:
+        state = self._state
+        try:
+            offers = await self._threads.call(self._provider.offers)
+            if self._is_closed:
+                return
+            offer = self._choose(machine, self._as_before(machine, offers))
+            self._intend(machine, offer)
+        except (RLBoostError, OSError) as error:
+            self._launch_failed(machine, error, _retry_after(error))
+            return
+        if self._tell_intent is not None:
+            await self._threads.call(self._tell_intent)
+            if self._is_closed:
+                self._ledger.failed(machine, self._clock.wall(), "the run ended before it was launched")
+                return
+        try:
+            request = LaunchRequest(self._maker.run, machine, offer, self._maker.bootstrap(machine))
+            view = await self._in_thread(machine, lambda: self._provider.launch(request))
+        except (RLBoostError, OSError) as error:
+            if isinstance(error, _REFUSALS):
+                self._ledger.failed(machine, self._clock.wall(), _problem(error))
+            else:
+                self._doubtful[machine] = self._clock.now(), _problem(error)
+            self._choice.failed(offer, error, self._clock.now())
+            self._launch_failed(machine, error, self._next_launch_s(machine, offers))
+            return
+        self._choice.came(offer)
+        self._seen.add(machine)
+        self._place(view)
+        started_at = self._clock.wall() if view.started_at is None else view.started_at
+        self._ledger.launched(machine, started_at)
+        if not self._is_closed:  # else it is on its way out already
+            self._ledger.note(self._clock.wall(), "launched", f"{machine} launched in {offer.zone}")
+        log_event(log, "machine.launched", machine=machine, zone=view.zone or offer.zone)
+        state.apply(MachineLaunched(state.now(), machine))
+
+    def _as_before(self, machine: str, offers: list[Offer]) -> list[Offer]:
+        """Return the offers from which `machine` may be bought: where its launch was intended before a
+        restart, only those of that place: what is asked there again is the same machine."""
+        if machine not in self._ledger.open_machines():
+            return offers
+        bill = next(bill for bill in self._ledger.machines(self._clock.wall()) if bill.machine == machine)
+        return [offer for offer in offers if (offer.provider, offer.zone) == (bill.provider, bill.zone)]
+
+    async def _in_thread(self, machine: str, launch: Callable[[], MachineView]) -> MachineView:
+        """Return what `launch` returns. Its thread cannot be stopped: until it has ended the machine may
+        come, also where nobody waits for it any more."""
+        self._launching.add(machine)
+        call = self._threads.launch(launch)
+        call.add_done_callback(lambda done: self._launch_ended(machine, done))
+        return await asyncio.shield(call)
+
+    def _launch_ended(self, machine: str, call: asyncio.Future[MachineView]) -> None:
+        self._launching.discard(machine)
+        if not call.cancelled() and call.exception() is not None:  # where nobody waits nobody would say it
+            log_event(log, "machine.launch_ended", machine=machine, problem=repr(call.exception()))
+
+    def _launch_failed(self, machine: str, error: RLBoostError | OSError, retry_after_s: float) -> None:
+        problem = _problem(error)
+        log_event(log, "machine.launch_failed", machine=machine, problem=problem)
+        self._state.apply(LaunchFailed(self._state.now(), machine, problem, retry_after_s))
+
+    def _choose(self, machine: str, offers: list[Offer]) -> Offer:
+        """Return the pool's cheapest open offer; where there is none and machines are few, the floor's.
+
+        Raises `NoCapacity`.
+        """
+        now = self._clock.now()
+        try:
+            return self._choice.cheapest([offer for offer in offers if offer.is_of_pool], now)
+        except NoCapacity:
+            on_demand = [offer for offer in offers if not offer.is_of_pool]
+            if not on_demand or self._num_there_but(machine) >= self._floor:
+                raise
+            return self._choice.cheapest(on_demand, now)
+
+    def _num_there_but(self, machine: str) -> int:
+        """Count the other machines that are there, or asked for on demand: a spot one may be refused yet."""
+        others = self._open_machines() - {machine}
+        bought = {name: offer for name in others if (offer := self._bought.get(name)) is not None}
+        coming = {name for name, offer in bought.items() if not offer.is_of_pool}
+        return len(others & self._ledger.running_machines() | coming)
+
+    def _next_launch_s(self, machine: str, offers: list[Offer]) -> float:
+        """Return when to launch again: at once where another place is open, else when one opens."""
+        try:
+            self._choose(machine, offers)
+        except NoCapacity as refusal:
+            return _retry_after(refusal)
+        return ELSEWHERE_S
+
+    def _intend(self, machine: str, offer: Offer) -> None:
+        """Note the intent, if the cap and the budget allow it. Never waits: no other launch comes between."""
+        price = offer.all_micro_usd_per_hour
+        if self._cap is not None and machine not in self._ledger.open_machines():
+            rate = self._ledger.rate_micro_usd_per_hour()
+            if rate + price > self._cap:
+                refusal = NoCapacity(
+                    f"{offer.zone} at {format_usd(price)} an hour beside the"
+                    f" {format_usd(rate)} that run now is above max_usd_per_hour, {format_usd(self._cap)}",
+                    "wait for a cheaper one, or raise budget.max_usd_per_hour",
+                )
+                refusal.retry_after_s = RETRY_ERROR_S
+                raise refusal
+        if self._room is not None and machine not in self._ledger.open_machines():
+            least = least_micro_usd(offer.provider, price)
+            if least > self._room():
+                refusal = NoCapacity(
+                    f"a machine in {offer.zone} costs {format_usd(least)} at least, more than the budget has"
+                    " left",
+                    "raise budget.max_usd",
+                )
+                refusal.retry_after_s = RETRY_ERROR_S
+                raise refusal
+        self._bought.add(machine, offer)
+        self._ledger.intend(
+            machine,
+            pool="spot",
+            provider=offer.provider,
+            zone=offer.zone,
+            accelerator=offer.accelerator,
+            price_micro_usd_per_hour=offer.most_micro_usd_per_hour,  # lowered once a zone is chosen
+            price_source=offer.source,
+            at=self._clock.wall(),
+            storage_micro_usd_per_hour=offer.storage_micro_usd_per_hour,
+        )
+        if offer.egress_micro_usd_per_gb:
+            self._ledger.set_egress_price(machine, offer.egress_micro_usd_per_gb)
+
+    async def _terminate(self, machine: str, reason: str) -> None:
+        log_event(log, "machine.terminating", machine=machine, reason=reason)
+        known, logs = self._state.core.machines.get(machine), self._maker.logs
+        if logs is not None and known is not None and known.was_accepted and not known.has_joined:
+            await self._keep_console(machine, logs / machine)
+        try:
+            await self._threads.call(lambda: self._provider.terminate(self._maker.run, machine))
+        except NotFound:
+            pass
+        except (RLBoostError, OSError) as error:
+            log_event(log, "machine.terminate_failed", machine=machine, problem=repr(error))
+
+    async def _keep_console(self, machine: str, folder: Path) -> None:
+        """Fetch what the machine said, before it is ended: afterwards some clouds have nothing left of it."""
+        run, provider = self._maker.run, self._provider
+        try:
+            async with asyncio.timeout(CONSOLE_S):
+                found = await self._threads.call(lambda: keep_console(provider, run, machine, folder))
+        except (TimeoutError, ProviderError):
+            found = None
+        if found is not None:
+            told = found.refusal or (str(found.log) if found.lines else "empty")
+            log_event(log, "machine.never_dialled_in", machine=machine, console=told)
+
+    # --- watching -----------------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        while not self._is_closed:  # `end_all` looks by itself
+            look = self._look()
+            try:
+                listed = await self._listed(self._provider.watch, CALL_TIMEOUT_S)
+            except (RLBoostError, OSError) as error:
+                log_event(log, "provider.describe_failed", problem=repr(error))
+            else:
+                if listed is not None:
+                    self._settle(listed, look)
+            await self._clock.sleep(DESCRIBE_EVERY_S)
+
+    async def _describe(self, timeout_s: float) -> _Listed:
+        listed = await self._listed(self._provider.describe, min(CALL_TIMEOUT_S, timeout_s))
+        assert listed is not None
+        return listed
+
+    async def _listed(
+        self, ask: Callable[[str], list[MachineView] | None], timeout_s: float
+    ) -> _Listed | None:
+        """Return what is known of all clouds, or of some; None: it is too soon to ask."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                views = await self._threads.call(lambda: ask(self._maker.run))
+        except PartlyListed as partly:
+            log_event(log, "provider.describe_failed", problem=repr(partly))
+            return _Listed(partly.views, partly.silent)
+        return None if views is None else _Listed(views)
+
+    def _look(self) -> _Look:
+        machines = self._state.core.machines.values()
+        settleable = {m.machine for m in machines if m.is_launched and m.machine not in self._busy}
+        return _Look(self._clock.now(), settleable)
+
+    def _settle(self, found: _Listed, look: _Look) -> None:
+        """Bring core and books in line with what the provider lists; `look` is of before it was asked."""
+        views = found.views
+        unbilled = self._ledger.unbilled_machines()
+        for view in views:
+            if view.machine not in self._busy:
+                self._settle_start(view, unbilled)
+        self._settle_prices(views)
+        gone = {view.machine: view.ended_at for view in views if view.state is MachineState.GONE}
+        listed = {view.machine for view in views}
+        self._seen |= listed
+        unlisted = look.settleable - listed
+        unlisted -= self._too_young(unlisted)
+        gone |= dict.fromkeys(name for name in unlisted if not self._may_be_in(name, found.silent))
+        is_open = self._open_machines()
+        for name, ended_at in gone.items():
+            if name in self._busy:
+                continue
+            if name in is_open:
+                self._ledger.ended(name, self._clock.wall() if ended_at is None else ended_at)
+            known = self._state.core.machines.get(name)
+            if known is not None and known.is_alive:
+                log_event(log, "machine.gone", machine=name)
+                self._state.apply(MachineGone(self._state.now(), name))
+        self._settle_doubts(unbilled - listed, look.at, found.silent)
+
+    def _settle_prices(self, views: Sequence[MachineView]) -> None:
+        """Bill machines at what their clouds now take for them, where those tell."""
+        booked = self._ledger.running_prices()
+        for view in views:
+            if view.machine not in booked or view.state is MachineState.GONE or view.machine in self._busy:
+                continue
+            offer = self._bought.get(view.machine)
+            price = view.price_micro_usd_per_hour if offer is None else _price_paid(offer, view)
+            if price is not None and price != booked[view.machine]:
+                self._ledger.repriced(view.machine, price, self._clock.wall())
+                log_event(log, "machine.repriced", machine=view.machine, price_usd_per_hour=price / 1e6)
+
+    def _settle_doubts(self, unlisted: set[str], asked_at: float, silent: frozenset[str]) -> None:
+        """Close the books of launches that came to nothing, once the lists would have shown them."""
+        core = self._state.core.machines
+        before, self._doubtful = self._doubtful, {}
+        for name in self._open_machines() & unlisted - self._coming:
+            if name in core and core[name].is_alive:
+                continue
+            since, problem = before.get(name, (asked_at, "nobody knows what became of its launch"))
+            offer = self._bought.get(name)
+            doubt_s = DOUBT_ELSEWHERE_S if offer is None else DOUBT_S.get(offer.provider, DOUBT_ELSEWHERE_S)
+            if asked_at - since >= doubt_s and not self._may_be_in(name, silent):
+                self._ledger.failed(name, self._clock.wall(), problem)
+            else:
+                self._doubtful[name] = since, problem
+
+    def _settle_start(self, view: MachineView, unbilled: set[str]) -> None:
+        """Make good a launch that was not heard of; end a machine that nobody wants."""
+        is_there = view.state is not MachineState.GONE
+        if view.machine in unbilled and view.started_at is not None:
+            self._place(view)
+            self._ledger.launched(view.machine, view.started_at)
+        known = self._state.core.machines.get(view.machine)
+        if known is None:
+            if is_there:
+                self.carry_out(TerminateMachine(view.machine, "the run knows no such machine"))
+        elif (known.is_requested and (is_there or view.started_at is not None)) or (
+            is_there and not known.is_alive
+        ):
+            log_event(log, "machine.found", machine=view.machine, state=str(known.state))
+            self._state.apply(MachineLaunched(self._state.now(), view.machine))  # unwanted: the core ends it
+
+    def _too_young(self, unlisted: set[str]) -> set[str]:
+        """Return those that an earlier coordinator launched so lately that lists may lack them."""
+        unseen = unlisted - self._seen
+        if not unseen:
+            return set()
+        now = self._clock.wall()
+        return {
+            bill.machine
+            for bill in self._ledger.machines(now)
+            if bill.machine in unseen
+            and bill.launched_ns is not None
+            and now - bill.launched_ns / 1e9 < LAG_S.get(bill.provider, 0.0)
+        }
+
+    def _place(self, view: MachineView) -> None:
+        """Note where the machine is and what it costs there, before it is said to be launched."""
+        offer = self._bought.get(view.machine)
+        if view.zone and offer is not None:
+            self._ledger.placed(view.machine, view.zone, _price_paid(offer, view))
+
+    def _may_be_in(self, machine: str, clouds: frozenset[str]) -> bool:
+        """Whether the machine may have been bought in one of `clouds`."""
+        offer = self._bought.get(machine)
+        return bool(clouds) and (offer is None or offer.provider in clouds)
+
+    def _open_machines(self) -> set[str]:
+        """Return the spot machines that the ledger has open."""
+        return set(self._ledger.open_machines()) - {RESERVED_MACHINE}
+
+    def _end_unlisted(self) -> None:
+        """Close the books of what the provider no longer lists, or never did."""
+        for machine in self._open_machines():
+            self._ledger.ended(machine, self._clock.wall())
+
+
+def _problem(error: RLBoostError | OSError) -> str:
+    return error.problem if isinstance(error, RLBoostError) else repr(error)
+
+
+def _price_paid(offer: Offer, view: MachineView) -> int | None:
+    """Return what an hour costs at most: a cloud takes no more than the bid, whatever its price is by now."""
+    price, bid = view.price_micro_usd_per_hour, offer.max_price_micro_usd_per_hour
+    return price if price is None or bid is None else min(price, bid)
+
+
+def _retry_after(error: RLBoostError | OSError) -> float:
+    told = getattr(error, "retry_after_s", None)
+    return RETRY_ERROR_S if told is None else float(told)

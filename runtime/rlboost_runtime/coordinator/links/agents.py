@@ -1,0 +1,452 @@
+"""The agents' side of the coordinator: registration, frames in, work out.
+
+One `AgentLink` per open connection, one `AgentLinks` for all. An instance's word counts only under its
+current epoch; a frame is acknowledged only once it is journalled; a connection whose peer stops reading is
+closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from dataclasses import dataclass, field
+
+import msgspec
+
+from rlboost_runtime.coordinator.driver.core_driver import State
+from rlboost_runtime.coordinator.driver.ingest import Intake
+from rlboost_runtime.coordinator.links.weights import WeightsDesk
+from rlboost_runtime.coordinator.observers.boot_times import Boots
+from rlboost_runtime.core.base.messages import (
+    Abort,
+    Assign,
+    Beat,
+    Disconnected,
+    Evict,
+    InstanceJoined,
+    InstanceLeft,
+    InstanceReady,
+    LoadVersion,
+    LossCause,
+    NoticeReceived,
+    Pool,
+    Reconnected,
+    Sleep,
+    Slept,
+    VersionRefused,
+    Wake,
+)
+from rlboost_runtime.core.core import Core
+from rlboost_runtime.errors import ProtocolError
+from rlboost_runtime.logs import event as log_event
+from rlboost_runtime.protocol.messages import (
+    SCHEMA,
+    AbortWork,
+    Ack,
+    AgentHello,
+    EngineSlept,
+    Frame,
+    Goodbye,
+    Message,
+    Notice,
+    PeerListening,
+    Refused,
+    SleepEngine,
+    Stop,
+    VersionFailed,
+    VersionReady,
+    WakeEngine,
+    Welcome,
+    Work,
+    WorkItem,
+    agent_message_decoder,
+    encode,
+)
+from rlboost_runtime.protocol.messages import Beat as BeatMessage
+from rlboost_runtime.run.head import url_for
+from rlboost_runtime.seams import Transport
+
+log = logging.getLogger(__name__)
+
+HELLO_TIMEOUT_S = 10.0
+"""A connection that does not introduce itself by then is closed."""
+SEND_TIMEOUT_S = 10.0
+"""A peer that does not read for so long is cut off; its lease decides what becomes of it."""
+ACK_AFTER_FRAMES = 8
+"""Frames that one acknowledgement stands for while they come fast: each costs a message through TLS."""
+ACK_AFTER_S = 0.2
+"""A journalled frame is acknowledged after this long at the latest."""
+TOKEN_COUNTS_EVERY_S = 5.0
+"""Shortest time between two reports of an instance's token counts to the core: they steer balance only, and
+fill the event log."""
+TOKEN_COUNTS_S_PER_RESPONSE = 0.1
+"""What each response that an instance holds adds to that time: a report costs in proportion."""
+
+
+@dataclass(slots=True)
+class LinkStats:
+    """What status shows of an instance beyond what the core knows."""
+
+    tokens_per_s: float = 0.0
+    engine: str = ""
+    pull_s: float = 0.0
+    apply_s: float = 0.0
+    load_s: float = 0.0
+    pause_s: float = 0.0
+    start_s: dict[str, float] = field(default_factory=dict)
+    counts_sent_at: float = -1e9
+    pulling: tuple[int, int, int] | None = None
+    """As in the last heartbeat."""
+
+
+class AgentLink:
+    """One agent's open connection."""
+
+    def __init__(self, hello: AgentHello, epoch: int, transport: Transport) -> None:
+        self.instance = hello.instance
+        self.machine = hello.machine
+        self.epoch = epoch
+        self.closed = False
+        self.failed = False
+        """The peer broke the protocol."""
+        self._transport = transport
+        self._outgoing: deque[Message] = deque()
+        self._items: list[WorkItem] = []
+        self._aborts: list[int] = []
+        self._ack = -1
+        self._acked = -1
+        self._has_sent = False
+        self._ack_timer: asyncio.TimerHandle | None = None
+        self._wake = asyncio.Event()
+
+    def send(self, message: Message) -> None:
+        """Queue a message."""
+        self._settle()
+        self._outgoing.append(message)
+        self._wake.set()
+
+    def work(self, item: WorkItem) -> None:
+        """Queue work; items queued in one turn of the loop travel together."""
+        if self._aborts:
+            self._settle()
+        self._items.append(item)
+        self._wake.set()
+
+    def abort(self, assignment: int) -> None:
+        """Queue an abort; likewise."""
+        if self._items:
+            self._settle()
+        self._aborts.append(assignment)
+        self._wake.set()
+
+    def ack(self, seq: int) -> None:
+        """Acknowledge all frames up to `seq`, soon; only the newest number travels."""
+        self._ack = max(self._ack, seq)
+        if self._ack - self._acked >= ACK_AFTER_FRAMES:
+            self._wake.set()
+        elif self._ack_timer is None:
+            self._ack_timer = asyncio.get_running_loop().call_later(ACK_AFTER_S, self._wake.set)
+
+    def answer(self) -> None:
+        """Let the peer hear that we live: acknowledge again if nothing was sent since the last answer."""
+        if not self._has_sent:
+            self.send(Ack(self._ack))
+        self._has_sent = False
+
+    async def write(self) -> None:
+        """Send what is queued until cancelled. Raises `ConnectionError` or `TimeoutError`."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            self._settle()
+            self._settle_ack()
+            while self._outgoing:
+                self._has_sent = True
+                async with asyncio.timeout(SEND_TIMEOUT_S):
+                    await self._transport.send(encode(self._outgoing.popleft()))
+            if self.closed:
+                raise ConnectionError("closed by us")
+
+    def fail(self, problem: ProtocolError) -> None:
+        """Close the connection: the peer sent something that makes no sense."""
+        log_event(log, "agent.protocol_error", instance=self.instance, problem=str(problem))
+        self.failed = True
+        self.close()
+
+    def close(self) -> None:
+        """Let the connection end once what is queued has been sent."""
+        self.closed = True
+        self._wake.set()
+
+    def _settle_ack(self) -> None:
+        if self._ack_timer is not None:
+            self._ack_timer.cancel()
+            self._ack_timer = None
+        if self._ack > self._acked:
+            self._acked = self._ack
+            self._outgoing.appendleft(Ack(self._ack))
+
+    def _settle(self) -> None:
+        if self._items:
+            self._outgoing.append(Work(tuple(self._items)))
+            self._items = []
+        if self._aborts:
+            self._outgoing.append(AbortWork(tuple(self._aborts)))
+            self._aborts = []
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What agents are told at registration, in seconds."""
+
+    lease_s: float
+    beat_s: float = 1.0
+    flush_s: float = 0.05
+
+
+UNANNOUNCED = (LossCause.RESET, LossCause.SILENT, LossCause.MACHINE_GONE, LossCause.HUNG)
+"""Losses that take tokens with them."""
+
+
+class AgentLinks:
+    """All agents' connections."""
+
+    def __init__(
+        self, state: State, run_name: str, timing: Timing, reserved_machines: frozenset[str]
+    ) -> None:
+        self._state = state
+        self._run_name = run_name
+        self._timing = timing
+        self._reserved = reserved_machines
+        self.weights_endpoint: dict[str, str] = {}
+        """Where weights are served (`run.head.endpoint`), once that is known."""
+        self.links: dict[str, AgentLink] = {}
+        self.stats: dict[str, LinkStats] = {}
+        self.intake = Intake(state)
+        self.weights = WeightsDesk()
+        self.boots = Boots(lambda: state.core.machines)
+        self.lost_estimate = 0
+        """Tokens that instances made and took with them: their rate over one flush interval."""
+        self._num_lost = 0
+        self.stopping: str | None = None
+
+    # --- commands out -------------------------------------------------------------------------------------
+
+    def work(self, command: Assign, item: WorkItem) -> None:
+        """Send work to the instance."""
+        link = self._link(command.instance, command.epoch)
+        if link is not None:
+            link.work(item)
+
+    def carry_out(self, command: Abort | LoadVersion | Sleep | Wake | Evict) -> None:
+        """Send a command to the instance; one without a connection gets none."""
+        link = self._link(command.instance, command.epoch)
+        if link is None:
+            return
+        match command:
+            case Abort(assignment=assignment):
+                link.abort(assignment)
+            case LoadVersion(version=version):
+                self.boots.told(link.machine, self._state.now())
+                link.send(self.weights.load(link.instance, link.machine, version))
+            case Sleep():
+                link.send(SleepEngine())
+            case Wake():
+                link.send(WakeEngine())
+            case Evict(cause=cause):
+                log_event(log, "instance.evicted", instance=command.instance, cause=str(cause))
+                self._drop(link)
+
+    def stop_all(self, reason: str) -> None:
+        """Tell every agent to end, and every later one too."""
+        self.stopping = reason
+        for link in self.links.values():
+            link.send(Stop(reason))
+
+    def _link(self, instance: str, epoch: int) -> AgentLink | None:
+        link = self.links.get(instance)
+        return link if link is not None and link.epoch == epoch and not link.closed else None
+
+    def _drop(self, link: AgentLink) -> None:
+        link.close()
+        if self.links.get(link.instance) is link:
+            del self.links[link.instance]
+
+    # --- serving a connection -----------------------------------------------------------------------------
+
+    async def serve(self, transport: Transport) -> None:
+        """Serve one connection until it ends."""
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                hello = agent_message_decoder.decode(await transport.receive())
+        except (TimeoutError, ConnectionError, msgspec.DecodeError) as problem:
+            log_event(log, "agent.hello_failed", problem=repr(problem))
+            return
+        refusal = self._refusal(hello)
+        if refusal is not None or not isinstance(hello, AgentHello):
+            with contextlib.suppress(ConnectionError, TimeoutError):
+                async with asyncio.timeout(SEND_TIMEOUT_S):
+                    await transport.send(encode(refusal or Refused("the first message must be AgentHello")))
+            return
+        link = self._register(hello, transport)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._read(link, transport))
+                tasks.create_task(link.write())
+        except* (ConnectionError, TimeoutError) as group:
+            log_event(log, "agent.disconnected", instance=link.instance, problem=repr(group.exceptions[0]))
+        except* (ProtocolError, msgspec.DecodeError) as group:
+            link.fail(ProtocolError(str(group.exceptions[0]), "deploy the agent again"))
+        finally:
+            self.intake.settle()
+            if self.links.get(link.instance) is link:
+                del self.links[link.instance]
+                now = self._state.now()
+                if link.failed:  # resumed, it would say the same again
+                    self._state.apply(InstanceLeft(now, link.instance, link.epoch, LossCause.HUNG))
+                else:
+                    self._state.apply(Disconnected(now, link.instance, link.epoch))
+
+    def _refusal(self, hello: object) -> Refused | None:
+        if not isinstance(hello, AgentHello):
+            return Refused("the first message must be AgentHello")
+        if hello.schema[0] != SCHEMA[0]:
+            return Refused(f"agent speaks schema {hello.schema}, we {SCHEMA}: deploy the agent again")
+        if hello.run != self._run_name:
+            return Refused(f"agent belongs to run {hello.run}, this is {self._run_name}")
+        if self.stopping is not None:
+            return Refused(f"the run is ending: {self.stopping}")
+        machines = self._state.core.machines
+        if hello.pool == Pool.RESERVED and hello.machine in self._reserved:
+            return None
+        machine = machines.get(hello.machine)
+        if machine is None or not machine.is_alive:
+            return Refused(f"machine {hello.machine} is not one of this run's, or was given up")
+        return None
+
+    def _register(self, hello: AgentHello, transport: Transport) -> AgentLink:
+        state = self._state
+        known = state.core.instances.get(hello.instance)
+        former = self.links.pop(hello.instance, None)
+        if former is not None:
+            self._drop(former)
+            state.apply(Disconnected(state.now(), hello.instance, former.epoch))
+        resumed = known is not None and known.is_alive and known.epoch == hello.epoch
+        epoch = known.epoch if resumed and known is not None else state.tally.next_epoch
+        link = AgentLink(hello, epoch, transport)
+        self.links[hello.instance] = link
+        self.stats.setdefault(hello.instance, LinkStats()).engine = hello.engine
+        link.send(
+            Welcome(
+                epoch=epoch,
+                resumed=resumed,
+                acked_seq=-1,
+                lease_s=self._timing.lease_s,
+                beat_s=self._timing.beat_s,
+                flush_s=self._timing.flush_s,
+                weights_url=self._weights_url(hello),
+            )
+        )
+        if resumed:
+            state.apply(Reconnected(state.now(), hello.instance, epoch, hello.assignments))
+        else:
+            self.stats[hello.instance] = LinkStats(engine=hello.engine)
+            joined_at = state.now()
+            state.apply(
+                InstanceJoined(
+                    joined_at,
+                    hello.instance,
+                    hello.machine,
+                    Pool(hello.pool),
+                    epoch,
+                    hello.max_running,
+                    hello.kv_tokens,
+                )
+            )
+            self.boots.joined(hello, joined_at)
+        log_event(log, "instance.joined", instance=hello.instance, epoch=epoch, resumed=resumed)
+        return link
+
+    def _weights_url(self, hello: AgentHello) -> str:
+        if not self.weights_endpoint:
+            return ""
+        return url_for(self.weights_endpoint, on_head=hello.machine in self._reserved)
+
+    async def _read(self, link: AgentLink, transport: Transport) -> None:
+        while not link.closed:
+            message = agent_message_decoder.decode(await transport.receive())
+            if link.closed:
+                break
+            if isinstance(message, Frame):
+                self.intake.take(link, message)
+                continue
+            if isinstance(message, BeatMessage):
+                self._on_beat(link, message)
+                continue
+            self.intake.settle()  # what the peer says now, it says after its frames
+            match message:
+                case VersionReady():
+                    self._on_version_ready(link, message)
+                case VersionFailed(version=version, problem=problem):
+                    log_event(log, "instance.version_refused", instance=link.instance, problem=problem)
+                    self._state.apply(
+                        VersionRefused(self._state.now(), link.instance, link.epoch, version, problem)
+                    )
+                case PeerListening():
+                    self.weights.listening(link.instance, link.machine, message)
+                case EngineSlept():
+                    self._state.apply(Slept(self._state.now(), link.instance, link.epoch))
+                case Notice(seconds=seconds, source=source):
+                    log_event(log, "instance.noticed", instance=link.instance, seconds=seconds, source=source)
+                    self._state.apply(NoticeReceived(self._state.now(), link.instance, link.epoch, seconds))
+                case Goodbye(reason=reason):
+                    self._on_goodbye(link, reason)
+                case AgentHello():
+                    raise ProtocolError("a second AgentHello on one connection", "deploy the agent again")
+        raise ConnectionError("closed by us")
+
+    def _on_beat(self, link: AgentLink, beat: BeatMessage) -> None:
+        state = self._state
+        stats = self._stats_of(link.instance)
+        stats.tokens_per_s, stats.pulling = beat.tokens_per_s, beat.pulling
+        now = state.now()
+        counts: tuple[tuple[int, int], ...] = ()
+        held = state.core.responses_on(link.instance)
+        pause_s = max(TOKEN_COUNTS_EVERY_S, TOKEN_COUNTS_S_PER_RESPONSE * len(held))
+        if now - stats.counts_sent_at >= pause_s:
+            stats.counts_sent_at = now
+            counts = tuple((response, state.store.length(response)) for response in held)
+        state.apply(Beat(now, link.instance, link.epoch, beat.engine_progress, counts))
+        link.answer()
+
+    def hear(self, core: Core) -> None:
+        """Forget instances that the core lost, and estimate what they had generated and not yet sent."""
+        num_lost = sum(core.counters.losses[cause] for cause in UNANNOUNCED)
+        gone = self.stats.keys() - core.instances.keys() if num_lost or len(self.stats) > 64 else ()
+        for name in gone:
+            stats = self.stats.pop(name)
+            self.weights.forget(name)
+            if num_lost > self._num_lost:
+                self.lost_estimate += round(stats.tokens_per_s * self._timing.flush_s)
+        self._num_lost = num_lost
+
+    def _stats_of(self, instance: str) -> LinkStats:
+        return self.stats.setdefault(instance, LinkStats())
+
+    def _on_version_ready(self, link: AgentLink, message: VersionReady) -> None:
+        stats = self._stats_of(link.instance)
+        stats.pull_s, stats.apply_s = message.pull_s, message.apply_s
+        stats.load_s, stats.pause_s = message.load_s, message.pause_s
+        stats.start_s = message.start_s or stats.start_s
+        self.weights.ready(link.instance, link.machine, message)
+        now = self._state.now()
+        self.boots.ready(link.instance, link.machine, message, now)
+        self._state.apply(InstanceReady(now, link.instance, link.epoch, message.version))
+
+    def _on_goodbye(self, link: AgentLink, reason: str) -> None:
+        log_event(log, "instance.left", instance=link.instance, reason=reason)
+        cause = LossCause.NOTICED if reason == LossCause.NOTICED else LossCause.STOPPED
+        self._drop(link)
+        self._state.apply(InstanceLeft(self._state.now(), link.instance, link.epoch, cause))

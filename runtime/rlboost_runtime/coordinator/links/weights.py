@@ -1,0 +1,163 @@
+"""Who has which weights, who may pull from whom, and what moving them came to.
+
+Peers are instances that listen for others of their zone. What chunks a peer has, receivers ask the peer
+itself; here is only who listens. Guarantees: an instance hears only of peers in its own zone, and takes the
+slice of a version that is its own among them, so that they fetch about one copy from the head together; a
+peer that `STRIKES` others could not reach stays a leaf until it says anew that it listens.
+
+Nothing here is needed for a run to go on: after a restart instances say again that they listen, and until
+then everybody pulls from the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlboost_runtime.protocol.messages import Load, Peer, PeerListening, Published, VersionReady
+
+STRIKES = 2
+"""One complaint may be the complainer's own network."""
+MAX_PEERS = 8
+"""Told to one instance: each takes a connection and a thread of it."""
+KEEP_VERSIONS = 20
+"""Versions whose figures a status shows."""
+
+
+@dataclass(slots=True)
+class VersionFigures:
+    """What is known of one version's way to the instances."""
+
+    version: int
+    digest: str = ""
+    full_bytes: int = 0
+    delta_bytes: int = 0
+    stop_s: float = 0.0
+    publish_s: float = 0.0
+    wire_bytes: dict[str, int] = field(default_factory=dict)
+    """By where from: head, peers, bucket."""
+    pulls: dict[str, int] = field(default_factory=dict)
+    """How many instances got it how: full, delta, linked, here."""
+    slowest_pull_s: float = 0.0
+    longest_pause_s: float = 0.0
+    facts: set[tuple[str, float, int]] = field(default_factory=set)
+    """What was counted already: instance, seconds and bytes of its pull."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it for a status."""
+        return {
+            "version": self.version,
+            "full_bytes": self.full_bytes,
+            "delta_bytes": self.delta_bytes,
+            "stop_s": round(self.stop_s, 4),
+            "publish_s": round(self.publish_s, 4),
+            "wire_bytes": dict(self.wire_bytes),
+            "pulls": dict(self.pulls),
+            "slowest_pull_s": round(self.slowest_pull_s, 4),
+            "longest_pause_s": round(self.longest_pause_s, 4),
+        }
+
+
+@dataclass(slots=True)
+class _Listener:
+    zone: str
+    machine: str
+    peer: Peer
+    strikes: set[str] = field(default_factory=set)
+
+
+class WeightsDesk:
+    """Knows versions and peers. `zone_of` says where a machine is; `on_wire` hears of bytes that moved:
+    (name of the transfer, machine, from where, bytes); of the same again after a restart."""
+
+    def __init__(
+        self,
+        zone_of: Callable[[str], str] = lambda _: "",
+        on_wire: Callable[[str, str, str, int], None] = lambda *_: None,
+    ) -> None:
+        self.zone_of = zone_of
+        self.on_wire = on_wire
+        self._versions: dict[int, VersionFigures] = {}
+        self._listeners: dict[str, _Listener] = {}
+
+    def published(self, message: Published) -> None:
+        """Take note of a version."""
+        figures = self._figures(message.version)
+        figures.digest, figures.full_bytes = message.digest, message.num_bytes
+        figures.delta_bytes = message.delta_bytes
+        figures.stop_s, figures.publish_s = message.stop_s, message.publish_s
+
+    def listening(self, instance: str, machine: str, message: PeerListening) -> None:
+        """An instance listens for its zone's others."""
+        peer = Peer(instance, message.url, message.certificate)
+        known = self._listeners.get(instance)
+        if known is None or known.peer != peer:
+            self._listeners[instance] = _Listener(self.zone_of(machine), machine, peer)
+
+    def forget(self, instance: str) -> None:
+        """An instance is gone."""
+        self._listeners.pop(instance, None)
+
+    def load(self, instance: str, machine: str, version: int) -> Load:
+        """Return the order to fetch `version`."""
+        zone = self.zone_of(machine)
+        near = sorted(
+            name
+            for name, listener in self._listeners.items()
+            if zone and listener.zone == zone and len(listener.strikes) < STRIKES
+        )
+        digest = self._versions[version].digest if version in self._versions else ""
+        machines = list(dict.fromkeys(self._listeners[name].machine for name in near))
+        others = [name for name in near if self._listeners[name].machine != machine]  # its own are linked
+        if not others:
+            return Load(version, digest)
+        if instance not in near:  # a leaf: what it fetched nobody could get from it
+            return Load(version, digest, self._peers(others), (0, 0))
+        after = [name for name in _after(near, instance) if name in others]
+        return Load(version, digest, self._peers(after), (machines.index(machine), len(machines)))
+
+    def ready(self, instance: str, machine: str, message: VersionReady) -> None:
+        """An instance got a version, or had it; said again, it counts once."""
+        figures = self._figures(message.version)
+        fact = (instance, message.pull_s, message.pulled_bytes)
+        if fact in figures.facts:
+            return
+        figures.facts.add(fact)
+        how = message.how or "here"
+        figures.pulls[how] = figures.pulls.get(how, 0) + 1
+        figures.full_bytes = figures.full_bytes or message.full_bytes
+        figures.slowest_pull_s = max(figures.slowest_pull_s, message.pull_s)
+        figures.longest_pause_s = max(figures.longest_pause_s, message.pause_s or message.apply_s)
+        for holder, num_bytes in message.sources.items():
+            source = holder if holder in ("head", "bucket") else "peers"
+            figures.wire_bytes[source] = figures.wire_bytes.get(source, 0) + num_bytes
+            transfer = f"{instance} v{message.version} {holder} {message.pull_s:.6f} {num_bytes}"
+            self.on_wire(transfer, machine, source, num_bytes)
+        for holder in message.complaints:
+            listener = self._listeners.get(holder)
+            if listener is not None:
+                listener.strikes.add(instance)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what a status shows."""
+        return {
+            "peers": sorted(n for n, each in self._listeners.items() if len(each.strikes) < STRIKES),
+            "leaves": sorted(n for n, each in self._listeners.items() if len(each.strikes) >= STRIKES),
+            "versions": [figures.as_json() for _, figures in sorted(self._versions.items())],
+        }
+
+    def _peers(self, names: list[str]) -> tuple[Peer, ...]:
+        return tuple(self._listeners[name].peer for name in names[:MAX_PEERS])
+
+    def _figures(self, version: int) -> VersionFigures:
+        figures = self._versions.setdefault(version, VersionFigures(version))
+        for old in sorted(self._versions)[:-KEEP_VERSIONS]:
+            del self._versions[old]
+        return figures
+
+
+def _after(names: list[str], name: str) -> list[str]:
+    """Return the others in a circle that begins after `name`: everybody gets different neighbours."""
+    at = names.index(name)
+    return names[at + 1 :] + names[:at]

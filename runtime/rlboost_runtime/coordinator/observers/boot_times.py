@@ -1,0 +1,150 @@
+"""How each spot machine came into service: seconds by phase, from the wish for it to its first token.
+
+Phases follow one another, so that they add up to the whole:
+
+    request       we asked for it -> its cloud gave it
+    boot          -> our installation began: the machine's start, and what a launcher like SkyPilot does there
+    install       -> installed; a machine whose image has everything, and one of this computer, has none
+    dial_in       -> its first agent is registered
+    wait          -> there is a policy version for it
+    weights       -> that version is here; the engine starts meanwhile
+    engine        -> the engine serves it
+    first_token   -> we have a token of it; where there is no work, this takes until there is
+
+Durations within the machine are the machine's own, so that its clock need not agree with ours. A machine with
+several agents counts by the first of them. A coordinator that was started again goes on with what the former
+one had kept in the ledger: all of it but its last second.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from collections.abc import Callable, Iterable, Mapping
+
+import msgspec
+
+from rlboost_runtime.billing.ledger_machines import BootBook
+from rlboost_runtime.core.state.machines import Machine, MachineState
+from rlboost_runtime.logs import event as log_event
+from rlboost_runtime.protocol.messages import AgentHello, VersionReady
+
+log = logging.getLogger(__name__)
+
+
+class _Boot(msgspec.Struct, omit_defaults=True):
+    """Times in seconds of the run."""
+
+    requested_at: float
+    launched_at: float
+    joined_at: float
+    install_s: float
+    age_s: float
+    told_at: float | None = None
+    ready_at: float | None = None
+    ready_instance: str = ""
+    pull_s: float = 0.0
+    first_token_at: float | None = None
+
+
+class Boots:
+    """Of all spot machines that have dialled in; `machines` returns the core's, for those that have not."""
+
+    def __init__(self, machines: Callable[[], Mapping[str, Machine]]) -> None:
+        self._machines = machines
+        self._boots: dict[str, _Boot] = {}
+        self._told_at: dict[str, float] = {}
+        """Of machines whose registration is still to be noted: the core answers one at once."""
+        self._tokenless: dict[str, str] = {}
+        """From instances that serve and have not sent a token yet to their machines."""
+        self._unkept: set[str] = set()
+
+    def recall(self, book: BootBook) -> None:
+        """Go on with what a former coordinator kept."""
+        for machine, kept in book.kept_boots().items():
+            boot = self._boots[machine] = msgspec.json.decode(kept, type=_Boot)
+            if boot.ready_at is not None and boot.first_token_at is None:
+                self._tokenless[boot.ready_instance] = machine
+
+    def keep(self, book: BootBook) -> None:
+        """Keep what is new. Where that fails it is logged, and kept the next time."""
+        if not self._unkept:
+            return
+        try:
+            book.keep_boots({name: msgspec.json.encode(self._boots[name]).decode() for name in self._unkept})
+        except sqlite3.Error as problem:
+            log_event(log, "boots.write_failed", problem=str(problem))
+            return
+        self._unkept.clear()
+
+    def joined(self, hello: AgentHello, at: float) -> None:
+        """An agent was registered: the first of its machine counts."""
+        machine = self._machines().get(hello.machine)
+        if machine is None or hello.machine in self._boots:
+            return
+        install_s = sum(hello.install_s.values())
+        asked_at, given_at = _first(machine, MachineState.REQUESTED), _first(machine, MachineState.LAUNCHED)
+        told_at = self._told_at.pop(hello.machine, None)
+        self._boots[hello.machine] = _Boot(asked_at, given_at, at, install_s, hello.age_s, told_at)
+        self._unkept.add(hello.machine)
+
+    def told(self, machine: str, at: float) -> None:
+        """An instance was told to load a version: the first of its machine counts."""
+        boot = self._boots.get(machine)
+        if boot is None:
+            self._told_at.setdefault(machine, at)
+        elif boot.told_at is None:
+            boot.told_at = at
+            self._unkept.add(machine)
+
+    def ready(self, instance: str, machine: str, message: VersionReady, at: float) -> None:
+        """An instance serves a version: the first of its machine counts."""
+        boot = self._boots.get(machine)
+        if boot is not None and boot.ready_at is None:
+            boot.ready_at, boot.ready_instance, boot.pull_s = at, instance, message.pull_s
+            self._tokenless[instance] = machine
+            self._unkept.add(machine)
+
+    def hear_tokens(self, instances: Iterable[str], at: float) -> None:
+        """These have sent tokens."""
+        if not self._tokenless:
+            return
+        for instance in instances:
+            machine = self._tokenless.pop(instance, None)
+            if machine is not None and self._boots[machine].first_token_at is None:
+                self._boots[machine].first_token_at = at
+                self._unkept.add(machine)
+
+    def phases(self, machine: str) -> dict[str, float]:
+        """Return the phases that are over, in their order; {} where nothing is known."""
+        boot = self._boots.get(machine)
+        if boot is None:
+            known = self._machines().get(machine)
+            return {} if known is None or not known.was_accepted else _rounded({"request": _request_s(known)})
+        inside_s = min(boot.joined_at - boot.launched_at, boot.install_s + boot.age_s)
+        dial_in_s = min(boot.age_s, inside_s)
+        phases = {"request": boot.launched_at - boot.requested_at}
+        phases["boot"] = boot.joined_at - boot.launched_at - inside_s
+        phases |= {"install": inside_s - dial_in_s, "dial_in": dial_in_s}
+        if boot.ready_at is not None:
+            told_at = boot.joined_at if boot.told_at is None else max(boot.joined_at, boot.told_at)
+            told_at = min(told_at, boot.ready_at)
+            weights_s = min(boot.pull_s, boot.ready_at - told_at)
+            phases |= {"wait": told_at - boot.joined_at, "weights": weights_s}
+            phases["engine"] = boot.ready_at - told_at - weights_s
+            if boot.first_token_at is not None:
+                phases["first_token"] = boot.first_token_at - boot.ready_at
+        return _rounded(phases)
+
+
+def _first(machine: Machine, state: MachineState) -> float:
+    """Return when the machine first came into `state`; where its story does not say, when it began."""
+    return next((at for at, reached, _ in machine.life.story if reached is state), machine.life.story[0][0])
+
+
+def _request_s(machine: Machine) -> float:
+    return _first(machine, MachineState.LAUNCHED) - _first(machine, MachineState.REQUESTED)
+
+
+def _rounded(phases: Mapping[str, float]) -> dict[str, float]:
+    return {name: round(took, 3) for name, took in phases.items()}

@@ -1,0 +1,98 @@
+"""How long and how much the reserved engines rolled out in a step.
+
+What the run would have cost on demand alone is derived from it (`report`).
+
+What the metrics of trained steps say that a person must know: failed rewards, prompts that are left out.
+
+Calm: failures are told when they first occur and each time their number has doubled; the totals of the run
+are in the status and in the cost report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from rlboost_runtime.coordinator.driver.core_driver import OpenStep
+from rlboost_runtime.coordinator.storage.token_store import TokenStore
+from rlboost_runtime.core.base.messages import CoordinatorRestarted, Event, Pool, StepStarted
+from rlboost_runtime.core.core import Core
+from rlboost_runtime.core.window.gpu_lease import LeaseState
+from rlboost_runtime.protocol.reward_failures import FailureCount, RewardFailure, count_failures
+
+
+class ReservedMeter:
+    """Measures one step at a time. The rate it leads to is that of the engines when the window is open."""
+
+    def __init__(self) -> None:
+        self._step: tuple[int, int] | None = None
+        self._seconds = 0.0
+        self._since: float | None = None
+        self._partial = False
+
+    def hear(self, event: Event, core: Core) -> None:
+        """Take in one event after the core handled it."""
+        if isinstance(event, CoordinatorRestarted):
+            self._partial = True  # how long it was before the restart is not known any more
+        if isinstance(event, StepStarted) and self._step != (event.step, event.policy_version):
+            self._partial = self._partial and core.step is not None and core.step.started_at < event.at
+            self._step = (event.step, event.policy_version)
+            self._seconds, self._since = 0.0, None
+        holds = any(i.num_assigned for i in core.instances.values() if i.pool is Pool.RESERVED)
+        rolls_out = core.lease is LeaseState.ENGINES and holds
+        if rolls_out and self._since is None:
+            self._since = event.at
+        elif not rolls_out and self._since is not None:
+            self._seconds += max(0.0, event.at - self._since)
+            self._since = None
+
+    def measured(self, step: OpenStep, store: TokenStore, core: Core) -> dict[str, float]:
+        """Return seconds and tokens of the open step so far; nothing if a part of it was not seen."""
+        if self._partial:
+            return {}
+        reserved = {i.instance for i in core.instances.values() if i.pool is Pool.RESERVED}
+        tokens = sum(
+            segment.num_tokens
+            for response in step.all_responses()
+            for segment in store.segments(response)
+            if segment.instance in reserved
+        )
+        seconds = self._seconds + (0.0 if self._since is None else core.now - self._since)
+        return {"reserved_tokens": float(tokens), "reserved_rollout_s": seconds}
+
+
+Line = tuple[str, str]
+"""(kind, text) of an event in words."""
+
+
+class StepConcerns:
+    """Totals over the run's steps, and what is new about them."""
+
+    def __init__(self, before: Iterable[Mapping[str, float]]) -> None:
+        """`before`: metrics of the steps that a former coordinator has told about."""
+        known = list(before)
+        self._count = count_failures(known)
+        self._told = self._count.failed
+        self._skipped_told = bool(known)
+
+    @property
+    def rewards(self) -> FailureCount:
+        """Failed rewards of the run so far."""
+        return self._count
+
+    def trained(self, step: int, metrics: Mapping[str, float]) -> list[Line]:
+        """Take in a step's metrics; return what is to be told about it. `step` counts from 0."""
+        lines: list[Line] = []
+        skipped = int(metrics.get("prompts_skipped", 0))
+        if skipped and not self._skipped_told:
+            what = "1 prompt is" if skipped == 1 else f"{skipped:,} prompts are"
+            lines.append(("data", f"{what} longer than algorithm.max_prompt_tokens and left out"))
+        self._skipped_told = True
+        now = count_failures([metrics])
+        self._count = FailureCount(
+            self._count.scored + now.scored,
+            {kind: self._count.by_kind[kind] + now.by_kind[kind] for kind in RewardFailure},
+        )
+        if now.failed and self._count.failed >= 2 * self._told:
+            self._told = self._count.failed
+            lines.append(("reward", f"step {step + 1}: {now.in_words()}"))
+        return lines

@@ -1,0 +1,266 @@
+"""What happened, in words a user understands: told from the core's events, kept in the ledger.
+
+Calm on purpose: a machine that is taken makes one line when it goes and one when its responses are elsewhere,
+whatever the agents, the connection and the cloud say about it one after the other.
+
+Where the responses of an instance go on after it is lost or was given notice.
+
+A fold over the core's events and commands, for the story alone: nothing is decided on it. It remembers the
+open step's responses only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from rlboost_runtime.billing.ledger import Ledger
+from rlboost_runtime.core.base.messages import (
+    Assign,
+    Beat,
+    Command,
+    CoordinatorRestarted,
+    Event,
+    Finished,
+    InstanceJoined,
+    InstanceReady,
+    LaunchFailed,
+    LossCause,
+    MachineGone,
+    NoticeReceived,
+    Pool,
+    RecallLease,
+    StepStarted,
+    StepTrained,
+    TerminateMachine,
+    TrainerLost,
+    VersionPublished,
+    VersionRefused,
+)
+from rlboost_runtime.core.core import Core
+from rlboost_runtime.core.state.instances import Instance
+from rlboost_runtime.seams import Clock
+
+_MOST_TARGETS = 3
+"""Instances named in the line of a migration; the rest are counted."""
+
+Line = tuple[str, str]
+"""(kind, text)."""
+
+_HOW_LOST = {
+    LossCause.RESET: ("preempted", "{who} vanished without notice"),
+    LossCause.MACHINE_GONE: ("preempted", "{who} was preempted without notice"),
+    LossCause.SILENT: ("preempted", "{who} fell silent and is taken for gone"),
+    LossCause.NOTICED: ("left", "{who} left after its notice"),
+    LossCause.HUNG: ("lost", "{who} hung and was dropped"),
+    LossCause.REPLACED: ("lost", "{who} started anew"),
+    LossCause.STOPPED: ("left", "{who} was ended, not needed any more"),
+}
+
+
+class Story:
+    """Turns events into lines. Only what a person would want to know; never one line per response."""
+
+    def __init__(self, ledger: Ledger, clock: Clock, core: Core) -> None:
+        self._ledger = ledger
+        self._clock = clock
+        self._migrations = Migrations()
+        self._alive: dict[str, Instance] = dict(core.instances)
+        self._losses = Counter(core.counters.losses)
+        self._served = {(name, i.epoch) for name, i in core.instances.items() if i.has_served}
+        self._leaving: set[str] = set()
+        """Machines whose going has been told."""
+        self._no_capacity = False
+        self._is_over = False
+
+    def end(self) -> None:
+        """The run is being wound up: whatever goes now goes on purpose."""
+        self._is_over = True
+
+    def tell(self, event: Event, commands: list[Command], core: Core) -> None:
+        """Note what `event` and the commands that followed from it mean, if anything to a person."""
+        if isinstance(event, Beat):
+            return
+        lines: list[Line | None] = [*self._losses_told(core)]
+        lines.append(self._line(event, core))
+        lines += [self._command(command, core) for command in commands]
+        # last: the commands may give away what an instance held until this event
+        lines += [_migrated(migration, core) for migration in self._migrations.hear(event, commands)]
+        for line in lines:
+            if line is not None and not self._is_over:
+                self._ledger.note(self._clock.wall(), *line)
+
+    def _line(self, event: Event, core: Core) -> Line | None:
+        match event:
+            case InstanceJoined(instance=instance):
+                return "joined", f"{_short(instance, core)} joined"
+            case InstanceReady(instance=instance, epoch=epoch, version=version):
+                if (instance, epoch) in self._served:
+                    return None
+                self._served.add((instance, epoch))
+                return "ready", f"{_short(instance, core)} serves policy version {version}"
+            case NoticeReceived(instance=instance, seconds=seconds):
+                return self._noticed(instance, seconds, core)
+            case VersionRefused(instance=instance, version=version, problem=problem):
+                return "refused", f"{_short(instance, core)} cannot serve policy version {version}: {problem}"
+            case LaunchFailed(problem=problem):
+                told, self._no_capacity = self._no_capacity, True
+                return None if told else ("no capacity", f"no new spot machine for now: {problem}")
+            case MachineGone(machine=machine):
+                return None if self._is_told(machine) else ("preempted", f"{machine} was preempted")
+            case VersionPublished(version=version) if core.step is None:
+                return "published", f"policy version {version} published"
+            case StepTrained(step=step):
+                self._no_capacity = False
+                return "step", f"step {step + 1} trained, policy version {core.newest_version} published"
+            case TrainerLost():
+                return "trainer", "the trainer is gone; it is started again and goes on from its checkpoint"
+            case CoordinatorRestarted():
+                return "coordinator", "the coordinator was started again; nothing that it knew is lost"
+            case _:
+                return None
+
+    def _noticed(self, instance: str, seconds: float, core: Core) -> Line | None:
+        held = self._migrations.leave(instance)
+        known = core.instances.get(instance)
+        if known is not None and self._is_told(known.machine) and not held:
+            return None
+        return "noticed", f"{_short(instance, core)} has {seconds:.0f} s of notice{_go_on(held)}"
+
+    def _losses_told(self, core: Core) -> list[Line]:
+        """Return a line per instance that was lost by the last event."""
+        causes = core.counters.losses - self._losses
+        if not causes:
+            for name in core.instances.keys() - self._alive.keys():
+                self._alive[name] = core.instances[name]
+            return []
+        self._losses = Counter(core.counters.losses)
+        cause = causes.most_common(1)[0][0]
+        lost = [i for name, i in self._alive.items() if core.instances.get(name) is not i]
+        self._alive = dict(core.instances)
+        return [line for instance in lost if (line := self._lost(instance, cause, core)) is not None]
+
+    def _lost(self, instance: Instance, cause: LossCause, core: Core) -> Line | None:
+        held = self._migrations.leave(instance.instance)
+        told = instance.pool is Pool.SPOT and self._is_told(instance.machine)
+        if told and cause is LossCause.STOPPED:
+            return None
+        kind, words = _HOW_LOST[cause]
+        return kind, words.format(who=_short(instance.instance, core)) + _go_on(held)
+
+    def _command(self, command: Command, core: Core) -> Line | None:
+        match command:
+            case TerminateMachine(machine=machine, reason=reason):
+                return None if self._is_told(machine) else ("ended", f"{machine} is given back: {reason}")
+            case RecallLease():
+                return "recalled", "no spot instance is left: the trainer lends its GPU again"
+            case _:
+                return None
+
+    def _is_told(self, machine: str) -> bool:
+        """Whether a machine's going was told before; from now on it is."""
+        told = machine in self._leaving
+        self._leaving.add(machine)
+        return told
+
+
+def _migrated(migration: Migration, core: Core) -> Line | None:
+    count = sum(migration.targets.values())
+    if count == 0:  # all finished before they could move
+        return None
+    named = [f"{_short(name, core)} ({n})" for name, n in list(migration.targets.items())[:_MOST_TARGETS]]
+    if more := len(migration.targets) - len(named):
+        named.append(f"{more} more")
+    if len(migration.targets) == 1:
+        named = [_short(next(iter(migration.targets)), core)]
+    source = _short(migration.source, core)
+    return "migrated", f"{_responses(count)} of {source} migrated to {_and(named)}"
+
+
+def _go_on(held: int) -> str:
+    return "" if held == 0 else f"; its {_responses(held)} {'goes' if held == 1 else 'go'} on elsewhere"
+
+
+def _responses(count: int) -> str:
+    return "1 response" if count == 1 else f"{count:,} responses"
+
+
+def _and(names: list[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def _short(instance: str, core: Core) -> str:
+    """Return the machine's name where it has one instance only."""
+    config = core.config
+    machine, _, index = instance.rpartition("/")
+    is_alone = max(config.instances_per_machine, config.reserved_instances) == 1
+    return machine if machine and index == "0" and is_alone else instance
+
+
+@dataclass(frozen=True, slots=True)
+class Migration:
+    """Responses that left `source`, all of them now elsewhere or finished."""
+
+    source: str
+    targets: dict[str, int]
+    """Instance to responses that went on there."""
+
+
+@dataclass(slots=True)
+class Migrations:
+    """Follows responses from one instance to the next."""
+
+    _held: dict[int, str] = field(default_factory=dict)
+    """Unfinished response to the instance that had it last."""
+    _former: dict[int, str] = field(default_factory=dict)
+    """Response that waits for a new holder to the one that it left."""
+    _waiting: dict[str, set[int]] = field(default_factory=dict)
+    _targets: dict[str, Counter[str]] = field(default_factory=dict)
+    _first_response: int | None = None
+
+    def hear(self, event: Event, commands: list[Command]) -> list[Migration]:
+        """Take in an event and what followed from it; return the migrations that this completed."""
+        match event:
+            case StepStarted(requests=requests) if requests[0].response != self._first_response:
+                self._forget(requests[0].response)
+            case Finished(response=response):
+                self._held.pop(response, None)
+                self._settle(response)
+            case _:
+                pass
+        for command in commands:
+            if isinstance(command, Assign):
+                self._held[command.response] = command.instance
+                self._settle(command.response, command.instance)
+        return self._completed() if self._waiting else []
+
+    def leave(self, instance: str) -> int:
+        """Note that what `instance` holds has to go elsewhere; return how many responses that are.
+
+        Again for the same instance counts only what it has got since.
+        """
+        held = {r for r, holder in self._held.items() if holder == instance and r not in self._former}
+        for response in held:
+            self._former[response] = instance
+        if held:
+            self._waiting.setdefault(instance, set()).update(held)
+            self._targets.setdefault(instance, Counter())
+        return len(held)
+
+    def _settle(self, response: int, target: str | None = None) -> None:
+        source = self._former.pop(response, None)
+        if source is not None:
+            self._waiting[source].discard(response)
+            if target is not None:
+                self._targets[source][target] += 1
+
+    def _completed(self) -> list[Migration]:
+        done = [source for source, waiting in self._waiting.items() if not waiting]
+        for source in done:
+            del self._waiting[source]
+        return [Migration(source, dict(self._targets.pop(source).most_common())) for source in done]
+
+    def _forget(self, first_response: int) -> None:
+        self._first_response = first_response
+        for memory in (self._held, self._former, self._waiting, self._targets):
+            memory.clear()

@@ -1,0 +1,317 @@
+"""The token journal: an append-only segment file per step, written by a thread of its own.
+
+Guarantees:
+
+- a record's callback runs only once the record, and all appended before it, are on stable storage;
+  callbacks run in append order on the event loop;
+- a segment holds whole records in append order. A crash can leave a torn record only at its end: readers
+  stop before it, and it is cut off before the segment is appended to again;
+- a full or failing disk loses and acknowledges nothing: the writer cuts the segment back to its last good
+  length, reports the problem once, and tries again each second until it works.
+
+Group commit: the writer takes everything that is queued, writes it at once and syncs once.
+
+A record in a segment: u32 length (> 0), u32 crc32 of the bytes, the bytes; little-endian.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import struct
+import threading
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rlboost_runtime.errors import RuntimeFault
+from rlboost_runtime.run.folder import sync_path
+from rlboost_runtime.seams import Disk
+
+GATHER_S = 0.01
+"""How long the writer lets records gather after the first one. It bounds the commits (thread switches, syncs)
+to 100 a second; an acknowledgement comes this much later, a fifth of the agents' flush interval."""
+RETRY_S = 1.0
+"""Pause before the disk is tried again."""
+MAX_BATCH_BYTES = 16 * 1024 * 1024
+"""Most bytes written under one sync, so that a backlog does not hold its first acknowledgements back."""
+
+_HEADER = struct.Struct("<II")
+
+Callback = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """One thing for the writer to do: append `record` (if any) to the segment of `step`. With `opens`, open
+    the segment anew, whatever is open; with `fresh`, empty it then."""
+
+    step: int
+    record: bytes = b""
+    on_commit: Callback | None = None
+    opens: bool = False
+    fresh: bool = False
+
+
+@dataclass(slots=True)
+class _Segment:
+    """The open segment. `good_bytes`: length up to which it holds whole records; with `torn` there may be
+    something behind them, which must go before anything is written."""
+
+    opened_by: _Item
+    fd: int
+    good_bytes: int
+    torn: bool = True
+
+    def serves(self, item: _Item) -> bool:
+        """Return whether `item` may be written here."""
+        return self.opened_by is item or (self.opened_by.step == item.step and not item.opens)
+
+
+@dataclass(slots=True)
+class _Shared:
+    """What the event loop and the writer share, all under `changed`."""
+
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    queue: deque[_Item] = field(default_factory=deque)
+    pending_bytes: int = 0
+    drop_before: int | None = None
+    closing: bool = False
+
+
+class Journal:
+    """Appends records to the segments in one folder. All methods are for the event loop's thread."""
+
+    def __init__(self, folder: Path, disk: Disk, on_problem: Callable[[str | None], None]) -> None:
+        """`on_problem` runs on the event loop: a problem when writing fails, None when it works again."""
+        self._folder = folder
+        self._disk = disk
+        self._on_problem = on_problem
+        self._step = 0
+        self._shared = _Shared()
+        self._committed: deque[Callback] = deque()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._segment: _Segment | None = None  # the writer's
+        self._problem: str | None = None  # the writer's
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes of records that are not on stable storage yet; agents bound what they owe."""
+        return self._shared.pending_bytes
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Start the writer; callbacks will run on `loop`. What was appended before is written now."""
+        if self._thread is not None:
+            raise RuntimeError("the journal has been started before")
+        self._loop = loop
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._thread = threading.Thread(target=self._write_until_closed, name="journal")
+        self._thread.start()
+
+    def open_step(self, step: int, *, fresh: bool = False) -> None:
+        """Let following appends go to the segment of `step`: after what it holds or, if `fresh`, instead."""
+        self._step = step
+        self._put(_Item(step, opens=True, fresh=fresh))
+
+    def append(self, record: bytes, on_commit: Callback | None = None) -> None:
+        """Queue a record. An empty one writes nothing; its callback still runs in its turn."""
+        self._put(_Item(self._step, record, on_commit))
+
+    def drop_before(self, step: int) -> None:
+        """Delete the segments of earlier steps. What is queued for them is not written; its callbacks run."""
+        shared = self._shared
+        with shared.changed:
+            for index, item in enumerate(shared.queue):
+                if item.step < step:
+                    shared.pending_bytes -= len(item.record)
+                    shared.queue[index] = _Item(item.step, on_commit=item.on_commit)
+            shared.drop_before = max(step, shared.drop_before or step)
+            shared.changed.notify()
+
+    async def flushed(self) -> None:
+        """Return once everything appended so far is on stable storage and its callbacks have run."""
+        if self._shared.closing:
+            raise RuntimeError("the journal is closed")
+        done = asyncio.get_running_loop().create_future()
+        self.append(b"", lambda: None if done.done() else done.set_result(None))
+        await done
+
+    async def close(self) -> None:
+        """Write what is queued, run its callbacks and end the thread; idempotent.
+
+        Raises `RuntimeFault` when the disk still refuses: what was not written was not acknowledged either.
+        """
+        with self._shared.changed:
+            self._shared.closing = True
+            self._shared.changed.notify()
+        if self._thread is None:
+            return
+        await asyncio.to_thread(self._thread.join)
+        self._deliver()
+        if self._shared.queue:
+            raise RuntimeFault(
+                f"{self._problem}; {self._shared.pending_bytes} bytes were not written",
+                f"free space for {self._folder} and start the coordinator again: agents send them again",
+            )
+
+    @staticmethod
+    def read(folder: Path, step: int) -> Iterator[bytes]:
+        """Yield the records of a step's segment up to its end or a torn record; none without a segment."""
+        try:
+            file = open(segment_path(folder, step), "rb")  # noqa: SIM115 - closed below
+        except FileNotFoundError:
+            return
+        with file:
+            size = os.fstat(file.fileno()).st_size
+            while len(header := file.read(_HEADER.size)) == _HEADER.size:
+                length, crc = _HEADER.unpack(header)
+                if not 0 < length <= size - file.tell():  # a crash may leave zeros, too
+                    return
+                record = file.read(length)
+                if len(record) < length or zlib.crc32(record) != crc:
+                    return
+                yield record
+
+    def _put(self, item: _Item) -> None:
+        with self._shared.changed:
+            self._shared.queue.append(item)
+            self._shared.pending_bytes += len(item.record)
+            if len(self._shared.queue) == 1:  # otherwise the writer is awake
+                self._shared.changed.notify()
+
+    def _deliver(self) -> None:
+        """Run the callbacks of what is committed; one that raises does not keep later ones from running."""
+        try:
+            while self._committed:
+                self._committed.popleft()()
+        finally:
+            if self._committed:
+                assert self._loop is not None
+                self._loop.call_soon(self._deliver)
+
+    # --- the writer's thread -----------------------------------------------------------------------------
+
+    def _write_until_closed(self) -> None:
+        while True:
+            batch, drop_before, closing = self._next_batch()
+            try:
+                self._drop_segments(drop_before)
+                self._commit(batch)
+            except OSError as error:
+                self._report(f"journal: {error.strerror or error} ({self._folder})")
+                if closing:
+                    break
+                self._pause()
+                continue
+            self._report(None)
+            if self._done(batch):
+                break
+        self._close_segment()
+
+    def _next_batch(self) -> tuple[list[_Item], int | None, bool]:
+        """Wait for something to do. Return a batch for one segment, which stays at the head of the queue
+        until it is committed; the step before which segments are to be deleted; whether this is the end."""
+        shared = self._shared
+        with shared.changed:
+            shared.changed.wait_for(lambda: shared.queue or shared.drop_before is not None or shared.closing)
+            if self._problem is None and not shared.closing:
+                shared.changed.wait_for(lambda: shared.closing, timeout=GATHER_S)
+            batch: list[_Item] = []
+            num_bytes = 0
+            for item in shared.queue:
+                num_bytes += len(item.record)
+                if batch and (item.opens or item.step != batch[0].step or num_bytes > MAX_BATCH_BYTES):
+                    break
+                batch.append(item)
+            return batch, shared.drop_before, shared.closing
+
+    def _commit(self, batch: list[_Item]) -> None:
+        """Write the batch's records with one write and one sync, all or nothing."""
+        parts: list[bytes] = []
+        for item in batch:
+            if item.record:
+                parts += (_HEADER.pack(len(item.record), zlib.crc32(item.record)), item.record)
+        if not parts and not any(item.opens for item in batch):
+            return
+        segment = self._segment
+        if segment is None or not segment.serves(batch[0]):
+            segment = self._open_segment(batch[0])
+        if segment.torn:
+            self._disk.truncate(segment.fd, segment.good_bytes)
+        segment.torn = True
+        data = b"".join(parts)
+        self._disk.write(segment.fd, data)
+        self._disk.sync(segment.fd)
+        segment.good_bytes += len(data)
+        segment.torn = False
+
+    def _done(self, batch: list[_Item]) -> bool:
+        """Take the batch off the queue and let its callbacks run; return whether all is done for good."""
+        shared = self._shared
+        with shared.changed:
+            for _ in batch:
+                shared.pending_bytes -= len(shared.queue.popleft().record)
+            finished = shared.closing and not shared.queue
+        callbacks = [item.on_commit for item in batch if item.on_commit is not None]
+        if callbacks:
+            self._committed.extend(callbacks)
+            self._tell(self._deliver)
+        return finished
+
+    def _pause(self) -> None:
+        """Wait before the next attempt; a drop, which may free space, or the end cuts it short."""
+        shared = self._shared
+        with shared.changed:
+            asked_before = shared.drop_before
+            shared.changed.wait_for(
+                lambda: shared.closing or shared.drop_before != asked_before, timeout=RETRY_S
+            )
+
+    def _report(self, problem: str | None) -> None:
+        """Pass on that writing fails, once, or that it works again."""
+        if (problem is None) == (self._problem is None):
+            return
+        self._problem = problem
+        self._tell(lambda: self._on_problem(problem))
+
+    def _tell(self, callback: Callback) -> None:
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(callback)
+
+    # --- segments ----------------------------------------------------------------------------------------
+
+    def _open_segment(self, item: _Item) -> _Segment:
+        self._close_segment()
+        records = () if item.fresh else Journal.read(self._folder, item.step)
+        good_bytes = sum(_HEADER.size + len(record) for record in records)
+        fd = self._disk.append(segment_path(self._folder, item.step))
+        self._segment = _Segment(item, fd, good_bytes)
+        sync_path(self._folder)  # so that the file's name survives a power cut, too
+        return self._segment
+
+    def _close_segment(self) -> None:
+        if self._segment is not None:
+            fd, self._segment = self._segment.fd, None
+            with contextlib.suppress(OSError):  # everything that was acknowledged has been synced
+                self._disk.close(fd)
+
+    def _drop_segments(self, before: int | None) -> None:
+        if before is None:
+            return
+        if self._segment is not None and self._segment.opened_by.step < before:
+            self._close_segment()
+        for path in self._folder.glob("step-*.seg"):
+            if int(path.stem.removeprefix("step-")) < before:
+                path.unlink(missing_ok=True)
+        with self._shared.changed:
+            if self._shared.drop_before == before:
+                self._shared.drop_before = None
+
+
+def segment_path(folder: Path, step: int) -> Path:
+    """Return where the segment of `step` lies."""
+    return folder / f"step-{step:06d}.seg"

@@ -1,0 +1,454 @@
+"""The tokens of the open step's responses.
+
+Guarantees (design.md section 4, promises 2 and 5):
+
+- the tokens of a response form one gap-free sequence, and token k is accepted once, whatever is lost, sent
+  again, sent late or sent by an instance that no longer has the response;
+- nothing is ever added to a response that is complete, and none exceeds its token limit;
+- `restore` of all records, in order, gives what the records' store held.
+
+A frame costs a handful of numpy calls however many responses it moves: ids and logprobs lie in two matrices
+of one row per response, and a frame is one scatter into each. No input or output, one thread.
+
+Shape legend: N deltas, T tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlboost_runtime.coordinator.storage.columns import (
+    U16,
+    U32,
+    AssignmentTable,
+    Deltas,
+    Dtyped,
+    Ints,
+    JournalRecord,
+    TokenMatrix,
+    decode_record,
+    encode_record,
+    frame_deltas,
+    record_deltas,
+    spans,
+)
+from rlboost_runtime.core.base.messages import FinishReason, ReleaseReason
+from rlboost_runtime.errors import ProtocolError
+from rlboost_runtime.protocol import messages as wire
+
+_FINISHES = {FinishReason.STOP.value: FinishReason.STOP, FinishReason.LENGTH.value: FinishReason.LENGTH}
+_RELEASES = {reason.value for reason in ReleaseReason}
+_NO_VERSION = -1
+
+
+@dataclass(frozen=True, slots=True)
+class EndedAssignment:
+    """A current assignment that ended. `num_tokens`: tokens that its response has now.
+
+    `reason` is a FinishReason or ReleaseReason value. Where an agent claims a finish without having sent all
+    tokens before it, it is `engine_failed` instead, with `problem` saying so.
+    """
+
+    assignment: int
+    response: int
+    reason: str
+    problem: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """What a frame changed. `record` is None where there is nothing to journal; the counts are in tokens and
+    add up to the frame's. `full`: responses that reached the limit in this frame without a finish in
+    `endings`; they are complete (`is_complete` says why) and their assignments are over."""
+
+    record: bytes | None
+    num_accepted: int
+    num_dropped: int
+    num_duplicate: int
+    endings: tuple[EndedAssignment, ...]
+    full: tuple[int, ...]
+    openings: tuple[tuple[int, int, str], ...] = ()
+    """(response, offset, instance) where an instance's first tokens of a response, or under another version,
+    begin."""
+
+
+class TokenStore:
+    """Tokens, logprobs and segments of one step's responses, and which assignment may add to them."""
+
+    def __init__(self) -> None:
+        self._matrix = TokenMatrix()
+        self.open_step(0, (), 1, ())
+
+    def open_step(
+        self, step: int, responses: Sequence[int], max_tokens: int, stop_token_ids: tuple[int, ...]
+    ) -> None:
+        """Forget the former step and hold `responses` (consecutive numbers), of at most `max_tokens` each."""
+        num_rows = len(responses)
+        first = responses[0] if num_rows else 0
+        if num_rows and list(responses) != list(range(first, first + num_rows)):
+            raise ValueError(
+                f"responses of step {step} are not consecutive numbers: {list(responses)[:10]}..."
+            )
+        if not 0 < max_tokens < 2**31:
+            raise ValueError(f"max_tokens of step {step} is {max_tokens}")
+        self._step = step
+        self._first = first
+        self._num_rows = num_rows
+        self._max_tokens = max_tokens
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self._matrix.reshape(num_rows, max_tokens)
+        # One row more than there are responses: that of all assignments that are not current.
+        self._assignments = AssignmentTable(nowhere=num_rows)
+        self._lengths: NDArray[np.uint32] = np.zeros(num_rows + 1, U32)
+        self._open_versions: Ints = np.full(
+            num_rows + 1, _NO_VERSION, np.int64
+        )  # of the segment that may go on
+        self._segments: dict[int, list[tuple[int, str, int]]] = {}  # row -> (start, instance, policy version)
+        self._finished: dict[int, FinishReason] = {}  # row -> reason
+        self._current: dict[int, tuple[int, str]] = {}  # row -> assignment and its instance
+        self._mute: dict[int, int] = {}  # assignment that may only end -> row
+        self._owed: dict[int, int] = {}  # assignment -> end of the furthest delta that left a gap
+
+    def assign(self, assignment: int, response: int, instance: str) -> int:
+        """Let `assignment` alone add to `response`; return how many tokens are kept (its first offset).
+
+        Under an assignment of a complete response no token is accepted; ask `is_complete` before.
+        Raises KeyError for a response of another step, ValueError for an assignment of another response.
+        """
+        row = self._row(response)
+        if self._row_of(assignment) not in (row, self._assignments.nowhere):
+            raise ValueError(f"assignment {assignment} already belongs to another response than {response}")
+        length = int(self._lengths[row])
+        if row in self._finished:
+            return length
+        self._release(row)
+        self._current[row] = (assignment, instance)
+        if self.is_complete(response):
+            self._mute[assignment] = row
+        else:
+            self._assignments.set(assignment, row)
+        _, last_instance, last_version = self._segments.get(row, [(0, "", _NO_VERSION)])[-1]
+        self._open_versions[row] = last_version if last_instance == instance else _NO_VERSION
+        return length
+
+    def unassign(self, assignment: int) -> None:
+        """Accept nothing more under `assignment`; idempotent."""
+        row = self._row_of(assignment)
+        if row != self._assignments.nowhere:
+            self._release(row)
+
+    def accept(self, frame: wire.Frame) -> Accepted:
+        """Add what `frame` brings under current assignments: first its tokens, then its endings.
+
+        Raises `ProtocolError`, and changes nothing, when the frame contradicts itself.
+        """
+        deltas = frame_deltas(frame)
+        if frame.endings:
+            _check_endings(frame)
+        rows_N = self._assignments.rows(deltas.owners_N)
+        num_duplicate = num_dropped = 0
+        lengths_N = _ends(deltas)
+        if not self._fits(rows_N, deltas, lengths_N):
+            rows_N, deltas, num_duplicate, num_dropped = self._trim(rows_N, deltas)
+            lengths_N = _ends(deltas)
+        openings = self._open_segments(rows_N, deltas, frame.policy_version)
+        any_full = self._append(rows_N, deltas, lengths_N)
+        endings = self._end(frame.endings) if frame.endings else ()
+        full = self._finish_full(rows_N) if any_full else ()
+        finishes = tuple((ending.response, ending.reason) for ending in endings if ending.reason in _FINISHES)
+        record: bytes | None = None
+        if len(rows_N) or finishes:
+            record = self._record(frame.policy_version, rows_N, deltas, openings, finishes)
+        return Accepted(record, len(deltas.token_ids_T), num_dropped, num_duplicate, endings, full, openings)
+
+    def length(self, response: int) -> int:
+        """Return how many tokens `response` has."""
+        return int(self._lengths[self._row(response)])
+
+    def is_complete(self, response: int) -> FinishReason | None:
+        """Return why nothing may be added to `response`, or None. A stop token as its last one counts as a
+        stop although the word of the engine is still missing: a finished response is never resumed."""
+        row = self._row(response)
+        return self._finished.get(row) or (FinishReason.STOP if self._ends_in_stop_token(row) else None)
+
+    def token_ids(self, response: int) -> bytes:
+        """Return the tokens of `response`, i32."""
+        row = self._row(response)
+        return self._matrix.token_ids(row, int(self._lengths[row])).tobytes()
+
+    def logprobs(self, response: int) -> bytes:
+        """Return the logprobs of `response`, f32, one per token."""
+        row = self._row(response)
+        return self._matrix.logprobs(row, int(self._lengths[row])).tobytes()
+
+    def segments(self, response: int) -> tuple[wire.Segment, ...]:
+        """Return who made the tokens of `response` under which policy version; they add up to its length."""
+        row = self._row(response)
+        opened = self._segments.get(row)
+        if opened is None:
+            return ()
+        ends = [start for start, _, _ in opened[1:]] + [int(self._lengths[row])]
+        return tuple(
+            wire.Segment(instance, version, end - start)
+            for (start, instance, version), end in zip(opened, ends, strict=True)
+        )
+
+    def restore(self, record: bytes) -> list[tuple[int, FinishReason]]:
+        """Apply a journal record of the open step; return the responses that it completed and why.
+
+        A record that was applied before changes nothing. Raises `ProtocolError` where it does not fit.
+        """
+        parts = decode_record(record)
+        if parts.step != self._step:
+            raise _unfit(f"it belongs to step {parts.step}, open is step {self._step}")
+        deltas = record_deltas(parts)
+        rows_N = self._record_rows(deltas.owners_N)
+        if not self._fits(rows_N, deltas, _ends(deltas)):
+            rows_N, deltas = self._trim_restored(rows_N, deltas)
+        for response, offset, instance in parts.openings:
+            row = self._row(response)
+            if offset >= self._lengths[row]:
+                self._open_segment(row, offset, instance, parts.policy_version)
+        any_full = self._append(rows_N, deltas, _ends(deltas))
+        finishes = self._restore_finishes(parts)
+        full = self._finish_full(rows_N) if any_full else ()
+        return finishes + [(response, self._finished[response - self._first]) for response in full]
+
+    def check(self) -> None:
+        """Assert every invariant."""
+        assert self._lengths[self._num_rows] == 0, "tokens were accepted for nobody"
+        assert self._assignments.num_current() + len(self._mute) == len(self._current)
+        for row, (assignment, _) in self._current.items():
+            assert self._row_of(assignment) == row, f"row {row}"
+            assert row not in self._finished, f"row {row} is finished and assigned"
+            assert assignment not in self._mute or self._ends_in_stop_token(row), f"row {row}"
+        for row in range(self._num_rows):
+            self._check_row(row)
+
+    # --- tokens ------------------------------------------------------------------------------------------
+
+    def _fits(self, rows_N: Ints, deltas: Deltas, lengths_N: NDArray[np.uint32]) -> bool:
+        """Return whether all of `deltas` can be added as they are, giving `lengths_N`: the usual case."""
+        if not len(rows_N):
+            return True
+        if rows_N[rows_N.argmax()] == self._assignments.nowhere:
+            return False
+        if self._lengths.take(rows_N).tobytes() != deltas.offsets_N.tobytes():
+            return False
+        return bool(lengths_N[lengths_N.argmax()] <= self._max_tokens)
+
+    def _trim(self, rows_N: Ints, deltas: Deltas) -> tuple[Ints, Deltas, int, int]:
+        """Keep what may be added; return it with the number of duplicate and of dropped tokens.
+
+        A delta that starts before the end of its response is a resend: only its new tail is kept. One beyond
+        it would leave a gap; how far it went is remembered: no finish is believed before it is filled.
+        """
+        offsets_N = deltas.offsets_N.astype(np.int64)
+        ends_N = offsets_N + deltas.counts_N
+        lengths_N = self._lengths[rows_N].astype(np.int64)
+        current_N = rows_N != self._assignments.nowhere
+        gap_N = current_N & (offsets_N > lengths_N)
+        for assignment, end in zip(deltas.owners_N[gap_N].tolist(), ends_N[gap_N].tolist(), strict=True):
+            self._owed[assignment] = max(end, self._owed.get(assignment, 0))
+        usable_N = current_N & ~gap_N
+        firsts_N = np.maximum(offsets_N, lengths_N)
+        taken_N = np.where(usable_N, np.minimum(ends_N, self._max_tokens) - firsts_N, 0).clip(0)
+        num_duplicate = int(np.where(usable_N, np.minimum(ends_N, lengths_N) - offsets_N, 0).sum())
+        num_dropped = len(deltas.token_ids_T) - num_duplicate - int(taken_N.sum())
+        kept_N = taken_N > 0
+        return rows_N[kept_N], _part(deltas, kept_N, firsts_N, taken_N), num_duplicate, num_dropped
+
+    def _append(self, rows_N: Ints, deltas: Deltas, lengths_N: NDArray[np.uint32]) -> bool:
+        """Add `deltas`, which fit, to distinct rows; return whether one of them is full now."""
+        if not len(rows_N):
+            return False
+        self._matrix.scatter(rows_N, deltas)
+        self._lengths[rows_N] = lengths_N  # of the same dtype: numpy is slow at assigning with a cast
+        return bool(lengths_N[lengths_N.argmax()] == self._max_tokens)
+
+    def _open_segments(
+        self, rows_N: Ints, deltas: Deltas, policy_version: int
+    ) -> tuple[tuple[int, int, str], ...]:
+        """Open a segment where a delta does not continue the last; return (response, offset, instance)."""
+        if not len(rows_N):
+            return ()
+        others_N = self._open_versions.take(rows_N) != policy_version
+        if not others_N[others_N.argmax()]:
+            return ()
+        openings: list[tuple[int, int, str]] = []
+        for row, offset in zip(rows_N[others_N].tolist(), deltas.offsets_N[others_N].tolist(), strict=True):
+            _, instance = self._current[row]
+            self._open_segment(row, offset, instance, policy_version)
+            openings.append((row + self._first, offset, instance))
+        return tuple(openings)
+
+    def _open_segment(self, row: int, offset: int, instance: str, policy_version: int) -> None:
+        self._segments.setdefault(row, []).append((offset, instance, policy_version))
+        self._open_versions[row] = policy_version
+
+    # --- endings -----------------------------------------------------------------------------------------
+
+    def _end(self, endings: tuple[wire.Ending, ...]) -> tuple[EndedAssignment, ...]:
+        """End the current ones among the assignments; words about others are late and mean nothing."""
+        ended: list[EndedAssignment] = []
+        for ending in endings:
+            row = self._row_of(ending.assignment)
+            if row == self._assignments.nowhere:
+                continue
+            length = int(self._lengths[row])
+            reason, problem = ending.reason, ending.problem
+            missing = min(self._owed.get(ending.assignment, 0), self._max_tokens) - length
+            if reason in _FINISHES and missing > 0:
+                problem = f"ends by {reason}, but {missing} tokens from {length} on never arrived"
+                reason = ReleaseReason.ENGINE_FAILED.value
+            if reason in _FINISHES:
+                self._finish(row, _FINISHES[reason])
+            else:
+                self._release(row)
+            ended.append(EndedAssignment(ending.assignment, row + self._first, reason, problem, length))
+        return tuple(ended)
+
+    def _finish_full(self, rows_N: Ints) -> tuple[int, ...]:
+        """Finish those of the rows that have reached the token limit, and return their responses."""
+        full = [
+            row
+            for row in rows_N[self._lengths[rows_N] == self._max_tokens].tolist()
+            if row not in self._finished
+        ]
+        for row in full:
+            self._finish(row, FinishReason.STOP if self._ends_in_stop_token(row) else FinishReason.LENGTH)
+        return tuple(row + self._first for row in full)
+
+    def _finish(self, row: int, reason: FinishReason) -> None:
+        self._finished[row] = reason
+        self._release(row)
+
+    def _release(self, row: int) -> None:
+        assignment, _ = self._current.pop(row, (None, ""))
+        if assignment is not None:
+            self._assignments.unset(assignment)
+            self._mute.pop(assignment, None)
+            self._owed.pop(assignment, None)
+
+    def _ends_in_stop_token(self, row: int) -> bool:
+        length = int(self._lengths[row])
+        return length > 0 and self._matrix.last_token_id(row, length) in self._stop_token_ids
+
+    def _row(self, response: int) -> int:
+        row = response - self._first
+        if not 0 <= row < self._num_rows:
+            raise KeyError(f"response {response} is not one of step {self._step}")
+        return row
+
+    def _row_of(self, assignment: int) -> int:
+        """Return the row of a current assignment, also of one that may only end."""
+        return self._mute.get(assignment, self._assignments.row(assignment))
+
+    # --- journal records ---------------------------------------------------------------------------------
+
+    def _record(
+        self,
+        policy_version: int,
+        rows_N: Ints,
+        deltas: Deltas,
+        openings: tuple[tuple[int, int, str], ...],
+        finishes: tuple[tuple[int, str], ...],
+    ) -> bytes:
+        return encode_record(
+            JournalRecord(
+                self._step,
+                policy_version,
+                (rows_N + self._first).astype(U32).tobytes(),
+                deltas.offsets_N.tobytes(),
+                deltas.counts_N.astype(U16).tobytes(),
+                deltas.token_ids_T.tobytes(),
+                deltas.logprobs_T.tobytes(),
+                openings,
+                finishes,
+            )
+        )
+
+    def _record_rows(self, responses_N: Dtyped) -> Ints:
+        rows_N = responses_N.astype(np.int64) - self._first
+        if ((rows_N < 0) | (rows_N >= self._num_rows)).any():
+            raise _unfit(f"it has responses outside {self._first}..{self._first + self._num_rows - 1}")
+        return rows_N
+
+    def _trim_restored(self, rows_N: Ints, deltas: Deltas) -> tuple[Ints, Deltas]:
+        """Keep what is new of a record. Raises `ProtocolError` for what could not have been accepted."""
+        lengths_N = self._lengths[rows_N].astype(np.int64)
+        ends_N = deltas.offsets_N.astype(np.int64) + deltas.counts_N
+        bad_N = (deltas.offsets_N > lengths_N) | (ends_N > self._max_tokens)
+        if bad_N.any():
+            at = int(bad_N.argmax())
+            found = f"tokens {deltas.offsets_N[at]}..{ends_N[at] - 1} of response {deltas.owners_N[at]}"
+            raise _unfit(f"{found} come after {lengths_N[at]} (limit {self._max_tokens})")
+        kept_N = ends_N > lengths_N
+        return rows_N[kept_N], _part(deltas, kept_N, lengths_N, ends_N - lengths_N)
+
+    def _restore_finishes(self, record: JournalRecord) -> list[tuple[int, FinishReason]]:
+        finishes: list[tuple[int, FinishReason]] = []
+        for response, word in record.endings:
+            row = self._row(response)
+            if row not in self._finished:
+                self._finish(row, FinishReason(word))
+                finishes.append((response, FinishReason(word)))
+        return finishes
+
+    def _check_row(self, row: int) -> None:
+        response = row + self._first
+        length = int(self._lengths[row])
+        segments = self.segments(response)
+        assert sum(segment.num_tokens for segment in segments) == length, f"response {response}"
+        assert all(segment.num_tokens > 0 for segment in segments), f"response {response}"
+        for before, after in itertools.pairwise(segments):
+            assert (before.instance, before.policy_version) != (after.instance, after.policy_version)
+        assert length < self._max_tokens or row in self._finished, f"response {response} is full"
+
+
+def _ends(deltas: Deltas) -> NDArray[np.uint32]:
+    """Return the index after the last token of each delta; wraps around for offsets that fit nowhere."""
+    return deltas.offsets_N + deltas.counts_N.astype(U32)
+
+
+def _part(deltas: Deltas, kept_N: NDArray[np.bool_], firsts_N: Ints, taken_N: Ints) -> Deltas:
+    """Return, of the deltas in `kept_N`, the `taken_N` tokens from index `firsts_N` of the response on."""
+    starts_N = deltas.ends_N - deltas.counts_N + firsts_N - deltas.offsets_N
+    counts_N = taken_N[kept_N]
+    ends_N: Ints = np.add.accumulate(counts_N)
+    source_T = spans(starts_N[kept_N], counts_N, ends_N)
+    return Deltas(
+        owners_N=deltas.owners_N[kept_N],
+        offsets_N=firsts_N[kept_N].astype(U32),
+        counts_N=counts_N,
+        ends_N=ends_N,
+        token_ids_T=deltas.token_ids_T[source_T],
+        logprobs_T=deltas.logprobs_T[source_T],
+    )
+
+
+def _check_endings(frame: wire.Frame) -> None:
+    seen: set[int] = set()
+    for ending in frame.endings:
+        if ending.assignment in seen:
+            raise _unfit_frame(frame, f"assignment {ending.assignment} ends twice")
+        if ending.reason not in _FINISHES and ending.reason not in _RELEASES:
+            raise _unfit_frame(frame, f"assignment {ending.assignment} ends by {ending.reason!r}")
+        seen.add(ending.assignment)
+
+
+def _unfit_frame(frame: wire.Frame, problem: str) -> ProtocolError:
+    return ProtocolError(f"frame {frame.seq}: {problem}", "re-deploy its sender with this version of rlboost")
+
+
+def _unfit(problem: str) -> ProtocolError:
+    return ProtocolError(
+        f"a journal record does not fit: {problem}",
+        "the journal folder is damaged: resume from the last checkpoint",
+    )

@@ -1,0 +1,485 @@
+"""Everything that can happen to the core, and everything that it can ask for.
+
+Events go in, each with `at`: seconds on the run's own clock (it starts near 0 with the run, never goes
+back, and goes on through a coordinator's restart). Commands come out. Both are small frozen dataclasses of
+plain values, so that a log of events can be written, read back and driven through the core again to
+identical commands (tests/integration holds that promise over live runs).
+
+Vocabulary: a *response* is one continuation; an *assignment* is one attempt of one instance at one response.
+Assignment numbers are unique in a run and never reused, so a late word under an old assignment can always be
+told from a current one. An *epoch* numbers the registrations of a run: unique, and each greater than all
+before it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from rlboost_runtime.core.base.cost_model import Prices
+from rlboost_runtime.core.base.scheduling_policy import Policy
+
+
+class Pool(StrEnum):
+    """Where an instance's GPUs come from."""
+
+    RESERVED = "reserved"
+    """The trainer's own GPUs, lent during the seeding window."""
+    SPOT = "spot"
+    """Preemptible machines."""
+
+
+class FinishReason(StrEnum):
+    """Why a response is complete."""
+
+    STOP = "stop"
+    """The model ended it."""
+    LENGTH = "length"
+    """It reached its token limit."""
+    QUARANTINED = "quarantined"
+    """It made several distinct engines fail; what there was of it is handed over, masked out of training."""
+
+
+class ReleaseReason(StrEnum):
+    """Why an instance let go of an assignment without finishing it."""
+
+    ABORTED = "aborted"
+    """We asked for it (migration, drain, hand-over)."""
+    ENGINE_FAILED = "engine_failed"
+    """The engine died or forgot it; says nothing about the response."""
+    RESPONSE_FAILED = "response_failed"
+    """The engine lives but refuses or fails on this very response; counts towards its quarantine."""
+
+
+class LossCause(StrEnum):
+    """Why an instance is gone."""
+
+    RESET = "reset"
+    """Its connection closed and it did not come back within the grace."""
+    SILENT = "silent"
+    """Its lease ended without a word."""
+    NOTICED = "noticed"
+    """It said goodbye after a preemption notice."""
+    REPLACED = "replaced"
+    """The same instance registered anew: its former life is over."""
+    HUNG = "hung"
+    """The agent lived but its engine made no progress."""
+    STOPPED = "stopped"
+    """We took it down."""
+    MACHINE_GONE = "machine_gone"
+    """The provider says that its machine is gone."""
+
+
+# --- what the shells are configured with -----------------------------------------------------------------
+
+
+DEFAULT_BOOT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class CoreConfig:
+    """Tunables of one run; all durations in seconds."""
+
+    max_spot_instances: int
+    instances_per_machine: int = 1
+    reserved_instances: int = 1
+    lease_s: float = 6.0
+    """Silence after which an instance is dead."""
+    reset_grace_s: float = 0.5
+    """Time a reset connection gets to come back."""
+    seeding_initial_s: float = 10.0
+    """T_init of the paper's Algorithm 1."""
+    seeding_eta: float = 3.0
+    """Adaptation rate eta: the idle-time difference is divided by it."""
+    recall_after_s: float = 3.0
+    """With work left and no spot instance able to serve for so long, the GPU is recalled from the trainer."""
+    boot_deadline_s: float = DEFAULT_BOOT_S
+    """A machine whose agents have not dialled in by then is ended and replaced."""
+    quarantine_after: int = 3
+    """Distinct instances a response may make fail before it is quarantined."""
+    hang_after_s: float = 60.0
+    """An engine with work that makes no progress for this long is evicted."""
+    affinity_slack: float = 0.25
+    """How much fuller (share of its KV capacity) an instance may be and still be given its siblings' work."""
+    prices: Prices = field(default_factory=Prices)
+    """What machines and bytes cost, for the fleet's size."""
+    policy: Policy = field(default_factory=Policy)
+    """The rules for dispatch, seeding, sizing and balance."""
+
+
+# --- events ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RunStarted:
+    """First event of every log."""
+
+    at: float
+    config: CoreConfig
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorRestarted:
+    """A new coordinator process replayed the log; every instance gets one fresh lease to come back."""
+
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseRequest:
+    """One continuation to generate. `response` is unique in the run; lengths in tokens."""
+
+    response: int
+    group: int
+    prompt_tokens: int
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepStarted:
+    """The trainer asks for a step's responses under `policy_version`, and by that gives the GPU lease back,
+    unless it `keeps_lease`: it goes on training the step before meanwhile.
+
+    The same step and version again (a restarted trainer) re-opens nothing: finished groups are delivered
+    again.
+    """
+
+    at: float
+    step: int
+    policy_version: int
+    requests: tuple[ResponseRequest, ...]
+    keeps_lease: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepTrained:
+    """The trainer has trained the step. `wait_s`: idle, holding the lease, for want of
+    responses to fill a micro-batch (t_train^wait); `busy_s`: its training time without that (t_train).
+    `handover_s`: what it took to bring policy and optimizer back onto the GPUs; in neither of them."""
+
+    at: float
+    step: int
+    wait_s: float
+    busy_s: float
+    handover_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class VersionPublished:
+    """`version` can be pulled from now on; `num_bytes` by each instance, 0: not known."""
+
+    at: float
+    version: int
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseReturned:
+    """The trainer answered a recall: its GPU memory is free."""
+
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerLost:
+    """The trainer's connection is gone; nothing is cancelled, it will come back from its checkpoint."""
+
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceJoined:
+    """An agent registered. `max_running`: responses its engine decodes at once; `kv_tokens`: KV capacity."""
+
+    at: float
+    instance: str
+    machine: str
+    pool: Pool
+    epoch: int
+    max_running: int
+    kv_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceReady:
+    """The instance proved (digests and probe) that it holds and serves `version`."""
+
+    at: float
+    instance: str
+    epoch: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class VersionRefused:
+    """The instance could not load `version`, or its probe did not match; it serves nothing."""
+
+    at: float
+    instance: str
+    epoch: int
+    version: int
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class Slept:
+    """The instance's engine has freed its GPU memory."""
+
+    at: float
+    instance: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """A heartbeat. `engine_progress` grows whenever the engine does anything; `tokens` maps the responses
+    that it runs to their tokens so far (prompt not counted): estimates for balance, nothing that must be
+    exact is decided on them."""
+
+    at: float
+    instance: str
+    epoch: int
+    engine_progress: int
+    tokens: tuple[tuple[int, int], ...]
+    num_queued: int | None = None
+    """Assignments that the engine has accepted and does not execute yet; None: not told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnected:
+    """The instance's connection closed without a goodbye."""
+
+    at: float
+    instance: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reconnected:
+    """The instance came back within its lease under its old epoch, still holding `assignments`."""
+
+    at: float
+    instance: str
+    epoch: int
+    assignments: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NoticeReceived:
+    """The cloud will take the machine in `seconds`."""
+
+    at: float
+    instance: str
+    epoch: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceLeft:
+    """The agent said goodbye; everything that it generated has been received."""
+
+    at: float
+    instance: str
+    epoch: int
+    cause: LossCause
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The response is complete and journalled. `num_tokens` counts all its tokens, from every instance."""
+
+    at: float
+    response: int
+    num_tokens: int
+    reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """The instance let go of the assignment; the response's first `num_tokens` tokens are journalled."""
+
+    at: float
+    instance: str
+    assignment: int
+    num_tokens: int
+    reason: ReleaseReason
+
+
+@dataclass(frozen=True, slots=True)
+class MachineLaunched:
+    """The provider accepted the launch: money runs."""
+
+    at: float
+    machine: str
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchFailed:
+    """The launch did not happen. `retry_after_s`: when asking again makes sense."""
+
+    at: float
+    machine: str
+    problem: str
+    retry_after_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class MachineGone:
+    """The provider says that the machine no longer exists."""
+
+    at: float
+    machine: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnding:
+    """No more work: everything that runs is taken down."""
+
+    at: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed; sent at `Core.next_deadline()`."""
+
+    at: float
+
+
+Event = (
+    RunStarted
+    | CoordinatorRestarted
+    | StepStarted
+    | StepTrained
+    | VersionPublished
+    | LeaseReturned
+    | TrainerLost
+    | InstanceJoined
+    | InstanceReady
+    | VersionRefused
+    | Slept
+    | Beat
+    | Disconnected
+    | Reconnected
+    | NoticeReceived
+    | InstanceLeft
+    | Finished
+    | Released
+    | MachineLaunched
+    | LaunchFailed
+    | MachineGone
+    | RunEnding
+    | Tick
+)
+
+
+# --- commands --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Assign:
+    """Generate `response` on `instance` from its prompt and whatever tokens are journalled.
+
+    `keep_tokens`: only after so many of them; never set under the policies that live runs may have.
+    """
+
+    instance: str
+    epoch: int
+    assignment: int
+    response: int
+    keep_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Stop the assignment, hand over what there is (`Released` answers)."""
+
+    instance: str
+    epoch: int
+    assignment: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadVersion:
+    """Fetch `version`; once the engine holds no work and is awake, apply and prove it (`InstanceReady`)."""
+
+    instance: str
+    epoch: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sleep:
+    """Free the engine's GPU memory (`Slept` answers). Reserved instances only."""
+
+    instance: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """Take GPU memory again and apply and prove the newest fetched version (`InstanceReady` answers)."""
+
+    instance: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evict:
+    """Close the instance's connection; whatever it sends under this epoch is dropped and counted."""
+
+    instance: str
+    epoch: int
+    cause: LossCause
+
+
+@dataclass(frozen=True, slots=True)
+class DeliverGroup:
+    """All responses of `group` are finished: hand them to the trainer."""
+
+    step: int
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class GrantLease:
+    """The GPU is the trainer's."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecallLease:
+    """Ask the trainer to free the GPU after its current micro-batch (`LeaseReturned` answers)."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchMachine:
+    """Write the intent, then ask the provider for one spot machine called `machine`."""
+
+    machine: str
+
+
+@dataclass(frozen=True, slots=True)
+class TerminateMachine:
+    """End the machine; asked again at each tick until `MachineGone`."""
+
+    machine: str
+    reason: str
+
+
+Command = (
+    Assign
+    | Abort
+    | LoadVersion
+    | Sleep
+    | Wake
+    | Evict
+    | DeliverGroup
+    | GrantLease
+    | RecallLease
+    | LaunchMachine
+    | TerminateMachine
+)

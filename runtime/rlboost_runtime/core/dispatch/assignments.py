@@ -1,0 +1,219 @@
+"""Who generates what: assignments of the open step's responses to instances.
+
+Guarantees: an assignment number names one attempt and is never reused; a response has at most one current
+assignment; whatever an instance loses goes back to the queue with the tokens it keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rlboost_runtime.core.base.messages import Abort, Assign, DeliverGroup, FinishReason, StepStarted
+from rlboost_runtime.core.base.timers import Context, Timer
+from rlboost_runtime.core.dispatch.balance import Balancer
+from rlboost_runtime.core.dispatch.dispatcher import Dispatcher
+from rlboost_runtime.core.state.instances import Instance, Roster
+from rlboost_runtime.core.state.rates import Lengths, Pace
+from rlboost_runtime.core.state.responses import Response, ResponseState, StepBook
+
+FAILURES_PER_INSTANCE = 3
+"""A response is quarantined after `quarantine_after` distinct instances, or after this many failures per
+such instance in all: with fewer instances alive than that it would otherwise fail for ever and hold up the
+run."""
+
+BALANCE_S = 1.0
+"""Least pause between two moves of running responses: the former must show in what instances say first."""
+SMALL_FLEET = 16
+"""Able instances that share one move per pause; the pauses of a larger fleet are shorter."""
+
+
+class Work:
+    """The open step, its queue, and the current assignments."""
+
+    def __init__(
+        self, context: Context, roster: Roster, able: Mapping[str, Instance], lengths: Lengths
+    ) -> None:
+        self._context = context
+        self._roster = roster
+        self.dispatcher = Dispatcher(context, roster, able)
+        self.balancer = Balancer(able, self.dispatcher.crowd, lengths, context.config.policy.balance)
+        self.lengths = lengths
+        """What finished responses showed about lengths."""
+        self.pace = Pace()
+        self.book: StepBook | None = None
+        self.current: dict[int, Response] = {}
+        """Current assignments."""
+        self._next_assignment = 0
+        self._able = able
+        self._balance_at = 0.0
+
+    # --- the step -----------------------------------------------------------------------------------------
+
+    def open(self, event: StepStarted) -> None:
+        """Open a step; what is unfinished of the former one is cancelled."""
+        if self.book is not None:
+            self._cancel(self.book)
+            self.lengths.learn(self.book.finished_tokens())
+            self.pace.close_step()
+        former, self.book = self.book, StepBook(event)
+        self.dispatcher.open_step(former, self.book)
+        self.balancer.close_step()
+        for response in self.book.responses.values():
+            self.dispatcher.enqueue(response)
+
+    def deliver_again(self) -> None:
+        """Hand every complete group over once more, in order of completion."""
+        assert self.book is not None
+        for group in self.book.complete_groups:
+            self._context.emit(DeliverGroup(self.book.step, group))
+
+    @property
+    def num_unfinished(self) -> int:
+        """Responses of the open step still to be finished."""
+        return 0 if self.book is None else self.book.num_unfinished
+
+    def response(self, number: int) -> Response | None:
+        """Return a response of the open step."""
+        return None if self.book is None else self.book.responses.get(number)
+
+    # --- giving and taking --------------------------------------------------------------------------------
+
+    def assign_waiting(self) -> None:
+        """Give waiting responses to able instances as far as they fit."""
+        if self.book is not None and self.dispatcher.has_waiting():
+            self.dispatcher.place(self.book, self._assign)
+
+    def balance(self) -> None:
+        """Take responses away from a crowded instance for an idle one, if nobody waits and that helps."""
+        if not self._context.config.policy.balances or not self.num_unfinished:
+            return
+        if self.dispatcher.has_waiting():
+            return
+        now = self._context.now
+        if now < self._balance_at:
+            self._context.timers.set(Timer.BALANCE, "", self._balance_at)
+            return
+        relief = self.balancer.relief(now)
+        if relief is None:
+            return
+        self._balance_at = now + BALANCE_S * min(1.0, SMALL_FLEET / max(1, len(self._able)))
+        for assignment in relief.assignments:
+            relief.giver.assignments[assignment].meant_for = relief.taker.instance
+            self.abort(relief.giver, assignment)
+        self.touch(relief.giver)
+
+    def touch(self, instance: Instance) -> None:
+        """The load or ability of an instance may have changed."""
+        self.touch_name(instance.instance)
+
+    def touch_name(self, name: str) -> None:
+        """The same by name: of one that may be gone."""
+        self.dispatcher.touch(name)
+        self.balancer.touch(name)
+
+    def finish(self, response: Response, num_tokens: int, reason: FinishReason) -> None:
+        """End a response, wherever it is, and free its slot."""
+        assert self.book is not None
+        self._detach(response)
+        if reason is FinishReason.QUARANTINED:
+            self._context.counters.quarantined.append(response.response)
+        is_complete = self.book.finish(response, num_tokens, reason, self._context.now)
+        if is_complete:
+            self._context.emit(DeliverGroup(self.book.step, response.group))
+
+    def take_back(self, response: Response, why: str) -> None:
+        """Put a running response back into the queue."""
+        assert self.book is not None
+        self._detach(response)
+        self.book.wait(response, why, self._context.now)
+        self.dispatcher.enqueue(response)
+
+    def take_back_all(self, instance: Instance, why: str) -> None:
+        """Put everything that a lost instance holds back into the queue."""
+        keeps_tokens = self._context.config.policy.keeps_tokens
+        for response in list(instance.assignments.values()):
+            if not keeps_tokens:
+                response.drop_tokens_beyond(0)
+            self.take_back(response, why)
+
+    def fail_on(self, instance: Instance, response: Response) -> None:
+        """Take back a response that made the instance fail; quarantine it if it did so too often."""
+        response.failed_on[instance.instance] = None
+        response.num_failures += 1
+        limit = self._context.config.quarantine_after
+        if len(response.failed_on) >= limit or response.num_failures >= FAILURES_PER_INSTANCE * limit:
+            self.finish(response, response.num_tokens, FinishReason.QUARANTINED)
+        else:
+            self.take_back(response, f"failed on {instance.instance}")
+
+    def abort(self, instance: Instance, assignment: int) -> None:
+        """Ask the instance to release an assignment, once, or again after a reconnect."""
+        instance.aborting[assignment] = None
+        if not instance.is_connected:
+            return
+        self._context.emit(Abort(instance.instance, instance.epoch, assignment))
+        if self._context.timers.due(Timer.ANSWER, instance.instance) is None:
+            self.expect_answer(instance)
+
+    def abort_all(self, instance: Instance) -> None:
+        """Ask the instance to release everything that it has not been asked for."""
+        for assignment in [a for a in instance.assignments if a not in instance.aborting]:
+            self.abort(instance, assignment)
+
+    def expect_answer(self, instance: Instance) -> None:
+        """An instance that does not answer in time hangs."""
+        due = self._context.now + self._context.config.hang_after_s
+        self._context.timers.set(Timer.ANSWER, instance.instance, due)
+
+    def expect_progress(self, instance: Instance) -> None:
+        """An engine that holds work and makes no progress until then hangs."""
+        if instance.assignments:
+            due = self._context.now + self._context.config.hang_after_s
+            self._context.timers.set(Timer.HANG, instance.instance, due)
+
+    # --- helpers ------------------------------------------------------------------------------------------
+
+    def _assign(self, response: Response, instance: Instance, kv_estimate: int) -> None:
+        assert self.book is not None
+        context, assignment = self._context, self._next_assignment
+        self._next_assignment += 1
+        if response.num_assignments:
+            context.counters.redispatches += 1
+        if response.num_tokens and response.last_holder != instance.instance:
+            context.counters.migrations += 1
+            context.counters.tokens_migrated += response.num_tokens
+        was_idle = not instance.assignments
+        instance.hold(assignment, response, kv_estimate)
+        self.touch(instance)
+        self.current[assignment] = response
+        self.book.run(response, assignment, instance.instance, context.now)
+        if was_idle:
+            self.expect_progress(instance)
+            instance.beaten_at = None
+        kept, response.keep_tokens, response.meant_for = response.keep_tokens, None, None
+        context.emit(Assign(instance.instance, instance.epoch, assignment, response.response, kept))
+
+    def _detach(self, response: Response) -> None:
+        """Unbook a response's assignment, if it has one; its own state is the caller's to change."""
+        if response.assignment is None or response.holder is None:
+            return
+        instance = self._roster.instances[response.holder]
+        del self.current[response.assignment]
+        instance.let_go(response.assignment)
+        self.touch(instance)
+        if not instance.assignments:
+            self._context.timers.cancel(Timer.HANG, instance.instance)
+        if not instance.aborting:
+            self._context.timers.cancel(Timer.ANSWER, instance.instance)
+
+    def _cancel(self, book: StepBook) -> None:
+        for response in book.responses.values():
+            if response.state is ResponseState.FINISHED:
+                continue
+            self._context.counters.cancelled += 1
+            if response.assignment is not None and response.holder is not None:
+                holder = self._roster.instances[response.holder]
+                if holder.is_connected and response.assignment not in holder.aborting:
+                    self._context.emit(Abort(holder.instance, holder.epoch, response.assignment))
+                self._detach(response)
+            book.cancel(response, self._context.now)

@@ -1,0 +1,394 @@
+"""The instances' part of the core: what each of them says, and when it is given up.
+
+Guarantees: a word under a former epoch changes nothing; a lost instance's work goes back to the queue in the
+same event; an instance that does not answer, does not move or cannot load is given up, never waited for
+without end.
+"""
+
+from __future__ import annotations
+
+from rlboost_runtime.core.base.messages import (
+    Abort,
+    Beat,
+    Disconnected,
+    Evict,
+    FinishReason,
+    InstanceJoined,
+    InstanceLeft,
+    InstanceReady,
+    LoadVersion,
+    LossCause,
+    NoticeReceived,
+    Pool,
+    Reconnected,
+    Released,
+    ReleaseReason,
+    Sleep,
+    Slept,
+    VersionRefused,
+    Wake,
+)
+from rlboost_runtime.core.base.timers import INSTANCE_TIMERS, Context, Timer
+from rlboost_runtime.core.dispatch.assignments import Work
+from rlboost_runtime.core.state.instances import Instance, InstanceState, Roster
+from rlboost_runtime.core.state.machines import Fleet, Machine, MachineState
+
+REFUSALS_BEFORE_EVICTION = 3
+"""Loads refused in a row: one may be a broken transfer, three are a broken instance."""
+RELOAD_AFTER_S = 1.0
+"""Pause before a refused version is loaded again; doubles with each refusal in a row."""
+ENGINE_PAUSE_S = 2.0
+"""Pause before an instance whose engine failed gets work again; doubles with each failure in a row, or a
+dead engine, being the emptiest, would draw and drop the whole queue."""
+ENGINE_FAILURES_BEFORE_EVICTION = 5
+"""Such pauses in a row, nothing finished in between: about half a minute, time enough to restart an
+engine."""
+
+
+class Crew:
+    """All instances: handlers of their words, and orders to them."""
+
+    def __init__(self, context: Context, roster: Roster, work: Work, fleet: Fleet) -> None:
+        self._context = context
+        self._roster = roster
+        self._work = work
+        self._fleet = fleet
+        self.changed: dict[str, None] = {}
+        """Instances whose readiness may have changed since the core last looked."""
+        self.target: int | None = None
+        """The version that instances should serve."""
+        self._to_brief: dict[str, None] = {}
+
+    # --- coming and going ---------------------------------------------------------------------------------
+
+    def joined(self, event: InstanceJoined) -> None:
+        """A registration: a new life."""
+        if not self._roster.is_news(event):
+            self._context.counters.duplicates += 1
+            return
+        former = self._roster.instances.get(event.instance)
+        machine = self._fleet.machines.get(event.machine) if event.pool is Pool.SPOT else None
+        if former is not None:
+            same_place = (former.machine, former.pool) == (event.machine, event.pool)
+            self.lose(former, LossCause.REPLACED, keeps_machine=same_place)
+        if machine is not None:
+            self._fleet.joined(machine, event.instance, event.at)
+        instance = self._roster.join(event)
+        instance.is_draining = machine is not None and not machine.counts
+        instance.is_noticed = machine is not None and machine.is_leaving
+        self._renew(instance)
+        if self._context.config.policy.loads_any_time or not self._work.num_unfinished:
+            self._to_brief[instance.instance] = None
+        self.changed[instance.instance] = None
+
+    def left(self, instance: Instance, event: InstanceLeft) -> None:
+        """A goodbye."""
+        self.lose(instance, event.cause)
+
+    def disconnected(self, instance: Instance, event: Disconnected) -> None:
+        """Its connection closed: it has a moment to come back."""
+        if not instance.is_connected:
+            self._context.counters.duplicates += 1
+            return
+        self._part(instance, LossCause.RESET, self._context.config.reset_grace_s)
+
+    def coordinator_restarted(self) -> None:
+        """Every connection is gone, through no fault of the instances: each gets a fresh lease."""
+        for instance in self._roster.instances.values():
+            self._part(instance, LossCause.SILENT, self._context.config.lease_s)
+            self._renew(instance)
+
+    def reconnected(self, instance: Instance, event: Reconnected) -> None:
+        """It is back in the same life: agree on what it holds, and repeat what it may not have heard."""
+        self._context.timers.cancel(Timer.GRACE, instance.instance)
+        instance.is_connected = True
+        self.changed[instance.instance] = None
+        self._renew(instance)
+        held = dict.fromkeys(event.assignments)
+        for assignment, response in list(instance.assignments.items()):
+            if assignment not in held:
+                self._work.take_back(response, "not held any more after a reconnect")
+        for assignment in held:
+            if assignment not in instance.assignments:
+                self._context.emit(Abort(instance.instance, instance.epoch, assignment))
+            elif assignment in instance.aborting:
+                self._work.abort(instance, assignment)
+        self._work.expect_progress(instance)
+        self._repeat_orders(instance)
+
+    def noticed(self, instance: Instance, event: NoticeReceived) -> None:
+        """Its machine will be taken: everything on it drains at once."""
+        machine = self._fleet.machines.get(instance.machine) if instance.pool is Pool.SPOT else None
+        if machine is not None:
+            self._fleet.notice(machine, event.seconds, event.at)
+        doomed = [instance] if machine is None else self.on_machine(machine)
+        for each in doomed:
+            each.is_noticed = True
+            self.drain(each)
+
+    def lose(
+        self, instance: Instance, cause: LossCause, *, evict: bool = False, keeps_machine: bool = False
+    ) -> None:
+        """An instance's life ends; what it held goes back to the queue.
+
+        `keeps_machine`: it begins a new life on the same machine at once, which is thus not empty.
+        """
+        machine = self._fleet.machines.get(instance.machine) if instance.pool is Pool.SPOT else None
+        cause = LossCause.STOPPED if self._context.is_ending else _true_cause(instance, machine, cause)
+        self._work.take_back_all(instance, f"{instance.instance} is lost: {cause}")
+        instance.version = None
+        instance.life.move(InstanceState.GONE, cause, self._context.now)
+        self._roster.remove(instance)
+        self._to_brief.pop(instance.instance, None)
+        self._context.timers.cancel_all(INSTANCE_TIMERS, instance.instance)
+        self._context.counters.losses[cause] += 1
+        self.changed[instance.instance] = None
+        if evict:
+            self._context.emit(Evict(instance.instance, instance.epoch, cause))
+        if machine is not None and not keeps_machine:
+            self._fleet.lost(machine, instance.instance, cause, self._context.now)
+            if not machine.instances:
+                self._context.counters.preemptions[cause] += 1
+
+    # --- what instances say -------------------------------------------------------------------------------
+
+    def ready(self, instance: Instance, event: InstanceReady) -> None:
+        """It proved that it serves a version. One that was told to sleep meanwhile serves nothing."""
+        self._renew(instance)
+        if not instance.is_awake:
+            return
+        if instance.life.state is InstanceState.LOADING:
+            instance.life.move(InstanceState.READY, f"version {event.version}", event.at)
+        instance.version, instance.has_served = event.version, True
+        instance.wake_sent, instance.refusals, instance.is_paused = False, 0, False
+        self._context.timers.cancel(Timer.PAUSE, instance.instance)
+        self._context.timers.cancel(Timer.RELOAD, instance.instance)
+        self.changed[instance.instance] = None
+        book = self._work.book
+        if book is not None and book.policy_version != event.version:
+            self._work.abort_all(instance)
+        if self.target is not None and event.version != self.target:
+            self._to_brief[instance.instance] = None
+            if event.version > self.target:  # it loaded past what is asked for: a step was rolled back
+                instance.told_version = None
+
+    def refused(self, instance: Instance, event: VersionRefused) -> None:
+        """It could not load a version, so it serves nothing; ask again a few times."""
+        self._renew(instance)
+        if instance.life.state is InstanceState.READY:
+            instance.version = None
+            instance.life.move(InstanceState.LOADING, f"refused version {event.version}", event.at)
+            self._work.abort_all(instance)
+            self.changed[instance.instance] = None
+        is_pending = self._context.timers.due(Timer.RELOAD, instance.instance) is not None
+        if event.version != instance.told_version or is_pending:
+            return  # of an older version, or said twice
+        instance.refusals += 1
+        if instance.refusals >= REFUSALS_BEFORE_EVICTION:
+            self.lose(instance, LossCause.HUNG, evict=True)
+            return
+        pause_s = RELOAD_AFTER_S * 2 ** (instance.refusals - 1)
+        self._context.timers.set(Timer.RELOAD, instance.instance, event.at + pause_s)
+
+    def slept(self, instance: Instance, event: Slept) -> None:
+        """Its GPU memory is free. At most one Sleep is out at a time, so this answers it."""
+        self._renew(instance)
+        if instance.life.state is not InstanceState.SLEEPING:
+            self._context.counters.stale_words += 1
+            return
+        instance.life.move(InstanceState.ASLEEP, "answered", event.at)
+        self._context.timers.cancel(Timer.ANSWER, instance.instance)
+
+    def beat(self, instance: Instance, event: Beat) -> bool:
+        """A heartbeat: its lease, its engine's progress, estimates of token counts.
+
+        Returns whether it tells another queue than was known: somebody may be given work now.
+        """
+        self._renew(instance)
+        if event.engine_progress != instance.progress:
+            instance.progress = event.engine_progress
+            if instance.is_connected:
+                self._work.expect_progress(instance)
+        if event.tokens:
+            self._take_counts(instance, event)
+        if event.num_queued is None:
+            return False
+        instance.tells_queue, former = True, instance.num_queued
+        instance.num_queued = min(event.num_queued, instance.num_assigned)
+        self._work.touch(instance)
+        return former != instance.num_queued
+
+    def released(self, event: Released) -> None:
+        """It let go of an assignment; a word about one that is not current means nothing."""
+        response = self._work.current.get(event.assignment)
+        if response is None or response.holder != event.instance:
+            self._context.counters.stale_words += 1
+            return
+        instance = self._roster.instances[event.instance]
+        response.num_tokens = event.num_tokens
+        if event.num_tokens >= response.request.max_tokens:  # at its limit: finished by us, never resumed
+            self._work.finish(response, event.num_tokens, FinishReason.LENGTH)
+            return
+        match event.reason:
+            case ReleaseReason.RESPONSE_FAILED:
+                self._work.fail_on(instance, response)
+            case ReleaseReason.ENGINE_FAILED:
+                self._work.take_back(response, f"the engine of {instance.instance} failed")
+                self._pause(instance)
+            case ReleaseReason.ABORTED:
+                self._work.take_back(response, f"released by {instance.instance}")
+
+    def finished_on(self, name: str | None) -> None:
+        """A response finished on the instance: its engine works."""
+        instance = None if name is None else self._roster.instances.get(name)
+        if instance is not None:
+            instance.engine_failures = 0
+
+    # --- orders -------------------------------------------------------------------------------------------
+
+    def drain(self, instance: Instance) -> None:
+        """Give it no more work and take back what it holds."""
+        instance.is_draining = True
+        self.changed[instance.instance] = None
+        self._work.abort_all(instance)
+
+    def wake(self, instance: Instance) -> None:
+        """Let a sleeping reserved instance have GPU memory again."""
+        instance.life.move(InstanceState.LOADING, "woken", self._context.now)
+        instance.wake_sent = True
+        self._context.emit(Wake(instance.instance, instance.epoch))
+
+    def sleep(self, instance: Instance) -> None:
+        """Take an idle reserved instance's GPU memory."""
+        assert not instance.assignments
+        instance.life.move(InstanceState.SLEEPING, "told to sleep", self._context.now)
+        instance.version, instance.wake_sent = None, False
+        self.changed[instance.instance] = None
+        self._context.emit(Sleep(instance.instance, instance.epoch))
+        self._work.expect_answer(instance)
+
+    def aim_at(self, target: int | None) -> None:
+        """Tell everybody that does not know yet which version to load."""
+        if target != self.target:
+            self.target = target
+            for name in self._roster.instances:
+                self._to_brief[name] = None
+                self._context.timers.cancel(Timer.RELOAD, name)
+        to_brief, self._to_brief = self._to_brief, {}
+        for name in to_brief:
+            self._brief(self._roster.instances[name])
+
+    def on_machine(self, machine: Machine) -> list[Instance]:
+        """Return the live instances of a machine."""
+        return [self._roster.instances[name] for name in machine.instances]
+
+    # --- deadlines ----------------------------------------------------------------------------------------
+
+    def on_deadline(self, timer: Timer, name: str) -> None:
+        """One of an instance's deadlines has passed."""
+        instance = self._roster.instances.get(name)
+        if instance is None:
+            return
+        match timer:
+            case Timer.LEASE:
+                self.lose(instance, LossCause.SILENT, evict=True)
+            case Timer.GRACE:
+                self.lose(instance, instance.grace_cause, evict=True)
+            case Timer.HANG | Timer.ANSWER:
+                self.lose(instance, LossCause.HUNG, evict=True)
+            case Timer.RELOAD:
+                instance.told_version = None
+                self._to_brief[name] = None
+            case Timer.PAUSE:
+                instance.is_paused = False
+                self.changed[instance.instance] = None
+            case _:
+                pass
+
+    # --- helpers ------------------------------------------------------------------------------------------
+
+    def _take_counts(self, instance: Instance, event: Beat) -> None:
+        """Token counts of what it runs: estimates for booking, and how fast it is at that batch."""
+        book = self._work.book
+        if book is None:
+            return
+        gained = kv_tokens = batch = 0
+        steady: list[int] = []
+        responses, estimate = book.responses, self._work.dispatcher.kv_estimate
+        for number, num_tokens in event.tokens:
+            response = responses.get(number)
+            if response is not None and response.holder == instance.instance:
+                gain = num_tokens - response.num_tokens
+                batch, gained = batch + 1, gained + gain
+                if response.told_of == response.assignment:
+                    steady.append(gain)
+                response.told_of = response.assignment
+                kv_tokens += response.request.prompt_tokens + num_tokens
+                response.num_tokens = num_tokens
+                instance.rebook(response, estimate(response))
+        self._work.touch(instance)
+        since, instance.beaten_at = instance.beaten_at, event.at
+        if since is not None and event.at > since and gained > 0:
+            seconds = event.at - since
+            self._work.balancer.learn(instance, batch, gained, seconds)
+            if steady:
+                self._work.balancer.learn_step_time(instance, kv_tokens, seconds, steady)
+            if instance.pool is Pool.SPOT:
+                self._work.pace.learn(instance.share, gained, seconds)
+
+    def _renew(self, instance: Instance) -> None:
+        due = self._context.now + self._context.config.lease_s
+        self._context.timers.set(Timer.LEASE, instance.instance, due)
+
+    def _part(self, instance: Instance, cause: LossCause, grace_s: float) -> None:
+        instance.is_connected = False
+        instance.grace_cause = cause
+        self.changed[instance.instance] = None
+        timers, name = self._context.timers, instance.instance
+        timers.set(Timer.GRACE, name, self._context.now + grace_s)
+        timers.cancel(Timer.HANG, name)
+        timers.cancel(Timer.ANSWER, name)
+
+    def _brief(self, instance: Instance) -> None:
+        hears = instance.is_connected and not instance.is_draining and not self._context.is_ending
+        if not hears or self.target is None or self.target == instance.told_version:
+            return
+        instance.told_version = self.target
+        if instance.version != self.target:
+            self._context.emit(LoadVersion(instance.instance, instance.epoch, self.target))
+
+    def _repeat_orders(self, instance: Instance) -> None:
+        if instance.life.state is InstanceState.SLEEPING:
+            self._context.emit(Sleep(instance.instance, instance.epoch))
+            self._work.expect_answer(instance)
+        if instance.wake_sent:
+            self._context.emit(Wake(instance.instance, instance.epoch))
+        if (
+            instance.version != self.target
+            and self._context.timers.due(Timer.RELOAD, instance.instance) is None
+        ):
+            instance.told_version = None
+        self._to_brief[instance.instance] = None
+
+    def _pause(self, instance: Instance) -> None:
+        if instance.is_paused:
+            return  # the same failure: it lets go of everything that it held
+        instance.engine_failures += 1
+        if instance.engine_failures >= ENGINE_FAILURES_BEFORE_EVICTION:
+            self.lose(instance, LossCause.HUNG, evict=True)
+            return
+        instance.is_paused = True
+        self.changed[instance.instance] = None
+        pause_s = ENGINE_PAUSE_S * 2 ** (instance.engine_failures - 1)
+        self._context.timers.set(Timer.PAUSE, instance.instance, self._context.now + pause_s)
+
+
+def _true_cause(instance: Instance, machine: Machine | None, cause: LossCause) -> LossCause:
+    """What a loss is counted as: an announced end is a notice, an end that we asked for is a stop."""
+    if cause in (LossCause.REPLACED, LossCause.HUNG):
+        return cause
+    if instance.is_noticed:
+        return LossCause.NOTICED
+    if machine is not None and machine.state is MachineState.TERMINATING:
+        return LossCause.STOPPED
+    return cause

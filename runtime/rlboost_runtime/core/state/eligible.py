@@ -1,0 +1,195 @@
+"""Which instances may be given work now, and how many spot ones are there: kept up to date instance by
+instance.
+
+Guarantees: after `refresh`, `able` and the counts are what looking at every instance would give (`check`).
+The cost of an event is that of the instances that it changed; a new step or the run's end looks at all.
+
+Able instances in order of load, kept up to date as they change: finding the best costs O(log instances).
+
+An instance whose load or ability changed is touched, which costs O(1); the next look files it anew. An
+entry whose instance has changed since is void and dropped when it comes up. Instances of one kind (KV
+capacity, slots) share a heap: the emptiest of a kind is the one with the most room in it, so if it does not
+admit, none of them does.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from rlboost_runtime.core.base.messages import Pool
+from rlboost_runtime.core.state.instances import Instance, Roster
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What decides about all instances at once."""
+
+    version: int | None
+    """The open step's policy version; None: no step."""
+    reserved_may: bool
+    """The reserved engines have the GPUs."""
+    is_ending: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What one instance counts as."""
+
+    is_able: bool = False
+    is_present_spot: bool = False
+    """Spot, and serving some version."""
+    is_serving_spot: bool = False
+    """Spot, connected, and serving the step's version: able but for a passing pause."""
+    is_live_spot: bool = False
+    """Spot, connected, and not about to go; it may still be loading."""
+
+
+NOTHING = Standing()
+
+
+class AbleSet:
+    """Able instances and counts of spot instances."""
+
+    def __init__(self, roster: Roster) -> None:
+        self.able: dict[str, Instance] = {}
+        self.num_present_spot = 0
+        self.num_serving_spot = 0
+        self.num_live_spot = 0
+        self._roster = roster
+        self._terms = Terms(None, False, False)
+        self._standing: dict[str, Standing] = {}
+
+    def refresh(self, terms: Terms, changed: dict[str, None]) -> list[str]:
+        """Take in changes; return the instances whose ability may have changed."""
+        former, self._terms = self._terms, terms
+        if (former.version, former.is_ending) != (terms.version, terms.is_ending):
+            names = list({**self._standing, **dict.fromkeys(self._roster.instances)})
+        elif former.reserved_may != terms.reserved_may:
+            names = list({**changed, **dict.fromkeys(self._roster.reserved)})
+        else:
+            names = list(changed)
+        for name in names:
+            self._file(name)
+        return names
+
+    def check(self) -> None:
+        """Assert that nothing was missed."""
+        for name, instance in self._roster.instances.items():
+            expected, known = self._stand(instance), self._standing.get(name, NOTHING)
+            assert known == expected, f"{name} stands as {expected}, taken for {known}"
+            assert (self.able.get(name) is instance) == expected.is_able, f"{name} is {expected}"
+        gone = self._standing.keys() - self._roster.instances.keys()
+        assert not gone, f"{gone} are gone and still counted"
+        assert self.able.keys() <= self._roster.instances.keys(), "gone and still able"
+        standings = self._standing.values()
+        counted = self.num_present_spot, self.num_serving_spot, self.num_live_spot
+        real = (
+            sum(s.is_present_spot for s in standings),
+            sum(s.is_serving_spot for s in standings),
+            sum(s.is_live_spot for s in standings),
+        )
+        assert counted == real, f"counted {counted}, there are {real}"
+
+    def _file(self, name: str) -> None:
+        instance = self._roster.instances.get(name)
+        former = self._standing.pop(name, NOTHING)
+        standing = NOTHING if instance is None else self._stand(instance)
+        if instance is not None:
+            self._standing[name] = standing
+        self.num_present_spot += standing.is_present_spot - former.is_present_spot
+        self.num_serving_spot += standing.is_serving_spot - former.is_serving_spot
+        self.num_live_spot += standing.is_live_spot - former.is_live_spot
+        if instance is not None and standing.is_able:
+            self.able[name] = instance
+        else:
+            self.able.pop(name, None)
+
+    def _stand(self, instance: Instance) -> Standing:
+        terms = self._terms
+        is_spot = instance.pool is Pool.SPOT
+        serves = terms.version is not None and instance.can_serve(terms.version)
+        return Standing(
+            is_able=serves
+            and not terms.is_ending
+            and not instance.is_paused
+            and (is_spot or terms.reserved_may),
+            is_present_spot=is_spot and instance.is_present,
+            is_serving_spot=is_spot and serves,
+            is_live_spot=is_spot and instance.is_connected and not instance.is_draining,
+        )
+
+
+Rank = tuple[float, float, str]
+"""Smaller is better; ends with the name, so that no two are equal."""
+VOID_SHARE = 4
+"""A heap is built anew when it has this many entries per able instance."""
+VOID_SLACK = 64
+"""Entries that are always allowed."""
+
+
+class Crowd:
+    """The able instances by `rank`; None: not to be found. `able` is read, never changed."""
+
+    def __init__(self, able: Mapping[str, Instance], rank: Callable[[Instance], Rank | None]) -> None:
+        self._able = able
+        self._rank = rank
+        self._heaps: dict[tuple[int, int], list[Rank]] = {}
+        self._touched: dict[str, None] = {}
+
+    def touch(self, name: str) -> None:
+        """Take notice that an instance's load or ability may have changed."""
+        self._touched[name] = None
+
+    def best(
+        self, admits: Callable[[Instance], bool], avoid: Collection[str] = frozenset[str]()
+    ) -> Instance | None:
+        """Return the best instance that admits and is not to be avoided; None if there is none.
+
+        `admits` must say no to every instance of a kind once it does to the best of that kind.
+        """
+        self._file_touched()
+        found: tuple[Rank, Instance] | None = None
+        for heap in self._heaps.values():
+            top = self._top(heap, avoid)
+            if top is not None and admits(top[1]) and (found is None or top[0] < found[0]):
+                found = top
+        return None if found is None else found[1]
+
+    def _top(self, heap: list[Rank], avoid: Collection[str]) -> tuple[Rank, Instance] | None:
+        avoided: list[Rank] = []
+        found = None
+        while heap and found is None:
+            rank = heap[0]
+            instance = self._able.get(rank[2])
+            if instance is None or self._rank(instance) != rank:
+                heapq.heappop(heap)
+            elif rank[2] in avoid:
+                avoided.append(heapq.heappop(heap))
+            else:
+                found = rank, instance
+        for rank in avoided:
+            heapq.heappush(heap, rank)
+        return found
+
+    def _file_touched(self) -> None:
+        if not self._touched:
+            return
+        touched, self._touched = self._touched, {}
+        for name in touched:
+            instance = self._able.get(name)
+            rank = None if instance is None else self._rank(instance)
+            if instance is None or rank is None:
+                continue
+            kind = instance.kv_tokens, instance.max_running
+            heap = self._heaps.setdefault(kind, [])
+            heapq.heappush(heap, rank)
+            if len(heap) > VOID_SHARE * len(self._able) + VOID_SLACK:
+                self._rebuild(kind)
+
+    def _rebuild(self, kind: tuple[int, int]) -> None:
+        members = (i for i in self._able.values() if (i.kv_tokens, i.max_running) == kind)
+        heap = [rank for i in members if (rank := self._rank(i)) is not None]
+        heapq.heapify(heap)
+        self._heaps[kind] = heap

@@ -1,0 +1,187 @@
+"""How fast instances generate, from their heartbeats.
+
+`Pace`: tokens per second of a busy spot instance. Every heartbeat counts by how full the instance was, so
+that the tail of a step, with a few responses on each instance, hardly does.
+
+`StepTimes`: seconds of a decode step as a straight line of the KV tokens that it reads, one line for each
+kind of instance: what decoding is while it is bound by memory (a roofline), and what makes crowded instances
+slow.
+
+How long responses become, as finished ones showed: what is still to be expected of one that runs.
+
+A response that has got far will get farther than the mean: given x tokens so far, the expected length is the
+mean of those finished ones that were longer than x. Costs O(log samples) per question.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+Kind = tuple[int, int]
+"""What tells engines of one make: KV capacity and slots."""
+
+KEPT_SHARE = 0.5
+"""Of what earlier steps showed, at the end of a step."""
+KEPT_BEATS = 0.9
+"""The same of decode step times: an engine does not change, and only different loads show its line."""
+ENOUGH_BEATS = 4.0
+"""Fewer heartbeats do not make a line."""
+SAME_LOAD = 1e-3
+"""Relative variance of the load below which all heartbeats were alike."""
+
+
+@dataclass(slots=True)
+class Pace:
+    """Tokens per second of one instance, weighted by its load."""
+
+    _tokens: float = 0.0
+    _seconds: float = 0.0
+
+    def learn(self, share: float, num_tokens: int, seconds: float) -> None:
+        """Take in `num_tokens` generated within `seconds` by an instance that was `share` full."""
+        self._tokens += share * num_tokens
+        self._seconds += share * seconds
+
+    def close_step(self) -> None:
+        """A step is over: what it showed counts half from now on."""
+        self._tokens *= KEPT_SHARE
+        self._seconds *= KEPT_SHARE
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens per second; None while nothing was shown."""
+        return self._tokens / self._seconds if self._seconds > 0 and self._tokens > 0 else None
+
+
+@dataclass(slots=True)
+class _Line:
+    """Sums of a least-squares line through (KV tokens, seconds)."""
+
+    n: float = 0.0
+    x: float = 0.0
+    y: float = 0.0
+    xx: float = 0.0
+    xy: float = 0.0
+
+    known: tuple[float, float] | None = None
+    """The last line that made sense."""
+
+    def add(self, x: float, y: float) -> None:
+        self.n += 1.0
+        self.x += x
+        self.y += y
+        self.xx += x * x
+        self.xy += x * y
+
+    def fade(self) -> None:
+        self.n *= KEPT_BEATS
+        self.x *= KEPT_BEATS
+        self.y *= KEPT_BEATS
+        self.xx *= KEPT_BEATS
+        self.xy *= KEPT_BEATS
+
+    def slope_and_start(self) -> tuple[float, float] | None:
+        spread = self.n * self.xx - self.x * self.x
+        if self.n < ENOUGH_BEATS or spread <= SAME_LOAD * self.x * self.x:
+            return self.known
+        slope = (self.n * self.xy - self.x * self.y) / spread
+        start = (self.y - slope * self.x) / self.n
+        if slope > 0 and start > 0:
+            self.known = slope, start
+        return self.known
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLine:
+    """One kind of engine as a straight line."""
+
+    kv_tokens: int
+    """KV capacity."""
+    kv_token_s: float
+    """Seconds of a decode step per KV token."""
+    empty_s: float
+    """Seconds of a decode step without any."""
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Decode step time by KV tokens and kind of instance."""
+
+    _lines: dict[Kind, _Line] = field(default_factory=dict)
+
+    def learn(self, kind: Kind, kv_tokens: int, step_s: float) -> None:
+        """Take in a step time, with so many KV tokens in the batch."""
+        self._lines.setdefault(kind, _Line()).add(float(kv_tokens), step_s)
+
+    def close_step(self) -> None:
+        """A step is over: what it showed counts less from now on."""
+        for line in self._lines.values():
+            line.fade()
+
+    def typical(self) -> EngineLine | None:
+        """Return the kind that most heartbeats were of; None while they have not shown a line."""
+        if not self._lines:
+            return None
+        kind = max(self._lines, key=lambda k: (self._lines[k].n, k))
+        line = self.line(kind)
+        return None if line is None else EngineLine(kind[0], *line)
+
+    def line(self, kind: Kind) -> tuple[float, float] | None:
+        """Return (seconds per KV token, seconds without any); None while beats have not shown both."""
+        line = self._lines.get(kind)
+        return None if line is None else line.slope_and_start()
+
+
+ENOUGH = 512
+"""Finished responses that are remembered, in whole steps; fewer and the mean of the long ones is a guess."""
+
+
+class Lengths:
+    """Lengths of the responses of the last steps, in tokens."""
+
+    def __init__(self) -> None:
+        self._steps: deque[Sequence[int]] = deque()
+        self._sorted: list[int] = []
+        self._sum_from: list[int] = []
+        self._squares = 0.0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anything has finished."""
+        return bool(self._sorted)
+
+    @property
+    def longest(self) -> float:
+        """Tokens of the longest. Ask only if `is_known`."""
+        return float(self._sorted[-1])
+
+    @property
+    def mean_context(self) -> float:
+        """Response tokens before a token, in the mean over all tokens. Ask only if `is_known`."""
+        return self._squares / (2.0 * self._sum_from[0]) if self._sum_from[0] else 0.0
+
+    def learn(self, finished: Iterable[int]) -> None:
+        """Take in the lengths of one step's finished responses; old steps are forgotten."""
+        step = tuple(finished)
+        if not step:
+            return
+        self._steps.append(step)
+        while sum(map(len, self._steps)) - len(self._steps[0]) >= ENOUGH:
+            self._steps.popleft()
+        self._sorted = sorted(length for each in self._steps for length in each)
+        self._squares = float(sum(length * length for length in self._sorted))
+        self._sum_from = [*accumulate(reversed(self._sorted))][::-1]
+
+    def expected(self, so_far: int) -> float:
+        """Return the expected length of a response with so many tokens that is not over.
+
+        One longer than all known ones is about to end, for all that is known. Ask only if `is_known`.
+        """
+        index = bisect_right(self._sorted, so_far)
+        if index == len(self._sorted):
+            return float(so_far)
+        return self._sum_from[index] / (len(self._sorted) - index)

@@ -1,0 +1,273 @@
+"""The open step: its responses, each waiting, running or over, and its groups.
+
+Guarantees: a response ends once; a group is complete exactly when all its responses are finished; the counts
+agree with the states (`StepBook.check`).
+
+The queue of waiting responses of the open step, by the tokens that they keep: the longest first, as the
+published code has it, or the one with the least first (`Policy.least_first`).
+
+Whether an entry still waits is seen when it comes up.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from rlboost_runtime.core.base.messages import FinishReason, ResponseRequest, StepStarted
+from rlboost_runtime.core.base.state_machine import Life
+
+
+class ResponseState(StrEnum):
+    """Where a response is in its life."""
+
+    WAITING = "waiting"
+    """Nobody generates it: not begun, or to be continued from its kept tokens."""
+    RUNNING = "running"
+    """An instance holds an assignment for it."""
+    FINISHED = "finished"
+    """Complete, or quarantined; never resumed."""
+    CANCELLED = "cancelled"
+    """Unfinished when the trainer asked for another step."""
+
+
+LEGAL = {
+    ResponseState.WAITING: frozenset(
+        {ResponseState.RUNNING, ResponseState.FINISHED, ResponseState.CANCELLED}
+    ),
+    ResponseState.RUNNING: frozenset(
+        {ResponseState.WAITING, ResponseState.FINISHED, ResponseState.CANCELLED}
+    ),
+    ResponseState.FINISHED: frozenset[ResponseState](),
+    ResponseState.CANCELLED: frozenset[ResponseState](),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Response:
+    """One continuation of the open step. Token counts are estimates while it runs, exact once released or
+    over."""
+
+    request: ResponseRequest
+    order: int
+    """Place in the step's request."""
+    life: Life[ResponseState]
+    num_tokens: int = 0
+    """Tokens so far, prompt not counted."""
+    assignment: int | None = None
+    holder: str | None = None
+    """The instance that runs it."""
+    last_holder: str | None = None
+    told_of: int | None = None
+    """The assignment that the last heartbeat told of."""
+    kv_estimate: int = 0
+    """KV tokens booked for it on its holder."""
+    failed_on: dict[str, None] = field(default_factory=dict)
+    """Distinct instances that it made fail, in order."""
+    num_failures: int = 0
+    num_assignments: int = 0
+    finish_reason: FinishReason | None = None
+    keep_tokens: int | None = None
+    """The next assignment continues after so many tokens only; None: after all there are."""
+    meant_for: str | None = None
+    """The instance that it was taken away for; only the next assignment heeds it."""
+
+    def drop_tokens_beyond(self, kept: int) -> None:
+        """Have the next assignment generate anew what is beyond `kept` tokens."""
+        self.num_tokens = min(self.num_tokens, kept)
+        self.keep_tokens = kept if self.keep_tokens is None else min(self.keep_tokens, kept)
+
+    @property
+    def response(self) -> int:
+        """Its number, unique in the run."""
+        return self.request.response
+
+    @property
+    def group(self) -> int:
+        """Its group."""
+        return self.request.group
+
+    @property
+    def state(self) -> ResponseState:
+        """Where it is in its life."""
+        return self.life.state
+
+
+@dataclass(frozen=True, slots=True)
+class StepView:
+    """The open step in numbers, for status."""
+
+    step: int
+    policy_version: int
+    started_at: float
+    requested: int
+    finished: int
+    in_flight: int
+    trained: bool
+
+
+class StepBook:
+    """The responses of one step."""
+
+    def __init__(self, event: StepStarted) -> None:
+        self.step = event.step
+        self.policy_version = event.policy_version
+        self.started_at = event.at
+        self.responses = {
+            request.response: Response(request, order, _new_life(request, event.at))
+            for order, request in enumerate(event.requests)
+        }
+        self.complete_groups: list[int] = []
+        """In order of completion."""
+        self.num_finished = 0
+        self.num_running = 0
+        self.last_finished_at: float | None = None
+        self.was_reopened = False
+        self.trained = False
+        self._unfinished_of: dict[int, int] = {}
+        self._members: dict[int, list[Response]] = {}
+        for response in self.responses.values():
+            self._members.setdefault(response.group, []).append(response)
+        for group, members in self._members.items():
+            self._unfinished_of[group] = len(members)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Responses still to be finished."""
+        return len(self.responses) - self.num_finished
+
+    def view(self) -> StepView:
+        """Return the numbers."""
+        return StepView(
+            step=self.step,
+            policy_version=self.policy_version,
+            started_at=self.started_at,
+            requested=len(self.responses),
+            finished=self.num_finished,
+            in_flight=self.num_running,
+            trained=self.trained,
+        )
+
+    def members_of(self, group: int) -> Sequence[Response]:
+        """Return a group's responses, in the order of the request."""
+        return self._members[group]
+
+    def is_for(self, step: int, policy_version: int) -> bool:
+        """Return whether this is that step under that version."""
+        return (self.step, self.policy_version) == (step, policy_version)
+
+    def run(self, response: Response, assignment: int, holder: str, at: float) -> None:
+        """Give a waiting response to an instance."""
+        response.life.move(ResponseState.RUNNING, f"assignment {assignment} on {holder}", at)
+        response.assignment, response.holder = assignment, holder
+        response.num_assignments += 1
+        self.num_running += 1
+
+    def wait(self, response: Response, why: str, at: float) -> None:
+        """Take a running response back."""
+        response.life.move(ResponseState.WAITING, why, at)
+        self._let_go(response)
+
+    def finish(self, response: Response, num_tokens: int, reason: FinishReason, at: float) -> bool:
+        """End a response; return whether that completed its group."""
+        was_running = response.state is ResponseState.RUNNING
+        response.life.move(ResponseState.FINISHED, reason, at)
+        if was_running:
+            self._let_go(response)
+        response.num_tokens, response.finish_reason = num_tokens, reason
+        self.num_finished += 1
+        self.last_finished_at = at
+        self._unfinished_of[response.group] -= 1
+        if self._unfinished_of[response.group]:
+            return False
+        self.complete_groups.append(response.group)
+        return True
+
+    def cancel(self, response: Response, at: float) -> None:
+        """Drop an unfinished response."""
+        was_running = response.state is ResponseState.RUNNING
+        response.life.move(ResponseState.CANCELLED, "another step was asked for", at)
+        if was_running:
+            self._let_go(response)
+
+    def finished_tokens(self) -> list[int]:
+        """Return the lengths of the finished responses."""
+        return [r.num_tokens for r in self.responses.values() if r.state is ResponseState.FINISHED]
+
+    def mean_finished_tokens(self) -> float | None:
+        """Return the mean length of the finished responses, None where none is."""
+        if not self.num_finished:
+            return None
+        lengths = (r.num_tokens for r in self.responses.values() if r.state is ResponseState.FINISHED)
+        return sum(lengths) / self.num_finished
+
+    def check(self) -> None:
+        """Assert that counts, groups and states agree."""
+        states = [r.state for r in self.responses.values()]
+        assert self.num_finished == states.count(ResponseState.FINISHED), "finished responses miscounted"
+        assert self.num_running == states.count(ResponseState.RUNNING), "running responses miscounted"
+        assert ResponseState.CANCELLED not in states, "a cancelled response is in the open step"
+        unfinished = dict.fromkeys(self._unfinished_of, 0)
+        for response in self.responses.values():
+            _check_response(response)
+            unfinished[response.group] += response.state is not ResponseState.FINISHED
+        assert unfinished == self._unfinished_of, "groups miscounted"
+        complete = sorted(group for group, count in unfinished.items() if count == 0)
+        assert complete == sorted(self.complete_groups), (
+            f"complete groups {complete} != {self.complete_groups}"
+        )
+
+    def _let_go(self, response: Response) -> None:
+        response.last_holder = response.holder
+        response.assignment = response.holder = None
+        response.kv_estimate = 0
+        self.num_running -= 1
+
+
+def _new_life(request: ResponseRequest, at: float) -> Life[ResponseState]:
+    return Life(f"response {request.response}", ResponseState.WAITING, LEGAL, at)
+
+
+def _check_response(response: Response) -> None:
+    running = response.state is ResponseState.RUNNING
+    story = response.life
+    assert running == (response.assignment is not None) == (response.holder is not None), story
+    assert (response.state is ResponseState.FINISHED) == (response.finish_reason is not None), story
+
+
+class WaitingQueue:
+    """Waiting responses by the tokens that they keep, then in the order of the step's request."""
+
+    def __init__(self, *, least_first: bool = False) -> None:
+        self._sign = 1 if least_first else -1
+        self._heap: list[tuple[int, int, int, Response]] = []
+
+    def add(self, response: Response) -> None:
+        """Queue a waiting response."""
+        rank = self._sign * response.num_tokens
+        heapq.heappush(self._heap, (rank, response.order, response.num_assignments, response))
+
+    def peek(self) -> Response | None:
+        """Return the first that waits."""
+        while self._heap and not is_current(*self._heap[0][2:]):
+            heapq.heappop(self._heap)  # it ended, or was given out, while it was here
+        return self._heap[0][3] if self._heap else None
+
+    def pop(self) -> Response:
+        """Take out the one that `peek` returned."""
+        return heapq.heappop(self._heap)[3]
+
+    def all(self) -> list[Response]:
+        """Return all that wait, in no order. Looks at everything: for checks and whole-step decisions."""
+        return [entry[3] for entry in self._heap if is_current(*entry[2:])]
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._heap.clear()
+
+
+def is_current(num_assignments: int, response: Response) -> bool:
+    """Whether the response has waited ever since it was queued with so many assignments behind it."""
+    return response.num_assignments == num_assignments and response.state is ResponseState.WAITING

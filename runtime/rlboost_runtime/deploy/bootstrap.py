@@ -1,0 +1,92 @@
+"""What the agents of one machine of a run are told: made from the job and what lies in the run's folder."""
+
+from __future__ import annotations
+
+from rlboost_runtime.agent.bootstrap import Bootstrap, EngineBootstrap
+from rlboost_runtime.core.base.messages import Pool
+from rlboost_runtime.engines.base import VllmOptions
+from rlboost_runtime.errors import NotYet
+from rlboost_runtime.job import Job
+from rlboost_runtime.protocol.messages import Sampling
+from rlboost_runtime.run.folder import RunFolder, read_json
+from rlboost_runtime.run.head import url_for
+from rlboost_runtime.run.security import read_token
+
+RESERVED_MACHINE = "reserved-0"
+"""The reserved node, as status, ledger and agents call it."""
+
+
+def reserved_instances(job: Job) -> tuple[str, ...]:
+    """Return the names of the engines on the trainer's own GPUs."""
+    return instances_of(RESERVED_MACHINE, job.trainer.local_engines)
+
+
+def instances_of(machine: str, num_engines: int) -> tuple[str, ...]:
+    """Return the names of a machine's engines."""
+    return tuple(f"{machine}/{index}" for index in range(num_engines))
+
+
+def make_bootstrap(
+    job: Job, run: RunFolder, machine: str, pool: str, instances: tuple[str, ...]
+) -> Bootstrap:
+    """Return the bootstrap of `machine`, whose agents are `instances` ("spot-3/0") in `pool` (a `core` Pool).
+
+    Stop tokens are not in it: they come with the model, in every weight version. Raises `NotYet` until the
+    coordinator has said where it listens.
+    """
+    endpoint = read_json(run.endpoint)
+    if endpoint is None:
+        raise NotYet("the coordinator does not listen yet", "ask again once endpoint.json is there")
+    return Bootstrap(
+        run=run.name,
+        machine=machine,
+        pool=str(pool),
+        instances=instances,
+        coordinator_url=url_for(endpoint, on_head=pool == Pool.RESERVED),
+        token=read_token(run),
+        certificate=run.certificate.read_text(),
+        engine=_engine(job, pool),
+        weight_streams=job.weights.streams,
+        weight_transfer="auto" if job.weights.transfer == "lora" else job.weights.transfer,
+        weight_store=str(run.weights) if pool == Pool.RESERVED else "",
+        weight_bucket=run.place_in(job.weights.bucket) if job.weights.bucket else "",
+        weight_peers=job.weights.peers and pool != Pool.RESERVED,
+    )
+
+
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Room for adapters that vLLM can be started with."""
+
+
+def _lora_room(job: Job) -> int:
+    """Return the rank that an engine must have room for; 0: no adapters come by themselves."""
+    lora = job.algorithm.lora
+    if lora is None or job.weights.transfer != "lora":
+        return 0
+    return next((rank for rank in VLLM_RANKS if rank >= lora.rank), lora.rank)
+
+
+def _engine(job: Job, pool: str) -> EngineBootstrap:
+    algorithm, options = job.algorithm, job.rollout.engine_args
+    return EngineBootstrap(
+        kind=job.rollout.engine,
+        sampling=Sampling(temperature=algorithm.temperature, top_p=algorithm.top_p),
+        max_context_tokens=algorithm.max_prompt_tokens + algorithm.max_response_tokens,
+        max_running=options.max_running,
+        dtype=options.dtype,
+        seed=algorithm.seed,
+        threads=options.threads,
+        tokens_per_s_per_response=options.tokens_per_s_per_response,
+        count_tokens=job.evidence.count_tokens,
+        tensor_parallel=job.rollout.tensor_parallel,
+        vllm=VllmOptions(
+            python=options.python,
+            enforce_eager=options.enforce_eager,
+            gpu_memory_utilization=options.gpu_memory_utilization,
+            kv_cache_mib=options.kv_cache_mib,
+            fp8=options.fp8,
+            speculative=options.speculative,
+            max_lora_rank=_lora_room(job),
+            may_sleep=pool == Pool.RESERVED,
+        ),
+    )

@@ -1,0 +1,176 @@
+"""What an engine's parent (the agent) and its child process say to each other over a socket pair.
+
+Each message is a 4-byte big-endian length followed by msgpack; both ends are this machine's and this
+version's, so there is no schema number. Tickets pair a command with its `Done`.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+
+from rlboost_runtime.protocol.messages import Sampling
+
+_LENGTH = struct.Struct(">I")
+
+
+class ChannelMessage(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Base of all messages: tagged with its class name."""
+
+
+# --- parent -> child -------------------------------------------------------------------------------------
+
+
+class Configure(ChannelMessage, frozen=True, omit_defaults=True):
+    """First message: the parts of `EngineSpec` that the child needs."""
+
+    sampling: Sampling
+    max_context_tokens: int
+    max_running: int
+    dtype: str
+    seed: int
+    threads: int
+    parent_pid: int
+    side_file: str | None
+    tokens_per_s_per_response: float | None
+
+
+class NewRequest(msgspec.Struct, frozen=True, array_like=True):
+    """One `engines.base.Request`."""
+
+    request_id: int
+    token_ids: list[int]
+    max_new_tokens: int
+
+
+class Submit(ChannelMessage, frozen=True):
+    """Queue requests."""
+
+    requests: list[NewRequest]
+
+
+class AbortRequests(ChannelMessage, frozen=True):
+    """Drop these; `Done` comes after the last word about any of them."""
+
+    ticket: int
+    request_ids: list[int]
+
+
+class LoadWeights(ChannelMessage, frozen=True):
+    """Take the version in `folder`."""
+
+    ticket: int
+    version: int
+    folder: str
+
+
+class Probe(ChannelMessage, frozen=True):
+    """Continue greedily; `Done` carries ids and logprobs."""
+
+    ticket: int
+    token_ids: list[int]
+    max_new_tokens: int
+
+
+class DropWeights(ChannelMessage, frozen=True):
+    """Free weights and KV cache (sleep)."""
+
+    ticket: int
+
+
+class TakeMemory(ChannelMessage, frozen=True):
+    """Allow `LoadWeights` again (wake)."""
+
+    ticket: int
+
+
+class Hold(ChannelMessage, frozen=True):
+    """Stop generating (`on`) because nobody reads the tokens, or go on."""
+
+    on: bool
+
+
+class Quit(ChannelMessage, frozen=True):
+    """End."""
+
+
+# --- child -> parent -------------------------------------------------------------------------------------
+
+
+class Ready(ChannelMessage, frozen=True, omit_defaults=True):
+    """The child can load weights. Seconds since its own start, by phase."""
+
+    phases_s: dict[str, float]
+
+
+class Ended(msgspec.Struct, frozen=True, array_like=True):
+    """A request is over: "stop", "length", "aborted" or "failed"."""
+
+    request_id: int
+    reason: str
+    problem: str = ""
+
+
+class Tokens(ChannelMessage, frozen=True, omit_defaults=True):
+    """One decode step: a token for each of `request_ids`, then the requests that are over."""
+
+    policy_version: int
+    request_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    ended: list[Ended]
+    counter: int
+    running: int
+    waiting: int
+
+
+class Alive(ChannelMessage, frozen=True):
+    """The counter moved without tokens: a load, a probe, a long prefill."""
+
+    counter: int
+
+
+class Done(ChannelMessage, frozen=True, omit_defaults=True):
+    """The command under `ticket` is carried out, or failed with `problem`."""
+
+    ticket: int
+    problem: str = ""
+    token_ids: list[int] = []
+    logprobs: list[float] = []
+
+
+ToChild = Configure | Submit | AbortRequests | LoadWeights | Probe | DropWeights | TakeMemory | Hold | Quit
+ToParent = Ready | Tokens | Alive | Done
+
+to_child_decoder: msgspec.msgpack.Decoder[ToChild] = msgspec.msgpack.Decoder(ToChild)
+to_parent_decoder: msgspec.msgpack.Decoder[ToParent] = msgspec.msgpack.Decoder(ToParent)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def pack(message: ToChild | ToParent) -> bytes:
+    """One message, with its length in front."""
+    body = _encoder.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+class Unpacker:
+    """Cuts a byte stream into message bodies."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Return the bodies completed by `data`, in order."""
+        buffer = self._buffer
+        buffer += data
+        bodies, start = [], 0
+        while len(buffer) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(buffer, start)
+            end = start + _LENGTH.size + length
+            if len(buffer) < end:
+                break
+            bodies.append(bytes(buffer[start + _LENGTH.size : end]))
+            start = end
+        del buffer[:start]
+        return bodies

@@ -1,0 +1,367 @@
+"""The process that holds the model of a `TransformersEngine`: `python -m ...engines.transformers_child FD`.
+
+Single-threaded: between decode steps it reads what the parent asks. It ends when its parent does, by
+PR_SET_PDEATHSIG on Linux and by the end of its socket everywhere, and it lowers its priority so that the
+agent's heartbeat comes first. A failure that concerns a command is answered; any other ends the process, with
+its traceback in the log.
+"""
+
+from __future__ import annotations
+
+import time
+
+_STARTED_AT = time.monotonic()
+
+import ctypes  # noqa: E402 - the clock starts before the imports that it measures
+import gc  # noqa: E402
+import os  # noqa: E402
+import select  # noqa: E402
+import signal  # noqa: E402
+import socket  # noqa: E402
+import sys  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import TYPE_CHECKING  # noqa: E402
+
+import msgspec  # noqa: E402
+
+from rlboost_runtime.engines.transformers.channel import (  # noqa: E402
+    AbortRequests,
+    Alive,
+    Configure,
+    Done,
+    DropWeights,
+    Ended,
+    Hold,
+    LoadWeights,
+    Probe,
+    Quit,
+    Ready,
+    Submit,
+    TakeMemory,
+    ToChild,
+    Tokens,
+    ToParent,
+    Unpacker,
+    pack,
+    to_child_decoder,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from rlboost_runtime.engines.transformers.continuous_batch import ContinuousBatch
+
+NICENESS = 5
+"""Added to the child's niceness once it is ready: an agent that cannot beat loses its work."""
+_PR_SET_PDEATHSIG = 1
+_READ_BYTES = 1 << 20
+
+
+class ParentGone(Exception):
+    """The parent's end of the socket is closed."""
+
+
+class Channel:
+    """The child's end of the socket pair."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._unpacker = Unpacker()
+
+    def send(self, message: ToParent) -> None:
+        """Send; waits while the parent does not read. Raises `ParentGone`."""
+        try:
+            self._socket.sendall(pack(message))
+        except OSError as exc:
+            raise ParentGone from exc
+
+    def receive(self, timeout_s: float | None) -> list[ToChild]:
+        """Return what has come, waiting up to `timeout_s` (None: for ever). Raises `ParentGone`."""
+        readable, _, _ = select.select([self._socket], [], [], timeout_s)
+        if not readable:
+            return []
+        try:
+            data = self._socket.recv(_READ_BYTES)
+        except OSError as exc:
+            raise ParentGone from exc
+        if not data:
+            raise ParentGone
+        return [to_child_decoder.decode(body) for body in self._unpacker.feed(data)]
+
+
+class Pace:
+    """Keeps decode steps at least a period apart."""
+
+    def __init__(self, steps_per_s: float | None) -> None:
+        self._period_s = 0.0 if steps_per_s is None else 1.0 / steps_per_s
+        self._next_at = 0.0
+
+    def wait_s(self) -> float:
+        """Seconds until the next step may begin."""
+        return max(0.0, self._next_at - time.monotonic())
+
+    def begin(self) -> None:
+        """A step begins: a late one does not make the following ones faster."""
+        self._next_at = time.monotonic() + self._period_s
+
+
+class Child:
+    """The model, its batch, and the commands."""
+
+    def __init__(self, channel: Channel, config: Configure) -> None:
+        self._channel = channel
+        self._config = config
+        self._model: PreTrainedModel | None = None
+        self._model_config = ""
+        self._batch: ContinuousBatch | None = None
+        self._version: int | None = None
+        self._asleep = False
+        self._held = False
+        self._counter = 0
+        self._total = 0
+        self._pace = Pace(config.tokens_per_s_per_response)
+        self._side_fd = None if config.side_file is None else open_side_file(Path(config.side_file))
+
+    def serve(self) -> None:
+        """Work until `Quit`. Raises `ParentGone`."""
+        while True:
+            for message in self._channel.receive(self._patience_s()):
+                if isinstance(message, Quit):
+                    return
+                self._handle(message)
+            if self._has_work() and self._pace.wait_s() <= 0:
+                self._step()
+
+    def _has_work(self) -> bool:
+        return self._batch is not None and not self._batch.is_empty and not self._held
+
+    def _patience_s(self) -> float | None:
+        return self._pace.wait_s() if self._has_work() else None
+
+    def _step(self) -> None:
+        assert self._batch is not None
+        assert self._version is not None
+        self._pace.begin()
+        result = self._batch.step()
+        self._counter += 1
+        self._count(result.request_ids)
+        self._send_tokens(result.request_ids, result.token_ids, result.logprobs, result.ended)
+
+    def _send_tokens(
+        self, request_ids: list[int], token_ids: list[int], logprobs: list[float], ended: list[Ended]
+    ) -> None:
+        self._channel.send(
+            Tokens(
+                policy_version=-1 if self._version is None else self._version,
+                request_ids=request_ids,
+                token_ids=token_ids,
+                logprobs=logprobs,
+                ended=ended,
+                counter=self._counter,
+                running=0 if self._batch is None else self._batch.num_running,
+                waiting=0 if self._batch is None else self._batch.num_waiting,
+            )
+        )
+
+    def _count(self, request_ids: list[int]) -> None:
+        """Append to the side file before anybody hears of the tokens."""
+        if self._side_fd is None or not request_ids:
+            return
+        lines = []
+        for request_id in request_ids:
+            self._total += 1
+            lines.append(f"{request_id} 1 {self._total}\n")
+        os.write(self._side_fd, "".join(lines).encode())
+
+    # --- commands -----------------------------------------------------------------------------------------
+
+    def _handle(self, message: ToChild) -> None:
+        self._counter += 1
+        match message:
+            case Submit():
+                self._submit(message)
+            case AbortRequests():
+                self._abort(message)
+            case Hold(on=on):
+                self._held = on
+            case LoadWeights() | Probe() | DropWeights() | TakeMemory():
+                self._answer(message)
+
+    def _submit(self, message: Submit) -> None:
+        refused = []
+        for request in message.requests:
+            if self._batch is None or self._version is None:
+                refused.append(Ended(request.request_id, "failed", "no weights are loaded"))
+            elif (problem := self._batch.refusal(request)) is not None:
+                refused.append(Ended(request.request_id, "failed", problem))
+            else:
+                self._batch.add(request)
+        if refused:
+            self._send_tokens([], [], [], refused)
+
+    def _abort(self, message: AbortRequests) -> None:
+        gone = [] if self._batch is None else self._batch.drop(message.request_ids)
+        if gone:
+            self._send_tokens([], [], [], [Ended(request_id, "aborted") for request_id in gone])
+        self._channel.send(Done(message.ticket))
+
+    def _answer(self, message: LoadWeights | Probe | DropWeights | TakeMemory) -> None:
+        """Carry out a command that needs an idle engine; whatever it raises is its answer."""
+        token_ids: list[int] = []
+        logprobs: list[float] = []
+        problem = ""
+        try:
+            if self._batch is not None and not self._batch.is_empty:
+                raise RuntimeError("the engine holds requests")
+            match message:
+                case LoadWeights(version=version, folder=folder):
+                    self._load(version, Path(folder))
+                case Probe(token_ids=prompt, max_new_tokens=num_new):
+                    token_ids, logprobs = self._probe(prompt, num_new)
+                case DropWeights():
+                    self._sleep()
+                case TakeMemory():
+                    self._asleep = False
+        except Exception as exc:  # noqa: BLE001 - the parent decides; an edge between processes
+            problem = f"{type(exc).__name__}: {exc}"
+        self._counter += 1
+        self._channel.send(Done(message.ticket, problem, token_ids, logprobs))
+
+    def _load(self, version: int, folder: Path) -> None:
+        """Swap the weights in place; on error nothing is served."""
+        from rlboost_runtime.engines import model_folder
+        from rlboost_runtime.engines.transformers import model_loading
+
+        if self._asleep:
+            raise RuntimeError("the engine sleeps")
+        self._version = None
+        config = model_folder.config_text(folder)
+        if self._model is None or self._batch is None or config != self._model_config:
+            self._batch = self._model = None
+            self._model, self._batch = self._build(folder)
+            self._model_config = config
+            self._counter += 1
+            self._channel.send(Alive(self._counter))
+        model_loading.load_weights(self._model, folder)
+        model_loading.add_adapters(self._model, folder)
+        self._batch.seed((self._config.seed * 1_000_003 + version) & (2**63 - 1))
+        self._version = version
+
+    def _build(self, folder: Path) -> tuple[PreTrainedModel, ContinuousBatch]:
+        """A model without weights, and its batch with an empty cache."""
+        import torch
+
+        from rlboost_runtime.engines import model_folder
+        from rlboost_runtime.engines.transformers import continuous_batch, model_loading
+
+        config = self._config
+        model = model_loading.build_model(folder, getattr(torch, config.dtype), _device())
+        stops = {*config.sampling.stop_token_ids, *model_folder.stop_token_ids(folder)}
+        sampling = msgspec.structs.replace(config.sampling, stop_token_ids=tuple(sorted(stops)))
+        batch = continuous_batch.ContinuousBatch(
+            model, sampling, config.max_running, config.max_context_tokens
+        )
+        return model, batch
+
+    def _probe(self, token_ids: list[int], num_new: int) -> tuple[list[int], list[float]]:
+        if self._model is None or self._version is None:
+            raise RuntimeError("no weights are loaded")
+        return probe(self._model, token_ids, num_new)
+
+    def _sleep(self) -> None:
+        """Give memory back for real: to the system, not only to the allocator."""
+        import torch
+
+        self._asleep = True
+        self._batch = self._model = self._version = None
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        if sys.platform == "linux":
+            trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
+            if trim is not None:
+                trim(0)
+
+
+def probe(model: PreTrainedModel, token_ids: list[int], num_new: int) -> tuple[list[int], list[float]]:
+    """Continue greedily by whole forward passes: no cache, no batch, the plainest word of the weights."""
+    import torch
+
+    ids = torch.tensor([token_ids], device=model.device)
+    logprobs: list[float] = []
+    with torch.inference_mode():
+        for _ in range(num_new):
+            num = ids.shape[1]
+            mask = torch.ones(num, num, dtype=torch.bool, device=model.device).tril()[None, None]
+            logprobs_V = (
+                model(input_ids=ids, attention_mask=mask, use_cache=False)
+                .logits[0, -1]
+                .float()
+                .log_softmax(-1)
+            )
+            token = logprobs_V.argmax()
+            logprobs.append(float(logprobs_V[token]))
+            ids = torch.cat([ids, token[None, None]], dim=1)
+    return ids[0, len(token_ids) :].tolist(), logprobs
+
+
+def open_side_file(path: Path) -> int:
+    """Open the count of generated tokens for appending."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill us when the parent dies (Linux); raises `ParentGone` where it already has."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        raise ParentGone
+
+
+def _device() -> torch.device:
+    import torch
+
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _import_all(threads: int) -> None:
+    """Do the slow imports now, so that the first load is quick."""
+    import torch
+
+    torch.set_num_threads(threads)
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call] # theirs
+
+
+def _first_message(channel: Channel) -> Configure:
+    while not (messages := channel.receive(None)):
+        pass
+    (config,) = messages  # the parent sends no more before `Ready`
+    assert isinstance(config, Configure)
+    return config
+
+
+def main(fd: int) -> None:
+    """Serve the parent on socket `fd` until told to end or the parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the agent decides when we end
+    channel = Channel(socket.socket(fileno=fd))
+    try:
+        config = _first_message(channel)
+        die_with_parent(config.parent_pid)
+        began = time.monotonic()
+        _import_all(config.threads)
+        os.nice(NICENESS)
+        channel.send(
+            Ready({"python": round(began - _STARTED_AT, 3), "imports": round(time.monotonic() - began, 3)})
+        )
+        Child(channel, config).serve()
+    except ParentGone:
+        return
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
+    sys.stdout.flush()
+    os._exit(0)  # tearing torch down takes half a second that a stopping agent may not have

@@ -1,0 +1,355 @@
+"""`TransformersEngine`: a Hugging Face model in a child process, batched continuously.
+
+The child lives in a session of its own and never outlives this process (`transformers_child`). It makes one
+message per decode step; tokens that nobody takes off `outputs` stop it until they are taken, so memory is
+bounded on both sides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+from collections import deque
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import cast
+
+from rlboost_runtime.engines.base import (
+    Capabilities,
+    EngineDied,
+    EngineSpec,
+    LoadFailed,
+    Output,
+    Progress,
+    Request,
+    device_environment,
+)
+from rlboost_runtime.engines.transformers.channel import (
+    AbortRequests,
+    Alive,
+    Configure,
+    Done,
+    DropWeights,
+    Hold,
+    LoadWeights,
+    NewRequest,
+    Probe,
+    Quit,
+    Ready,
+    Submit,
+    TakeMemory,
+    ToChild,
+    Tokens,
+    Unpacker,
+    pack,
+    to_parent_decoder,
+)
+from rlboost_runtime.errors import RuntimeFault
+from rlboost_runtime.logs import event
+
+log = logging.getLogger(__name__)
+
+MAX_UNREAD_STEPS = 256
+"""Decode steps that wait for the reader of `outputs` before the child is held: a second of a fast engine."""
+COMMAND_TIMEOUT_S = 600.0
+"""Longest load or probe; a child that takes longer is taken for dead."""
+ABORT_TIMEOUT_S = 60.0
+"""Longest decode step that an abort may have to wait for."""
+STOP_GRACE_S = 1.0
+"""Time the child gets to end by itself before it is killed."""
+
+
+class TransformersEngine:
+    """See `engines.base.Engine` for the contract."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._spec = spec
+        self._process: asyncio.subprocess.Process | None = None
+        self._link: _Link | None = None
+        self._ready = asyncio.Event()
+        self._died: str | None = None
+        self._stopped = False
+        self._version: int | None = None
+        self._tickets: dict[int, asyncio.Future[Done]] = {}
+        self._next_ticket = 0
+        self._outputs: deque[list[Output]] = deque()
+        self._news = asyncio.Event()
+        self._holding = False
+        self._progress = Progress(0, 0, 0, 0)
+        self.phases_s: dict[str, float] = {}
+        """Seconds of the child's start, by phase."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Slots, and one full context for each of them."""
+        spec = self._spec
+        return Capabilities(spec.max_running, spec.max_running * spec.max_context_tokens, can_sleep=True)
+
+    @property
+    def version(self) -> int | None:
+        """Policy version being served."""
+        return self._version
+
+    @property
+    def pid(self) -> int | None:
+        """The child's process id, once started."""
+        return None if self._process is None else self._process.pid
+
+    async def start(self, timeout_s: float) -> None:
+        """Start the child and wait until it can load weights. Raises `EngineDied`."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        try:
+            with theirs:
+                self._process = await self._spawn(theirs.fileno())
+            _, self._link = await asyncio.get_running_loop().create_connection(lambda: _Link(self), sock=ours)
+        except BaseException:
+            ours.close()
+            raise
+        self._send(self._configure())
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._ready.wait()
+        except TimeoutError:
+            await self.stop()
+            raise EngineDied(f"the engine was not ready within {timeout_s:g} s", self._see_log()) from None
+        self._check_alive()
+        if self._spec.tokens_per_s_per_response is not None:
+            event(log, "engine.paced", tokens_per_s_per_response=self._spec.tokens_per_s_per_response)
+        event(log, "engine.started", pid=self._process.pid, phases_s=self.phases_s)
+
+    def submit(self, requests: list[Request]) -> None:
+        """Queue requests."""
+        self._send(Submit([NewRequest(r.request_id, r.token_ids, r.max_new_tokens) for r in requests]))
+
+    async def abort(self, request_ids: list[int]) -> None:
+        """Stop these; their last outputs are queued when this returns. Raises `EngineDied`."""
+        await self._call(AbortRequests(self._ticket(), request_ids), ABORT_TIMEOUT_S)
+
+    async def outputs(self) -> AsyncIterator[list[Output]]:
+        """Yield batches of outputs until the engine stops. Raises `EngineDied`. One consumer."""
+        while True:
+            while self._outputs:
+                batch = self._outputs.popleft()
+                if self._holding and len(self._outputs) <= MAX_UNREAD_STEPS // 2:
+                    self._hold(False)
+                yield batch
+            if self._stopped:
+                return
+            self._check_alive()
+            self._news.clear()
+            await self._news.wait()
+
+    async def load(self, version: int, folder: Path) -> None:
+        """Take the weights in `folder`. Raises `LoadFailed`, `EngineDied`."""
+        self._version = None
+        done = await self._call(LoadWeights(self._ticket(), version, str(folder)), COMMAND_TIMEOUT_S)
+        if done.problem:
+            raise LoadFailed(f"version {version} does not load: {done.problem}", self._see_log())
+        self._version = version
+
+    async def greedy(self, token_ids: list[int], max_new_tokens: int) -> tuple[list[int], list[float]]:
+        """Return the greedy continuation and its logprobs. Raises `RuntimeFault`, `EngineDied`."""
+        done = await self._call(Probe(self._ticket(), token_ids, max_new_tokens), COMMAND_TIMEOUT_S)
+        if done.problem:
+            raise RuntimeFault(f"the probe failed: {done.problem}", self._see_log())
+        return done.token_ids, done.logprobs
+
+    async def sleep(self) -> None:
+        """Free weights and KV cache. Raises `RuntimeFault`, `EngineDied`."""
+        done = await self._call(DropWeights(self._ticket()), COMMAND_TIMEOUT_S)
+        if done.problem:
+            raise RuntimeFault(f"the engine cannot sleep: {done.problem}", "abort its requests first")
+        self._version = None
+
+    async def wake(self) -> None:
+        """Allow loading again. Raises `EngineDied`."""
+        await self._call(TakeMemory(self._ticket()), COMMAND_TIMEOUT_S)
+
+    def progress(self) -> Progress:
+        """Return counters as of the child's last message."""
+        return self._progress
+
+    async def stop(self) -> None:
+        """End the child; idempotent."""
+        self._stopped = True
+        self._version = None
+        self._news.set()
+        if self._process is None:
+            return
+        if self._died is None:
+            self._send(Quit())
+        try:
+            async with asyncio.timeout(STOP_GRACE_S):
+                await self._process.wait()
+        except TimeoutError:
+            self._process.kill()  # it has no children of its own
+            await self._process.wait()
+        if self._link is not None:
+            self._link.close()
+
+    # --- what the link reports ----------------------------------------------------------------------------
+
+    def on_message(self, body: bytes) -> None:
+        """Take one message of the child."""
+        match to_parent_decoder.decode(body):
+            case Tokens() as tokens:
+                self._on_tokens(tokens)
+            case Done() as done:
+                waiting = self._tickets.pop(done.ticket, None)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(done)
+            case Alive(counter=counter):
+                old = self._progress
+                self._progress = Progress(counter, old.running, old.waiting, old.tokens_generated)
+            case Ready(phases_s=phases_s):
+                self.phases_s = phases_s
+                self._ready.set()
+
+    def on_closed(self) -> None:
+        """The child is gone, or its end of the socket is."""
+        self._died = "the engine's process ended"
+        self._version = None
+        for waiting in self._tickets.values():
+            if not waiting.done():
+                waiting.set_exception(self._death())
+        self._tickets.clear()
+        self._ready.set()
+        self._news.set()
+
+    # --- helpers ------------------------------------------------------------------------------------------
+
+    def _on_tokens(self, tokens: Tokens) -> None:
+        generated = self._progress.tokens_generated + len(tokens.token_ids)
+        self._progress = Progress(tokens.counter, tokens.running, tokens.waiting, generated)
+        self._outputs.append(_outputs(tokens))
+        self._news.set()
+        if not self._holding and len(self._outputs) > MAX_UNREAD_STEPS:
+            self._hold(True)
+
+    def _hold(self, on: bool) -> None:
+        self._holding = on
+        self._send(Hold(on))
+
+    async def _spawn(self, fd: int) -> asyncio.subprocess.Process:
+        environment = os.environ | {
+            "OMP_NUM_THREADS": str(self._spec.threads),
+            "HF_HUB_OFFLINE": "1",  # everything comes in the version's folder
+            "TOKENIZERS_PARALLELISM": "false",
+            **device_environment(self._spec.devices),
+        }
+        with self._spec.log.open("ab") as log_file:
+            return await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "rlboost_runtime.engines.transformers.child",
+                str(fd),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log_file,
+                stderr=log_file,
+                pass_fds=(fd,),
+                start_new_session=True,
+                env=environment,
+            )
+
+    def _configure(self) -> Configure:
+        spec = self._spec
+        return Configure(
+            sampling=spec.sampling,
+            max_context_tokens=spec.max_context_tokens,
+            max_running=spec.max_running,
+            dtype=spec.dtype,
+            seed=spec.seed,
+            threads=spec.threads,
+            parent_pid=os.getpid(),
+            side_file=None if spec.side_file is None else str(spec.side_file),
+            tokens_per_s_per_response=spec.tokens_per_s_per_response,
+        )
+
+    def _ticket(self) -> int:
+        self._next_ticket += 1
+        return self._next_ticket
+
+    async def _call(
+        self, command: AbortRequests | LoadWeights | Probe | DropWeights | TakeMemory, timeout_s: float
+    ) -> Done:
+        self._check_alive()
+        answer: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
+        self._tickets[command.ticket] = answer
+        self._send(command)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await answer
+        except TimeoutError:
+            self._kill()
+            raise EngineDied(
+                f"the engine did not answer within {timeout_s:g} s and was killed", self._see_log()
+            ) from None
+        finally:
+            self._tickets.pop(command.ticket, None)
+
+    def _kill(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+
+    def _send(self, message: ToChild) -> None:
+        """Write without waiting; to a dead child: nothing, its end is reported by `outputs`."""
+        if self._link is not None and self._died is None:
+            self._link.write(pack(message))
+
+    def _check_alive(self) -> None:
+        if self._died is not None:
+            raise self._death()
+
+    def _death(self) -> EngineDied:
+        return EngineDied(self._died or "the engine's process ended", self._see_log())
+
+    def _see_log(self) -> str:
+        return f"see {self._spec.log}"
+
+
+class _Link(asyncio.Protocol):
+    """The parent's end of the socket pair."""
+
+    def __init__(self, engine: TransformersEngine) -> None:
+        self._engine = engine
+        self._unpacker = Unpacker()
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # what a socket connection gives
+
+    def data_received(self, data: bytes) -> None:
+        for body in self._unpacker.feed(data):
+            self._engine.on_message(body)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._engine.on_closed()
+
+    def write(self, data: bytes) -> None:
+        """Send; the event loop buffers what the child does not read at once."""
+        if self._transport is not None:
+            self._transport.write(data)
+
+    def close(self) -> None:
+        """Close our end."""
+        if self._transport is not None:
+            self._transport.close()
+
+
+def _outputs(tokens: Tokens) -> list[Output]:
+    """One `Output` per request of a step, its end included."""
+    version = tokens.policy_version
+    ended = {end.request_id: end for end in tokens.ended}
+    outputs = []
+    for request_id, token, logprob in zip(tokens.request_ids, tokens.token_ids, tokens.logprobs, strict=True):
+        end = ended.pop(request_id, None)
+        if end is None:
+            outputs.append(Output(request_id, [token], [logprob], version))
+        else:
+            outputs.append(Output(request_id, [token], [logprob], version, end.reason, end.problem))
+    outputs += [Output(end.request_id, [], [], version, end.reason, end.problem) for end in ended.values()]
+    return outputs

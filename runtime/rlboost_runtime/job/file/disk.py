@@ -1,0 +1,379 @@
+"""What a job names outside of itself: files, functions, folders and data sets must be there.
+
+Works on the plain data, so that these mistakes are told together with those of the job's shape. Nothing of
+the user's is imported or run.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import functools
+import importlib.util
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import urlsplit
+
+from rlboost_runtime.errors import ConfigError
+from rlboost_runtime.job import BUILT_IN_REWARDS
+from rlboost_runtime.job.file.shape import close_match, shown
+from rlboost_runtime.job.file.tree import FieldPath, Mistake
+from rlboost_runtime.traces import load_trace
+
+PROMPT_LINES_CHECKED = 1000
+"""Lines of a prompt file that are parsed before a run: more would make a large file slow to launch."""
+
+MODEL_FOLDER = "write a folder in HF format"
+TRACE_FILE = "a file of `time_ms,add|remove,node` rows"
+
+_TYPES = {"int": int, "float": float, "str": str, "bool": bool}
+_TYPE_WORDS = {"int": "a whole number", "float": "a number", "str": "text", "bool": "true or false"}
+
+
+def check_disk(data: dict[str, Any], base: Path) -> list[Mistake]:
+    """Return what is wrong with what `data` names; relative names start at `base`."""
+    return [
+        *_check_model(data, base),
+        *_check_prompts(data, base),
+        *_check_gym(data),
+        *_check_reward(data, base),
+        *_check_script(data, base),
+        *_check_files(data, base),
+        *_check_traces(data, base),
+        *_check_somebody_generates(data),
+    ]
+
+
+def looks_like_folder(model: str) -> bool:
+    """Whether `model` can only be meant as a folder, never as an HF id such as Qwen/Qwen3-8B."""
+    return model.startswith((".", "/", "~")) or model.endswith("/") or model.count("/") > 1
+
+
+def find_model(model: str, base: Path) -> Path:
+    """Return where the folder `model` would be."""
+    return base / os.path.expanduser(model)  # unlike pathlib's, which raises where there is no such user
+
+
+def _at(data: Any, *path: str | int) -> Any:  # any JSON value; None where the path leads nowhere
+    for part in path:
+        try:
+            data = data[part]
+        except (LookupError, TypeError):
+            return None
+    return data
+
+
+def _check_model(data: dict[str, Any], base: Path) -> Iterator[Mistake]:
+    model = _at(data, "model")
+    if not isinstance(model, str):
+        return
+    folder = find_model(model, base)
+    try:
+        is_folder = folder.is_dir()
+    except OSError:  # a name that no file can have, nor a model of the hub
+        yield Mistake(("model",), f"found {shown(model)}, which does not exist; {MODEL_FOLDER}")
+        return
+    if model == "tiny" and not is_folder:
+        yield Mistake(("model",), "found 'tiny', which is no folder here; write {init: tiny}")
+    elif is_folder:
+        if not (folder / "config.json").is_file():
+            yield Mistake(("model",), f"found folder {model} without config.json; {MODEL_FOLDER}")
+    elif looks_like_folder(model) or not model.strip():
+        yield Mistake(("model",), f"found {shown(model)}, which does not exist; {MODEL_FOLDER}")
+
+
+def _check_prompts(data: dict[str, Any], base: Path) -> Iterator[Mistake]:
+    source = _at(data, "data", "source")
+    if not isinstance(source, str):
+        return
+    path: FieldPath = ("data", "source")
+    problem = _file_problem(source, base, "a JSON-lines file")
+    if problem is None:
+        field = _at(data, "data", "prompt_field")
+        problem = _prompt_file_problem(base / source, source, field if isinstance(field, str) else "prompt")
+    if problem:
+        yield Mistake(path, problem)
+        return
+    held_out = _at(data, "evaluation", "prompts")
+    if not isinstance(held_out, int):
+        return
+    num = _num_prompts(base / source)
+    if num is not None and held_out >= num:
+        problem = f"found {held_out}, which leaves none of the {num} in {source} to train on; write less"
+        yield Mistake(("evaluation", "prompts"), problem)
+
+
+def _num_prompts(path: Path) -> int | None:
+    """Return how many lines a file has that are not empty; None where they are too many to be counted."""
+    num = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if number > PROMPT_LINES_CHECKED:
+                return None
+            num += bool(line.strip())
+    return num
+
+
+def _prompt_file_problem(path: Path, name: str, field: str) -> str | None:
+    num_prompts = 0
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if number > PROMPT_LINES_CHECKED:
+                    break
+                if line.strip():
+                    num_prompts += 1
+                    if problem := _prompt_line_problem(line, field):
+                        return f"found {name}:{number}: {problem}"
+    except UnicodeDecodeError:
+        return f"found {name}, which is not UTF-8 text; write a JSON-lines file"
+    return None if num_prompts else f"found {name} without a single prompt; write one JSON object per line"
+
+
+def _prompt_line_problem(line: str, field: str) -> str | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return "not JSON; write one JSON object per line"
+    if not isinstance(row, dict):
+        return f"{shown(row)}; write one JSON object per line"
+    if not isinstance(row.get(field), str) or not row[field]:
+        close = close_match(field, list(row))
+        fields = ", ".join(row) or "none"
+        remedy = f"set prompt_field: {close}" if close and close != field else "set data.prompt_field"
+        return f"no text in field {field} (fields: {fields}); {remedy}"
+    return None
+
+
+def _check_gym(data: dict[str, Any]) -> Iterator[Mistake]:
+    names, options = _at(data, "data", "reasoning_gym"), _at(data, "data", "config")
+    if not isinstance(names, list) or importlib.util.find_spec("reasoning_gym") is None:
+        return
+    options = options if isinstance(options, dict) else {}
+    yield from _options_of_another_type(names, options)
+    if _sources_agree(names, options):
+        return
+    known = _gym_options()
+    for index, name in enumerate(names):
+        if isinstance(name, str) and name not in known:
+            hint = _hint(name, known) or f"there are {len(known)}, such as spell_backward"
+            yield Mistake(("data", "reasoning_gym", index), f"found {shown(name)}, no such data set; {hint}")
+    for name in names:
+        for option in set(options) - known[name] if isinstance(name, str) and name in known else ():
+            hint = _hint(option, known[name]) or f"there are {', '.join(sorted(known[name]))}"
+            if option in {"size", "seed"}:
+                hint = f"write data.{option}"
+            yield Mistake(("data", "config", option), f"{name} has no such option; {hint}")
+
+
+def _sources_agree(names: list[Any], options: dict[str, Any]) -> bool:
+    """Whether all names and options stand in reasoning-gym's sources: importing it takes seconds."""
+    found = _gym_sources()
+    return all(
+        isinstance(name, str) and name in found and options.keys() <= found[name].keys() for name in names
+    )
+
+
+def _options_of_another_type(names: list[Any], options: dict[str, Any]) -> Iterator[Mistake]:
+    found = _gym_sources()
+    for option, value in options.items():
+        wanted = {found[name].get(option, "") for name in names if isinstance(name, str) and name in found}
+        for one in wanted & _TYPES.keys():
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if type(value) is not _TYPES[one] and not (one == "float" and is_number):
+                problem = f"found {shown(value)}; write {_TYPE_WORDS[one]}"
+                yield Mistake(("data", "config", option), problem)
+
+
+@functools.cache
+def _gym_sources() -> dict[str, dict[str, str]]:
+    """Return the data sets in reasoning-gym's sources; what may be an option of each, and its type as it is
+    written there."""
+    spec = importlib.util.find_spec("reasoning_gym")
+    assert spec is not None
+    assert spec.origin is not None
+    found: dict[str, dict[str, str]] = {}
+    for path in Path(spec.origin).parent.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        for name in re.findall(r'^DATASET_NAME = "(\w+)"', text, re.MULTILINE):
+            fields = re.findall(r"^    (\w+): ([^=#\n]+)", text, re.MULTILINE)
+            found[name] = {field: kind.strip() for field, kind in fields if field not in ("size", "seed")}
+    return found
+
+
+def _gym_options() -> dict[str, set[str]]:
+    """Return the options of every data set; the prompts' number and seed are fields of the job."""
+    from reasoning_gym.factory import DATASETS
+
+    return {
+        name: {field.name for field in dataclasses.fields(config)} - {"size", "seed"}
+        for name, (_, config) in DATASETS.items()
+    }
+
+
+def _check_reward(data: dict[str, Any], base: Path) -> Iterator[Mistake]:
+    if _at(data, "trainer", "script") is not None and _at(data, "reward") is None:
+        return  # it scores by itself
+    reward = _at(data, "reward") if isinstance(data, dict) and "reward" in data else "reasoning_gym"
+    if isinstance(reward, dict):
+        url = reward.get("http")
+        if isinstance(url, str) and not _is_http_url(url):
+            yield Mistake(("reward", "http"), f"found {shown(url)}; write a URL such as https://HOST/score")
+        elif isinstance(url, str) and urlsplit(url).password:
+            problem = "found a URL with a password, which everybody sees; name its variable: key_variable"
+            yield Mistake(("reward", "http"), problem)
+    elif isinstance(reward, str) and (wrong := _reward_problem(reward, data, base)):
+        yield Mistake(("reward",), wrong)
+
+
+def _is_http_url(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return bool(re.match(r"https?://\S+$", url) and parts.hostname) and parts.port != 0
+    except ValueError:  # of an address in brackets, or a port
+        return False
+
+
+def _reward_problem(reward: str, data: dict[str, Any], base: Path) -> str | None:
+    if reward == "reasoning_gym":
+        source = _at(data, "data", "source")
+        if isinstance(source, str) and _first_lacks(base / source, "metadata", "source_dataset"):
+            return (
+                f"reasoning_gym cannot score {source}, whose lines name no data set; write FILE.py:FUNCTION"
+            )
+        return None
+    if reward in {"math", "exact"}:
+        source = _at(data, "data", "source")
+        if isinstance(source, str) and _first_lacks(base / source, "answer"):
+            return f"{reward} compares with the field answer, which {source} lacks; add it to every line"
+        return None
+    file, colon, function = reward.rpartition(":")
+    if not colon and not reward.endswith(".py"):
+        close = difflib.get_close_matches(reward, BUILT_IN_REWARDS, n=1)
+        known = ", ".join(BUILT_IN_REWARDS)
+        hint = f"did you mean {close[0]}?" if close else f"write FILE.py:FUNCTION or one of {known}"
+        return f"found {shown(reward)}; {hint}"
+    if not colon:
+        file, function = reward, ""
+    elif not file.endswith(".py"):
+        example = f"{file or 'rewards'}.py:{function or 'score'}"
+        return f"found {shown(reward)}; write FILE.py:FUNCTION, such as {example}"
+    return _file_problem(file, base, "a Python file") or _function_problem(base / file, file, function)
+
+
+def _first_lacks(prompts: Path, *keys: str) -> bool:
+    """Whether the first line of a file of prompts is readable but has no such field."""
+    try:
+        with prompts.open(encoding="utf-8") as file:
+            first = json.loads(next((line for line in file if line.strip()), "null"))
+    except (OSError, ValueError):
+        return False  # said elsewhere
+    return isinstance(first, dict) and _at(first, *keys) is None
+
+
+def _function_problem(path: Path, file: str, function: str) -> str | None:
+    try:
+        module = ast.parse(path.read_bytes(), filename=file)
+    except (SyntaxError, ValueError) as exc:
+        line = getattr(exc, "lineno", None) or 1
+        return f"found {file}:{line}: not Python: {getattr(exc, 'msg', exc)}; correct it"
+    names = list(_defined(module.body))
+    if function in names or "*" in names:
+        return None
+    functions = [
+        node.name for node in module.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    found = f"found {file}:{function}" if function else f"found {file} without a function"
+    if function:
+        found += f", but {file} has no function {function}"
+    hint = _hint(function, functions) if function else None
+    if hint is None:
+        each = " or ".join(f"{file}:{name}" for name in functions if not name.startswith("_"))
+        hint = f"write {each}" if each else f"define one in {file}"
+    return f"{found}; {hint}"
+
+
+def _defined(body: list[ast.stmt]) -> Iterator[str]:
+    """Yield the names that a module's statements bind, also under `if`, `try` and `with`."""
+    for node in body:
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name
+            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+                yield from (alias.asname or alias.name for alias in aliases)
+            case ast.Assign(targets=targets):
+                yield from (target.id for target in targets if isinstance(target, ast.Name))
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                yield name
+            case ast.If() | ast.Try() | ast.With():
+                yield from _defined(node.body)
+                yield from _defined(getattr(node, "orelse", []))
+                for handler in getattr(node, "handlers", []):
+                    yield from _defined(handler.body)
+
+
+def _check_script(data: dict[str, Any], base: Path) -> Iterator[Mistake]:
+    script = _at(data, "trainer", "script")
+    if isinstance(script, str) and (problem := _file_problem(script, base, "a Python file")):
+        yield Mistake(("trainer", "script"), problem)
+
+
+def _check_files(data: dict[str, Any], base: Path) -> Iterator[Mistake]:
+    files = _at(data, "files")
+    for index, name in enumerate(files if isinstance(files, list) else []):
+        if isinstance(name, str) and (problem := _file_problem(name, base, "a file")):
+            yield Mistake(("files", index), problem)
+
+
+def _check_traces(data: dict[str, Any], base: Path) -> Iterator[Mistake]:
+    offers = _at(data, "rollout", "spot", "any_of")
+    for index in range(len(offers) if isinstance(offers, list) else 0):
+        path = ("rollout", "spot", "any_of", index, "market", "trace")
+        trace = _at(data, *path)
+        if isinstance(trace, str) and (problem := _trace_problem(trace, base)):
+            yield Mistake(path, problem)
+
+
+def _trace_problem(name: str, base: Path) -> str | None:
+    if problem := _file_problem(name, base, TRACE_FILE):
+        return problem
+    try:
+        load_trace(base / name)
+    except ConfigError as bad:
+        return f"{bad.problem}; {bad.remedy}"
+    return None
+
+
+def _check_somebody_generates(data: dict[str, Any]) -> Iterator[Mistake]:
+    engines = _at(data, "trainer", "local_engines")
+    machines = _at(data, "rollout", "spot", "max_instances")
+    if engines == 0 and machines == 0:
+        problem = "0 reserved engines + 0 rollout.spot.max_instances = nobody generates; raise one of them"
+        yield Mistake(("trainer", "local_engines"), problem)
+
+
+def _file_problem(name: str, base: Path, wanted: str) -> str | None:
+    """Return why `name` cannot be copied to the run's folder under its own name; None if it can."""
+    pure = PurePosixPath(name)
+    if pure.is_absolute() or ".." in pure.parts or name.startswith("~"):
+        return f"found {shown(name)}, which is not below the job file's folder; put it there"
+    path = base / name  # os.path, as pathlib raises where no file can have such a name
+    if os.path.isfile(path):
+        return None if path.stat().st_size else f"found {name}, which is empty; write {wanted}"
+    if os.path.isdir(path):
+        return f"found {shown(name)}, which is a folder; write {wanted}"
+    folder = path.parent
+    near = [each.name for each in folder.iterdir() if each.is_file()] if os.path.isdir(folder) else []
+    close = difflib.get_close_matches(path.name, near, n=1, cutoff=0.7)
+    hint = f"did you mean {(pure.parent / close[0]).as_posix()}?" if close else f"write {wanted}"
+    return f"found {shown(name)}, which does not exist; {hint}"
+
+
+def _hint(word: str, known: Iterable[str]) -> str | None:
+    close = close_match(word, sorted(known))
+    return f"did you mean {close}?" if close else None

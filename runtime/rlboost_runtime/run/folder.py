@@ -1,0 +1,329 @@
+"""The one folder that a run keeps on disk, and the names in it.
+
+Everything about run NAME lies in `$RLBOOST_HOME/runs/NAME` (default `~/.rlboost`). Whoever writes a file
+there is named below; everybody else only reads it.
+
+::
+
+    job.yaml          the job file as the user gave it                      CLI
+    job_source        where that file was, one line: read again on resume   CLI
+    job.json          resolved job; `files/` the user's files it names      CLI
+    secrets/          token, key.pem, cert.pem, environment.json (folder 700, files 600)      CLI
+    address.json      {"host", ...}: where machines elsewhere reach the head; see `run.head`           CLI
+    endpoint.json     {"url"}: where the coordinator listens; kept through restarts      coordinator
+    weights_endpoint.json  {"url"}: where the weight server listens; likewise       weight server
+    reserved/         the reserved agents' working folders                  supervisor
+    wanted.json       {"train": bool}: what the supervisor is to run; watched by it           CLI
+    status.json       last status, once a second and at the end             coordinator
+    ending.json       {"state", "problem", "remedy", "exit_code"} once it is decided how the run ends; its
+                      machines are ended then                               coordinator
+    outcome.json      {"state", "problem", "remedy", "exit_code"} once the run has ended   coordinator
+    ledger.sqlite     machines, steps, events in words                      coordinator
+    events.log        the core's events                                     coordinator
+    journal/          step-000012.seg: tokens                               coordinator
+    weights/          v000012/: immutable versions                          trainer
+    checkpoints/      step-000012/, and `model/` at the end                 trainer
+    metrics.jsonl     a line per step                                       trainer
+    samples.jsonl     a few responses per step, for people                  trainer
+    tensorboard/      event files, if the job asks for them                 trainer
+    preparing.json    {"doing", "done", "of", "unit", "since"}: what the trainer does before its first step;
+                      absent otherwise                                      trainer
+    processes/        supervisor.json, coordinator.json, ...: {"pid", "started_at"}        supervisor
+    logs/             a file per process; logs/machines/ID/ per machine
+    head.json         {"host", ...}: where the run's head is, if not here; the rest of the folder is then
+                      what was last seen of the one there                   CLI
+    mirror.json       there once the run was to be started there: what of it was fetched, and when       CLI
+    rentals.json      the machines that were rented for that head; see `rental`                 CLI
+    safe.json         all of the ended run is at the job's `output`         supervisor
+    cloud/            what providers keep of their machines, the local market's state     providers
+                      bought.json: the offer that each machine was bought as coordinator
+
+Saying how a run ended even where its disk is full.
+
+A run keeps a reserve, a file of a megabyte that nobody reads. Where the outcome cannot be written the reserve
+is given up first: there is room then for the outcome and for closing the books, so that the run has ended
+for everybody who looks, and can be resumed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlboost_runtime.errors import DISK_ERRNOS
+from rlboost_runtime.logs import event
+
+
+def home() -> Path:
+    """Return `$RLBOOST_HOME`, by default `~/.rlboost`."""
+    return Path(os.environ.get("RLBOOST_HOME") or Path.home() / ".rlboost").absolute()
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Paths of one run."""
+
+    path: Path
+
+    @classmethod
+    def named(cls, name: str) -> RunFolder:
+        """Return the folder of run `name`; it need not exist."""
+        return cls(home() / "runs" / name)
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        return self.path.name
+
+    def place_in(self, url: str) -> str:
+        """Return the URL of the run's own place in a bucket, which other runs may use, too."""
+        return f"{url.rstrip('/')}/{self.name}"
+
+    @property
+    def job_yaml(self) -> Path:
+        """The job file as given."""
+        return self.path / "job.yaml"
+
+    @property
+    def job_source(self) -> Path:
+        """Where the job file was."""
+        return self.path / "job_source"
+
+    @property
+    def job_json(self) -> Path:
+        """The resolved job."""
+        return self.path / "job.json"
+
+    @property
+    def files(self) -> Path:
+        """Copies of the user's files, under the names that the job uses."""
+        return self.path / "files"
+
+    @property
+    def token(self) -> Path:
+        """The run's bearer token."""
+        return self.path / "secrets" / "token"
+
+    @property
+    def key(self) -> Path:
+        """TLS private key."""
+        return self.path / "secrets" / "key.pem"
+
+    @property
+    def certificate(self) -> Path:
+        """TLS certificate; clients trust this one and no other."""
+        return self.path / "secrets" / "cert.pem"
+
+    @property
+    def environment(self) -> Path:
+        """Environment variables of the run's processes, secrets among them."""
+        return self.path / "secrets" / "environment.json"
+
+    @property
+    def head(self) -> Path:
+        """Where the run's head is; absent where it is this machine."""
+        return self.path / "head.json"
+
+    @property
+    def mirror(self) -> Path:
+        """What was last fetched from a head elsewhere."""
+        return self.path / "mirror.json"
+
+    @property
+    def rentals(self) -> Path:
+        """The machines that were rented for the run's head."""
+        return self.path / "rentals.json"
+
+    @property
+    def safe(self) -> Path:
+        """There once all of the ended run is at the job's `output`."""
+        return self.path / "safe.json"
+
+    @property
+    def endpoint(self) -> Path:
+        """Where the coordinator listens."""
+        return self.path / "endpoint.json"
+
+    @property
+    def weights_endpoint(self) -> Path:
+        """Where the weight server listens."""
+        return self.path / "weights_endpoint.json"
+
+    @property
+    def reserved(self) -> Path:
+        """Working folders of the reserved agents."""
+        return self.path / "reserved"
+
+    @property
+    def wanted(self) -> Path:
+        """What the supervisor is to run; absent means everything but the trainer."""
+        return self.path / "wanted.json"
+
+    @property
+    def status(self) -> Path:
+        """Last status."""
+        return self.path / "status.json"
+
+    @property
+    def ending(self) -> Path:
+        """How the run is to end, from the decision on; without an outcome it is still being wound up."""
+        return self.path / "ending.json"
+
+    @property
+    def outcome(self) -> Path:
+        """How the run ended; absent while it is open."""
+        return self.path / "outcome.json"
+
+    @property
+    def ledger(self) -> Path:
+        """SQLite file of machines, steps and events."""
+        return self.path / "ledger.sqlite"
+
+    @property
+    def events(self) -> Path:
+        """The core's event log."""
+        return self.path / "events.log"
+
+    @property
+    def journal(self) -> Path:
+        """Token segments."""
+        return self.path / "journal"
+
+    @property
+    def weights(self) -> Path:
+        """Weight versions."""
+        return self.path / "weights"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Checkpoints, and the final model in `model/`."""
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        """JSON lines, one per step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        """JSON lines, a few responses per step."""
+        return self.path / "samples.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """TensorBoard's event files."""
+        return self.path / "tensorboard"
+
+    @property
+    def preparing(self) -> Path:
+        """What the trainer does before its first step."""
+        return self.path / "preparing.json"
+
+    @property
+    def processes(self) -> Path:
+        """One JSON file per process of ours on the head."""
+        return self.path / "processes"
+
+    @property
+    def logs(self) -> Path:
+        """Log files."""
+        return self.path / "logs"
+
+    @property
+    def cloud(self) -> Path:
+        """State of the local provider."""
+        return self.path / "cloud"
+
+
+def write_atomically(path: Path, data: bytes, *, mode: int = 0o600, durably: bool = False) -> None:
+    """Replace `path` by `data` so that a reader sees the old content or the new, never a part; `durably`: the
+    new also after a power cut, once this has returned."""
+    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+            if durably:
+                file.flush()
+                os.fsync(file.fileno())
+        os.chmod(temporary, mode)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    if durably:
+        sync_path(path.parent)
+
+
+def sync_path(path: Path) -> None:
+    """Bring a file's content, or a folder's names, to stable storage: they survive a power cut then."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_json(path: Path, value: Any, *, durably: bool = False) -> None:  # any JSON value
+    """Replace `path` by `value` as JSON, like `write_atomically`."""
+    write_atomically(path, json.dumps(value, indent=1).encode(), durably=durably)
+
+
+def read_json(path: Path) -> Any | None:  # any JSON value
+    """Return the JSON in `path`, or None where there is no such file."""
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+
+
+log = logging.getLogger(__name__)
+
+_RESERVE_BYTES = 1 << 20
+"""The outcome takes less than 4 KiB; SQLite writes whole pages, some of them twice, to close the books."""
+
+
+def reserve(run: RunFolder) -> None:
+    """Take the reserve, unless it is there; a disk that is full already has none to give."""
+    path = _reserve(run)
+    if path.exists():
+        return
+    try:
+        path.write_bytes(os.urandom(_RESERVE_BYTES))  # zeros might be stored as nothing
+    except OSError as problem:
+        path.unlink(missing_ok=True)  # a part of it would only take room
+        event(log, "reserve.not_taken", level=logging.WARNING, problem=str(problem))
+
+
+def give_up_reserve(run: RunFolder) -> None:
+    """Make room for last words; idempotent, never raises."""
+    with contextlib.suppress(OSError):
+        _reserve(run).unlink(missing_ok=True)
+
+
+def write_outcome(run: RunFolder, outcome: Mapping[str, object]) -> bool:
+    """Write how the run ended, giving up the reserve where it must; return whether that could be done."""
+    try:
+        write_json(run.outcome, dict(outcome))
+    except OSError as problem:
+        if problem.errno not in DISK_ERRNOS:
+            raise
+    else:
+        return True
+    give_up_reserve(run)
+    try:
+        write_json(run.outcome, dict(outcome))
+    except OSError as problem:
+        event(log, "outcome.not_written", level=logging.ERROR, problem=str(problem))
+        return False
+    return True
+
+
+def _reserve(run: RunFolder) -> Path:
+    return run.processes / ".reserve"

@@ -1,0 +1,55 @@
+"""Which runs there are, by name: read off the folders of `$RLBOOST_HOME`, without reading a job.
+
+Cheap on purpose: commands that only look at a run load no more than this. `run.create` makes runs.
+
+Whether somebody looks after a run: read off its files and the process table, quickly.
+
+Of a run whose head is elsewhere: whether that was so when the head was last seen.
+"""
+
+from __future__ import annotations
+
+import os
+
+from rlboost_runtime.errors import NotFound
+from rlboost_runtime.processes import identify
+from rlboost_runtime.run.folder import RunFolder, home, read_json
+
+_NAMES_TOLD = 8  # of the runs there are, in an error
+
+
+def find_run(name: str) -> RunFolder:
+    """Return the run called `name`. Raises `NotFound`, naming those that there are."""
+    run = RunFolder.named(name)
+    if _is_plain(name) and os.path.exists(run.job_json):  # pathlib raises where no file can have such a name
+        return run
+    others = ", ".join(r.name for r in all_runs()[-_NAMES_TOLD:])
+    raise NotFound(f"no run {name} in {home() / 'runs'}", f"runs there: {others or 'none'}")
+
+
+def all_runs() -> list[RunFolder]:
+    """Return every run of `$RLBOOST_HOME`, oldest first."""
+    try:
+        folders = [p for p in (home() / "runs").iterdir() if _is_plain(p.name) and (p / "job.json").exists()]
+    except FileNotFoundError:
+        return []
+    return [
+        RunFolder(p) for p in sorted(folders, key=lambda p: ((p / "job.json").stat().st_mtime_ns, p.name))
+    ]
+
+
+def is_open(run: RunFolder) -> bool:
+    """Whether the run has not ended yet."""
+    return not run.outcome.exists()
+
+
+def _is_plain(name: str) -> bool:
+    return bool(name) and not name.startswith(".") and "/" not in name
+
+
+def is_supervised(run: RunFolder) -> bool:
+    """Whether the run's supervisor lives."""
+    if run.head.exists():
+        return bool((read_json(run.mirror) or {}).get("supervised"))
+    noted = read_json(run.processes / "supervisor.json")
+    return noted is not None and identify(int(noted["pid"]), float(noted["started_at"]), run.path) is not None

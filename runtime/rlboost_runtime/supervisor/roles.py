@@ -1,0 +1,104 @@
+"""The processes of a run on its head: what each is started with, and when it may be."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlboost_providers.registry import has_market
+from rlboost_runtime.agent.bootstrap import write_bootstrap
+from rlboost_runtime.core.base.messages import Pool
+from rlboost_runtime.deploy.bootstrap import RESERVED_MACHINE, make_bootstrap, reserved_instances
+from rlboost_runtime.job import Job
+from rlboost_runtime.run.folder import RunFolder, read_json
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """One process that is to be kept alive. `name` is also that of its identity file."""
+
+    name: str
+    command: tuple[str, ...]
+    machine: str | None = None
+    """Its machine tag, for reserved agents."""
+    log_name: str | None = None
+    """File under the run's logs; by default NAME.log."""
+    may_start: Callable[[], bool] = lambda: True
+    prepare: Callable[[], None] = lambda: None
+    """Called right before each start."""
+    progress_of: Callable[[], int] | None = None
+    """Something that grows as the role gets on; None: to live long enough is progress."""
+
+    @property
+    def measures_progress(self) -> bool:
+        """Whether progress is seen in its work rather than in its life time."""
+        return self.progress_of is not None
+
+    def progress(self) -> int:
+        """Return how far its work has got."""
+        return 0 if self.progress_of is None else self.progress_of()
+
+    def identity(self, run: RunFolder) -> Path:
+        """Return the file that says which process it is: {"pid", "started_at"}."""
+        return run.processes / f"{self.name}.json"
+
+    def log(self, run: RunFolder) -> Path:
+        """Return its log file."""
+        return run.logs / (self.log_name or f"{self.name}.log")
+
+
+def roles_of(job: Job, run: RunFolder) -> list[Role]:
+    """Return the roles of `job`, in the order in which they are started."""
+    roles = [
+        _module("coordinator", "rlboost_runtime.coordinator", run),
+        _module("weights", "rlboost_runtime.weights.serve.server", run),
+        *(_reserved_agent(job, run, instance) for instance in reserved_instances(job)),
+    ]
+    if has_market(job):
+        roles.append(_module("market", "rlboost_providers.local.market", run))
+    script = job.trainer.script
+    trainer = Role(
+        "trainer",
+        _python("rlboost_runtime.trainer", str(run.path))
+        if script is None
+        else (sys.executable, str(run.files / script)),
+        may_start=lambda: bool((read_json(run.wanted) or {}).get("train")),
+        progress_of=lambda: _num_lines(run.metrics),
+    )
+    return [*roles, trainer]
+
+
+def _module(name: str, module: str, run: RunFolder) -> Role:
+    return Role(name, _python(module, str(run.path)))
+
+
+def _reserved_agent(job: Job, run: RunFolder, instance: str) -> Role:
+    number = instance.rpartition("/")[2]
+    bootstrap = run.reserved / RESERVED_MACHINE / "bootstrap.json"
+
+    def prepare() -> None:
+        bootstrap.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        instances = reserved_instances(job)
+        write_bootstrap(bootstrap, make_bootstrap(job, run, RESERVED_MACHINE, Pool.RESERVED, instances))
+
+    return Role(
+        f"agent-{RESERVED_MACHINE}-{number}",
+        _python("rlboost_runtime.agent", str(bootstrap), instance),
+        machine=RESERVED_MACHINE,
+        log_name=f"machines/{RESERVED_MACHINE}/agent-{number}.log",
+        may_start=run.endpoint.exists,
+        prepare=prepare,
+    )
+
+
+def _python(module: str, *arguments: str) -> tuple[str, ...]:
+    return (sys.executable, "-m", module, *arguments)
+
+
+def _num_lines(path: Path) -> int:
+    try:
+        return path.read_bytes().count(b"\n")
+    except FileNotFoundError:
+        return 0

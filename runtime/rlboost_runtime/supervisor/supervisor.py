@@ -1,0 +1,359 @@
+"""Keeps the processes of one run alive on the head: `python -m rlboost_runtime.supervisor RUN_FOLDER`.
+
+Guarantees:
+
+- one supervisor per run: a second one says so and exits 0;
+- every role of the run is one process, started again with growing pauses when it ends; a supervisor that
+  takes over from a killed one adopts the living processes instead of starting second ones;
+- whatever a role leaves behind (children in sessions of their own) is gone before it is started again;
+- a role that cannot be helped by a restart ends the run, with an outcome that says why;
+- once `outcome.json` exists, and also on SIGTERM (the run then stays open), no machine and no process of the
+  run is left, and only then does the supervisor exit.
+
+Asking the coordinator to end the run, over its own front door.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import http.client
+import json
+import logging
+import os
+import shutil
+import signal
+import sqlite3
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+
+from rlboost_providers.base.terminate import end_every
+from rlboost_providers.registry import provider_for
+from rlboost_runtime.billing.books import close_books
+from rlboost_runtime.errors import DISK_ERRNOS, RLBoostError, RuntimeFault
+from rlboost_runtime.job import Job, read_resolved
+from rlboost_runtime.logs import Explanation, event, explain, last_explanation, last_line, setup
+from rlboost_runtime.processes import end_all, kill_tagged
+from rlboost_runtime.run.create import kept
+from rlboost_runtime.run.folder import (
+    RunFolder,
+    give_up_reserve,
+    read_json,
+    reserve,
+    write_json,
+    write_outcome,
+)
+from rlboost_runtime.run.security import client_context, read_token
+from rlboost_runtime.supervisor.roles import Role, roles_of
+from rlboost_runtime.supervisor.watched import (
+    EX_CONFIG,
+    EX_IOERR,
+    EX_TEMPFAIL,
+    Attempts,
+    Tuning,
+    Watched,
+    adopt,
+    start,
+    write_identity,
+)
+
+log = logging.getLogger(__name__)
+
+
+DEFAULT_TUNING = Tuning()
+_MAX_LINE = 300  # characters of a log's last line that an outcome repeats
+
+
+class Supervisor:
+    """Runs `roles` until the run ends or `stop` is called."""
+
+    def __init__(
+        self,
+        run: RunFolder,
+        roles: Sequence[Role],
+        end_machines: Callable[[], None],
+        tuning: Tuning = DEFAULT_TUNING,
+    ) -> None:
+        self._run = run
+        self._roles = roles
+        self._end_machines = end_machines
+        self._tuning = tuning
+        self._stop = asyncio.Event()
+        self._failed = False
+
+    @property
+    def is_speechless(self) -> bool:
+        """Whether the run failed and its outcome could not be written."""
+        return self._failed and not self._run.outcome.exists()
+
+    def stop(self) -> None:
+        """Take everything down; the run stays open."""
+        self._stop.set()
+
+    async def serve(self) -> None:
+        """Keep the roles alive; returns once the run has ended or was stopped and nothing of it is left."""
+        reserve(self._run)
+        try:
+            async with asyncio.TaskGroup() as group:
+                keepers = [group.create_task(self._keep(role)) for role in self._roles]
+                while not self._run.outcome.exists() and not self._stop.is_set():
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._stop.wait(), self._tuning.look_s)
+                for keeper in keepers:
+                    keeper.cancel()
+        finally:
+            event(log, "teardown.started", ended=self._run.outcome.exists())
+            await asyncio.to_thread(self._tear_down)
+
+    # --- one role -----------------------------------------------------------------------------------------
+
+    async def _keep(self, role: Role) -> None:
+        """Keep one process of `role` alive."""
+        attempts = Attempts(self._tuning, role.measures_progress, role.progress())
+        process: Watched | int | None = adopt(role, self._run)
+        if isinstance(process, Watched):
+            event(log, "process.adopted", process=role.name, pid=process.pid)
+        while True:
+            if process is None:  # nothing to adopt, or ended
+                process = await self._start(role)
+            status, lived_s = await _end_of(process)
+            event(log, "process.ended", process=role.name, status=status, lived_s=round(lived_s, 3))
+            pause_s = attempts.ended(status, lived_s, role.progress())
+            if attempts.is_hopeless(status):
+                offset = process.log_offset if isinstance(process, Watched) else 0
+                await self._fail(role, _why_hopeless(role, self._run, status, attempts, offset))
+            process = None
+            await asyncio.sleep(pause_s)
+
+    async def _start(self, role: Role) -> Watched | int:
+        """Start `role` as soon as it may; what a former process of it left behind goes first.
+
+        Where it could not be started: the exit status that this amounts to.
+        """
+        while not role.may_start():  # noqa: ASYNC110 it depends on files of other processes
+            await asyncio.sleep(self._tuning.look_s)
+        try:
+            await asyncio.to_thread(kill_tagged, self._run.path, role=role.name)
+            process = start(role, self._run)
+        except (OSError, RLBoostError) as problem:
+            event(log, "process.not_started", level=logging.ERROR, process=role.name, exc_info=True)
+            wants_disk = isinstance(problem, OSError) and problem.errno in DISK_ERRNOS
+            return EX_TEMPFAIL if wants_disk else 1
+        event(log, "process.started", process=role.name, pid=process.pid)
+        return process
+
+    # --- failing ------------------------------------------------------------------------------------------
+
+    async def _fail(self, role: Role, why: Explanation) -> None:
+        """End the run as failed because of `role`: through the coordinator, or else without it.
+
+        Where even the outcome cannot be written everything is ended all the same, and the run stays open.
+        """
+        if self._failed:
+            return
+        self._failed = True
+        event(log, "run.failed", level=logging.ERROR, process=role.name, problem=why.problem)
+        if role.name != "coordinator" and await asyncio.to_thread(ask_to_stop, self._run, *why):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._tuning.stop_timeout_s):
+                    while not self._run.outcome.exists():  # noqa: ASYNC110 written by another process
+                        await asyncio.sleep(self._tuning.look_s)
+        if not self._run.outcome.exists() and not write_outcome(
+            self._run, {"state": "failed", **why._asdict()}
+        ):
+            self.stop()
+
+    # --- the end ------------------------------------------------------------------------------------------
+
+    def _tear_down(self) -> None:
+        """End every machine and process of the run. Blocks for `grace_s` and a little more, and where a cloud
+        does not answer for `ending.PATIENCE_S`: machines that nobody ends go on costing money."""
+        self._try_to_end_machines()
+        ended = end_all(self._run.path, self._tuning.grace_s)
+        self._try_to_end_machines()  # one that the coordinator was launching when it was ended
+        if self._run.outcome.exists():
+            self._close_books()
+            give_up_reserve(self._run)
+            self._report()
+        for role in self._roles:
+            role.identity(self._run).unlink(missing_ok=True)
+        event(log, "teardown.finished", processes=len(ended))
+
+    def _try_to_end_machines(self) -> None:
+        try:
+            self._end_machines()
+        except (RLBoostError, OSError) as error:
+            event(log, "machines.end_failed", level=logging.ERROR, problem=str(error))
+
+    def _close_books(self) -> None:
+        """End in the ledger what its coordinator had no time to end."""
+        if not self._run.ledger.exists():
+            return
+        views = None
+        try:
+            views = provider_for(read_resolved(self._run.job_json), self._run).describe(self._run.name)
+        except (RLBoostError, OSError, ValueError) as error:
+            event(log, "machines.not_described", level=logging.ERROR, problem=str(error))
+        try:
+            close_books(self._run, views, "the run had ended")
+        except (RLBoostError, OSError, sqlite3.Error) as error:
+            event(log, "books.not_closed", level=logging.ERROR, problem=str(error))
+
+    def _report(self) -> None:
+        """Copy how the run ended to the job's output, and say where all of it is safe then: a bought head
+        does not wait to be fetched from any longer. What cannot be copied keeps no run from ending."""
+        try:
+            job = read_resolved(self._run.job_json)
+        except (OSError, ValueError) as error:
+            event(log, "report.no_job", level=logging.ERROR, problem=str(error))
+            return
+        if job.output is None:
+            return
+        from rlboost_runtime.trainer.artifacts.report import put_report
+
+        is_done = (read_json(self._run.outcome) or {}).get("state") == "done"  # its model has arrived then
+        if put_report(self._run, job.output) and is_done and not job.output.startswith(("/", "file:")):
+            with contextlib.suppress(OSError):
+                write_json(self._run.safe, {"output": job.output})
+
+
+async def _end_of(process: Watched | int) -> tuple[int | None, float]:
+    """Wait for the end of a process; return its status and the seconds that it lived."""
+    if not isinstance(process, Watched):
+        return process, 0.0
+    status = await process.wait()
+    return status, time.monotonic() - process.began
+
+
+def _why_hopeless(
+    role: Role, run: RunFolder, status: int | None, attempts: Attempts, log_offset: int
+) -> Explanation:
+    """Return why the run fails with `role`: in its own words, if it had any in its last life."""
+    path = role.log(run)
+    if status in (EX_TEMPFAIL, EX_IOERR):
+        free = shutil.disk_usage(run.path).free / 1e9
+        return Explanation(
+            f"the disk of {run.path} is full or fails: the {role.name} could not write for too long"
+            f" ({free:.2f} GB free now)",
+            f"make room there, then type rlboost launch {run.name} --resume: it goes on from its last"
+            " checkpoint",
+        )
+    if status == -signal.SIGKILL:
+        return Explanation(
+            f"the {role.name} was killed {attempts.kills} times in a row without progress (SIGKILL, most"
+            f" likely for want of memory); its log is {path}",
+            "free some memory, or lower algorithm.micro_batch_responses or rollout.engine_args.max_running,"
+            f" then type rlboost launch {run.name} --resume",
+        )
+    told = last_explanation(path, log_offset)
+    if told is not None:
+        return told
+    how = f"signal {-status}" if status is not None and status < 0 else f"exit status {status}"
+    times = (
+        "ended" if status == EX_CONFIG else f"ended {attempts.crashes} times in a row without progress, last"
+    )
+    said = last_line(path, log_offset)[:_MAX_LINE]
+    return Explanation(
+        f"the {role.name} {times} with {how}" + (f": {said}" if said else "") + f"; its log is {path}",
+        f"see the end of that log for the cause, then type rlboost launch {run.name} --resume",
+    )
+
+
+@contextlib.contextmanager
+def only_supervisor(run: RunFolder) -> Iterator[bool]:
+    """Hold the run's supervisor lock; yields whether this process got it. Freed with the process."""
+    run.processes.mkdir(mode=0o700, parents=True, exist_ok=True)
+    fd = os.open(run.processes / "supervisor.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        yield False
+    else:
+        yield True
+    finally:
+        os.close(fd)
+
+
+def end_machines(job: Job, run: RunFolder) -> None:
+    """End every machine that the run still has at its provider. Raises `ProviderError`, `RuntimeFault`."""
+    end_every(provider_for(job, run), run.name)
+
+
+async def serve(run: RunFolder) -> bool:
+    """Supervise the run until it ends, or until SIGTERM or SIGINT.
+
+    Returns False where it failed and there was no room on the disk to say so.
+    """
+    job = read_resolved(run.job_json)
+    supervisor = Supervisor(run, roles_of(job, run), lambda: end_machines(job, run))
+    for name in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(name, supervisor.stop)
+    await supervisor.serve()
+    return not supervisor.is_speechless
+
+
+def main() -> int:
+    """Supervise the run in the folder given as the only argument; return the exit status."""
+    setup("supervisor")
+    run = RunFolder(Path(sys.argv[1]).absolute())
+    try:
+        return _supervise(run)
+    except RLBoostError as error:
+        explain(log, error)
+        return EX_CONFIG if error.exit_code == 2 else 1
+    except OSError as problem:
+        if problem.errno not in DISK_ERRNOS:
+            raise
+        explain(log, RuntimeFault(f"the disk refuses: {problem}", f"make room for {run.path}"))
+        return EX_TEMPFAIL
+
+
+def _supervise(run: RunFolder) -> int:
+    with only_supervisor(run) as alone:
+        if not alone:
+            print(f"run {run.name} has a supervisor already", file=sys.stderr)
+            return 0
+        identity = run.processes / "supervisor.json"
+        write_identity(identity, os.getpid(), psutil.Process().create_time())
+        os.environ.update(kept(run))  # for the run's processes, which inherit it
+        try:
+            said = asyncio.run(serve(run))
+        finally:
+            identity.unlink(missing_ok=True)
+    return 0 if said else EX_TEMPFAIL
+
+
+_TIMEOUT_S = 5.0  # the coordinator is on this machine and only notes the wish
+
+
+def ask_to_stop(run: RunFolder, problem: str, remedy: str, exit_code: int = 1) -> bool:
+    """Ask the coordinator to end the run as failed; return whether it accepted. Blocks for seconds."""
+    try:
+        body = {"state": "failed", "problem": problem, "remedy": remedy, "exit_code": exit_code}
+        return _post_stop(run, body)
+    except (OSError, http.client.HTTPException, RLBoostError) as exc:
+        event(log, "coordinator.unreachable", level=logging.WARNING, problem=repr(exc))
+        return False
+
+
+def _post_stop(run: RunFolder, body: dict[str, object]) -> bool:
+    endpoint = read_json(run.endpoint)
+    if endpoint is None:
+        return False
+    url = urlsplit(endpoint["url"])
+    context = client_context(run.certificate.read_text())
+    connection = http.client.HTTPSConnection(
+        url.hostname or "127.0.0.1", url.port, timeout=_TIMEOUT_S, context=context
+    )
+    try:
+        headers = {"Authorization": f"Bearer {read_token(run)}", "Content-Type": "application/json"}
+        connection.request("POST", "/v1/stop", json.dumps(body), headers)
+        return 200 <= connection.getresponse().status < 300
+    finally:
+        connection.close()

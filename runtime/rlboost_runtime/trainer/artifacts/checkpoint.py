@@ -1,0 +1,173 @@
+"""Checkpoints: everything that is needed to go on after step k as if nothing had happened.
+
+`checkpoints/step-000012/` holds the model in HF format (float32, exactly), `optimizer.pt` (AdamW state and
+random number generators) and `state.json`. A folder of that name is complete and durable: it is built under
+another name, synced and renamed. Loading one on a CPU continues bit for bit, and on any number of ranks.
+The data cursor is the step itself (`data.py`); what the window has learned is the coordinator's and in its
+event log.
+
+Taking a checkpoint (`take`) copies; writing it (`write`) touches nothing that training changes, so that the
+two may overlap (`checkpoint_writer.py`).
+
+Checkpoints written beside training, in order.
+
+Guarantees: `on_durable` is called, on the writer's thread, only once the checkpoint would survive a power
+cut; failures and bounds are those of `background_work`: memory holds two copies at most.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+
+from rlboost_runtime.logs import event
+from rlboost_runtime.run.folder import read_json, sync_path, write_json
+from rlboost_runtime.trainer.artifacts import checkpoint
+from rlboost_runtime.trainer.learn.background import BackgroundWork, ModelSnapshot
+from rlboost_runtime.trainer.learn.policy import Policy
+
+_NAME = re.compile(r"step-([0-9]{6,})")
+_BUILDING = ".building-"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedState:
+    """The step that a checkpoint follows, with its report: what the coordinator and the metrics file are told
+    again where the trainer was killed before it could. `policy_version`: the version published after the
+    step. `ahead`: [step, policy version, updates in it] of the steps that had been asked for."""
+
+    step: int
+    policy_version: int
+    wait_s: float
+    busy_s: float
+    tokens_trained: int
+    reward_mean: float
+    line: dict[str, float]
+    ahead: list[list[int]] = field(default_factory=list)
+
+
+def step_folder(checkpoints: Path, step: int) -> Path:
+    """Return the folder of the checkpoint after `step`; it need not exist."""
+    return checkpoints / f"step-{step:06d}"
+
+
+def saved_steps(checkpoints: Path) -> list[int]:
+    """Return the steps after which there is a checkpoint, ascending."""
+    if not checkpoints.is_dir():
+        return []
+    matches = (_NAME.fullmatch(path.name) for path in checkpoints.iterdir())
+    return sorted(int(match[1]) for match in matches if match)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What is written: all of it copies, in main memory."""
+
+    model: ModelSnapshot
+    optimizer: dict[str, object]
+    state: TrainedState
+
+
+def take(policy: Policy, optimizer: torch.optim.Optimizer, state: TrainedState) -> Checkpoint:
+    """Copy everything as it is now; the policy is the one after `state.step`."""
+    return Checkpoint(policy.snapshot(), _resumable(optimizer), copy.deepcopy(state))
+
+
+def write(checkpoints: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
+    """Write a checkpoint, then delete all but the newest `keep`; return its folder."""
+
+    def fill(folder: Path) -> None:
+        checkpoint.model.write(folder)
+        torch.save(checkpoint.optimizer, folder / "optimizer.pt")
+        write_json(folder / "state.json", asdict(checkpoint.state))
+
+    final = step_folder(checkpoints, checkpoint.state.step)
+    replace_folder(final, fill)
+    for step in saved_steps(checkpoints)[:-keep]:
+        _remove(step_folder(checkpoints, step))
+    return final
+
+
+def read_state(folder: Path) -> TrainedState:
+    """Return what the checkpoint in `folder` says about its step."""
+    return TrainedState(**(read_json(folder / "state.json") or {}))
+
+
+def restore_optimizer(folder: Path, optimizer: torch.optim.Optimizer) -> None:
+    """Load optimizer state and random number generators."""
+    stored = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
+    optimizer.load_state_dict(stored["optimizer"])
+    torch.set_rng_state(stored["rng"])
+    if stored["cuda_rng"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(stored["cuda_rng"])
+
+
+def _resumable(optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    return {
+        "optimizer": copy.deepcopy(optimizer.state_dict()),
+        "rng": torch.get_rng_state(),
+        "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def replace_folder(final: Path, write: Callable[[Path], None]) -> None:
+    """Give `final` the content that `write` puts into an empty folder: whole, or not at all."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    for left in final.parent.glob(f"{_BUILDING}*"):
+        shutil.rmtree(left, ignore_errors=True)  # of a killed process: there is one trainer
+    building = Path(tempfile.mkdtemp(dir=final.parent, prefix=_BUILDING))
+    try:
+        write(building)
+        for path in sorted(building.rglob("*")):
+            sync_path(path)
+        sync_path(building)
+        if final.exists():
+            _remove(final)
+        os.rename(building, final)
+        sync_path(final.parent)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+def _remove(folder: Path) -> None:
+    """Delete so that a half-deleted folder never bears its name."""
+    doomed = Path(tempfile.mkdtemp(dir=folder.parent, prefix=_BUILDING))
+    os.rename(folder, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+log = logging.getLogger(__name__)
+
+
+class CheckpointWriter(BackgroundWork):
+    """Writes what it is given."""
+
+    def __init__(self, checkpoints: Path, *, keep: int, on_durable: Callable[[int], None]) -> None:
+        """`on_durable` gets the step that a checkpoint follows."""
+        super().__init__("checkpoint")
+        self.last_write_s = 0.0
+        """Seconds that the last finished write took; training went on meanwhile."""
+        self._checkpoints = checkpoints
+        self._keep = keep
+        self._on_durable = on_durable
+
+    def submit(self, taken: Checkpoint) -> None:
+        """Write a checkpoint; returns at once if nothing else is being written."""
+        self.start(lambda: self._write(taken))
+
+    def _write(self, taken: Checkpoint) -> None:
+        started = time.monotonic()
+        checkpoint.write(self._checkpoints, taken, keep=self._keep)
+        self.last_write_s = time.monotonic() - started
+        event(log, "checkpoint.written", step=taken.state.step, seconds=round(self.last_write_s, 3))
+        self._on_durable(taken.state.step)

@@ -1,0 +1,192 @@
+"""Publishes weight versions beside training: training stops for one cast-copy of the model, no longer.
+
+`Publisher.begin` casts the weights into memory of its own, kept from version to version; a thread then
+writes, digests, compares with the version before (`weights.lineage`) and renames, while training goes on.
+There is one copy, so the next publication waits for the last one. Weights that are frozen under adapters are
+copied and written once; later versions link to them.
+
+Guarantees: a version is announced, on that thread, only once it lies complete and durable in the store; what
+goes wrong there is raised as `background_work` says; the same weights give the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rlboost_runtime.logs import event
+from rlboost_runtime.trainer.learn.background import BackgroundWork
+from rlboost_runtime.weights.manifest import Manifest, Probe, Tied
+from rlboost_runtime.weights.store.store import WeightStore
+
+log = logging.getLogger(__name__)
+
+WEIGHTS = "model.safetensors"
+
+_SPELLED = {
+    torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+    torch.bool: "BOOL",
+}  # fmt: skip
+
+
+class WeightsCopy:
+    """The bytes of `model.safetensors`: weights cast to what engines compute in, in memory that is reused."""
+
+    def __init__(self, dtype: str) -> None:
+        self._dtype: torch.dtype = getattr(torch, dtype)
+        self._header = b""
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._places: dict[str, Tensor] = {}
+
+    def take(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy all weights, one at a time: the first ones may be gone when the last one comes."""
+        if not self._places:
+            self._take_first(weights)
+            return
+        left = set(self._places)
+        for name, tensor in weights:
+            self._places[name].copy_(tensor)
+            left.discard(name)
+        assert not left, f"weights missing: {sorted(left)[:3]}"
+
+    def write(self, path: Path) -> None:
+        """Write the file."""
+        with path.open("wb") as file:
+            file.write(self._header)
+            file.write(self._bytes.numpy().data)
+
+    def _take_first(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Lay out the file by what comes; later calls bring the same names and shapes."""
+        found = {name: tensor.to("cpu", self._kind(tensor), copy=True) for name, tensor in weights}
+        entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        order = sorted(found, key=lambda name: (-found[name].element_size(), name))  # keeps all aligned
+        for name in order:
+            start, end = end, end + found[name].nbytes
+            entries[name] = {
+                "dtype": _SPELLED[found[name].dtype],
+                "shape": list(found[name].shape),
+                "data_offsets": [start, end],
+            }
+        header = json.dumps(entries, separators=(",", ":")).encode()
+        header += b" " * (-len(header) % 8)
+        self._header = len(header).to_bytes(8, "little") + header
+        self._bytes = torch.empty(end, dtype=torch.uint8)
+        end = 0
+        for name in order:
+            tensor = found.pop(name)
+            start, end = end, end + tensor.nbytes
+            self._places[name] = self._bytes[start:end].view(tensor.dtype).view(tensor.shape)
+            self._places[name].copy_(tensor)
+
+    def _kind(self, tensor: Tensor) -> torch.dtype:
+        return self._dtype if tensor.is_floating_point() else tensor.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """A version that lies in the store. `stop_s`: training stood still; `publish_s`: from then on."""
+
+    manifest: Manifest
+    stop_s: float
+    publish_s: float
+
+    @property
+    def delta_bytes(self) -> int:
+        """Size of the delta from the version before; 0: there is none."""
+        return self.manifest.deltas[0].file.size if self.manifest.deltas else 0
+
+
+class Publisher(BackgroundWork):
+    """Publishes what it is given."""
+
+    def __init__(self, store: WeightStore, dtype: str, on_published: Callable[[Publication], None]) -> None:
+        """`dtype`: what engines compute in; `on_published` is called on the publisher's thread."""
+        super().__init__("publish")
+        self._store = store
+        self._copy = WeightsCopy(dtype)
+        self._on_published = on_published
+        self._frozen_in: Path | None = None
+        """The newest version whose weights are the frozen ones."""
+
+    def begin(
+        self,
+        version: int,
+        weights: Iterable[tuple[str, Tensor]],
+        configs: Mapping[str, bytes],
+        probe: Probe,
+        tied: Sequence[Tied],
+        *,
+        are_frozen: bool = False,
+    ) -> float:
+        """Copy the weights and publish the copy; return the seconds that the copy took.
+
+        `configs`: the version's other files; `are_frozen`: the weights are those of the last publication, and
+        what differs is among these files.
+        """
+        self.ready()
+        started = time.monotonic()
+        if not are_frozen:
+            self._frozen_in = None
+        if self._frozen_in is None:
+            self._copy.take(weights)
+        stop_s = time.monotonic() - started
+        files = dict(configs)
+        self.start(lambda: self._publish(version, files, probe, tied, stop_s, are_frozen))
+        return stop_s
+
+    def write(
+        self, folder: Path, weights: Iterable[tuple[str, Tensor]], configs: Mapping[str, bytes]
+    ) -> None:
+        """Write the files that a publication of these weights would have."""
+        self.ready()
+        self._copy.take(weights)
+        self._write(folder, configs)
+
+    def _publish(
+        self,
+        version: int,
+        configs: dict[str, bytes],
+        probe: Probe,
+        tied: Sequence[Tied],
+        stop_s: float,
+        are_frozen: bool,
+    ) -> None:
+        started = time.monotonic()
+        manifest = self._store.publish(version, lambda folder: self._write(folder, configs), probe, tied)
+        self._frozen_in = self._store.path(version) if are_frozen else None
+        done = Publication(manifest, stop_s, time.monotonic() - started)
+        event(
+            log,
+            "weights.published",
+            version=manifest.version,
+            num_bytes=manifest.num_bytes,
+            delta_bytes=done.delta_bytes,
+            stop_s=round(stop_s, 4),
+            publish_s=round(done.publish_s, 4),
+        )
+        self._on_published(done)
+
+    def _write(self, folder: Path, configs: Mapping[str, bytes]) -> None:
+        if self._frozen_in is None or not _link(self._frozen_in / WEIGHTS, folder / WEIGHTS):
+            self._copy.write(folder / WEIGHTS)
+        for name, data in configs.items():
+            (folder / name).write_bytes(data)
+
+
+def _link(source: Path, target: Path) -> bool:
+    """Whether `target` is now a link to `source`, which may be gone, or on a file system without links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,292 @@
+"""The optimizer's side of a step: micro-batches in, one division and one AdamW step per mini-batch.
+
+Gradients of a mini-batch are accumulated un-normalised and divided once, so neither the split into
+micro-batches nor their order changes the result beyond rounding, nor the number of ranks; the same
+micro-batches in the same order give the same bits on a CPU.
+
+What is given to `accumulate` is packed without padding into forward passes of at most `micro_batch_tokens`
+tokens, and these are dealt out to the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from rlboost_runtime.job import IMPORTANCE_CAPS, Algorithm, Trainer
+from rlboost_runtime.trainer.learn.losses import (
+    LossConfig,
+    MismatchSums,
+    Totals,
+    divisor,
+    mismatch,
+    policy_loss,
+)
+from rlboost_runtime.trainer.learn.packing import micro_batches
+from rlboost_runtime.trainer.learn.policy import Forward, Policy
+from rlboost_runtime.trainer.learn.ranks import (
+    ALONE,
+    Accumulate,
+    Adam,
+    Apply,
+    BeginStep,
+    Ranks,
+    Recompute,
+    whole,
+)
+from rlboost_runtime.trainer.learn.sample import NOTHING, Sample
+
+BETAS = (0.9, 0.95)
+
+
+@dataclass(slots=True)
+class PartSums:
+    """What a mini-batch's micro-batches add up to on one rank, beside the `Totals`."""
+
+    loss: float = 0.0
+    clipped: int = 0
+    corrected: int = 0
+    entropy: float = 0.0
+    mismatch: MismatchSums = field(default_factory=MismatchSums)
+
+
+@dataclass(slots=True)
+class StepSums:
+    """What a step's updates add up to, over all ranks; see `metrics`."""
+
+    loss: float = 0.0
+    tokens: int = 0
+    clipped: int = 0
+    corrected: int = 0
+    entropy: float = 0.0
+    grad_norms: list[float] = field(default_factory=list)
+    empty_minibatches: int = 0
+    not_finite_minibatches: int = 0
+    mismatch: MismatchSums = field(default_factory=MismatchSums)
+
+    def add(self, totals: Totals, part: PartSums) -> None:
+        """Add a mini-batch."""
+        self.tokens += int(totals.tokens)
+        self.clipped += part.clipped
+        self.corrected += part.corrected
+        self.entropy += part.entropy
+        self.mismatch += part.mismatch
+
+    def metrics(self) -> dict[str, float]:
+        """Return means per token (entropy in nats) and the mean gradient norm before clipping."""
+        n = max(self.tokens, 1)
+        return {
+            "loss": self.loss / max(len(self.grad_norms), 1),
+            "tokens_trained": float(self.tokens),
+            "clip_share": self.clipped / n,
+            "importance_clip_share": self.corrected / n,
+            "entropy": self.entropy / n,
+            "grad_norm": sum(self.grad_norms) / max(len(self.grad_norms), 1),
+            "minibatches_empty": float(self.empty_minibatches),
+            "minibatches_not_finite": float(self.not_finite_minibatches),
+            **self.mismatch.metrics(),
+        }
+
+
+class Learner:
+    """Trains a policy: `begin_step`, then `accumulate` and `apply` per mini-batch."""
+
+    def __init__(
+        self, policy: Policy, algorithm: Algorithm, trainer: Trainer | None = None, ranks: Ranks = ALONE
+    ) -> None:
+        trainer = Trainer() if trainer is None else trainer
+        self.policy = policy
+        self.optimizer = Adam(
+            [parameter for parameter in policy.model.parameters() if parameter.requires_grad],
+            lr=algorithm.learning_rate, betas=BETAS, ranks=ranks, offload=trainer.optimizer_offload,
+        )  # fmt: skip
+        self.sums = StepSums()
+        self._algorithm = algorithm
+        self._budget = trainer.micro_batch_tokens
+        self._ranks = ranks
+        self._config = loss_config(algorithm)
+        self._totals = Totals()
+        self._part = PartSums()
+        self._updated = False
+
+    @property
+    def divisor(self) -> float:
+        """What the gradient accumulated so far on this rank would be divided by, were it alone."""
+        return divisor(self._totals, self._config)
+
+    def learning_rate(self, step: int) -> float:
+        """Return the learning rate of `step`: a linear ramp, then constant."""
+        ramp = self._algorithm.learning_rate_warmup_steps
+        return self._algorithm.learning_rate * (min(1.0, (step + 1) / ramp) if ramp else 1.0)
+
+    def begin_step(self, step: int) -> None:
+        """Forget sums and gradients; the weights are the step's policy until the first `apply`."""
+        self._ranks.tell(BeginStep(step))
+        self.sums = StepSums()
+        self._forget()
+        self._updated = False
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate(step)
+
+    def accumulate(self, samples: Sequence[Sample]) -> None:
+        """Add the un-normalised gradient of the samples."""
+        self._ranks.tell(Accumulate(list(samples)))
+        for _, batch in self._my_batches(samples):
+            self._accumulate(batch)
+
+    @torch.no_grad()
+    def recompute(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Return the samples with the old logprobs of the weights as they are: before the first `apply`."""
+        assert not self._updated, "old logprobs are those of the step's policy"
+        self._ranks.tell(Recompute(list(samples)))
+        found: list[float] = []
+        order: list[int] = []
+        for numbers, batch in self._my_batches(samples):
+            result = self._forward(batch)
+            for number, sample, logprobs in zip(numbers, batch, result.logprobs.tolist(), strict=False):
+                order.append(number)
+                found += logprobs[: len(sample.token_ids)]
+        return _with_old(samples, self._ranks.gather_floats(order), self._ranks.gather_floats(found))
+
+    def _my_batches(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], list[Sample]]]:
+        """Yield this rank's share, a forward pass at a time, with the samples' numbers; as many on all
+        ranks."""
+        usable = [i for i, sample in enumerate(samples) if sample.usable and sample.token_ids]
+        sizes = [len(samples[i].prompt_ids) + len(samples[i].token_ids) - 1 for i in usable]
+        batches = micro_batches(usable, sizes, self._budget, self._ranks.num)
+        for start in range(0, len(batches), self._ranks.num):
+            mine = start + self._ranks.rank
+            numbers = batches[mine] if mine < len(batches) else []
+            yield numbers, [samples[i] for i in numbers] or [NOTHING]
+
+    def _forward(self, samples: Sequence[Sample]) -> Forward:
+        result = self.policy.forward(
+            [sample.prompt_ids for sample in samples],
+            [sample.token_ids for sample in samples],
+            self._algorithm.temperature,
+        )
+        if samples[0].usable:
+            return result
+        return replace(result, mask=torch.zeros_like(result.mask))
+
+    def _accumulate(self, samples: Sequence[Sample]) -> None:
+        result = self._forward(samples)
+        mu = _table([sample.logprobs for sample in samples], result)
+        old, bypass = self._old(samples, mu, result)
+        advantages = torch.tensor([sample.advantage for sample in samples], device=mu.device)
+        sums = policy_loss(result.logprobs, old, mu, advantages, result.mask, self._config, bypass=bypass)
+        sums.loss.backward()  # type: ignore[no-untyped-call]
+        self._totals += sums.totals
+        self._part.loss += float(sums.loss.detach())
+        self._part.clipped += sums.clipped
+        self._part.corrected += sums.corrected
+        self._part.entropy += float((result.entropy * result.mask).sum())
+        if not bypass:
+            self._part.mismatch += mismatch(old, mu, result.mask)
+
+    def _old(self, samples: Sequence[Sample], mu: Tensor, result: Forward) -> tuple[Tensor, bool]:
+        """Return the old logprobs and whether they are the engine's; see losses.py: which policy is "old"."""
+        recomputed = [sample.old_logprobs for sample in samples if sample.old_logprobs is not None]
+        if len(recomputed) == len(samples):
+            return _table(recomputed, result), False
+        return (mu, True) if self._updated else (result.logprobs.detach(), False)
+
+    def apply(self) -> None:
+        """Divide the gradients once, clip them and step the optimizer.
+
+        A mini-batch without a usable token, or with a gradient that is not finite, is counted and skipped.
+        """
+        self._ranks.tell(Apply())
+        totals, part = self._summed()
+        self.sums.add(totals, part)
+        divide_by = divisor(totals, self._config)
+        if divide_by == 0:
+            self.sums.empty_minibatches += 1
+            self._forget()
+            return
+        parameters = [p for p in self.policy.model.parameters() if p.grad is not None]
+        for parameter in parameters:
+            assert parameter.grad is not None
+            parameter.grad.div_(divide_by / self._ranks.num)  # sharding has averaged over the ranks
+        norm = whole(torch.nn.utils.clip_grad_norm_(parameters, self._algorithm.grad_clip))
+        if bool(torch.isfinite(norm)):
+            self.optimizer.update()
+            self.sums.grad_norms.append(float(norm))
+            self.sums.loss += part.loss / divide_by
+            self._updated = True
+        else:  # one such update would make every weight nan
+            self.sums.not_finite_minibatches += 1
+        self._forget()
+
+    def _summed(self) -> tuple[Totals, PartSums]:
+        """Return the mini-batch's sums over all ranks."""
+        totals, part, far = self._totals, self._part, self._part.mismatch
+        values = self._ranks.sum(
+            [totals.tokens, totals.responses, totals.advantage_squares, part.loss, part.clipped,
+             part.corrected, part.entropy, far.tokens, far.k3, far.absolute, far.weight, far.weight_squared]
+        )  # fmt: skip
+        (largest,) = self._ranks.largest([far.largest])
+        tokens, k3, absolute, weight, squares = values[7:]
+        mismatches = MismatchSums(int(tokens), k3, absolute, largest, weight, squares)
+        return Totals(*values[:3]), PartSums(values[3], int(values[4]), int(values[5]), values[6], mismatches)
+
+    def _forget(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        self._totals, self._part = Totals(), PartSums()
+
+
+CLIP_LOW = {"gspo": 3e-4, "cispo": 1.0}
+CLIP_HIGH = {"dapo": 0.28, "gspo": 4e-4, "cispo": 4.0}
+CLIP = 0.2
+"""What `clip_low: null` and `clip_high: null` stand for: those of the papers, cispo's from TRL and SkyRL (a
+ratio of at most 5, no lower bound)."""
+
+
+def loss_config(algorithm: Algorithm) -> LossConfig:
+    """Return the loss that the job asks for, its defaults filled in."""
+    loss, low, high, cap = algorithm.loss, algorithm.clip_low, algorithm.clip_high, algorithm.importance_cap
+    importance = algorithm.importance_sampling
+    if importance != "none" and cap is None:
+        cap = IMPORTANCE_CAPS[importance]
+    return LossConfig(
+        kind=loss,
+        clip_low=CLIP_LOW.get(loss, CLIP) if low is None else low,
+        clip_high=CLIP_HIGH.get(loss, CLIP) if high is None else high,
+        dual_clip=algorithm.dual_clip,
+        importance_cap=None if importance == "none" else cap,
+        importance="token" if importance == "none" else importance,
+        importance_floor=algorithm.importance_floor,
+        max_response_tokens=algorithm.max_response_tokens,
+    )
+
+
+def recomputes_old(algorithm: Algorithm) -> bool:
+    """Whether later mini-batches need the trainer's own old logprobs: never with one mini-batch per step."""
+    wanted = algorithm.old_logprobs
+    return algorithm.minibatches_per_step > 1 and (
+        wanted == "recompute" or (wanted == "auto" and algorithm.loss == "gspo")
+    )
+
+
+def _table(values: Sequence[Sequence[float]], like: Forward) -> Tensor:
+    """Return values_BT of a value per token, 0 elsewhere."""
+    width = like.logprobs.shape[1]
+    rows = [[*row, *[0.0] * (width - len(row))] for row in values]
+    return torch.tensor(rows, dtype=like.logprobs.dtype, device=like.logprobs.device)
+
+
+def _with_old(
+    samples: Sequence[Sample], orders: Sequence[Sequence[float]], values: Sequence[Sequence[float]]
+) -> list[Sample]:
+    """Return the samples with old logprobs put in: per rank, numbers of samples and their values in a row."""
+    found = list(samples)
+    for order, flat in zip(orders, values, strict=True):
+        start = 0
+        for number in map(int, order):
+            end = start + len(found[number].token_ids)
+            found[number] = replace(found[number], old_logprobs=list(flat[start:end]))
+            start = end
+    return found

@@ -1,0 +1,316 @@
+"""The policy: a Hugging Face causal LM in float32 with its tokenizer, and what the loop asks of it.
+
+It computes the logprobs that the losses need, writes the files of a weight version, and makes the probe by
+which an engine proves that it serves exactly these weights. Weights are float32 whatever the arithmetic runs
+in (`trainer.dtype`); they may be divided over several ranks, frozen but for adapters (LoRA), or both: what is
+written is always whole and merged.
+
+Shape suffixes: B responses, T tokens of the longest one.
+"""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from rlboost_runtime.errors import ConfigError
+from rlboost_runtime.job import Algorithm, Lora, Trainer
+from rlboost_runtime.trainer.learn import lora as adapters
+from rlboost_runtime.trainer.learn.background import ModelSnapshot, small_files
+from rlboost_runtime.trainer.learn.logprobs import Scorer
+from rlboost_runtime.trainer.learn.packing import pack
+from rlboost_runtime.trainer.learn.ranks import (
+    ALONE,
+    Adam,
+    Free,
+    GatherModel,
+    Ranks,
+    Take,
+    shard,
+    spread,
+    whole,
+)
+from rlboost_runtime.trainer.learn.ranks import Probe as ProbeCommand
+from rlboost_runtime.trainer.learn.version_files import (
+    PROBE_TOKENS,
+    PROBE_TOLERANCE,
+    find_tied,
+    stop_token_ids,
+)
+from rlboost_runtime.weights.manifest import Probe, Tied
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Results at every generated token of a micro-batch; all [B, T], column t for token t of the response."""
+
+    logprobs: Tensor
+    """Natural logs under the tempered distribution, with gradient."""
+    entropy: Tensor
+    """Nats, without gradient."""
+    mask: Tensor
+    """1.0 where there is a token, else 0.0."""
+
+
+class Policy:
+    """The model that is trained. Not thread-safe."""
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str | Path | None = None
+    ) -> None:
+        """`folder`: where the model is from, or its hub name; a checkpoint's may hold adapters."""
+        self.source = folder
+        self.model = model
+        self.tokenizer = tokenizer
+        self.accelerator = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        """Where it computes while the GPU is ours. It begins in main memory: engines may have the GPU."""
+        torch.nn.Module.to(model, torch.float32)
+        torch.nn.Module.eval(model)  # no dropout: engine and trainer must compute the same function
+        self.stop_token_ids = stop_token_ids(model, tokenizer)
+        self.scorer = Scorer(model)
+        self._tied = find_tied(model)
+        self._lora: Lora | None = None
+        self._adapter_folder = _adapter_folder(folder)
+        self._small_files: dict[str, bytes] = {}
+        self._ranks = ALONE
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lies now."""
+        return next(self.model.parameters()).device
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Policy:
+        """Load from a folder in HF format (or a hub name). Raises `ConfigError`."""
+        try:
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+        except (OSError, ValueError) as exc:
+            raise ConfigError(
+                f"model: {folder} cannot be loaded: {str(exc).splitlines()[0]}",
+                "give a folder with config.json, model.safetensors and a tokenizer, or {init: tiny}",
+            ) from exc
+        return cls(model, tokenizer, folder)
+
+    @classmethod
+    def bare(cls, files: Mapping[str, bytes]) -> Policy:
+        """Return one of the shape that `small_files` tell, with weights that mean nothing yet."""
+        with tempfile.TemporaryDirectory() as name:
+            for file, content in files.items():
+                (Path(name) / file).write_bytes(content)
+            config = AutoConfig.from_pretrained(name)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+            return cls(model, AutoTokenizer.from_pretrained(name))
+
+    def small_files(self) -> dict[str, bytes]:
+        """Return the files beside the weights, by name."""
+        if not self._small_files:
+            self._small_files = small_files(self.model, self.tokenizer)
+        return self._small_files
+
+    def set_up(self, trainer: Trainer, algorithm: Algorithm, ranks: Ranks = ALONE) -> None:
+        """Make it as the job wants it trained: adapters, precision, memory, ranks. Once, before an optimizer
+        is made. Raises `ConfigError`."""
+        self._ranks = ranks
+        if algorithm.lora is not None:
+            self._attach(algorithm.lora, algorithm.seed)
+        elif self._adapter_folder is not None:
+            raise ConfigError(
+                f"algorithm.lora: {self._adapter_folder} has adapters, but the job asks for none",
+                "go on with the `lora` that the run began with",
+            )
+        if trainer.dtype == "bfloat16":
+            self.scorer.compute_dtype = torch.bfloat16
+            self.scorer.autocast = ranks.num == 1
+        if trainer.nodes > 1:
+            spread(self.model, ranks)
+        if trainer.activation_checkpointing:
+            _checkpoint_activations(self.model)
+        if ranks.num > 1:
+            shard(self.scorer, ranks, self.accelerator)
+
+    def _attach(self, lora: Lora, seed: int) -> None:
+        adapters.attach(self.model, lora, seed)
+        torch.nn.Module.to(self.model, self.device)
+        torch.nn.Module.eval(self.model)
+        self._lora = lora
+        if self._adapter_folder is not None:
+            adapters.load(self.model, self._adapter_folder)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a prompt."""
+        return list(self.tokenizer.encode(text))
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Return a response's text, as rewards see it: without end-of-text."""
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    def full_state(self, *, copy: bool = False) -> dict[str, Tensor]:
+        """Return all weights by name, whole and on the CPU, tied ones once; on ranks other than 0 nothing.
+
+        They may be the model's own memory, unless a `copy` is asked for."""
+        self._ranks.tell(GatherModel())
+        tied = {entry.name for entry in self._tied}
+        found: dict[str, Tensor] = {}
+        for name, tensor in self.model.state_dict().items():
+            if name not in tied:
+                gathered = whole(tensor.detach())
+                if self._ranks.leads:
+                    found[name] = gathered.to("cpu", copy=copy)
+        return found
+
+    def snapshot(self) -> ModelSnapshot:
+        """Return a copy of what `load` and `set_up` need to go on: model (float32, exactly), tokenizer, and
+        the adapters beside the frozen model. On ranks other than 0 it is empty."""
+        return ModelSnapshot(self.full_state(copy=True), self.small_files())
+
+    def save(self, folder: Path) -> None:
+        """Write what `load` and `set_up` need to go on."""
+        self.snapshot().write(folder)
+
+    def export(self, folder: Path) -> None:
+        """Write the trained model for others: HF format, float32, adapters merged."""
+        self.model.save_pretrained(folder, state_dict=self._merged_state())
+        self.tokenizer.save_pretrained(folder)
+
+    def _merged_state(self) -> dict[str, Tensor]:
+        state = self.full_state()
+        return state if self._lora is None else adapters.merged(state, self._lora)
+
+    def forward(
+        self, prompts: Sequence[list[int]], responses: Sequence[list[int]], temperature: float
+    ) -> Forward:
+        """Return logprobs of the responses, each after its prompt (at least one token). `temperature` 0 reads
+        as 1."""
+        batch = pack(prompts, responses).to(self.device)
+        logprobs_N, entropies_N = self.scorer(batch, temperature or 1.0)
+        return Forward(
+            batch.table(logprobs_N), batch.table(entropies_N), batch.table(torch.ones_like(entropies_N))
+        )
+
+    @torch.no_grad()
+    def probe(self, token_ids: list[int], dtype: str) -> Probe:
+        """Return the greedy continuation of `token_ids` with logprobs at temperature 1, up to end-of-text."""
+        self._ranks.tell(ProbeCommand(token_ids, dtype))
+        sequence = list(token_ids)
+        logprobs: list[float] = []
+        while len(logprobs) < PROBE_TOKENS:
+            batch = pack([sequence], [[0]]).to(self.device)
+            log_1V, _ = self.scorer(batch, 1.0, whole=True)
+            best = int(log_1V[0].argmax())
+            sequence.append(best)
+            logprobs.append(float(log_1V[0, best]))
+            if best in self.stop_token_ids:
+                break
+        new = tuple(sequence[len(token_ids) :])
+        return Probe(tuple(token_ids), new, tuple(logprobs), PROBE_TOLERANCE[dtype])
+
+    def weights(self, *, frozen: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights that engines compute with, by name, whole, tied ones once, one after the other:
+        each may lie in the model's own memory, or be gathered for the moment. On ranks other than 0 nothing.
+
+        `frozen`: those under the adapters, without them.
+        """
+        if self._lora is not None:
+            state = adapters.frozen(self.full_state()) if frozen else self._merged_state()
+            yield from state.items()
+            return
+        self._ranks.tell(GatherModel())
+        tied = {entry.name for entry in self._tied}
+        for name, tensor in self.model.state_dict().items():
+            if name not in tied:
+                gathered = whole(tensor.detach())
+                if self._ranks.leads:
+                    yield name, gathered
+
+    def adapter_files(self, dtype: str) -> dict[str, bytes]:
+        """Return the adapters as files of a version; on ranks other than 0 nothing that counts."""
+        assert self._lora is not None
+        self._ranks.tell(GatherModel())
+        found: dict[str, Tensor] = {}
+        tied = {entry.name for entry in self._tied}
+        for name, tensor in self.model.state_dict().items():
+            if name not in tied:
+                gathered = whole(tensor.detach())  # of all: every rank walks the same list
+                if self._ranks.leads and ".lora_" in name:
+                    found[name] = gathered
+        return adapters.version_files(found, self._lora, dtype)
+
+    def tied(self) -> list[Tied]:
+        """Return the parameters that share another one's memory and are not written."""
+        return list(self._tied)
+
+
+class Residency:
+    """Whether model and optimizer lie on the accelerator; moved away while somebody else has the lease.
+
+    On a CPU there is nothing to move and nothing is cached between micro-batches.
+    """
+
+    def __init__(self, policy: Policy, optimizer: Adam, ranks: Ranks = ALONE) -> None:
+        self._policy = policy
+        self._optimizer = optimizer
+        self._ranks = ranks
+        self._resident = policy.device.type == policy.accelerator.type
+        self.awake_s = self.asleep_s = 0.0
+        """Seconds that coming back and leaving have taken since this process began: the trainer's parts of
+        hand-overs."""
+
+    def free(self) -> None:
+        """Leave the accelerator; idempotent. Accumulated gradients move along and are kept."""
+        self._ranks.tell(Free())
+        if self._resident and self._policy.accelerator.type != "cpu":
+            started = time.monotonic()
+            self._move(torch.device("cpu"))
+            gc.collect()
+            torch.cuda.empty_cache()
+            self.asleep_s += time.monotonic() - started
+        self._resident = False
+
+    def take(self) -> None:
+        """Come back; idempotent."""
+        self._ranks.tell(Take())
+        if not self._resident and self._policy.accelerator.type != "cpu":
+            started = time.monotonic()
+            self._move(self._policy.accelerator)
+            self.awake_s += time.monotonic() - started
+        self._resident = True
+
+    def _move(self, device: torch.device) -> None:
+        torch.nn.Module.to(self._policy.model, device)
+        if not self._optimizer.offload:  # else its state is never here but for a step
+            self._optimizer.move(device)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+
+def _adapter_folder(folder: str | Path | None) -> Path | None:
+    return Path(folder) if folder is not None and (Path(folder) / adapters.FILE).is_file() else None
+
+
+def _checkpoint_activations(model: PreTrainedModel) -> None:
+    """Keep a layer's input only and compute the rest anew in the backward pass.
+
+    `transformers` does so only for a model in training mode, so dropout is taken out of it by hand.
+    """
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            setattr(module, "attention_dropout", 0.0)  # noqa: B010 - no attribute that nn.Module knows
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    torch.nn.Module.train(model)

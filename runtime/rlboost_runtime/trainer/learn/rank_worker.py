@@ -1,0 +1,78 @@
+"""What the ranks other than 0 do: enter the methods that rank 0 enters, until it says that this is the
+end."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+import torch
+
+from rlboost_runtime.job import Job
+from rlboost_runtime.trainer.learn.learner import Learner
+from rlboost_runtime.trainer.learn.policy import Policy, Residency
+from rlboost_runtime.trainer.learn.ranks import (
+    Accumulate,
+    Apply,
+    BeginStep,
+    End,
+    Free,
+    GatherModel,
+    GatherOptimizer,
+    Load,
+    Probe,
+    RankCommand,
+    Ranks,
+    Recompute,
+    ScatterOptimizer,
+    Take,
+)
+
+
+def be_led(ranks: Ranks) -> None:
+    """Take part in a run from the model's load on; return when rank 0 is done."""
+    match ranks.hear():
+        case Load(source=source, job=text, files=files):
+            job = Job.model_validate_json(text)
+            torch.set_num_threads(job.trainer.threads)
+            policy = Policy.bare(files) if files else Policy.load(source)
+            policy.set_up(job.trainer, job.algorithm, ranks)
+            learner = Learner(policy, job.algorithm, job.trainer, ranks)
+            follow(ranks, policy, learner, Residency(policy, learner.optimizer))
+        case End():
+            return
+        case command:
+            raise AssertionError(f"{command} before the model was loaded")
+
+
+def follow(ranks: Ranks, policy: Policy, learner: Learner, residency: Residency) -> None:
+    """Do as rank 0 does with a policy that is set up; return when it is done."""
+    while not isinstance(command := ranks.hear(), End):
+        _do(command, policy, learner, residency)
+
+
+def _do(command: RankCommand, policy: Policy, learner: Learner, residency: Residency) -> None:
+    match command:
+        case BeginStep(step=step):
+            learner.begin_step(step)
+        case Accumulate(samples=samples):
+            learner.accumulate(samples)
+        case Recompute(samples=samples):
+            learner.recompute(samples)
+        case Apply():
+            learner.apply()
+        case GatherModel():
+            policy.full_state()
+        case GatherOptimizer():
+            learner.optimizer.state_dict()
+        case ScatterOptimizer(steps=steps):
+            learner.optimizer.receive_state(steps)
+        case Probe(token_ids=token_ids, dtype=dtype):
+            policy.probe(token_ids, dtype)
+        case Free():
+            residency.free()
+        case Take():
+            residency.take()
+        case Load() | End():
+            raise AssertionError(f"{command} is not for here")
+        case _:
+            assert_never(command)

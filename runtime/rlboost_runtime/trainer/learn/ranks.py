@@ -1,0 +1,333 @@
+"""The processes over which one policy is sharded: rank 0 leads, the others do as they are told.
+
+Rank 0 runs the trainer's loop and is the only one that talks with the coordinator. Every method that all
+ranks have to enter together (a forward pass of a sharded model is one) begins with `Ranks.tell`: on rank 0 it
+sends the method and its arguments to the others, on them it does nothing; alone it does nothing either. The
+others wait in `hear` and call the same method of their own (`following.py`). So the order of collectives is
+rank 0's, everywhere.
+
+Commands travel as msgpack over gloo; a rank that ends takes the whole group with it (torchrun sees to that).
+
+The policy's weights over several ranks (FSDP2), and an AdamW whose state is read and set whole.
+
+Each block of the model is gathered when it computes and given back afterwards; gradients are averaged over
+the ranks (the learner multiplies that away, because losses are sums). With bfloat16 the shards, the
+gradients' sums and the optimizer stay float32.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from rlboost_runtime.trainer.learn.logprobs import Scorer
+from rlboost_runtime.trainer.learn.sample import Sample
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
+"""Longest wait within a step's arithmetic: the slowest rank's micro-batch, and the load of a model. A machine
+that vanishes without a word is noticed by then; a process that dies at once, by its closed connections."""
+
+COMMAND_TIMEOUT = datetime.timedelta(days=2)
+"""Longest wait for the next command: the others idle while a step is rolled out."""
+
+
+class Load(msgspec.Struct, tag="load", frozen=True):
+    """`Policy.load` and `Policy.set_up`: the first command, unless there is nothing to do at all.
+
+    `job`: the resolved job as JSON. `files`: with several nodes, the model's small files; its weights follow
+    from rank 0, since `source` is there only.
+    """
+
+    source: str
+    job: str
+    files: dict[str, bytes] = {}
+
+
+class BeginStep(msgspec.Struct, tag="begin_step", frozen=True):
+    """`Learner.begin_step`."""
+
+    step: int
+
+
+class Accumulate(msgspec.Struct, tag="accumulate", frozen=True):
+    """`Learner.accumulate`."""
+
+    samples: list[Sample]
+
+
+class Recompute(msgspec.Struct, tag="recompute", frozen=True):
+    """`Learner.recompute`."""
+
+    samples: list[Sample]
+
+
+class Apply(msgspec.Struct, tag="apply", frozen=True):
+    """`Learner.apply`."""
+
+
+class GatherModel(msgspec.Struct, tag="gather_model", frozen=True):
+    """`Policy.full_state`."""
+
+
+class GatherOptimizer(msgspec.Struct, tag="gather_optimizer", frozen=True):
+    """`Adam.state_dict`."""
+
+
+class ScatterOptimizer(msgspec.Struct, tag="scatter_optimizer", frozen=True):
+    """`Adam.load_state_dict`; `steps` of each parameter, None where it has no state."""
+
+    steps: list[float | None]
+
+
+class Probe(msgspec.Struct, tag="probe", frozen=True):
+    """`Policy.probe`."""
+
+    token_ids: list[int]
+    dtype: str
+
+
+class Free(msgspec.Struct, tag="free", frozen=True):
+    """`Residency.free`."""
+
+
+class Take(msgspec.Struct, tag="take", frozen=True):
+    """`Residency.take`."""
+
+
+class End(msgspec.Struct, tag="end", frozen=True):
+    """There is nothing more to do."""
+
+
+RankCommand = (
+    Load | BeginStep | Accumulate | Recompute | Apply | GatherModel | GatherOptimizer | ScatterOptimizer
+    | Probe | Free | Take | End
+)  # fmt: skip
+
+_decoder: msgspec.msgpack.Decoder[RankCommand] = msgspec.msgpack.Decoder(RankCommand)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process's place among those that hold the policy together."""
+
+    rank: int = 0
+    num: int = 1
+    control: ProcessGroup | None = None
+    """Gloo, with a long deadline: for commands alone, that a lost machine is not waited for in a step's
+    sums. None when alone."""
+
+    @classmethod
+    def join(cls) -> Ranks:
+        """Join the group that torchrun's environment describes; alone where there is none."""
+        num = int(os.environ.get("WORLD_SIZE", "1"))
+        if num == 1:
+            return ALONE
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+        control = dist.new_group(backend="gloo", timeout=COMMAND_TIMEOUT)
+        return cls(dist.get_rank(), num, control)
+
+    def leave(self) -> None:
+        """Leave the group."""
+        if self.control is not None:
+            dist.destroy_process_group()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the process that decides."""
+        return self.rank == 0
+
+    def tell(self, command: RankCommand) -> None:
+        """Have the other ranks enter the method that the caller is in."""
+        if self.control is not None and self.leads:
+            self._broadcast(msgspec.msgpack.encode(command))
+
+    def hear(self) -> RankCommand:
+        """Return the next command; not on rank 0."""
+        assert not self.leads
+        return _decoder.decode(self._broadcast(b""))
+
+    def _broadcast(self, data: bytes) -> bytes:
+        size = torch.tensor([len(data)])
+        dist.broadcast(size, 0, group=self.control)
+        body = torch.empty(int(size), dtype=torch.uint8)
+        if self.leads and data:
+            body = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        dist.broadcast(body, 0, group=self.control)
+        return bytes(body.numpy().tobytes())
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Return the sums over all ranks."""
+        return list(values) if self.control is None else self._reduce(values, dist.ReduceOp.SUM)
+
+    def largest(self, values: Sequence[float]) -> list[float]:
+        """Return the maxima over all ranks."""
+        return list(values) if self.control is None else self._reduce(values, dist.ReduceOp.MAX)
+
+    def _reduce(self, values: Sequence[float], how: dist.ReduceOp.RedOpType) -> list[float]:
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, how)
+        found: list[float] = tensor.tolist()
+        return found
+
+    def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
+        """Return every rank's values (float32), by rank, on all of them."""
+        mine = torch.tensor(values, dtype=torch.float32)
+        if self.control is None:
+            return [mine.tolist()]
+        sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self.num)]
+        dist.all_gather(sizes, torch.tensor([mine.numel()]))
+        width = max(1, *(int(size) for size in sizes))
+        padded = torch.zeros(width)
+        padded[: mine.numel()] = mine
+        rows = [torch.zeros(width) for _ in range(self.num)]
+        dist.all_gather(rows, padded)
+        return [row[: int(size)].tolist() for row, size in zip(rows, sizes, strict=True)]
+
+
+ALONE = Ranks()
+
+
+@torch.no_grad()
+def spread(model: nn.Module, ranks: Ranks) -> None:
+    """Give every rank the weights of rank 0; all ranks have to call this, before the weights are divided."""
+    for tensor in model.state_dict().values():
+        copy = tensor.detach().to("cpu").contiguous()
+        dist.broadcast(copy, 0)
+        if not ranks.leads:
+            tensor.copy_(copy)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor that may be sharded as a plain one; all ranks have to call this."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def shard(scorer: Scorer, ranks: Ranks, device: torch.device) -> None:
+    """Divide the model's weights over the ranks; all must hold the same ones."""
+    mesh = init_device_mesh(device.type, (ranks.num,))
+    precision = MixedPrecisionPolicy()
+    if scorer.compute_dtype is not torch.float32:
+        precision = MixedPrecisionPolicy(param_dtype=scorer.compute_dtype, reduce_dtype=torch.float32)
+    for block in _blocks(scorer):
+        fully_shard(block, mesh=mesh, mp_policy=precision)
+    fully_shard(scorer, mesh=mesh, mp_policy=precision)
+
+
+def _blocks(scorer: Scorer) -> list[nn.Module]:
+    """Return the model's layers, as `transformers` names them."""
+    names = set(getattr(scorer.model, "_no_split_modules", None) or ())
+    return [module for module in scorer.modules() if type(module).__name__ in names]
+
+
+class Adam(torch.optim.AdamW):
+    """AdamW whose `state_dict` holds whole tensors, so that it does not depend on the number of ranks.
+
+    `offload` keeps the moments in main memory, but for the step itself.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        ranks: Ranks = ALONE,
+        offload: bool = False,
+    ) -> None:
+        super().__init__(parameters, lr=lr, betas=betas, weight_decay=0.0, fused=True)
+        self.offload = offload
+        self._ranks = ranks
+
+    def update(self) -> None:
+        """Do a step with the gradients as they are."""
+        device = self._parameters[0].device
+        if self.offload:
+            self.move(device)
+        self.step()
+        if self.offload:
+            self.move(torch.device("cpu"))
+
+    def move(self, device: torch.device) -> None:
+        """Put the state on `device`."""
+        for state in self.state.values():
+            for name, value in state.items():  # step counts too: the fused kernel reads them on the device
+                if isinstance(value, Tensor):
+                    state[name] = value.to(device)
+
+    @property
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def state_dict(self) -> dict[str, Any]:  # torch's format
+        """Return the state, of all ranks together, on the CPU; on ranks other than 0 without moments.
+
+        Alone on a CPU it is the optimizer's own memory."""
+        self._ranks.tell(GatherOptimizer())
+        found = super().state_dict()
+        found["state"] = {number: self._whole(each) for number, each in found["state"].items()}
+        return found
+
+    def _whole(self, state: dict[str, Any]) -> dict[str, Any]:  # torch's format
+        """Gather one parameter's state: one at a time, so that no rank ever holds all moments on its GPU."""
+        found = {}
+        for name, value in state.items():
+            gathered = whole(value) if isinstance(value, Tensor) else value
+            if self._ranks.leads:
+                found[name] = gathered.to("cpu") if isinstance(gathered, Tensor) else gathered
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # torch's format
+        """Set the state from a whole one, whatever number of ranks it is from; rank 0 has it."""
+        if self._ranks.control is None:
+            super().load_state_dict(state_dict)
+            return
+        parameters, states = self._parameters, state_dict["state"]
+        steps = [float(states[i]["step"]) if i in states else None for i in range(len(parameters))]
+        self._ranks.tell(ScatterOptimizer(steps))
+        for group, stored in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group["lr"] = stored["lr"]
+        self._scatter(steps, states)
+
+    def receive_state(self, steps: list[float | None]) -> None:
+        """Take this rank's part of what rank 0 loads."""
+        self._scatter(steps, {})
+
+    def _scatter(self, steps: list[float | None], states: dict[int, dict[str, Tensor]]) -> None:
+        for number, (parameter, step) in enumerate(zip(self._parameters, steps, strict=True)):
+            if step is None:
+                continue
+            whole_state = states.get(number, {})
+            state: dict[str, Tensor] = {"step": torch.tensor(step, device=parameter.device)}
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = _part(whole_state.get(name), parameter)
+            self.state[parameter] = state
+        if self.offload:
+            self.move(torch.device("cpu"))
+
+
+def _part(tensor: Tensor | None, parameter: nn.Parameter) -> Tensor:
+    """Return this rank's part of rank 0's whole tensor, divided like the parameter."""
+    assert isinstance(parameter, DTensor)
+    mesh = parameter.device_mesh
+    if tensor is None:
+        tensor = torch.zeros(parameter.shape, dtype=torch.float32)
+    return distribute_tensor(tensor.to(parameter.device), mesh, parameter.placements)

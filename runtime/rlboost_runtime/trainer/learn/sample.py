@@ -1,0 +1,83 @@
+"""What the learner eats: a finished response with its advantage.
+
+Which groups of a step are trained, where some have nothing to teach (dynamic sampling, arXiv 2503.14476).
+
+A step asks for `wanted` prompts and some spares. A group whose rewards are all equal (*flat*) has no
+gradient:
+
+- keep: it is trained like any other, so it counts in the mean;
+- drop: it is left out, and out of the mean;
+- replace: it is left out and a spare takes its place. The trained groups are the first `wanted` that are not
+  flat, in the order of their **numbers**, never in that of their arrival: taking whatever finishes first
+  would favour short answers. A group is handed out as soon as nothing that may still arrive can push it out
+  of this set, so most need not wait.
+
+Pure; the same groups give the same set, whatever order they arrive in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A finished response with what the trainer needs of it.
+
+    `logprobs`: the engine's, one per token of `token_ids`. `old_logprobs`: the trainer's under the step's
+    policy, where they were recomputed. `usable` False (quarantined) masks it out.
+    """
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    advantage: float
+    usable: bool = True
+    old_logprobs: list[float] | None = None
+
+
+NOTHING = Sample([0], [0], [0.0], 0.0, usable=False)
+"""What a rank computes that has no share of a micro-batch: its peers need it for their collectives."""
+
+
+ZeroVariance = Literal["keep", "drop", "replace"]
+
+
+@dataclass(slots=True)
+class GroupSelection:
+    """One step's choice. Invariant: a group is handed out at most once, and never before it has arrived."""
+
+    policy: ZeroVariance
+    wanted: int
+    """Groups to train; those numbered from here on are spares."""
+    _flat: set[int] = field(default_factory=set)
+    _waiting: set[int] = field(default_factory=set)
+    _chosen: list[int] = field(default_factory=list)
+
+    def arrived(self, group: int, *, flat: bool) -> list[int]:
+        """Take note of a group; return those to train now, in ascending order."""
+        if flat:
+            self._flat.add(group)
+        if not flat or self.policy == "keep":
+            self._waiting.add(group)
+        ready = sorted(each for each in self._waiting if self._is_certain(each))
+        self._waiting.difference_update(ready)
+        self._chosen += ready
+        return ready
+
+    def _is_certain(self, group: int) -> bool:
+        """Whether fewer than `wanted` lower-numbered groups are trained or may still come to be."""
+        if self.policy != "replace":
+            return True
+        return group - sum(each < group for each in self._flat) < self.wanted
+
+    def metrics(self) -> dict[str, float]:
+        """Return counts of groups, once all have arrived."""
+        replaced = sum(group >= self.wanted for group in self._chosen)
+        return {
+            "groups_trained": float(len(self._chosen)),
+            "groups_flat": float(len(self._flat)),
+            "groups_replaced": float(replaced),
+            "groups_spare_unused": float(len(self._waiting)),
+        }

@@ -1,0 +1,74 @@
+"""How much disk and memory a job's model takes: arithmetic, without torch.
+
+Sizes are estimates and lean upwards; what they are made of stands beside each figure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rlboost_runtime.job import Job
+
+WEIGHT_BYTES = 4
+
+
+GRADIENT_BYTES = 4
+
+
+ADAM_BYTES = 8
+"""Per parameter, in float32: itself, its gradient, AdamW's two moments. Adapters (`lora`) are too small to
+count; ranks share all three."""
+
+
+LOGITS_COPIES = 3
+"""The logits of a micro-batch, their log-softmax and the gradient."""
+
+
+PROCESS_BYTES = 400 * 1024 * 1024
+"""A process that has imported torch and transformers: 350 MB resident on Linux, CPU build of torch 2.13."""
+
+
+BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """A model as its configuration describes it."""
+
+    num_parameters: int
+    """Tied ones once."""
+    vocabulary: int
+    kv_elements_per_token: int
+    """Keys and values of all layers."""
+    encode: Callable[[str], list[int]]
+    """Token ids of a prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes that a run needs."""
+
+    checkpoint: int
+    version: int
+    """One weight version, as engines get it."""
+    trainer: int
+    engine: int
+
+
+def footprint(job: Job, facts: ModelFacts) -> Footprint:
+    """Return the bytes that trainer, an engine and their files take."""
+    algorithm, engine = job.algorithm, job.rollout.engine_args
+    context = algorithm.max_prompt_tokens + algorithm.max_response_tokens
+    logits = max(context, job.trainer.micro_batch_tokens) * facts.vocabulary * 4
+    trained = 0 if algorithm.lora is not None else facts.num_parameters
+    element = BYTES_PER_ELEMENT[engine.dtype]
+    version = facts.num_parameters * element
+    return Footprint(
+        checkpoint=facts.num_parameters * WEIGHT_BYTES + trained * ADAM_BYTES,
+        version=version,
+        trainer=job.trainer.ranks * (PROCESS_BYTES + LOGITS_COPIES * logits)
+        + facts.num_parameters * WEIGHT_BYTES
+        + trained * (GRADIENT_BYTES + ADAM_BYTES),
+        engine=PROCESS_BYTES + version + engine.max_running * context * facts.kv_elements_per_token * element,
+    )

@@ -1,0 +1,208 @@
+"""A pool of child processes that compute rewards, so that a user's function cannot hurt the trainer.
+
+Each child has a deadline per call and a limit on its memory. One that hangs or dies is killed with everything
+in its session and a new one takes its place; one that runs out of memory says so and goes on. What the
+function prints goes to a log file, the first megabyte per child; the rest is read and dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from rlboost_runtime.errors import ConfigError
+from rlboost_runtime.logs import event
+from rlboost_runtime.protocol.reward_failures import RewardFailure
+from rlboost_runtime.trainer.rewards.child import receive, send
+from rlboost_runtime.trainer.rewards.outcome import Reward, failed
+from rlboost_runtime.trainer.rewards.types import Answer, RewardCall, Setup
+
+log = logging.getLogger(__name__)
+
+LOAD_TIMEOUT_S = 120.0
+"""A child may take so long to import the user's module (which may load a model)."""
+OUTPUT_LIMIT_BYTES = 1024 * 1024
+"""Of what a child prints, so much is kept."""
+
+_answers = msgspec.msgpack.Decoder(Answer)
+
+
+class RewardPool:
+    """Scores responses in child processes; `submit` may be called from any thread. Close it at the end."""
+
+    def __init__(
+        self, setup: Setup, name: str, *, timeout_s: float, log_file: Path, num_children: int
+    ) -> None:
+        """Raises `ConfigError` if the function cannot be loaded."""
+        self._children = [_Child(setup, name, timeout_s, log_file) for _ in range(num_children)]
+        self._children[0].start()  # here, so that a function that cannot be loaded is said at once
+        self._idle: queue.SimpleQueue[_Child] = queue.SimpleQueue()
+        for child in self._children:
+            self._idle.put(child)
+        self._pool = ThreadPoolExecutor(num_children, thread_name_prefix="reward")
+
+    def submit(self, call: RewardCall) -> Future[Reward]:
+        """Score in the background; the future never raises."""
+        return self._pool.submit(self._score, call)
+
+    def close(self) -> None:
+        """End the children; what still waits is dropped."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for child in self._children:
+            child.kill()
+        self._pool.shutdown(wait=True)
+        for child in self._children:
+            child.kill()  # a thread may have started one anew meanwhile
+
+    def _score(self, call: RewardCall) -> Reward:
+        child = self._idle.get()  # never empty: there are as many children as threads
+        try:
+            return child.score(call)
+        finally:
+            self._idle.put(child)
+
+
+class _Child:
+    """One child process and its replacement after each death. Used by one thread."""
+
+    def __init__(self, setup: Setup, name: str, timeout_s: float, log_file: Path) -> None:
+        self._setup = setup
+        self._name = name
+        self._timeout_s = timeout_s
+        self._log_file = log_file
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+
+    def score(self, call: RewardCall) -> Reward:
+        """Return the reward of one response. Never raises."""
+        try:
+            data = pickle.dumps(call)
+        except Exception as problem:  # noqa: BLE001 - whatever the row's objects say to being pickled
+            return failed(RewardFailure.RAISED, f"the row cannot be handed over: {problem!r:.200}")
+        try:
+            if self._process is None or self._process.poll() is not None:
+                self.start()
+            answer = self._exchange(data)
+        except TimeoutError:
+            self._restart_after(RewardFailure.TIMEOUT)
+            return failed(RewardFailure.TIMEOUT, f"no answer within {self._timeout_s:g} s")
+        except (EOFError, OSError, msgspec.DecodeError) as exc:
+            how = self._restart_after(RewardFailure.DIED)
+            return failed(RewardFailure.DIED, f"its process ended: {how or exc}")
+        except ConfigError as exc:  # it could be loaded before, but not this time
+            return failed(RewardFailure.DIED, exc.problem)
+        if answer.failure:
+            return failed(RewardFailure(answer.failure), answer.problem)
+        return Reward(answer.reward)
+
+    def start(self) -> None:
+        """Start the process and let it load the function. Raises `ConfigError` if that fails."""
+        self.kill()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [
+                sys.executable,
+                "-P",
+                "-m",
+                "rlboost_runtime.trainer.rewards.child",
+                str(theirs.fileno()),
+            ]
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()], start_new_session=True, env=_environment(),
+            )  # fmt: skip
+        self._socket = ours
+        assert self._process.stdout is not None
+        threading.Thread(
+            target=_keep_output, args=(self._process.stdout, self._log_file), daemon=True
+        ).start()
+        self._load(ours)
+
+    def _load(self, connection: socket.socket) -> None:
+        try:
+            connection.settimeout(LOAD_TIMEOUT_S)
+            send(connection, pickle.dumps(self._setup))
+            answer = _answers.decode(receive(connection))
+        except (EOFError, OSError) as exc:
+            self.kill()
+            raise ConfigError(
+                f"reward: {self._name} could not be loaded: its process ended or hung ({exc!r})",
+                f"importing the file must return within {LOAD_TIMEOUT_S:g} s; what it printed is in"
+                f" {self._log_file.name}",
+            ) from exc
+        if answer.failure:
+            self.kill()
+            raise ConfigError(
+                f"reward: {self._name} cannot be loaded: {answer.problem.strip()}",
+                "fix the file and try again",
+            )
+
+    def _exchange(self, call: bytes) -> Answer:
+        assert self._socket is not None
+        self._socket.settimeout(self._timeout_s)
+        send(self._socket, call)
+        return _answers.decode(receive(self._socket))
+
+    def _restart_after(self, failure: RewardFailure) -> str:
+        how = self.kill()
+        event(
+            log, "reward.child_replaced", level=logging.WARNING, reward=self._name, cause=failure, ending=how
+        )
+        return how
+
+    def kill(self) -> str:
+        """End the process and everything in its session; return how it had ended by itself, "" if it had
+        not."""
+        process, connection = self._process, self._socket
+        self._process = self._socket = None
+        if connection is not None:
+            connection.close()
+        if process is None:
+            return ""
+        how = _ending(process)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return how
+
+
+def _ending(process: subprocess.Popen[bytes]) -> str:
+    try:
+        code = process.wait(timeout=0.2)  # its socket closes a moment before it can be waited for
+    except subprocess.TimeoutExpired:
+        return ""
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def _environment() -> dict[str, str]:
+    """Ours, with our import path first: the child must find this package, however the trainer was started."""
+    paths = [path for path in sys.path if path]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+
+
+def _keep_output(stream: IO[bytes], path: Path) -> None:
+    """Append the first bytes of `stream` to `path`; read and drop the rest, so that the child never
+    blocks."""
+    left = OUTPUT_LIMIT_BYTES
+    with stream, path.open("ab") as file:
+        while part := os.read(stream.fileno(), 65536):
+            if left > 0:
+                file.write(part[:left])
+                file.flush()
+                left -= len(part)
+                if left <= 0:
+                    file.write(b"\n[further output of this process is dropped]\n")
+                    file.flush()

@@ -1,0 +1,137 @@
+"""What a step's groups look like in numbers, and the file of one JSON line per step.
+
+All values are floats. Rewards are the plain ones, without the overlong term; lengths are in tokens; a share
+is of the step's responses unless its name says otherwise.
+
+What the policy said, for people: a few responses per step in `samples.jsonl`, shown by `rlboost samples`.
+
+Of each step the best, the worst and one in between by reward, the shortest first among equals: always the
+same ones for the same step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlboost_runtime.core.base.messages import FinishReason
+from rlboost_runtime.protocol.reward_failures import SCORED_METRIC
+from rlboost_runtime.run.folder import write_atomically
+from rlboost_runtime.trainer.data.prompts import Prompt
+from rlboost_runtime.trainer.rewards.outcome import failure_metrics
+from rlboost_runtime.trainer.rollout.groups import ScoredGroup, ScoredResponse
+
+
+def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    """Return reward, length and ending statistics of a step (at least one group)."""
+    responses = [response for group in groups for response in group.responses]
+    rewards = [response.reward.value for response in responses]
+    lengths = sorted(len(response.sample.token_ids) for response in responses)
+    by_group = [[response.reward.value for response in group.responses] for group in groups]
+    means = [statistics.fmean(values) for values in by_group]
+
+    def share(reason: FinishReason) -> float:
+        return sum(response.finish_reason == reason for response in responses) / len(responses)
+
+    return {
+        "reward_mean": statistics.fmean(rewards),
+        "reward_std": statistics.pstdev(rewards),
+        "reward_max": max(rewards),
+        "group_reward_std": statistics.fmean(statistics.pstdev(values) for values in by_group),
+        "group_reward_min": min(means),
+        "group_reward_max": max(means),
+        "zero_variance_share": sum(group.zero_variance for group in groups) / len(groups),
+        "truncated_share": share(FinishReason.LENGTH),
+        "quarantined_share": share(FinishReason.QUARANTINED),
+        "migrated_share": sum(response.num_segments > 1 for response in responses) / len(responses),
+        "not_finite_share": sum(not response.finite for response in responses) / len(responses),
+        "length_mean": statistics.fmean(lengths),
+        "length_p10": percentile(lengths, 10),
+        "length_p50": percentile(lengths, 50),
+        "length_p90": percentile(lengths, 90),
+        "length_max": float(lengths[-1]),
+        SCORED_METRIC: float(len(responses)),
+        **failure_metrics(response.reward for response in responses),
+    }
+
+
+def evaluation_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    """Return rewards on held-out prompts: the mean, and that of each prompt's best response."""
+    if not groups:
+        return {}
+    rewards = [[response.reward.value for response in group.responses] for group in groups]
+    return {
+        "eval_reward_mean": statistics.fmean(value for values in rewards for value in values),
+        "eval_reward_best": statistics.fmean(max(values) for values in rewards),
+    }
+
+
+def percentile(ascending: Sequence[int], percent: int) -> float:
+    """Return the nearest-rank percentile of a sorted, non-empty sequence."""
+    return float(ascending[max(0, -(-len(ascending) * percent // 100) - 1)])
+
+
+class MetricsLog:
+    """`metrics.jsonl`: each step once, ascending. `samples.jsonl` is one, too, with several lines a step."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def append(self, line: dict[str, Any]) -> None:  # JSON values
+        """Add a step's line."""
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def rewind(self, next_step: int) -> int | None:
+        """Drop the lines of `next_step` and later, and a half-written last line; return the last step
+        kept."""
+        kept = [line for line in self._lines() if line["step"] < next_step]
+        if self._path.exists():
+            write_atomically(self._path, "".join(json.dumps(line) + "\n" for line in kept).encode())
+        return kept[-1]["step"] if kept else None
+
+    def _lines(self) -> list[dict[str, Any]]:  # JSON values
+        if not self._path.exists():
+            return []
+        lines = []
+        for text in self._path.read_text().splitlines():
+            try:
+                lines.append(json.loads(text))
+            except json.JSONDecodeError:
+                continue  # a process was killed while writing it
+        return lines
+
+
+MAX_CHARACTERS = 2000
+"""Of a prompt and of a response, so many are kept: the end of a prompt, the beginning of a response."""
+
+Sample = dict[str, str | float]
+
+
+def pick_samples(
+    step: int, groups: Sequence[ScoredGroup], prompts: Sequence[Prompt], decode: Callable[[list[int]], str]
+) -> list[Sample]:
+    """Return up to three responses of a step, best first."""
+    ranked = sorted(
+        ((group, response) for group in groups for response in group.responses),
+        key=lambda pair: (-pair[1].reward.value, len(pair[1].sample.token_ids), pair[0].group),
+    )
+    places = sorted({0, len(ranked) // 2, len(ranked) - 1})
+    return [_told(step, prompts[ranked[at][0].group], ranked[at][1], decode) for at in places if ranked]
+
+
+def _told(step: int, prompt: Prompt, response: ScoredResponse, decode: Callable[[list[int]], str]) -> Sample:
+    return {
+        "step": float(step),
+        "prompt": prompt.text[-MAX_CHARACTERS:],
+        "response": decode(response.sample.token_ids)[:MAX_CHARACTERS],
+        "reward": response.reward.value,
+        "tokens": float(len(response.sample.token_ids)),
+        "finish_reason": str(response.finish_reason),
+    }

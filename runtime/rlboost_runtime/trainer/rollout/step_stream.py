@@ -1,0 +1,382 @@
+"""A trainer's conversation with the coordinator: ask for a step, take its groups as they finish, hold the GPU
+lease.
+
+Usable by any trainer, ours is `loop.py`::
+
+    with StepStream.for_run(run) as stream:
+        stream.attach(on_recall=move_everything_off_the_gpu)
+        stream.publish(Published(0, digest, num_bytes, seconds))
+        stream.request_step(0, 0, prompts, group_size=8, max_response_tokens=4096)
+        while groups := stream.next_groups(min_responses=16):   # [] once all groups were returned
+            stream.hold_lease()                                 # blocks while others have the GPU
+            train(groups)
+            stream.answer_recall()
+        stream.trained(Trained(...))
+
+Guarantees, while the coordinator may restart at any moment:
+
+- training code stays synchronous: the connection lives in a thread of its own, started by `with` and ended by
+  it;
+- every group of the requested step is returned exactly once, in the order of first arrival;
+- after a reconnect, what the coordinator may not know yet is said again, in order: the newest `Published`,
+  the last `Trained` and `Checkpointed`, the current `StepRequest`, and how the run ended; all of these are
+  idempotent there;
+- `lease`: from `LeaseGranted` until `request_step` or until a recall is answered. A recall is answered by
+  whichever blocking call the trainer is in, or by `answer_recall`: `on_recall` first (in the training
+  thread), then `LeaseReleased`. A lost connection alone does not end the lease; the hello says that we hold
+  it.
+
+Waits are timed (`Waits`), those for groups separately with and without the lease: the first is what the
+trainer loses for want of responses (t_train^wait of the paper's Algorithm 1).
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from rlboost_runtime.errors import ProtocolError
+from rlboost_runtime.protocol import transport
+from rlboost_runtime.protocol.messages import (
+    SCHEMA,
+    Checkpointed,
+    GroupDone,
+    LeaseGranted,
+    LeaseRecalled,
+    LeaseReleased,
+    Message,
+    PromptSpec,
+    Published,
+    Refused,
+    RunFailed,
+    RunFinished,
+    StepRequest,
+    Trained,
+    TrainerCommand,
+    TrainerHello,
+    TrainerWelcome,
+)
+from rlboost_runtime.run import security
+from rlboost_runtime.run.folder import RunFolder, read_json
+from rlboost_runtime.trainer.rollout.coordinator_link import Connect, Conversation, CoordinatorLink, Dialling
+
+
+@dataclass(slots=True)
+class Waits:
+    """Seconds that the trainer waited since the last `request_step`."""
+
+    with_lease_s: float = 0.0
+    """For groups, while it held the GPU."""
+    without_lease_s: float = 0.0
+    """For groups, while others had the GPU."""
+    for_lease_s: float = 0.0
+    """For the GPU, with groups at hand."""
+
+    def __add__(self, other: Waits) -> Waits:
+        return Waits(
+            self.with_lease_s + other.with_lease_s,
+            self.without_lease_s + other.without_lease_s,
+            self.for_lease_s + other.for_lease_s,
+        )
+
+    def __sub__(self, other: Waits) -> Waits:
+        return Waits(
+            self.with_lease_s - other.with_lease_s,
+            self.without_lease_s - other.without_lease_s,
+            self.for_lease_s - other.for_lease_s,
+        )
+
+
+class StepStream:
+    """See the module. Public methods belong to one training thread; only the callbacks' threads are said
+    otherwise."""
+
+    def __init__(
+        self,
+        run: str,
+        token: str,
+        certificate_pem: str,
+        url: Callable[[], str | None],
+        *,
+        connect: Connect = transport.connect,
+    ) -> None:
+        """`url` is asked before each dial for the coordinator's URL; None: not known yet."""
+        self.waits = Waits()
+        self._run = run
+        self._boot_id = secrets.token_hex(8)
+        self._on_group: Callable[[GroupDone], None] | None = None
+        self._on_recall: Callable[[], None] | None = None
+
+        self._changed = threading.Condition()  # guards everything below
+        self._groups: deque[GroupDone] = deque()
+        self._seen: set[int] = set()
+        self._num_returned = 0
+        self._lease = False
+        self._recalled = False
+        self._known_version: int | None = None
+        self._published: Published | None = None
+        self._trained: Trained | None = None
+        self._checkpointed: Checkpointed | None = None
+        self._request: StepRequest | None = None
+        self._next_request: StepRequest | None = None  # its version is being published
+        self._final: RunFinished | RunFailed | None = None
+
+        self._link = CoordinatorLink(
+            self._changed,
+            Dialling(url, token, certificate_pem, connect),
+            Conversation(self._hello, self._on_welcome, self._on_command),
+        )
+
+    @classmethod
+    def for_run(cls, run: RunFolder) -> StepStream:
+        """Return the stream of a run on this machine: URL, token and certificate from its folder."""
+
+        def url() -> str | None:
+            endpoint = read_json(run.endpoint)
+            return None if endpoint is None else f"{endpoint['url']}/v1/trainer"
+
+        return cls(run.name, security.read_token(run), run.certificate.read_text(), url)
+
+    def attach(
+        self,
+        *,
+        on_group: Callable[[GroupDone], None] | None = None,
+        on_recall: Callable[[], None] | None = None,
+    ) -> None:
+        """Set the callbacks; before the first `request_step`.
+
+        `on_group` is called once per group as soon as it arrives, on the stream's own thread, and must be
+        quick. `on_recall` is called on the training thread and returns once the GPU is free.
+        """
+        self._on_group, self._on_recall = on_group, on_recall
+
+    def __enter__(self) -> Self:
+        self._link.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Say goodbye and end the connection. Idempotent."""
+        self._link.close()
+
+    # --- what the training thread says ---------------------------------------------------------------------
+
+    def request_step(
+        self,
+        step: int,
+        policy_version: int,
+        prompts: Sequence[PromptSpec],
+        *,
+        group_size: int,
+        max_response_tokens: int,
+        stop_token_ids: Sequence[int] = (),
+        keep_lease: bool = False,
+        once_published: bool = False,
+    ) -> None:
+        """Ask for a step's groups and give the lease back: the GPU must be free when this is called.
+
+        With `keep_lease` the lease stays ours, if it is ours, and the GPU need not be free: an earlier step
+        is trained meanwhile, all of whose groups have arrived. A recall stays to be answered.
+
+        With `once_published` the version may still be on its way into the store: all stays as it is until
+        `publish` says that it is there.
+        """
+        request = StepRequest(
+            step, policy_version, tuple(prompts), group_size, max_response_tokens, tuple(stop_token_ids),
+            keep_lease,
+        )  # fmt: skip
+        with self._changed:
+            self.waits = Waits()
+            if once_published and not self._has_published(policy_version):
+                self._next_request = request
+            else:
+                self._open(request)
+
+    def _open(self, request: StepRequest) -> None:
+        """Turn to another step. Holds the lock."""
+        self._next_request = None
+        self._lease = request.keeps_lease and self._lease
+        self._recalled = self._recalled and self._lease
+        self._request = msgspec.structs.replace(request, keeps_lease=self._lease)
+        self._groups.clear()
+        self._seen.clear()
+        self._num_returned = 0
+        self._link.say(self._request)
+
+    def _has_published(self, version: int) -> bool:
+        return self._published is not None and self._published.version >= version
+
+    def publish(self, published: Published) -> None:
+        """Say that a version lies complete in the store. From any thread."""
+        with self._changed:
+            self._published = published
+            if self._known_version is None or self._known_version < published.version:
+                self._link.say(published)
+            waiting = self._next_request
+            if waiting is not None and self._has_published(waiting.policy_version):
+                self._open(waiting)
+
+    def trained(self, trained: Trained) -> None:
+        """Say that the step is trained and checkpointed."""
+        with self._changed:
+            self._trained = trained
+            if self._request is not None and self._request.step <= trained.step:
+                self._request = None
+            self._link.say(trained)
+
+    def checkpointed(self, step: int) -> None:
+        """Say that a trained step's checkpoint is durable, where `trained` could not say so yet. From any
+        thread."""
+        with self._changed:
+            self._checkpointed = Checkpointed(step)
+            self._link.say(self._checkpointed)
+
+    def finished(self, model_path: str, *, timeout_s: float = 60.0) -> bool:
+        """Say that all steps are trained; return whether it could be said within `timeout_s`."""
+        return self._end(RunFinished(model_path), timeout_s)
+
+    def failed(self, problem: str, remedy: str, exit_code: int = 1, *, timeout_s: float = 10.0) -> bool:
+        """Say that the run cannot go on; return whether it could be said within `timeout_s`."""
+        return self._end(RunFailed(problem, remedy, exit_code), timeout_s)
+
+    def _end(self, final: RunFinished | RunFailed, timeout_s: float) -> bool:
+        with self._changed:
+            self._final = final
+            self._link.say(final)
+            return self._link.has_said_all(timeout_s)
+
+    # --- what the training thread waits for ----------------------------------------------------------------
+
+    @property
+    def holds_lease(self) -> bool:
+        """Whether the GPU is ours, recalled or not."""
+        with self._changed:
+            return self._lease
+
+    def next_groups(self, min_responses: int = 1) -> list[GroupDone]:
+        """Return everything that arrived, once that is at least `min_responses` or the rest of the step.
+
+        Returns [] only when all groups of the step have been returned. Answers recalls meanwhile. Raises
+        what ended the stream.
+        """
+
+        def enough() -> bool:
+            arrived = sum(len(group.responses) for group in self._groups)
+            return arrived >= min_responses or self._num_returned + len(self._groups) >= self._num_groups()
+
+        self._wait(enough, for_lease=False)
+        with self._changed:
+            groups = list(self._groups)
+            self._groups.clear()
+            self._num_returned += len(groups)
+        return groups
+
+    def hold_lease(self) -> None:
+        """Return once the GPU is ours and nobody asked for it back. Raises what ended the stream."""
+        self._wait(lambda: self._lease, for_lease=True)
+
+    def answer_recall(self) -> None:
+        """Free the GPU if it was asked back; call between micro-batches. Never waits for the coordinator."""
+        with self._changed:
+            recalled = self._lease and self._recalled
+        if not recalled:
+            return
+        if self._on_recall is not None:
+            self._on_recall()
+        with self._changed:
+            if not (self._lease and self._recalled):
+                return
+            self._lease = self._recalled = False
+            self._link.say(LeaseReleased())
+
+    def _wait(self, done: Callable[[], bool], *, for_lease: bool) -> None:
+        """Wait for `done` (asked under the lock), answering recalls first."""
+        while True:
+            self.answer_recall()
+            with self._changed:
+                self._link.raise_problem()
+                if self._lease and self._recalled:
+                    continue
+                if done():
+                    return
+                started, lease = time.monotonic(), self._lease
+                self._changed.wait()
+                self._count(time.monotonic() - started, lease, for_lease)
+
+    def _count(self, waited_s: float, lease: bool, for_lease: bool) -> None:
+        if for_lease:
+            self.waits.for_lease_s += waited_s
+        elif lease:
+            self.waits.with_lease_s += waited_s
+        else:
+            self.waits.without_lease_s += waited_s
+
+    def _num_groups(self) -> int:
+        return 0 if self._request is None else len(self._request.prompts)
+
+    # --- what the coordinator says; on the link's thread ----------------------------------------------------
+
+    def _hello(self) -> TrainerHello:
+        return TrainerHello(SCHEMA, self._run, self._boot_id, holds_lease=self.holds_lease)
+
+    def _on_welcome(self, welcome: TrainerWelcome) -> list[Message]:
+        known = self._known_version = welcome.published_version
+        is_news = self._published is not None and (known is None or known < self._published.version)
+        published = self._published if is_news else None
+        all_said = (published, self._trained, self._checkpointed, self._request, self._final)
+        return [message for message in all_said if message is not None]
+
+    def _on_command(self, command: TrainerCommand) -> None:
+        match command:
+            case GroupDone():
+                self._on_group_done(command)
+            case LeaseGranted(step=step):
+                with self._changed:
+                    if self._is_current(step):
+                        self._lease, self._recalled = True, False
+                        self._changed.notify_all()
+            case LeaseRecalled(step=step):
+                with self._changed:
+                    if self._is_current(step) and self._lease:
+                        self._recalled = True
+                        self._changed.notify_all()
+            case Refused(problem=problem):
+                raise ProtocolError(f"the coordinator refused us: {problem}", "see the coordinator's log")
+            case TrainerWelcome():
+                raise ProtocolError("the coordinator welcomed us twice", "see the coordinator's log")
+
+    def _on_group_done(self, group: GroupDone) -> None:
+        with self._changed:
+            if not self._is_current(group.step) or group.group in self._seen:
+                return
+            if not 0 <= group.group < self._num_groups():
+                raise ProtocolError(
+                    f"step {group.step} has no group {group.group}", "see the coordinator's log"
+                )
+            self._seen.add(group.group)
+        if self._on_group is not None:
+            self._on_group(group)
+        with self._changed:
+            if self._is_current(group.step):  # `request_step` may have come meanwhile
+                self._groups.append(group)
+                self._changed.notify_all()
+
+    def _is_current(self, step: int) -> bool:
+        """Whether the coordinator speaks of the step that we asked for; it then has all that came before."""
+        if self._request is None or self._request.step != step:
+            return False
+        if self._trained is not None and self._trained.step < step:
+            self._trained = None
+        return True

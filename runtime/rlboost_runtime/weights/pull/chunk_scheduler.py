@@ -1,0 +1,392 @@
+"""What is still to fetch of a version, shared by streams that read from several holders.
+
+A stream takes a *run*: adjacent chunks of one file, fetched by one request. Who takes what:
+
+- from a peer only chunks that it has; from an origin (head, bucket) any; from an origin that is dearer than
+  another only what that one does not bring for `PATIENCE_S`;
+- where several receivers of a zone pull at once, each takes another slice of the version from the cheapest
+  origin, and the rest from its peers. It takes more from a dearer holder only once its slice is here and
+  the cheaper ones have been slow for `PATIENCE_S`, or for as long as its slice took: theirs take as long
+  over the same link. Slow are those that bring nothing, and those that bring together, since the slice is
+  here, less than a `SLOW`th of what it came at. So an origin sends about one copy per zone, and a slow peer
+  holds nobody up for long;
+- a stream that finds nothing left to begin takes the second half of another's run, or fetches its last chunk
+  again if that does not come: a slow holder delays nobody. From a cheaper holder's run a dearer one takes
+  only its slice, unless it may take more than that at all.
+
+Guarantees: a chunk counts once, when it is verified and written; a run given back, whole or in part, is
+taken up by others; a peer whose chunks come wrong, or that does not answer, is left out. All methods may be
+called by any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from rlboost_runtime.errors import RLBoostError, RuntimeFault
+from rlboost_runtime.weights.store.part_folder import Piece
+
+RANGE_BYTES = 32 * 1024 * 1024
+"""Most bytes asked for at once: large against bandwidth times round trip of one stream."""
+RANGES_PER_STREAM = 4
+"""What a holder is to send is cut into at least so many requests per stream, for all streams to end at about
+the same time."""
+PEER_RANGE_BYTES = 4 * 1024 * 1024
+"""Asked for at once of a peer, which answers within milliseconds: a run that is divided leaves behind what
+was under way already, and of many idle streams there is always one that would divide it."""
+MAX_CORRUPT = 3
+"""A chunk that came wrong from the head this often is wrong at its source."""
+MAX_EXTRA_CORRUPT = 2
+"""A peer or a bucket is left out once so many of its chunks came wrong."""
+MAX_PEER_FAILURES = 3
+"""A peer is left out after so many failed requests in a row."""
+PATIENCE_S, LONGEST_PATIENCE_S = 1.5, 20.0
+"""How long cheaper holders may be slow before a dearer one is asked for more than its slice."""
+SLOW = 2
+"""Healthy peers bring together at least as much in a second as the slice did."""
+STEAL_AFTER_S = 0.3
+"""A younger run is not divided: its answer is about to come."""
+REPEAT_AFTER_S = 2.0
+"""A chunk under way for so long is fetched from another holder too; from the same one only if nothing was
+heard of it for so long: over a slow link a second copy would only take the first one's place."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """Verified bytes and all bytes of the version; written by the pull, read by anyone."""
+
+    done_bytes: int = 0
+    total_bytes: int = 0
+    moved_bytes: int = 0
+    """Bytes dealt with in any way, deltas included: grows as long as the pull is alive."""
+
+    def verified(self, num_bytes: int) -> None:
+        """Count bytes that were here already and were read again."""
+        self.moved_bytes += num_bytes
+
+
+@dataclass(eq=False, slots=True)
+class HolderState:
+    """What a pull knows of one holder. `rank`: dearer holders have a higher one."""
+
+    name: str
+    is_peer: bool
+    rank: int
+    is_extra: bool = False
+    """Peers and buckets: a version that such a one has not may arrive there yet, and it is left out where the
+    head would be asked again."""
+    has: bytes | None = None
+    """A byte per chunk, 1: it has it; None: it has all."""
+    fetched_bytes: int = 0
+    late_bytes: int = 0
+    """Of these, since our slice is here."""
+    num_corrupt: int = 0
+    failures_in_row: int = 0
+    problem: str | None = None
+    """Why it is left out; None: it is not."""
+    moved_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def has_all(self) -> bool:
+        """Whether there is nothing more to ask it."""
+        return self.has is None or (self.has != b"" and b"\0" not in self.has)
+
+    def can_give(self, index: int) -> bool:
+        """Whether it has chunk `index`, as far as we know."""
+        return self.has is None or (index < len(self.has) and self.has[index] == 1)
+
+
+@dataclass(eq=False, slots=True)
+class Run:
+    """Adjacent pieces that one stream is fetching; the first of them is the next to come."""
+
+    holder: HolderState
+    pieces: deque[Piece]
+    moved_at: float = field(default_factory=time.monotonic)
+    heard_at: float = field(default_factory=time.monotonic)
+    """When bytes of its next piece came last."""
+    repeated: bool = False
+
+
+class Work:
+    """The pieces of one pull that are not here yet."""
+
+    def __init__(
+        self,
+        pieces: list[Piece],
+        progress: Progress,
+        num_streams: int,
+        part: tuple[int, int] | None = (0, 1),
+        *,
+        are_own: bool = True,
+    ) -> None:
+        """`part`: (i, n): the i-th of n slices is ours to take from an origin; None: no slice is.
+
+        `are_own`: the pieces are the version's own, not of its deltas.
+        """
+        start, self._own = _slice(pieces, part)
+        total = sum(piece.chunk.length for piece in pieces)
+        self._own_bytes = sum(piece.chunk.length for piece in pieces if piece.index in self._own)
+        num_ranges = max(1, num_streams * RANGES_PER_STREAM)
+        self._limit = min(RANGE_BYTES, total // num_ranges)
+        self._own_limit = min(RANGE_BYTES, self._own_bytes // num_ranges)
+        self._todo = {piece.index: piece for piece in pieces[start:] + pieces[:start]}
+        self._left = set(self._todo)
+        self._own_left = set(self._own)
+        self._began_at = self._own_done_at = time.monotonic()
+        self._runs: list[Run] = []
+        self._holders: list[HolderState] = []
+        self._progress = progress
+        self._are_own = are_own
+        self._corrupt: dict[int, int] = {}
+        self.fetched_bytes = 0
+        self.num_corrupt = 0
+        self.trouble = "no answer"
+        """What went wrong last, for the message when the pull is given up."""
+        self.problem: RLBoostError | None = None
+        self.moved_at = time.monotonic()
+        self.changed = threading.Condition()
+
+    # --- holders ------------------------------------------------------------------------------------------
+
+    def join(self, holder: HolderState) -> None:
+        """Count on a holder."""
+        with self.changed:
+            self._holders.append(holder)
+
+    def leave_out(self, holder: HolderState, problem: str) -> None:
+        """Take nothing more from a holder."""
+        with self.changed:
+            holder.problem = holder.problem or problem
+            self.changed.notify_all()
+
+    def learn(self, holder: HolderState, marks: bytes) -> bool:
+        """Note what a peer has; returns whether that is news."""
+        with self.changed:
+            is_news = marks != holder.has
+            if is_news:
+                holder.has = marks
+                self.changed.notify_all()
+            return is_news
+
+    def count_failure(self, holder: HolderState, problem: str) -> None:
+        """Count a request that brought nothing."""
+        with self.changed:
+            self.trouble = problem
+            holder.failures_in_row += 1
+            if holder.is_peer and holder.failures_in_row >= MAX_PEER_FAILURES:
+                self.leave_out(holder, problem)
+
+    def num_origins(self) -> int:
+        """Return how many holders that are no peers are still counted on."""
+        with self.changed:
+            return sum(not holder.is_peer and holder.problem is None for holder in self._holders)
+
+    # --- runs ---------------------------------------------------------------------------------------------
+
+    def is_over(self) -> bool:
+        """Whether there is nothing to do any more, for better or worse."""
+        return not self._left or self.problem is not None
+
+    def take(self, holder: HolderState, wait_s: float) -> Run | None:
+        """Return a run for this holder; None where there is none within `wait_s`, or it is over."""
+        with self.changed:
+            run = self._find(holder)
+            give_up_at = time.monotonic() + wait_s
+            while run is None and not self.is_over() and (left := give_up_at - time.monotonic()) > 0:
+                self.changed.wait(left)
+                run = self._find(holder)
+            if run is not None:
+                self._runs.append(run)
+            return run
+
+    def heard(self, run: Run) -> None:
+        """Note that some bytes of the run's next piece came."""
+        run.heard_at = time.monotonic()
+
+    def next_piece(self, run: Run) -> Piece | None:
+        """Return the piece that the run's stream reads next; None where it has to stop."""
+        with self.changed:
+            return run.pieces[0] if run.pieces and not self.is_over() else None
+
+    def count_verified(self, run: Run, piece: Piece) -> None:
+        """Count a chunk that is safely written."""
+        with self.changed:
+            run.pieces.popleft()
+            length = piece.chunk.length
+            run.holder.fetched_bytes += length
+            run.holder.late_bytes += 0 if self._own_left else length
+            run.holder.failures_in_row = 0
+            self.fetched_bytes += length
+            now = run.moved_at = run.holder.moved_at = time.monotonic()
+            self._progress.moved_bytes += length
+            if piece.index in self._left:
+                self._left.discard(piece.index)
+                if piece.index in self._own_left:
+                    self._own_left.discard(piece.index)
+                    self._own_done_at = now
+                self._todo.pop(piece.index, None)
+                self._progress.done_bytes += length if self._are_own else 0
+                self.moved_at = now
+            self.changed.notify_all()
+
+    def count_corrupt(self, holder: HolderState, piece: Piece) -> None:
+        """Count a chunk that came wrong: who sends such is left out; where it is the head, it is final."""
+        with self.changed:
+            self.num_corrupt += 1
+            holder.num_corrupt += 1
+            where = f"{piece.file.name} bytes {piece.chunk.offset}+{piece.chunk.length}"
+            if holder.is_extra:
+                if holder.num_corrupt >= MAX_EXTRA_CORRUPT:
+                    self.leave_out(holder, f"{where} came wrong")
+                return
+            times = self._corrupt[piece.index] = self._corrupt.get(piece.index, 0) + 1
+            if times >= MAX_CORRUPT:
+                self.fail(
+                    RuntimeFault(
+                        f"{where} came wrong {times} times", "the stored version is damaged: publish anew"
+                    )
+                )
+
+    def skip(self, run: Run) -> None:
+        """Let others fetch the run's next piece; its stream goes on with the one after it."""
+        with self.changed:
+            piece = run.pieces.popleft()
+            self._give_back(run, [piece])
+
+    def end(self, run: Run) -> None:
+        """End a run; what it has not brought is taken up by others."""
+        with self.changed:
+            if run in self._runs:
+                self._runs.remove(run)
+                self._give_back(run, list(run.pieces))
+                run.pieces.clear()
+
+    def fail(self, problem: RLBoostError) -> None:
+        """End the work; the first problem counts."""
+        with self.changed:
+            self.problem = self.problem or problem
+            self.changed.notify_all()
+
+    def pause(self, seconds: float) -> None:
+        """Wait, but not longer than the work lasts."""
+        with self.changed:
+            self.changed.wait_for(self.is_over, seconds)
+
+    # --- who takes what; under the lock -------------------------------------------------------------------
+
+    def _find(self, holder: HolderState) -> Run | None:
+        if self.is_over() or holder.problem is not None:
+            return None
+        return self._begin(holder) or self._divide(holder) or self._repeat(holder)
+
+    def _begin(self, holder: HolderState) -> Run | None:
+        """Return a run of pieces that nobody is fetching."""
+        is_free = self._may_take_all(holder)
+        own = self._slice_of(holder)
+
+        def suits(index: int) -> bool:
+            return index in self._todo and holder.can_give(index) and (is_free or index in own)
+
+        first = next((piece for index, piece in self._todo.items() if suits(index)), None)
+        if first is None:
+            return None
+        run = Run(holder, deque())
+        piece: Piece | None = first
+        limit = self._limit if is_free else self._own_limit
+        if holder.is_peer:
+            limit = min(PEER_RANGE_BYTES, self._limit)
+        size = 0
+        while piece is not None and piece.file is first.file and suits(piece.index):
+            size += piece.chunk.length
+            if run.pieces and size > limit:
+                break
+            run.pieces.append(piece)
+            del self._todo[piece.index]
+            piece = self._todo.get(piece.index + 1)
+        return run
+
+    def _may_take_all(self, holder: HolderState) -> bool:
+        """Whether no cheaper holder is at work, or may be about to have something, that is worth a wait."""
+        cheaper = self._cheaper(holder)
+        is_undercut = self._is_undercut(holder)
+        if not cheaper or (self._own_left and not is_undercut):
+            return not cheaper
+        own_done_at = self._began_at if is_undercut else self._own_done_at
+        patience_s = max(PATIENCE_S, min(LONGEST_PATIENCE_S, own_done_at - self._began_at))
+        now = time.monotonic()
+        if own_done_at > now - patience_s:
+            return False
+        bring_nothing = all(other.moved_at <= now - patience_s for other in cheaper)
+        return bring_nothing or (not is_undercut and self._bring_little(cheaper, now))
+
+    def _bring_little(self, cheaper: list[HolderState], now: float) -> bool:
+        """Whether they are slow beside our slice; without a slice there is nothing to tell that by."""
+        own_s, late_s = self._own_done_at - self._began_at, now - self._own_done_at
+        late_bytes = sum(other.late_bytes for other in cheaper)
+        return SLOW * late_bytes * own_s < self._own_bytes * late_s
+
+    def _is_undercut(self, holder: HolderState) -> bool:
+        """Whether another origin has all that this one has, for less: then no slice is this one's to send."""
+        return any(not other.is_peer for other in self._cheaper(holder))
+
+    def _slice_of(self, holder: HolderState) -> frozenset[int]:
+        """Return the pieces that may be asked of it whatever cheaper holders bring."""
+        return frozenset() if self._is_undercut(holder) else self._own
+
+    def _cheaper(self, holder: HolderState) -> list[HolderState]:
+        """Return the holders that cost less and are still counted on."""
+        return [other for other in self._holders if other.problem is None and other.rank < holder.rank]
+
+    def _divide(self, holder: HolderState) -> Run | None:
+        """Return the second half of another run."""
+        since = time.monotonic() - STEAL_AFTER_S
+        others = [run for run in self._rivals(holder) if len(run.pieces) > 1 and run.moved_at < since]
+        for victim in sorted(others, key=lambda run: -len(run.pieces)):
+            half = list(victim.pieces)[-(len(victim.pieces) // 2) :]
+            if all(holder.can_give(piece.index) for piece in half):
+                for _ in half:
+                    victim.pieces.pop()
+                return Run(holder, deque(half))
+        return None
+
+    def _repeat(self, holder: HolderState) -> Run | None:
+        """Return a piece that another stream waits for in vain."""
+        since = time.monotonic() - REPEAT_AFTER_S
+        for victim in self._rivals(holder):
+            if len(victim.pieces) != 1 or victim.moved_at > since or victim.repeated:
+                continue
+            if victim.holder is holder and victim.heard_at > since:
+                continue
+            if holder.can_give(victim.pieces[0].index):
+                victim.repeated = True
+                return Run(holder, deque(victim.pieces))
+        return None
+
+    def _rivals(self, holder: HolderState) -> list[Run]:
+        """Return the runs that it may take over, whole or in part."""
+        is_free, own = self._may_take_all(holder), self._slice_of(holder)
+        return [
+            run
+            for run in self._runs
+            if is_free or run.holder.rank >= holder.rank or all(piece.index in own for piece in run.pieces)
+        ]
+
+    def _give_back(self, run: Run, pieces: list[Piece]) -> None:
+        elsewhere = {p.index for other in self._runs if other is not run for p in other.pieces}
+        for piece in pieces:
+            if piece.index in self._left and piece.index not in elsewhere:
+                self._todo[piece.index] = piece
+        self.changed.notify_all()
+
+
+def _slice(pieces: list[Piece], part: tuple[int, int] | None) -> tuple[int, frozenset[int]]:
+    """Return where the i-th of n slices begins, and the indices of the pieces in it."""
+    if part is None:
+        return 0, frozenset()
+    rank, num = part
+    start, end = len(pieces) * rank // num, len(pieces) * (rank + 1) // num
+    return start, frozenset(piece.index for piece in pieces[start:end])
