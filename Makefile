@@ -177,7 +177,7 @@ soak: $(DEV) ## 10,000 simulated runs with random faults; then all tests $(ROUND
 		RLBOOST_STORM_PULLS=1000 RLBOOST_STORM_SEED=$$round \
 			$(BIN)/python -m pytest -q -m "property or integration or e2e" tests; \
 	done
-	RLBOOST_FAULT_SEEDS=200 $(BIN)/python -m pytest -q tests/integration/test_cloud_faults.py
+	RLBOOST_FAULT_SEEDS=200 $(BIN)/python -m pytest -q tests/integration/providers/test_cloud_faults.py
 	@$(MAKE) soak-cloud
 
 .PHONY: soak-cloud

@@ -88,7 +88,7 @@ class EmulatedAgent:
         self._offsets = np.zeros(0, np.int64)
         self._limits = np.zeros(0, np.int64)
         self._due = np.zeros(0, np.float64)  # tokens generated and not sent, with a fraction
-        self._endings: list[wire.Ending] = []
+        self._endings: list[wire.AssignmentEnd] = []
 
     async def connect(self, context: ssl.SSLContext) -> None:
         """Connect and introduce itself."""
@@ -131,7 +131,9 @@ class EmulatedAgent:
     def beat(self) -> None:
         """Send a heartbeat."""
         rate = self._load.tokens_per_s * len(self._assignments)
-        self._send(wire.Beat(self._progress, len(self._assignments), 0, self._progress, rate, "serving"))
+        self._send(
+            wire.HeartbeatMessage(self._progress, len(self._assignments), 0, self._progress, rate, "serving")
+        )
 
     @property
     def num_assignments(self) -> int:
@@ -178,7 +180,7 @@ class EmulatedAgent:
         full = self._offsets >= self._limits
         if full.any():
             ended = self._assignments[full].tolist()
-            self._endings += [wire.Ending(assignment, "length") for assignment in ended]
+            self._endings += [wire.AssignmentEnd(assignment, "length") for assignment in ended]
             self._keep(~full)
 
     def _keep(self, kept: NDArray[np.bool_]) -> None:
@@ -194,19 +196,21 @@ class EmulatedAgent:
         match wire.agent_command_decoder.decode(data):
             case wire.Ack(seq=seq):
                 self._on_ack(seq)
-            case wire.Work(items=items):
+            case wire.AssignMessage(items=items):
                 self._on_work(items)
-            case wire.AbortWork(assignments=assignments):
+            case wire.AbortMessage(assignments=assignments):
                 aborted = np.isin(self._assignments, np.array(assignments, "<u4"))
-                self._endings += [wire.Ending(a, "aborted") for a in self._assignments[aborted].tolist()]
+                self._endings += [
+                    wire.AssignmentEnd(a, "aborted") for a in self._assignments[aborted].tolist()
+                ]
                 self._keep(~aborted)
-            case wire.Load(version=version):
+            case wire.LoadVersionMessage(version=version):
                 self._version = version
-                self._send(wire.VersionReady(version))
-            case wire.WakeEngine():
-                self._send(wire.VersionReady(self._version))
-            case wire.SleepEngine():
-                self._send(wire.EngineSlept())
+                self._send(wire.InstanceReadyMessage(version))
+            case wire.WakeMessage():
+                self._send(wire.InstanceReadyMessage(self._version))
+            case wire.SleepMessage():
+                self._send(wire.SleptMessage())
             case wire.Refused(problem=problem):
                 raise ConnectionError(f"{self._name} was refused: {problem}")
             case wire.Stop():

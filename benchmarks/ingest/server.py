@@ -22,7 +22,7 @@ import numpy as np
 import uvloop
 
 from rlboost_runtime.coordinator.driver import ingest as gc_tuning
-from rlboost_runtime.coordinator.driver.core_driver import State
+from rlboost_runtime.coordinator.driver.core_driver import CoreDriver
 from rlboost_runtime.coordinator.links.agents import AgentLinks, Timing
 from rlboost_runtime.coordinator.links.server import Handlers, bind, make_app, make_server
 from rlboost_runtime.core.base.messages import (
@@ -34,7 +34,7 @@ from rlboost_runtime.core.base.messages import (
     TerminateMachine,
     VersionPublished,
 )
-from rlboost_runtime.protocol.messages import GroupDone, PromptSpec, StepRequest
+from rlboost_runtime.protocol.messages import DeliverGroupMessage, PromptSpec, StepStartedMessage
 from rlboost_runtime.run.folder import RunFolder
 from rlboost_runtime.run.security import create_secrets, read_token
 from rlboost_runtime.seams import SystemClock, SystemDisk
@@ -72,7 +72,7 @@ class LoopLag:
 class Outlet:
     """Agents for real; machines appear when asked for, and nobody trains."""
 
-    def __init__(self, state: State, agents: AgentLinks) -> None:
+    def __init__(self, state: CoreDriver, agents: AgentLinks) -> None:
         self.to_agent = agents.carry_out
         self.work = agents.work
         self._state = state
@@ -82,7 +82,7 @@ class Outlet:
         if isinstance(command, LaunchMachine):
             self._state.apply(MachineLaunched(self._state.now(), command.machine))
 
-    def deliver(self, group: GroupDone) -> None:
+    def deliver(self, group: DeliverGroupMessage) -> None:
         """Nobody asks."""
 
     def lease(self, command: GrantLease | RecallLease) -> None:
@@ -95,7 +95,7 @@ class Ingest:
     def __init__(self, run: RunFolder, num_agents: int) -> None:
         config = CoreConfig(max_spot_instances=num_agents, reserved_instances=0)
         run.journal.mkdir(parents=True)
-        self.state = State(run, SystemClock(), SystemDisk(), config, keep_journal=False)
+        self.state = CoreDriver(run, SystemClock(), SystemDisk(), config, keep_journal=False)
         self.agents = AgentLinks(self.state, run.name, Timing(config.lease_s), frozenset())
         self.state.outlet = Outlet(self.state, self.agents)
         self._max_pending_bytes = 0
@@ -105,7 +105,7 @@ class Ingest:
         self.state.begin()
         self.state.apply(VersionPublished(self.state.now(), 0))
         prompts = tuple(PromptSpec(group, _PROMPT) for group in range(num_responses // _GROUP_SIZE))
-        await self.state.open_step(StepRequest(0, 0, prompts, _GROUP_SIZE, max_tokens))
+        await self.state.open_step(StepStartedMessage(0, 0, prompts, _GROUP_SIZE, max_tokens))
 
     async def tick(self) -> None:
         """Let the core see time pass."""
@@ -117,8 +117,8 @@ class Ingest:
     def counts(self) -> dict[str, int]:
         """Return what was accepted and refused so far, and the most bytes that waited for the disk."""
         return {
-            "tokens": self.agents.intake.tokens_accepted,
-            "refused_tokens": self.agents.intake.tokens_dropped + self.agents.intake.tokens_duplicate,
+            "tokens": self.agents.ingest.tokens_accepted,
+            "refused_tokens": self.agents.ingest.tokens_dropped + self.agents.ingest.tokens_duplicate,
             "max_pending_bytes": self._max_pending_bytes,
         }
 

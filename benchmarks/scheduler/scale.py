@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 from benchmarks.paper.static import constant_trace
-from rlboost_runtime.core.base.messages import Beat, Command, Event
+from rlboost_runtime.core.base.messages import Command, Event, Heartbeat
 from rlboost_runtime.core.core import Core
 from rlboost_runtime.sim import Preset, presets
 from rlboost_runtime.sim.policies import Switches, policy_setup
@@ -48,7 +48,7 @@ class TimedCore(Core):
         began = time.process_time()
         commands = super().handle(event)
         seconds = time.process_time() - began
-        if isinstance(event, Beat):
+        if isinstance(event, Heartbeat):
             self.beat_s += seconds
             self.num_beats += 1
         else:
@@ -66,7 +66,7 @@ class CountedCore(Core):
 
     def handle(self, event: Event) -> list[Command]:
         """Take in an event."""
-        if isinstance(event, Beat):
+        if isinstance(event, Heartbeat):
             return super().handle(event)
         self.num_events += 1
         sys.setprofile(self._count)

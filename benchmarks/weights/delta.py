@@ -36,9 +36,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.weights.machine import DISTURBED, Stolen, describe_machine
 from rlboost_runtime.trainer.artifacts.publisher import WeightsCopy
-from rlboost_runtime.weights.delta.file import Delta, in_order, write_delta
+from rlboost_runtime.weights.delta.file import DeltaFile, in_order, write_delta
 from rlboost_runtime.weights.manifest import Chunk, describe_file
-from rlboost_runtime.weights.pull.sources import Link, Transfer, num_deltas
+from rlboost_runtime.weights.pull.sources import LinkCost, TransferSettings, num_deltas
 from rlboost_runtime.weights.store.store import CHUNK_BYTES
 
 RATES = (1e-6, 1e-5, 1e-4)
@@ -51,7 +51,7 @@ TIMED_STEPS = (1, 5, 20)
 BATCH, LENGTH = 1, 16
 SHORT_RATE, SHORT_STEPS = 1e-4, 3
 """Where deltas do not pay nobody follows twenty of them."""
-LINK = Link(bytes_per_s=125e6, usd_per_gb=0.09, usd_per_hour=2.0)
+LINK = LinkCost(bytes_per_s=125e6, usd_per_gb=0.09, usd_per_hour=2.0)
 """Between clouds: 1 Gbit/s, $0.09 a GB, a machine of $2 an hour."""
 FAR_BEHIND = 64
 
@@ -138,7 +138,7 @@ class Chain:
 
     def apply(self, path: Path, data: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
         """Apply a delta to `data`, in place."""
-        with Delta(path) as delta:
+        with DeltaFile(path) as delta:
 
             def one(i: int) -> None:
                 chunk = self._chunks[i]
@@ -204,7 +204,7 @@ def measure(rate: float, num_steps: int, folder: Path, longest_s: float) -> dict
 
 
 def _chosen(full: int, sizes: list[int | None] | list[int]) -> str:
-    return "delta" if num_deltas(Transfer.AUTO, full, sizes, LINK) else "full"
+    return "delta" if num_deltas(TransferSettings.AUTO, full, sizes, LINK) else "full"
 
 
 def _speeds(chain: Chain, old: Path, new: Path, delta: Path, size: int, threads: int) -> dict[str, float]:

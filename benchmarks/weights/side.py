@@ -37,7 +37,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from rlboost_runtime.run import security
 from rlboost_runtime.run.folder import RunFolder
 from rlboost_runtime.weights.pull import pull as pulling
-from rlboost_runtime.weights.pull.chunk_scheduler import Progress
+from rlboost_runtime.weights.pull.chunk_scheduler import PullProgress
 from rlboost_runtime.weights.pull.range_client import RangeStream, WeightSource
 from rlboost_runtime.weights.pull.sources import Holder
 from rlboost_runtime.weights.serve.catalog import StoreCatalog
@@ -179,9 +179,9 @@ def pull(text: str, gate: str = "") -> None:
     before = _now()
     if request.url.startswith("http://"):
         with mock.patch.object(pulling, "open_source", _open_plain):
-            pulled = pulling.pull(request, Progress())
+            pulled = pulling.pull(request, PullProgress())
     else:
-        pulled = pulling.pull(request, Progress())
+        pulled = pulling.pull(request, PullProgress())
     _say(before, pulled.pulled_bytes, by_holder=pulled.by_holder, complaints=pulled.complaints)
 
 

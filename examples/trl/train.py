@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, T
 from transformers.trainer import TRAINER_STATE_NAME
 from trl import GRPOConfig, GRPOTrainer
 
-from rlboost_runtime.trainer.rollout.client import Fleet
+from rlboost_runtime.trainer.rollout.client import RolloutClient
 
 
 class FleetRollout(TrainerCallback):
     """TRL's `rollout_func`, and a callback by which the run hears how training goes."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: RolloutClient) -> None:
         self.fleet = fleet
         self.group_size = fleet.job.algorithm.group_size
         self.numbers: dict[str, float] = {}
@@ -74,7 +74,7 @@ def lower_case(completions: list[str], **_: Any) -> list[float]:
 
 def main() -> None:
     """Train the job's model as its `algorithm` says."""
-    with Fleet.of_run() as fleet:
+    with RolloutClient.of_run() as fleet:
         algorithm = fleet.job.algorithm
         model = AutoModelForCausalLM.from_pretrained(fleet.model())
         tokenizer = AutoTokenizer.from_pretrained(fleet.model())

@@ -16,12 +16,12 @@ def provider_for(job: Job, run: RunFolder) -> Provider:
 
     Raises `ConfigError` where a trace, a machine type or a cloud is unusable.
     """
-    from rlboost_providers.base.multi import Several
+    from rlboost_providers.base.multi import MultiProvider
 
     providers = providers_of(job, run)
     if len(providers) == 1:
         return next(iter(providers.values()))
-    return Several(providers)
+    return MultiProvider(providers)
 
 
 def head_provider(job: Job, run: RunFolder | None) -> Provider:

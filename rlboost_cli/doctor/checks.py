@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from rlboost_cli.doctor import clouds as bought
 from rlboost_cli.doctor import clouds as markets
 from rlboost_cli.doctor import head, local, machine
-from rlboost_cli.doctor.findings import Check, Finding, Patient
+from rlboost_cli.doctor.findings import Check, DoctorContext, Finding
 from rlboost_runtime.job import Job
 
 MACHINE: Sequence[Check] = (
@@ -79,7 +79,9 @@ def job_checks() -> Iterator[Check]:
     yield Check(of_job.reward, announce="calling the reward")
 
 
-def examine(patient: Patient, announce: Callable[[str], None] = lambda words: None) -> Iterator[Finding]:
+def examine(
+    patient: DoctorContext, announce: Callable[[str], None] = lambda words: None
+) -> Iterator[Finding]:
     """Yield each finding as it is made."""
     for check in checks_for(patient.job):
         if check.announce:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rlboost_cli.doctor.findings import Finding, Patient, fail, failed, ok, warn
+from rlboost_cli.doctor.findings import DoctorContext, Finding, fail, failed, ok, warn
 from rlboost_providers.base.provider import Offer, Provider
 from rlboost_providers.registry import head_provider, providers_of
 from rlboost_runtime.errors import NotYet, RLBoostError
@@ -28,7 +28,7 @@ _KEYS = {
 """Names in `secrets` by which a head without a role could sign in."""
 
 
-def offer(patient: Patient) -> Iterator[Finding]:
+def offer(patient: DoctorContext) -> Iterator[Finding]:
     """Ask the cloud, with the credentials that are here, for such a machine; nothing is bought. Through
     SkyPilot only its catalogue is asked, which needs none."""
     job = patient.job
@@ -58,7 +58,7 @@ def offer(patient: Patient) -> Iterator[Finding]:
     )
 
 
-def identity(patient: Patient) -> Iterator[Finding]:
+def identity(patient: DoctorContext) -> Iterator[Finding]:
     """Whether the head could launch the spot machines that the job wants, and write to its output."""
     if patient.job is not None and patient.job.trainer.is_bought:
         yield judge_identity(patient.job)
@@ -112,7 +112,7 @@ ASK_S = 300.0
 """SkyPilot is installed when it is first asked, and then started."""
 
 
-def offers(patient: Patient) -> Iterator[Finding]:
+def offers(patient: DoctorContext) -> Iterator[Finding]:
     """One finding for each place that is not this machine: a run does without one that refuses, so that it
     would not be heard of there."""
     job = patient.job

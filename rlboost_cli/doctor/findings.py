@@ -1,8 +1,8 @@
 """What a check has to say, and what the whole examination comes to.
 
-A check is a function of a `Patient` that yields findings; it never raises for what it is there to find. Exit
-code: 0 where nothing failed; 6 where all that failed is credentials or quota (the job is right, the account
-is not); else 2. Warnings do not count.
+A check is a function of a `DoctorContext` that yields findings; it never raises for what it is there to find.
+Exit code: 0 where nothing failed; 6 where all that failed is credentials or quota (the job is right, the
+account is not); else 2. Warnings do not count.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def failed(check: str, error: RLBoostError) -> Finding:
 
 
 @dataclass(frozen=True)
-class Patient:
+class DoctorContext:
     """What is examined: this machine, and the job where one was given, with the machine of its head. Facts
     are found out once."""
 
@@ -91,7 +91,7 @@ class Patient:
             return None
 
 
-Examine = Callable[[Patient], Iterator[Finding]]
+Examine = Callable[[DoctorContext], Iterator[Finding]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class Diagnosis:
         """Return how many findings have the verdict."""
         return sum(finding.verdict is verdict for finding in self.findings)
 
-    def as_json(self, patient: Patient) -> dict[str, Any]:
+    def as_json(self, patient: DoctorContext) -> dict[str, Any]:
         """Return everything as JSON values."""
         return {
             "job": None if patient.job is None else patient.job.name,

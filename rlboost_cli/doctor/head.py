@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import resources
 from typing import Any, BinaryIO
 
-from rlboost_cli.doctor.findings import ACCOUNT, Finding, Patient, Verdict, fail, failed, ok, warn
+from rlboost_cli.doctor.findings import ACCOUNT, DoctorContext, Finding, Verdict, fail, failed, ok, warn
 from rlboost_cli.doctor.local import BESIDE_BYTES, disk_wanted, judge_disk
 from rlboost_cli.doctor.machine import OLDEST_PYTHON
 from rlboost_cli.head.deployment import ROOM_BYTES
@@ -39,7 +39,7 @@ KEYS = {"aws": ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), "gcp": ("GOOGLE_A
 """Secrets of a job that are a cloud's credentials."""
 
 
-def head(patient: Patient) -> Iterator[Finding]:
+def head(patient: DoctorContext) -> Iterator[Finding]:
     """All of it, over one connection."""
     job = patient.job
     assert job is not None
@@ -61,7 +61,7 @@ def head(patient: Patient) -> Iterator[Finding]:
     yield from judge_credentials(facts["credentials"]["found"], job)
 
 
-def secrets(patient: Patient) -> Iterator[Finding]:
+def secrets(patient: DoctorContext) -> Iterator[Finding]:
     """Whether what the run takes from this environment is in it."""
     job = patient.job
     if job is None or not job.secrets:
@@ -80,7 +80,7 @@ def can_train_here() -> bool:
     return all(importlib.util.find_spec(name) is not None for name in ("torch", "transformers", "aiohttp"))
 
 
-def not_here(patient: Patient) -> Iterator[Finding]:
+def not_here(patient: DoctorContext) -> Iterator[Finding]:
     """In place of a look at model, prompts and reward."""
     yield warn(
         "job",
@@ -286,7 +286,7 @@ def _is_dialled_by_machines(job: Job) -> bool:
     return any(not isinstance(offer, LocalOffer) for offer in _offers(job))
 
 
-def _wanted_bytes(patient: Patient, python: Json) -> int:
+def _wanted_bytes(patient: DoctorContext, python: Json) -> int:
     job, runtime = patient.job, 0 if python["is_there"] else ROOM_BYTES
     assert job is not None
     facts = patient.model if can_train_here() else None

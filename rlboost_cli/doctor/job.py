@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rlboost_cli.doctor.findings import Finding, Patient, fail, failed, ok, warn
+from rlboost_cli.doctor.findings import DoctorContext, Finding, fail, failed, ok, warn
 from rlboost_runtime.errors import ConfigError, RLBoostError
 from rlboost_runtime.job import Job, TinyModel
 from rlboost_runtime.run.create import copy_files
@@ -18,7 +18,7 @@ MAX_PROMPTS_MEASURED = 2000
 """Prompts whose length is taken; evenly spread over a larger data set."""
 
 
-def model(patient: Patient) -> Iterator[Finding]:
+def model(patient: DoctorContext) -> Iterator[Finding]:
     """Architecture, weights' names and tokenizer, without loading a weight."""
     job = _job(patient)
     facts = patient.model
@@ -35,7 +35,7 @@ def model(patient: Patient) -> Iterator[Finding]:
         yield ok("model", f"{facts.num_parameters / 1e6:,.2f} M parameters ({kind}), tokenizer loads")
 
 
-def prompts(patient: Patient) -> Iterator[Finding]:
+def prompts(patient: DoctorContext) -> Iterator[Finding]:
     """Whether the data can be read, and its prompts are short enough."""
     job = _job(patient)
     try:
@@ -82,7 +82,7 @@ def judge_lengths(lengths: Sequence[int], num_examples: int, job: Job) -> Findin
     return ok("prompts", found)
 
 
-def reward(patient: Patient) -> Iterator[Finding]:
+def reward(patient: DoctorContext) -> Iterator[Finding]:
     """Score one response as the run will: in a child process, from copies of the files that the job names."""
     job = _job(patient)
     try:
@@ -122,11 +122,11 @@ def judge_reward(scored: Reward, example: Example) -> Finding:
     return ok("reward", f"loads in its own process, {scored.value:g} for {what}")
 
 
-def _job(patient: Patient) -> Job:
+def _job(patient: DoctorContext) -> Job:
     assert patient.job is not None
     return patient.job
 
 
-def _folder(patient: Patient) -> Path:
+def _folder(patient: DoctorContext) -> Path:
     assert patient.job_file is not None
     return patient.job_file.absolute().parent

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 
-from rlboost_cli.doctor.findings import Finding, Patient, fail, failed, ok, warn
-from rlboost_providers.base.provider import LaunchRequest, MachineState
+from rlboost_cli.doctor.findings import DoctorContext, Finding, fail, failed, ok, warn
+from rlboost_providers.base.provider import LaunchRequest, MachineStatus
 from rlboost_providers.local.provider import LocalProvider
 from rlboost_runtime.errors import RLBoostError, RuntimeFault
 from rlboost_runtime.job import Job
@@ -35,7 +35,7 @@ STAND_IN = ["sleep", "60"]
 """What runs on the machine that is tried, in an agent's place."""
 
 
-def cpus(patient: Patient) -> Iterator[Finding]:
+def cpus(patient: DoctorContext) -> Iterator[Finding]:
     """CPUs against the threads that will want them."""
     job = _job(patient)
     engines = job.trainer.local_engines + job.rollout.most_spot_engines(here=True)
@@ -56,7 +56,7 @@ def judge_cpus(num_cpus: int, threads: int) -> Finding:
     return ok("cpus", found)
 
 
-def memory(patient: Patient) -> Iterator[Finding]:
+def memory(patient: DoctorContext) -> Iterator[Finding]:
     """Memory against trainer and engines."""
     job, needs = _job(patient), _needs(patient)
     if needs is None:
@@ -67,7 +67,7 @@ def memory(patient: Patient) -> Iterator[Finding]:
     yield judge_memory(found.total, found.available, needs, engines)
 
 
-def gpu(patient: Patient) -> Iterator[Finding]:
+def gpu(patient: DoctorContext) -> Iterator[Finding]:
     """The GPU's memory, where there is one: trainer and engines of a local run share it."""
     job, needs = _job(patient), _needs(patient)
     if needs is None:
@@ -100,7 +100,7 @@ def judge_memory(
     return ok(check, f"{_gib(available)} free, {words}")
 
 
-def disk(patient: Patient) -> Iterator[Finding]:
+def disk(patient: DoctorContext) -> Iterator[Finding]:
     """Disk against checkpoints and weight versions."""
     job, needs = _job(patient), _needs(patient)
     if needs is None:
@@ -130,7 +130,7 @@ def judge_disk(free: int, wanted: int, place: str) -> Finding:
     return ok("disk", words)
 
 
-def ports(patient: Patient) -> Iterator[Finding]:
+def ports(patient: DoctorContext) -> Iterator[Finding]:
     """Whether the ports of this job's open run are still its own; a new run takes free ones."""
     job = _job(patient)
     run = RunFolder.named(job.name)
@@ -159,7 +159,7 @@ def judge_free_port(port: int | None) -> Finding:
     return ok("ports", f"free ones are to be had (such as {port})")
 
 
-def machines(patient: Patient) -> Iterator[Finding]:
+def machines(patient: DoctorContext) -> Iterator[Finding]:
     """Launch a machine of the local provider, see it run, end it, see it gone; traces are read on the way."""
     job = _job(patient)
     assert patient.job_file is not None
@@ -189,13 +189,13 @@ def _try_a_machine(run: RunFolder, job: Job) -> float:
     started = time.monotonic()
     request = LaunchRequest(run.name, "doctor", provider.offers()[0], bootstrap={"instances": ["doctor"]})
     provider.launch(request)
-    _wait_for(provider, run.name, MachineState.RUNNING)
+    _wait_for(provider, run.name, MachineStatus.RUNNING)
     provider.terminate(run.name, "doctor")
-    _wait_for(provider, run.name, MachineState.GONE)
+    _wait_for(provider, run.name, MachineStatus.GONE)
     return time.monotonic() - started
 
 
-def _wait_for(provider: LocalProvider, run: str, state: MachineState) -> None:
+def _wait_for(provider: LocalProvider, run: str, state: MachineStatus) -> None:
     deadline = time.monotonic() + MACHINE_DEADLINE_S
     while True:
         views = [view.state for view in provider.describe(run)]
@@ -209,7 +209,7 @@ def _wait_for(provider: LocalProvider, run: str, state: MachineState) -> None:
         time.sleep(POLL_S)
 
 
-def _needs(patient: Patient) -> Footprint | None:
+def _needs(patient: DoctorContext) -> Footprint | None:
     facts = patient.model
     if facts is None or isinstance(facts, RLBoostError):
         return None
@@ -246,6 +246,6 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:,.1f} GiB"
 
 
-def _job(patient: Patient) -> Job:
+def _job(patient: DoctorContext) -> Job:
     assert patient.job is not None
     return patient.job

@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 
 import rlboost_runtime
-from rlboost_cli.doctor.findings import Finding, Patient, fail, ok
+from rlboost_cli.doctor.findings import DoctorContext, Finding, fail, ok
 from rlboost_runtime.run.folder import sync_path, write_atomically
 from rlboost_runtime.run.index import all_runs
 
@@ -36,7 +36,7 @@ LOOPBACK_TIMEOUT_S = 5.0
 INSTALL = 'pip install "rlboost[train]"'
 
 
-def python(patient: Patient) -> Iterator[Finding]:
+def python(patient: DoctorContext) -> Iterator[Finding]:
     """This Python."""
     yield judge_python(sys.version_info[:3])
 
@@ -49,7 +49,7 @@ def judge_python(version: tuple[int, ...]) -> Finding:
     return ok("python", shown)
 
 
-def packages(patient: Patient) -> Iterator[Finding]:
+def packages(patient: DoctorContext) -> Iterator[Finding]:
     """Installed packages against what this version of RLBoost was tried with."""
     wanted = wanted_packages(metadata.requires("rlboost") or [])
     yield from judge_packages(wanted, {name: _installed(name) for name in wanted})
@@ -102,7 +102,7 @@ def _installed(name: str) -> str | None:
         return None
 
 
-def home(patient: Patient) -> Iterator[Finding]:
+def home(patient: DoctorContext) -> Iterator[Finding]:
     """Whether runs can be kept: a file is written, synced and renamed, a ledger's kind of database made."""
     remedy = "set RLBOOST_HOME to a folder on a local disk that you may write to"
     try:
@@ -132,7 +132,7 @@ def _journal_mode(path: Path) -> str:
         database.close()
 
 
-def clock(patient: Patient) -> Iterator[Finding]:
+def clock(patient: DoctorContext) -> Iterator[Finding]:
     """Whether this machine's clock is later than what it dates: bills and certificates go by it."""
     dated = [Path(rlboost_runtime.__file__)]
     with contextlib.suppress(OSError):  # a home that cannot be read was told above
@@ -152,7 +152,7 @@ def judge_clock(now: float, newest: float, path: str) -> Finding:
     return ok("clock", shown)
 
 
-def open_files(patient: Patient) -> Iterator[Finding]:
+def open_files(patient: DoctorContext) -> Iterator[Finding]:
     """The limit on open files, which the run's processes inherit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     agents = 4
@@ -173,7 +173,7 @@ def judge_open_files(soft: int, hard: int, agents: int) -> Finding:
     return fail("open files", f"limit {soft:,}, {agents} agents want {needed:,}", remedy)
 
 
-def loopback(patient: Patient) -> Iterator[Finding]:
+def loopback(patient: DoctorContext) -> Iterator[Finding]:
     """Whether processes of this machine can talk: a port is opened, dialled and spoken through."""
     try:
         said = _converse()

@@ -17,9 +17,9 @@ from rlboost_cli.head.mirror import close_mirror, former_end_ns, is_complete, wa
 from rlboost_cli.head.renting import alone, is_gone, note_end, view_of
 from rlboost_providers.registry import head_provider
 from rlboost_runtime.billing.launch_records import (
-    Bought,
-    IntentCopy,
-    Rental,
+    HeadMachine,
+    LaunchBackup,
+    LaunchRecords,
     current_rental,
     keep_rental,
     kept_rentals,
@@ -144,7 +144,7 @@ def _prolong(run: RunFolder, until: float) -> None:
         ledger.close()
 
 
-def _enter(ledger: Ledger, name: str, rental: Rental) -> None:
+def _enter(ledger: Ledger, name: str, rental: HeadMachine) -> None:
     """Have a machine in the books from its launch to its end; what they say already holds."""
     assert rental.launched_at is not None
     ledger.intend_rental(name, rental)
@@ -176,11 +176,11 @@ def learn_intents(run: RunFolder) -> None:
     Which of them there are, and since when, their clouds say. Doing it again changes nothing.
     """
     path = run.cloud / "bought.json"
-    copy = IntentCopy.of(run, stored_job(run)).read()
+    copy = LaunchBackup.of(run, stored_job(run)).read()
     if copy is not None and (not path.exists() or len(copy) > path.stat().st_size):  # it only grows
         path.parent.mkdir(mode=0o700, exist_ok=True)
         write_atomically(path, copy)
-    offers = Bought(path).offers()
+    offers = LaunchRecords(path).offers()
     if not offers:
         return
     ledger = Ledger(run.ledger)

@@ -19,10 +19,10 @@ from typing import IO
 from rlboost_cli.head.connection import Head, HeadUnreachable, Say
 from rlboost_cli.head.mirror import was_started
 from rlboost_cli.head.start_up import ACCOUNT, head_script, host_key, last_words, own_key
-from rlboost_providers.base.provider import LaunchRequest, MachineState, MachineView, Offer, Provider
+from rlboost_providers.base.provider import LaunchRequest, MachineStatus, MachineView, Offer, Provider
 from rlboost_providers.base.tags import head_of
 from rlboost_providers.registry import head_provider
-from rlboost_runtime.billing.launch_records import Rental, current_rental, keep_rental, kept_rentals
+from rlboost_runtime.billing.launch_records import HeadMachine, current_rental, keep_rental, kept_rentals
 from rlboost_runtime.errors import (
     ConfigError,
     CredentialsRejected,
@@ -115,16 +115,16 @@ def give_back(run: RunFolder, say: Say) -> None:
             time.sleep(_LOOK_S)
 
 
-def view_of(provider: Provider, run: RunFolder, rental: Rental) -> MachineView | None:
+def view_of(provider: Provider, run: RunFolder, rental: HeadMachine) -> MachineView | None:
     """Return what the cloud says of a machine; None: it knows of none. Raises `ProviderError`."""
     views = provider.describe(head_of(run.name))
     return next((view for view in views if view.machine == rental.machine), None)
 
 
-def is_gone(rental: Rental, view: MachineView | None) -> bool:
+def is_gone(rental: HeadMachine, view: MachineView | None) -> bool:
     """Whether a machine of which its cloud says so much is gone."""
     if view is not None:
-        return view.state is MachineState.GONE
+        return view.state is MachineStatus.GONE
     asked_at = rental.intended_at if rental.launched_at is None else rental.launched_at
     return time.time() - asked_at >= LISTED_S
 
@@ -157,7 +157,9 @@ def _locks(lock: IO[str], how: int) -> bool:
     return True
 
 
-def note_end(run: RunFolder, rental: Rental, view: MachineView | None, *, ended_now: bool = False) -> Rental:
+def note_end(
+    run: RunFolder, rental: HeadMachine, view: MachineView | None, *, ended_now: bool = False
+) -> HeadMachine:
     """Note that a machine is gone, since when its cloud says, and return it. To be called `alone`, with the
     rental as it is kept.
 
@@ -192,7 +194,7 @@ def ended_meanwhile(run: RunFolder) -> RuntimeFault:
     return RuntimeFault(f"{run.name} was ended meanwhile", f"rlboost launch {run.name} --resume goes on")
 
 
-def rate_of(rental: Rental) -> str:
+def rate_of(rental: HeadMachine) -> str:
     """Return what an hour of it costs, in words."""
     return f"{format_usd(rental.price_micro_usd_per_hour, 4)} per hour"
 
@@ -200,13 +202,13 @@ def rate_of(rental: Rental) -> str:
 # --- renting ------------------------------------------------------------------------------------------------
 
 
-def _there(run: RunFolder, provider: Provider) -> Rental | None:
+def _there(run: RunFolder, provider: Provider) -> HeadMachine | None:
     """Return the machine that the run has, as far as its cloud knows it; None: one is to be launched."""
     rental = current_rental(run)
     if rental is None or rental.ended_at is not None:
         return None
     view = view_of(provider, run, rental)
-    if view is not None and view.state is not MachineState.GONE:
+    if view is not None and view.state is not MachineStatus.GONE:
         return _noted(run, rental, view)
     if rental.launched_at is None and view is None:
         return None  # it is asked for again: whoever did so before may not have come to it
@@ -232,7 +234,7 @@ def _launch(
     offers: Iterator[Offer],
     refusal: NoCapacity | QuotaExceeded | None,
     say: Say,
-) -> Rental:
+) -> HeadMachine:
     """Launch the first of the `offers` left that its cloud gives; `refusal`: what was said of the one before
     them."""
     require_head(run)
@@ -276,8 +278,8 @@ def _next_machine(run: RunFolder) -> str:
     return f"head-{len(kept_rentals(run)) + 1}"
 
 
-def _intent(machine: str, offer: Offer, job: Job) -> Rental:
-    return Rental(
+def _intent(machine: str, offer: Offer, job: Job) -> HeadMachine:
+    return HeadMachine(
         machine=machine,
         provider=offer.provider,
         zone=offer.zone,
@@ -290,7 +292,7 @@ def _intent(machine: str, offer: Offer, job: Job) -> Rental:
     )
 
 
-def _noted(run: RunFolder, rental: Rental, view: MachineView) -> Rental:
+def _noted(run: RunFolder, rental: HeadMachine, view: MachineView) -> HeadMachine:
     started_at = rental.launched_at if view.started_at is None else view.started_at
     found = replace(
         rental,
@@ -304,7 +306,9 @@ def _noted(run: RunFolder, rental: Rental, view: MachineView) -> Rental:
 # --- waiting ------------------------------------------------------------------------------------------------
 
 
-def _await_it(run: RunFolder, job: Job, provider: Provider, rental: Rental, say: Say) -> NoCapacity | None:
+def _await_it(
+    run: RunFolder, job: Job, provider: Provider, rental: HeadMachine, say: Say
+) -> NoCapacity | None:
     """Wait until the machine lets us in under the host key that it was given, and note its address; return
     why its cloud did not give it after all, where it says so only now."""
     began, problem = time.monotonic(), "it has no address yet"
@@ -320,7 +324,7 @@ def _await_it(run: RunFolder, job: Job, provider: Provider, rental: Rental, say:
             if silence.retry is not Retry.LATER:
                 raise
             view, problem = None, silence.problem
-        if view is not None and view.state is MachineState.GONE:
+        if view is not None and view.state is MachineStatus.GONE:
             with alone(run, say=say):
                 kept = current_rental(run)
                 if kept is not None and kept.ended_at is None:
@@ -382,7 +386,7 @@ def _is_let_in(run: RunFolder) -> str | None:
 # --- helpers ------------------------------------------------------------------------------------------------
 
 
-def _lost(run: RunFolder, rental: Rental) -> RuntimeFault:
+def _lost(run: RunFolder, rental: HeadMachine) -> RuntimeFault:
     return RuntimeFault(
         f"the head of {run.name}, {rental.machine} in {rental.zone}, is gone, and with it what was on its"
         f" disk ({rental.detail or 'ended'})",

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from rlboost_cli.planning.rates import Rates, makes_like_responses
 from rlboost_runtime.core.base.cost_model import Prices, StepRates
 from rlboost_runtime.core.base.messages import CoreConfig
-from rlboost_runtime.core.window.algorithm_1 import Seeding, StepObservation
+from rlboost_runtime.core.window.algorithm_1 import SeedingWindow, StepObservation
 from rlboost_runtime.core.window.sizing import worthwhile_instances
 from rlboost_runtime.job import Job
 from rlboost_runtime.money import MICRO_USD_PER_USD
@@ -132,7 +132,7 @@ def _useful(job: Job, prices: Prices, rates: Rates, tokens: float, more_s: float
         return most
     window = seeding_s(rates, tokens, most)
     rest = tokens - rates.reserved_tokens_per_s * window
-    seeding = Seeding(window, config.seeding_eta, config.reserved_instances)
+    seeding = SeedingWindow(window, config.seeding_eta, config.reserved_instances)
     seeding.learn(
         StepObservation(
             n_prem=most,

@@ -17,7 +17,7 @@ from typing import TypeVar
 from rlboost_cli.head.rental_books import find_out
 from rlboost_providers.base.provider import (
     CanSweep,
-    MachineState,
+    MachineStatus,
     MachineView,
     Owned,
     PartlyListed,
@@ -164,7 +164,7 @@ def _left_of(run: RunFolder, say: Callable[[str], None], silent: list[RLBoostErr
             lambda machine=view.machine: provider.terminate(run.name, machine),  # type: ignore[misc]
         )
         for view in _described(provider, run.name, say, silent)
-        if view.state is not MachineState.GONE
+        if view.state is not MachineStatus.GONE
     ]
 
 

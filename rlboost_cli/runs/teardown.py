@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import psutil
 
 from rlboost_cli.runs import client
-from rlboost_providers.base.terminate import Ended, end_every
+from rlboost_providers.base.terminate import Terminated, end_every
 from rlboost_runtime.billing.books import close_books
 from rlboost_runtime.processes import end_all, tagged
 from rlboost_runtime.run.create import stored_job
@@ -30,7 +30,7 @@ _EXIT_S = 2.0  # between a supervisor's last word and its exit
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class Teardown:
     """What it took to end the run."""
 
     was_graceful: bool
@@ -40,7 +40,7 @@ class Ending:
     """Processes and machines that were left after that, and were ended."""
 
 
-def end_run(run: RunFolder, progress: Callable[[str], None]) -> Ending:
+def end_run(run: RunFolder, progress: Callable[[str], None]) -> Teardown:
     """End the run; blocks for up to about a minute, while a cloud does not answer for some minutes.
 
     Raises `RuntimeFault` where something cannot be ended, `ProviderError` where a cloud cannot be asked, and
@@ -51,11 +51,11 @@ def end_run(run: RunFolder, progress: Callable[[str], None]) -> Ending:
 
         control.end_run(run, progress)
         _note_stopped(run)
-        return Ending(True, (), ())
+        return Teardown(True, (), ())
     return _end_here(run, progress)
 
 
-def end_without_head(run: RunFolder, progress: Callable[[str], None]) -> Ending:
+def end_without_head(run: RunFolder, progress: Callable[[str], None]) -> Teardown:
     """End what the lost head of a run has launched, as far as this machine can reach it, and close the books.
 
     Raises like `end_run`.
@@ -73,7 +73,7 @@ def end_without_head(run: RunFolder, progress: Callable[[str], None]) -> Ending:
     return ended
 
 
-def _end_here(run: RunFolder, progress: Callable[[str], None]) -> Ending:
+def _end_here(run: RunFolder, progress: Callable[[str], None]) -> Teardown:
     graceful = _ask_coordinator(run, progress)
     progress(f"ending the processes of {run.name} that are left")
     processes = end_all(run.path, TERM_GRACE_S)
@@ -81,7 +81,7 @@ def _end_here(run: RunFolder, progress: Callable[[str], None]) -> Ending:
     ended = _end_machines(run, progress)
     close_books(run, ended.views, "ended by rlboost down")
     _note_stopped(run)
-    return Ending(graceful, tuple(processes), ended.machines)
+    return Teardown(graceful, tuple(processes), ended.machines)
 
 
 def _note_stopped(run: RunFolder) -> None:
@@ -111,7 +111,7 @@ def _ask_coordinator(run: RunFolder, progress: Callable[[str], None]) -> bool:
     return False
 
 
-def _end_machines(run: RunFolder, progress: Callable[[str], None]) -> Ended:
+def _end_machines(run: RunFolder, progress: Callable[[str], None]) -> Terminated:
     from rlboost_providers.registry import provider_for
 
     return end_every(provider_for(stored_job(run), run), run.name, say=progress)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlboost_cli.simulation.job import preset_of_job
-from rlboost_cli.simulation.runs import Market, Wanted
+from rlboost_cli.simulation.runs import SimulatedMarket, SimulationRequest
 from rlboost_cli.simulation.trace_arguments import cut
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.run.folder import home
@@ -31,7 +31,7 @@ class SimulationArguments:
     seeds: int | None
     policies: tuple[str, ...]
 
-    def checked(self) -> Wanted:
+    def checked(self) -> SimulationRequest:
         """Return what is to be simulated. Raises `ConfigError`."""
         preset, notes = self._preset()
         seeds, policies = self._seeds(), self._policies()
@@ -39,9 +39,10 @@ class SimulationArguments:
             raise ConfigError(f"--sample {self.sample:g} is no share of nodes", "write a share such as 0.5")
         whole = {seed: self._trace(seed) for seed in (seeds if self.trace in PROFILES else seeds[:1])}
         markets = tuple(
-            Market(seed, sample_nodes(whole.get(seed, whole[seeds[0]]), self.sample, seed)) for seed in seeds
+            SimulatedMarket(seed, sample_nodes(whole.get(seed, whole[seeds[0]]), self.sample, seed))
+            for seed in seeds
         )
-        return Wanted(
+        return SimulationRequest(
             preset=preset,
             whole=whole[seeds[0]],
             start_h=_start_h(self.window),

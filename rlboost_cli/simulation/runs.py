@@ -31,7 +31,7 @@ Done = Callable[[SimResult], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Market:
+class SimulatedMarket:
     """The trace that one seed is simulated on."""
 
     seed: int
@@ -44,7 +44,7 @@ class Market:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class SimulationRequest:
     """What is to be simulated."""
 
     preset: Preset
@@ -53,7 +53,7 @@ class Wanted:
     start_h: float
     sample: float
     """Share of the trace's nodes."""
-    markets: tuple[Market, ...]
+    markets: tuple[SimulatedMarket, ...]
     policies: tuple[str, ...]
     notes: tuple[str, ...] = ()
     """What a person should know: what was assumed."""
@@ -74,7 +74,7 @@ class Wanted:
 class Comparison:
     """What was wanted, and the results: by policy, in the order of the markets."""
 
-    wanted: Wanted
+    wanted: SimulationRequest
     results: dict[str, tuple[SimResult, ...]]
 
     @property
@@ -132,7 +132,7 @@ class Comparison:
         return {**means, "interval": {name: found.half_width for name, found in measures.items()}}
 
 
-def run(wanted: Wanted, done: Done) -> Comparison:
+def run(wanted: SimulationRequest, done: Done) -> Comparison:
     """Simulate every policy on every market, on all cores; `done` hears of each result as it comes."""
     tasks = [(wanted.preset, policy, market) for market in wanted.markets for policy in wanted.policies]
     found: dict[tuple[str, int], SimResult] = {}
@@ -143,7 +143,7 @@ def run(wanted: Wanted, done: Done) -> Comparison:
     return Comparison(wanted, by_policy)
 
 
-_Task = tuple[Preset, str, Market]
+_Task = tuple[Preset, str, SimulatedMarket]
 
 
 def _results(tasks: list[_Task]) -> Iterator[SimResult]:

@@ -16,7 +16,7 @@ from rlboost_cli.terminal.screen import can_redraw, glyphs_for
 
 if TYPE_CHECKING:
     from rlboost_cli.runs.run_status import RunStatus
-    from rlboost_cli.runs.teardown import Ending
+    from rlboost_cli.runs.teardown import Teardown
     from rlboost_cli.views.attach import Outcome
     from rlboost_runtime.run.create import FoundRun
     from rlboost_runtime.run.folder import RunFolder
@@ -128,7 +128,7 @@ def outcome(run: RunFolder, ended: Outcome, status: dict[str, Any], report: dict
         output.progress(words)
 
 
-def ending(run: RunFolder, ended: Ending) -> None:
+def ending(run: RunFolder, ended: Teardown) -> None:
     """Say what it took to end a run."""
     if ended.processes or ended.machines:
         output.progress(

@@ -14,7 +14,7 @@ from cloudlab.client import Lab
 from cloudlab.machine import GATEWAY
 from machine_secrets import check_credentials
 
-from rlboost_providers.base.provider import LaunchRequest, MachineState, MachineView
+from rlboost_providers.base.provider import LaunchRequest, MachineStatus, MachineView
 from rlboost_providers.base.tags import machine_name
 from rlboost_providers.skypilot import SkyPilotProvider
 from rlboost_providers.skypilot import provider as module
@@ -125,13 +125,13 @@ def test_a_machine_comes_up_is_taken_and_another_region_stands_in(lab, provider,
     with pytest.raises(NoCapacity, match="InsufficientInstanceCapacity"):
         provider.launch(request(provider, run, "spot-0", "us-west-2"))
     assert of_run(lab) == []
-    assert {v.machine: v.state for v in provider.describe(RUN)} == {"spot-0": MachineState.GONE}
+    assert {v.machine: v.state for v in provider.describe(RUN)} == {"spot-0": MachineStatus.GONE}
 
     lab.ask("bare_images", count=1)
     began = time.time()
     launched = provider.launch(request(provider, run, "spot-1", "us-east-1"))
-    assert launched.state is MachineState.STARTING
-    wait_for(provider, "spot-1", lambda v: v.state is MachineState.RUNNING, BOOT_S)
+    assert launched.state is MachineStatus.STARTING
+    wait_for(provider, "spot-1", lambda v: v.state is MachineStatus.RUNNING, BOOT_S)
     record = only(lab, "spot-1")
     assert record["is_spot"]
     assert record["tags"]["rlboost-run"] == RUN
@@ -153,7 +153,7 @@ def test_a_machine_comes_up_is_taken_and_another_region_stands_in(lab, provider,
     assert "install: wheel done" in (run / "machine.log").read_text()
 
     lab.ask("reclaim", id=record["id"], how="silent")
-    gone = wait_for(provider, "spot-1", lambda v: v.state is MachineState.GONE, 120)
+    gone = wait_for(provider, "spot-1", lambda v: v.state is MachineStatus.GONE, 120)
     assert gone.ended_at is not None
     assert gone.ended_at == pytest.approx(only(lab, "spot-1")["ended_at"], abs=15)
     provider.terminate(RUN, "spot-1")

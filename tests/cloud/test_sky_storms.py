@@ -38,7 +38,7 @@ from rlboost_runtime.run.folder import RunFolder
 from rlboost_runtime.run.security import create_secrets
 from tests.cloud.conftest import skypilot_sessions
 from tests.integration.storm_books import check_books, hold_to_budget
-from tests.unit.test_fleet import Made, fleet_on
+from tests.unit.coordinator.test_fleet import Made, fleet_on
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1200, func_only=True)]
 

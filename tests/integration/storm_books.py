@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rlboost_runtime.billing.accounts import to_ns
 from rlboost_runtime.billing.budget import room_micro_usd
-from tests.unit.test_fleet import Made
+from tests.unit.coordinator.test_fleet import Made
 
 
 def hold_to_budget(made: Made, budget_micro_usd: int) -> None:

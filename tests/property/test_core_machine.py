@@ -17,7 +17,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from rlboost_runtime.core.base.messages import (
     Abort,
     Assign,
-    Beat,
     Command,
     CoordinatorRestarted,
     CoreConfig,
@@ -28,6 +27,7 @@ from rlboost_runtime.core.base.messages import (
     Finished,
     FinishReason,
     GrantLease,
+    Heartbeat,
     InstanceJoined,
     InstanceLeft,
     InstanceReady,
@@ -281,7 +281,7 @@ class CoreRun(RuleBasedStateMachine):
             for response in self.tokens.keys() & agent.holds.values():
                 self.tokens[response] = min(self.tokens[response] + 1, MAX_TOKENS - 1)
         counts = tuple((r, self.tokens.get(r, 7)) for r in agent.holds.values())
-        self.send(Beat(self.now, agent.instance, agent.epoch, agent.progress, counts))
+        self.send(Heartbeat(self.now, agent.instance, agent.epoch, agent.progress, counts))
 
     # --- agents -------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rlboost_runtime.agent.outbox import Outbox
-from rlboost_runtime.engines.base import Output
+from rlboost_runtime.engines.base import EngineOutput
 from rlboost_runtime.protocol.messages import Frame
 
 pytestmark = pytest.mark.property
@@ -86,7 +86,7 @@ class OutboxMachine(RuleBasedStateMachine):
         assignment = data.draw(st.integers(0, len(self.starts)))  # one of them is unknown
         tokens = [(data.draw(st.integers(0, 2**31 - 1)), -float(i), self.version) for i in range(num)]
         ids, logprobs = [t[0] for t in tokens], [t[1] for t in tokens]
-        self.outbox.add([Output(assignment, ids, logprobs, self.version, finished)])
+        self.outbox.add([EngineOutput(assignment, ids, logprobs, self.version, finished)])
         if assignment in self.starts and assignment not in self.ended:
             self.given[assignment] += tokens
             if finished is not None:

@@ -137,7 +137,7 @@ class StoreMatchesModel(RuleBasedStateMachine):
             counts=np.array([len(d[2]) for d in deltas], "<u2").tobytes(),
             token_ids=np.array([t for t, _ in flat], "<i4").tobytes(),
             logprobs=np.array([p for _, p in flat], "<f4").tobytes(),
-            endings=tuple(wire.Ending(a, reason) for a, reason in endings),
+            endings=tuple(wire.AssignmentEnd(a, reason) for a, reason in endings),
         )
         before = {response: len(tokens) for response, tokens in self.model.tokens.items()}
         counts, ended, full = self.model.accept(version, deltas, endings)

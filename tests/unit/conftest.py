@@ -9,12 +9,12 @@ import pytest
 
 from rlboost_runtime.core.base.messages import (
     Assign,
-    Beat,
     Command,
     CoreConfig,
     Event,
     Finished,
     FinishReason,
+    Heartbeat,
     InstanceJoined,
     InstanceReady,
     MachineLaunched,
@@ -58,7 +58,7 @@ class CoreDriver:
             for name, instance in list(self.core.instances.items()):
                 if (beating is None or name in beating) and instance.is_connected:
                     progress = 0 if name in stuck else round(self.now * 1000)
-                    heard += self.send(Beat(self.now, name, instance.epoch, progress, ()))
+                    heard += self.send(Heartbeat(self.now, name, instance.epoch, progress, ()))
             while (due := self.core.next_deadline()) is not None and due <= self.now:
                 heard += self.send(Tick(self.now))
         return heard

@@ -11,18 +11,18 @@ import torch
 
 from rlboost_runtime.engines.base import Request
 from rlboost_runtime.engines.vllm import api
-from rlboost_runtime.engines.vllm.api import ApiError, Dialect
+from rlboost_runtime.engines.vllm.api import ApiError, TokenApi
 from rlboost_runtime.engines.vllm.command import CPU_BLOCK_TOKENS
 from tests.vllm.vllm_rig import MARKS, VOCABULARY, assert_under, counter, logprobs_under, prompts
 
 pytestmark = MARKS
 
 
-@pytest.mark.parametrize("dialect", list(Dialect))
+@pytest.mark.parametrize("dialect", list(TokenApi))
 async def test_tokens_and_logprobs_equal_the_trainers_forward_pass(
     engine, reader, qwen, dialect, monkeypatch
 ):
-    assert engine.streams.dialect is Dialect.GENERATE  # found by asking
+    assert engine.streams.dialect is TokenApi.GENERATE  # found by asking
     monkeypatch.setattr(engine.streams, "dialect", dialect)
     asked = prompts(40)
     engine.submit([Request(i, p, 5 + 3 * (i % 9), priority=-i) for i, p in enumerate(asked)])
@@ -84,7 +84,7 @@ async def test_a_response_at_its_limit_is_finished_without_asking_the_engine(eng
     assert (response.finished, response.ids) == ("length", [])
     with pytest.raises(ApiError):  # what would have become of it
         await engine.server.api.post(
-            Dialect.GENERATE, {"token_ids": [5, 6], "sampling_params": {"max_tokens": 0}, "model": "policy"}
+            TokenApi.GENERATE, {"token_ids": [5, 6], "sampling_params": {"max_tokens": 0}, "model": "policy"}
         )
 
 

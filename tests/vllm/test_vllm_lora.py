@@ -14,7 +14,7 @@ from rlboost_runtime.engines.base import LoadFailed, Request
 from rlboost_runtime.trainer.artifacts.publisher import Publisher
 from rlboost_runtime.weights.manifest import probe_matches, read_manifest
 from rlboost_runtime.weights.store import part_folder
-from tests.integration.adapter_rig import Trained
+from tests.integration.engines.adapter_rig import Trained
 from tests.vllm.vllm_rig import MARKS, assert_under, logprobs_under, prompts
 
 pytestmark = MARKS

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import pytest_asyncio
 
-from rlboost_runtime.engines.base import Progress, Request
+from rlboost_runtime.engines.base import EngineProgress, Request
 from rlboost_runtime.engines.vllm import drafts
 from tests.vllm.vllm_rig import DRAFTING, MARKS, UNKNOWN_FLAG, Reader, assert_under, counter
 
@@ -57,14 +57,14 @@ async def test_the_gate_keeps_what_measures_faster(server, answers, monkeypatch,
     monkeypatch.setattr(drafts, "WINDOW_S", 0.02)
     looks, tokens, decided = 0, 0, asyncio.Event()
 
-    def progress() -> Progress:
+    def progress() -> EngineProgress:
         nonlocal looks, tokens
         looks += 1
         with_drafts = looks <= drafts.WINDOWS + 1
         tokens += 1000 if with_drafts is do_pay else 1
         if looks > 2 * drafts.WINDOWS + 2:
             decided.set()
-        return Progress(looks, 4, 0, tokens)
+        return EngineProgress(looks, 4, 0, tokens)
 
     gate = asyncio.ensure_future(drafts.gate_drafts(server.engine.server.api, progress))
     try:

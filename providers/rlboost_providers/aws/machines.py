@@ -15,23 +15,23 @@ from typing import Any
 
 from rlboost_providers.aws.errors import code_of, explained
 from rlboost_providers.base import tags
-from rlboost_providers.base.provider import MachineState
+from rlboost_providers.base.provider import MachineStatus
 from rlboost_runtime.errors import ConfigError, ProviderError
 
 _STATES = {
-    "pending": MachineState.STARTING,
-    "running": MachineState.RUNNING,
-    "stopping": MachineState.RUNNING,  # somebody stopped it by hand: there, though of no use
-    "stopped": MachineState.RUNNING,
-    "shutting-down": MachineState.GONE,  # no longer billed
-    "terminated": MachineState.GONE,
+    "pending": MachineStatus.STARTING,
+    "running": MachineStatus.RUNNING,
+    "stopping": MachineStatus.RUNNING,  # somebody stopped it by hand: there, though of no use
+    "stopped": MachineStatus.RUNNING,
+    "shutting-down": MachineStatus.GONE,  # no longer billed
+    "terminated": MachineStatus.GONE,
 }
 _WHEN = re.compile(r"\((\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?: \w+)?\)")
 RECLAIMED = "Server.SpotInstanceTermination"
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class Ec2Machine:
     """One EC2 instance of ours."""
 
     run: str
@@ -42,7 +42,7 @@ class Machine:
     region: str
     zone: str
     is_spot: bool
-    state: MachineState
+    state: MachineStatus
     launched_at: float
     ended_at: float | None
     detail: str
@@ -52,7 +52,7 @@ class Machine:
     @property
     def is_alive(self) -> bool:
         """Whether it may cost something."""
-        return self.state is not MachineState.GONE
+        return self.state is not MachineStatus.GONE
 
 
 def console_of(ec2: Any, region: str, instance: str) -> str:
@@ -70,7 +70,7 @@ def console_of(ec2: Any, region: str, instance: str) -> str:
 
 def list_machines(
     ec2: Any, region: str, *, run: str | None = None, machine: str | None = None, owner: str | None = None
-) -> Iterator[Machine]:
+) -> Iterator[Ec2Machine]:
     """Yield the region's instances with our tags; those that ended stay listed for about an hour."""
     wanted = {tags.RUN: run, tags.MACHINE: machine, tags.OWNER: owner}
     filters = [
@@ -125,12 +125,12 @@ def template_data(
     return data
 
 
-def _machine(instance: Mapping[str, Any], region: str) -> Machine:
+def _machine(instance: Mapping[str, Any], region: str) -> Ec2Machine:
     marks = {tag["Key"]: tag["Value"] for tag in instance.get("Tags", [])}
     reason = instance.get("StateReason", {})
-    state = _STATES.get(instance["State"]["Name"], MachineState.RUNNING)
+    state = _STATES.get(instance["State"]["Name"], MachineStatus.RUNNING)
     told = instance.get("StateTransitionReason", "")
-    return Machine(
+    return Ec2Machine(
         run=marks.get(tags.RUN, ""),
         machine=marks.get(tags.MACHINE, ""),
         owner=marks.get(tags.OWNER, ""),
@@ -141,15 +141,15 @@ def _machine(instance: Mapping[str, Any], region: str) -> Machine:
         is_spot=instance.get("InstanceLifecycle") == "spot",
         state=state,
         launched_at=instance["LaunchTime"].timestamp(),
-        ended_at=_when(told) if state is MachineState.GONE else None,
+        ended_at=_when(told) if state is MachineStatus.GONE else None,
         detail=_detail(state, reason.get("Code", "")),
         public_address=instance.get("PublicIpAddress", ""),
         private_address=instance.get("PrivateIpAddress", ""),
     )
 
 
-def _detail(state: MachineState, code: str) -> str:
-    if state is not MachineState.GONE:
+def _detail(state: MachineStatus, code: str) -> str:
+    if state is not MachineStatus.GONE:
         return ""
     return "reclaimed" if code.startswith(RECLAIMED) else code
 

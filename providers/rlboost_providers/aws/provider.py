@@ -20,20 +20,26 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlboost_providers.aws.errors import RACES, code_of, explained, fleet_problem
-from rlboost_providers.aws.machines import Machine, console_of, list_machines, security_group, template_data
+from rlboost_providers.aws.machines import (
+    Ec2Machine,
+    console_of,
+    list_machines,
+    security_group,
+    template_data,
+)
 from rlboost_providers.aws.prices import SpotPrice, SpotPrices
 from rlboost_providers.base import tags
 from rlboost_providers.base.multi import ask_all
 from rlboost_providers.base.provider import (
     Ability,
     LaunchRequest,
-    MachineState,
+    MachineStatus,
     MachineView,
     Offer,
     Owned,
-    Pace,
     PartlyListed,
     PartlySwept,
+    PollTimer,
     absent,
     check_is_unannounced,
     retry_of,
@@ -133,7 +139,7 @@ class AwsProvider:
         """By EC2 id: when it was first seen to be gone, for those of which EC2 does not say."""
         self._launching: dict[tuple[str, str], threading.Lock] = {}
         self._lock = threading.RLock()
-        self._pace = Pace(watch_every_s)
+        self._pace = PollTimer(watch_every_s)
 
     @property
     def abilities(self) -> frozenset[Ability]:
@@ -356,7 +362,7 @@ class AwsProvider:
             pass
         return MachineView(  # EC2's lists lag behind
             request.machine,
-            MachineState.STARTING,
+            MachineStatus.STARTING,
             time.time(),
             None,
             created.instance,
@@ -450,17 +456,17 @@ class AwsProvider:
     def _regions(self) -> list[str]:
         return sorted({pool.region for pool in self._pools.values()})
 
-    def _list(self, run: str, machine: str | None = None) -> tuple[list[Machine], dict[str, RLBoostError]]:
+    def _list(self, run: str, machine: str | None = None) -> tuple[list[Ec2Machine], dict[str, RLBoostError]]:
         """Return machines of the run in all regions, and what those said that do not answer."""
         answers, silent = ask_all(self._regions, lambda region: self._in(region, run, machine))
         return [machine for found in answers.values() for machine in found], silent
 
-    def _in(self, region: str, run: str, machine: str | None = None) -> list[Machine]:
+    def _in(self, region: str, run: str, machine: str | None = None) -> list[Ec2Machine]:
         """Return machines of the run, the living before the ended where an id was used again."""
         found = list_machines(self._ec2(region), region, run=run, machine=machine, owner=self._owner)
         return sorted(found, key=lambda each: not each.is_alive)
 
-    def _view(self, machine: Machine) -> MachineView:
+    def _view(self, machine: Ec2Machine) -> MachineView:
         ended_at = machine.ended_at
         if not machine.is_alive and ended_at is None:
             ended_at = self._ends.setdefault(machine.instance, time.time())
@@ -476,7 +482,7 @@ class AwsProvider:
             machine.private_address,
         )
 
-    def _price_of(self, machine: Machine) -> int | None:
+    def _price_of(self, machine: Ec2Machine) -> int | None:
         if not machine.is_spot or not machine.is_alive:
             return None
         return self._price_now(machine.region, machine.instance_type, machine.zone)

@@ -33,7 +33,7 @@ from rlboost_runtime.logs import event
 log = logging.getLogger(__name__)
 
 
-class Several:
+class MultiProvider:
     """The providers of one run, by name. Any thread may call any method."""
 
     def __init__(self, providers: Mapping[str, Provider]) -> None:

@@ -5,9 +5,9 @@ so that it can be found again from the cloud alone. Errors say where and when as
 (`ProviderError.retry`): `NoCapacity` and `QuotaExceeded` elsewhere, `CredentialsRejected` never, `Throttled`
 and any other `ProviderError` later; a `ConfigError` is the job file's fault and never right.
 
-Promises of every provider, held by one suite (tests/integration/test_provider_conformance.py): the same id
-twice is the same machine, from two launchers at once too; a machine that ended is not launched again under
-its id; `terminate` succeeds for what is gone or never was; `describe` sees machines of its run only.
+Promises of every provider, held by one suite (tests/integration/providers/test_provider_conformance.py): the
+same id twice is the same machine, from two launchers at once too; a machine that ended is not launched again
+under its id; `terminate` succeeds for what is gone or never was; `describe` sees machines of its run only.
 
 Taking a machine away on purpose: how providers refuse what cannot be done.
 """
@@ -24,7 +24,7 @@ from typing import Protocol, runtime_checkable
 from rlboost_runtime.errors import NotFound, ProviderError, Retry, RLBoostError
 
 
-class MachineState(StrEnum):
+class MachineStatus(StrEnum):
     """A machine's life as its provider sees it."""
 
     STARTING = "starting"
@@ -119,7 +119,7 @@ class MachineView:
     """A machine as the provider describes it. Times in seconds since the Unix epoch."""
 
     machine: str
-    state: MachineState
+    state: MachineStatus
     started_at: float | None
     ended_at: float | None
     detail: str = ""
@@ -250,7 +250,7 @@ class CanSweep(Protocol):
         """End what `sweep` returned; succeeds where it is gone."""
 
 
-class Pace:
+class PollTimer:
     """Lets `watch` through once in `every_s` seconds. Any thread may ask."""
 
     def __init__(self, every_s: float, now: Callable[[], float] = time.monotonic) -> None:

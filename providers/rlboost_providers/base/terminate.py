@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from rlboost_providers.base.provider import MachineState, MachineView, PartlyListed, Provider
+from rlboost_providers.base.provider import MachineStatus, MachineView, PartlyListed, Provider
 from rlboost_runtime.errors import ProviderError, Retry, RuntimeFault
 
 PATIENCE_S = 240.0
@@ -22,7 +22,7 @@ _AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class Terminated:
     """`machines` were there and were ended; `views` is what the provider listed last."""
 
     machines: tuple[str, ...]
@@ -35,7 +35,7 @@ def end_every(
     *,
     timeout_s: float = PATIENCE_S,
     say: Callable[[str], None] = lambda text: None,
-) -> Ended:
+) -> Terminated:
     """End all machines of `run`; blocks until its provider says that they are gone.
 
     Raises what the provider says where it cannot be asked, and `RuntimeFault` naming what is left at the end.
@@ -45,10 +45,10 @@ def end_every(
     while True:
         is_late = time.monotonic() > deadline
         views, silence = _describe(provider, run)
-        alive = [view.machine for view in views if view.state is not MachineState.GONE]
+        alive = [view.machine for view in views if view.state is not MachineStatus.GONE]
         if not alive:
             if silence is None:
-                return Ended(tuple(asked), tuple(views))
+                return Terminated(tuple(asked), tuple(views))
             if is_late or silence.retry is not Retry.LATER:
                 raise silence
             say(f"waiting for the cloud: {silence.problem}")

@@ -8,14 +8,14 @@ from datetime import datetime
 from typing import Any
 
 from rlboost_providers.base import tags
-from rlboost_providers.base.provider import MachineState
+from rlboost_providers.base.provider import MachineStatus
 
 _STATES = {
-    "PROVISIONING": MachineState.STARTING,
-    "STAGING": MachineState.STARTING,
-    "TERMINATED": MachineState.GONE,  # a disk is left, which its provider deletes when it sees it
-    "STOPPED": MachineState.GONE,
-    "SUSPENDED": MachineState.GONE,
+    "PROVISIONING": MachineStatus.STARTING,
+    "STAGING": MachineStatus.STARTING,
+    "TERMINATED": MachineStatus.GONE,  # a disk is left, which its provider deletes when it sees it
+    "STOPPED": MachineStatus.GONE,
+    "SUSPENDED": MachineStatus.GONE,
 }
 ALL_SCOPES = "https://www.googleapis.com/auth/cloud-platform"
 """Its roles alone then say what a service account may do."""
@@ -31,7 +31,7 @@ ENDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class GceMachine:
     """One instance of ours. Times in seconds since the Unix epoch."""
 
     run: str
@@ -39,7 +39,7 @@ class Machine:
     owner: str
     name: str
     zone: str
-    state: MachineState
+    state: MachineStatus
     created_at: float | None
     stopped_at: float | None
     public_address: str
@@ -48,21 +48,21 @@ class Machine:
     @property
     def is_alive(self) -> bool:
         """Whether it may cost something beyond its disk."""
-        return self.state is not MachineState.GONE
+        return self.state is not MachineStatus.GONE
 
 
-def machine_of(instance: Any) -> Machine:
+def machine_of(instance: Any) -> GceMachine:
     """Return the machine that `instance` (`compute_v1.Instance`) is."""
     labels = dict(instance.labels)
     inside = [each.network_i_p for each in instance.network_interfaces]
     outside = [c.nat_i_p for each in instance.network_interfaces for c in each.access_configs]
-    return Machine(
+    return GceMachine(
         run=labels.get(tags.RUN, ""),
         machine=labels.get(tags.MACHINE, ""),
         owner=labels.get(tags.OWNER, ""),
         name=instance.name,
         zone=instance.zone.rpartition("/")[2],
-        state=_STATES.get(str(instance.status), MachineState.RUNNING),
+        state=_STATES.get(str(instance.status), MachineStatus.RUNNING),
         created_at=time_of(instance.creation_timestamp),
         stopped_at=time_of(instance.last_stop_timestamp),
         public_address=next(iter(outside), ""),

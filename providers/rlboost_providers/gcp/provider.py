@@ -22,11 +22,11 @@ from rlboost_providers.base import tags
 from rlboost_providers.base.provider import (
     Ability,
     LaunchRequest,
-    MachineState,
+    MachineStatus,
     MachineView,
     Offer,
     Owned,
-    Pace,
+    PollTimer,
     absent,
     check_is_unannounced,
 )
@@ -34,7 +34,7 @@ from rlboost_providers.base.startup import script_of
 from rlboost_providers.gcp.errors import explained, failed
 from rlboost_providers.gcp.machines import (
     ENDS,
-    Machine,
+    GceMachine,
     beginning,
     instance_resource,
     machine_in,
@@ -126,7 +126,7 @@ class GcpProvider:
         """By run and machine: of those that stopped themselves; deleting them deletes it in the cloud."""
         self._operation_s = operation_s
         self._lock = threading.Lock()
-        self._pace = Pace(watch_every_s)
+        self._pace = PollTimer(watch_every_s)
 
     @property
     def abilities(self) -> frozenset[Ability]:
@@ -234,7 +234,7 @@ class GcpProvider:
                     project=self._clients.project, zone=zone, instance=name, **_patience()
                 )
         except Absent:  # it ended before we looked
-            return MachineView(machine, MachineState.GONE, None, time.time(), "gone at once", zone)
+            return MachineView(machine, MachineStatus.GONE, None, time.time(), "gone at once", zone)
         return self._view(machine_of(found))
 
     def _offer(self, pool: GcpPool, zone: str) -> Offer:
@@ -315,12 +315,12 @@ class GcpProvider:
             return self._console(found.zone, found.name)
         return ""
 
-    def _keep_console(self, run: str, machine: Machine) -> None:
+    def _keep_console(self, run: str, machine: GceMachine) -> None:
         if (run, machine.machine) not in self._consoles:
             with contextlib.suppress(RLBoostError):  # its end matters more than what it said
                 self._consoles[run, machine.machine] = self._console(machine.zone, machine.name)
 
-    def _clear_away(self, machine: Machine) -> None:
+    def _clear_away(self, machine: GceMachine) -> None:
         """Delete what stopped; a refusal is logged, for the next look tries again and this one goes on."""
         try:
             self._delete(machine.zone, machine.name)
@@ -348,12 +348,12 @@ class GcpProvider:
             for m in self._instances(f"labels.{tags.RUN}:*")
         ]
 
-    def _list(self, run: str, machine: str | None = None) -> list[Machine]:
+    def _list(self, run: str, machine: str | None = None) -> list[GceMachine]:
         wanted = {tags.RUN: run, tags.OWNER: self._owner, tags.MACHINE: machine}
         terms = [f'labels.{label} = "{text}"' for label, text in wanted.items() if text is not None]
         return list(self._instances(" AND ".join(terms)))
 
-    def _instances(self, condition: str) -> Iterator[Machine]:
+    def _instances(self, condition: str) -> Iterator[GceMachine]:
         clients = self._clients
         from google.cloud import compute_v1 as compute
 
@@ -387,11 +387,11 @@ class GcpProvider:
                 end = (at, ENDS[operation.operation_type], operation.zone.rpartition("/")[2])
                 ends[machine] = min(ends.get(machine, end), end)
         return [
-            MachineView(machine, MachineState.GONE, starts.get(machine), at, told, zone)
+            MachineView(machine, MachineStatus.GONE, starts.get(machine), at, told, zone)
             for machine, (at, told, zone) in ends.items()
         ]
 
-    def _view(self, machine: Machine) -> MachineView:
+    def _view(self, machine: GceMachine) -> MachineView:
         ended_at = None if machine.is_alive else machine.stopped_at
         detail = "" if machine.is_alive else "shut itself down"
         return MachineView(

@@ -68,11 +68,11 @@ class ReclaimRecord(msgspec.Struct, frozen=True):
     number: int | None = None
 
 
-class MachineRecord(msgspec.Struct, frozen=True):
+class LocalMachine(msgspec.Struct, frozen=True):
     """What is known of one machine. Times in seconds since the Unix epoch.
 
-    `launched_at` None: intended, but the launch was not completed. `node`, `life` and `reclaim_at` are its
-    market's (absent without one).
+    `launched_at` None: intended, but the launch was not completed. `node`, `lifecycle` and `reclaim_at` are
+    its market's (absent without one).
     """
 
     run: str
@@ -83,7 +83,7 @@ class MachineRecord(msgspec.Struct, frozen=True):
     launched_at: float | None = None
     processes: tuple[Launched, ...] = ()
     node: str | None = None
-    life: int = 0
+    lifecycle: int = 0
     reclaim_at: float | None = None
     reclaim_notice_s: float | None = None
     reclaim: ReclaimRecord | None = None
@@ -91,12 +91,12 @@ class MachineRecord(msgspec.Struct, frozen=True):
     detail: str = ""
 
 
-class Machines:
+class LocalMachines:
     """All local machines of one run. Methods that change something want `locked()` to be held."""
 
     def __init__(self, run: RunFolder) -> None:
         self.run = run
-        self._ended: dict[str, MachineRecord] = {}  # these never change again
+        self._ended: dict[str, LocalMachine] = {}  # these never change again
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -121,7 +121,7 @@ class Machines:
         """Return the folder of the machine's logs."""
         return self.run.logs / "machines" / machine
 
-    def read(self, machine: str) -> MachineRecord | None:
+    def read(self, machine: str) -> LocalMachine | None:
         """Return what is known of the machine, or None."""
         if machine in self._ended:
             return self._ended[machine]
@@ -129,12 +129,12 @@ class Machines:
             data = (self.folder(machine) / "machine.json").read_bytes()
         except FileNotFoundError:
             return None
-        record = msgspec.json.decode(data, type=MachineRecord)
+        record = msgspec.json.decode(data, type=LocalMachine)
         if record.ended_at is not None:
             self._ended[machine] = record
         return record
 
-    def all(self) -> list[MachineRecord]:
+    def all(self) -> list[LocalMachine]:
         """Return every machine that ever was, in the order of their intents."""
         with contextlib.suppress(FileNotFoundError):
             names = os.listdir(self.run.cloud / "machines")
@@ -142,12 +142,12 @@ class Machines:
             return sorted((r for r in found if r is not None), key=lambda r: (r.intended_at, r.machine))
         return []
 
-    def write(self, record: MachineRecord) -> MachineRecord:
+    def write(self, record: LocalMachine) -> LocalMachine:
         """Replace the machine's record."""
         write_atomically(self.folder(record.machine) / "machine.json", msgspec.json.encode(record))
         return record
 
-    def start(self, record: MachineRecord, commands: Mapping[str, list[str]]) -> tuple[Launched, ...]:
+    def start(self, record: LocalMachine, commands: Mapping[str, list[str]]) -> tuple[Launched, ...]:
         """Start the machine's processes, one command per instance; all or, on `ProviderError`, none."""
         folder, logs = self.folder(record.machine), self.logs(record.machine)
         logs.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -186,7 +186,7 @@ class Machines:
         finally:
             reap()
 
-    def end(self, record: MachineRecord, detail: str, at: float | None = None) -> MachineRecord:
+    def end(self, record: LocalMachine, detail: str, at: float | None = None) -> LocalMachine:
         """Record that the machine is gone since `at` (default: now), unless that is recorded already.
 
         Its disk goes with it: weights, and the bootstrap with the run's token. Logs and token counts stay.
@@ -200,14 +200,14 @@ class Machines:
         return self.write(msgspec.structs.replace(record, ended_at=ended_at, detail=detail))
 
     def begin_reclaim(
-        self, record: MachineRecord, by: str, notice_s: float | None, *, number: int | None = None
-    ) -> MachineRecord:
+        self, record: LocalMachine, by: str, notice_s: float | None, *, number: int | None = None
+    ) -> LocalMachine:
         """Record that the machine is being taken back; `warn` and, when due, `finish_reclaim` follow."""
         now = time.time()
         reclaim = ReclaimRecord(by, now, now + (notice_s or 0.0), notice_s, number)
         return self.write(msgspec.structs.replace(record, reclaim=reclaim))
 
-    def warn(self, record: MachineRecord, *, by_signal: bool) -> None:
+    def warn(self, record: LocalMachine, *, by_signal: bool) -> None:
         """Announce the reclaim: SIGTERM to the agents, or `notice.json` {"seconds"} in its folder."""
         assert record.reclaim is not None  # begun before it is announced
         seconds = record.reclaim.notice_s
@@ -221,14 +221,14 @@ class Machines:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.send_signal(signal.SIGTERM)
 
-    def finish_reclaim(self, record: MachineRecord) -> MachineRecord:
+    def finish_reclaim(self, record: LocalMachine) -> LocalMachine:
         """SIGKILL the machine and record its end; a machine that left by itself before is only recorded."""
         at = time.time()
         if self.kill(record.machine):
             self._tell(record, "kill", None, at)
         return self.end(record, "reclaimed", at)
 
-    def _tell(self, record: MachineRecord, kind: str, seconds: float | None, at: float | None = None) -> None:
+    def _tell(self, record: LocalMachine, kind: str, seconds: float | None, at: float | None = None) -> None:
         """Append to `market.jsonl` what the cloud did, for reports and tests."""
         assert record.reclaim is not None  # only reclaims are told
         line = {

@@ -16,7 +16,7 @@ import math
 import time
 from pathlib import Path
 
-from rlboost_providers.local.machines import MachineRecord, Machines
+from rlboost_providers.local.machines import LocalMachine, LocalMachines
 from rlboost_providers.local.provider import Zone, zones_of
 from rlboost_runtime.errors import RLBoostError
 from rlboost_runtime.job import read_resolved
@@ -34,7 +34,7 @@ class SpotMarket:
     """Carries out the reclaims that are due."""
 
     def __init__(self, run: RunFolder, zones: dict[str, Zone]) -> None:
-        self._machines = Machines(run)
+        self._machines = LocalMachines(run)
         self._zones = zones
 
     def act(self) -> float:
@@ -46,7 +46,7 @@ class SpotMarket:
                     self._reclaim(record, self._machines.all())
             return min((_due_at(record) for record in self._machines.all()), default=math.inf)
 
-    def _reclaim(self, record: MachineRecord, records: list[MachineRecord]) -> None:
+    def _reclaim(self, record: LocalMachine, records: list[LocalMachine]) -> None:
         if record.reclaim is None:
             if not self._machines.lives(record.machine):
                 self._machines.end(record, "gone")
@@ -56,7 +56,7 @@ class SpotMarket:
             self._machines.finish_reclaim(record)
             event(log, "machine.reclaimed", machine=record.machine)
 
-    def _begin(self, record: MachineRecord, records: list[MachineRecord]) -> MachineRecord:
+    def _begin(self, record: LocalMachine, records: list[LocalMachine]) -> LocalMachine:
         """Decide whether this reclaim is announced, record that, and announce it."""
         plan = self._zones[record.zone].plan
         assert plan is not None  # only a market's machines have a time
@@ -72,7 +72,7 @@ class SpotMarket:
         return record
 
 
-def _due_at(record: MachineRecord) -> float:
+def _due_at(record: LocalMachine) -> float:
     if record.ended_at is not None or record.launched_at is None:
         return math.inf
     if record.reclaim is not None:

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import msgspec
 
-from rlboost_providers.base.provider import Ability, LaunchRequest, MachineState, MachineView, Offer, absent
+from rlboost_providers.base.provider import Ability, LaunchRequest, MachineStatus, MachineView, Offer, absent
 from rlboost_providers.local.machines import (
-    MachineRecord,
-    Machines,
+    LocalMachine,
+    LocalMachines,
     inherited_environment,
     start_detached,
 )
@@ -73,7 +73,7 @@ class LocalProvider:
     ) -> None:
         self._run = RunFolder(run_folder)
         self._zones = zones_of(offers, max_instances, self._run.files)
-        self._machines = Machines(self._run)
+        self._machines = LocalMachines(self._run)
         self._command = command
 
     @property
@@ -139,7 +139,7 @@ class LocalProvider:
             if record.reclaim is None or notice_s is None:  # a second notice changes nothing
                 self._reclaim(record, notice_s)
 
-    def _reclaim(self, record: MachineRecord, notice_s: float | None) -> None:
+    def _reclaim(self, record: LocalMachine, notice_s: float | None) -> None:
         record = self._machines.begin_reclaim(record, "person", notice_s)
         if notice_s is None:
             self._machines.finish_reclaim(record)
@@ -152,7 +152,7 @@ class LocalProvider:
             self._machines.logs(record.machine) / "reclaim.log",
         )
 
-    def _intend(self, request: LaunchRequest, zone: Zone) -> MachineRecord:
+    def _intend(self, request: LaunchRequest, zone: Zone) -> LocalMachine:
         now = time.time()
         records = self._machines.all()
         node, free_at = _free_node(zone, records, now)
@@ -161,18 +161,18 @@ class LocalProvider:
         folder = self._machines.folder(request.machine)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_atomically(folder / "bootstrap.json", msgspec.json.encode(request.bootstrap))
-        record = MachineRecord(
+        record = LocalMachine(
             run=request.run,
             machine=request.machine,
             zone=zone.name,
             instances=_instances(request),
             intended_at=now,
             node=node,
-            life=len(_lives(zone.name, node, records)),
+            lifecycle=len(_lives(zone.name, node, records)),
         )
         return self._machines.write(record)
 
-    def _complete(self, record: MachineRecord, zone: Zone) -> MachineRecord:
+    def _complete(self, record: LocalMachine, zone: Zone) -> LocalMachine:
         """Start what was intended; whatever an earlier launcher started before it died goes first."""
         self._machines.kill(record.machine)
         bootstrap = self._machines.folder(record.machine) / "bootstrap.json"
@@ -182,20 +182,20 @@ class LocalProvider:
         record = msgspec.structs.replace(record, launched_at=now, processes=processes)
         if zone.plan is not None and record.node is not None:
             started_at = _started_at(zone.name, self._machines.all(), default=now)
-            reclaim = zone.plan.reclaim(record.node, record.life, now, started_at)
+            reclaim = zone.plan.reclaim(record.node, record.lifecycle, now, started_at)
             if reclaim is not None:
                 record = msgspec.structs.replace(
                     record, reclaim_at=reclaim.at, reclaim_notice_s=reclaim.notice_s
                 )
         return self._machines.write(record)
 
-    def _view(self, record: MachineRecord, lives: bool) -> MachineView:
+    def _view(self, record: LocalMachine, lives: bool) -> MachineView:
         if record.launched_at is None and record.ended_at is None:  # its launcher died: undo what there is
             self._machines.kill(record.machine)
             record = self._machines.end(record, "not launched")
         elif not lives:
             record = self._machines.end(record, "gone")
-        state = MachineState.GONE if record.ended_at is not None else MachineState.RUNNING
+        state = MachineStatus.GONE if record.ended_at is not None else MachineStatus.RUNNING
         return MachineView(record.machine, state, record.launched_at, record.ended_at, record.detail)
 
     def _offer(self, zone: Zone) -> Offer:
@@ -209,7 +209,7 @@ class LocalProvider:
         )
 
 
-def _free_node(zone: Zone, records: list[MachineRecord], now: float) -> tuple[str | None, float]:
+def _free_node(zone: Zone, records: list[LocalMachine], now: float) -> tuple[str | None, float]:
     """Return the first free node of `zone`, or else the next one to come, and the time from which it is free;
     infinite: not as far as anyone can tell. Without a market there is always room."""
     if zone.plan is None:
@@ -229,11 +229,11 @@ def _free_node(zone: Zone, records: list[MachineRecord], now: float) -> tuple[st
     return best
 
 
-def _lives(zone: str, node: str | None, records: list[MachineRecord]) -> list[MachineRecord]:
+def _lives(zone: str, node: str | None, records: list[LocalMachine]) -> list[LocalMachine]:
     return [record for record in records if record.zone == zone and record.node == node]
 
 
-def _started_at(zone: str, records: list[MachineRecord], *, default: float) -> float:
+def _started_at(zone: str, records: list[LocalMachine], *, default: float) -> float:
     """Return when the market's time began: with its first accepted launch, by `default` not yet."""
     launches = [r.launched_at for r in records if r.zone == zone and r.launched_at is not None]
     return min(launches, default=default)
@@ -258,7 +258,7 @@ def _instances(request: LaunchRequest) -> tuple[str, ...]:
 
 def finish_reclaim(run_folder: Path, machine: str) -> None:
     """Wait until the machine's announced reclaim is due, then carry it out, unless it is gone by then."""
-    machines = Machines(RunFolder(run_folder))
+    machines = LocalMachines(RunFolder(run_folder))
     while True:
         with machines.locked():
             record = machines.read(machine)

@@ -23,7 +23,7 @@ AGAIN_S = 60.0
 SOURCE = "SkyPilot catalogue"
 
 
-class Wanted(Protocol):
+class SkyPilotOffer(Protocol):
     """An entry of `any_of` with `via: skypilot` (`rlboost_runtime.job`)."""
 
     @property
@@ -60,7 +60,7 @@ class Catalogue:
 
     def __init__(
         self,
-        entries: Sequence[Wanted],
+        entries: Sequence[SkyPilotOffer],
         ask: Callable[..., list[dict[str, Any]]],
         kinds: Sequence[bool] = (True,),
     ) -> None:
@@ -68,7 +68,7 @@ class Catalogue:
         self._entries, self._ask, self._kinds = entries, ask, kinds
         self._lock = threading.Lock()
         self._offers: list[Offer] = []
-        self._entry_of: dict[tuple[str, str, str], Wanted] = {}
+        self._entry_of: dict[tuple[str, str, str], SkyPilotOffer] = {}
         self._fresh_until = float("-inf")
 
     def offers(self) -> list[Offer]:
@@ -96,7 +96,7 @@ class Catalogue:
                 self._fresh_until = time.monotonic() + (AGAIN_S if problems else FRESH_S)
             return list(self._offers)
 
-    def entry_of(self, offer: Offer) -> Wanted:
+    def entry_of(self, offer: Offer) -> SkyPilotOffer:
         """Return the job's entry that `offer` comes from. Raises `ConfigError`."""
         self.offers()
         entry = self._entry_of.get(offer.place)
@@ -104,7 +104,7 @@ class Catalogue:
             raise ConfigError(f"no entry of any_of leads to {offer.zone}", "launch something from the offers")
         return entry
 
-    def _of(self, entry: Wanted) -> list[Offer]:
+    def _of(self, entry: SkyPilotOffer) -> list[Offer]:
         most = entry.max_price_usd_per_hour
         return [
             _offer(entry, place, spot)
@@ -119,7 +119,7 @@ class Catalogue:
         ]
 
 
-def _offer(entry: Wanted, place: dict[str, Any], asked_for_spot: bool) -> Offer:
+def _offer(entry: SkyPilotOffer, place: dict[str, Any], asked_for_spot: bool) -> Offer:
     return Offer(
         provider="skypilot",
         zone="/".join(part for part in (place["cloud"], place["region"], place["zone"]) if part),

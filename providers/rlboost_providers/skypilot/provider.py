@@ -34,14 +34,14 @@ from rlboost_providers.base.provider import (
     LaunchRequest,
     MachineView,
     Offer,
-    Pace,
+    PollTimer,
     absent,
     check_is_unannounced,
 )
 from rlboost_providers.base.tags import head_of, machine_name, owner_of, tags
 from rlboost_providers.skypilot.environment import AWS_ROLE, INSTALL_S
 from rlboost_providers.skypilot.errors import explained, fetch_logs
-from rlboost_providers.skypilot.offers import Catalogue, Wanted
+from rlboost_providers.skypilot.offers import Catalogue, SkyPilotOffer
 from rlboost_providers.skypilot.records import SkyRecord, SkyRecords
 from rlboost_providers.skypilot.session import START_S, Session, SkyPilot
 from rlboost_providers.skypilot.task import write_head_task, write_task
@@ -100,7 +100,7 @@ class SkyPilotProvider:
     def __init__(
         self,
         run_folder: Path,
-        offers: Sequence[Wanted],
+        offers: Sequence[SkyPilotOffer],
         *,
         on_demand: bool = False,
         head: HeadTerms | None = None,
@@ -122,9 +122,9 @@ class SkyPilotProvider:
         self._up: set[str] = set()
         """Machines that SkyPilot has called up: their launch may fail, their cloud gave them all the same."""
         self._silent_since: dict[str, float] = {}
-        self._pace = Pace(PROBE_EVERY_S)
-        self._force = Pace(FORCE_EVERY_S)
-        self._doubt = Pace(DOUBT_EVERY_S)
+        self._pace = PollTimer(PROBE_EVERY_S)
+        self._force = PollTimer(FORCE_EVERY_S)
+        self._doubt = PollTimer(DOUBT_EVERY_S)
         self._doubted: set[str] = set()
 
     @property
@@ -175,7 +175,7 @@ class SkyPilotProvider:
         self,
         sky: SkyPilot,
         record: SkyRecord,
-        entry: Wanted,
+        entry: SkyPilotOffer,
         request: LaunchRequest,
         answered: threading.Event,
     ) -> Future[Any]:
@@ -263,7 +263,7 @@ class SkyPilotProvider:
             self._records.end_launch(request.machine)
             raise
 
-    def _values(self, record: SkyRecord, entry: Wanted) -> dict[str, object]:
+    def _values(self, record: SkyRecord, entry: SkyPilotOffer) -> dict[str, object]:
         labels = tags(self._told_run, record.machine, self._owner)
         resources: dict[str, object] = {"disk_size": entry.disk_gb, "labels": labels}
         if self._head is not None:

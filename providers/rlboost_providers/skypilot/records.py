@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from rlboost_providers.base.provider import MachineState, MachineView
+from rlboost_providers.base.provider import MachineStatus, MachineView
 from rlboost_runtime.run.folder import write_atomically
 
 
@@ -40,11 +40,11 @@ class SkyRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     def view(self) -> MachineView:
         """What our caller is told."""
         if self.ended_at is not None:
-            state = MachineState.GONE
+            state = MachineStatus.GONE
         elif self.running_at is not None:
-            state = MachineState.RUNNING
+            state = MachineStatus.RUNNING
         else:
-            state = MachineState.STARTING
+            state = MachineStatus.STARTING
         return MachineView(
             self.machine, state, self.launching_at, self.ended_at, self.detail, zone=self.zone,
             price_micro_usd_per_hour=self.price_micro_usd_per_hour,

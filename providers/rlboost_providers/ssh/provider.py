@@ -19,11 +19,11 @@ from typing import Any
 from rlboost_providers.base.provider import (
     Ability,
     LaunchRequest,
-    MachineState,
+    MachineStatus,
     MachineView,
     Offer,
     Owned,
-    Pace,
+    PollTimer,
     absent,
 )
 from rlboost_providers.ssh.connection import SshHost
@@ -67,7 +67,7 @@ class SshProvider:
             for host, pool in self._pools.items()
         }
         self._owner = owner
-        self._pace = Pace(watch_every_s)
+        self._pace = PollTimer(watch_every_s)
         self._lock = threading.Lock()
         self._seen: dict[str, tuple[float, list[dict[str, Any]]]] = {}
         """By host: when it last answered, and its machines (`ssh_host`'s records)."""
@@ -134,7 +134,7 @@ class SshProvider:
                     if (record["run"], record["owner"]) == (run, self._owner):
                         view = _view(record, host, lost_at)
                         known = found.get(view.machine)
-                        if known is None or known.state is MachineState.GONE:
+                        if known is None or known.state is MachineStatus.GONE:
                             found[view.machine] = view
         return sorted(found.values(), key=lambda view: view.machine)
 
@@ -222,7 +222,7 @@ def _view(record: dict[str, Any], host: str, lost_at: float = math.inf) -> Machi
     ended_at = lost_at if is_lost else record["ended_at"]
     return MachineView(
         machine=record["machine"],
-        state=MachineState.RUNNING if ended_at is None else MachineState.GONE,
+        state=MachineStatus.RUNNING if ended_at is None else MachineStatus.GONE,
         started_at=record["started_at"],
         ended_at=ended_at,
         detail="its host does not answer" if is_lost else record["detail"],

@@ -30,12 +30,12 @@ def doctor(
     Example: rlboost doctor job.yaml
     """
     from rlboost_cli.doctor.checks import examine
-    from rlboost_cli.doctor.findings import Diagnosis, Patient, Verdict, lines_of
+    from rlboost_cli.doctor.findings import Diagnosis, DoctorContext, Verdict, lines_of
     from rlboost_cli.terminal import output
     from rlboost_runtime.run.folder import home
 
     job, job_file = (None, None) if job_or_run is None else _named(job_or_run)
-    patient, diagnosis = Patient(home(), job, job_file), Diagnosis()
+    patient, diagnosis = DoctorContext(home(), job, job_file), Diagnosis()
     for finding in examine(patient, lambda words: output.progress(f"... {words}")):
         diagnosis.findings.append(finding)
         if not as_json:

@@ -79,7 +79,7 @@ def read_bootstrap(path: Path) -> Bootstrap:
 
 
 @dataclass(frozen=True, slots=True)
-class Birth:
+class ProcessAge:
     """`began_at` on the agent's clock, None: not known."""
 
     install_s: dict[str, float] = field(default_factory=dict)
@@ -92,9 +92,9 @@ class Birth:
         return 0.0 if self.began_at is None else max(0.0, now - self.began_at)
 
 
-def birth_of_this_process(clock: Clock, venv: Path = Path(sys.prefix)) -> Birth:
+def birth_of_this_process(clock: Clock, venv: Path = Path(sys.prefix)) -> ProcessAge:
     """Return ours; `install.sh` leaves its phases beside the `venv` that it made."""
     found = read_json(venv.parent / "install.json")
     phases = found if isinstance(found, dict) else {}
     age_s = time.time() - psutil.Process().create_time()
-    return Birth({str(name): float(took) for name, took in phases.items()}, clock.now() - age_s)
+    return ProcessAge({str(name): float(took) for name, took in phases.items()}, clock.now() - age_s)

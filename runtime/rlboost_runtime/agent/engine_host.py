@@ -20,16 +20,21 @@ from rlboost_runtime.agent.puller import Pulled
 from rlboost_runtime.engines.base import (
     Engine,
     EngineDied,
+    EngineOutput,
+    EngineProgress,
     EngineSpec,
     LoadFailed,
     LoadTimes,
-    Output,
-    Progress,
     Request,
 )
 from rlboost_runtime.errors import ConfigError, ProtocolError, RuntimeFault
 from rlboost_runtime.logs import event
-from rlboost_runtime.protocol.messages import EngineSlept, Message, VersionFailed, VersionReady
+from rlboost_runtime.protocol.messages import (
+    InstanceReadyMessage,
+    Message,
+    SleptMessage,
+    VersionRefusedMessage,
+)
 from rlboost_runtime.seams import Clock
 from rlboost_runtime.weights.manifest import probe_matches, read_manifest
 
@@ -52,7 +57,7 @@ class EngineKeepsDying(RuntimeFault):
 class HostOwner(Protocol):
     """Who the host works for."""
 
-    def outputs(self, batch: list[Output]) -> None:
+    def outputs(self, batch: list[EngineOutput]) -> None:
         """Take new tokens and endings."""
 
     async def room(self) -> None:
@@ -92,8 +97,8 @@ class EngineHost:
         self._changed = asyncio.Event()
         self._wanted_changed = asyncio.Event()
         self._served: int | None = None
-        self._fact: VersionReady | None = None
-        self._past = Progress(0, 0, 0, 0)
+        self._fact: InstanceReadyMessage | None = None
+        self._past = EngineProgress(0, 0, 0, 0)
 
     # --- what the owner asks ------------------------------------------------------------------------------
 
@@ -123,7 +128,7 @@ class EngineHost:
         if self._served is not None and self._fact is not None:
             facts.append(self._fact)
         if self._sleep_wanted and self._holds_no_memory and not self._answer_sleep:
-            facts.append(EngineSlept())
+            facts.append(SleptMessage())
         return facts
 
     @property
@@ -131,11 +136,11 @@ class EngineHost:
         """An engine takes memory with its first load, not at its start."""
         return self._engine is None or self._is_asleep
 
-    def progress(self) -> Progress:
+    def progress(self) -> EngineProgress:
         """Counters over all of this agent's engines."""
-        now = Progress(0, 0, 0, 0) if self._engine is None else self._engine.progress()
+        now = EngineProgress(0, 0, 0, 0) if self._engine is None else self._engine.progress()
         past = self._past
-        return Progress(
+        return EngineProgress(
             past.counter + now.counter, now.running, now.waiting, past.tokens_generated + now.tokens_generated
         )
 
@@ -248,7 +253,7 @@ class EngineHost:
     def _bury(self, engine: Engine) -> None:
         last = engine.progress()
         past = self._past
-        self._past = Progress(
+        self._past = EngineProgress(
             past.counter + last.counter, 0, 0, past.tokens_generated + last.tokens_generated
         )
         self._engine = None
@@ -259,7 +264,9 @@ class EngineHost:
     def _say_died(self, problem: str) -> None:
         """The coordinator hears that nothing is served before it hears of the work that fell."""
         if self._wanted is not None and not self._sleep_wanted:
-            self._owner.say(VersionFailed(self._wanted, f"the engine died and is started again: {problem}"))
+            self._owner.say(
+                VersionRefusedMessage(self._wanted, f"the engine died and is started again: {problem}")
+            )
             self._must_prove = True
         self._owner.engine_died(problem)
 
@@ -302,7 +309,7 @@ class EngineHost:
             return
         self._served = pulled.version
         apply_s = self._clock.now() - began
-        self._fact = VersionReady(
+        self._fact = InstanceReadyMessage(
             pulled.version,
             pulled.num_bytes,
             pulled.seconds,
@@ -361,13 +368,13 @@ class EngineHost:
         """Answer the order to sleep, once."""
         if self._answer_sleep:
             self._answer_sleep = False
-            self._owner.say(EngineSlept())
+            self._owner.say(SleptMessage())
 
     def _refuse(self, version: int, problem: str) -> None:
         """Say so, and forget the files: the next wish fetches or verifies them again."""
         self._pulled = self._wanted = None
         event(log, "version.refused", level=logging.WARNING, version=version, problem=problem)
-        self._owner.say(VersionFailed(version, problem))
+        self._owner.say(VersionRefusedMessage(version, problem))
 
     async def _fetch(self) -> None:
         """Pull what is wanted, also while the engine serves something older."""

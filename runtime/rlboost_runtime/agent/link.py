@@ -61,7 +61,7 @@ class LinkOwner(Protocol):
         """Take one command; must not wait."""
 
 
-class Link:
+class CoordinatorSession:
     """One connection at a time. `post` before the welcome is dropped: the owner repeats what matters."""
 
     def __init__(self, dial: Callable[[], Awaitable[Transport]], owner: LinkOwner, clock: Clock) -> None:

@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from rlboost_runtime.core.base.messages import FinishReason, ReleaseReason
-from rlboost_runtime.engines.base import Output
-from rlboost_runtime.protocol.messages import Ending, Frame
+from rlboost_runtime.engines.base import EngineOutput
+from rlboost_runtime.protocol.messages import AssignmentEnd, Frame
 
 MAX_TOKENS = 1_000_000
 """Tokens kept for a silent coordinator before the engine is held: 8 MB, minutes of a fast engine."""
@@ -46,7 +46,7 @@ class _Section:
     tokens: dict[int, array[int]] = field(default_factory=dict)
     logprobs: dict[int, array[float]] = field(default_factory=dict)
     offsets: dict[int, int] = field(default_factory=dict)
-    endings: list[Ending] = field(default_factory=list)
+    endings: list[AssignmentEnd] = field(default_factory=list)
 
 
 class Outbox:
@@ -92,7 +92,7 @@ class Outbox:
         """An assignment starts; its next token is number `offset` of the response."""
         self._open[assignment] = _Open(offset, policy_version)
 
-    def add(self, outputs: Iterable[Output]) -> None:
+    def add(self, outputs: Iterable[EngineOutput]) -> None:
         """Take what the engine gave; words about assignments that are not open are dropped."""
         for output in outputs:
             entry = self._open.get(output.request_id)
@@ -107,11 +107,11 @@ class Outbox:
         """End an open assignment after the tokens that it has; one that is not open is left alone."""
         entry = self._open.pop(assignment, None)
         if entry is not None:
-            self._section(entry.policy_version).endings.append(Ending(assignment, reason, problem))
+            self._section(entry.policy_version).endings.append(AssignmentEnd(assignment, reason, problem))
 
     def refuse(self, assignment: int, policy_version: int, problem: str) -> None:
         """End an assignment that never began: the engine does not serve its version."""
-        ending = Ending(assignment, ReleaseReason.ENGINE_FAILED, problem)
+        ending = AssignmentEnd(assignment, ReleaseReason.ENGINE_FAILED, problem)
         self._section(policy_version).endings.append(ending)
 
     def cut(self) -> list[Frame]:
@@ -142,7 +142,7 @@ class Outbox:
         self._unacked.clear()
         self._num_tokens = 0
 
-    def _append(self, entry: _Open, output: Output) -> None:
+    def _append(self, entry: _Open, output: EngineOutput) -> None:
         token_ids, logprobs = output.token_ids, output.logprobs
         while token_ids:
             section = self._section(output.policy_version)

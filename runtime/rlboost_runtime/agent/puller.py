@@ -16,7 +16,7 @@ import msgspec
 
 from rlboost_runtime.errors import RuntimeFault
 from rlboost_runtime.logs import event
-from rlboost_runtime.protocol.messages import Load
+from rlboost_runtime.protocol.messages import LoadVersionMessage
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ MIN_MEASURED_BYTES = 8 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class PullSettings:
     """Where and how to pull. `folder` receives a sub-folder per version; see `weights.pull.PullRequest`."""
 
     folder: Path
@@ -91,19 +91,19 @@ class _Line(msgspec.Struct):
 class Puller:
     """Pulls one version at a time; cancelling a pull ends its child."""
 
-    def __init__(self, source: Source, log_path: Path, command: tuple[str, ...] = COMMAND) -> None:
+    def __init__(self, source: PullSettings, log_path: Path, command: tuple[str, ...] = COMMAND) -> None:
         self._source = source
         self._log_path = log_path
         self._command = command
         self.weights_url = ""
         """Base URL of the weight server, as the coordinator said last."""
-        self._order = Load(-1)
+        self._order = LoadVersionMessage(-1)
         self._serves = False
         self._bytes_per_s = 0.0  # of the last pull
         self.progress: tuple[int, int, int] | None = None
         """The version that is being fetched, its bytes that are here, and all of them."""
 
-    def learn(self, order: Load, *, serves: bool) -> None:
+    def learn(self, order: LoadVersionMessage, *, serves: bool) -> None:
         """Note who has a version, and whether the engine serves an older one meanwhile."""
         self._order, self._serves = order, serves
 

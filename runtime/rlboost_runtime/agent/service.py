@@ -22,35 +22,35 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 
-from rlboost_runtime.agent.bootstrap import Birth, Bootstrap, birth_of_this_process
+from rlboost_runtime.agent.bootstrap import Bootstrap, ProcessAge, birth_of_this_process
 from rlboost_runtime.agent.engine_host import EngineHost, EngineKeepsDying
-from rlboost_runtime.agent.link import Link
+from rlboost_runtime.agent.link import CoordinatorSession
 from rlboost_runtime.agent.notice import PreemptionNotice, wait_for_notice
 from rlboost_runtime.agent.outbox import Outbox
 from rlboost_runtime.agent.peer_server import PeerServer
-from rlboost_runtime.agent.puller import Puller, Source
+from rlboost_runtime.agent.puller import Puller, PullSettings
 from rlboost_runtime.core.base.messages import LossCause, ReleaseReason
-from rlboost_runtime.engines.base import Engine, EngineSpec, Output, Request
+from rlboost_runtime.engines.base import Engine, EngineOutput, EngineSpec, Request
 from rlboost_runtime.errors import ProtocolError
 from rlboost_runtime.logs import event
 from rlboost_runtime.protocol.messages import (
     SCHEMA,
-    AbortWork,
+    AbortMessage,
     Ack,
     AgentCommand,
     AgentHello,
-    Beat,
+    AssignMessage,
     Goodbye,
-    Load,
+    HeartbeatMessage,
+    LoadVersionMessage,
     Message,
-    Notice,
+    NoticeReceivedMessage,
     PeerListening,
     Refused,
-    SleepEngine,
+    SleepMessage,
     Stop,
-    WakeEngine,
+    WakeMessage,
     Welcome,
-    Work,
     WorkItem,
 )
 from rlboost_runtime.seams import Clock, SystemClock, Transport
@@ -95,7 +95,7 @@ class Seams:
     clock: Clock
     peers: PeerServer | None = None
     """What others of the zone pull from, if they do."""
-    birth: Birth = field(default_factory=Birth)
+    birth: ProcessAge = field(default_factory=ProcessAge)
     devices: tuple[str, ...] = ()
     """The engine's GPUs (`engines.devices.devices_of`)."""
 
@@ -112,7 +112,7 @@ class Agent:
         self._boot_id = secrets.token_hex(8)
         self._outbox = Outbox()
         self._host = EngineHost(self._make_engine, seams.puller.pull, self, self._clock)
-        self._link = Link(seams.dial, self, self._clock)
+        self._link = CoordinatorSession(seams.dial, self, self._clock)
         self._epoch: int | None = None
         self._beat_s, self._flush_s = DEFAULT_BEAT_S, DEFAULT_FLUSH_S
         self._notice: PreemptionNotice | None = None
@@ -182,7 +182,7 @@ class Agent:
         if self._listening is not None:
             repeated.append(self._listening)
         if self._notice is not None:
-            repeated.append(Notice(self._notice.seconds, self._notice.source))
+            repeated.append(NoticeReceivedMessage(self._notice.seconds, self._notice.source))
         return [*self._outbox.unacked(), *repeated, *self._outbox.cut()]
 
     def received(self, command: AgentCommand) -> None:
@@ -191,16 +191,16 @@ class Agent:
             case Ack(seq=seq):
                 self._outbox.ack(seq)
                 self._check_room()
-            case Work(items=items):
+            case AssignMessage(items=items):
                 self._begin(items)
-            case AbortWork(assignments=assignments):
+            case AbortMessage(assignments=assignments):
                 self._aborts.put_nowait(assignments)
-            case Load(version=version):
+            case LoadVersionMessage(version=version):
                 self._seams.puller.learn(command, serves=self._host.served is not None)
                 self._host.want(version)
-            case SleepEngine():
+            case SleepMessage():
                 self._host.sleep()
-            case WakeEngine():
+            case WakeMessage():
                 self._host.wake()
             case Stop(reason=reason):
                 event(log, "agent.stopped", reason=reason)
@@ -210,7 +210,7 @@ class Agent:
 
     # --- what the engine host asks ------------------------------------------------------------------------
 
-    def outputs(self, batch: list[Output]) -> None:
+    def outputs(self, batch: list[EngineOutput]) -> None:
         """Owe the coordinator these; words that it waits for leave at once."""
         self._outbox.add(batch)
         self._owing.set()
@@ -253,7 +253,7 @@ class Agent:
             generated = [*generated[-RATE_WINDOW_BEATS:], progress.tokens_generated]
             seconds = self._beat_s * (len(generated) - 1)
             self._link.post(
-                Beat(
+                HeartbeatMessage(
                     engine_progress=progress.counter,
                     running=progress.running,
                     waiting=progress.waiting,
@@ -278,7 +278,7 @@ class Agent:
         notice = self._notice = await wait_for_notice(self._folder, terminated, self._bootstrap.cloud)
         began = self._clock.now()
         event(log, "agent.noticed", seconds=notice.seconds, source=notice.source)
-        self._link.post(Notice(notice.seconds, notice.source))
+        self._link.post(NoticeReceivedMessage(notice.seconds, notice.source))
         self._flush()
         quiet_since = began
         while self._clock.now() < began + notice.seconds - NOTICE_RESERVE_S:
@@ -375,7 +375,7 @@ def system_seams(bootstrap: Bootstrap, instance: str, folder: Path) -> Seams:
     url = bootstrap.coordinator_url.rstrip("/") + "/v1/agent"
     weights = _weights(folder, instance)
     weights.mkdir(parents=True, exist_ok=True)
-    source = Source(
+    source = PullSettings(
         weights,
         bootstrap.token,
         bootstrap.certificate,

@@ -24,7 +24,7 @@ LEAST_BILLED_S = {"aws": 60, "gcp": 60, "skypilot": 60}
 Engine bill per second, at least a minute)."""
 
 
-class MachineBookState(StrEnum):
+class BilledState(StrEnum):
     """A machine's life in the books."""
 
     INTENDED = "intended"
@@ -85,7 +85,7 @@ class MachineBill:
     intended_ns: int
     launched_ns: int | None
     ended_ns: int | None
-    state: MachineBookState
+    state: BilledState
     detail: str
     num_lives: int
     billed_ns: int
@@ -255,7 +255,7 @@ class Account:
             intended_ns=intended,
             launched_ns=self._intervals[0][0] if self._intervals else None,
             ended_ns=ended,
-            state=MachineBookState(str(state)),
+            state=BilledState(str(state)),
             detail=str(detail),
             num_lives=len(self._intervals),
             billed_ns=self._billed_ns(until),

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlboost_providers.base.provider import MachineState, MachineView
+from rlboost_providers.base.provider import MachineStatus, MachineView
 from rlboost_runtime.billing.ledger import Ledger
 from rlboost_runtime.billing.report import cost_report
 from rlboost_runtime.deploy.bootstrap import RESERVED_MACHINE
@@ -38,7 +38,7 @@ def close_books(run: RunFolder, views: Sequence[MachineView] | None, detail: str
                 ledger.launched(name, view.started_at)
         for name in ledger.open_machines():
             found = seen.get(name)
-            is_there = views is None if found is None else found.state is not MachineState.GONE
+            is_there = views is None if found is None else found.state is not MachineStatus.GONE
             if is_there and name != RESERVED_MACHINE:
                 continue
             ended_at = None if found is None else found.ended_at

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rlboost_runtime.billing.accounts import MachineBill, MachineBookState, least_billed_ns
-from rlboost_runtime.billing.launch_records import Rental
+from rlboost_runtime.billing.accounts import BilledState, MachineBill, least_billed_ns
+from rlboost_runtime.billing.launch_records import HeadMachine
 from rlboost_runtime.money import cost_micro_usd
 
 CLOUD_WIND_DOWN_S = 45.0
@@ -13,7 +13,7 @@ CLOUD_WIND_DOWN_S = 45.0
 LOCAL_WIND_DOWN_S = 2.0
 """The same for processes on this machine: two looks at the budget."""
 
-_OPEN = (MachineBookState.INTENDED, MachineBookState.RUNNING)
+_OPEN = (BilledState.INTENDED, BilledState.RUNNING)
 
 
 def committed_micro_usd(bills: Iterable[MachineBill], now_ns: int) -> int:
@@ -44,7 +44,7 @@ def least_micro_usd(provider: str, price_micro_usd_per_hour: int) -> int:
     return cost_micro_usd(price_micro_usd_per_hour, least_ns)
 
 
-def stay_micro_usd(head: Rental) -> int:
+def stay_micro_usd(head: HeadMachine) -> int:
     """Return what a bought head costs while it waits, after its run, to be looked at."""
     rate = head.price_micro_usd_per_hour + head.storage_micro_usd_per_hour
     return cost_micro_usd(rate, round(head.stays_s * 1e9))

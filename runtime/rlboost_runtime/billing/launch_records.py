@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Rental:
+class HeadMachine:
     """One machine. Times in seconds since the Unix epoch, the price in micro-dollars per hour."""
 
     machine: str
@@ -60,11 +60,11 @@ class Rental:
     """How long it stays, and is billed, after a run that was stopped by its budget."""
 
 
-def kept_rentals(run: RunFolder) -> list[Rental]:
+def kept_rentals(run: RunFolder) -> list[HeadMachine]:
     """Return the machines that were rented for the run's head, the current one last. Raises
     `RuntimeFault`."""
     try:
-        return msgspec.convert(read_json(run.rentals) or [], list[Rental])
+        return msgspec.convert(read_json(run.rentals) or [], list[HeadMachine])
     except msgspec.ValidationError as error:
         raise RuntimeFault(
             f"{run.rentals} does not say what was rented for {run.name}: {error}",
@@ -77,23 +77,23 @@ def kept_rentals(run: RunFolder) -> list[Rental]:
         ) from error
 
 
-def current_rental(run: RunFolder) -> Rental | None:
+def current_rental(run: RunFolder) -> HeadMachine | None:
     """Return the machine that is or was the run's head; None: none was ever rented."""
     return next(iter(kept_rentals(run)[::-1]), None)
 
 
-def keep_rental(run: RunFolder, rental: Rental) -> None:
+def keep_rental(run: RunFolder, rental: HeadMachine) -> None:
     """Note a machine, or what became of it: also a power cut does not undo that."""
     others = [each for each in kept_rentals(run) if each.machine != rental.machine]
     write_json(run.rentals, [asdict(each) for each in [*others, rental]], durably=True)
 
 
-def own_rental(run: RunFolder) -> Rental | None:
+def own_rental(run: RunFolder) -> HeadMachine | None:
     """Return what the machine was rented as that the run's folder lies on; None: nobody rents it, or what was
     told of that cannot be read."""
     try:
         told = read_json(_own(run))
-        return None if told is None else msgspec.convert(told, Rental)
+        return None if told is None else msgspec.convert(told, HeadMachine)
     except ValueError as problem:
         event(log, "rental.unreadable", level=logging.WARNING, path=str(_own(run)), problem=str(problem))
         return None
@@ -106,7 +106,7 @@ def _own(run: RunFolder) -> Path:
 _FILE = msgspec.json.Decoder(dict[str, Offer])
 
 
-class Bought:
+class LaunchRecords:
     """Offers by machine, in `path`; None: in memory only. One thread at a time."""
 
     def __init__(self, path: Path | None) -> None:
@@ -141,7 +141,7 @@ PUT_S = 10.0
 _NAME = "cloud/bought.json"
 
 
-class IntentCopy:
+class LaunchBackup:
     """Copies `cloud/bought.json` of one run. Any thread may call."""
 
     def __init__(self, run: RunFolder, output: str | None) -> None:
@@ -149,7 +149,7 @@ class IntentCopy:
         self._output = output
 
     @classmethod
-    def of(cls, run: RunFolder, job: Job) -> IntentCopy:
+    def of(cls, run: RunFolder, job: Job) -> LaunchBackup:
         """Return that of `run`; it does nothing where the job has no `output`."""
         return cls(run, job.output)
 

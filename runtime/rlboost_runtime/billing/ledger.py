@@ -17,11 +17,11 @@ Times are given in seconds since the Unix epoch and kept to the microsecond. Saf
 
 from __future__ import annotations
 
-from rlboost_runtime.billing.ledger_machines import BootBook, MachineBook
-from rlboost_runtime.billing.ledger_steps import EgressBook, NoteBook, StepBook
+from rlboost_runtime.billing.ledger_machines import BootLedger, MachineLedger
+from rlboost_runtime.billing.ledger_steps import EgressLedger, NoteLedger, StepLedger
 
 
-class Ledger(MachineBook, BootBook, StepBook, NoteBook, EgressBook):
+class Ledger(MachineLedger, BootLedger, StepLedger, NoteLedger, EgressLedger):
     """All books of a run in `path`; created where they do not exist.
 
     With `read_only` nothing is created or changed. Raises `NotFound` where there is nothing to read, and

@@ -4,7 +4,7 @@ Guarantees: a word about a machine's life or money has committed to stable stora
 first word about a machine holds, saying it again changes nothing; nothing is removed. Waste survives a killed
 process, not a power cut.
 
-The book of boots: how machines came into service, as `boots.py` writes it; survives a killed process.
+The book of boots: how machines came into service, as `boot_times.py` writes it; survives a killed process.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from pathlib import Path
 from rlboost_runtime.billing.accounts import (
     END_OF_TIME,
     Account,
+    BilledState,
     ClosedBills,
     MachineBill,
-    MachineBookState,
     Spending,
     UsageKind,
     WasteKind,
     to_ns,
 )
-from rlboost_runtime.billing.launch_records import Rental
+from rlboost_runtime.billing.launch_records import HeadMachine
 from rlboost_runtime.billing.ledger_file import LedgerFile
 from rlboost_runtime.core.base.messages import Pool
 from rlboost_runtime.errors import NotFound
@@ -38,7 +38,7 @@ FROM machines WHERE {which} ORDER BY intended_at, machine
 _ALL, _OPEN, _CLOSED = "1", "state IN ('intended', 'running')", "state IN ('failed', 'gone')"
 
 
-class MachineBook(LedgerFile):
+class MachineLedger(LedgerFile):
     """Machines, bills, usage and waste."""
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
@@ -78,7 +78,7 @@ class MachineBook(LedgerFile):
                     price_micro_usd_per_hour,
                     price_source,
                     to_ns(at),
-                    MachineBookState.INTENDED,
+                    BilledState.INTENDED,
                 ),
             )
             if storage_micro_usd_per_hour:
@@ -88,7 +88,7 @@ class MachineBook(LedgerFile):
                     (machine, storage_micro_usd_per_hour),
                 )
 
-    def intend_rental(self, machine: str, rental: Rental) -> None:
+    def intend_rental(self, machine: str, rental: HeadMachine) -> None:
         """Note the reserved machine that a head is, as it was rented."""
         self.intend(
             machine,
@@ -115,12 +115,12 @@ class MachineBook(LedgerFile):
             db.execute(
                 "UPDATE machines SET launched_at = min(?, coalesce(ended_at, ?))"
                 " WHERE machine = ? AND launched_at IS NULL AND state = ?",
-                (to_ns(at), to_ns(at), machine, MachineBookState.GONE),
+                (to_ns(at), to_ns(at), machine, BilledState.GONE),
             )
             db.execute(
                 "UPDATE machines SET launched_at = ?, ended_at = NULL, state = ?"
                 " WHERE machine = ? AND launched_at IS NULL",
-                (to_ns(at), MachineBookState.RUNNING, machine),
+                (to_ns(at), BilledState.RUNNING, machine),
             )
 
     def placed(self, machine: str, zone: str, price_micro_usd_per_hour: int | None) -> None:
@@ -146,7 +146,7 @@ class MachineBook(LedgerFile):
             raise ValueError(f"price of {machine} is negative: {price_micro_usd_per_hour}")
         with self._billing() as db:
             _must_know(db, machine)
-            which = (machine, MachineBookState.RUNNING, price_micro_usd_per_hour)
+            which = (machine, BilledState.RUNNING, price_micro_usd_per_hour)
             db.execute(
                 "INSERT INTO former_prices SELECT machine, max(?, coalesce("
                 "(SELECT max(until) FROM former_prices f WHERE f.machine = machines.machine), 0)),"
@@ -166,7 +166,7 @@ class MachineBook(LedgerFile):
             _must_know(db, machine)
             db.execute(
                 "UPDATE machines SET state = ?, ended_at = ?, detail = ? WHERE machine = ? AND state = ?",
-                (MachineBookState.FAILED, to_ns(at), problem, machine, MachineBookState.INTENDED),
+                (BilledState.FAILED, to_ns(at), problem, machine, BilledState.INTENDED),
             )
 
     def ended(self, machine: str, at: float, detail: str = "") -> None:
@@ -177,13 +177,13 @@ class MachineBook(LedgerFile):
                 "UPDATE machines SET state = ?, ended_at = max(?, coalesce(launched_at, ?)), detail = ?"
                 " WHERE machine = ? AND state IN (?, ?)",
                 (
-                    MachineBookState.GONE,
+                    BilledState.GONE,
                     to_ns(at),
                     to_ns(at),
                     detail,
                     machine,
-                    MachineBookState.INTENDED,
-                    MachineBookState.RUNNING,
+                    BilledState.INTENDED,
+                    BilledState.RUNNING,
                 ),
             )
 
@@ -197,7 +197,7 @@ class MachineBook(LedgerFile):
             db.execute(
                 "UPDATE machines SET ended_at = max(ended_at, ?)"
                 " WHERE machine = ? AND state = ? AND launched_at IS NOT NULL",
-                (to_ns(until), machine, MachineBookState.GONE),
+                (to_ns(until), machine, BilledState.GONE),
             )
 
     def stayed(self, machine: str, intended_at: float) -> None:
@@ -209,27 +209,27 @@ class MachineBook(LedgerFile):
             db.execute(
                 "UPDATE machines SET ended_at = NULL, state = ?"
                 " WHERE machine = ? AND intended_at = ? AND state = ? AND launched_at IS NOT NULL",
-                (MachineBookState.RUNNING, machine, to_ns(intended_at), MachineBookState.GONE),
+                (BilledState.RUNNING, machine, to_ns(intended_at), BilledState.GONE),
             )
 
     def open_machines(self) -> list[str]:
         """Return the machines that are not known to be gone, oldest intent first."""
         rows = self._rows(
             "SELECT machine FROM machines WHERE state IN (?, ?) ORDER BY intended_at, machine",
-            (MachineBookState.INTENDED, MachineBookState.RUNNING),
+            (BilledState.INTENDED, BilledState.RUNNING),
         )
         return [str(row[0]) for row in rows]
 
     def running_machines(self) -> set[str]:
         """Return the machines for which money runs."""
-        rows = self._rows("SELECT machine FROM machines WHERE state = ?", (MachineBookState.RUNNING,))
+        rows = self._rows("SELECT machine FROM machines WHERE state = ?", (BilledState.RUNNING,))
         return {str(row[0]) for row in rows}
 
     def running_prices(self) -> dict[str, int]:
         """Return what an hour costs of each machine for which money runs, in micro-dollars."""
         rows = self._rows(
             "SELECT machine, price_micro_usd_per_hour FROM machines WHERE state = ?",
-            (MachineBookState.RUNNING,),
+            (BilledState.RUNNING,),
         )
         return {str(machine): int(price) for machine, price in rows}
 
@@ -384,24 +384,26 @@ def _must_know(db: sqlite3.Connection, machine: str) -> None:
 def _begin_another_life(db: sqlite3.Connection, machine: str, at_ns: int) -> None:
     """Where `machine` had been billed and ended before `at_ns`, file that interval and forget it here."""
     again = "machine = ? AND state = ? AND launched_at IS NOT NULL AND ended_at < ?"
-    which = (machine, MachineBookState.GONE, at_ns)
+    which = (machine, BilledState.GONE, at_ns)
     db.execute(
         f"INSERT INTO lives SELECT machine, launched_at, ended_at FROM machines WHERE {again}",  # noqa: S608
         which,
     )
     db.execute(
         f"UPDATE machines SET launched_at = NULL, ended_at = NULL, state = ? WHERE {again}",  # noqa: S608
-        (MachineBookState.INTENDED, *which),
+        (BilledState.INTENDED, *which),
     )
 
 
-class BootBook(LedgerFile):
+class BootLedger(LedgerFile):
     """One record per spot machine that has dialled in; the last word holds."""
 
-    def keep_boots(self, boots: Mapping[str, str]) -> None:
+    def keep_boots(self, boot_times: Mapping[str, str]) -> None:
         """Keep records by machine: all of them or, on an error, none."""
         with self._transaction(durable=False) as db:
-            db.executemany("INSERT OR REPLACE INTO boots (machine, boot) VALUES (?, ?)", list(boots.items()))
+            db.executemany(
+                "INSERT OR REPLACE INTO boots (machine, boot) VALUES (?, ?)", list(boot_times.items())
+            )
 
     def kept_boots(self) -> dict[str, str]:
         """Return every record by machine."""

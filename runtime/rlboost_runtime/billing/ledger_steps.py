@@ -49,7 +49,7 @@ class StepSummary(NamedTuple):
     """Of the last steps, oldest first."""
 
 
-class StepBook(LedgerFile):
+class StepLedger(LedgerFile):
     """Trained steps. A recorded step has committed to stable storage."""
 
     def record_step(
@@ -106,7 +106,7 @@ class Route:
     micro_usd: int
 
 
-class EgressBook(LedgerFile):
+class EgressLedger(LedgerFile):
     """Transfers and their prices."""
 
     def set_egress_price(self, machine: str, micro_usd_per_gb: int) -> None:
@@ -180,7 +180,7 @@ class BookEvent:
     data: dict[str, object]
 
 
-class NoteBook(LedgerFile):
+class NoteLedger(LedgerFile):
     """Things that happened, oldest first."""
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:

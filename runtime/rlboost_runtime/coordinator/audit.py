@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from rlboost_runtime.coordinator.driver.core_driver import OpenStep, StepHeader
-from rlboost_runtime.coordinator.driver.totals import Tally
+from rlboost_runtime.coordinator.driver.totals import RunTotals
 from rlboost_runtime.coordinator.storage.event_log import read_events
 from rlboost_runtime.coordinator.storage.journal import Journal
 from rlboost_runtime.coordinator.storage.token_store import TokenStore
@@ -60,13 +60,13 @@ class Audit:
 def audit(run: RunFolder) -> Audit:
     """Read everything and return what was found."""
     found = Audit()
-    core, tally, digest = Core(), Tally(), hashlib.blake2b(digest_size=16)
+    core, totals, digest = Core(), RunTotals(), hashlib.blake2b(digest_size=16)
     finished: Counter[int] = Counter()
     response_of: dict[int, int] = {}
     for event in read_events(run.events):
         commands = core.handle(event)
         core.check()
-        tally.fold(event, commands)
+        totals.fold(event, commands)
         if isinstance(event, Finished):
             finished[event.response] += 1
         for command in commands:
@@ -75,7 +75,7 @@ def audit(run: RunFolder) -> Audit:
                 found.assignments[command.response] += 1
                 response_of[command.assignment] = command.response
     found.commands_digest = digest.hexdigest()
-    found.requested = tally.requested
+    found.requested = totals.requested
     found.finished = len(finished) + len(core.counters.quarantined)
     if found.requested != found.finished + core.counters.cancelled:
         found.problems.append(

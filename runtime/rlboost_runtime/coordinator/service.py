@@ -22,15 +22,15 @@ from rlboost_providers.base.provider import Provider
 from rlboost_providers.registry import cheapest_offer, prices_of, provider_for
 from rlboost_runtime.billing.accounts import to_ns
 from rlboost_runtime.billing.budget import room_micro_usd, stay_micro_usd
-from rlboost_runtime.billing.launch_records import Bought, IntentCopy, Rental, own_rental
+from rlboost_runtime.billing.launch_records import HeadMachine, LaunchBackup, LaunchRecords, own_rental
 from rlboost_runtime.billing.ledger import Ledger
-from rlboost_runtime.coordinator.driver.core_driver import State
+from rlboost_runtime.coordinator.driver.core_driver import CoreDriver
 from rlboost_runtime.coordinator.driver.ingest import Arrived
-from rlboost_runtime.coordinator.fleet.controller import Fleet, MachineMaker
+from rlboost_runtime.coordinator.fleet.controller import FleetController, MachineMaker
 from rlboost_runtime.coordinator.links.agents import AgentLinks, Timing
 from rlboost_runtime.coordinator.links.server import Handlers, bind, make_app, make_server
 from rlboost_runtime.coordinator.links.trainer import TrainerLink
-from rlboost_runtime.coordinator.observers.timeline import Story
+from rlboost_runtime.coordinator.observers.timeline import Timeline
 from rlboost_runtime.coordinator.observers.waste import WasteMeter
 from rlboost_runtime.coordinator.status import StatusSources, build_status
 from rlboost_runtime.coordinator.storage.token_store import Accepted
@@ -59,7 +59,7 @@ from rlboost_runtime.errors import NotFound, RLBoostError, RuntimeFault
 from rlboost_runtime.job import Job, LocalOffer
 from rlboost_runtime.logs import event as log_event
 from rlboost_runtime.money import parse_usd
-from rlboost_runtime.protocol.messages import GroupDone, WorkItem
+from rlboost_runtime.protocol.messages import DeliverGroupMessage, WorkItem
 from rlboost_runtime.run.folder import RunFolder, give_up_reserve, read_json, write_json
 from rlboost_runtime.run.security import read_token
 from rlboost_runtime.seams import Clock, Disk
@@ -87,7 +87,7 @@ class DiskPatienceOver(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class RunEnd:
     """How the run ends."""
 
     state: str
@@ -129,14 +129,14 @@ class Coordinator:
         self._clock = clock
         run.journal.mkdir(exist_ok=True)
         self._ledger = Ledger(run.ledger)
-        self._state = State(run, clock, disk, core_config(job), keep_journal=job.evidence.keep_journal)
+        self._state = CoreDriver(run, clock, disk, core_config(job), keep_journal=job.evidence.keep_journal)
         timing = Timing(lease_s=core_config(job).lease_s)
         self._agents = AgentLinks(self._state, run.name, timing, frozenset({RESERVED_MACHINE}))
-        self._agents.boots.recall(self._ledger)
+        self._agents.boot_times.recall(self._ledger)
         self._trainer = TrainerLink(self._state, self._ledger, clock, run.name, self.end_run)
         provider: Provider = provider_for(job, run)
         cap = job.budget.max_usd_per_hour
-        self._fleet = Fleet(
+        self._fleet = FleetController(
             self._state,
             self._ledger,
             provider,
@@ -145,23 +145,23 @@ class Coordinator:
             None if cap is None else round(cap * 1_000_000),
             None if job.budget.max_usd is None else self._room_micro_usd,
             job.rollout.spot.on_demand_floor,
-            Bought(run.cloud / "bought.json"),
-            IntentCopy.of(run, job).put if _launches_elsewhere(job) else None,
+            LaunchRecords(run.cloud / "bought.json"),
+            LaunchBackup.of(run, job).put if _launches_elsewhere(job) else None,
         )
         self._sources = StatusSources(
             job, run.name, clock.wall(), self._state, self._agents, self._trainer, self._ledger
         )
         self._waste = WasteMeter(
-            self._ledger, self._state.core, self._state.tally, self._state.now, self._engines_on
+            self._ledger, self._state.core, self._state.totals, self._state.now, self._engines_on
         )
-        self._agents.intake.on_accepted = self._hear_tokens
+        self._agents.ingest.on_accepted = self._hear_tokens
         self._agents.weights.zone_of = self._ledger.zone_of
         self._agents.weights.on_wire = self._bill_egress
         self._trainer.on_published = self._agents.weights.published
-        self._story = Story(self._ledger, clock, self._state.core)
+        self._timeline = Timeline(self._ledger, clock, self._state.core)
         rental = own_rental(run)
         self._stay_micro_usd = 0 if rental is None else stay_micro_usd(rental)
-        self._ending: Ending | None = None
+        self._ending: RunEnd | None = None
         self._paused_since: float | None = None
         self._end_asked = asyncio.Event()
         self._leave = asyncio.Event()
@@ -173,13 +173,13 @@ class Coordinator:
     def _hear_tokens(self, batch: Sequence[Arrived], accepted: Accepted) -> None:
         self._waste.hear_tokens(batch, accepted)
         senders = (sender.instance for sender, frame in batch if frame.counts)
-        self._agents.boots.hear_tokens(senders, self._state.now())
+        self._agents.boot_times.hear_tokens(senders, self._state.now())
 
     def _bill_egress(self, transfer: str, machine: str, source: str, num_bytes: int) -> None:
         self._ledger.add_egress(transfer, machine, source, num_bytes, self._clock.wall())
 
     def _hear(self, event: Event, commands: list[Command], core: Core) -> None:
-        self._story.tell(event, commands, core)
+        self._timeline.tell(event, commands, core)
         self._trainer.reserved.hear(event, core)
         self._waste.hear(event, commands)
         self._agents.hear(core)
@@ -194,7 +194,7 @@ class Coordinator:
         """Send work to an agent."""
         self._agents.work(command, item)
 
-    def deliver(self, group: GroupDone) -> None:
+    def deliver(self, group: DeliverGroupMessage) -> None:
         """Hand a finished group to the trainer."""
         self._trainer.deliver(group)
 
@@ -231,7 +231,7 @@ class Coordinator:
                 await self._state.journal.close()
             raise
         await self._state.journal.close()
-        self._agents.boots.keep(self._ledger)
+        self._agents.boot_times.keep(self._ledger)
         self._write_status()
         if self._ending is not None and not self._leave.is_set():
             write_json(self._run.outcome, msgspec.structs.asdict(_outcome(self._ending)))
@@ -265,9 +265,9 @@ class Coordinator:
         """End the run, once: `state` is done, failed, stopped or budget; None: the state's own exit code."""
         if self._ending is None:
             code = EXIT_CODES.get(state, 1) if exit_code is None else exit_code
-            self._ending = Ending(state, problem, remedy, code)
+            self._ending = RunEnd(state, problem, remedy, code)
             log_event(log, "run.ending", state=state, problem=problem)
-            self._story.end()
+            self._timeline.end()
             give_up_reserve(self._run)
             try:
                 write_json(self._run.ending, asdict(self._ending))
@@ -279,14 +279,14 @@ class Coordinator:
         """Where a former coordinator was winding the run up, do that and nothing else."""
         ending = read_json(self._run.ending)
         if ending is not None:
-            self._ending = msgspec.convert(ending, Ending)
+            self._ending = msgspec.convert(ending, RunEnd)
             log_event(log, "run.still_ending", state=self._ending.state)
-            self._story.end()
+            self._timeline.end()
             give_up_reserve(self._run)
             self._fleet.close()
             self._end_asked.set()
 
-    async def _wind_up(self, ending: Ending) -> None:
+    async def _wind_up(self, ending: RunEnd) -> None:
         now = self._clock.wall()
         text = f"run {_state_of(ending)}" + (f": {ending.problem}" if ending.problem else "")
         self._ledger.note(now, "ended", text)
@@ -294,7 +294,7 @@ class Coordinator:
         self._agents.stop_all(ending.state)
         left = await self._fleet.end_all(END_TIMEOUT_S)
         if left:
-            self._ending = Ending(
+            self._ending = RunEnd(
                 "failed",
                 f"machines still listed by the provider: {', '.join(left)}",
                 f"rlboost down {self._run.name}",
@@ -387,14 +387,14 @@ class Coordinator:
         seen: deque[tuple[float, int]] = deque()
         while True:
             now = self._state.now()
-            seen.append((now, self._agents.intake.tokens_accepted))
+            seen.append((now, self._agents.ingest.tokens_accepted))
             while now - seen[0][0] > RATE_WINDOW_S:
                 seen.popleft()
             span = now - seen[0][0]
             if span > 0:
                 self._sources.tokens_per_s = (seen[-1][1] - seen[0][1]) / span
             self._waste.advance(now)
-            self._agents.boots.keep(self._ledger)
+            self._agents.boot_times.keep(self._ledger)
             self._ledger.write_notes()
             self._check_disk(now)
             self._check_budget()
@@ -463,9 +463,9 @@ def _launches_elsewhere(job: Job) -> bool:
     return job.output is not None and not all(isinstance(o, LocalOffer) for o in job.rollout.spot.any_of)
 
 
-def _own_machine(job: Job, now: float) -> Rental:
+def _own_machine(job: Job, now: float) -> HeadMachine:
     """Return this machine, which nobody rents, with the price that the job gives it."""
-    return Rental(
+    return HeadMachine(
         machine=RESERVED_MACHINE,
         provider=job.trainer.infra,
         zone="local",
@@ -483,11 +483,11 @@ class _Outcome(msgspec.Struct):
     exit_code: int
 
 
-def _state_of(ending: Ending) -> str:
+def _state_of(ending: RunEnd) -> str:
     return "stopped" if ending.state == "budget" else ending.state
 
 
-def _outcome(ending: Ending) -> _Outcome:
+def _outcome(ending: RunEnd) -> _Outcome:
     return _Outcome(_state_of(ending), ending.problem, ending.remedy, ending.exit_code)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from rlboost_runtime.billing.ledger import Ledger
 from rlboost_runtime.billing.report import cost_report
-from rlboost_runtime.coordinator.driver.core_driver import State
+from rlboost_runtime.coordinator.driver.core_driver import CoreDriver
 from rlboost_runtime.coordinator.links.agents import AgentLinks
 from rlboost_runtime.coordinator.links.trainer import TrainerLink
 from rlboost_runtime.core.base.messages import LossCause, Pool
@@ -47,7 +47,7 @@ class StatusSources:
     job: Job
     run: str
     started_at: float
-    state: State
+    state: CoreDriver
     agents: AgentLinks
     trainer: TrainerLink
     ledger: Ledger
@@ -60,7 +60,7 @@ class StatusSources:
 def build_status(sources: StatusSources, now_wall: float) -> dict[str, Any]:
     """Return the status of design section 6, as plain JSON values."""
     state, agents = sources.state, sources.agents
-    core, tally = state.core, state.tally
+    core, totals = state.core, state.totals
     preparing = _preparing(sources)
     num_steps, tokens_trained, rewards = sources.ledger.step_summary(REWARD_HISTORY)
     step = core.step
@@ -83,19 +83,19 @@ def build_status(sources: StatusSources, now_wall: float) -> dict[str, Any]:
         "reward_mean": rewards[-1] if rewards else None,
         "reward_history": rewards,
         "tokens": {
-            "generated": tally.tokens_finished + unfinished,
+            "generated": totals.tokens_finished + unfinished,
             "trained": tokens_trained,
             "migrated": max(state.tokens_migrated, core.counters.tokens_migrated),
             "lost_estimate": agents.lost_estimate,
-            "redone": tally.tokens_redone,
-            "dropped_late": agents.intake.tokens_dropped,
-            "duplicate": agents.intake.tokens_duplicate,
+            "redone": totals.tokens_redone,
+            "dropped_late": agents.ingest.tokens_dropped,
+            "duplicate": agents.ingest.tokens_duplicate,
         },
         "responses": {
-            "requested": tally.requested,
+            "requested": totals.requested,
             "in_flight": in_flight,
-            "finished": tally.finished + len(core.counters.quarantined),
-            "migrated": tally.responses_migrated,
+            "finished": totals.finished + len(core.counters.quarantined),
+            "migrated": totals.responses_migrated,
             "quarantined": len(core.counters.quarantined),
             "cancelled": core.counters.cancelled,
         },
@@ -208,7 +208,7 @@ def _machines(sources: StatusSources, now_wall: float) -> list[dict[str, Any]]:
             "cost_usd": row.cost_micro_usd / 1e6,
             "state": str(row.state),
             "joined": row.pool == Pool.RESERVED or _has_joined(sources, row.machine),
-            "boot_s": sources.agents.boots.phases(row.machine),
+            "boot_s": sources.agents.boot_times.phases(row.machine),
         }
         for row in sources.ledger.machines(now_wall)
     ]

@@ -21,13 +21,13 @@ from types import MappingProxyType
 from typing import assert_never
 
 from rlboost_runtime.core.base.messages import (
-    Beat,
     Command,
     CoordinatorRestarted,
     CoreConfig,
     Disconnected,
     Event,
     Finished,
+    Heartbeat,
     InstanceJoined,
     InstanceLeft,
     InstanceReady,
@@ -53,15 +53,15 @@ from rlboost_runtime.core.base.messages import (
 from rlboost_runtime.core.base.scheduling_policy import DispatchRule
 from rlboost_runtime.core.base.timers import INSTANCE_TIMERS, Context, Counters, Timer
 from rlboost_runtime.core.check import check_core
-from rlboost_runtime.core.dispatch.assignments import Work
-from rlboost_runtime.core.instance_controller import Crew
-from rlboost_runtime.core.lease_controller import Handover
-from rlboost_runtime.core.state.eligible import AbleSet, Terms
-from rlboost_runtime.core.state.instances import Instance, Roster
-from rlboost_runtime.core.state.machines import Fleet, Machine, MachineState
+from rlboost_runtime.core.dispatch.assignments import Assignments
+from rlboost_runtime.core.instance_controller import InstanceController
+from rlboost_runtime.core.lease_controller import LeaseController
+from rlboost_runtime.core.state.eligible import EligibleSet, Terms
+from rlboost_runtime.core.state.instances import Instance, InstanceTable
+from rlboost_runtime.core.state.machines import Machine, MachineState, MachineTable
 from rlboost_runtime.core.state.rates import Lengths
 from rlboost_runtime.core.state.responses import Response, ResponseState, StepView
-from rlboost_runtime.core.window.algorithm_1 import CountMeter, Seeding, StepObservation
+from rlboost_runtime.core.window.algorithm_1 import CountMeter, SeedingWindow, StepObservation
 from rlboost_runtime.core.window.gpu_lease import LeaseState
 from rlboost_runtime.core.window.rules import seeding_for
 from rlboost_runtime.core.window.sizing import (
@@ -91,15 +91,17 @@ class Core:
     def _build(self, context: Context) -> None:
         config = context.config
         self._context = context
-        self._roster = Roster()
-        self._able = AbleSet(self._roster)
+        self._instance_table = InstanceTable()
+        self._eligible = EligibleSet(self._instance_table)
         lengths = Lengths()
-        self._work = Work(context, self._roster, self._able.able, lengths)
-        self._fleet = Fleet(config.boot_deadline_s, context.timers, context.emit)
-        self._crew = Crew(context, self._roster, self._work, self._fleet)
+        self._work = Assignments(context, self._instance_table, self._eligible.eligible, lengths)
+        self._fleet = MachineTable(config.boot_deadline_s, context.timers, context.emit)
+        self._controller = InstanceController(context, self._instance_table, self._work, self._fleet)
         self._seeding = seeding_for(config, lengths, self._work.pace, self._work.balancer.step_times)
-        self._handover = Handover(context, self._roster, self._work, self._crew, self._seeding)
-        self._lease = self._handover.lease
+        self._lease_controller = LeaseController(
+            context, self._instance_table, self._work, self._controller, self._seeding
+        )
+        self._lease = self._lease_controller.lease
         self._worthwhile = useful_instances(None, config)
 
     # --- driving ------------------------------------------------------------------------------------------
@@ -125,15 +127,15 @@ class Core:
 
     def check(self) -> None:
         """Assert every invariant. Looks at everything: for tests and debugging."""
-        check_core(self._roster, self._work, self._fleet, self._lease, self._context)
+        check_core(self._instance_table, self._work, self._fleet, self._lease, self._context)
         self._refresh_able()
-        self._able.check()
-        able = self._able.able
-        stalled = [r for r in self._work.dispatcher.queued() if not r.failed_on] if able else []
-        empty = [i.instance for i in able.values() if not i.assignments]
+        self._eligible.check()
+        eligible = self._eligible.eligible
+        stalled = [r for r in self._work.dispatcher.queued() if not r.failed_on] if eligible else []
+        empty = [i.instance for i in eligible.values() if not i.assignments]
         waits_on_purpose = self.config.policy.dispatch in (DispatchRule.DEALT, DispatchRule.PACED)
         assert waits_on_purpose or not (stalled and empty), f"responses wait although {empty} are empty"
-        present = sum(i.is_present for i in self._roster.spot())
+        present = sum(i.is_present for i in self._instance_table.spot())
         assert present == self._presence.count, f"{present} spot instances, {self._presence.count} metered"
 
     # --- what status and shells read ----------------------------------------------------------------------
@@ -171,7 +173,7 @@ class Core:
     @property
     def instances(self) -> Mapping[str, Instance]:
         """Live instances by name."""
-        return MappingProxyType(self._roster.instances)
+        return MappingProxyType(self._instance_table.instances)
 
     @property
     def machines(self) -> Mapping[str, Machine]:
@@ -184,7 +186,7 @@ class Core:
         return self._lease.state
 
     @property
-    def seeding(self) -> Seeding:
+    def seeding(self) -> SeedingWindow:
         """The learned window, N_prem and memory."""
         return self._seeding
 
@@ -240,7 +242,7 @@ class Core:
 
     def responses_on(self, instance: str) -> list[int]:
         """Return the responses that an instance holds; none for an unknown one."""
-        known = self._roster.instances.get(instance)
+        known = self._instance_table.instances.get(instance)
         return [] if known is None else [r.response for r in known.assignments.values()]
 
     def instance_of(self, assignment: int) -> str | None:
@@ -253,7 +255,7 @@ class Core:
     def _route(self, event: Event) -> bool:
         """Hand an event to who knows it; return whether there may be something to decide."""
         match event:
-            case Beat():  # first: nine of ten events of a long log, estimates and leases
+            case Heartbeat():  # first: nine of ten events of a long log, estimates and leases
                 return self._on_beat(event)
             case RunStarted():
                 self._on_run_started(event)
@@ -270,11 +272,11 @@ class Core:
             case TrainerLost():
                 pass  # its work goes on; it gives the GPU back by asking for a step
             case InstanceJoined():
-                self._crew.joined(event)
+                self._controller.joined(event)
             case Finished():
                 self._on_finished(event)
             case Released():
-                self._crew.released(event)
+                self._controller.released(event)
             case MachineLaunched() | LaunchFailed() | MachineGone():
                 self._on_machine_word(event)
             case RunEnding(reason=reason):
@@ -296,33 +298,33 @@ class Core:
                 assert_never(event)
         return True
 
-    def _on_beat(self, event: Beat) -> bool:
-        instance = self._roster.current(event.instance, event.epoch)
+    def _on_beat(self, event: Heartbeat) -> bool:
+        instance = self._instance_table.current(event.instance, event.epoch)
         if instance is None:
             self._context.counters.stale_words += 1
             return False
-        return self._crew.beat(instance, event)
+        return self._controller.beat(instance, event)
 
     def _on_instance_word(self, event: InstanceWord) -> None:
-        instance = self._roster.current(event.instance, event.epoch)
+        instance = self._instance_table.current(event.instance, event.epoch)
         if instance is None:
             self._context.counters.stale_words += 1
             return
         match event:
             case InstanceReady():
-                self._crew.ready(instance, event)
+                self._controller.ready(instance, event)
             case VersionRefused():
-                self._crew.refused(instance, event)
+                self._controller.refused(instance, event)
             case Slept():
-                self._crew.slept(instance, event)
+                self._controller.slept(instance, event)
             case Disconnected():
-                self._crew.disconnected(instance, event)
+                self._controller.disconnected(instance, event)
             case Reconnected():
-                self._crew.reconnected(instance, event)
+                self._controller.reconnected(instance, event)
             case NoticeReceived():
-                self._crew.noticed(instance, event)
+                self._controller.noticed(instance, event)
             case InstanceLeft():
-                self._crew.left(instance, event)
+                self._controller.left(instance, event)
             case _:
                 assert_never(event)
 
@@ -334,7 +336,7 @@ class Core:
         self._build(Context(now=event.at, config=event.config))
 
     def _on_coordinator_restarted(self, event: CoordinatorRestarted) -> None:
-        self._crew.coordinator_restarted()
+        self._controller.coordinator_restarted()
         self._fleet.restarted(event.at)
         self._lease.unserved_since = None
         self._context.is_ending = False  # an ended run that is started again goes on
@@ -384,7 +386,7 @@ class Core:
             self._end_machine(machine, "more machines than are useful", at)
 
     def _work_on(self, machine: Machine) -> int:
-        return sum(i.num_assigned for i in self._crew.on_machine(machine))
+        return sum(i.num_assigned for i in self._controller.on_machine(machine))
 
     def _on_version_published(self, event: VersionPublished) -> None:
         newest = self._newest_version
@@ -404,7 +406,7 @@ class Core:
         elif response.state is ResponseState.FINISHED:
             self._context.counters.duplicates += 1
         else:
-            self._crew.finished_on(response.holder)
+            self._controller.finished_on(response.holder)
             self._work.finish(response, event.num_tokens, event.reason)
 
     def _on_machine_word(self, event: MachineWord) -> None:
@@ -430,9 +432,9 @@ class Core:
     def _on_machine_gone(self, machine: Machine, at: float) -> bool:
         ended_by_us = machine.state is MachineState.TERMINATING
         is_news = self._fleet.gone(machine, at)
-        for instance in self._crew.on_machine(machine):
+        for instance in self._controller.on_machine(machine):
             cause = LossCause.STOPPED if ended_by_us else LossCause.MACHINE_GONE
-            self._crew.lose(instance, cause, evict=True)
+            self._controller.lose(instance, cause, evict=True)
         return is_news
 
     def _on_run_ending(self, reason: str) -> None:
@@ -440,7 +442,7 @@ class Core:
             self._context.counters.duplicates += 1
             return
         self._context.is_ending = True
-        for instance in self._roster.instances.values():
+        for instance in self._instance_table.instances.values():
             self._work.abort_all(instance)
         for machine in list(self._fleet.machines.values()):
             if machine.is_alive:
@@ -448,7 +450,7 @@ class Core:
 
     def _on_deadline(self, timer: Timer, subject: str) -> None:
         if timer in INSTANCE_TIMERS:
-            self._crew.on_deadline(timer, subject)
+            self._controller.on_deadline(timer, subject)
             return
         machine = self._fleet.machines.get(subject)
         if machine is None:
@@ -467,8 +469,8 @@ class Core:
                 pass
 
     def _end_machine(self, machine: Machine, reason: str, at: float) -> None:
-        for instance in self._crew.on_machine(machine):
-            self._crew.drain(instance)
+        for instance in self._controller.on_machine(machine):
+            self._controller.drain(instance)
         self._fleet.terminate(machine, reason, at)
 
     # --- what follows from any event ----------------------------------------------------------------------
@@ -476,8 +478,8 @@ class Core:
     def _settle(self) -> None:
         """Bring lease, versions, assignments and fleet in line with what is known now."""
         self._refresh_able()
-        self._handover.settle(self._able.num_serving_spot, self._able.num_live_spot)
-        self._crew.aim_at(self._target_version())
+        self._lease_controller.settle(self._eligible.num_serving_spot, self._eligible.num_live_spot)
+        self._controller.aim_at(self._target_version())
         self._refresh_able()
         self._work.assign_waiting()
         self._work.balance()
@@ -491,11 +493,11 @@ class Core:
             reserved_may=self._lease.state is LeaseState.ENGINES,
             is_ending=self._context.is_ending,
         )
-        changed, self._crew.changed = self._crew.changed, {}
-        for name in self._able.refresh(terms, changed):
+        changed, self._controller.changed = self._controller.changed, {}
+        for name in self._eligible.refresh(terms, changed):
             self._work.touch_name(name)
-        if self._able.num_present_spot != self._presence.count:
-            self._presence.set(self._able.num_present_spot, self.now)
+        if self._eligible.num_present_spot != self._presence.count:
+            self._presence.set(self._eligible.num_present_spot, self.now)
 
     def _target_version(self) -> int | None:
         """The version to load: the open step's while it has work left, else the newest."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from rlboost_runtime.core.base.messages import (
     Abort,
-    Beat,
     Disconnected,
     Evict,
     FinishReason,
+    Heartbeat,
     InstanceJoined,
     InstanceLeft,
     InstanceReady,
@@ -29,9 +29,9 @@ from rlboost_runtime.core.base.messages import (
     Wake,
 )
 from rlboost_runtime.core.base.timers import INSTANCE_TIMERS, Context, Timer
-from rlboost_runtime.core.dispatch.assignments import Work
-from rlboost_runtime.core.state.instances import Instance, InstanceState, Roster
-from rlboost_runtime.core.state.machines import Fleet, Machine, MachineState
+from rlboost_runtime.core.dispatch.assignments import Assignments
+from rlboost_runtime.core.state.instances import Instance, InstanceState, InstanceTable
+from rlboost_runtime.core.state.machines import Machine, MachineState, MachineTable
 
 REFUSALS_BEFORE_EVICTION = 3
 """Loads refused in a row: one may be a broken transfer, three are a broken instance."""
@@ -45,12 +45,14 @@ ENGINE_FAILURES_BEFORE_EVICTION = 5
 engine."""
 
 
-class Crew:
+class InstanceController:
     """All instances: handlers of their words, and orders to them."""
 
-    def __init__(self, context: Context, roster: Roster, work: Work, fleet: Fleet) -> None:
+    def __init__(
+        self, context: Context, instance_table: InstanceTable, work: Assignments, fleet: MachineTable
+    ) -> None:
         self._context = context
-        self._roster = roster
+        self._instance_table = instance_table
         self._work = work
         self._fleet = fleet
         self.changed: dict[str, None] = {}
@@ -63,17 +65,17 @@ class Crew:
 
     def joined(self, event: InstanceJoined) -> None:
         """A registration: a new life."""
-        if not self._roster.is_news(event):
+        if not self._instance_table.is_news(event):
             self._context.counters.duplicates += 1
             return
-        former = self._roster.instances.get(event.instance)
+        former = self._instance_table.instances.get(event.instance)
         machine = self._fleet.machines.get(event.machine) if event.pool is Pool.SPOT else None
         if former is not None:
             same_place = (former.machine, former.pool) == (event.machine, event.pool)
             self.lose(former, LossCause.REPLACED, keeps_machine=same_place)
         if machine is not None:
             self._fleet.joined(machine, event.instance, event.at)
-        instance = self._roster.join(event)
+        instance = self._instance_table.join(event)
         instance.is_draining = machine is not None and not machine.counts
         instance.is_noticed = machine is not None and machine.is_leaving
         self._renew(instance)
@@ -94,7 +96,7 @@ class Crew:
 
     def coordinator_restarted(self) -> None:
         """Every connection is gone, through no fault of the instances: each gets a fresh lease."""
-        for instance in self._roster.instances.values():
+        for instance in self._instance_table.instances.values():
             self._part(instance, LossCause.SILENT, self._context.config.lease_s)
             self._renew(instance)
 
@@ -137,8 +139,8 @@ class Crew:
         cause = LossCause.STOPPED if self._context.is_ending else _true_cause(instance, machine, cause)
         self._work.take_back_all(instance, f"{instance.instance} is lost: {cause}")
         instance.version = None
-        instance.life.move(InstanceState.GONE, cause, self._context.now)
-        self._roster.remove(instance)
+        instance.lifecycle.move(InstanceState.GONE, cause, self._context.now)
+        self._instance_table.remove(instance)
         self._to_brief.pop(instance.instance, None)
         self._context.timers.cancel_all(INSTANCE_TIMERS, instance.instance)
         self._context.counters.losses[cause] += 1
@@ -157,8 +159,8 @@ class Crew:
         self._renew(instance)
         if not instance.is_awake:
             return
-        if instance.life.state is InstanceState.LOADING:
-            instance.life.move(InstanceState.READY, f"version {event.version}", event.at)
+        if instance.lifecycle.state is InstanceState.LOADING:
+            instance.lifecycle.move(InstanceState.READY, f"version {event.version}", event.at)
         instance.version, instance.has_served = event.version, True
         instance.wake_sent, instance.refusals, instance.is_paused = False, 0, False
         self._context.timers.cancel(Timer.PAUSE, instance.instance)
@@ -175,9 +177,9 @@ class Crew:
     def refused(self, instance: Instance, event: VersionRefused) -> None:
         """It could not load a version, so it serves nothing; ask again a few times."""
         self._renew(instance)
-        if instance.life.state is InstanceState.READY:
+        if instance.lifecycle.state is InstanceState.READY:
             instance.version = None
-            instance.life.move(InstanceState.LOADING, f"refused version {event.version}", event.at)
+            instance.lifecycle.move(InstanceState.LOADING, f"refused version {event.version}", event.at)
             self._work.abort_all(instance)
             self.changed[instance.instance] = None
         is_pending = self._context.timers.due(Timer.RELOAD, instance.instance) is not None
@@ -193,13 +195,13 @@ class Crew:
     def slept(self, instance: Instance, event: Slept) -> None:
         """Its GPU memory is free. At most one Sleep is out at a time, so this answers it."""
         self._renew(instance)
-        if instance.life.state is not InstanceState.SLEEPING:
+        if instance.lifecycle.state is not InstanceState.SLEEPING:
             self._context.counters.stale_words += 1
             return
-        instance.life.move(InstanceState.ASLEEP, "answered", event.at)
+        instance.lifecycle.move(InstanceState.ASLEEP, "answered", event.at)
         self._context.timers.cancel(Timer.ANSWER, instance.instance)
 
-    def beat(self, instance: Instance, event: Beat) -> bool:
+    def beat(self, instance: Instance, event: Heartbeat) -> bool:
         """A heartbeat: its lease, its engine's progress, estimates of token counts.
 
         Returns whether it tells another queue than was known: somebody may be given work now.
@@ -224,7 +226,7 @@ class Crew:
         if response is None or response.holder != event.instance:
             self._context.counters.stale_words += 1
             return
-        instance = self._roster.instances[event.instance]
+        instance = self._instance_table.instances[event.instance]
         response.num_tokens = event.num_tokens
         if event.num_tokens >= response.request.max_tokens:  # at its limit: finished by us, never resumed
             self._work.finish(response, event.num_tokens, FinishReason.LENGTH)
@@ -240,7 +242,7 @@ class Crew:
 
     def finished_on(self, name: str | None) -> None:
         """A response finished on the instance: its engine works."""
-        instance = None if name is None else self._roster.instances.get(name)
+        instance = None if name is None else self._instance_table.instances.get(name)
         if instance is not None:
             instance.engine_failures = 0
 
@@ -254,14 +256,14 @@ class Crew:
 
     def wake(self, instance: Instance) -> None:
         """Let a sleeping reserved instance have GPU memory again."""
-        instance.life.move(InstanceState.LOADING, "woken", self._context.now)
+        instance.lifecycle.move(InstanceState.LOADING, "woken", self._context.now)
         instance.wake_sent = True
         self._context.emit(Wake(instance.instance, instance.epoch))
 
     def sleep(self, instance: Instance) -> None:
         """Take an idle reserved instance's GPU memory."""
         assert not instance.assignments
-        instance.life.move(InstanceState.SLEEPING, "told to sleep", self._context.now)
+        instance.lifecycle.move(InstanceState.SLEEPING, "told to sleep", self._context.now)
         instance.version, instance.wake_sent = None, False
         self.changed[instance.instance] = None
         self._context.emit(Sleep(instance.instance, instance.epoch))
@@ -271,22 +273,22 @@ class Crew:
         """Tell everybody that does not know yet which version to load."""
         if target != self.target:
             self.target = target
-            for name in self._roster.instances:
+            for name in self._instance_table.instances:
                 self._to_brief[name] = None
                 self._context.timers.cancel(Timer.RELOAD, name)
         to_brief, self._to_brief = self._to_brief, {}
         for name in to_brief:
-            self._brief(self._roster.instances[name])
+            self._brief(self._instance_table.instances[name])
 
     def on_machine(self, machine: Machine) -> list[Instance]:
         """Return the live instances of a machine."""
-        return [self._roster.instances[name] for name in machine.instances]
+        return [self._instance_table.instances[name] for name in machine.instances]
 
     # --- deadlines ----------------------------------------------------------------------------------------
 
     def on_deadline(self, timer: Timer, name: str) -> None:
         """One of an instance's deadlines has passed."""
-        instance = self._roster.instances.get(name)
+        instance = self._instance_table.instances.get(name)
         if instance is None:
             return
         match timer:
@@ -307,7 +309,7 @@ class Crew:
 
     # --- helpers ------------------------------------------------------------------------------------------
 
-    def _take_counts(self, instance: Instance, event: Beat) -> None:
+    def _take_counts(self, instance: Instance, event: Heartbeat) -> None:
         """Token counts of what it runs: estimates for booking, and how fast it is at that batch."""
         book = self._work.book
         if book is None:
@@ -358,7 +360,7 @@ class Crew:
             self._context.emit(LoadVersion(instance.instance, instance.epoch, self.target))
 
     def _repeat_orders(self, instance: Instance) -> None:
-        if instance.life.state is InstanceState.SLEEPING:
+        if instance.lifecycle.state is InstanceState.SLEEPING:
             self._context.emit(Sleep(instance.instance, instance.epoch))
             self._work.expect_answer(instance)
         if instance.wake_sent:

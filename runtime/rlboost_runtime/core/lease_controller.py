@@ -11,10 +11,10 @@ from __future__ import annotations
 from rlboost_runtime.core.base.messages import GrantLease, RecallLease
 from rlboost_runtime.core.base.scheduling_policy import WindowRule
 from rlboost_runtime.core.base.timers import Context, Timer
-from rlboost_runtime.core.dispatch.assignments import Work
-from rlboost_runtime.core.instance_controller import Crew
-from rlboost_runtime.core.state.instances import Instance, InstanceState, Roster
-from rlboost_runtime.core.window.algorithm_1 import Moment, Seeding
+from rlboost_runtime.core.dispatch.assignments import Assignments
+from rlboost_runtime.core.instance_controller import InstanceController
+from rlboost_runtime.core.state.instances import Instance, InstanceState, InstanceTable
+from rlboost_runtime.core.window.algorithm_1 import Moment, SeedingWindow
 from rlboost_runtime.core.window.gpu_lease import GpuLease, LeaseState, Outlook
 
 LOADING_S = 120.0
@@ -22,15 +22,22 @@ LOADING_S = 120.0
 begin: a pull takes seconds. Later the reserved engines do the work, whoever may still be loading."""
 
 
-class Handover:
+class LeaseController:
     """Brings reserved engines, trainer and deadlines in line with the lease."""
 
-    def __init__(self, context: Context, roster: Roster, work: Work, crew: Crew, seeding: Seeding) -> None:
+    def __init__(
+        self,
+        context: Context,
+        instance_table: InstanceTable,
+        work: Assignments,
+        controller: InstanceController,
+        seeding: SeedingWindow,
+    ) -> None:
         self.lease = GpuLease()
         self._context = context
-        self._roster = roster
+        self._instance_table = instance_table
         self._work = work
-        self._crew = crew
+        self._controller = controller
         self._seeding = seeding
         self._closed_at = 0.0
         self._has_woken = self._was_awake = False
@@ -54,9 +61,11 @@ class Handover:
             if book is not None:
                 self._seeding.close(moment, book)
             self._closed_at, self._has_woken = now, False
-        for instance in self._roster.reserved.values():
+        for instance in self._instance_table.reserved.values():
             self._order(instance)
-        asleep = all(i.life.state is InstanceState.ASLEEP for i in self._roster.reserved.values())
+        asleep = all(
+            i.lifecycle.state is InstanceState.ASLEEP for i in self._instance_table.reserved.values()
+        )
         if lease.state is LeaseState.CLOSING and asleep:
             lease.grant(now)
             if self._was_awake:
@@ -75,12 +84,12 @@ class Handover:
         return until if self._context.now < until else None
 
     def _note_waking(self) -> None:
-        if not self._has_woken and any(i.version is not None for i in self._roster.reserved.values()):
+        if not self._has_woken and any(i.version is not None for i in self._instance_table.reserved.values()):
             self._has_woken = self._was_awake = True
             self._seeding.woken(self._context.now - self.lease.opened_at)
 
     def _outlook(self, has_able_spot: bool) -> Outlook:
-        reserved = self._roster.reserved
+        reserved = self._instance_table.reserved
         return Outlook(
             now=self._context.now,
             num_unfinished=self._work.num_unfinished,
@@ -94,14 +103,14 @@ class Handover:
         if not instance.is_connected:
             return
         if self.lease.state is LeaseState.ENGINES:
-            if instance.life.state is InstanceState.ASLEEP and not self._context.is_ending:
-                self._crew.wake(instance)
+            if instance.lifecycle.state is InstanceState.ASLEEP and not self._context.is_ending:
+                self._controller.wake(instance)
         elif len(instance.aborting) < len(instance.assignments):
             self._work.abort_all(instance)
         elif instance.assignments:
             return  # asked for; its releases are on their way
         elif instance.is_awake:
-            self._crew.sleep(instance)
+            self._controller.sleep(instance)
 
     def _watch_window(self, outlook: Outlook, look_at: float | None) -> None:
         closes_at = self.lease.closes_at(outlook.t_seed_s)

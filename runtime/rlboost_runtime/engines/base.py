@@ -6,10 +6,11 @@ process in a session of its own, so that loading or generating can never starve 
 
 Guarantees an implementation gives:
 
-- every accepted request ends in exactly one `Output` with `finished` set, or in the engine's `EngineDied`;
+- every accepted request ends in exactly one `EngineOutput` with `finished` set, or in the engine's
+  `EngineDied`;
 - tokens of one request come in order, each once; after `abort` returns, no more tokens of it come;
 - logprobs are natural logs under the distribution sampled from (after temperature and top-p);
-- tokens in one `Output` were all sampled under `policy_version`;
+- tokens in one `EngineOutput` were all sampled under `policy_version`;
 - `load` is all-or-nothing: on error the engine serves nothing (version None) rather than a mixture.
 
 Which of a machine's GPUs an engine has. Standard library only: nothing here asks a GPU.
@@ -106,7 +107,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class EngineOutput:
     """New tokens of one request.
 
     `finished`: None while it goes on, else "stop", "length", "aborted" or "failed".
@@ -133,7 +134,7 @@ class LoadTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class EngineProgress:
     """A snapshot for the heartbeat. `counter` grows whenever the engine does anything at all."""
 
     counter: int
@@ -157,12 +158,12 @@ class Engine(Protocol):
         """Start the child and wait until it can load weights. Raises `EngineDied`."""
 
     def submit(self, requests: list[Request]) -> None:
-        """Queue requests; what cannot be accepted comes back as an `Output` with finished "failed"."""
+        """Queue requests; what cannot be accepted comes back as an `EngineOutput` with finished "failed"."""
 
     async def abort(self, request_ids: list[int]) -> None:
-        """Stop these; each that was still held ends in an `Output` "aborted" with its last tokens."""
+        """Stop these; each that was still held ends in an `EngineOutput` "aborted" with its last tokens."""
 
-    def outputs(self) -> AsyncIterator[list[Output]]:
+    def outputs(self) -> AsyncIterator[list[EngineOutput]]:
         """Yield batches of outputs as they come until the engine stops. Raises `EngineDied`. One consumer."""
 
     async def load(self, version: int, folder: Path) -> LoadTimes | None:
@@ -184,7 +185,7 @@ class Engine(Protocol):
     async def wake(self) -> None:
         """Take the memory again; weights must be loaded anew (version is None)."""
 
-    def progress(self) -> Progress:
+    def progress(self) -> EngineProgress:
         """Return counters; never waits."""
 
     async def stop(self) -> None:

@@ -18,10 +18,10 @@ from pathlib import Path
 from rlboost_runtime.engines.base import (
     Capabilities,
     EngineDied,
+    EngineOutput,
+    EngineProgress,
     EngineSpec,
     LoadFailed,
-    Output,
-    Progress,
     Request,
 )
 from rlboost_runtime.protocol.messages import Sampling
@@ -76,7 +76,7 @@ class EmulatedEngine:
         self._asleep = False
         self._running: dict[int, _Running] = {}
         self._waiting: dict[int, Request] = {}
-        self._outputs: deque[list[Output]] = deque()
+        self._outputs: deque[list[EngineOutput]] = deque()
         self._news = asyncio.Event()
         self._work = asyncio.Event()
         self._loop_task: asyncio.Task[None] | None = None
@@ -132,7 +132,7 @@ class EmulatedEngine:
             return
         for request in requests:
             if self._version is None:
-                self._put([Output(request.request_id, [], [], -1, "failed", "no weights are loaded")])
+                self._put([EngineOutput(request.request_id, [], [], -1, "failed", "no weights are loaded")])
             else:
                 self._waiting[request.request_id] = request
         self._work.set()
@@ -144,9 +144,9 @@ class EmulatedEngine:
         for request_id in request_ids:
             held = self._waiting.pop(request_id, None) or self._running.pop(request_id, None)
             if held is not None:
-                self._put([Output(request_id, [], [], version, "aborted")])
+                self._put([EngineOutput(request_id, [], [], version, "aborted")])
 
-    async def outputs(self) -> AsyncIterator[list[Output]]:
+    async def outputs(self) -> AsyncIterator[list[EngineOutput]]:
         """Yield batches of outputs until the engine stops. Raises `EngineDied`."""
         while True:
             while self._outputs:
@@ -183,9 +183,9 @@ class EmulatedEngine:
         self._check_alive()
         self._asleep = False
 
-    def progress(self) -> Progress:
+    def progress(self) -> EngineProgress:
         """Return counters."""
-        return Progress(self._counter, len(self._running), len(self._waiting), self._generated)
+        return EngineProgress(self._counter, len(self._running), len(self._waiting), self._generated)
 
     async def stop(self) -> None:
         """End; idempotent."""
@@ -232,10 +232,10 @@ class EmulatedEngine:
         if batch:
             self._put(batch)
 
-    def _advance(self, running: _Running, version: int) -> Output:
+    def _advance(self, running: _Running, version: int) -> EngineOutput:
         request_id = running.request.request_id
         if request_id in self._doomed:
-            return Output(request_id, [], [], version, "failed", self._doomed[request_id])
+            return EngineOutput(request_id, [], [], version, "failed", self._doomed[request_id])
         token, logprob = emulated_token(running.ids)
         running.ids.append(token)
         running.num_new += 1
@@ -245,9 +245,9 @@ class EmulatedEngine:
             finished = "stop"
         elif running.num_new >= running.request.max_new_tokens:
             finished = "length"
-        return Output(request_id, [token], [logprob], version, finished)
+        return EngineOutput(request_id, [token], [logprob], version, finished)
 
-    def _put(self, batch: list[Output]) -> None:
+    def _put(self, batch: list[EngineOutput]) -> None:
         self._outputs.append(batch)
         self._news.set()
 

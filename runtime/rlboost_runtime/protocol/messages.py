@@ -3,10 +3,11 @@
 Two conversations with the coordinator, both dialled by the other side, both starting with a hello that
 carries `SCHEMA`:
 
-- agent (`/v1/agent`): `AgentHello` -> `Welcome` | `Refused`; then `Frame`, `Beat`, `VersionReady`, ... up and
-  `Ack`, `Work`, `AbortWork`, `Load`, ... down.
-- trainer (`/v1/trainer`): `TrainerHello` -> `TrainerWelcome`; then `StepRequest`, `Published`, `Trained`, ...
-  up and `GroupDone`, `LeaseGranted`, `LeaseRecalled` down.
+- agent (`/v1/agent`): `AgentHello` -> `Welcome` | `Refused`; then `Frame`, `HeartbeatMessage`,
+  `InstanceReadyMessage`, ... up and `Ack`, `AssignMessage`, `AbortMessage`, `LoadVersionMessage`, ... down.
+- trainer (`/v1/trainer`): `TrainerHello` -> `TrainerWelcome`; then `StepStartedMessage`,
+  `VersionPublishedMessage`, `StepTrainedMessage`, ... up and `DeliverGroupMessage`, `GrantLeaseMessage`,
+  `RecallLeaseMessage` down.
 
 Flat arrays travel as little-endian bytes: token ids i32, logprobs f32, assignments and offsets u32, counts
 u16.
@@ -81,7 +82,7 @@ class AgentHello(Message, frozen=True, omit_defaults=True):
     """Since the agent's process began."""
 
 
-class Ending(msgspec.Struct, frozen=True, array_like=True):
+class AssignmentEnd(msgspec.Struct, frozen=True, array_like=True):
     """An assignment that ends with this frame. `reason` is a FinishReason or a ReleaseReason value."""
 
     assignment: int
@@ -105,10 +106,10 @@ class Frame(Message, frozen=True, omit_defaults=True):
     counts: bytes
     token_ids: bytes
     logprobs: bytes
-    endings: tuple[Ending, ...] = ()
+    endings: tuple[AssignmentEnd, ...] = ()
 
 
-class Beat(Message, frozen=True, omit_defaults=True):
+class HeartbeatMessage(Message, frozen=True, omit_defaults=True):
     """Heartbeat, every `Welcome.beat_s`. `engine_progress` grows whenever the engine does anything.
 
     `pulling`: the version that is being fetched, its bytes that are here, and all of them.
@@ -123,7 +124,7 @@ class Beat(Message, frozen=True, omit_defaults=True):
     pulling: tuple[int, int, int] | None = None
 
 
-class VersionReady(Message, frozen=True, omit_defaults=True):
+class InstanceReadyMessage(Message, frozen=True, omit_defaults=True):
     """The engine serves `version`; digests and probe agreed. Seconds spent pulling, and until it served it.
 
     `load_s` of `apply_s` went into the weights, `pause_s` of that without tokens; `start_s` are the phases of
@@ -153,18 +154,18 @@ class PeerListening(Message, frozen=True, omit_defaults=True):
     certificate: str
 
 
-class VersionFailed(Message, frozen=True, omit_defaults=True):
+class VersionRefusedMessage(Message, frozen=True, omit_defaults=True):
     """`version` could not be pulled, applied or proved; the engine serves nothing until another load."""
 
     version: int
     problem: str
 
 
-class EngineSlept(Message, frozen=True):
-    """Answer to `SleepEngine`."""
+class SleptMessage(Message, frozen=True):
+    """Answer to `SleepMessage`."""
 
 
-class Notice(Message, frozen=True, omit_defaults=True):
+class NoticeReceivedMessage(Message, frozen=True, omit_defaults=True):
     """The machine will be taken in `seconds`; `source` says who told us."""
 
     seconds: float
@@ -209,14 +210,14 @@ class Ack(Message, frozen=True, omit_defaults=True):
     seq: int
 
 
-class Work(Message, frozen=True, omit_defaults=True):
+class AssignMessage(Message, frozen=True, omit_defaults=True):
     """New assignments."""
 
     items: tuple[WorkItem, ...]
 
 
-class AbortWork(Message, frozen=True, omit_defaults=True):
-    """Stop these; answer with an `Ending` "aborted" for each that was still held."""
+class AbortMessage(Message, frozen=True, omit_defaults=True):
+    """Stop these; answer with an `AssignmentEnd` "aborted" for each that was still held."""
 
     assignments: tuple[int, ...]
 
@@ -229,7 +230,7 @@ class Peer(msgspec.Struct, frozen=True, array_like=True):
     certificate: str
 
 
-class Load(Message, frozen=True, omit_defaults=True):
+class LoadVersionMessage(Message, frozen=True, omit_defaults=True):
     """Fetch `version`; apply it when the engine is awake and holds no work.
 
     `digest`: its content digest where that is known; `peers`: who may have it nearby; `part`: (i, n), the
@@ -242,12 +243,12 @@ class Load(Message, frozen=True, omit_defaults=True):
     part: tuple[int, int] = (0, 1)
 
 
-class SleepEngine(Message, frozen=True):
+class SleepMessage(Message, frozen=True):
     """Free the GPU."""
 
 
-class WakeEngine(Message, frozen=True):
-    """Take the GPU again, apply and prove the newest fetched version (`VersionReady` answers)."""
+class WakeMessage(Message, frozen=True):
+    """Take the GPU again, apply and prove the newest fetched version (`InstanceReadyMessage` answers)."""
 
 
 class Stop(Message, frozen=True, omit_defaults=True):
@@ -257,9 +258,27 @@ class Stop(Message, frozen=True, omit_defaults=True):
 
 
 AgentMessage = (
-    AgentHello | Frame | Beat | VersionReady | VersionFailed | EngineSlept | Notice | Goodbye | PeerListening
+    AgentHello
+    | Frame
+    | HeartbeatMessage
+    | InstanceReadyMessage
+    | VersionRefusedMessage
+    | SleptMessage
+    | NoticeReceivedMessage
+    | Goodbye
+    | PeerListening
 )
-AgentCommand = Welcome | Refused | Ack | Work | AbortWork | Load | SleepEngine | WakeEngine | Stop
+AgentCommand = (
+    Welcome
+    | Refused
+    | Ack
+    | AssignMessage
+    | AbortMessage
+    | LoadVersionMessage
+    | SleepMessage
+    | WakeMessage
+    | Stop
+)
 
 
 # --- trainer -> coordinator ------------------------------------------------------------------------------
@@ -284,7 +303,7 @@ class PromptSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     token_ids: bytes
 
 
-class StepRequest(Message, frozen=True, omit_defaults=True):
+class StepStartedMessage(Message, frozen=True, omit_defaults=True):
     """Roll out `group_size` responses per prompt under `policy_version`; gives the GPU lease back, unless
     `keeps_lease`.
 
@@ -302,7 +321,7 @@ class StepRequest(Message, frozen=True, omit_defaults=True):
     """The trainer holds the GPU and goes on training an earlier step."""
 
 
-class Published(Message, frozen=True, omit_defaults=True):
+class VersionPublishedMessage(Message, frozen=True, omit_defaults=True):
     """`version` lies complete in the store; `digest` is its manifest's content digest, sizes in bytes.
 
     Training stood still for `stop_s` of `publish_s`; `delta_bytes`: of the delta from the version before, 0:
@@ -317,11 +336,11 @@ class Published(Message, frozen=True, omit_defaults=True):
     delta_bytes: int = 0
 
 
-class LeaseReleased(Message, frozen=True):
-    """Answer to `LeaseRecalled`: the GPU is free."""
+class LeaseReturnedMessage(Message, frozen=True):
+    """Answer to `RecallLeaseMessage`: the GPU is free."""
 
 
-class Trained(Message, frozen=True, omit_defaults=True):
+class StepTrainedMessage(Message, frozen=True, omit_defaults=True):
     """The step is trained. `metrics` go to status and the step table as they are.
 
     `checkpointed`: with a checkpoint; without one, and before `Checkpointed`, a restarted trainer will ask
@@ -338,7 +357,8 @@ class Trained(Message, frozen=True, omit_defaults=True):
 
 
 class Checkpointed(Message, frozen=True):
-    """There is a checkpoint after `step`, said once it is durable: after `Trained`, often during later steps.
+    """There is a checkpoint after `step`, said once it is durable: after `StepTrainedMessage`, often during
+    later steps.
 
     Until then a restarted trainer may ask for `step` again. Idempotent.
     """
@@ -387,7 +407,7 @@ class FinishedResponse(msgspec.Struct, frozen=True, omit_defaults=True):
     finish_reason: str
 
 
-class GroupDone(Message, frozen=True, omit_defaults=True):
+class DeliverGroupMessage(Message, frozen=True, omit_defaults=True):
     """All responses of one group, in response order."""
 
     step: int
@@ -395,22 +415,29 @@ class GroupDone(Message, frozen=True, omit_defaults=True):
     responses: tuple[FinishedResponse, ...]
 
 
-class LeaseGranted(Message, frozen=True, omit_defaults=True):
+class GrantLeaseMessage(Message, frozen=True, omit_defaults=True):
     """The GPU is the trainer's until it asks for the next step or answers a recall."""
 
     step: int
 
 
-class LeaseRecalled(Message, frozen=True, omit_defaults=True):
-    """Free the GPU after the current micro-batch and say `LeaseReleased`."""
+class RecallLeaseMessage(Message, frozen=True, omit_defaults=True):
+    """Free the GPU after the current micro-batch and say `LeaseReturnedMessage`."""
 
     step: int
 
 
 TrainerMessage = (
-    TrainerHello | StepRequest | Published | LeaseReleased | Trained | Checkpointed | RunFinished | RunFailed
+    TrainerHello
+    | StepStartedMessage
+    | VersionPublishedMessage
+    | LeaseReturnedMessage
+    | StepTrainedMessage
+    | Checkpointed
+    | RunFinished
+    | RunFailed
 )
-TrainerCommand = TrainerWelcome | GroupDone | LeaseGranted | LeaseRecalled | Refused
+TrainerCommand = TrainerWelcome | DeliverGroupMessage | GrantLeaseMessage | RecallLeaseMessage | Refused
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -49,7 +49,7 @@ MEMORY = Path("/dev/shm")  # noqa: S108
 """A folder in memory: there is room also where the disk is full."""
 
 
-class Place:
+class RunPlace:
     """Where one run's files are."""
 
     def __init__(self, request: Json) -> None:
@@ -66,7 +66,7 @@ def main() -> None:
     source = sys.stdin.buffer
     request = json.loads(source.readline())
     os.umask(0o077)
-    place = Place(request)
+    place = RunPlace(request)
     Asked.file = place.root / "asked" if (place.home / "rental.json").exists() else None
     Asked.note()
     try:
@@ -103,7 +103,7 @@ def say(words: str = "") -> None:
 # --- bringing it there -------------------------------------------------------------------------------------
 
 
-def look(place: Place, request: Json, source: BinaryIO) -> Answer:
+def look(place: RunPlace, request: Json, source: BinaryIO) -> Answer:
     """Say what is there: the run, who looks after it, which runtime."""
     place.home.mkdir(parents=True, exist_ok=True)
     put(place.home / "owner", request["owner"])  # what it launches is then found by the laptop's `gc` too
@@ -122,7 +122,7 @@ def look(place: Place, request: Json, source: BinaryIO) -> Answer:
     }, b""
 
 
-def install(place: Place, request: Json, source: BinaryIO) -> Answer:
+def install(place: RunPlace, request: Json, source: BinaryIO) -> Answer:
     """Unpack the shipment and run its install.sh."""
     place.root.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(dir=str(place.root), prefix=".shipment-"))
@@ -135,7 +135,7 @@ def install(place: Place, request: Json, source: BinaryIO) -> Answer:
     return {"status": status, "lines": lines}, b""
 
 
-def ship(place: Place, request: Json, source: BinaryIO) -> Answer:
+def ship(place: RunPlace, request: Json, source: BinaryIO) -> Answer:
     """Put the job and its files in their place, whole; what was there before goes."""
     place.shipped.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(dir=str(place.shipped.parent), prefix=".new-"))
@@ -207,7 +207,7 @@ def drain(stream: BinaryIO, lines: queue.Queue[bytes | None]) -> None:
 # --- asking it ---------------------------------------------------------------------------------------------
 
 
-def rlboost(place: Place, request: Json, source: BinaryIO) -> Answer:
+def rlboost(place: RunPlace, request: Json, source: BinaryIO) -> Answer:
     """Type a command of `rlboost` there; return what it prints and its exit code (124: not in time)."""
     environment = dict(os.environ, **request["environment"])
     environment.update(RLBOOST_HOME=str(place.home), NO_COLOR="1", COLUMNS="100")
@@ -267,7 +267,7 @@ def text_of(path: Path) -> str:
 # --- after a restart of the machine ------------------------------------------------------------------------
 
 
-def keep(place: Place, request: Json, source: BinaryIO) -> Answer:
+def keep(place: RunPlace, request: Json, source: BinaryIO) -> Answer:
     """Have systemd go on with the run when the machine starts again, or (`on` false) not any more.
 
     `kept`: whether it will. Needs systemd, and root or sudo without a password; else nothing is done.
@@ -297,7 +297,7 @@ def keep(place: Place, request: Json, source: BinaryIO) -> Answer:
     return {"kept": bool(request["on"])}, b""
 
 
-def unit_text(place: Place) -> str:
+def unit_text(place: RunPlace) -> str:
     """Return the unit: the run's supervisor, which takes the run up where its disk has it; stopped, it ends
     the run's machines and processes by itself."""
     return f"""[Unit]
@@ -324,7 +324,7 @@ WantedBy=multi-user.target
 # --- looking at it -----------------------------------------------------------------------------------------
 
 
-def mirror(place: Place, request: Json, source: BinaryIO) -> Answer:
+def mirror(place: RunPlace, request: Json, source: BinaryIO) -> Answer:
     """Return what has changed of the files that the laptop keeps copies of; `known` are those it has.
 
     One entry per file: `name`, its `mark` ([size, mtime in ns]), its age in seconds, and where its `bytes`
@@ -401,7 +401,7 @@ def ledger_copy(path: Path) -> bytes:
 # --- taking from it ----------------------------------------------------------------------------------------
 
 
-def results(place: Place, request: Json, source: BinaryIO) -> Answer:
+def results(place: RunPlace, request: Json, source: BinaryIO) -> Answer:
     """List the files of the final model and of the newest checkpoint: [name, size, mtime in ns]."""
     folder = place.run / "checkpoints"
     steps = sorted(path for path in folder.glob("step-*") if path.is_dir())[-1:]
@@ -414,7 +414,7 @@ def results(place: Place, request: Json, source: BinaryIO) -> Answer:
     return {"files": found}, b""
 
 
-def fetch(place: Place, request: Json, source: BinaryIO) -> Answer:
+def fetch(place: RunPlace, request: Json, source: BinaryIO) -> Answer:
     """Return a part of one of those files."""
     with (place.run / request["name"]).open("rb") as file:
         file.seek(request["offset"])

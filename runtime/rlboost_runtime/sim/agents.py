@@ -13,11 +13,11 @@ from typing import Protocol
 from rlboost_runtime.core.base.messages import (
     Abort,
     Assign,
-    Beat,
     Command,
     Disconnected,
     Event,
     Evict,
+    Heartbeat,
     InstanceJoined,
     InstanceLeft,
     InstanceReady,
@@ -32,7 +32,7 @@ from rlboost_runtime.core.base.messages import (
     Slept,
     Wake,
 )
-from rlboost_runtime.sim.clock import Agenda, SharedLink, Transfer
+from rlboost_runtime.sim.clock import Agenda, SharedLink, SimTransfer
 from rlboost_runtime.sim.engine_model import EngineModel, EngineSpeed, Sequence
 from rlboost_runtime.sim.responses import ResponseStore
 from rlboost_runtime.sim.result import Activity
@@ -120,8 +120,8 @@ class SimAgent:
         self._is_noticed = False
         self._told: int | None = None
         self._fetched: int | None = None
-        self._transfer: Transfer | None = None
-        self._life = 0
+        self._transfer: SimTransfer | None = None
+        self._lifecycle = 0
         """Grows with every order about sleep or weights: what an older one had planned is void."""
         self._is_applying = False
         self._planned: float | None = None
@@ -299,11 +299,11 @@ class SimAgent:
         now, engine = self._host.agenda.now, self.engine
         tokens = tuple(engine.running_tokens())
         progress = 0 if self._is_hung else round(now * 1e3)
-        self._say(Beat(now, self.instance, self.epoch, progress, tokens, engine.num_waiting))
+        self._say(Heartbeat(now, self.instance, self.epoch, progress, tokens, engine.num_waiting))
 
-    def _short_beat(self) -> Beat:
+    def _short_beat(self) -> Heartbeat:
         now = self._host.agenda.now
-        return Beat(now, self.instance, self.epoch, round(now * 1e3), (), self.engine.num_waiting)
+        return Heartbeat(now, self.instance, self.epoch, round(now * 1e3), (), self.engine.num_waiting)
 
     def _say_goodbye(self) -> None:
         self.is_dead = True
@@ -337,10 +337,12 @@ class SimAgent:
             self._prove_after(self.costs.apply_s)
 
     def _prove_after(self, seconds: float) -> None:
-        self._life += 1
+        self._lifecycle += 1
         self._is_applying = True
-        life, version = self._life, self._fetched
-        self._host.agenda.after(seconds, lambda: self._prove(version) if life == self._life else None)
+        lifecycle, version = self._lifecycle, self._fetched
+        self._host.agenda.after(
+            seconds, lambda: self._prove(version) if lifecycle == self._lifecycle else None
+        )
 
     def _prove(self, version: int | None) -> None:
         if self.is_dead or version is None:
@@ -352,12 +354,12 @@ class SimAgent:
         self._host.will_settle(self)
 
     def _sleep(self) -> None:
-        self._life += 1
+        self._lifecycle += 1
         self._is_awake = self._is_applying = False
         self.version = None
-        life, seconds = self._life, 0.0 if self._is_new else self.costs.sleep_s
+        lifecycle, seconds = self._lifecycle, 0.0 if self._is_new else self.costs.sleep_s
         self._is_new = False
-        self._host.agenda.after(seconds, lambda: self._slept() if life == self._life else None)
+        self._host.agenda.after(seconds, lambda: self._slept() if lifecycle == self._lifecycle else None)
 
     def _slept(self) -> None:
         if not self.is_dead:

@@ -49,7 +49,7 @@ DONE_BYTES = 1.0
 
 
 @dataclass(slots=True, eq=False)
-class Transfer:
+class SimTransfer:
     """Bytes under way. Made by `SharedLink.start`."""
 
     left: float
@@ -64,20 +64,20 @@ class SharedLink:
     def __init__(self, agenda: Agenda, rate: float) -> None:
         self._agenda = agenda
         self._rate = rate
-        self._active: dict[Transfer, None] = {}
+        self._active: dict[SimTransfer, None] = {}
         self._since = 0.0
         self._plan = 0
         self._is_planned = False
 
-    def start(self, size: float, limit: float, done: Callable[[], None]) -> Transfer:
+    def start(self, size: float, limit: float, done: Callable[[], None]) -> SimTransfer:
         """Begin to send `size` bytes at no more than `limit` per second; `done` is called at the end."""
-        transfer = Transfer(size, limit, done)
+        transfer = SimTransfer(size, limit, done)
         self._catch_up()
         self._active[transfer] = None
         self._replan_soon()
         return transfer
 
-    def cancel(self, transfer: Transfer) -> None:
+    def cancel(self, transfer: SimTransfer) -> None:
         """Stop a transfer; one that has ended already is fine."""
         if transfer in self._active:
             self._catch_up()

@@ -23,7 +23,7 @@ GONE_AFTER_S = 1.5
 
 
 @dataclass(slots=True, eq=False)
-class Rented:
+class RentedMachine:
     """A node that is ours."""
 
     machine: str
@@ -40,13 +40,13 @@ class CloudHost(Protocol):
     def send(self, event: Event) -> None:
         """Tell the core."""
 
-    def machine_begins(self, rented: Rented) -> None:
+    def machine_begins(self, rented: RentedMachine) -> None:
         """A machine is there: it boots."""
 
     def machine_noticed(self, machine: str, seconds: float) -> None:
         """A machine will be taken."""
 
-    def machine_dies(self, rented: Rented, *, by_cloud: bool, was_noticed: bool) -> None:
+    def machine_dies(self, rented: RentedMachine, *, by_cloud: bool, was_noticed: bool) -> None:
         """A machine ends in this moment; `by_cloud`: taken away, else ended by us."""
 
 
@@ -58,7 +58,7 @@ class SimCloud:
         self._trace = trace
         self._shapes = shapes
         self._free: dict[str, MachineShape] = {}
-        self._rented: dict[str, Rented] = {}
+        self._rented: dict[str, RentedMachine] = {}
         self._machine_of: dict[str, str] = {}
         self._noticed: set[str] = set()
         self._known: dict[str, MachineShape] = {}
@@ -77,7 +77,7 @@ class SimCloud:
         if node is None:
             self._host.send(LaunchFailed(now, machine, "no spot capacity", RETRY_S))
             return
-        rented = Rented(machine, node, self._free.pop(node), now)
+        rented = RentedMachine(machine, node, self._free.pop(node), now)
         self._rented[machine] = rented
         self._machine_of[node] = machine
         self._host.send(MachineLaunched(now, machine))
@@ -124,7 +124,7 @@ class SimCloud:
                 return event.at_s - notice.at_s
         return self._trace.duration_s - notice.at_s
 
-    def _end(self, rented: Rented, *, by_cloud: bool) -> None:
+    def _end(self, rented: RentedMachine, *, by_cloud: bool) -> None:
         now = self._host.agenda.now
         del self._rented[rented.machine], self._machine_of[rented.node]
         self._billed_usd += _usd(rented, now)
@@ -136,5 +136,5 @@ class SimCloud:
         self._host.send(MachineGone(self._host.agenda.now, machine))
 
 
-def _usd(rented: Rented, now: float) -> float:
+def _usd(rented: RentedMachine, now: float) -> float:
     return rented.shape.usd_per_hour * (now - rented.since_s) / 3600.0

@@ -11,7 +11,7 @@ from rlboost_runtime.core.base.cost_model import Prices
 from rlboost_runtime.core.base.messages import CoreConfig
 from rlboost_runtime.core.base.scheduling_policy import ON_DEMAND, POLYRL, BalanceRule, WindowRule
 from rlboost_runtime.core.base.scheduling_policy import POLICIES as CORE_POLICIES
-from rlboost_runtime.core.base.scheduling_policy import Policy as CorePolicy
+from rlboost_runtime.core.base.scheduling_policy import SchedulingPolicy as CorePolicy
 from rlboost_runtime.sim.agents import BEAT_S
 from rlboost_runtime.sim.presets import Preset
 

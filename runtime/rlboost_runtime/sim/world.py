@@ -36,7 +36,7 @@ from rlboost_runtime.core.core import Core
 from rlboost_runtime.core.window.gpu_lease import LeaseState
 from rlboost_runtime.sim.agents import AgentCosts, SimAgent
 from rlboost_runtime.sim.clock import Agenda, SharedLink
-from rlboost_runtime.sim.cloud import Rented, SimCloud
+from rlboost_runtime.sim.cloud import RentedMachine, SimCloud
 from rlboost_runtime.sim.engine_model import EngineSpeed, engine_speed
 from rlboost_runtime.sim.policies import PolicySetup
 from rlboost_runtime.sim.presets import MachineShape, Preset
@@ -252,7 +252,7 @@ class World:
 
     # --- spot machines ------------------------------------------------------------------------------------
 
-    def machine_begins(self, rented: Rented) -> None:
+    def machine_begins(self, rented: RentedMachine) -> None:
         """A machine boots; its agents dial in when it is up."""
         self.recorder.does(rented.machine, "boot", self.agenda.now)
         self._of_machine[rented.machine] = []
@@ -263,7 +263,7 @@ class World:
         for agent in self._of_machine.get(machine, ()):
             agent.notice(seconds)
 
-    def machine_dies(self, rented: Rented, *, by_cloud: bool, was_noticed: bool) -> None:
+    def machine_dies(self, rented: RentedMachine, *, by_cloud: bool, was_noticed: bool) -> None:
         """A machine ends."""
         now = self.agenda.now
         for agent in self._of_machine.pop(rented.machine):
@@ -275,7 +275,7 @@ class World:
         if by_cloud or was_noticed:  # one that was noticed may have ended before it was taken
             self.recorder.kills.append(Kill(now, rented.machine, rented.node, was_noticed))
 
-    def _booted(self, rented: Rented) -> None:
+    def _booted(self, rented: RentedMachine) -> None:
         agents = self._of_machine.get(rented.machine)
         if agents is None:
             return  # it went while it booted

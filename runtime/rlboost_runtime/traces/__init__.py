@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from rlboost_runtime.traces.events import Trace, TraceEvent, TraceStatistics, sample_nodes, trace_statistics
-from rlboost_runtime.traces.generate import PROFILES, Profile, generate_trace
+from rlboost_runtime.traces.generate import PROFILES, MarketProfile, generate_trace
 from rlboost_runtime.traces.reading import load_trace, trace_rows
 
 __all__ = [
     "PROFILES",
-    "Profile",
+    "MarketProfile",
     "Trace",
     "TraceEvent",
     "TraceStatistics",

@@ -24,7 +24,7 @@ from rlboost_runtime.traces.events import Trace, TraceEvent
 
 
 @dataclass(frozen=True, slots=True)
-class Profile:
+class MarketProfile:
     """A market, matched to a recorded one."""
 
     name: str
@@ -54,10 +54,10 @@ class Profile:
 # `known` (MIT, repository uclasystem/bamboo). `youth` and the refills' rate are fitted so that median
 # lifetime and mean capacity agree. The p3 file names no zones: three, one of them hit at a time, are assumed.
 # A file of counts does not know the lifetimes of nodes, so those of a100 are not matched.
-PROFILES: Mapping[str, Profile] = {
+PROFILES: Mapping[str, MarketProfile] = {
     profile.name: profile
     for profile in (
-        Profile(
+        MarketProfile(
             name="generated-p3",
             recorded_from="AWS p3 nodes recorded for Bamboo (arXiv 2204.12013)",
             hours=11.37,
@@ -84,7 +84,7 @@ PROFILES: Mapping[str, Profile] = {
                 "mean_adds_per_tick": 1.916,
             },
         ),
-        Profile(
+        MarketProfile(
             name="generated-a100",
             recorded_from="GCP a2-highgpu-1g nodes of us-east1-b recorded for Bamboo (arXiv 2204.12013)",
             hours=27.02,
@@ -110,7 +110,7 @@ PROFILES: Mapping[str, Profile] = {
 }
 
 
-def generate_trace(profile: Profile, seed: int, hours: float | None = None) -> Trace:
+def generate_trace(profile: MarketProfile, seed: int, hours: float | None = None) -> Trace:
     """Return a market of `hours` (the recorded length where not given) like `profile`."""
     length_h = profile.hours if hours is None else hours
     if not 0 < length_h <= 24 * 366:
@@ -128,7 +128,7 @@ def generate_trace(profile: Profile, seed: int, hours: float | None = None) -> T
 
 @dataclass(slots=True)
 class _Market:
-    profile: Profile
+    profile: MarketProfile
     drawn: random.Random
     events: list[TraceEvent] = field(default_factory=list)
     there: dict[str, TraceEvent] = field(default_factory=dict)

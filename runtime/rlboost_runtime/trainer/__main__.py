@@ -22,12 +22,12 @@ from rlboost_runtime.trainer.artifacts import checkpoint
 from rlboost_runtime.trainer.data.prompts import Example, PromptSource, read_examples
 from rlboost_runtime.trainer.learn.policy import Policy
 from rlboost_runtime.trainer.learn.rank_worker import be_led
-from rlboost_runtime.trainer.learn.ranks import ALONE, End, Load, Ranks
+from rlboost_runtime.trainer.learn.ranks import ALONE, End, LoadPolicy, Ranks
 from rlboost_runtime.trainer.loop import TrainerLoop
 from rlboost_runtime.trainer.models.hub import Preparing, fetch
 from rlboost_runtime.trainer.models.tiny import WarmupReport, prepare
 from rlboost_runtime.trainer.models.warmup import warm_up, warmup_data
-from rlboost_runtime.trainer.node import Place, die_with_launcher, is_rank, run_ranks
+from rlboost_runtime.trainer.node import TrainerNode, die_with_launcher, is_rank, run_ranks
 from rlboost_runtime.trainer.rewards.outcome import RewardWatch
 from rlboost_runtime.trainer.rewards.scorer import RewardCall, RewardScorer
 from rlboost_runtime.trainer.rollout.step_stream import StepStream
@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> int:
     if job.trainer.ranks * job.trainer.nodes == 1:
         return lead(run, job, ALONE)
     if not is_rank():
-        place = Place(job.trainer.ranks, job.trainer.nodes, 0, job.trainer.node_address)
+        place = TrainerNode(job.trainer.ranks, job.trainer.nodes, 0, job.trainer.node_address)
         command = ["-m", "rlboost_runtime.trainer", *arguments]
         return run_ranks(run.name, command, place, (EXIT_CANNOT_GO_ON,))
     die_with_launcher()
@@ -114,7 +114,7 @@ def train(run: RunFolder, job: Job, stream: StepStream, ranks: Ranks = ALONE) ->
             num_held_out=0 if job.evaluation is None else job.evaluation.prompts,
         )  # fmt: skip
         files = policy.small_files() if job.trainer.nodes > 1 else {}
-        ranks.tell(Load(str(policy.source), job.canonical_json(), files))
+        ranks.tell(LoadPolicy(str(policy.source), job.canonical_json(), files))
         policy.set_up(job.trainer, job.algorithm, ranks)
         preparing.over()
         final = TrainerLoop(run, job, policy, source, scorer, stream, ranks).train()

@@ -4,8 +4,8 @@ report.
 One step, in order: ask for the step's groups (which gives the GPU back) -> score groups as they arrive ->
 once the lease is granted, train micro-batches in the order in which groups finished -> one division, clip and
 AdamW step per mini-batch (where old logprobs are recomputed, the first one waits for all groups) -> publish
-the next version -> copy the checkpoint -> a line in `metrics.jsonl` -> `Trained`. The copy is written while
-the next step is rolled out; `Checkpointed` is said once it is durable.
+the next version -> copy the checkpoint -> a line in `metrics.jsonl` -> `StepTrainedMessage`. The copy is
+written while the next step is rolled out; `Checkpointed` is said once it is durable.
 
 Guarantees:
 
@@ -36,11 +36,11 @@ import torch
 
 from rlboost_runtime.job import Job
 from rlboost_runtime.logs import bind, event
-from rlboost_runtime.protocol.messages import PromptSpec, Published, Trained
+from rlboost_runtime.protocol.messages import PromptSpec, StepTrainedMessage, VersionPublishedMessage
 from rlboost_runtime.run.folder import RunFolder
 from rlboost_runtime.trainer.artifacts import checkpoint
 from rlboost_runtime.trainer.artifacts.checkpoint import Checkpoint, CheckpointWriter, TrainedState
-from rlboost_runtime.trainer.artifacts.output import Output, copying
+from rlboost_runtime.trainer.artifacts.output import OutputCopies, copying
 from rlboost_runtime.trainer.artifacts.publisher import Publication, Publisher
 from rlboost_runtime.trainer.data.prompts import AskedStep, AskedSteps, Prompt, PromptSource
 from rlboost_runtime.trainer.learn.learner import Learner, recomputes_old
@@ -50,7 +50,7 @@ from rlboost_runtime.trainer.learn.sample import GroupSelection, Sample
 from rlboost_runtime.trainer.learn.version_files import scratch_folder, version_configs
 from rlboost_runtime.trainer.rewards.outcome import require_some_reward
 from rlboost_runtime.trainer.rewards.scorer import RewardScorer
-from rlboost_runtime.trainer.rollout.groups import GroupDesk, ScoredGroup
+from rlboost_runtime.trainer.rollout.groups import GroupScorer, ScoredGroup
 from rlboost_runtime.trainer.rollout.metrics import (
     MetricsLog,
     evaluation_metrics,
@@ -106,7 +106,7 @@ class TrainerLoop:
         self._stream = stream
         self._learner = Learner(policy, job.algorithm, job.trainer, ranks)
         self._residency = Residency(policy, self._learner.optimizer, ranks)
-        self._desk = GroupDesk(policy.decode, scorer, job.algorithm)
+        self._desk = GroupScorer(policy.decode, scorer, job.algorithm)
         self._store = WeightStore(
             run.weights,
             keep=KEEP_VERSIONS + job.algorithm.max_staleness,
@@ -119,7 +119,7 @@ class TrainerLoop:
         self._metrics = MetricsLog(run.metrics)
         self._samples = MetricsLog(run.samples)
         self._version = -1
-        self._output = Output.for_run(run, job)
+        self._output = OutputCopies.for_run(run, job)
         self._copy_out: Callable[[Path], None] = lambda folder: None
         self._writer = CheckpointWriter(
             run.checkpoints, keep=job.trainer.keep_checkpoints, on_durable=self._durable
@@ -220,7 +220,7 @@ class TrainerLoop:
         """Say that a version lies in the store; on the publisher's thread."""
         manifest = done.manifest
         self._stream.publish(
-            Published(
+            VersionPublishedMessage(
                 manifest.version,
                 manifest.content_digest,
                 manifest.num_bytes,
@@ -465,8 +465,8 @@ def _spec(group: int, prompt: Prompt) -> PromptSpec:
     return PromptSpec(group, np.asarray(prompt.token_ids, dtype="<i4").tobytes())
 
 
-def _report(state: TrainedState, *, checkpointed: bool) -> Trained:
-    return Trained(
+def _report(state: TrainedState, *, checkpointed: bool) -> StepTrainedMessage:
+    return StepTrainedMessage(
         state.step, state.wait_s, state.busy_s, state.tokens_trained, state.reward_mean, dict(state.line),
         checkpointed,
     )  # fmt: skip

@@ -55,14 +55,14 @@ def main(arguments: list[str]) -> int:
         print(f"usage: python -m {_MODULE} HOST:PORT RUN NUMBER NODES RANKS", file=sys.stderr)
         return 2
     logs.setup(f"trainer-node-{number}")
-    place = Place(ranks, nodes, number, address)
+    place = TrainerNode(ranks, nodes, number, address)
     while _take_part(run, place):
         event(log, "node.head_lost", level=logging.WARNING, address=address)
         time.sleep(PAUSE_S)
     return 0
 
 
-def _take_part(run: str, place: Place) -> bool:
+def _take_part(run: str, place: TrainerNode) -> bool:
     """Whether the run goes on without this node's ranks having been told of its end."""
     from torch.distributed import DistError
 
@@ -125,7 +125,7 @@ def is_rank() -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TrainerNode:
     """A node among those of a run: node 0 is the head; `address` is its HOST:PORT, where all meet."""
 
     ranks: int
@@ -135,7 +135,7 @@ class Place:
     address: str | None = None
 
 
-def run_ranks(name: str, command: list[str], place: Place, final_codes: tuple[int, ...]) -> int:
+def run_ranks(name: str, command: list[str], place: TrainerNode, final_codes: tuple[int, ...]) -> int:
     """Run `python COMMAND` as this node's ranks of run `name`; return the exit code.
 
     One of `final_codes` if a rank ended with it, else 1 if any failed. Waits up to `MEETING_S` for the other
@@ -159,7 +159,7 @@ def run_ranks(name: str, command: list[str], place: Place, final_codes: tuple[in
     return 0
 
 
-def _speak_through_the_right_interface(place: Place) -> None:
+def _speak_through_the_right_interface(place: TrainerNode) -> None:
     """Have gloo and NCCL use the interface that faces the other nodes, unless somebody chose one."""
     assert place.address is not None
     host = place.address.rpartition(":")[0]

@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from rlboost_runtime.coordinator.driver.totals import Tally
+from rlboost_runtime.coordinator.driver.totals import RunTotals
 from rlboost_runtime.coordinator.storage.columns import renumbered
 from rlboost_runtime.coordinator.storage.event_log import EventLog, read_events
 from rlboost_runtime.coordinator.storage.journal import Journal
@@ -52,7 +52,12 @@ from rlboost_runtime.core.base.messages import (
 from rlboost_runtime.core.core import Core
 from rlboost_runtime.core.replay import encode_command
 from rlboost_runtime.logs import event as log_event
-from rlboost_runtime.protocol.messages import FinishedResponse, GroupDone, StepRequest, WorkItem
+from rlboost_runtime.protocol.messages import (
+    DeliverGroupMessage,
+    FinishedResponse,
+    StepStartedMessage,
+    WorkItem,
+)
 from rlboost_runtime.run.folder import RunFolder
 from rlboost_runtime.seams import Clock, Disk
 
@@ -68,7 +73,7 @@ class StepHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a step's segment starts with."""
 
     first_response: int
-    request: StepRequest
+    request: StepStartedMessage
     carried_from: tuple[int, ...] = ()
     """First responses of earlier openings, newest first, whose tokens it took over."""
 
@@ -93,7 +98,7 @@ class Outlet(Protocol):
     def work(self, command: Assign, item: WorkItem) -> None:
         """Send work to an agent."""
 
-    def deliver(self, group: GroupDone) -> None:
+    def deliver(self, group: DeliverGroupMessage) -> None:
         """Hand a finished group to the trainer, if it is connected."""
 
     def lease(self, command: GrantLease | RecallLease) -> None:
@@ -119,7 +124,7 @@ class RunClock:
 class OpenStep:
     """The step being rolled out: what was asked, and which number its first response has."""
 
-    request: StepRequest
+    request: StepStartedMessage
     first_response: int
     prompts: dict[int, bytes] = field(init=False)
 
@@ -163,7 +168,7 @@ class OpenStep:
         return len(self._groups) * self.request.group_size
 
 
-class State:
+class CoreDriver:
     """Core, tokens, journal and event log of one run."""
 
     def __init__(
@@ -177,7 +182,7 @@ class State:
     ) -> None:
         self.run = run
         self.core = Core()
-        self.tally = Tally()
+        self.totals = RunTotals()
         self.store = TokenStore()
         self.journal_problem: str | None = None
         self.journal = Journal(run.journal, disk, self._journal_problem)
@@ -230,7 +235,7 @@ class State:
         self.on_event(event, commands, self.core)
 
     def _fold(self, event: Event, commands: list[Command]) -> None:
-        self.tally.fold(event, commands)
+        self.totals.fold(event, commands)
         self.num_events += 1
         self.num_commands += len(commands)
         for command in commands:
@@ -268,7 +273,7 @@ class State:
             self.store.unassign(command.assignment)
             self._pending.append(Finished(self.now(), response, offset, complete))
             return
-        if self.tally.assigned[response] > 1:
+        if self.totals.assigned[response] > 1:
             self.tokens_migrated += offset
         request = self.step.request
         item = WorkItem(
@@ -283,7 +288,7 @@ class State:
 
     # --- steps --------------------------------------------------------------------------------------------
 
-    async def open_step(self, request: StepRequest, *, keeps_lease: bool = False) -> None:
+    async def open_step(self, request: StepStartedMessage, *, keeps_lease: bool = False) -> None:
         """Open the step that the trainer asks for; the open one again only delivers again.
 
         The core hears of a step only once its header is on stable storage: whatever a later coordinator finds
@@ -311,7 +316,7 @@ class State:
                 if self.core.response(response).finish_reason is None:
                     self.apply(Finished(self.now(), response, self.store.length(response), reason))
 
-    async def _carried(self, request: StepRequest) -> Carried:
+    async def _carried(self, request: StepStartedMessage) -> Carried:
         """Return what the journal holds of the same request: a trainer that was killed before its checkpoint
         asks for an earlier step again, and a step that it had asked for ahead."""
         if self.step is None or self.core.step is None:
@@ -327,13 +332,13 @@ class State:
         return Carried((header.first_response, *header.carried_from), [record[1:] for record in records])
 
     async def _write_header(
-        self, request: StepRequest, carried: Carried
+        self, request: StepStartedMessage, carried: Carried
     ) -> tuple[OpenStep, dict[int, FinishReason]]:
         """Begin the step's segment, with the tokens that it takes over under new numbers; return the step and
         which responses are complete. From here on, what still comes for the former step is dropped."""
         known = self.core.step
-        lost_header = known is not None and not known.trained and self.tally.open_step == _key(request)
-        step = OpenStep(request, self.tally.first_response if lost_header else self.tally.next_response)
+        lost_header = known is not None and not known.trained and self.totals.open_step == _key(request)
+        step = OpenStep(request, self.totals.first_response if lost_header else self.totals.next_response)
         self.step = None
         self._open_store(step)
         self.journal.open_step(request.step, fresh=True)
@@ -365,10 +370,10 @@ class State:
         if not self._keep_journal and not is_being_trained:
             self.journal.drop_before(step + 1)
 
-    def finished_group(self, group: int) -> GroupDone:
+    def finished_group(self, group: int) -> DeliverGroupMessage:
         """Return a group all of whose responses are finished."""
         assert self.step is not None
-        return GroupDone(
+        return DeliverGroupMessage(
             step=self.step.request.step,
             group=group,
             responses=tuple(
@@ -404,7 +409,7 @@ class State:
         if header is None:  # trained and dropped: the trainer asks for the next one
             return
         opened = msgspec.msgpack.decode(header[1:], type=StepHeader)
-        if opened.first_response != self.tally.first_response:  # of an opening that the core never heard of
+        if opened.first_response != self.totals.first_response:  # of an opening that the core never heard of
             return
         self.step = OpenStep(opened.request, opened.first_response)
         self._open_store(self.step)
@@ -437,5 +442,5 @@ class State:
         self.journal_problem = problem
 
 
-def _key(request: StepRequest) -> tuple[int, int]:
+def _key(request: StepStartedMessage) -> tuple[int, int]:
     return request.step, request.policy_version

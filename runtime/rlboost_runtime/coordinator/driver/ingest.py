@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
-from rlboost_runtime.coordinator.driver.core_driver import TOKENS, State
+from rlboost_runtime.coordinator.driver.core_driver import TOKENS, CoreDriver
 from rlboost_runtime.coordinator.storage.columns import merge_frames
 from rlboost_runtime.coordinator.storage.token_store import Accepted, EndedAssignment
 from rlboost_runtime.core.base.messages import Event, Finished, FinishReason, Released, ReleaseReason
@@ -54,10 +54,10 @@ class Sender(Protocol):
 Arrived = tuple[Sender, Frame]
 
 
-class Intake:
+class Ingest:
     """Takes frames; counts tokens over the life of this process."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: CoreDriver) -> None:
         self._state = state
         self._arrived: dict[Sender, deque[Frame]] = {}  # the one that waits longest first
         self._timer: asyncio.TimerHandle | None = None

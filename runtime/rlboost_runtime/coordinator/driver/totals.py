@@ -20,7 +20,7 @@ from rlboost_runtime.core.base.messages import (
 
 
 @dataclass(slots=True)
-class Tally:
+class RunTotals:
     """Counts since the run began. Tokens are response tokens."""
 
     requested: int = 0

@@ -26,16 +26,16 @@ from pathlib import Path
 from rlboost_providers.base.provider import (
     CanPreempt,
     LaunchRequest,
-    MachineState,
+    MachineStatus,
     MachineView,
     Offer,
     PartlyListed,
     Provider,
 )
 from rlboost_runtime.billing.budget import least_micro_usd
-from rlboost_runtime.billing.launch_records import Bought
+from rlboost_runtime.billing.launch_records import LaunchRecords
 from rlboost_runtime.billing.ledger import Ledger
-from rlboost_runtime.coordinator.driver.core_driver import State
+from rlboost_runtime.coordinator.driver.core_driver import CoreDriver
 from rlboost_runtime.coordinator.fleet.offer_choice import ELSEWHERE_S, OfferChoice
 from rlboost_runtime.coordinator.fleet.provider_calls import ProviderThreads, keep_console
 from rlboost_runtime.core.base.messages import (
@@ -115,12 +115,12 @@ class _Listed:
     """Clouds that did not say what they have: what is not listed may be there."""
 
 
-class Fleet:
+class FleetController:
     """Carries out the core's machine commands."""
 
     def __init__(
         self,
-        state: State,
+        state: CoreDriver,
         ledger: Ledger,
         provider: Provider,
         maker: MachineMaker,
@@ -128,7 +128,7 @@ class Fleet:
         cap_micro_usd_per_hour: int | None = None,
         room_micro_usd: Callable[[], int] | None = None,
         on_demand_floor: int = 0,
-        bought: Bought | None = None,
+        bought: LaunchRecords | None = None,
         tell_intent: Callable[[], object] | None = None,
     ) -> None:
         """`room_micro_usd` returns what of the budget is neither spent nor committed; None: no budget.
@@ -155,7 +155,7 @@ class Fleet:
         """Machines that were launched or listed since this process began."""
         self._doubtful: dict[str, tuple[float, str]] = {}
         """Open machines that nobody wants any more: since when, and what their launch said."""
-        self._bought = Bought(None) if bought is None else bought
+        self._bought = LaunchRecords(None) if bought is None else bought
         self._tell_intent = tell_intent
 
     def carry_out(self, command: LaunchMachine | TerminateMachine) -> None:
@@ -214,7 +214,7 @@ class Fleet:
             log_event(log, "provider.describe_failed", problem=repr(error))
             return self._open_machines() | self._coming, False
         self._settle(listed, look)
-        alive = {view.machine for view in listed.views if view.state is not MachineState.GONE}
+        alive = {view.machine for view in listed.views if view.state is not MachineStatus.GONE}
         async with asyncio.TaskGroup() as tasks:  # side by side: some clouds take half a minute for each
             for machine in sorted(alive - self._busy):
                 tasks.create_task(self._end_by(machine, deadline))
@@ -455,7 +455,7 @@ class Fleet:
             if view.machine not in self._busy:
                 self._settle_start(view, unbilled)
         self._settle_prices(views)
-        gone = {view.machine: view.ended_at for view in views if view.state is MachineState.GONE}
+        gone = {view.machine: view.ended_at for view in views if view.state is MachineStatus.GONE}
         listed = {view.machine for view in views}
         self._seen |= listed
         unlisted = look.settleable - listed
@@ -477,7 +477,7 @@ class Fleet:
         """Bill machines at what their clouds now take for them, where those tell."""
         booked = self._ledger.running_prices()
         for view in views:
-            if view.machine not in booked or view.state is MachineState.GONE or view.machine in self._busy:
+            if view.machine not in booked or view.state is MachineStatus.GONE or view.machine in self._busy:
                 continue
             offer = self._bought.get(view.machine)
             price = view.price_micro_usd_per_hour if offer is None else _price_paid(offer, view)
@@ -502,7 +502,7 @@ class Fleet:
 
     def _settle_start(self, view: MachineView, unbilled: set[str]) -> None:
         """Make good a launch that was not heard of; end a machine that nobody wants."""
-        is_there = view.state is not MachineState.GONE
+        is_there = view.state is not MachineStatus.GONE
         if view.machine in unbilled and view.started_at is not None:
             self._place(view)
             self._ledger.launched(view.machine, view.started_at)

@@ -15,16 +15,16 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from rlboost_runtime.coordinator.driver.core_driver import State
-from rlboost_runtime.coordinator.driver.ingest import Intake
-from rlboost_runtime.coordinator.links.weights import WeightsDesk
-from rlboost_runtime.coordinator.observers.boot_times import Boots
+from rlboost_runtime.coordinator.driver.core_driver import CoreDriver
+from rlboost_runtime.coordinator.driver.ingest import Ingest
+from rlboost_runtime.coordinator.links.weights import WeightTracker
+from rlboost_runtime.coordinator.observers.boot_times import BootTimes
 from rlboost_runtime.core.base.messages import (
     Abort,
     Assign,
-    Beat,
     Disconnected,
     Evict,
+    Heartbeat,
     InstanceJoined,
     InstanceLeft,
     InstanceReady,
@@ -43,28 +43,28 @@ from rlboost_runtime.errors import ProtocolError
 from rlboost_runtime.logs import event as log_event
 from rlboost_runtime.protocol.messages import (
     SCHEMA,
-    AbortWork,
+    AbortMessage,
     Ack,
     AgentHello,
-    EngineSlept,
+    AssignMessage,
     Frame,
     Goodbye,
+    HeartbeatMessage,
+    InstanceReadyMessage,
     Message,
-    Notice,
+    NoticeReceivedMessage,
     PeerListening,
     Refused,
-    SleepEngine,
+    SleepMessage,
+    SleptMessage,
     Stop,
-    VersionFailed,
-    VersionReady,
-    WakeEngine,
+    VersionRefusedMessage,
+    WakeMessage,
     Welcome,
-    Work,
     WorkItem,
     agent_message_decoder,
     encode,
 )
-from rlboost_runtime.protocol.messages import Beat as BeatMessage
 from rlboost_runtime.run.head import url_for
 from rlboost_runtime.seams import Transport
 
@@ -190,10 +190,10 @@ class AgentLink:
 
     def _settle(self) -> None:
         if self._items:
-            self._outgoing.append(Work(tuple(self._items)))
+            self._outgoing.append(AssignMessage(tuple(self._items)))
             self._items = []
         if self._aborts:
-            self._outgoing.append(AbortWork(tuple(self._aborts)))
+            self._outgoing.append(AbortMessage(tuple(self._aborts)))
             self._aborts = []
 
 
@@ -214,7 +214,7 @@ class AgentLinks:
     """All agents' connections."""
 
     def __init__(
-        self, state: State, run_name: str, timing: Timing, reserved_machines: frozenset[str]
+        self, state: CoreDriver, run_name: str, timing: Timing, reserved_machines: frozenset[str]
     ) -> None:
         self._state = state
         self._run_name = run_name
@@ -224,9 +224,9 @@ class AgentLinks:
         """Where weights are served (`run.head.endpoint`), once that is known."""
         self.links: dict[str, AgentLink] = {}
         self.stats: dict[str, LinkStats] = {}
-        self.intake = Intake(state)
-        self.weights = WeightsDesk()
-        self.boots = Boots(lambda: state.core.machines)
+        self.ingest = Ingest(state)
+        self.weights = WeightTracker()
+        self.boot_times = BootTimes(lambda: state.core.machines)
         self.lost_estimate = 0
         """Tokens that instances made and took with them: their rate over one flush interval."""
         self._num_lost = 0
@@ -249,12 +249,12 @@ class AgentLinks:
             case Abort(assignment=assignment):
                 link.abort(assignment)
             case LoadVersion(version=version):
-                self.boots.told(link.machine, self._state.now())
+                self.boot_times.told(link.machine, self._state.now())
                 link.send(self.weights.load(link.instance, link.machine, version))
             case Sleep():
-                link.send(SleepEngine())
+                link.send(SleepMessage())
             case Wake():
-                link.send(WakeEngine())
+                link.send(WakeMessage())
             case Evict(cause=cause):
                 log_event(log, "instance.evicted", instance=command.instance, cause=str(cause))
                 self._drop(link)
@@ -300,7 +300,7 @@ class AgentLinks:
         except* (ProtocolError, msgspec.DecodeError) as group:
             link.fail(ProtocolError(str(group.exceptions[0]), "deploy the agent again"))
         finally:
-            self.intake.settle()
+            self.ingest.settle()
             if self.links.get(link.instance) is link:
                 del self.links[link.instance]
                 now = self._state.now()
@@ -334,7 +334,7 @@ class AgentLinks:
             self._drop(former)
             state.apply(Disconnected(state.now(), hello.instance, former.epoch))
         resumed = known is not None and known.is_alive and known.epoch == hello.epoch
-        epoch = known.epoch if resumed and known is not None else state.tally.next_epoch
+        epoch = known.epoch if resumed and known is not None else state.totals.next_epoch
         link = AgentLink(hello, epoch, transport)
         self.links[hello.instance] = link
         self.stats.setdefault(hello.instance, LinkStats()).engine = hello.engine
@@ -365,7 +365,7 @@ class AgentLinks:
                     hello.kv_tokens,
                 )
             )
-            self.boots.joined(hello, joined_at)
+            self.boot_times.joined(hello, joined_at)
         log_event(log, "instance.joined", instance=hello.instance, epoch=epoch, resumed=resumed)
         return link
 
@@ -380,25 +380,25 @@ class AgentLinks:
             if link.closed:
                 break
             if isinstance(message, Frame):
-                self.intake.take(link, message)
+                self.ingest.take(link, message)
                 continue
-            if isinstance(message, BeatMessage):
+            if isinstance(message, HeartbeatMessage):
                 self._on_beat(link, message)
                 continue
-            self.intake.settle()  # what the peer says now, it says after its frames
+            self.ingest.settle()  # what the peer says now, it says after its frames
             match message:
-                case VersionReady():
+                case InstanceReadyMessage():
                     self._on_version_ready(link, message)
-                case VersionFailed(version=version, problem=problem):
+                case VersionRefusedMessage(version=version, problem=problem):
                     log_event(log, "instance.version_refused", instance=link.instance, problem=problem)
                     self._state.apply(
                         VersionRefused(self._state.now(), link.instance, link.epoch, version, problem)
                     )
                 case PeerListening():
                     self.weights.listening(link.instance, link.machine, message)
-                case EngineSlept():
+                case SleptMessage():
                     self._state.apply(Slept(self._state.now(), link.instance, link.epoch))
-                case Notice(seconds=seconds, source=source):
+                case NoticeReceivedMessage(seconds=seconds, source=source):
                     log_event(log, "instance.noticed", instance=link.instance, seconds=seconds, source=source)
                     self._state.apply(NoticeReceived(self._state.now(), link.instance, link.epoch, seconds))
                 case Goodbye(reason=reason):
@@ -407,7 +407,7 @@ class AgentLinks:
                     raise ProtocolError("a second AgentHello on one connection", "deploy the agent again")
         raise ConnectionError("closed by us")
 
-    def _on_beat(self, link: AgentLink, beat: BeatMessage) -> None:
+    def _on_beat(self, link: AgentLink, beat: HeartbeatMessage) -> None:
         state = self._state
         stats = self._stats_of(link.instance)
         stats.tokens_per_s, stats.pulling = beat.tokens_per_s, beat.pulling
@@ -418,7 +418,7 @@ class AgentLinks:
         if now - stats.counts_sent_at >= pause_s:
             stats.counts_sent_at = now
             counts = tuple((response, state.store.length(response)) for response in held)
-        state.apply(Beat(now, link.instance, link.epoch, beat.engine_progress, counts))
+        state.apply(Heartbeat(now, link.instance, link.epoch, beat.engine_progress, counts))
         link.answer()
 
     def hear(self, core: Core) -> None:
@@ -435,14 +435,14 @@ class AgentLinks:
     def _stats_of(self, instance: str) -> LinkStats:
         return self.stats.setdefault(instance, LinkStats())
 
-    def _on_version_ready(self, link: AgentLink, message: VersionReady) -> None:
+    def _on_version_ready(self, link: AgentLink, message: InstanceReadyMessage) -> None:
         stats = self._stats_of(link.instance)
         stats.pull_s, stats.apply_s = message.pull_s, message.apply_s
         stats.load_s, stats.pause_s = message.load_s, message.pause_s
         stats.start_s = message.start_s or stats.start_s
         self.weights.ready(link.instance, link.machine, message)
         now = self._state.now()
-        self.boots.ready(link.instance, link.machine, message, now)
+        self.boot_times.ready(link.instance, link.machine, message, now)
         self._state.apply(InstanceReady(now, link.instance, link.epoch, message.version))
 
     def _on_goodbye(self, link: AgentLink, reason: str) -> None:

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import msgspec
 
 from rlboost_runtime.billing.ledger import Ledger
-from rlboost_runtime.coordinator.driver.core_driver import State
-from rlboost_runtime.coordinator.observers.steps import ReservedMeter, StepConcerns
+from rlboost_runtime.coordinator.driver.core_driver import CoreDriver
+from rlboost_runtime.coordinator.observers.steps import ReservedMeter, StepWarnings
 from rlboost_runtime.core.base.messages import (
     GrantLease,
     LeaseReturned,
@@ -27,19 +27,19 @@ from rlboost_runtime.logs import event as log_event
 from rlboost_runtime.protocol.messages import (
     SCHEMA,
     Checkpointed,
-    GroupDone,
-    LeaseGranted,
-    LeaseRecalled,
-    LeaseReleased,
+    DeliverGroupMessage,
+    GrantLeaseMessage,
+    LeaseReturnedMessage,
     Message,
-    Published,
+    RecallLeaseMessage,
     Refused,
     RunFailed,
     RunFinished,
-    StepRequest,
-    Trained,
+    StepStartedMessage,
+    StepTrainedMessage,
     TrainerHello,
     TrainerWelcome,
+    VersionPublishedMessage,
     encode,
     trainer_message_decoder,
 )
@@ -59,7 +59,9 @@ EndRun = Callable[[str, str, str, int], None]
 class TrainerLink:
     """The one trainer's connection; a newer one replaces it."""
 
-    def __init__(self, state: State, ledger: Ledger, clock: Clock, run_name: str, end_run: EndRun) -> None:
+    def __init__(
+        self, state: CoreDriver, ledger: Ledger, clock: Clock, run_name: str, end_run: EndRun
+    ) -> None:
         self._state = state
         self._ledger = ledger
         self._clock = clock
@@ -72,13 +74,13 @@ class TrainerLink:
         self._last_trained = max((record.step for record in ledger.steps()), default=-1)
         self._trained_at: float | None = None
         self.connected = False
-        self.on_published: Callable[[Published], None] = lambda _: None
+        self.on_published: Callable[[VersionPublishedMessage], None] = lambda _: None
         self.reserved = ReservedMeter()
-        self.concerns = StepConcerns(record.metrics for record in ledger.steps())
+        self.concerns = StepWarnings(record.metrics for record in ledger.steps())
 
     # --- commands out -------------------------------------------------------------------------------------
 
-    def deliver(self, group: GroupDone) -> None:
+    def deliver(self, group: DeliverGroupMessage) -> None:
         """Hand over a finished group; without a trainer it is delivered when one asks again."""
         self._send(group)
 
@@ -86,9 +88,9 @@ class TrainerLink:
         """Tell the trainer about the GPU."""
         match command:
             case GrantLease(step=step):
-                self._send(LeaseGranted(step))
+                self._send(GrantLeaseMessage(step))
             case RecallLease(step=step):
-                self._send(LeaseRecalled(step))
+                self._send(RecallLeaseMessage(step))
 
     def _send(self, message: Message) -> None:
         if self.connected:
@@ -163,15 +165,15 @@ class TrainerLink:
     async def _handle(self, message: object) -> None:
         state = self._state
         match message:
-            case StepRequest():
+            case StepStartedMessage():
                 await self._on_step_request(message)
-            case Published(version=version, num_bytes=num_bytes, publish_s=publish_s):
+            case VersionPublishedMessage(version=version, num_bytes=num_bytes, publish_s=publish_s):
                 self.on_published(message)
                 log_event(log, "version.published", version=version, bytes=num_bytes, seconds=publish_s)
                 state.apply(VersionPublished(state.now(), version, message.delta_bytes or num_bytes))
-            case LeaseReleased():
+            case LeaseReturnedMessage():
                 state.apply(LeaseReturned(state.now()))
-            case Trained():
+            case StepTrainedMessage():
                 self._on_trained(message)
             case Checkpointed(step=step):
                 state.step_checkpointed(step)
@@ -185,7 +187,7 @@ class TrainerLink:
                     f"unexpected {type(message).__name__} from the trainer", "install one version of rlboost"
                 )
 
-    async def _on_step_request(self, request: StepRequest) -> None:
+    async def _on_step_request(self, request: StepStartedMessage) -> None:
         state = self._state
         _check(request, state.core.newest_version)
         keeps_lease = request.keeps_lease
@@ -203,7 +205,7 @@ class TrainerLink:
             return
         await state.open_step(request, keeps_lease=keeps_lease)
 
-    def _on_trained(self, message: Trained) -> None:
+    def _on_trained(self, message: StepTrainedMessage) -> None:
         state, now = self._state, self._clock.wall()
         step = state.core.step
         is_ahead = step is not None and step.step > message.step  # a later one is rolled out meanwhile
@@ -232,7 +234,7 @@ class TrainerLink:
             state.step_checkpointed(message.step)
         log_event(log, "step.trained", step=message.step, reward=message.reward_mean)
 
-    def _measured(self, message: Trained) -> dict[str, float]:
+    def _measured(self, message: StepTrainedMessage) -> dict[str, float]:
         """Return the trainer's metrics and what the report needs beside them."""
         state = self._state
         metrics = dict(message.metrics)
@@ -254,7 +256,7 @@ async def _refuse(transport: Transport, refusal: Refused) -> None:
             await transport.send(encode(refusal))
 
 
-def _check(request: StepRequest, newest_version: int | None) -> None:
+def _check(request: StepStartedMessage, newest_version: int | None) -> None:
     """Raise `ProtocolError` for a step that nobody could roll out: nothing of it may reach the event log."""
     groups = [prompt.group for prompt in request.prompts]
     problem = None

@@ -15,7 +15,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlboost_runtime.protocol.messages import Load, Peer, PeerListening, Published, VersionReady
+from rlboost_runtime.protocol.messages import (
+    InstanceReadyMessage,
+    LoadVersionMessage,
+    Peer,
+    PeerListening,
+    VersionPublishedMessage,
+)
 
 STRIKES = 2
 """One complaint may be the complainer's own network."""
@@ -67,7 +73,7 @@ class _Listener:
     strikes: set[str] = field(default_factory=set)
 
 
-class WeightsDesk:
+class WeightTracker:
     """Knows versions and peers. `zone_of` says where a machine is; `on_wire` hears of bytes that moved:
     (name of the transfer, machine, from where, bytes); of the same again after a restart."""
 
@@ -81,7 +87,7 @@ class WeightsDesk:
         self._versions: dict[int, VersionFigures] = {}
         self._listeners: dict[str, _Listener] = {}
 
-    def published(self, message: Published) -> None:
+    def published(self, message: VersionPublishedMessage) -> None:
         """Take note of a version."""
         figures = self._figures(message.version)
         figures.digest, figures.full_bytes = message.digest, message.num_bytes
@@ -99,7 +105,7 @@ class WeightsDesk:
         """An instance is gone."""
         self._listeners.pop(instance, None)
 
-    def load(self, instance: str, machine: str, version: int) -> Load:
+    def load(self, instance: str, machine: str, version: int) -> LoadVersionMessage:
         """Return the order to fetch `version`."""
         zone = self.zone_of(machine)
         near = sorted(
@@ -111,13 +117,15 @@ class WeightsDesk:
         machines = list(dict.fromkeys(self._listeners[name].machine for name in near))
         others = [name for name in near if self._listeners[name].machine != machine]  # its own are linked
         if not others:
-            return Load(version, digest)
+            return LoadVersionMessage(version, digest)
         if instance not in near:  # a leaf: what it fetched nobody could get from it
-            return Load(version, digest, self._peers(others), (0, 0))
+            return LoadVersionMessage(version, digest, self._peers(others), (0, 0))
         after = [name for name in _after(near, instance) if name in others]
-        return Load(version, digest, self._peers(after), (machines.index(machine), len(machines)))
+        return LoadVersionMessage(
+            version, digest, self._peers(after), (machines.index(machine), len(machines))
+        )
 
-    def ready(self, instance: str, machine: str, message: VersionReady) -> None:
+    def ready(self, instance: str, machine: str, message: InstanceReadyMessage) -> None:
         """An instance got a version, or had it; said again, it counts once."""
         figures = self._figures(message.version)
         fact = (instance, message.pull_s, message.pulled_bytes)

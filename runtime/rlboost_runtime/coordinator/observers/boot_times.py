@@ -24,10 +24,10 @@ from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
-from rlboost_runtime.billing.ledger_machines import BootBook
+from rlboost_runtime.billing.ledger_machines import BootLedger
 from rlboost_runtime.core.state.machines import Machine, MachineState
 from rlboost_runtime.logs import event as log_event
-from rlboost_runtime.protocol.messages import AgentHello, VersionReady
+from rlboost_runtime.protocol.messages import AgentHello, InstanceReadyMessage
 
 log = logging.getLogger(__name__)
 
@@ -47,31 +47,33 @@ class _Boot(msgspec.Struct, omit_defaults=True):
     first_token_at: float | None = None
 
 
-class Boots:
+class BootTimes:
     """Of all spot machines that have dialled in; `machines` returns the core's, for those that have not."""
 
     def __init__(self, machines: Callable[[], Mapping[str, Machine]]) -> None:
         self._machines = machines
-        self._boots: dict[str, _Boot] = {}
+        self._boot_times: dict[str, _Boot] = {}
         self._told_at: dict[str, float] = {}
         """Of machines whose registration is still to be noted: the core answers one at once."""
         self._tokenless: dict[str, str] = {}
         """From instances that serve and have not sent a token yet to their machines."""
         self._unkept: set[str] = set()
 
-    def recall(self, book: BootBook) -> None:
+    def recall(self, book: BootLedger) -> None:
         """Go on with what a former coordinator kept."""
         for machine, kept in book.kept_boots().items():
-            boot = self._boots[machine] = msgspec.json.decode(kept, type=_Boot)
+            boot = self._boot_times[machine] = msgspec.json.decode(kept, type=_Boot)
             if boot.ready_at is not None and boot.first_token_at is None:
                 self._tokenless[boot.ready_instance] = machine
 
-    def keep(self, book: BootBook) -> None:
+    def keep(self, book: BootLedger) -> None:
         """Keep what is new. Where that fails it is logged, and kept the next time."""
         if not self._unkept:
             return
         try:
-            book.keep_boots({name: msgspec.json.encode(self._boots[name]).decode() for name in self._unkept})
+            book.keep_boots(
+                {name: msgspec.json.encode(self._boot_times[name]).decode() for name in self._unkept}
+            )
         except sqlite3.Error as problem:
             log_event(log, "boots.write_failed", problem=str(problem))
             return
@@ -80,26 +82,26 @@ class Boots:
     def joined(self, hello: AgentHello, at: float) -> None:
         """An agent was registered: the first of its machine counts."""
         machine = self._machines().get(hello.machine)
-        if machine is None or hello.machine in self._boots:
+        if machine is None or hello.machine in self._boot_times:
             return
         install_s = sum(hello.install_s.values())
         asked_at, given_at = _first(machine, MachineState.REQUESTED), _first(machine, MachineState.LAUNCHED)
         told_at = self._told_at.pop(hello.machine, None)
-        self._boots[hello.machine] = _Boot(asked_at, given_at, at, install_s, hello.age_s, told_at)
+        self._boot_times[hello.machine] = _Boot(asked_at, given_at, at, install_s, hello.age_s, told_at)
         self._unkept.add(hello.machine)
 
     def told(self, machine: str, at: float) -> None:
         """An instance was told to load a version: the first of its machine counts."""
-        boot = self._boots.get(machine)
+        boot = self._boot_times.get(machine)
         if boot is None:
             self._told_at.setdefault(machine, at)
         elif boot.told_at is None:
             boot.told_at = at
             self._unkept.add(machine)
 
-    def ready(self, instance: str, machine: str, message: VersionReady, at: float) -> None:
+    def ready(self, instance: str, machine: str, message: InstanceReadyMessage, at: float) -> None:
         """An instance serves a version: the first of its machine counts."""
-        boot = self._boots.get(machine)
+        boot = self._boot_times.get(machine)
         if boot is not None and boot.ready_at is None:
             boot.ready_at, boot.ready_instance, boot.pull_s = at, instance, message.pull_s
             self._tokenless[instance] = machine
@@ -111,13 +113,13 @@ class Boots:
             return
         for instance in instances:
             machine = self._tokenless.pop(instance, None)
-            if machine is not None and self._boots[machine].first_token_at is None:
-                self._boots[machine].first_token_at = at
+            if machine is not None and self._boot_times[machine].first_token_at is None:
+                self._boot_times[machine].first_token_at = at
                 self._unkept.add(machine)
 
     def phases(self, machine: str) -> dict[str, float]:
         """Return the phases that are over, in their order; {} where nothing is known."""
-        boot = self._boots.get(machine)
+        boot = self._boot_times.get(machine)
         if boot is None:
             known = self._machines().get(machine)
             return {} if known is None or not known.was_accepted else _rounded({"request": _request_s(known)})
@@ -139,7 +141,10 @@ class Boots:
 
 def _first(machine: Machine, state: MachineState) -> float:
     """Return when the machine first came into `state`; where its story does not say, when it began."""
-    return next((at for at, reached, _ in machine.life.story if reached is state), machine.life.story[0][0])
+    return next(
+        (at for at, reached, _ in machine.lifecycle.history if reached is state),
+        machine.lifecycle.history[0][0],
+    )
 
 
 def _request_s(machine: Machine) -> float:

@@ -64,7 +64,7 @@ Line = tuple[str, str]
 """(kind, text) of an event in words."""
 
 
-class StepConcerns:
+class StepWarnings:
     """Totals over the run's steps, and what is new about them."""
 
     def __init__(self, before: Iterable[Mapping[str, float]]) -> None:

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from rlboost_runtime.billing.ledger import Ledger
 from rlboost_runtime.core.base.messages import (
     Assign,
-    Beat,
     Command,
     CoordinatorRestarted,
     Event,
     Finished,
+    Heartbeat,
     InstanceJoined,
     InstanceReady,
     LaunchFailed,
@@ -58,7 +58,7 @@ _HOW_LOST = {
 }
 
 
-class Story:
+class Timeline:
     """Turns events into lines. Only what a person would want to know; never one line per response."""
 
     def __init__(self, ledger: Ledger, clock: Clock, core: Core) -> None:
@@ -79,7 +79,7 @@ class Story:
 
     def tell(self, event: Event, commands: list[Command], core: Core) -> None:
         """Note what `event` and the commands that followed from it mean, if anything to a person."""
-        if isinstance(event, Beat):
+        if isinstance(event, Heartbeat):
             return
         lines: list[Line | None] = [*self._losses_told(core)]
         lines.append(self._line(event, core))

@@ -39,7 +39,7 @@ from enum import Enum
 from rlboost_runtime.billing.accounts import WasteKind
 from rlboost_runtime.billing.ledger import Ledger
 from rlboost_runtime.coordinator.driver.ingest import Arrived
-from rlboost_runtime.coordinator.driver.totals import Tally
+from rlboost_runtime.coordinator.driver.totals import RunTotals
 from rlboost_runtime.coordinator.storage.token_store import Accepted
 from rlboost_runtime.core.base.messages import (
     Assign,
@@ -101,7 +101,7 @@ class WasteMeter:
         self,
         ledger: Ledger,
         core: Core,
-        tally: Tally,
+        totals: RunTotals,
         now: Callable[[], float],
         engines_on: Callable[[str], int] | None = None,
     ) -> None:
@@ -109,7 +109,7 @@ class WasteMeter:
         self._engines_on = engines_on or (lambda _: core.config.instances_per_machine)
         self._ledger = ledger
         self._core = core
-        self._tally = tally
+        self._totals = totals
         self._now = now
         self._at: float | None = None
         self._written_at = 0.0
@@ -163,7 +163,7 @@ class WasteMeter:
                 pass
         for command in commands:  # of which a step may bring tens of thousands at once
             if isinstance(command, Assign):
-                is_again = self._tally.assigned[command.response] > 1
+                is_again = self._totals.assigned[command.response] > 1
                 self._begin(command.assignment, command.response, command.instance, event.at, is_again)
             elif isinstance(command, (GrantLease, RecallLease)):
                 self.advance(event.at)

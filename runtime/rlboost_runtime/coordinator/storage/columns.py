@@ -1,8 +1,8 @@
 """The columns that carry tokens: read from an agent's frame, written to and read from a journal record.
 
-Guarantees: whoever holds a `Deltas` holds columns that agree with one another, because both readers refuse
-everything else with a `ProtocolError` that names what was found. A record is keyed by response, never by
-assignment, so it means the same to a coordinator that has restarted.
+Guarantees: whoever holds a `TokenDeltas` holds columns that agree with one another, because both readers
+refuse everything else with a `ProtocolError` that names what was found. A record is keyed by response, never
+by assignment, so it means the same to a coordinator that has restarted.
 
 Shape legend: N deltas, T tokens (the sum of their counts), F frames.
 
@@ -42,7 +42,7 @@ MAX_POLICY_VERSION = 2**31 - 1
 
 
 @dataclass(slots=True)  # not frozen: one per frame, and a frozen one takes a microsecond longer to make
-class Deltas:
+class TokenDeltas:
     """New tokens of N responses. `owners_N`: assignments in a frame, responses in a record;
     `offsets_N`: index in the response of each first token; `ends_N`: running sum of the counts;
     `token_ids_T`, `logprobs_T`: end to end."""
@@ -105,7 +105,7 @@ def renumbered(data: bytes, shift: int) -> bytes:
     )
 
 
-def frame_deltas(frame: wire.Frame) -> Deltas:
+def frame_deltas(frame: wire.Frame) -> TokenDeltas:
     """Return the columns of an agent's frame. Raises `ProtocolError` where they do not agree."""
     what = f"frame {frame.seq}"
     if frame.seq < 0:
@@ -144,7 +144,7 @@ def merge_frames(frames: Sequence[wire.Frame]) -> wire.Frame | None:
     )
 
 
-def record_deltas(record: JournalRecord) -> Deltas:
+def record_deltas(record: JournalRecord) -> TokenDeltas:
     """Return the columns of a journal record. Raises `ProtocolError` where they do not agree."""
     what = f"journal record of step {record.step}"
     return _deltas(what, record.responses, record.offsets, record.counts, record.token_ids, record.logprobs)
@@ -163,7 +163,7 @@ def spans(starts_N: Ints, counts_N: Ints, ends_N: Ints) -> Ints:
 
 def _deltas(
     what: str, owners: bytes, offsets: bytes, counts: bytes, token_ids: bytes, logprobs: bytes
-) -> Deltas:
+) -> TokenDeltas:
     # Once per frame, so it counts microseconds: `argmin` takes a third of the time of `min` or `any`.
     owners_N = _column(what, "owners", owners, U32)
     offsets_N = _column(what, "offsets", offsets, U32)
@@ -182,7 +182,7 @@ def _deltas(
     if total and token_ids_T[at := token_ids_T.argmin()] < 0:
         raise _malformed(f"{what}: token id {token_ids_T[at]} is negative")
     _refuse_twice(what, owners_N)
-    return Deltas(owners_N, offsets_N, counts_N, ends_N, token_ids_T, logprobs_T)
+    return TokenDeltas(owners_N, offsets_N, counts_N, ends_N, token_ids_T, logprobs_T)
 
 
 def _column(what: str, name: str, data: bytes, dtype: np.dtype[Any]) -> Dtyped:
@@ -296,7 +296,7 @@ class TokenMatrix:
         if not needed <= len(self._pairs) <= 4 * needed:
             self._allocate(needed)
 
-    def scatter(self, rows_N: Ints, deltas: Deltas) -> None:
+    def scatter(self, rows_N: Ints, deltas: TokenDeltas) -> None:
         """Write each delta into its row, from its offset on."""
         pairs_T2 = np.empty((len(deltas.token_ids_T), 2), np.int32)
         pairs_T2[:, 0] = deltas.token_ids_T

@@ -26,10 +26,10 @@ from rlboost_runtime.coordinator.storage.columns import (
     U16,
     U32,
     AssignmentTable,
-    Deltas,
     Dtyped,
     Ints,
     JournalRecord,
+    TokenDeltas,
     TokenMatrix,
     decode_record,
     encode_record,
@@ -233,7 +233,7 @@ class TokenStore:
 
     # --- tokens ------------------------------------------------------------------------------------------
 
-    def _fits(self, rows_N: Ints, deltas: Deltas, lengths_N: NDArray[np.uint32]) -> bool:
+    def _fits(self, rows_N: Ints, deltas: TokenDeltas, lengths_N: NDArray[np.uint32]) -> bool:
         """Return whether all of `deltas` can be added as they are, giving `lengths_N`: the usual case."""
         if not len(rows_N):
             return True
@@ -243,7 +243,7 @@ class TokenStore:
             return False
         return bool(lengths_N[lengths_N.argmax()] <= self._max_tokens)
 
-    def _trim(self, rows_N: Ints, deltas: Deltas) -> tuple[Ints, Deltas, int, int]:
+    def _trim(self, rows_N: Ints, deltas: TokenDeltas) -> tuple[Ints, TokenDeltas, int, int]:
         """Keep what may be added; return it with the number of duplicate and of dropped tokens.
 
         A delta that starts before the end of its response is a resend: only its new tail is kept. One beyond
@@ -264,7 +264,7 @@ class TokenStore:
         kept_N = taken_N > 0
         return rows_N[kept_N], _part(deltas, kept_N, firsts_N, taken_N), num_duplicate, num_dropped
 
-    def _append(self, rows_N: Ints, deltas: Deltas, lengths_N: NDArray[np.uint32]) -> bool:
+    def _append(self, rows_N: Ints, deltas: TokenDeltas, lengths_N: NDArray[np.uint32]) -> bool:
         """Add `deltas`, which fit, to distinct rows; return whether one of them is full now."""
         if not len(rows_N):
             return False
@@ -273,7 +273,7 @@ class TokenStore:
         return bool(lengths_N[lengths_N.argmax()] == self._max_tokens)
 
     def _open_segments(
-        self, rows_N: Ints, deltas: Deltas, policy_version: int
+        self, rows_N: Ints, deltas: TokenDeltas, policy_version: int
     ) -> tuple[tuple[int, int, str], ...]:
         """Open a segment where a delta does not continue the last; return (response, offset, instance)."""
         if not len(rows_N):
@@ -294,7 +294,7 @@ class TokenStore:
 
     # --- endings -----------------------------------------------------------------------------------------
 
-    def _end(self, endings: tuple[wire.Ending, ...]) -> tuple[EndedAssignment, ...]:
+    def _end(self, endings: tuple[wire.AssignmentEnd, ...]) -> tuple[EndedAssignment, ...]:
         """End the current ones among the assignments; words about others are late and mean nothing."""
         ended: list[EndedAssignment] = []
         for ending in endings:
@@ -356,7 +356,7 @@ class TokenStore:
         self,
         policy_version: int,
         rows_N: Ints,
-        deltas: Deltas,
+        deltas: TokenDeltas,
         openings: tuple[tuple[int, int, str], ...],
         finishes: tuple[tuple[int, str], ...],
     ) -> bytes:
@@ -380,7 +380,7 @@ class TokenStore:
             raise _unfit(f"it has responses outside {self._first}..{self._first + self._num_rows - 1}")
         return rows_N
 
-    def _trim_restored(self, rows_N: Ints, deltas: Deltas) -> tuple[Ints, Deltas]:
+    def _trim_restored(self, rows_N: Ints, deltas: TokenDeltas) -> tuple[Ints, TokenDeltas]:
         """Keep what is new of a record. Raises `ProtocolError` for what could not have been accepted."""
         lengths_N = self._lengths[rows_N].astype(np.int64)
         ends_N = deltas.offsets_N.astype(np.int64) + deltas.counts_N
@@ -412,18 +412,18 @@ class TokenStore:
         assert length < self._max_tokens or row in self._finished, f"response {response} is full"
 
 
-def _ends(deltas: Deltas) -> NDArray[np.uint32]:
+def _ends(deltas: TokenDeltas) -> NDArray[np.uint32]:
     """Return the index after the last token of each delta; wraps around for offsets that fit nowhere."""
     return deltas.offsets_N + deltas.counts_N.astype(U32)
 
 
-def _part(deltas: Deltas, kept_N: NDArray[np.bool_], firsts_N: Ints, taken_N: Ints) -> Deltas:
+def _part(deltas: TokenDeltas, kept_N: NDArray[np.bool_], firsts_N: Ints, taken_N: Ints) -> TokenDeltas:
     """Return, of the deltas in `kept_N`, the `taken_N` tokens from index `firsts_N` of the response on."""
     starts_N = deltas.ends_N - deltas.counts_N + firsts_N - deltas.offsets_N
     counts_N = taken_N[kept_N]
     ends_N: Ints = np.add.accumulate(counts_N)
     source_T = spans(starts_N[kept_N], counts_N, ends_N)
-    return Deltas(
+    return TokenDeltas(
         owners_N=deltas.owners_N[kept_N],
         offsets_N=firsts_N[kept_N].astype(U32),
         counts_N=counts_N,

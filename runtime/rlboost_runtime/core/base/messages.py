@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from rlboost_runtime.core.base.cost_model import Prices
-from rlboost_runtime.core.base.scheduling_policy import Policy
+from rlboost_runtime.core.base.scheduling_policy import SchedulingPolicy
 
 
 class Pool(StrEnum):
@@ -103,7 +103,7 @@ class CoreConfig:
     """How much fuller (share of its KV capacity) an instance may be and still be given its siblings' work."""
     prices: Prices = field(default_factory=Prices)
     """What machines and bytes cost, for the fleet's size."""
-    policy: Policy = field(default_factory=Policy)
+    policy: SchedulingPolicy = field(default_factory=SchedulingPolicy)
     """The rules for dispatch, seeding, sizing and balance."""
 
 
@@ -231,7 +231,7 @@ class Slept:
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class Heartbeat:
     """A heartbeat. `engine_progress` grows whenever the engine does anything; `tokens` maps the responses
     that it runs to their tokens so far (prompt not counted): estimates for balance, nothing that must be
     exact is decided on them."""
@@ -358,7 +358,7 @@ Event = (
     | InstanceReady
     | VersionRefused
     | Slept
-    | Beat
+    | Heartbeat
     | Disconnected
     | Reconnected
     | NoticeReceived

@@ -1,8 +1,8 @@
 """Which rules a core follows: what distinguishes RLBoost from the paper, the published code and plain
 baselines.
 
-A `Policy` is part of `CoreConfig`, so a live run and a simulated one under the same policy decide with the
-same code, and a log of events says under which rules it came about.
+A `SchedulingPolicy` is part of `CoreConfig`, so a live run and a simulated one under the same policy decide
+with the same code, and a log of events says under which rules it came about.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class BalanceRule(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class SchedulingPolicy:
     """One set of rules. The default is what live runs follow.
 
     `keeps_tokens=False` and `DispatchRule.PACED` make `Assign.keep_tokens` less than what there is, which
@@ -102,8 +102,8 @@ class Policy:
     version."""
 
 
-RLBOOST = Policy()
-PAPER = Policy(
+RLBOOST = SchedulingPolicy()
+PAPER = SchedulingPolicy(
     name="paper",
     dispatch=DispatchRule.PENDING,
     least_first=False,
@@ -113,7 +113,7 @@ PAPER = Policy(
     sizing=SizeRule.N_PREM_FROM_RESERVED,
 )
 RECOMPUTE = replace(PAPER, name="recompute", keeps_tokens=False)
-POLYRL = Policy(
+POLYRL = SchedulingPolicy(
     name="polyrl",
     dispatch=DispatchRule.PACED,
     least_first=False,
@@ -121,7 +121,7 @@ POLYRL = Policy(
     sizing=SizeRule.CAP,
     balances=False,
 )
-ON_DEMAND = Policy(
+ON_DEMAND = SchedulingPolicy(
     name="on_demand",
     dispatch=DispatchRule.DEALT,
     sizing=SizeRule.N_PREM,

@@ -1,6 +1,6 @@
-"""A state with a table of legal moves and the story of how it came to be.
+"""A state with a table of legal moves and the history of how it came to be.
 
-A move outside the table raises `IllegalMove` with the whole story of the object, so that a report of a bug
+A move outside the table raises `IllegalMove` with the whole history of the object, so that a report of a bug
 starts with what led to it.
 """
 
@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 S = TypeVar("S", bound=StrEnum)
 
-STORY_LENGTH = 64
+HISTORY_LENGTH = 64
 """Moves remembered per object: a long run moves an instance a few times per step; the last ones matter."""
 
 
@@ -21,15 +21,15 @@ class IllegalMove(RuntimeError):
     """An object was asked to do what its state does not allow: a bug in the core, never in its input."""
 
 
-class Life(Generic[S]):
+class StateMachine(Generic[S]):
     """The state of one object, called `subject` in messages."""
 
-    __slots__ = ("_legal", "state", "story", "subject")
+    __slots__ = ("_legal", "history", "state", "subject")
 
     def __init__(self, subject: str, state: S, legal: Mapping[S, frozenset[S]], at: float) -> None:
         self.subject = subject
         self.state = state
-        self.story: deque[tuple[float, S, str]] = deque([(at, state, "created")], maxlen=STORY_LENGTH)
+        self.history: deque[tuple[float, S, str]] = deque([(at, state, "created")], maxlen=HISTORY_LENGTH)
         self._legal = legal
 
     def can_move(self, to: S) -> bool:
@@ -40,15 +40,15 @@ class Life(Generic[S]):
         """Go to `to`; `at` in seconds of the run. Raises `IllegalMove`."""
         if not self.can_move(to):
             raise IllegalMove(
-                f"{self.subject}: {self.state} -> {to} ({why}) at {at:g} s; story: {self.told()}"
+                f"{self.subject}: {self.state} -> {to} ({why}) at {at:g} s; history: {self.told()}"
             )
         self.state = to
-        self.story.append((at, to, why))
+        self.history.append((at, to, why))
 
     def __str__(self) -> str:
-        """Return whose story it is, and the story: formatted only where somebody reads it."""
+        """Return whose history it is, and the history: formatted only where somebody reads it."""
         return f"{self.subject}: {self.told()}"
 
     def told(self) -> str:
-        """Return the story on one line."""
-        return "; ".join(f"{at:g} s {state} ({why})" for at, state, why in self.story)
+        """Return the history on one line."""
+        return "; ".join(f"{at:g} s {state} ({why})" for at, state, why in self.history)

@@ -12,9 +12,9 @@ from rlboost_runtime.core.base.messages import Abort, Assign, DeliverGroup, Fini
 from rlboost_runtime.core.base.timers import Context, Timer
 from rlboost_runtime.core.dispatch.balance import Balancer
 from rlboost_runtime.core.dispatch.dispatcher import Dispatcher
-from rlboost_runtime.core.state.instances import Instance, Roster
-from rlboost_runtime.core.state.rates import Lengths, Pace
-from rlboost_runtime.core.state.responses import Response, ResponseState, StepBook
+from rlboost_runtime.core.state.instances import Instance, InstanceTable
+from rlboost_runtime.core.state.rates import GenerationRate, Lengths
+from rlboost_runtime.core.state.responses import Response, ResponseState, StepResponses
 
 FAILURES_PER_INSTANCE = 3
 """A response is quarantined after `quarantine_after` distinct instances, or after this many failures per
@@ -27,24 +27,28 @@ SMALL_FLEET = 16
 """Able instances that share one move per pause; the pauses of a larger fleet are shorter."""
 
 
-class Work:
+class Assignments:
     """The open step, its queue, and the current assignments."""
 
     def __init__(
-        self, context: Context, roster: Roster, able: Mapping[str, Instance], lengths: Lengths
+        self,
+        context: Context,
+        instance_table: InstanceTable,
+        eligible: Mapping[str, Instance],
+        lengths: Lengths,
     ) -> None:
         self._context = context
-        self._roster = roster
-        self.dispatcher = Dispatcher(context, roster, able)
-        self.balancer = Balancer(able, self.dispatcher.crowd, lengths, context.config.policy.balance)
+        self._instance_table = instance_table
+        self.dispatcher = Dispatcher(context, instance_table, eligible)
+        self.balancer = Balancer(eligible, self.dispatcher.load_index, lengths, context.config.policy.balance)
         self.lengths = lengths
         """What finished responses showed about lengths."""
-        self.pace = Pace()
-        self.book: StepBook | None = None
+        self.pace = GenerationRate()
+        self.book: StepResponses | None = None
         self.current: dict[int, Response] = {}
         """Current assignments."""
         self._next_assignment = 0
-        self._able = able
+        self._eligible = eligible
         self._balance_at = 0.0
 
     # --- the step -----------------------------------------------------------------------------------------
@@ -55,7 +59,7 @@ class Work:
             self._cancel(self.book)
             self.lengths.learn(self.book.finished_tokens())
             self.pace.close_step()
-        former, self.book = self.book, StepBook(event)
+        former, self.book = self.book, StepResponses(event)
         self.dispatcher.open_step(former, self.book)
         self.balancer.close_step()
         for response in self.book.responses.values():
@@ -96,7 +100,7 @@ class Work:
         relief = self.balancer.relief(now)
         if relief is None:
             return
-        self._balance_at = now + BALANCE_S * min(1.0, SMALL_FLEET / max(1, len(self._able)))
+        self._balance_at = now + BALANCE_S * min(1.0, SMALL_FLEET / max(1, len(self._eligible)))
         for assignment in relief.assignments:
             relief.giver.assignments[assignment].meant_for = relief.taker.instance
             self.abort(relief.giver, assignment)
@@ -197,7 +201,7 @@ class Work:
         """Unbook a response's assignment, if it has one; its own state is the caller's to change."""
         if response.assignment is None or response.holder is None:
             return
-        instance = self._roster.instances[response.holder]
+        instance = self._instance_table.instances[response.holder]
         del self.current[response.assignment]
         instance.let_go(response.assignment)
         self.touch(instance)
@@ -206,13 +210,13 @@ class Work:
         if not instance.aborting:
             self._context.timers.cancel(Timer.ANSWER, instance.instance)
 
-    def _cancel(self, book: StepBook) -> None:
+    def _cancel(self, book: StepResponses) -> None:
         for response in book.responses.values():
             if response.state is ResponseState.FINISHED:
                 continue
             self._context.counters.cancelled += 1
             if response.assignment is not None and response.holder is not None:
-                holder = self._roster.instances[response.holder]
+                holder = self._instance_table.instances[response.holder]
                 if holder.is_connected and response.assignment not in holder.aborting:
                     self._context.emit(Abort(holder.instance, holder.epoch, response.assignment))
                 self._detach(response)

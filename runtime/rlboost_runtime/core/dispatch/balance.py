@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 from rlboost_runtime.core.base.messages import Pool
 from rlboost_runtime.core.base.scheduling_policy import BalanceRule
-from rlboost_runtime.core.state.eligible import Crowd, Rank
+from rlboost_runtime.core.state.eligible import LoadIndex, Rank
 from rlboost_runtime.core.state.instances import Instance
 from rlboost_runtime.core.state.rates import Kind, Lengths, StepTimes
 from rlboost_runtime.core.state.responses import Response
@@ -48,7 +48,7 @@ PREFILL_SHARE = 1 / 100
 all weights for a few tokens; a prefill computes with them for thousands at once (on H100: 1/300)."""
 
 
-class Profile:
+class RateProfile:
     """The table P: tokens per second by batch size and kind of instance, from the former step's
     heartbeats."""
 
@@ -90,21 +90,21 @@ class Balancer:
     """Says what to take away from whom."""
 
     def __init__(
-        self, able: Mapping[str, Instance], crowd: Crowd, lengths: Lengths, rule: BalanceRule
+        self, eligible: Mapping[str, Instance], load_index: LoadIndex, lengths: Lengths, rule: BalanceRule
     ) -> None:
-        self.profile = Profile()
+        self.profile = RateProfile()
         self.step_times = StepTimes()
         self._uneven = [
-            (Crowd(able, _fullest_of(pool)), Crowd(able, _emptiest_of(pool)))
+            (LoadIndex(eligible, _fullest_of(pool)), LoadIndex(eligible, _emptiest_of(pool)))
             for pool in (Pool.SPOT, Pool.RESERVED)
         ]
         """By pool: the fullest first, the emptiest first."""
         self._lengths = lengths
         self._rule = rule
         self._even_at = 0.0
-        self.busiest = Crowd(able, _most_executing)
-        self.longest_queue = Crowd(able, _most_pending)
-        self._crowd = crowd
+        self.busiest = LoadIndex(eligible, _most_executing)
+        self.longest_queue = LoadIndex(eligible, _most_pending)
+        self._load_index = load_index
 
     def touch(self, name: str) -> None:
         """Take notice that an instance's load or ability may have changed."""
@@ -141,7 +141,7 @@ class Balancer:
         self.step_times.close_step()
 
     def _for_the_idle(self) -> Relief | None:
-        taker = self._crowd.best(lambda i: not i.assignments)
+        taker = self._load_index.best(lambda i: not i.assignments)
         giver = None if taker is None else self.busiest.best(lambda _: True)
         if taker is None or giver is None or giver is taker or giver.aborting:
             return None
@@ -162,15 +162,15 @@ class Balancer:
         if line is None or now < self._even_at:
             return None
         excess = (giver.share - taker.share) / (1.0 / max(1, giver.kv_tokens) + 1.0 / max(1, taker.kv_tokens))
-        moved, crowd, guests = [], giver.num_assigned, taker.num_assigned
+        moved, load_index, guests = [], giver.num_assigned, taker.num_assigned
         for assignment, response in sorted(
             giver.assignments.items(), key=lambda item: (item[1].num_tokens, item[1].order)
         ):
-            if response.kv_estimate > excess or not self._pays(response, crowd, guests, line):
+            if response.kv_estimate > excess or not self._pays(response, load_index, guests, line):
                 break
             moved.append(assignment)
             excess -= response.kv_estimate
-            crowd, guests = crowd - 1, guests + 1
+            load_index, guests = load_index - 1, guests + 1
         if not moved:
             self._even_at = now + LOOK_AGAIN_S
             return None
@@ -185,18 +185,18 @@ class Balancer:
                 break
         return pair
 
-    def _pays(self, response: Response, crowd: int, guests: int, line: tuple[float, float]) -> bool:
+    def _pays(self, response: Response, load_index: int, guests: int, line: tuple[float, float]) -> bool:
         slope_s, empty_s = line
         so_far = response.num_tokens
         expected = min(float(response.request.max_tokens), self._lengths.expected(so_far))
-        saved_s = slope_s * max(0.0, expected - so_far) * (crowd - 1 - guests)
+        saved_s = slope_s * max(0.0, expected - so_far) * (load_index - 1 - guests)
         return saved_s > PREFILL_SHARE * empty_s * (guests + 1)
 
     def _of_pending(self, giver: Instance) -> Relief | None:
         if giver.aborting:
             return None
         assignment, response = _newest(giver)
-        taker = self._crowd.best(lambda i: i is not giver and not i.num_queued)
+        taker = self._load_index.best(lambda i: i is not giver and not i.num_queued)
         if taker is None or not taker.can_admit(response.kv_estimate):
             return None
         return Relief(giver, taker, [assignment])

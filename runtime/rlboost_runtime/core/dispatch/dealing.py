@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rlboost_runtime.core.base.timers import Context, Timer
-from rlboost_runtime.core.state.instances import Instance, Roster
-from rlboost_runtime.core.state.responses import Response, StepBook, WaitingQueue, is_current
+from rlboost_runtime.core.state.instances import Instance, InstanceTable
+from rlboost_runtime.core.state.responses import Response, StepResponses, WaitingQueue, is_current
 
 PACE_S = 1.0
 """Seconds between two looks at the instances' queues."""
@@ -31,29 +31,31 @@ GROUPS_PER_LOOK = 4
 class EvenDeal:
     """Equal runs of groups to all reserved engines at once."""
 
-    roster: Roster
+    instance_table: InstanceTable
 
-    def deal(self, queue: WaitingQueue, able: Mapping[str, Instance]) -> Iterator[tuple[Response, Instance]]:
+    def deal(
+        self, queue: WaitingQueue, eligible: Mapping[str, Instance]
+    ) -> Iterator[tuple[Response, Instance]]:
         """Yield who gets what; nothing while a reserved engine is still to come."""
-        reserved = self.roster.reserved.keys()
-        if not able or len(able) < len(reserved) or not able.keys() >= reserved:
+        reserved = self.instance_table.reserved.keys()
+        if not eligible or len(eligible) < len(reserved) or not eligible.keys() >= reserved:
             return
-        names = sorted(able)
+        names = sorted(eligible)
         waiting = sorted(queue.all(), key=lambda r: r.order)
         queue.clear()
         groups = {group: rank for rank, group in enumerate(dict.fromkeys(r.group for r in waiting))}
         for response in waiting:
-            yield response, able[names[groups[response.group] * len(names) // len(groups)]]
+            yield response, eligible[names[groups[response.group] * len(names) // len(groups)]]
 
 
 class PacedDeal:
     """A few groups a second, in turn."""
 
-    def __init__(self, context: Context, able: Mapping[str, Instance]) -> None:
+    def __init__(self, context: Context, eligible: Mapping[str, Instance]) -> None:
         self._context = context
         self._look_at = 0.0
         self._left = 0
-        self._free = _Ring(able)
+        self._free = _Ring(eligible)
         self._parked: list[tuple[int, Response]] = []
         """Out of the queue until the next look, with their assignments so far: siblings still run."""
 
@@ -69,7 +71,7 @@ class PacedDeal:
         """Another step: nothing of the former one waits."""
         self._parked.clear()
 
-    def deal(self, queue: WaitingQueue, book: StepBook) -> Iterator[tuple[Response, Instance]]:
+    def deal(self, queue: WaitingQueue, book: StepResponses) -> Iterator[tuple[Response, Instance]]:
         """Yield who gets what; the rest waits for the next look."""
         if self._context.now >= self._look_at:
             self._look_at = self._context.now + PACE_S
@@ -99,8 +101,8 @@ class PacedDeal:
 class _Ring:
     """The instances that report an empty queue, in turn by name."""
 
-    def __init__(self, able: Mapping[str, Instance]) -> None:
-        self._able = able
+    def __init__(self, eligible: Mapping[str, Instance]) -> None:
+        self._eligible = eligible
         self._names: list[str] = []
         self._touched: dict[str, None] = {}
         self._last = ""
@@ -117,10 +119,10 @@ class _Ring:
         if not self._names:
             return None
         self._last = self._names[bisect_right(self._names, self._last) % len(self._names)]
-        return self._able[self._last]
+        return self._eligible[self._last]
 
     def _file(self, name: str) -> None:
-        instance = self._able.get(name)
+        instance = self._eligible.get(name)
         is_free = (
             instance is not None
             and not instance.num_queued

@@ -28,9 +28,9 @@ from rlboost_runtime.core.base.messages import Pool
 from rlboost_runtime.core.base.scheduling_policy import DispatchRule
 from rlboost_runtime.core.base.timers import Context, Timer
 from rlboost_runtime.core.dispatch.dealing import EvenDeal, PacedDeal
-from rlboost_runtime.core.state.eligible import Crowd, Rank
-from rlboost_runtime.core.state.instances import Instance, Roster
-from rlboost_runtime.core.state.responses import Response, StepBook, WaitingQueue
+from rlboost_runtime.core.state.eligible import LoadIndex, Rank
+from rlboost_runtime.core.state.instances import Instance, InstanceTable
+from rlboost_runtime.core.state.responses import Response, StepResponses, WaitingQueue
 
 COMING_S = {Pool.SPOT: 20.0, Pool.RESERVED: 60.0}
 """An instance that loads a step's version, or wakes for it, is waited for so long after the step's begin.
@@ -51,30 +51,32 @@ Place = Callable[[Response, Instance, int], None]
 class Dispatcher:
     """The queue of waiting responses of the open step, where siblings ran, and how full instances are.
 
-    `able` are the instances that may be given work: read, never changed.
+    `eligible` are the instances that may be given work: read, never changed.
     """
 
-    def __init__(self, context: Context, roster: Roster, able: Mapping[str, Instance]) -> None:
+    def __init__(
+        self, context: Context, instance_table: InstanceTable, eligible: Mapping[str, Instance]
+    ) -> None:
         config = context.config
-        self.crowd = Crowd(able, _RANKS.get(config.policy.dispatch, _by_booking))
+        self.load_index = LoadIndex(eligible, _RANKS.get(config.policy.dispatch, _by_booking))
         self._rule = config.policy.dispatch
         self._max_pending = config.policy.max_pending
         self._booked_growth_share = config.policy.booked_growth_share
         self._affinity_slack = config.affinity_slack
-        self._able = able
+        self._eligible = eligible
         self._expected_tokens: float | None = None
-        self._book: StepBook | None = None
+        self._book: StepResponses | None = None
         self._queue = WaitingQueue(least_first=config.policy.least_first)
         self._fills_fairly = config.policy.fills_fairly and self._rule is DispatchRule.BOOKED
         self._fair_share = math.inf
         self._fair_at = 0.0
         self._context = context
-        self._roster = roster
+        self._instance_table = instance_table
         self._ran_on: dict[int, dict[str, None]] = {}
-        self._even = EvenDeal(roster)
-        self._paced = PacedDeal(context, able)
+        self._even = EvenDeal(instance_table)
+        self._paced = PacedDeal(context, eligible)
 
-    def open_step(self, former: StepBook | None, book: StepBook) -> None:
+    def open_step(self, former: StepResponses | None, book: StepResponses) -> None:
         """Forget the former step but for how long its responses became."""
         self._book = book
         learned = None if former is None else former.mean_finished_tokens()
@@ -94,7 +96,7 @@ class Dispatcher:
 
     def touch(self, name: str) -> None:
         """Take notice that an instance's load or ability may have changed."""
-        self.crowd.touch(name)
+        self.load_index.touch(name)
         if self._rule is DispatchRule.PACED:
             self._paced.touch(name)
 
@@ -112,14 +114,14 @@ class Dispatcher:
         growth = min(growth, max(0, request.max_tokens - so_far))
         return request.prompt_tokens + so_far + int(self._booked_growth_share * growth)
 
-    def place(self, book: StepBook, place: Place) -> None:
+    def place(self, book: StepResponses, place: Place) -> None:
         """Place waiting responses on able instances until nobody waits or nothing fits.
 
         `place` must book the assignment on the instance before it returns, and touch it.
         """
         match self._rule:
             case DispatchRule.DEALT:
-                for response, choice in self._even.deal(self._queue, self._able):
+                for response, choice in self._even.deal(self._queue, self._eligible):
                     place(response, choice, self.kv_estimate(response))
             case DispatchRule.PACED:
                 for response, choice in self._paced.deal(self._queue, book):
@@ -130,7 +132,7 @@ class Dispatcher:
     def _place_singly(self, place: Place) -> None:
         self._fair_share = self._share_until_all_are_here()
         stuck: list[Response] = []
-        while self._able and (response := self._queue.peek()) is not None:
+        while self._eligible and (response := self._queue.peek()) is not None:
             estimate = self.kv_estimate(response)
             choice = self._choose(response, estimate)
             if choice is None and not response.failed_on:
@@ -147,19 +149,21 @@ class Dispatcher:
     def _choose(self, response: Response, estimate: int) -> Instance | None:
         avoid: set[str] = set()
         if response.failed_on:
-            avoid = response.failed_on.keys() & self._able.keys()
-            if len(avoid) == len(self._able):
+            avoid = response.failed_on.keys() & self._eligible.keys()
+            if len(avoid) == len(self._eligible):
                 avoid = set()  # better to try again where it failed than not at all
-        meant = None if response.meant_for is None else self._able.get(response.meant_for)
+        meant = None if response.meant_for is None else self._eligible.get(response.meant_for)
         if meant is not None and meant.can_admit(estimate) and meant.instance not in avoid:
             return meant
         if self._rule is DispatchRule.PENDING:
-            return self.crowd.best(lambda i: i.num_queued < self._max_pending, avoid)
-        emptiest = self.crowd.best(lambda i: i.can_admit(estimate) and i.share <= self._fair_share, avoid)
+            return self.load_index.best(lambda i: i.num_queued < self._max_pending, avoid)
+        emptiest = self.load_index.best(
+            lambda i: i.can_admit(estimate) and i.share <= self._fair_share, avoid
+        )
         if emptiest is None:
             return None
         limit = emptiest.share + self._affinity_slack
-        near = (self._able.get(i) for i in self._ran_on.get(response.group, ()) if i not in avoid)
+        near = (self._eligible.get(i) for i in self._ran_on.get(response.group, ()) if i not in avoid)
         limit = min(limit, self._fair_share)
         siblings = [i for i in near if i is not None and i.share <= limit and i.can_admit(estimate)]
         return min(siblings, key=_rank) if siblings else emptiest
@@ -180,17 +184,17 @@ class Dispatcher:
             self._context.timers.set(Timer.PACE, "", self._fair_at)
         return self._fair_share
 
-    def _fair_share_of(self, book: StepBook) -> float:
-        coming = [i for i in self._roster.instances.values() if self._is_coming(i, book)]
+    def _fair_share_of(self, book: StepResponses) -> float:
+        coming = [i for i in self._instance_table.instances.values() if self._is_coming(i, book)]
         num_waiting = len(book.responses) - book.num_finished - book.num_running
         first = self._queue.peek()
-        if not coming or first is None or num_waiting <= len(self._able) + len(coming):
+        if not coming or first is None or num_waiting <= len(self._eligible) + len(coming):
             return math.inf
-        demand = sum(i.kv_load for i in self._able.values()) + num_waiting * self.kv_estimate(first)
-        room = sum(i.kv_tokens for i in self._able.values()) + sum(i.kv_tokens for i in coming)
+        demand = sum(i.kv_load for i in self._eligible.values()) + num_waiting * self.kv_estimate(first)
+        room = sum(i.kv_tokens for i in self._eligible.values()) + sum(i.kv_tokens for i in coming)
         return demand / max(1, room)
 
-    def _is_coming(self, instance: Instance, book: StepBook) -> bool:
+    def _is_coming(self, instance: Instance, book: StepResponses) -> bool:
         return (
             self._context.now < book.started_at + COMING_S[instance.pool]
             and instance.is_awake

@@ -1,8 +1,9 @@
 """Which instances may be given work now, and how many spot ones are there: kept up to date instance by
 instance.
 
-Guarantees: after `refresh`, `able` and the counts are what looking at every instance would give (`check`).
-The cost of an event is that of the instances that it changed; a new step or the run's end looks at all.
+Guarantees: after `refresh`, `eligible` and the counts are what looking at every instance would give
+(`check`). The cost of an event is that of the instances that it changed; a new step or the run's end looks at
+all.
 
 Able instances in order of load, kept up to date as they change: finding the best costs O(log instances).
 
@@ -19,7 +20,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from rlboost_runtime.core.base.messages import Pool
-from rlboost_runtime.core.state.instances import Instance, Roster
+from rlboost_runtime.core.state.instances import Instance, InstanceTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +50,15 @@ class Standing:
 NOTHING = Standing()
 
 
-class AbleSet:
+class EligibleSet:
     """Able instances and counts of spot instances."""
 
-    def __init__(self, roster: Roster) -> None:
-        self.able: dict[str, Instance] = {}
+    def __init__(self, instance_table: InstanceTable) -> None:
+        self.eligible: dict[str, Instance] = {}
         self.num_present_spot = 0
         self.num_serving_spot = 0
         self.num_live_spot = 0
-        self._roster = roster
+        self._instance_table = instance_table
         self._terms = Terms(None, False, False)
         self._standing: dict[str, Standing] = {}
 
@@ -65,9 +66,9 @@ class AbleSet:
         """Take in changes; return the instances whose ability may have changed."""
         former, self._terms = self._terms, terms
         if (former.version, former.is_ending) != (terms.version, terms.is_ending):
-            names = list({**self._standing, **dict.fromkeys(self._roster.instances)})
+            names = list({**self._standing, **dict.fromkeys(self._instance_table.instances)})
         elif former.reserved_may != terms.reserved_may:
-            names = list({**changed, **dict.fromkeys(self._roster.reserved)})
+            names = list({**changed, **dict.fromkeys(self._instance_table.reserved)})
         else:
             names = list(changed)
         for name in names:
@@ -76,13 +77,13 @@ class AbleSet:
 
     def check(self) -> None:
         """Assert that nothing was missed."""
-        for name, instance in self._roster.instances.items():
+        for name, instance in self._instance_table.instances.items():
             expected, known = self._stand(instance), self._standing.get(name, NOTHING)
             assert known == expected, f"{name} stands as {expected}, taken for {known}"
-            assert (self.able.get(name) is instance) == expected.is_able, f"{name} is {expected}"
-        gone = self._standing.keys() - self._roster.instances.keys()
+            assert (self.eligible.get(name) is instance) == expected.is_able, f"{name} is {expected}"
+        gone = self._standing.keys() - self._instance_table.instances.keys()
         assert not gone, f"{gone} are gone and still counted"
-        assert self.able.keys() <= self._roster.instances.keys(), "gone and still able"
+        assert self.eligible.keys() <= self._instance_table.instances.keys(), "gone and still able"
         standings = self._standing.values()
         counted = self.num_present_spot, self.num_serving_spot, self.num_live_spot
         real = (
@@ -93,7 +94,7 @@ class AbleSet:
         assert counted == real, f"counted {counted}, there are {real}"
 
     def _file(self, name: str) -> None:
-        instance = self._roster.instances.get(name)
+        instance = self._instance_table.instances.get(name)
         former = self._standing.pop(name, NOTHING)
         standing = NOTHING if instance is None else self._stand(instance)
         if instance is not None:
@@ -102,9 +103,9 @@ class AbleSet:
         self.num_serving_spot += standing.is_serving_spot - former.is_serving_spot
         self.num_live_spot += standing.is_live_spot - former.is_live_spot
         if instance is not None and standing.is_able:
-            self.able[name] = instance
+            self.eligible[name] = instance
         else:
-            self.able.pop(name, None)
+            self.eligible.pop(name, None)
 
     def _stand(self, instance: Instance) -> Standing:
         terms = self._terms
@@ -129,11 +130,11 @@ VOID_SLACK = 64
 """Entries that are always allowed."""
 
 
-class Crowd:
-    """The able instances by `rank`; None: not to be found. `able` is read, never changed."""
+class LoadIndex:
+    """The able instances by `rank`; None: not to be found. `eligible` is read, never changed."""
 
-    def __init__(self, able: Mapping[str, Instance], rank: Callable[[Instance], Rank | None]) -> None:
-        self._able = able
+    def __init__(self, eligible: Mapping[str, Instance], rank: Callable[[Instance], Rank | None]) -> None:
+        self._eligible = eligible
         self._rank = rank
         self._heaps: dict[tuple[int, int], list[Rank]] = {}
         self._touched: dict[str, None] = {}
@@ -162,7 +163,7 @@ class Crowd:
         found = None
         while heap and found is None:
             rank = heap[0]
-            instance = self._able.get(rank[2])
+            instance = self._eligible.get(rank[2])
             if instance is None or self._rank(instance) != rank:
                 heapq.heappop(heap)
             elif rank[2] in avoid:
@@ -178,18 +179,18 @@ class Crowd:
             return
         touched, self._touched = self._touched, {}
         for name in touched:
-            instance = self._able.get(name)
+            instance = self._eligible.get(name)
             rank = None if instance is None else self._rank(instance)
             if instance is None or rank is None:
                 continue
             kind = instance.kv_tokens, instance.max_running
             heap = self._heaps.setdefault(kind, [])
             heapq.heappush(heap, rank)
-            if len(heap) > VOID_SHARE * len(self._able) + VOID_SLACK:
+            if len(heap) > VOID_SHARE * len(self._eligible) + VOID_SLACK:
                 self._rebuild(kind)
 
     def _rebuild(self, kind: tuple[int, int]) -> None:
-        members = (i for i in self._able.values() if (i.kv_tokens, i.max_running) == kind)
+        members = (i for i in self._eligible.values() if (i.kv_tokens, i.max_running) == kind)
         heap = [rank for i in members if (rank := self._rank(i)) is not None]
         heapq.heapify(heap)
         self._heaps[kind] = heap

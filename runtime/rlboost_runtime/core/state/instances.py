@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from rlboost_runtime.core.base.messages import InstanceJoined, LossCause, Pool
-from rlboost_runtime.core.base.state_machine import Life
+from rlboost_runtime.core.base.state_machine import StateMachine
 from rlboost_runtime.core.state.responses import Response
 
 
@@ -54,7 +54,7 @@ class Instance:
     max_running: int
     kv_tokens: int
     joined_at: float
-    life: Life[InstanceState]
+    lifecycle: StateMachine[InstanceState]
     version: int | None = None
     """The version that it proved and serves."""
     told_version: int | None = None
@@ -94,22 +94,22 @@ class Instance:
             return InstanceState.GONE
         if not self.is_connected:
             return InstanceState.DISCONNECTED
-        return InstanceState.DRAINING if self.is_draining else self.life.state
+        return InstanceState.DRAINING if self.is_draining else self.lifecycle.state
 
     @property
     def is_alive(self) -> bool:
         """Whether it has not been lost."""
-        return self.life.state is not InstanceState.GONE
+        return self.lifecycle.state is not InstanceState.GONE
 
     @property
     def is_present(self) -> bool:
         """Whether it counts as an active instance for seeding and sizing."""
-        return self.life.state is InstanceState.READY and not self.is_draining
+        return self.lifecycle.state is InstanceState.READY and not self.is_draining
 
     @property
     def is_awake(self) -> bool:
         """Whether it may hold GPU memory beyond the next message."""
-        return self.life.state in (InstanceState.LOADING, InstanceState.READY)
+        return self.lifecycle.state in (InstanceState.LOADING, InstanceState.READY)
 
     @property
     def num_assigned(self) -> int:
@@ -161,19 +161,21 @@ class Instance:
 
     def check(self) -> None:
         """Assert that what it holds agrees with how full it is."""
-        story = self.life
+        timeline = self.lifecycle
         assert self.kv_load == sum(r.kv_estimate for r in self.assignments.values()), (
-            f"booked wrongly, {story}"
+            f"booked wrongly, {timeline}"
         )
-        assert len(self.assignments) <= max(1, self.max_running), f"too full, {story}"
-        assert self.aborting.keys() <= self.assignments.keys(), f"aborts what it does not hold, {story}"
-        assert (self.life.state is InstanceState.READY) == (self.version is not None), f"version, {story}"
-        asleep = self.life.state in (InstanceState.SLEEPING, InstanceState.ASLEEP)
-        assert not (asleep and self.assignments), f"asleep with work, {story}"
-        assert not (asleep and self.pool is Pool.SPOT), f"a spot instance sleeps, {story}"
+        assert len(self.assignments) <= max(1, self.max_running), f"too full, {timeline}"
+        assert self.aborting.keys() <= self.assignments.keys(), f"aborts what it does not hold, {timeline}"
+        assert (self.lifecycle.state is InstanceState.READY) == (self.version is not None), (
+            f"version, {timeline}"
+        )
+        asleep = self.lifecycle.state in (InstanceState.SLEEPING, InstanceState.ASLEEP)
+        assert not (asleep and self.assignments), f"asleep with work, {timeline}"
+        assert not (asleep and self.pool is Pool.SPOT), f"a spot instance sleeps, {timeline}"
 
 
-class Roster:
+class InstanceTable:
     """Who is alive, under which epoch."""
 
     def __init__(self) -> None:
@@ -197,7 +199,7 @@ class Roster:
             max_running=event.max_running,
             kv_tokens=event.kv_tokens,
             joined_at=event.at,
-            life=Life(name, InstanceState.LOADING, LEGAL, event.at),
+            lifecycle=StateMachine(name, InstanceState.LOADING, LEGAL, event.at),
         )
         self._last_epoch = event.epoch
         self.instances[event.instance] = instance

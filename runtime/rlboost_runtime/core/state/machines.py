@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from rlboost_runtime.core.base.messages import Command, LaunchMachine, LossCause, TerminateMachine
-from rlboost_runtime.core.base.state_machine import Life
+from rlboost_runtime.core.base.state_machine import StateMachine
 from rlboost_runtime.core.base.timers import MACHINE_TIMERS, Timer, Timers
 
 TERMINATE_AGAIN_S = 5.0
@@ -63,7 +63,7 @@ class Machine:
 
     machine: str
     number: int
-    life: Life[MachineState]
+    lifecycle: StateMachine[MachineState]
     instances: dict[str, None] = field(default_factory=dict)
     """Its live instances."""
     has_joined: bool = False
@@ -80,7 +80,7 @@ class Machine:
     @property
     def state(self) -> MachineState:
         """Where it is in its life."""
-        return self.life.state
+        return self.lifecycle.state
 
     @property
     def is_alive(self) -> bool:
@@ -103,7 +103,7 @@ class Machine:
         return self.state in (MachineState.REQUESTED, MachineState.LAUNCHED) and not self.is_leaving
 
 
-class Fleet:
+class MachineTable:
     """All spot machines of the run. `out` takes the commands, in order."""
 
     def __init__(self, boot_deadline_s: float, timers: Timers, out: Callable[[Command], None]) -> None:
@@ -249,14 +249,14 @@ class Fleet:
             f"{self._num_counted} machines counted, these count: {counted}"
         )
         for machine in self.machines.values():
-            story = machine.life
+            timeline = machine.lifecycle
             terminating = machine.state is MachineState.TERMINATING
-            assert terminating == (self._timers.due(Timer.TERMINATE, machine.machine) is not None), story
+            assert terminating == (self._timers.due(Timer.TERMINATE, machine.machine) is not None), timeline
             booting = machine.counts and not machine.has_joined
-            assert booting <= (self._timers.due(Timer.BOOT, machine.machine) is not None), story
+            assert booting <= (self._timers.due(Timer.BOOT, machine.machine) is not None), timeline
             deserted = machine.state is MachineState.LAUNCHED and machine.has_joined and not machine.instances
-            assert deserted == (self._timers.due(Timer.REJOIN, machine.machine) is not None), story
-            assert machine.number < self._next_number, f"its number will be used again, {story}"
+            assert deserted == (self._timers.due(Timer.REJOIN, machine.machine) is not None), timeline
+            assert machine.number < self._next_number, f"its number will be used again, {timeline}"
 
     # --- helpers ------------------------------------------------------------------------------------------
 
@@ -270,7 +270,7 @@ class Fleet:
 
     def _add(self, number: int, state: MachineState, at: float) -> Machine:
         name = f"{PREFIX}{number}"
-        machine = Machine(name, number, Life(f"machine {name}", state, LEGAL, at), moved_at=at)
+        machine = Machine(name, number, StateMachine(f"machine {name}", state, LEGAL, at), moved_at=at)
         self.machines[name] = machine
         return machine
 
@@ -299,7 +299,7 @@ class Fleet:
 
     def _move(self, machine: Machine, to: MachineState, why: str, at: float) -> None:
         self._num_counted -= machine.counts
-        machine.life.move(to, why, at)
+        machine.lifecycle.move(to, why, at)
         machine.moved_at = at
         self._num_counted += machine.counts
         if to is MachineState.GONE:

@@ -1,7 +1,7 @@
 """How fast instances generate, from their heartbeats.
 
-`Pace`: tokens per second of a busy spot instance. Every heartbeat counts by how full the instance was, so
-that the tail of a step, with a few responses on each instance, hardly does.
+`GenerationRate`: tokens per second of a busy spot instance. Every heartbeat counts by how full the instance
+was, so that the tail of a step, with a few responses on each instance, hardly does.
 
 `StepTimes`: seconds of a decode step as a straight line of the KV tokens that it reads, one line for each
 kind of instance: what decoding is while it is bound by memory (a roofline), and what makes crowded instances
@@ -35,7 +35,7 @@ SAME_LOAD = 1e-3
 
 
 @dataclass(slots=True)
-class Pace:
+class GenerationRate:
     """Tokens per second of one instance, weighted by its load."""
 
     _tokens: float = 0.0

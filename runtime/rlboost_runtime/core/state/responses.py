@@ -1,7 +1,7 @@
 """The open step: its responses, each waiting, running or over, and its groups.
 
 Guarantees: a response ends once; a group is complete exactly when all its responses are finished; the counts
-agree with the states (`StepBook.check`).
+agree with the states (`StepResponses.check`).
 
 The queue of waiting responses of the open step, by the tokens that they keep: the longest first, as the
 published code has it, or the one with the least first (`Policy.least_first`).
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from rlboost_runtime.core.base.messages import FinishReason, ResponseRequest, StepStarted
-from rlboost_runtime.core.base.state_machine import Life
+from rlboost_runtime.core.base.state_machine import StateMachine
 
 
 class ResponseState(StrEnum):
@@ -53,7 +53,7 @@ class Response:
     request: ResponseRequest
     order: int
     """Place in the step's request."""
-    life: Life[ResponseState]
+    lifecycle: StateMachine[ResponseState]
     num_tokens: int = 0
     """Tokens so far, prompt not counted."""
     assignment: int | None = None
@@ -92,7 +92,7 @@ class Response:
     @property
     def state(self) -> ResponseState:
         """Where it is in its life."""
-        return self.life.state
+        return self.lifecycle.state
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class StepView:
     trained: bool
 
 
-class StepBook:
+class StepResponses:
     """The responses of one step."""
 
     def __init__(self, event: StepStarted) -> None:
@@ -160,20 +160,20 @@ class StepBook:
 
     def run(self, response: Response, assignment: int, holder: str, at: float) -> None:
         """Give a waiting response to an instance."""
-        response.life.move(ResponseState.RUNNING, f"assignment {assignment} on {holder}", at)
+        response.lifecycle.move(ResponseState.RUNNING, f"assignment {assignment} on {holder}", at)
         response.assignment, response.holder = assignment, holder
         response.num_assignments += 1
         self.num_running += 1
 
     def wait(self, response: Response, why: str, at: float) -> None:
         """Take a running response back."""
-        response.life.move(ResponseState.WAITING, why, at)
+        response.lifecycle.move(ResponseState.WAITING, why, at)
         self._let_go(response)
 
     def finish(self, response: Response, num_tokens: int, reason: FinishReason, at: float) -> bool:
         """End a response; return whether that completed its group."""
         was_running = response.state is ResponseState.RUNNING
-        response.life.move(ResponseState.FINISHED, reason, at)
+        response.lifecycle.move(ResponseState.FINISHED, reason, at)
         if was_running:
             self._let_go(response)
         response.num_tokens, response.finish_reason = num_tokens, reason
@@ -188,7 +188,7 @@ class StepBook:
     def cancel(self, response: Response, at: float) -> None:
         """Drop an unfinished response."""
         was_running = response.state is ResponseState.RUNNING
-        response.life.move(ResponseState.CANCELLED, "another step was asked for", at)
+        response.lifecycle.move(ResponseState.CANCELLED, "another step was asked for", at)
         if was_running:
             self._let_go(response)
 
@@ -226,15 +226,15 @@ class StepBook:
         self.num_running -= 1
 
 
-def _new_life(request: ResponseRequest, at: float) -> Life[ResponseState]:
-    return Life(f"response {request.response}", ResponseState.WAITING, LEGAL, at)
+def _new_life(request: ResponseRequest, at: float) -> StateMachine[ResponseState]:
+    return StateMachine(f"response {request.response}", ResponseState.WAITING, LEGAL, at)
 
 
 def _check_response(response: Response) -> None:
     running = response.state is ResponseState.RUNNING
-    story = response.life
-    assert running == (response.assignment is not None) == (response.holder is not None), story
-    assert (response.state is ResponseState.FINISHED) == (response.finish_reason is not None), story
+    timeline = response.lifecycle
+    assert running == (response.assignment is not None) == (response.holder is not None), timeline
+    assert (response.state is ResponseState.FINISHED) == (response.finish_reason is not None), timeline
 
 
 class WaitingQueue:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rlboost_runtime.core.base.cost_model import StepRates
-from rlboost_runtime.core.state.responses import StepBook
+from rlboost_runtime.core.state.responses import StepResponses
 
 SAME_COUNT = 1e-6
 """A time average this close to a whole number of instances had no churn; far above the rounding of a mean."""
@@ -60,7 +60,7 @@ class Moment:
 
 
 @dataclass(slots=True)
-class Seeding:
+class SeedingWindow:
     """T_seed, N_prem and the memory M."""
 
     t_seed_s: float
@@ -87,11 +87,11 @@ class Seeding:
     def asleep(self, after_s: float) -> None:
         """The reserved engines had freed the GPUs so long after the window closed."""
 
-    def look(self, moment: Moment, book: StepBook) -> float | None:
+    def look(self, moment: Moment, book: StepResponses) -> float | None:
         """Look at an open window, which may change `t_seed_s`; return when to look again, None: never."""
         return None
 
-    def close(self, moment: Moment, book: StepBook) -> None:
+    def close(self, moment: Moment, book: StepResponses) -> None:
         """The window has closed."""
 
     def rates(self) -> StepRates | None:

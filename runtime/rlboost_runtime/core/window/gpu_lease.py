@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rlboost_runtime.core.base.state_machine import Life
+from rlboost_runtime.core.base.state_machine import StateMachine
 
 
 class LeaseState(StrEnum):
@@ -57,7 +57,7 @@ class GpuLease:
     """Who has the reserved GPUs, and since when the window is open or nobody serves."""
 
     def __init__(self) -> None:
-        self._life = Life("gpu lease", LeaseState.TRAINER, LEGAL, 0.0)
+        self._lifecycle = StateMachine("gpu lease", LeaseState.TRAINER, LEGAL, 0.0)
         self.opened_at = 0.0
         self.unserved_since: float | None = None
         """Since when the trainer holds the GPUs while work is left that no spot instance can do."""
@@ -65,27 +65,27 @@ class GpuLease:
     @property
     def state(self) -> LeaseState:
         """Whose the GPUs are."""
-        return self._life.state
+        return self._lifecycle.state
 
     def open(self, why: str, at: float) -> None:
         """The trainer has given the GPUs back: the window opens (again)."""
         if self.state is not LeaseState.ENGINES:
-            self._life.move(LeaseState.ENGINES, why, at)
+            self._lifecycle.move(LeaseState.ENGINES, why, at)
         self.opened_at = at
         self.unserved_since = None
 
     def close(self, why: str, at: float) -> None:
         """The window closes."""
-        self._life.move(LeaseState.CLOSING, why, at)
+        self._lifecycle.move(LeaseState.CLOSING, why, at)
 
     def grant(self, at: float) -> None:
         """The trainer gets the GPUs."""
-        self._life.move(LeaseState.TRAINER, "all reserved engines asleep", at)
+        self._lifecycle.move(LeaseState.TRAINER, "all reserved engines asleep", at)
         self.unserved_since = None
 
     def recall(self, at: float) -> None:
         """The trainer is asked to give them back."""
-        self._life.move(LeaseState.RECALLING, "work is left and no spot instance serves", at)
+        self._lifecycle.move(LeaseState.RECALLING, "work is left and no spot instance serves", at)
         self.unserved_since = None
 
     def reason_to_close(self, outlook: Outlook) -> str | None:

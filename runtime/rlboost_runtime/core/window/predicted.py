@@ -40,9 +40,9 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 
 from rlboost_runtime.core.base.cost_model import BOTH, StepRates, best_window_s, rollout_s
-from rlboost_runtime.core.state.rates import Lengths, Pace, StepTimes
-from rlboost_runtime.core.state.responses import ResponseState, StepBook
-from rlboost_runtime.core.window.algorithm_1 import SAME_COUNT, Moment, Seeding, StepObservation
+from rlboost_runtime.core.state.rates import GenerationRate, Lengths, StepTimes
+from rlboost_runtime.core.state.responses import ResponseState, StepResponses
+from rlboost_runtime.core.window.algorithm_1 import SAME_COUNT, Moment, SeedingWindow, StepObservation
 
 LOOK_S = 1.0
 """Least pause between two looks: each looks at every response of the step."""
@@ -88,11 +88,11 @@ class _Rollout:
 
 
 @dataclass(slots=True)
-class PredictedSeeding(Seeding):
+class PredictedWindow(SeedingWindow):
     """T_seed from the state of the open step; the rates it needs are learned from trained ones."""
 
     lengths: Lengths = field(default_factory=Lengths)
-    pace: Pace = field(default_factory=Pace)
+    pace: GenerationRate = field(default_factory=GenerationRate)
     step_times: StepTimes = field(default_factory=StepTimes)
     has_gate: bool = True
     train_s_per_token: float | None = None
@@ -147,7 +147,7 @@ class PredictedSeeding(Seeding):
         """Take in what going to sleep costs."""
         self.sleep_s = _blend(self.sleep_s or None, after_s)
 
-    def look(self, moment: Moment, book: StepBook) -> float | None:
+    def look(self, moment: Moment, book: StepResponses) -> float | None:
         """Plan the window anew if it is time to; return when to look again."""
         n, tokens_per_s = moment.num_spot, self.pace.tokens_per_s
         is_taught = self.lengths.is_known and self.train_s_per_token is not None
@@ -175,7 +175,7 @@ class PredictedSeeding(Seeding):
         self._looked_at, self._looked_with = moment.now, n
         return self._look_at
 
-    def close(self, moment: Moment, book: StepBook) -> None:
+    def close(self, moment: Moment, book: StepResponses) -> None:
         """The window has closed."""
         self._closings += 1
         self._is_woken = False
@@ -308,7 +308,7 @@ class PredictedSeeding(Seeding):
             return None
         return (made - had) / ((moment.now - since) * (moment.num_spot + self.num_reserved))
 
-    def _tokens(self, book: StepBook) -> tuple[float, float, float]:
+    def _tokens(self, book: StepResponses) -> tuple[float, float, float]:
         """Return the tokens left to generate, all of the step, as far as can be said, and those there are."""
         left = total = made = 0.0
         for response in book.responses.values():

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rlboost_runtime.core.window.algorithm_1 import Seeding, StepObservation
+from rlboost_runtime.core.window.algorithm_1 import SeedingWindow, StepObservation
 
 FLOOR_S = 5.0
 """A cut does not go below this."""
@@ -22,7 +22,7 @@ CHURN_WEIGHT = 0.2
 
 
 @dataclass(slots=True)
-class PublishedSeeding(Seeding):
+class PublishedWindow(SeedingWindow):
     """T_seed and memory of the published code; N_prem, which it does not compute, as in Algorithm 1."""
 
     peak_s: float | None = None

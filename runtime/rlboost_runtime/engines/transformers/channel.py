@@ -65,7 +65,7 @@ class LoadWeights(ChannelMessage, frozen=True):
     folder: str
 
 
-class Probe(ChannelMessage, frozen=True):
+class ProbeRequest(ChannelMessage, frozen=True):
     """Continue greedily; `Done` carries ids and logprobs."""
 
     ticket: int
@@ -104,7 +104,7 @@ class Ready(ChannelMessage, frozen=True, omit_defaults=True):
     phases_s: dict[str, float]
 
 
-class Ended(msgspec.Struct, frozen=True, array_like=True):
+class RequestEnded(msgspec.Struct, frozen=True, array_like=True):
     """A request is over: "stop", "length", "aborted" or "failed"."""
 
     request_id: int
@@ -119,7 +119,7 @@ class Tokens(ChannelMessage, frozen=True, omit_defaults=True):
     request_ids: list[int]
     token_ids: list[int]
     logprobs: list[float]
-    ended: list[Ended]
+    ended: list[RequestEnded]
     counter: int
     running: int
     waiting: int
@@ -140,7 +140,9 @@ class Done(ChannelMessage, frozen=True, omit_defaults=True):
     logprobs: list[float] = []
 
 
-ToChild = Configure | Submit | AbortRequests | LoadWeights | Probe | DropWeights | TakeMemory | Hold | Quit
+ToChild = (
+    Configure | Submit | AbortRequests | LoadWeights | ProbeRequest | DropWeights | TakeMemory | Hold | Quit
+)
 ToParent = Ready | Tokens | Alive | Done
 
 to_child_decoder: msgspec.msgpack.Decoder[ToChild] = msgspec.msgpack.Decoder(ToChild)

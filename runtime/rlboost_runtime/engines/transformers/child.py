@@ -30,12 +30,12 @@ from rlboost_runtime.engines.transformers.channel import (  # noqa: E402
     Configure,
     Done,
     DropWeights,
-    Ended,
     Hold,
     LoadWeights,
-    Probe,
+    ProbeRequest,
     Quit,
     Ready,
+    RequestEnded,
     Submit,
     TakeMemory,
     ToChild,
@@ -90,7 +90,7 @@ class Channel:
         return [to_child_decoder.decode(body) for body in self._unpacker.feed(data)]
 
 
-class Pace:
+class StepPacer:
     """Keeps decode steps at least a period apart."""
 
     def __init__(self, steps_per_s: float | None) -> None:
@@ -120,7 +120,7 @@ class Child:
         self._held = False
         self._counter = 0
         self._total = 0
-        self._pace = Pace(config.tokens_per_s_per_response)
+        self._pace = StepPacer(config.tokens_per_s_per_response)
         self._side_fd = None if config.side_file is None else open_side_file(Path(config.side_file))
 
     def serve(self) -> None:
@@ -149,7 +149,7 @@ class Child:
         self._send_tokens(result.request_ids, result.token_ids, result.logprobs, result.ended)
 
     def _send_tokens(
-        self, request_ids: list[int], token_ids: list[int], logprobs: list[float], ended: list[Ended]
+        self, request_ids: list[int], token_ids: list[int], logprobs: list[float], ended: list[RequestEnded]
     ) -> None:
         self._channel.send(
             Tokens(
@@ -185,16 +185,16 @@ class Child:
                 self._abort(message)
             case Hold(on=on):
                 self._held = on
-            case LoadWeights() | Probe() | DropWeights() | TakeMemory():
+            case LoadWeights() | ProbeRequest() | DropWeights() | TakeMemory():
                 self._answer(message)
 
     def _submit(self, message: Submit) -> None:
         refused = []
         for request in message.requests:
             if self._batch is None or self._version is None:
-                refused.append(Ended(request.request_id, "failed", "no weights are loaded"))
+                refused.append(RequestEnded(request.request_id, "failed", "no weights are loaded"))
             elif (problem := self._batch.refusal(request)) is not None:
-                refused.append(Ended(request.request_id, "failed", problem))
+                refused.append(RequestEnded(request.request_id, "failed", problem))
             else:
                 self._batch.add(request)
         if refused:
@@ -203,10 +203,10 @@ class Child:
     def _abort(self, message: AbortRequests) -> None:
         gone = [] if self._batch is None else self._batch.drop(message.request_ids)
         if gone:
-            self._send_tokens([], [], [], [Ended(request_id, "aborted") for request_id in gone])
+            self._send_tokens([], [], [], [RequestEnded(request_id, "aborted") for request_id in gone])
         self._channel.send(Done(message.ticket))
 
-    def _answer(self, message: LoadWeights | Probe | DropWeights | TakeMemory) -> None:
+    def _answer(self, message: LoadWeights | ProbeRequest | DropWeights | TakeMemory) -> None:
         """Carry out a command that needs an idle engine; whatever it raises is its answer."""
         token_ids: list[int] = []
         logprobs: list[float] = []
@@ -217,7 +217,7 @@ class Child:
             match message:
                 case LoadWeights(version=version, folder=folder):
                     self._load(version, Path(folder))
-                case Probe(token_ids=prompt, max_new_tokens=num_new):
+                case ProbeRequest(token_ids=prompt, max_new_tokens=num_new):
                     token_ids, logprobs = self._probe(prompt, num_new)
                 case DropWeights():
                     self._sleep()

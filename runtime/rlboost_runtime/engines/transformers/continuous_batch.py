@@ -39,7 +39,7 @@ from transformers.generation.continuous_batching import (
     RequestStatus,
 )
 
-from rlboost_runtime.engines.transformers.channel import Ended, NewRequest
+from rlboost_runtime.engines.transformers.channel import NewRequest, RequestEnded
 from rlboost_runtime.protocol.messages import Sampling
 
 PAGE_TOKENS = 32
@@ -55,7 +55,7 @@ class StepResult:
     request_ids: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    ended: list[Ended] = field(default_factory=list)
+    ended: list[RequestEnded] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -162,7 +162,7 @@ class ContinuousBatch:
 
     def _end(self, request_id: int, reason: str, result: StepResult, problem: str = "") -> None:
         self._forget(request_id)
-        result.ended.append(Ended(request_id, reason, problem))
+        result.ended.append(RequestEnded(request_id, reason, problem))
 
     def _forget(self, request_id: int) -> None:
         del self._held[self._key_of.pop(request_id)]
@@ -172,8 +172,9 @@ def run_step(manager: ContinuousBatchingManager) -> None:
     """Make one step of a manager whose thread is not running, as its own loop would.
 
     `_generation_step` is private to the library (5.19); `test_stepping_equals_the_librarys_own_thread` in
-    tests/integration/test_continuous_batch.py fails when it changes. What sampling refuses (logits that are
-    not finite) fails the requests of this step, as in the library's loop; an accelerator's error flies.
+    tests/integration/engines/test_continuous_batch.py fails when it changes. What sampling refuses (logits
+    that are not finite) fails the requests of this step, as in the library's loop; an accelerator's error
+    flies.
     """
     processor = manager.batch_processor
     assert processor is not None  # since `warmup`

@@ -20,10 +20,10 @@ from typing import cast
 from rlboost_runtime.engines.base import (
     Capabilities,
     EngineDied,
+    EngineOutput,
+    EngineProgress,
     EngineSpec,
     LoadFailed,
-    Output,
-    Progress,
     Request,
     device_environment,
 )
@@ -36,7 +36,7 @@ from rlboost_runtime.engines.transformers.channel import (
     Hold,
     LoadWeights,
     NewRequest,
-    Probe,
+    ProbeRequest,
     Quit,
     Ready,
     Submit,
@@ -75,10 +75,10 @@ class TransformersEngine:
         self._version: int | None = None
         self._tickets: dict[int, asyncio.Future[Done]] = {}
         self._next_ticket = 0
-        self._outputs: deque[list[Output]] = deque()
+        self._outputs: deque[list[EngineOutput]] = deque()
         self._news = asyncio.Event()
         self._holding = False
-        self._progress = Progress(0, 0, 0, 0)
+        self._progress = EngineProgress(0, 0, 0, 0)
         self.phases_s: dict[str, float] = {}
         """Seconds of the child's start, by phase."""
 
@@ -129,7 +129,7 @@ class TransformersEngine:
         """Stop these; their last outputs are queued when this returns. Raises `EngineDied`."""
         await self._call(AbortRequests(self._ticket(), request_ids), ABORT_TIMEOUT_S)
 
-    async def outputs(self) -> AsyncIterator[list[Output]]:
+    async def outputs(self) -> AsyncIterator[list[EngineOutput]]:
         """Yield batches of outputs until the engine stops. Raises `EngineDied`. One consumer."""
         while True:
             while self._outputs:
@@ -153,7 +153,7 @@ class TransformersEngine:
 
     async def greedy(self, token_ids: list[int], max_new_tokens: int) -> tuple[list[int], list[float]]:
         """Return the greedy continuation and its logprobs. Raises `RuntimeFault`, `EngineDied`."""
-        done = await self._call(Probe(self._ticket(), token_ids, max_new_tokens), COMMAND_TIMEOUT_S)
+        done = await self._call(ProbeRequest(self._ticket(), token_ids, max_new_tokens), COMMAND_TIMEOUT_S)
         if done.problem:
             raise RuntimeFault(f"the probe failed: {done.problem}", self._see_log())
         return done.token_ids, done.logprobs
@@ -169,7 +169,7 @@ class TransformersEngine:
         """Allow loading again. Raises `EngineDied`."""
         await self._call(TakeMemory(self._ticket()), COMMAND_TIMEOUT_S)
 
-    def progress(self) -> Progress:
+    def progress(self) -> EngineProgress:
         """Return counters as of the child's last message."""
         return self._progress
 
@@ -204,7 +204,7 @@ class TransformersEngine:
                     waiting.set_result(done)
             case Alive(counter=counter):
                 old = self._progress
-                self._progress = Progress(counter, old.running, old.waiting, old.tokens_generated)
+                self._progress = EngineProgress(counter, old.running, old.waiting, old.tokens_generated)
             case Ready(phases_s=phases_s):
                 self.phases_s = phases_s
                 self._ready.set()
@@ -224,7 +224,7 @@ class TransformersEngine:
 
     def _on_tokens(self, tokens: Tokens) -> None:
         generated = self._progress.tokens_generated + len(tokens.token_ids)
-        self._progress = Progress(tokens.counter, tokens.running, tokens.waiting, generated)
+        self._progress = EngineProgress(tokens.counter, tokens.running, tokens.waiting, generated)
         self._outputs.append(_outputs(tokens))
         self._news.set()
         if not self._holding and len(self._outputs) > MAX_UNREAD_STEPS:
@@ -274,7 +274,7 @@ class TransformersEngine:
         return self._next_ticket
 
     async def _call(
-        self, command: AbortRequests | LoadWeights | Probe | DropWeights | TakeMemory, timeout_s: float
+        self, command: AbortRequests | LoadWeights | ProbeRequest | DropWeights | TakeMemory, timeout_s: float
     ) -> Done:
         self._check_alive()
         answer: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
@@ -340,16 +340,18 @@ class _Link(asyncio.Protocol):
             self._transport.close()
 
 
-def _outputs(tokens: Tokens) -> list[Output]:
-    """One `Output` per request of a step, its end included."""
+def _outputs(tokens: Tokens) -> list[EngineOutput]:
+    """One `EngineOutput` per request of a step, its end included."""
     version = tokens.policy_version
     ended = {end.request_id: end for end in tokens.ended}
     outputs = []
     for request_id, token, logprob in zip(tokens.request_ids, tokens.token_ids, tokens.logprobs, strict=True):
         end = ended.pop(request_id, None)
         if end is None:
-            outputs.append(Output(request_id, [token], [logprob], version))
+            outputs.append(EngineOutput(request_id, [token], [logprob], version))
         else:
-            outputs.append(Output(request_id, [token], [logprob], version, end.reason, end.problem))
-    outputs += [Output(end.request_id, [], [], version, end.reason, end.problem) for end in ended.values()]
+            outputs.append(EngineOutput(request_id, [token], [logprob], version, end.reason, end.problem))
+    outputs += [
+        EngineOutput(end.request_id, [], [], version, end.reason, end.problem) for end in ended.values()
+    ]
     return outputs

@@ -30,7 +30,7 @@ LOST_LOGPROB = -9999.0
 _BASE = "http://engine"  # the host is never looked up: the connection is a Unix socket
 
 
-class Dialect(StrEnum):
+class TokenApi(StrEnum):
     """How tokens are asked for."""
 
     GENERATE = "/inference/v1/generate"
@@ -52,7 +52,7 @@ class StreamBroken(RuntimeFault):
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class StreamChunk:
     """New tokens of one request. `finish`: None while it goes on, else vLLM's word.
 
     `spans`: (version, start, end) over all tokens of the request, on the last chunk of servers that say it.
@@ -164,7 +164,7 @@ class VllmApi:
         """GET something that is no JSON, such as the metrics. Raises `ApiError`."""
         return (await self._read("GET", path, None, CONTROL_TIMEOUT_S)).decode()
 
-    async def stream(self, dialect: Dialect, body: Mapping[str, object]) -> AsyncIterator[Chunk]:
+    async def stream(self, dialect: TokenApi, body: Mapping[str, object]) -> AsyncIterator[StreamChunk]:
         """Ask for tokens and yield them as they come. Raises `ApiError` (refused) and `StreamBroken`.
 
         It has no deadline of its own: a request may wait long for its turn, and an engine that hangs is seen
@@ -210,7 +210,7 @@ class VllmApi:
 
 
 def request_body(
-    dialect: Dialect, request: Request, name: str, sampling: Sampling, salt: str, model: str = MODEL
+    dialect: TokenApi, request: Request, name: str, sampling: Sampling, salt: str, model: str = MODEL
 ) -> dict[str, object]:
     """Return what is posted for `request`. `name` must be unique among the server's requests.
 
@@ -232,7 +232,7 @@ def request_body(
         "cache_salt": salt,
         "priority": request.priority,
     }
-    if dialect is Dialect.GENERATE:
+    if dialect is TokenApi.GENERATE:
         return common | {"token_ids": request.token_ids, "sampling_params": limits | {"logprobs": 0}}
     limits.pop("detokenize")
     ids_only = {"return_token_ids": True, "return_tokens_as_token_ids": True}  # there is no tokenizer
@@ -258,7 +258,7 @@ async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
                 yield event[6:]
 
 
-def _chunk(line: bytes) -> Chunk | None:
+def _chunk(line: bytes) -> StreamChunk | None:
     """Return what a line brings; None where it brings nothing. Raises `StreamBroken` for errors."""
     if line == b"[DONE]":
         return None
@@ -279,7 +279,7 @@ def _chunk(line: bytes) -> Chunk | None:
     if logprobs and not min(logprobs) > LOST_LOGPROB:
         raise StreamBroken("a token without a logprob: the model computes no numbers", "check its weights")
     spans = [(span.version, span.start, span.end) for span in choice.weight_versions or ()]
-    return Chunk(found.request_id or found.id, token_ids, logprobs, choice.finish_reason, spans)
+    return StreamChunk(found.request_id or found.id, token_ids, logprobs, choice.finish_reason, spans)
 
 
 def _values(logprobs: _Logprobs) -> list[float]:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
-from rlboost_runtime.engines.base import Progress
+from rlboost_runtime.engines.base import EngineProgress
 from rlboost_runtime.engines.vllm.api import ApiError, VllmApi
 from rlboost_runtime.logs import event
 
@@ -75,7 +75,7 @@ class DraftGate:
         return (median(on) if on else 0.0, median(off) if off else 0.0)
 
 
-async def gate_drafts(api: VllmApi, progress: Callable[[], Progress]) -> None:
+async def gate_drafts(api: VllmApi, progress: Callable[[], EngineProgress]) -> None:
     """Keep the drafter as the gate decides, until cancelled or the server no longer answers."""
     gate = DraftGate()
     is_on = gate.is_on

@@ -28,16 +28,16 @@ from rlboost_runtime.engines import model_folder
 from rlboost_runtime.engines.base import (
     Capabilities,
     EngineDied,
+    EngineOutput,
+    EngineProgress,
     EngineSpec,
     LoadFailed,
     LoadTimes,
-    Output,
-    Progress,
     Request,
 )
 from rlboost_runtime.engines.model_folder import Unreadable
 from rlboost_runtime.engines.vllm.adapters import base_folder, is_adapter, peft_folder
-from rlboost_runtime.engines.vllm.api import ApiError, Dialect, StreamBroken, request_body
+from rlboost_runtime.engines.vllm.api import ApiError, StreamBroken, TokenApi, request_body
 from rlboost_runtime.engines.vllm.drafts import gate_drafts
 from rlboost_runtime.engines.vllm.server import VllmServer, fp8_problem
 from rlboost_runtime.engines.vllm.streams import OutputQueue, Streams, TaskSet
@@ -127,9 +127,9 @@ class VllmServerEngine:
             self._steps += 1
             problem = self._refusal(request)
             if problem is not None:
-                self._queue.put(Output(request.request_id, [], [], -1, "failed", problem))
+                self._queue.put(EngineOutput(request.request_id, [], [], -1, "failed", problem))
             elif request.max_new_tokens <= 0:  # vLLM refuses it, and nothing is left to generate
-                self._queue.put(Output(request.request_id, [], [], self.streams.label, "length"))
+                self._queue.put(EngineOutput(request.request_id, [], [], self.streams.label, "length"))
             else:
                 self.streams.submit(request)
 
@@ -140,7 +140,7 @@ class VllmServerEngine:
             await self._serving.streams.abort(request_ids)
         self._check_alive()
 
-    async def outputs(self) -> AsyncIterator[list[Output]]:
+    async def outputs(self) -> AsyncIterator[list[EngineOutput]]:
         """Yield batches of outputs until the engine stops. Raises `EngineDied`. One consumer."""
         while True:
             if self._died is not None and self._serving is not None:
@@ -217,15 +217,15 @@ class VllmServerEngine:
             await self._check_server(exc.problem)
             raise RuntimeFault(f"the engine cannot wake: {exc.problem}", self._see_log()) from exc
 
-    def progress(self) -> Progress:
+    def progress(self) -> EngineProgress:
         """Return counters; a starting server's log counts as progress."""
         activity = 0 if self._starting is None else self._starting.activity
         if self._serving is None:
-            return Progress(self._steps + activity, 0, 0, 0)
+            return EngineProgress(self._steps + activity, 0, 0, 0)
         streams = self._serving.streams
         running = streams.num_running
         counter = self._steps + activity + streams.steps
-        return Progress(counter, running, len(streams.open) - running, streams.num_tokens)
+        return EngineProgress(counter, running, len(streams.open) - running, streams.num_tokens)
 
     async def stop(self) -> None:
         """End the server and everything it started; idempotent."""
@@ -303,16 +303,16 @@ class VllmServerEngine:
         await former.tasks.stop()
         await former.server.stop()
 
-    async def _find_dialect(self, server: VllmServer) -> tuple[Dialect, float]:
+    async def _find_dialect(self, server: VllmServer) -> tuple[TokenApi, float]:
         """Ask for one token in each way until one works; return it and the seconds that the token took."""
-        for dialect in Dialect:
+        for dialect in TokenApi:
             began = time.monotonic()
             name = f"probe-{next(self._names)}"
             body = request_body(dialect, Request(-1, [0], 1), name, Sampling(), name)
             try:
                 num_tokens = sum([len(chunk.token_ids) async for chunk in server.api.stream(dialect, body)])
             except ApiError as exc:
-                if exc.status in _NOT_SPOKEN and dialect is not Dialect.COMPLETIONS:
+                if exc.status in _NOT_SPOKEN and dialect is not TokenApi.COMPLETIONS:
                     continue
                 raise
             except StreamBroken as exc:

@@ -19,9 +19,16 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from rlboost_runtime.engines.base import Output, Request
+from rlboost_runtime.engines.base import EngineOutput, Request
 from rlboost_runtime.engines.vllm.adapters import Adapters
-from rlboost_runtime.engines.vllm.api import ApiError, Chunk, Dialect, StreamBroken, VllmApi, request_body
+from rlboost_runtime.engines.vllm.api import (
+    ApiError,
+    StreamBroken,
+    StreamChunk,
+    TokenApi,
+    VllmApi,
+    request_body,
+)
 from rlboost_runtime.engines.vllm.command import MODEL
 from rlboost_runtime.logs import event
 from rlboost_runtime.protocol.messages import Sampling
@@ -39,21 +46,21 @@ class OutputQueue:
     """Outputs on their way to the one reader."""
 
     def __init__(self) -> None:
-        self._waiting: list[Output] = []
+        self._waiting: list[EngineOutput] = []
         self.news = asyncio.Event()
         """Set when there is something to look at."""
         self.room = asyncio.Event()
         """Set while more may come."""
         self.room.set()
 
-    def put(self, output: Output) -> None:
+    def put(self, output: EngineOutput) -> None:
         """Add one."""
         self._waiting.append(output)
         self.news.set()
         if len(self._waiting) > MAX_UNREAD:
             self.room.clear()
 
-    def take(self) -> list[Output]:
+    def take(self) -> list[EngineOutput]:
         """Return all that wait, oldest first."""
         taken, self._waiting = self._waiting, []
         self.room.set()
@@ -104,7 +111,7 @@ class Streams:
     def __init__(
         self,
         api: VllmApi,
-        dialect: Dialect,
+        dialect: TokenApi,
         sampling: Sampling,
         queue: OutputQueue,
         is_gone: Callable[[str], Awaitable[bool]],
@@ -151,7 +158,7 @@ class Streams:
         first token that is not known, and hanging up does it.
         """
         streams = [self._open[number] for number in request_ids if number in self._open]
-        known = [stream for stream in streams if stream.engine_id and self.dialect is Dialect.GENERATE]
+        known = [stream for stream in streams if stream.engine_id and self.dialect is TokenApi.GENERATE]
         await self._ask_to_abort([stream.engine_id for stream in known])
         if asked := _tasks_of(known):
             await asyncio.wait(asked, timeout=ABORT_GRACE_S)
@@ -191,7 +198,7 @@ class Streams:
             if self.adapters.end(stream.model):
                 self._tasks.start(self._tidy())
 
-    def take_chunk(self, stream: _Stream, chunk: Chunk) -> None:
+    def take_chunk(self, stream: _Stream, chunk: StreamChunk) -> None:
         """Pass on what a chunk brings, however many tokens, by version."""
         stream.engine_id = chunk.engine_id
         self.steps += 1
@@ -203,7 +210,7 @@ class Streams:
         for version, count in runs:
             end = taken + count
             ids, logprobs = chunk.token_ids[taken:end], chunk.logprobs[taken:end]
-            self._queue.put(Output(stream.request.request_id, ids, logprobs, version))
+            self._queue.put(EngineOutput(stream.request.request_id, ids, logprobs, version))
             stream.labels += [version] * count
             taken = end
         if problem:
@@ -220,7 +227,7 @@ class Streams:
         if self._open.get(number) is stream:
             del self._open[number]
         label = stream.labels[-1] if stream.labels else self.label
-        self._queue.put(Output(number, [], [], label, reason, problem))
+        self._queue.put(EngineOutput(number, [], [], label, reason, problem))
 
     async def _ask_to_abort(self, engine_ids: list[str]) -> None:
         if not engine_ids:

@@ -55,7 +55,7 @@ PAUSE_S = 10.0
 _SNAPSHOT = ".output-"
 
 
-class Output:
+class OutputCopies:
     """The copies of one run. `checkpoint` may be called from any thread, the rest from one."""
 
     def __init__(self, url: str, run: RunFolder, *, keep: int, request_s: float = REQUEST_S) -> None:
@@ -78,7 +78,7 @@ class Output:
         self._thread = threading.Thread(target=self._serve, name="output")
 
     @classmethod
-    def for_run(cls, run: RunFolder, job: Job) -> Output | None:
+    def for_run(cls, run: RunFolder, job: Job) -> OutputCopies | None:
         """Return what the job asks for; None: nothing."""
         return None if job.output is None else cls(job.output, run, keep=job.trainer.keep_checkpoints)
 
@@ -211,7 +211,7 @@ class Output:
 
 
 @contextmanager
-def copying(output: Output | None, *, is_new: bool) -> Iterator[Callable[[Path], None]]:
+def copying(output: OutputCopies | None, *, is_new: bool) -> Iterator[Callable[[Path], None]]:
     """Yield what copies a checkpoint, or does nothing where there is no output."""
     if output is None:
         yield lambda folder: None

@@ -40,7 +40,7 @@ HEAD_SCALES = (
 """Settings by which models change their logits after the head."""
 
 
-class Scorer(nn.Module):
+class LogprobModel(nn.Module):
     """Computes logprobs with the model's present weights."""
 
     def __init__(self, model: PreTrainedModel) -> None:

@@ -31,7 +31,7 @@ from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import Algorithm, Lora, Trainer
 from rlboost_runtime.trainer.learn import lora as adapters
 from rlboost_runtime.trainer.learn.background import ModelSnapshot, small_files
-from rlboost_runtime.trainer.learn.logprobs import Scorer
+from rlboost_runtime.trainer.learn.logprobs import LogprobModel
 from rlboost_runtime.trainer.learn.packing import pack
 from rlboost_runtime.trainer.learn.ranks import (
     ALONE,
@@ -44,7 +44,7 @@ from rlboost_runtime.trainer.learn.ranks import (
     spread,
     whole,
 )
-from rlboost_runtime.trainer.learn.ranks import Probe as ProbeCommand
+from rlboost_runtime.trainer.learn.ranks import RunProbe as ProbeCommand
 from rlboost_runtime.trainer.learn.version_files import (
     PROBE_TOKENS,
     PROBE_TOLERANCE,
@@ -81,7 +81,7 @@ class Policy:
         torch.nn.Module.to(model, torch.float32)
         torch.nn.Module.eval(model)  # no dropout: engine and trainer must compute the same function
         self.stop_token_ids = stop_token_ids(model, tokenizer)
-        self.scorer = Scorer(model)
+        self.scorer = LogprobModel(model)
         self._tied = find_tied(model)
         self._lora: Lora | None = None
         self._adapter_folder = _adapter_folder(folder)

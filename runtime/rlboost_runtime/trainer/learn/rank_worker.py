@@ -18,11 +18,11 @@ from rlboost_runtime.trainer.learn.ranks import (
     Free,
     GatherModel,
     GatherOptimizer,
-    Load,
-    Probe,
+    LoadPolicy,
     RankCommand,
     Ranks,
     Recompute,
+    RunProbe,
     ScatterOptimizer,
     Take,
 )
@@ -31,7 +31,7 @@ from rlboost_runtime.trainer.learn.ranks import (
 def be_led(ranks: Ranks) -> None:
     """Take part in a run from the model's load on; return when rank 0 is done."""
     match ranks.hear():
-        case Load(source=source, job=text, files=files):
+        case LoadPolicy(source=source, job=text, files=files):
             job = Job.model_validate_json(text)
             torch.set_num_threads(job.trainer.threads)
             policy = Policy.bare(files) if files else Policy.load(source)
@@ -66,13 +66,13 @@ def _do(command: RankCommand, policy: Policy, learner: Learner, residency: Resid
             learner.optimizer.state_dict()
         case ScatterOptimizer(steps=steps):
             learner.optimizer.receive_state(steps)
-        case Probe(token_ids=token_ids, dtype=dtype):
+        case RunProbe(token_ids=token_ids, dtype=dtype):
             policy.probe(token_ids, dtype)
         case Free():
             residency.free()
         case Take():
             residency.take()
-        case Load() | End():
+        case LoadPolicy() | End():
             raise AssertionError(f"{command} is not for here")
         case _:
             assert_never(command)

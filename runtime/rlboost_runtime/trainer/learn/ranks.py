@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from rlboost_runtime.trainer.learn.logprobs import Scorer
+from rlboost_runtime.trainer.learn.logprobs import LogprobModel
 from rlboost_runtime.trainer.learn.sample import Sample
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ COMMAND_TIMEOUT = datetime.timedelta(days=2)
 """Longest wait for the next command: the others idle while a step is rolled out."""
 
 
-class Load(msgspec.Struct, tag="load", frozen=True):
+class LoadPolicy(msgspec.Struct, tag="load", frozen=True):
     """`Policy.load` and `Policy.set_up`: the first command, unless there is nothing to do at all.
 
     `job`: the resolved job as JSON. `files`: with several nodes, the model's small files; its weights follow
@@ -93,7 +93,7 @@ class ScatterOptimizer(msgspec.Struct, tag="scatter_optimizer", frozen=True):
     steps: list[float | None]
 
 
-class Probe(msgspec.Struct, tag="probe", frozen=True):
+class RunProbe(msgspec.Struct, tag="probe", frozen=True):
     """`Policy.probe`."""
 
     token_ids: list[int]
@@ -113,8 +113,8 @@ class End(msgspec.Struct, tag="end", frozen=True):
 
 
 RankCommand = (
-    Load | BeginStep | Accumulate | Recompute | Apply | GatherModel | GatherOptimizer | ScatterOptimizer
-    | Probe | Free | Take | End
+    LoadPolicy | BeginStep | Accumulate | Recompute | Apply | GatherModel | GatherOptimizer | ScatterOptimizer
+    | RunProbe | Free | Take | End
 )  # fmt: skip
 
 _decoder: msgspec.msgpack.Decoder[RankCommand] = msgspec.msgpack.Decoder(RankCommand)
@@ -221,7 +221,7 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def shard(scorer: Scorer, ranks: Ranks, device: torch.device) -> None:
+def shard(scorer: LogprobModel, ranks: Ranks, device: torch.device) -> None:
     """Divide the model's weights over the ranks; all must hold the same ones."""
     mesh = init_device_mesh(device.type, (ranks.num,))
     precision = MixedPrecisionPolicy()
@@ -232,7 +232,7 @@ def shard(scorer: Scorer, ranks: Ranks, device: torch.device) -> None:
     fully_shard(scorer, mesh=mesh, mp_policy=precision)
 
 
-def _blocks(scorer: Scorer) -> list[nn.Module]:
+def _blocks(scorer: LogprobModel) -> list[nn.Module]:
     """Return the model's layers, as `transformers` names them."""
     names = set(getattr(scorer.model, "_no_split_modules", None) or ())
     return [module for module in scorer.modules() if type(module).__name__ in names]

@@ -184,7 +184,7 @@ _PLACE = re.compile(r"\{(\w+)\}")
 _TOLD = 200  # characters of an answer that a person is shown
 
 
-class Dialect(Protocol):
+class RewardDialect(Protocol):
     """One way of asking."""
 
     def request(self, call: RewardCall) -> object:
@@ -194,7 +194,7 @@ class Dialect(Protocol):
         """Return the reward in an endpoint's answer. Never raises."""
 
 
-def dialect_of(reward: HttpReward) -> Dialect:
+def dialect_of(reward: HttpReward) -> RewardDialect:
     """Return the way in which the reward's endpoint speaks."""
     match reward.speaks:
         case "plain":

@@ -35,9 +35,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlboost_runtime.errors import ConfigError, RuntimeFault
 from rlboost_runtime.job import Job, TinyModel, read_resolved
-from rlboost_runtime.protocol.messages import FinishedResponse, GroupDone, PromptSpec, Published, Trained
+from rlboost_runtime.protocol.messages import (
+    DeliverGroupMessage,
+    FinishedResponse,
+    PromptSpec,
+    StepTrainedMessage,
+    VersionPublishedMessage,
+)
 from rlboost_runtime.run.folder import RunFolder
-from rlboost_runtime.trainer.artifacts.output import Output
+from rlboost_runtime.trainer.artifacts.output import OutputCopies
 from rlboost_runtime.trainer.data.prompts import Example, read_examples
 from rlboost_runtime.trainer.learn.version_files import (
     find_tied,
@@ -68,7 +74,7 @@ class Completion:
     """Machines that had a part in it; more than 1: it was migrated."""
 
 
-class Fleet:
+class RolloutClient:
     """See the module. For one thread; `with` starts and ends the connection."""
 
     def __init__(self, run: RunFolder, job: Job, stream: StepStream) -> None:
@@ -84,7 +90,7 @@ class Fleet:
         self._num_tokens = 0
 
     @classmethod
-    def of_run(cls, folder: str | Path | None = None) -> Fleet:
+    def of_run(cls, folder: str | Path | None = None) -> RolloutClient:
         """Return the fleet of the run in `folder`; None: of the run that started this process.
 
         Raises `ConfigError` where there is no such run.
@@ -154,7 +160,9 @@ class Fleet:
             manifest = self._store.publish(version, write, probe, tied)
         self._version = manifest.version
         seconds = time.monotonic() - started
-        self.stream.publish(Published(manifest.version, manifest.content_digest, manifest.num_bytes, seconds))
+        self.stream.publish(
+            VersionPublishedMessage(manifest.version, manifest.content_digest, manifest.num_bytes, seconds)
+        )
         return manifest.version
 
     def _stored(self, write: Callable[[Path], None]) -> Manifest | None:
@@ -187,7 +195,7 @@ class Fleet:
             step, self._version, specs, group_size=group_size, max_response_tokens=max_response_tokens,
             stop_token_ids=sorted(self._stops),
         )  # fmt: skip
-        done: dict[int, GroupDone] = {}
+        done: dict[int, DeliverGroupMessage] = {}
         while groups := self.stream.next_groups(group_size * len(prompts)):
             done |= {group.group: group for group in groups}
         self.stream.hold_lease()
@@ -215,12 +223,14 @@ class Fleet:
         self._last_trained = step
         self._metrics.append(dict(line))
         busy_s = max(0.0, step_s - wait_s)
-        self.stream.trained(Trained(step, waits.with_lease_s, busy_s, self._num_tokens, reward_mean, line))
+        self.stream.trained(
+            StepTrainedMessage(step, waits.with_lease_s, busy_s, self._num_tokens, reward_mean, line)
+        )
 
     def finished(self, model_path: str | Path) -> None:
         """Copy the model, a folder, to the job's `output`; then say that the run is done and where the model
         lies: the fleet is ended. Raises `RuntimeFault`, having said it, where it cannot be copied."""
-        output = Output.for_run(self.run, self.job)
+        output = OutputCopies.for_run(self.run, self.job)
         if output is not None:
             try:
                 output.finish(Path(model_path))

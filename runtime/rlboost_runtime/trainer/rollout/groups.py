@@ -20,7 +20,7 @@ import torch
 from rlboost_runtime.core.base.messages import FinishReason
 from rlboost_runtime.errors import ProtocolError
 from rlboost_runtime.job import Algorithm
-from rlboost_runtime.protocol.messages import FinishedResponse, GroupDone
+from rlboost_runtime.protocol.messages import DeliverGroupMessage, FinishedResponse
 from rlboost_runtime.trainer.data.prompts import Prompt
 from rlboost_runtime.trainer.learn.losses import group_advantages, overlong_penalty
 from rlboost_runtime.trainer.learn.sample import Sample
@@ -72,7 +72,7 @@ class _ExpectedStep:
     arrived: dict[int, list[_Decoded]] = field(default_factory=dict)
 
 
-class GroupDesk:
+class GroupScorer:
     """Scores groups of the steps that are under way. `arrived` is called from the stream's thread, the rest
     from ours."""
 
@@ -98,7 +98,7 @@ class GroupDesk:
         with self._lock:
             self._steps.pop(step, None)
 
-    def arrived(self, group: GroupDone) -> None:
+    def arrived(self, group: DeliverGroupMessage) -> None:
         """Check the group and start scoring it. Raises `ProtocolError` for a group that makes no sense."""
         with self._lock:
             expected = self._steps.get(group.step)

@@ -18,13 +18,13 @@ Guarantees, while the coordinator may restart at any moment:
 - training code stays synchronous: the connection lives in a thread of its own, started by `with` and ended by
   it;
 - every group of the requested step is returned exactly once, in the order of first arrival;
-- after a reconnect, what the coordinator may not know yet is said again, in order: the newest `Published`,
-  the last `Trained` and `Checkpointed`, the current `StepRequest`, and how the run ended; all of these are
-  idempotent there;
-- `lease`: from `LeaseGranted` until `request_step` or until a recall is answered. A recall is answered by
-  whichever blocking call the trainer is in, or by `answer_recall`: `on_recall` first (in the training
-  thread), then `LeaseReleased`. A lost connection alone does not end the lease; the hello says that we hold
-  it.
+- after a reconnect, what the coordinator may not know yet is said again, in order: the newest
+  `VersionPublishedMessage`, the last `StepTrainedMessage` and `Checkpointed`, the current
+  `StepStartedMessage`, and how the run ended; all of these are idempotent there;
+- `lease`: from `GrantLeaseMessage` until `request_step` or until a recall is answered. A recall is answered
+  by whichever blocking call the trainer is in, or by `answer_recall`: `on_recall` first (in the training
+  thread), then `LeaseReturnedMessage`. A lost connection alone does not end the lease; the hello says that we
+  hold it.
 
 Waits are timed (`Waits`), those for groups separately with and without the lease: the first is what the
 trainer loses for want of responses (t_train^wait of the paper's Algorithm 1).
@@ -48,21 +48,21 @@ from rlboost_runtime.protocol import transport
 from rlboost_runtime.protocol.messages import (
     SCHEMA,
     Checkpointed,
-    GroupDone,
-    LeaseGranted,
-    LeaseRecalled,
-    LeaseReleased,
+    DeliverGroupMessage,
+    GrantLeaseMessage,
+    LeaseReturnedMessage,
     Message,
     PromptSpec,
-    Published,
+    RecallLeaseMessage,
     Refused,
     RunFailed,
     RunFinished,
-    StepRequest,
-    Trained,
+    StepStartedMessage,
+    StepTrainedMessage,
     TrainerCommand,
     TrainerHello,
     TrainerWelcome,
+    VersionPublishedMessage,
 )
 from rlboost_runtime.run import security
 from rlboost_runtime.run.folder import RunFolder, read_json
@@ -112,21 +112,21 @@ class StepStream:
         self.waits = Waits()
         self._run = run
         self._boot_id = secrets.token_hex(8)
-        self._on_group: Callable[[GroupDone], None] | None = None
+        self._on_group: Callable[[DeliverGroupMessage], None] | None = None
         self._on_recall: Callable[[], None] | None = None
 
         self._changed = threading.Condition()  # guards everything below
-        self._groups: deque[GroupDone] = deque()
+        self._groups: deque[DeliverGroupMessage] = deque()
         self._seen: set[int] = set()
         self._num_returned = 0
         self._lease = False
         self._recalled = False
         self._known_version: int | None = None
-        self._published: Published | None = None
-        self._trained: Trained | None = None
+        self._published: VersionPublishedMessage | None = None
+        self._trained: StepTrainedMessage | None = None
         self._checkpointed: Checkpointed | None = None
-        self._request: StepRequest | None = None
-        self._next_request: StepRequest | None = None  # its version is being published
+        self._request: StepStartedMessage | None = None
+        self._next_request: StepStartedMessage | None = None  # its version is being published
         self._final: RunFinished | RunFailed | None = None
 
         self._link = CoordinatorLink(
@@ -148,7 +148,7 @@ class StepStream:
     def attach(
         self,
         *,
-        on_group: Callable[[GroupDone], None] | None = None,
+        on_group: Callable[[DeliverGroupMessage], None] | None = None,
         on_recall: Callable[[], None] | None = None,
     ) -> None:
         """Set the callbacks; before the first `request_step`.
@@ -193,7 +193,7 @@ class StepStream:
         With `once_published` the version may still be on its way into the store: all stays as it is until
         `publish` says that it is there.
         """
-        request = StepRequest(
+        request = StepStartedMessage(
             step, policy_version, tuple(prompts), group_size, max_response_tokens, tuple(stop_token_ids),
             keep_lease,
         )  # fmt: skip
@@ -204,7 +204,7 @@ class StepStream:
             else:
                 self._open(request)
 
-    def _open(self, request: StepRequest) -> None:
+    def _open(self, request: StepStartedMessage) -> None:
         """Turn to another step. Holds the lock."""
         self._next_request = None
         self._lease = request.keeps_lease and self._lease
@@ -218,7 +218,7 @@ class StepStream:
     def _has_published(self, version: int) -> bool:
         return self._published is not None and self._published.version >= version
 
-    def publish(self, published: Published) -> None:
+    def publish(self, published: VersionPublishedMessage) -> None:
         """Say that a version lies complete in the store. From any thread."""
         with self._changed:
             self._published = published
@@ -228,7 +228,7 @@ class StepStream:
             if waiting is not None and self._has_published(waiting.policy_version):
                 self._open(waiting)
 
-    def trained(self, trained: Trained) -> None:
+    def trained(self, trained: StepTrainedMessage) -> None:
         """Say that the step is trained and checkpointed."""
         with self._changed:
             self._trained = trained
@@ -265,7 +265,7 @@ class StepStream:
         with self._changed:
             return self._lease
 
-    def next_groups(self, min_responses: int = 1) -> list[GroupDone]:
+    def next_groups(self, min_responses: int = 1) -> list[DeliverGroupMessage]:
         """Return everything that arrived, once that is at least `min_responses` or the rest of the step.
 
         Returns [] only when all groups of the step have been returned. Answers recalls meanwhile. Raises
@@ -299,7 +299,7 @@ class StepStream:
             if not (self._lease and self._recalled):
                 return
             self._lease = self._recalled = False
-            self._link.say(LeaseReleased())
+            self._link.say(LeaseReturnedMessage())
 
     def _wait(self, done: Callable[[], bool], *, for_lease: bool) -> None:
         """Wait for `done` (asked under the lock), answering recalls first."""
@@ -340,14 +340,14 @@ class StepStream:
 
     def _on_command(self, command: TrainerCommand) -> None:
         match command:
-            case GroupDone():
+            case DeliverGroupMessage():
                 self._on_group_done(command)
-            case LeaseGranted(step=step):
+            case GrantLeaseMessage(step=step):
                 with self._changed:
                     if self._is_current(step):
                         self._lease, self._recalled = True, False
                         self._changed.notify_all()
-            case LeaseRecalled(step=step):
+            case RecallLeaseMessage(step=step):
                 with self._changed:
                     if self._is_current(step) and self._lease:
                         self._recalled = True
@@ -357,7 +357,7 @@ class StepStream:
             case TrainerWelcome():
                 raise ProtocolError("the coordinator welcomed us twice", "see the coordinator's log")
 
-    def _on_group_done(self, group: GroupDone) -> None:
+    def _on_group_done(self, group: DeliverGroupMessage) -> None:
         with self._changed:
             if not self._is_current(group.step) or group.group in self._seen:
                 return

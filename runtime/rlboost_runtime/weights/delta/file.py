@@ -134,7 +134,7 @@ def write_delta(
     return DeltaStats(target.stat().st_size, num_changed / max(1, size // 2))
 
 
-class Delta:
+class DeltaFile:
     """An opened delta file. `apply` may be called by several threads. Raises `BadDelta` where it is none."""
 
     def __init__(self, path: Path) -> None:

@@ -26,7 +26,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import msgspec
 
 from rlboost_runtime.errors import RLBoostError
-from rlboost_runtime.weights.pull.chunk_scheduler import Progress
+from rlboost_runtime.weights.pull.chunk_scheduler import PullProgress
 from rlboost_runtime.weights.pull.pull import Pulled, PullRequest, pull
 
 REPORT_S = 0.2
@@ -70,7 +70,7 @@ def main() -> int:
 
 def _pull_watching(request: PullRequest, stdin: int) -> Pulled:
     """Pull in a thread; meanwhile report, and end the process with its stdin."""
-    progress = Progress()
+    progress = PullProgress()
     woken, wake = os.pipe()
 
     def wake_up(_: Future[Pulled]) -> None:

@@ -55,7 +55,7 @@ heard of it for so long: over a slow link a second copy would only take the firs
 
 
 @dataclass(slots=True)
-class Progress:
+class PullProgress:
     """Verified bytes and all bytes of the version; written by the pull, read by anyone."""
 
     done_bytes: int = 0
@@ -100,7 +100,7 @@ class HolderState:
 
 
 @dataclass(eq=False, slots=True)
-class Run:
+class ChunkRange:
     """Adjacent pieces that one stream is fetching; the first of them is the next to come."""
 
     holder: HolderState
@@ -111,13 +111,13 @@ class Run:
     repeated: bool = False
 
 
-class Work:
+class ChunkScheduler:
     """The pieces of one pull that are not here yet."""
 
     def __init__(
         self,
         pieces: list[Piece],
-        progress: Progress,
+        progress: PullProgress,
         num_streams: int,
         part: tuple[int, int] | None = (0, 1),
         *,
@@ -137,7 +137,7 @@ class Work:
         self._left = set(self._todo)
         self._own_left = set(self._own)
         self._began_at = self._own_done_at = time.monotonic()
-        self._runs: list[Run] = []
+        self._runs: list[ChunkRange] = []
         self._holders: list[HolderState] = []
         self._progress = progress
         self._are_own = are_own
@@ -191,7 +191,7 @@ class Work:
         """Whether there is nothing to do any more, for better or worse."""
         return not self._left or self.problem is not None
 
-    def take(self, holder: HolderState, wait_s: float) -> Run | None:
+    def take(self, holder: HolderState, wait_s: float) -> ChunkRange | None:
         """Return a run for this holder; None where there is none within `wait_s`, or it is over."""
         with self.changed:
             run = self._find(holder)
@@ -203,16 +203,16 @@ class Work:
                 self._runs.append(run)
             return run
 
-    def heard(self, run: Run) -> None:
+    def heard(self, run: ChunkRange) -> None:
         """Note that some bytes of the run's next piece came."""
         run.heard_at = time.monotonic()
 
-    def next_piece(self, run: Run) -> Piece | None:
+    def next_piece(self, run: ChunkRange) -> Piece | None:
         """Return the piece that the run's stream reads next; None where it has to stop."""
         with self.changed:
             return run.pieces[0] if run.pieces and not self.is_over() else None
 
-    def count_verified(self, run: Run, piece: Piece) -> None:
+    def count_verified(self, run: ChunkRange, piece: Piece) -> None:
         """Count a chunk that is safely written."""
         with self.changed:
             run.pieces.popleft()
@@ -251,13 +251,13 @@ class Work:
                     )
                 )
 
-    def skip(self, run: Run) -> None:
+    def skip(self, run: ChunkRange) -> None:
         """Let others fetch the run's next piece; its stream goes on with the one after it."""
         with self.changed:
             piece = run.pieces.popleft()
             self._give_back(run, [piece])
 
-    def end(self, run: Run) -> None:
+    def end(self, run: ChunkRange) -> None:
         """End a run; what it has not brought is taken up by others."""
         with self.changed:
             if run in self._runs:
@@ -278,12 +278,12 @@ class Work:
 
     # --- who takes what; under the lock -------------------------------------------------------------------
 
-    def _find(self, holder: HolderState) -> Run | None:
+    def _find(self, holder: HolderState) -> ChunkRange | None:
         if self.is_over() or holder.problem is not None:
             return None
         return self._begin(holder) or self._divide(holder) or self._repeat(holder)
 
-    def _begin(self, holder: HolderState) -> Run | None:
+    def _begin(self, holder: HolderState) -> ChunkRange | None:
         """Return a run of pieces that nobody is fetching."""
         is_free = self._may_take_all(holder)
         own = self._slice_of(holder)
@@ -294,7 +294,7 @@ class Work:
         first = next((piece for index, piece in self._todo.items() if suits(index)), None)
         if first is None:
             return None
-        run = Run(holder, deque())
+        run = ChunkRange(holder, deque())
         piece: Piece | None = first
         limit = self._limit if is_free else self._own_limit
         if holder.is_peer:
@@ -341,7 +341,7 @@ class Work:
         """Return the holders that cost less and are still counted on."""
         return [other for other in self._holders if other.problem is None and other.rank < holder.rank]
 
-    def _divide(self, holder: HolderState) -> Run | None:
+    def _divide(self, holder: HolderState) -> ChunkRange | None:
         """Return the second half of another run."""
         since = time.monotonic() - STEAL_AFTER_S
         others = [run for run in self._rivals(holder) if len(run.pieces) > 1 and run.moved_at < since]
@@ -350,10 +350,10 @@ class Work:
             if all(holder.can_give(piece.index) for piece in half):
                 for _ in half:
                     victim.pieces.pop()
-                return Run(holder, deque(half))
+                return ChunkRange(holder, deque(half))
         return None
 
-    def _repeat(self, holder: HolderState) -> Run | None:
+    def _repeat(self, holder: HolderState) -> ChunkRange | None:
         """Return a piece that another stream waits for in vain."""
         since = time.monotonic() - REPEAT_AFTER_S
         for victim in self._rivals(holder):
@@ -363,10 +363,10 @@ class Work:
                 continue
             if holder.can_give(victim.pieces[0].index):
                 victim.repeated = True
-                return Run(holder, deque(victim.pieces))
+                return ChunkRange(holder, deque(victim.pieces))
         return None
 
-    def _rivals(self, holder: HolderState) -> list[Run]:
+    def _rivals(self, holder: HolderState) -> list[ChunkRange]:
         """Return the runs that it may take over, whole or in part."""
         is_free, own = self._may_take_all(holder), self._slice_of(holder)
         return [
@@ -375,7 +375,7 @@ class Work:
             if is_free or run.holder.rank >= holder.rank or all(piece.index in own for piece in run.pieces)
         ]
 
-    def _give_back(self, run: Run, pieces: list[Piece]) -> None:
+    def _give_back(self, run: ChunkRange, pieces: list[Piece]) -> None:
         elsewhere = {p.index for other in self._runs if other is not run for p in other.pieces}
         for piece in pieces:
             if piece.index in self._left and piece.index not in elsewhere:

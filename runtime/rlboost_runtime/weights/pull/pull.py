@@ -27,17 +27,17 @@ import msgspec
 from rlboost_runtime.errors import ProtocolError, RLBoostError, RuntimeFault
 from rlboost_runtime.weights import manifest as manifests
 from rlboost_runtime.weights.manifest import MANIFEST, Delta, Manifest
-from rlboost_runtime.weights.pull.chunk_scheduler import HolderState, Progress, Run, Work
+from rlboost_runtime.weights.pull.chunk_scheduler import ChunkRange, ChunkScheduler, HolderState, PullProgress
 from rlboost_runtime.weights.pull.range_client import Absent, Damaged, RangeStream, Unusable
 from rlboost_runtime.weights.pull.restore import link_sibling, link_version, turn
 from rlboost_runtime.weights.pull.sources import (
     DEFAULT_BYTES_PER_S,
     Holder,
     Kind,
-    Link,
-    Source,
+    LinkCost,
     Stream,
-    Transfer,
+    TransferSettings,
+    VersionSource,
     num_deltas,
     open_source,
 )
@@ -88,7 +88,7 @@ class PullRequest(msgspec.Struct, frozen=True):
     digest: str = ""
     store: str = ""
     siblings: tuple[str, ...] = ()
-    transfer: Transfer = Transfer.AUTO
+    transfer: TransferSettings = TransferSettings.AUTO
     usd_per_gb: float = 0.0
     usd_per_hour: float = 0.0
     bytes_per_s: float = DEFAULT_BYTES_PER_S
@@ -131,7 +131,7 @@ class Pulled:
     """Holders that were left out, and why."""
 
 
-def pull(request: PullRequest, progress: Progress, deadlines: Deadlines | None = None) -> Pulled:
+def pull(request: PullRequest, progress: PullProgress, deadlines: Deadlines | None = None) -> Pulled:
     """Fetch a version and delete old ones; blocks. Raises `ProtocolError` and `RuntimeFault`.
 
     A version that is here already is verified, not fetched again.
@@ -158,11 +158,11 @@ def _link(request: PullRequest, folder: Path) -> Path | None:
 class _Pull:
     """One pull over the network."""
 
-    def __init__(self, request: PullRequest, progress: Progress, deadlines: Deadlines) -> None:
+    def __init__(self, request: PullRequest, progress: PullProgress, deadlines: Deadlines) -> None:
         self._request = request
         self._progress = progress
         self._deadlines = deadlines
-        self._sources: list[tuple[Holder, Source]] = []
+        self._sources: list[tuple[Holder, VersionSource]] = []
         self._complaints: dict[str, str] = {}
         for holder in request.all_holders:
             try:
@@ -203,7 +203,7 @@ class _Pull:
     def _choose(self, folder: Path, manifest: Manifest, missing: list[Piece]) -> _Chain | None:
         """Return the deltas to fetch and the base for them; None: the version whole."""
         request = self._request
-        if not manifest.deltas or request.transfer is Transfer.FULL:
+        if not manifest.deltas or request.transfer is TransferSettings.FULL:
             return None
         target = manifest.deltas[0].target
         bases = [_base(folder, delta) for delta in manifest.deltas]
@@ -212,7 +212,7 @@ class _Pull:
         for delta, base in zip(manifest.deltas, bases, strict=True):
             total += delta.file.size
             sizes.append(None if base is None else total)
-        link = Link(request.bytes_per_s, request.usd_per_gb, request.usd_per_hour)
+        link = LinkCost(request.bytes_per_s, request.usd_per_gb, request.usd_per_hour)
         full_bytes = sum(piece.chunk.length for piece in missing if piece.file.name == target)
         num = num_deltas(request.transfer, full_bytes, sizes, link)
         base = bases[num - 1] if num else None
@@ -250,7 +250,9 @@ class _Pull:
             self._progress.done_bytes = self._progress.total_bytes - size
         has_peers = any(holder.kind is Kind.PEER for holder, _ in self._sources)
         rank, num = request.part if has_peers else (0, 1)
-        work = Work(missing, self._progress, request.streams, (rank, num) if num else None, are_own=are_own)
+        work = ChunkScheduler(
+            missing, self._progress, request.streams, (rank, num) if num else None, are_own=are_own
+        )
         streams = list(self._streams(work, size))
         with ThreadPoolExecutor(len(streams), thread_name_prefix="stream") as pool:
             futures = [pool.submit(_run_stream, each, part, work) for each in streams]
@@ -266,7 +268,7 @@ class _Pull:
         if work.problem is not None:
             raise work.problem
 
-    def _streams(self, work: Work, size: int) -> Iterator[_Reader]:
+    def _streams(self, work: ChunkScheduler, size: int) -> Iterator[_Reader]:
         """Yield the streams to read with: one per peer, several for each of the others."""
         num_first = max(LEAST_STREAMS, _num_cores())
         for holder, source in self._sources:
@@ -309,7 +311,7 @@ class _Pull:
         """Whether we would notice if it gave us another manifest."""
         return holder.kind is Kind.BUCKET and self._request.digest != ""
 
-    def _read_manifest(self, holder: Holder, source: Source) -> Manifest:
+    def _read_manifest(self, holder: Holder, source: VersionSource) -> Manifest:
         stream = source.stream()
         try:
             manifest = manifests.decode_manifest(stream.read_file(MANIFEST, MAX_MANIFEST_BYTES))
@@ -362,7 +364,7 @@ def _base(folder: Path, delta: Delta) -> Path | None:
     return path if found.content_digest == delta.base_digest else None
 
 
-def _note(pulled: Pulled, work: Work, states: Sequence[HolderState]) -> None:
+def _note(pulled: Pulled, work: ChunkScheduler, states: Sequence[HolderState]) -> None:
     pulled.pulled_bytes += work.fetched_bytes
     pulled.num_corrupt += work.num_corrupt
     for state in dict.fromkeys(states):
@@ -372,7 +374,7 @@ def _note(pulled: Pulled, work: Work, states: Sequence[HolderState]) -> None:
             pulled.complaints[state.name] = state.problem
 
 
-def _watch(work: Work, progress_s: float) -> None:
+def _watch(work: ChunkScheduler, progress_s: float) -> None:
     """Wait for the end of the work, and end it where it stands still."""
     with work.changed:
         while not work.is_over():
@@ -388,7 +390,7 @@ def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _wait_for_idle_cores(work: Work, num_streams: int) -> None:
+def _wait_for_idle_cores(work: ChunkScheduler, num_streams: int) -> None:
     """Wait until so many streams use less than `SPARE_BELOW` of a core each, or the work is over."""
     used_s, used_before_s = float(num_streams), 0.0
     while not work.is_over() and used_s - used_before_s >= SPARE_BELOW * num_streams * SPARE_S:
@@ -397,7 +399,7 @@ def _wait_for_idle_cores(work: Work, num_streams: int) -> None:
         used_s = time.process_time()
 
 
-def _run_stream(reader: _Reader, part: PartFolder, work: Work) -> None:
+def _run_stream(reader: _Reader, part: PartFolder, work: ChunkScheduler) -> None:
     """Fetch runs until there are none: the life of one thread."""
     holder, stream = reader.holder, reader.stream
     if reader.spare_after:
@@ -434,20 +436,22 @@ def _run_stream(reader: _Reader, part: PartFolder, work: Work) -> None:
         stream.close()
 
 
-def _lose_origin(holder: HolderState, work: Work, problem: RLBoostError) -> None:
+def _lose_origin(holder: HolderState, work: ChunkScheduler, problem: RLBoostError) -> None:
     """Go on without an origin, as long as there is another one."""
     work.leave_out(holder, problem.problem)
     if work.num_origins() == 0:
         work.fail(problem)
 
 
-def _grown(memory: bytearray, run: Run) -> bytearray:
+def _grown(memory: bytearray, run: ChunkRange) -> bytearray:
     """Return memory for the largest piece of the run."""
     size = max(piece.chunk.length for piece in list(run.pieces))
     return memory if len(memory) >= size else bytearray(size)
 
 
-def _fetch_run(stream: Stream, part: PartFolder, work: Work, run: Run, memory: bytearray) -> None:
+def _fetch_run(
+    stream: Stream, part: PartFolder, work: ChunkScheduler, run: ChunkRange, memory: bytearray
+) -> None:
     """Fetch a run's pieces until they are done, or others have taken them over."""
     pieces = list(run.pieces)
     file, start = pieces[0].file, pieces[0].chunk.offset

@@ -25,8 +25,8 @@ import numpy as np
 
 from rlboost_runtime.errors import ProtocolError, RuntimeFault
 from rlboost_runtime.weights import manifest as manifests
-from rlboost_runtime.weights.delta.file import BadDelta, Delta, in_order
-from rlboost_runtime.weights.pull.chunk_scheduler import Progress
+from rlboost_runtime.weights.delta.file import BadDelta, DeltaFile, in_order
+from rlboost_runtime.weights.pull.chunk_scheduler import PullProgress
 from rlboost_runtime.weights.store.part_folder import PartFolder, Piece, part_folder
 from rlboost_runtime.weights.store.store import VersionGone, WeightStore
 
@@ -49,7 +49,7 @@ _memory = _Memory()
 
 
 def restore(
-    part: PartFolder, base: Path, deltas: Sequence[Path], pieces: Sequence[Piece], progress: Progress
+    part: PartFolder, base: Path, deltas: Sequence[Path], pieces: Sequence[Piece], progress: PullProgress
 ) -> int:
     """Write those of `pieces` that come out right; return how many bytes that was.
 
@@ -58,7 +58,7 @@ def restore(
     """
     with ExitStack() as stack:
         try:
-            chain = [stack.enter_context(Delta(path)) for path in deltas]
+            chain = [stack.enter_context(DeltaFile(path)) for path in deltas]
             fd = os.open(base, os.O_RDONLY)
         except (BadDelta, OSError):
             return 0
@@ -78,11 +78,11 @@ def restore(
         return progress.done_bytes - before
 
 
-def _does_not_fit(delta: Delta, piece: Piece) -> bool:
+def _does_not_fit(delta: DeltaFile, piece: Piece) -> bool:
     return delta.size != piece.file.size or delta.num_chunks != len(piece.file.chunks)
 
 
-def _restored(part: PartFolder, fd: int, chain: Sequence[Delta], piece: Piece, index: int) -> bool:
+def _restored(part: PartFolder, fd: int, chain: Sequence[DeltaFile], piece: Piece, index: int) -> bool:
     data = _memory.of(piece.chunk.length)
     try:
         if os.preadv(fd, [data], piece.chunk.offset) != piece.chunk.length:
@@ -139,7 +139,7 @@ def link_sibling(siblings: Sequence[Path], version: int, folder: Path, digest: s
 
 
 @contextmanager
-def turn(machine: Path, progress: Progress) -> Iterator[None]:
+def turn(machine: Path, progress: PullProgress) -> Iterator[None]:
     """Wait until no other engine of `machine`, a folder that all of them have, is pulling.
 
     Whoever pulls has a deadline of its own, and a process that ends gives its turn back: so to wait is to

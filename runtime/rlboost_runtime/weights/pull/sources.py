@@ -72,7 +72,7 @@ class Stream(Protocol):
         """Close; idempotent."""
 
 
-class Source(Protocol):
+class VersionSource(Protocol):
     """Where one version is held. May be shared by threads; each takes a `stream` of its own."""
 
     left_bytes: int | None
@@ -82,7 +82,7 @@ class Source(Protocol):
         """Return a new stream; it connects when first used."""
 
 
-def open_source(holder: Holder, version: int, token: str, idle_s: float, receiver: str = "") -> Source:
+def open_source(holder: Holder, version: int, token: str, idle_s: float, receiver: str = "") -> VersionSource:
     """Return the source of `version` at `holder`. Raises `ProtocolError` on an unusable URL."""
     if holder.kind is Kind.BUCKET:
         from rlboost_runtime.weights.pull.bucket import BucketSource
@@ -101,7 +101,7 @@ LEAST_USD_PER_S = 1e-9
 """What a second costs at least, so that of two ways without a price the faster one is taken."""
 
 
-class Transfer(StrEnum):
+class TransferSettings(StrEnum):
     """What the job says (`weights.transfer`)."""
 
     AUTO = "auto"
@@ -113,7 +113,7 @@ class Transfer(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class LinkCost:
     """What bytes and seconds cost a receiver."""
 
     bytes_per_s: float = DEFAULT_BYTES_PER_S
@@ -123,23 +123,25 @@ class Link:
     """Of the machine that waits."""
 
 
-def cost_usd(wire_bytes: int, restored_bytes: int, link: Link) -> float:
+def cost_usd(wire_bytes: int, restored_bytes: int, link: LinkCost) -> float:
     """Return what it costs to fetch `wire_bytes`, and to restore `restored_bytes` of model from a base."""
     seconds = wire_bytes / link.bytes_per_s + restored_bytes / RESTORE_BYTES_PER_S
     return wire_bytes / 1e9 * link.usd_per_gb + seconds * max(LEAST_USD_PER_S, link.usd_per_hour / 3600)
 
 
-def num_deltas(transfer: Transfer, full_bytes: int, delta_bytes: Sequence[int | None], link: Link) -> int:
+def num_deltas(
+    transfer: TransferSettings, full_bytes: int, delta_bytes: Sequence[int | None], link: LinkCost
+) -> int:
     """Return how many deltas to fetch; 0: the version whole.
 
     `full_bytes`: of the deltas' target; `delta_bytes[i]`: sizes of the first i + 1 deltas together, None
     where there is no base for them here.
     """
     usable = [(size, i + 1) for i, size in enumerate(delta_bytes) if size is not None]
-    if transfer is Transfer.FULL or not usable:
+    if transfer is TransferSettings.FULL or not usable:
         return 0
     best_size, best = min(usable)
-    if transfer is Transfer.DELTA:
+    if transfer is TransferSettings.DELTA:
         return best
     full_usd = cost_usd(full_bytes, 0, link)
     return best if cost_usd(best_size, full_bytes, link) < full_usd else 0

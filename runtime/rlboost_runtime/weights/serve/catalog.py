@@ -19,7 +19,7 @@ from rlboost_runtime.errors import ProtocolError
 from rlboost_runtime.weights import manifest as manifests
 from rlboost_runtime.weights.manifest import MANIFEST, File, Manifest, read_manifest
 from rlboost_runtime.weights.store.part_folder import PART, VERIFIED
-from rlboost_runtime.weights.store.store import Lease, VersionGone, WeightStore
+from rlboost_runtime.weights.store.store import ReadHold, VersionGone, WeightStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Catalog(Protocol):
 
 @dataclass(slots=True)
 class _Held:
-    lease: Lease
+    lease: ReadHold
     entry: Entry
     num_users: int = 0
     idle_since: float = 0.0

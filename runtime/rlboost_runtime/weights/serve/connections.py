@@ -136,7 +136,7 @@ class Sending:
 
 
 @dataclass(slots=True)
-class Shares:
+class FairShare:
     """All answers under way. Methods may be called by any thread."""
 
     _sending: dict[str, list[Sending]] = field(default_factory=dict)

@@ -38,7 +38,7 @@ from rlboost_runtime.run import security
 from rlboost_runtime.weights.manifest import MANIFEST
 from rlboost_runtime.weights.pull.range_client import LEFT_HEADER, RECEIVER_HEADER
 from rlboost_runtime.weights.serve.catalog import Catalog, Entry
-from rlboost_runtime.weights.serve.connections import UNREAD_S, Connections, Sending, Shares
+from rlboost_runtime.weights.serve.connections import UNREAD_S, Connections, FairShare, Sending
 from rlboost_runtime.weights.store.store import VersionGone
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class WeightHttpServer(ThreadingMixIn, BaseServer):
         self.tls = tls
         self.token = token
         self.catalog = catalog
-        self.shares = Shares()
+        self.shares = FairShare()
         self.connections = Connections()
         listener.setblocking(True)
         listener.settimeout(POLL_S)

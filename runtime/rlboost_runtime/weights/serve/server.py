@@ -70,7 +70,7 @@ def _relaying(run: RunFolder, store: WeightStore, stop: threading.Event) -> Iter
         return
 
     thread = threading.Thread(
-        target=Relay(store, run.place_in(url)).run, args=(stop,), name="relay", daemon=True
+        target=BucketUpload(store, run.place_in(url)).run, args=(stop,), name="relay", daemon=True
     )
     thread.start()
     yield
@@ -121,7 +121,7 @@ RETRY_S = 10.0
 KEEP = 2
 
 
-class Relay:
+class BucketUpload:
     """Uploads each new version of `store` to the bucket at `url`. Raises `ProtocolError` on a wrong URL."""
 
     def __init__(self, store: WeightStore, url: str) -> None:

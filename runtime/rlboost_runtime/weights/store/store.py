@@ -55,7 +55,7 @@ class VersionGone(LookupError):
     """The store has no such version, or not any more."""
 
 
-class Lease:
+class ReadHold:
     """A reader's hold on a version: it is not deleted before `release`."""
 
     def __init__(self, folder: Path, fd: int) -> None:
@@ -68,7 +68,7 @@ class Lease:
             os.close(self._fd)
             self._fd = None
 
-    def __enter__(self) -> Lease:
+    def __enter__(self) -> ReadHold:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -113,13 +113,13 @@ class WeightStore:
         """Return the folder of a version; it need not exist."""
         return self.folder / manifests.version_name(version)
 
-    def read(self, version: int) -> Lease:
+    def read(self, version: int) -> ReadHold:
         """Hold a version for reading. Raises `VersionGone`."""
         folder = self.path(version)
         fd = _lock(folder / LEASE, fcntl.LOCK_SH)
         if fd is None:
             raise VersionGone(f"no version {version}")
-        return Lease(folder, fd)
+        return ReadHold(folder, fd)
 
     def publish(
         self, version: int, write: Callable[[Path], None], probe: Probe, tied: Sequence[Tied] = ()

@@ -119,7 +119,7 @@ def _untouched_layers(model: torch.nn.Module) -> list[str]:
     return names
 
 
-class Pace:
+class Pacer:
     """Keeps decode steps at least a period apart, so that a tiny model takes as long as a large one."""
 
     def __init__(self, execute: Callable[..., Any], steps_per_s: float) -> None:
@@ -150,7 +150,7 @@ class WorkerExtension:
 
     def rlboost_pace(self: Any, steps_per_s: str) -> str:
         """Hold decode steps to a rate."""
-        self.execute_model = Pace(self.execute_model, float(steps_per_s))
+        self.execute_model = Pacer(self.execute_model, float(steps_per_s))
         return "done"
 
     def rlboost_draft(self: Any, on: str) -> str:

@@ -1,0 +1,111 @@
+"""How a coordinator ends: once that is decided, a restart only winds up; errors keep their words."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from rlboost_runtime.billing.launch_records import HeadMachine
+from rlboost_runtime.billing.ledger import Ledger
+from rlboost_runtime.coordinator.service import Coordinator
+from rlboost_runtime.errors import RuntimeFault
+from rlboost_runtime.job import Job, LocalOffer, ReasoningGym, Rollout, Spot, TinyModel
+from rlboost_runtime.processes import kill_tagged
+from rlboost_runtime.run.folder import RunFolder, read_json, write_json
+from rlboost_runtime.run.security import create_secrets
+from rlboost_runtime.seams import SystemClock, SystemDisk
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture
+def run(tmp_path: Path):
+    folder = RunFolder(tmp_path / "ending")
+    folder.path.mkdir()
+    create_secrets(folder)
+    yield folder
+    kill_tagged(folder.path)
+
+
+def coordinator_of(run: RunFolder, max_instances: int) -> Coordinator:
+    offers = [LocalOffer(infra="local", price_usd_per_hour=1.0)]
+    job = Job(
+        name=run.name,
+        model=TinyModel(init="tiny"),
+        data=ReasoningGym(reasoning_gym=["basic_arithmetic"]),
+        rollout=Rollout(spot=Spot(any_of=offers, max_instances=max_instances)),
+    )
+    run.job_json.write_text(job.canonical_json())
+    return Coordinator(run, job, SystemClock(), SystemDisk())
+
+
+def books_opened(run: RunFolder) -> None:
+    coordinator = coordinator_of(run, 1)
+    coordinator._open_books()
+    coordinator._ledger.close()
+
+
+@pytest.mark.parametrize("is_rented", [True, False])
+def test_the_head_is_billed_between_a_runs_end_and_its_resumption_where_it_is_rented(
+    tmp_path: Path, is_rented: bool
+) -> None:
+    run = RunFolder(tmp_path / "home" / "runs" / "demo")
+    run.logs.mkdir(parents=True)
+    hour, now = 3600.0, time.time()
+    if is_rented:
+        rental = HeadMachine("head-1", "aws", "us-east-2a", "A10G:1", 36_000_000, "t", now - 11 * hour)
+        write_json(run.path.parents[1] / "rental.json", asdict(replace(rental, launched_at=now - 11 * hour)))
+    books_opened(run)
+    ledger = Ledger(run.ledger)
+    first = ledger.machines(now)[0].launched_ns
+    assert first is not None
+    ledger.ended("reserved-0", first / 1e9 if not is_rented else now - 10 * hour)
+    books_opened(run)
+    (bill,) = ledger.machines(now + hour)
+    ledger.close()
+    hours = 12 if is_rented else 1
+    assert bill.billed_ns / 3600e9 == pytest.approx(hours, abs=0.01)
+    assert bill.ended_ns is None, "it is billed on"
+
+
+async def test_a_restart_while_the_run_ends_only_winds_up(run: RunFolder) -> None:
+    write_json(run.ending, {"state": "budget", "problem": "spent", "remedy": "raise it", "exit_code": 5})
+    async with asyncio.timeout(30):
+        await coordinator_of(run, 2).serve()
+    assert read_json(run.outcome) == {
+        "state": "stopped",
+        "problem": "spent",
+        "remedy": "raise it",
+        "exit_code": 5,
+    }
+    assert not (run.cloud / "machines").exists()
+    books = Ledger(run.ledger, read_only=True)
+    assert books.open_machines() == []
+    assert [bill.machine for bill in books.machines(1e10)] == ["reserved-0"]
+    books.close()
+
+
+async def test_the_decision_to_end_is_on_disk_before_anything_is_ended(run: RunFolder) -> None:
+    coordinator = coordinator_of(run, 0)
+    coordinator.end_run("done", "", "")
+    assert read_json(run.ending)["state"] == "done"
+    assert not run.outcome.exists()
+    async with asyncio.timeout(30):
+        await coordinator.serve()
+    assert read_json(run.outcome)["state"] == "done"
+
+
+async def test_an_error_that_can_be_explained_leaves_as_itself(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(self: object) -> None:
+        raise RuntimeFault("the fleet is broken", "mend it")
+
+    monkeypatch.setattr("rlboost_runtime.coordinator.fleet.controller.FleetController._watch", broken)
+    async with asyncio.timeout(30):
+        with pytest.raises(RuntimeFault, match="the fleet is broken"):
+            await coordinator_of(run, 0).serve()

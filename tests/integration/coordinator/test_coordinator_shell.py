@@ -1,0 +1,540 @@
+"""The coordinator's shell over in-memory connections: what is acknowledged, what survives, who is refused."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlboost_runtime.billing.ledger import Ledger
+from rlboost_runtime.coordinator.audit import audit
+from rlboost_runtime.coordinator.driver.core_driver import CoreDriver
+from rlboost_runtime.coordinator.links.agents import AgentLinks, Timing
+from rlboost_runtime.coordinator.links.trainer import TrainerLink
+from rlboost_runtime.coordinator.storage.event_log import read_events
+from rlboost_runtime.core.base.messages import CoreConfig, RunEnding, StepTrained
+from rlboost_runtime.core.replay import replay
+from rlboost_runtime.protocol.messages import (
+    SCHEMA,
+    AbortMessage,
+    Ack,
+    AgentHello,
+    AssignmentEnd,
+    AssignMessage,
+    Checkpointed,
+    DeliverGroupMessage,
+    Frame,
+    GrantLeaseMessage,
+    InstanceReadyMessage,
+    PromptSpec,
+    Refused,
+    SleepMessage,
+    SleptMessage,
+    StepStartedMessage,
+    StepTrainedMessage,
+    TrainerHello,
+    TrainerWelcome,
+    VersionPublishedMessage,
+    WakeMessage,
+    Welcome,
+    agent_command_decoder,
+    encode,
+    trainer_command_decoder,
+)
+from rlboost_runtime.run.folder import RunFolder
+from rlboost_runtime.seams import SystemClock, SystemDisk
+
+pytestmark = pytest.mark.integration
+
+
+class Pipe:
+    """One end of an in-memory connection."""
+
+    def __init__(self) -> None:
+        self.inbox: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self.other: Pipe
+
+    async def send(self, message: bytes) -> None:
+        self.other.inbox.put_nowait(message)
+
+    async def receive(self) -> bytes:
+        message = await self.inbox.get()
+        if message is None:
+            self.inbox.put_nowait(None)
+            raise ConnectionError("closed")
+        return message
+
+    async def close(self) -> None:
+        self.inbox.put_nowait(None)
+        self.other.inbox.put_nowait(None)
+
+
+def pipe() -> tuple[Pipe, Pipe]:
+    a, b = Pipe(), Pipe()
+    a.other, b.other = b, a
+    return a, b
+
+
+class Peer:
+    """The far end of a connection, speaking one protocol."""
+
+    def __init__(self, end: Pipe, decoder: Any, task: asyncio.Task[None]) -> None:
+        self.end, self.decoder, self.task = end, decoder, task
+
+    async def say(self, message: Any) -> None:
+        await self.end.send(encode(message))
+
+    async def hear(self, kind: type, timeout_s: float = 5.0) -> Any:
+        """Return the next message of that kind; others are passed over."""
+        async with asyncio.timeout(timeout_s):
+            while True:
+                message = self.decoder.decode(await self.end.receive())
+                if isinstance(message, kind):
+                    return message
+
+    async def hang_up(self) -> None:
+        await self.end.close()
+        await asyncio.wait_for(self.task, 5)
+
+
+class Outlet:
+    """Agents and trainer for real; no fleet: machines are the test's."""
+
+    def __init__(self, agents: AgentLinks, trainer: TrainerLink) -> None:
+        self.agents, self.trainer = agents, trainer
+        self.to_agent = agents.carry_out
+        self.work = agents.work
+        self.deliver = trainer.deliver
+        self.lease = trainer.lease
+        self.machines: list[Any] = []
+        self.fleet = self.machines.append
+
+
+class Shell:
+    """Everything of a coordinator but its port and its fleet."""
+
+    def __init__(self, folder: Path, disk: SystemDisk, *, keep_journal: bool = True) -> None:
+        self.run = RunFolder(folder)
+        for path in (self.run.journal,):
+            path.mkdir(parents=True, exist_ok=True)
+        clock = SystemClock()
+        self.ended: list[tuple[str, str, str]] = []
+        self.ledger = Ledger(self.run.ledger)
+        config = CoreConfig(max_spot_instances=0, reserved_instances=1, seeding_initial_s=0.2)
+        self.state = CoreDriver(self.run, clock, disk, config, keep_journal=keep_journal)
+        self.agents = AgentLinks(self.state, "job", Timing(lease_s=6.0), frozenset({"reserved-0"}))
+        self.trainer = TrainerLink(
+            self.state, self.ledger, clock, "job", lambda *words: self.ended.append(words)
+        )
+        self.state.outlet = Outlet(self.agents, self.trainer)
+
+    async def start(self) -> None:
+        self.state.journal.start(asyncio.get_running_loop())
+        self.state.begin()
+        self._ticker = asyncio.create_task(self._tick())
+
+    async def _tick(self) -> None:
+        while True:
+            self.state.tick()
+            await asyncio.sleep(0.01)
+
+    async def stop(self) -> None:
+        self._ticker.cancel()
+        await self.state.journal.close()
+        self.ledger.close()
+
+    def agent(self) -> Peer:
+        ours, theirs = pipe()
+        return Peer(theirs, agent_command_decoder, asyncio.create_task(self.agents.serve(ours)))
+
+    def trainers(self) -> Peer:
+        ours, theirs = pipe()
+        return Peer(theirs, trainer_command_decoder, asyncio.create_task(self.trainer.serve(ours)))
+
+
+@asynccontextmanager
+async def shell(
+    folder: Path, disk: SystemDisk | None = None, *, keep_journal: bool = True
+) -> AsyncIterator[Shell]:
+    made = Shell(folder, disk or SystemDisk(), keep_journal=keep_journal)
+    await made.start()
+    try:
+        yield made
+    finally:
+        await made.stop()
+
+
+def segments(folder: Path) -> list[Path]:
+    return sorted((folder / "journal").glob("*.seg"))
+
+
+def hello(**changes: Any) -> AgentHello:
+    fields: dict[str, Any] = {
+        "schema": SCHEMA,
+        "run": "job",
+        "instance": "reserved-0/0",
+        "machine": "reserved-0",
+        "pool": "reserved",
+        "boot_id": "boot",
+        "max_running": 8,
+        "kv_tokens": 4096,
+        "engine": "emulated",
+    }
+    return AgentHello(**(fields | changes))
+
+
+def request(step: int = 0, version: int = 0, num_prompts: int = 1) -> StepStartedMessage:
+    prompt = np.arange(3, dtype="<i4").tobytes()
+    prompts = tuple(PromptSpec(group, prompt) for group in range(num_prompts))
+    return StepStartedMessage(
+        step, version, prompts, group_size=2, max_response_tokens=4, stop_token_ids=(9,)
+    )
+
+
+def frame(
+    seq: int, entries: list[tuple[int, int, list[int]]], *endings: AssignmentEnd, version: int = 0
+) -> Frame:
+    """Return a frame of (assignment, offset, token ids)."""
+    tokens = [token for _, _, ids in entries for token in ids]
+    return Frame(
+        seq=seq,
+        policy_version=version,
+        assignments=np.array([e[0] for e in entries], "<u4").tobytes(),
+        offsets=np.array([e[1] for e in entries], "<u4").tobytes(),
+        counts=np.array([len(e[2]) for e in entries], "<u2").tobytes(),
+        token_ids=np.array(tokens, "<i4").tobytes(),
+        logprobs=np.full(len(tokens), -0.5, "<f4").tobytes(),
+        endings=endings,
+    )
+
+
+def texts(group: DeliverGroupMessage) -> list[list[int]]:
+    return [np.frombuffer(r.token_ids, "<i4").tolist() for r in group.responses]
+
+
+async def join(made: Shell, trainer: Peer) -> Peer:
+    """Bring a trainer and a ready agent up to where work flows."""
+    await trainer.say(TrainerHello(SCHEMA, "job", "boot"))
+    await trainer.hear(TrainerWelcome)
+    await trainer.say(VersionPublishedMessage(0, "digest", 1, 0.0))
+    agent = made.agent()
+    await agent.say(hello())
+    await agent.hear(Welcome)
+    await agent.hear(SleepMessage)  # until a step is asked for, the GPU is the trainer's
+    await agent.say(SleptMessage())
+    return agent
+
+
+async def begin_step(agent: Peer, trainer: Peer) -> list[int]:
+    await trainer.say(request())
+    await agent.hear(WakeMessage)
+    await agent.say(InstanceReadyMessage(0))
+    return [item.assignment for item in (await agent.hear(AssignMessage)).items]
+
+
+async def test_a_step_flows_from_request_to_delivery_and_lease(tmp_path: Path) -> None:
+    async with shell(tmp_path) as made:
+        trainer = made.trainers()
+        agent = await join(made, trainer)
+        a, b = await begin_step(agent, trainer)
+        await agent.say(frame(0, [(a, 0, [1, 2]), (b, 0, [5])]))
+        assert (await agent.hear(Ack)).seq == 0
+        await agent.say(
+            frame(1, [(a, 2, [9]), (b, 1, [6, 7, 8])], AssignmentEnd(a, "stop"), AssignmentEnd(b, "length"))
+        )
+        group = await trainer.hear(DeliverGroupMessage)
+        assert [np.frombuffer(r.token_ids, "<i4").tolist() for r in group.responses] == [
+            [1, 2, 9],
+            [5, 6, 7, 8],
+        ]
+        assert [r.finish_reason for r in group.responses] == ["stop", "length"]
+        assert [s.instance for r in group.responses for s in r.segments] == ["reserved-0/0"] * 2
+        await agent.hear(SleepMessage)
+        await agent.say(SleptMessage())
+        assert (await trainer.hear(GrantLeaseMessage)).step == 0
+        await trainer.say(StepTrainedMessage(0, 0.0, 0.1, 7, 0.5, {"loss": 1.0, "handover_s": 2.5}))
+        await asyncio.sleep(0.05)
+        assert [row.tokens for row in made.ledger.steps()] == [7]
+        trained = [each for each in read_events(made.state.run.events) if isinstance(each, StepTrained)]
+        assert [each.handover_s for each in trained] == [2.5], "the brain hears what the trainer measured"
+
+
+async def test_tokens_stay_until_the_steps_checkpoint_is_durable(tmp_path: Path) -> None:
+    async with shell(tmp_path, keep_journal=False) as made:
+        trainer = made.trainers()
+        agent = await join(made, trainer)
+        a, b = await begin_step(agent, trainer)
+        await trainer.say(Checkpointed(0))  # of a step that is being trained: it means nothing yet
+        await agent.say(
+            frame(0, [(a, 0, [9]), (b, 0, [9])], AssignmentEnd(a, "stop"), AssignmentEnd(b, "stop"))
+        )
+        await trainer.hear(DeliverGroupMessage)
+        await trainer.say(StepTrainedMessage(0, 0.0, 0.1, 2, 0.5, {}, checkpointed=False))
+        await agent.hear(SleepMessage)
+        await agent.say(SleptMessage())
+        await trainer.say(request(step=1))  # the next step begins while the checkpoint is written
+        await agent.hear(WakeMessage)
+        await agent.say(InstanceReadyMessage(0))
+        await agent.hear(AssignMessage)
+        assert [path.name for path in segments(tmp_path)] == ["step-000000.seg", "step-000001.seg"]
+        await trainer.say(Checkpointed(0))
+        await asyncio.sleep(0.3)
+        assert [path.name for path in segments(tmp_path)] == ["step-000001.seg"]
+
+
+async def test_a_trainer_that_lost_its_last_checkpoint_is_given_that_step_again(tmp_path: Path) -> None:
+    async with shell(tmp_path) as made:
+        trainer = made.trainers()
+        agent = await join(made, trainer)
+        a, b = await begin_step(agent, trainer)
+        await agent.say(
+            frame(0, [(a, 0, [4, 9]), (b, 0, [9])], AssignmentEnd(a, "stop"), AssignmentEnd(b, "stop"))
+        )
+        await trainer.hear(DeliverGroupMessage)
+        await agent.hear(SleepMessage)
+        await agent.say(SleptMessage())
+        await trainer.say(request(step=1))  # ahead: step 0 is trained meanwhile
+        await agent.hear(WakeMessage)
+        await agent.say(InstanceReadyMessage(0))
+        c, _ = [item.assignment for item in (await agent.hear(AssignMessage)).items]
+        await agent.say(frame(1, [(c, 0, [1, 2])]))
+        await trainer.say(StepTrainedMessage(0, 0.0, 0.1, 3, 0.5, {}, checkpointed=False))
+        assert (await agent.hear(Ack)).seq >= 0
+        await asyncio.sleep(0.1)
+        assert [row.step for row in made.ledger.steps()] == [0]
+        await trainer.hang_up()
+
+        again = made.trainers()
+        await again.say(TrainerHello(SCHEMA, "job", "another boot"))
+        await again.say(request())  # nothing is generated for it: the journal has it all
+        assert texts(await again.hear(DeliverGroupMessage)) == [[4, 9], [9]]
+        await agent.hear(SleepMessage)
+        await agent.say(SleptMessage())
+        await again.say(request(step=1))
+        await agent.hear(WakeMessage)
+        await agent.say(InstanceReadyMessage(0))
+        one, other = (await agent.hear(AssignMessage)).items
+        assert sorted([one.offset, other.offset]) == [0, 2], "it goes on from what was generated ahead"
+        half = one if one.offset else other
+        whole = other if one.offset else one
+        await agent.say(
+            frame(2, [(half.assignment, 2, [9]), (whole.assignment, 0, [9])],
+                  AssignmentEnd(half.assignment, "stop"), AssignmentEnd(whole.assignment, "stop"))
+        )  # fmt: skip
+        assert texts(await again.hear(DeliverGroupMessage)) == [[1, 2, 9], [9]]
+        await again.say(StepTrainedMessage(1, 0.0, 0.1, 3, 0.5, {}))
+        await asyncio.sleep(0.1)
+    found = audit(RunFolder(tmp_path))
+    assert found.problems == []
+    assert [step.step for step in found.steps] == [0, 1]
+    assert found.carried_to
+
+
+async def test_what_was_acknowledged_survives_a_restart_and_goes_on_elsewhere(tmp_path: Path) -> None:
+    async with shell(tmp_path) as made:
+        trainer = made.trainers()
+        agent = await join(made, trainer)
+        a, b = await begin_step(agent, trainer)
+        await agent.say(frame(0, [(a, 0, [1, 2]), (b, 0, [5, 9])], AssignmentEnd(b, "stop")))
+        await agent.hear(Ack)
+        digest = made.state.commands_digest
+    async with shell(tmp_path) as made:  # a new process would do the same: nothing but the folder is shared
+        assert made.state.commands_digest == digest
+        agent = made.agent()
+        await agent.say(hello(boot_id="another life"))
+        assert not (await agent.hear(Welcome)).resumed
+        await agent.say(InstanceReadyMessage(0))
+        (item,) = (await agent.hear(AssignMessage)).items
+        assert np.frombuffer(item.token_ids, "<i4").tolist() == [0, 1, 2, 1, 2]
+        assert (item.offset, item.max_new_tokens) == (2, 2)
+        trainer = made.trainers()
+        await trainer.say(TrainerHello(SCHEMA, "job", "boot"))
+        await trainer.say(request())
+        await agent.say(frame(0, [(item.assignment, 2, [3, 9])], AssignmentEnd(item.assignment, "stop")))
+        group = await trainer.hear(DeliverGroupMessage)
+        assert texts(group) == [[1, 2, 3, 9], [5, 9]]
+    core, _ = replay((tmp_path / "events.log").read_bytes().splitlines(keepends=True))
+    assert core.step is not None
+    assert core.step.finished == 2
+
+
+async def test_an_agent_resumes_after_a_restart_and_resends_without_doubling(tmp_path: Path) -> None:
+    async with shell(tmp_path) as made:
+        trainer = made.trainers()
+        agent = await join(made, trainer)
+        a, b = await begin_step(agent, trainer)
+        await agent.say(frame(0, [(a, 0, [1])]))
+        await agent.hear(Ack)
+        epoch = made.state.core.instances["reserved-0/0"].epoch
+    async with shell(tmp_path) as made:
+        agent = made.agent()
+        await agent.say(hello(epoch=epoch, assignments=(a, b), next_seq=2, version=0))
+        assert (await agent.hear(Welcome)).resumed
+        await agent.say(frame(0, [(a, 0, [1])]))  # its acknowledgement may have been lost
+        await agent.say(
+            frame(1, [(a, 1, [9]), (b, 0, [9])], AssignmentEnd(a, "stop"), AssignmentEnd(b, "stop"))
+        )
+        assert (await agent.hear(Ack)).seq >= 0
+        for _ in range(100):
+            if made.state.core.complete_groups():
+                break
+            await asyncio.sleep(0.02)
+        assert made.state.core.complete_groups() == [0]
+        assert made.agents.ingest.tokens_duplicate == 1
+        made.state.store.check()
+
+
+async def test_a_finish_in_the_journal_that_the_core_never_heard_of_is_made_good(tmp_path: Path) -> None:
+    async with shell(tmp_path) as made:
+        trainer = made.trainers()
+        agent = await join(made, trainer)
+        a, b = await begin_step(agent, trainer)
+        await agent.say(
+            frame(0, [(a, 0, [9]), (b, 0, [9])], AssignmentEnd(a, "stop"), AssignmentEnd(b, "stop"))
+        )
+        await trainer.hear(DeliverGroupMessage)
+    events = (tmp_path / "events.log").read_bytes().splitlines(keepends=True)
+    first_finish = next(i for i, line in enumerate(events) if b"Finished" in line)
+    (tmp_path / "events.log").write_bytes(b"".join(events[:first_finish]) + b'{"torn')
+    async with shell(tmp_path) as made:
+        assert made.state.core.complete_groups() == [0]
+
+
+async def test_a_coordinator_killed_while_it_opens_a_step_goes_on(tmp_path: Path) -> None:
+    """The header of a step is on disk before the core hears of the step, whatever the disk does."""
+
+    class StuckDisk(SystemDisk):
+        def write(self, fd: int, data: bytes) -> None:
+            if b"StepStarted" in data:
+                (tmp_path / "header_first").write_bytes(b"".join(p.read_bytes() for p in segments(tmp_path)))
+            super().write(fd, data)
+
+    async with shell(tmp_path, StuckDisk()) as made:
+        trainer = made.trainers()
+        agent = await join(made, trainer)
+        await begin_step(agent, trainer)
+    assert b"StepStartedMessage" in (tmp_path / "header_first").read_bytes()
+
+    events = (tmp_path / "events.log").read_bytes().splitlines(keepends=True)
+    started = next(i for i, line in enumerate(events) if b"StepStarted" in line)
+    (tmp_path / "events.log").write_bytes(b"".join(events[:started]))  # killed between header and event
+    async with shell(tmp_path) as made:
+        trainer = made.trainers()
+        agent = await join(made, trainer)
+        a, b = await begin_step(agent, trainer)
+        await agent.say(
+            frame(0, [(a, 0, [9]), (b, 0, [9])], AssignmentEnd(a, "stop"), AssignmentEnd(b, "stop"))
+        )
+        assert texts(await trainer.hear(DeliverGroupMessage)) == [[9], [9]]
+
+
+async def test_a_step_under_a_new_version_that_was_cut_short_is_asked_for_again(tmp_path: Path) -> None:
+    async with shell(tmp_path) as made:
+        trainer = made.trainers()
+        agent = await join(made, trainer)
+        await begin_step(agent, trainer)
+        events = (tmp_path / "events.log").read_bytes()
+        await trainer.say(VersionPublishedMessage(1, "digest", 1, 0.0))
+        await trainer.say(request(version=1))
+        await agent.hear(AbortMessage)
+    (tmp_path / "events.log").write_bytes(events)  # the new opening's header is on disk, its event is not
+    async with shell(tmp_path) as made:
+        assert made.state.step is None
+        trainer = made.trainers()
+        await trainer.say(TrainerHello(SCHEMA, "job", "again"))
+        await trainer.say(VersionPublishedMessage(1, "digest", 1, 0.0))
+        await trainer.say(request(version=1))
+        agent = made.agent()
+        await agent.say(hello(boot_id="b"))
+        await agent.hear(Welcome)
+        await agent.say(InstanceReadyMessage(1))
+        a, b = [item.assignment for item in (await agent.hear(AssignMessage)).items]
+        await agent.say(
+            frame(
+                0, [(a, 0, [9]), (b, 0, [9])], AssignmentEnd(a, "stop"), AssignmentEnd(b, "stop"), version=1
+            )
+        )
+        assert texts(await trainer.hear(DeliverGroupMessage)) == [[9], [9]]
+
+
+async def test_a_step_asked_for_at_the_end_does_not_hide_the_last_one_from_a_resumed_run(
+    tmp_path: Path,
+) -> None:
+    async with shell(tmp_path) as made:
+        trainer = made.trainers()
+        agent = await join(made, trainer)
+        a, b = await begin_step(agent, trainer)
+        await agent.say(
+            frame(0, [(a, 0, [1, 9]), (b, 0, [9])], AssignmentEnd(a, "stop"), AssignmentEnd(b, "stop"))
+        )
+        await trainer.hear(DeliverGroupMessage)
+        await agent.hear(SleepMessage)
+        await agent.say(SleptMessage())
+        await trainer.hear(GrantLeaseMessage)
+        await trainer.say(StepTrainedMessage(0, 0.0, 0.1, 7, 0.5, {}))  # and not in a checkpoint
+        await trainer.say(VersionPublishedMessage(1, "digest", 1, 0.0))
+        made.state.apply(RunEnding(made.state.now(), "it was told to stop"))
+        await trainer.say(request(step=1, version=1))
+        await trainer.hang_up()
+        assert made.state.step is not None
+        assert made.state.step.request.step == 0
+    async with shell(tmp_path) as made:
+        trainer = made.trainers()
+        await trainer.say(TrainerHello(SCHEMA, "job", "again"))
+        await trainer.say(request())
+        assert texts(await trainer.hear(DeliverGroupMessage)) == [[1, 9], [9]]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        StepStartedMessage(0, 0, (), 2, 4),
+        StepStartedMessage(0, 0, (PromptSpec(1, b"\0" * 4),), 2, 4),
+        StepStartedMessage(0, 0, (PromptSpec(0, b""),), 2, 4),
+        StepStartedMessage(0, 0, (PromptSpec(0, b"\0" * 4),), 0, 4),
+        StepStartedMessage(0, 7, (PromptSpec(0, b"\0" * 4),), 2, 4),
+    ],
+)
+async def test_an_impossible_step_is_refused_and_leaves_no_trace(
+    tmp_path: Path, bad: StepStartedMessage
+) -> None:
+    async with shell(tmp_path) as made:
+        trainer = made.trainers()
+        await trainer.say(TrainerHello(SCHEMA, "job", "boot"))
+        await trainer.say(VersionPublishedMessage(0, "digest", 1, 0.0))
+        await trainer.say(bad)
+        assert "cannot be rolled out" in (await trainer.hear(Refused)).problem
+    assert b"StepStarted" not in (tmp_path / "events.log").read_bytes()
+
+
+async def test_strangers_are_refused_in_words(tmp_path: Path) -> None:
+    async with shell(tmp_path) as made:
+        for change, word in [
+            ({"run": "other"}, "other"),
+            ({"schema": (9, 0)}, "schema"),
+            ({"machine": "spot-7", "pool": "spot"}, "spot-7"),
+        ]:
+            agent = made.agent()
+            await agent.say(hello(**change))
+            refused = await agent.hear(Refused)
+            assert word in refused.problem
+            assert not refused.retry
+
+
+async def test_a_contradictory_frame_costs_the_sender_its_connection_only(tmp_path: Path) -> None:
+    async with shell(tmp_path) as made:
+        trainer = made.trainers()
+        agent = await join(made, trainer)
+        a, _ = await begin_step(agent, trainer)
+        await agent.say(frame(0, [(a, 0, [1]), (a, 0, [1])]))
+        await asyncio.wait_for(agent.task, 5)
+        assert made.state.store.length(made.state.step.first_response) == 0
+        assert "reserved-0/0" not in made.state.core.instances  # resumed, it would say the same again
+        again = made.agent()
+        await again.say(hello(boot_id="b"))
+        assert not (await again.hear(Welcome)).resumed

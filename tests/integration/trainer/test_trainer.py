@@ -1,0 +1,677 @@
+"""The trainer against a scripted coordinator over real TLS: steps, recalls, crashes, mistakes."""
+
+import asyncio
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from websockets.asyncio.server import ServerConnection, serve
+from websockets.exceptions import ConnectionClosed
+
+from rlboost_runtime.errors import RLBoostError, RuntimeFault
+from rlboost_runtime.job import Job
+from rlboost_runtime.protocol.messages import (
+    Checkpointed,
+    DeliverGroupMessage,
+    FinishedResponse,
+    GrantLeaseMessage,
+    LeaseReturnedMessage,
+    Message,
+    RecallLeaseMessage,
+    Refused,
+    RunFailed,
+    RunFinished,
+    Segment,
+    StepStartedMessage,
+    StepTrainedMessage,
+    TrainerHello,
+    TrainerWelcome,
+    VersionPublishedMessage,
+    encode,
+    trainer_message_decoder,
+)
+from rlboost_runtime.run import security
+from rlboost_runtime.run.folder import RunFolder, write_json
+from rlboost_runtime.trainer.__main__ import EXIT_CANNOT_GO_ON, train
+from rlboost_runtime.trainer.artifacts.output import OutputCopies
+from rlboost_runtime.trainer.rollout.metrics import MetricsLog
+from rlboost_runtime.trainer.rollout.step_stream import StepStream
+from rlboost_runtime.weights.manifest import read_manifest
+from rlboost_runtime.weights.store.store import WeightStore
+
+pytestmark = pytest.mark.integration
+
+STEPS = 4
+GROUPS = 4
+SIZE = 4
+
+JOB = {
+    "name": "r",
+    "model": {"init": "tiny", "hidden_size": 32, "num_layers": 1, "warmup": None},
+    "data": {"source": "prompts.jsonl"},
+    "reward": "rewards.py:score",
+    "reward_timeout_s": 20.0,
+    "algorithm": {
+        "group_size": SIZE, "prompts_per_step": GROUPS, "steps": STEPS, "learning_rate": 1e-3,
+        "minibatches_per_step": 2, "micro_batch_responses": 4, "max_response_tokens": 6,
+    },
+}  # fmt: skip
+
+
+class Coordinator:
+    """Plays the coordinator on its own thread; made-up responses, the same ones for a step and group."""
+
+    def __init__(self, run: RunFolder) -> None:
+        self.heard: list[Message] = []
+        self.on_step: Callable[[int], None] = lambda step: None
+        self.on_message: Callable[[Message], None] = lambda message: None
+        self.refuse_step: int | None = None
+        self.quarantine: set[tuple[int, int]] = set()
+        self._run = run
+        self._published: int | None = None
+        self._ready = threading.Event()
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._thread = threading.Thread(target=lambda: self._loop.run_until_complete(self._serve()))
+
+    def __enter__(self) -> "Coordinator":
+        self._thread.start()
+        assert self._ready.wait(10)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+        self._loop.close()
+
+    def of(self, kind: type[Message]) -> list:
+        return [message for message in self.heard if isinstance(message, kind)]
+
+    async def _serve(self) -> None:
+        server = await serve(self._talk, "127.0.0.1", 0, ssl=security.server_context(self._run))
+        port = server.sockets[0].getsockname()[1]
+        write_json(self._run.endpoint, {"url": f"https://127.0.0.1:{port}"})
+        self._ready.set()
+        await self._stop.wait()
+        server.close()
+        await server.wait_closed()
+
+    async def _talk(self, connection: ServerConnection) -> None:
+        assert connection.request.path == "/v1/trainer"
+        assert security.authorised(
+            connection.request.headers.get("Authorization"), security.read_token(self._run)
+        )
+        try:
+            async for data in connection:
+                message = trainer_message_decoder.decode(data)
+                self.heard.append(message)
+                self.on_message(message)
+                for answer in self._answers(message):
+                    await connection.send(encode(answer))
+        except ConnectionClosed:
+            return
+
+    def _answers(self, message: Message) -> list[Message]:
+        match message:
+            case TrainerHello():
+                return [TrainerWelcome(self._published)]
+            case VersionPublishedMessage(version=version):
+                self._published = version
+            case StepStartedMessage(step=step):
+                self.on_step(step)
+                if step == self.refuse_step:
+                    return [Refused("enough")]
+                self._request = message
+                order = np.random.default_rng(step).permutation(len(message.prompts)).tolist()
+                self._order = [self._group(message, group) for group in order]
+                if message.keeps_lease:  # it is made by spot machines, while the one before is trained
+                    return self._order
+                return [self._order[0], GrantLeaseMessage(step), self._order[1], RecallLeaseMessage(step)]
+            case LeaseReturnedMessage():
+                return [GrantLeaseMessage(self._request.step), *self._order[2:]]
+        return []
+
+    def _group(self, request: StepStartedMessage, group: int) -> DeliverGroupMessage:
+        draw = np.random.default_rng([request.step, group])
+        responses = []
+        for i in range(request.group_size):
+            n = int(draw.integers(1, 7))
+            bad = (request.step, group) in self.quarantine and i == 0
+            responses.append(
+                FinishedResponse(
+                    group * SIZE + i,
+                    draw.integers(0, 256, n).astype("<i4").tobytes(),
+                    draw.normal(-5.5, 0.1, n).astype("<f4").tobytes(),
+                    (Segment("a", request.policy_version, 1), Segment("b", request.policy_version, n - 1))
+                    if n > 1
+                    else (Segment("a", request.policy_version, 1),),
+                    "quarantined" if bad else "length" if n == 6 else "stop",
+                )
+            )
+        return DeliverGroupMessage(request.step, group, tuple(responses))
+
+
+REWARD = "def score(response, row): return (sum(map(ord, response)) % 7) / 7 + row['bonus']"
+
+
+def make_run(tmp_path: Path, name: str = "r", reward: str = REWARD, **changes) -> RunFolder:
+    run = RunFolder(tmp_path / "runs" / name)
+    run.files.mkdir(parents=True)
+    security.create_secrets(run)
+    rows = [{"prompt": f"question {i}", "bonus": i % 2} for i in range(9)]
+    (run.files / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (run.files / "rewards.py").write_text(reward)
+    run.job_json.write_text(Job.model_validate_json(json.dumps({**JOB, **changes})).canonical_json())
+    return run
+
+
+@pytest.fixture(autouse=True)
+def one_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("RLBOOST_HOME", str(tmp_path))
+
+
+def go(run: RunFolder) -> Path:
+    state = torch.get_rng_state()
+    try:
+        with StepStream.for_run(run) as stream:
+            return train(run, Job.model_validate_json(run.job_json.read_bytes()), stream)
+    finally:
+        torch.set_rng_state(state)
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "model.safetensors").read_bytes()
+
+
+def lines(run: RunFolder) -> list[dict]:
+    return [json.loads(line) for line in run.metrics.read_text().splitlines()]
+
+
+@pytest.fixture
+def quiet(tmp_path) -> Path:
+    """The final model of a run to which nothing happened."""
+    run = make_run(tmp_path, "quiet")
+    with Coordinator(run):
+        return go(run)
+
+
+def test_a_whole_run(tmp_path):
+    run = make_run(tmp_path)
+    with Coordinator(run) as coordinator:
+        coordinator.quarantine = {(1, 2)}
+        final = go(run)
+    assert [m.version for m in coordinator.of(VersionPublishedMessage)] == [0, 1, 2, 3, 4]
+    assert [(m.step, m.policy_version) for m in coordinator.of(StepStartedMessage)] == [
+        (i, i) for i in range(STEPS)
+    ]
+    assert {m.stop_token_ids for m in coordinator.of(StepStartedMessage)} == {(257,)}
+    assert len(coordinator.of(LeaseReturnedMessage)) == STEPS
+    assert coordinator.of(RunFinished) == [RunFinished(str(final))]
+    trained = coordinator.of(StepTrainedMessage)
+    assert [m.step for m in trained] == list(range(STEPS))
+    assert sorted(path.name for path in run.weights.iterdir()) == ["v000003", "v000004"]
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["model", "step-000002", "step-000003"]
+    table = lines(run)
+    assert [line["step"] for line in table] == list(range(STEPS))
+    assert all(np.isfinite(list(line.values())).all() for line in table)
+    assert table[1]["quarantined_share"] == 1 / 16
+    assert table[0]["migrated_share"] > 0.5
+    assert table[0]["mismatch_kl"] > 0
+    assert table[2] == trained[2].metrics
+    stored, exact = (
+        load_file(run.weights / "v000004" / "model.safetensors"),
+        load_file(final / "model.safetensors"),
+    )
+    assert set(stored) == set(exact)
+    assert all(torch.equal(stored[name], exact[name]) for name in stored)
+    manifests = [json.loads((run.weights / v / "manifest.json").read_text()) for v in ("v000003", "v000004")]
+    assert manifests[0]["content_digest"] != manifests[1]["content_digest"]
+    assert manifests[0]["tied"] == [{"name": "lm_head.weight", "same_as": "model.embed_tokens.weight"}]
+
+
+def test_coming_back_continues_bit_for_bit(tmp_path, quiet):
+    run = make_run(tmp_path)
+    with Coordinator(run) as coordinator:
+        coordinator.refuse_step = 2
+        with pytest.raises(RLBoostError, match="enough"):
+            go(run)
+        coordinator.refuse_step = None
+        coordinator.heard.clear()
+        final = go(run)
+    assert weights(final) == weights(quiet)
+    assert [line["step"] for line in lines(run)] == list(range(STEPS))
+    assert [m.step for m in coordinator.of(StepTrainedMessage)] == [
+        1,
+        2,
+        3,
+    ]  # step 1's report may have been lost
+    assert [m.policy_version for m in coordinator.of(StepStartedMessage)] == [
+        2,
+        3,
+    ]  # version 2 had the same content
+
+
+def test_a_lost_weight_store_is_published_again_under_an_unused_number(tmp_path, quiet):
+    run = make_run(tmp_path)
+    with Coordinator(run) as coordinator:
+        coordinator.refuse_step = 1
+        with pytest.raises(RLBoostError, match="enough"):
+            go(run)
+        (run.weights / "v000001").rename(tmp_path / "gone")
+        (tmp_path / "gone").rename(run.weights / "v000007")
+        path = run.weights / "v000007" / "manifest.json"
+        path.write_text((run.weights / "v000000" / "manifest.json").read_text())  # another content's
+        coordinator.refuse_step = None
+        coordinator.heard.clear()
+        final = go(run)
+    assert [m.policy_version for m in coordinator.of(StepStartedMessage)] == [8, 9, 10]
+    assert weights(final) == weights(quiet)
+
+
+def test_dying_between_checkpoint_and_report_loses_and_doubles_nothing(tmp_path, quiet, monkeypatch):
+    run = make_run(tmp_path)
+
+    def broken(self: MetricsLog, line: dict) -> None:
+        raise KeyboardInterrupt
+
+    with Coordinator(run) as coordinator:
+        with monkeypatch.context() as patch:
+            patch.setattr(MetricsLog, "append", broken)
+            with pytest.raises(KeyboardInterrupt):
+                go(run)
+        assert not coordinator.of(StepTrainedMessage)
+        final = go(run)
+    assert [m.step for m in coordinator.of(StepTrainedMessage)] == [0, 1, 2, 3]
+    assert [line["step"] for line in lines(run)] == list(range(STEPS))
+    assert weights(final) == weights(quiet)
+
+
+def test_a_finished_run_only_says_so_again(tmp_path):
+    run = make_run(tmp_path)
+    with Coordinator(run) as coordinator:
+        go(run)
+        coordinator.heard.clear()
+        go(run)
+    assert len(coordinator.of(RunFinished)) == 1
+    assert not coordinator.of(StepStartedMessage)
+
+
+def test_a_reward_that_always_fails_ends_the_run_and_names_itself(tmp_path):
+    run = make_run(tmp_path, reward="def score(response): return {}['missing key']")
+    with Coordinator(run), pytest.raises(RuntimeFault, match=r"(?s)rewards.py:score.*missing key"):
+        go(run)
+
+
+def test_every_report_says_whether_there_is_a_checkpoint(tmp_path):
+    run = make_run(tmp_path, trainer={"checkpoint_every_steps": 3})
+    with Coordinator(run) as coordinator:
+        go(run)
+        go(run)
+    said = [(trained.step, trained.checkpointed) for trained in coordinator.of(StepTrainedMessage)]
+    assert said == [(0, False), (1, False), (2, False), (3, False), (3, True)]
+    assert [m.step for m in coordinator.of(Checkpointed)] == [2, 3]
+    order = [type(m) for m in coordinator.heard if isinstance(m, StepTrainedMessage | Checkpointed)]
+    assert order[2:6].index(Checkpointed) > 0, "a checkpoint is said after its step"
+
+
+def test_checkpoints_and_model_are_copied_to_the_output(tmp_path):
+    copies = tmp_path / "another disk"
+    copies.mkdir()
+    run = make_run(tmp_path, output=str(copies))
+    with Coordinator(run) as coordinator:
+        final = go(run)
+        assert weights(copies / "r" / "model") == weights(final)
+        newest = copies / "r" / "checkpoints" / "step-000003"
+        assert (newest / "optimizer.pt").read_bytes() == (
+            run.checkpoints / newest.name / "optimizer.pt"
+        ).read_bytes()
+        assert (copies / "r" / "metrics.jsonl").read_bytes() == run.metrics.read_bytes()
+        (copies / "r" / "model").rename(tmp_path / "gone")
+        (copies / "r" / "model").write_text("no folder any more")
+        coordinator.heard.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(OutputCopies.finish, "__kwdefaults__", {"within_s": 0.0, "pause_s": 0.1})
+            with pytest.raises(RuntimeFault, match="the final model cannot be written"):
+                go(run)
+    assert not coordinator.of(RunFinished), "a run whose model has not arrived is not done"
+
+
+def test_groups_without_anything_to_learn_are_replaced_by_spares(tmp_path):
+    flat = "def score(response, row): return 0.5 if row['bonus'] else (sum(map(ord, response)) % 7) / 7"
+    algorithm = {**JOB["algorithm"], "zero_variance_groups": "replace", "spare_prompts": 3}
+    run = make_run(tmp_path, reward=flat, algorithm=algorithm)
+    with Coordinator(run) as coordinator:
+        go(run)
+    assert {len(m.prompts) for m in coordinator.of(StepStartedMessage)} == {GROUPS + 3}
+    table = lines(run)
+    assert sum(line["groups_replaced"] for line in table) > 0
+    for line in table:
+        asked_and_good = GROUPS + 3 - line["groups_flat"]
+        assert line["groups_trained"] == min(GROUPS, asked_and_good)
+        assert line["groups_spare_unused"] == asked_and_good - line["groups_trained"]
+        assert line["zero_variance_share"] == line["groups_flat"] / (GROUPS + 3)
+        assert 0 < line["tokens_trained"] <= line["groups_trained"] * SIZE * 6
+
+
+def test_held_out_prompts_are_answered_and_never_trained(tmp_path):
+    run = make_run(tmp_path, evaluation={"every_steps": 2, "prompts": 3})
+    with Coordinator(run) as coordinator:
+        go(run)
+    asked = coordinator.of(StepStartedMessage)
+    assert [len(m.prompts) for m in asked] == [GROUPS + 3, GROUPS, GROUPS + 3, GROUPS + 3]
+    tails = [
+        tuple(prompt.token_ids for prompt in m.prompts[GROUPS:]) for m in asked if len(m.prompts) > GROUPS
+    ]
+    assert len(set(tails)) == 1, "the same ones each time"
+    assert not {p.token_ids for m in asked for p in m.prompts[:GROUPS]} & set(tails[0])
+    table = lines(run)
+    assert ["eval_reward_mean" in line for line in table] == [True, False, True, True]
+    assert all(line["eval_reward_best"] >= line["eval_reward_mean"] for line in table if len(line) > 60)
+    assert {line["responses_scored"] for line in table} == {GROUPS * SIZE}
+    plain = make_run(tmp_path, "plain")
+    assert all(line["groups_trained"] == GROUPS for line in table)
+    assert not plain.samples.exists()
+
+
+def test_curves_and_samples_follow_a_run_that_comes_back(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    wandb = {"project": "test", "offline": True}
+    run = make_run(tmp_path, tracking={"tensorboard": True, "wandb": wandb})
+    with Coordinator(run) as coordinator:
+        coordinator.refuse_step = 2
+        with pytest.raises(RLBoostError, match="enough"):
+            go(run)
+        coordinator.refuse_step = None
+        go(run)
+    curves = EventAccumulator(str(run.tensorboard)).Reload()
+    told = [(event.step, pytest.approx(event.value)) for event in curves.Scalars("reward_mean")]
+    assert told == [(int(line["step"]), line["reward_mean"]) for line in lines(run)]
+    assert list(run.path.glob("wandb/offline-run-*")), "it can be sent later"
+    samples = [json.loads(line) for line in run.samples.read_text().splitlines()]
+    assert sorted({sample["step"] for sample in samples}) == list(range(STEPS))
+    for step in range(STEPS):
+        rewards = [sample["reward"] for sample in samples if sample["step"] == step]
+        assert len(rewards) == 3
+        assert rewards == sorted(rewards, reverse=True)
+    assert samples[0]["prompt"].startswith("question ")
+
+
+@pytest.mark.parametrize("loss", ["gspo", "dapo"])
+def test_recomputed_old_logprobs_measure_every_token_against_the_engine(tmp_path, loss):
+    algorithm = {**JOB["algorithm"], "loss": loss, "old_logprobs": "recompute", "steps": 2}
+    run = make_run(tmp_path, algorithm=algorithm)
+    with Coordinator(run) as coordinator:
+        go(run)
+    for line, trained in zip(lines(run), coordinator.of(StepTrainedMessage), strict=True):
+        assert line["mismatch_tokens"] == line["tokens_trained"] == trained.tokens_trained > 0
+
+
+def start(run: RunFolder) -> subprocess.Popen[bytes]:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "rlboost_runtime.trainer", str(run.path)]
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.timeout(300)  # two processes that import torch: a minute each on a busy machine
+def test_the_process_killed_and_started_again(tmp_path, quiet):
+    run = make_run(tmp_path)
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def kill_once(step: int) -> None:
+        if step == 2 and len(processes) == 1:
+            processes[0].send_signal(signal.SIGKILL)
+
+    with Coordinator(run) as coordinator:
+        coordinator.on_step = kill_once
+        for expected in (-signal.SIGKILL, 0):
+            processes.append(start(run))
+            _, errors = processes[-1].communicate(timeout=250)
+            assert processes[-1].returncode == expected, errors.decode()
+    assert weights(run.checkpoints / "model") == weights(quiet)
+    assert len(coordinator.of(RunFinished)) == 1
+    assert not run.processes.exists(), "which process it is, its supervisor says"
+
+
+NURSERY = """
+import os, sys
+from rlboost_runtime.trainer.__main__ import main
+
+print("ready", flush=True)
+for run in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            code = main([run.strip()])
+        finally:
+            os._exit(code)
+    print(child, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+class Nursery:
+    """Starts real trainer processes without importing torch for each of them."""
+
+    def __enter__(self) -> "Nursery":
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "OMP_NUM_THREADS": "1",
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", NURSERY], env=environment, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        assert self._read() == "ready"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def bear(self, run: RunFolder) -> int:
+        """Start a trainer and return its process id."""
+        self._process.stdin.write(f"{run.path}\n")
+        self._process.stdin.flush()
+        return int(self._read())
+
+    def ending(self) -> int:
+        """Wait for the trainer's end and return its exit code; negative for a signal."""
+        return int(self._read())
+
+    def _read(self) -> str:
+        return self._process.stdout.readline().strip()
+
+
+class Killer:
+    """Kills the trainer some milliseconds after a message of its life, both drawn at random."""
+
+    def __init__(self, seed: int) -> None:
+        self._draw = np.random.default_rng(seed)
+        self._timers: list[threading.Timer] = []
+        self._left: int | None = None
+        self.pid = 0
+
+    def arm(self) -> None:
+        self._left = int(self._draw.integers(1, 12))
+
+    def heard(self, message: Message) -> None:
+        if self._left is None or not self.pid:
+            return
+        self._left -= 1
+        if self._left == 0 or isinstance(message, RunFinished):
+            self._left = None
+            delay_s = float(self._draw.uniform(0, 0.05))
+            self._timers.append(threading.Timer(delay_s, os.kill, (self.pid, signal.SIGKILL)))
+            self._timers[-1].start()
+
+    def join(self) -> None:
+        for timer in self._timers:
+            timer.join()
+
+
+def last_state(run: RunFolder, steps: int) -> dict:
+    folder = run.checkpoints / f"step-{steps - 1:06d}"
+    stored = torch.load(folder / "optimizer.pt", weights_only=True)
+    moments = flat({"optimizer": stored["optimizer"]["state"], "rng": stored["rng"]})
+    return {**load_file(folder / "model.safetensors"), **moments}
+
+
+def flat(value: object, name: str = "") -> dict:
+    if isinstance(value, dict):
+        return {k: v for key, each in value.items() for k, v in flat(each, f"{name}/{key}").items()}
+    return {name: value if isinstance(value, torch.Tensor) else torch.tensor(value)}
+
+
+@pytest.mark.timeout(300)
+def test_twenty_kills_at_random_moments_leave_no_trace(tmp_path):
+    steps = 24
+    changes = {"algorithm": {**JOB["algorithm"], "steps": steps}, "trainer": {"keep_checkpoints": 3}}
+    undisturbed = make_run(tmp_path, "undisturbed", **changes)
+    with Coordinator(undisturbed):
+        go(undisturbed)
+
+    run, killer, endings = make_run(tmp_path, **changes), Killer(8), []
+    with Coordinator(run) as coordinator, Nursery() as nursery:
+        coordinator.on_message = killer.heard
+        for _ in range(20):
+            killer.arm()
+            killer.pid = nursery.bear(run)
+            endings.append(nursery.ending())
+            killer.join()
+        killer.pid = 0
+        nursery.bear(run)
+        assert nursery.ending() == 0
+    assert endings == [-signal.SIGKILL] * 20
+
+    found, wanted = last_state(run, steps), last_state(undisturbed, steps)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert weights(run.checkpoints / "model") == weights(undisturbed.checkpoints / "model")
+    assert [line["step"] for line in lines(run)] == list(range(steps))
+    same = ("step", "reward_mean", "loss", "tokens_trained", "grad_norm", "entropy", "learning_rate")
+    told = zip(lines(run), lines(undisturbed), strict=True)
+    assert all(mine[name] == theirs[name] for mine, theirs in told for name in same)
+    kept = ["model", *(f"step-{step:06d}" for step in range(steps - 3, steps))]
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == kept
+    asked = [m.step for m in coordinator.of(StepStartedMessage)]
+    assert all(after <= before + 1 for before, after in itertools.pairwise(asked)), "a step was skipped"
+    assert {m.step for m in coordinator.of(StepTrainedMessage)} == set(range(steps))
+
+
+@pytest.mark.parametrize("publish_s", [0.0, 1.0])
+def test_the_next_step_is_asked_for_while_this_one_is_trained(tmp_path, monkeypatch, publish_s):
+    """However long a publication takes, nothing else is asked for, and under no other version."""
+    publish = WeightStore.publish
+
+    def slowly(*arguments, **options):
+        time.sleep(publish_s)
+        return publish(*arguments, **options)
+
+    monkeypatch.setattr(WeightStore, "publish", slowly)
+    algorithm = {**JOB["algorithm"], "max_staleness": 1}
+    run = make_run(tmp_path, algorithm=algorithm)
+    with Coordinator(run) as coordinator:
+        go(run)
+    asked = coordinator.of(StepStartedMessage)
+    assert [m.step for m in asked] == list(range(STEPS))
+    assert [m.policy_version for m in asked] == [0, 0, 1, 2], "each under what was published by then"
+    order = [
+        (type(m), m.step) for m in coordinator.heard if isinstance(m, StepStartedMessage | StepTrainedMessage)
+    ]
+    for step in range(1, STEPS):
+        assert order.index((StepStartedMessage, step)) < order.index((StepTrainedMessage, step - 1))
+    assert [line["staleness"] for line in lines(run)] == [0, 1, 1, 1]
+    assert all(line["tokens_trained"] > 0 for line in lines(run))
+
+
+def test_adapters_alone_are_published_also_after_a_resume(tmp_path):
+    algorithm = {**JOB["algorithm"], "steps": 2, "lora": {"rank": 4}, "learning_rate": 0.05}
+    run = make_run(tmp_path, algorithm=algorithm, weights={"transfer": "lora"})
+    store = WeightStore(run.weights)
+    with Coordinator(run) as coordinator:
+        coordinator.refuse_step = 1
+        with pytest.raises(RLBoostError, match="enough"):
+            go(run)
+        first, second = (read_manifest(store.path(version)) for version in (0, 1))
+        coordinator.refuse_step = None
+        go(run)
+    assert [m.version for m in coordinator.of(VersionPublishedMessage)] == [0, 1, 2], (
+        "the same weights keep their number"
+    )
+    third = read_manifest(store.path(2))
+    files = [{file.name: file for file in each.files} for each in (first, second, third)]
+    assert len({each["model.safetensors"] for each in files}) == 1, "the frozen weights stay what they are"
+    assert len({each["adapter.weights"] for each in files}) == 3
+    assert (store.path(1) / "adapter.json").exists()
+
+
+def test_a_trainer_that_was_ahead_comes_back_to_the_same_weights(tmp_path):
+    algorithm = {**JOB["algorithm"], "max_staleness": 1}
+    undisturbed = make_run(tmp_path, "undisturbed", algorithm=algorithm)
+    with Coordinator(undisturbed):
+        wanted = weights(go(undisturbed))
+    run = make_run(tmp_path, algorithm=algorithm)
+    with Coordinator(run) as coordinator:
+        coordinator.refuse_step = 3  # step 1 is trained then, step 2 has arrived
+        with pytest.raises(RLBoostError, match="enough"):
+            go(run)
+        coordinator.refuse_step = None
+        coordinator.heard.clear()
+        found = weights(go(run))
+    assert found == wanted
+    again = [(m.step, m.policy_version) for m in coordinator.of(StepStartedMessage)]
+    assert again[0] in {(2, 1), (3, 2)}, "what was ahead is asked for again under the version that it had"
+    assert [line["step"] for line in lines(run)] == list(range(STEPS))
+
+
+@pytest.mark.timeout(300)
+def test_two_ranks_train_and_one_goes_on_from_their_checkpoint(tmp_path, quiet):
+    run = make_run(tmp_path, trainer={"ranks": 2})
+    with Coordinator(run) as coordinator:
+        coordinator.refuse_step = 2
+        process = start(run)
+        try:
+            _, errors = process.communicate(timeout=250)
+        finally:
+            process.kill()
+            process.communicate()
+        assert process.returncode == EXIT_CANNOT_GO_ON, errors.decode()  # as one rank's would be
+        assert [m.step for m in coordinator.of(StepTrainedMessage)] == [0, 1]
+        coordinator.refuse_step = None
+        run.job_json.write_text(Job.model_validate_json(json.dumps(JOB)).canonical_json())
+        final = go(run)
+    assert [line["step"] for line in lines(run)] == list(range(STEPS))
+    found, wanted = (load_file(folder / "model.safetensors") for folder in (final, quiet))
+    assert found.keys() == wanted.keys()
+    for name, tensor in found.items():
+        assert (tensor - wanted[name]).norm() <= 1e-3 * wanted[name].norm(), name
+
+
+def test_a_persons_mistake_ends_with_78_and_is_said(tmp_path):
+    run = make_run(tmp_path, reward="def score(completion): return 1")
+    with Coordinator(run) as coordinator:
+        process = start(run)
+        _, errors = process.communicate(timeout=100)
+    assert process.returncode == 78, errors.decode()
+    (failed,) = coordinator.of(RunFailed)
+    assert "completion are unknown" in failed.problem
+    explained = [json.loads(line) for line in errors.splitlines() if b"process.failed" in line]
+    assert explained[-1]["remedy"] == failed.remedy

@@ -1,0 +1,174 @@
+"""Events of the core told in words: calm, complete and once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlboost_runtime.billing.ledger import Ledger
+from rlboost_runtime.coordinator.observers.timeline import Timeline
+from rlboost_runtime.core.base.messages import (
+    Command,
+    Disconnected,
+    Event,
+    InstanceLeft,
+    LaunchFailed,
+    LossCause,
+    MachineGone,
+    NoticeReceived,
+    StepTrained,
+)
+
+
+class Clock:
+    """Stands still."""
+
+    def now(self) -> float:
+        return 0.0
+
+    def wall(self) -> float:
+        return 1000.0
+
+    async def sleep(self, seconds: float) -> None:
+        raise AssertionError("the story never waits")
+
+
+class Told:
+    """A run driven by hand, and its story so far."""
+
+    def __init__(self, run: Any, folder: Path) -> None:
+        self.run = run
+        self.books = Ledger(folder / "ledger.sqlite")
+        self.timeline = Timeline(self.books, Clock(), run.core)
+        handle = run.core.handle
+
+        def told(event: Event) -> list[Command]:
+            commands: list[Command] = handle(event)
+            self.timeline.tell(event, commands, run.core)
+            return commands
+
+        run.core.handle = told
+
+    def lines(self) -> list[str]:
+        """What was told since the last look."""
+        seen, self._seen = getattr(self, "_seen", 0), len(self.books.events())
+        return [event.text for event in self.books.events()[seen:]]
+
+
+@pytest.fixture
+def told(new_run: Callable[..., Any], tmp_path: Path) -> Any:
+    timeline = Told(new_run(max_spot_instances=3), tmp_path)
+    yield timeline
+    timeline.books.close()
+
+
+def rolling_out(told: Told, size: int = 6) -> Any:
+    """Three machines of the fleet serve, and a step is under way."""
+    run = told.run
+    machines = sorted(run.core.machines)
+    for machine in machines:
+        run.launched(machine)
+        run.join(f"{machine}/0", machine=machine)
+    run.publish(0)
+    for machine in machines:
+        run.ready(f"{machine}/0")
+    run.step(groups=size, size=1)
+    return run
+
+
+def test_arrivals_are_told_once(told: Told) -> None:
+    rolling_out(told)
+    lines = told.lines()
+    assert [line for line in lines if line.startswith("spot-0 ")] == [
+        "spot-0 joined",
+        "spot-0 serves policy version 0",
+    ]
+    assert "policy version 0 published" in lines
+    told.run.ready("spot-0/0")
+    assert told.lines() == []
+
+
+def test_a_killed_machine_is_two_lines_whoever_reports_it(told: Told) -> None:
+    run = rolling_out(told)
+    told.lines()
+    held = len(run.core.responses_on("spot-1/0"))
+    assert held == 2
+    run.send(Disconnected(run.now, "spot-1/0", run.epoch("spot-1/0")))
+    assert told.lines() == [], "it may come back within the grace"
+    run.send(MachineGone(run.now, "spot-1"))
+    lines = [line for line in told.lines() if "spot-1" in line]
+    assert lines == [
+        "spot-1 was preempted without notice; its 2 responses go on elsewhere",
+        "2 responses of spot-1 migrated to spot-0 (1) and spot-2 (1)",
+    ]
+    run.until(run.now + 5, beating=("spot-0/0", "spot-2/0"))
+    assert not [line for line in told.lines() if "spot-1" in line]
+
+
+def test_a_reset_without_word_from_the_cloud_is_told_after_the_grace(told: Told) -> None:
+    run = rolling_out(told)
+    told.lines()
+    run.send(Disconnected(run.now, "spot-1/0", run.epoch("spot-1/0")))
+    run.until(run.now + 1)
+    assert told.lines()[0] == "spot-1 vanished without notice; its 2 responses go on elsewhere"
+    run.send(MachineGone(run.now, "spot-1"))
+    assert not [line for line in told.lines() if "spot-1" in line]
+
+
+def test_a_notice_a_migration_and_a_goodbye(told: Told) -> None:
+    run = rolling_out(told)
+    told.lines()
+    epoch = run.epoch("spot-2/0")
+    mine = run.core.responses_on("spot-2/0")
+    run.send(NoticeReceived(run.now, "spot-2/0", epoch, 30.0))
+    assert told.lines() == ["spot-2 has 30 s of notice; its 2 responses go on elsewhere"]
+    run.release(mine[0])
+    assert told.lines() == [], "one of two is still to come"
+    run.release(mine[1])
+    (moved,) = told.lines()
+    assert moved.startswith("2 responses of spot-2 migrated to ")
+    run.send(InstanceLeft(run.now, "spot-2/0", epoch, LossCause.NOTICED))
+    assert told.lines() == ["spot-2 left after its notice"]
+    run.send(MachineGone(run.now, "spot-2"))
+    assert told.lines() == []
+
+
+def test_what_finishes_before_it_moves_did_not_migrate(told: Told) -> None:
+    run = rolling_out(told)
+    told.lines()
+    for response in run.core.responses_on("spot-2/0"):
+        if response != run.core.responses_on("spot-2/0")[-1]:
+            continue
+        run.finish(response)
+    run.send(NoticeReceived(run.now, "spot-2/0", run.epoch("spot-2/0"), 5.0))
+    assert told.lines() == ["spot-2 has 5 s of notice; its 1 response goes on elsewhere"]
+    (last,) = run.core.responses_on("spot-2/0")
+    run.finish(last)
+    assert not [line for line in told.lines() if "migrated" in line]
+
+
+def test_no_capacity_is_told_once_per_step(told: Told) -> None:
+    run = told.run
+    for machine in sorted(run.core.machines)[:2]:
+        run.send(LaunchFailed(run.now, machine, "none to be had", 1.0))
+    assert told.lines() == ["no new spot machine for now: none to be had"]
+
+
+def test_a_step_is_told_with_the_version_it_made(told: Told) -> None:
+    run = rolling_out(told, size=1)
+    told.lines()
+    run.finish(0)
+    run.publish(1)
+    run.send(StepTrained(run.now, 0, 0.0, 1.0))
+    assert "step 1 trained, policy version 1 published" in told.lines()
+
+
+def test_nothing_is_told_of_the_winding_up(told: Told) -> None:
+    run = rolling_out(told)
+    told.lines()
+    told.timeline.end()
+    run.send(MachineGone(run.now, "spot-1"))
+    assert told.lines() == []

@@ -1,0 +1,96 @@
+"""What the documents say can be typed, followed and found."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from rlboost_cli.main import COMMANDS
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+TARGETS = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+
+
+@pytest.fixture
+def generate() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def typed_lines(page: Path) -> Iterator[str]:
+    """The lines of shell blocks, without comments."""
+    for block in re.findall(
+        r"^```(?:sh|bash|shell)\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    ):
+        yield from (line.split("#")[0].strip() for line in block.splitlines() if line.split("#")[0].strip())
+
+
+def test_generated_pages_are_up_to_date(generate: ModuleType) -> None:
+    assert generate.outdated() == [], "run `make docs`"
+
+
+def test_the_check_tells_a_page_that_is_out_of_date(
+    generate: ModuleType,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(generate, "DOCS", tmp_path)
+    assert generate.main(["--check"]) == 1
+    assert "docs/job-file.md is out of date" in capsys.readouterr().err
+    assert generate.main([]) == 0
+    assert generate.main(["--check"]) == 0
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_in_shell_blocks_exist(page: Path) -> None:
+    for line in typed_lines(page):
+        if target := re.match(r"make ([a-z0-9-]+)", line):
+            assert target[1] in TARGETS, line
+        if command := re.match(r"(?:\S*/)?rlboost ([a-z]+)", line):
+            assert command[1] in COMMANDS, line
+
+
+def test_the_readme_shows_install_quickstart_and_a_picture() -> None:
+    lines = list(typed_lines(ROOT / "README.md"))
+    assert "make quickstart" in lines
+    assert any(line.startswith(("pip install", "git clone")) for line in lines)
+    assert "┌" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_files_and_headings_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
+        if "://" in link:
+            continue
+        name, _, heading = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), f"{page.name}: {link}"
+        if heading:
+            titles = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+            slugs = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+            assert heading in slugs, f"{page.name}: {link}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_pages_name_are_there(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for name in re.findall(
+        r"`((?:runtime|providers|templates|rlboost_cli|examples|tests|docs|benchmarks)/[\w./-]+)`", text
+    ):
+        assert (ROOT / name).exists(), f"{page.name}: {name}"
+
+
+def test_pages_hold_nothing_of_the_machine_they_were_written_on() -> None:
+    for page in PAGES:
+        assert not re.search(r"/(home|root|work|Users)/\w", page.read_text(encoding="utf-8")), page.name

@@ -1,0 +1,313 @@
+"""Mini-batches of the learner, groups into samples, step metrics and checkpoints."""
+
+import json
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+import torch
+
+from rlboost_runtime.errors import ProtocolError
+from rlboost_runtime.job import Algorithm, TinyModel
+from rlboost_runtime.protocol.messages import DeliverGroupMessage, FinishedResponse, Segment
+from rlboost_runtime.protocol.reward_failures import RewardFailure
+from rlboost_runtime.trainer.artifacts import checkpoint
+from rlboost_runtime.trainer.artifacts.checkpoint import TrainedState
+from rlboost_runtime.trainer.data.prompts import Prompt
+from rlboost_runtime.trainer.learn.learner import Learner, Sample
+from rlboost_runtime.trainer.learn.policy import Policy
+from rlboost_runtime.trainer.loop import micro_batch_sizes
+from rlboost_runtime.trainer.models.tiny import make_model, make_tokenizer
+from rlboost_runtime.trainer.rewards.outcome import Reward
+from rlboost_runtime.trainer.rewards.scorer import RewardCall
+from rlboost_runtime.trainer.rollout.groups import GroupScorer
+from rlboost_runtime.trainer.rollout.metrics import MetricsLog, group_metrics, percentile
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ALGORITHM = Algorithm(
+    group_size=2, prompts_per_step=2, learning_rate=1e-3, learning_rate_warmup_steps=2, max_response_tokens=8,
+    overlong_penalty_tokens=4,
+)  # fmt: skip
+
+
+def learner(**changes) -> Learner:
+    model = make_model(TinyModel(init="tiny", hidden_size=32, num_layers=1), 64)
+    return Learner(Policy(model, make_tokenizer()), ALGORITHM.model_copy(update=changes))
+
+
+def samples(num: int = 12) -> list[Sample]:
+    draw = np.random.default_rng(0)
+    found = []
+    for _ in range(num):
+        n, m = int(draw.integers(1, 6)), int(draw.integers(1, 9))
+        found.append(
+            Sample(
+                draw.integers(0, 256, m).tolist(), draw.integers(0, 256, n).tolist(),
+                draw.normal(-5.5, 0.2, n).tolist(), float(draw.normal()),
+            )
+        )  # fmt: skip
+    return found
+
+
+def gradient(batches: list[list[Sample]], **changes) -> torch.Tensor:
+    """The divided gradient of one mini-batch: AdamW's first step would hide its size."""
+    subject = learner(**changes)
+    subject.begin_step(5)
+    for batch in batches:
+        subject.accumulate(batch)
+    for parameter in subject.policy.model.parameters():
+        parameter.grad.div_(subject.divisor)
+    return torch.cat([p.grad.flatten() for p in subject.policy.model.parameters()])
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dapo"])
+def test_micro_batches_in_any_order_equal_the_full_batch(loss):
+    found = samples()
+    whole = gradient([found], loss=loss, micro_batch_responses=99)
+    for batches in ([found[7:], found[:2], found[2:7]], [found[::-1]]):
+        split = gradient(batches, loss=loss, micro_batch_responses=3)
+        assert (split - whole).norm() <= 1e-5 * whole.norm()
+
+
+def test_the_same_micro_batches_give_the_same_bits():
+    found = samples()
+    one, again = (gradient([found[:5], found[5:]], micro_batch_responses=4) for _ in range(2))
+    assert torch.equal(one, again)
+
+
+def test_quarantined_samples_change_nothing():
+    found = samples(4)
+    masked = [*found, Sample([1], [2, 3], [-1.0, float("nan")], 5.0, usable=False), Sample([1], [], [], 1.0)]
+    torch.testing.assert_close(gradient([masked]), gradient([found]))
+
+
+def test_a_minibatch_without_anything_usable_is_skipped_and_counted():
+    subject = learner()
+    before = [p.detach().clone() for p in subject.policy.model.parameters()]
+    subject.begin_step(0)
+    subject.accumulate([Sample([1], [2], [-1.0], 1.0, usable=False)])
+    subject.apply()
+    assert subject.sums.metrics()["minibatches_empty"] == 1
+    assert all(torch.equal(a, b) for a, b in zip(before, subject.policy.model.parameters(), strict=True))
+
+
+def test_a_gradient_that_is_not_finite_never_reaches_the_weights():
+    subject = learner()
+    subject.begin_step(0)
+    subject.accumulate([Sample([1], [2], [-1.0], float("nan"))])
+    subject.apply()
+    assert subject.sums.metrics()["minibatches_not_finite"] == 1
+    assert all(torch.isfinite(p).all() for p in subject.policy.model.parameters())
+
+
+def test_learning_rate_ramp():
+    subject = learner()
+    assert [subject.learning_rate(step) for step in range(3)] == [0.5e-3, 1e-3, 1e-3]
+    assert learner(learning_rate_warmup_steps=0).learning_rate(0) == 1e-3
+
+
+def test_training_raises_the_probability_of_better_responses():
+    subject = learner()
+    good, bad = [10, 11, 12], [20, 21]
+
+    def logprob(tokens: list[int]) -> float:
+        return subject.policy.forward([[1, 2]], [tokens], 1.0).logprobs.sum().item()
+
+    before = logprob(good), logprob(bad)
+    for step in range(3):
+        subject.begin_step(step)
+        mu = [subject.policy.forward([[1, 2]], [t], 1.0).logprobs[0].detach().tolist() for t in (good, bad)]
+        subject.accumulate([Sample([1, 2], good, mu[0], 1.0), Sample([1, 2], bad, mu[1], -1.0)])
+        subject.apply()
+    assert logprob(good) > before[0]
+    assert logprob(bad) < before[1]
+
+
+def test_mismatch_is_measured_before_the_first_update_only():
+    subject = learner()
+    subject.begin_step(0)
+    subject.accumulate(samples(2))
+    subject.apply()
+    tokens = subject.sums.mismatch.tokens
+    subject.accumulate(samples(2))
+    subject.apply()
+    assert subject.sums.mismatch.tokens == tokens > 0
+    assert subject.sums.tokens == 2 * tokens
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sizes"),
+    [
+        ((16, 4, 8, 16), [2, 2, 0] * 4),
+        ((6, 2, 8, 16), [2, 1, 0, 2, 1, 0]),
+        ((4, 1, 8, 1), [1, 1, 1, 1, 0]),
+        ((4, 2, 8, 1000), [2, 0, 2, 0]),
+    ],
+)
+def test_micro_batch_sizes(arguments, sizes):
+    assert list(micro_batch_sizes(*arguments)) == sizes
+
+
+# --- groups ---------------------------------------------------------------------------------------------
+
+
+class Scorer:
+    """Scores by length; a response that begins with "!" fails."""
+
+    name = "rewards.py:score"
+
+    def submit(self, call: RewardCall) -> Future[Reward]:
+        future: Future[Reward] = Future()
+        failed = call.response.startswith("!")
+        future.set_result(
+            Reward(0.0, RewardFailure.RAISED, "boom") if failed else Reward(float(len(call.response)))
+        )
+        return future
+
+
+def desk(group_size: int = 2) -> GroupScorer:
+    subject = GroupScorer(
+        lambda ids: "".join(map(chr, ids)), Scorer(), ALGORITHM.model_copy(update={"group_size": group_size})
+    )
+    subject.expect(3, 9, [Prompt(0, "p", (1, 2), {}), Prompt(1, "q", (3,), {})])
+    return subject
+
+
+def response(text: str, reason: str = "stop", version: int = 9, logprobs: list[float] | None = None):
+    values = [-1.0] * len(text) if logprobs is None else logprobs
+    return FinishedResponse(
+        0, np.array([ord(c) for c in text], "<i4").tobytes(), np.array(values, "<f4").tobytes(),
+        (Segment("i", version, len(text)),), reason,
+    )  # fmt: skip
+
+
+def test_a_group_becomes_samples_with_the_overlong_term_in_the_advantage_only():
+    subject = desk(3)
+    subject.arrived(
+        DeliverGroupMessage(3, 0, (response("ab"), response("abcdefgh", "length"), response("abc")))
+    )
+    group = subject.collect(3, 0, lambda: None)
+    assert [r.reward.value for r in group.responses] == [2, 8, 3]  # as scored; shaped: 2, 8 - 1, 3
+    shaped = np.array([2.0, 7.0, 3.0])
+    expected = (shaped - shaped.mean()) / (shaped.std(ddof=1) + 1e-6)
+    assert [r.sample.advantage for r in group.responses] == pytest.approx(expected.tolist(), rel=1e-5)
+    assert group.responses[0].sample.prompt_ids == [1, 2]
+    metrics = group_metrics([group])
+    assert metrics["reward_mean"] == pytest.approx(13 / 3)
+    assert metrics["truncated_share"] == pytest.approx(1 / 3)
+    assert (metrics["length_p50"], metrics["length_max"]) == (3, 8)
+
+
+def test_quarantined_and_broken_responses_are_masked_out():
+    subject = desk(4)
+    subject.arrived(
+        DeliverGroupMessage(
+            3, 1,
+            (response("a"), response("abcd"), response("abcdef", "quarantined"),
+             response("ab", logprobs=[-1.0, float("nan")])),
+        )
+    )  # fmt: skip
+    group = subject.collect(3, 1, lambda: None)
+    assert [r.sample.usable for r in group.responses] == [True, True, False, False]
+    advantages = [r.sample.advantage for r in group.responses]
+    assert advantages[0] == pytest.approx(-advantages[1])
+    assert advantages[2:] == [0, 0]
+    metrics = group_metrics([group])
+    assert metrics["quarantined_share"] == metrics["not_finite_share"] == 0.25
+
+
+def test_failed_rewards_count_as_zero_and_equal_rewards_teach_nothing():
+    subject = desk()
+    subject.arrived(DeliverGroupMessage(3, 0, (response("!x"), response("!y"))))
+    group = subject.collect(3, 0, lambda: None)
+    assert group.zero_variance
+    metrics = group_metrics([group])
+    assert (metrics["reward_failures_raised"], metrics["zero_variance_share"]) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("bad", "told"),
+    [
+        ((response("a"),), "has 1 responses, not 2"),
+        ((response("a"), response("b", version=8)), "version 8 in a step of version 9"),
+        ((response("a"), response("b", logprobs=[])), "1 tokens, 0 logprobs"),
+    ],
+)
+def test_a_group_that_makes_no_sense_is_refused(bad, told):
+    with pytest.raises(ProtocolError, match=told):
+        desk().arrived(DeliverGroupMessage(3, 0, bad))
+
+
+def test_groups_of_another_step_are_ignored():
+    subject = desk()
+    subject.arrived(DeliverGroupMessage(2, 0, ()))
+    with pytest.raises(KeyError):
+        subject.collect(3, 0, lambda: None)
+
+
+def test_percentiles():
+    assert [percentile([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], p) for p in (10, 50, 90, 100)] == [1, 5, 9, 10]
+    assert percentile([7], 10) == 7
+
+
+# --- files ----------------------------------------------------------------------------------------------
+
+
+def test_the_metrics_file_rewinds_and_drops_a_torn_line(tmp_path):
+    table = MetricsLog(tmp_path / "metrics.jsonl")
+    assert table.rewind(5) is None
+    for step in range(4):
+        table.append({"step": step})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "rew')
+    assert table.rewind(3) == 2
+    table.append({"step": 3})
+    assert [json.loads(x)["step"] for x in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [
+        0,
+        1,
+        2,
+        3,
+    ]
+
+
+def state(step: int) -> TrainedState:
+    return TrainedState(step, step + 1, 0.5, 1.5, 10, 0.25, {"step": float(step)})
+
+
+def trained_twice(subject: Learner, start: int) -> None:
+    for step in (start, start + 1):
+        subject.begin_step(step)
+        subject.accumulate(samples())
+        subject.apply()
+
+
+def test_a_checkpoint_continues_bit_for_bit(tmp_path):
+    straight = learner()
+    trained_twice(straight, 0)
+    taken = checkpoint.take(straight.policy, straight.optimizer, state(1))
+    trained_twice(straight, 2)  # what is written later is what was there then
+    checkpoint.write(tmp_path, taken, keep=2)
+
+    folder = checkpoint.step_folder(tmp_path, checkpoint.saved_steps(tmp_path)[-1])
+    again = Learner(Policy.load(folder), ALGORITHM)
+    checkpoint.restore_optimizer(folder, again.optimizer)
+    assert checkpoint.read_state(folder) == state(1)
+    trained_twice(again, 2)
+    pairs = zip(straight.policy.model.parameters(), again.policy.model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_only_the_newest_checkpoints_stay_and_a_torn_one_is_never_seen(tmp_path):
+    subject = learner()
+    for step in range(4):
+        checkpoint.write(tmp_path, checkpoint.take(subject.policy, subject.optimizer, state(step)), keep=2)
+    assert checkpoint.saved_steps(tmp_path) == [2, 3]
+
+    def torn(folder):
+        (folder / "half").write_text("x")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        checkpoint.replace_folder(checkpoint.step_folder(tmp_path, 4), torn)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", "step-000003"]
