@@ -10,7 +10,8 @@ plain scorer sees it.
 The last line of stdout is a JSON object. Target: every seed lifts its reward by at least 1.3x.
 
 With `max_staleness` above 0 each step's responses are sampled from the weights from which a run would have
-them: which those are is decided by the trainer's own `ahead.AskedSteps`, where a rollout takes no time.
+them: which those are is decided by the trainer's own `trainer.data.prompts.AskedSteps`, where a rollout takes
+no time.
 """
 
 from __future__ import annotations

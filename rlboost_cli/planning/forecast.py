@@ -6,10 +6,10 @@ a seeding window of T seconds and then trains for B seconds while the instances 
 
     r T + n s (T + B) = W   so   T = max(0, (W - n s B) / (r + n s)),   step = T + B + overhead
 
-With n = 0 that is rollout and training one after the other, as without spot machines. How many instances
-are useful is not computed here: the core's own rule is asked (`core.sizing`, `core.marginal`), the one that
-the run will follow: what gives the most tokens per dollar, weights' egress included, or, without prices, the
-paper's N_prem.
+With n = 0 that is rollout and training one after the other, as without spot machines. How many instances are
+useful is not computed here: the core's own rule is asked (`core.window.sizing`, `core.base.cost_model`), the
+one that the run will follow: what gives the most tokens per dollar, weights' egress included, or, without
+prices, the paper's N_prem.
 
 The arithmetic leaves out the tail of the last, longest responses, hand-overs and machines that are taken
 away. So it is held against the very run that the rates are from: what that run's steps took longer is added

@@ -54,7 +54,8 @@ MIN_MEASURED_BYTES = 8 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class PullSettings:
-    """Where and how to pull. `folder` receives a sub-folder per version; see `weights.pull.PullRequest`."""
+    """Where and how to pull. `folder` receives a sub-folder per version; see
+    `weights.pull.pull.PullRequest`."""
 
     folder: Path
     token: str

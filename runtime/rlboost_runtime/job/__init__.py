@@ -1,6 +1,6 @@
 """The job file: what a person writes, checked strictly, every field with its unit and a default that works.
 
-`job_file.load_job` turns a YAML file into a `Job` or raises `JobErrors`, one line per mistake:
+`job.file.load.load_job` turns a YAML file into a `Job` or raises `JobErrors`, one line per mistake:
 `job.yaml:14: rollout.spot.max_instance: unknown field; did you mean max_instances?`
 The resolved job is stored as JSON beside the run and read back with `read_resolved`.
 """

@@ -1,6 +1,6 @@
 """Counting responses whose reward failed: kinds, the metrics that carry them, and words for people.
 
-The trainer decides and counts (`trainer.reward_outcome` states the rule); coordinator, cost report and CLI
+The trainer decides and counts (`trainer.rewards.outcome` states the rule); coordinator, cost report and CLI
 only add up and tell. Pure; standard library only.
 """
 

@@ -173,7 +173,7 @@ class Supervisor:
 
     def _tear_down(self) -> None:
         """End every machine and process of the run. Blocks for `grace_s` and a little more, and where a cloud
-        does not answer for `ending.PATIENCE_S`: machines that nobody ends go on costing money."""
+        does not answer for `base.terminate.PATIENCE_S`: machines that nobody ends go on costing money."""
         self._try_to_end_machines()
         ended = end_all(self._run.path, self._tuning.grace_s)
         self._try_to_end_machines()  # one that the coordinator was launching when it was ended

@@ -1,4 +1,5 @@
-"""What every provider must do, written against `base.Provider` alone; run for each provider that we ship.
+"""What every provider must do, written against `base.provider.Provider` alone; run for each provider that we
+ship.
 
 A new provider adds one function to `CLOUDS` that yields a `Cloud`: a way to make provider objects anew, as a
 restarted coordinator does, and two ways to look at what is really there.

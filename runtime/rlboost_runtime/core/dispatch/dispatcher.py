@@ -1,9 +1,9 @@
 """Which instance generates which response: join the emptiest, and wait rather than overfill (paper,
 Algorithm 2).
 
-- The response that got least far goes first (`Policy.least_first`): it has most to come, and a step ends
-  with those that began last. The paper's and the baselines' rule is the contrary, continuations before fresh
-  ones and the longest first.
+- The response that got least far goes first (`SchedulingPolicy.least_first`): it has most to come, and a step
+  ends with those that began last. The paper's and the baselines' rule is the contrary, continuations before
+  fresh ones and the longest first.
 - `DispatchRule.BOOKED`: the emptiest instance by booked KV share gets the next response, unless one that
   has a sibling's prompt in its cache is at most `affinity_slack` fuller. At a step's begin nobody is filled
   more than all will be once those that still load its version are there.

@@ -4,7 +4,7 @@ Guarantees: a response ends once; a group is complete exactly when all its respo
 agree with the states (`StepResponses.check`).
 
 The queue of waiting responses of the open step, by the tokens that they keep: the longest first, as the
-published code has it, or the one with the least first (`Policy.least_first`).
+published code has it, or the one with the least first (`SchedulingPolicy.least_first`).
 
 Whether an entry still waits is seen when it comes up.
 """

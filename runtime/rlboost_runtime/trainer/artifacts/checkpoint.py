@@ -2,17 +2,16 @@
 
 `checkpoints/step-000012/` holds the model in HF format (float32, exactly), `optimizer.pt` (AdamW state and
 random number generators) and `state.json`. A folder of that name is complete and durable: it is built under
-another name, synced and renamed. Loading one on a CPU continues bit for bit, and on any number of ranks.
-The data cursor is the step itself (`data.py`); what the window has learned is the coordinator's and in its
-event log.
+another name, synced and renamed. Loading one on a CPU continues bit for bit, and on any number of ranks. The
+data cursor is the step itself (`trainer.data.prompts`); what the window has learned is the coordinator's and
+in its event log.
 
 Taking a checkpoint (`take`) copies; writing it (`write`) touches nothing that training changes, so that the
-two may overlap (`checkpoint_writer.py`).
+two may overlap (`trainer.learn.background`).
 
-Checkpoints written beside training, in order.
-
-Guarantees: `on_durable` is called, on the writer's thread, only once the checkpoint would survive a power
-cut; failures and bounds are those of `background_work`: memory holds two copies at most.
+Checkpoints are written beside training, in order. `on_durable` is called, on the writer's thread, only once
+the checkpoint would survive a power cut; failures and bounds are those of `trainer.learn.background`: memory
+holds two copies at most.
 """
 
 from __future__ import annotations

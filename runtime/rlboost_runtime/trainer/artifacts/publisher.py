@@ -1,9 +1,9 @@
 """Publishes weight versions beside training: training stops for one cast-copy of the model, no longer.
 
 `Publisher.begin` casts the weights into memory of its own, kept from version to version; a thread then
-writes, digests, compares with the version before (`weights.lineage`) and renames, while training goes on.
-There is one copy, so the next publication waits for the last one. Weights that are frozen under adapters are
-copied and written once; later versions link to them.
+writes, digests, compares with the version before (`weights.store.delta_chain`) and renames, while training
+goes on. There is one copy, so the next publication waits for the last one. Weights that are frozen under
+adapters are copied and written once; later versions link to them.
 
 Guarantees: a version is announced, on that thread, only once it lies complete and durable in the store; what
 goes wrong there is raised as `background_work` says; the same weights give the same bytes.

@@ -35,7 +35,7 @@ term of a token is multiplied with a constant (arXiv 2505.24034):
 - sequence_mask: W_i = exp(sum_t log w) where W_i <= cap, else 0, for the whole response.
 
 Which policy is "old"? Before the first optimizer step of a step the trainer's own forward pass *is* old, at
-no cost. After it there are two ways, and `update.py` chooses: old recomputed beforehand, or old := mu
+no cost. After it there are two ways, and `learner.py` chooses: old recomputed beforehand, or old := mu
 ("bypass"). With bypass the ratio is that of the current policy to what was really sampled and is clipped as a
 whole; the correction then weighs nothing (that would count the mismatch twice) and only drops, by
 exp(current - mu).

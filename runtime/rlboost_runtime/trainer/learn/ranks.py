@@ -3,7 +3,7 @@
 Rank 0 runs the trainer's loop and is the only one that talks with the coordinator. Every method that all
 ranks have to enter together (a forward pass of a sharded model is one) begins with `Ranks.tell`: on rank 0 it
 sends the method and its arguments to the others, on them it does nothing; alone it does nothing either. The
-others wait in `hear` and call the same method of their own (`following.py`). So the order of collectives is
+others wait in `hear` and call the same method of their own (`rank_worker.py`). So the order of collectives is
 rank 0's, everywhere.
 
 Commands travel as msgpack over gloo; a rank that ends takes the whole group with it (torchrun sees to that).

@@ -13,7 +13,7 @@ extras of `delta_kernels` compressed by zstd, the codes and extras of `delta_cod
 
 Guarantees: applied to the right base a delta gives the very bytes; applied to anything else, or damaged, it
 gives other bytes or `BadDelta`, which is why every restored chunk is checked before it is used
-(`weights.restore`).
+(`weights.pull.restore`).
 """
 
 from __future__ import annotations

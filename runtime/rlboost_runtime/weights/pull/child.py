@@ -4,9 +4,9 @@
 
     python -m rlboost_runtime.weights.pull.child     reads one JSON line, a `PullRequest`, on stdin
 
-    {"bytes", "total", "moved"}                  on stdout, at most five a second (`weights.work.Progress`)
+    {"bytes", "total", "moved"}                  on stdout, at most five a second (`PullProgress`)
     {"done": true, "folder", "pulled_bytes", "seconds", "num_corrupt", "how", "full_bytes", "bytes_per_s",
-     "by_holder", "complaints"}                  at the end, exit code 0; see `weights.pull.Pulled`
+     "by_holder", "complaints"}                  at the end, exit code 0; see `pull.Pulled`
     {"error": "..."}                             or this, exit code 1
 
 A process of its own, so that neither TLS nor hashing can delay its agent's heartbeat. Guarantees: see

@@ -3,7 +3,7 @@
 In order: a version that is here already is verified and kept; one that lies in a store on this machine, or
 that another engine of this machine has fetched, is linked, not copied; else deltas are fetched and applied
 where that costs less and there is a base for them; what is then still missing is fetched whole, chunk by
-chunk (`weights.work`).
+chunk (`weights.pull.chunk_scheduler`).
 
 Guarantees: a chunk counts only once its digest is the manifest's, wherever it came from and however it was
 made, so a wrong base, a damaged delta or a lying holder can cost time but never give wrong weights; whatever
@@ -68,8 +68,8 @@ class PullRequest(msgspec.Struct, frozen=True):
     `holders`: who else may have it; `part`: (i, n), which slice of it to take from the head where n instances
     of a zone pull at once, (0, 0): none; `digest`: the version's content digest where it is known; `store`:
     the head's store where it lies on this machine; `siblings`: the folders of this machine's other engines;
-    `receiver`: who pulls, to servers that give shares; the rest is for `choice.Link`. `serves`: whether an
-    engine here serves an older version meanwhile.
+    `receiver`: who pulls, to servers that give shares; the rest is for `sources.LinkCost`. `serves`: whether
+    an engine here serves an older version meanwhile.
 
     `streams`: from the head and from a bucket, at most. As many as this process has cores begin, the others
     where those leave cores idle: over a long way a stream brings little, and more of them bring more, but

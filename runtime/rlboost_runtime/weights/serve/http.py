@@ -10,7 +10,7 @@ Threads, because sending is the kernel's and OpenSSL's work, which holds no lock
 process uses several cores, and a slow receiver blocks its own thread only.
 
 Guarantees: without the token every answer is 401; only what the catalog finds is reachable; receivers share
-the link (`weights.shares`); who shows no token, or takes next to nothing, is cut off (`weights.connections`).
+the link (`weights.serve.connections`); a client that shows no token, or takes next to nothing, is cut off.
 Files are read, not mapped: one that is cut short under our hands ends an answer, not the process.
 """
 

@@ -4,9 +4,9 @@
 
     python -m rlboost_runtime.weights.serve.server RUN_FOLDER
 
-What it answers is in `weights.serving`. Guarantees: only files that a version's manifest names are reachable;
-a version that is being pulled is not deleted, nor within `LINGER_S` of its last request; the port stays the
-same over restarts, so that machines find the server again.
+What it answers is in `weights.serve.http`. Guarantees: only files that a version's manifest names are
+reachable; a version that is being pulled is not deleted, nor within `LINGER_S` of its last request; the port
+stays the same over restarts, so that machines find the server again.
 
 Exit codes: 0 after SIGTERM or SIGINT, 1 where the port of the last start is taken, 2 on wrong arguments.
 

@@ -79,7 +79,7 @@ class WeightStore:
     """The versions in one folder; the newest `keep` stay; files are digested in chunks of `chunk_bytes`.
 
     With `max_deltas` above 0 a new version also gets deltas from up to so many versions before it, where they
-    pay (`weights.lineage`); `finder` is who looks for what changed, None: the cores.
+    pay (`weights.store.delta_chain`); `finder` is who looks for what changed, None: the cores.
     """
 
     def __init__(
