@@ -123,6 +123,10 @@ lint: $(DEV) ## format, lint rules and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+.PHONY: commits
+commits: ## check the subjects of commits: imperative, at most 72 characters
+	@$(PYTHON) .ci/check_commits.py
+
 .PHONY: format
 format: $(DEV) ## rewrite the sources in the house format
 	$(BIN)/ruff check --fix .
@@ -163,6 +167,7 @@ build: $(DEV) ## wheel and source archive in dist/
 .PHONY: ci
 ci: ## everything that a change has to pass
 	@$(MAKE) lint
+	@$(MAKE) commits
 	@$(MAKE) docs-check
 	@$(MAKE) test
 	@$(MAKE) test-vllm
