@@ -55,7 +55,7 @@ class Bootstrap(msgspec.Struct, frozen=True, omit_defaults=True):
     cloud: str = ""
     """Whose metadata service announces reclaims there (aws, gcp, azure); empty: none."""
     weight_transfer: str = "auto"
-    """How versions are fetched (`weights.choice.Transfer`)."""
+    """How versions are fetched (`weights.child_pipe.TransferSettings`)."""
     weight_store: str = ""
     """The head's store, for agents on the head itself."""
     weight_bucket: str = ""

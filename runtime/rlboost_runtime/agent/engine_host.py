@@ -16,7 +16,6 @@ import random
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Protocol
 
-from rlboost_runtime.agent.puller import Pulled
 from rlboost_runtime.engines.base import (
     Engine,
     EngineDied,
@@ -36,6 +35,7 @@ from rlboost_runtime.protocol.messages import (
     VersionRefusedMessage,
 )
 from rlboost_runtime.seams import Clock
+from rlboost_runtime.weights.child_pipe import PullReport
 from rlboost_runtime.weights.manifest import probe_matches, read_manifest
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class EngineKeepsDying(RuntimeFault):
 class HostOwner(Protocol):
     """Who the host works for."""
 
-    def outputs(self, batch: list[EngineOutput]) -> None:
+    def output(self, output: EngineOutput) -> None:
         """Take new tokens and endings."""
 
     async def room(self) -> None:
@@ -76,7 +76,7 @@ class EngineHost:
     def __init__(
         self,
         make: Callable[[int], Engine],
-        pull: Callable[[int], Awaitable[Pulled]],
+        pull: Callable[[int], Awaitable[PullReport]],
         owner: HostOwner,
         clock: Clock,
     ) -> None:
@@ -87,7 +87,7 @@ class EngineHost:
         self._engine: Engine | None = None
         self._held: set[int] = set()  # requests that the engine has and that have not ended
         self._wanted: int | None = None
-        self._pulled: Pulled | None = None
+        self._pulled: PullReport | None = None
         self._must_prove = False
         self._sleep_wanted = False
         self._is_asleep = False
@@ -151,7 +151,7 @@ class EngineHost:
         self._engine.submit(requests)
 
     async def abort(self, request_ids: Iterable[int]) -> None:
-        """Stop requests; their endings come through `outputs`, or through `engine_died`."""
+        """Stop requests; their endings come through `output`, or through `engine_died`."""
         ids = [request_id for request_id in request_ids if request_id in self._held]
         if ids and self._engine is not None:
             try:
@@ -240,9 +240,9 @@ class EngineHost:
             await engine.start(START_TIMEOUT_S)
             self._engine, self._is_asleep = engine, False
             self._changed.set()
-            async for batch in engine.outputs():
-                self._held.difference_update(out.request_id for out in batch if out.finished is not None)
-                self._owner.outputs(batch)
+            async for output in engine.outputs():
+                self._held.difference_update(end.request_id for end in output.ended)
+                self._owner.output(output)
                 if not self._held:
                     self._changed.set()
                 await self._owner.room()
@@ -311,22 +311,22 @@ class EngineHost:
         apply_s = self._clock.now() - began
         self._fact = InstanceReadyMessage(
             pulled.version,
-            pulled.num_bytes,
-            pulled.seconds,
+            pulled.pulled_bytes,
+            pulled.pull_s,
             apply_s,
             round(times.load_s, 4),
             round(times.pause_s, 4),
             times.start_s,
             pulled.how,
             pulled.full_bytes,
-            pulled.by_holder,
+            pulled.sources,
             pulled.complaints,
         )
         event(
             log,
             "version.served",
             version=pulled.version,
-            pull_s=pulled.seconds,
+            pull_s=pulled.pull_s,
             apply_s=round(apply_s, 4),
             load_s=self._fact.load_s,
             pause_s=self._fact.pause_s,
@@ -392,12 +392,16 @@ class EngineHost:
                 continue
             if pulled is not None:
                 event(
-                    log, "version.pulled", version=version, num_bytes=pulled.num_bytes, seconds=pulled.seconds
+                    log,
+                    "version.pulled",
+                    version=version,
+                    num_bytes=pulled.pulled_bytes,
+                    seconds=pulled.pull_s,
                 )
                 self._pulled = pulled
                 self._changed.set()
 
-    async def _pull_unless_overtaken(self, version: int) -> Pulled | None:
+    async def _pull_unless_overtaken(self, version: int) -> PullReport | None:
         """Pull; None if another version was wanted before it was done."""
         pulling = asyncio.ensure_future(self._pull(version))
         try:
@@ -414,13 +418,13 @@ class EngineHost:
             await asyncio.gather(pulling, return_exceptions=True)
 
 
-async def _apply(engine: Engine, pulled: Pulled) -> tuple[str | None, LoadTimes]:
+async def _apply(engine: Engine, pulled: PullReport) -> tuple[str | None, LoadTimes]:
     """Load and probe; the problem is None if the engine has proved that it holds the version."""
     times = LoadTimes(0.0, 0.0, {})
     try:
-        manifest = read_manifest(pulled.folder)
+        manifest = read_manifest(pulled.path)
         if engine.version != pulled.version:
-            times = await engine.load(pulled.version, pulled.folder) or times
+            times = await engine.load(pulled.version, pulled.path) or times
         probe = manifest.probe
         token_ids, logprobs = await engine.greedy(list(probe.token_ids), len(probe.next_token_ids))
     except (LoadFailed, ProtocolError) as exc:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import struct
 from array import array
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from rlboost_runtime.core.base.messages import FinishReason, ReleaseReason
@@ -62,11 +61,6 @@ class Outbox:
         self._next_seq = 0
 
     @property
-    def next_seq(self) -> int:
-        """Number of the next frame."""
-        return self._next_seq
-
-    @property
     def is_full(self) -> bool:
         """Whether the engine should wait for acknowledgements."""
         return self._num_tokens >= self._max_tokens
@@ -92,16 +86,13 @@ class Outbox:
         """An assignment starts; its next token is number `offset` of the response."""
         self._open[assignment] = _Open(offset, policy_version)
 
-    def add(self, outputs: Iterable[EngineOutput]) -> None:
-        """Take what the engine gave; words about assignments that are not open are dropped."""
-        for output in outputs:
-            entry = self._open.get(output.request_id)
-            if entry is None:
-                continue
-            if output.token_ids:
-                self._append(entry, output)
-            if output.finished is not None:
-                self.end(output.request_id, _REASONS[output.finished], output.problem)
+    def add(self, output: EngineOutput) -> None:
+        """Take what the engine gave; what concerns assignments that are not open is dropped."""
+        for assignment, start, end in output.slices():
+            if assignment in self._open:
+                self._append(assignment, output, start, end)
+        for ended in output.ended:
+            self.end(ended.request_id, _REASONS[ended.reason], ended.problem)
 
     def end(self, assignment: int, reason: FinishReason | ReleaseReason, problem: str = "") -> None:
         """End an open assignment after the tokens that it has; one that is not open is left alone."""
@@ -142,30 +133,25 @@ class Outbox:
         self._unacked.clear()
         self._num_tokens = 0
 
-    def _append(self, entry: _Open, output: EngineOutput) -> None:
-        token_ids, logprobs = output.token_ids, output.logprobs
-        while token_ids:
-            section = self._section(output.policy_version)
-            taken = len(section.tokens.get(output.request_id, ()))
-            if taken >= self._max_count:
-                section = self._new_section(output.policy_version)
-                taken = 0
-            room = self._max_count - taken
-            self._extend(section, entry, output.request_id, token_ids[:room], logprobs[:room])
-            token_ids, logprobs = token_ids[room:], logprobs[room:]
-        entry.policy_version = output.policy_version
-
-    def _extend(
-        self, section: _Section, entry: _Open, assignment: int, token_ids: list[int], logprobs: list[float]
-    ) -> None:
-        if assignment not in section.tokens:
-            section.tokens[assignment] = array("i")
-            section.logprobs[assignment] = array("f")
-            section.offsets[assignment] = entry.offset
-        section.tokens[assignment].extend(token_ids)
-        section.logprobs[assignment].extend(logprobs)
-        entry.offset += len(token_ids)
-        self._num_tokens += len(token_ids)
+    def _append(self, assignment: int, output: EngineOutput, start: int, end: int) -> None:
+        """Append the output's tokens [start, end), which are the assignment's."""
+        entry, version = self._open[assignment], output.policy_version
+        while start < end:
+            section = self._section(version)
+            tokens = section.tokens.get(assignment)
+            if tokens is not None and len(tokens) >= self._max_count:
+                section, tokens = self._new_section(version), None
+            if tokens is None:
+                tokens = section.tokens[assignment] = array("i")
+                section.logprobs[assignment] = array("f")
+                section.offsets[assignment] = entry.offset
+            stop = min(end, start + self._max_count - len(tokens))
+            tokens.extend(output.token_ids[start:stop])
+            section.logprobs[assignment].extend(output.logprobs[start:stop])
+            entry.offset += stop - start
+            entry.policy_version = version
+            self._num_tokens += stop - start
+            start = stop
 
     def _section(self, policy_version: int) -> _Section:
         """The last section if it is of this version, else a new one: order between versions is kept."""

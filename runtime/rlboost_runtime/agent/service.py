@@ -27,8 +27,7 @@ from rlboost_runtime.agent.engine_host import EngineHost, EngineKeepsDying
 from rlboost_runtime.agent.link import CoordinatorSession
 from rlboost_runtime.agent.notice import PreemptionNotice, wait_for_notice
 from rlboost_runtime.agent.outbox import Outbox
-from rlboost_runtime.agent.peer_server import PeerServer
-from rlboost_runtime.agent.puller import Puller, PullSettings
+from rlboost_runtime.agent.weight_children import PeerServer, Puller
 from rlboost_runtime.core.base.messages import LossCause, ReleaseReason
 from rlboost_runtime.engines.base import Engine, EngineOutput, EngineSpec, Request
 from rlboost_runtime.errors import ProtocolError
@@ -54,6 +53,7 @@ from rlboost_runtime.protocol.messages import (
     WorkItem,
 )
 from rlboost_runtime.seams import Clock, SystemClock, Transport
+from rlboost_runtime.weights.child_pipe import PullRequest, PullSource, SourceKind, TransferSettings
 
 log = logging.getLogger(__name__)
 
@@ -152,14 +152,11 @@ class Agent:
             instance=self._instance,
             machine=self._bootstrap.machine,
             pool=self._bootstrap.pool,
-            boot_id=self._boot_id,
             max_running=engine.max_running,
             kv_tokens=engine.max_running * engine.max_context_tokens,
             engine=engine.kind,
             epoch=self._epoch,
             assignments=self._outbox.held,
-            next_seq=self._outbox.next_seq,
-            version=self._host.served,
             install_s=self._seams.birth.install_s,
             age_s=round(self._seams.birth.age_s(self._clock.now()), 3),
         )
@@ -196,7 +193,7 @@ class Agent:
             case AbortMessage(assignments=assignments):
                 self._aborts.put_nowait(assignments)
             case LoadVersionMessage(version=version):
-                self._seams.puller.learn(command, serves=self._host.served is not None)
+                self._seams.puller.note_order(command, serves=self._host.served is not None)
                 self._host.want(version)
             case SleepMessage():
                 self._host.sleep()
@@ -210,11 +207,11 @@ class Agent:
 
     # --- what the engine host asks ------------------------------------------------------------------------
 
-    def outputs(self, batch: list[EngineOutput]) -> None:
-        """Owe the coordinator these; words that it waits for leave at once."""
-        self._outbox.add(batch)
+    def output(self, output: EngineOutput) -> None:
+        """Owe the coordinator this; endings that it waits for leave at once."""
+        self._outbox.add(output)
         self._owing.set()
-        if any(output.finished == "aborted" for output in batch):
+        if any(end.reason == "aborted" for end in output.ended):
             self._flush()
         if self._outbox.is_full:
             self._room.clear()
@@ -375,27 +372,14 @@ def system_seams(bootstrap: Bootstrap, instance: str, folder: Path) -> Seams:
     url = bootstrap.coordinator_url.rstrip("/") + "/v1/agent"
     weights = _weights(folder, instance)
     weights.mkdir(parents=True, exist_ok=True)
-    source = PullSettings(
-        weights,
-        bootstrap.token,
-        bootstrap.certificate,
-        bootstrap.weight_streams,
-        receiver=instance,
-        store=bootstrap.weight_store,
-        siblings=tuple(str(_weights(folder, other)) for other in bootstrap.instances if other != instance),
-        bucket=bootstrap.weight_bucket,
-        transfer=bootstrap.weight_transfer,
-        usd_per_gb=bootstrap.egress_usd_per_gb,
-        usd_per_hour=bootstrap.price_usd_per_hour,
-    )
 
     def dial() -> Awaitable[Transport]:
         return connect(url, bootstrap.token, bootstrap.certificate, timeout_s=DIAL_S)
 
-    puller = Puller(source, folder / f"puller-{instance.rpartition('/')[2]}.log")
+    puller = Puller(pull_template(bootstrap, instance, folder), folder / f"puller-{weights.name}.log")
     peers = None
     if bootstrap.weight_peers:
-        log_path = folder / f"peer-{instance.rpartition('/')[2]}.log"
+        log_path = folder / f"peer-{weights.name}.log"
         peers = PeerServer(weights, bootstrap.token, bootstrap.coordinator_url, log_path)
     clock = SystemClock()
     devices = devices_of(
@@ -405,6 +389,27 @@ def system_seams(bootstrap: Bootstrap, instance: str, folder: Path) -> Seams:
         os.environ,
     )
     return Seams(dial, make_engine, puller, clock, peers, birth_of_this_process(clock), devices)
+
+
+def pull_template(bootstrap: Bootstrap, instance: str, folder: Path) -> PullRequest:
+    """Return what all pulls of an engine of this machine have in common."""
+    bucket = bootstrap.weight_bucket
+    others = (other for other in bootstrap.instances if other != instance)
+    return PullRequest(
+        url="",
+        version=-1,
+        folder=str(_weights(folder, instance)),
+        token=bootstrap.token,
+        certificate=bootstrap.certificate,
+        streams=bootstrap.weight_streams,
+        extra_sources=(PullSource("bucket", SourceKind.BUCKET, bucket),) if bucket else (),
+        store=bootstrap.weight_store,
+        siblings=tuple(str(_weights(folder, other)) for other in others),
+        transfer=TransferSettings(bootstrap.weight_transfer),
+        usd_per_gb=bootstrap.egress_usd_per_gb,
+        usd_per_hour=bootstrap.price_usd_per_hour,
+        receiver=instance,
+    )
 
 
 def _weights(folder: Path, instance: str) -> Path:

@@ -6,8 +6,7 @@ process in a session of its own, so that loading or generating can never starve 
 
 Guarantees an implementation gives:
 
-- every accepted request ends in exactly one `EngineOutput` with `finished` set, or in the engine's
-  `EngineDied`;
+- every accepted request ends in exactly one `RequestEnded`, or in the engine's `EngineDied`;
 - tokens of one request come in order, each once; after `abort` returns, no more tokens of it come;
 - logprobs are natural logs under the distribution sampled from (after temperature and top-p);
 - tokens in one `EngineOutput` were all sampled under `policy_version`;
@@ -18,7 +17,7 @@ Which of a machine's GPUs an engine has. Standard library only: nothing here ask
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -106,19 +105,45 @@ class Request:
     """Smaller goes first, and is the last to lose its cache when that is full; engines may ignore it."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineOutput:
-    """New tokens of one request.
-
-    `finished`: None while it goes on, else "stop", "length", "aborted" or "failed".
-    """
+class RequestEnded(msgspec.Struct, frozen=True, array_like=True):
+    """A request is over: "stop", "length", "aborted" or "failed"."""
 
     request_id: int
-    token_ids: list[int]
-    logprobs: list[float]
-    policy_version: int
-    finished: str | None = None
+    reason: str
     problem: str = ""
+
+
+class EngineOutput(msgspec.Struct):
+    """New tokens of some requests, then the requests that are over.
+
+    Columns, so that a decode step makes no object per token: `counts[i]` tokens belong to `request_ids[i]`;
+    `token_ids` and `logprobs` hold those of all requests end to end. A request may occur more than once.
+    """
+
+    policy_version: int
+    request_ids: list[int] = []
+    counts: list[int] = []
+    token_ids: list[int] = []
+    logprobs: list[float] = []
+    ended: list[RequestEnded] = []
+
+    def add(self, request_id: int, token_ids: list[int], logprobs: list[float]) -> None:
+        """Append new tokens of one request."""
+        self.request_ids.append(request_id)
+        self.counts.append(len(token_ids))
+        self.token_ids += token_ids
+        self.logprobs += logprobs
+
+    def end(self, request_id: int, reason: str, problem: str = "") -> None:
+        """Append the end of one request."""
+        self.ended.append(RequestEnded(request_id, reason, problem))
+
+    def slices(self) -> Iterator[tuple[int, int, int]]:
+        """Yield (request id, start, end): where the tokens of each request lie, in order."""
+        end = 0
+        for request_id, count in zip(self.request_ids, self.counts, strict=True):
+            start, end = end, end + count
+            yield request_id, start, end
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,13 +183,13 @@ class Engine(Protocol):
         """Start the child and wait until it can load weights. Raises `EngineDied`."""
 
     def submit(self, requests: list[Request]) -> None:
-        """Queue requests; what cannot be accepted comes back as an `EngineOutput` with finished "failed"."""
+        """Queue requests; what cannot be accepted ends as "failed"."""
 
     async def abort(self, request_ids: list[int]) -> None:
-        """Stop these; each that was still held ends in an `EngineOutput` "aborted" with its last tokens."""
+        """Stop these; each that was still held ends as "aborted", after its last tokens."""
 
-    def outputs(self) -> AsyncIterator[list[EngineOutput]]:
-        """Yield batches of outputs as they come until the engine stops. Raises `EngineDied`. One consumer."""
+    def outputs(self) -> AsyncIterator[EngineOutput]:
+        """Yield outputs as they come until the engine stops. Raises `EngineDied`. One consumer."""
 
     async def load(self, version: int, folder: Path) -> LoadTimes | None:
         """Take the weights of the complete, verified version in `folder`; the engine must hold no request.

@@ -17,15 +17,18 @@ import json
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from blake3 import blake3
 
 from rlboost_runtime.errors import ProtocolError
+
+if TYPE_CHECKING:
+    from torch import Tensor as TorchTensor
 
 SCHEMA = (1, 1)
 """(major, minor). The same major can be read; a higher minor only adds fields."""
@@ -215,6 +218,27 @@ def read_tensors(path: Path) -> tuple[Tensor, ...]:
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as exc:
         raise ProtocolError(f"{path.name} is no safetensors file: {exc}", _REMEDY) from exc
     return tuple(sorted(tensors, key=lambda tensor: (tensor.offset, tensor.name)))
+
+
+def greedy_continuation(
+    next_logprobs: Callable[[list[int]], TorchTensor],
+    token_ids: Sequence[int],
+    max_new_tokens: int,
+    stop_token_ids: frozenset[int] = frozenset(),
+) -> tuple[list[int], list[float]]:
+    """Continue `token_ids` by the likeliest tokens, up to and including a stop token: how a probe is made.
+
+    `next_logprobs` returns the logprob of each token of the vocabulary after a sequence.
+    """
+    sequence, logprobs = list(token_ids), list[float]()
+    while len(logprobs) < max_new_tokens:
+        logprobs_V = next_logprobs(sequence)
+        token = int(logprobs_V.argmax())
+        sequence.append(token)
+        logprobs.append(float(logprobs_V[token]))
+        if token in stop_token_ids:
+            break
+    return sequence[len(token_ids) :], logprobs
 
 
 def probe_matches(manifest: Manifest, token_ids: Sequence[int], logprobs: Sequence[float]) -> str | None:

@@ -8,9 +8,10 @@ import threading
 import pytest
 
 from rlboost_runtime.errors import RuntimeFault
+from rlboost_runtime.weights.child_pipe import PullProgress
 from rlboost_runtime.weights.manifest import Chunk, File
 from rlboost_runtime.weights.pull import pull as pull_module
-from rlboost_runtime.weights.pull.chunk_scheduler import ChunkScheduler, PullProgress
+from rlboost_runtime.weights.pull.chunk_scheduler import ChunkScheduler
 from rlboost_runtime.weights.store.part_folder import Piece
 
 FIRST = 2

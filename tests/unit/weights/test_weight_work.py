@@ -7,9 +7,10 @@ import time
 
 import pytest
 
+from rlboost_runtime.weights.child_pipe import PullProgress
 from rlboost_runtime.weights.manifest import Chunk, File
 from rlboost_runtime.weights.pull import chunk_scheduler as works
-from rlboost_runtime.weights.pull.chunk_scheduler import ChunkRange, ChunkScheduler, HolderState, PullProgress
+from rlboost_runtime.weights.pull.chunk_scheduler import ChunkRange, ChunkScheduler, SourceState
 from rlboost_runtime.weights.store.part_folder import Piece
 
 FILE = File("model.safetensors", 4000, tuple(Chunk(at, 1000, "0" * 64) for at in range(0, 4000, 1000)))
@@ -22,8 +23,8 @@ def test_a_dearer_holder_takes_nothing_over_from_a_peer_that_is_at_work(
     now = 100.0
     monkeypatch.setattr(works.time, "monotonic", lambda: now)
     work = ChunkScheduler(PIECES, PullProgress(), 0, (0, 4))
-    head = HolderState("head", False, 1, moved_at=now)
-    peer, other = (HolderState(name, True, 0, is_extra=True, has=b"\1" * 4, moved_at=now) for name in "ab")
+    head = SourceState("head", False, 1, moved_at=now)
+    peer, other = (SourceState(name, True, 0, is_extra=True, has=b"\1" * 4, moved_at=now) for name in "ab")
     for holder in (head, peer, other):
         work.join(holder)
     own = work.take(head, 0)
@@ -51,7 +52,7 @@ def test_a_slow_chunk_is_not_asked_for_twice_of_the_same_holder(monkeypatch: pyt
     now = 100.0
     monkeypatch.setattr(works.time, "monotonic", lambda: now)
     work = ChunkScheduler(PIECES[:1], PullProgress(), 1)
-    head, peer = HolderState("head", False, 1), HolderState("peer", True, 0, has=b"\1")
+    head, peer = SourceState("head", False, 1), SourceState("peer", True, 0, has=b"\1")
     for holder in (head, peer):
         work.join(holder)
     run = work.take(head, 0)
@@ -74,8 +75,8 @@ def test_where_a_slice_takes_long_peers_get_as_long_before_the_head_is_asked_for
     now = 100.0
     monkeypatch.setattr(works.time, "monotonic", lambda: now)
     work = ChunkScheduler(PIECES, PullProgress(), 1, (0, 2))
-    head = HolderState("head", False, 1, moved_at=now)
-    peer = HolderState("peer", True, 0, is_extra=True, has=b"", moved_at=now)
+    head = SourceState("head", False, 1, moved_at=now)
+    peer = SourceState("peer", True, 0, is_extra=True, has=b"", moved_at=now)
     for holder in (head, peer):
         work.join(holder)
     for _ in range(2):  # our slice, over a slow link: two seconds a chunk
@@ -105,8 +106,8 @@ def from_each(monkeypatch: pytest.MonkeyPatch, peer_s: float, head_s: float) -> 
     work = ChunkScheduler(
         [Piece(i, file, chunk) for i, chunk in enumerate(file.chunks)], PullProgress(), 4, (0, 2)
     )
-    peer = HolderState("peer", True, 0, is_extra=True, has=b"\1" * num, moved_at=now)
-    head = HolderState("head", False, 1, moved_at=now)
+    peer = SourceState("peer", True, 0, is_extra=True, has=b"\1" * num, moved_at=now)
+    head = SourceState("head", False, 1, moved_at=now)
     runs: dict[str, tuple[ChunkRange, float]] = {}  # each with when its next chunk is there
     for holder in (peer, head):
         work.join(holder)
@@ -153,8 +154,8 @@ def test_the_head_is_asked_only_for_what_a_cheaper_bucket_does_not_bring(
     now = 100.0
     monkeypatch.setattr(works.time, "monotonic", lambda: now)
     work = ChunkScheduler(PIECES, PullProgress(), 1)
-    head = HolderState("head", False, 2, moved_at=now)
-    bucket = HolderState("bucket", False, 1, is_extra=True, moved_at=now)
+    head = SourceState("head", False, 2, moved_at=now)
+    bucket = SourceState("bucket", False, 1, is_extra=True, moved_at=now)
     for holder in (head, bucket):
         work.join(holder)
     first = work.take(bucket, 0)
@@ -174,7 +175,7 @@ def test_the_head_is_asked_only_for_what_a_cheaper_bucket_does_not_bring(
 
 def test_an_origin_of_the_same_price_is_read_from_as_well() -> None:
     work = ChunkScheduler(PIECES, PullProgress(), 1)
-    origins = [HolderState(name, False, 1, is_extra=name == "bucket") for name in ("head", "bucket")]
+    origins = [SourceState(name, False, 1, is_extra=name == "bucket") for name in ("head", "bucket")]
     for holder in origins:
         work.join(holder)
     assert all(work.take(holder, 0) is not None for holder in origins)
@@ -185,8 +186,8 @@ def test_a_slice_is_asked_for_in_as_many_requests_as_a_whole_version() -> None:
     file = File("model.safetensors", num * 1000, tuple(Chunk(1000 * i, 1000, "0" * 64) for i in range(num)))
     pieces = [Piece(i, file, chunk) for i, chunk in enumerate(file.chunks)]
     work = ChunkScheduler(pieces, PullProgress(), 2, (1, 4))
-    head = HolderState("head", False, 1)
-    peer = HolderState("peer", True, 0, is_extra=True, has=b"\1" * num)
+    head = SourceState("head", False, 1)
+    peer = SourceState("peer", True, 0, is_extra=True, has=b"\1" * num)
     for holder in (head, peer):
         work.join(holder)
     run = work.take(head, 0)
@@ -205,8 +206,8 @@ def test_little_is_asked_for_at_once_of_a_peer() -> None:
     pieces = [Piece(i, file, chunk) for i, chunk in enumerate(file.chunks)]
     work = ChunkScheduler(pieces, PullProgress(), 2)
     for holder in (
-        HolderState("head", False, 0),
-        HolderState("peer", True, 0, is_extra=True, has=b"\1" * 64),
+        SourceState("head", False, 0),
+        SourceState("peer", True, 0, is_extra=True, has=b"\1" * 64),
     ):
         work.join(holder)
         run = work.take(holder, 0)
@@ -216,8 +217,8 @@ def test_little_is_asked_for_at_once_of_a_peer() -> None:
 
 def test_a_stream_waits_on_through_what_does_not_help_it() -> None:
     work = ChunkScheduler(PIECES, PullProgress(), 1)
-    head = HolderState("head", False, 1)
-    peer = HolderState("peer", True, 0, is_extra=True, has=b"\0" * 4)
+    head = SourceState("head", False, 1)
+    peer = SourceState("peer", True, 0, is_extra=True, has=b"\0" * 4)
     for holder in (head, peer):
         work.join(holder)
     assert work.learn(head, b"\1\1\1\1")
@@ -241,7 +242,7 @@ def test_a_stream_waits_on_through_what_does_not_help_it() -> None:
 
 def test_a_stream_that_waits_hears_at_once_of_what_its_peer_has() -> None:
     work = ChunkScheduler(PIECES, PullProgress(), 1)
-    peer = HolderState("peer", True, 0, is_extra=True, has=b"\0" * 4)
+    peer = SourceState("peer", True, 0, is_extra=True, has=b"\0" * 4)
     work.join(peer)
     timer = threading.Timer(0.02, work.learn, (peer, b"\0\0\1\0"))
     timer.start()

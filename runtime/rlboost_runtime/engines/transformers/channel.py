@@ -10,6 +10,7 @@ import struct
 
 import msgspec
 
+from rlboost_runtime.engines.base import EngineOutput
 from rlboost_runtime.protocol.messages import Sampling
 
 _LENGTH = struct.Struct(">I")
@@ -104,22 +105,10 @@ class Ready(ChannelMessage, frozen=True, omit_defaults=True):
     phases_s: dict[str, float]
 
 
-class RequestEnded(msgspec.Struct, frozen=True, array_like=True):
-    """A request is over: "stop", "length", "aborted" or "failed"."""
-
-    request_id: int
-    reason: str
-    problem: str = ""
-
-
 class Tokens(ChannelMessage, frozen=True, omit_defaults=True):
-    """One decode step: a token for each of `request_ids`, then the requests that are over."""
+    """What one decode step brought."""
 
-    policy_version: int
-    request_ids: list[int]
-    token_ids: list[int]
-    logprobs: list[float]
-    ended: list[RequestEnded]
+    output: EngineOutput
     counter: int
     running: int
     waiting: int

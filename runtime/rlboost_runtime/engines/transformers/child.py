@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING  # noqa: E402
 
 import msgspec  # noqa: E402
 
+from rlboost_runtime.engines.base import EngineOutput  # noqa: E402
 from rlboost_runtime.engines.transformers.channel import (  # noqa: E402
     AbortRequests,
     Alive,
@@ -35,7 +36,6 @@ from rlboost_runtime.engines.transformers.channel import (  # noqa: E402
     ProbeRequest,
     Quit,
     Ready,
-    RequestEnded,
     Submit,
     TakeMemory,
     ToChild,
@@ -143,35 +143,33 @@ class Child:
         assert self._batch is not None
         assert self._version is not None
         self._pace.begin()
-        result = self._batch.step()
+        output = self._batch.step(self._version)
         self._counter += 1
-        self._count(result.request_ids)
-        self._send_tokens(result.request_ids, result.token_ids, result.logprobs, result.ended)
+        self._count(output)
+        self._send(output)
 
-    def _send_tokens(
-        self, request_ids: list[int], token_ids: list[int], logprobs: list[float], ended: list[RequestEnded]
-    ) -> None:
+    def _output(self) -> EngineOutput:
+        return EngineOutput(-1 if self._version is None else self._version)
+
+    def _send(self, output: EngineOutput) -> None:
         self._channel.send(
             Tokens(
-                policy_version=-1 if self._version is None else self._version,
-                request_ids=request_ids,
-                token_ids=token_ids,
-                logprobs=logprobs,
-                ended=ended,
+                output,
                 counter=self._counter,
                 running=0 if self._batch is None else self._batch.num_running,
                 waiting=0 if self._batch is None else self._batch.num_waiting,
             )
         )
 
-    def _count(self, request_ids: list[int]) -> None:
-        """Append to the side file before anybody hears of the tokens."""
-        if self._side_fd is None or not request_ids:
+    def _count(self, output: EngineOutput) -> None:
+        """Append to the side file before the tokens are sent."""
+        if self._side_fd is None or not output.request_ids:
             return
         lines = []
-        for request_id in request_ids:
-            self._total += 1
-            lines.append(f"{request_id} 1 {self._total}\n")
+        for request_id, count in zip(output.request_ids, output.counts, strict=True):
+            for _ in range(count):
+                self._total += 1
+                lines.append(f"{request_id} 1 {self._total}\n")
         os.write(self._side_fd, "".join(lines).encode())
 
     # --- commands -----------------------------------------------------------------------------------------
@@ -189,21 +187,23 @@ class Child:
                 self._answer(message)
 
     def _submit(self, message: Submit) -> None:
-        refused = []
+        refused = self._output()
         for request in message.requests:
             if self._batch is None or self._version is None:
-                refused.append(RequestEnded(request.request_id, "failed", "no weights are loaded"))
+                refused.end(request.request_id, "failed", "no weights are loaded")
             elif (problem := self._batch.refusal(request)) is not None:
-                refused.append(RequestEnded(request.request_id, "failed", problem))
+                refused.end(request.request_id, "failed", problem)
             else:
                 self._batch.add(request)
-        if refused:
-            self._send_tokens([], [], [], refused)
+        if refused.ended:
+            self._send(refused)
 
     def _abort(self, message: AbortRequests) -> None:
-        gone = [] if self._batch is None else self._batch.drop(message.request_ids)
-        if gone:
-            self._send_tokens([], [], [], [RequestEnded(request_id, "aborted") for request_id in gone])
+        output = self._output()
+        for request_id in [] if self._batch is None else self._batch.drop(message.request_ids):
+            output.end(request_id, "aborted")
+        if output.ended:
+            self._send(output)
         self._channel.send(Done(message.ticket))
 
     def _answer(self, message: LoadWeights | ProbeRequest | DropWeights | TakeMemory) -> None:
@@ -285,25 +285,20 @@ class Child:
 
 
 def probe(model: PreTrainedModel, token_ids: list[int], num_new: int) -> tuple[list[int], list[float]]:
-    """Continue greedily by whole forward passes: no cache, no batch, the plainest word of the weights."""
+    """Continue greedily by whole forward passes, without cache or batch: the plainest use of the weights."""
     import torch
 
-    ids = torch.tensor([token_ids], device=model.device)
-    logprobs: list[float] = []
+    from rlboost_runtime.weights.manifest import greedy_continuation
+
+    def next_logprobs(sequence: list[int]) -> torch.Tensor:
+        num = len(sequence)
+        ids = torch.tensor([sequence], device=model.device)
+        mask = torch.ones(num, num, dtype=torch.bool, device=model.device).tril()[None, None]
+        logits_V = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[0, -1]
+        return logits_V.float().log_softmax(-1)
+
     with torch.inference_mode():
-        for _ in range(num_new):
-            num = ids.shape[1]
-            mask = torch.ones(num, num, dtype=torch.bool, device=model.device).tril()[None, None]
-            logprobs_V = (
-                model(input_ids=ids, attention_mask=mask, use_cache=False)
-                .logits[0, -1]
-                .float()
-                .log_softmax(-1)
-            )
-            token = logprobs_V.argmax()
-            logprobs.append(float(logprobs_V[token]))
-            ids = torch.cat([ids, token[None, None]], dim=1)
-    return ids[0, len(token_ids) :].tolist(), logprobs
+        return greedy_continuation(next_logprobs, token_ids, num_new)
 
 
 def open_side_file(path: Path) -> int:

@@ -28,7 +28,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -39,23 +39,14 @@ from transformers.generation.continuous_batching import (
     RequestStatus,
 )
 
-from rlboost_runtime.engines.transformers.channel import NewRequest, RequestEnded
+from rlboost_runtime.engines.base import EngineOutput
+from rlboost_runtime.engines.transformers.channel import NewRequest
 from rlboost_runtime.protocol.messages import Sampling
 
 PAGE_TOKENS = 32
 """Cache is given out in pages of so many tokens: what a response wastes at most."""
 PREFILL_TOKENS = 512
 """Prompt tokens per step, of all requests together: bounds a step's time, and the mask at so many rows."""
-
-
-@dataclass(slots=True)
-class StepResult:
-    """One token for each of `request_ids` (aligned lists), then what ended."""
-
-    request_ids: list[int] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    ended: list[RequestEnded] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -137,10 +128,10 @@ class ContinuousBatch:
             self._forget(request_id)
         return gone
 
-    def step(self) -> StepResult:
+    def step(self, policy_version: int) -> EngineOutput:
         """Admit what fits, then sample one token for each running request; the batch must not be empty."""
         run_step(self._manager)
-        result = StepResult()
+        result = EngineOutput(policy_version)
         while (output := self._manager.get_result(timeout=0)) is not None:
             held = self._held[output.request_id]
             new = slice(held.num_passed_on, None)
@@ -152,17 +143,15 @@ class ContinuousBatch:
                 self._end(held.request_id, "failed", result, "the logits are not finite")
             else:
                 held.num_passed_on += len(token_ids)
-                result.request_ids += [held.request_id] * len(token_ids)
-                result.token_ids += token_ids
-                result.logprobs += logprobs
+                result.add(held.request_id, token_ids, logprobs)
                 if output.is_finished():
                     reason = "stop" if output.generated_tokens[-1] in self._stop_ids else "length"
                     self._end(held.request_id, reason, result)
         return result
 
-    def _end(self, request_id: int, reason: str, result: StepResult, problem: str = "") -> None:
+    def _end(self, request_id: int, reason: str, result: EngineOutput, problem: str = "") -> None:
         self._forget(request_id)
-        result.ended.append(RequestEnded(request_id, reason, problem))
+        result.end(request_id, reason, problem)
 
     def _forget(self, request_id: int) -> None:
         del self._held[self._key_of.pop(request_id)]

@@ -75,7 +75,7 @@ class TransformersEngine:
         self._version: int | None = None
         self._tickets: dict[int, asyncio.Future[Done]] = {}
         self._next_ticket = 0
-        self._outputs: deque[list[EngineOutput]] = deque()
+        self._outputs: deque[EngineOutput] = deque()
         self._news = asyncio.Event()
         self._holding = False
         self._progress = EngineProgress(0, 0, 0, 0)
@@ -129,14 +129,14 @@ class TransformersEngine:
         """Stop these; their last outputs are queued when this returns. Raises `EngineDied`."""
         await self._call(AbortRequests(self._ticket(), request_ids), ABORT_TIMEOUT_S)
 
-    async def outputs(self) -> AsyncIterator[list[EngineOutput]]:
-        """Yield batches of outputs until the engine stops. Raises `EngineDied`. One consumer."""
+    async def outputs(self) -> AsyncIterator[EngineOutput]:
+        """Yield outputs until the engine stops. Raises `EngineDied`. One consumer."""
         while True:
             while self._outputs:
-                batch = self._outputs.popleft()
+                output = self._outputs.popleft()
                 if self._holding and len(self._outputs) <= MAX_UNREAD_STEPS // 2:
                     self._hold(False)
-                yield batch
+                yield output
             if self._stopped:
                 return
             self._check_alive()
@@ -223,9 +223,9 @@ class TransformersEngine:
     # --- helpers ------------------------------------------------------------------------------------------
 
     def _on_tokens(self, tokens: Tokens) -> None:
-        generated = self._progress.tokens_generated + len(tokens.token_ids)
+        generated = self._progress.tokens_generated + len(tokens.output.token_ids)
         self._progress = EngineProgress(tokens.counter, tokens.running, tokens.waiting, generated)
-        self._outputs.append(_outputs(tokens))
+        self._outputs.append(tokens.output)
         self._news.set()
         if not self._holding and len(self._outputs) > MAX_UNREAD_STEPS:
             self._hold(True)
@@ -338,20 +338,3 @@ class _Link(asyncio.Protocol):
         """Close our end."""
         if self._transport is not None:
             self._transport.close()
-
-
-def _outputs(tokens: Tokens) -> list[EngineOutput]:
-    """One `EngineOutput` per request of a step, its end included."""
-    version = tokens.policy_version
-    ended = {end.request_id: end for end in tokens.ended}
-    outputs = []
-    for request_id, token, logprob in zip(tokens.request_ids, tokens.token_ids, tokens.logprobs, strict=True):
-        end = ended.pop(request_id, None)
-        if end is None:
-            outputs.append(EngineOutput(request_id, [token], [logprob], version))
-        else:
-            outputs.append(EngineOutput(request_id, [token], [logprob], version, end.reason, end.problem))
-    outputs += [
-        EngineOutput(end.request_id, [], [], version, end.reason, end.problem) for end in ended.values()
-    ]
-    return outputs

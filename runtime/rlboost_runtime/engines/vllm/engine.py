@@ -127,9 +127,9 @@ class VllmServerEngine:
             self._steps += 1
             problem = self._refusal(request)
             if problem is not None:
-                self._queue.put(EngineOutput(request.request_id, [], [], -1, "failed", problem))
+                self._queue.put(-1).end(request.request_id, "failed", problem)
             elif request.max_new_tokens <= 0:  # vLLM refuses it, and nothing is left to generate
-                self._queue.put(EngineOutput(request.request_id, [], [], self.streams.label, "length"))
+                self._queue.put(self.streams.label).end(request.request_id, "length")
             else:
                 self.streams.submit(request)
 
@@ -140,13 +140,13 @@ class VllmServerEngine:
             await self._serving.streams.abort(request_ids)
         self._check_alive()
 
-    async def outputs(self) -> AsyncIterator[list[EngineOutput]]:
-        """Yield batches of outputs until the engine stops. Raises `EngineDied`. One consumer."""
+    async def outputs(self) -> AsyncIterator[EngineOutput]:
+        """Yield outputs until the engine stops. Raises `EngineDied`. One consumer."""
         while True:
             if self._died is not None and self._serving is not None:
                 await self._serving.streams.read_to_the_end(LAST_WORDS_S)
-            if batch := self._queue.take():
-                yield batch
+            if (output := self._queue.take()) is not None:
+                yield output
                 continue
             if self._stopped:
                 return

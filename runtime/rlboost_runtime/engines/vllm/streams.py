@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -36,34 +37,40 @@ from rlboost_runtime.protocol.messages import Sampling
 log = logging.getLogger(__name__)
 
 MAX_UNREAD = 4096
-"""Outputs that wait for their reader before streams are read no further."""
+"""Chunks and ends that wait for their reader before streams are read no further."""
 ABORT_GRACE_S = 5.0
 """Time that an aborted request gets to say its last tokens before its connection is closed."""
 _FINISHED = {"stop": "stop", "length": "length", "abort": "aborted"}
 
 
 class OutputQueue:
-    """Outputs on their way to the one reader."""
+    """Outputs on their way to the one reader; those of one version in a row are merged."""
 
     def __init__(self) -> None:
-        self._waiting: list[EngineOutput] = []
+        self._waiting: deque[EngineOutput] = deque()
+        self._num_waiting = 0
         self.news = asyncio.Event()
         """Set when there is something to look at."""
         self.room = asyncio.Event()
         """Set while more may come."""
         self.room.set()
 
-    def put(self, output: EngineOutput) -> None:
-        """Add one."""
-        self._waiting.append(output)
+    def put(self, policy_version: int) -> EngineOutput:
+        """Return the output that takes what comes now, of this version."""
         self.news.set()
-        if len(self._waiting) > MAX_UNREAD:
+        self._num_waiting += 1
+        if self._num_waiting > MAX_UNREAD:
             self.room.clear()
+        if not self._waiting or self._waiting[-1].policy_version != policy_version:
+            self._waiting.append(EngineOutput(policy_version))
+        return self._waiting[-1]
 
-    def take(self) -> list[EngineOutput]:
-        """Return all that wait, oldest first."""
-        taken, self._waiting = self._waiting, []
-        self.room.set()
+    def take(self) -> EngineOutput | None:
+        """Return the oldest output that waits, None where there is none."""
+        taken = self._waiting.popleft() if self._waiting else None
+        if not self._waiting:
+            self._num_waiting = 0
+            self.room.set()
         return taken
 
 
@@ -210,7 +217,7 @@ class Streams:
         for version, count in runs:
             end = taken + count
             ids, logprobs = chunk.token_ids[taken:end], chunk.logprobs[taken:end]
-            self._queue.put(EngineOutput(stream.request.request_id, ids, logprobs, version))
+            self._queue.put(version).add(stream.request.request_id, ids, logprobs)
             stream.labels += [version] * count
             taken = end
         if problem:
@@ -227,7 +234,7 @@ class Streams:
         if self._open.get(number) is stream:
             del self._open[number]
         label = stream.labels[-1] if stream.labels else self.label
-        self._queue.put(EngineOutput(number, [], [], label, reason, problem))
+        self._queue.put(label).end(number, reason, problem)
 
     async def _ask_to_abort(self, engine_ids: list[str]) -> None:
         if not engine_ids:

@@ -1,4 +1,4 @@
-"""A bucket (s3://, gs://, az://, or file:// on this machine) as a holder of versions, and as a relay.
+"""A bucket (s3, gs, az, or file:// on this machine) as a source of versions, and how the head fills it.
 
 ::
 

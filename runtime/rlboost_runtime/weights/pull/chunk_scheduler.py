@@ -1,17 +1,17 @@
-"""What is still to fetch of a version, shared by streams that read from several holders.
+"""What is still to fetch of a version, shared by streams that read from several sources.
 
 A stream takes a *run*: adjacent chunks of one file, fetched by one request. Who takes what:
 
 - from a peer only chunks that it has; from an origin (head, bucket) any; from an origin that is dearer than
   another only what that one does not bring for `PATIENCE_S`;
 - where several receivers of a zone pull at once, each takes another slice of the version from the cheapest
-  origin, and the rest from its peers. It takes more from a dearer holder only once its slice is here and
+  origin, and the rest from its peers. It takes more from a dearer source only once its slice is here and
   the cheaper ones have been slow for `PATIENCE_S`, or for as long as its slice took: theirs take as long
   over the same link. Slow are those that bring nothing, and those that bring together, since the slice is
   here, less than a `SLOW`th of what it came at. So an origin sends about one copy per zone, and a slow peer
   holds nobody up for long;
 - a stream that finds nothing left to begin takes the second half of another's run, or fetches its last chunk
-  again if that does not come: a slow holder delays nobody. From a cheaper holder's run a dearer one takes
+  again if that does not come: a slow source delays nobody. From a cheaper source's run a dearer one takes
   only its slice, unless it may take more than that at all.
 
 Guarantees: a chunk counts once, when it is verified and written; a run given back, whole or in part, is
@@ -27,50 +27,37 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from rlboost_runtime.errors import RLBoostError, RuntimeFault
+from rlboost_runtime.weights.child_pipe import PullProgress
 from rlboost_runtime.weights.store.part_folder import Piece
 
 RANGE_BYTES = 32 * 1024 * 1024
 """Most bytes asked for at once: large against bandwidth times round trip of one stream."""
 RANGES_PER_STREAM = 4
-"""What a holder is to send is cut into at least so many requests per stream, for all streams to end at about
+"""What a source is to send is cut into at least so many requests per stream, for all streams to end at about
 the same time."""
 PEER_RANGE_BYTES = 4 * 1024 * 1024
 """Asked for at once of a peer, which answers within milliseconds: a run that is divided leaves behind what
 was under way already, and of many idle streams there is always one that would divide it."""
 MAX_CORRUPT = 3
-"""A chunk that came wrong from the head this often is wrong at its source."""
+"""A chunk that came wrong from the head this often is wrong at its origin."""
 MAX_EXTRA_CORRUPT = 2
 """A peer or a bucket is left out once so many of its chunks came wrong."""
 MAX_PEER_FAILURES = 3
 """A peer is left out after so many failed requests in a row."""
 PATIENCE_S, LONGEST_PATIENCE_S = 1.5, 20.0
-"""How long cheaper holders may be slow before a dearer one is asked for more than its slice."""
+"""How long cheaper sources may be slow before a dearer one is asked for more than its slice."""
 SLOW = 2
 """Healthy peers bring together at least as much in a second as the slice did."""
 STEAL_AFTER_S = 0.3
 """A younger run is not divided: its answer is about to come."""
 REPEAT_AFTER_S = 2.0
-"""A chunk under way for so long is fetched from another holder too; from the same one only if nothing was
+"""A chunk under way for so long is fetched from another source too; from the same one only if nothing was
 heard of it for so long: over a slow link a second copy would only take the first one's place."""
 
 
-@dataclass(slots=True)
-class PullProgress:
-    """Verified bytes and all bytes of the version; written by the pull, read by anyone."""
-
-    done_bytes: int = 0
-    total_bytes: int = 0
-    moved_bytes: int = 0
-    """Bytes dealt with in any way, deltas included: grows as long as the pull is alive."""
-
-    def verified(self, num_bytes: int) -> None:
-        """Count bytes that were here already and were read again."""
-        self.moved_bytes += num_bytes
-
-
 @dataclass(eq=False, slots=True)
-class HolderState:
-    """What a pull knows of one holder. `rank`: dearer holders have a higher one."""
+class SourceState:
+    """What a pull knows of one source. `rank`: dearer sources have a higher one."""
 
     name: str
     is_peer: bool
@@ -103,7 +90,7 @@ class HolderState:
 class ChunkRange:
     """Adjacent pieces that one stream is fetching; the first of them is the next to come."""
 
-    holder: HolderState
+    source: SourceState
     pieces: deque[Piece]
     moved_at: float = field(default_factory=time.monotonic)
     heard_at: float = field(default_factory=time.monotonic)
@@ -138,7 +125,7 @@ class ChunkScheduler:
         self._own_left = set(self._own)
         self._began_at = self._own_done_at = time.monotonic()
         self._runs: list[ChunkRange] = []
-        self._holders: list[HolderState] = []
+        self._sources: list[SourceState] = []
         self._progress = progress
         self._are_own = are_own
         self._corrupt: dict[int, int] = {}
@@ -150,40 +137,40 @@ class ChunkScheduler:
         self.moved_at = time.monotonic()
         self.changed = threading.Condition()
 
-    # --- holders ------------------------------------------------------------------------------------------
+    # --- sources ------------------------------------------------------------------------------------------
 
-    def join(self, holder: HolderState) -> None:
-        """Count on a holder."""
+    def join(self, source: SourceState) -> None:
+        """Count on a source."""
         with self.changed:
-            self._holders.append(holder)
+            self._sources.append(source)
 
-    def leave_out(self, holder: HolderState, problem: str) -> None:
-        """Take nothing more from a holder."""
+    def leave_out(self, source: SourceState, problem: str) -> None:
+        """Take nothing more from a source."""
         with self.changed:
-            holder.problem = holder.problem or problem
+            source.problem = source.problem or problem
             self.changed.notify_all()
 
-    def learn(self, holder: HolderState, marks: bytes) -> bool:
+    def learn(self, source: SourceState, marks: bytes) -> bool:
         """Note what a peer has; returns whether that is news."""
         with self.changed:
-            is_news = marks != holder.has
+            is_news = marks != source.has
             if is_news:
-                holder.has = marks
+                source.has = marks
                 self.changed.notify_all()
             return is_news
 
-    def count_failure(self, holder: HolderState, problem: str) -> None:
+    def count_failure(self, source: SourceState, problem: str) -> None:
         """Count a request that brought nothing."""
         with self.changed:
             self.trouble = problem
-            holder.failures_in_row += 1
-            if holder.is_peer and holder.failures_in_row >= MAX_PEER_FAILURES:
-                self.leave_out(holder, problem)
+            source.failures_in_row += 1
+            if source.is_peer and source.failures_in_row >= MAX_PEER_FAILURES:
+                self.leave_out(source, problem)
 
     def num_origins(self) -> int:
-        """Return how many holders that are no peers are still counted on."""
+        """Return how many sources that are no peers are still counted on."""
         with self.changed:
-            return sum(not holder.is_peer and holder.problem is None for holder in self._holders)
+            return sum(not source.is_peer and source.problem is None for source in self._sources)
 
     # --- runs ---------------------------------------------------------------------------------------------
 
@@ -191,14 +178,14 @@ class ChunkScheduler:
         """Whether there is nothing to do any more, for better or worse."""
         return not self._left or self.problem is not None
 
-    def take(self, holder: HolderState, wait_s: float) -> ChunkRange | None:
-        """Return a run for this holder; None where there is none within `wait_s`, or it is over."""
+    def take(self, source: SourceState, wait_s: float) -> ChunkRange | None:
+        """Return a run for this source; None where there is none within `wait_s`, or it is over."""
         with self.changed:
-            run = self._find(holder)
+            run = self._find(source)
             give_up_at = time.monotonic() + wait_s
             while run is None and not self.is_over() and (left := give_up_at - time.monotonic()) > 0:
                 self.changed.wait(left)
-                run = self._find(holder)
+                run = self._find(source)
             if run is not None:
                 self._runs.append(run)
             return run
@@ -217,11 +204,11 @@ class ChunkScheduler:
         with self.changed:
             run.pieces.popleft()
             length = piece.chunk.length
-            run.holder.fetched_bytes += length
-            run.holder.late_bytes += 0 if self._own_left else length
-            run.holder.failures_in_row = 0
+            run.source.fetched_bytes += length
+            run.source.late_bytes += 0 if self._own_left else length
+            run.source.failures_in_row = 0
             self.fetched_bytes += length
-            now = run.moved_at = run.holder.moved_at = time.monotonic()
+            now = run.moved_at = run.source.moved_at = time.monotonic()
             self._progress.moved_bytes += length
             if piece.index in self._left:
                 self._left.discard(piece.index)
@@ -233,15 +220,15 @@ class ChunkScheduler:
                 self.moved_at = now
             self.changed.notify_all()
 
-    def count_corrupt(self, holder: HolderState, piece: Piece) -> None:
+    def count_corrupt(self, source: SourceState, piece: Piece) -> None:
         """Count a chunk that came wrong: who sends such is left out; where it is the head, it is final."""
         with self.changed:
             self.num_corrupt += 1
-            holder.num_corrupt += 1
+            source.num_corrupt += 1
             where = f"{piece.file.name} bytes {piece.chunk.offset}+{piece.chunk.length}"
-            if holder.is_extra:
-                if holder.num_corrupt >= MAX_EXTRA_CORRUPT:
-                    self.leave_out(holder, f"{where} came wrong")
+            if source.is_extra:
+                if source.num_corrupt >= MAX_EXTRA_CORRUPT:
+                    self.leave_out(source, f"{where} came wrong")
                 return
             times = self._corrupt[piece.index] = self._corrupt.get(piece.index, 0) + 1
             if times >= MAX_CORRUPT:
@@ -278,26 +265,26 @@ class ChunkScheduler:
 
     # --- who takes what; under the lock -------------------------------------------------------------------
 
-    def _find(self, holder: HolderState) -> ChunkRange | None:
-        if self.is_over() or holder.problem is not None:
+    def _find(self, source: SourceState) -> ChunkRange | None:
+        if self.is_over() or source.problem is not None:
             return None
-        return self._begin(holder) or self._divide(holder) or self._repeat(holder)
+        return self._begin(source) or self._divide(source) or self._repeat(source)
 
-    def _begin(self, holder: HolderState) -> ChunkRange | None:
+    def _begin(self, source: SourceState) -> ChunkRange | None:
         """Return a run of pieces that nobody is fetching."""
-        is_free = self._may_take_all(holder)
-        own = self._slice_of(holder)
+        is_free = self._may_take_all(source)
+        own = self._slice_of(source)
 
         def suits(index: int) -> bool:
-            return index in self._todo and holder.can_give(index) and (is_free or index in own)
+            return index in self._todo and source.can_give(index) and (is_free or index in own)
 
         first = next((piece for index, piece in self._todo.items() if suits(index)), None)
         if first is None:
             return None
-        run = ChunkRange(holder, deque())
+        run = ChunkRange(source, deque())
         piece: Piece | None = first
         limit = self._limit if is_free else self._own_limit
-        if holder.is_peer:
+        if source.is_peer:
             limit = min(PEER_RANGE_BYTES, self._limit)
         size = 0
         while piece is not None and piece.file is first.file and suits(piece.index):
@@ -309,10 +296,10 @@ class ChunkScheduler:
             piece = self._todo.get(piece.index + 1)
         return run
 
-    def _may_take_all(self, holder: HolderState) -> bool:
-        """Whether no cheaper holder is at work, or may be about to have something, that is worth a wait."""
-        cheaper = self._cheaper(holder)
-        is_undercut = self._is_undercut(holder)
+    def _may_take_all(self, source: SourceState) -> bool:
+        """Whether no cheaper source is at work, or may be about to have something, that is worth a wait."""
+        cheaper = self._cheaper(source)
+        is_undercut = self._is_undercut(source)
         if not cheaper or (self._own_left and not is_undercut):
             return not cheaper
         own_done_at = self._began_at if is_undercut else self._own_done_at
@@ -323,56 +310,56 @@ class ChunkScheduler:
         bring_nothing = all(other.moved_at <= now - patience_s for other in cheaper)
         return bring_nothing or (not is_undercut and self._bring_little(cheaper, now))
 
-    def _bring_little(self, cheaper: list[HolderState], now: float) -> bool:
+    def _bring_little(self, cheaper: list[SourceState], now: float) -> bool:
         """Whether they are slow beside our slice; without a slice there is nothing to tell that by."""
         own_s, late_s = self._own_done_at - self._began_at, now - self._own_done_at
         late_bytes = sum(other.late_bytes for other in cheaper)
         return SLOW * late_bytes * own_s < self._own_bytes * late_s
 
-    def _is_undercut(self, holder: HolderState) -> bool:
+    def _is_undercut(self, source: SourceState) -> bool:
         """Whether another origin has all that this one has, for less: then no slice is this one's to send."""
-        return any(not other.is_peer for other in self._cheaper(holder))
+        return any(not other.is_peer for other in self._cheaper(source))
 
-    def _slice_of(self, holder: HolderState) -> frozenset[int]:
-        """Return the pieces that may be asked of it whatever cheaper holders bring."""
-        return frozenset() if self._is_undercut(holder) else self._own
+    def _slice_of(self, source: SourceState) -> frozenset[int]:
+        """Return the pieces that may be asked of it whatever cheaper sources bring."""
+        return frozenset() if self._is_undercut(source) else self._own
 
-    def _cheaper(self, holder: HolderState) -> list[HolderState]:
-        """Return the holders that cost less and are still counted on."""
-        return [other for other in self._holders if other.problem is None and other.rank < holder.rank]
+    def _cheaper(self, source: SourceState) -> list[SourceState]:
+        """Return the sources that cost less and are still counted on."""
+        return [other for other in self._sources if other.problem is None and other.rank < source.rank]
 
-    def _divide(self, holder: HolderState) -> ChunkRange | None:
+    def _divide(self, source: SourceState) -> ChunkRange | None:
         """Return the second half of another run."""
         since = time.monotonic() - STEAL_AFTER_S
-        others = [run for run in self._rivals(holder) if len(run.pieces) > 1 and run.moved_at < since]
+        others = [run for run in self._rivals(source) if len(run.pieces) > 1 and run.moved_at < since]
         for victim in sorted(others, key=lambda run: -len(run.pieces)):
             half = list(victim.pieces)[-(len(victim.pieces) // 2) :]
-            if all(holder.can_give(piece.index) for piece in half):
+            if all(source.can_give(piece.index) for piece in half):
                 for _ in half:
                     victim.pieces.pop()
-                return ChunkRange(holder, deque(half))
+                return ChunkRange(source, deque(half))
         return None
 
-    def _repeat(self, holder: HolderState) -> ChunkRange | None:
+    def _repeat(self, source: SourceState) -> ChunkRange | None:
         """Return a piece that another stream waits for in vain."""
         since = time.monotonic() - REPEAT_AFTER_S
-        for victim in self._rivals(holder):
+        for victim in self._rivals(source):
             if len(victim.pieces) != 1 or victim.moved_at > since or victim.repeated:
                 continue
-            if victim.holder is holder and victim.heard_at > since:
+            if victim.source is source and victim.heard_at > since:
                 continue
-            if holder.can_give(victim.pieces[0].index):
+            if source.can_give(victim.pieces[0].index):
                 victim.repeated = True
-                return ChunkRange(holder, deque(victim.pieces))
+                return ChunkRange(source, deque(victim.pieces))
         return None
 
-    def _rivals(self, holder: HolderState) -> list[ChunkRange]:
+    def _rivals(self, source: SourceState) -> list[ChunkRange]:
         """Return the runs that it may take over, whole or in part."""
-        is_free, own = self._may_take_all(holder), self._slice_of(holder)
+        is_free, own = self._may_take_all(source), self._slice_of(source)
         return [
             run
             for run in self._runs
-            if is_free or run.holder.rank >= holder.rank or all(piece.index in own for piece in run.pieces)
+            if is_free or run.source.rank >= source.rank or all(piece.index in own for piece in run.pieces)
         ]
 
     def _give_back(self, run: ChunkRange, pieces: list[Piece]) -> None:

@@ -6,7 +6,7 @@ where that costs less and there is a base for them; what is then still missing i
 chunk (`weights.work`).
 
 Guarantees: a chunk counts only once its digest is the manifest's, wherever it came from and however it was
-made, so a wrong base, a damaged delta or a lying holder can cost time but never give wrong weights; whatever
+made, so a wrong base, a damaged delta or a lying source can cost time but never give wrong weights; whatever
 may pass is tried again, with a pause, as long as the pull as a whole makes progress; what was verified before
 a failure is kept for the next attempt (`part_folder`).
 """
@@ -19,27 +19,31 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-
-import msgspec
 
 from rlboost_runtime.errors import ProtocolError, RLBoostError, RuntimeFault
 from rlboost_runtime.weights import manifest as manifests
+from rlboost_runtime.weights.child_pipe import (
+    PullProgress,
+    PullReport,
+    PullRequest,
+    PullSource,
+    SourceKind,
+    TransferSettings,
+)
 from rlboost_runtime.weights.manifest import MANIFEST, Delta, Manifest
-from rlboost_runtime.weights.pull.chunk_scheduler import ChunkRange, ChunkScheduler, HolderState, PullProgress
+from rlboost_runtime.weights.pull.chunk_scheduler import ChunkRange, ChunkScheduler, SourceState
 from rlboost_runtime.weights.pull.range_client import Absent, Damaged, RangeStream, Unusable
-from rlboost_runtime.weights.pull.restore import link_sibling, link_version, turn
 from rlboost_runtime.weights.pull.sources import (
-    DEFAULT_BYTES_PER_S,
-    Holder,
-    Kind,
     LinkCost,
     Stream,
-    TransferSettings,
     VersionSource,
+    link_sibling,
+    link_version,
     num_deltas,
     open_source,
+    turn,
 )
 from rlboost_runtime.weights.store.part_folder import PartFolder, Piece, complete_version, part_folder, prune
 
@@ -61,47 +65,6 @@ SPARE_BELOW = 1 / 3
 MAX_MANIFEST_BYTES = 256 * 1024 * 1024
 
 
-class PullRequest(msgspec.Struct, frozen=True):
-    """What to fetch. `url`: the weight server, such as https://10.0.0.1:8443; `folder`: where versions lie
-    here; `certificate`: PEM text; `keep`: how many versions stay in the folder.
-
-    `holders`: who else may have it; `part`: (i, n), which slice of it to take from the head where n instances
-    of a zone pull at once, (0, 0): none; `digest`: the version's content digest where it is known; `store`:
-    the head's store where it lies on this machine; `siblings`: the folders of this machine's other engines;
-    `receiver`: who pulls, to servers that give shares; the rest is for `choice.Link`. `serves`: whether an
-    engine here serves an older version meanwhile.
-
-    `streams`: from the head and from a bucket, at most. As many as this process has cores begin, the others
-    where those leave cores idle: over a long way a stream brings little, and more of them bring more, but
-    where cores are the limit more streams than cores only take turns.
-    """
-
-    url: str
-    version: int
-    folder: str
-    token: str
-    certificate: str
-    streams: int = 4
-    keep: int = 2
-    holders: tuple[Holder, ...] = ()
-    part: tuple[int, int] = (0, 1)
-    digest: str = ""
-    store: str = ""
-    siblings: tuple[str, ...] = ()
-    transfer: TransferSettings = TransferSettings.AUTO
-    usd_per_gb: float = 0.0
-    usd_per_hour: float = 0.0
-    bytes_per_s: float = DEFAULT_BYTES_PER_S
-    serves: bool = False
-    receiver: str = ""
-
-    @property
-    def all_holders(self) -> tuple[Holder, ...]:
-        """The head, then everybody else."""
-        head = Holder("head", Kind.HEAD, self.url, self.certificate, self.usd_per_gb)
-        return (head, *self.holders)
-
-
 @dataclass(frozen=True, slots=True)
 class Deadlines:
     """Limits in seconds; see `IDLE_S` and `PROGRESS_S`."""
@@ -110,32 +73,12 @@ class Deadlines:
     progress_s: float = PROGRESS_S
 
 
-@dataclass(slots=True)
-class Pulled:
-    """A version that lies complete in `folder`. `pulled_bytes`: fetched by this pull, not by a former one."""
-
-    folder: Path
-    pulled_bytes: int = 0
-    num_corrupt: int = 0
-    """Chunks that came with a wrong digest and were fetched again."""
-    how: str = "here"
-    """here: nothing was fetched; linked: from a store on this machine; full; delta; part: a large file was
-    that of a version that is here."""
-    full_bytes: int = 0
-    restored_bytes: int = 0
-    """Made of a base that was here."""
-    fetch_s: float = 0.0
-    """Seconds in which bytes were fetched."""
-    by_holder: dict[str, int] = field(default_factory=dict)
-    complaints: dict[str, str] = field(default_factory=dict)
-    """Holders that were left out, and why."""
-
-
-def pull(request: PullRequest, progress: PullProgress, deadlines: Deadlines | None = None) -> Pulled:
+def pull(request: PullRequest, progress: PullProgress, deadlines: Deadlines | None = None) -> PullReport:
     """Fetch a version and delete old ones; blocks. Raises `ProtocolError` and `RuntimeFault`.
 
     A version that is here already is verified, not fetched again.
     """
+    began = time.monotonic()
     deadlines = deadlines or Deadlines()
     if request.streams < 1 or request.keep < 1:
         raise ProtocolError(f"streams {request.streams}, keep {request.keep}", "both must be at least 1")
@@ -144,8 +87,12 @@ def pull(request: PullRequest, progress: PullProgress, deadlines: Deadlines | No
         linked = _link(request, folder)
         if linked is not None:
             prune(folder, request.version, request.keep)
-            return Pulled(linked, how="linked", full_bytes=manifests.read_manifest(linked).num_bytes)
-        return _Pull(request, progress, deadlines).run(folder)
+            full_bytes = manifests.read_manifest(linked).num_bytes
+            report = PullReport(request.version, str(linked), how="linked", full_bytes=full_bytes)
+        else:
+            report = _Pull(request, progress, deadlines).run(folder)
+    report.pull_s = round(time.monotonic() - began, 6)
+    return report
 
 
 def _link(request: PullRequest, folder: Path) -> Path | None:
@@ -162,41 +109,42 @@ class _Pull:
         self._request = request
         self._progress = progress
         self._deadlines = deadlines
-        self._sources: list[tuple[Holder, VersionSource]] = []
+        self._sources: list[tuple[PullSource, VersionSource]] = []
         self._complaints: dict[str, str] = {}
-        for holder in request.all_holders:
+        for source in request.all_sources:
             try:
-                source = open_source(
-                    holder, request.version, request.token, deadlines.idle_s, request.receiver
+                opened = open_source(
+                    source, request.version, request.token, deadlines.idle_s, request.receiver
                 )
             except ProtocolError as exc:
-                if holder.kind is not Kind.PEER:
+                if source.kind is not SourceKind.PEER:
                     raise
-                self._complaints[holder.name] = exc.problem  # its own word was passed on as it was
+                self._complaints[source.name] = exc.problem  # its own word was passed on as it was
             else:
-                self._sources.append((holder, source))
-        prices = sorted({holder.usd_per_gb for holder, _ in self._sources})
+                self._sources.append((source, opened))
+        prices = sorted({source.usd_per_gb for source, _ in self._sources})
         self._ranks = {price: i + 1 for i, price in enumerate(prices)}
 
-    def run(self, folder: Path) -> Pulled:
-        """Do it."""
+    def run(self, folder: Path) -> PullReport:
+        """Fetch the version, and delete old ones."""
         request = self._request
         manifest = self._fetch_manifest()
         self._progress.total_bytes = manifest.num_bytes
         with part_folder(folder, manifest, self._progress.verified) as part:
             path = complete_version(folder, manifest, self._progress.verified)
-            pulled = Pulled(path or folder, full_bytes=manifest.num_bytes, complaints=self._complaints)
+            report = PullReport(request.version, str(path), full_bytes=manifest.num_bytes)
+            report.complaints = self._complaints
             if path is None:
                 missing = part.prepare(_versions(folder))
-                pulled.how = "part" if part.linked_bytes else "full"
+                report.how = "part" if part.linked_bytes else "full"
                 chain = self._choose(folder, manifest, missing)
                 if chain is not None:
-                    missing = self._restore(part, manifest, chain, missing, pulled)
-                self._fetch(part, missing, pulled)
-                pulled.folder = part.finish()
+                    missing = self._restore(part, manifest, chain, missing, report)
+                self._fetch(part, missing, report)
+                report.folder = str(part.finish())
         self._progress.done_bytes = manifest.num_bytes
         prune(folder, request.version, request.keep)
-        return pulled
+        return report
 
     # --- deltas -------------------------------------------------------------------------------------------
 
@@ -219,28 +167,30 @@ class _Pull:
         return None if base is None else _Chain(manifest.deltas[:num], base / target)
 
     def _restore(
-        self, part: PartFolder, manifest: Manifest, chain: _Chain, missing: list[Piece], pulled: Pulled
+        self, part: PartFolder, manifest: Manifest, chain: _Chain, missing: list[Piece], report: PullReport
     ) -> list[Piece]:
         """Fetch the deltas, apply them, return what is still missing."""
         from rlboost_runtime.weights.pull.restore import restore  # numba: a second to import
 
         try:
-            self._fetch(part, part.prepare_deltas(chain.deltas), pulled, are_own=False)
+            self._fetch(part, part.prepare_deltas(chain.deltas), report, are_own=False)
         except RuntimeFault as exc:
-            pulled.complaints["delta"] = exc.problem
+            report.complaints["delta"] = exc.problem
             return missing
         target = [piece for piece in missing if piece.file.name == chain.deltas[0].target]
         paths = [part.file(delta.file.name) for delta in reversed(chain.deltas)]
-        pulled.restored_bytes = restore(part, chain.base, paths, target, self._progress)
-        pulled.how = "delta" if pulled.restored_bytes else "full"
-        wrong = sum(piece.chunk.length for piece in target) - pulled.restored_bytes
+        report.restored_bytes = restore(part, chain.base, paths, target, self._progress)
+        report.how = "delta" if report.restored_bytes else "full"
+        wrong = sum(piece.chunk.length for piece in target) - report.restored_bytes
         if wrong:
-            pulled.complaints["delta"] = f"{wrong} bytes did not come out right and are fetched whole"
+            report.complaints["delta"] = f"{wrong} bytes did not come out right and are fetched whole"
         return part.missing()
 
     # --- bytes --------------------------------------------------------------------------------------------
 
-    def _fetch(self, part: PartFolder, missing: list[Piece], pulled: Pulled, *, are_own: bool = True) -> None:
+    def _fetch(
+        self, part: PartFolder, missing: list[Piece], report: PullReport, *, are_own: bool = True
+    ) -> None:
         if not missing:
             return
         started = time.monotonic()
@@ -248,7 +198,7 @@ class _Pull:
         size = sum(piece.chunk.length for piece in missing)
         if are_own:
             self._progress.done_bytes = self._progress.total_bytes - size
-        has_peers = any(holder.kind is Kind.PEER for holder, _ in self._sources)
+        has_peers = any(source.kind is SourceKind.PEER for source, _ in self._sources)
         rank, num = request.part if has_peers else (0, 1)
         work = ChunkScheduler(
             missing, self._progress, request.streams, (rank, num) if num else None, are_own=are_own
@@ -263,39 +213,39 @@ class _Pull:
                     each.stream.abort()
         for future in futures:
             future.result()
-        _note(pulled, work, [each.holder for each in streams])
-        pulled.fetch_s += time.monotonic() - started
+        _note(report, work, [each.source for each in streams])
+        report.fetch_s += time.monotonic() - started
         if work.problem is not None:
             raise work.problem
 
     def _streams(self, work: ChunkScheduler, size: int) -> Iterator[_Reader]:
         """Yield the streams to read with: one per peer, several for each of the others."""
         num_first = max(LEAST_STREAMS, _num_cores())
-        for holder, source in self._sources:
-            is_peer = holder.kind is Kind.PEER
-            rank = 0 if is_peer else self._ranks[holder.usd_per_gb]
-            state = HolderState(
-                holder.name,
+        for source, opened in self._sources:
+            is_peer = source.kind is SourceKind.PEER
+            rank = 0 if is_peer else self._ranks[source.usd_per_gb]
+            state = SourceState(
+                source.name,
                 is_peer,
                 rank,
-                is_extra=holder.kind is not Kind.HEAD,
+                is_extra=source.kind is not SourceKind.HEAD,
                 has=b"" if is_peer else None,
             )
             work.join(state)
             if not self._request.serves:
-                source.left_bytes = size
+                opened.left_bytes = size
             for i in range(1 if is_peer else self._request.streams):
-                yield _Reader(state, source.stream(), spare_after=num_first if i >= num_first else 0)
+                yield _Reader(state, opened.stream(), spare_after=num_first if i >= num_first else 0)
 
     def _fetch_manifest(self) -> Manifest:
         """Fetch the manifest from the head, or from a bucket where the head does not answer."""
-        origins = [(h, s) for h, s in self._sources if h.kind is Kind.HEAD or self._is_vouched_for(h)]
+        origins = [(s, o) for s, o in self._sources if s.kind is SourceKind.HEAD or self._is_vouched_for(s)]
         give_up_at = time.monotonic() + self._deadlines.progress_s
         pause_s = FIRST_PAUSE_S
         while True:
-            for holder, source in origins:
+            for source, opened in origins:
                 try:
-                    return self._read_manifest(holder, source)
+                    return self._read_manifest(source, opened)
                 except Absent as exc:
                     if len(origins) == 1:
                         raise
@@ -307,12 +257,12 @@ class _Pull:
             time.sleep(_jittered(pause_s))
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
-    def _is_vouched_for(self, holder: Holder) -> bool:
+    def _is_vouched_for(self, source: PullSource) -> bool:
         """Whether we would notice if it gave us another manifest."""
-        return holder.kind is Kind.BUCKET and self._request.digest != ""
+        return source.kind is SourceKind.BUCKET and self._request.digest != ""
 
-    def _read_manifest(self, holder: Holder, source: VersionSource) -> Manifest:
-        stream = source.stream()
+    def _read_manifest(self, source: PullSource, opened: VersionSource) -> Manifest:
+        stream = opened.stream()
         try:
             manifest = manifests.decode_manifest(stream.read_file(MANIFEST, MAX_MANIFEST_BYTES))
         finally:
@@ -324,8 +274,8 @@ class _Pull:
                 "publish the version again",
             )
         if request.digest not in ("", manifest.content_digest):
-            problem = f"{holder.name} has version {request.version} with other content than was announced"
-            if holder.kind is Kind.HEAD:
+            problem = f"{source.name} has version {request.version} with other content than was announced"
+            if source.kind is SourceKind.HEAD:
                 raise ProtocolError(problem, "publish the weights under a new number")
             raise Unusable(problem)
         return manifest
@@ -333,9 +283,9 @@ class _Pull:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """A stream and its holder. `spare_after`: it begins once so many leave cores idle; 0: at once."""
+    """A stream and its source. `spare_after`: it begins once so many leave cores idle; 0: at once."""
 
-    holder: HolderState
+    source: SourceState
     stream: Stream
     spare_after: int
 
@@ -364,14 +314,14 @@ def _base(folder: Path, delta: Delta) -> Path | None:
     return path if found.content_digest == delta.base_digest else None
 
 
-def _note(pulled: Pulled, work: ChunkScheduler, states: Sequence[HolderState]) -> None:
-    pulled.pulled_bytes += work.fetched_bytes
-    pulled.num_corrupt += work.num_corrupt
+def _note(report: PullReport, work: ChunkScheduler, states: Sequence[SourceState]) -> None:
+    report.pulled_bytes += work.fetched_bytes
+    report.num_corrupt += work.num_corrupt
     for state in dict.fromkeys(states):
         if state.fetched_bytes:
-            pulled.by_holder[state.name] = pulled.by_holder.get(state.name, 0) + state.fetched_bytes
+            report.sources[state.name] = report.sources.get(state.name, 0) + state.fetched_bytes
         if state.problem is not None:
-            pulled.complaints[state.name] = state.problem
+            report.complaints[state.name] = state.problem
 
 
 def _watch(work: ChunkScheduler, progress_s: float) -> None:
@@ -401,34 +351,34 @@ def _wait_for_idle_cores(work: ChunkScheduler, num_streams: int) -> None:
 
 def _run_stream(reader: _Reader, part: PartFolder, work: ChunkScheduler) -> None:
     """Fetch runs until there are none: the life of one thread."""
-    holder, stream = reader.holder, reader.stream
+    source, stream = reader.source, reader.stream
     if reader.spare_after:
         _wait_for_idle_cores(work, reader.spare_after)
     pause_s, look_s = FIRST_PAUSE_S, LOOK_S
     memory = bytearray()
     try:
-        while not work.is_over() and holder.problem is None:
+        while not work.is_over() and source.problem is None:
             try:
-                if holder.is_peer and not holder.has_all and isinstance(stream, RangeStream):
-                    is_news = work.learn(holder, stream.read_marks())
+                if source.is_peer and not source.has_all and isinstance(stream, RangeStream):
+                    is_news = work.learn(source, stream.read_marks())
                     look_s = LOOK_S if is_news else min(2 * look_s, LONGEST_LOOK_S)
-                while (run := work.take(holder, look_s)) is not None:
+                while (run := work.take(source, look_s)) is not None:
                     memory = _grown(memory, run)
                     _fetch_run(stream, part, work, run, memory)
                     pause_s = FIRST_PAUSE_S
             except Absent as exc:
-                if not holder.is_extra:
-                    _lose_origin(holder, work, exc)
+                if not source.is_extra:
+                    _lose_origin(source, work, exc)
                 work.pause(LOOK_S)
             except (Unusable, Damaged) as exc:
-                work.count_failure(holder, str(exc))
+                work.count_failure(source, str(exc))
                 work.pause(_jittered(pause_s))
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
     except RLBoostError as exc:
-        if holder.is_peer:
-            work.leave_out(holder, exc.problem)
+        if source.is_peer:
+            work.leave_out(source, exc.problem)
         else:
-            _lose_origin(holder, work, exc)
+            _lose_origin(source, work, exc)
     except BaseException as exc:  # the other streams must not wait for this one
         work.fail(RuntimeFault(f"a stream failed: {exc!r}", "see the traceback in the log"))
         raise
@@ -436,9 +386,9 @@ def _run_stream(reader: _Reader, part: PartFolder, work: ChunkScheduler) -> None
         stream.close()
 
 
-def _lose_origin(holder: HolderState, work: ChunkScheduler, problem: RLBoostError) -> None:
+def _lose_origin(source: SourceState, work: ChunkScheduler, problem: RLBoostError) -> None:
     """Go on without an origin, as long as there is another one."""
-    work.leave_out(holder, problem.problem)
+    work.leave_out(source, problem.problem)
     if work.num_origins() == 0:
         work.fail(problem)
 
@@ -468,10 +418,10 @@ def _fetch_run(
                     work.count_verified(run, piece)
                 else:
                     work.trouble = f"{file.name}: wrong digest at {piece.chunk.offset}"
-                    work.count_corrupt(run.holder, piece)
+                    work.count_corrupt(run.source, piece)
                     work.skip(run)
     except Damaged:
-        work.count_corrupt(run.holder, pieces[0])
+        work.count_corrupt(run.source, pieces[0])
         raise
     finally:
         work.end(run)

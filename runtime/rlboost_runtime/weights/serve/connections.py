@@ -174,11 +174,6 @@ class FairShare:
             self._judge()
             return self._changed.wait_for(lambda: self._may_send(sending), LONGEST_PAUSE_S)
 
-    def num_receivers(self) -> int:
-        """Return how many receivers there are now."""
-        with self._changed:
-            return len(self._sending)
-
     def _may_send(self, sending: Sending) -> bool:
         own = self._sending.get(sending.receiver, [])
         if sending not in own:  # ended meanwhile: nobody needs to pause for it

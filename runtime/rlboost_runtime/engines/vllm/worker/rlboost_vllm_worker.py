@@ -162,12 +162,5 @@ class WorkerExtension:
             runner.propose_draft_token_ids = _propose_nothing
         return "done"
 
-    def rlboost_memory(self: Any) -> dict[str, int]:
-        """Bytes of this worker's accelerator that are in use; 0 without one."""
-        if not torch.accelerator.is_available():
-            return {"used_bytes": 0}
-        free, total = torch.cuda.mem_get_info()
-        return {"used_bytes": total - free}
-
 
 WeightTransferEngineFactory.register_engine(BACKEND, FolderTransfer)
