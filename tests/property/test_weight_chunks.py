@@ -68,11 +68,11 @@ def test_runs_cover_what_is_missing_once_and_in_one_piece(
     )
     pieces = pieces_of(manifest_of(files))
     missing = [piece for piece in pieces if data.draw(st.booleans())]
-    work = ChunkScheduler(missing, PullProgress(), num_streams)
+    scheduler = ChunkScheduler(missing, PullProgress(), num_streams)
     head = SourceState("head", is_peer=False, rank=1)
-    work.join(head)
+    scheduler.add_source(head)
     runs = []
-    while (taken := work.take(head, 0.0)) is not None:
+    while (taken := scheduler.take(head, 0.0)) is not None:
         runs.append(list(taken.pieces))
     assert [piece for run in runs for piece in run] == missing
     for run in runs:

@@ -1,4 +1,4 @@
-"""What an agent still owes the coordinator: tokens and endings not yet acknowledged.
+"""Tokens and endings that the coordinator has not acknowledged yet.
 
 Pure. Guarantees: laid end to end, the frames of one process give for each assignment exactly the tokens that
 its engine gave, each once, offsets without a gap, the ending last; a frame carries one policy version and
@@ -19,7 +19,7 @@ from rlboost_runtime.protocol.messages import AssignmentEnd, Frame
 MAX_TOKENS = 1_000_000
 """Tokens kept for a silent coordinator before the engine is held: 8 MB, minutes of a fast engine."""
 MAX_COUNT = 0xFFFF
-"""Tokens of one assignment in a frame: counts travel as u16. What is more goes into the next frame."""
+"""Tokens of one assignment in a frame: counts travel as u16. The rest goes into the next frame."""
 
 _REASONS: dict[str, FinishReason | ReleaseReason] = {
     "stop": FinishReason.STOP,
@@ -62,12 +62,12 @@ class Outbox:
 
     @property
     def is_full(self) -> bool:
-        """Whether the engine should wait for acknowledgements."""
+        """True if the engine should wait for acknowledgements."""
         return self._num_tokens >= self._max_tokens
 
     @property
     def is_clear(self) -> bool:
-        """Whether everything that was added has been acknowledged."""
+        """True if everything that was added has been acknowledged."""
         return not self._pending and not self._unacked
 
     @property
@@ -78,16 +78,16 @@ class Outbox:
     @property
     def held(self) -> tuple[int, ...]:
         """Assignments that have not ended, or whose ending is not acknowledged yet."""
-        unheard = [ending.assignment for section in self._pending for ending in section.endings]
-        unheard += [ending.assignment for frame, _ in self._unacked for ending in frame.endings]
-        return tuple(dict.fromkeys([*self._open, *unheard]))
+        unacked = [ending.assignment for section in self._pending for ending in section.endings]
+        unacked += [ending.assignment for frame, _ in self._unacked for ending in frame.endings]
+        return tuple(dict.fromkeys([*self._open, *unacked]))
 
     def begin(self, assignment: int, offset: int, policy_version: int) -> None:
-        """An assignment starts; its next token is number `offset` of the response."""
+        """Start an assignment; its next token is number `offset` of the response."""
         self._open[assignment] = _Open(offset, policy_version)
 
     def add(self, output: EngineOutput) -> None:
-        """Take what the engine gave; what concerns assignments that are not open is dropped."""
+        """Add an output; drop what concerns assignments that are not open."""
         for assignment, start, end in output.slices():
             if assignment in self._open:
                 self._append(assignment, output, start, end)
@@ -117,17 +117,17 @@ class Outbox:
         return frames
 
     def ack(self, seq: int) -> None:
-        """All frames up to `seq` are journalled."""
+        """Drop all frames up to `seq`: the coordinator has journalled them."""
         while self._unacked and self._unacked[0][0].seq <= seq:
             _, num_tokens = self._unacked.popleft()
             self._num_tokens -= num_tokens
 
     def unacked(self) -> list[Frame]:
-        """Frames to send again after a reconnect, in order."""
+        """Return the frames to send again after a reconnect, in order."""
         return [frame for frame, _ in self._unacked]
 
     def void(self) -> None:
-        """Forget everything: the coordinator has given it to others. Numbering goes on."""
+        """Forget everything: the coordinator has assigned it elsewhere. Numbering goes on."""
         self._open.clear()
         self._pending.clear()
         self._unacked.clear()
@@ -154,7 +154,7 @@ class Outbox:
             start = stop
 
     def _section(self, policy_version: int) -> _Section:
-        """The last section if it is of this version, else a new one: order between versions is kept."""
+        """Return the last section if it is of this version, else a new one: versions stay in order."""
         if not self._pending or self._pending[-1].policy_version != policy_version:
             return self._new_section(policy_version)
         return self._pending[-1]

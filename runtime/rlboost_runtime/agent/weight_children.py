@@ -48,8 +48,12 @@ PEER_PAUSE_S = 10.0
 PULL_COMMAND = (sys.executable, "-m", "rlboost_runtime.weights.pull.child")
 PEER_COMMAND = (sys.executable, "-m", "rlboost_runtime.weights.serve.peer")
 
-_pull_decoder = msgspec.json.Decoder(PullProgress | PullReport | ChildFailure)
-_peer_decoder = msgspec.json.Decoder(PeerListening | ChildFailure)
+_pull_decoder: msgspec.json.Decoder[PullProgress | PullReport | ChildFailure] = msgspec.json.Decoder(
+    PullProgress | PullReport | ChildFailure
+)
+_peer_decoder: msgspec.json.Decoder[PeerListening | ChildFailure] = msgspec.json.Decoder(
+    PeerListening | ChildFailure
+)
 
 
 class PullFailed(RuntimeFault):

@@ -1,8 +1,8 @@
-"""An engine without a model, for load and fault tests only: what it does says nothing about inference.
+"""An engine without a model, for load and fault tests only; its timing is no measure of inference.
 
 Token k of a sequence is a hash of all ids before it, so a response that moves between emulated engines at any
 point ends up with the same tokens as one that stays. It runs in this process, so that thousands of responses
-cost little. Faults are asked for on the object: `hang`, `die`, `fail_request`.
+cost little. Tests cause faults by `hang`, `die` and `fail_request`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def emulated_token(token_ids: list[int]) -> tuple[int, float]:
 def emulated_response(
     prompt: list[int], max_new_tokens: int, sampling: Sampling
 ) -> tuple[list[int], list[float]]:
-    """Return the whole response to `prompt`: what any chain of emulated engines must end up with."""
+    """Return the whole response to `prompt`, which any chain of emulated engines must produce."""
     ids, logprobs = list(prompt), []
     for _ in range(max_new_tokens):
         token, logprob = emulated_token(ids)
@@ -54,7 +54,7 @@ def emulated_response(
     return ids[len(prompt) :], logprobs
 
 
-def _is_folder(path: Path) -> bool:
+def _is_folder(path: Path) -> bool:  # quick enough for an event loop
     return path.is_dir()
 
 
@@ -87,7 +87,7 @@ class EmulatedEngine:
     # --- faults -------------------------------------------------------------------------------------------
 
     def hang(self, on: bool = True) -> None:
-        """Make no progress and say nothing, like a stuck kernel."""
+        """Make no progress and send nothing, like a stuck kernel."""
         self._hung = on
         self._work.set()
 
@@ -99,7 +99,7 @@ class EmulatedEngine:
         self._waiting.clear()
         self._news.set()
 
-    def fail_request(self, request_id: int, problem: str = "told to fail") -> None:
+    def fail_request(self, request_id: int, problem: str = "a fault was requested") -> None:
         """End this request as failed at its next token."""
         self._doomed[request_id] = problem
 
@@ -246,4 +246,4 @@ class EmulatedEngine:
 
     def _check_alive(self) -> None:
         if self._dead:
-            raise EngineDied("the emulated engine was told to die", "this is a test")
+            raise EngineDied("the emulated engine died on request", "this is a test")

@@ -17,18 +17,15 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from blake3 import blake3
 
 from rlboost_runtime.errors import ProtocolError
-
-if TYPE_CHECKING:
-    from torch import Tensor as TorchTensor
 
 SCHEMA = (1, 1)
 """(major, minor). The same major can be read; a higher minor only adds fields."""
@@ -86,7 +83,7 @@ class Delta(msgspec.Struct, frozen=True):
     leads to that version, each next one to the base of the one before it.
 
     `base_digest`: the base's content digest; a base with another one is of no use. `changed`: share of the
-    16-bit patterns that differ. See `weights.delta`.
+    16-bit patterns that differ. See `weights.delta.file`.
     """
 
     base: int
@@ -220,33 +217,12 @@ def read_tensors(path: Path) -> tuple[Tensor, ...]:
     return tuple(sorted(tensors, key=lambda tensor: (tensor.offset, tensor.name)))
 
 
-def greedy_continuation(
-    next_logprobs: Callable[[list[int]], TorchTensor],
-    token_ids: Sequence[int],
-    max_new_tokens: int,
-    stop_token_ids: frozenset[int] = frozenset(),
-) -> tuple[list[int], list[float]]:
-    """Continue `token_ids` by the likeliest tokens, up to and including a stop token: how a probe is made.
-
-    `next_logprobs` returns the logprob of each token of the vocabulary after a sequence.
-    """
-    sequence, logprobs = list(token_ids), list[float]()
-    while len(logprobs) < max_new_tokens:
-        logprobs_V = next_logprobs(sequence)
-        token = int(logprobs_V.argmax())
-        sequence.append(token)
-        logprobs.append(float(logprobs_V[token]))
-        if token in stop_token_ids:
-            break
-    return sequence[len(token_ids) :], logprobs
-
-
 def probe_matches(manifest: Manifest, token_ids: Sequence[int], logprobs: Sequence[float]) -> str | None:
     """Compare an engine's greedy continuation of the probe with the trainer's; None: they agree.
 
     Logprobs are compared position by position as long as the ids agree. The first differing id is accepted
     only as a near tie (both picks equally likely within the tolerance); what follows it has another context
-    and is not compared. Otherwise returns the problem in words.
+    and is not compared. Otherwise returns a description of the problem.
     """
     probe = manifest.probe
     if len(token_ids) != len(logprobs):

@@ -458,7 +458,7 @@ def test_a_version_deleted_in_the_middle_is_told(run: RunFolder, folder: Path) -
         shutil.rmtree(run.weights / "v000001")
         code, lines = outcome(process)
     assert code == 1
-    assert "does not have version 1, or not any more" in lines[-1]["problem"]
+    assert "does not have version 1, or no longer" in lines[-1]["problem"]
 
 
 def test_another_certificate_never_sees_the_token(run: RunFolder, folder: Path, tmp_path: Path) -> None:

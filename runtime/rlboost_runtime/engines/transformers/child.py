@@ -1,9 +1,9 @@
-"""The process that holds the model of a `TransformersEngine`: `python -m ...engines.transformers_child FD`.
+"""The process that holds the model of a `TransformersEngine`: `python -m ...transformers.child FD`.
 
-Single-threaded: between decode steps it reads what the parent asks. It ends when its parent does, by
+Single-threaded: between decode steps it reads the parent's commands. It ends when its parent does, by
 PR_SET_PDEATHSIG on Linux and by the end of its socket everywhere, and it lowers its priority so that the
-agent's heartbeat comes first. A failure that concerns a command is answered; any other ends the process, with
-its traceback in the log.
+agent's heartbeat comes first. A failure of a command is its answer; any other ends the process, with its
+traceback in the log.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING  # noqa: E402
 
 import msgspec  # noqa: E402
 
-from rlboost_runtime.engines.base import EngineOutput  # noqa: E402
+from rlboost_runtime.engines.base import EngineOutput, greedy_continuation  # noqa: E402
 from rlboost_runtime.engines.transformers.channel import (  # noqa: E402
     AbortRequests,
     Alive,
@@ -77,7 +77,7 @@ class Channel:
             raise ParentGone from exc
 
     def receive(self, timeout_s: float | None) -> list[ToChild]:
-        """Return what has come, waiting up to `timeout_s` (None: for ever). Raises `ParentGone`."""
+        """Return what has arrived, waiting up to `timeout_s` (None: for ever). Raises `ParentGone`."""
         readable, _, _ = select.select([self._socket], [], [], timeout_s)
         if not readable:
             return []
@@ -102,7 +102,7 @@ class StepPacer:
         return max(0.0, self._next_at - time.monotonic())
 
     def begin(self) -> None:
-        """A step begins: a late one does not make the following ones faster."""
+        """Begin a step: a late one does not make the following ones faster."""
         self._next_at = time.monotonic() + self._period_s
 
 
@@ -126,7 +126,7 @@ class Child:
     def serve(self) -> None:
         """Work until `Quit`. Raises `ParentGone`."""
         while True:
-            for message in self._channel.receive(self._patience_s()):
+            for message in self._channel.receive(self._max_wait_s()):
                 if isinstance(message, Quit):
                     return
                 self._handle(message)
@@ -136,7 +136,7 @@ class Child:
     def _has_work(self) -> bool:
         return self._batch is not None and not self._batch.is_empty and not self._held
 
-    def _patience_s(self) -> float | None:
+    def _max_wait_s(self) -> float | None:
         return self._pace.wait_s() if self._has_work() else None
 
     def _step(self) -> None:
@@ -249,7 +249,7 @@ class Child:
         self._version = version
 
     def _build(self, folder: Path) -> tuple[PreTrainedModel, ContinuousBatch]:
-        """A model without weights, and its batch with an empty cache."""
+        """Return a model without weights, and its batch with an empty cache."""
         import torch
 
         from rlboost_runtime.engines import model_folder
@@ -270,7 +270,7 @@ class Child:
         return probe(self._model, token_ids, num_new)
 
     def _sleep(self) -> None:
-        """Give memory back for real: to the system, not only to the allocator."""
+        """Give memory back to the system, not only to the allocator."""
         import torch
 
         self._asleep = True
@@ -287,8 +287,6 @@ class Child:
 def probe(model: PreTrainedModel, token_ids: list[int], num_new: int) -> tuple[list[int], list[float]]:
     """Continue greedily by whole forward passes, without cache or batch: the plainest use of the weights."""
     import torch
-
-    from rlboost_runtime.weights.manifest import greedy_continuation
 
     def next_logprobs(sequence: list[int]) -> torch.Tensor:
         num = len(sequence)
@@ -307,7 +305,7 @@ def open_side_file(path: Path) -> int:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill us when the parent dies (Linux); raises `ParentGone` where it already has."""
+    """Have the kernel kill us when the parent dies (Linux); raises `ParentGone` if it already is."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:

@@ -15,7 +15,7 @@ vocabulary 512; 32-token prompts, 128 new tokens, 16 running; 5 repeats): 0.54 t
 the hand-written loop that this replaced (0.69 with 1 running; 0.49 with 400 new tokens); the manager's own
 thread made 0.55. From sampled to handed over: median 0.5 ms, at most 3.6, where the former loop took 0.06 and
 0.12, and the thread 0.8 and 5.4. Without flash attention the library reads the keys of all requests under one
-mask. This says nothing of larger models or of GPUs.
+mask. Larger models and GPUs were not measured.
 
 Guarantees: the tokens and logprobs of a request do not depend on which others share its batch, but for the
 rounding of floating-point sums; no key or value outlives its request (blocks are never shared), so new
@@ -44,7 +44,7 @@ from rlboost_runtime.engines.transformers.channel import NewRequest
 from rlboost_runtime.protocol.messages import Sampling
 
 PAGE_TOKENS = 32
-"""Cache is given out in pages of so many tokens: what a response wastes at most."""
+"""Cache is allocated in pages of so many tokens: what a response wastes at most."""
 PREFILL_TOKENS = 512
 """Prompt tokens per step, of all requests together: bounds a step's time, and the mask at so many rows."""
 
@@ -79,7 +79,7 @@ class ContinuousBatch:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no request is held."""
+        """True if no request is held."""
         return not self._held
 
     @property
@@ -163,7 +163,7 @@ def run_step(manager: ContinuousBatchingManager) -> None:
     `_generation_step` is private to the library (5.19); `test_stepping_equals_the_librarys_own_thread` in
     tests/integration/engines/test_continuous_batch.py fails when it changes. What sampling refuses (logits
     that are not finite) fails the requests of this step, as in the library's loop; an accelerator's error
-    flies.
+    is raised.
     """
     processor = manager.batch_processor
     assert processor is not None  # since `warmup`
@@ -180,7 +180,7 @@ def run_step(manager: ContinuousBatchingManager) -> None:
 
 
 def generation_config(sampling: Sampling) -> GenerationConfig:
-    """Say `sampling` in the library's words; temperature 0 takes the likeliest token."""
+    """Return `sampling` as the library's configuration; temperature 0 takes the likeliest token."""
     stop: list[int] | int = list(sampling.stop_token_ids) or -1  # -1: none
     if sampling.temperature == 0:
         return GenerationConfig(do_sample=False, eos_token_id=stop)  # type: ignore[no-untyped-call] # theirs
@@ -190,7 +190,7 @@ def generation_config(sampling: Sampling) -> GenerationConfig:
 
 
 def batching_config(max_running: int, max_context_tokens: int) -> ContinuousBatchingConfig:
-    """A cache in which every running request has room for its whole context: nothing is ever evicted."""
+    """Return a cache with room for the whole context of every running request: nothing is ever evicted."""
     return ContinuousBatchingConfig(
         page_size=PAGE_TOKENS,
         num_blocks=max_running * math.ceil(max_context_tokens / PAGE_TOKENS),

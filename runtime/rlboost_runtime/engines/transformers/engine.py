@@ -1,8 +1,8 @@
 """`TransformersEngine`: a Hugging Face model in a child process, batched continuously.
 
-The child lives in a session of its own and never outlives this process (`transformers_child`). It makes one
-message per decode step; tokens that nobody takes off `outputs` stop it until they are taken, so memory is
-bounded on both sides.
+The child lives in a session of its own and never outlives this process (`child`). It sends one message
+per decode step; it stops while too many of them wait to be read from `outputs`, so memory is bounded on both
+sides.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 MAX_UNREAD_STEPS = 256
 """Decode steps that wait for the reader of `outputs` before the child is held: a second of a fast engine."""
 COMMAND_TIMEOUT_S = 600.0
-"""Longest load or probe; a child that takes longer is taken for dead."""
+"""Longest load or probe; a child that takes longer is considered dead."""
 ABORT_TIMEOUT_S = 60.0
 """Longest decode step that an abort may have to wait for."""
 STOP_GRACE_S = 1.0
@@ -194,7 +194,7 @@ class TransformersEngine:
     # --- what the link reports ----------------------------------------------------------------------------
 
     def on_message(self, body: bytes) -> None:
-        """Take one message of the child."""
+        """Handle one message of the child."""
         match to_parent_decoder.decode(body):
             case Tokens() as tokens:
                 self._on_tokens(tokens)
@@ -210,7 +210,7 @@ class TransformersEngine:
                 self._ready.set()
 
     def on_closed(self) -> None:
-        """The child is gone, or its end of the socket is."""
+        """Handle the end of the child, or of its side of the socket."""
         self._died = "the engine's process ended"
         self._version = None
         for waiting in self._tickets.values():
@@ -296,7 +296,7 @@ class TransformersEngine:
             self._process.kill()
 
     def _send(self, message: ToChild) -> None:
-        """Write without waiting; to a dead child: nothing, its end is reported by `outputs`."""
+        """Write without waiting; to a dead child nothing, as `outputs` reports its end."""
         if self._link is not None and self._died is None:
             self._link.write(pack(message))
 

@@ -1,13 +1,13 @@
-"""Fetch a weight version: whole or by deltas, over several streams, from anybody who has it.
+"""Fetch a weight version: whole or by deltas, over several streams, from every source that has it.
 
 In order: a version that is here already is verified and kept; one that lies in a store on this machine, or
 that another engine of this machine has fetched, is linked, not copied; else deltas are fetched and applied
 where that costs less and there is a base for them; what is then still missing is fetched whole, chunk by
-chunk (`weights.work`).
+chunk (`weights.pull.chunk_scheduler`).
 
 Guarantees: a chunk counts only once its digest is the manifest's, wherever it came from and however it was
-made, so a wrong base, a damaged delta or a lying source can cost time but never give wrong weights; whatever
-may pass is tried again, with a pause, as long as the pull as a whole makes progress; what was verified before
+made, so a wrong base, a damaged delta or a lying source can cost time but never give wrong weights; what may
+pass is tried again, with a pause, as long as the pull as a whole makes progress; what was verified before
 a failure is kept for the next attempt (`part_folder`).
 """
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -54,14 +54,14 @@ PROGRESS_S = 60.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 """Pause after a failed request, doubled from one to the next; drawn between half of it and all of it."""
 LOOK_S, LONGEST_LOOK_S = 0.2, 1.0
-"""How often a stream with nothing to do asks its peer what that has by now: half as often as long as that is
-nothing new, as seven peers of eight receivers that do so cost half a core."""
+"""How often a stream with nothing to do asks its peer which chunks it has: half as often while that does not
+change, as seven peers of eight receivers that ask cost half a core."""
 LEAST_STREAMS = 2
 """One of them waits for an answer while the other one works."""
 SPARE_S = 0.5
-"""How often it is looked whether the streams at work leave cores idle, so that more of them could help."""
+"""How often streams in reserve check whether the others leave cores idle, so that more could help."""
 SPARE_BELOW = 1 / 3
-"""Such a share of a core and less of each stream is idling: where the head shares the cores, it is 0.6."""
+"""Streams that use less of a core each than this are idling: where the head shares the cores, it is 0.6."""
 MAX_MANIFEST_BYTES = 256 * 1024 * 1024
 
 
@@ -96,7 +96,7 @@ def pull(request: PullRequest, progress: PullProgress, deadlines: Deadlines | No
 
 
 def _link(request: PullRequest, folder: Path) -> Path | None:
-    """Return the version, linked from wherever it lies on this machine; None: nowhere."""
+    """Return the version, linked from wherever it lies on this machine; None if it does not."""
     siblings = [Path(each) for each in request.siblings]
     found = link_version(Path(request.store), request.version, folder, request.digest)
     return found or link_sibling(siblings, request.version, folder, request.digest)
@@ -119,7 +119,7 @@ class _Pull:
             except ProtocolError as exc:
                 if source.kind is not SourceKind.PEER:
                     raise
-                self._complaints[source.name] = exc.problem  # its own word was passed on as it was
+                self._complaints[source.name] = exc.problem  # peers describe themselves, unchecked
             else:
                 self._sources.append((source, opened))
         prices = sorted({source.usd_per_gb for source, _ in self._sources})
@@ -137,9 +137,9 @@ class _Pull:
             if path is None:
                 missing = part.prepare(_versions(folder))
                 report.how = "part" if part.linked_bytes else "full"
-                chain = self._choose(folder, manifest, missing)
-                if chain is not None:
-                    missing = self._restore(part, manifest, chain, missing, report)
+                plan = self._plan_deltas(folder, manifest, missing)
+                if plan is not None:
+                    missing = self._restore(part, plan, missing, report)
                 self._fetch(part, missing, report)
                 report.folder = str(part.finish())
         self._progress.done_bytes = manifest.num_bytes
@@ -148,8 +148,8 @@ class _Pull:
 
     # --- deltas -------------------------------------------------------------------------------------------
 
-    def _choose(self, folder: Path, manifest: Manifest, missing: list[Piece]) -> _Chain | None:
-        """Return the deltas to fetch and the base for them; None: the version whole."""
+    def _plan_deltas(self, folder: Path, manifest: Manifest, missing: list[Piece]) -> _DeltaPlan | None:
+        """Return the deltas to fetch and the base for them; None to fetch the version whole."""
         request = self._request
         if not manifest.deltas or request.transfer is TransferSettings.FULL:
             return None
@@ -164,22 +164,22 @@ class _Pull:
         full_bytes = sum(piece.chunk.length for piece in missing if piece.file.name == target)
         num = num_deltas(request.transfer, full_bytes, sizes, link)
         base = bases[num - 1] if num else None
-        return None if base is None else _Chain(manifest.deltas[:num], base / target)
+        return None if base is None else _DeltaPlan(manifest.deltas[:num], base / target)
 
     def _restore(
-        self, part: PartFolder, manifest: Manifest, chain: _Chain, missing: list[Piece], report: PullReport
+        self, part: PartFolder, plan: _DeltaPlan, missing: list[Piece], report: PullReport
     ) -> list[Piece]:
-        """Fetch the deltas, apply them, return what is still missing."""
+        """Fetch the deltas, apply them, and return what is still missing."""
         from rlboost_runtime.weights.pull.restore import restore  # numba: a second to import
 
         try:
-            self._fetch(part, part.prepare_deltas(chain.deltas), report, are_own=False)
+            self._fetch(part, part.prepare_deltas(plan.deltas), report, are_own=False)
         except RuntimeFault as exc:
             report.complaints["delta"] = exc.problem
             return missing
-        target = [piece for piece in missing if piece.file.name == chain.deltas[0].target]
-        paths = [part.file(delta.file.name) for delta in reversed(chain.deltas)]
-        report.restored_bytes = restore(part, chain.base, paths, target, self._progress)
+        target = [piece for piece in missing if piece.file.name == plan.deltas[0].target]
+        paths = [part.file(delta.file.name) for delta in reversed(plan.deltas)]
+        report.restored_bytes = restore(part, plan.base, paths, target, self._progress)
         report.how = "delta" if report.restored_bytes else "full"
         wrong = sum(piece.chunk.length for piece in target) - report.restored_bytes
         if wrong:
@@ -200,26 +200,26 @@ class _Pull:
             self._progress.done_bytes = self._progress.total_bytes - size
         has_peers = any(source.kind is SourceKind.PEER for source, _ in self._sources)
         rank, num = request.part if has_peers else (0, 1)
-        work = ChunkScheduler(
+        scheduler = ChunkScheduler(
             missing, self._progress, request.streams, (rank, num) if num else None, are_own=are_own
         )
-        streams = list(self._streams(work, size))
+        streams = list(self._streams(scheduler, size))
         with ThreadPoolExecutor(len(streams), thread_name_prefix="stream") as pool:
-            futures = [pool.submit(_run_stream, each, part, work) for each in streams]
+            futures = [pool.submit(_run_stream, each, part, scheduler) for each in streams]
             try:
-                _watch(work, self._deadlines.progress_s)
+                _watch(scheduler, self._deadlines.progress_s)
             finally:
                 for each in streams:
                     each.stream.abort()
         for future in futures:
             future.result()
-        _note(report, work, [each.source for each in streams])
+        _count(report, scheduler)
         report.fetch_s += time.monotonic() - started
-        if work.problem is not None:
-            raise work.problem
+        if scheduler.problem is not None:
+            raise scheduler.problem
 
-    def _streams(self, work: ChunkScheduler, size: int) -> Iterator[_Reader]:
-        """Yield the streams to read with: one per peer, several for each of the others."""
+    def _streams(self, scheduler: ChunkScheduler, size: int) -> Iterator[_Reader]:
+        """Yield the streams to read with: one per peer, several for each other source."""
         num_first = max(LEAST_STREAMS, _num_cores())
         for source, opened in self._sources:
             is_peer = source.kind is SourceKind.PEER
@@ -231,7 +231,7 @@ class _Pull:
                 is_extra=source.kind is not SourceKind.HEAD,
                 has=b"" if is_peer else None,
             )
-            work.join(state)
+            scheduler.add_source(state)
             if not self._request.serves:
                 opened.left_bytes = size
             for i in range(1 if is_peer else self._request.streams):
@@ -258,7 +258,7 @@ class _Pull:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _is_vouched_for(self, source: PullSource) -> bool:
-        """Whether we would notice if it gave us another manifest."""
+        """Return True if we would notice that it gave us another manifest."""
         return source.kind is SourceKind.BUCKET and self._request.digest != ""
 
     def _read_manifest(self, source: PullSource, opened: VersionSource) -> Manifest:
@@ -283,7 +283,7 @@ class _Pull:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """A stream and its source. `spare_after`: it begins once so many leave cores idle; 0: at once."""
+    """A stream and its source. `spare_after`: it begins once so many streams leave cores idle; 0: at once."""
 
     source: SourceState
     stream: Stream
@@ -291,7 +291,7 @@ class _Reader:
 
 
 @dataclass(frozen=True, slots=True)
-class _Chain:
+class _DeltaPlan:
     """Deltas, the newest first, and the file that the last of them starts from."""
 
     deltas: tuple[Delta, ...]
@@ -305,7 +305,7 @@ def _versions(folder: Path) -> list[Path]:
 
 
 def _base(folder: Path, delta: Delta) -> Path | None:
-    """Return the folder of the very version that the delta starts from, where it is here."""
+    """Return the folder of the version that the delta starts from, None if it is not here."""
     path = folder / manifests.version_name(delta.base)
     try:
         found = manifests.read_manifest(path)
@@ -314,25 +314,25 @@ def _base(folder: Path, delta: Delta) -> Path | None:
     return path if found.content_digest == delta.base_digest else None
 
 
-def _note(report: PullReport, work: ChunkScheduler, states: Sequence[SourceState]) -> None:
-    report.pulled_bytes += work.fetched_bytes
-    report.num_corrupt += work.num_corrupt
-    for state in dict.fromkeys(states):
+def _count(report: PullReport, scheduler: ChunkScheduler) -> None:
+    report.pulled_bytes += scheduler.fetched_bytes
+    report.num_corrupt += scheduler.num_corrupt
+    for state in scheduler.sources:
         if state.fetched_bytes:
             report.sources[state.name] = report.sources.get(state.name, 0) + state.fetched_bytes
         if state.problem is not None:
             report.complaints[state.name] = state.problem
 
 
-def _watch(work: ChunkScheduler, progress_s: float) -> None:
-    """Wait for the end of the work, and end it where it stands still."""
-    with work.changed:
-        while not work.is_over():
-            left = work.moved_at + progress_s - time.monotonic()
+def _watch(scheduler: ChunkScheduler, progress_s: float) -> None:
+    """Wait until all is fetched or failed; fail it if it makes no progress."""
+    with scheduler.changed:
+        while not scheduler.is_over():
+            left = scheduler.moved_at + progress_s - time.monotonic()
             if left <= 0:
-                work.fail(_stalled(progress_s, work.trouble))
-            work.changed.wait(max(0.0, left))
-        work.changed.notify_all()
+                scheduler.fail(_stalled(progress_s, scheduler.trouble))
+            scheduler.changed.wait(max(0.0, left))
+        scheduler.changed.notify_all()
 
 
 def _num_cores() -> int:
@@ -340,91 +340,91 @@ def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _wait_for_idle_cores(work: ChunkScheduler, num_streams: int) -> None:
-    """Wait until so many streams use less than `SPARE_BELOW` of a core each, or the work is over."""
+def _wait_for_idle_cores(scheduler: ChunkScheduler, num_streams: int) -> None:
+    """Wait until so many streams use less than `SPARE_BELOW` of a core each, or nothing is left to fetch."""
     used_s, used_before_s = float(num_streams), 0.0
-    while not work.is_over() and used_s - used_before_s >= SPARE_BELOW * num_streams * SPARE_S:
+    while not scheduler.is_over() and used_s - used_before_s >= SPARE_BELOW * num_streams * SPARE_S:
         used_before_s = time.process_time()
-        work.pause(SPARE_S)
+        scheduler.pause(SPARE_S)
         used_s = time.process_time()
 
 
-def _run_stream(reader: _Reader, part: PartFolder, work: ChunkScheduler) -> None:
-    """Fetch runs until there are none: the life of one thread."""
+def _run_stream(reader: _Reader, part: PartFolder, scheduler: ChunkScheduler) -> None:
+    """Fetch ranges until there are none: the main function of one thread."""
     source, stream = reader.source, reader.stream
     if reader.spare_after:
-        _wait_for_idle_cores(work, reader.spare_after)
+        _wait_for_idle_cores(scheduler, reader.spare_after)
     pause_s, look_s = FIRST_PAUSE_S, LOOK_S
     memory = bytearray()
     try:
-        while not work.is_over() and source.problem is None:
+        while not scheduler.is_over() and source.problem is None:
             try:
                 if source.is_peer and not source.has_all and isinstance(stream, RangeStream):
-                    is_news = work.learn(source, stream.read_marks())
-                    look_s = LOOK_S if is_news else min(2 * look_s, LONGEST_LOOK_S)
-                while (run := work.take(source, look_s)) is not None:
-                    memory = _grown(memory, run)
-                    _fetch_run(stream, part, work, run, memory)
+                    has_changed = scheduler.note_marks(source, stream.read_marks())
+                    look_s = LOOK_S if has_changed else min(2 * look_s, LONGEST_LOOK_S)
+                while (chunks := scheduler.take(source, look_s)) is not None:
+                    memory = _grown(memory, chunks)
+                    _fetch_chunks(stream, part, scheduler, chunks, memory)
                     pause_s = FIRST_PAUSE_S
             except Absent as exc:
                 if not source.is_extra:
-                    _lose_origin(source, work, exc)
-                work.pause(LOOK_S)
+                    _lose_origin(source, scheduler, exc)
+                scheduler.pause(LOOK_S)
             except (Unusable, Damaged) as exc:
-                work.count_failure(source, str(exc))
-                work.pause(_jittered(pause_s))
+                scheduler.count_failure(source, str(exc))
+                scheduler.pause(_jittered(pause_s))
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
     except RLBoostError as exc:
         if source.is_peer:
-            work.leave_out(source, exc.problem)
+            scheduler.leave_out(source, exc.problem)
         else:
-            _lose_origin(source, work, exc)
+            _lose_origin(source, scheduler, exc)
     except BaseException as exc:  # the other streams must not wait for this one
-        work.fail(RuntimeFault(f"a stream failed: {exc!r}", "see the traceback in the log"))
+        scheduler.fail(RuntimeFault(f"a stream failed: {exc!r}", "see the traceback in the log"))
         raise
     finally:
         stream.close()
 
 
-def _lose_origin(source: SourceState, work: ChunkScheduler, problem: RLBoostError) -> None:
-    """Go on without an origin, as long as there is another one."""
-    work.leave_out(source, problem.problem)
-    if work.num_origins() == 0:
-        work.fail(problem)
+def _lose_origin(source: SourceState, scheduler: ChunkScheduler, problem: RLBoostError) -> None:
+    """Leave an origin out; fail the pull if it was the last one."""
+    scheduler.leave_out(source, problem.problem)
+    if scheduler.num_origins() == 0:
+        scheduler.fail(problem)
 
 
-def _grown(memory: bytearray, run: ChunkRange) -> bytearray:
-    """Return memory for the largest piece of the run."""
-    size = max(piece.chunk.length for piece in list(run.pieces))
+def _grown(memory: bytearray, chunks: ChunkRange) -> bytearray:
+    """Return memory for the largest piece of the range."""
+    size = max(piece.chunk.length for piece in list(chunks.pieces))
     return memory if len(memory) >= size else bytearray(size)
 
 
-def _fetch_run(
-    stream: Stream, part: PartFolder, work: ChunkScheduler, run: ChunkRange, memory: bytearray
+def _fetch_chunks(
+    stream: Stream, part: PartFolder, scheduler: ChunkScheduler, chunks: ChunkRange, memory: bytearray
 ) -> None:
-    """Fetch a run's pieces until they are done, or others have taken them over."""
-    pieces = list(run.pieces)
+    """Fetch the pieces of a range until they are done, or other streams have taken them over."""
+    pieces = list(chunks.pieces)
     file, start = pieces[0].file, pieces[0].chunk.offset
     end = pieces[-1].chunk.offset + pieces[-1].chunk.length
     try:
         with stream.open_range(file.name, start, end, file.size) as fill:
-            while (piece := work.next_piece(run)) is not None:
+            while (piece := scheduler.next_piece(chunks)) is not None:
                 view = memoryview(memory)[: piece.chunk.length]
                 for at in range(0, len(view), stream.step_bytes):
                     fill(view[at : at + stream.step_bytes])
-                    work.heard(run)
+                    scheduler.note_bytes(chunks)
                 if manifests.digest(view) == piece.chunk.blake3:
                     part.write(piece, view)
-                    work.count_verified(run, piece)
+                    scheduler.count_verified(chunks, piece)
                 else:
-                    work.trouble = f"{file.name}: wrong digest at {piece.chunk.offset}"
-                    work.count_corrupt(run.source, piece)
-                    work.skip(run)
+                    scheduler.trouble = f"{file.name}: wrong digest at {piece.chunk.offset}"
+                    scheduler.count_corrupt(chunks.source, piece)
+                    scheduler.skip(chunks)
     except Damaged:
-        work.count_corrupt(run.source, pieces[0])
+        scheduler.count_corrupt(chunks.source, pieces[0])
         raise
     finally:
-        work.end(run)
+        scheduler.end(chunks)
 
 
 def _stalled(seconds: float, trouble: str) -> RuntimeFault:

@@ -1,7 +1,7 @@
 """Turn a version that is here into a newer one by its deltas, chunk by chunk.
 
-Guarantees: only chunks whose digest is the manifest's are written; what does not come out right, be it for a
-wrong base or a damaged delta, is left out and fetched whole. Takes the memory of one chunk per thread.
+Guarantees: only chunks whose digest is the manifest's are written; what does not come out right, because
+of a wrong base or a damaged delta, is left out and fetched whole. Takes the memory of one chunk per thread.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _memory = _Memory()
 def restore(
     part: PartFolder, base: Path, deltas: Sequence[Path], pieces: Sequence[Piece], progress: PullProgress
 ) -> int:
-    """Write those of `pieces` that come out right; return how many bytes that was.
+    """Write those of `pieces` that come out right; return how many bytes they have.
 
     `base`: the older file; `deltas`: the oldest first; `pieces`: all of one file. Raises `RuntimeFault` where
     the disk is full.

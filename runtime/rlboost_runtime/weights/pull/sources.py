@@ -41,14 +41,14 @@ PEER_CONNECT_S = 2.0
 
 
 class Stream(Protocol):
-    """Reads from one holder, one request at a time; for one thread.
+    """Reads from one source, one request at a time; for one thread.
 
-    Raises `range_client.Unusable` for what may pass, `Absent` where the holder has not the version,
+    Raises `range_client.Unusable` for what may pass, `Absent` where the source does not have the version,
     `Damaged` where it has something else, and an `RLBoostError` for what is final.
     """
 
     step_bytes: int
-    """How many bytes should be asked of a range at once: all that has been asked for comes together."""
+    """How many bytes to read of a range at once: all that is read in one step arrives together."""
 
     def read_file(self, name: str, max_bytes: int) -> bytes:
         """Return a whole file of at most `max_bytes`."""
@@ -64,10 +64,10 @@ class Stream(Protocol):
 
 
 class VersionSource(Protocol):
-    """Where one version is held. May be shared by threads; each takes a `stream` of its own."""
+    """One version at one source. May be shared by threads; each takes a `stream` of its own."""
 
     left_bytes: int | None
-    """What is still to pull, which the holder may go by; None: it is not told."""
+    """What is still to pull, sent to the source for its shares; None: not sent."""
 
     def stream(self) -> Stream:
         """Return a new stream; it connects when first used."""
@@ -76,7 +76,7 @@ class VersionSource(Protocol):
 def open_source(
     source: PullSource, version: int, token: str, idle_s: float, receiver: str = ""
 ) -> VersionSource:
-    """Return the source of `version` at `source`. Raises `ProtocolError` on an unusable URL."""
+    """Open `version` at a source. Raises `ProtocolError` on an unusable URL."""
     if source.kind is SourceKind.BUCKET:
         from rlboost_runtime.weights.pull.bucket import BucketSource
 
@@ -127,8 +127,8 @@ def num_deltas(
     return best if cost_usd(best_size, full_bytes, link) < full_usd else 0
 
 
-LOOK_S = 0.1
-"""How often an engine that waits for its turn looks whether it has come."""
+POLL_S = 0.1
+"""How often an engine that waits for its turn tries to take it."""
 
 
 def link_version(store: Path, version: int, folder: Path, digest: str) -> Path | None:
@@ -140,12 +140,12 @@ def link_version(store: Path, version: int, folder: Path, digest: str) -> Path |
     if store == Path() or not store.is_dir():
         return None
     try:
-        with WeightStore(store).read(version) as lease:
-            manifest = manifests.read_manifest(lease.folder)
+        with WeightStore(store).read(version) as hold:
+            manifest = manifests.read_manifest(hold.folder)
             if digest not in ("", manifest.content_digest):
                 return None
             with part_folder(folder, manifest) as part:
-                return part.adopt(lease.folder)
+                return part.adopt(hold.folder)
     except (VersionGone, ProtocolError):
         return None
 
@@ -170,8 +170,8 @@ def link_sibling(siblings: Sequence[Path], version: int, folder: Path, digest: s
 def turn(machine: Path, progress: PullProgress) -> Iterator[None]:
     """Wait until no other engine of `machine`, a folder that all of them have, is pulling.
 
-    Whoever pulls has a deadline of its own, and a process that ends gives its turn back: so to wait is to
-    make progress.
+    Every pull has a deadline of its own, and a process that ends gives its turn back, so waiting counts as
+    progress.
     """
     with (machine / ".turn").open("ab") as lock:
         while True:
@@ -180,5 +180,5 @@ def turn(machine: Path, progress: PullProgress) -> Iterator[None]:
                 break
             except BlockingIOError:
                 progress.verified(1)
-                time.sleep(LOOK_S)
+                time.sleep(POLL_S)
         yield

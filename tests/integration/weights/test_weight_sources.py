@@ -32,7 +32,7 @@ from rlboost_runtime.weights.child_pipe import (
 )
 from rlboost_runtime.weights.manifest import Manifest, Probe, read_manifest
 from rlboost_runtime.weights.pull import chunk_scheduler as works
-from rlboost_runtime.weights.pull.bucket import forget, open_bucket, relay
+from rlboost_runtime.weights.pull.bucket import open_bucket, prune_bucket, upload
 from rlboost_runtime.weights.pull.pull import Deadlines, pull
 from rlboost_runtime.weights.serve.catalog import Catalog, Entry, PulledCatalog, StoreCatalog
 from rlboost_runtime.weights.serve.http import WeightHttpServer
@@ -542,7 +542,7 @@ def test_an_engine_does_not_take_other_content_from_its_neighbour(lab: Lab, head
 def test_a_bucket_spares_the_head_its_egress(lab: Lab, head: PullSource) -> None:
     manifest = lab.publish(1)
     url = f"file://{lab.path}/bucket"
-    sent = relay(open_bucket(url, 5.0), lab.run.weights / "v000001")
+    sent = upload(open_bucket(url, 5.0), lab.run.weights / "v000001")
     assert sent > manifest.num_bytes
     bucket = PullSource("bucket", SourceKind.BUCKET, url)
     pulled = lab.pull("a", head, 1, extra_sources=(bucket,), usd_per_gb=0.1)
@@ -553,7 +553,7 @@ def test_a_bucket_spares_the_head_its_egress(lab: Lab, head: PullSource) -> None
 def test_with_the_head_away_the_bucket_alone_is_enough_if_the_content_is_announced(lab: Lab) -> None:
     manifest = lab.publish(1)
     url = f"file://{lab.path}/bucket"
-    relay(open_bucket(url, 5.0), lab.run.weights / "v000001")
+    upload(open_bucket(url, 5.0), lab.run.weights / "v000001")
     bucket = PullSource("bucket", SourceKind.BUCKET, url)
     with lab.head() as head:
         pass
@@ -567,7 +567,7 @@ def test_a_bucket_with_other_content_than_announced_is_not_believed(lab: Lab, he
     other = Lab(lab.path / "other")
     other.publish(1, share=0.5)
     url = f"file://{lab.path}/bucket"
-    relay(open_bucket(url, 5.0), other.run.weights / "v000001")
+    upload(open_bucket(url, 5.0), other.run.weights / "v000001")
     bucket = PullSource("bucket", SourceKind.BUCKET, url)
     pulled = lab.pull("a", head, 1, extra_sources=(bucket,), digest=manifest.content_digest)
     assert lab.holds("a", 1)
@@ -586,8 +586,8 @@ def test_old_versions_leave_the_bucket(lab: Lab) -> None:
     bucket = open_bucket(f"file://{lab.path}/bucket", 5.0)
     for version in range(3):
         lab.publish(version)
-        relay(bucket, lab.run.weights / f"v{version:06d}")
-    assert forget(bucket, keep=2) == [0]
+        upload(bucket, lab.run.weights / f"v{version:06d}")
+    assert prune_bucket(bucket, keep=2) == [0]
     left = {path.name for path in (lab.path / "bucket").glob("v*") if any(path.iterdir())}
     assert left == {"v000001", "v000002"}
     kept = [read_manifest(lab.run.weights / name) for name in left]

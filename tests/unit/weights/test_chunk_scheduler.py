@@ -9,7 +9,7 @@ import pytest
 
 from rlboost_runtime.weights.child_pipe import PullProgress
 from rlboost_runtime.weights.manifest import Chunk, File
-from rlboost_runtime.weights.pull import chunk_scheduler as works
+from rlboost_runtime.weights.pull import chunk_scheduler as scheduling
 from rlboost_runtime.weights.pull.chunk_scheduler import ChunkRange, ChunkScheduler, SourceState
 from rlboost_runtime.weights.store.part_folder import Piece
 
@@ -21,113 +21,113 @@ def test_a_dearer_holder_takes_nothing_over_from_a_peer_that_is_at_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 100.0
-    monkeypatch.setattr(works.time, "monotonic", lambda: now)
-    work = ChunkScheduler(PIECES, PullProgress(), 0, (0, 4))
+    monkeypatch.setattr(scheduling.time, "monotonic", lambda: now)
+    scheduler = ChunkScheduler(PIECES, PullProgress(), 0, (0, 4))
     head = SourceState("head", False, 1, moved_at=now)
     peer, other = (SourceState(name, True, 0, is_extra=True, has=b"\1" * 4, moved_at=now) for name in "ab")
-    for holder in (head, peer, other):
-        work.join(holder)
-    own = work.take(head, 0)
+    for source in (head, peer, other):
+        scheduler.add_source(source)
+    own = scheduler.take(head, 0)
     assert own is not None
     assert [piece.index for piece in own.pieces] == [0]
-    theirs = work.take(peer, 0)
+    theirs = scheduler.take(peer, 0)
     assert theirs is not None
     assert [piece.index for piece in theirs.pieces] == [1, 2, 3]
     own.moved_at = theirs.moved_at = now
-    now += works.STEAL_AFTER_S + 0.1
-    work.count_verified(own, own.pieces[0])
-    work.end(own)
-    assert work.take(head, 0) is None  # a slow chunk from a peer is no reason to pay for it
-    half = work.take(other, 0)
+    now += scheduling.STEAL_AFTER_S + 0.1
+    scheduler.count_verified(own, own.pieces[0])
+    scheduler.end(own)
+    assert scheduler.take(head, 0) is None  # a slow chunk from a peer is no reason to pay for it
+    half = scheduler.take(other, 0)
     assert half is not None
     assert [piece.index for piece in half.pieces] == [3]
     half.moved_at = now
-    now += works.PATIENCE_S + 0.1  # nothing comes from either
-    again = work.take(head, 0)
+    now += scheduling.PATIENCE_S + 0.1  # nothing comes from either
+    again = scheduler.take(head, 0)
     assert again is not None
     assert [piece.index for piece in again.pieces] == [2]
 
 
 def test_a_slow_chunk_is_not_asked_for_twice_of_the_same_holder(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(works.time, "monotonic", lambda: now)
-    work = ChunkScheduler(PIECES[:1], PullProgress(), 1)
+    monkeypatch.setattr(scheduling.time, "monotonic", lambda: now)
+    scheduler = ChunkScheduler(PIECES[:1], PullProgress(), 1)
     head, peer = SourceState("head", False, 1), SourceState("peer", True, 0, has=b"\1")
-    for holder in (head, peer):
-        work.join(holder)
-    run = work.take(head, 0)
+    for source in (head, peer):
+        scheduler.add_source(source)
+    run = scheduler.take(head, 0)
     assert run is not None
     run.moved_at = now
-    now += works.REPEAT_AFTER_S + 0.1
-    work.heard(run)
-    assert work.take(head, 0) is None
-    again = work.take(peer, 0)
+    now += scheduling.REPEAT_AFTER_S + 0.1
+    scheduler.note_bytes(run)
+    assert scheduler.take(head, 0) is None
+    again = scheduler.take(peer, 0)
     assert again is not None
-    work.end(again)
+    scheduler.end(again)
     run.repeated = False
-    now += works.REPEAT_AFTER_S + 0.1
-    assert work.take(head, 0) is not None
+    now += scheduling.REPEAT_AFTER_S + 0.1
+    assert scheduler.take(head, 0) is not None
 
 
 def test_where_a_slice_takes_long_peers_get_as_long_before_the_head_is_asked_for_theirs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 100.0
-    monkeypatch.setattr(works.time, "monotonic", lambda: now)
-    work = ChunkScheduler(PIECES, PullProgress(), 1, (0, 2))
+    monkeypatch.setattr(scheduling.time, "monotonic", lambda: now)
+    scheduler = ChunkScheduler(PIECES, PullProgress(), 1, (0, 2))
     head = SourceState("head", False, 1, moved_at=now)
     peer = SourceState("peer", True, 0, is_extra=True, has=b"", moved_at=now)
-    for holder in (head, peer):
-        work.join(holder)
+    for source in (head, peer):
+        scheduler.add_source(source)
     for _ in range(2):  # our slice, over a slow link: two seconds a chunk
-        now += works.PATIENCE_S + 0.5
-        run = work.take(head, 0)
+        now += scheduling.PATIENCE_S + 0.5
+        run = scheduler.take(head, 0)
         assert run is not None
         for piece in list(run.pieces):
             assert piece.index in (0, 1)
-            work.count_verified(run, piece)
-        work.end(run)
-        if not work._own_left:
+            scheduler.count_verified(run, piece)
+        scheduler.end(run)
+        if not scheduler._own_left:
             break
-    slice_s = work._own_done_at - work._began_at
+    slice_s = scheduler._own_done_at - scheduler._began_at
     now += slice_s - 0.1
-    assert work.take(head, 0) is None
+    assert scheduler.take(head, 0) is None
     now += 0.2
-    assert work.take(head, 0) is not None
+    assert scheduler.take(head, 0) is not None
 
 
 def from_each(monkeypatch: pytest.MonkeyPatch, peer_s: float, head_s: float) -> tuple[float, int, int]:
     """Fetch 200 chunks, half of them our slice, by one stream each from a peer that has all and the head,
     that take so long for a chunk; return the seconds, and how many came from the peer and the head."""
     now = 100.0
-    monkeypatch.setattr(works.time, "monotonic", lambda: now)
-    size, num = works.PEER_RANGE_BYTES, 200
+    monkeypatch.setattr(scheduling.time, "monotonic", lambda: now)
+    size, num = scheduling.PEER_RANGE_BYTES, 200
     file = File("model.safetensors", num * size, tuple(Chunk(size * i, size, "0" * 64) for i in range(num)))
-    work = ChunkScheduler(
+    scheduler = ChunkScheduler(
         [Piece(i, file, chunk) for i, chunk in enumerate(file.chunks)], PullProgress(), 4, (0, 2)
     )
     peer = SourceState("peer", True, 0, is_extra=True, has=b"\1" * num, moved_at=now)
     head = SourceState("head", False, 1, moved_at=now)
     runs: dict[str, tuple[ChunkRange, float]] = {}  # each with when its next chunk is there
-    for holder in (peer, head):
-        work.join(holder)
-    while not work.is_over() and now < 1000:
-        for holder, chunk_s in ((peer, peer_s), (head, head_s)):
-            run, due = runs.pop(holder.name, (None, 0.0))
+    for source in (peer, head):
+        scheduler.add_source(source)
+    while not scheduler.is_over() and now < 1000:
+        for source, chunk_s in ((peer, peer_s), (head, head_s)):
+            run, due = runs.pop(source.name, (None, 0.0))
             if run is not None and now >= due:
-                piece = work.next_piece(run)
+                piece = scheduler.next_piece(run)
                 if piece is not None:
-                    work.count_verified(run, piece)
+                    scheduler.count_verified(run, piece)
                 due = now + chunk_s
             if run is not None and not run.pieces:
-                work.end(run)
+                scheduler.end(run)
                 run = None
             if run is None:
-                run, due = work.take(holder, 0), now + chunk_s
+                run, due = scheduler.take(source, 0), now + chunk_s
                 if run is not None:
-                    run.moved_at = run.heard_at = now
+                    run.moved_at = run.received_at = now
             if run is not None:
-                runs[holder.name] = (run, due)
+                runs[source.name] = (run, due)
         now += 0.01
     return now - 100, peer.fetched_bytes // size, head.fetched_bytes // size
 
@@ -152,101 +152,101 @@ def test_the_head_is_asked_only_for_what_a_cheaper_bucket_does_not_bring(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 100.0
-    monkeypatch.setattr(works.time, "monotonic", lambda: now)
-    work = ChunkScheduler(PIECES, PullProgress(), 1)
+    monkeypatch.setattr(scheduling.time, "monotonic", lambda: now)
+    scheduler = ChunkScheduler(PIECES, PullProgress(), 1)
     head = SourceState("head", False, 2, moved_at=now)
     bucket = SourceState("bucket", False, 1, is_extra=True, moved_at=now)
-    for holder in (head, bucket):
-        work.join(holder)
-    first = work.take(bucket, 0)
+    for source in (head, bucket):
+        scheduler.add_source(source)
+    first = scheduler.take(bucket, 0)
     assert first is not None
-    assert work.take(head, 0) is None
-    now += works.PATIENCE_S + 0.1  # the bucket brings nothing
+    assert scheduler.take(head, 0) is None
+    now += scheduling.PATIENCE_S + 0.1  # the bucket brings nothing
     for _ in range(2):  # and the head, once asked, is not asked to wait again
-        run = work.take(head, 0)
+        run = scheduler.take(head, 0)
         assert run is not None
-        work.count_verified(run, run.pieces[0])
-        work.end(run)
-    work.count_verified(first, first.pieces[0])  # it comes after all
-    work.end(first)
-    assert work.take(head, 0) is None
-    assert work.take(bucket, 0) is not None
+        scheduler.count_verified(run, run.pieces[0])
+        scheduler.end(run)
+    scheduler.count_verified(first, first.pieces[0])  # it comes after all
+    scheduler.end(first)
+    assert scheduler.take(head, 0) is None
+    assert scheduler.take(bucket, 0) is not None
 
 
 def test_an_origin_of_the_same_price_is_read_from_as_well() -> None:
-    work = ChunkScheduler(PIECES, PullProgress(), 1)
+    scheduler = ChunkScheduler(PIECES, PullProgress(), 1)
     origins = [SourceState(name, False, 1, is_extra=name == "bucket") for name in ("head", "bucket")]
-    for holder in origins:
-        work.join(holder)
-    assert all(work.take(holder, 0) is not None for holder in origins)
+    for source in origins:
+        scheduler.add_source(source)
+    assert all(scheduler.take(source, 0) is not None for source in origins)
 
 
 def test_a_slice_is_asked_for_in_as_many_requests_as_a_whole_version() -> None:
     num = 64
     file = File("model.safetensors", num * 1000, tuple(Chunk(1000 * i, 1000, "0" * 64) for i in range(num)))
     pieces = [Piece(i, file, chunk) for i, chunk in enumerate(file.chunks)]
-    work = ChunkScheduler(pieces, PullProgress(), 2, (1, 4))
+    scheduler = ChunkScheduler(pieces, PullProgress(), 2, (1, 4))
     head = SourceState("head", False, 1)
     peer = SourceState("peer", True, 0, is_extra=True, has=b"\1" * num)
-    for holder in (head, peer):
-        work.join(holder)
-    run = work.take(head, 0)
+    for source in (head, peer):
+        scheduler.add_source(source)
+    run = scheduler.take(head, 0)
     assert run is not None
     assert [piece.index for piece in run.pieces] == [16, 17]  # of 16 chunks for two streams
     alone = ChunkScheduler(pieces, PullProgress(), 2)
-    alone.join(head)
+    alone.add_source(head)
     run = alone.take(head, 0)
     assert run is not None
     assert len(run.pieces) == 8
 
 
 def test_little_is_asked_for_at_once_of_a_peer() -> None:
-    size = works.PEER_RANGE_BYTES
+    size = scheduling.PEER_RANGE_BYTES
     file = File("model.safetensors", 64 * size, tuple(Chunk(size * i, size, "0" * 64) for i in range(64)))
     pieces = [Piece(i, file, chunk) for i, chunk in enumerate(file.chunks)]
-    work = ChunkScheduler(pieces, PullProgress(), 2)
-    for holder in (
+    scheduler = ChunkScheduler(pieces, PullProgress(), 2)
+    for source in (
         SourceState("head", False, 0),
         SourceState("peer", True, 0, is_extra=True, has=b"\1" * 64),
     ):
-        work.join(holder)
-        run = work.take(holder, 0)
+        scheduler.add_source(source)
+        run = scheduler.take(source, 0)
         assert run is not None
-        assert len(run.pieces) == (1 if holder.is_peer else 8)
+        assert len(run.pieces) == (1 if source.is_peer else 8)
 
 
 def test_a_stream_waits_on_through_what_does_not_help_it() -> None:
-    work = ChunkScheduler(PIECES, PullProgress(), 1)
+    scheduler = ChunkScheduler(PIECES, PullProgress(), 1)
     head = SourceState("head", False, 1)
     peer = SourceState("peer", True, 0, is_extra=True, has=b"\0" * 4)
-    for holder in (head, peer):
-        work.join(holder)
-    assert work.learn(head, b"\1\1\1\1")
-    assert not work.learn(head, b"\1\1\1\1")
+    for source in (head, peer):
+        scheduler.add_source(source)
+    assert scheduler.note_marks(head, b"\1\1\1\1")
+    assert not scheduler.note_marks(head, b"\1\1\1\1")
     taken: list[float] = []
 
     def wait() -> None:
         began = time.monotonic()
-        assert work.take(peer, 0.3) is None
+        assert scheduler.take(peer, 0.3) is None
         taken.append(time.monotonic() - began)
 
     thread = threading.Thread(target=wait)
     thread.start()
     for _ in range(4):
         time.sleep(0.02)
-        work.learn(head, b"\1\0\1\1")
-        work.learn(head, b"\1\1\1\1")
+        scheduler.note_marks(head, b"\1\0\1\1")
+        scheduler.note_marks(head, b"\1\1\1\1")
     thread.join()
     assert taken[0] >= 0.3
 
 
 def test_a_stream_that_waits_hears_at_once_of_what_its_peer_has() -> None:
-    work = ChunkScheduler(PIECES, PullProgress(), 1)
+    scheduler = ChunkScheduler(PIECES, PullProgress(), 1)
     peer = SourceState("peer", True, 0, is_extra=True, has=b"\0" * 4)
-    work.join(peer)
-    timer = threading.Timer(0.02, work.learn, (peer, b"\0\0\1\0"))
+    scheduler.add_source(peer)
+    timer = threading.Timer(0.02, scheduler.note_marks, (peer, b"\0\0\1\0"))
     timer.start()
-    run = work.take(peer, 30.0)
+    run = scheduler.take(peer, 30.0)
     timer.join()
     assert run is not None
     assert [piece.index for piece in run.pieces] == [2]
