@@ -90,13 +90,13 @@ class Ours:
     async def _collect(self, num_open: int) -> int:
         tokens, next_cut = 0, time.perf_counter() + FLUSH_S
         outputs = self._engine.outputs()
-        async for batch in outputs:
-            self._outbox.add(batch)
-            tokens += sum(len(out.token_ids) for out in batch)
-            failed = [out.problem for out in batch if out.finished not in (None, "length")]
+        async for output in outputs:
+            self._outbox.add(output)
+            tokens += len(output.token_ids)
+            failed = [end.problem for end in output.ended if end.reason != "length"]
             if failed:
                 raise RuntimeError(f"a request failed: {failed[0]}")
-            num_open -= sum(out.finished is not None for out in batch)
+            num_open -= len(output.ended)
             if num_open == 0 or time.perf_counter() >= next_cut:
                 next_cut = time.perf_counter() + FLUSH_S
                 for frame in self._outbox.cut():

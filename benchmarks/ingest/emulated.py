@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing.synchronize
-import os
 import ssl
 import time
 from collections import deque
@@ -99,7 +98,6 @@ class EmulatedAgent:
             instance=self._name,
             machine=self._name.split("/")[0],
             pool="spot",
-            boot_id=os.urandom(8).hex(),
             max_running=self._load.responses_per_agent,
             kv_tokens=1 << 31,
             engine="emulated",

@@ -347,14 +347,14 @@ def peers(lab: Lab, rounds: int, head_mbit_per_s: int) -> dict[str, Any]:
         words = ("serve", str(lab.store.folder), address, str(PORT), str(lab.run.path))
         stack.enter_context(server(*words, namespace=head))
         url = f"https://{address}:{PORT}"
-        holders = [
+        sources = [
             stack.enter_context(_peer(lab, name, f"peer-{i}", at)) for i, (name, at) in enumerate(rest)
         ]
         for _ in range(rounds):
             one.append(transfer("pull", lab.request(url, "alone"), namespace=rest[0][0])["seconds"])
-            results = _all_at_once(lab, url, rest, holders)
+            results = _all_at_once(lab, url, rest, sources)
             eight.append(max(result["seconds"] for result in results))
-            from_head.append(sum(result["by_holder"].get("head", 0) for result in results) / lab.size)
+            from_head.append(sum(result["sources"].get("head", 0) for result in results) / lab.size)
             print(f"one {one[-1]:.2f} s, {RECEIVERS} with peers {eight[-1]:.2f} s", file=sys.stderr)
     return {
         "one_s": round(statistics.median(one), 4),
@@ -366,7 +366,7 @@ def peers(lab: Lab, rounds: int, head_mbit_per_s: int) -> dict[str, Any]:
 
 @contextmanager
 def _peer(lab: Lab, namespace: str, name: str, address: str) -> Iterator[dict[str, str]]:
-    """Run a peer's server meanwhile; yield it as a holder."""
+    """Run a peer's server meanwhile; yield it as a source."""
     request = {"folder": str(lab.folder / name), "token": TOKEN, "host": address}
     process = subprocess.Popen(
         [*inside(namespace), sys.executable, "-m", "rlboost_runtime.weights.serve.peer"],
@@ -385,12 +385,12 @@ def _peer(lab: Lab, namespace: str, name: str, address: str) -> Iterator[dict[st
 
 
 def _all_at_once(
-    lab: Lab, url: str, machines: list[tuple[str, str]], holders: list[dict[str, str]]
+    lab: Lab, url: str, machines: list[tuple[str, str]], sources: list[dict[str, str]]
 ) -> list[dict[str, Any]]:
     processes = []
     for i, (namespace, _) in enumerate(machines):
-        others_ = [*holders[i + 1 :], *holders[:i]]
-        request = lab.request(url, f"peer-{i}", holders=others_, part=(i, len(machines)), streams=2)
+        others_ = [*sources[i + 1 :], *sources[:i]]
+        request = lab.request(url, f"peer-{i}", extra_sources=others_, part=(i, len(machines)), streams=2)
         words = side("pull", request, "gate", namespace=namespace)
         pipe = subprocess.PIPE
         processes.append(subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True))

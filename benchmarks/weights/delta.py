@@ -36,9 +36,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.weights.machine import DISTURBED, Stolen, describe_machine
 from rlboost_runtime.trainer.artifacts.publisher import WeightsCopy
+from rlboost_runtime.weights.child_pipe import TransferSettings
 from rlboost_runtime.weights.delta.file import DeltaFile, in_order, write_delta
 from rlboost_runtime.weights.manifest import Chunk, describe_file
-from rlboost_runtime.weights.pull.sources import LinkCost, TransferSettings, num_deltas
+from rlboost_runtime.weights.pull.sources import LinkCost, num_deltas
 from rlboost_runtime.weights.store.store import CHUNK_BYTES
 
 RATES = (1e-6, 1e-5, 1e-4)

@@ -36,10 +36,9 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from rlboost_runtime.run import security
 from rlboost_runtime.run.folder import RunFolder
+from rlboost_runtime.weights.child_pipe import PullProgress, PullSource
 from rlboost_runtime.weights.pull import pull as pulling
-from rlboost_runtime.weights.pull.chunk_scheduler import PullProgress
 from rlboost_runtime.weights.pull.range_client import RangeStream, WeightSource
-from rlboost_runtime.weights.pull.sources import Holder
 from rlboost_runtime.weights.serve.catalog import StoreCatalog
 from rlboost_runtime.weights.serve.http import WeightHttpServer
 from rlboost_runtime.weights.store.store import WeightStore
@@ -182,7 +181,7 @@ def pull(text: str, gate: str = "") -> None:
             pulled = pulling.pull(request, PullProgress())
     else:
         pulled = pulling.pull(request, PullProgress())
-    _say(before, pulled.pulled_bytes, by_holder=pulled.by_holder, complaints=pulled.complaints)
+    _say(before, pulled.pulled_bytes, sources=pulled.sources, complaints=pulled.complaints)
 
 
 class _PlainStream(RangeStream):
@@ -195,7 +194,9 @@ class _PlainSource(WeightSource):
         return _PlainStream(self)
 
 
-def _open_plain(holder: Holder, version: int, token: str, idle_s: float, receiver: str = "") -> WeightSource:
+def _open_plain(
+    holder: PullSource, version: int, token: str, idle_s: float, receiver: str = ""
+) -> WeightSource:
     url = holder.url.replace("http://", "https://")
     return _PlainSource(url, version, token, holder.certificate, idle_s, receiver)
 

@@ -86,7 +86,11 @@ class OutboxMachine(RuleBasedStateMachine):
         assignment = data.draw(st.integers(0, len(self.starts)))  # one of them is unknown
         tokens = [(data.draw(st.integers(0, 2**31 - 1)), -float(i), self.version) for i in range(num)]
         ids, logprobs = [t[0] for t in tokens], [t[1] for t in tokens]
-        self.outbox.add([EngineOutput(assignment, ids, logprobs, self.version, finished)])
+        output = EngineOutput(self.version)
+        output.add(assignment, ids, logprobs)
+        if finished is not None:
+            output.end(assignment, finished)
+        self.outbox.add(output)
         if assignment in self.starts and assignment not in self.ended:
             self.given[assignment] += tokens
             if finished is not None:

@@ -12,13 +12,9 @@ from hypothesis import strategies as st
 
 from rlboost_runtime.errors import ProtocolError
 from rlboost_runtime.weights import manifest as manifests
+from rlboost_runtime.weights.child_pipe import PullProgress
 from rlboost_runtime.weights.manifest import Chunk, File, Manifest, Probe, describe_file
-from rlboost_runtime.weights.pull.chunk_scheduler import (
-    RANGE_BYTES,
-    ChunkScheduler,
-    HolderState,
-    PullProgress,
-)
+from rlboost_runtime.weights.pull.chunk_scheduler import RANGE_BYTES, ChunkScheduler, SourceState
 from rlboost_runtime.weights.store.part_folder import part_folder, pieces_of
 
 pytestmark = pytest.mark.property
@@ -72,11 +68,11 @@ def test_runs_cover_what_is_missing_once_and_in_one_piece(
     )
     pieces = pieces_of(manifest_of(files))
     missing = [piece for piece in pieces if data.draw(st.booleans())]
-    work = ChunkScheduler(missing, PullProgress(), num_streams)
-    head = HolderState("head", is_peer=False, rank=1)
-    work.join(head)
+    scheduler = ChunkScheduler(missing, PullProgress(), num_streams)
+    head = SourceState("head", is_peer=False, rank=1)
+    scheduler.add_source(head)
     runs = []
-    while (taken := work.take(head, 0.0)) is not None:
+    while (taken := scheduler.take(head, 0.0)) is not None:
         runs.append(list(taken.pieces))
     assert [piece for run in runs for piece in run] == missing
     for run in runs:

@@ -114,16 +114,16 @@ async def test_an_abort_frees_the_engine_and_nothing_comes_later(engine, reader,
     await reader.until(lambda: all(len(reader.responses.get(i, none).ids) >= 10 for i in range(4)))
     hung_up = []
     tasks = [engine.streams._open[i].task for i in (0, 1)]
-    original = engine.streams._ask_to_abort
+    original = engine.streams._send_abort
 
     async def watched(engine_ids):
         await original(engine_ids)
         await asyncio.wait(tasks, timeout=3)
         hung_up.extend(task for task in tasks if not task.done())
 
-    engine.streams._ask_to_abort = watched
+    engine.streams._send_abort = watched
     await engine.abort([0, 1, 999])
-    engine.streams._ask_to_abort = original
+    engine.streams._send_abort = original
     assert hung_up == []  # the engine itself ended them, under its own ids
     await asyncio.sleep(0)
     first = {i: (reader.responses[i].finished, len(reader.responses[i].ids)) for i in (0, 1)}

@@ -109,14 +109,14 @@ async def test_what_a_trainer_publishes_as_adapters_is_what_the_engine_computes(
             trained.publish(publisher, version)
             pulled = await asyncio.to_thread(trained.pull, version)
             assert pulled.how == how
-            assert (await engine.load(version, pulled.folder)).pause_s == 0.0
+            assert (await engine.load(version, pulled.path)).pause_s == 0.0
             engine.submit([Request(version, prompt, 12)])
             (response,) = await reader.ends([version])
             assert set(response.versions) == {version}
             assert_under(model, prompt, response)
             frozen = logprobs_under(qwen[0], prompt, response.ids)
             assert (frozen - logprobs_under(model, prompt, response.ids)).abs().max() > 0.1
-            manifest = read_manifest(pulled.folder)
+            manifest = read_manifest(pulled.path)
             probe = manifest.probe
             ids, logprobs = await engine.greedy(list(probe.token_ids), len(probe.next_token_ids))
             assert probe_matches(manifest, ids, logprobs) is None

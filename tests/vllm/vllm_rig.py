@@ -227,7 +227,8 @@ class Reader:
             if engine._died is None:
                 await engine.abort(list(engine.streams.open))
             await reader.close()
-            engine._queue.take()
+            while engine._queue.take() is not None:
+                pass
 
     def __init__(self, engine) -> None:
         self.responses: dict[int, Response] = {}
@@ -238,14 +239,17 @@ class Reader:
 
     async def _read(self) -> None:
         try:
-            async for batch in self._engine.outputs():
-                for out in batch:
-                    response = self.responses.setdefault(out.request_id, Response())
+            async for out in self._engine.outputs():
+                for request_id, start, end in out.slices():
+                    response = self.responses.setdefault(request_id, Response())
                     assert response.finished == "", f"{out} after the end"
-                    response.ids += out.token_ids
-                    response.logprobs += out.logprobs
-                    response.versions += [out.policy_version] * len(out.token_ids)
-                    response.finished, response.problem = out.finished or "", out.problem
+                    response.ids += out.token_ids[start:end]
+                    response.logprobs += out.logprobs[start:end]
+                    response.versions += [out.policy_version] * (end - start)
+                for ended in out.ended:
+                    response = self.responses.setdefault(ended.request_id, Response())
+                    assert response.finished == "", f"{out} after the end"
+                    response.finished, response.problem = ended.reason, ended.problem
                 self._changed.set()
         except Exception as exc:
             self.died = exc

@@ -1,8 +1,8 @@
-"""What a machine is given at its start so that its agents can dial in: one mode-600 JSON file.
+"""What a machine is given at its start so that its agents can connect: one JSON file of mode 600.
 
 The run's token and certificate reach a machine in this file only, never in argv or the environment.
 
-How an agent came to be, as far as its own machine knows: what its hello says for `rlboost status`.
+How old an agent's process is and how long its installation took, for its hello and `rlboost status`.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ class Bootstrap(msgspec.Struct, frozen=True, omit_defaults=True):
     engine: EngineBootstrap
     weight_streams: int = 4
     cloud: str = ""
-    """Whose metadata service announces reclaims there (aws, gcp, azure); empty: none."""
+    """The cloud whose metadata service announces reclaims (aws, gcp, azure); empty: none."""
     weight_transfer: str = "auto"
-    """How versions are fetched (`weights.choice.Transfer`)."""
+    """How versions are fetched (`weights.child_pipe.TransferSettings`)."""
     weight_store: str = ""
     """The head's store, for agents on the head itself."""
     weight_bucket: str = ""
     """URL of a bucket that has the versions too."""
     weight_peers: bool = False
-    """Whether instances of a zone pull from one another."""
+    """True if instances of a zone pull from one another."""
     egress_usd_per_gb: float = 0.0
-    """What a GB from the head to this machine costs."""
+    """Price of a GB from the head to this machine."""
     price_usd_per_hour: float = 0.0
-    """What the machine costs while it waits."""
+    """Price of the machine while it waits."""
 
 
 def write_bootstrap(path: Path, bootstrap: Bootstrap) -> None:
@@ -80,20 +80,20 @@ def read_bootstrap(path: Path) -> Bootstrap:
 
 @dataclass(frozen=True, slots=True)
 class ProcessAge:
-    """`began_at` on the agent's clock, None: not known."""
+    """Age of an agent's process. `began_at`: on the agent's clock, None: not known."""
 
     install_s: dict[str, float] = field(default_factory=dict)
-    """Seconds of `deploy/install.sh` on this machine by phase, where it put us here."""
+    """Seconds of `deploy/install.sh` on this machine by phase, if it installed us."""
     began_at: float | None = None
     """When the agent's process began."""
 
     def age_s(self, now: float) -> float:
-        """Return for how long the process has been there."""
+        """Return how long the process has run."""
         return 0.0 if self.began_at is None else max(0.0, now - self.began_at)
 
 
-def birth_of_this_process(clock: Clock, venv: Path = Path(sys.prefix)) -> ProcessAge:
-    """Return ours; `install.sh` leaves its phases beside the `venv` that it made."""
+def age_of_this_process(clock: Clock, venv: Path = Path(sys.prefix)) -> ProcessAge:
+    """Return our own; `install.sh` leaves its phases beside the `venv` that it made."""
     found = read_json(venv.parent / "install.json")
     phases = found if isinstance(found, dict) else {}
     age_s = time.time() - psutil.Process().create_time()

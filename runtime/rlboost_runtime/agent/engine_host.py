@@ -1,9 +1,9 @@
-"""Keeps one engine alive and at the version that is wanted; nobody else touches the engine.
+"""Keeps one engine alive and at the wanted version; nothing else uses the engine.
 
 Guarantees: requests reach the engine only under the version that it has proved (`served`), by loading
 verified files and by a probe whose logprobs match the manifest's; loading, sleeping and waking happen only
 while it holds no request; an engine that died is started again and proves its version anew before it serves,
-but not while it is to sleep: one that is down holds no memory, and is started when it is to wake.
+except while it has to sleep: an engine that is down holds no memory, and is started when it has to wake.
 
 Engines by kind; each is imported only when asked for.
 """
@@ -16,7 +16,6 @@ import random
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Protocol
 
-from rlboost_runtime.agent.puller import Pulled
 from rlboost_runtime.engines.base import (
     Engine,
     EngineDied,
@@ -36,6 +35,7 @@ from rlboost_runtime.protocol.messages import (
     VersionRefusedMessage,
 )
 from rlboost_runtime.seams import Clock
+from rlboost_runtime.weights.child_pipe import PullReport
 from rlboost_runtime.weights.manifest import probe_matches, read_manifest
 
 log = logging.getLogger(__name__)
@@ -43,9 +43,9 @@ log = logging.getLogger(__name__)
 START_TIMEOUT_S = 180.0
 """Importing torch from a cold disk takes a minute on a small machine."""
 QUICK_DEATH_S = 60.0
-"""An engine that lived shorter died quickly."""
+"""An engine that lives shorter dies quickly."""
 MAX_QUICK_DEATHS = 5
-"""Quick deaths in a row after which the machine is taken for unfit."""
+"""Quick deaths in a row after which the machine is considered unfit."""
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 10.0
 
@@ -55,19 +55,19 @@ class EngineKeepsDying(RuntimeFault):
 
 
 class HostOwner(Protocol):
-    """Who the host works for."""
+    """What the host reports to."""
 
-    def outputs(self, batch: list[EngineOutput]) -> None:
+    def output(self, output: EngineOutput) -> None:
         """Take new tokens and endings."""
 
     async def room(self) -> None:
         """Return once more outputs may come."""
 
     def engine_died(self, problem: str) -> None:
-        """Everything that the engine held is lost."""
+        """Note that everything that the engine held is lost."""
 
-    def say(self, message: Message) -> None:
-        """Tell the coordinator."""
+    def post(self, message: Message) -> None:
+        """Send to the coordinator."""
 
 
 class EngineHost:
@@ -76,7 +76,7 @@ class EngineHost:
     def __init__(
         self,
         make: Callable[[int], Engine],
-        pull: Callable[[int], Awaitable[Pulled]],
+        pull: Callable[[int], Awaitable[PullReport]],
         owner: HostOwner,
         clock: Clock,
     ) -> None:
@@ -87,20 +87,20 @@ class EngineHost:
         self._engine: Engine | None = None
         self._held: set[int] = set()  # requests that the engine has and that have not ended
         self._wanted: int | None = None
-        self._pulled: Pulled | None = None
-        self._must_prove = False
+        self._pulled: PullReport | None = None
+        self._needs_proof = False
         self._sleep_wanted = False
         self._is_asleep = False
-        self._answer_sleep = False
+        self._owes_slept = False
         self._may_restart = asyncio.Event()
         self._may_restart.set()
         self._changed = asyncio.Event()
         self._wanted_changed = asyncio.Event()
         self._served: int | None = None
-        self._fact: InstanceReadyMessage | None = None
+        self._ready: InstanceReadyMessage | None = None
         self._past = EngineProgress(0, 0, 0, 0)
 
-    # --- what the owner asks ------------------------------------------------------------------------------
+    # --- what the owner calls ------------------------------------------------------------------------------
 
     @property
     def served(self) -> int | None:
@@ -109,7 +109,7 @@ class EngineHost:
 
     @property
     def state(self) -> str:
-        """A word for the heartbeat."""
+        """The engine's state, for the heartbeat."""
         if self._engine is None:
             return "asleep" if self._sleep_wanted else "starting"
         if self._served is not None:
@@ -118,22 +118,22 @@ class EngineHost:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the engine holds no request."""
+        """True if the engine holds no request."""
         return not self._held
 
     @property
     def facts(self) -> list[Message]:
-        """What a coordinator that may have missed it must hear again."""
+        """Messages to repeat to a coordinator that may have missed them."""
         facts: list[Message] = []
-        if self._served is not None and self._fact is not None:
-            facts.append(self._fact)
-        if self._sleep_wanted and self._holds_no_memory and not self._answer_sleep:
+        if self._served is not None and self._ready is not None:
+            facts.append(self._ready)
+        if self._sleep_wanted and self._holds_no_memory and not self._owes_slept:
             facts.append(SleptMessage())
         return facts
 
     @property
     def _holds_no_memory(self) -> bool:
-        """An engine takes memory with its first load, not at its start."""
+        """True if no engine runs or it sleeps: memory is taken by the first load, not by the start."""
         return self._engine is None or self._is_asleep
 
     def progress(self) -> EngineProgress:
@@ -145,37 +145,37 @@ class EngineHost:
         )
 
     def submit(self, requests: list[Request]) -> None:
-        """Give the engine work; only while `served` is its version."""
+        """Submit requests to the engine; only while it serves their version."""
         assert self._engine is not None
         self._held.update(request.request_id for request in requests)
         self._engine.submit(requests)
 
     async def abort(self, request_ids: Iterable[int]) -> None:
-        """Stop requests; their endings come through `outputs`, or through `engine_died`."""
+        """Stop requests; their endings come through `output`, or through `engine_died`."""
         ids = [request_id for request_id in request_ids if request_id in self._held]
         if ids and self._engine is not None:
             try:
                 await self._engine.abort(ids)
             except EngineDied:
-                return  # said by the loop that keeps it
+                return  # reported by `_keep_engine`
 
     async def abort_all(self) -> None:
         """Stop everything."""
         await self.abort(list(self._held))
 
-    def want(self, version: int) -> None:
-        """Fetch `version`; apply and prove it once the engine is awake and idle. The newest wish counts."""
+    def request_version(self, version: int) -> None:
+        """Fetch `version`; apply and prove it once the engine is awake and idle. The last call counts."""
         self._wanted = version
         self._wanted_changed.set()
-        if not self._repeat_fact():
-            self._must_prove = True
+        if not self._repeat_ready():
+            self._needs_proof = True
         if not self._sleep_wanted:
             self._may_restart.set()
         self._changed.set()
 
     def sleep(self) -> None:
         """Free the memory once idle."""
-        self._sleep_wanted = self._answer_sleep = True
+        self._sleep_wanted = self._owes_slept = True
         self._may_restart.clear()
         self._changed.set()
 
@@ -183,23 +183,23 @@ class EngineHost:
         """Take memory again, then apply and prove the version that is wanted."""
         self._sleep_wanted = False
         self._may_restart.set()
-        if not self._repeat_fact():
-            self._must_prove = True
+        if not self._repeat_ready():
+            self._needs_proof = True
         self._changed.set()
 
-    def distrust(self) -> None:
-        """A new registration: serve nothing until asked, and prove it again.
+    def require_proof(self) -> None:
+        """After a new registration serve nothing until requested, and prove it again.
 
-        An engine that is down because it was to sleep stays so until it may load.
+        An engine that is down because it had to sleep stays so until it may load.
         """
         self._served, self._wanted, self._sleep_wanted = None, None, False
-        self._must_prove = True
+        self._needs_proof = True
 
-    def _repeat_fact(self) -> bool:
-        """Answer a repeated order at once: what was proved in this registration stays proved."""
-        if self._served is None or self._served != self._wanted or self._fact is None:
+    def _repeat_ready(self) -> bool:
+        """Answer a repeated request at once: what was proved in this registration stays proved."""
+        if self._served is None or self._served != self._wanted or self._ready is None:
             return False
-        self._owner.say(self._fact)
+        self._owner.post(self._ready)
         return True
 
     async def run(self) -> None:
@@ -221,9 +221,9 @@ class EngineHost:
             engine = self._make(starts)
             starts += 1
             try:
-                problem = await self._live(engine)
-                self._bury(engine)
-                self._say_died(problem)
+                problem = await self._run_engine(engine)
+                self._note_death(engine)
+                self._report_death(problem)
             finally:
                 await engine.stop()
             deaths = deaths + 1 if self._clock.now() - began < QUICK_DEATH_S else 1
@@ -234,15 +234,15 @@ class EngineHost:
             await self._clock.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
             await self._may_restart.wait()
 
-    async def _live(self, engine: Engine) -> str:
-        """Start an engine and carry its outputs until it dies; return why."""
+    async def _run_engine(self, engine: Engine) -> str:
+        """Start an engine and pass on its outputs until it dies; return why it died."""
         try:
             await engine.start(START_TIMEOUT_S)
             self._engine, self._is_asleep = engine, False
             self._changed.set()
-            async for batch in engine.outputs():
-                self._held.difference_update(out.request_id for out in batch if out.finished is not None)
-                self._owner.outputs(batch)
+            async for output in engine.outputs():
+                self._held.difference_update(end.request_id for end in output.ended)
+                self._owner.output(output)
                 if not self._held:
                     self._changed.set()
                 await self._owner.room()
@@ -250,7 +250,7 @@ class EngineHost:
             return exc.problem
         return "it stopped by itself"
 
-    def _bury(self, engine: Engine) -> None:
+    def _note_death(self, engine: Engine) -> None:
         last = engine.progress()
         past = self._past
         self._past = EngineProgress(
@@ -259,15 +259,15 @@ class EngineHost:
         self._engine = None
         self._held.clear()
         self._served = None
-        self._changed.set()  # down is as good as asleep
+        self._changed.set()  # an engine that is down counts as asleep
 
-    def _say_died(self, problem: str) -> None:
-        """The coordinator hears that nothing is served before it hears of the work that fell."""
+    def _report_death(self, problem: str) -> None:
+        """Report that nothing is served, before the requests that were lost."""
         if self._wanted is not None and not self._sleep_wanted:
-            self._owner.say(
+            self._owner.post(
                 VersionRefusedMessage(self._wanted, f"the engine died and is started again: {problem}")
             )
-            self._must_prove = True
+            self._needs_proof = True
         self._owner.engine_died(problem)
 
     # --- the version --------------------------------------------------------------------------------------
@@ -280,20 +280,20 @@ class EngineHost:
                 continue
             if self._engine is None:
                 if self._sleep_wanted:
-                    self._say_slept()
+                    self._report_slept()
                 continue
             try:
-                await self._settle(self._engine)
+                await self._apply_wanted(self._engine)
             except EngineDied:
-                continue  # said by `_keep_engine`
+                continue  # reported by `_keep_engine`
 
-    async def _settle(self, engine: Engine) -> None:
-        """Bring an idle engine to what is wanted."""
+    async def _apply_wanted(self, engine: Engine) -> None:
+        """Bring an idle engine to the wanted state and version."""
         if self._sleep_wanted:
             await self._go_to_sleep(engine)
             return
         pulled = self._pulled
-        if pulled is None or pulled.version != self._wanted or not self._must_prove:
+        if pulled is None or pulled.version != self._wanted or not self._needs_proof:
             return
         self._served = None
         if self._is_asleep and not await self._wake(engine, pulled.version):
@@ -303,38 +303,38 @@ class EngineHost:
         if self._wanted != pulled.version or self._sleep_wanted or self._engine is not engine:
             self._changed.set()  # overtaken meanwhile
             return
-        self._must_prove = False
+        self._needs_proof = False
         if problem is not None:
             self._refuse(pulled.version, problem)
             return
         self._served = pulled.version
         apply_s = self._clock.now() - began
-        self._fact = InstanceReadyMessage(
+        self._ready = InstanceReadyMessage(
             pulled.version,
-            pulled.num_bytes,
-            pulled.seconds,
+            pulled.pulled_bytes,
+            pulled.pull_s,
             apply_s,
             round(times.load_s, 4),
             round(times.pause_s, 4),
             times.start_s,
             pulled.how,
             pulled.full_bytes,
-            pulled.by_holder,
+            pulled.sources,
             pulled.complaints,
         )
         event(
             log,
             "version.served",
             version=pulled.version,
-            pull_s=pulled.seconds,
+            pull_s=pulled.pull_s,
             apply_s=round(apply_s, 4),
-            load_s=self._fact.load_s,
-            pause_s=self._fact.pause_s,
+            load_s=self._ready.load_s,
+            pause_s=self._ready.pause_s,
         )
-        self._owner.say(self._fact)
+        self._owner.post(self._ready)
 
     async def _wake(self, engine: Engine, version: int) -> bool:
-        """Let the engine take memory; where it cannot, refuse the version and return False."""
+        """Let the engine take memory; if it cannot, refuse the version and return False."""
         try:
             await engine.wake()
         except EngineDied:
@@ -355,29 +355,29 @@ class EngineHost:
                 raise
             except RuntimeFault as exc:
                 event(log, "engine.sleepless", level=logging.WARNING, problem=exc.problem)
-                await engine.stop()  # memory is free once it has ended; `_bury` has the rest said
+                await engine.stop()  # memory is free once it has ended; `_keep_engine` reports the rest
                 return
             self._is_asleep = True
             event(log, "engine.slept")
         if self._sleep_wanted:
-            self._say_slept()
+            self._report_slept()
         else:
             self._changed.set()
 
-    def _say_slept(self) -> None:
-        """Answer the order to sleep, once."""
-        if self._answer_sleep:
-            self._answer_sleep = False
-            self._owner.say(SleptMessage())
+    def _report_slept(self) -> None:
+        """Answer the request to sleep, once."""
+        if self._owes_slept:
+            self._owes_slept = False
+            self._owner.post(SleptMessage())
 
     def _refuse(self, version: int, problem: str) -> None:
-        """Say so, and forget the files: the next wish fetches or verifies them again."""
+        """Refuse a version, and forget its files: the next request fetches or verifies them again."""
         self._pulled = self._wanted = None
         event(log, "version.refused", level=logging.WARNING, version=version, problem=problem)
-        self._owner.say(VersionRefusedMessage(version, problem))
+        self._owner.post(VersionRefusedMessage(version, problem))
 
     async def _fetch(self) -> None:
-        """Pull what is wanted, also while the engine serves something older."""
+        """Pull the wanted version, also while the engine serves an older one."""
         while True:
             self._wanted_changed.clear()
             version = self._wanted
@@ -392,12 +392,16 @@ class EngineHost:
                 continue
             if pulled is not None:
                 event(
-                    log, "version.pulled", version=version, num_bytes=pulled.num_bytes, seconds=pulled.seconds
+                    log,
+                    "version.pulled",
+                    version=version,
+                    num_bytes=pulled.pulled_bytes,
+                    seconds=pulled.pull_s,
                 )
                 self._pulled = pulled
                 self._changed.set()
 
-    async def _pull_unless_overtaken(self, version: int) -> Pulled | None:
+    async def _pull_unless_overtaken(self, version: int) -> PullReport | None:
         """Pull; None if another version was wanted before it was done."""
         pulling = asyncio.ensure_future(self._pull(version))
         try:
@@ -414,13 +418,13 @@ class EngineHost:
             await asyncio.gather(pulling, return_exceptions=True)
 
 
-async def _apply(engine: Engine, pulled: Pulled) -> tuple[str | None, LoadTimes]:
+async def _apply(engine: Engine, pulled: PullReport) -> tuple[str | None, LoadTimes]:
     """Load and probe; the problem is None if the engine has proved that it holds the version."""
     times = LoadTimes(0.0, 0.0, {})
     try:
-        manifest = read_manifest(pulled.folder)
+        manifest = read_manifest(pulled.path)
         if engine.version != pulled.version:
-            times = await engine.load(pulled.version, pulled.folder) or times
+            times = await engine.load(pulled.version, pulled.path) or times
         probe = manifest.probe
         token_ids, logprobs = await engine.greedy(list(probe.token_ids), len(probe.next_token_ids))
     except (LoadFailed, ProtocolError) as exc:

@@ -1,5 +1,5 @@
-"""Preemption notices, from whoever gives one: SIGTERM, a file `notice.json` {"seconds": s} in the machine's
-working folder, or the cloud's metadata service (`metadata`)."""
+"""Preemption notices, from any source: SIGTERM, a file `notice.json` {"seconds": s} in the machine's
+working folder, or the cloud's metadata service (`cloud_notices`)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rlboost_runtime.agent.cloud_notices import Metadata, metadata_of, wait_for_
 
 NOTICE_FILE = "notice.json"
 POLL_S = 0.2
-"""How often the file is looked for: real notices leave 30 s and more."""
+"""How often the file is checked: real notices leave 30 s and more."""
 TERM_SECONDS = 30.0
-"""What SIGTERM is taken to leave, for it says nothing: the shortest notice that a large cloud gives."""
+"""Assumed after SIGTERM, which gives no time: the shortest notice that a large cloud gives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ class PreemptionNotice:
 
 
 async def wait_for_notice(folder: Path, terminated: asyncio.Event, cloud: str = "") -> PreemptionNotice:
-    """Return once somebody warns us. `terminated` is set by SIGTERM; `cloud`: whose metadata service there
-    is, empty for none."""
+    """Return the first notice. `terminated` is set by SIGTERM; `cloud`: whose metadata service to watch, or
+    empty."""
     service = metadata_of(cloud)
     tasks: list[asyncio.Task[PreemptionNotice]] = [
         asyncio.create_task(_signalled(terminated)),
@@ -51,18 +51,18 @@ async def _signalled(terminated: asyncio.Event) -> PreemptionNotice:
 
 
 async def _written(path: Path) -> PreemptionNotice:
-    while (notice := read_notice(path)) is None:  # noqa: ASYNC110 a file tells nobody
+    while (notice := read_notice(path)) is None:  # noqa: ASYNC110 a file gives no event
         await asyncio.sleep(POLL_S)
     return notice
 
 
 async def _announced(service: Metadata) -> PreemptionNotice:
-    said = await wait_for_announcement(service)
-    return PreemptionNotice(said.seconds, said.source)
+    announced = await wait_for_announcement(service)
+    return PreemptionNotice(announced.seconds, announced.source)
 
 
 def read_notice(path: Path) -> PreemptionNotice | None:
-    """Return the notice in `path`; None where there is none, or none that can be read (yet)."""
+    """Return the notice in `path`; None if there is none, or it cannot be read (yet)."""
     try:
         seconds = float(json.loads(path.read_bytes())["seconds"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""What an agent still owes the coordinator: tokens and endings not yet acknowledged.
+"""Tokens and endings that the coordinator has not acknowledged yet.
 
 Pure. Guarantees: laid end to end, the frames of one process give for each assignment exactly the tokens that
 its engine gave, each once, offsets without a gap, the ending last; a frame carries one policy version and
@@ -10,7 +10,6 @@ from __future__ import annotations
 import struct
 from array import array
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from rlboost_runtime.core.base.messages import FinishReason, ReleaseReason
@@ -20,7 +19,7 @@ from rlboost_runtime.protocol.messages import AssignmentEnd, Frame
 MAX_TOKENS = 1_000_000
 """Tokens kept for a silent coordinator before the engine is held: 8 MB, minutes of a fast engine."""
 MAX_COUNT = 0xFFFF
-"""Tokens of one assignment in a frame: counts travel as u16. What is more goes into the next frame."""
+"""Tokens of one assignment in a frame: counts travel as u16. The rest goes into the next frame."""
 
 _REASONS: dict[str, FinishReason | ReleaseReason] = {
     "stop": FinishReason.STOP,
@@ -62,18 +61,13 @@ class Outbox:
         self._next_seq = 0
 
     @property
-    def next_seq(self) -> int:
-        """Number of the next frame."""
-        return self._next_seq
-
-    @property
     def is_full(self) -> bool:
-        """Whether the engine should wait for acknowledgements."""
+        """True if the engine should wait for acknowledgements."""
         return self._num_tokens >= self._max_tokens
 
     @property
     def is_clear(self) -> bool:
-        """Whether everything that was added has been acknowledged."""
+        """True if everything that was added has been acknowledged."""
         return not self._pending and not self._unacked
 
     @property
@@ -84,24 +78,21 @@ class Outbox:
     @property
     def held(self) -> tuple[int, ...]:
         """Assignments that have not ended, or whose ending is not acknowledged yet."""
-        unheard = [ending.assignment for section in self._pending for ending in section.endings]
-        unheard += [ending.assignment for frame, _ in self._unacked for ending in frame.endings]
-        return tuple(dict.fromkeys([*self._open, *unheard]))
+        unacked = [ending.assignment for section in self._pending for ending in section.endings]
+        unacked += [ending.assignment for frame, _ in self._unacked for ending in frame.endings]
+        return tuple(dict.fromkeys([*self._open, *unacked]))
 
     def begin(self, assignment: int, offset: int, policy_version: int) -> None:
-        """An assignment starts; its next token is number `offset` of the response."""
+        """Start an assignment; its next token is number `offset` of the response."""
         self._open[assignment] = _Open(offset, policy_version)
 
-    def add(self, outputs: Iterable[EngineOutput]) -> None:
-        """Take what the engine gave; words about assignments that are not open are dropped."""
-        for output in outputs:
-            entry = self._open.get(output.request_id)
-            if entry is None:
-                continue
-            if output.token_ids:
-                self._append(entry, output)
-            if output.finished is not None:
-                self.end(output.request_id, _REASONS[output.finished], output.problem)
+    def add(self, output: EngineOutput) -> None:
+        """Add an output; drop what concerns assignments that are not open."""
+        for assignment, start, end in output.slices():
+            if assignment in self._open:
+                self._append(assignment, output, start, end)
+        for ended in output.ended:
+            self.end(ended.request_id, _REASONS[ended.reason], ended.problem)
 
     def end(self, assignment: int, reason: FinishReason | ReleaseReason, problem: str = "") -> None:
         """End an open assignment after the tokens that it has; one that is not open is left alone."""
@@ -126,49 +117,44 @@ class Outbox:
         return frames
 
     def ack(self, seq: int) -> None:
-        """All frames up to `seq` are journalled."""
+        """Drop all frames up to `seq`: the coordinator has journalled them."""
         while self._unacked and self._unacked[0][0].seq <= seq:
             _, num_tokens = self._unacked.popleft()
             self._num_tokens -= num_tokens
 
     def unacked(self) -> list[Frame]:
-        """Frames to send again after a reconnect, in order."""
+        """Return the frames to send again after a reconnect, in order."""
         return [frame for frame, _ in self._unacked]
 
     def void(self) -> None:
-        """Forget everything: the coordinator has given it to others. Numbering goes on."""
+        """Forget everything: the coordinator has assigned it elsewhere. Numbering goes on."""
         self._open.clear()
         self._pending.clear()
         self._unacked.clear()
         self._num_tokens = 0
 
-    def _append(self, entry: _Open, output: EngineOutput) -> None:
-        token_ids, logprobs = output.token_ids, output.logprobs
-        while token_ids:
-            section = self._section(output.policy_version)
-            taken = len(section.tokens.get(output.request_id, ()))
-            if taken >= self._max_count:
-                section = self._new_section(output.policy_version)
-                taken = 0
-            room = self._max_count - taken
-            self._extend(section, entry, output.request_id, token_ids[:room], logprobs[:room])
-            token_ids, logprobs = token_ids[room:], logprobs[room:]
-        entry.policy_version = output.policy_version
-
-    def _extend(
-        self, section: _Section, entry: _Open, assignment: int, token_ids: list[int], logprobs: list[float]
-    ) -> None:
-        if assignment not in section.tokens:
-            section.tokens[assignment] = array("i")
-            section.logprobs[assignment] = array("f")
-            section.offsets[assignment] = entry.offset
-        section.tokens[assignment].extend(token_ids)
-        section.logprobs[assignment].extend(logprobs)
-        entry.offset += len(token_ids)
-        self._num_tokens += len(token_ids)
+    def _append(self, assignment: int, output: EngineOutput, start: int, end: int) -> None:
+        """Append the output's tokens [start, end), which are the assignment's."""
+        entry, version = self._open[assignment], output.policy_version
+        while start < end:
+            section = self._section(version)
+            tokens = section.tokens.get(assignment)
+            if tokens is not None and len(tokens) >= self._max_count:
+                section, tokens = self._new_section(version), None
+            if tokens is None:
+                tokens = section.tokens[assignment] = array("i")
+                section.logprobs[assignment] = array("f")
+                section.offsets[assignment] = entry.offset
+            stop = min(end, start + self._max_count - len(tokens))
+            tokens.extend(output.token_ids[start:stop])
+            section.logprobs[assignment].extend(output.logprobs[start:stop])
+            entry.offset += stop - start
+            entry.policy_version = version
+            self._num_tokens += stop - start
+            start = stop
 
     def _section(self, policy_version: int) -> _Section:
-        """The last section if it is of this version, else a new one: order between versions is kept."""
+        """Return the last section if it is of this version, else a new one: versions stay in order."""
         if not self._pending or self._pending[-1].policy_version != policy_version:
             return self._new_section(policy_version)
         return self._pending[-1]

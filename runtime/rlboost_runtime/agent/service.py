@@ -1,10 +1,10 @@
-"""The agent: one per engine, between it and the coordinator. It holds nothing that cannot be lost.
+"""The agent: one per engine, between it and the coordinator. Everything it holds may be lost.
 
 `Agent.run` owns everything here through one task group: the connection (`link`), the engine and its version
-(`engine_host`), what is owed (`outbox`), the heartbeat, and the watch for notices. It ends
+(`engine_host`), what is not yet acknowledged (`outbox`), the heartbeat, and the watch for notices. It ends
 
-- with 0 when the coordinator says `Stop`, or after a preemption notice once everything is handed over,
-- with 1 when the engine keeps dying, or nothing was heard from the coordinator for a quarter of an hour,
+- with 0 when the coordinator sends `Stop`, or after a preemption notice once everything is handed over,
+- with 1 when the engine keeps dying, or the coordinator sent nothing for a quarter of an hour,
 - with 3 when the coordinator refuses it for good.
 """
 
@@ -22,13 +22,12 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 
-from rlboost_runtime.agent.bootstrap import Bootstrap, ProcessAge, birth_of_this_process
+from rlboost_runtime.agent.bootstrap import Bootstrap, ProcessAge, age_of_this_process
 from rlboost_runtime.agent.engine_host import EngineHost, EngineKeepsDying
 from rlboost_runtime.agent.link import CoordinatorSession
 from rlboost_runtime.agent.notice import PreemptionNotice, wait_for_notice
 from rlboost_runtime.agent.outbox import Outbox
-from rlboost_runtime.agent.peer_server import PeerServer
-from rlboost_runtime.agent.puller import Puller, PullSettings
+from rlboost_runtime.agent.weight_children import PeerServer, Puller
 from rlboost_runtime.core.base.messages import LossCause, ReleaseReason
 from rlboost_runtime.engines.base import Engine, EngineOutput, EngineSpec, Request
 from rlboost_runtime.errors import ProtocolError
@@ -54,16 +53,17 @@ from rlboost_runtime.protocol.messages import (
     WorkItem,
 )
 from rlboost_runtime.seams import Clock, SystemClock, Transport
+from rlboost_runtime.weights.child_pipe import PullRequest, PullSource, SourceKind, TransferSettings
 
 log = logging.getLogger(__name__)
 
 SELF_DESTRUCT_S = 900.0
-"""Silence of the coordinator after which an agent ends: a machine that nobody reaches should not wait."""
+"""Silence of the coordinator after which an agent ends: an unreachable machine should not wait."""
 DEFAULT_FLUSH_S = 0.05
 DEFAULT_BEAT_S = 1.0
 RATE_WINDOW_BEATS = 5
 QUIET_BEFORE_GOODBYE_S = 1.0
-"""After a notice: nothing held and nothing owed for this long means that everything is handed over."""
+"""After a notice: with no request held and nothing unacknowledged for this long, all is handed over."""
 NOTICE_RESERVE_S = 1.0
 """An agent under notice leaves this long before its machine does."""
 GOODBYE_TIMEOUT_S = 1.0
@@ -77,7 +77,7 @@ class ExitCode(IntEnum):
     REFUSED = 3
 
 
-class _Over(Exception):
+class _AgentEnd(Exception):
     """Ends the agent's task group."""
 
     def __init__(self, code: ExitCode) -> None:
@@ -87,17 +87,17 @@ class _Over(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Seams:
-    """Where the agent touches the world."""
+    """The agent's connections to the outside world."""
 
     dial: Callable[[], Awaitable[Transport]]
     make_engine: Callable[[EngineSpec], Engine]
     puller: Puller
     clock: Clock
     peers: PeerServer | None = None
-    """What others of the zone pull from, if they do."""
-    birth: ProcessAge = field(default_factory=ProcessAge)
+    """The server that peers of the zone pull from, if they do."""
+    process_age: ProcessAge = field(default_factory=ProcessAge)
     devices: tuple[str, ...] = ()
-    """The engine's GPUs (`engines.devices.devices_of`)."""
+    """The engine's GPUs (`engines.base.devices_of`)."""
 
 
 class Agent:
@@ -109,7 +109,7 @@ class Agent:
         self._folder = folder
         self._seams = seams
         self._clock = seams.clock
-        self._boot_id = secrets.token_hex(8)
+        self._process_id = secrets.token_hex(8)
         self._outbox = Outbox()
         self._host = EngineHost(self._make_engine, seams.puller.pull, self, self._clock)
         self._link = CoordinatorSession(seams.dial, self, self._clock)
@@ -125,26 +125,26 @@ class Agent:
         self._tasks: asyncio.TaskGroup | None = None
 
     async def run(self, terminated: asyncio.Event) -> ExitCode:
-        """Work until told to end; `terminated` is set by SIGTERM. Children have ended when this returns."""
+        """Work until the end; `terminated` is set by SIGTERM. Children have ended when this returns."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._end_when_told())
+                tasks.create_task(self._end_on_stop())
                 tasks.create_task(self._link.run())
                 tasks.create_task(self._host.run())
-                tasks.create_task(self._flush_often())
-                tasks.create_task(self._beat_often())
-                tasks.create_task(self._abort_as_told())
+                tasks.create_task(self._flush_frames())
+                tasks.create_task(self._send_heartbeats())
+                tasks.create_task(self._run_aborts())
                 tasks.create_task(self._leave_on_notice(terminated))
-                tasks.create_task(self._end_in_silence())
+                tasks.create_task(self._end_if_abandoned())
                 tasks.create_task(self._serve_peers())
         except ExceptionGroup as group:
             return _exit_code(group)
         raise AssertionError("the agent's tasks run until one of them raises")
 
-    # --- what the link asks -------------------------------------------------------------------------------
+    # --- what the link calls -------------------------------------------------------------------------------
 
     def hello(self) -> AgentHello:
-        """Introduce ourselves, with what we still hold."""
+        """Return our introduction, with what we still hold."""
         engine = self._bootstrap.engine
         return AgentHello(
             schema=SCHEMA,
@@ -152,16 +152,13 @@ class Agent:
             instance=self._instance,
             machine=self._bootstrap.machine,
             pool=self._bootstrap.pool,
-            boot_id=self._boot_id,
             max_running=engine.max_running,
             kv_tokens=engine.max_running * engine.max_context_tokens,
             engine=engine.kind,
             epoch=self._epoch,
             assignments=self._outbox.held,
-            next_seq=self._outbox.next_seq,
-            version=self._host.served,
-            install_s=self._seams.birth.install_s,
-            age_s=round(self._seams.birth.age_s(self._clock.now()), 3),
+            install_s=self._seams.process_age.install_s,
+            age_s=round(self._seams.process_age.age_s(self._clock.now()), 3),
         )
 
     def welcomed(self, welcome: Welcome) -> list[Message]:
@@ -176,7 +173,7 @@ class Agent:
             repeated += self._host.facts
         else:
             self._outbox.void()
-            self._host.distrust()
+            self._host.require_proof()
             self._aborts.put_nowait(None)
         self._check_room()
         if self._listening is not None:
@@ -196,8 +193,8 @@ class Agent:
             case AbortMessage(assignments=assignments):
                 self._aborts.put_nowait(assignments)
             case LoadVersionMessage(version=version):
-                self._seams.puller.learn(command, serves=self._host.served is not None)
-                self._host.want(version)
+                self._seams.puller.note_order(command, serves=self._host.served is not None)
+                self._host.request_version(version)
             case SleepMessage():
                 self._host.sleep()
             case WakeMessage():
@@ -208,13 +205,13 @@ class Agent:
             case Welcome() | Refused():
                 event(log, "coordinator.confused", level=logging.WARNING, message=type(command).__name__)
 
-    # --- what the engine host asks ------------------------------------------------------------------------
+    # --- what the engine host calls ------------------------------------------------------------------------
 
-    def outputs(self, batch: list[EngineOutput]) -> None:
-        """Owe the coordinator these; words that it waits for leave at once."""
-        self._outbox.add(batch)
+    def output(self, output: EngineOutput) -> None:
+        """Send this to the coordinator soon; endings that it waits for at once."""
+        self._outbox.add(output)
         self._owing.set()
-        if any(output.finished == "aborted" for output in batch):
+        if any(end.reason == "aborted" for end in output.ended):
             self._flush()
         if self._outbox.is_full:
             self._room.clear()
@@ -229,24 +226,24 @@ class Agent:
             self._outbox.end(assignment, ReleaseReason.ENGINE_FAILED, problem)
         self._flush()
 
-    def say(self, message: Message) -> None:
-        """Tell the coordinator, if there is one now; what came before it is sent before it."""
+    def post(self, message: Message) -> None:
+        """Send to the coordinator, if it is connected, after the tokens that came before."""
         self._flush()
         self._link.post(message)
 
     # --- tasks --------------------------------------------------------------------------------------------
 
-    async def _end_when_told(self) -> None:
-        raise _Over(await self._over.get())
+    async def _end_on_stop(self) -> None:
+        raise _AgentEnd(await self._over.get())
 
-    async def _flush_often(self) -> None:
+    async def _flush_frames(self) -> None:
         while True:
             await self._owing.wait()
             await self._clock.sleep(self._flush_s)
             self._owing.clear()
             self._flush()
 
-    async def _beat_often(self) -> None:
+    async def _send_heartbeats(self) -> None:
         generated = [0]
         while True:
             progress = self._host.progress()
@@ -265,7 +262,7 @@ class Agent:
             )
             await self._clock.sleep(self._beat_s)
 
-    async def _abort_as_told(self) -> None:
+    async def _run_aborts(self) -> None:
         while True:
             assignments = await self._aborts.get()
             if assignments is None:
@@ -274,7 +271,7 @@ class Agent:
                 await self._host.abort(assignments)
 
     async def _leave_on_notice(self, terminated: asyncio.Event) -> None:
-        """Say that the machine goes, hand over what is held, leave."""
+        """Report that the machine will go, hand over what is held, leave."""
         notice = self._notice = await wait_for_notice(self._folder, terminated, self._bootstrap.cloud)
         began = self._clock.now()
         event(log, "agent.noticed", seconds=notice.seconds, source=notice.source)
@@ -290,7 +287,7 @@ class Agent:
         self._flush()
         self._link.post(Goodbye(LossCause.NOTICED))
         await self._link.drain(GOODBYE_TIMEOUT_S)
-        raise _Over(ExitCode.DONE)
+        raise _AgentEnd(ExitCode.DONE)
 
     async def _serve_peers(self) -> None:
         if self._seams.peers is None:
@@ -299,11 +296,11 @@ class Agent:
             self._listening = listening
             self._link.post(listening)
 
-    async def _end_in_silence(self) -> None:
+    async def _end_if_abandoned(self) -> None:
         while (left_s := self._link.last_word_at + SELF_DESTRUCT_S - self._clock.now()) > 0:
             await self._clock.sleep(left_s)
         event(log, "agent.abandoned", level=logging.ERROR, silent_s=SELF_DESTRUCT_S)
-        raise _Over(ExitCode.FAILED)
+        raise _AgentEnd(ExitCode.FAILED)
 
     # --- helpers ------------------------------------------------------------------------------------------
 
@@ -321,14 +318,14 @@ class Agent:
                     item.assignment,
                     _int32s(item.token_ids),
                     item.max_new_tokens,
-                    priority=-item.offset,  # the nearer to its end, the dearer its cache
+                    priority=-item.offset,  # a response nearer to its end has a more valuable cache
                 )
             )
         if requests:
             self._host.submit(requests)
 
     def _flush(self) -> None:
-        """Send what is owed; without a connection it stays together until there is one."""
+        """Send what is not sent yet; without a connection it is kept until there is one."""
         if self._link.is_up:
             for frame in self._outbox.cut():
                 self._link.post(frame)
@@ -348,7 +345,7 @@ class Agent:
                 max_context_tokens=engine.max_context_tokens,
                 max_running=engine.max_running,
                 dtype=engine.dtype,
-                seed=own_seed(engine.seed, self._instance, self._boot_id, start),
+                seed=own_seed(engine.seed, self._instance, self._process_id, start),
                 threads=engine.threads,
                 log=self._folder / f"engine-{number}.log",
                 side_file=side_file,
@@ -360,9 +357,9 @@ class Agent:
         )
 
 
-def own_seed(seed: int, instance: str, boot_id: str, start: int) -> int:
-    """Return a seed that no other engine of the run has: equal ones would give siblings equal responses."""
-    text = f"{seed}/{instance}/{boot_id}/{start}".encode()
+def own_seed(seed: int, instance: str, process_id: str, start: int) -> int:
+    """Return a seed unique in the run: equal ones would give siblings equal responses."""
+    text = f"{seed}/{instance}/{process_id}/{start}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "big")
 
 
@@ -375,27 +372,14 @@ def system_seams(bootstrap: Bootstrap, instance: str, folder: Path) -> Seams:
     url = bootstrap.coordinator_url.rstrip("/") + "/v1/agent"
     weights = _weights(folder, instance)
     weights.mkdir(parents=True, exist_ok=True)
-    source = PullSettings(
-        weights,
-        bootstrap.token,
-        bootstrap.certificate,
-        bootstrap.weight_streams,
-        receiver=instance,
-        store=bootstrap.weight_store,
-        siblings=tuple(str(_weights(folder, other)) for other in bootstrap.instances if other != instance),
-        bucket=bootstrap.weight_bucket,
-        transfer=bootstrap.weight_transfer,
-        usd_per_gb=bootstrap.egress_usd_per_gb,
-        usd_per_hour=bootstrap.price_usd_per_hour,
-    )
 
     def dial() -> Awaitable[Transport]:
         return connect(url, bootstrap.token, bootstrap.certificate, timeout_s=DIAL_S)
 
-    puller = Puller(source, folder / f"puller-{instance.rpartition('/')[2]}.log")
+    puller = Puller(pull_template(bootstrap, instance, folder), folder / f"puller-{weights.name}.log")
     peers = None
     if bootstrap.weight_peers:
-        log_path = folder / f"peer-{instance.rpartition('/')[2]}.log"
+        log_path = folder / f"peer-{weights.name}.log"
         peers = PeerServer(weights, bootstrap.token, bootstrap.coordinator_url, log_path)
     clock = SystemClock()
     devices = devices_of(
@@ -404,7 +388,28 @@ def system_seams(bootstrap: Bootstrap, instance: str, folder: Path) -> Seams:
         bootstrap.engine.tensor_parallel,
         os.environ,
     )
-    return Seams(dial, make_engine, puller, clock, peers, birth_of_this_process(clock), devices)
+    return Seams(dial, make_engine, puller, clock, peers, age_of_this_process(clock), devices)
+
+
+def pull_template(bootstrap: Bootstrap, instance: str, folder: Path) -> PullRequest:
+    """Return what all pulls of an engine of this machine have in common."""
+    bucket = bootstrap.weight_bucket
+    others = (other for other in bootstrap.instances if other != instance)
+    return PullRequest(
+        url="",
+        version=-1,
+        folder=str(_weights(folder, instance)),
+        token=bootstrap.token,
+        certificate=bootstrap.certificate,
+        streams=bootstrap.weight_streams,
+        extra_sources=(PullSource("bucket", SourceKind.BUCKET, bucket),) if bucket else (),
+        store=bootstrap.weight_store,
+        siblings=tuple(str(_weights(folder, other)) for other in others),
+        transfer=TransferSettings(bootstrap.weight_transfer),
+        usd_per_gb=bootstrap.egress_usd_per_gb,
+        usd_per_hour=bootstrap.price_usd_per_hour,
+        receiver=instance,
+    )
 
 
 def _weights(folder: Path, instance: str) -> Path:
@@ -424,13 +429,13 @@ def _int32s(data: bytes) -> list[int]:
 
 
 def _exit_code(group: ExceptionGroup[Exception]) -> ExitCode:
-    """Return how the process ends; what is not one of the expected ends is raised."""
-    reasons, others = group.split((_Over, ProtocolError, EngineKeepsDying))
+    """Return how the process ends; raise what is not one of the expected ends."""
+    reasons, others = group.split((_AgentEnd, ProtocolError, EngineKeepsDying))
     if others is not None:
         raise others
     assert reasons is not None
     match reasons.exceptions[0]:
-        case _Over(code=code):
+        case _AgentEnd(code=code):
             return code
         case ProtocolError() as refusal:
             event(log, "agent.refused", level=logging.ERROR, problem=refusal.problem)

@@ -1,4 +1,4 @@
-"""What an agent needs of an inference engine.
+"""The interface between an agent and an inference engine.
 
 Token ids in; token ids, logprobs and the policy version out: text never crosses this seam, so nothing is
 ever re-tokenised. The agent owns the engine object on its event loop; the model itself lives in a child
@@ -6,22 +6,21 @@ process in a session of its own, so that loading or generating can never starve 
 
 Guarantees an implementation gives:
 
-- every accepted request ends in exactly one `EngineOutput` with `finished` set, or in the engine's
-  `EngineDied`;
+- every accepted request ends in exactly one `RequestEnded`, or in the engine's `EngineDied`;
 - tokens of one request come in order, each once; after `abort` returns, no more tokens of it come;
 - logprobs are natural logs under the distribution sampled from (after temperature and top-p);
 - tokens in one `EngineOutput` were all sampled under `policy_version`;
 - `load` is all-or-nothing: on error the engine serves nothing (version None) rather than a mixture.
 
-Which of a machine's GPUs an engine has. Standard library only: nothing here asks a GPU.
+`devices_of` divides a machine's GPUs among its engines; nothing here queries a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -44,7 +43,7 @@ class LoadFailed(RuntimeFault):
 
 
 class VllmOptions(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What only a vLLM engine is told; the job file documents the fields (`rollout.engine_args`)."""
+    """Options of vLLM engines only; the job file documents the fields (`rollout.engine_args`)."""
 
     python: str | None = None
     enforce_eager: bool = False
@@ -53,9 +52,9 @@ class VllmOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     fp8: bool = False
     speculative: str | None = None
     max_lora_rank: int = 0
-    """Largest rank of adapter-only versions; 0: none will come."""
+    """Largest rank of adapter-only versions; 0: there will be none."""
     may_sleep: bool = False
-    """Whether the engine will have to hand its GPU memory over: those on the trainer's own GPUs."""
+    """True if the engine will have to free its GPU memory: those on the trainer's own GPUs."""
 
 
 DEFAULT_VLLM_OPTIONS = VllmOptions()
@@ -76,12 +75,12 @@ class EngineSpec:
     side_file: Path | None = None
     """Diagnostics: the engine child appends its own count of every generated token here, unbuffered."""
     tokens_per_s_per_response: float | None = None
-    """Paces generation, to stand in for a large model on a laptop; None: as fast as it goes."""
+    """Paces generation, to stand in for a large model on a laptop; None: full speed."""
     vllm: VllmOptions = DEFAULT_VLLM_OPTIONS
     tensor_parallel: int = 1
     """GPUs of this engine."""
     devices: tuple[str, ...] = ()
-    """Which GPUs, as CUDA_VISIBLE_DEVICES names them; empty: all that are there."""
+    """Its GPUs, as CUDA_VISIBLE_DEVICES names them; empty: all of the machine's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,31 +105,57 @@ class Request:
     """Smaller goes first, and is the last to lose its cache when that is full; engines may ignore it."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineOutput:
-    """New tokens of one request.
-
-    `finished`: None while it goes on, else "stop", "length", "aborted" or "failed".
-    """
+class RequestEnded(msgspec.Struct, frozen=True, array_like=True):
+    """A request is over: "stop", "length", "aborted" or "failed"."""
 
     request_id: int
-    token_ids: list[int]
-    logprobs: list[float]
-    policy_version: int
-    finished: str | None = None
+    reason: str
     problem: str = ""
+
+
+class EngineOutput(msgspec.Struct):
+    """New tokens of some requests, then the requests that are over.
+
+    Columns, so that a decode step makes no object per token: `counts[i]` tokens belong to `request_ids[i]`;
+    `token_ids` and `logprobs` hold those of all requests end to end. A request may occur more than once.
+    """
+
+    policy_version: int
+    request_ids: list[int] = []
+    counts: list[int] = []
+    token_ids: list[int] = []
+    logprobs: list[float] = []
+    ended: list[RequestEnded] = []
+
+    def add(self, request_id: int, token_ids: list[int], logprobs: list[float]) -> None:
+        """Append new tokens of one request."""
+        self.request_ids.append(request_id)
+        self.counts.append(len(token_ids))
+        self.token_ids += token_ids
+        self.logprobs += logprobs
+
+    def end(self, request_id: int, reason: str, problem: str = "") -> None:
+        """Append the end of one request."""
+        self.ended.append(RequestEnded(request_id, reason, problem))
+
+    def slices(self) -> Iterator[tuple[int, int, int]]:
+        """Yield (request id, start, end): where the tokens of each request lie, in order."""
+        end = 0
+        for request_id, count in zip(self.request_ids, self.counts, strict=True):
+            start, end = end, end + count
+            yield request_id, start, end
 
 
 @dataclass(frozen=True, slots=True)
 class LoadTimes:
-    """What a load took, in seconds."""
+    """Durations of a load, in seconds."""
 
     load_s: float
     """Reading and applying the weights."""
     pause_s: float
-    """No token could come; less than `load_s` where something is prepared while the engine serves."""
+    """Without tokens; less than `load_s` if something is prepared while the engine serves."""
     start_s: dict[str, float]
-    """Phases of the engine's start, where it had to be started for this load; else empty."""
+    """Phases of the engine's start, if this load started it; else empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,18 +183,18 @@ class Engine(Protocol):
         """Start the child and wait until it can load weights. Raises `EngineDied`."""
 
     def submit(self, requests: list[Request]) -> None:
-        """Queue requests; what cannot be accepted comes back as an `EngineOutput` with finished "failed"."""
+        """Queue requests; what cannot be accepted ends as "failed"."""
 
     async def abort(self, request_ids: list[int]) -> None:
-        """Stop these; each that was still held ends in an `EngineOutput` "aborted" with its last tokens."""
+        """Stop these; each that was still held ends as "aborted", after its last tokens."""
 
-    def outputs(self) -> AsyncIterator[list[EngineOutput]]:
-        """Yield batches of outputs as they come until the engine stops. Raises `EngineDied`. One consumer."""
+    def outputs(self) -> AsyncIterator[EngineOutput]:
+        """Yield outputs as they come until the engine stops. Raises `EngineDied`. One consumer."""
 
     async def load(self, version: int, folder: Path) -> LoadTimes | None:
         """Take the weights of the complete, verified version in `folder`; the engine must hold no request.
 
-        Returns what it took, None where the engine does not measure it. `folder` has the layout of
+        Returns its durations, None if the engine does not measure them. `folder` has the layout of
         `rlboost_runtime.weights.store.store`. Raises `LoadFailed`.
         """
 
@@ -192,6 +217,27 @@ class Engine(Protocol):
         """End the child and everything it started, within 5 s; idempotent."""
 
 
+def greedy_continuation(
+    next_logprobs: Callable[[list[int]], Any],  # a vector of torch or numpy
+    token_ids: Sequence[int],
+    max_new_tokens: int,
+    stop_token_ids: frozenset[int] = frozenset(),
+) -> tuple[list[int], list[float]]:
+    """Continue `token_ids` by the likeliest tokens, up to and including a stop token: how a probe is made.
+
+    `next_logprobs` returns the logprob of each token of the vocabulary after a sequence.
+    """
+    sequence, logprobs = list(token_ids), list[float]()
+    while len(logprobs) < max_new_tokens:
+        logprobs_V = next_logprobs(sequence)
+        token = int(logprobs_V.argmax())
+        sequence.append(token)
+        logprobs.append(float(logprobs_V[token]))
+        if token in stop_token_ids:
+            break
+    return sequence[len(token_ids) :], logprobs
+
+
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -200,8 +246,8 @@ def devices_of(
 ) -> tuple[str, ...]:
     """Return the GPUs of the `index`-th of a machine's `num_engines` engines, as `VISIBLE` names them.
 
-    () where there is but one engine: it has all that are there. What the machine's owner leaves visible to us
-    is divided; raises `ConfigError` where that is too little.
+    () for a single engine, which has all of them. If CUDA_VISIBLE_DEVICES is set, its GPUs are divided;
+    raises `ConfigError` if they are too few.
     """
     if num_engines == 1:
         return ()
@@ -220,5 +266,5 @@ def devices_of(
 
 
 def device_environment(devices: tuple[str, ...]) -> dict[str, str]:
-    """Return what an engine's process is to find in its environment."""
+    """Return the environment variables that give an engine's process its GPUs."""
     return {VISIBLE: ",".join(devices)} if devices else {}

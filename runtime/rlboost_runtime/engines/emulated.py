@@ -1,8 +1,8 @@
-"""An engine without a model, for load and fault tests only: what it does says nothing about inference.
+"""An engine without a model, for load and fault tests only; its timing is no measure of inference.
 
 Token k of a sequence is a hash of all ids before it, so a response that moves between emulated engines at any
 point ends up with the same tokens as one that stays. It runs in this process, so that thousands of responses
-cost little. Faults are asked for on the object: `hang`, `die`, `fail_request`, `slow_request`.
+cost little. Tests cause faults by `hang`, `die` and `fail_request`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def emulated_token(token_ids: list[int]) -> tuple[int, float]:
 def emulated_response(
     prompt: list[int], max_new_tokens: int, sampling: Sampling
 ) -> tuple[list[int], list[float]]:
-    """Return the whole response to `prompt`: what any chain of emulated engines must end up with."""
+    """Return the whole response to `prompt`, which any chain of emulated engines must produce."""
     ids, logprobs = list(prompt), []
     for _ in range(max_new_tokens):
         token, logprob = emulated_token(ids)
@@ -54,7 +54,7 @@ def emulated_response(
     return ids[len(prompt) :], logprobs
 
 
-def _is_folder(path: Path) -> bool:
+def _is_folder(path: Path) -> bool:  # quick enough for an event loop
     return path.is_dir()
 
 
@@ -63,7 +63,6 @@ class _Running:
     request: Request
     ids: list[int]
     num_new: int = 0
-    skip: int = 0
 
 
 class EmulatedEngine:
@@ -76,20 +75,19 @@ class EmulatedEngine:
         self._asleep = False
         self._running: dict[int, _Running] = {}
         self._waiting: dict[int, Request] = {}
-        self._outputs: deque[list[EngineOutput]] = deque()
+        self._outputs: deque[EngineOutput] = deque()
         self._news = asyncio.Event()
         self._work = asyncio.Event()
         self._loop_task: asyncio.Task[None] | None = None
         self._dead = self._stopped = self._hung = False
         self._counter = 0
         self._generated = 0
-        self._slow: dict[int, int] = {}
         self._doomed: dict[int, str] = {}
 
     # --- faults -------------------------------------------------------------------------------------------
 
     def hang(self, on: bool = True) -> None:
-        """Make no progress and say nothing, like a stuck kernel."""
+        """Make no progress and send nothing, like a stuck kernel."""
         self._hung = on
         self._work.set()
 
@@ -101,13 +99,9 @@ class EmulatedEngine:
         self._waiting.clear()
         self._news.set()
 
-    def fail_request(self, request_id: int, problem: str = "told to fail") -> None:
+    def fail_request(self, request_id: int, problem: str = "a fault was requested") -> None:
         """End this request as failed at its next token."""
         self._doomed[request_id] = problem
-
-    def slow_request(self, request_id: int, factor: int) -> None:
-        """Give this request a token only in every `factor`-th step."""
-        self._slow[request_id] = factor
 
     # --- contract -----------------------------------------------------------------------------------------
 
@@ -130,29 +124,32 @@ class EmulatedEngine:
         """Queue requests."""
         if self._dead:
             return
+        refused = EngineOutput(-1)
         for request in requests:
             if self._version is None:
-                self._put([EngineOutput(request.request_id, [], [], -1, "failed", "no weights are loaded")])
+                refused.end(request.request_id, "failed", "no weights are loaded")
             else:
                 self._waiting[request.request_id] = request
+        self._put(refused)
         self._work.set()
 
     async def abort(self, request_ids: list[int]) -> None:
         """Stop these."""
         self._check_alive()
-        version = -1 if self._version is None else self._version
+        output = EngineOutput(-1 if self._version is None else self._version)
         for request_id in request_ids:
             held = self._waiting.pop(request_id, None) or self._running.pop(request_id, None)
             if held is not None:
-                self._put([EngineOutput(request_id, [], [], version, "aborted")])
+                output.end(request_id, "aborted")
+        self._put(output)
 
-    async def outputs(self) -> AsyncIterator[list[EngineOutput]]:
-        """Yield batches of outputs until the engine stops. Raises `EngineDied`."""
+    async def outputs(self) -> AsyncIterator[EngineOutput]:
+        """Yield outputs until the engine stops. Raises `EngineDied`."""
         while True:
             while self._outputs:
-                batch = self._outputs.popleft()
+                output = self._outputs.popleft()
                 self._work.set()
-                yield batch
+                yield output
             if self._stopped:
                 return
             self._check_alive()
@@ -220,37 +217,33 @@ class EmulatedEngine:
     def _step(self) -> None:
         assert self._version is not None  # requests are accepted only with weights
         self._counter += 1
-        batch = []
-        for request_id, running in list(self._running.items()):
-            running.skip += 1
-            if running.skip % self._slow.get(request_id, 1):
-                continue
-            output = self._advance(running, self._version)
-            batch.append(output)
-            if output.finished is not None:
-                del self._running[request_id]
-        if batch:
-            self._put(batch)
+        output = EngineOutput(self._version)
+        for running in self._running.values():
+            self._advance(running, output)
+        for ended in output.ended:
+            del self._running[ended.request_id]
+        self._put(output)
 
-    def _advance(self, running: _Running, version: int) -> EngineOutput:
+    def _advance(self, running: _Running, output: EngineOutput) -> None:
         request_id = running.request.request_id
         if request_id in self._doomed:
-            return EngineOutput(request_id, [], [], version, "failed", self._doomed[request_id])
+            output.end(request_id, "failed", self._doomed[request_id])
+            return
         token, logprob = emulated_token(running.ids)
         running.ids.append(token)
         running.num_new += 1
         self._generated += 1
-        finished = None
+        output.add(request_id, [token], [logprob])
         if token in self._spec.sampling.stop_token_ids:
-            finished = "stop"
+            output.end(request_id, "stop")
         elif running.num_new >= running.request.max_new_tokens:
-            finished = "length"
-        return EngineOutput(request_id, [token], [logprob], version, finished)
+            output.end(request_id, "length")
 
-    def _put(self, batch: list[EngineOutput]) -> None:
-        self._outputs.append(batch)
-        self._news.set()
+    def _put(self, output: EngineOutput) -> None:
+        if output.request_ids or output.ended:
+            self._outputs.append(output)
+            self._news.set()
 
     def _check_alive(self) -> None:
         if self._dead:
-            raise EngineDied("the emulated engine was told to die", "this is a test")
+            raise EngineDied("the emulated engine died on request", "this is a test")

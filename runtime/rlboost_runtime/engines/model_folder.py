@@ -1,4 +1,4 @@
-"""What a folder of weights says about its model, without loading anything. No torch."""
+"""Facts about the model in a folder of weights, read without loading it. No torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Header = dict[str, tuple[str, tuple[int, ...]]]
 
 
 class Unreadable(ValueError):
-    """The folder does not hold what it should; the text says what."""
+    """The folder does not hold what it should; the message explains what is wrong."""
 
 
 def config_text(folder: Path) -> str:
@@ -34,7 +34,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def stop_token_ids(folder: Path) -> list[int]:
     """Return the token ids that end a response of this model: `eos_token_id` of its generation configuration,
-    else of its model configuration; none where both are silent."""
+    else of its model configuration; none if neither gives them."""
     for name in (GENERATION_FILE, CONFIG_FILE):
         path = folder / name
         found = _read_object(path).get("eos_token_id") if path.exists() else None

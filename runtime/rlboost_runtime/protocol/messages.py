@@ -59,8 +59,7 @@ class WorkItem(msgspec.Struct, frozen=True, omit_defaults=True):
 class AgentHello(Message, frozen=True, omit_defaults=True):
     """First message of an agent's connection.
 
-    `boot_id` is random per agent process. `epoch` is the one it was welcomed under before (None: never), with
-    `assignments` the work it still holds; `next_seq` is the number of the next frame that it will create.
+    `epoch` is the one it was welcomed under before (None: never), with `assignments` the work it still holds.
     """
 
     schema: tuple[int, int]
@@ -68,14 +67,11 @@ class AgentHello(Message, frozen=True, omit_defaults=True):
     instance: str
     machine: str
     pool: str
-    boot_id: str
     max_running: int
     kv_tokens: int
     engine: str
     epoch: int | None = None
     assignments: tuple[int, ...] = ()
-    next_seq: int = 0
-    version: int | None = None
     install_s: dict[str, float] = {}
     """How long our installation took on its machine, by phase; {}: none was needed."""
     age_s: float = 0.0

@@ -83,7 +83,7 @@ class Delta(msgspec.Struct, frozen=True):
     leads to that version, each next one to the base of the one before it.
 
     `base_digest`: the base's content digest; a base with another one is of no use. `changed`: share of the
-    16-bit patterns that differ. See `weights.delta`.
+    16-bit patterns that differ. See `weights.delta.file`.
     """
 
     base: int
@@ -222,7 +222,7 @@ def probe_matches(manifest: Manifest, token_ids: Sequence[int], logprobs: Sequen
 
     Logprobs are compared position by position as long as the ids agree. The first differing id is accepted
     only as a near tie (both picks equally likely within the tolerance); what follows it has another context
-    and is not compared. Otherwise returns the problem in words.
+    and is not compared. Otherwise returns a description of the problem.
     """
     probe = manifest.probe
     if len(token_ids) != len(logprobs):

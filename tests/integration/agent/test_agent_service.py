@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlboost_runtime.agent import engine_host, link, notice, puller, service
+from rlboost_runtime.agent import engine_host, link, notice, service, weight_children
 from rlboost_runtime.agent.bootstrap import Bootstrap, EngineBootstrap, write_bootstrap
-from rlboost_runtime.agent.puller import Puller, PullSettings
 from rlboost_runtime.agent.service import Agent, ExitCode, Seams
+from rlboost_runtime.agent.weight_children import Puller
 from rlboost_runtime.engines.base import LoadFailed
 from rlboost_runtime.engines.emulated import MAX_UNREAD_STEPS, EmulatedEngine, emulated_response
 from rlboost_runtime.errors import RuntimeFault
@@ -47,6 +47,7 @@ from rlboost_runtime.protocol.messages import (
 from rlboost_runtime.run.folder import RunFolder
 from rlboost_runtime.run.security import create_secrets
 from rlboost_runtime.seams import SystemClock
+from rlboost_runtime.weights.child_pipe import PullRequest
 from rlboost_runtime.weights.manifest import MANIFEST, Manifest, Probe, content_digest, encode_manifest
 
 pytestmark = pytest.mark.integration
@@ -59,14 +60,15 @@ request = json.loads(sys.stdin.readline())
 version = request["version"]
 assert request["token"] == "secret" and request["url"] == "https://weights", request
 if version == 66:
-    print(json.dumps({"bytes": 1, "total": 2}), flush=True)
+    print(json.dumps({"type": "PullProgress", "done_bytes": 1, "total_bytes": 2}), flush=True)
     time.sleep(60)
 if version == 77:
-    print(json.dumps({"error": "no such version"}), flush=True)
+    print(json.dumps({"type": "ChildFailure", "problem": "no such version"}), flush=True)
     sys.exit(1)
-print(json.dumps({"bytes": 5, "total": 10}), flush=True)
+print(json.dumps({"type": "PullProgress", "done_bytes": 5, "total_bytes": 10}), flush=True)
 folder = request["folder"] + "/v%06d" % version
-print(json.dumps({"done": True, "folder": folder, "pulled_bytes": 10, "seconds": 0.01}), flush=True)
+report = {"type": "PullReport", "version": version, "folder": folder, "pulled_bytes": 10, "pull_s": 0.01}
+print(json.dumps(report), flush=True)
 """
 
 
@@ -210,11 +212,11 @@ class Rig:
         write_version(tmp_path, 9, wrong=True)
         script = tmp_path / "puller.py"
         script.write_text(PULLER)
-        source = PullSettings(tmp_path / "weights", "secret", "PEM", 2)
+        template = PullRequest("", -1, str(tmp_path / "weights"), "secret", "PEM", 2)
         seams = Seams(
             self.coordinator.dial,
             self._make,
-            Puller(source, tmp_path / "puller.log", (sys.executable, "-S", str(script))),
+            Puller(template, tmp_path / "puller.log", (sys.executable, "-S", str(script))),
             SystemClock(),
         )
         engine = EngineBootstrap(
@@ -255,7 +257,7 @@ async def test_it_pulls_proves_serves_and_sends_every_token_once(tmp_path):
     async with running(tmp_path) as (_, head):
         hello = await head.welcome()
         assert (hello.instance, hello.machine, hello.max_running, hello.kv_tokens) == ("m1-0", "m1", 4, 4096)
-        assert (hello.epoch, hello.assignments, hello.next_seq, hello.version) == (None, (), 0, None)
+        assert (hello.epoch, hello.assignments) == (None, ())
         ready = await head.serve_version(0)
         assert (ready.version, ready.pulled_bytes) == (0, 10)
         head.say(AssignMessage(tuple(item(a) for a in range(6))))
@@ -278,8 +280,7 @@ async def test_a_reset_connection_resumes_and_resends_what_was_not_acknowledged(
         await head.hear(Frame)
         head.wire.reset()
         hello = await head.welcome(resumed=True, acked_seq=first.seq)
-        assert (hello.epoch, set(hello.assignments), hello.version) == (1, {1, 2}, 0)
-        assert hello.next_seq >= 2
+        assert (hello.epoch, set(hello.assignments)) == (1, {1, 2})
         assert (await head.hear(Frame)).seq == first.seq + 1
         head.acks = True
         await head.hear_endings(2)
@@ -391,7 +392,7 @@ async def test_a_repeated_load_is_answered_without_a_pause(tmp_path):
 
 
 async def test_a_pull_that_fails_is_said(tmp_path, monkeypatch):
-    monkeypatch.setattr(puller, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(weight_children, "FIRST_PAUSE_S", 0.001)
     async with running(tmp_path) as (_, head):
         await head.welcome()
         head.say(LoadVersionMessage(77))
@@ -401,8 +402,8 @@ async def test_a_pull_that_fails_is_said(tmp_path, monkeypatch):
 
 
 async def test_a_pull_without_progress_is_given_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(puller, "PROGRESS_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(puller, "ATTEMPTS", 1)
+    monkeypatch.setattr(weight_children, "PROGRESS_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(weight_children, "ATTEMPTS", 1)
     async with running(tmp_path) as (_, head):
         await head.welcome()
         head.say(LoadVersionMessage(66))
@@ -658,7 +659,7 @@ async def test_it_is_held_when_nobody_acknowledges(tmp_path):
         await asyncio.sleep(0.1)
         assert generated == rig.engines[0].progress().tokens_generated < 900
         head.acks = True
-        head.say(Ack(rig.agent._outbox.next_seq))
+        head.say(Ack(rig.agent._outbox._next_seq))
         await head.hear_endings(1)
         assert head.tokens(1) == expected(1, 900)
 

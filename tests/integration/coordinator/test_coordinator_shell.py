@@ -180,7 +180,6 @@ def hello(**changes: Any) -> AgentHello:
         "instance": "reserved-0/0",
         "machine": "reserved-0",
         "pool": "reserved",
-        "boot_id": "boot",
         "max_running": 8,
         "kv_tokens": 4096,
         "engine": "emulated",
@@ -346,7 +345,7 @@ async def test_what_was_acknowledged_survives_a_restart_and_goes_on_elsewhere(tm
     async with shell(tmp_path) as made:  # a new process would do the same: nothing but the folder is shared
         assert made.state.commands_digest == digest
         agent = made.agent()
-        await agent.say(hello(boot_id="another life"))
+        await agent.say(hello())
         assert not (await agent.hear(Welcome)).resumed
         await agent.say(InstanceReadyMessage(0))
         (item,) = (await agent.hear(AssignMessage)).items
@@ -373,7 +372,7 @@ async def test_an_agent_resumes_after_a_restart_and_resends_without_doubling(tmp
         epoch = made.state.core.instances["reserved-0/0"].epoch
     async with shell(tmp_path) as made:
         agent = made.agent()
-        await agent.say(hello(epoch=epoch, assignments=(a, b), next_seq=2, version=0))
+        await agent.say(hello(epoch=epoch, assignments=(a, b)))
         assert (await agent.hear(Welcome)).resumed
         await agent.say(frame(0, [(a, 0, [1])]))  # its acknowledgement may have been lost
         await agent.say(
@@ -450,7 +449,7 @@ async def test_a_step_under_a_new_version_that_was_cut_short_is_asked_for_again(
         await trainer.say(VersionPublishedMessage(1, "digest", 1, 0.0))
         await trainer.say(request(version=1))
         agent = made.agent()
-        await agent.say(hello(boot_id="b"))
+        await agent.say(hello())
         await agent.hear(Welcome)
         await agent.say(InstanceReadyMessage(1))
         a, b = [item.assignment for item in (await agent.hear(AssignMessage)).items]
@@ -536,5 +535,5 @@ async def test_a_contradictory_frame_costs_the_sender_its_connection_only(tmp_pa
         assert made.state.store.length(made.state.step.first_response) == 0
         assert "reserved-0/0" not in made.state.core.instances  # resumed, it would say the same again
         again = made.agent()
-        await again.say(hello(boot_id="b"))
+        await again.say(hello())
         assert not (await again.hear(Welcome)).resumed

@@ -19,8 +19,8 @@ from rlboost_runtime.trainer.artifacts.publisher import Publisher
 from rlboost_runtime.trainer.learn.policy import Policy
 from rlboost_runtime.trainer.learn.version_files import version_configs
 from rlboost_runtime.trainer.models.tiny import make_tokenizer
-from rlboost_runtime.weights.pull.chunk_scheduler import PullProgress
-from rlboost_runtime.weights.pull.pull import Deadlines, Pulled, PullRequest, pull
+from rlboost_runtime.weights.child_pipe import PullProgress, PullReport, PullRequest
+from rlboost_runtime.weights.pull.pull import Deadlines, pull
 from rlboost_runtime.weights.serve.catalog import StoreCatalog
 from rlboost_runtime.weights.serve.http import WeightHttpServer
 from rlboost_runtime.weights.store.store import WeightStore
@@ -54,7 +54,7 @@ class Trained:
         )
         publisher.ready()
 
-    def pull(self, version: int, **more: Any) -> Pulled:
+    def pull(self, version: int, **more: Any) -> PullReport:
         fields: dict[str, Any] = {
             "url": self.url, "version": version, "folder": str(self.machine),
             "token": security.read_token(self.run), "certificate": self.run.certificate.read_text(),

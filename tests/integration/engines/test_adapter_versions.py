@@ -60,13 +60,13 @@ def test_frozen_weights_are_written_digested_and_sent_once(
             trained.train(version)
             trained.publish(publisher, version)
             pulled = trained.pull(version)
-            manifest = read_manifest(pulled.folder)
+            manifest = read_manifest(pulled.path)
             assert manifest.deltas == ()
             assert pulled.how == ("part" if version else "full")
             if version:
                 large = next(file.size for file in manifest.files if file.name == WEIGHTS)
                 assert pulled.pulled_bytes == manifest.num_bytes - large
-            model = served_by(pulled.folder)
+            model = served_by(pulled.path)
             ids, logprobs = probe(model, list(manifest.probe.token_ids), len(manifest.probe.next_token_ids))
             assert probe_matches(manifest, ids, logprobs) is None
             wanted = trained.policy.model(torch.tensor([[5, 6, 7]])).logits
@@ -123,7 +123,7 @@ def test_a_publisher_that_begins_anew_writes_the_frozen_weights_again_and_they_a
 def test_adapters_that_do_not_fit_change_nothing(trained: Trained) -> None:
     with Publisher(trained.store, "float32", lambda _: None) as publisher:
         trained.publish(publisher, 0)
-    folder = trained.pull(0).folder
+    folder = trained.pull(0).path
     other = make_model(TinyModel(init="tiny", hidden_size=96, num_layers=2), max_positions=64)
     before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
     with pytest.raises(Unloadable, match="do not fit"):
@@ -134,7 +134,7 @@ def test_adapters_that_do_not_fit_change_nothing(trained: Trained) -> None:
 def test_vllm_gets_them_by_the_names_that_it_looks_for(trained: Trained) -> None:
     with Publisher(trained.store, "float32", lambda _: None) as publisher:
         trained.publish(publisher, 0)
-    folder = trained.pull(0).folder
+    folder = trained.pull(0).path
     for _ in range(2):
         inner = peft_folder(folder)
         assert is_adapter(inner)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rlboost_runtime.engines.transformers.channel import NewRequest, RequestEnded
+from rlboost_runtime.engines.base import RequestEnded
+from rlboost_runtime.engines.transformers.channel import NewRequest
 from rlboost_runtime.engines.transformers.continuous_batch import (
     ContinuousBatch,
     batching_config,
@@ -47,8 +48,8 @@ def run_out(
     logprobs: dict[int, list[float]] = {}
     ended: list[RequestEnded] = []
     while not batch.is_empty:
-        result = batch.step()
-        assert len(set(result.request_ids)) == len(result.request_ids)  # one token each
+        result = batch.step(0)
+        assert len(set(result.request_ids)) == len(result.request_ids) == sum(result.counts)  # one token each
         for i, token, logprob in zip(result.request_ids, result.token_ids, result.logprobs, strict=True):
             ids.setdefault(i, []).append(token)
             logprobs.setdefault(i, []).append(logprob)
@@ -107,7 +108,7 @@ def test_a_dropped_request_gets_no_further_token_and_its_id_may_come_back_at_onc
     for i in range(3):
         batch.add(NewRequest(i, [20 + i], 30))
     assert (batch.num_running, batch.num_waiting) == (2, 1)
-    batch.step()
+    batch.step(0)
     assert batch.drop([0, 2, 7]) == [0, 2]
     batch.add(NewRequest(0, [50], 4))  # before the library has seen the cancellation
     ids, _, ended = run_out(batch)
@@ -120,7 +121,7 @@ def test_aborts_leak_no_cache():
     batch = ContinuousBatch(make_model(), GREEDY, 2, 64)
     for i in range(20):
         batch.add(NewRequest(i, [20] * 60, 4))
-        batch.step()
+        batch.step(0)
         assert batch.drop([i]) == [i]
     batch.add(NewRequest(99, [20] * 60, 4))
     ids, _, _ = run_out(batch)

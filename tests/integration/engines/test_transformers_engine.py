@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from rlboost_runtime.agent.engine_host import make_engine
-from rlboost_runtime.engines.base import EngineDied, EngineOutput, EngineSpec, LoadFailed, Request
+from rlboost_runtime.engines.base import EngineDied, EngineSpec, LoadFailed, Request
 from rlboost_runtime.engines.transformers.engine import TransformersEngine
 from rlboost_runtime.protocol.messages import Sampling
 
@@ -103,17 +103,17 @@ async def collect(
     got: dict[int, tuple[list[int], list[float], str, set[int]]] = {}
     ends = 0
     async with asyncio.timeout(60):
-        async for batch in outputs or engine.outputs():
-            for out in batch:
-                ids, logprobs, finished, versions = got.get(out.request_id, ([], [], "", set()))
+        async for out in outputs or engine.outputs():
+            for request_id, start, end in out.slices():
+                ids, logprobs, finished, versions = got.get(request_id, ([], [], "", set()))
                 assert finished == ""
-                got[out.request_id] = (
-                    ids + out.token_ids,
-                    logprobs + out.logprobs,
-                    out.finished or "",
-                    versions | {out.policy_version},
-                )
-                ends += out.finished is not None
+                ids, logprobs = ids + out.token_ids[start:end], logprobs + out.logprobs[start:end]
+                got[request_id] = (ids, logprobs, "", versions | {out.policy_version})
+            for ended in out.ended:
+                ids, logprobs, finished, versions = got.get(ended.request_id, ([], [], "", set()))
+                assert finished == ""
+                got[ended.request_id] = (ids, logprobs, ended.reason, versions | {out.policy_version})
+            ends += len(out.ended)
             if ends == num_ends:
                 return got
     raise AssertionError("the engine stopped")
@@ -199,17 +199,16 @@ async def test_an_abort_ends_the_request_and_nothing_of_it_comes_later(greedy_en
     await greedy_engine.load(0, folder)
     outputs = greedy_engine.outputs()
     greedy_engine.submit([Request(i, [20 + i], 900) for i in range(18)])  # two of them wait for a slot
-    seen: list[EngineOutput] = []
-    while len(seen) < 64:
-        seen += await anext(outputs)
+    num_seen = 0
+    while num_seen < 64:
+        num_seen += len((await anext(outputs)).request_ids)
     await greedy_engine.abort([0, 1, 17, 999])
-    queued = [out for batch in greedy_engine._outputs for out in batch]
-    ended = {out.request_id: out.finished for out in queued if out.finished}
+    ended = {end.request_id: end.reason for out in greedy_engine._outputs for end in out.ended}
     assert ended == {0: "aborted", 1: "aborted", 17: "aborted"}
     greedy_engine._outputs.clear()
-    later = [out for _ in range(20) for out in await anext(outputs)]
-    assert not {0, 1, 17} & {out.request_id for out in later}
-    assert 16 in {out.request_id for out in later}  # it got a free slot
+    later = {request_id for _ in range(20) for request_id in (await anext(outputs)).request_ids}
+    assert not {0, 1, 17} & later
+    assert 16 in later  # it got a free slot
     await greedy_engine.abort(list(range(18)))
     await outputs.aclose()
     greedy_engine._outputs.clear()

@@ -13,7 +13,7 @@ import pytest
 
 from rlboost_runtime.errors import ProtocolError, RuntimeFault
 from rlboost_runtime.weights.manifest import MANIFEST, Probe, decode_manifest
-from rlboost_runtime.weights.pull.bucket import BucketSource, forget, open_bucket, relay
+from rlboost_runtime.weights.pull.bucket import BucketSource, open_bucket, prune_bucket, upload
 from rlboost_runtime.weights.pull.range_client import Absent, Unusable
 from rlboost_runtime.weights.serve import server as relaying
 from rlboost_runtime.weights.serve.server import BucketUpload
@@ -75,12 +75,12 @@ def test_versions_are_relayed_read_in_ranges_and_forgotten(s3: str, store: Weigh
     bucket = open_bucket(URL, 10.0)
     for version in (1, 2):
         folder = publish(store, version)
-        sent = relay(bucket, folder)
+        sent = upload(bucket, folder)
         fresh = {path for path in folder.iterdir() if path.name != ".lease"}
         if version == 2:
             fresh.remove(folder / "config.json")  # as in version 1: it is there already
         assert sent == sum(path.stat().st_size for path in fresh)
-    assert relay(bucket, folder) == (folder / MANIFEST).stat().st_size
+    assert upload(bucket, folder) == (folder / MANIFEST).stat().st_size
     stream = BucketSource(URL, 2, 10.0).stream()
     data = (store.path(2) / "model.safetensors").read_bytes()
     manifest = decode_manifest(stream.read_file(MANIFEST, 10**6))
@@ -93,7 +93,7 @@ def test_versions_are_relayed_read_in_ranges_and_forgotten(s3: str, store: Weigh
             parts.append(bytes(part))
     stream.close()
     assert b"".join(parts) == data[100_000:300_000]
-    assert forget(bucket, keep=1) == [1]
+    assert prune_bucket(bucket, keep=1) == [1]
     with pytest.raises(Absent):
         read_file(1, MANIFEST)
     assert read_file(2, "config.json") == b"{}"
@@ -127,12 +127,12 @@ def test_what_a_bucket_answers_is_put_into_words(s3: str, store: WeightStore) ->
     ):
         fill(memoryview(bytearray(10)))
     stream.close()
-    relay(open_bucket(URL, 10.0), publish(store, 1))
+    upload(open_bucket(URL, 10.0), publish(store, 1))
     with pytest.raises(ProtocolError, match="larger than 10 bytes"):
         read_file(1, MANIFEST, max_bytes=10)
     missing = open_bucket("s3://another-bucket/x", 10.0)
     with pytest.raises(RuntimeFault, match="cannot be written to the bucket"):
-        relay(missing, store.path(1))
+        upload(missing, store.path(1))
 
 
 def test_a_bucket_that_does_not_answer_is_unusable_in_time(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:

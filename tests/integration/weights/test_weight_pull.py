@@ -26,10 +26,10 @@ import pytest
 from rlboost_runtime.errors import ProtocolError, RuntimeFault
 from rlboost_runtime.run import security
 from rlboost_runtime.run.folder import RunFolder, read_json
+from rlboost_runtime.weights.child_pipe import PullProgress, PullReport, PullRequest
 from rlboost_runtime.weights.manifest import Manifest, Probe
 from rlboost_runtime.weights.pull import pull as pull_module
-from rlboost_runtime.weights.pull.chunk_scheduler import PullProgress
-from rlboost_runtime.weights.pull.pull import Deadlines, Pulled, PullRequest, pull
+from rlboost_runtime.weights.pull.pull import Deadlines, pull
 from rlboost_runtime.weights.store.part_folder import part_folder
 from rlboost_runtime.weights.store.store import LEASE, WeightStore
 
@@ -196,7 +196,7 @@ def request(run: RunFolder, folder: Path, url: str, version: int = 1, **changes:
     return PullRequest(**fields | changes)
 
 
-def pull_now(run: RunFolder, folder: Path, url: str, deadlines: Deadlines, **changes: Any) -> Pulled:
+def pull_now(run: RunFolder, folder: Path, url: str, deadlines: Deadlines, **changes: Any) -> PullReport:
     return pull(request(run, folder, url, **changes), PullProgress(), deadlines)
 
 
@@ -275,11 +275,11 @@ def test_a_version_arrives_whole_and_once(run: RunFolder, folder: Path) -> None:
         with puller(run, folder, url) as process:
             code, lines = outcome(process)
         assert code == 0
-        assert lines[-1]["done"] is True
+        assert lines[-1]["type"] == "PullReport"
         assert lines[-1]["folder"] == str(folder / "v000001")
         assert lines[-1]["pulled_bytes"] == manifest.num_bytes
         assert lines[-1]["num_corrupt"] == 0
-        assert lines[-1]["seconds"] > 0
+        assert lines[-1]["pull_s"] > 0
         assert same_files(run, folder)
         assert os.listdir(folder) == ["v000001"]
         with puller(run, folder, url) as process:
@@ -343,7 +343,7 @@ def test_an_unknown_version_is_told_at_once(run: RunFolder, folder: Path) -> Non
     with real_server(run) as (_, url), puller(run, folder, url, version=7) as process:
         code, lines = outcome(process)
     assert code == 1
-    assert "does not have version 7" in lines[-1]["error"]
+    assert "does not have version 7" in lines[-1]["problem"]
 
 
 def test_a_wrong_token_is_told_at_once_and_never_shown(run: RunFolder, folder: Path) -> None:
@@ -351,8 +351,8 @@ def test_a_wrong_token_is_told_at_once_and_never_shown(run: RunFolder, folder: P
     with real_server(run) as (_, url), puller(run, folder, url, token="guess") as process:
         code, lines = outcome(process)
     assert code == 1
-    assert "refused our token" in lines[-1]["error"]
-    assert "guess" not in lines[-1]["error"]
+    assert "refused our token" in lines[-1]["problem"]
+    assert "guess" not in lines[-1]["problem"]
 
 
 def test_a_file_cut_short_in_the_store_is_an_error(run: RunFolder, folder: Path) -> None:
@@ -361,7 +361,7 @@ def test_a_file_cut_short_in_the_store_is_an_error(run: RunFolder, folder: Path)
     with real_server(run) as (_, url), puller(run, folder, url) as process:
         code, lines = outcome(process)
     assert code == 1
-    assert "came wrong 3 times" in lines[-1]["error"]
+    assert "came wrong 3 times" in lines[-1]["problem"]
     assert not (folder / "v000001").exists()
 
 
@@ -375,7 +375,7 @@ def test_a_byte_changed_in_the_store_is_an_error(run: RunFolder, folder: Path) -
     with real_server(run) as (_, url), puller(run, folder, url) as process:
         code, lines = outcome(process)
     assert code == 1
-    assert "came wrong 3 times" in lines[-1]["error"]
+    assert "came wrong 3 times" in lines[-1]["problem"]
     assert not (folder / "v000001").exists()
 
 
@@ -458,7 +458,7 @@ def test_a_version_deleted_in_the_middle_is_told(run: RunFolder, folder: Path) -
         shutil.rmtree(run.weights / "v000001")
         code, lines = outcome(process)
     assert code == 1
-    assert "does not have version 1, or not any more" in lines[-1]["error"]
+    assert "does not have version 1, or no longer" in lines[-1]["problem"]
 
 
 def test_another_certificate_never_sees_the_token(run: RunFolder, folder: Path, tmp_path: Path) -> None:
@@ -486,7 +486,7 @@ def test_a_full_disk_is_told_before_anything_is_fetched(run: RunFolder, folder: 
     with bad_server(run, faults) as url, puller(run, folder, url, largest_file=1_000_000) as process:
         code, lines = outcome(process)
     assert code == 1
-    assert "no space left" in lines[-1]["error"]
+    assert "no space left" in lines[-1]["problem"]
     assert faults.sent == 0
 
 
@@ -509,9 +509,9 @@ def test_progress_is_reported_while_it_lasts(run: RunFolder, folder: Path) -> No
         lasted = time.monotonic() - started
     reports = lines[:-1]
     assert 1 <= len(reports) <= 5 * lasted + 1
-    assert [report["bytes"] for report in reports] == sorted(report["bytes"] for report in reports)
-    assert reports[-1]["total"] == manifest.num_bytes
-    assert 0 < reports[-1]["bytes"] <= manifest.num_bytes
+    assert [report["done_bytes"] for report in reports] == sorted(report["done_bytes"] for report in reports)
+    assert reports[-1]["total_bytes"] == manifest.num_bytes
+    assert 0 < reports[-1]["done_bytes"] <= manifest.num_bytes
 
 
 def test_a_request_that_cannot_be_read_is_told() -> None:
@@ -523,7 +523,7 @@ def test_a_request_that_cannot_be_read_is_told() -> None:
         timeout=30,
     )
     assert done.returncode == 1
-    assert "cannot be read" in json.loads(done.stdout)["error"]
+    assert "cannot be read" in json.loads(done.stdout)["problem"]
 
 
 def test_a_version_damaged_on_this_machine_is_fetched_again(run: RunFolder, folder: Path) -> None:
@@ -596,7 +596,7 @@ def test_a_part_folder_that_is_renamed_while_it_is_looked_at_is_made_again(
 
 def test_two_pulls_of_one_version_do_not_disturb_each_other(run: RunFolder, folder: Path) -> None:
     manifest = publish(run, 1, 2_000_000)
-    pulled: list[Pulled] = []
+    pulled: list[PullReport] = []
     with bad_server(run, Faults(run, pause_s=0.005)) as url:
         threads = [
             threading.Thread(target=lambda: pulled.append(pull_now(run, folder, url, PATIENT)))

@@ -224,7 +224,7 @@ def test_a_version_stays_while_it_is_being_pulled_and_a_little_after(run: RunFol
 
 
 def test_who_shows_no_token_holds_no_connection(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "PROVE_S", 0.5)
+    monkeypatch.setattr(connections, "AUTHORISE_S", 0.5)
     WeightStore(run.weights).publish(3, writer(os.urandom(1000)), PROBE)
     headers = {"Authorization": f"Bearer {security.read_token(run)}"}
     with serving(run) as port, client(run, port) as stranger, client(run, port) as friend:

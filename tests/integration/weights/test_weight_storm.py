@@ -30,11 +30,10 @@ import pytest
 from rlboost_runtime.errors import RLBoostError
 from rlboost_runtime.run import security
 from rlboost_runtime.run.folder import RunFolder
+from rlboost_runtime.weights.child_pipe import PullProgress, PullRequest, PullSource, SourceKind
 from rlboost_runtime.weights.manifest import Probe
 from rlboost_runtime.weights.pull import chunk_scheduler as work
-from rlboost_runtime.weights.pull.chunk_scheduler import PullProgress
-from rlboost_runtime.weights.pull.pull import Deadlines, PullRequest, pull
-from rlboost_runtime.weights.pull.sources import Holder, Kind
+from rlboost_runtime.weights.pull.pull import Deadlines, pull
 from rlboost_runtime.weights.serve.catalog import Catalog, Entry, PulledCatalog, StoreCatalog
 from rlboost_runtime.weights.serve.http import WeightHttpServer
 from rlboost_runtime.weights.store import part_folder
@@ -167,7 +166,7 @@ class Storm:
         self.proxies: list[Proxy] = []
         self._stack = stack
         self._seed = seed
-        self.head = self._holder("head", Kind.HEAD, self.run, StoreCatalog(self.store, 0.2))
+        self.head = self._holder("head", SourceKind.HEAD, self.run, StoreCatalog(self.store, 0.2))
         self.peers = [self._peer("good", 1.0), self._peer("half", 0.5), self._liar()]
 
     def _publish(self, version: int) -> dict[str, bytes]:
@@ -192,7 +191,7 @@ class Storm:
         (folder / "model.safetensors").write_bytes(data)
         (folder / "config.json").write_text("{}")
 
-    def _peer(self, name: str, share: float) -> Holder:
+    def _peer(self, name: str, share: float) -> PullSource:
         """Return a peer that has all versions, or of each only a share of the chunks."""
         folder = self.path / name
         rng = random.Random(name)
@@ -204,9 +203,9 @@ class Storm:
                     assert lease.folder == entry.folder
                     num = len(entry.marks())
                 (target / ".verified").write_bytes(bytes(rng.random() < share for _ in range(num)))
-        return self._holder(name, Kind.PEER, self._identity(name), PulledCatalog([folder]))
+        return self._holder(name, SourceKind.PEER, self._identity(name), PulledCatalog([folder]))
 
-    def _liar(self) -> Holder:
+    def _liar(self) -> PullSource:
         folder = self.path / "liar"
         for version in range(VERSIONS):
             target = folder / f"v{version:06d}"
@@ -217,14 +216,14 @@ class Storm:
                     data[at] ^= 4
                 if path.name != "manifest.json":
                     path.write_bytes(data)
-        return self._holder("liar", Kind.PEER, self._identity("liar"), Liar(folder))
+        return self._holder("liar", SourceKind.PEER, self._identity("liar"), Liar(folder))
 
     def _identity(self, name: str) -> RunFolder:
         identity = RunFolder(self.path / "identities" / name)
         security.create_secrets(identity)
         return identity
 
-    def _holder(self, name: str, kind: Kind, identity: RunFolder, catalog: Catalog) -> Holder:
+    def _holder(self, name: str, kind: SourceKind, identity: RunFolder, catalog: Catalog) -> PullSource:
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
         server = WeightHttpServer(listener, security.server_context(identity), self.token, catalog)
@@ -236,7 +235,7 @@ class Storm:
         proxy = Proxy(port, self.host, self._seed + len(self.proxies))
         self._stack.callback(proxy.close)
         self.proxies.append(proxy)
-        return Holder(name, kind, f"https://{self.host}:{proxy.port}", identity.certificate.read_text())
+        return PullSource(name, kind, f"https://{self.host}:{proxy.port}", identity.certificate.read_text())
 
     def kill_and_revive(self, rng: random.Random, stop: threading.Event) -> None:
         """Take holders away for a moment, one after the other."""
@@ -255,7 +254,7 @@ class Storm:
             self.token,
             self.run.certificate.read_text(),
             streams=rng.randrange(1, 5),
-            holders=tuple(peers),
+            extra_sources=tuple(peers),
             part=(0, 0) if rng.random() < 0.3 else (rng.randrange(3), 3),
             receiver=machine,
         )
@@ -302,7 +301,7 @@ def run_storm(storm: Storm, seed: int, num: int) -> dict[str, int]:
             ends["done"] += 1
             ends["corrupt_chunks"] += pulled.num_corrupt
             ends["by_delta"] += pulled.how == "delta"
-            assert pulled.folder.name == f"v{request.version:06d}"
+            assert pulled.path.name == f"v{request.version:06d}"
             assert storm.check(Path(request.folder)) > 0
         assert time.monotonic() - began < LONGEST_PULL_S, f"pull {i} of seed {seed} took too long"
         storm.check(Path(request.folder))

@@ -10,18 +10,27 @@ from rlboost_runtime.engines.base import EngineOutput
 from rlboost_runtime.protocol.messages import AssignmentEnd
 
 
+def output(
+    request_id: int, token_ids: list[int], version: int = 0, finished: str | None = None
+) -> EngineOutput:
+    """Return an output of one request; the logprob of its k-th token is -k / 2."""
+    made = EngineOutput(version)
+    made.add(request_id, token_ids, [-k / 2 for k in range(len(token_ids))])
+    if finished:
+        made.end(request_id, finished)
+    return made
+
+
 def test_a_frame_holds_one_version_and_order_is_kept():
     outbox = Outbox()
     outbox.begin(7, 3, 0)
     outbox.begin(8, 0, 0)
-    outbox.add(
-        [
-            EngineOutput(7, [1], [-0.5], 0),
-            EngineOutput(8, [2, 3], [-1.0, -2.0], 0),
-            EngineOutput(7, [4], [-3.0], 0),
-        ]
-    )
-    outbox.add([EngineOutput(7, [5], [-4.0], 1, "stop")])
+    step = EngineOutput(0)
+    step.add(7, [1], [-0.5])
+    step.add(8, [2, 3], [-1.0, -2.0])
+    step.add(7, [4], [-3.0])
+    outbox.add(step)
+    outbox.add(output(7, [5], 1, "stop"))
     first, second = outbox.cut()
     assert (first.seq, first.policy_version, second.seq, second.policy_version) == (0, 0, 1, 1)
     assert np.frombuffer(first.assignments, "<u4").tolist() == [7, 8]
@@ -37,7 +46,7 @@ def test_frames_stay_until_acknowledged_and_are_resent_in_order():
     outbox = Outbox()
     outbox.begin(1, 0, 0)
     for token in range(3):
-        outbox.add([EngineOutput(1, [token], [0.0], 0)])
+        outbox.add(output(1, [token]))
         outbox.cut()
     outbox.ack(0)
     assert [frame.seq for frame in outbox.unacked()] == [1, 2]
@@ -69,7 +78,8 @@ def test_an_ended_assignment_is_held_until_its_ending_is_acknowledged():
 def test_words_after_the_end_are_dropped():
     outbox = Outbox()
     outbox.begin(1, 0, 0)
-    outbox.add([EngineOutput(1, [1], [0.0], 0, "stop"), EngineOutput(1, [2], [0.0], 0, "stop")])
+    outbox.add(output(1, [1], 0, "stop"))
+    outbox.add(output(1, [2], 0, "stop"))
     outbox.end(1, ReleaseReason.ENGINE_FAILED)
     (frame,) = outbox.cut()
     assert np.frombuffer(frame.token_ids, "<i4").tolist() == [1]
@@ -79,10 +89,10 @@ def test_words_after_the_end_are_dropped():
 def test_it_is_full_until_enough_is_acknowledged():
     outbox = Outbox(max_tokens=3)
     outbox.begin(1, 0, 0)
-    outbox.add([EngineOutput(1, [1, 2], [0.0, 0.0], 0)])
+    outbox.add(output(1, [1, 2]))
     assert not outbox.is_full
     (first,) = outbox.cut()
-    outbox.add([EngineOutput(1, [3], [0.0], 0)])
+    outbox.add(output(1, [3]))
     assert outbox.is_full
     outbox.ack(first.seq)
     assert not outbox.is_full
@@ -91,22 +101,26 @@ def test_it_is_full_until_enough_is_acknowledged():
 def test_void_forgets_everything_but_the_numbering():
     outbox = Outbox()
     outbox.begin(1, 0, 0)
-    outbox.add([EngineOutput(1, [1], [0.0], 0)])
+    outbox.add(output(1, [1]))
     outbox.cut()
     outbox.void()
     assert outbox.is_clear
     assert outbox.held == ()
-    assert outbox.next_seq == 1
-    outbox.add([EngineOutput(1, [2], [0.0], 0)])  # the engine has not heard yet
+    outbox.add(output(1, [2]))  # the engine has not heard yet
     assert outbox.cut() == []
+    outbox.begin(1, 0, 0)
+    outbox.add(output(1, [3]))
+    assert [frame.seq for frame in outbox.cut()] == [1]
 
 
 def test_a_delta_longer_than_a_count_can_say_goes_into_frames_of_its_own():
     outbox = Outbox()
     outbox.begin(1, 10, 0)
     outbox.begin(2, 0, 0)
-    outbox.add([EngineOutput(2, [1], [0.0], 0), EngineOutput(1, [0] * 70_000, [0.0] * 70_000, 0)])
-    outbox.add([EngineOutput(2, [2], [0.0], 0, "stop"), EngineOutput(1, [0] * 61_075, [0.0] * 61_075, 0)])
+    outbox.add(output(2, [1]))
+    outbox.add(output(1, [0] * 70_000))
+    outbox.add(output(2, [2], 0, "stop"))
+    outbox.add(output(1, [0] * 61_075))
     frames = outbox.cut()
     assert [np.frombuffer(f.assignments, "<u4").tolist() for f in frames] == [[2, 1], [1, 2], [1]]
     assert [np.frombuffer(f.counts, "<u2").tolist() for f in frames] == [[1, 65_535], [65_535, 1], [5]]

@@ -30,7 +30,6 @@ def hello(name: str = "spot-1", install_s: dict[str, float] | None = None, age_s
         f"{name}/0",
         name,
         "spot",
-        "boot",
         4,
         1024,
         "transformers",

@@ -306,7 +306,7 @@ def test_a_token_that_went_out_under_another_version_is_a_problem():
     runs, problem = label_tokens([1, 1, 2], 1, 2, [("1", 0, 2), ("2", 2, 4)])
     assert (runs, problem) == ([(2, 1)], "")
     _, problem = label_tokens([1, 2, 2], 1, 2, [("1", 0, 2), ("2", 2, 4)])
-    assert problem == "token 1 was labelled version 2, the engine says 1"
+    assert problem == "token 1 was labelled version 2, the engine reports 1"
 
 
 # --- drafts ----------------------------------------------------------------------------------------------

@@ -9,7 +9,13 @@ from collections.abc import Iterator
 import pytest
 
 from rlboost_runtime.weights.serve import connections
-from rlboost_runtime.weights.serve.connections import LEAST_BYTES, PROVE_S, UNREAD_S, Connection, Connections
+from rlboost_runtime.weights.serve.connections import (
+    AUTHORISE_S,
+    LEAST_BYTES,
+    UNREAD_S,
+    Connection,
+    Connections,
+)
 
 
 @pytest.fixture
@@ -30,17 +36,17 @@ def is_open(theirs: socket.socket) -> bool:
 
 def test_without_the_token_it_ends(pair: tuple[socket.socket, socket.socket]) -> None:
     connection, began = Connection(pair[0]), time.monotonic()
-    connection.look(began + PROVE_S - 1)
+    connection.check(began + AUTHORISE_S - 1)
     assert is_open(pair[1])
-    connection.look(began + PROVE_S + 1)
+    connection.check(began + AUTHORISE_S + 1)
     assert not is_open(pair[1])
 
 
 def test_idle_between_answers_it_goes_on(pair: tuple[socket.socket, socket.socket]) -> None:
-    connection = Connection(pair[0], is_proved=True)
+    connection = Connection(pair[0], is_authorised=True)
     with connection.sending_to("a"):
         pass
-    connection.look(time.monotonic() + 100 * UNREAD_S)
+    connection.check(time.monotonic() + 100 * UNREAD_S)
     assert is_open(pair[1])
 
 
@@ -48,20 +54,20 @@ def test_idle_between_answers_it_goes_on(pair: tuple[socket.socket, socket.socke
 def test_who_takes_next_to_nothing_is_cut_off(
     pair: tuple[socket.socket, socket.socket], taken: int, goes_on: bool
 ) -> None:
-    connection, began = Connection(pair[0], is_proved=True), time.monotonic()
+    connection, began = Connection(pair[0], is_authorised=True), time.monotonic()
     with connection.sending_to("a"):
         for i in range(1, 5):
             connection.sent_bytes += taken
-            connection.look(began + i * (UNREAD_S - 1))
+            connection.check(began + i * (UNREAD_S - 1))
             if i == 1:
                 assert is_open(pair[1])
         assert is_open(pair[1]) == goes_on
 
 
 def test_a_new_answer_has_its_own_time(pair: tuple[socket.socket, socket.socket]) -> None:
-    connection = Connection(pair[0], is_proved=True, _seen_at=-1e9)
+    connection = Connection(pair[0], is_authorised=True, _seen_at=-1e9)
     with connection.sending_to("a"):
-        connection.look(time.monotonic())
+        connection.check(time.monotonic())
         assert is_open(pair[1])
 
 

@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from rlboost_runtime.weights import manifest as manifests
+from rlboost_runtime.weights.child_pipe import TransferSettings
 from rlboost_runtime.weights.delta import codes as delta_codes
 from rlboost_runtime.weights.delta import kernels
 from rlboost_runtime.weights.delta import torch_finder as delta_torch
 from rlboost_runtime.weights.delta.file import BadDelta, DeltaFile, DeltaStats, write_delta
 from rlboost_runtime.weights.manifest import Chunk, Probe
-from rlboost_runtime.weights.pull.sources import LinkCost, TransferSettings, cost_usd, num_deltas
+from rlboost_runtime.weights.pull.sources import LinkCost, cost_usd, num_deltas
 from rlboost_runtime.weights.store.store import WeightStore
 
 PROBE = Probe((1,), (2,), (-0.5,), 0.1)

@@ -1,4 +1,4 @@
-"""What an engine's parent (the agent) and its child process say to each other over a socket pair.
+"""Messages between an engine's parent (the agent) and its child process, over a socket pair.
 
 Each message is a 4-byte big-endian length followed by msgpack; both ends are this machine's and this
 version's, so there is no schema number. Tickets pair a command with its `Done`.
@@ -10,6 +10,7 @@ import struct
 
 import msgspec
 
+from rlboost_runtime.engines.base import EngineOutput
 from rlboost_runtime.protocol.messages import Sampling
 
 _LENGTH = struct.Struct(">I")
@@ -51,7 +52,7 @@ class Submit(ChannelMessage, frozen=True):
 
 
 class AbortRequests(ChannelMessage, frozen=True):
-    """Drop these; `Done` comes after the last word about any of them."""
+    """Drop these; `Done` comes after the last output of any of them."""
 
     ticket: int
     request_ids: list[int]
@@ -86,7 +87,7 @@ class TakeMemory(ChannelMessage, frozen=True):
 
 
 class Hold(ChannelMessage, frozen=True):
-    """Stop generating (`on`) because nobody reads the tokens, or go on."""
+    """Stop generating (`on`) because the tokens are not being read, or go on."""
 
     on: bool
 
@@ -104,22 +105,10 @@ class Ready(ChannelMessage, frozen=True, omit_defaults=True):
     phases_s: dict[str, float]
 
 
-class RequestEnded(msgspec.Struct, frozen=True, array_like=True):
-    """A request is over: "stop", "length", "aborted" or "failed"."""
-
-    request_id: int
-    reason: str
-    problem: str = ""
-
-
 class Tokens(ChannelMessage, frozen=True, omit_defaults=True):
-    """One decode step: a token for each of `request_ids`, then the requests that are over."""
+    """What one decode step brought."""
 
-    policy_version: int
-    request_ids: list[int]
-    token_ids: list[int]
-    logprobs: list[float]
-    ended: list[RequestEnded]
+    output: EngineOutput
     counter: int
     running: int
     waiting: int
@@ -151,7 +140,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def pack(message: ToChild | ToParent) -> bytes:
-    """One message, with its length in front."""
+    """Return one message, with its length in front."""
     body = _encoder.encode(message)
     return _LENGTH.pack(len(body)) + body
 

@@ -1,9 +1,9 @@
-"""The process that holds the model of a `TransformersEngine`: `python -m ...engines.transformers_child FD`.
+"""The process that holds the model of a `TransformersEngine`: `python -m ...transformers.child FD`.
 
-Single-threaded: between decode steps it reads what the parent asks. It ends when its parent does, by
+Single-threaded: between decode steps it reads the parent's commands. It ends when its parent does, by
 PR_SET_PDEATHSIG on Linux and by the end of its socket everywhere, and it lowers its priority so that the
-agent's heartbeat comes first. A failure that concerns a command is answered; any other ends the process, with
-its traceback in the log.
+agent's heartbeat comes first. A failure of a command is its answer; any other ends the process, with its
+traceback in the log.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING  # noqa: E402
 
 import msgspec  # noqa: E402
 
+from rlboost_runtime.engines.base import EngineOutput, greedy_continuation  # noqa: E402
 from rlboost_runtime.engines.transformers.channel import (  # noqa: E402
     AbortRequests,
     Alive,
@@ -35,7 +36,6 @@ from rlboost_runtime.engines.transformers.channel import (  # noqa: E402
     ProbeRequest,
     Quit,
     Ready,
-    RequestEnded,
     Submit,
     TakeMemory,
     ToChild,
@@ -77,7 +77,7 @@ class Channel:
             raise ParentGone from exc
 
     def receive(self, timeout_s: float | None) -> list[ToChild]:
-        """Return what has come, waiting up to `timeout_s` (None: for ever). Raises `ParentGone`."""
+        """Return what has arrived, waiting up to `timeout_s` (None: for ever). Raises `ParentGone`."""
         readable, _, _ = select.select([self._socket], [], [], timeout_s)
         if not readable:
             return []
@@ -102,7 +102,7 @@ class StepPacer:
         return max(0.0, self._next_at - time.monotonic())
 
     def begin(self) -> None:
-        """A step begins: a late one does not make the following ones faster."""
+        """Begin a step: a late one does not make the following ones faster."""
         self._next_at = time.monotonic() + self._period_s
 
 
@@ -126,7 +126,7 @@ class Child:
     def serve(self) -> None:
         """Work until `Quit`. Raises `ParentGone`."""
         while True:
-            for message in self._channel.receive(self._patience_s()):
+            for message in self._channel.receive(self._max_wait_s()):
                 if isinstance(message, Quit):
                     return
                 self._handle(message)
@@ -136,42 +136,40 @@ class Child:
     def _has_work(self) -> bool:
         return self._batch is not None and not self._batch.is_empty and not self._held
 
-    def _patience_s(self) -> float | None:
+    def _max_wait_s(self) -> float | None:
         return self._pace.wait_s() if self._has_work() else None
 
     def _step(self) -> None:
         assert self._batch is not None
         assert self._version is not None
         self._pace.begin()
-        result = self._batch.step()
+        output = self._batch.step(self._version)
         self._counter += 1
-        self._count(result.request_ids)
-        self._send_tokens(result.request_ids, result.token_ids, result.logprobs, result.ended)
+        self._count(output)
+        self._send(output)
 
-    def _send_tokens(
-        self, request_ids: list[int], token_ids: list[int], logprobs: list[float], ended: list[RequestEnded]
-    ) -> None:
+    def _output(self) -> EngineOutput:
+        return EngineOutput(-1 if self._version is None else self._version)
+
+    def _send(self, output: EngineOutput) -> None:
         self._channel.send(
             Tokens(
-                policy_version=-1 if self._version is None else self._version,
-                request_ids=request_ids,
-                token_ids=token_ids,
-                logprobs=logprobs,
-                ended=ended,
+                output,
                 counter=self._counter,
                 running=0 if self._batch is None else self._batch.num_running,
                 waiting=0 if self._batch is None else self._batch.num_waiting,
             )
         )
 
-    def _count(self, request_ids: list[int]) -> None:
-        """Append to the side file before anybody hears of the tokens."""
-        if self._side_fd is None or not request_ids:
+    def _count(self, output: EngineOutput) -> None:
+        """Append to the side file before the tokens are sent."""
+        if self._side_fd is None or not output.request_ids:
             return
         lines = []
-        for request_id in request_ids:
-            self._total += 1
-            lines.append(f"{request_id} 1 {self._total}\n")
+        for request_id, count in zip(output.request_ids, output.counts, strict=True):
+            for _ in range(count):
+                self._total += 1
+                lines.append(f"{request_id} 1 {self._total}\n")
         os.write(self._side_fd, "".join(lines).encode())
 
     # --- commands -----------------------------------------------------------------------------------------
@@ -189,21 +187,23 @@ class Child:
                 self._answer(message)
 
     def _submit(self, message: Submit) -> None:
-        refused = []
+        refused = self._output()
         for request in message.requests:
             if self._batch is None or self._version is None:
-                refused.append(RequestEnded(request.request_id, "failed", "no weights are loaded"))
+                refused.end(request.request_id, "failed", "no weights are loaded")
             elif (problem := self._batch.refusal(request)) is not None:
-                refused.append(RequestEnded(request.request_id, "failed", problem))
+                refused.end(request.request_id, "failed", problem)
             else:
                 self._batch.add(request)
-        if refused:
-            self._send_tokens([], [], [], refused)
+        if refused.ended:
+            self._send(refused)
 
     def _abort(self, message: AbortRequests) -> None:
-        gone = [] if self._batch is None else self._batch.drop(message.request_ids)
-        if gone:
-            self._send_tokens([], [], [], [RequestEnded(request_id, "aborted") for request_id in gone])
+        output = self._output()
+        for request_id in [] if self._batch is None else self._batch.drop(message.request_ids):
+            output.end(request_id, "aborted")
+        if output.ended:
+            self._send(output)
         self._channel.send(Done(message.ticket))
 
     def _answer(self, message: LoadWeights | ProbeRequest | DropWeights | TakeMemory) -> None:
@@ -249,7 +249,7 @@ class Child:
         self._version = version
 
     def _build(self, folder: Path) -> tuple[PreTrainedModel, ContinuousBatch]:
-        """A model without weights, and its batch with an empty cache."""
+        """Return a model without weights, and its batch with an empty cache."""
         import torch
 
         from rlboost_runtime.engines import model_folder
@@ -270,7 +270,7 @@ class Child:
         return probe(self._model, token_ids, num_new)
 
     def _sleep(self) -> None:
-        """Give memory back for real: to the system, not only to the allocator."""
+        """Give memory back to the system, not only to the allocator."""
         import torch
 
         self._asleep = True
@@ -285,25 +285,18 @@ class Child:
 
 
 def probe(model: PreTrainedModel, token_ids: list[int], num_new: int) -> tuple[list[int], list[float]]:
-    """Continue greedily by whole forward passes: no cache, no batch, the plainest word of the weights."""
+    """Continue greedily by whole forward passes, without cache or batch: the plainest use of the weights."""
     import torch
 
-    ids = torch.tensor([token_ids], device=model.device)
-    logprobs: list[float] = []
+    def next_logprobs(sequence: list[int]) -> torch.Tensor:
+        num = len(sequence)
+        ids = torch.tensor([sequence], device=model.device)
+        mask = torch.ones(num, num, dtype=torch.bool, device=model.device).tril()[None, None]
+        logits_V = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[0, -1]
+        return logits_V.float().log_softmax(-1)
+
     with torch.inference_mode():
-        for _ in range(num_new):
-            num = ids.shape[1]
-            mask = torch.ones(num, num, dtype=torch.bool, device=model.device).tril()[None, None]
-            logprobs_V = (
-                model(input_ids=ids, attention_mask=mask, use_cache=False)
-                .logits[0, -1]
-                .float()
-                .log_softmax(-1)
-            )
-            token = logprobs_V.argmax()
-            logprobs.append(float(logprobs_V[token]))
-            ids = torch.cat([ids, token[None, None]], dim=1)
-    return ids[0, len(token_ids) :].tolist(), logprobs
+        return greedy_continuation(next_logprobs, token_ids, num_new)
 
 
 def open_side_file(path: Path) -> int:
@@ -312,7 +305,7 @@ def open_side_file(path: Path) -> int:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill us when the parent dies (Linux); raises `ParentGone` where it already has."""
+    """Have the kernel kill us when the parent dies (Linux); raises `ParentGone` if it already is."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:

@@ -15,7 +15,7 @@ vocabulary 512; 32-token prompts, 128 new tokens, 16 running; 5 repeats): 0.54 t
 the hand-written loop that this replaced (0.69 with 1 running; 0.49 with 400 new tokens); the manager's own
 thread made 0.55. From sampled to handed over: median 0.5 ms, at most 3.6, where the former loop took 0.06 and
 0.12, and the thread 0.8 and 5.4. Without flash attention the library reads the keys of all requests under one
-mask. This says nothing of larger models or of GPUs.
+mask. Larger models and GPUs were not measured.
 
 Guarantees: the tokens and logprobs of a request do not depend on which others share its batch, but for the
 rounding of floating-point sums; no key or value outlives its request (blocks are never shared), so new
@@ -28,7 +28,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -39,23 +39,14 @@ from transformers.generation.continuous_batching import (
     RequestStatus,
 )
 
-from rlboost_runtime.engines.transformers.channel import NewRequest, RequestEnded
+from rlboost_runtime.engines.base import EngineOutput
+from rlboost_runtime.engines.transformers.channel import NewRequest
 from rlboost_runtime.protocol.messages import Sampling
 
 PAGE_TOKENS = 32
-"""Cache is given out in pages of so many tokens: what a response wastes at most."""
+"""Cache is allocated in pages of so many tokens: what a response wastes at most."""
 PREFILL_TOKENS = 512
 """Prompt tokens per step, of all requests together: bounds a step's time, and the mask at so many rows."""
-
-
-@dataclass(slots=True)
-class StepResult:
-    """One token for each of `request_ids` (aligned lists), then what ended."""
-
-    request_ids: list[int] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    ended: list[RequestEnded] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -88,7 +79,7 @@ class ContinuousBatch:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no request is held."""
+        """True if no request is held."""
         return not self._held
 
     @property
@@ -137,10 +128,10 @@ class ContinuousBatch:
             self._forget(request_id)
         return gone
 
-    def step(self) -> StepResult:
+    def step(self, policy_version: int) -> EngineOutput:
         """Admit what fits, then sample one token for each running request; the batch must not be empty."""
         run_step(self._manager)
-        result = StepResult()
+        result = EngineOutput(policy_version)
         while (output := self._manager.get_result(timeout=0)) is not None:
             held = self._held[output.request_id]
             new = slice(held.num_passed_on, None)
@@ -152,17 +143,15 @@ class ContinuousBatch:
                 self._end(held.request_id, "failed", result, "the logits are not finite")
             else:
                 held.num_passed_on += len(token_ids)
-                result.request_ids += [held.request_id] * len(token_ids)
-                result.token_ids += token_ids
-                result.logprobs += logprobs
+                result.add(held.request_id, token_ids, logprobs)
                 if output.is_finished():
                     reason = "stop" if output.generated_tokens[-1] in self._stop_ids else "length"
                     self._end(held.request_id, reason, result)
         return result
 
-    def _end(self, request_id: int, reason: str, result: StepResult, problem: str = "") -> None:
+    def _end(self, request_id: int, reason: str, result: EngineOutput, problem: str = "") -> None:
         self._forget(request_id)
-        result.ended.append(RequestEnded(request_id, reason, problem))
+        result.end(request_id, reason, problem)
 
     def _forget(self, request_id: int) -> None:
         del self._held[self._key_of.pop(request_id)]
@@ -174,7 +163,7 @@ def run_step(manager: ContinuousBatchingManager) -> None:
     `_generation_step` is private to the library (5.19); `test_stepping_equals_the_librarys_own_thread` in
     tests/integration/engines/test_continuous_batch.py fails when it changes. What sampling refuses (logits
     that are not finite) fails the requests of this step, as in the library's loop; an accelerator's error
-    flies.
+    is raised.
     """
     processor = manager.batch_processor
     assert processor is not None  # since `warmup`
@@ -191,7 +180,7 @@ def run_step(manager: ContinuousBatchingManager) -> None:
 
 
 def generation_config(sampling: Sampling) -> GenerationConfig:
-    """Say `sampling` in the library's words; temperature 0 takes the likeliest token."""
+    """Return `sampling` as the library's configuration; temperature 0 takes the likeliest token."""
     stop: list[int] | int = list(sampling.stop_token_ids) or -1  # -1: none
     if sampling.temperature == 0:
         return GenerationConfig(do_sample=False, eos_token_id=stop)  # type: ignore[no-untyped-call] # theirs
@@ -201,7 +190,7 @@ def generation_config(sampling: Sampling) -> GenerationConfig:
 
 
 def batching_config(max_running: int, max_context_tokens: int) -> ContinuousBatchingConfig:
-    """A cache in which every running request has room for its whole context: nothing is ever evicted."""
+    """Return a cache with room for the whole context of every running request: nothing is ever evicted."""
     return ContinuousBatchingConfig(
         page_size=PAGE_TOKENS,
         num_blocks=max_running * math.ceil(max_context_tokens / PAGE_TOKENS),

@@ -1,8 +1,8 @@
 """`TransformersEngine`: a Hugging Face model in a child process, batched continuously.
 
-The child lives in a session of its own and never outlives this process (`transformers_child`). It makes one
-message per decode step; tokens that nobody takes off `outputs` stop it until they are taken, so memory is
-bounded on both sides.
+The child lives in a session of its own and never outlives this process (`child`). It sends one message
+per decode step; it stops while too many of them wait to be read from `outputs`, so memory is bounded on both
+sides.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 MAX_UNREAD_STEPS = 256
 """Decode steps that wait for the reader of `outputs` before the child is held: a second of a fast engine."""
 COMMAND_TIMEOUT_S = 600.0
-"""Longest load or probe; a child that takes longer is taken for dead."""
+"""Longest load or probe; a child that takes longer is considered dead."""
 ABORT_TIMEOUT_S = 60.0
 """Longest decode step that an abort may have to wait for."""
 STOP_GRACE_S = 1.0
@@ -75,7 +75,7 @@ class TransformersEngine:
         self._version: int | None = None
         self._tickets: dict[int, asyncio.Future[Done]] = {}
         self._next_ticket = 0
-        self._outputs: deque[list[EngineOutput]] = deque()
+        self._outputs: deque[EngineOutput] = deque()
         self._news = asyncio.Event()
         self._holding = False
         self._progress = EngineProgress(0, 0, 0, 0)
@@ -129,14 +129,14 @@ class TransformersEngine:
         """Stop these; their last outputs are queued when this returns. Raises `EngineDied`."""
         await self._call(AbortRequests(self._ticket(), request_ids), ABORT_TIMEOUT_S)
 
-    async def outputs(self) -> AsyncIterator[list[EngineOutput]]:
-        """Yield batches of outputs until the engine stops. Raises `EngineDied`. One consumer."""
+    async def outputs(self) -> AsyncIterator[EngineOutput]:
+        """Yield outputs until the engine stops. Raises `EngineDied`. One consumer."""
         while True:
             while self._outputs:
-                batch = self._outputs.popleft()
+                output = self._outputs.popleft()
                 if self._holding and len(self._outputs) <= MAX_UNREAD_STEPS // 2:
                     self._hold(False)
-                yield batch
+                yield output
             if self._stopped:
                 return
             self._check_alive()
@@ -194,7 +194,7 @@ class TransformersEngine:
     # --- what the link reports ----------------------------------------------------------------------------
 
     def on_message(self, body: bytes) -> None:
-        """Take one message of the child."""
+        """Handle one message of the child."""
         match to_parent_decoder.decode(body):
             case Tokens() as tokens:
                 self._on_tokens(tokens)
@@ -210,7 +210,7 @@ class TransformersEngine:
                 self._ready.set()
 
     def on_closed(self) -> None:
-        """The child is gone, or its end of the socket is."""
+        """Handle the end of the child, or of its side of the socket."""
         self._died = "the engine's process ended"
         self._version = None
         for waiting in self._tickets.values():
@@ -223,9 +223,9 @@ class TransformersEngine:
     # --- helpers ------------------------------------------------------------------------------------------
 
     def _on_tokens(self, tokens: Tokens) -> None:
-        generated = self._progress.tokens_generated + len(tokens.token_ids)
+        generated = self._progress.tokens_generated + len(tokens.output.token_ids)
         self._progress = EngineProgress(tokens.counter, tokens.running, tokens.waiting, generated)
-        self._outputs.append(_outputs(tokens))
+        self._outputs.append(tokens.output)
         self._news.set()
         if not self._holding and len(self._outputs) > MAX_UNREAD_STEPS:
             self._hold(True)
@@ -296,7 +296,7 @@ class TransformersEngine:
             self._process.kill()
 
     def _send(self, message: ToChild) -> None:
-        """Write without waiting; to a dead child: nothing, its end is reported by `outputs`."""
+        """Write without waiting; to a dead child nothing, as `outputs` reports its end."""
         if self._link is not None and self._died is None:
             self._link.write(pack(message))
 
@@ -338,20 +338,3 @@ class _Link(asyncio.Protocol):
         """Close our end."""
         if self._transport is not None:
             self._transport.close()
-
-
-def _outputs(tokens: Tokens) -> list[EngineOutput]:
-    """One `EngineOutput` per request of a step, its end included."""
-    version = tokens.policy_version
-    ended = {end.request_id: end for end in tokens.ended}
-    outputs = []
-    for request_id, token, logprob in zip(tokens.request_ids, tokens.token_ids, tokens.logprobs, strict=True):
-        end = ended.pop(request_id, None)
-        if end is None:
-            outputs.append(EngineOutput(request_id, [token], [logprob], version))
-        else:
-            outputs.append(EngineOutput(request_id, [token], [logprob], version, end.reason, end.problem))
-    outputs += [
-        EngineOutput(end.request_id, [], [], version, end.reason, end.problem) for end in ended.values()
-    ]
-    return outputs

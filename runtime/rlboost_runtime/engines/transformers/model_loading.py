@@ -90,7 +90,7 @@ def add_adapters(model: PreTrainedModel, folder: Path) -> int:
 
 
 def _tied_groups(model: PreTrainedModel) -> list[list[str]]:
-    """Names of the model's tensors, those of one storage together."""
+    """Return the names of the model's tensors, those of one storage together."""
     groups: dict[int, list[str]] = defaultdict(list)
     for name, tensor in model.state_dict().items():
         groups[tensor.data_ptr()].append(name)

@@ -1,4 +1,4 @@
-"""Adapter-only versions on a vLLM server: each under a name of its own, unloaded once nothing uses it.
+"""Adapter-only versions on a vLLM server: each under a name of its own, unloaded once unused.
 
 Guarantees: a request stays with the adapter that it was submitted under, so its tokens are all of one
 version; an adapter is unloaded only when a newer one is current and no request is in flight under it.
@@ -28,7 +28,7 @@ LOAD_TIMEOUT_S = 120.0
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether the version in `folder` is an adapter (PEFT's layout) rather than a whole model."""
+    """Return True if the version in `folder` is an adapter (PEFT's layout) rather than a whole model."""
     return (folder / ADAPTER_CONFIG_FILE).exists()
 
 
@@ -47,17 +47,18 @@ def peft_folder(folder: Path) -> Path:
 
 
 def base_folder(folder: Path) -> Path:
-    """Return the folder of the adapter's base model, which PEFT notes relative to the adapter's.
+    """Return the folder of the adapter's base model, as named in its configuration, relative to the
+    adapter's.
 
     Raises `Unreadable`.
     """
     try:
-        noted = json.loads((folder / ADAPTER_CONFIG_FILE).read_bytes())["base_model_name_or_path"]
-        base = (folder / str(noted)).resolve()
+        named = json.loads((folder / ADAPTER_CONFIG_FILE).read_bytes())["base_model_name_or_path"]
+        base = (folder / str(named)).resolve()
     except (OSError, ValueError, KeyError, TypeError) as exc:
-        raise Unreadable(f"{ADAPTER_CONFIG_FILE} does not say where its base is: {exc}") from exc
+        raise Unreadable(f"{ADAPTER_CONFIG_FILE} does not name its base: {exc}") from exc
     if not base.is_dir():
-        raise Unreadable(f"the adapter's base {noted} is not on this machine; load that version first")
+        raise Unreadable(f"the adapter's base {named} is not on this machine; load that version first")
     return base
 
 
@@ -79,7 +80,7 @@ class Adapters:
             self.current = name
             return
         body = {"lora_name": name, "lora_path": str(folder)}
-        await self._api.tell("/v1/load_lora_adapter", body, LOAD_TIMEOUT_S)
+        await self._api.send("/v1/load_lora_adapter", body, LOAD_TIMEOUT_S)
         self._loaded.append(name)
         self.current = name
         await self.tidy()
@@ -90,20 +91,20 @@ class Adapters:
         await self.tidy()
 
     def begin(self) -> str:
-        """A request is submitted; return the model that it names."""
+        """Count a request that is submitted; return the model that it names."""
         self._in_flight[self.current] += 1
         return self.current
 
     def end(self, name: str) -> bool:
-        """A request under `name` is over; whether `tidy` now has something to do."""
+        """Count the end of a request under `name`; return True if `tidy` now has something to do."""
         self._in_flight[name] -= 1
         return self._is_unused(name)
 
     async def tidy(self) -> None:
-        """Unload what nothing uses any more. Raises `ApiError`."""
+        """Unload adapters that are no longer used. Raises `ApiError`."""
         for name in [name for name in self._loaded if self._is_unused(name)]:
             self._loaded.remove(name)
-            await self._api.tell("/v1/unload_lora_adapter", {"lora_name": name})
+            await self._api.send("/v1/unload_lora_adapter", {"lora_name": name})
             event(log, "adapter.unloaded", adapter=name)
 
     def _is_unused(self, name: str) -> bool:

@@ -1,8 +1,8 @@
 """HTTP to one vLLM server on this machine, over its Unix socket.
 
-Guarantees: a stream's chunks come in order; a stream that does not say how it finished raises `StreamBroken`,
-be it an error inside an HTTP 200, a missing end or a lost connection, after everything that came before it.
-The engine's own id of a request is learnt from the stream, never put together by us.
+Guarantees: a stream's chunks come in order; a stream without a finish reason raises `StreamBroken`, whether
+by an error inside an HTTP 200, a missing end or a lost connection, after everything that came before it. The
+engine's own id of a request is taken from the stream, never constructed by us.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from rlboost_runtime.protocol.messages import Sampling
 
 CONNECT_TIMEOUT_S = 10.0
 CONTROL_TIMEOUT_S = 120.0
-"""Longest wait for an answer that is no token stream and no weights: a pause waits for one engine step."""
+"""Longest wait for an answer other than tokens or weights: a pause waits for one engine step."""
 LOST_LOGPROB = -9999.0
-"""What vLLM sends in place of a logprob that is no number, or that it does not have."""
+"""What vLLM sends in place of a logprob that is no number, or missing."""
 _BASE = "http://engine"  # the host is never looked up: the connection is a Unix socket
 
 
 class TokenApi(StrEnum):
-    """How tokens are asked for."""
+    """How tokens are requested."""
 
     GENERATE = "/inference/v1/generate"
     """Token ids in and out, ids of requests that can be aborted, spans of weight versions."""
@@ -48,14 +48,15 @@ class ApiError(RuntimeFault):
 
 
 class StreamBroken(RuntimeFault):
-    """The stream ended without saying how it finished."""
+    """The stream ended without a finish reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamChunk:
-    """New tokens of one request. `finish`: None while it goes on, else vLLM's word.
+    """New tokens of one request. `finish`: None while it goes on, else vLLM's finish reason.
 
-    `spans`: (version, start, end) over all tokens of the request, on the last chunk of servers that say it.
+    `spans`: (version, start, end) over all tokens of the request, on the last chunk of servers that report
+    it.
     """
 
     engine_id: str
@@ -125,7 +126,7 @@ class VllmApi:
         await self._session.close()
 
     async def is_healthy(self) -> bool:
-        """Whether the server answers and its engine lives."""
+        """Return True if the server answers and its engine lives."""
         try:
             await self.get("/health", CONTROL_TIMEOUT_S)
         except ApiError:
@@ -142,8 +143,8 @@ class VllmApi:
         """POST and return the answer. Raises `ApiError`."""
         return await self._ask("POST", path, body, timeout_s)
 
-    async def tell(self, path: str, body: Mapping[str, object], timeout_s: float = CONTROL_TIMEOUT_S) -> None:
-        """POST something whose answer is only its status. Raises `ApiError`."""
+    async def send(self, path: str, body: Mapping[str, object], timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+        """POST something that is answered by a status only. Raises `ApiError`."""
         await self._read("POST", path, body, timeout_s)
 
     async def rpc(self, method: str, **arguments: str) -> Any:  # any JSON
@@ -151,13 +152,13 @@ class VllmApi:
         return await self.post("/collective_rpc", {"method": method, "kwargs": arguments})
 
     async def has_route(self, path: str) -> bool:
-        """Whether the server knows `path`, which takes a POST or a GET without effect. Raises `ApiError`."""
+        """Return True if the server knows `path`, where a GET has no effect. Raises `ApiError`."""
         try:
             await self.get(path)
         except ApiError as exc:
             if exc.status == 0:
                 raise
-            return exc.status != 404  # 405: it wants a POST
+            return exc.status != 404  # 405: it expects a POST
         return True
 
     async def text(self, path: str) -> str:
@@ -165,10 +166,10 @@ class VllmApi:
         return (await self._read("GET", path, None, CONTROL_TIMEOUT_S)).decode()
 
     async def stream(self, dialect: TokenApi, body: Mapping[str, object]) -> AsyncIterator[StreamChunk]:
-        """Ask for tokens and yield them as they come. Raises `ApiError` (refused) and `StreamBroken`.
+        """Request tokens and yield them as they come. Raises `ApiError` (refused) and `StreamBroken`.
 
-        It has no deadline of its own: a request may wait long for its turn, and an engine that hangs is seen
-        by its counters. Closing the iterator hangs up, by which the server drops the request.
+        It has no deadline of its own: a request may wait long for its turn, and an engine that hangs is
+        detected by its counters. Closing the iterator hangs up, by which the server drops the request.
         """
         try:
             async with self._session.post(_BASE + dialect, json=body) as response:
@@ -259,16 +260,16 @@ async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
 
 
 def _chunk(line: bytes) -> StreamChunk | None:
-    """Return what a line brings; None where it brings nothing. Raises `StreamBroken` for errors."""
+    """Return the chunk in a line; None if there is none. Raises `StreamBroken` for errors."""
     if line == b"[DONE]":
         return None
     try:
         found = _line_decoder.decode(line)
     except msgspec.DecodeError as exc:
-        raise StreamBroken(f"a line that makes no sense: {exc}", "see the engine's log") from exc
+        raise StreamBroken(f"a line that cannot be read: {exc}", "see the engine's log") from exc
     if found.error is not None:
         message = found.error.message if isinstance(found.error, _Error) else found.error
-        raise StreamBroken(message or "an error without words", "see the engine's log")
+        raise StreamBroken(message or "an error without a message", "see the engine's log")
     if not found.choices:
         return None
     choice = found.choices[0]

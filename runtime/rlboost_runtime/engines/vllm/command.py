@@ -1,4 +1,4 @@
-"""The command line and environment of a vLLM server, from what the job asks for. Pure.
+"""The command line and environment of a vLLM server, from the job's options. Pure.
 
 What we rely on: token ids in and out without a tokenizer, logprobs of the distribution sampled from, prefix
 caching, no defaults from the model's generation configuration, and an admin interface that only this user can
@@ -51,7 +51,7 @@ class Flag:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """As it stands on the command line."""
+        """Its words on the command line."""
         return (self.name,) if self.value is None else (self.name, self.value)
 
 
@@ -74,12 +74,12 @@ def flags(spec: EngineSpec, is_cpu: bool, folder: Path, socket: Path) -> list[Fl
         Flag("--max-num-seqs", str(spec.max_running)),
         Flag("--worker-extension-cls", WORKER_EXTENSION),
         Flag("--weight-transfer-config", json.dumps({"backend": BACKEND})),
-        *_asked_for(spec),
+        *_optional(spec),
         *(_for_cpu(spec, folder) if is_cpu else _for_gpu(spec)),
     ]
 
 
-def _asked_for(spec: EngineSpec) -> list[Flag]:
+def _optional(spec: EngineSpec) -> list[Flag]:
     options = spec.vllm
     found = []
     if spec.tensor_parallel > 1:
@@ -131,7 +131,7 @@ def cpu_cache_bytes(spec: EngineSpec, folder: Path) -> int:
 def environment(
     inherited: Mapping[str, str], spec: EngineSpec, is_cpu: bool, key: str, cache: Path
 ) -> dict[str, str]:
-    """Return the server's environment: ours without what is said to our Python, and what vLLM reads.
+    """Return the server's environment: ours without our Python's variables, and what vLLM reads.
 
     `cache` keeps compiled graphs across restarts.
     """
@@ -170,10 +170,10 @@ def unknown_flags(log_text: str) -> set[str]:
 
 
 def fp8_refusal(capabilities: str) -> str | None:
-    """Say which GPU cannot multiply fp8, from lines such as "8.9"; None: all can."""
+    """Return why the GPUs cannot serve fp8, from lines such as "8.9"; None if they can."""
     found = re.findall(r"^([0-9]+)\.([0-9]+)$", capabilities, re.MULTILINE)
     lowest = min(((int(major), int(minor)) for major, minor in found), default=(0, 0))
     if lowest >= MIN_FP8_CAPABILITY:
         return None
     wanted, has = (".".join(map(str, pair)) for pair in (MIN_FP8_CAPABILITY, lowest))
-    return f"fp8 wants GPUs of compute capability {wanted}, here is one of {has}"
+    return f"fp8 needs GPUs of compute capability {wanted}, here is one of {has}"

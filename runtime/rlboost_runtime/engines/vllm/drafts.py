@@ -1,4 +1,4 @@
-"""Whether speculative decoding pays right now: measured, and turned off where tokens/s fall.
+"""Speculative decoding on or off: measured, and turned off where it costs tokens/s.
 
 Drafting helps while few requests decode and their text repeats itself; with a full batch the rejected
 tokens cost more than the accepted ones save. `DraftGate` decides from counters (pure), `gate_drafts` acts.
@@ -45,7 +45,7 @@ class DraftGate:
     def observe(self, at: float, num_tokens: int, num_running: int) -> bool:
         """Take counters at time `at` (seconds); return whether drafts shall be on until the next look.
 
-        A window in which nothing ran says nothing.
+        A window in which nothing ran is ignored.
         """
         last, self._last = self._last, _Sample(at, num_tokens)
         if last is None or num_running == 0 or num_tokens == last.num_tokens:
@@ -61,7 +61,7 @@ class DraftGate:
         return self.is_on
 
     def _next(self, at: float) -> None:
-        """All windows of one side are measured: try the other, or decide."""
+        """Try the other side, or decide, once all windows of one side are measured."""
         if not self._rates[False]:
             self.is_on = False
             return

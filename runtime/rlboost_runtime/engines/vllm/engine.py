@@ -1,6 +1,6 @@
-"""`VllmServerEngine`: vLLM's own server as a child process, spoken to by token ids.
+"""`VllmServerEngine`: vLLM's own server as a child process, driven by token ids.
 
-What it adds to the contract (`engines.base.Engine`):
+Beyond the contract (`engines.base.Engine`):
 
 - the server is started by the first load, with that version's weights; later versions are taken in place:
   pause -> start -> update -> finish -> resume, also while requests run, whose tokens then carry the version
@@ -9,7 +9,7 @@ What it adds to the contract (`engines.base.Engine`):
   that came are kept; a server that no longer answers is ended and reported as `EngineDied`;
 - a swap that fails half-way ends the server: nothing is ever served from a mixture.
 
-How tokens are asked for and how weights are swapped is found by asking the server, not by its version.
+How tokens are requested and weights are swapped is found by probing the server, not by its version.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 900.0
 """Longest start of a server: a large model is read from disk, and compiled where nothing is cached."""
-LAST_WORDS_S = 2.0
+LAST_OUTPUT_S = 2.0
 """Time to read what a dead server had already written."""
-_NOT_SPOKEN = frozenset({403, 404, 405, 501})
-"""Answers of a server that does not speak a dialect, or was not started for it."""
+_UNSUPPORTED = frozenset({403, 404, 405, 501})
+"""Answers of a server that does not support a dialect, or was not started for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +127,9 @@ class VllmServerEngine:
             self._steps += 1
             problem = self._refusal(request)
             if problem is not None:
-                self._queue.put(EngineOutput(request.request_id, [], [], -1, "failed", problem))
+                self._queue.put(-1).end(request.request_id, "failed", problem)
             elif request.max_new_tokens <= 0:  # vLLM refuses it, and nothing is left to generate
-                self._queue.put(EngineOutput(request.request_id, [], [], self.streams.label, "length"))
+                self._queue.put(self.streams.label).end(request.request_id, "length")
             else:
                 self.streams.submit(request)
 
@@ -140,13 +140,13 @@ class VllmServerEngine:
             await self._serving.streams.abort(request_ids)
         self._check_alive()
 
-    async def outputs(self) -> AsyncIterator[list[EngineOutput]]:
-        """Yield batches of outputs until the engine stops. Raises `EngineDied`. One consumer."""
+    async def outputs(self) -> AsyncIterator[EngineOutput]:
+        """Yield outputs until the engine stops. Raises `EngineDied`. One consumer."""
         while True:
             if self._died is not None and self._serving is not None:
-                await self._serving.streams.read_to_the_end(LAST_WORDS_S)
-            if batch := self._queue.take():
-                yield batch
+                await self._serving.streams.read_to_the_end(LAST_OUTPUT_S)
+            if (output := self._queue.take()) is not None:
+                yield output
                 continue
             if self._stopped:
                 return
@@ -193,7 +193,7 @@ class VllmServerEngine:
         """Free the GPU's memory; a build for CPUs holds none, and stays as it is. Raises `RuntimeFault`."""
         self._version = None
         if self._serving is None or self._is_cpu:
-            return  # on CPUs vLLM answers 200 and frees nothing: not asked, not believed
+            return  # on CPUs vLLM answers 200 and frees nothing
         server = self.server
         if not server.has_flag("--enable-sleep-mode"):
             raise RuntimeFault("the server was started without sleep mode", "end it to free its memory")
@@ -204,7 +204,7 @@ class VllmServerEngine:
             await self._check_server(exc.problem)
             raise RuntimeFault(f"the engine cannot sleep: {exc.problem}", self._see_log()) from exc
         if not is_sleeping:
-            raise RuntimeFault("the server says that it is awake after /sleep", self._see_log())
+            raise RuntimeFault("the server reports that it is awake after /sleep", self._see_log())
 
     async def wake(self) -> None:
         """Take the memory again; level 2 kept no weights, so a load has to follow. Raises `RuntimeFault`."""
@@ -304,7 +304,7 @@ class VllmServerEngine:
         await former.server.stop()
 
     async def _find_dialect(self, server: VllmServer) -> tuple[TokenApi, float]:
-        """Ask for one token in each way until one works; return it and the seconds that the token took."""
+        """Request one token in each dialect until one works; return it and the seconds that it took."""
         for dialect in TokenApi:
             began = time.monotonic()
             name = f"probe-{next(self._names)}"
@@ -312,7 +312,7 @@ class VllmServerEngine:
             try:
                 num_tokens = sum([len(chunk.token_ids) async for chunk in server.api.stream(dialect, body)])
             except ApiError as exc:
-                if exc.status in _NOT_SPOKEN and dialect is not TokenApi.COMPLETIONS:
+                if exc.status in _UNSUPPORTED and dialect is not TokenApi.COMPLETIONS:
                     continue
                 raise
             except StreamBroken as exc:
@@ -346,7 +346,7 @@ class VllmServerEngine:
     # --- life and death -----------------------------------------------------------------------------------
 
     def _refusal(self, request: Request) -> str | None:
-        """Say why a request cannot be accepted: vLLM's core dies of an id beyond the vocabulary."""
+        """Return why a request cannot be accepted: an id beyond the vocabulary kills vLLM's core."""
         if self._version is None or self._serving is None:
             return "no weights are loaded"
         ids, vocabulary = request.token_ids, self._serving.model.vocabulary
@@ -359,12 +359,12 @@ class VllmServerEngine:
         return None
 
     async def _unfit(self, python: EnginePython) -> str | None:
-        """Say which option this machine cannot serve."""
+        """Return which option this machine cannot serve, or None."""
         options = self._spec.vllm
         if options.speculative == "suffix" and not python.has_suffix_drafts:
-            return f"speculative: suffix wants the package arctic-inference, which {python.path} lacks"
+            return f"speculative: suffix needs the package arctic-inference, which {python.path} lacks"
         if options.fp8:
-            return "fp8 wants a GPU; this vLLM is built for CPUs" if python.is_cpu else await fp8_problem()
+            return "fp8 needs a GPU; this vLLM is built for CPUs" if python.is_cpu else await fp8_problem()
         return None
 
     async def _watch(self, server: VllmServer) -> None:
@@ -372,7 +372,7 @@ class VllmServerEngine:
         self._declare_dead("the engine's processes ended")
 
     async def _is_gone(self, problem: str) -> bool:
-        """A stream broke: whether that is because the server is gone."""
+        """Return True if a stream broke because the server is gone."""
         if self._died is None and not self._stopped and not await self.server.api.is_healthy():
             self._declare_dead(problem)
         return self._died is not None or self._stopped

@@ -29,7 +29,7 @@ def main() -> None:
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
-    signal.signal(signal.SIGTERM, lambda *_: None)  # the pipe says it
+    signal.signal(signal.SIGTERM, lambda *_: None)  # it arrives through the pipe
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     stdin = sys.stdin.fileno()
     order = json.loads(_read_line(stdin))
@@ -54,7 +54,7 @@ def _read_line(fd: int) -> bytes:
     while not line.endswith(b"\n"):
         data = os.read(fd, 65536)
         if not data:
-            sys.exit(0)  # the parent went before it said anything
+            sys.exit(0)  # the parent ended before it sent anything
         line += data
     return line
 

@@ -1,14 +1,12 @@
 """One vLLM server as a child of the agent: started, waited for, timed, and ended with all that it started.
 
-It listens on a Unix socket in a fresh folder of mode 700 and wants a random key: nobody else on the machine,
-and nobody off it, reaches its admin interface. Its keeper (`keeper`) leads a session of its own, so that
-no process of the server outlives another, or us.
+It listens on a Unix socket in a fresh folder of mode 700 and requires a random key: no other user of the
+machine, and nobody outside it, reaches its admin interface. Its keeper (`keeper`) leads a session of its own,
+so that no process of the server outlives another, or us.
 
-The private folder in which a server's socket lies.
-
-Guarantees: only this user can enter it; its path is short, as the paths of Unix sockets must be (107 bytes);
-folders of servers that were killed together with their agent are removed by one that is made an hour later,
-those of servers that live or are starting never.
+Guarantees of the folder of its socket: only this user can enter it; its path is short, as the paths of Unix
+sockets must be (107 bytes); folders of servers that were killed together with their agent are removed when a
+folder is made an hour later, those of servers that live or are starting never.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from rlboost_runtime.run.engine_python import EnginePython
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
-"""How often a starting server is asked whether it is there."""
+"""How often a starting server is checked."""
 STOP_GRACE_S = 3.5
 """Time that the keeper gets to end the server before everything is killed."""
 FIRST_REPORT_S = 10.0
@@ -77,13 +75,13 @@ class VllmServer:
 
     @property
     def activity(self) -> int:
-        """Something that grows while the server is starting: the size of its log."""
+        """A number that grows while the server is starting: the size of its log."""
         with suppress(OSError):
             return self._spec.log.stat().st_size
         return 0
 
     def has_flag(self, name: str) -> bool:
-        """Whether the server was started with this option, and knew it."""
+        """Return True if the server was started with this option, and knows it."""
         return any(flag.name == name for flag in self.flags)
 
     async def start(self, timeout_s: float) -> None:
@@ -93,7 +91,7 @@ class VllmServer:
         """
         deadline = time.monotonic() + timeout_s
         while not await self._try_start(deadline):
-            unknown = command.unknown_flags(self._said())
+            unknown = command.unknown_flags(self._log_text())
             known = [flag for flag in self.flags if flag.name not in unknown]
             if len(known) == len(self.flags):
                 raise self._failure("the server ended while it started")
@@ -127,7 +125,7 @@ class VllmServer:
     # --- helpers ------------------------------------------------------------------------------------------
 
     async def _try_start(self, deadline: float) -> bool:
-        """Whether the server came up; False if it ended by itself."""
+        """Return True once the server answers, False if it ended by itself."""
         began = time.monotonic()
         self._process = await self._spawn()
         next_report = began + FIRST_REPORT_S
@@ -173,7 +171,7 @@ class VllmServer:
         await self._process.wait()
 
     def _time_phases(self, total_s: float) -> None:
-        text = self._said()
+        text = self._log_text()
         found = {
             "load": _LOADED.search(text),
             "compile": _COMPILED.search(text),
@@ -185,7 +183,7 @@ class VllmServer:
         phases["imports"] = max(0.0, total_s - sum(phases.values()))
         self.phases_s = {name: round(seconds, 3) for name, seconds in phases.items()}
 
-    def _said(self) -> str:
+    def _log_text(self) -> str:
         """Return what this server wrote to the log, its end where that is long."""
         with self._spec.log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -193,20 +191,20 @@ class VllmServer:
             return file.read().decode(errors="replace")
 
     def _failure(self, problem: str) -> EngineDied:
-        wrong = [line for line in self._said()[-_TAIL_BYTES:].splitlines() if "Error" in line]
-        said = f": {wrong[-1][-300:]}" if wrong else ""
-        return EngineDied(problem + said, f"see {self._spec.log}")
+        wrong = [line for line in self._log_text()[-_TAIL_BYTES:].splitlines() if "Error" in line]
+        detail = f": {wrong[-1][-300:]}" if wrong else ""
+        return EngineDied(problem + detail, f"see {self._spec.log}")
 
 
 async def fp8_problem() -> str | None:
-    """Say why this machine's GPUs cannot serve fp8; None: they can."""
+    """Return why this machine's GPUs cannot serve fp8; None if they can."""
     query = ("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
     try:
         process = await asyncio.create_subprocess_exec(*query, stdout=asyncio.subprocess.PIPE)
     except OSError:
-        return "fp8 wants a GPU of compute capability 8.9; nvidia-smi is not here to say what this one has"
-    said, _ = await process.communicate()
-    return command.fp8_refusal(said.decode())
+        return "fp8 needs a GPU of compute capability 8.9, and nvidia-smi is not here to read this one's"
+    output, _ = await process.communicate()
+    return command.fp8_refusal(output.decode())
 
 
 def _compile_cache() -> Path:
@@ -223,7 +221,7 @@ _CONNECT_TIMEOUT_S = 1.0
 
 
 def make_socket_folder() -> Path:
-    """Make a new folder of mode 700, after removing those that nobody uses any more."""
+    """Make a new folder of mode 700, after removing those that are no longer used."""
     remove_stale(Path(tempfile.gettempdir()))
     return Path(tempfile.mkdtemp(prefix=PREFIX))
 
@@ -243,7 +241,7 @@ def _is_stale(folder: Path) -> bool:
 
 
 def _has_listener(folder: Path) -> bool:
-    """Whether a server lives: the kernel refuses connections to a socket whose owner is gone."""
+    """Return True if a server lives: the kernel refuses connections to a socket whose owner is gone."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(_CONNECT_TIMEOUT_S)
         try:
@@ -251,5 +249,5 @@ def _has_listener(folder: Path) -> bool:
         except (ConnectionRefusedError, FileNotFoundError):
             return False
         except OSError:
-            return True  # busy, or not ours to judge
+            return True  # busy, or not ours
     return True

@@ -4,17 +4,17 @@ Guarantees: every request that was submitted ends in exactly one output with `fi
 gone, in which case its tokens stay without an end; nothing of a request comes after its end; while the reader
 does not keep up, nothing is read from the server, which then merges tokens into larger chunks.
 
-Which policy version each token of a response was sampled under. Pure.
-
-vLLM says it with the last chunk only, as spans over the whole response; until then tokens are labelled by the
-version that was in place when they came. The two must agree: a response whose tokens went out under another
-label than the engine's is not passed on as finished.
+Each token is labelled by the policy version that it was sampled under (`label_tokens`). vLLM reports that
+with the last chunk only, as spans over the whole response; until then the label is the version that was in
+place when the token came. The two must agree: a response whose tokens went out under another label than the
+engine's is not passed on as finished.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -36,35 +36,41 @@ from rlboost_runtime.protocol.messages import Sampling
 log = logging.getLogger(__name__)
 
 MAX_UNREAD = 4096
-"""Outputs that wait for their reader before streams are read no further."""
+"""Chunks and ends that wait for their reader before streams are read no further."""
 ABORT_GRACE_S = 5.0
-"""Time that an aborted request gets to say its last tokens before its connection is closed."""
+"""Time that an aborted request gets to send its last tokens before its connection is closed."""
 _FINISHED = {"stop": "stop", "length": "length", "abort": "aborted"}
 
 
 class OutputQueue:
-    """Outputs on their way to the one reader."""
+    """Outputs on their way to the one reader; those of one version in a row are merged."""
 
     def __init__(self) -> None:
-        self._waiting: list[EngineOutput] = []
+        self._waiting: deque[EngineOutput] = deque()
+        self._num_waiting = 0
         self.news = asyncio.Event()
-        """Set when there is something to look at."""
+        """Set when there may be something to read."""
         self.room = asyncio.Event()
         """Set while more may come."""
         self.room.set()
 
-    def put(self, output: EngineOutput) -> None:
-        """Add one."""
-        self._waiting.append(output)
+    def put(self, policy_version: int) -> EngineOutput:
+        """Return the output that takes what comes now, of this version."""
         self.news.set()
-        if len(self._waiting) > MAX_UNREAD:
+        self._num_waiting += 1
+        if self._num_waiting > MAX_UNREAD:
             self.room.clear()
+        if not self._waiting or self._waiting[-1].policy_version != policy_version:
+            self._waiting.append(EngineOutput(policy_version))
+        return self._waiting[-1]
 
-    def take(self) -> list[EngineOutput]:
-        """Return all that wait, oldest first."""
-        taken, self._waiting = self._waiting, []
-        self.room.set()
-        return taken
+    def take(self) -> EngineOutput | None:
+        """Return the oldest output that waits, None where there is none."""
+        output = self._waiting.popleft() if self._waiting else None
+        if not self._waiting:
+            self._num_waiting = 0
+            self.room.set()
+        return output
 
 
 class TaskSet:
@@ -128,7 +134,7 @@ class Streams:
         """Grows with everything that happens."""
         self.num_tokens = 0
         self._queue = queue
-        self._is_gone = is_gone  # given a stream's problem: whether the server is gone, and reported so
+        self._is_gone = is_gone  # given a stream's problem: True if the server is gone
         self._open: dict[int, _Stream] = {}
         self._tasks = TaskSet()
 
@@ -154,14 +160,14 @@ class Streams:
     async def abort(self, request_ids: list[int]) -> None:
         """Stop these; their last outputs are queued when this returns.
 
-        Under way they are aborted by the engine's own id, so that their last tokens are said; before the
-        first token that is not known, and hanging up does it.
+        Those with tokens are aborted by the engine's own id, so that their last tokens are sent; before the
+        first token the id is not known, and closing the connection aborts them.
         """
         streams = [self._open[number] for number in request_ids if number in self._open]
         known = [stream for stream in streams if stream.engine_id and self.dialect is TokenApi.GENERATE]
-        await self._ask_to_abort([stream.engine_id for stream in known])
-        if asked := _tasks_of(known):
-            await asyncio.wait(asked, timeout=ABORT_GRACE_S)
+        await self._send_abort([stream.engine_id for stream in known])
+        if ending := _tasks_of(known):
+            await asyncio.wait(ending, timeout=ABORT_GRACE_S)
         tasks = _tasks_of(streams)
         for task in tasks:
             task.cancel()
@@ -176,14 +182,14 @@ class Streams:
         self._open.clear()
 
     async def stop(self) -> None:
-        """Hang up."""
+        """Close all connections."""
         await self._tasks.stop()
         self._open.clear()
 
     # --- helpers ------------------------------------------------------------------------------------------
 
     async def _follow(self, stream: _Stream) -> None:
-        """Carry one request from its start to its end."""
+        """Read one request's stream from its start to its end."""
         name = str(stream.request.request_id)
         body = request_body(self.dialect, stream.request, name, self.sampling, stream.salt, stream.model)
         try:
@@ -199,27 +205,27 @@ class Streams:
                 self._tasks.start(self._tidy())
 
     def take_chunk(self, stream: _Stream, chunk: StreamChunk) -> None:
-        """Pass on what a chunk brings, however many tokens, by version."""
+        """Pass on the tokens of a chunk by version."""
         stream.engine_id = chunk.engine_id
         self.steps += 1
         self.num_tokens += len(chunk.token_ids)
         own = stream.adapter_version
         label, spans = (self.label, chunk.spans) if own is None else (own, [])
         runs, problem = label_tokens(stream.labels, len(chunk.token_ids), label, spans)
-        taken = 0
+        start = 0
         for version, count in runs:
-            end = taken + count
-            ids, logprobs = chunk.token_ids[taken:end], chunk.logprobs[taken:end]
-            self._queue.put(EngineOutput(stream.request.request_id, ids, logprobs, version))
+            end = start + count
+            ids, logprobs = chunk.token_ids[start:end], chunk.logprobs[start:end]
+            self._queue.put(version).add(stream.request.request_id, ids, logprobs)
             stream.labels += [version] * count
-            taken = end
+            start = end
         if problem:
             self._end(stream, "failed", problem)
         elif chunk.finish is not None:
             self._end(stream, _FINISHED.get(chunk.finish, "failed"))
 
     def _end(self, stream: _Stream, reason: str, problem: str = "") -> None:
-        """Say how a request ended, once."""
+        """Report how a request ended, once."""
         if stream.is_over:
             return
         stream.is_over = True
@@ -227,9 +233,9 @@ class Streams:
         if self._open.get(number) is stream:
             del self._open[number]
         label = stream.labels[-1] if stream.labels else self.label
-        self._queue.put(EngineOutput(number, [], [], label, reason, problem))
+        self._queue.put(label).end(number, reason, problem)
 
-    async def _ask_to_abort(self, engine_ids: list[str]) -> None:
+    async def _send_abort(self, engine_ids: list[str]) -> None:
         if not engine_ids:
             return
         try:
@@ -254,19 +260,19 @@ def label_tokens(
     """Return (version, count) runs for `num_new` tokens after those labelled already, and a problem or "".
 
     `label`: the version in place now. `spans`: (version, start, end) in tokens of the response, half-open;
-    empty where the engine has not said it. Tokens that no span covers get `label`.
+    empty if the engine has not reported any. Tokens that no span covers get `label`.
     """
-    said = dict(_said(spans))
-    wrong = [k for k, ours in enumerate(labels) if said.get(k, ours) != ours]
+    reported = dict(_numbered(spans))
+    wrong = [k for k, ours in enumerate(labels) if reported.get(k, ours) != ours]
     if wrong:
         first = wrong[0]
-        problem = f"token {first} was labelled version {labels[first]}, the engine says {said[first]}"
+        problem = f"token {first} was labelled version {labels[first]}, the engine reports {reported[first]}"
         return [(label, num_new)] if num_new else [], problem
-    versions = [said.get(len(labels) + k, label) for k in range(num_new)]
+    versions = [reported.get(len(labels) + k, label) for k in range(num_new)]
     return [(version, len(list(run))) for version, run in groupby(versions)], ""
 
 
-def _said(spans: Sequence[tuple[str, int, int]]) -> list[tuple[int, int]]:
-    """(token, version) for every token of spans whose version is a number, as ours are."""
-    numbered = [(int(name), start, end) for name, start, end in spans if name.isdecimal()]
-    return [(k, version) for version, start, end in numbered for k in range(start, end)]
+def _numbered(spans: Sequence[tuple[str, int, int]]) -> list[tuple[int, int]]:
+    """Return (token, version) for every token of spans whose version is a number, as ours are."""
+    found = [(int(name), start, end) for name, start, end in spans if name.isdecimal()]
+    return [(k, version) for version, start, end in found for k in range(start, end)]

@@ -1,10 +1,12 @@
 """Another version's weights into a running vLLM server, in place.
 
 Always pause -> start -> update (each file) -> finish -> resume: updating without the pause kills an engine
-that has requests. Servers without that interface are asked to `reload_weights`. Which one there is, is asked
-once. Raises `ApiError` on any failure; the caller must then end the server, whose weights may be a mixture.
+that has requests. On servers without that interface it calls `reload_weights`. Which one there is, is found
+out once. Raises `ApiError` on any failure; the caller must then end the server, whose weights may be a
+mixture.
 
-What a vLLM server was started for: weights are taken in place only where all of it is the same.
+Weights are taken in place only if model and tensors are those that the server was started for
+(`ServedModel`).
 """
 
 from __future__ import annotations
@@ -39,13 +41,13 @@ class Swapper:
     def __init__(self, api: VllmApi, has_transfer: bool, has_version: bool, has_extension: bool) -> None:
         self._api = api
         self.has_transfer = has_transfer
-        """Whether weights go through our backend; else through `reload_weights`."""
+        """True if weights go through our backend; else through `reload_weights`."""
         self._has_version = has_version
         self._has_extension = has_extension
 
     @classmethod
     async def of(cls, server: VllmServer) -> Swapper:
-        """Ask `server` what it can do. Raises `ApiError`."""
+        """Find out what `server` supports. Raises `ApiError`."""
         api = server.api
         return cls(
             api,
@@ -55,7 +57,7 @@ class Swapper:
         )
 
     async def name_version(self, version: int) -> None:
-        """Tell the server the number of the version that it was started with."""
+        """Set the version number of a server that was just started."""
         if self._has_version:
             await self._api.post("/update_weight_version", {"new_version": str(version)})
 
@@ -96,9 +98,9 @@ class Swapper:
     async def _check_version(self, version: int) -> None:
         if not self._has_version:
             return
-        said = (await self._api.get("/weight_info"))["weight_version"]
-        if said != str(version):
-            raise ApiError(f"the server says that it holds version {said}, not {version}")
+        found = (await self._api.get("/weight_info"))["weight_version"]
+        if found != str(version):
+            raise ApiError(f"the server reports version {found}, not {version}")
 
 
 def _files(folder: Path) -> list[Path]:

@@ -1,6 +1,6 @@
 """The second form of a delta, for chunks of which much changed: a code of two bits for every pattern.
 
-0 is as in the base, 1 one less, 3 one more, 2 anything else (patterns are those of `delta_kernels`). Four
+0 is as in the base, 1 one less, 3 one more, 2 anything else (patterns are those of `kernels`). Four
 codes share a byte: a chunk's patterns lie in four stripes of `num_codes` each, and the byte at j has the
 codes of the patterns at j in each stripe, the first stripe's lowest. So one vector instruction makes or
 applies many of them, where a token for each change takes some ten cycles (benchmarks/weights).
@@ -9,7 +9,7 @@ For each 2, byte by byte and lowest first, *extras* have a byte: z - 3 for the s
 -2, 4 is +2), or 255, and the new pattern follows in two bytes, low one first. The last few patterns, which
 fill no stripes, end the extras as they are.
 
-Guarantees: as those of `delta_kernels`.
+Guarantees: as those of `kernels`.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def find_codes() -> FindCodes:
 
 @functools.cache
 def apply_codes() -> Callable[[Patterns, Bytes, Bytes], bool]:
-    """Return the decoder: (patterns, codes, extras and `EXTRAS_PADDING` more) -> whether all made sense.
+    """Return the decoder: (patterns, codes, extras and `EXTRAS_PADDING` more) -> True if all was valid.
 
     Patterns are those of the base and are changed in place; False leaves them undefined.
     """

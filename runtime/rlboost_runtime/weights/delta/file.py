@@ -8,7 +8,7 @@
 
 Chunks are those of the new file's manifest, so that a chunk is restored and checked against its digest in one
 go, by any thread, in the memory of one chunk. A chunk's payload is nothing (as in the base), the tokens and
-extras of `delta_kernels` compressed by zstd, the codes and extras of `delta_codes` likewise where more than
+extras of `kernels` compressed by zstd, the codes and extras of `codes` likewise where more than
 `CODES_SHARE` of it changed, or the chunk's own bytes where that is not larger.
 
 Guarantees: applied to the right base a delta gives the very bytes; applied to anything else, or damaged, it
@@ -77,7 +77,7 @@ class BadDelta(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Finder:
-    """Who looks for what changed in a chunk, in each of the two forms."""
+    """Finds what changed in a chunk, in each of the two forms."""
 
     tokens: FindChanges
     codes: FindCodes
@@ -85,7 +85,7 @@ class Finder:
 
 @dataclass(frozen=True, slots=True)
 class DeltaStats:
-    """What a delta came to. `changed`: share of the 16-bit patterns that differ from the base."""
+    """Size of a delta. `changed`: share of the 16-bit patterns that differ from the base."""
 
     num_bytes: int
     changed: float
@@ -101,9 +101,9 @@ def write_delta(
     max_share: float = MAX_SHARE,
     finder: Finder | None = None,
 ) -> DeltaStats | None:
-    """Write to `target` what makes `new`, with these chunks, of `base`.
+    """Write to `target` a delta that turns `base` into `new`, which has these chunks.
 
-    `finder`: who looks for changes; None: the cores. Returns None, and leaves no file, where it would take
+    `finder`: finds the changes; None: on the CPU. Returns None, and leaves no file, if it would take
     more than `max_share` of `new`. The memory taken is that of a few chunks per thread. Raises `OSError`, and
     `ValueError` where the sizes differ.
     """
@@ -155,7 +155,7 @@ class DeltaFile:
         return len(self._rows)
 
     def is_empty(self, index: int) -> bool:
-        """Whether chunk `index` is as in the base."""
+        """Return True if chunk `index` is as in the base."""
         return bool(self._rows[index]["kind"] == _SAME)
 
     def apply(self, index: int, data: memoryview) -> None:

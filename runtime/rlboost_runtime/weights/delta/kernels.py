@@ -6,9 +6,9 @@ changed pattern becomes one token, a byte: the upper six bits count the unchange
 z - 2 is the next byte of a second plane, *extras* (255 there: the new pattern follows in two bytes, low one
 first). A lower part of 3 is no change but (upper part + 1) x 64 unchanged patterns. Most changes of an
 optimizer's step are of one ulp (benchmarks/weights), so that a change takes one byte, and an entropy coder
-then takes little more than the entropy of where changes are. Where much changed, `delta_codes` is faster.
+then takes little more than the entropy of where changes are. Where much changed, `codes` is faster.
 
-Guarantees: `apply_changes` never reads or writes outside its arrays, whatever the tokens say. Both loops hold
+Guarantees: `apply_changes` never reads or writes outside its arrays, whatever the tokens are. Both loops hold
 no lock of the interpreter while they run.
 """
 
@@ -143,7 +143,7 @@ def find_changes() -> FindChanges:
 
 @functools.cache
 def apply_changes() -> Callable[[Patterns, Bytes, Bytes], bool]:
-    """Return the decoder: (patterns, tokens, extras and `EXTRAS_PADDING` more) -> whether all made sense.
+    """Return the decoder: (patterns, tokens, extras and `EXTRAS_PADDING` more) -> True if all was valid.
 
     Patterns are those of the base and are changed in place; False leaves them undefined.
     """

@@ -1,7 +1,6 @@
 """The encoders of a delta in torch operations, for heads whose GPU is faster at it than their cores.
 
-Guarantee: the very bytes of `delta_kernels.find_changes` and `delta_codes.find_codes`, whatever the device,
-so that nobody who reads a delta can tell who made it.
+Guarantee: the same bytes as from `kernels.find_changes` and `codes.find_codes`, whatever the device.
 
 Shape suffix: N patterns of a chunk, C of them changed, W of these by more than one ulp.
 """
@@ -23,14 +22,14 @@ _ALL_SKIPPED = 255
 
 
 def best_finder(device: torch.device) -> Finder | None:
-    """Return who should look for changes where this is the best device: None, the cores, without a GPU."""
+    """Return the finder to use where this is the best device: None, the CPU's own, without a GPU."""
     return finder(device) if device.type == "cuda" else None
 
 
 def finder(device: torch.device) -> Finder:
-    """Return who looks for changes on a device; may be called by several threads.
+    """Return a finder that runs on a device; may be called by several threads.
 
-    Where the device's memory is full (an engine may be using it) the cores do it.
+    Where the device's memory is full (an engine may be using it) it runs on the CPU.
     """
     staging = _Staging(device)
 

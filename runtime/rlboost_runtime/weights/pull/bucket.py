@@ -1,4 +1,4 @@
-"""A bucket (s3://, gs://, az://, or file:// on this machine) as a holder of versions, and as a relay.
+"""A bucket (s3, gs, az, or file:// on this machine) as a source of versions, and how the head fills it.
 
 ::
 
@@ -7,11 +7,11 @@
 
 URL is a run's own, below that of the job's `weights.bucket` (`RunFolder.place_in`).
 
-The head relays what is not there yet, so that frozen weights travel once however many versions have them;
-receivers of any cloud read ranges. Whoever can write to the bucket could change what lies there, so nothing
-from it counts before its digest is that of the manifest, and the manifest not before its content digest is
-the head's (`weights.pull`); the bucket's own manifest only says where to look. Credentials are those that the
-machine has: the SDKs' usual environment variables, files and instance roles.
+The head uploads what is not there yet, so that frozen weights travel once however many versions have them;
+receivers of any cloud read ranges. Others may be able to write to the bucket, so nothing from it counts
+before its digest is that of the manifest, and the manifest not before its content digest is the head's
+(`weights.pull.pull`); the bucket's own manifest only names files. Credentials are those that the machine has:
+the SDKs' usual environment variables, files and instance roles.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 
 def open_bucket(url: str, timeout_s: float) -> ObjectStore:
-    """Return the bucket; nothing is sent yet. Raises `ProtocolError` on a URL that makes no sense."""
+    """Return the bucket; nothing is sent yet. Raises `ProtocolError` on an unusable URL."""
     seconds = datetime.timedelta(seconds=timeout_s)
     options: Any = {"timeout": seconds, "connect_timeout": seconds, "allow_http": True}
     retries: Any = {"max_retries": RETRIES, "retry_timeout": seconds}
@@ -67,7 +67,7 @@ def open_bucket(url: str, timeout_s: float) -> ObjectStore:
         ) from exc
 
 
-def relay(bucket: ObjectStore, folder: Path) -> int:
+def upload(bucket: ObjectStore, folder: Path) -> int:
     """Upload what the bucket lacks of the version in `folder`, held by the caller; return the bytes sent.
 
     Raises `RuntimeFault`.
@@ -86,17 +86,17 @@ def relay(bucket: ObjectStore, folder: Path) -> int:
         ) from exc
 
 
-def forget(bucket: ObjectStore, keep: int) -> list[int]:
+def prune_bucket(bucket: ObjectStore, keep: int) -> list[int]:
     """Delete all but the newest `keep` versions, and files that none of these has; return those deleted.
 
-    Must not run beside `relay`: files of a version that is not complete yet would go. Raises `RuntimeFault`.
+    Must not run beside `upload`: files of a version that is not complete yet would go. Raises `RuntimeFault`.
     """
     try:
         found = obstore.list_with_delimiter(bucket)["common_prefixes"]
         numbers = [manifests.parse_version_name(prefix.strip("/").rpartition("/")[2]) for prefix in found]
         versions = sorted(n for n in numbers if n is not None)
         old, kept = versions[:-keep], versions[-keep:]
-        for number in old:  # its manifest, first of all: nobody begins any more
+        for number in old:  # its manifest first, so that no pull begins any more
             for path in _list(bucket, manifests.version_name(number)):
                 obstore.delete(bucket, path)
         if old:
@@ -120,7 +120,7 @@ def _read_manifest(bucket: ObjectStore, version: int) -> Manifest:
 
 
 def _has(bucket: ObjectStore, file: File) -> bool:
-    """Whether the file is there: an upload shows when it is complete, and its name tells its content."""
+    """Return True if the file is there: uploads are visible once complete, and named by their content."""
     try:
         return obstore.head(bucket, _path(file))["size"] == file.size
     except (exceptions.NotFoundError, FileNotFoundError):
@@ -225,21 +225,21 @@ class BucketStream:
             raise Damaged(f"the bucket's version has no {name}")
         return source.paths[name]
 
-    def _await(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return what comes of it; a coroutine, so that a hanging bucket can be left at once."""
+    def _await(self, read: Coroutine[Any, Any, T]) -> T:
+        """Return the result; run as a task, so that a hanging bucket can be abandoned at once."""
         self._loop = self._loop or asyncio.new_event_loop()
 
         async def run() -> T:
             self._task = asyncio.current_task()
             if self._aborted:
-                work.close()
-                raise Unusable("nobody needs it any more")
-            return await work
+                read.close()
+                raise Unusable("it is not needed any more")
+            return await read
 
         try:
             return self._loop.run_until_complete(run())
         except asyncio.CancelledError as exc:
-            raise Unusable("nobody needs it any more") from exc
+            raise Unusable("it is not needed any more") from exc
 
 
 @contextmanager
@@ -247,7 +247,7 @@ def _explaining(name: str) -> Iterator[None]:
     try:
         yield
     except (exceptions.NotFoundError, FileNotFoundError) as exc:
-        raise Absent(f"the bucket does not have {name}, or not any more", "pull it from the head") from exc
+        raise Absent(f"the bucket does not have {name}, or no longer", "pull it from the head") from exc
     except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError, PermissionError) as exc:
         raise ProtocolError(
             f"the bucket refuses to hand out {name}", "give this machine's role read access to weights.bucket"
@@ -257,5 +257,5 @@ def _explaining(name: str) -> Iterator[None]:
 
 
 def first_line(exc: Exception) -> str:
-    """Return what went wrong, without the library's details."""
+    """Return the first line of the message, without the library's details."""
     return (str(exc).splitlines() or [type(exc).__name__])[0]

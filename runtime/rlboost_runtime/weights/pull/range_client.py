@@ -3,8 +3,8 @@
 Guarantees: every wait has a deadline; nothing is read from a server that does not hold the run's certificate;
 an answer other than exactly the range asked for never reaches the caller.
 
-Failures come in four kinds: `Unusable` may pass, ask again; `Damaged` means that the server's file is not
-the manifest's; `Absent` that there is no such version there; another `RLBoostError` is final.
+Failures come in four kinds: `Unusable` may pass, so try again; `Damaged` means that the server's file is not
+the manifest's; `Absent` that the server does not have the version; another `RLBoostError` is final.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Unusable(Exception):
 
 
 class Damaged(Exception):
-    """The server's file has not the size that the manifest says."""
+    """The server's file does not have the manifest's size."""
 
 
 class Absent(RuntimeFault):
@@ -43,7 +43,7 @@ class Absent(RuntimeFault):
 
 
 MAX_MARKS = 16 * 1024 * 1024
-"""Chunks of a version that a peer can tell of: 64 TB in chunks of 4 MiB."""
+"""Chunks of a version that a peer can report: 64 TB in chunks of 4 MiB."""
 
 
 class WeightSource:
@@ -71,7 +71,7 @@ class WeightSource:
         if receiver:
             self.headers[RECEIVER_HEADER] = receiver
         self.left_bytes: int | None = None
-        """What is still to pull, which the server may go by; None: it is not told."""
+        """What is still to pull, sent to the server for its shares; None: not sent."""
         self.tls = security.client_context(certificate_pem)
         self.idle_s = idle_s
         self.connect_s = idle_s if connect_s is None else min(idle_s, connect_s)
@@ -82,7 +82,7 @@ class WeightSource:
 
 
 def _split(url: str) -> tuple[str, int, str]:
-    """Return host, port and path. Raises `ProtocolError` where nobody could be asked at this URL."""
+    """Return host, port and path. Raises `ProtocolError` on a URL that no server could have."""
     try:
         parts = urlsplit(url)
         if parts.scheme == "https" and parts.hostname and url.isascii() and url.isprintable():
@@ -110,7 +110,7 @@ class RangeStream:
     def read_file(self, name: str, max_bytes: int) -> bytes:
         """Return a whole file of at most `max_bytes`."""
         with self._get(name) as answer:
-            _refuse(self._source.version, answer.status, good=200)
+            _refuse(self._source.version, answer.status, expected=200)
             if answer.left > max_bytes:
                 raise ProtocolError(f"{name} is larger than {max_bytes} bytes", "publish the version again")
             data = bytearray(answer.left)
@@ -123,7 +123,7 @@ class RangeStream:
         with self._get(name, f"Range: bytes={start}-{end - 1}\r\n") as answer:
             if answer.status in (200, 416):
                 raise Damaged(f"{name}: HTTP {answer.status} for bytes {start}-{end - 1} of {size}")
-            _refuse(self._source.version, answer.status, good=206)
+            _refuse(self._source.version, answer.status, expected=206)
             if answer.content_range != f"bytes {start}-{end - 1}/{size}" or answer.left != end - start:
                 given = f"{answer.left} bytes, {answer.content_range!r}"
                 raise Damaged(f"{name}: got {given} for bytes {start}-{end - 1} of {size}")
@@ -155,7 +155,7 @@ class RangeStream:
             if sock is None:
                 sock = self._sock = self._connect()
             if self._aborted:
-                raise Unusable("nobody needs it any more")
+                raise Unusable("it is not needed any more")
             sock.sendall(self._request(name, more))
             answer = _read_head(sock, self._source.idle_s)
             yield answer
@@ -252,9 +252,9 @@ def _header(line: str) -> tuple[str, str]:
     return name.strip().lower(), value.strip()
 
 
-def _refuse(version: int, status: int, *, good: int) -> None:
-    """Raise what the status means unless it is the good one."""
-    if status == good:
+def _refuse(version: int, status: int, *, expected: int) -> None:
+    """Raise the error that the status stands for, unless it is the expected one."""
+    if status == expected:
         return
     if status in (401, 403):
         raise ProtocolError(
@@ -263,6 +263,6 @@ def _refuse(version: int, status: int, *, good: int) -> None:
         )
     if status == 404:
         raise Absent(
-            f"the weight server does not have version {version}, or not any more", "pull the newest version"
+            f"the weight server does not have version {version}, or no longer", "pull the newest version"
         )
     raise Unusable(f"HTTP {status}")

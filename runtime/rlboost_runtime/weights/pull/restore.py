@@ -1,34 +1,24 @@
 """Turn a version that is here into a newer one by its deltas, chunk by chunk.
 
-Guarantees: only chunks whose digest is the manifest's are written; what does not come out right, be it for a
-wrong base or a damaged delta, is left out and fetched whole. Takes the memory of one chunk per thread.
-
-Versions of a store or of another engine on this very machine: linked into a receiver's folder, no byte
-copied.
-
-The files of a version never change, so a hard link is as good as a copy: engines that map it share the pages
-that the trainer wrote. It stays what it is when the store deletes the version. A machine's engines take
-turns, so that a version travels to a machine once, however many engines it has.
+Guarantees: only chunks whose digest is the manifest's are written; what does not come out right, because
+of a wrong base or a damaged delta, is left out and fetched whole. Takes the memory of one chunk per thread.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import threading
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 
-from rlboost_runtime.errors import ProtocolError, RuntimeFault
+from rlboost_runtime.errors import RuntimeFault
 from rlboost_runtime.weights import manifest as manifests
+from rlboost_runtime.weights.child_pipe import PullProgress
 from rlboost_runtime.weights.delta.file import BadDelta, DeltaFile, in_order
-from rlboost_runtime.weights.pull.chunk_scheduler import PullProgress
-from rlboost_runtime.weights.store.part_folder import PartFolder, Piece, part_folder
-from rlboost_runtime.weights.store.store import VersionGone, WeightStore
+from rlboost_runtime.weights.store.part_folder import PartFolder, Piece
 
 MAX_THREADS = 8
 
@@ -51,7 +41,7 @@ _memory = _Memory()
 def restore(
     part: PartFolder, base: Path, deltas: Sequence[Path], pieces: Sequence[Piece], progress: PullProgress
 ) -> int:
-    """Write those of `pieces` that come out right; return how many bytes that was.
+    """Write those of `pieces` that come out right; return how many bytes they have.
 
     `base`: the older file; `deltas`: the oldest first; `pieces`: all of one file. Raises `RuntimeFault` where
     the disk is full.
@@ -97,60 +87,3 @@ def _restored(part: PartFolder, fd: int, chain: Sequence[DeltaFile], piece: Piec
         return False
     part.write(piece, data)
     return True
-
-
-LOOK_S = 0.1
-"""How often an engine that waits for its turn looks whether it has come."""
-
-
-def link_version(store: Path, version: int, folder: Path, digest: str) -> Path | None:
-    """Link `version` into `folder` and return where it lies there; None where that cannot be done.
-
-    `store`: Path() or a folder that is not here: there is none on this machine; `digest`: the content digest
-    it must have, empty where that is not known. Raises `RuntimeFault` on a full disk.
-    """
-    if store == Path() or not store.is_dir():
-        return None
-    try:
-        with WeightStore(store).read(version) as lease:
-            manifest = manifests.read_manifest(lease.folder)
-            if digest not in ("", manifest.content_digest):
-                return None
-            with part_folder(folder, manifest) as part:
-                return part.adopt(lease.folder)
-    except (VersionGone, ProtocolError):
-        return None
-
-
-def link_sibling(siblings: Sequence[Path], version: int, folder: Path, digest: str) -> Path | None:
-    """Link `version` from the folder of another engine that has it whole, as `link_version` does."""
-    for sibling in siblings:
-        source = sibling / manifests.version_name(version)
-        try:
-            manifest = manifests.read_manifest(source)
-        except ProtocolError:
-            continue
-        if digest in ("", manifest.content_digest):
-            with part_folder(folder, manifest) as part:
-                linked = part.adopt(source)
-            if linked is not None:
-                return linked
-    return None
-
-
-@contextmanager
-def turn(machine: Path, progress: PullProgress) -> Iterator[None]:
-    """Wait until no other engine of `machine`, a folder that all of them have, is pulling.
-
-    Whoever pulls has a deadline of its own, and a process that ends gives its turn back: so to wait is to
-    make progress.
-    """
-    with (machine / ".turn").open("ab") as lock:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                progress.verified(1)
-                time.sleep(LOOK_S)
-        yield

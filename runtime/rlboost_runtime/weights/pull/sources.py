@@ -1,63 +1,54 @@
-"""Who has a version's bytes: the head, a peer in the same zone, a bucket; and streams that read from them.
+"""Where a version's bytes come from: another folder of this machine, the head, a peer in the zone, a bucket.
 
-All hand out the same chunks of the same manifest, so that a pull may take any chunk from anybody: a chunk
-counts only once its digest is the manifest's. The manifest itself is taken from the head, or from elsewhere
-only if it has the content digest that the head announced.
+All sources hand out the same chunks of the same manifest, so that a pull may take any chunk from any of them:
+a chunk counts only once its digest is the manifest's. The manifest itself is taken from the head, or from
+elsewhere only if it has the content digest that the head announced.
 
-How a receiver gets a version: whole, or by deltas on one that it has. Pure.
+On this machine a version is linked, no byte copied: its files never change, so a hard link is as good as a
+copy. Engines that map it share the pages that the trainer wrote, and it stays when the store deletes the
+version. A machine's engines take turns, so that a version travels to a machine once, however many engines it
+has.
 
-What is compared is money: bytes times what the network takes for them, and seconds times what the machine
-costs while it waits. Where neither costs anything, seconds decide.
+Over the network it comes whole or by deltas, whichever costs less (`num_deltas`): bytes times the price of
+egress, and seconds times the price of the machine that waits. Where neither costs anything, seconds decide.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+import fcntl
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from enum import StrEnum
+from pathlib import Path
 from typing import Protocol
 
-import msgspec
-
+from rlboost_runtime.errors import ProtocolError
+from rlboost_runtime.weights import manifest as manifests
+from rlboost_runtime.weights.child_pipe import (
+    DEFAULT_BYTES_PER_S,
+    PullProgress,
+    PullSource,
+    SourceKind,
+    TransferSettings,
+)
 from rlboost_runtime.weights.pull.range_client import Fill, WeightSource
+from rlboost_runtime.weights.store.part_folder import part_folder
+from rlboost_runtime.weights.store.store import VersionGone, WeightStore
 
 PEER_CONNECT_S = 2.0
 """A neighbour answers in milliseconds or not at all."""
 
 
-class Kind(StrEnum):
-    """What a holder is."""
-
-    HEAD = "head"
-    PEER = "peer"
-    """May have a part only, and says which."""
-    BUCKET = "bucket"
-
-
-class Holder(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Somebody to pull from.
-
-    `url`: https://HOST:PORT, or s3://BUCKET/PREFIX and the like; `certificate`: PEM text of its server, empty
-    for a bucket; `usd_per_gb`: what a GB (10^9) from there to here costs.
-    """
-
-    name: str
-    kind: Kind
-    url: str
-    certificate: str = ""
-    usd_per_gb: float = 0.0
-
-
 class Stream(Protocol):
-    """Reads from one holder, one request at a time; for one thread.
+    """Reads from one source, one request at a time; for one thread.
 
-    Raises `range_client.Unusable` for what may pass, `Absent` where the holder has not the version,
+    Raises `range_client.Unusable` for what may pass, `Absent` where the source does not have the version,
     `Damaged` where it has something else, and an `RLBoostError` for what is final.
     """
 
     step_bytes: int
-    """How many bytes should be asked of a range at once: all that has been asked for comes together."""
+    """How many bytes to read of a range at once: all that is read in one step arrives together."""
 
     def read_file(self, name: str, max_bytes: int) -> bytes:
         """Return a whole file of at most `max_bytes`."""
@@ -73,43 +64,32 @@ class Stream(Protocol):
 
 
 class VersionSource(Protocol):
-    """Where one version is held. May be shared by threads; each takes a `stream` of its own."""
+    """One version at one source. May be shared by threads; each takes a `stream` of its own."""
 
     left_bytes: int | None
-    """What is still to pull, which the holder may go by; None: it is not told."""
+    """What is still to pull, sent to the source for its shares; None: not sent."""
 
     def stream(self) -> Stream:
         """Return a new stream; it connects when first used."""
 
 
-def open_source(holder: Holder, version: int, token: str, idle_s: float, receiver: str = "") -> VersionSource:
-    """Return the source of `version` at `holder`. Raises `ProtocolError` on an unusable URL."""
-    if holder.kind is Kind.BUCKET:
+def open_source(
+    source: PullSource, version: int, token: str, idle_s: float, receiver: str = ""
+) -> VersionSource:
+    """Open `version` at a source. Raises `ProtocolError` on an unusable URL."""
+    if source.kind is SourceKind.BUCKET:
         from rlboost_runtime.weights.pull.bucket import BucketSource
 
-        return BucketSource(holder.url, version, idle_s)
-    connect_s = PEER_CONNECT_S if holder.kind is Kind.PEER else None
-    return WeightSource(holder.url, version, token, holder.certificate, idle_s, receiver, connect_s)
+        return BucketSource(source.url, version, idle_s)
+    connect_s = PEER_CONNECT_S if source.kind is SourceKind.PEER else None
+    return WeightSource(source.url, version, token, source.certificate, idle_s, receiver, connect_s)
 
 
 RESTORE_BYTES_PER_S = 1.5e9
 """Of model: reading the base, applying, checking digests; two cores of a small machine, see
 benchmarks/weights."""
-DEFAULT_BYTES_PER_S = 125e6
-"""Taken for the link before anything was pulled over it: 1 Gbit/s."""
 LEAST_USD_PER_S = 1e-9
 """What a second costs at least, so that of two ways without a price the faster one is taken."""
-
-
-class TransferSettings(StrEnum):
-    """What the job says (`weights.transfer`)."""
-
-    AUTO = "auto"
-    """Whatever costs less."""
-    FULL = "full"
-    """Always whole."""
-    DELTA = "delta"
-    """By deltas whenever there is a base for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,3 +125,60 @@ def num_deltas(
         return best
     full_usd = cost_usd(full_bytes, 0, link)
     return best if cost_usd(best_size, full_bytes, link) < full_usd else 0
+
+
+POLL_S = 0.1
+"""How often an engine that waits for its turn tries to take it."""
+
+
+def link_version(store: Path, version: int, folder: Path, digest: str) -> Path | None:
+    """Link `version` into `folder` and return where it lies there; None where that cannot be done.
+
+    `store`: Path() or a folder that is not here: there is none on this machine; `digest`: the content digest
+    it must have, empty where that is not known. Raises `RuntimeFault` on a full disk.
+    """
+    if store == Path() or not store.is_dir():
+        return None
+    try:
+        with WeightStore(store).read(version) as hold:
+            manifest = manifests.read_manifest(hold.folder)
+            if digest not in ("", manifest.content_digest):
+                return None
+            with part_folder(folder, manifest) as part:
+                return part.adopt(hold.folder)
+    except (VersionGone, ProtocolError):
+        return None
+
+
+def link_sibling(siblings: Sequence[Path], version: int, folder: Path, digest: str) -> Path | None:
+    """Link `version` from the folder of another engine that has it whole, as `link_version` does."""
+    for sibling in siblings:
+        source = sibling / manifests.version_name(version)
+        try:
+            manifest = manifests.read_manifest(source)
+        except ProtocolError:
+            continue
+        if digest in ("", manifest.content_digest):
+            with part_folder(folder, manifest) as part:
+                linked = part.adopt(source)
+            if linked is not None:
+                return linked
+    return None
+
+
+@contextmanager
+def turn(machine: Path, progress: PullProgress) -> Iterator[None]:
+    """Wait until no other engine of `machine`, a folder that all of them have, is pulling.
+
+    Every pull has a deadline of its own, and a process that ends gives its turn back, so waiting counts as
+    progress.
+    """
+    with (machine / ".turn").open("ab") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                progress.verified(1)
+                time.sleep(POLL_S)
+        yield

@@ -1,7 +1,7 @@
-"""What a weight server may hand out: the versions of a head's store, or what a machine has of its pulls.
+"""What a weight server may hand out: the versions of a head's store, or what a machine has pulled.
 
-Guarantees: only files that a version's manifest names are found; a version of a store is held while somebody
-reads it and a little longer; of a version that is still being pulled only verified chunks are handed out.
+Guarantees: only files that a version's manifest names are found; a version of a store is held while it is
+read and a little longer; of a version that is still being pulled only verified chunks are handed out.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Entry:
         )
 
     def has(self, name: str, start: int, end: int) -> bool:
-        """Whether bytes [start, end) of a file are here and verified."""
+        """Return True if bytes [start, end) of a file are here and verified."""
         if not self.is_part or name == MANIFEST:
             return True
         marks = self.marks()
@@ -70,15 +70,15 @@ class Catalog(Protocol):
         """Hold a version within a context. Raises `VersionGone`, `ProtocolError` on a broken manifest."""
 
     def tidy(self) -> None:
-        """Let go of what nobody reads any more; called every now and then."""
+        """Release what is no longer read; called at short intervals."""
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release everything."""
 
 
 @dataclass(slots=True)
 class _Held:
-    lease: ReadHold
+    hold: ReadHold
     entry: Entry
     num_users: int = 0
     idle_since: float = 0.0
@@ -113,26 +113,26 @@ class StoreCatalog:
                 held.idle_since = time.monotonic()
 
     def tidy(self) -> None:
-        """Release versions that nobody has asked for lately."""
+        """Release versions that were not requested lately."""
         with self._lock:
             before = time.monotonic() - self.linger_s
             idle = [v for v, held in self._held.items() if not held.num_users and held.idle_since < before]
             for version in idle:
-                self._held.pop(version).lease.release()
+                self._held.pop(version).hold.release()
 
     def close(self) -> None:
         """Release all versions."""
         with self._lock:
             for held in self._held.values():
-                held.lease.release()
+                held.hold.release()
             self._held.clear()
 
     def _hold(self, version: int) -> _Held:
-        lease = self.store.read(version)
+        hold = self.store.read(version)
         try:
-            return _Held(lease, Entry(lease.folder, read_manifest(lease.folder)))
+            return _Held(hold, Entry(hold.folder, read_manifest(hold.folder)))
         except BaseException:
-            lease.release()
+            hold.release()
             raise
 
 
@@ -162,7 +162,7 @@ class PulledCatalog:
                 self._manifests.pop(path, None)
 
     def close(self) -> None:
-        """Do nothing."""
+        """Nothing is held."""
 
     def _find(self, name: str) -> Entry:
         for suffix in ("", PART):
@@ -188,7 +188,7 @@ class PulledCatalog:
 
 
 def _is_laid_out(path: Path, manifest: Manifest) -> bool:
-    """Whether the marks of a part are those of this manifest."""
+    """Return True if the marks of a part belong to this manifest."""
     try:
         return os.stat(path / VERIFIED).st_size == sum(len(file.chunks) for file in manifest.all_files)
     except FileNotFoundError:

@@ -10,8 +10,8 @@ Threads, because sending is the kernel's and OpenSSL's work, which holds no lock
 process uses several cores, and a slow receiver blocks its own thread only.
 
 Guarantees: without the token every answer is 401; only what the catalog finds is reachable; receivers share
-the link (`weights.serve.connections`); a client that shows no token, or takes next to nothing, is cut off.
-Files are read, not mapped: one that is cut short under our hands ends an answer, not the process.
+the link, and one that shows no token, or reads next to nothing, is cut off (`weights.serve.connections`).
+Files are read, not mapped: one that is truncated meanwhile ends a response, not the process.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from rlboost_runtime.weights.store.store import VersionGone
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = 1024 * 1024
-"""Sent between two looks at the shares."""
+"""Sent between two checks of the shares."""
 READ_BYTES = 256 * 1024
 """Read at once for encryption: stays in a core's cache until it is encrypted."""
 HANDSHAKE_S = 10.0
@@ -88,7 +88,7 @@ class WeightHttpServer(ThreadingMixIn, BaseServer):
                 self._accept()
                 if time.monotonic() > tidied + POLL_S:
                     self.catalog.tidy()
-                    self.connections.look()
+                    self.connections.check()
                     tidied = time.monotonic()
         finally:
             self.socket.close()
@@ -108,7 +108,7 @@ class WeightHttpServer(ThreadingMixIn, BaseServer):
             return
         try:
             self.process_request(connection, address)
-        except RuntimeError as exc:  # no thread for it: others end
+        except RuntimeError as exc:  # no thread for it; others will end
             event(log, "weights.accept_failed", level=logging.WARNING, problem=str(exc))
             self.shutdown_request(connection)
 
@@ -149,49 +149,49 @@ class _Handler(BaseHTTPRequestHandler):
                 self.request.close()
 
     def log_message(self, *_: object) -> None:
-        """Say nothing: pulls are logged where they end."""
+        """Log nothing: pulls are logged where they end."""
 
     def do_GET(self) -> None:
-        """Answer."""
+        """Serve the newest version's number, a file, or the marks of a version."""
         if not security.authorised(self.headers.get("Authorization"), self.server.token):
-            self._say(401, {"error": "no or wrong token"})
+            self._send_json(401, {"error": "no or wrong token"})
             return
-        self._connection.is_proved = True
+        self._connection.is_authorised = True
         catalog = self.server.catalog
         if self.path == "/v1/weights/latest":
             version = catalog.latest()
             if version is None:
-                self._say(404, {"error": "no version is published yet"})
+                self._send_json(404, {"error": "no version is published yet"})
             else:
-                self._say(200, {"version": version})
+                self._send_json(200, {"version": version})
             return
         match = _FILE.fullmatch(self.path)
         if match is None:
-            self._say(404, {"error": "no such thing"})
+            self._send_json(404, {"error": "no such resource"})
             return
         version, name = int(match[1]), match[2]
         try:
             with catalog.reading(version) as entry:
                 self._answer(entry, name)
         except VersionGone:
-            self._say(404, {"error": f"version {version} is not here, or not any more"})
+            self._send_json(404, {"error": f"version {version} is not here, or no longer"})
         except ProtocolError as exc:
             event(log, "weights.manifest_broken", level=logging.ERROR, version=version, problem=exc.problem)
-            self._say(500, {"error": exc.problem})
+            self._send_json(500, {"error": exc.problem})
 
     def _answer(self, entry: Entry, name: str) -> None:
         if name == "have":
-            self._say_bytes(200, entry.marks(), "application/octet-stream")
+            self._send_body(200, entry.marks(), "application/octet-stream")
             return
         path = entry.file(name)
         if path is None:
-            self._say(404, {"error": f"version {entry.manifest.version} has no such file"})
+            self._send_json(404, {"error": f"version {entry.manifest.version} has no such file"})
             return
         try:
             with path.open("rb") as file:
                 self._send_file(entry, path, file.fileno())
         except FileNotFoundError:
-            self._say(404, {"error": f"version {entry.manifest.version} has {name} no more"})
+            self._send_json(404, {"error": f"version {entry.manifest.version} no longer has {name}"})
 
     def _send_file(self, entry: Entry, path: Path, fd: int) -> None:
         size = os.fstat(fd).st_size
@@ -200,7 +200,7 @@ class _Handler(BaseHTTPRequestHandler):
         if wanted is not None:
             match = _RANGE.fullmatch(wanted)
             if match is None:
-                self._say(400, {"error": "one range of bytes is understood"})
+                self._send_json(400, {"error": "one range of bytes is understood"})
                 return
             start = int(match[1])
             end = min(size, int(match[2]) + 1) if match[2] else size
@@ -211,7 +211,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self.end_headers()
                 return
         if not entry.has(path.name, start, end):
-            self._say(409, {"error": "this part is not here yet"})
+            self._send_json(409, {"error": "this part is not here yet"})
             return
         self.send_response(200 if wanted is None else 206)
         self.send_header("Content-Length", str(end - start))
@@ -267,10 +267,10 @@ class _Handler(BaseHTTPRequestHandler):
                 continue
             _wait_writable(sock)
 
-    def _say(self, status: int, body: dict[str, object]) -> None:
-        self._say_bytes(status, json.dumps(body).encode(), "application/json")
+    def _send_json(self, status: int, body: dict[str, object]) -> None:
+        self._send_body(status, json.dumps(body).encode(), "application/json")
 
-    def _say_bytes(self, status: int, body: bytes, kind: str) -> None:
+    def _send_body(self, status: int, body: bytes, kind: str) -> None:
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
@@ -281,4 +281,4 @@ class _Handler(BaseHTTPRequestHandler):
 def _wait_writable(sock: socket.socket) -> None:
     poll = select.poll()
     poll.register(sock, select.POLLOUT)
-    poll.poll(1000 * UNREAD_S)  # whoever reads nothing for so long is cut off
+    poll.poll(1000 * UNREAD_S)  # a receiver that reads nothing for so long is cut off

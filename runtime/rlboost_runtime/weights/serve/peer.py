@@ -1,15 +1,13 @@
-"""A machine's holder: hands what one of its agents pulls to other instances of the zone, as its child
-process.
+"""A machine's peer server: hands what one of its agents pulls to other instances of the zone.
 
 ::
 
-    python -m rlboost_runtime.weights.serve.peer       reads one JSON line, a `PeerRequest`, on stdin
+    python -m rlboost_runtime.weights.serve.peer
 
-    {"url", "certificate"}                       on stdout, once it listens
-    {"error": "..."}                             or this, exit code 1
-
-It has a certificate of its own, made at its start: the run's key never leaves the head. Who reads from it is
-told the certificate by the coordinator. It ends with its stdin, hence with its agent.
+A child process of the agent: reads a `PeerRequest`, writes a `PeerListening` once it listens
+(`weights.child_pipe`). It has a certificate of its own, made at its start: the run's key never leaves the
+head. The coordinator passes the certificate on to those who read from it. It ends with its stdin, hence with
+its agent.
 """
 
 from __future__ import annotations
@@ -23,19 +21,12 @@ from pathlib import Path
 
 import msgspec
 
+from rlboost_runtime.protocol.messages import PeerListening
 from rlboost_runtime.run import security
 from rlboost_runtime.run.folder import RunFolder
-from rlboost_runtime.weights.pull.child import read_line, say
+from rlboost_runtime.weights.child_pipe import ChildFailure, PeerRequest, read_line, send
 from rlboost_runtime.weights.serve.catalog import PulledCatalog
 from rlboost_runtime.weights.serve.http import WeightHttpServer
-
-
-class PeerRequest(msgspec.Struct, frozen=True):
-    """What to serve. `host`: this machine's address as its zone sees it; loopback: nobody else comes."""
-
-    folder: str
-    token: str
-    host: str
 
 
 def main() -> int:
@@ -45,7 +36,7 @@ def main() -> int:
         request = msgspec.json.decode(read_line(stdin), type=PeerRequest)
         listener = socket.create_server((request.host, 0), backlog=128)
     except (msgspec.DecodeError, OSError) as exc:
-        say({"error": f"cannot serve peers: {exc}"})
+        send(ChildFailure(f"cannot serve peers: {exc}"))
         return 1
     stop = threading.Event()
     with tempfile.TemporaryDirectory(prefix="rlboost-peer-") as name:
@@ -55,7 +46,7 @@ def main() -> int:
         server = WeightHttpServer(listener, security.server_context(identity), request.token, catalog)
         threading.Thread(target=_wait_for_end, args=(stdin, stop), daemon=True).start()
         port = listener.getsockname()[1]
-        say({"url": f"https://{request.host}:{port}", "certificate": identity.certificate.read_text()})
+        send(PeerListening(f"https://{request.host}:{port}", identity.certificate.read_text()))
         server.serve_until(stop)  # here: if it fails, the process ends, and the agent sees it
     return 0
 

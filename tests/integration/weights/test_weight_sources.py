@@ -22,12 +22,18 @@ import pytest
 from rlboost_runtime.errors import RuntimeFault
 from rlboost_runtime.run import security
 from rlboost_runtime.run.folder import RunFolder
+from rlboost_runtime.weights.child_pipe import (
+    PullProgress,
+    PullReport,
+    PullRequest,
+    PullSource,
+    SourceKind,
+    TransferSettings,
+)
 from rlboost_runtime.weights.manifest import Manifest, Probe, read_manifest
 from rlboost_runtime.weights.pull import chunk_scheduler as works
-from rlboost_runtime.weights.pull.bucket import forget, open_bucket, relay
-from rlboost_runtime.weights.pull.chunk_scheduler import PullProgress
-from rlboost_runtime.weights.pull.pull import Deadlines, Pulled, PullRequest, pull
-from rlboost_runtime.weights.pull.sources import Holder, Kind, TransferSettings
+from rlboost_runtime.weights.pull.bucket import open_bucket, prune_bucket, upload
+from rlboost_runtime.weights.pull.pull import Deadlines, pull
 from rlboost_runtime.weights.serve.catalog import Catalog, Entry, PulledCatalog, StoreCatalog
 from rlboost_runtime.weights.serve.http import WeightHttpServer
 from rlboost_runtime.weights.store.store import LEASE, WeightStore
@@ -70,25 +76,27 @@ class Lab:
         return self.path / machine / "weights"
 
     @contextmanager
-    def head(self) -> Iterator[Holder]:
-        with self.serving("head", Kind.HEAD, self.run, StoreCatalog(self.store, 0.2)) as holder:
+    def head(self) -> Iterator[PullSource]:
+        with self.serving("head", SourceKind.HEAD, self.run, StoreCatalog(self.store, 0.2)) as holder:
             yield holder
 
     @contextmanager
-    def peer(self, machine: str) -> Iterator[Holder]:
+    def peer(self, machine: str) -> Iterator[PullSource]:
         identity = RunFolder(self.path / machine / "identity")
         security.create_secrets(identity)
         catalog = PulledCatalog([self.folder(machine)])
-        with self.serving(machine, Kind.PEER, identity, catalog) as holder:
+        with self.serving(machine, SourceKind.PEER, identity, catalog) as holder:
             yield holder
 
     @contextmanager
-    def serving(self, name: str, kind: Kind, identity: RunFolder, catalog: Catalog) -> Iterator[Holder]:
+    def serving(
+        self, name: str, kind: SourceKind, identity: RunFolder, catalog: Catalog
+    ) -> Iterator[PullSource]:
         with serve(security.server_context(identity), security.read_token(self.run), catalog) as server:
             url = f"https://127.0.0.1:{server.server_address[1]}"
-            yield Holder(name, kind, url, identity.certificate.read_text())
+            yield PullSource(name, kind, url, identity.certificate.read_text())
 
-    def pull(self, machine: str, head: Holder, version: int, **changes: Any) -> Pulled:
+    def pull(self, machine: str, head: PullSource, version: int, **changes: Any) -> PullReport:
         fields: dict[str, Any] = {
             "url": head.url,
             "version": version,
@@ -126,7 +134,7 @@ def lab(tmp_path: Path) -> Lab:
 
 
 @pytest.fixture
-def head(lab: Lab) -> Iterator[Holder]:
+def head(lab: Lab) -> Iterator[PullSource]:
     with lab.head() as holder:
         yield holder
 
@@ -134,7 +142,7 @@ def head(lab: Lab) -> Iterator[Holder]:
 # --- deltas ----------------------------------------------------------------------------------------------
 
 
-def test_twenty_versions_follow_one_another_by_deltas(lab: Lab, head: Holder) -> None:
+def test_twenty_versions_follow_one_another_by_deltas(lab: Lab, head: PullSource) -> None:
     full = lab.publish(0).num_bytes
     assert lab.pull("a", head, 0).how == "full"
     for version in range(1, 21):
@@ -146,7 +154,7 @@ def test_twenty_versions_follow_one_another_by_deltas(lab: Lab, head: Holder) ->
         assert lab.holds("a", version)
 
 
-def test_a_receiver_that_missed_versions_takes_several_deltas(lab: Lab, head: Holder) -> None:
+def test_a_receiver_that_missed_versions_takes_several_deltas(lab: Lab, head: PullSource) -> None:
     lab.publish(0)
     lab.pull("a", head, 0)
     for version in (1, 2, 3):
@@ -157,7 +165,7 @@ def test_a_receiver_that_missed_versions_takes_several_deltas(lab: Lab, head: Ho
     assert lab.holds("a", 3)
 
 
-def test_one_that_is_too_far_behind_takes_the_version_whole(lab: Lab, head: Holder) -> None:
+def test_one_that_is_too_far_behind_takes_the_version_whole(lab: Lab, head: PullSource) -> None:
     lab.publish(0)
     lab.pull("a", head, 0)
     for version in range(1, 7):
@@ -166,7 +174,7 @@ def test_one_that_is_too_far_behind_takes_the_version_whole(lab: Lab, head: Hold
     assert lab.holds("a", 6)
 
 
-def test_a_newcomer_and_one_told_to_take_all_fetch_whole(lab: Lab, head: Holder) -> None:
+def test_a_newcomer_and_one_told_to_take_all_fetch_whole(lab: Lab, head: PullSource) -> None:
     lab.publish(0)
     lab.pull("a", head, 0)
     lab.publish(1)
@@ -174,7 +182,7 @@ def test_a_newcomer_and_one_told_to_take_all_fetch_whole(lab: Lab, head: Holder)
     assert lab.pull("a", head, 1, transfer=TransferSettings.FULL).how == "full"
 
 
-def test_a_base_with_a_wrong_byte_costs_one_chunk(lab: Lab, head: Holder) -> None:
+def test_a_base_with_a_wrong_byte_costs_one_chunk(lab: Lab, head: PullSource) -> None:
     lab.publish(0)
     lab.pull("a", head, 0)
     with (lab.folder("a") / "v000000" / "model.safetensors").open("r+b") as file:
@@ -190,7 +198,7 @@ def test_a_base_with_a_wrong_byte_costs_one_chunk(lab: Lab, head: Holder) -> Non
     assert lab.holds("a", 1)
 
 
-def test_a_base_of_other_content_is_not_used(lab: Lab, head: Holder) -> None:
+def test_a_base_of_other_content_is_not_used(lab: Lab, head: PullSource) -> None:
     lab.publish(0)
     lab.pull("a", head, 0)
     shutil.rmtree(lab.run.weights / "v000000")
@@ -200,7 +208,7 @@ def test_a_base_of_other_content_is_not_used(lab: Lab, head: Holder) -> None:
     assert lab.holds("a", 1)
 
 
-def test_a_base_that_is_cut_short_is_fetched_whole(lab: Lab, head: Holder) -> None:
+def test_a_base_that_is_cut_short_is_fetched_whole(lab: Lab, head: PullSource) -> None:
     lab.publish(0)
     lab.pull("a", head, 0)
     os.truncate(lab.folder("a") / "v000000" / "model.safetensors", 0)
@@ -209,7 +217,7 @@ def test_a_base_that_is_cut_short_is_fetched_whole(lab: Lab, head: Holder) -> No
     assert lab.holds("a", 1)
 
 
-def test_a_damaged_delta_in_the_store_is_fetched_around(lab: Lab, head: Holder) -> None:
+def test_a_damaged_delta_in_the_store_is_fetched_around(lab: Lab, head: PullSource) -> None:
     lab.publish(0)
     lab.pull("a", head, 0)
     lab.publish(1)
@@ -223,7 +231,7 @@ def test_a_damaged_delta_in_the_store_is_fetched_around(lab: Lab, head: Holder) 
     assert lab.holds("a", 1)
 
 
-def test_a_delta_that_did_not_come_whole_is_not_offered_to_peers(lab: Lab, head: Holder) -> None:
+def test_a_delta_that_did_not_come_whole_is_not_offered_to_peers(lab: Lab, head: PullSource) -> None:
     lab.publish(0)
     lab.pull("a", head, 0)
     manifest = lab.publish(1)
@@ -237,7 +245,9 @@ def test_a_delta_that_did_not_come_whole_is_not_offered_to_peers(lab: Lab, head:
     assert set(marks[num_own:]) == {0}
 
 
-def test_a_killed_restore_is_taken_up_again(lab: Lab, head: Holder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_restore_is_taken_up_again(
+    lab: Lab, head: PullSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from rlboost_runtime.weights.pull import restore as restoring
 
     lab.publish(0)
@@ -261,7 +271,7 @@ def test_a_killed_restore_is_taken_up_again(lab: Lab, head: Holder, monkeypatch:
 # --- links -----------------------------------------------------------------------------------------------
 
 
-def test_on_the_heads_own_machine_nothing_is_copied(lab: Lab, head: Holder) -> None:
+def test_on_the_heads_own_machine_nothing_is_copied(lab: Lab, head: PullSource) -> None:
     lab.publish(3)
     pulled = lab.pull("a", head, 3, store=str(lab.run.weights))
     assert (pulled.how, pulled.pulled_bytes) == ("linked", 0)
@@ -272,7 +282,7 @@ def test_on_the_heads_own_machine_nothing_is_copied(lab: Lab, head: Holder) -> N
     assert mine.stat().st_size > 2_000_000
 
 
-def test_a_store_without_the_version_or_with_another_one_is_not_linked(lab: Lab, head: Holder) -> None:
+def test_a_store_without_the_version_or_with_another_one_is_not_linked(lab: Lab, head: PullSource) -> None:
     manifest = lab.publish(3)
     other = Lab(lab.path / "other")
     other.publish(3, share=0.5)
@@ -282,7 +292,7 @@ def test_a_store_without_the_version_or_with_another_one_is_not_linked(lab: Lab,
     assert lab.holds("a", 3)
 
 
-def test_a_half_linked_version_is_pulled_over_the_network(lab: Lab, head: Holder) -> None:
+def test_a_half_linked_version_is_pulled_over_the_network(lab: Lab, head: PullSource) -> None:
     lab.publish(3)
     part = lab.folder("a") / "v000003.part"
     part.mkdir(parents=True)
@@ -294,7 +304,7 @@ def test_a_half_linked_version_is_pulled_over_the_network(lab: Lab, head: Holder
     assert not (lab.folder("a") / "v000003" / "model.safetensors").samefile(original)
 
 
-def test_a_file_cut_short_in_the_store_is_not_linked(lab: Lab, head: Holder) -> None:
+def test_a_file_cut_short_in_the_store_is_not_linked(lab: Lab, head: PullSource) -> None:
     manifest = lab.publish(3)
     os.truncate(lab.run.weights / "v000003" / "model.safetensors", 1000)
     with pytest.raises(RuntimeFault, match="came wrong"):
@@ -305,32 +315,32 @@ def test_a_file_cut_short_in_the_store_is_not_linked(lab: Lab, head: Holder) -> 
 # --- peers -----------------------------------------------------------------------------------------------
 
 
-def test_a_complete_peer_spares_the_head(lab: Lab, head: Holder) -> None:
+def test_a_complete_peer_spares_the_head(lab: Lab, head: PullSource) -> None:
     lab.publish(1)
     lab.pull("a", head, 1)
     with lab.peer("a") as peer:
-        pulled = lab.pull("b", head, 1, holders=(peer,), part=(0, 0))
-    assert pulled.by_holder == {"a": pulled.pulled_bytes}
+        pulled = lab.pull("b", head, 1, extra_sources=(peer,), part=(0, 0))
+    assert pulled.sources == {"a": pulled.pulled_bytes}
     assert lab.holds("b", 1)
 
 
 def test_receivers_that_pull_at_once_take_one_copy_from_the_head(lab: Lab) -> None:
     names = ["a", "b", "c", "d"]
     manifest = lab.publish(1)
-    results: dict[str, Pulled] = {}
+    results: dict[str, PullReport] = {}
     with lab.head() as head, ExitStack() as stack:
         peers = {name: stack.enter_context(lab.peer(name)) for name in names}
 
         def run(i: int, name: str) -> None:
             others = tuple(peer for other, peer in peers.items() if other != name)
-            results[name] = lab.pull(name, head, 1, holders=others, part=(i, len(names)), streams=2)
+            results[name] = lab.pull(name, head, 1, extra_sources=others, part=(i, len(names)), streams=2)
 
         threads = [threading.Thread(target=run, args=pair) for pair in enumerate(names)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(60)
-    from_head = sum(pulled.by_holder.get("head", 0) for pulled in results.values())
+    from_head = sum(pulled.sources.get("head", 0) for pulled in results.values())
     assert manifest.num_bytes <= from_head < 1.6 * manifest.num_bytes
     assert all(lab.holds(name, 1) for name in names)
 
@@ -357,25 +367,25 @@ class Wrong(PulledCatalog):
             yield dataclasses.replace(entry, folder=self._wrong / name)
 
 
-def test_a_lying_peer_is_left_out(lab: Lab, head: Holder, tmp_path: Path) -> None:
+def test_a_lying_peer_is_left_out(lab: Lab, head: PullSource, tmp_path: Path) -> None:
     lab.publish(1)
     lab.pull("a", head, 1)
     identity = RunFolder(tmp_path / "liar")
     security.create_secrets(identity)
     catalog = Wrong(lab.folder("a"), tmp_path / "wrong")
-    with lab.serving("liar", Kind.PEER, identity, catalog) as liar:
-        pulled = lab.pull("b", head, 1, holders=(liar,), part=(0, 2))
+    with lab.serving("liar", SourceKind.PEER, identity, catalog) as liar:
+        pulled = lab.pull("b", head, 1, extra_sources=(liar,), part=(0, 2))
     assert "came wrong" in pulled.complaints["liar"]
     assert pulled.num_corrupt == works.MAX_EXTRA_CORRUPT
     assert lab.holds("b", 1)
 
 
-def test_a_peer_that_is_not_there_costs_little_time(lab: Lab, head: Holder) -> None:
+def test_a_peer_that_is_not_there_costs_little_time(lab: Lab, head: PullSource) -> None:
     lab.publish(1)
     with lab.peer("a") as gone:
         pass
     began = time.monotonic()
-    pulled = lab.pull("b", head, 1, holders=(gone,), part=(0, 2))
+    pulled = lab.pull("b", head, 1, extra_sources=(gone,), part=(0, 2))
     assert time.monotonic() - began < 5
     assert "ConnectionRefused" in pulled.complaints["a"]
     assert lab.holds("b", 1)
@@ -394,33 +404,33 @@ def test_a_peer_that_is_not_there_costs_little_time(lab: Lab, head: Holder) -> N
         "",
     ],
 )
-def test_a_peer_of_an_impossible_address_is_left_out(lab: Lab, head: Holder, url: str) -> None:
+def test_a_peer_of_an_impossible_address_is_left_out(lab: Lab, head: PullSource, url: str) -> None:
     lab.publish(1)
-    nonsense = Holder("a", Kind.PEER, url, lab.run.certificate.read_text())
-    pulled = lab.pull("b", head, 1, holders=(nonsense,), part=(0, 2))
+    nonsense = PullSource("a", SourceKind.PEER, url, lab.run.certificate.read_text())
+    pulled = lab.pull("b", head, 1, extra_sources=(nonsense,), part=(0, 2))
     assert "cannot pull from" in pulled.complaints["a"]
     assert lab.holds("b", 1)
 
 
-def test_a_peer_whose_certificate_is_none_is_left_out(lab: Lab, head: Holder) -> None:
+def test_a_peer_whose_certificate_is_none_is_left_out(lab: Lab, head: PullSource) -> None:
     lab.publish(1)
     with lab.peer("a") as peer:
-        garbled = Holder("a", Kind.PEER, peer.url, "garbage")
-        pulled = lab.pull("b", head, 1, holders=(garbled,), part=(0, 2))
+        garbled = PullSource("a", SourceKind.PEER, peer.url, "garbage")
+        pulled = lab.pull("b", head, 1, extra_sources=(garbled,), part=(0, 2))
     assert "certificate cannot be read" in pulled.complaints["a"]
     assert lab.holds("b", 1)
 
 
-def test_a_peer_with_another_certificate_never_sees_the_token(lab: Lab, head: Holder) -> None:
+def test_a_peer_with_another_certificate_never_sees_the_token(lab: Lab, head: PullSource) -> None:
     lab.publish(1)
     with lab.peer("a") as peer:
-        impostor = Holder("a", Kind.PEER, peer.url, lab.run.certificate.read_text())
-        pulled = lab.pull("b", head, 1, holders=(impostor,), part=(0, 2))
+        impostor = PullSource("a", SourceKind.PEER, peer.url, lab.run.certificate.read_text())
+        pulled = lab.pull("b", head, 1, extra_sources=(impostor,), part=(0, 2))
     assert "another certificate" in pulled.complaints["a"]
     assert lab.holds("b", 1)
 
 
-def test_only_verified_chunks_of_a_part_are_handed_out(lab: Lab, head: Holder) -> None:
+def test_only_verified_chunks_of_a_part_are_handed_out(lab: Lab, head: PullSource) -> None:
     manifest = lab.publish(1)
     lab.pull("a", head, 1)
     folder = lab.folder("a")
@@ -438,12 +448,12 @@ def test_only_verified_chunks_of_a_part_are_handed_out(lab: Lab, head: Holder) -
             end = chunk.offset + chunk.length
             assert entry.has(file.name, chunk.offset, end) == bool(marks[first + i])
     with lab.peer("a") as peer:
-        pulled = lab.pull("b", head, 1, holders=(peer,), part=(0, 0))
-    assert 0 < pulled.by_holder["a"] < manifest.num_bytes
+        pulled = lab.pull("b", head, 1, extra_sources=(peer,), part=(0, 0))
+    assert 0 < pulled.sources["a"] < manifest.num_bytes
     assert lab.holds("b", 1)
 
 
-def test_a_peer_remembers_only_the_versions_that_are_here(lab: Lab, head: Holder) -> None:
+def test_a_peer_remembers_only_the_versions_that_are_here(lab: Lab, head: PullSource) -> None:
     catalog = PulledCatalog([lab.folder("a")])
     for version in range(4):
         lab.publish(version)
@@ -463,13 +473,13 @@ def test_a_peer_remembers_only_the_versions_that_are_here(lab: Lab, head: Holder
 # --- engines of one machine ------------------------------------------------------------------------------
 
 
-def test_a_machines_engines_fetch_a_version_once_and_share_its_pages(lab: Lab, head: Holder) -> None:
+def test_a_machines_engines_fetch_a_version_once_and_share_its_pages(lab: Lab, head: PullSource) -> None:
     manifest = lab.publish(1)
     folders = [lab.path / "machine" / "weights" / str(number) for number in range(4)]
     for folder in folders:
         folder.mkdir(parents=True)
 
-    def engine(number: int) -> Pulled:
+    def engine(number: int) -> PullReport:
         siblings = tuple(str(folder) for folder in folders if folder != folders[number])
         return lab.pull("machine", head, 1, folder=str(folders[number]), siblings=siblings)
 
@@ -477,11 +487,11 @@ def test_a_machines_engines_fetch_a_version_once_and_share_its_pages(lab: Lab, h
         pulls = list(pool.map(engine, range(4)))
     assert sorted(pulled.how for pulled in pulls) == ["full", "linked", "linked", "linked"]
     assert sum(pulled.pulled_bytes for pulled in pulls) == manifest.num_bytes
-    assert len({(pulled.folder / "model.safetensors").stat().st_ino for pulled in pulls}) == 1
+    assert len({(pulled.path / "model.safetensors").stat().st_ino for pulled in pulls}) == 1
 
 
 def test_an_engine_links_a_version_of_which_its_neighbour_has_some_deltas_or_none(
-    lab: Lab, head: Holder
+    lab: Lab, head: PullSource
 ) -> None:
     folders = [lab.path / "machine" / name for name in "ab"]
     for folder in folders:
@@ -504,7 +514,7 @@ def test_an_engine_links_a_version_of_which_its_neighbour_has_some_deltas_or_non
         assert entry.marks()[num_own] == 1
 
 
-def test_an_engine_whose_neighbour_lacks_a_file_pulls_itself(lab: Lab, head: Holder) -> None:
+def test_an_engine_whose_neighbour_lacks_a_file_pulls_itself(lab: Lab, head: PullSource) -> None:
     lab.publish(1)
     mine, theirs = (lab.path / "machine" / name for name in "ab")
     mine.mkdir(parents=True)
@@ -513,7 +523,7 @@ def test_an_engine_whose_neighbour_lacks_a_file_pulls_itself(lab: Lab, head: Hol
     assert lab.pull("machine", head, 1, folder=str(mine), siblings=(str(theirs),)).how == "full"
 
 
-def test_an_engine_does_not_take_other_content_from_its_neighbour(lab: Lab, head: Holder) -> None:
+def test_an_engine_does_not_take_other_content_from_its_neighbour(lab: Lab, head: PullSource) -> None:
     manifest = lab.publish(1)
     other = Lab(lab.path / "other")
     other.publish(1, share=0.5)
@@ -529,46 +539,46 @@ def test_an_engine_does_not_take_other_content_from_its_neighbour(lab: Lab, head
 # --- a bucket --------------------------------------------------------------------------------------------
 
 
-def test_a_bucket_spares_the_head_its_egress(lab: Lab, head: Holder) -> None:
+def test_a_bucket_spares_the_head_its_egress(lab: Lab, head: PullSource) -> None:
     manifest = lab.publish(1)
     url = f"file://{lab.path}/bucket"
-    sent = relay(open_bucket(url, 5.0), lab.run.weights / "v000001")
+    sent = upload(open_bucket(url, 5.0), lab.run.weights / "v000001")
     assert sent > manifest.num_bytes
-    bucket = Holder("bucket", Kind.BUCKET, url)
-    pulled = lab.pull("a", head, 1, holders=(bucket,), usd_per_gb=0.1)
-    assert pulled.by_holder.get("bucket", 0) > 0.5 * manifest.num_bytes
+    bucket = PullSource("bucket", SourceKind.BUCKET, url)
+    pulled = lab.pull("a", head, 1, extra_sources=(bucket,), usd_per_gb=0.1)
+    assert pulled.sources.get("bucket", 0) > 0.5 * manifest.num_bytes
     assert lab.holds("a", 1)
 
 
 def test_with_the_head_away_the_bucket_alone_is_enough_if_the_content_is_announced(lab: Lab) -> None:
     manifest = lab.publish(1)
     url = f"file://{lab.path}/bucket"
-    relay(open_bucket(url, 5.0), lab.run.weights / "v000001")
-    bucket = Holder("bucket", Kind.BUCKET, url)
+    upload(open_bucket(url, 5.0), lab.run.weights / "v000001")
+    bucket = PullSource("bucket", SourceKind.BUCKET, url)
     with lab.head() as head:
         pass
-    pulled = lab.pull("a", head, 1, holders=(bucket,), digest=manifest.content_digest)
-    assert pulled.by_holder == {"bucket": manifest.num_bytes}
+    pulled = lab.pull("a", head, 1, extra_sources=(bucket,), digest=manifest.content_digest)
+    assert pulled.sources == {"bucket": manifest.num_bytes}
     assert lab.holds("a", 1)
 
 
-def test_a_bucket_with_other_content_than_announced_is_not_believed(lab: Lab, head: Holder) -> None:
+def test_a_bucket_with_other_content_than_announced_is_not_believed(lab: Lab, head: PullSource) -> None:
     manifest = lab.publish(1)
     other = Lab(lab.path / "other")
     other.publish(1, share=0.5)
     url = f"file://{lab.path}/bucket"
-    relay(open_bucket(url, 5.0), other.run.weights / "v000001")
-    bucket = Holder("bucket", Kind.BUCKET, url)
-    pulled = lab.pull("a", head, 1, holders=(bucket,), digest=manifest.content_digest)
+    upload(open_bucket(url, 5.0), other.run.weights / "v000001")
+    bucket = PullSource("bucket", SourceKind.BUCKET, url)
+    pulled = lab.pull("a", head, 1, extra_sources=(bucket,), digest=manifest.content_digest)
     assert lab.holds("a", 1)
-    assert pulled.by_holder["head"] > 0
+    assert pulled.sources["head"] > 0
 
 
-def test_a_version_that_is_not_in_the_bucket_comes_from_the_head(lab: Lab, head: Holder) -> None:
+def test_a_version_that_is_not_in_the_bucket_comes_from_the_head(lab: Lab, head: PullSource) -> None:
     lab.publish(1)
-    bucket = Holder("bucket", Kind.BUCKET, f"file://{lab.path}/bucket")
-    pulled = lab.pull("a", head, 1, holders=(bucket,), usd_per_gb=0.1)
-    assert pulled.by_holder == {"head": pulled.pulled_bytes}
+    bucket = PullSource("bucket", SourceKind.BUCKET, f"file://{lab.path}/bucket")
+    pulled = lab.pull("a", head, 1, extra_sources=(bucket,), usd_per_gb=0.1)
+    assert pulled.sources == {"head": pulled.pulled_bytes}
     assert lab.holds("a", 1)
 
 
@@ -576,8 +586,8 @@ def test_old_versions_leave_the_bucket(lab: Lab) -> None:
     bucket = open_bucket(f"file://{lab.path}/bucket", 5.0)
     for version in range(3):
         lab.publish(version)
-        relay(bucket, lab.run.weights / f"v{version:06d}")
-    assert forget(bucket, keep=2) == [0]
+        upload(bucket, lab.run.weights / f"v{version:06d}")
+    assert prune_bucket(bucket, keep=2) == [0]
     left = {path.name for path in (lab.path / "bucket").glob("v*") if any(path.iterdir())}
     assert left == {"v000001", "v000002"}
     kept = [read_manifest(lab.run.weights / name) for name in left]
@@ -586,23 +596,23 @@ def test_old_versions_leave_the_bucket(lab: Lab) -> None:
     assert sorted(there) == sorted(files.values())
 
 
-def test_a_url_that_is_no_bucket_is_told(lab: Lab, head: Holder) -> None:
+def test_a_url_that_is_no_bucket_is_told(lab: Lab, head: PullSource) -> None:
     lab.publish(1)
     with pytest.raises(Exception, match=r"weights.bucket 'nonsense' cannot be used"):
-        lab.pull("a", head, 1, holders=(Holder("bucket", Kind.BUCKET, "nonsense"),))
+        lab.pull("a", head, 1, extra_sources=(PullSource("bucket", SourceKind.BUCKET, "nonsense"),))
 
 
 def test_a_bucket_that_does_not_answer_delays_nobody(
-    lab: Lab, head: Holder, monkeypatch: pytest.MonkeyPatch
+    lab: Lab, head: PullSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lab.publish(1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
             monkeypatch.setenv(name, "test")
-        bucket = Holder("bucket", Kind.BUCKET, "s3://b/p")
+        bucket = PullSource("bucket", SourceKind.BUCKET, "s3://b/p")
         began = time.monotonic()
-        lab.pull("a", head, 1, holders=(bucket,))
+        lab.pull("a", head, 1, extra_sources=(bucket,))
         assert time.monotonic() - began < PATIENT.idle_s - 0.5
     assert lab.holds("a", 1)
 
@@ -636,7 +646,7 @@ def quickly(wait: Callable[[Any], bool], sending: Any) -> bool:
     return done == [True]
 
 
-def test_a_receiver_that_reads_a_byte_a_second_delays_nobody(lab: Lab, head: Holder) -> None:
+def test_a_receiver_that_reads_a_byte_a_second_delays_nobody(lab: Lab, head: PullSource) -> None:
     import http.client
 
     lab.publish(1)

@@ -44,7 +44,7 @@ def test_the_head_writes_where_machines_read_and_that_is_the_runs_own_place(
             """Do nothing."""
 
     monkeypatch.setattr(relaying, "BucketUpload", Recording)
-    with server._relaying(run, WeightStore(run.weights), threading.Event()):
+    with server._uploading(run, WeightStore(run.weights), threading.Event()):
         pass
     told = make_bootstrap(job, run, "spot-3", Pool.SPOT, ("spot-3/0",))
     assert written == [told.weight_bucket] == ["s3://somewhere/weights/demo"]
@@ -61,7 +61,7 @@ def test_two_runs_in_one_bucket_keep_their_versions(tmp_path: Path) -> None:
         relay = relaying.BucketUpload(store, RunFolder(tmp_path / name).place_in(url))
         for version in versions:
             store.publish(version, write, Probe((1,), (1,), (0.0,), 1.0))
-            relay.look()
+            relay.upload_newest()
         return {path.parent.name for path in (tmp_path / "bucket" / name).glob(f"v*/{MANIFEST}")}
 
     assert relayed("first", (98, 99, 100)) == {"v000099", "v000100"}

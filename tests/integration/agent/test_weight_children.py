@@ -1,4 +1,4 @@
-"""The agent's side of a pull: a child that reports, and what is heard of it."""
+"""The agent's side of a pull: a child that reports, and what the agent makes of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from rlboost_runtime.agent.puller import MIN_MEASURED_BYTES, Puller, PullSettings
+from rlboost_runtime.agent.weight_children import MIN_MEASURED_BYTES, Puller
+from rlboost_runtime.weights.child_pipe import PullRequest
 
 pytestmark = pytest.mark.integration
 
@@ -26,16 +27,20 @@ def puller(tmp_path: Path, *lines: dict[str, Any]) -> tuple[Puller, Path]:
         f"while not pathlib.Path({str(go)!r}).exists(): time.sleep(0.01)\n"
         "print(lines[-1], flush=True)\n"
     )
-    source = PullSettings(tmp_path, "token", "PEM", 2)
-    return Puller(source, tmp_path / "log", (sys.executable, "-S", str(script))), go
+    template = PullRequest("", -1, str(tmp_path), "token", "PEM", 2)
+    return Puller(template, tmp_path / "log", (sys.executable, "-S", str(script))), go
+
+
+def progress(done_bytes: int) -> dict[str, Any]:
+    return {"type": "PullProgress", "done_bytes": done_bytes, "total_bytes": 100}
 
 
 def done(**more: Any) -> dict[str, Any]:
-    return {"done": True, "folder": "/there", "pulled_bytes": 1, "seconds": 1.0, **more}
+    return {"type": "PullReport", "version": 7, "folder": "/there", "pulled_bytes": 1, **more}
 
 
 async def test_how_far_a_pull_is_can_be_asked_until_it_is_over(tmp_path: Path) -> None:
-    mine, go = puller(tmp_path, {"bytes": 10, "total": 100}, {"bytes": 40, "total": 100}, done())
+    mine, go = puller(tmp_path, progress(10), progress(40), done())
     assert mine.progress is None
     pulling = asyncio.create_task(mine.pull(7))
     async with asyncio.timeout(20):
@@ -55,14 +60,14 @@ async def test_what_went_wrong_in_a_good_pull_is_an_event(
         await mine.pull(7)
     said = {record.message: vars(record)["fields"] for record in caplog.records}
     assert said["pull.chunks_corrupt"]["num_chunks"] == 3
-    assert said["pull.holder_left_out"]["holder"] == "spot-2/0"
+    assert said["pull.source_left_out"]["source"] == "spot-2/0"
 
 
 @pytest.mark.parametrize(("num", "known"), [(MIN_MEASURED_BYTES - 1, False), (MIN_MEASURED_BYTES, True)])
 async def test_a_rate_is_taken_from_pulls_that_are_large_enough(
     tmp_path: Path, num: int, known: bool
 ) -> None:
-    mine, go = puller(tmp_path, done(pulled_bytes=num, bytes_per_s=5e6))
+    mine, go = puller(tmp_path, done(pulled_bytes=num, fetch_s=num / 5e6))
     go.touch()
     await mine.pull(7)
     await mine.pull(8)
