@@ -210,7 +210,7 @@ def train_step(
     rewards_GR = torch.tensor(shaped).view(-1, algorithm.group_size)
     advantages = group_advantages(rewards_GR, kind=algorithm.loss).flatten().tolist()
     samples = [
-        Sample(list(prompt.token_ids), response.token_ids, response.logprobs, advantage)
+        Sample.of(prompt.token_ids, response.token_ids, response.logprobs, advantage)
         for prompt, response, advantage in zip(asked, responses, advantages, strict=True)
     ]
     learner.begin_step(step)

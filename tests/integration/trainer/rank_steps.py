@@ -35,7 +35,7 @@ def samples(seed: int, num: int = 12) -> list[Sample]:
     for i in range(num):
         n, m = int(draw.integers(1, 6)), int(draw.integers(1, 9))
         found.append(
-            Sample(
+            Sample.of(
                 draw.integers(0, 256, m).tolist(), draw.integers(0, 256, n).tolist(),
                 draw.normal(-5.5, 0.2, n).tolist(), float(draw.normal()), usable=i != 4,
             )

@@ -188,7 +188,7 @@ def train(policy: Policy, trainer: Trainer, **changes) -> Learner:
         learner.begin_step(step)
         learner.accumulate(
             [
-                Sample(p, r, [-5.0] * len(r), 1.0 - i)
+                Sample.of(p, r, [-5.0] * len(r), 1.0 - i)
                 for i, (p, r) in enumerate(zip(PROMPTS, RESPONSES, strict=True))
             ]
         )

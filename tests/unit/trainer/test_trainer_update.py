@@ -42,7 +42,7 @@ def samples(num: int = 12) -> list[Sample]:
     for _ in range(num):
         n, m = int(draw.integers(1, 6)), int(draw.integers(1, 9))
         found.append(
-            Sample(
+            Sample.of(
                 draw.integers(0, 256, m).tolist(), draw.integers(0, 256, n).tolist(),
                 draw.normal(-5.5, 0.2, n).tolist(), float(draw.normal()),
             )
@@ -78,7 +78,11 @@ def test_the_same_micro_batches_give_the_same_bits():
 
 def test_quarantined_samples_change_nothing():
     found = samples(4)
-    masked = [*found, Sample([1], [2, 3], [-1.0, float("nan")], 5.0, usable=False), Sample([1], [], [], 1.0)]
+    masked = [
+        *found,
+        Sample.of([1], [2, 3], [-1.0, float("nan")], 5.0, usable=False),
+        Sample.of([1], [], [], 1.0),
+    ]
     torch.testing.assert_close(gradient([masked]), gradient([found]))
 
 
@@ -86,7 +90,7 @@ def test_a_minibatch_without_anything_usable_is_skipped_and_counted():
     subject = learner()
     before = [p.detach().clone() for p in subject.policy.model.parameters()]
     subject.begin_step(0)
-    subject.accumulate([Sample([1], [2], [-1.0], 1.0, usable=False)])
+    subject.accumulate([Sample.of([1], [2], [-1.0], 1.0, usable=False)])
     subject.apply()
     assert subject.sums.metrics()["minibatches_empty"] == 1
     assert all(torch.equal(a, b) for a, b in zip(before, subject.policy.model.parameters(), strict=True))
@@ -95,7 +99,7 @@ def test_a_minibatch_without_anything_usable_is_skipped_and_counted():
 def test_a_gradient_that_is_not_finite_never_reaches_the_weights():
     subject = learner()
     subject.begin_step(0)
-    subject.accumulate([Sample([1], [2], [-1.0], float("nan"))])
+    subject.accumulate([Sample.of([1], [2], [-1.0], float("nan"))])
     subject.apply()
     assert subject.sums.metrics()["minibatches_not_finite"] == 1
     assert all(torch.isfinite(p).all() for p in subject.policy.model.parameters())
@@ -118,7 +122,7 @@ def test_training_raises_the_probability_of_better_responses():
     for step in range(3):
         subject.begin_step(step)
         mu = [subject.policy.forward([[1, 2]], [t], 1.0).logprobs[0].detach().tolist() for t in (good, bad)]
-        subject.accumulate([Sample([1, 2], good, mu[0], 1.0), Sample([1, 2], bad, mu[1], -1.0)])
+        subject.accumulate([Sample.of([1, 2], good, mu[0], 1.0), Sample.of([1, 2], bad, mu[1], -1.0)])
         subject.apply()
     assert logprob(good) > before[0]
     assert logprob(bad) < before[1]
@@ -192,7 +196,7 @@ def test_a_group_becomes_samples_with_the_overlong_term_in_the_advantage_only():
     shaped = np.array([2.0, 7.0, 3.0])
     expected = (shaped - shaped.mean()) / (shaped.std(ddof=1) + 1e-6)
     assert [r.sample.advantage for r in group.responses] == pytest.approx(expected.tolist(), rel=1e-5)
-    assert group.responses[0].sample.prompt_ids == [1, 2]
+    assert group.responses[0].sample.prompt_ids.tolist() == [1, 2]
     metrics = group_metrics([group])
     assert metrics["reward_mean"] == pytest.approx(13 / 3)
     assert metrics["truncated_share"] == pytest.approx(1 / 3)

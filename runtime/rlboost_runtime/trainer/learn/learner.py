@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,7 +38,7 @@ from rlboost_runtime.trainer.learn.ranks import (
     Recompute,
     whole,
 )
-from rlboost_runtime.trainer.learn.sample import NOTHING, Sample
+from rlboost_runtime.trainer.learn.sample import NOTHING, Logprobs, Sample
 
 BETAS = (0.9, 0.95)
 
@@ -142,19 +143,20 @@ class Learner:
         """Return the samples with the old logprobs of the weights as they are: before the first `apply`."""
         assert not self._updated, "old logprobs are those of the step's policy"
         self._ranks.tell(Recompute(list(samples)))
-        found: list[float] = []
         order: list[int] = []
+        found = [torch.empty(0)]
         for numbers, batch in self._my_batches(samples):
-            result = self._forward(batch)
-            for number, sample, logprobs in zip(numbers, batch, result.logprobs.tolist(), strict=False):
+            logprobs_BT = self._forward(batch).logprobs.cpu()
+            for number, sample, logprobs_T in zip(numbers, batch, logprobs_BT, strict=False):
                 order.append(number)
-                found += logprobs[: len(sample.token_ids)]
-        return _with_old(samples, self._ranks.gather_floats(order), self._ranks.gather_floats(found))
+                found.append(logprobs_T[: len(sample.token_ids)])
+        orders = self._ranks.gather(torch.tensor(order, dtype=torch.long))
+        return _with_old(samples, orders, self._ranks.gather(torch.cat(found)))
 
     def _my_batches(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], list[Sample]]]:
         """Yield this rank's share, a forward pass at a time, with the samples' numbers; as many on all
         ranks."""
-        usable = [i for i, sample in enumerate(samples) if sample.usable and sample.token_ids]
+        usable = [i for i, sample in enumerate(samples) if sample.usable and len(sample.token_ids)]
         sizes = [len(samples[i].prompt_ids) + len(samples[i].token_ids) - 1 for i in usable]
         batches = micro_batches(usable, sizes, self._budget, self._ranks.num)
         for start in range(0, len(batches), self._ranks.num):
@@ -271,22 +273,21 @@ def recomputes_old(algorithm: Algorithm) -> bool:
     )
 
 
-def _table(values: Sequence[Sequence[float]], like: Forward) -> Tensor:
+def _table(values: Sequence[Logprobs], like: Forward) -> Tensor:
     """Return values_BT of a value per token, 0 elsewhere."""
-    width = like.logprobs.shape[1]
-    rows = [[*row, *[0.0] * (width - len(row))] for row in values]
-    return torch.tensor(rows, dtype=like.logprobs.dtype, device=like.logprobs.device)
+    table = np.zeros(like.logprobs.shape, np.float32)
+    for row, each in zip(table, values, strict=True):
+        row[: len(each)] = each
+    return torch.from_numpy(table).to(like.logprobs.device, like.logprobs.dtype)
 
 
-def _with_old(
-    samples: Sequence[Sample], orders: Sequence[Sequence[float]], values: Sequence[Sequence[float]]
-) -> list[Sample]:
-    """Return the samples with old logprobs put in: per rank, numbers of samples and their values in a row."""
+def _with_old(samples: Sequence[Sample], orders: Sequence[Tensor], values: Sequence[Tensor]) -> list[Sample]:
+    """Return the samples with their old logprobs: per rank, numbers of samples and their values in a row."""
     found = list(samples)
     for order, flat in zip(orders, values, strict=True):
         start = 0
-        for number in map(int, order):
+        for number in order.tolist():
             end = start + len(found[number].token_ids)
-            found[number] = replace(found[number], old_logprobs=list(flat[start:end]))
+            found[number] = replace(found[number], old_logprobs=flat[start:end].numpy())
             start = end
     return found

@@ -17,7 +17,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -29,6 +31,7 @@ ATTENTION = "rlboost_packed"
 _is_packed: ContextVar[bool] = ContextVar("is_packed", default=False)
 
 Item = TypeVar("Item")
+Ids = Sequence[int] | NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +92,16 @@ class PackedBatch:
         return flat.index_put((self.places_N,), values_N).view(self.packing.num, self.num_columns)
 
 
-def pack(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> PackedBatch:
+def pack(prompts: Sequence[Ids], responses: Sequence[Ids]) -> PackedBatch:
     """Return prompt + response of each sequence in one row; the last token predicts nothing and is left out.
 
     Prompts have at least one token.
     """
-    inputs = [[*prompt, *response][:-1] for prompt, response in zip(prompts, responses, strict=True)]
+    answers = [np.asarray(response, np.int64) for response in responses]
+    inputs = [
+        np.concatenate([np.asarray(prompt, np.int64), answer])[:-1]
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
     starts = [0]
     for row in inputs:
         starts.append(starts[-1] + len(row))
@@ -108,11 +115,11 @@ def pack(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -
         predicting.append(torch.arange(first, first + len(responses[i])))
         places.append(torch.arange(len(responses[i])) + i * widest)
     return PackedBatch(
-        ids_1S=torch.tensor([[token for row in inputs for token in row]]),
+        ids_1S=torch.from_numpy(np.concatenate(inputs)).unsqueeze(0),
         positions_1S=torch.cat([torch.arange(len(row)) for row in inputs]).unsqueeze(0),
         packing=Packing(torch.tensor(starts, dtype=torch.int32), longest, spread, torch.cat(gather)),
         predicting_N=torch.cat(predicting),
-        targets_N=torch.tensor([token for response in responses for token in response], dtype=torch.long),
+        targets_N=torch.from_numpy(np.concatenate(answers)),
         places_N=torch.cat(places),
         num_columns=widest,
     )

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
@@ -32,7 +33,7 @@ from rlboost_runtime.job import Algorithm, Lora, Trainer
 from rlboost_runtime.trainer.learn import lora as adapters
 from rlboost_runtime.trainer.learn.background import ModelSnapshot, small_files
 from rlboost_runtime.trainer.learn.logprobs import LogprobModel
-from rlboost_runtime.trainer.learn.packing import pack
+from rlboost_runtime.trainer.learn.packing import Ids, pack
 from rlboost_runtime.trainer.learn.ranks import (
     ALONE,
     Adam,
@@ -155,9 +156,9 @@ class Policy:
         """Return the token ids of a prompt."""
         return list(self.tokenizer.encode(text))
 
-    def decode(self, token_ids: list[int]) -> str:
+    def decode(self, token_ids: Ids) -> str:
         """Return a response's text, as rewards see it: without end-of-text."""
-        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+        return str(self.tokenizer.decode(np.asarray(token_ids, np.int32), skip_special_tokens=True))
 
     def full_state(self, *, copy: bool = False) -> dict[str, Tensor]:
         """Return all weights by name, whole and on the CPU, tied ones once; on ranks other than 0 nothing.
@@ -191,9 +192,7 @@ class Policy:
         state = self.full_state()
         return state if self._lora is None else adapters.merged(state, self._lora)
 
-    def forward(
-        self, prompts: Sequence[list[int]], responses: Sequence[list[int]], temperature: float
-    ) -> Forward:
+    def forward(self, prompts: Sequence[Ids], responses: Sequence[Ids], temperature: float) -> Forward:
         """Return logprobs of the responses, each after its prompt (at least one token). `temperature` 0 reads
         as 1."""
         batch = pack(prompts, responses).to(self.device)

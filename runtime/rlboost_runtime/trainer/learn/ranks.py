@@ -21,9 +21,10 @@ import datetime
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -117,7 +118,18 @@ RankCommand = (
     | RunProbe | Free | Take | End
 )  # fmt: skip
 
-_decoder: msgspec.msgpack.Decoder[RankCommand] = msgspec.msgpack.Decoder(RankCommand)
+
+def _bytes_of(array: object) -> memoryview:
+    assert isinstance(array, np.ndarray)
+    return np.ascontiguousarray(array).data.cast("B")
+
+
+def _array_of(kind: Any, data: bytes) -> object:  # NDArray of one dtype
+    return np.frombuffer(data, get_args(get_args(kind)[1])[0])
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_bytes_of)
+_decoder: msgspec.msgpack.Decoder[RankCommand] = msgspec.msgpack.Decoder(RankCommand, dec_hook=_array_of)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +168,7 @@ class Ranks:
     def tell(self, command: RankCommand) -> None:
         """Have the other ranks enter the method that the caller is in."""
         if self.control is not None and self.leads:
-            self._broadcast(msgspec.msgpack.encode(command))
+            self._broadcast(_encoder.encode(command))
 
     def hear(self) -> RankCommand:
         """Return the next command; not on rank 0."""
@@ -186,19 +198,16 @@ class Ranks:
         found: list[float] = tensor.tolist()
         return found
 
-    def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
-        """Return every rank's values (float32), by rank, on all of them."""
-        mine = torch.tensor(values, dtype=torch.float32)
+    def gather(self, values: Tensor) -> list[Tensor]:
+        """Return every rank's `values` (one dimension, of any length), by rank, on all of them."""
         if self.control is None:
-            return [mine.tolist()]
+            return [values]
         sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self.num)]
-        dist.all_gather(sizes, torch.tensor([mine.numel()]))
+        dist.all_gather(sizes, torch.tensor([values.numel()]))
         width = max(1, *(int(size) for size in sizes))
-        padded = torch.zeros(width)
-        padded[: mine.numel()] = mine
-        rows = [torch.zeros(width) for _ in range(self.num)]
-        dist.all_gather(rows, padded)
-        return [row[: int(size)].tolist() for row, size in zip(rows, sizes, strict=True)]
+        rows = [values.new_zeros(width) for _ in range(self.num)]
+        dist.all_gather(rows, nn.functional.pad(values, (0, width - values.numel())))
+        return [row[: int(size)] for row, size in zip(rows, sizes, strict=True)]
 
 
 ALONE = Ranks()

@@ -1,4 +1,7 @@
-"""What the learner eats: a finished response with its advantage.
+"""A finished response with its advantage, as the learner reads it.
+
+Tokens and logprobs are arrays from the coordinator's bytes to the padded tensor: as Python numbers they would
+take eight times the memory.
 
 Which groups of a step are trained, where some have nothing to teach (dynamic sampling, arXiv 2503.14476).
 
@@ -17,11 +20,18 @@ Pure; the same groups give the same set, whatever order they arrive in.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
 
-@dataclass(frozen=True, slots=True)
+TokenIds = NDArray[np.int32]
+Logprobs = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Sample:
     """A finished response with what the trainer needs of it.
 
@@ -29,16 +39,32 @@ class Sample:
     policy, where they were recomputed. `usable` False (quarantined) masks it out.
     """
 
-    prompt_ids: list[int]
-    token_ids: list[int]
-    logprobs: list[float]
+    prompt_ids: TokenIds
+    token_ids: TokenIds
+    logprobs: Logprobs
     advantage: float
     usable: bool = True
-    old_logprobs: list[float] | None = None
+    old_logprobs: Logprobs | None = None
+
+    @classmethod
+    def of(
+        cls,
+        prompt_ids: Sequence[int],
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        advantage: float,
+        *,
+        usable: bool = True,
+    ) -> Sample:
+        """Return a sample of plain numbers, for small batches."""
+        return cls(
+            np.asarray(prompt_ids, np.int32), np.asarray(token_ids, np.int32),
+            np.asarray(logprobs, np.float32), advantage, usable,
+        )  # fmt: skip
 
 
-NOTHING = Sample([0], [0], [0.0], 0.0, usable=False)
-"""What a rank computes that has no share of a micro-batch: its peers need it for their collectives."""
+NOTHING = Sample.of([0], [0], [0.0], 0.0, usable=False)
+"""What a rank without a share of a micro-batch computes: its peers need it in their collectives."""
 
 
 ZeroVariance = Literal["keep", "drop", "replace"]

@@ -45,6 +45,7 @@ from rlboost_runtime.protocol.messages import (
 from rlboost_runtime.run.folder import RunFolder
 from rlboost_runtime.trainer.artifacts.output import OutputCopies
 from rlboost_runtime.trainer.data.prompts import Example, read_examples
+from rlboost_runtime.trainer.learn.sample import Logprobs, TokenIds
 from rlboost_runtime.trainer.learn.version_files import (
     find_tied,
     greedy_probe,
@@ -62,16 +63,26 @@ from rlboost_runtime.weights.store.store import WeightStore
 KEEP_VERSIONS = 2
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """One response. `logprobs`: natural logs under the distribution sampled from, one per token."""
+    """One response. `token_logprobs`: natural logs under the distribution sampled from, one per token."""
 
-    token_ids: list[int]
-    logprobs: list[float]
+    ids: TokenIds
+    token_logprobs: Logprobs
     finish_reason: str
     """stop, length, or quarantined: it made engines fail, and has whatever tokens it got to."""
     num_instances: int
     """Machines that had a part in it; more than 1: it was migrated."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Return `ids` as Python numbers, made anew for each call."""
+        return self.ids.tolist()
+
+    @property
+    def logprobs(self) -> list[float]:
+        """Return `token_logprobs` as Python numbers, made anew for each call."""
+        return self.token_logprobs.tolist()
 
 
 class RolloutClient:
@@ -200,7 +211,7 @@ class RolloutClient:
             done |= {group.group: group for group in groups}
         self.stream.hold_lease()
         found = [[_completion(each) for each in done[group].responses] for group in range(len(prompts))]
-        self._num_tokens = sum(len(each.token_ids) for group in found for each in group)
+        self._num_tokens = sum(each.ids.size for group in found for each in group)
         return found
 
     def trained(self, step: int, *, reward_mean: float, metrics: Mapping[str, float] | None = None) -> None:
@@ -254,8 +265,8 @@ def _bytes(token_ids: Sequence[int]) -> bytes:
 
 def _completion(response: FinishedResponse) -> Completion:
     return Completion(
-        np.frombuffer(response.token_ids, dtype="<i4").tolist(),
-        np.frombuffer(response.logprobs, dtype="<f4").tolist(),
+        np.frombuffer(response.token_ids, "<i4"),
+        np.frombuffer(response.logprobs, "<f4"),
         str(response.finish_reason),
         len({segment.instance for segment in response.segments}),
     )

@@ -23,7 +23,7 @@ from rlboost_runtime.job import Algorithm
 from rlboost_runtime.protocol.messages import DeliverGroupMessage, FinishedResponse
 from rlboost_runtime.trainer.data.prompts import Prompt
 from rlboost_runtime.trainer.learn.losses import group_advantages, overlong_penalty
-from rlboost_runtime.trainer.learn.sample import Sample
+from rlboost_runtime.trainer.learn.sample import Logprobs, Sample, TokenIds
 from rlboost_runtime.trainer.rewards.outcome import Reward, RewardWatch
 from rlboost_runtime.trainer.rewards.scorer import RewardCall, RewardScorer
 
@@ -58,8 +58,8 @@ class ScoredGroup:
 @dataclass(frozen=True, slots=True)
 class _Decoded:
     response: FinishedResponse
-    token_ids: list[int]
-    logprobs: list[float]
+    token_ids: TokenIds
+    logprobs: Logprobs
     reward: Future[Reward]
 
 
@@ -76,9 +76,7 @@ class GroupScorer:
     """Scores groups of the steps that are under way. `arrived` is called from the stream's thread, the rest
     from ours."""
 
-    def __init__(
-        self, decode: Callable[[list[int]], str], scorer: RewardScorer, algorithm: Algorithm
-    ) -> None:
+    def __init__(self, decode: Callable[[TokenIds], str], scorer: RewardScorer, algorithm: Algorithm) -> None:
         self._decode = decode
         self._scorer = scorer
         self._watch = RewardWatch(scorer.name)
@@ -118,8 +116,8 @@ class GroupScorer:
             ]
 
     def _start(self, prompt: Prompt, response: FinishedResponse, version: int, where: str) -> _Decoded:
-        token_ids = np.frombuffer(response.token_ids, dtype="<i4").tolist()
-        logprobs = np.frombuffer(response.logprobs, dtype="<f4").tolist()
+        token_ids = np.frombuffer(response.token_ids, "<i4")
+        logprobs = np.frombuffer(response.logprobs, "<f4")
         _check(response, len(token_ids), len(logprobs), version, where)
         call = RewardCall(prompt.text, self._decode(token_ids), prompt.row)
         return _Decoded(response, token_ids, logprobs, self._scorer.submit(call))
@@ -174,6 +172,7 @@ def score_group(group: int, prompt: Prompt, decoded: Sequence[_Decoded], algorit
         )
         for reward, entry in zip(rewards, decoded, strict=True)
     ]
+    prompt_ids = np.array(prompt.token_ids, np.int32)
     advantages = group_advantages(
         torch.tensor([shaped], dtype=torch.float64), torch.tensor([usable]), algorithm.loss
     )[0].tolist()
@@ -185,7 +184,7 @@ def score_group(group: int, prompt: Prompt, decoded: Sequence[_Decoded], algorit
         group,
         tuple(
             ScoredResponse(
-                Sample(list(prompt.token_ids), entry.token_ids, entry.logprobs, advantages[i], trained[i]),
+                Sample(prompt_ids, entry.token_ids, entry.logprobs, advantages[i], trained[i]),
                 rewards[i],
                 entry.response.finish_reason,
                 len(entry.response.segments),

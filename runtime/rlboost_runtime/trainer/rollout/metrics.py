@@ -22,6 +22,7 @@ from rlboost_runtime.core.base.messages import FinishReason
 from rlboost_runtime.protocol.reward_failures import SCORED_METRIC
 from rlboost_runtime.run.folder import write_atomically
 from rlboost_runtime.trainer.data.prompts import Prompt
+from rlboost_runtime.trainer.learn.sample import TokenIds
 from rlboost_runtime.trainer.rewards.outcome import failure_metrics
 from rlboost_runtime.trainer.rollout.groups import ScoredGroup, ScoredResponse
 
@@ -115,7 +116,7 @@ Sample = dict[str, str | float]
 
 
 def pick_samples(
-    step: int, groups: Sequence[ScoredGroup], prompts: Sequence[Prompt], decode: Callable[[list[int]], str]
+    step: int, groups: Sequence[ScoredGroup], prompts: Sequence[Prompt], decode: Callable[[TokenIds], str]
 ) -> list[Sample]:
     """Return up to three responses of a step, best first."""
     ranked = sorted(
@@ -126,7 +127,7 @@ def pick_samples(
     return [_told(step, prompts[ranked[at][0].group], ranked[at][1], decode) for at in places if ranked]
 
 
-def _told(step: int, prompt: Prompt, response: ScoredResponse, decode: Callable[[list[int]], str]) -> Sample:
+def _told(step: int, prompt: Prompt, response: ScoredResponse, decode: Callable[[TokenIds], str]) -> Sample:
     return {
         "step": float(step),
         "prompt": prompt.text[-MAX_CHARACTERS:],
