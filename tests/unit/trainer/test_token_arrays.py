@@ -56,8 +56,7 @@ def delivered() -> DeliverGroupMessage:
 def scored(group: DeliverGroupMessage) -> ScoredGroup:
     scorer = GroupScorer(lambda ids: "text", Scorer(), Algorithm(group_size=SIZE))
     scorer.expect(0, 0, [PROMPT])
-    scorer.arrived(group)
-    return scorer.collect(0, 0, lambda: None)
+    return scorer.finish(scorer.start(group), lambda: None)
 
 
 def peak_bytes(work: Callable[[], object]) -> int:

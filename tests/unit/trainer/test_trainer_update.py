@@ -20,7 +20,7 @@ from rlboost_runtime.trainer.loop import micro_batch_sizes
 from rlboost_runtime.trainer.models.tiny import make_model, make_tokenizer
 from rlboost_runtime.trainer.rewards.outcome import Reward
 from rlboost_runtime.trainer.rewards.scorer import RewardCall
-from rlboost_runtime.trainer.rollout.groups import GroupScorer
+from rlboost_runtime.trainer.rollout.groups import GroupScorer, ScoredGroup
 from rlboost_runtime.trainer.rollout.metrics import MetricsLog, group_metrics, percentile
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -170,12 +170,16 @@ class Scorer:
         return future
 
 
-def desk(group_size: int = 2) -> GroupScorer:
+def scorer(group_size: int = 2) -> GroupScorer:
     subject = GroupScorer(
         lambda ids: "".join(map(chr, ids)), Scorer(), ALGORITHM.model_copy(update={"group_size": group_size})
     )
     subject.expect(3, 9, [Prompt(0, "p", (1, 2), {}), Prompt(1, "q", (3,), {})])
     return subject
+
+
+def scored(subject: GroupScorer, group: DeliverGroupMessage) -> ScoredGroup:
+    return subject.finish(subject.start(group), lambda: None)
 
 
 def response(text: str, reason: str = "stop", version: int = 9, logprobs: list[float] | None = None):
@@ -187,11 +191,10 @@ def response(text: str, reason: str = "stop", version: int = 9, logprobs: list[f
 
 
 def test_a_group_becomes_samples_with_the_overlong_term_in_the_advantage_only():
-    subject = desk(3)
-    subject.arrived(
-        DeliverGroupMessage(3, 0, (response("ab"), response("abcdefgh", "length"), response("abc")))
-    )
-    group = subject.collect(3, 0, lambda: None)
+    subject = scorer(3)
+    group = scored(
+        subject, DeliverGroupMessage(3, 0, (response("ab"), response("abcdefgh", "length"), response("abc")))
+    )  # fmt: skip
     assert [r.reward.value for r in group.responses] == [2, 8, 3]  # as scored; shaped: 2, 8 - 1, 3
     shaped = np.array([2.0, 7.0, 3.0])
     expected = (shaped - shaped.mean()) / (shaped.std(ddof=1) + 1e-6)
@@ -204,15 +207,10 @@ def test_a_group_becomes_samples_with_the_overlong_term_in_the_advantage_only():
 
 
 def test_quarantined_and_broken_responses_are_masked_out():
-    subject = desk(4)
-    subject.arrived(
-        DeliverGroupMessage(
-            3, 1,
-            (response("a"), response("abcd"), response("abcdef", "quarantined"),
-             response("ab", logprobs=[-1.0, float("nan")])),
-        )
-    )  # fmt: skip
-    group = subject.collect(3, 1, lambda: None)
+    subject = scorer(4)
+    broken = response("ab", logprobs=[-1.0, float("nan")])
+    responses = (response("a"), response("abcd"), response("abcdef", "quarantined"), broken)
+    group = scored(subject, DeliverGroupMessage(3, 1, responses))
     assert [r.sample.usable for r in group.responses] == [True, True, False, False]
     advantages = [r.sample.advantage for r in group.responses]
     assert advantages[0] == pytest.approx(-advantages[1])
@@ -222,9 +220,8 @@ def test_quarantined_and_broken_responses_are_masked_out():
 
 
 def test_failed_rewards_count_as_zero_and_equal_rewards_teach_nothing():
-    subject = desk()
-    subject.arrived(DeliverGroupMessage(3, 0, (response("!x"), response("!y"))))
-    group = subject.collect(3, 0, lambda: None)
+    subject = scorer()
+    group = scored(subject, DeliverGroupMessage(3, 0, (response("!x"), response("!y"))))
     assert group.zero_variance
     metrics = group_metrics([group])
     assert (metrics["reward_failures_raised"], metrics["zero_variance_share"]) == (2, 1)
@@ -240,14 +237,12 @@ def test_failed_rewards_count_as_zero_and_equal_rewards_teach_nothing():
 )
 def test_a_group_that_makes_no_sense_is_refused(bad, told):
     with pytest.raises(ProtocolError, match=told):
-        desk().arrived(DeliverGroupMessage(3, 0, bad))
+        scorer().start(DeliverGroupMessage(3, 0, bad))
 
 
-def test_groups_of_another_step_are_ignored():
-    subject = desk()
-    subject.arrived(DeliverGroupMessage(2, 0, ()))
-    with pytest.raises(KeyError):
-        subject.collect(3, 0, lambda: None)
+def test_groups_of_another_step_are_refused():
+    with pytest.raises(ProtocolError, match="of step 2 came during step 3"):
+        scorer().start(DeliverGroupMessage(2, 0, ()))
 
 
 def test_percentiles():

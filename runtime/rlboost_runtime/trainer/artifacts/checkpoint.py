@@ -33,7 +33,8 @@ import torch
 from rlboost_runtime.logs import event
 from rlboost_runtime.run.folder import read_json, sync_path, write_json
 from rlboost_runtime.trainer.artifacts import checkpoint
-from rlboost_runtime.trainer.learn.background import BackgroundWork, ModelSnapshot
+from rlboost_runtime.trainer.artifacts.background import BackgroundWork
+from rlboost_runtime.trainer.learn.model_files import ModelSnapshot
 from rlboost_runtime.trainer.learn.policy import Policy
 
 _NAME = re.compile(r"step-([0-9]{6,})")

@@ -31,8 +31,14 @@ from transformers import (
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import Algorithm, Lora, Trainer
 from rlboost_runtime.trainer.learn import lora as adapters
-from rlboost_runtime.trainer.learn.background import ModelSnapshot, small_files
 from rlboost_runtime.trainer.learn.logprobs import LogprobModel
+from rlboost_runtime.trainer.learn.model_files import (
+    ModelSnapshot,
+    find_tied,
+    greedy_probe,
+    small_files,
+    stop_token_ids,
+)
 from rlboost_runtime.trainer.learn.packing import Ids, pack
 from rlboost_runtime.trainer.learn.ranks import (
     ALONE,
@@ -46,12 +52,6 @@ from rlboost_runtime.trainer.learn.ranks import (
     whole,
 )
 from rlboost_runtime.trainer.learn.ranks import RunProbe as ProbeCommand
-from rlboost_runtime.trainer.learn.version_files import (
-    PROBE_TOKENS,
-    PROBE_TOLERANCE,
-    find_tied,
-    stop_token_ids,
-)
 from rlboost_runtime.weights.manifest import Probe, Tied
 
 
@@ -164,15 +164,20 @@ class Policy:
         """Return all weights by name, whole and on the CPU, tied ones once; on ranks other than 0 nothing.
 
         They may be the model's own memory, unless a `copy` is asked for."""
+        return {name: tensor.to("cpu", copy=copy) for name, tensor in self._gathered()}
+
+    def _gathered(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield all weights by name, whole, tied ones once; on ranks other than 0 nothing.
+
+        All of it must be consumed: every rank walks the same list.
+        """
         self._ranks.tell(GatherModel())
         tied = {entry.name for entry in self._tied}
-        found: dict[str, Tensor] = {}
         for name, tensor in self.model.state_dict().items():
             if name not in tied:
                 gathered = whole(tensor.detach())
                 if self._ranks.leads:
-                    found[name] = gathered.to("cpu", copy=copy)
-        return found
+                    yield name, gathered
 
     def snapshot(self) -> ModelSnapshot:
         """Return a copy of what `load` and `set_up` need to go on: model (float32, exactly), tokenizer, and
@@ -201,22 +206,15 @@ class Policy:
             batch.table(logprobs_N), batch.table(entropies_N), batch.table(torch.ones_like(entropies_N))
         )
 
-    @torch.no_grad()
     def probe(self, token_ids: list[int], dtype: str) -> Probe:
         """Return the greedy continuation of `token_ids` with logprobs at temperature 1, up to end-of-text."""
         self._ranks.tell(ProbeCommand(token_ids, dtype))
-        sequence = list(token_ids)
-        logprobs: list[float] = []
-        while len(logprobs) < PROBE_TOKENS:
-            batch = pack([sequence], [[0]]).to(self.device)
-            log_1V, _ = self.scorer(batch, 1.0, whole=True)
-            best = int(log_1V[0].argmax())
-            sequence.append(best)
-            logprobs.append(float(log_1V[0, best]))
-            if best in self.stop_token_ids:
-                break
-        new = tuple(sequence[len(token_ids) :])
-        return Probe(tuple(token_ids), new, tuple(logprobs), PROBE_TOLERANCE[dtype])
+
+        def next_logprobs(sequence: list[int]) -> Tensor:
+            log_1V, _ = self.scorer(pack([sequence], [[0]]).to(self.device), 1.0, whole=True)
+            return log_1V[0]  # type: ignore[no-any-return]
+
+        return greedy_probe(next_logprobs, token_ids, self.stop_token_ids, dtype)
 
     def weights(self, *, frozen: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights that engines compute with, by name, whole, tied ones once, one after the other:
@@ -228,25 +226,12 @@ class Policy:
             state = adapters.frozen(self.full_state()) if frozen else self._merged_state()
             yield from state.items()
             return
-        self._ranks.tell(GatherModel())
-        tied = {entry.name for entry in self._tied}
-        for name, tensor in self.model.state_dict().items():
-            if name not in tied:
-                gathered = whole(tensor.detach())
-                if self._ranks.leads:
-                    yield name, gathered
+        yield from self._gathered()
 
     def adapter_files(self, dtype: str) -> dict[str, bytes]:
         """Return the adapters as files of a version; on ranks other than 0 nothing that counts."""
         assert self._lora is not None
-        self._ranks.tell(GatherModel())
-        found: dict[str, Tensor] = {}
-        tied = {entry.name for entry in self._tied}
-        for name, tensor in self.model.state_dict().items():
-            if name not in tied:
-                gathered = whole(tensor.detach())  # of all: every rank walks the same list
-                if self._ranks.leads and ".lora_" in name:
-                    found[name] = gathered
+        found = {name: tensor for name, tensor in self._gathered() if ".lora_" in name}
         return adapters.version_files(found, self._lora, dtype)
 
     def tied(self) -> list[Tied]:

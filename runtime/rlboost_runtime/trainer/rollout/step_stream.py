@@ -4,20 +4,21 @@ lease.
 Usable by any trainer, ours is `loop.py`::
 
     with StepStream.for_run(run) as stream:
-        stream.attach(on_recall=move_everything_off_the_gpu)
-        stream.publish(Published(0, digest, num_bytes, seconds))
+        stream.on_recall(move_everything_off_the_gpu)
+        stream.publish(VersionPublishedMessage(0, digest, num_bytes, seconds))
         stream.request_step(0, 0, prompts, group_size=8, max_response_tokens=4096)
         while groups := stream.next_groups(min_responses=16):   # [] once all groups were returned
             stream.hold_lease()                                 # blocks while others have the GPU
             train(groups)
             stream.answer_recall()
-        stream.trained(Trained(...))
+        stream.trained(StepTrainedMessage(...))
 
 Guarantees, while the coordinator may restart at any moment:
 
 - training code stays synchronous: the connection lives in a thread of its own, started by `with` and ended by
   it;
-- every group of the requested step is returned exactly once, in the order of first arrival;
+- every group of the requested step is returned exactly once, in the order of first arrival: as the message
+  that it came as, or as what `on_group` makes of it the moment it arrives;
 - after a reconnect, what the coordinator may not know yet is said again, in order: the newest
   `VersionPublishedMessage`, the last `StepTrainedMessage` and `Checkpointed`, the current
   `StepStartedMessage`, and how the run ended; all of these are idempotent there;
@@ -39,7 +40,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Any, Generic, Self, TypeVar, cast
 
 import msgspec
 
@@ -68,6 +69,9 @@ from rlboost_runtime.run import security
 from rlboost_runtime.run.folder import RunFolder, read_json
 from rlboost_runtime.trainer.rollout.coordinator_link import Connect, Conversation, CoordinatorLink, Dialling
 
+Group = TypeVar("Group")
+Made = TypeVar("Made")
+
 
 @dataclass(slots=True)
 class Waits:
@@ -95,7 +99,7 @@ class Waits:
         )
 
 
-class StepStream:
+class StepStream(Generic[Group]):
     """See the module. Public methods belong to one training thread; only the callbacks' threads are said
     otherwise."""
 
@@ -112,11 +116,11 @@ class StepStream:
         self.waits = Waits()
         self._run = run
         self._boot_id = secrets.token_hex(8)
-        self._on_group: Callable[[DeliverGroupMessage], None] | None = None
+        self._on_group: Callable[[DeliverGroupMessage], Any] | None = None
         self._on_recall: Callable[[], None] | None = None
 
         self._changed = threading.Condition()  # guards everything below
-        self._groups: deque[DeliverGroupMessage] = deque()
+        self._groups: deque[tuple[int, Group]] = deque()  # with their numbers of responses
         self._seen: set[int] = set()
         self._num_returned = 0
         self._lease = False
@@ -136,27 +140,27 @@ class StepStream:
         )
 
     @classmethod
-    def for_run(cls, run: RunFolder) -> StepStream:
+    def for_run(cls, run: RunFolder) -> StepStream[DeliverGroupMessage]:
         """Return the stream of a run on this machine: URL, token and certificate from its folder."""
 
         def url() -> str | None:
             endpoint = read_json(run.endpoint)
             return None if endpoint is None else f"{endpoint['url']}/v1/trainer"
 
-        return cls(run.name, security.read_token(run), run.certificate.read_text(), url)
+        return StepStream(run.name, security.read_token(run), run.certificate.read_text(), url)
 
-    def attach(
-        self,
-        *,
-        on_group: Callable[[DeliverGroupMessage], None] | None = None,
-        on_recall: Callable[[], None] | None = None,
-    ) -> None:
-        """Set the callbacks; before the first `request_step`.
+    def on_recall(self, free: Callable[[], None]) -> None:
+        """Have `free` called on a recall, on the training thread; it returns once the GPU is free."""
+        self._on_recall = free
 
-        `on_group` is called once per group as soon as it arrives, on the stream's own thread, and must be
-        quick. `on_recall` is called on the training thread and returns once the GPU is free.
+    def on_group(self, start: Callable[[DeliverGroupMessage], Made]) -> StepStream[Made]:
+        """Have `start` called once per group as soon as it arrives, and `next_groups` return what it returns.
+
+        Call this before the first `request_step` and use the stream that is returned. `start` is called on
+        the stream's own thread and must be quick.
         """
-        self._on_group, self._on_recall = on_group, on_recall
+        self._on_group = start
+        return cast("StepStream[Made]", self)
 
     def __enter__(self) -> Self:
         self._link.start()
@@ -265,7 +269,7 @@ class StepStream:
         with self._changed:
             return self._lease
 
-    def next_groups(self, min_responses: int = 1) -> list[DeliverGroupMessage]:
+    def next_groups(self, min_responses: int = 1) -> list[Group]:
         """Return everything that arrived, once that is at least `min_responses` or the rest of the step.
 
         Returns [] only when all groups of the step have been returned. Answers recalls meanwhile. Raises
@@ -273,12 +277,12 @@ class StepStream:
         """
 
         def enough() -> bool:
-            arrived = sum(len(group.responses) for group in self._groups)
+            arrived = sum(num for num, _ in self._groups)
             return arrived >= min_responses or self._num_returned + len(self._groups) >= self._num_groups()
 
         self._wait(enough, for_lease=False)
         with self._changed:
-            groups = list(self._groups)
+            groups = [group for _, group in self._groups]
             self._groups.clear()
             self._num_returned += len(groups)
         return groups
@@ -366,11 +370,10 @@ class StepStream:
                     f"step {group.step} has no group {group.group}", "see the coordinator's log"
                 )
             self._seen.add(group.group)
-        if self._on_group is not None:
-            self._on_group(group)
+        made = group if self._on_group is None else self._on_group(group)
         with self._changed:
             if self._is_current(group.step):  # `request_step` may have come meanwhile
-                self._groups.append(group)
+                self._groups.append((len(group.responses), cast("Group", made)))
                 self._changed.notify_all()
 
     def _is_current(self, step: int) -> bool:
