@@ -21,7 +21,7 @@ from rlboost_runtime.run.folder import RunFolder
 from rlboost_runtime.trainer.artifacts import checkpoint
 from rlboost_runtime.trainer.data.prompts import Example, PromptSource, read_examples
 from rlboost_runtime.trainer.learn.policy import Policy
-from rlboost_runtime.trainer.learn.rank_worker import be_led
+from rlboost_runtime.trainer.learn.rank_worker import run_worker
 from rlboost_runtime.trainer.learn.ranks import ALONE, End, LoadPolicy, Ranks
 from rlboost_runtime.trainer.loop import TrainerLoop
 from rlboost_runtime.trainer.models.hub import Preparing, fetch
@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
         code = lead(run, ranks)
     else:
         logs.setup(f"trainer-{ranks.rank}")
-        be_led(ranks)
+        run_worker(ranks)
         code = 0
     ranks.leave()
     return code
@@ -76,7 +76,7 @@ def lead(run: RunFolder, ranks: Ranks) -> int:
             log.info("the run cannot go on", exc_info=True)
             logs.explain(log, known)
             client.stream.failed(known.problem, known.remedy, known.exit_code)
-            ranks.tell(End())
+            ranks.broadcast(End())
             return EXIT_CANNOT_GO_ON
     return 0
 
@@ -115,11 +115,11 @@ def train(client: RolloutClient, ranks: Ranks = ALONE) -> Path:
             num_held_out=0 if job.evaluation is None else job.evaluation.prompts,
         )  # fmt: skip
         files = policy.small_files() if job.trainer.nodes > 1 else {}
-        ranks.tell(LoadPolicy(str(policy.source), job.canonical_json(), files))
+        ranks.broadcast(LoadPolicy(str(policy.source), job.canonical_json(), files))
         policy.set_up(job.trainer, job.algorithm, ranks)
         preparing.over()
         final = TrainerLoop(client, policy, source, scorer, ranks).train()
-        ranks.tell(End())
+        ranks.broadcast(End())
         return final
 
 

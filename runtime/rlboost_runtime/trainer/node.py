@@ -75,7 +75,7 @@ def _take_part(run: str, place: TrainerNode) -> bool:
 
 def _be_rank() -> int:
     from rlboost_runtime.trainer.learn.rank_worker import (
-        be_led,  # torch and transformers: only ranks need them
+        run_worker,  # torch and transformers: only ranks need them
     )
     from rlboost_runtime.trainer.learn.ranks import Ranks
 
@@ -84,7 +84,7 @@ def _be_rank() -> int:
     logs.setup(f"trainer-{ranks.rank}")
     head = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     threading.Thread(target=end_without, args=(head,), name="head-watch", daemon=True).start()
-    be_led(ranks)
+    run_worker(ranks)
     ranks.leave()
     return 0
 

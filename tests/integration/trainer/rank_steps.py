@@ -16,7 +16,7 @@ from rlboost_runtime.job import Algorithm, Lora, TinyModel, Trainer
 from rlboost_runtime.trainer.learn.learner import Learner
 from rlboost_runtime.trainer.learn.policy import Policy, Residency
 from rlboost_runtime.trainer.learn.rank_worker import follow
-from rlboost_runtime.trainer.learn.ranks import ALONE, End, Ranks, whole
+from rlboost_runtime.trainer.learn.ranks import ALONE, End, Ranks, full_tensor
 from rlboost_runtime.trainer.learn.sample import Sample
 from rlboost_runtime.trainer.models.tiny import make_model, make_tokenizer
 
@@ -67,7 +67,7 @@ def run_case(case: str, ranks: Ranks, seed: int | None) -> dict[str, Any]:
 
     def noting() -> None:
         found = [p.grad for p in policy.model.parameters() if p.grad is not None]
-        gradients.append(torch.cat([whole(grad).flatten() for grad in found]))
+        gradients.append(torch.cat([full_tensor(grad).flatten() for grad in found]))
         step()
 
     learner.optimizer.update = noting  # type: ignore[method-assign]
@@ -92,7 +92,7 @@ def run_case(case: str, ranks: Ranks, seed: int | None) -> dict[str, Any]:
     learner.optimizer.load_state_dict(state)
     again = learner.optimizer.state_dict()["state"]
     assert all(torch.equal(again[i]["exp_avg"], state["state"][i]["exp_avg"]) for i in again)
-    ranks.tell(End())
+    ranks.broadcast(End())
     return result
 
 

@@ -36,7 +36,7 @@ from rlboost_runtime.trainer.learn.ranks import (
     BeginStep,
     Ranks,
     Recompute,
-    whole,
+    full_tensor,
 )
 from rlboost_runtime.trainer.learn.sample import NOTHING, Logprobs, Sample
 
@@ -125,7 +125,7 @@ class Learner:
 
     def begin_step(self, step: int) -> None:
         """Forget sums and gradients; the weights are the step's policy until the first `apply`."""
-        self._ranks.tell(BeginStep(step))
+        self._ranks.broadcast(BeginStep(step))
         self.sums = StepSums()
         self._forget()
         self._updated = False
@@ -134,7 +134,7 @@ class Learner:
 
     def accumulate(self, samples: Sequence[Sample]) -> None:
         """Add the un-normalised gradient of the samples."""
-        self._ranks.tell(Accumulate(list(samples)))
+        self._ranks.broadcast(Accumulate(list(samples)))
         for _, batch in self._my_batches(samples):
             self._accumulate(batch)
 
@@ -142,7 +142,7 @@ class Learner:
     def recompute(self, samples: Sequence[Sample]) -> list[Sample]:
         """Return the samples with the old logprobs of the weights as they are: before the first `apply`."""
         assert not self._updated, "old logprobs are those of the step's policy"
-        self._ranks.tell(Recompute(list(samples)))
+        self._ranks.broadcast(Recompute(list(samples)))
         order: list[int] = []
         found = [torch.empty(0)]
         for numbers, batch in self._my_batches(samples):
@@ -201,7 +201,7 @@ class Learner:
 
         A mini-batch without a usable token, or with a gradient that is not finite, is counted and skipped.
         """
-        self._ranks.tell(Apply())
+        self._ranks.broadcast(Apply())
         totals, part = self._summed()
         self.sums.add(totals, part)
         divide_by = divisor(totals, self._config)
@@ -213,7 +213,7 @@ class Learner:
         for parameter in parameters:
             assert parameter.grad is not None
             parameter.grad.div_(divide_by / self._ranks.num)  # sharding has averaged over the ranks
-        norm = whole(torch.nn.utils.clip_grad_norm_(parameters, self._algorithm.grad_clip))
+        norm = full_tensor(torch.nn.utils.clip_grad_norm_(parameters, self._algorithm.grad_clip))
         if bool(torch.isfinite(norm)):
             self.optimizer.update()
             self.sums.grad_norms.append(float(norm))

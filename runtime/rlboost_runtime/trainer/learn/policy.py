@@ -47,9 +47,9 @@ from rlboost_runtime.trainer.learn.ranks import (
     GatherModel,
     Ranks,
     Take,
+    broadcast_weights,
+    full_tensor,
     shard,
-    spread,
-    whole,
 )
 from rlboost_runtime.trainer.learn.ranks import RunProbe as ProbeCommand
 from rlboost_runtime.weights.manifest import Probe, Tied
@@ -138,7 +138,7 @@ class Policy:
             self.scorer.compute_dtype = torch.bfloat16
             self.scorer.autocast = ranks.num == 1
         if trainer.nodes > 1:
-            spread(self.model, ranks)
+            broadcast_weights(self.model, ranks)
         if trainer.activation_checkpointing:
             _checkpoint_activations(self.model)
         if ranks.num > 1:
@@ -171,11 +171,11 @@ class Policy:
 
         All of it must be consumed: every rank walks the same list.
         """
-        self._ranks.tell(GatherModel())
+        self._ranks.broadcast(GatherModel())
         tied = {entry.name for entry in self._tied}
         for name, tensor in self.model.state_dict().items():
             if name not in tied:
-                gathered = whole(tensor.detach())
+                gathered = full_tensor(tensor.detach())
                 if self._ranks.leads:
                     yield name, gathered
 
@@ -208,7 +208,7 @@ class Policy:
 
     def probe(self, token_ids: list[int], dtype: str) -> Probe:
         """Return the greedy continuation of `token_ids` with logprobs at temperature 1, up to end-of-text."""
-        self._ranks.tell(ProbeCommand(token_ids, dtype))
+        self._ranks.broadcast(ProbeCommand(token_ids, dtype))
 
         def next_logprobs(sequence: list[int]) -> Tensor:
             log_1V, _ = self.scorer(pack([sequence], [[0]]).to(self.device), 1.0, whole=True)
@@ -256,7 +256,7 @@ class Residency:
 
     def free(self) -> None:
         """Leave the accelerator; idempotent. Accumulated gradients move along and are kept."""
-        self._ranks.tell(Free())
+        self._ranks.broadcast(Free())
         if self._resident and self._policy.accelerator.type != "cpu":
             started = time.monotonic()
             self._move(torch.device("cpu"))
@@ -267,7 +267,7 @@ class Residency:
 
     def take(self) -> None:
         """Come back; idempotent."""
-        self._ranks.tell(Take())
+        self._ranks.broadcast(Take())
         if not self._resident and self._policy.accelerator.type != "cpu":
             started = time.monotonic()
             self._move(self._policy.accelerator)

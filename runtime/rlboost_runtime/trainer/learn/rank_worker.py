@@ -28,9 +28,9 @@ from rlboost_runtime.trainer.learn.ranks import (
 )
 
 
-def be_led(ranks: Ranks) -> None:
+def run_worker(ranks: Ranks) -> None:
     """Take part in a run from the model's load on; return when rank 0 is done."""
-    match ranks.hear():
+    match ranks.receive():
         case LoadPolicy(source=source, job=text, files=files):
             job = Job.model_validate_json(text)
             torch.set_num_threads(job.trainer.threads)
@@ -46,7 +46,7 @@ def be_led(ranks: Ranks) -> None:
 
 def follow(ranks: Ranks, policy: Policy, learner: Learner, residency: Residency) -> None:
     """Do as rank 0 does with a policy that is set up; return when it is done."""
-    while not isinstance(command := ranks.hear(), End):
+    while not isinstance(command := ranks.receive(), End):
         _do(command, policy, learner, residency)
 
 

@@ -1,9 +1,9 @@
 """The processes over which one policy is sharded: rank 0 leads, the others do as they are told.
 
 Rank 0 runs the trainer's loop and is the only one that talks with the coordinator. Every method that all
-ranks have to enter together (a forward pass of a sharded model is one) begins with `Ranks.tell`: on rank 0 it
+ranks have to enter together (a forward pass of a sharded model is one) begins with `Ranks.broadcast`: on rank 0 it
 sends the method and its arguments to the others, on them it does nothing; alone it does nothing either. The
-others wait in `hear` and call the same method of their own (`following.py`). So the order of collectives is
+others wait in `receive` and call the same method of their own (`following.py`). So the order of collectives is
 rank 0's, everywhere.
 
 Commands travel as msgpack over gloo; a rank that ends takes the whole group with it (torchrun sees to that).
@@ -165,17 +165,17 @@ class Ranks:
         """Whether this is the process that decides."""
         return self.rank == 0
 
-    def tell(self, command: RankCommand) -> None:
+    def broadcast(self, command: RankCommand) -> None:
         """Have the other ranks enter the method that the caller is in."""
         if self.control is not None and self.leads:
-            self._broadcast(_encoder.encode(command))
+            self._broadcast_bytes(_encoder.encode(command))
 
-    def hear(self) -> RankCommand:
+    def receive(self) -> RankCommand:
         """Return the next command; not on rank 0."""
         assert not self.leads
-        return _decoder.decode(self._broadcast(b""))
+        return _decoder.decode(self._broadcast_bytes(b""))
 
-    def _broadcast(self, data: bytes) -> bytes:
+    def _broadcast_bytes(self, data: bytes) -> bytes:
         size = torch.tensor([len(data)])
         dist.broadcast(size, 0, group=self.control)
         body = torch.empty(int(size), dtype=torch.uint8)
@@ -214,7 +214,7 @@ ALONE = Ranks()
 
 
 @torch.no_grad()
-def spread(model: nn.Module, ranks: Ranks) -> None:
+def broadcast_weights(model: nn.Module, ranks: Ranks) -> None:
     """Give every rank the weights of rank 0; all ranks have to call this, before the weights are divided."""
     for tensor in model.state_dict().values():
         copy = tensor.detach().to("cpu").contiguous()
@@ -223,7 +223,7 @@ def spread(model: nn.Module, ranks: Ranks) -> None:
             tensor.copy_(copy)
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """Return a tensor that may be sharded as a plain one; all ranks have to call this."""
     from torch.distributed.tensor import DTensor
 
@@ -290,7 +290,7 @@ class Adam(torch.optim.AdamW):
         """Return the state, of all ranks together, on the CPU; on ranks other than 0 without moments.
 
         Alone on a CPU it is the optimizer's own memory."""
-        self._ranks.tell(GatherOptimizer())
+        self._ranks.broadcast(GatherOptimizer())
         found = super().state_dict()
         found["state"] = {number: self._whole(each) for number, each in found["state"].items()}
         return found
@@ -299,7 +299,7 @@ class Adam(torch.optim.AdamW):
         """Gather one parameter's state: one at a time, so that no rank ever holds all moments on its GPU."""
         found = {}
         for name, value in state.items():
-            gathered = whole(value) if isinstance(value, Tensor) else value
+            gathered = full_tensor(value) if isinstance(value, Tensor) else value
             if self._ranks.leads:
                 found[name] = gathered.to("cpu") if isinstance(gathered, Tensor) else gathered
         return found
@@ -311,7 +311,7 @@ class Adam(torch.optim.AdamW):
             return
         parameters, states = self._parameters, state_dict["state"]
         steps = [float(states[i]["step"]) if i in states else None for i in range(len(parameters))]
-        self._ranks.tell(ScatterOptimizer(steps))
+        self._ranks.broadcast(ScatterOptimizer(steps))
         for group, stored in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group["lr"] = stored["lr"]
         self._scatter(steps, states)
