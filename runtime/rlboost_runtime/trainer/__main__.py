@@ -24,7 +24,7 @@ from rlboost_runtime.trainer.learn.policy import Policy
 from rlboost_runtime.trainer.learn.rank_worker import run_worker
 from rlboost_runtime.trainer.learn.ranks import ALONE, End, LoadPolicy, Ranks
 from rlboost_runtime.trainer.loop import TrainerLoop
-from rlboost_runtime.trainer.models.hub import Preparing, fetch
+from rlboost_runtime.trainer.models.hub import StartupProgress, fetch
 from rlboost_runtime.trainer.models.tiny import WarmupReport, prepare
 from rlboost_runtime.trainer.models.warmup import warm_up, warmup_data
 from rlboost_runtime.trainer.node import TrainerNode, die_with_launcher, is_rank, run_ranks
@@ -35,7 +35,7 @@ from rlboost_runtime.trainer.rollout.client import RolloutClient
 log = logging.getLogger(__name__)
 
 EXIT_CANNOT_GO_ON = 78
-"""EX_CONFIG: the supervisor must not start us again."""
+"""EX_CONFIG: the supervisor must not restart the trainer."""
 
 
 def main(arguments: list[str]) -> int:
@@ -82,7 +82,7 @@ def lead(run: RunFolder, ranks: Ranks) -> int:
 
 
 def _explained(error: Exception, run: RunFolder) -> RLBoostError | None:
-    """Return what a person can be told; None where only a restart may help."""
+    """Return the error to show to people; None where only a restart may help."""
     if is_disk_full(error):
         free = shutil.disk_usage(run.path).free / 1e9
         what = (
@@ -103,12 +103,12 @@ def train(client: RolloutClient, ranks: Ranks = ALONE) -> Path:
     torch.manual_seed(job.algorithm.seed)
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     run.logs.mkdir(parents=True, exist_ok=True)
-    preparing = Preparing(run)
-    preparing.say("reading the prompts")
+    progress = StartupProgress(run)
+    progress.report("reading the prompts")
     examples = read_examples(job.data, run.files)
     with RewardScorer.for_job(job, run.files, run.logs / "reward.log") as scorer:
-        policy = load_policy(client, examples, scorer, preparing)
-        preparing.say("encoding the prompts")
+        policy = load_policy(client, examples, scorer, progress)
+        progress.report("encoding the prompts")
         source = PromptSource(
             examples, policy.encode, prompts_per_step=job.algorithm.prompts_asked_per_step,
             max_prompt_tokens=job.algorithm.max_prompt_tokens, seed=job.algorithm.seed,
@@ -117,26 +117,26 @@ def train(client: RolloutClient, ranks: Ranks = ALONE) -> Path:
         files = policy.small_files() if job.trainer.nodes > 1 else {}
         ranks.broadcast(LoadPolicy(str(policy.source), job.canonical_json(), files))
         policy.set_up(job.trainer, job.algorithm, ranks)
-        preparing.over()
+        progress.finish()
         final = TrainerLoop(client, policy, source, scorer, ranks).train()
         ranks.broadcast(End())
         return final
 
 
 def load_policy(
-    client: RolloutClient, examples: list[Example], scorer: RewardScorer, preparing: Preparing
+    client: RolloutClient, examples: list[Example], scorer: RewardScorer, progress: StartupProgress
 ) -> Policy:
     """Return the policy to go on with: of the newest checkpoint, else the job's model."""
     saved = checkpoint.saved_steps(client.run.checkpoints)
-    preparing.say("loading the checkpoint" if saved else "loading the model")
+    progress.report("loading the checkpoint" if saved else "loading the model")
     if saved:
         return Policy.load(checkpoint.step_folder(client.run.checkpoints, saved[-1]))
     if isinstance(client.job.model, TinyModel):
-        return _tiny_policy(client, client.job.model, examples, scorer, preparing)
+        return _tiny_policy(client, client.job.model, examples, scorer, progress)
     model = client.model()
     if model == client.job.model:
-        fetch(model, preparing)
-        preparing.say("loading the model")
+        fetch(model, progress)
+        progress.report("loading the model")
     return Policy.load(model)
 
 
@@ -145,7 +145,7 @@ def _tiny_policy(
     tiny: TinyModel,
     examples: list[Example],
     scorer: RewardScorer,
-    preparing: Preparing,
+    progress: StartupProgress,
 ) -> Policy:
     job, algorithm = client.job, client.job.algorithm
     watch = RewardWatch(scorer.name)
@@ -164,7 +164,7 @@ def _tiny_policy(
         return warm_up(
             policy, warmup_data(job.data, examples), score, tiny.warmup,
             max_prompt_tokens=algorithm.max_prompt_tokens, max_response_tokens=algorithm.max_response_tokens,
-            temperature=algorithm.temperature, seed=tiny.seed, say=preparing.say,
+            temperature=algorithm.temperature, seed=tiny.seed, report=progress.report,
         )  # fmt: skip
 
     folder, report = prepare(job, tiny, client.run.files, warm)

@@ -65,7 +65,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Seconds:
-    """Where a step's time went."""
+    """Seconds of a step by activity."""
 
     spent: dict[str, float] = field(default_factory=dict)
 
@@ -80,7 +80,7 @@ class Seconds:
 
 
 class TrainerLoop:
-    """Trains a job from where its folder says it was left. Runs on one thread."""
+    """Trains a job from its newest checkpoint on. Runs on one thread."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class TrainerLoop:
     # --- resuming and publishing --------------------------------------------------------------------------
 
     def _resume(self) -> int:
-        """Take up the newest checkpoint, if any; return the step to do next, with its version published."""
+        """Resume from the newest checkpoint, if any; publish its weights and return the next step."""
         saved = checkpoint.saved_steps(self._run.checkpoints)
         if not saved:
             self._client.metrics.rewind(0)
@@ -258,8 +258,10 @@ class TrainerLoop:
             self._writer.submit(taken)
 
     def _request(self, step: int, training: int) -> RequestedStep[PendingGroup]:
-        """Request a step's groups, while step `training` is the oldest that is not trained; that gives the
-        GPU back, unless we are in the middle of it."""
+        """Request a step's groups, while step `training` is the oldest that is not trained.
+
+        That gives the GPU back, unless step `training` is being trained.
+        """
         if step == training:  # there is nothing else to do meanwhile
             self._client.publisher.ready()
         self._stream.answer_recall()
@@ -290,7 +292,7 @@ class TrainerLoop:
         return self._source.held_out if is_due else []
 
     def _waits(self) -> Waits:
-        """Return what we have waited since this process began."""
+        """Return all waits since this process began."""
         return self._past_waits + self._stream.waits
 
     def _receive(self, training: int, min_responses: int) -> None:
@@ -329,7 +331,7 @@ class TrainerLoop:
                 must_recompute = False
             with self._on_gpu(seconds):
                 self._learner.apply()
-        deque(chosen, maxlen=0)  # a step ends when all its groups are in, also spares that nobody needed
+        deque(chosen, maxlen=0)  # a step ends when all its groups are in, also unused spares
         return groups, held_out
 
     def _chosen(
@@ -339,8 +341,8 @@ class TrainerLoop:
         arrived: list[ScoredGroup],
         held_out: list[ScoredGroup],
     ) -> Iterator[list[Sample]]:
-        """Yield the samples of each group to train, as soon as it is known to be one; note all in
-        `arrived`."""
+        """Yield the samples of each group to train as soon as it is chosen; add all groups to `arrived` or
+        `held_out`."""
         waiting: dict[int, ScoredGroup] = {}
         for pending in self._completion_order(requested):
             group = self._scorer.finish(pending, self._stream.answer_recall)

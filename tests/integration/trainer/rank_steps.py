@@ -15,7 +15,7 @@ import torch
 from rlboost_runtime.job import Algorithm, Lora, TinyModel, Trainer
 from rlboost_runtime.trainer.learn.learner import Learner
 from rlboost_runtime.trainer.learn.policy import Policy, Residency
-from rlboost_runtime.trainer.learn.rank_worker import follow
+from rlboost_runtime.trainer.learn.rank_worker import serve
 from rlboost_runtime.trainer.learn.ranks import ALONE, End, Ranks, full_tensor
 from rlboost_runtime.trainer.learn.sample import Sample
 from rlboost_runtime.trainer.models.tiny import make_model, make_tokenizer
@@ -72,7 +72,7 @@ def run_case(case: str, ranks: Ranks, seed: int | None) -> dict[str, Any]:
 
     learner.optimizer.update = noting  # type: ignore[method-assign]
     if not ranks.leads:
-        follow(ranks, policy, learner, Residency(policy, learner.optimizer))
+        serve(ranks, policy, learner, Residency(policy, learner.optimizer))
         return {}
     learner.begin_step(3)
     old = learner.recompute(samples(1))

@@ -3,16 +3,13 @@
 `checkpoints/step-000012/` holds the model in HF format (float32, exactly), `optimizer.pt` (AdamW state and
 random number generators) and `state.json`. A folder of that name is complete and durable: it is built under
 another name, synced and renamed. Loading one on a CPU continues bit for bit, and on any number of ranks.
-The data cursor is the step itself (`data.py`); what the window has learned is the coordinator's and in its
+The data cursor is the step itself (`data/prompts.py`); what the window has learned is in the coordinator's
 event log.
 
 Taking a checkpoint (`take`) copies; writing it (`write`) touches nothing that training changes, so that the
-two may overlap (`checkpoint_writer.py`).
-
-Checkpoints written beside training, in order.
-
-Guarantees: `on_durable` is called, on the writer's thread, only once the checkpoint would survive a power
-cut; failures and bounds are those of `background_work`: memory holds two copies at most.
+two may overlap: `CheckpointWriter` writes beside training, in order. It calls `on_durable`, on its thread,
+only once the checkpoint would survive a power cut; failures and bounds are those of `background.py`: memory
+holds two copies at most.
 """
 
 from __future__ import annotations
@@ -43,8 +40,8 @@ _BUILDING = ".building-"
 
 @dataclass(frozen=True, slots=True)
 class TrainedState:
-    """The step that a checkpoint follows, with its report: what the coordinator and the metrics file are told
-    again where the trainer was killed before it could. `policy_version`: the version published after the
+    """The step that a checkpoint follows, with its report, which is sent and
+    written again if the trainer was killed before it could. `policy_version`: the version published after the
     step. `ahead`: [step, policy version, updates in it] of the steps that had been asked for."""
 
     step: int
@@ -100,7 +97,7 @@ def write(checkpoints: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
 
 
 def read_state(folder: Path) -> TrainedState:
-    """Return what the checkpoint in `folder` says about its step."""
+    """Return the state that the checkpoint in `folder` was taken in."""
     return TrainedState(**(read_json(folder / "state.json") or {}))
 
 
@@ -151,7 +148,7 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointWriter(BackgroundWork):
-    """Writes what it is given."""
+    """Writes checkpoints beside training."""
 
     def __init__(self, checkpoints: Path, *, keep: int, on_durable: Callable[[int], None]) -> None:
         """`on_durable` gets the step that a checkpoint follows."""

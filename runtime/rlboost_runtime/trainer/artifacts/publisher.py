@@ -1,4 +1,4 @@
-"""Publishes weight versions beside training: training stops for one cast-copy of the model, no longer.
+"""Publishes weight versions beside training, which stops only for one cast copy of the model.
 
 `Publisher.begin` casts the weights into memory of its own, kept from version to version; a thread then
 writes, digests, compares with the version before (`weights.store.delta_chain`) and renames,
@@ -7,7 +7,7 @@ There is one copy, so the next publication waits for the last one. Weights that 
 copied and written once; later versions link to them.
 
 Guarantees: a version is announced, on that thread, only once it lies complete and durable in the store; what
-goes wrong there is raised as `background.py` says; the same weights give the same bytes.
+fails there is raised as described in `background.py`; the same weights give the same bytes.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Publication:
 
 
 class Publisher(BackgroundWork):
-    """Publishes what it is given."""
+    """The writer of weight versions; see the module."""
 
     def __init__(self, store: WeightStore, dtype: str, on_published: Callable[[Publication], None]) -> None:
         """`dtype`: what engines compute in; `on_published` is called on the publisher's thread."""

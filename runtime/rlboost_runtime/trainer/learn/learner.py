@@ -1,11 +1,11 @@
-"""The optimizer's side of a step: micro-batches in, one division and one AdamW step per mini-batch.
+"""The optimization of a step: micro-batches in, one division and one AdamW step per mini-batch.
 
 Gradients of a mini-batch are accumulated un-normalised and divided once, so neither the split into
 micro-batches nor their order changes the result beyond rounding, nor the number of ranks; the same
 micro-batches in the same order give the same bits on a CPU.
 
-What is given to `accumulate` is packed without padding into forward passes of at most `micro_batch_tokens`
-tokens, and these are dealt out to the ranks.
+`accumulate` packs its samples without padding into forward passes of at most `micro_batch_tokens` tokens and
+distributes these over the ranks.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ BETAS = (0.9, 0.95)
 
 @dataclass(slots=True)
 class PartSums:
-    """What a mini-batch's micro-batches add up to on one rank, beside the `Totals`."""
+    """Sums over a mini-batch's micro-batches on one rank, beside the `Totals`."""
 
     loss: float = 0.0
     clipped: int = 0
@@ -56,7 +56,7 @@ class PartSums:
 
 @dataclass(slots=True)
 class StepSums:
-    """What a step's updates add up to, over all ranks; see `metrics`."""
+    """Sums over a step's updates and all ranks; see `metrics`."""
 
     loss: float = 0.0
     tokens: int = 0
@@ -115,7 +115,7 @@ class Learner:
 
     @property
     def divisor(self) -> float:
-        """What the gradient accumulated so far on this rank would be divided by, were it alone."""
+        """Divisor of the gradient accumulated so far on this rank, if it were the only one."""
         return divisor(self._totals, self._config)
 
     def learning_rate(self, step: int) -> float:
@@ -124,10 +124,10 @@ class Learner:
         return self._algorithm.learning_rate * (min(1.0, (step + 1) / ramp) if ramp else 1.0)
 
     def begin_step(self, step: int) -> None:
-        """Forget sums and gradients; the weights are the step's policy until the first `apply`."""
+        """Reset sums and gradients; the weights are the step's policy until the first `apply`."""
         self._ranks.broadcast(BeginStep(step))
         self.sums = StepSums()
-        self._forget()
+        self._reset()
         self._updated = False
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(step)
@@ -140,7 +140,7 @@ class Learner:
 
     @torch.no_grad()
     def recompute(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Return the samples with the old logprobs of the weights as they are: before the first `apply`."""
+        """Return the samples with old logprobs from the current weights; only before the first `apply`."""
         assert not self._updated, "old logprobs are those of the step's policy"
         self._ranks.broadcast(Recompute(list(samples)))
         order: list[int] = []
@@ -154,8 +154,10 @@ class Learner:
         return _with_old(samples, orders, self._ranks.gather(torch.cat(found)))
 
     def _my_batches(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], list[Sample]]]:
-        """Yield this rank's share, a forward pass at a time, with the samples' numbers; as many on all
-        ranks."""
+        """Yield this rank's share, a forward pass at a time, with the samples' numbers.
+
+        All ranks get the same number of passes.
+        """
         usable = [i for i, sample in enumerate(samples) if sample.usable and len(sample.token_ids)]
         sizes = [len(samples[i].prompt_ids) + len(samples[i].token_ids) - 1 for i in usable]
         batches = micro_batches(usable, sizes, self._budget, self._ranks.num)
@@ -190,7 +192,7 @@ class Learner:
             self._part.mismatch += mismatch(old, mu, result.mask)
 
     def _old(self, samples: Sequence[Sample], mu: Tensor, result: Forward) -> tuple[Tensor, bool]:
-        """Return the old logprobs and whether they are the engine's; see losses.py: which policy is "old"."""
+        """Return the old logprobs, and True if they are the engine's; losses.py defines "old"."""
         recomputed = [sample.old_logprobs for sample in samples if sample.old_logprobs is not None]
         if len(recomputed) == len(samples):
             return _table(recomputed, result), False
@@ -207,7 +209,7 @@ class Learner:
         divide_by = divisor(totals, self._config)
         if divide_by == 0:
             self.sums.empty_minibatches += 1
-            self._forget()
+            self._reset()
             return
         parameters = [p for p in self.policy.model.parameters() if p.grad is not None]
         for parameter in parameters:
@@ -219,9 +221,9 @@ class Learner:
             self.sums.grad_norms.append(float(norm))
             self.sums.loss += part.loss / divide_by
             self._updated = True
-        else:  # one such update would make every weight nan
+        else:  # one such update would make every weight NaN
             self.sums.not_finite_minibatches += 1
-        self._forget()
+        self._reset()
 
     def _summed(self) -> tuple[Totals, PartSums]:
         """Return the mini-batch's sums over all ranks."""
@@ -235,7 +237,7 @@ class Learner:
         mismatches = MismatchSums(int(tokens), k3, absolute, largest, weight, squares)
         return Totals(*values[:3]), PartSums(values[3], int(values[4]), int(values[5]), values[6], mismatches)
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         self._totals, self._part = Totals(), PartSums()
 
@@ -243,8 +245,8 @@ class Learner:
 CLIP_LOW = {"gspo": 3e-4, "cispo": 1.0}
 CLIP_HIGH = {"dapo": 0.28, "gspo": 4e-4, "cispo": 4.0}
 CLIP = 0.2
-"""What `clip_low: null` and `clip_high: null` stand for: those of the papers, cispo's from TRL and SkyRL (a
-ratio of at most 5, no lower bound)."""
+"""Meaning of `clip_low: null` and `clip_high: null`: the papers' values, cispo's from TRL and SkyRL (a ratio
+of at most 5, no lower bound)."""
 
 
 def loss_config(algorithm: Algorithm) -> LossConfig:
@@ -266,7 +268,10 @@ def loss_config(algorithm: Algorithm) -> LossConfig:
 
 
 def recomputes_old(algorithm: Algorithm) -> bool:
-    """Whether later mini-batches need the trainer's own old logprobs: never with one mini-batch per step."""
+    """Return True if later mini-batches need the trainer's own old logprobs.
+
+    They never do with one mini-batch per step.
+    """
     wanted = algorithm.old_logprobs
     return algorithm.minibatches_per_step > 1 and (
         wanted == "recompute" or (wanted == "auto" and algorithm.loss == "gspo")

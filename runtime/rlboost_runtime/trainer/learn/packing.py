@@ -36,7 +36,7 @@ Ids = Sequence[int] | NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Where the sequences of a packed row lie."""
+    """The positions of the sequences in a packed row."""
 
     starts: Tensor
     """int32 [B + 1]: where each sequence begins, and the row's length."""
@@ -60,7 +60,7 @@ class Packing:
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """What the model reads, and which tokens it is asked about."""
+    """The model's input, and the tokens whose logprobs are wanted."""
 
     ids_1S: Tensor
     positions_1S: Tensor
@@ -156,7 +156,7 @@ def micro_batches(
 
 
 def use_packed_attention(model: PreTrainedModel) -> str | None:
-    """Let `model` understand packed rows; return why it cannot, or None if it does now."""
+    """Make `model` accept packed rows; return the reason if it cannot, else None."""
     if not getattr(model, "_supports_attention_backend", False):
         return f"{type(model).__name__} does not take its attention from outside"
     config = model.config.get_text_config()
@@ -169,7 +169,7 @@ def use_packed_attention(model: PreTrainedModel) -> str | None:
 
 @contextmanager
 def packed_row() -> Iterator[None]:
-    """Within it, models build no attention mask: the packing says what may be looked at."""
+    """Within it, models build no attention mask: the packing defines what each token attends to."""
     token = _is_packed.set(True)
     try:
         yield

@@ -1,9 +1,9 @@
-"""The policy: a Hugging Face causal LM in float32 with its tokenizer, and what the loop asks of it.
+"""The policy: a Hugging Face causal LM in float32 with its tokenizer.
 
-It computes the logprobs that the losses need, writes the files of a weight version, and makes the probe by
+It computes the logprobs that the losses need, gives the files of a weight version, and makes the probe by
 which an engine proves that it serves exactly these weights. Weights are float32 whatever the arithmetic runs
-in (`trainer.dtype`); they may be divided over several ranks, frozen but for adapters (LoRA), or both: what is
-written is always whole and merged.
+in (`trainer.dtype`); they may be sharded over several ranks, frozen except for adapters (LoRA), or both: what
+is written is always whole and merged.
 
 Shape suffixes: B responses, T tokens of the longest one.
 """
@@ -73,12 +73,13 @@ class Policy:
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str | Path | None = None
     ) -> None:
-        """`folder`: where the model is from, or its hub name; a checkpoint's may hold adapters."""
+        """`folder`: the folder that the model was loaded from, or its hub name; it may hold adapters."""
         self.source = folder
         self.model = model
         self.tokenizer = tokenizer
         self.accelerator = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        """Where it computes while the GPU is ours. It begins in main memory: engines may have the GPU."""
+        """The device to compute on while we hold the lease. The model starts in main memory: engines may be
+        using the GPU."""
         torch.nn.Module.to(model, torch.float32)
         torch.nn.Module.eval(model)  # no dropout: engine and trainer must compute the same function
         self.stop_token_ids = stop_token_ids(model, tokenizer)
@@ -91,7 +92,7 @@ class Policy:
 
     @property
     def device(self) -> torch.device:
-        """Where it lies now."""
+        """The device that the model is on now."""
         return next(self.model.parameters()).device
 
     @classmethod
@@ -109,7 +110,7 @@ class Policy:
 
     @classmethod
     def bare(cls, files: Mapping[str, bytes]) -> Policy:
-        """Return one of the shape that `small_files` tell, with weights that mean nothing yet."""
+        """Return a policy of the shape given by `small_files`, with random weights."""
         with tempfile.TemporaryDirectory() as name:
             for file, content in files.items():
                 (Path(name) / file).write_bytes(content)
@@ -124,8 +125,8 @@ class Policy:
         return self._small_files
 
     def set_up(self, trainer: Trainer, algorithm: Algorithm, ranks: Ranks = ALONE) -> None:
-        """Make it as the job wants it trained: adapters, precision, memory, ranks. Once, before an optimizer
-        is made. Raises `ConfigError`."""
+        """Set up adapters, precision, memory and ranks as the job wants them. Call this once, before the
+        optimizer is created. Raises `ConfigError`."""
         self._ranks = ranks
         if algorithm.lora is not None:
             self._attach(algorithm.lora, algorithm.seed)
@@ -163,7 +164,7 @@ class Policy:
     def full_state(self, *, copy: bool = False) -> dict[str, Tensor]:
         """Return all weights by name, whole and on the CPU, tied ones once; on ranks other than 0 nothing.
 
-        They may be the model's own memory, unless a `copy` is asked for."""
+        They may share the model's memory unless `copy` is set."""
         return {name: tensor.to("cpu", copy=copy) for name, tensor in self._gathered()}
 
     def _gathered(self) -> Iterator[tuple[str, Tensor]]:
@@ -217,10 +218,10 @@ class Policy:
         return greedy_probe(next_logprobs, token_ids, self.stop_token_ids, dtype)
 
     def weights(self, *, frozen: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights that engines compute with, by name, whole, tied ones once, one after the other:
-        each may lie in the model's own memory, or be gathered for the moment. On ranks other than 0 nothing.
+        """Yield the weights that engines compute with, by name, whole, tied ones once, one at a time.
 
-        `frozen`: those under the adapters, without them.
+        Each may share the model's memory or be gathered for the moment. Nothing on ranks other than 0.
+        `frozen`: the weights under the adapters, without these.
         """
         if self._lora is not None:
             state = adapters.frozen(self.full_state()) if frozen else self._merged_state()
@@ -229,7 +230,7 @@ class Policy:
         yield from self._gathered()
 
     def adapter_files(self, dtype: str) -> dict[str, bytes]:
-        """Return the adapters as files of a version; on ranks other than 0 nothing that counts."""
+        """Return the adapters as files of a version; without content on ranks other than 0."""
         assert self._lora is not None
         found = {name: tensor for name, tensor in self._gathered() if ".lora_" in name}
         return adapters.version_files(found, self._lora, dtype)
@@ -240,9 +241,9 @@ class Policy:
 
 
 class Residency:
-    """Whether model and optimizer lie on the accelerator; moved away while somebody else has the lease.
+    """Moves model and optimizer to the accelerator, and away while another process has the lease.
 
-    On a CPU there is nothing to move and nothing is cached between micro-batches.
+    On a CPU there is nothing to move.
     """
 
     def __init__(self, policy: Policy, optimizer: Adam, ranks: Ranks = ALONE) -> None:
@@ -251,11 +252,10 @@ class Residency:
         self._ranks = ranks
         self._resident = policy.device.type == policy.accelerator.type
         self.awake_s = self.asleep_s = 0.0
-        """Seconds that coming back and leaving have taken since this process began: the trainer's parts of
-        hand-overs."""
+        """Total seconds that `take` and `free` took in this process: the trainer's share of hand-overs."""
 
     def free(self) -> None:
-        """Leave the accelerator; idempotent. Accumulated gradients move along and are kept."""
+        """Leave the accelerator; idempotent. Accumulated gradients move along."""
         self._ranks.broadcast(Free())
         if self._resident and self._policy.accelerator.type != "cpu":
             started = time.monotonic()
@@ -266,7 +266,7 @@ class Residency:
         self._resident = False
 
     def take(self) -> None:
-        """Come back; idempotent."""
+        """Come back to the accelerator; idempotent."""
         self._ranks.broadcast(Take())
         if not self._resident and self._policy.accelerator.type != "cpu":
             started = time.monotonic()
@@ -287,14 +287,14 @@ def _adapter_folder(folder: str | Path | None) -> Path | None:
 
 
 def _checkpoint_activations(model: PreTrainedModel) -> None:
-    """Keep a layer's input only and compute the rest anew in the backward pass.
+    """Keep only each layer's input and recompute the rest in the backward pass.
 
-    `transformers` does so only for a model in training mode, so dropout is taken out of it by hand.
+    `transformers` does so only in training mode, so dropout is disabled by hand.
     """
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
         if isinstance(getattr(module, "attention_dropout", None), float):
-            setattr(module, "attention_dropout", 0.0)  # noqa: B010 - no attribute that nn.Module knows
+            setattr(module, "attention_dropout", 0.0)  # noqa: B010 - nn.Module declares no such attribute
     model.gradient_checkpointing_enable({"use_reentrant": False})
     torch.nn.Module.train(model)

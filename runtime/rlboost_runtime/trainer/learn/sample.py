@@ -3,9 +3,9 @@
 Tokens and logprobs are arrays from the coordinator's bytes to the padded tensor: as Python numbers they would
 take eight times the memory.
 
-Which groups of a step are trained, where some have nothing to teach (dynamic sampling, arXiv 2503.14476).
+Which groups of a step are trained where some teach nothing (dynamic sampling, arXiv 2503.14476):
 
-A step asks for `wanted` prompts and some spares. A group whose rewards are all equal (*flat*) has no
+A step requests `wanted` prompts and some spares. A group whose rewards are all equal (*flat*) has no
 gradient:
 
 - keep: it is trained like any other, so it counts in the mean;
@@ -33,7 +33,7 @@ Logprobs = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """A finished response with what the trainer needs of it.
+    """A finished response with what the learner needs of it.
 
     `logprobs`: the engine's, one per token of `token_ids`. `old_logprobs`: the trainer's under the step's
     policy, where they were recomputed. `usable` False (quarantined) masks it out.
@@ -72,7 +72,7 @@ ZeroVariance = Literal["keep", "drop", "replace"]
 
 @dataclass(slots=True)
 class GroupSelection:
-    """One step's choice. Invariant: a group is handed out at most once, and never before it has arrived."""
+    """The choice of one step's groups. Invariant: a group is returned at most once, after it arrived."""
 
     policy: ZeroVariance
     wanted: int
@@ -82,7 +82,7 @@ class GroupSelection:
     _chosen: list[int] = field(default_factory=list)
 
     def arrived(self, group: int, *, flat: bool) -> list[int]:
-        """Take note of a group; return those to train now, in ascending order."""
+        """Add a group; return those to train now, in ascending order."""
         if flat:
             self._flat.add(group)
         if not flat or self.policy == "keep":
@@ -93,7 +93,7 @@ class GroupSelection:
         return ready
 
     def _is_certain(self, group: int) -> bool:
-        """Whether fewer than `wanted` lower-numbered groups are trained or may still come to be."""
+        """Return True if fewer than `wanted` lower-numbered groups are, or may yet be, trained."""
         if self.policy != "replace":
             return True
         return group - sum(each < group for each in self._flat) < self.wanted

@@ -1,5 +1,5 @@
-"""A trainer's conversation with the coordinator: ask for a step, take its groups as they finish, hold the GPU
-lease.
+"""A trainer's conversation with the coordinator: request a step, take its groups as they finish, hold
+the GPU lease.
 
 Usable by any trainer, ours is `loop.py`::
 
@@ -19,13 +19,13 @@ Guarantees, while the coordinator may restart at any moment:
   it;
 - every group of the requested step is returned exactly once, in the order of first arrival: as the message
   that it came as, or as what `on_group` makes of it the moment it arrives;
-- after a reconnect, what the coordinator may not know yet is said again, in order: the newest
+- after a reconnect, what the coordinator may not know yet is sent again, in order: the newest
   `VersionPublishedMessage`, the last `StepTrainedMessage` and `Checkpointed`, the current
   `StepStartedMessage`, and how the run ended; all of these are idempotent there;
 - `lease`: from `GrantLeaseMessage` until `request_step` or until a recall is answered. A recall is answered
   by whichever blocking call the trainer is in, or by `answer_recall`: `on_recall` first (in the training
-  thread), then `LeaseReturnedMessage`. A lost connection alone does not end the lease; the hello says that we
-  hold it.
+  thread), then `LeaseReturnedMessage`. A lost connection alone does not end the lease: the next hello claims
+  it.
 
 Waits are timed (`Waits`), those for groups separately with and without the lease: the first is what the
 trainer loses for want of responses (t_train^wait of the paper's Algorithm 1).
@@ -100,8 +100,7 @@ class Waits:
 
 
 class StepStream(Generic[Group]):
-    """See the module. Public methods belong to one training thread; only the callbacks' threads are said
-    otherwise."""
+    """See the module. Public methods belong to one training thread, unless they name another."""
 
     def __init__(
         self,
@@ -172,10 +171,10 @@ class StepStream(Generic[Group]):
         self.close()
 
     def close(self) -> None:
-        """Say goodbye and end the connection. Idempotent."""
+        """End the connection. Idempotent."""
         self._link.close()
 
-    # --- what the training thread says ---------------------------------------------------------------------
+    # --- what the training thread sends --------------------------------------------------------------------
 
     def request_step(
         self,
@@ -189,13 +188,13 @@ class StepStream(Generic[Group]):
         keep_lease: bool = False,
         once_published: bool = False,
     ) -> None:
-        """Ask for a step's groups and give the lease back: the GPU must be free when this is called.
+        """Request a step's groups and return the lease: the GPU must be free when this is called.
 
         With `keep_lease` the lease stays ours, if it is ours, and the GPU need not be free: an earlier step
         is trained meanwhile, all of whose groups have arrived. A recall stays to be answered.
 
-        With `once_published` the version may still be on its way into the store: all stays as it is until
-        `publish` says that it is there.
+        With `once_published` the version may still be on its way into the store: the request takes effect
+        when `publish` announces it.
         """
         request = StepStartedMessage(
             step, policy_version, tuple(prompts), group_size, max_response_tokens, tuple(stop_token_ids),
@@ -209,7 +208,7 @@ class StepStream(Generic[Group]):
                 self._open(request)
 
     def _open(self, request: StepStartedMessage) -> None:
-        """Turn to another step. Holds the lock."""
+        """Start another step. The caller holds the lock."""
         self._next_request = None
         self._lease = request.keeps_lease and self._lease
         self._recalled = self._recalled and self._lease
@@ -223,7 +222,7 @@ class StepStream(Generic[Group]):
         return self._published is not None and self._published.version >= version
 
     def publish(self, published: VersionPublishedMessage) -> None:
-        """Say that a version lies complete in the store. From any thread."""
+        """Announce a version that lies complete in the store. From any thread."""
         with self._changed:
             self._published = published
             if self._known_version is None or self._known_version < published.version:
@@ -233,7 +232,7 @@ class StepStream(Generic[Group]):
                 self._open(waiting)
 
     def trained(self, trained: StepTrainedMessage) -> None:
-        """Say that the step is trained and checkpointed."""
+        """Report a step as trained; see `StepTrainedMessage.checkpointed`."""
         with self._changed:
             self._trained = trained
             if self._request is not None and self._request.step <= trained.step:
@@ -241,18 +240,17 @@ class StepStream(Generic[Group]):
             self._link.say(trained)
 
     def checkpointed(self, step: int) -> None:
-        """Say that a trained step's checkpoint is durable, where `trained` could not say so yet. From any
-        thread."""
+        """Report a trained step's checkpoint as durable, if `trained` could not yet. From any thread."""
         with self._changed:
             self._checkpointed = Checkpointed(step)
             self._link.say(self._checkpointed)
 
     def finished(self, model_path: str, *, timeout_s: float = 60.0) -> bool:
-        """Say that all steps are trained; return whether it could be said within `timeout_s`."""
+        """Report that all steps are trained; return True if that was sent within `timeout_s`."""
         return self._end(RunFinished(model_path), timeout_s)
 
     def failed(self, problem: str, remedy: str, exit_code: int = 1, *, timeout_s: float = 10.0) -> bool:
-        """Say that the run cannot go on; return whether it could be said within `timeout_s`."""
+        """Report why the run cannot go on; return True if that was sent within `timeout_s`."""
         return self._end(RunFailed(problem, remedy, exit_code), timeout_s)
 
     def _end(self, final: RunFinished | RunFailed, timeout_s: float) -> bool:
@@ -265,7 +263,7 @@ class StepStream(Generic[Group]):
 
     @property
     def holds_lease(self) -> bool:
-        """Whether the GPU is ours, recalled or not."""
+        """True while the GPU is ours, also once it is recalled."""
         with self._changed:
             return self._lease
 
@@ -288,11 +286,11 @@ class StepStream(Generic[Group]):
         return groups
 
     def hold_lease(self) -> None:
-        """Return once the GPU is ours and nobody asked for it back. Raises what ended the stream."""
+        """Return once the GPU is ours and not recalled. Raises what ended the stream."""
         self._wait(lambda: self._lease, for_lease=True)
 
     def answer_recall(self) -> None:
-        """Free the GPU if it was asked back; call between micro-batches. Never waits for the coordinator."""
+        """Free the GPU if it was recalled; call between micro-batches. Never waits for the coordinator."""
         with self._changed:
             recalled = self._lease and self._recalled
         if not recalled:
@@ -306,7 +304,7 @@ class StepStream(Generic[Group]):
             self._link.say(LeaseReturnedMessage())
 
     def _wait(self, done: Callable[[], bool], *, for_lease: bool) -> None:
-        """Wait for `done` (asked under the lock), answering recalls first."""
+        """Wait for `done` (called under the lock), answering recalls first."""
         while True:
             self.answer_recall()
             with self._changed:
@@ -330,7 +328,7 @@ class StepStream(Generic[Group]):
     def _num_groups(self) -> int:
         return 0 if self._request is None else len(self._request.prompts)
 
-    # --- what the coordinator says; on the link's thread ----------------------------------------------------
+    # --- what the coordinator sends; on the link's thread ---------------------------------------------------
 
     def _hello(self) -> TrainerHello:
         return TrainerHello(SCHEMA, self._run, self._boot_id, holds_lease=self.holds_lease)
@@ -377,7 +375,7 @@ class StepStream(Generic[Group]):
                 self._changed.notify_all()
 
     def _is_current(self, step: int) -> bool:
-        """Whether the coordinator speaks of the step that we asked for; it then has all that came before."""
+        """Return True for the requested step; the coordinator then has all that was sent before it."""
         if self._request is None or self._request.step != step:
             return False
         if self._trained is not None and self._trained.step < step:
