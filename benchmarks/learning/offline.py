@@ -10,8 +10,7 @@ plain scorer sees it.
 The last line of stdout is a JSON object. Target: every seed lifts its reward by at least 1.3x.
 
 With `max_staleness` above 0 each step's responses are sampled from the weights from which a run would have
-them: which those are is decided by the trainer's own `trainer.data.prompts.AskedSteps`, where a rollout takes
-no time.
+them: which those are is decided by the trainer's own `RequestedSteps`, where a rollout takes no time.
 """
 
 from __future__ import annotations
@@ -31,8 +30,6 @@ from ruamel.yaml import YAML
 
 from rlboost_runtime.job import Algorithm, Job, TinyModel
 from rlboost_runtime.trainer.data.prompts import (
-    AskedStep,
-    AskedSteps,
     Example,
     Prompt,
     PromptSource,
@@ -46,6 +43,7 @@ from rlboost_runtime.trainer.models.tiny import WarmupReport, make_model, make_t
 from rlboost_runtime.trainer.models.warmup import Sampled, sample, warm_up, warmup_data
 from rlboost_runtime.trainer.rewards.outcome import require_some_reward
 from rlboost_runtime.trainer.rewards.scorer import RewardCall, RewardScorer
+from rlboost_runtime.trainer.rollout.requested_steps import RequestedStep, RequestedSteps
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "examples" / "quickstart.yaml"
 TARGET_LIFT = 1.3
@@ -159,21 +157,21 @@ def train(policy: Policy, job: Job, files: Path, scorer: RewardScorer) -> list[d
         max_prompt_tokens=algorithm.max_prompt_tokens, seed=algorithm.seed,
     )  # fmt: skip
     learner = Learner(policy, algorithm)
-    asked = AskedSteps(algorithm.max_staleness, algorithm.steps)
+    asked = RequestedSteps[int](algorithm.max_staleness, algorithm.steps)
     sampled: dict[int, list[Sampled]] = {}
     rows = []
     for step in range(algorithm.steps):
         wanted = step if asked.get(step) is None else asked.next_ahead(step)
         while wanted is not None:
             prompts = source.batch(wanted)
-            asked.add(AskedStep(wanted, step, step, prompts, order=list(range(len(prompts)))))
+            asked.add(RequestedStep(wanted, step, step, prompts, arrived=list(range(len(prompts)))))
             sampled[wanted] = roll_out(policy, prompts, algorithm, wanted)
             wanted = asked.next_ahead(step)
         this = asked.get(step)
         assert this is not None
         row = train_step(step, learner, this.prompts, sampled.pop(step), scorer, algorithm)
         rows.append({**row, "staleness": float(this.staleness)})
-        asked.trained(step)
+        asked.remove(step)
     return rows
 
 
@@ -211,7 +209,7 @@ def train_step(
     rewards_GR = torch.tensor(shaped).view(-1, algorithm.group_size)
     advantages = group_advantages(rewards_GR, kind=algorithm.loss).flatten().tolist()
     samples = [
-        Sample(list(prompt.token_ids), response.token_ids, response.logprobs, advantage)
+        Sample.of(prompt.token_ids, response.token_ids, response.logprobs, advantage)
         for prompt, response, advantage in zip(asked, responses, advantages, strict=True)
     ]
     learner.begin_step(step)

@@ -68,7 +68,9 @@ def make_batch() -> list[Sample]:
         for advantage in advantages - advantages.mean():
             length = int(np.clip(draw.lognormal(4.4, 0.7), 8, LONGEST))
             tokens = draw.integers(0, VOCABULARY, length).tolist()
-            found.append(Sample(prompt, tokens, [float(np.log(1 / VOCABULARY))] * length, float(advantage)))
+            found.append(
+                Sample.of(prompt, tokens, [float(np.log(1 / VOCABULARY))] * length, float(advantage))
+            )
     return found
 
 

@@ -1,7 +1,7 @@
 """Train with TRL's GRPOTrainer while RLBoost's fleet generates: TRL asks its `rollout_func` for completions.
 
 Started, and started again if it dies, by `rlboost launch examples/trl/job.yaml`; TRL resumes from its own
-checkpoint then. Everything that is RLBoost's is in `FleetRollout`.
+checkpoint then. All that is RLBoost's is in `FleetRollout`.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from rlboost_runtime.trainer.rollout.client import RolloutClient
 
 
 class FleetRollout(TrainerCallback):
-    """TRL's `rollout_func`, and a callback by which the run hears how training goes."""
+    """TRL's `rollout_func`, and a callback that reports the training to the run."""
 
-    def __init__(self, fleet: RolloutClient) -> None:
-        self.fleet = fleet
-        self.group_size = fleet.job.algorithm.group_size
+    def __init__(self, client: RolloutClient) -> None:
+        self.client = client
+        self.group_size = client.job.algorithm.group_size
         self.numbers: dict[str, float] = {}
 
     def __call__(self, prompts: list[str], trainer: GRPOTrainer) -> dict[str, list[Any]]:
         """Return a completion for each prompt; TRL repeats a prompt once for each of its generations."""
         tokenizer = trainer.processing_class
-        self.fleet.publish(trainer.model, tokenizer)
+        self.client.publish(trainer.model, tokenizer)
         texts = [text for text, same in groupby(prompts) for _ in range(len(list(same)) // self.group_size)]
         prompt_ids = [tokenizer.encode(text) for text in texts]
-        groups = self.fleet.roll_out(
+        groups = self.client.roll_out(
             trainer.state.global_step, prompt_ids,
             group_size=self.group_size, max_response_tokens=trainer.args.max_completion_length,
         )  # fmt: skip
@@ -57,12 +57,12 @@ class FleetRollout(TrainerCallback):
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """The step's checkpoint is written: `save_steps` is 1, so every step has one."""
         reward_mean = self.numbers["reward"]
-        self.fleet.trained(state.global_step - 1, reward_mean=reward_mean, metrics=self.numbers)
+        self.client.trained(state.global_step - 1, reward_mean=reward_mean, metrics=self.numbers)
 
 
 def newest_whole(output: Path) -> str | None:
-    """Return TRL's newest checkpoint that was written to its end, which is where its state file comes; a
-    process may be killed in the middle of one."""
+    """Return TRL's newest complete checkpoint. Its state file is written last, and a process may be killed
+    before."""
     whole = [path for path in output.glob("checkpoint-*") if (path / TRAINER_STATE_NAME).is_file()]
     return str(max(whole, key=lambda path: int(path.name.rpartition("-")[2]))) if whole else None
 
@@ -74,16 +74,16 @@ def lower_case(completions: list[str], **_: Any) -> list[float]:
 
 def main() -> None:
     """Train the job's model as its `algorithm` says."""
-    with RolloutClient.of_run() as fleet:
-        algorithm = fleet.job.algorithm
-        model = AutoModelForCausalLM.from_pretrained(fleet.model())
-        tokenizer = AutoTokenizer.from_pretrained(fleet.model())
-        output = fleet.run.checkpoints / "trl"
-        rollout = FleetRollout(fleet)
+    with RolloutClient.of_run() as client:
+        algorithm = client.job.algorithm
+        model = AutoModelForCausalLM.from_pretrained(client.model())
+        tokenizer = AutoTokenizer.from_pretrained(client.model())
+        output = client.run.checkpoints / "trl"
+        rollout = FleetRollout(client)
         trainer = GRPOTrainer(
             model,
             reward_funcs=[lower_case],
-            train_dataset=Dataset.from_list([{"prompt": example.text} for example in fleet.examples()]),
+            train_dataset=Dataset.from_list([{"prompt": example.text} for example in client.examples()]),
             processing_class=tokenizer,
             rollout_func=rollout,
             callbacks=[rollout],
@@ -105,9 +105,9 @@ def main() -> None:
             ),
         )
         trainer.train(resume_from_checkpoint=newest_whole(output))
-        final = fleet.run.checkpoints / "model"
+        final = client.run.checkpoints / "model"
         trainer.save_model(str(final))
-        fleet.finished(final)
+        client.finished(final)
 
 
 if __name__ == "__main__":

@@ -16,26 +16,26 @@ import transformers
 
 from rlboost_runtime import logs
 from rlboost_runtime.errors import RLBoostError, RuntimeFault, is_disk_full
-from rlboost_runtime.job import Job, TinyModel, read_resolved
+from rlboost_runtime.job import TinyModel, read_resolved
 from rlboost_runtime.run.folder import RunFolder
 from rlboost_runtime.trainer.artifacts import checkpoint
 from rlboost_runtime.trainer.data.prompts import Example, PromptSource, read_examples
 from rlboost_runtime.trainer.learn.policy import Policy
-from rlboost_runtime.trainer.learn.rank_worker import be_led
+from rlboost_runtime.trainer.learn.rank_worker import run_worker
 from rlboost_runtime.trainer.learn.ranks import ALONE, End, LoadPolicy, Ranks
 from rlboost_runtime.trainer.loop import TrainerLoop
-from rlboost_runtime.trainer.models.hub import Preparing, fetch
+from rlboost_runtime.trainer.models.hub import StartupProgress, fetch
 from rlboost_runtime.trainer.models.tiny import WarmupReport, prepare
 from rlboost_runtime.trainer.models.warmup import warm_up, warmup_data
 from rlboost_runtime.trainer.node import TrainerNode, die_with_launcher, is_rank, run_ranks
 from rlboost_runtime.trainer.rewards.outcome import RewardWatch
 from rlboost_runtime.trainer.rewards.scorer import RewardCall, RewardScorer
-from rlboost_runtime.trainer.rollout.step_stream import StepStream
+from rlboost_runtime.trainer.rollout.client import RolloutClient
 
 log = logging.getLogger(__name__)
 
 EXIT_CANNOT_GO_ON = 78
-"""EX_CONFIG: the supervisor must not start us again."""
+"""EX_CONFIG: the supervisor must not restart the trainer."""
 
 
 def main(arguments: list[str]) -> int:
@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
     run = RunFolder(Path(arguments[0]).absolute())
     job = read_resolved(run.job_json)
     if job.trainer.ranks * job.trainer.nodes == 1:
-        return lead(run, job, ALONE)
+        return lead(run, ALONE)
     if not is_rank():
         place = TrainerNode(job.trainer.ranks, job.trainer.nodes, 0, job.trainer.node_address)
         command = ["-m", "rlboost_runtime.trainer", *arguments]
@@ -54,35 +54,35 @@ def main(arguments: list[str]) -> int:
     die_with_launcher()
     ranks = Ranks.join()
     if ranks.leads:
-        code = lead(run, job, ranks)
+        code = lead(run, ranks)
     else:
         logs.setup(f"trainer-{ranks.rank}")
-        be_led(ranks)
+        run_worker(ranks)
         code = 0
     ranks.leave()
     return code
 
 
-def lead(run: RunFolder, job: Job, ranks: Ranks) -> int:
-    """Be the trainer, at the head of its ranks; return the exit code."""
+def lead(run: RunFolder, ranks: Ranks) -> int:
+    """Run the trainer as rank 0 of its ranks; return the exit code."""
     logs.setup("trainer")
-    with StepStream.for_run(run) as stream:
+    with RolloutClient.of_run(run.path) as client:
         try:
-            train(run, job, stream, ranks)
+            train(client, ranks)
         except Exception as exc:
             known = _explained(exc, run)
             if known is None:
                 raise
             log.info("the run cannot go on", exc_info=True)
             logs.explain(log, known)
-            stream.failed(known.problem, known.remedy, known.exit_code)
-            ranks.tell(End())
+            client.stream.failed(known.problem, known.remedy, known.exit_code)
+            ranks.broadcast(End())
             return EXIT_CANNOT_GO_ON
     return 0
 
 
 def _explained(error: Exception, run: RunFolder) -> RLBoostError | None:
-    """Return what a person can be told; None where only a restart may help."""
+    """Return the error to show to people; None where only a restart may help."""
     if is_disk_full(error):
         free = shutil.disk_usage(run.path).free / 1e9
         what = (
@@ -96,59 +96,58 @@ def _explained(error: Exception, run: RunFolder) -> RLBoostError | None:
     return error if isinstance(error, RLBoostError) else None
 
 
-def train(run: RunFolder, job: Job, stream: StepStream, ranks: Ranks = ALONE) -> Path:
+def train(client: RolloutClient, ranks: Ranks = ALONE) -> Path:
     """Prepare model, data and rewards, then train; return the folder of the final model."""
+    run, job = client.run, client.job
     torch.set_num_threads(job.trainer.threads)
     torch.manual_seed(job.algorithm.seed)
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     run.logs.mkdir(parents=True, exist_ok=True)
-    preparing = Preparing(run)
-    preparing.say("reading the prompts")
+    progress = StartupProgress(run)
+    progress.report("reading the prompts")
     examples = read_examples(job.data, run.files)
     with RewardScorer.for_job(job, run.files, run.logs / "reward.log") as scorer:
-        policy = load_policy(run, job, examples, scorer, preparing)
-        preparing.say("encoding the prompts")
+        policy = load_policy(client, examples, scorer, progress)
+        progress.report("encoding the prompts")
         source = PromptSource(
             examples, policy.encode, prompts_per_step=job.algorithm.prompts_asked_per_step,
             max_prompt_tokens=job.algorithm.max_prompt_tokens, seed=job.algorithm.seed,
             num_held_out=0 if job.evaluation is None else job.evaluation.prompts,
         )  # fmt: skip
         files = policy.small_files() if job.trainer.nodes > 1 else {}
-        ranks.tell(LoadPolicy(str(policy.source), job.canonical_json(), files))
+        ranks.broadcast(LoadPolicy(str(policy.source), job.canonical_json(), files))
         policy.set_up(job.trainer, job.algorithm, ranks)
-        preparing.over()
-        final = TrainerLoop(run, job, policy, source, scorer, stream, ranks).train()
-        ranks.tell(End())
+        progress.finish()
+        final = TrainerLoop(client, policy, source, scorer, ranks).train()
+        ranks.broadcast(End())
         return final
 
 
 def load_policy(
-    run: RunFolder, job: Job, examples: list[Example], scorer: RewardScorer, preparing: Preparing
+    client: RolloutClient, examples: list[Example], scorer: RewardScorer, progress: StartupProgress
 ) -> Policy:
     """Return the policy to go on with: of the newest checkpoint, else the job's model."""
-    saved = checkpoint.saved_steps(run.checkpoints)
-    preparing.say("loading the checkpoint" if saved else "loading the model")
+    saved = checkpoint.saved_steps(client.run.checkpoints)
+    progress.report("loading the checkpoint" if saved else "loading the model")
     if saved:
-        return Policy.load(checkpoint.step_folder(run.checkpoints, saved[-1]))
-    if isinstance(job.model, TinyModel):
-        return _tiny_policy(run, job, job.model, examples, scorer, preparing)
-    folder = run.files / job.model
-    if folder.is_dir():
-        return Policy.load(folder)
-    fetch(job.model, preparing)
-    preparing.say("loading the model")
-    return Policy.load(job.model)
+        return Policy.load(checkpoint.step_folder(client.run.checkpoints, saved[-1]))
+    if isinstance(client.job.model, TinyModel):
+        return _tiny_policy(client, client.job.model, examples, scorer, progress)
+    model = client.model()
+    if model == client.job.model:
+        fetch(model, progress)
+        progress.report("loading the model")
+    return Policy.load(model)
 
 
 def _tiny_policy(
-    run: RunFolder,
-    job: Job,
+    client: RolloutClient,
     tiny: TinyModel,
     examples: list[Example],
     scorer: RewardScorer,
-    preparing: Preparing,
+    progress: StartupProgress,
 ) -> Policy:
-    algorithm = job.algorithm
+    job, algorithm = client.job, client.job.algorithm
     watch = RewardWatch(scorer.name)
 
     def score(pairs: list[tuple[Example, str]]) -> list[float]:
@@ -165,10 +164,10 @@ def _tiny_policy(
         return warm_up(
             policy, warmup_data(job.data, examples), score, tiny.warmup,
             max_prompt_tokens=algorithm.max_prompt_tokens, max_response_tokens=algorithm.max_response_tokens,
-            temperature=algorithm.temperature, seed=tiny.seed, say=preparing.say,
+            temperature=algorithm.temperature, seed=tiny.seed, report=progress.report,
         )  # fmt: skip
 
-    folder, report = prepare(job, tiny, run.files, warm)
+    folder, report = prepare(job, tiny, client.run.files, warm)
     what = "tiny model, random init, no warm-up" if report is None else report.describe()
     logs.event(log, "model.ready", what=what, folder=str(folder))
     return Policy.load(folder)

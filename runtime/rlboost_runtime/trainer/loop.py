@@ -1,11 +1,12 @@
 """The trainer's loop: prompts out, groups in, micro-batches while the lease is ours, publish, checkpoint,
 report.
 
-One step, in order: ask for the step's groups (which gives the GPU back) -> score groups as they arrive ->
-once the lease is granted, train micro-batches in the order in which groups finished -> one division, clip and
-AdamW step per mini-batch (where old logprobs are recomputed, the first one waits for all groups) -> publish
-the next version -> copy the checkpoint -> a line in `metrics.jsonl` -> `StepTrainedMessage`. The copy is
-written while the next step is rolled out; `Checkpointed` is said once it is durable.
+It is written on the public `RolloutClient`. One step, in order: request the step's groups (which gives the
+GPU back) -> score groups as they arrive -> once the lease is granted, train micro-batches in the order in
+which groups finished -> one division, clip and AdamW step per mini-batch (where old logprobs are recomputed,
+the first one waits for all groups) -> publish the next version -> copy the checkpoint -> a line in
+`metrics.jsonl` -> `StepTrainedMessage`. The copy is written while the next step is rolled out; `Checkpointed`
+is sent once it is durable.
 
 Guarantees:
 
@@ -16,7 +17,7 @@ Guarantees:
   unused number, or reuses the stored version whose content digest equals its own. So the policy version
   grows, and need not equal the step;
 - killed at any moment, it goes on after its newest complete checkpoint: a step whose checkpoint was still
-  being written is asked for again, and its line in `metrics.jsonl` replaced. No step is missing from the
+  being written is requested again, and its line in `metrics.jsonl` replaced. No step is missing from the
   weights, and none is in them twice.
 """
 
@@ -31,46 +32,40 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from rlboost_runtime.job import Job
 from rlboost_runtime.logs import bind, event
-from rlboost_runtime.protocol.messages import PromptSpec, StepTrainedMessage, VersionPublishedMessage
-from rlboost_runtime.run.folder import RunFolder
+from rlboost_runtime.protocol.messages import StepTrainedMessage
 from rlboost_runtime.trainer.artifacts import checkpoint
 from rlboost_runtime.trainer.artifacts.checkpoint import Checkpoint, CheckpointWriter, TrainedState
 from rlboost_runtime.trainer.artifacts.output import OutputCopies, copying
-from rlboost_runtime.trainer.artifacts.publisher import Publication, Publisher
-from rlboost_runtime.trainer.data.prompts import AskedStep, AskedSteps, Prompt, PromptSource
+from rlboost_runtime.trainer.artifacts.publisher import VersionContent
+from rlboost_runtime.trainer.data.prompts import Prompt, PromptSource
 from rlboost_runtime.trainer.learn.learner import Learner, recomputes_old
+from rlboost_runtime.trainer.learn.model_files import version_configs
 from rlboost_runtime.trainer.learn.policy import Policy, Residency
 from rlboost_runtime.trainer.learn.ranks import ALONE, Ranks
 from rlboost_runtime.trainer.learn.sample import GroupSelection, Sample
-from rlboost_runtime.trainer.learn.version_files import scratch_folder, version_configs
 from rlboost_runtime.trainer.rewards.outcome import require_some_reward
 from rlboost_runtime.trainer.rewards.scorer import RewardScorer
-from rlboost_runtime.trainer.rollout.groups import GroupScorer, ScoredGroup
+from rlboost_runtime.trainer.rollout.client import RolloutClient
+from rlboost_runtime.trainer.rollout.groups import GroupScorer, PendingGroup, ScoredGroup
 from rlboost_runtime.trainer.rollout.metrics import (
     MetricsLog,
     evaluation_metrics,
     group_metrics,
     pick_samples,
 )
-from rlboost_runtime.trainer.rollout.step_stream import StepStream, Waits
+from rlboost_runtime.trainer.rollout.requested_steps import RequestedStep, RequestedSteps
+from rlboost_runtime.trainer.rollout.step_stream import Waits
 from rlboost_runtime.trainer.tracking import Trackers
-from rlboost_runtime.weights.delta.torch_finder import best_finder
-from rlboost_runtime.weights.manifest import content_digest, describe_file, read_manifest
-from rlboost_runtime.weights.store.store import WeightStore
 
 log = logging.getLogger(__name__)
-
-KEEP_VERSIONS = 2
 
 
 @dataclass(slots=True)
 class Seconds:
-    """Where a step's time went."""
+    """Seconds of a step by activity."""
 
     spent: dict[str, float] = field(default_factory=dict)
 
@@ -85,58 +80,59 @@ class Seconds:
 
 
 class TrainerLoop:
-    """Trains a job from where its folder says it was left. Runs on one thread."""
+    """Trains a job from its newest checkpoint on. Runs on one thread."""
 
     def __init__(
         self,
-        run: RunFolder,
-        job: Job,
+        client: RolloutClient,
         policy: Policy,
         source: PromptSource,
         scorer: RewardScorer,
-        stream: StepStream,
         ranks: Ranks = ALONE,
     ) -> None:
-        """`policy` is set up; with several ranks this is the one that leads."""
-        self._run = run
-        self._job = job
+        """`policy` is set up; with several ranks this is rank 0."""
+        self._client = client
+        self._run, self._job = client.run, client.job
+        algorithm, trainer = self._job.algorithm, self._job.trainer
         self._policy = policy
         self._source = source
-        self._scorer = scorer
-        self._stream = stream
-        self._learner = Learner(policy, job.algorithm, job.trainer, ranks)
+        self._reward_name = scorer.name
+        self._learner = Learner(policy, algorithm, trainer, ranks)
         self._residency = Residency(policy, self._learner.optimizer, ranks)
-        self._desk = GroupScorer(policy.decode, scorer, job.algorithm)
-        self._store = WeightStore(
-            run.weights,
-            keep=KEEP_VERSIONS + job.algorithm.max_staleness,
-            chunk_bytes=job.weights.chunk_bytes,
-            max_deltas=0 if job.weights.transfer in ("full", "lora") else job.weights.max_deltas,
-            finder=best_finder(policy.accelerator),
+        self._scorer = GroupScorer(policy.decode, scorer, algorithm)
+        client.stream.on_recall(self._residency.free)
+        self._stream = client.stream.on_group(self._scorer.start)
+        sends_adapters = self._job.weights.transfer == "lora"
+        dtype = self._job.rollout.engine_args.dtype
+        self._content = VersionContent(
+            lambda: policy.weights(frozen=sends_adapters),
+            lambda: (
+                version_configs(policy.model, dtype) | (policy.adapter_files(dtype) if sends_adapters else {})
+            ),
+            lambda: policy.probe(list(source.batch(0)[0].token_ids), dtype),
+            policy.tied(),
+            are_frozen=sends_adapters,
         )
-        self._sends_adapters = job.weights.transfer == "lora"
-        self._publisher = Publisher(self._store, job.rollout.engine_args.dtype, self._announce)
-        self._metrics = MetricsLog(run.metrics)
-        self._samples = MetricsLog(run.samples)
-        self._version = -1
-        self._output = OutputCopies.for_run(run, job)
+        self._samples = MetricsLog(self._run.samples)
+        self._output = OutputCopies.for_run(self._run, self._job)
         self._copy_out: Callable[[Path], None] = lambda folder: None
         self._writer = CheckpointWriter(
-            run.checkpoints, keep=job.trainer.keep_checkpoints, on_durable=self._durable
+            self._run.checkpoints, keep=trainer.keep_checkpoints, on_durable=self._durable
         )
-        self._asked = AskedSteps(job.algorithm.max_staleness, job.algorithm.steps)
-        self._asked_before: dict[int, tuple[int, int]] = {}
+        self._requested: RequestedSteps[PendingGroup] = RequestedSteps(
+            algorithm.max_staleness, algorithm.steps
+        )
+        self._requested_before: dict[int, tuple[int, int]] = {}
         self._past_waits = Waits()
-        stream.attach(on_group=self._desk.arrived, on_recall=self._residency.free)
 
     def train(self) -> Path:
-        """Train all remaining steps; return the folder of the final model, saved and said to the
+        """Train all remaining steps; return the folder of the final model, saved and reported to the
         coordinator."""
         is_new = not checkpoint.saved_steps(self._run.checkpoints)
         with (
             copying(self._output, is_new=is_new) as self._copy_out,
             self._writer,
-            self._publisher,
+            self._client.publisher,
         ):
             first = self._resume()
             with Trackers(self._run, self._job, first) as self._trackers:
@@ -158,10 +154,10 @@ class TrainerLoop:
     # --- resuming and publishing --------------------------------------------------------------------------
 
     def _resume(self) -> int:
-        """Take up the newest checkpoint, if any; return the step to do next, with its version published."""
+        """Resume from the newest checkpoint, if any; publish its weights and return the next step."""
         saved = checkpoint.saved_steps(self._run.checkpoints)
         if not saved:
-            self._metrics.rewind(0)
+            self._client.metrics.rewind(0)
             self._samples.rewind(0)
             self._publish_current(0)
             return 0
@@ -169,9 +165,9 @@ class TrainerLoop:
         state = checkpoint.read_state(folder)
         checkpoint.restore_optimizer(folder, self._learner.optimizer)
         self._samples.rewind(state.step + 1)
-        if self._metrics.rewind(state.step + 1) != state.step:
-            self._metrics.append(dict(state.line))
-        self._asked_before = {step: (version, updates) for step, version, updates in state.ahead}
+        if self._client.metrics.rewind(state.step + 1) != state.step:
+            self._client.metrics.append(dict(state.line))
+        self._requested_before = {step: (version, updates) for step, version, updates in state.ahead}
         event(log, "trainer.resumed", after_step=state.step, policy_version=state.policy_version)
         self._publish_current(state.policy_version)
         self._stream.trained(_report(state, checkpointed=True))
@@ -179,82 +175,36 @@ class TrainerLoop:
 
     def _publish_current(self, at_least: int) -> None:
         """Publish the weights as they are, unless the store has the very same ones already."""
-        stored = {version: read_manifest(self._store.path(version)) for version in self._store.versions()}
-        digest = self._content_digest() if stored else None
-        for _, manifest in sorted(stored.items(), reverse=True):
-            if manifest.content_digest == digest:
-                self._version = manifest.version
-                self._residency.free()
-                self._announce(Publication(manifest, 0.0, 0.0))
-                return
-        self._publish(max([at_least, *(version + 1 for version in stored)]))
-
-    def _content_digest(self) -> str:
-        with scratch_folder(self._run.path) as folder:
-            self._publisher.write(folder, self._weights(), self._configs())
-            paths = sorted(folder.iterdir())
-            return content_digest([describe_file(path, self._store.chunk_bytes) for path in paths])
-
-    def _configs(self) -> dict[str, bytes]:
-        dtype = self._job.rollout.engine_args.dtype
-        more = self._policy.adapter_files(dtype) if self._sends_adapters else {}
-        return version_configs(self._policy.model, dtype) | more
-
-    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self._policy.weights(frozen=self._sends_adapters)
-
-    def _publish(self, version: int) -> None:
-        """Copy the weights, leave the GPU, and have the copy published as `version` meanwhile."""
-        probe = self._policy.probe(
-            list(self._source.batch(0)[0].token_ids), self._job.rollout.engine_args.dtype
-        )
-        self._publisher.begin(
-            version, self._weights(), self._configs(), probe, self._policy.tied(),
-            are_frozen=self._sends_adapters,
-        )  # fmt: skip
-        self._version = version
-        if not self._stream.holds_lease:
-            self._residency.free()  # engines may load what is announced
-
-    def _announce(self, done: Publication) -> None:
-        """Say that a version lies in the store; on the publisher's thread."""
-        manifest = done.manifest
-        self._stream.publish(
-            VersionPublishedMessage(
-                manifest.version,
-                manifest.content_digest,
-                manifest.num_bytes,
-                done.stop_s + done.publish_s,
-                stop_s=done.stop_s,
-                delta_bytes=done.delta_bytes,
-            )
-        )
+        self._residency.free()  # engines may load what is announced
+        if not self._client.reuse_stored(self._content):
+            self._client.begin_publication(self._content, at_least)
 
     # --- one step ------------------------------------------------------------------------------------------
 
     def _step(self, step: int) -> None:
-        bind(step=step, policy_version=self._version)
+        bind(step=step, policy_version=self._client.version)
         seconds = Seconds()
         started = time.monotonic()
-        waited, reward_waited = self._waits(), self._desk.reward_wait_s
+        waited, reward_waited = self._waits(), self._scorer.reward_wait_s
         awake_s, asleep_s = self._residency.awake_s, self._residency.asleep_s
-        asked = self._asked.get(step) or self._ask(step, step)
+        requested = self._requested.get(step) or self._request(step, step)
         selection = GroupSelection(
             self._job.algorithm.zero_variance_groups, self._job.algorithm.prompts_per_step
         )
-        groups, held_out = self._train_as_they_arrive(asked, selection, seconds)
-        self._desk.forget(step)
+        groups, held_out = self._train_as_they_arrive(requested, selection, seconds)
         require_some_reward(
-            [response.reward for group in groups for response in group.responses], self._scorer.name
+            [response.reward for group in groups for response in group.responses], self._reward_name
         )
         with seconds.timed("publish"):
-            self._publish(max(self._version, *self._store.versions()) + 1)
-        self._asked.trained(step)
+            self._client.begin_publication(self._content)
+            if not self._stream.holds_lease:
+                self._residency.free()  # engines may load what is announced
+        self._requested.remove(step)
         waits = self._waits() - waited
         line = {
             "step": float(step),
-            "policy_version": float(asked.policy_version),
-            "staleness": float(asked.staleness),
+            "policy_version": float(requested.policy_version),
+            "staleness": float(requested.staleness),
             **group_metrics(groups),
             **selection.metrics(),
             **evaluation_metrics(held_out),
@@ -263,7 +213,7 @@ class TrainerLoop:
             "prompts_skipped": float(self._source.num_skipped),
             "rollout_wait_s": waits.without_lease_s + waits.for_lease_s,
             "train_wait_s": waits.with_lease_s,
-            "reward_wait_s": self._desk.reward_wait_s - reward_waited,
+            "reward_wait_s": self._scorer.reward_wait_s - reward_waited,
             "train_s": seconds.spent.get("train", 0.0),
             "lease_wait_s": waits.for_lease_s,
             "handover_s": self._residency.awake_s - awake_s,
@@ -274,15 +224,15 @@ class TrainerLoop:
         }
         state = TrainedState(
             step=step,
-            policy_version=self._version,
+            policy_version=self._client.version,
             wait_s=waits.with_lease_s,
             busy_s=line["train_s"],
             tokens_trained=self._learner.sums.tokens,
             reward_mean=line["reward_mean"],
             line=line,
-            ahead=self._asked.versions(),
+            ahead=self._requested.versions(),
         )
-        for sample in pick_samples(step, groups, asked.prompts, self._policy.decode):
+        for sample in pick_samples(step, groups, requested.prompts, self._policy.decode):
             self._samples.append(sample)
         self._finish(state, seconds)
 
@@ -297,9 +247,8 @@ class TrainerLoop:
                 taken = checkpoint.take(self._policy, self._learner.optimizer, state)
         state.line["checkpoint_s"] = seconds.spent["checkpoint"]
         state.line["checkpoint_write_s"] = self._writer.last_write_s
-        self._metrics.append(dict(state.line))
+        self._client.report(_report(state, checkpointed=False))
         self._trackers.log(state.line)
-        self._stream.trained(_report(state, checkpointed=False))
         event(
             log, "step.trained", reward_mean=round(state.reward_mean, 4), tokens=state.tokens_trained,
             train_s=round(state.busy_s, 3), wait_s=round(state.wait_s, 3),
@@ -308,29 +257,33 @@ class TrainerLoop:
             taken.state.line.update(state.line)
             self._writer.submit(taken)
 
-    def _ask(self, step: int, training: int) -> AskedStep:
-        """Ask for a step's groups, while step `training` is the oldest that is not trained; that gives the
-        GPU back, unless we are in the middle of it."""
+    def _request(self, step: int, training: int) -> RequestedStep[PendingGroup]:
+        """Request a step's groups, while step `training` is the oldest that is not trained.
+
+        That gives the GPU back, unless step `training` is being trained.
+        """
         if step == training:  # there is nothing else to do meanwhile
-            self._publisher.ready()
+            self._client.publisher.ready()
         self._stream.answer_recall()
         if not self._stream.holds_lease or step == training:
             self._residency.free()
-        version, updates = self._asked_before.get(step, (self._version, training))
-        if version not in self._store.versions():
-            version, updates = self._version, training
-        asked = AskedStep(step, version, updates, self._source.batch(step) + self._held_out(step))
-        self._asked.add(asked)
-        self._desk.expect(step, version, asked.prompts)
+        newest = self._client.version, training
+        version, updates = self._requested_before.get(step, newest)
+        if version not in self._client.store.versions():
+            version, updates = newest
+        requested: RequestedStep[PendingGroup] = RequestedStep(
+            step, version, updates, self._source.batch(step) + self._held_out(step)
+        )
+        self._requested.add(requested)
+        self._scorer.expect(step, version, requested.prompts)
         self._past_waits += self._stream.waits
         algorithm = self._job.algorithm
-        self._stream.request_step(
-            step, version, [_spec(group, prompt) for group, prompt in enumerate(asked.prompts)],
+        self._client.request_step(
+            step, version, [prompt.token_ids for prompt in requested.prompts],
             group_size=algorithm.group_size, max_response_tokens=algorithm.max_response_tokens,
-            stop_token_ids=sorted(self._policy.stop_token_ids), keep_lease=step != training,
-            once_published=self._publisher.is_busy,
+            stop_token_ids=self._policy.stop_token_ids, keep_lease=step != training,
         )  # fmt: skip
-        return asked
+        return requested
 
     def _held_out(self, step: int) -> list[Prompt]:
         """Return the held-out prompts, where the step is to evaluate its weights."""
@@ -339,27 +292,26 @@ class TrainerLoop:
         return self._source.held_out if is_due else []
 
     def _waits(self) -> Waits:
-        """Return what we have waited since this process began."""
+        """Return all waits since this process began."""
         return self._past_waits + self._stream.waits
 
     def _receive(self, training: int, min_responses: int) -> None:
-        """Take note of groups that arrive, at least `min_responses` or the rest of their step; ask for the
-        next step where it is time."""
-        for group in self._stream.next_groups(min_responses):
-            self._asked.newest.order.append(group.group)
-        ahead = self._asked.next_ahead(training)
+        """Receive groups, at least `min_responses` or the rest of their step; request the next step where it
+        is time."""
+        self._requested.newest.arrived += self._stream.next_groups(min_responses)
+        ahead = self._requested.next_ahead(training)
         if ahead is not None:
-            self._ask(ahead, training)
+            self._request(ahead, training)
 
     def _train_as_they_arrive(
-        self, asked: AskedStep, selection: GroupSelection, seconds: Seconds
+        self, requested: RequestedStep[PendingGroup], selection: GroupSelection, seconds: Seconds
     ) -> tuple[list[ScoredGroup], list[ScoredGroup]]:
         """Train on a step's groups as they finish; return them all, in that order, and the held-out ones."""
         algorithm = self._job.algorithm
-        self._learner.begin_step(asked.step)
+        self._learner.begin_step(requested.step)
         groups: list[ScoredGroup] = []
         held_out: list[ScoredGroup] = []
-        chosen = self._chosen(asked, selection, groups, held_out)
+        chosen = self._chosen(requested, selection, groups, held_out)
         must_recompute = recomputes_old(algorithm)
         for size in micro_batch_sizes(
             algorithm.prompts_per_step,
@@ -368,31 +320,33 @@ class TrainerLoop:
             algorithm.micro_batch_responses,
         ):
             if size:
-                self._train_micro_batch(
-                    [sample for group in islice(chosen, size) for sample in group], seconds
-                )
+                samples = [sample for group in islice(chosen, size) for sample in group]
+                with self._on_gpu(seconds):
+                    self._learner.accumulate(samples)
                 if algorithm.max_staleness:
-                    self._receive(asked.step, 0)
+                    self._receive(requested.step, 0)
                 continue
             if must_recompute:
                 chosen = iter([self._recompute(group, seconds) for group in chosen])
                 must_recompute = False
-            self._train_apply(seconds)
-        deque(chosen, maxlen=0)  # a step ends when all its groups are in, also spares that nobody needed
+            with self._on_gpu(seconds):
+                self._learner.apply()
+        deque(chosen, maxlen=0)  # a step ends when all its groups are in, also unused spares
         return groups, held_out
 
     def _chosen(
         self,
-        asked: AskedStep,
+        requested: RequestedStep[PendingGroup],
         selection: GroupSelection,
         arrived: list[ScoredGroup],
         held_out: list[ScoredGroup],
     ) -> Iterator[list[Sample]]:
-        """Yield the samples of each group to train, as soon as it is known to be one; note all in
-        `arrived`."""
+        """Yield the samples of each group to train as soon as it is chosen; add all groups to `arrived` or
+        `held_out`."""
         waiting: dict[int, ScoredGroup] = {}
-        for number in self._completion_order(asked):
-            group = self._desk.collect(asked.step, number, self._stream.answer_recall)
+        for pending in self._completion_order(requested):
+            group = self._scorer.finish(pending, self._stream.answer_recall)
+            number = group.group
             if number >= self._job.algorithm.prompts_asked_per_step:
                 held_out.append(group)
                 continue
@@ -401,36 +355,28 @@ class TrainerLoop:
             for each in selection.arrived(number, flat=group.zero_variance):
                 yield [response.sample for response in waiting.pop(each).responses]
 
-    def _completion_order(self, asked: AskedStep) -> Iterator[int]:
-        """Yield group numbers as they finish, asking for a micro-batch's worth at a time."""
+    def _completion_order(self, requested: RequestedStep[PendingGroup]) -> Iterator[PendingGroup]:
+        """Yield groups as they finish, waiting for a micro-batch's worth at a time."""
         given = 0
-        while given < len(asked.prompts):
-            if given == len(asked.order):
-                self._receive(asked.step, self._job.algorithm.micro_batch_responses)
-            arrived = asked.order[given:]
+        while given < len(requested.prompts):
+            if given == len(requested.arrived):
+                self._receive(requested.step, self._job.algorithm.micro_batch_responses)
+            arrived = requested.arrived[given:]
             yield from arrived
             given += len(arrived)
 
-    def _train_micro_batch(self, samples: list[Sample], seconds: Seconds) -> None:
+    @contextmanager
+    def _on_gpu(self, seconds: Seconds) -> Iterator[None]:
+        """Hold the lease with the model on the GPU for a block of training; answer a recall after it."""
         self._stream.hold_lease()
         self._residency.take()
         with seconds.timed("train"):
-            self._learner.accumulate(samples)
+            yield
         self._stream.answer_recall()
 
     def _recompute(self, samples: list[Sample], seconds: Seconds) -> list[Sample]:
-        self._stream.hold_lease()
-        self._residency.take()
-        with seconds.timed("train"):
-            found = self._learner.recompute(samples)
-        self._stream.answer_recall()
-        return found
-
-    def _train_apply(self, seconds: Seconds) -> None:
-        self._stream.hold_lease()
-        self._residency.take()
-        with seconds.timed("train"):
-            self._learner.apply()
+        with self._on_gpu(seconds):
+            return self._learner.recompute(samples)
 
 
 def micro_batch_sizes(
@@ -459,10 +405,6 @@ def _gpu_peak_bytes() -> float:
     peak = torch.cuda.max_memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     return float(peak)
-
-
-def _spec(group: int, prompt: Prompt) -> PromptSpec:
-    return PromptSpec(group, np.asarray(prompt.token_ids, dtype="<i4").tobytes())
 
 
 def _report(state: TrainedState, *, checkpointed: bool) -> StepTrainedMessage:

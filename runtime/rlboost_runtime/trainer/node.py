@@ -1,14 +1,13 @@
-"""`python -m rlboost_runtime.trainer.node HOST:PORT RUN NUMBER NODES RANKS`: be a further node of a trainer.
+"""`python -m rlboost_runtime.trainer.node HOST:PORT RUN NUMBER NODES RANKS`: one further node of a trainer.
 
 HOST:PORT is the job's `trainer.node_address`, NUMBER counts from 1 (the head is 0). A node needs RLBoost and
-nothing of the run: job, model and weights come from the head. Where the head's trainer dies, or its machine
-vanishes without a word, this one waits for the next; it ends, with exit code 0, when the run does. Traffic
-between nodes is neither authenticated nor encrypted: use a network that nobody else is on.
+nothing of the run: job, model and weights come from the head. If the head's trainer dies or its machine
+vanishes silently, the node waits for the next trainer; it ends, with exit code 0, when the run does. Traffic
+between nodes is neither authenticated nor encrypted: use a private network.
 
-Start the trainer as several ranks by torchrun's machinery, on this machine or on several.
-
-The starting process only waits: if one rank ends badly all end, and the exit code is the trainer's own where
-it said that the run cannot go on. Ranks die with the process that started them, also when that is killed.
+The ranks are started with torchrun's machinery, on one machine or several. The starting process only waits:
+if one rank fails all end, and the exit code is the trainer's own if it reported that the run cannot go on.
+Ranks die with the process that started them, also when that is killed.
 """
 
 from __future__ import annotations
@@ -34,20 +33,20 @@ from rlboost_runtime.logs import event
 log = logging.getLogger(__name__)
 
 PAUSE_S = 1.0
-"""Between two attempts: the head's trainer needs longer to come back."""
-LOOK_EVERY_S = 20.0
-"""Between two looks at whether the head's machine is there."""
-LOOK_S = 10.0
-"""Longest wait for its answer."""
-MOST_MISSED = 6
-"""Looks without an answer, in a row, after which it is taken for gone."""
+"""Pause between two attempts: the head's trainer needs longer to come back."""
+CHECK_EVERY_S = 20.0
+"""Interval between two checks of the head's machine."""
+CHECK_TIMEOUT_S = 10.0
+"""Longest wait for an answer to a check."""
+MAX_MISSED = 6
+"""Checks without an answer, in a row, after which the head is considered lost."""
 _MODULE = "rlboost_runtime.trainer.node"
 
 
 def main(arguments: list[str]) -> int:
-    """Be a node, or one of its ranks; return the exit code."""
+    """Run a node, or one of its ranks; return the exit code."""
     if is_rank():
-        return _be_rank()
+        return _run_rank()
     try:
         address, run, *numbers = arguments
         number, nodes, ranks = map(int, numbers)
@@ -56,26 +55,26 @@ def main(arguments: list[str]) -> int:
         return 2
     logs.setup(f"trainer-node-{number}")
     place = TrainerNode(ranks, nodes, number, address)
-    while _take_part(run, place):
+    while _run_once(run, place):
         event(log, "node.head_lost", level=logging.WARNING, address=address)
         time.sleep(PAUSE_S)
     return 0
 
 
-def _take_part(run: str, place: TrainerNode) -> bool:
-    """Whether the run goes on without this node's ranks having been told of its end."""
+def _run_once(run: str, place: TrainerNode) -> bool:
+    """Run this node's ranks once; return True if the run goes on, False once it ended."""
     from torch.distributed import DistError
 
     try:
         return run_ranks(run, ["-m", _MODULE], place, ()) != 0
-    except DistError as error:  # nobody was there for as long as nodes wait for one another
+    except DistError as error:  # the head did not appear within the rendezvous timeout
         event(log, "node.head_absent", level=logging.WARNING, problem=str(error).partition("\n")[0])
         return True
 
 
-def _be_rank() -> int:
+def _run_rank() -> int:
     from rlboost_runtime.trainer.learn.rank_worker import (
-        be_led,  # torch and transformers: only ranks need them
+        run_worker,  # torch and transformers: only ranks need them
     )
     from rlboost_runtime.trainer.learn.ranks import Ranks
 
@@ -84,7 +83,7 @@ def _be_rank() -> int:
     logs.setup(f"trainer-{ranks.rank}")
     head = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     threading.Thread(target=end_without, args=(head,), name="head-watch", daemon=True).start()
-    be_led(ranks)
+    run_worker(ranks)
     ranks.leave()
     return 0
 
@@ -92,19 +91,19 @@ def _be_rank() -> int:
 def end_without(
     head: tuple[str, int],
     *,
-    look_every_s: float = LOOK_EVERY_S,
-    look_s: float = LOOK_S,
+    check_every_s: float = CHECK_EVERY_S,
+    timeout_s: float = CHECK_TIMEOUT_S,
     end: Callable[[int], object] = os._exit,
 ) -> None:
-    """Call `end(1)` once `head` (host, port) has not answered `MOST_MISSED` times in a row.
+    """Call `end(1)` once `head` (host, port) has not answered `MAX_MISSED` times in a row.
 
-    A machine that loses its power closes no connection, and a rank hears nothing while a step is rolled out.
+    A machine that loses power closes no connection, and a rank receives nothing while a step is rolled out.
     """
     missed = 0
-    while missed < MOST_MISSED:
-        time.sleep(look_every_s)
+    while missed < MAX_MISSED:
+        time.sleep(check_every_s)
         try:
-            socket.create_connection(head, timeout=look_s).close()
+            socket.create_connection(head, timeout=timeout_s).close()
         except OSError as error:
             missed += 1
             event(log, "node.head_silent", level=logging.WARNING, times=missed, problem=str(error))
@@ -113,20 +112,20 @@ def end_without(
     end(1)
 
 
-MEETING_S = 900
-"""So long nodes wait for one another; a machine may still be booting."""
+RENDEZVOUS_S = 900
+"""How long nodes wait for one another: a machine may still be booting."""
 
 _PR_SET_PDEATHSIG = 1
 
 
 def is_rank() -> bool:
-    """Whether this process was started as one of several ranks."""
+    """Return True if this process was started as one of several ranks."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerNode:
-    """A node among those of a run: node 0 is the head; `address` is its HOST:PORT, where all meet."""
+    """One node of a run: node 0 is the head; `address` is its HOST:PORT, where all nodes rendezvous."""
 
     ranks: int
     """Processes of this node."""
@@ -138,17 +137,17 @@ class TrainerNode:
 def run_ranks(name: str, command: list[str], place: TrainerNode, final_codes: tuple[int, ...]) -> int:
     """Run `python COMMAND` as this node's ranks of run `name`; return the exit code.
 
-    One of `final_codes` if a rank ended with it, else 1 if any failed. Waits up to `MEETING_S` for the other
-    nodes.
+    One of `final_codes` if a rank ended with it, else 1 if any failed. Waits up to `RENDEZVOUS_S` for the
+    other nodes.
     """
     among_nodes = place.nodes > 1
     if among_nodes:
-        _speak_through_the_right_interface(place)
+        _use_interface_facing(place)
     config = LaunchConfig(
         min_nodes=place.nodes, max_nodes=place.nodes, nproc_per_node=place.ranks, run_id=name,
         rdzv_backend="static" if among_nodes else "c10d",
         rdzv_endpoint=place.address or "localhost:0",
-        rdzv_configs={"rank": place.number, "timeout": MEETING_S} if among_nodes else {},
+        rdzv_configs={"rank": place.number, "timeout": RENDEZVOUS_S} if among_nodes else {},
         max_restarts=0, monitor_interval=0.2,
     )  # fmt: skip
     try:
@@ -159,21 +158,21 @@ def run_ranks(name: str, command: list[str], place: TrainerNode, final_codes: tu
     return 0
 
 
-def _speak_through_the_right_interface(place: TrainerNode) -> None:
-    """Have gloo and NCCL use the interface that faces the other nodes, unless somebody chose one."""
+def _use_interface_facing(place: TrainerNode) -> None:
+    """Make gloo and NCCL use the interface that faces the other nodes, unless one is configured."""
     assert place.address is not None
     host = place.address.rpartition(":")[0]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # sends nothing: asks the kernel for the way
-        ours = probe.getsockname()[0]
+        probe.connect((host, 9))  # sends nothing: asks the kernel for the route
+        own = probe.getsockname()[0]
     for interface, addresses in psutil.net_if_addrs().items():
-        if any(address.address == ours for address in addresses):
+        if any(address.address == own for address in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
 
 
 def die_with_launcher() -> None:
-    """Have the kernel end this rank with the process that started it (Linux)."""
+    """Make the kernel end this rank with the process that started it (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == 1:

@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 from rlboost_runtime.job import Algorithm, Lora, Trainer
 from rlboost_runtime.run import security
 from rlboost_runtime.run.folder import RunFolder
-from rlboost_runtime.trainer.artifacts.publisher import Publisher
+from rlboost_runtime.trainer.artifacts.publisher import Publisher, VersionContent
+from rlboost_runtime.trainer.learn.model_files import version_configs
 from rlboost_runtime.trainer.learn.policy import Policy
-from rlboost_runtime.trainer.learn.version_files import version_configs
 from rlboost_runtime.trainer.models.tiny import make_tokenizer
 from rlboost_runtime.weights.child_pipe import PullProgress, PullReport, PullRequest
 from rlboost_runtime.weights.pull.pull import Deadlines, pull
@@ -47,11 +47,14 @@ class Trained:
 
     def publish(self, publisher: Publisher, version: int) -> None:
         policy = self.policy
-        files = version_configs(policy.model, "float32") | policy.adapter_files("float32")
-        weights = policy.weights(frozen=True)
-        publisher.begin(
-            version, weights, files, policy.probe([1, 2, 3], "float32"), policy.tied(), are_frozen=True
+        content = VersionContent(
+            lambda: policy.weights(frozen=True),
+            lambda: version_configs(policy.model, "float32") | policy.adapter_files("float32"),
+            lambda: policy.probe([1, 2, 3], "float32"),
+            policy.tied(),
+            are_frozen=True,
         )
+        publisher.begin(version, content)
         publisher.ready()
 
     def pull(self, version: int, **more: Any) -> PullReport:

@@ -183,14 +183,14 @@ TRAINER = """
 import pathlib, time
 from rlboost_runtime.trainer import __main__ as trainer
 
-class Stream:
+class Client:
     @staticmethod
-    def for_run(run):
+    def of_run(folder):
         time.sleep(2.5)
-        (run.path / "dials").touch()
+        (folder / "dials").touch()
         time.sleep(600)
 
-trainer.StepStream = Stream
+trainer.RolloutClient = Client
 trainer.main([str(pathlib.Path.cwd())])
 """
 

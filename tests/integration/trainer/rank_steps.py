@@ -15,8 +15,8 @@ import torch
 from rlboost_runtime.job import Algorithm, Lora, TinyModel, Trainer
 from rlboost_runtime.trainer.learn.learner import Learner
 from rlboost_runtime.trainer.learn.policy import Policy, Residency
-from rlboost_runtime.trainer.learn.rank_worker import follow
-from rlboost_runtime.trainer.learn.ranks import ALONE, End, Ranks, whole
+from rlboost_runtime.trainer.learn.rank_worker import serve
+from rlboost_runtime.trainer.learn.ranks import ALONE, End, Ranks, full_tensor
 from rlboost_runtime.trainer.learn.sample import Sample
 from rlboost_runtime.trainer.models.tiny import make_model, make_tokenizer
 
@@ -35,7 +35,7 @@ def samples(seed: int, num: int = 12) -> list[Sample]:
     for i in range(num):
         n, m = int(draw.integers(1, 6)), int(draw.integers(1, 9))
         found.append(
-            Sample(
+            Sample.of(
                 draw.integers(0, 256, m).tolist(), draw.integers(0, 256, n).tolist(),
                 draw.normal(-5.5, 0.2, n).tolist(), float(draw.normal()), usable=i != 4,
             )
@@ -67,12 +67,12 @@ def run_case(case: str, ranks: Ranks, seed: int | None) -> dict[str, Any]:
 
     def noting() -> None:
         found = [p.grad for p in policy.model.parameters() if p.grad is not None]
-        gradients.append(torch.cat([whole(grad).flatten() for grad in found]))
+        gradients.append(torch.cat([full_tensor(grad).flatten() for grad in found]))
         step()
 
     learner.optimizer.update = noting  # type: ignore[method-assign]
     if not ranks.leads:
-        follow(ranks, policy, learner, Residency(policy, learner.optimizer))
+        serve(ranks, policy, learner, Residency(policy, learner.optimizer))
         return {}
     learner.begin_step(3)
     old = learner.recompute(samples(1))
@@ -92,7 +92,7 @@ def run_case(case: str, ranks: Ranks, seed: int | None) -> dict[str, Any]:
     learner.optimizer.load_state_dict(state)
     again = learner.optimizer.state_dict()["state"]
     assert all(torch.equal(again[i]["exp_avg"], state["state"][i]["exp_avg"]) for i in again)
-    ranks.tell(End())
+    ranks.broadcast(End())
     return result
 
 

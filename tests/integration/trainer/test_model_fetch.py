@@ -31,8 +31,8 @@ import sys
 from pathlib import Path
 from rlboost_runtime.run.folder import RunFolder
 from rlboost_runtime.trainer.models.hub import fetch
-from rlboost_runtime.trainer.models.hub import Preparing
-fetch("someone/model", Preparing(RunFolder(Path(sys.argv[1]))))
+from rlboost_runtime.trainer.models.hub import StartupProgress
+fetch("someone/model", StartupProgress(RunFolder(Path(sys.argv[1]))))
 """
 
 

@@ -45,8 +45,8 @@ from rlboost_runtime.run import security
 from rlboost_runtime.run.folder import RunFolder, write_json
 from rlboost_runtime.trainer.__main__ import EXIT_CANNOT_GO_ON, train
 from rlboost_runtime.trainer.artifacts.output import OutputCopies
+from rlboost_runtime.trainer.rollout.client import RolloutClient
 from rlboost_runtime.trainer.rollout.metrics import MetricsLog
-from rlboost_runtime.trainer.rollout.step_stream import StepStream
 from rlboost_runtime.weights.manifest import read_manifest
 from rlboost_runtime.weights.store.store import WeightStore
 
@@ -184,8 +184,8 @@ def one_home(tmp_path, monkeypatch):
 def go(run: RunFolder) -> Path:
     state = torch.get_rng_state()
     try:
-        with StepStream.for_run(run) as stream:
-            return train(run, Job.model_validate_json(run.job_json.read_bytes()), stream)
+        with RolloutClient.of_run(run.path) as client:
+            return train(client)
     finally:
         torch.set_rng_state(state)
 

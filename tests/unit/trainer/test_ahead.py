@@ -1,4 +1,4 @@
-"""Steps asked for ahead: never more than `max_staleness`, never before the one before them has arrived."""
+"""Steps requested ahead: never more than `max_staleness`, never before the one before them has arrived."""
 
 from __future__ import annotations
 
@@ -6,63 +6,64 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlboost_runtime.trainer.data.prompts import AskedStep, AskedSteps, Prompt
+from rlboost_runtime.trainer.data.prompts import Prompt
+from rlboost_runtime.trainer.rollout.requested_steps import RequestedStep, RequestedSteps
 
 PROMPT = Prompt(0, "p", (1,), {})
 
 
-def asked(step: int, updates: int, groups: int = 2) -> AskedStep:
-    return AskedStep(step, updates, updates, [PROMPT] * groups)
+def requested(step: int, updates: int, groups: int = 2) -> RequestedStep[int]:
+    return RequestedStep(step, updates, updates, [PROMPT] * groups)
 
 
 def test_a_synchronous_run_asks_for_nothing_ahead() -> None:
-    steps = AskedSteps(0, 10)
-    steps.add(asked(0, 0))
-    steps.newest.order += [0, 1]
+    steps = RequestedSteps[int](0, 10)
+    steps.add(requested(0, 0))
+    steps.newest.arrived += [0, 1]
     assert steps.next_ahead(0) is None
 
 
-def test_the_next_step_is_asked_for_once_this_one_has_arrived() -> None:
-    steps = AskedSteps(1, 3)
-    steps.add(asked(0, 0))
-    steps.newest.order.append(1)
+def test_the_next_step_is_requested_once_this_one_has_arrived() -> None:
+    steps = RequestedSteps[int](1, 3)
+    steps.add(requested(0, 0))
+    steps.newest.arrived.append(1)
     assert steps.next_ahead(0) is None
-    steps.newest.order.append(0)
+    steps.newest.arrived.append(0)
     assert steps.next_ahead(0) == 1
-    steps.add(asked(1, 0))
+    steps.add(requested(1, 0))
     assert steps.newest.staleness == 1
-    steps.newest.order += [0, 1]
+    steps.newest.arrived += [0, 1]
     assert steps.next_ahead(0) is None, "its tokens would be two updates old"
-    steps.trained(0)
+    steps.remove(0)
     assert steps.next_ahead(1) == 2
     assert steps.versions() == [[1, 0, 0]]
-    steps.add(asked(2, 1))
-    steps.newest.order += [0, 1]
-    steps.trained(1)
+    steps.add(requested(2, 1))
+    steps.newest.arrived += [0, 1]
+    steps.remove(1)
     assert steps.next_ahead(2) is None, "there are only three"
 
 
 def test_a_step_that_would_be_too_old_is_refused() -> None:
     with pytest.raises(AssertionError):
-        AskedSteps(1, 9).add(asked(5, 3))
+        RequestedSteps(1, 9).add(requested(5, 3))
 
 
 @pytest.mark.property
 @settings(deadline=None)
 @given(st.integers(0, 4), st.lists(st.booleans(), max_size=60))
 def test_no_token_is_older_than_allowed_whatever_the_order(bound: int, arrives: list[bool]) -> None:
-    steps, training = AskedSteps(bound, 12), 0
-    steps.add(asked(0, 0, 1))
+    steps, training = RequestedSteps[int](bound, 12), 0
+    steps.add(requested(0, 0, 1))
     for one_arrives in arrives:
         if one_arrives and not steps.newest.is_complete:
-            steps.newest.order.append(0)
+            steps.newest.arrived.append(0)
         elif not one_arrives and (current := steps.get(training)) is not None and current.is_complete:
             assert current.staleness <= bound
-            steps.trained(training)
+            steps.remove(training)
             training += 1
             if training < 12 and steps.get(training) is None:
-                steps.add(asked(training, training, 1))
+                steps.add(requested(training, training, 1))
         if training == 12:
             return
         while (ahead := steps.next_ahead(training)) is not None:
-            steps.add(asked(ahead, training, 1))
+            steps.add(requested(ahead, training, 1))

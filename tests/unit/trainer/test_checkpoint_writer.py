@@ -9,7 +9,7 @@ import pytest
 
 from rlboost_runtime.trainer.artifacts import checkpoint
 from rlboost_runtime.trainer.artifacts.checkpoint import Checkpoint, CheckpointWriter, TrainedState
-from rlboost_runtime.trainer.learn.background import ModelSnapshot
+from rlboost_runtime.trainer.learn.model_files import ModelSnapshot
 
 
 def taken(step: int) -> Checkpoint:

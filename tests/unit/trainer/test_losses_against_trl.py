@@ -51,15 +51,15 @@ def samples(policy: Policy) -> list[Sample]:
     for _ in range(8):
         prompt = draw.integers(0, 256, int(draw.integers(1, 6))).tolist()
         tokens = draw.integers(0, 256, int(draw.integers(1, MAX_TOKENS + 1))).tolist()
-        found.append(Sample(prompt, tokens, [0.0] * len(tokens), float(draw.normal())))
+        found.append(Sample.of(prompt, tokens, [0.0] * len(tokens), float(draw.normal())))
     learner = Learner(policy, Algorithm(temperature=TEMPERATURE))
     exact = learner.recompute(found)
     noisy = []
     for sample in exact:
         assert sample.old_logprobs is not None
-        old = np.array(sample.old_logprobs) + draw.normal(0, 0.25, len(sample.old_logprobs))
+        old = sample.old_logprobs + draw.normal(0, 0.25, len(sample.old_logprobs))
         engine = old + draw.normal(0, 0.15, len(old))
-        noisy.append(replace(sample, old_logprobs=old.tolist(), logprobs=engine.tolist()))
+        noisy.append(replace(sample, old_logprobs=old.astype("f4"), logprobs=engine.astype("f4")))
     return noisy
 
 
@@ -81,20 +81,21 @@ def flat(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([gradient.flatten() for gradient in gradients if gradient is not None])
 
 
-def padded(rows: list[list[float]], fill: float, *, left: bool = False) -> torch.Tensor:
+def padded(rows: list[np.ndarray], fill: float, *, left: bool = False) -> torch.Tensor:
     width = max(map(len, rows))
+    gaps = [(width - len(row), 0) if left else (0, width - len(row)) for row in rows]
     return torch.tensor(
-        [[fill] * (width - len(row)) + row if left else row + [fill] * (width - len(row)) for row in rows]
+        np.stack([np.pad(row, gap, constant_values=fill) for row, gap in zip(rows, gaps, strict=True)])
     )
 
 
 def trl_inputs(found: list[Sample], correction: str) -> dict[str, torch.Tensor]:
     prompts, tokens = [s.prompt_ids for s in found], [s.token_ids for s in found]
-    mask = padded([[1] * len(row) for row in tokens], 0)
-    old = padded([s.old_logprobs or [] for s in found], 0.0)
+    mask = padded([np.ones_like(row) for row in tokens], 0)
+    old = padded([s.old_logprobs for s in found], 0.0)
     inputs = {
         "prompt_ids": padded(prompts, PAD_ID, left=True),
-        "prompt_mask": padded([[1] * len(row) for row in prompts], 0, left=True),
+        "prompt_mask": padded([np.ones_like(row) for row in prompts], 0, left=True),
         "completion_ids": padded(tokens, PAD_ID),
         "completion_mask": mask,
         "advantages": torch.tensor([s.advantage for s in found]),

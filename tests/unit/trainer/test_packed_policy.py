@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
 
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import Algorithm, Lora, TinyModel, Trainer
+from rlboost_runtime.trainer.artifacts.publisher import WeightsCopy
 from rlboost_runtime.trainer.learn import logprobs as heads
 from rlboost_runtime.trainer.learn import lora as adapters
 from rlboost_runtime.trainer.learn.learner import Learner, Sample
 from rlboost_runtime.trainer.learn.logprobs import token_logprobs
+from rlboost_runtime.trainer.learn.model_files import version_configs
 from rlboost_runtime.trainer.learn.packing import micro_batches, pack
 from rlboost_runtime.trainer.learn.policy import Policy
-from rlboost_runtime.trainer.learn.version_files import write_version
 from rlboost_runtime.trainer.models.tiny import make_model, make_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -188,7 +191,7 @@ def train(policy: Policy, trainer: Trainer, **changes) -> Learner:
         learner.begin_step(step)
         learner.accumulate(
             [
-                Sample(p, r, [-5.0] * len(r), 1.0 - i)
+                Sample.of(p, r, [-5.0] * len(r), 1.0 - i)
                 for i, (p, r) in enumerate(zip(PROMPTS, RESPONSES, strict=True))
             ]
         )
@@ -207,6 +210,14 @@ def test_an_offloaded_optimizer_takes_the_same_steps():
 # --- adapters -----------------------------------------------------------------------------------------------
 
 
+def write_version(folder: Path, policy: Policy) -> None:
+    copy = WeightsCopy("float32")
+    copy.take(policy.weights())
+    copy.write(folder / "model.safetensors")
+    for name, content in version_configs(policy.model, "float32").items():
+        (folder / name).write_bytes(content)
+
+
 def test_fresh_adapters_change_nothing_and_trained_ones_merge_to_the_same_logits(tmp_path):
     policy, plain = make_policy(), make_policy()
     before = plain.forward(PROMPTS, RESPONSES, 1.0).logprobs
@@ -219,7 +230,7 @@ def test_fresh_adapters_change_nothing_and_trained_ones_merge_to_the_same_logits
     assert (after - before).abs().max() > 0.01
     for write in (
         policy.export,
-        lambda folder: write_version(folder, policy.model, dict(policy.weights()), "float32"),
+        lambda folder: write_version(folder, policy),
     ):
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         folder.mkdir()

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlboost_runtime.trainer.artifacts import publisher as publishing
-from rlboost_runtime.trainer.artifacts.publisher import Publication, Publisher, WeightsCopy
+from rlboost_runtime.trainer.artifacts.publisher import Publication, Publisher, VersionContent, WeightsCopy
 from rlboost_runtime.weights.manifest import Probe
 from rlboost_runtime.weights.store.store import WeightStore
 
@@ -29,6 +29,10 @@ def weights(seed: int = 0) -> dict[str, torch.Tensor]:
         "scalar": torch.tensor(2.5),
         "empty": torch.empty(0, 4),
     }
+
+
+def content(state: dict[str, torch.Tensor]) -> VersionContent:
+    return VersionContent(state.items, lambda: CONFIGS, lambda: PROBE)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -78,7 +82,7 @@ def test_training_goes_on_with_other_weights_while_a_version_is_published(tmp_pa
     values = weights()
     before = {name: tensor.clone() for name, tensor in values.items()}
     with Publisher(store, "float32", told.append) as publisher:
-        publisher.begin(0, values.items(), CONFIGS, PROBE, ())
+        publisher.begin(0, content(values))
         for tensor in values.values():
             tensor.add_(1)
         assert told == []
@@ -87,7 +91,7 @@ def test_training_goes_on_with_other_weights_while_a_version_is_published(tmp_pa
         assert [each.manifest.version for each in told] == [0]
         found = load_file(store.path(0) / "model.safetensors")
         assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
-        publisher.begin(1, values.items(), CONFIGS, PROBE, ())
+        publisher.begin(1, content(values))
     assert [each.manifest.version for each in told] == [0, 1]
     assert told[1].stop_s > 0
     assert told[1].publish_s > 0
@@ -98,9 +102,9 @@ def test_training_goes_on_with_other_weights_while_a_version_is_published(tmp_pa
 def test_the_next_publication_waits_for_the_last_one(tmp_path: Path) -> None:
     store, told = Held(tmp_path), list[Publication]()
     with Publisher(store, "float32", told.append) as publisher:
-        publisher.begin(0, weights(0).items(), CONFIGS, PROBE, ())
+        publisher.begin(0, content(weights(0)))
         threading.Timer(0.2, store.go.set).start()
-        publisher.begin(1, weights(1).items(), CONFIGS, PROBE, ())
+        publisher.begin(1, content(weights(1)))
         assert [each.manifest.version for each in told] == [0]
     first = load_file(store.path(0) / "model.safetensors")
     assert torch.equal(first["b.weight"], weights(0)["b.weight"])
@@ -113,7 +117,7 @@ class Broken(WeightStore):
 
 def publish_broken(folder: Path, then: Exception | None) -> None:
     with Publisher(Broken(folder), "float32", lambda _: pytest.fail("announced")) as publisher:
-        publisher.begin(0, weights().items(), CONFIGS, PROBE, ())
+        publisher.begin(0, content(weights()))
         if then is not None:
             raise then
 
@@ -132,12 +136,34 @@ def test_a_small_step_is_published_with_a_delta(tmp_path: Path) -> None:
     told = list[Publication]()
     values = {"w": torch.randn(200_000) * 0.02}
     with Publisher(WeightStore(tmp_path, max_deltas=2), "bfloat16", told.append) as publisher:
-        publisher.begin(0, values.items(), CONFIGS, PROBE, ())
+        publisher.begin(0, content(values))
         values["w"] -= 1e-6 * torch.randn(200_000).sign()
-        publisher.begin(1, values.items(), CONFIGS, PROBE, ())
+        publisher.begin(1, content(values))
     assert told[0].delta_bytes == 0
     assert 0 < told[1].delta_bytes < 400_000 / 20
 
 
 def test_every_dtype_that_is_published_has_a_name() -> None:
     assert set(publishing._SPELLED.values()) >= {"BF16", "F16", "F32", "I64", "BOOL"}
+
+
+def test_only_a_version_with_the_same_content_is_reused(tmp_path: Path) -> None:
+    store = WeightStore(tmp_path / "weights")
+    with Publisher(store, "bfloat16", lambda _: None) as publisher:
+        assert publisher.find_stored(content(weights(0))) is None
+        for version in (0, 1):
+            publisher.begin(version, content(weights(version)))
+        publisher.ready()
+    with Publisher(store, "bfloat16", lambda _: None) as later:
+        found = [later.find_stored(content(weights(seed))) for seed in range(3)]
+    assert [None if each is None else each.version for each in found] == [0, 1, None]
+
+
+def test_a_scratch_folder_is_empty_and_gone_even_after_a_kill(tmp_path: Path) -> None:
+    left = tmp_path / ".scratch-of-a-killed-one"
+    left.mkdir()
+    (left / "weights").write_bytes(b"x")
+    with publishing.scratch_folder(tmp_path) as folder:
+        assert list(tmp_path.iterdir()) == [folder]
+        assert not list(folder.iterdir())
+    assert not list(tmp_path.iterdir())

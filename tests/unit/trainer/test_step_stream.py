@@ -255,7 +255,7 @@ def test_a_step_that_was_trained_is_not_asked_for_again(coordinator, stream):
 
 def test_a_recall_is_answered_while_waiting_and_training_stops_until_granted_again(coordinator, stream):
     freed = []
-    stream.attach(on_recall=lambda: freed.append(threading.current_thread() is threading.main_thread()))
+    stream.on_recall(lambda: freed.append(threading.current_thread() is threading.main_thread()))
     connection, _ = coordinator.accept()
     request(stream)
     connection.hear()
@@ -343,12 +343,12 @@ def test_waits_are_timed_with_and_without_the_lease(coordinator, stream):
 
 def test_groups_are_handed_on_as_they_arrive_without_the_training_thread(coordinator, stream):
     arrived: queue.Queue[int] = queue.Queue()
-    stream.attach(on_group=lambda g: arrived.put(g.group))
+    made = stream.on_group(lambda g: arrived.put(g.group) or -g.group)
     connection, _ = coordinator.accept()
     request(stream)
     connection.say(group(2), group(2), group(0))
     assert [arrived.get(timeout=PATIENCE_S) for _ in range(2)] == [2, 0]
-    assert numbers(stream.next_groups(3)) == [2, 0]
+    assert made.next_groups(3) == [-2, 0]
     assert arrived.empty()
 
 
@@ -368,7 +368,7 @@ def test_a_group_that_breaks_the_callback_is_raised_in_the_training_thread(coord
     def broken(_: DeliverGroupMessage) -> None:
         raise ProtocolError("no such prompt", "look")
 
-    stream.attach(on_group=broken)
+    stream.on_group(broken)
     connection, _ = coordinator.accept()
     request(stream)
     connection.say(group(0))
@@ -377,7 +377,7 @@ def test_a_group_that_breaks_the_callback_is_raised_in_the_training_thread(coord
 
 
 def test_any_other_break_is_a_fault_that_names_it(coordinator, stream):
-    stream.attach(on_group=lambda _: 1 / 0)
+    stream.on_group(lambda _: 1 / 0)
     connection, _ = coordinator.accept()
     request(stream)
     connection.say(group(0))

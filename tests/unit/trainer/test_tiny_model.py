@@ -9,10 +9,11 @@ from safetensors.torch import load_file
 
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import Job, PromptFile, TinyModel, Warmup
+from rlboost_runtime.trainer.artifacts.publisher import WeightsCopy
 from rlboost_runtime.trainer.data.prompts import Example
+from rlboost_runtime.trainer.learn.model_files import next_logprobs, version_configs
 from rlboost_runtime.trainer.learn.policy import Policy, Residency
 from rlboost_runtime.trainer.learn.ranks import Adam
-from rlboost_runtime.trainer.learn.version_files import greedy_probe, scratch_folder, write_version
 from rlboost_runtime.trainer.models import warmup
 from rlboost_runtime.trainer.models.tiny import END_ID, WarmupReport, make_model, make_tokenizer, prepare
 from rlboost_runtime.trainer.models.warmup import NUM_HELD_OUT, sample, warm_up, warmup_data
@@ -76,12 +77,20 @@ def test_sampling_is_seeded_and_stops_at_end_of_text(policy):
     assert list(probe.logprobs[:5]) == pytest.approx(greedy.logprobs, abs=1e-4)
 
 
+def write_version(folder, policy: Policy, dtype: str) -> None:
+    copy = WeightsCopy(dtype)
+    copy.take(policy.weights())
+    copy.write(folder / "model.safetensors")
+    for name, content in version_configs(policy.model, dtype).items():
+        (folder / name).write_bytes(content)
+
+
 @pytest.mark.parametrize(("dtype", "kind"), [("float32", torch.float32), ("bfloat16", torch.bfloat16)])
 def test_weight_files(policy, tmp_path, dtype, kind):
     first, second = tmp_path / "a", tmp_path / "b"
     for folder in (first, second):
         folder.mkdir()
-        write_version(folder, policy.model, dict(policy.weights()), dtype)
+        write_version(folder, policy, dtype)
     names = ["config.json", "generation_config.json", "model.safetensors"]
     assert sorted(path.name for path in first.iterdir()) == names
     assert all((first / name).read_bytes() == (second / name).read_bytes() for name in names)
@@ -147,18 +156,8 @@ def test_a_probe_leaves_the_mode_of_every_part_as_it_was(policy, frozen):
     policy.model.train()
     policy.model.lm_head.train(not frozen)
     before = [module.training for module in policy.model.modules()]
-    greedy_probe(policy.model, [1, 2], policy.stop_token_ids, "float32")
+    next_logprobs(policy.model, [1, 2])
     assert [module.training for module in policy.model.modules()] == before
-
-
-def test_a_scratch_folder_is_empty_and_gone_even_after_a_kill(tmp_path):
-    left = tmp_path / ".scratch-of-a-killed-one"
-    left.mkdir()
-    (left / "weights").write_bytes(b"x")
-    with scratch_folder(tmp_path) as folder:
-        assert list(tmp_path.iterdir()) == [folder]
-        assert not list(folder.iterdir())
-    assert not list(tmp_path.iterdir())
 
 
 ECHO = [Example(f"{c}\n", "k", {}) for c in "abcdefgh" * 20]  # one answer to all: learnt in a second

@@ -24,11 +24,11 @@ def test_a_head_that_answers_again_in_time_is_not_given_up() -> None:
     watch = threading.Thread(
         target=node.end_without,
         args=(address,),
-        kwargs={"look_every_s": 0.02, "look_s": 1.0, "end": lambda code: ended.set()},
+        kwargs={"check_every_s": 0.02, "timeout_s": 1.0, "end": lambda code: ended.set()},
         daemon=True,
     )
     watch.start()
-    for _ in range(2 * node.MOST_MISSED):  # each is a look that was answered
+    for _ in range(2 * node.MAX_MISSED):  # each is a check that was answered
         server.accept()[0].close()
     assert not ended.is_set()
     server.close()
@@ -36,27 +36,27 @@ def test_a_head_that_answers_again_in_time_is_not_given_up() -> None:
 
 
 def test_the_last_looks_in_a_row_decide(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = iter([False] * (node.MOST_MISSED - 1) + [True] + [False] * node.MOST_MISSED)
-    num_looks = 0
+    answers = iter([False] * (node.MAX_MISSED - 1) + [True] + [False] * node.MAX_MISSED)
+    num_checks = 0
 
     def connect(address: tuple[str, int], timeout: float) -> socket.socket:
-        nonlocal num_looks
-        num_looks += 1
+        nonlocal num_checks
+        num_checks += 1
         if not next(answers):
             raise TimeoutError("no answer")
         return socket.socket()
 
     monkeypatch.setattr(node.socket, "create_connection", connect)
     codes: list[int] = []
-    node.end_without(("head", 1), look_every_s=0.0, end=codes.append)
+    node.end_without(("head", 1), check_every_s=0.0, end=codes.append)
     assert codes == [1]
-    assert num_looks == 2 * node.MOST_MISSED
+    assert num_checks == 2 * node.MAX_MISSED
 
 
 def test_a_head_that_is_not_there_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "MEETING_S", 1)
+    monkeypatch.setattr(launch, "RENDEZVOUS_S", 1)
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(variable, "lo")  # it would be set for good, and tests after this one inherit it
     with listening() as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-    assert node._take_part("run", launch.TrainerNode(1, 2, 1, address))
+    assert node._run_once("run", launch.TrainerNode(1, 2, 1, address))

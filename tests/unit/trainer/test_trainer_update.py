@@ -20,7 +20,7 @@ from rlboost_runtime.trainer.loop import micro_batch_sizes
 from rlboost_runtime.trainer.models.tiny import make_model, make_tokenizer
 from rlboost_runtime.trainer.rewards.outcome import Reward
 from rlboost_runtime.trainer.rewards.scorer import RewardCall
-from rlboost_runtime.trainer.rollout.groups import GroupScorer
+from rlboost_runtime.trainer.rollout.groups import GroupScorer, ScoredGroup
 from rlboost_runtime.trainer.rollout.metrics import MetricsLog, group_metrics, percentile
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -42,7 +42,7 @@ def samples(num: int = 12) -> list[Sample]:
     for _ in range(num):
         n, m = int(draw.integers(1, 6)), int(draw.integers(1, 9))
         found.append(
-            Sample(
+            Sample.of(
                 draw.integers(0, 256, m).tolist(), draw.integers(0, 256, n).tolist(),
                 draw.normal(-5.5, 0.2, n).tolist(), float(draw.normal()),
             )
@@ -78,7 +78,11 @@ def test_the_same_micro_batches_give_the_same_bits():
 
 def test_quarantined_samples_change_nothing():
     found = samples(4)
-    masked = [*found, Sample([1], [2, 3], [-1.0, float("nan")], 5.0, usable=False), Sample([1], [], [], 1.0)]
+    masked = [
+        *found,
+        Sample.of([1], [2, 3], [-1.0, float("nan")], 5.0, usable=False),
+        Sample.of([1], [], [], 1.0),
+    ]
     torch.testing.assert_close(gradient([masked]), gradient([found]))
 
 
@@ -86,7 +90,7 @@ def test_a_minibatch_without_anything_usable_is_skipped_and_counted():
     subject = learner()
     before = [p.detach().clone() for p in subject.policy.model.parameters()]
     subject.begin_step(0)
-    subject.accumulate([Sample([1], [2], [-1.0], 1.0, usable=False)])
+    subject.accumulate([Sample.of([1], [2], [-1.0], 1.0, usable=False)])
     subject.apply()
     assert subject.sums.metrics()["minibatches_empty"] == 1
     assert all(torch.equal(a, b) for a, b in zip(before, subject.policy.model.parameters(), strict=True))
@@ -95,7 +99,7 @@ def test_a_minibatch_without_anything_usable_is_skipped_and_counted():
 def test_a_gradient_that_is_not_finite_never_reaches_the_weights():
     subject = learner()
     subject.begin_step(0)
-    subject.accumulate([Sample([1], [2], [-1.0], float("nan"))])
+    subject.accumulate([Sample.of([1], [2], [-1.0], float("nan"))])
     subject.apply()
     assert subject.sums.metrics()["minibatches_not_finite"] == 1
     assert all(torch.isfinite(p).all() for p in subject.policy.model.parameters())
@@ -118,7 +122,7 @@ def test_training_raises_the_probability_of_better_responses():
     for step in range(3):
         subject.begin_step(step)
         mu = [subject.policy.forward([[1, 2]], [t], 1.0).logprobs[0].detach().tolist() for t in (good, bad)]
-        subject.accumulate([Sample([1, 2], good, mu[0], 1.0), Sample([1, 2], bad, mu[1], -1.0)])
+        subject.accumulate([Sample.of([1, 2], good, mu[0], 1.0), Sample.of([1, 2], bad, mu[1], -1.0)])
         subject.apply()
     assert logprob(good) > before[0]
     assert logprob(bad) < before[1]
@@ -166,12 +170,16 @@ class Scorer:
         return future
 
 
-def desk(group_size: int = 2) -> GroupScorer:
+def scorer(group_size: int = 2) -> GroupScorer:
     subject = GroupScorer(
         lambda ids: "".join(map(chr, ids)), Scorer(), ALGORITHM.model_copy(update={"group_size": group_size})
     )
     subject.expect(3, 9, [Prompt(0, "p", (1, 2), {}), Prompt(1, "q", (3,), {})])
     return subject
+
+
+def scored(subject: GroupScorer, group: DeliverGroupMessage) -> ScoredGroup:
+    return subject.finish(subject.start(group), lambda: None)
 
 
 def response(text: str, reason: str = "stop", version: int = 9, logprobs: list[float] | None = None):
@@ -183,16 +191,15 @@ def response(text: str, reason: str = "stop", version: int = 9, logprobs: list[f
 
 
 def test_a_group_becomes_samples_with_the_overlong_term_in_the_advantage_only():
-    subject = desk(3)
-    subject.arrived(
-        DeliverGroupMessage(3, 0, (response("ab"), response("abcdefgh", "length"), response("abc")))
-    )
-    group = subject.collect(3, 0, lambda: None)
+    subject = scorer(3)
+    group = scored(
+        subject, DeliverGroupMessage(3, 0, (response("ab"), response("abcdefgh", "length"), response("abc")))
+    )  # fmt: skip
     assert [r.reward.value for r in group.responses] == [2, 8, 3]  # as scored; shaped: 2, 8 - 1, 3
     shaped = np.array([2.0, 7.0, 3.0])
     expected = (shaped - shaped.mean()) / (shaped.std(ddof=1) + 1e-6)
     assert [r.sample.advantage for r in group.responses] == pytest.approx(expected.tolist(), rel=1e-5)
-    assert group.responses[0].sample.prompt_ids == [1, 2]
+    assert group.responses[0].sample.prompt_ids.tolist() == [1, 2]
     metrics = group_metrics([group])
     assert metrics["reward_mean"] == pytest.approx(13 / 3)
     assert metrics["truncated_share"] == pytest.approx(1 / 3)
@@ -200,15 +207,10 @@ def test_a_group_becomes_samples_with_the_overlong_term_in_the_advantage_only():
 
 
 def test_quarantined_and_broken_responses_are_masked_out():
-    subject = desk(4)
-    subject.arrived(
-        DeliverGroupMessage(
-            3, 1,
-            (response("a"), response("abcd"), response("abcdef", "quarantined"),
-             response("ab", logprobs=[-1.0, float("nan")])),
-        )
-    )  # fmt: skip
-    group = subject.collect(3, 1, lambda: None)
+    subject = scorer(4)
+    broken = response("ab", logprobs=[-1.0, float("nan")])
+    responses = (response("a"), response("abcd"), response("abcdef", "quarantined"), broken)
+    group = scored(subject, DeliverGroupMessage(3, 1, responses))
     assert [r.sample.usable for r in group.responses] == [True, True, False, False]
     advantages = [r.sample.advantage for r in group.responses]
     assert advantages[0] == pytest.approx(-advantages[1])
@@ -218,9 +220,8 @@ def test_quarantined_and_broken_responses_are_masked_out():
 
 
 def test_failed_rewards_count_as_zero_and_equal_rewards_teach_nothing():
-    subject = desk()
-    subject.arrived(DeliverGroupMessage(3, 0, (response("!x"), response("!y"))))
-    group = subject.collect(3, 0, lambda: None)
+    subject = scorer()
+    group = scored(subject, DeliverGroupMessage(3, 0, (response("!x"), response("!y"))))
     assert group.zero_variance
     metrics = group_metrics([group])
     assert (metrics["reward_failures_raised"], metrics["zero_variance_share"]) == (2, 1)
@@ -236,14 +237,12 @@ def test_failed_rewards_count_as_zero_and_equal_rewards_teach_nothing():
 )
 def test_a_group_that_makes_no_sense_is_refused(bad, told):
     with pytest.raises(ProtocolError, match=told):
-        desk().arrived(DeliverGroupMessage(3, 0, bad))
+        scorer().start(DeliverGroupMessage(3, 0, bad))
 
 
-def test_groups_of_another_step_are_ignored():
-    subject = desk()
-    subject.arrived(DeliverGroupMessage(2, 0, ()))
-    with pytest.raises(KeyError):
-        subject.collect(3, 0, lambda: None)
+def test_groups_of_another_step_are_refused():
+    with pytest.raises(ProtocolError, match="of step 2 came during step 3"):
+        scorer().start(DeliverGroupMessage(2, 0, ()))
 
 
 def test_percentiles():

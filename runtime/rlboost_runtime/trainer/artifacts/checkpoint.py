@@ -2,15 +2,13 @@
 
 `checkpoints/step-000012/` holds the model in HF format (float32, exactly), `optimizer.pt` (AdamW state and
 random number generators) and `state.json`. A folder of that name is complete and durable: it is built under
-another name, synced and renamed. Loading one on a CPU continues bit for bit, and on any number of ranks. The
-data cursor is the step itself (`trainer.data.prompts`); what the window has learned is the coordinator's and
-in its event log.
+another name, synced and renamed. Loading one on a CPU continues bit for bit, and on any number of ranks.
+The data cursor is the step itself (`data/prompts.py`); what the window has learned is in the coordinator's
+event log.
 
 Taking a checkpoint (`take`) copies; writing it (`write`) touches nothing that training changes, so that the
-two may overlap (`trainer.learn.background`).
-
-Checkpoints are written beside training, in order. `on_durable` is called, on the writer's thread, only once
-the checkpoint would survive a power cut; failures and bounds are those of `trainer.learn.background`: memory
+two may overlap: `CheckpointWriter` writes beside training, in order. It calls `on_durable`, on its thread,
+only once the checkpoint would survive a power cut; failures and bounds are those of `background.py`: memory
 holds two copies at most.
 """
 
@@ -32,7 +30,8 @@ import torch
 from rlboost_runtime.logs import event
 from rlboost_runtime.run.folder import read_json, sync_path, write_json
 from rlboost_runtime.trainer.artifacts import checkpoint
-from rlboost_runtime.trainer.learn.background import BackgroundWork, ModelSnapshot
+from rlboost_runtime.trainer.artifacts.background import BackgroundWork
+from rlboost_runtime.trainer.learn.model_files import ModelSnapshot
 from rlboost_runtime.trainer.learn.policy import Policy
 
 _NAME = re.compile(r"step-([0-9]{6,})")
@@ -41,8 +40,8 @@ _BUILDING = ".building-"
 
 @dataclass(frozen=True, slots=True)
 class TrainedState:
-    """The step that a checkpoint follows, with its report: what the coordinator and the metrics file are told
-    again where the trainer was killed before it could. `policy_version`: the version published after the
+    """The step that a checkpoint follows, with its report, which is sent and
+    written again if the trainer was killed before it could. `policy_version`: the version published after the
     step. `ahead`: [step, policy version, updates in it] of the steps that had been asked for."""
 
     step: int
@@ -98,7 +97,7 @@ def write(checkpoints: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
 
 
 def read_state(folder: Path) -> TrainedState:
-    """Return what the checkpoint in `folder` says about its step."""
+    """Return the state that the checkpoint in `folder` was taken in."""
     return TrainedState(**(read_json(folder / "state.json") or {}))
 
 
@@ -149,7 +148,7 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointWriter(BackgroundWork):
-    """Writes what it is given."""
+    """Writes checkpoints beside training."""
 
     def __init__(self, checkpoints: Path, *, keep: int, on_durable: Callable[[int], None]) -> None:
         """`on_durable` gets the step that a checkpoint follows."""

@@ -1,12 +1,13 @@
-"""Publishes weight versions beside training: training stops for one cast-copy of the model, no longer.
+"""Publishes weight versions beside training, which stops only for one cast copy of the model.
 
 `Publisher.begin` casts the weights into memory of its own, kept from version to version; a thread then
-writes, digests, compares with the version before (`weights.store.delta_chain`) and renames, while training
-goes on. There is one copy, so the next publication waits for the last one. Weights that are frozen under
-adapters are copied and written once; later versions link to them.
+writes, digests, compares with the version before (`weights.store.delta_chain`) and renames,
+while training goes on.
+There is one copy, so the next publication waits for the last one. Weights that are frozen under adapters are
+copied and written once; later versions link to them.
 
 Guarantees: a version is announced, on that thread, only once it lies complete and durable in the store; what
-goes wrong there is raised as `background_work` says; the same weights give the same bytes.
+fails there is raised as described in `background.py`; the same weights give the same bytes.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,13 +27,21 @@ import torch
 from torch import Tensor
 
 from rlboost_runtime.logs import event
-from rlboost_runtime.trainer.learn.background import BackgroundWork
-from rlboost_runtime.weights.manifest import Manifest, Probe, Tied
+from rlboost_runtime.trainer.artifacts.background import BackgroundWork
+from rlboost_runtime.weights.manifest import (
+    Manifest,
+    Probe,
+    Tied,
+    content_digest,
+    describe_file,
+    read_manifest,
+)
 from rlboost_runtime.weights.store.store import WeightStore
 
 log = logging.getLogger(__name__)
 
 WEIGHTS = "model.safetensors"
+_SCRATCH = ".scratch-"
 
 _SPELLED = {
     torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64",
@@ -93,6 +105,21 @@ class WeightsCopy:
 
 
 @dataclass(frozen=True, slots=True)
+class VersionContent:
+    """What a version is made of, computed when it is asked for.
+
+    `weights`: by name, whole, tied ones once. `configs`: the version's other files. `are_frozen`: the weights
+    are those of every version, and what differs is among the other files.
+    """
+
+    weights: Callable[[], Iterable[tuple[str, Tensor]]]
+    configs: Callable[[], Mapping[str, bytes]]
+    probe: Callable[[], Probe]
+    tied: Sequence[Tied] = ()
+    are_frozen: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Publication:
     """A version that lies in the store. `stop_s`: training stood still; `publish_s`: from then on."""
 
@@ -107,7 +134,7 @@ class Publication:
 
 
 class Publisher(BackgroundWork):
-    """Publishes what it is given."""
+    """The writer of weight versions; see the module."""
 
     def __init__(self, store: WeightStore, dtype: str, on_published: Callable[[Publication], None]) -> None:
         """`dtype`: what engines compute in; `on_published` is called on the publisher's thread."""
@@ -118,52 +145,46 @@ class Publisher(BackgroundWork):
         self._frozen_in: Path | None = None
         """The newest version whose weights are the frozen ones."""
 
-    def begin(
-        self,
-        version: int,
-        weights: Iterable[tuple[str, Tensor]],
-        configs: Mapping[str, bytes],
-        probe: Probe,
-        tied: Sequence[Tied],
-        *,
-        are_frozen: bool = False,
-    ) -> float:
-        """Copy the weights and publish the copy; return the seconds that the copy took.
-
-        `configs`: the version's other files; `are_frozen`: the weights are those of the last publication, and
-        what differs is among these files.
-        """
+    def begin(self, version: int, content: VersionContent) -> float:
+        """Copy the weights and publish the copy; return the seconds that the copy took."""
+        probe, configs = content.probe(), dict(content.configs())
         self.ready()
         started = time.monotonic()
-        if not are_frozen:
+        if not content.are_frozen:
             self._frozen_in = None
         if self._frozen_in is None:
-            self._copy.take(weights)
+            self._copy.take(content.weights())
         stop_s = time.monotonic() - started
-        files = dict(configs)
-        self.start(lambda: self._publish(version, files, probe, tied, stop_s, are_frozen))
+        self.start(lambda: self._publish(version, configs, probe, content, stop_s))
         return stop_s
 
-    def write(
-        self, folder: Path, weights: Iterable[tuple[str, Tensor]], configs: Mapping[str, bytes]
-    ) -> None:
-        """Write the files that a publication of these weights would have."""
+    def find_stored(self, content: VersionContent) -> Manifest | None:
+        """Return the newest stored version with exactly this content: one published by an earlier process."""
+        versions = self._store.versions()
+        if not versions:
+            return None
         self.ready()
-        self._copy.take(weights)
-        self._write(folder, configs)
+        self._copy.take(content.weights())
+        with scratch_folder(self._store.folder.parent) as folder:
+            self._write(folder, content.configs())
+            paths = sorted(folder.iterdir())
+            digest = content_digest([describe_file(path, self._store.chunk_bytes) for path in paths])
+        manifests = (read_manifest(self._store.path(version)) for version in reversed(versions))
+        return next((manifest for manifest in manifests if manifest.content_digest == digest), None)
 
     def _publish(
         self,
         version: int,
-        configs: dict[str, bytes],
+        configs: Mapping[str, bytes],
         probe: Probe,
-        tied: Sequence[Tied],
+        content: VersionContent,
         stop_s: float,
-        are_frozen: bool,
     ) -> None:
         started = time.monotonic()
-        manifest = self._store.publish(version, lambda folder: self._write(folder, configs), probe, tied)
-        self._frozen_in = self._store.path(version) if are_frozen else None
+        manifest = self._store.publish(
+            version, lambda folder: self._write(folder, configs), probe, content.tied
+        )
+        self._frozen_in = self._store.path(version) if content.are_frozen else None
         done = Publication(manifest, stop_s, time.monotonic() - started)
         event(
             log,
@@ -183,8 +204,18 @@ class Publisher(BackgroundWork):
             (folder / name).write_bytes(data)
 
 
+@contextmanager
+def scratch_folder(parent: Path) -> Iterator[Path]:
+    """Yield an empty folder below `parent`, gone afterwards. What a killed process left there is deleted
+    first, since a run has one trainer."""
+    for left in parent.glob(f"{_SCRATCH}*"):
+        shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=parent, prefix=_SCRATCH) as name:
+        yield Path(name)
+
+
 def _link(source: Path, target: Path) -> bool:
-    """Whether `target` is now a link to `source`, which may be gone, or on a file system without links."""
+    """Return True if `target` is now a link to `source`, which may be gone, or on another kind of disk."""
     try:
         os.link(source, target)
     except OSError:

@@ -1,4 +1,4 @@
-"""What is told of an ended run beside its model, copied to the job's `output`: OUTPUT/RUN/report/FILE.
+"""The report of an ended run, copied beside its model to the job's `output`: OUTPUT/RUN/report/FILE.
 
 Outcome, last status, the books in one file that needs no other, what each machine was bought as, logs. A
 laptop that was off reads there how a run ended whose head has ended itself. `outcome.json` is written last: a
@@ -40,7 +40,7 @@ _FAILURES = (ProtocolError, exceptions.BaseError, OSError, ValueError, sqlite3.E
 
 
 def put_report(run: RunFolder, output: str) -> bool:
-    """Copy the report of the ended run; return whether it is there. Blocks; says what failed."""
+    """Copy the report of the ended run; return True if it is there. Blocks; logs what failed."""
     try:
         bucket = _bucket(run, output)
         if run.ledger.exists():
@@ -65,12 +65,12 @@ def take_report(run: RunFolder, output: str, after_ns: int = 0) -> bool:
         parts = {name: PurePosixPath(name.partition(f"{_FOLDER}/")[2]) for name in names}
         if PurePosixPath(_LAST) not in parts.values():
             return False
-        told = json.loads(bytes(obstore.get(bucket, f"{_FOLDER}/{_LAST}").bytes()))
-        if after_ns and told.get(_ENDED, 0) <= after_ns:
+        outcome = json.loads(bytes(obstore.get(bucket, f"{_FOLDER}/{_LAST}").bytes()))
+        if after_ns and outcome.get(_ENDED, 0) <= after_ns:
             return False
         for name, part in sorted(parts.items(), key=lambda each: str(each[1]) == _LAST):
             if part.is_absolute() or ".." in part.parts:
-                continue  # nobody of ours writes such a name
+                continue  # we never write such a name
             path = run.path / part
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_atomically(path, bytes(obstore.get(bucket, name).bytes()))

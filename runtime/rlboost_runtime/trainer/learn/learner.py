@@ -1,11 +1,11 @@
-"""The optimizer's side of a step: micro-batches in, one division and one AdamW step per mini-batch.
+"""The optimization of a step: micro-batches in, one division and one AdamW step per mini-batch.
 
 Gradients of a mini-batch are accumulated un-normalised and divided once, so neither the split into
 micro-batches nor their order changes the result beyond rounding, nor the number of ranks; the same
 micro-batches in the same order give the same bits on a CPU.
 
-What is given to `accumulate` is packed without padding into forward passes of at most `micro_batch_tokens`
-tokens, and these are dealt out to the ranks.
+`accumulate` packs its samples without padding into forward passes of at most `micro_batch_tokens` tokens and
+distributes these over the ranks.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,16 +36,16 @@ from rlboost_runtime.trainer.learn.ranks import (
     BeginStep,
     Ranks,
     Recompute,
-    whole,
+    full_tensor,
 )
-from rlboost_runtime.trainer.learn.sample import NOTHING, Sample
+from rlboost_runtime.trainer.learn.sample import NOTHING, Logprobs, Sample
 
 BETAS = (0.9, 0.95)
 
 
 @dataclass(slots=True)
 class PartSums:
-    """What a mini-batch's micro-batches add up to on one rank, beside the `Totals`."""
+    """Sums over a mini-batch's micro-batches on one rank, beside the `Totals`."""
 
     loss: float = 0.0
     clipped: int = 0
@@ -55,7 +56,7 @@ class PartSums:
 
 @dataclass(slots=True)
 class StepSums:
-    """What a step's updates add up to, over all ranks; see `metrics`."""
+    """Sums over a step's updates and all ranks; see `metrics`."""
 
     loss: float = 0.0
     tokens: int = 0
@@ -114,7 +115,7 @@ class Learner:
 
     @property
     def divisor(self) -> float:
-        """What the gradient accumulated so far on this rank would be divided by, were it alone."""
+        """Divisor of the gradient accumulated so far on this rank, if it were the only one."""
         return divisor(self._totals, self._config)
 
     def learning_rate(self, step: int) -> float:
@@ -123,38 +124,41 @@ class Learner:
         return self._algorithm.learning_rate * (min(1.0, (step + 1) / ramp) if ramp else 1.0)
 
     def begin_step(self, step: int) -> None:
-        """Forget sums and gradients; the weights are the step's policy until the first `apply`."""
-        self._ranks.tell(BeginStep(step))
+        """Reset sums and gradients; the weights are the step's policy until the first `apply`."""
+        self._ranks.broadcast(BeginStep(step))
         self.sums = StepSums()
-        self._forget()
+        self._reset()
         self._updated = False
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(step)
 
     def accumulate(self, samples: Sequence[Sample]) -> None:
         """Add the un-normalised gradient of the samples."""
-        self._ranks.tell(Accumulate(list(samples)))
+        self._ranks.broadcast(Accumulate(list(samples)))
         for _, batch in self._my_batches(samples):
             self._accumulate(batch)
 
     @torch.no_grad()
     def recompute(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Return the samples with the old logprobs of the weights as they are: before the first `apply`."""
+        """Return the samples with old logprobs from the current weights; only before the first `apply`."""
         assert not self._updated, "old logprobs are those of the step's policy"
-        self._ranks.tell(Recompute(list(samples)))
-        found: list[float] = []
+        self._ranks.broadcast(Recompute(list(samples)))
         order: list[int] = []
+        found = [torch.empty(0)]
         for numbers, batch in self._my_batches(samples):
-            result = self._forward(batch)
-            for number, sample, logprobs in zip(numbers, batch, result.logprobs.tolist(), strict=False):
+            logprobs_BT = self._forward(batch).logprobs.cpu()
+            for number, sample, logprobs_T in zip(numbers, batch, logprobs_BT, strict=False):
                 order.append(number)
-                found += logprobs[: len(sample.token_ids)]
-        return _with_old(samples, self._ranks.gather_floats(order), self._ranks.gather_floats(found))
+                found.append(logprobs_T[: len(sample.token_ids)])
+        orders = self._ranks.gather(torch.tensor(order, dtype=torch.long))
+        return _with_old(samples, orders, self._ranks.gather(torch.cat(found)))
 
     def _my_batches(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], list[Sample]]]:
-        """Yield this rank's share, a forward pass at a time, with the samples' numbers; as many on all
-        ranks."""
-        usable = [i for i, sample in enumerate(samples) if sample.usable and sample.token_ids]
+        """Yield this rank's share, a forward pass at a time, with the samples' numbers.
+
+        All ranks get the same number of passes.
+        """
+        usable = [i for i, sample in enumerate(samples) if sample.usable and len(sample.token_ids)]
         sizes = [len(samples[i].prompt_ids) + len(samples[i].token_ids) - 1 for i in usable]
         batches = micro_batches(usable, sizes, self._budget, self._ranks.num)
         for start in range(0, len(batches), self._ranks.num):
@@ -188,7 +192,7 @@ class Learner:
             self._part.mismatch += mismatch(old, mu, result.mask)
 
     def _old(self, samples: Sequence[Sample], mu: Tensor, result: Forward) -> tuple[Tensor, bool]:
-        """Return the old logprobs and whether they are the engine's; see losses.py: which policy is "old"."""
+        """Return the old logprobs, and True if they are the engine's; losses.py defines "old"."""
         recomputed = [sample.old_logprobs for sample in samples if sample.old_logprobs is not None]
         if len(recomputed) == len(samples):
             return _table(recomputed, result), False
@@ -199,27 +203,27 @@ class Learner:
 
         A mini-batch without a usable token, or with a gradient that is not finite, is counted and skipped.
         """
-        self._ranks.tell(Apply())
+        self._ranks.broadcast(Apply())
         totals, part = self._summed()
         self.sums.add(totals, part)
         divide_by = divisor(totals, self._config)
         if divide_by == 0:
             self.sums.empty_minibatches += 1
-            self._forget()
+            self._reset()
             return
         parameters = [p for p in self.policy.model.parameters() if p.grad is not None]
         for parameter in parameters:
             assert parameter.grad is not None
             parameter.grad.div_(divide_by / self._ranks.num)  # sharding has averaged over the ranks
-        norm = whole(torch.nn.utils.clip_grad_norm_(parameters, self._algorithm.grad_clip))
+        norm = full_tensor(torch.nn.utils.clip_grad_norm_(parameters, self._algorithm.grad_clip))
         if bool(torch.isfinite(norm)):
             self.optimizer.update()
             self.sums.grad_norms.append(float(norm))
             self.sums.loss += part.loss / divide_by
             self._updated = True
-        else:  # one such update would make every weight nan
+        else:  # one such update would make every weight NaN
             self.sums.not_finite_minibatches += 1
-        self._forget()
+        self._reset()
 
     def _summed(self) -> tuple[Totals, PartSums]:
         """Return the mini-batch's sums over all ranks."""
@@ -233,7 +237,7 @@ class Learner:
         mismatches = MismatchSums(int(tokens), k3, absolute, largest, weight, squares)
         return Totals(*values[:3]), PartSums(values[3], int(values[4]), int(values[5]), values[6], mismatches)
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         self._totals, self._part = Totals(), PartSums()
 
@@ -241,8 +245,8 @@ class Learner:
 CLIP_LOW = {"gspo": 3e-4, "cispo": 1.0}
 CLIP_HIGH = {"dapo": 0.28, "gspo": 4e-4, "cispo": 4.0}
 CLIP = 0.2
-"""What `clip_low: null` and `clip_high: null` stand for: those of the papers, cispo's from TRL and SkyRL (a
-ratio of at most 5, no lower bound)."""
+"""Meaning of `clip_low: null` and `clip_high: null`: the papers' values, cispo's from TRL and SkyRL (a ratio
+of at most 5, no lower bound)."""
 
 
 def loss_config(algorithm: Algorithm) -> LossConfig:
@@ -264,29 +268,31 @@ def loss_config(algorithm: Algorithm) -> LossConfig:
 
 
 def recomputes_old(algorithm: Algorithm) -> bool:
-    """Whether later mini-batches need the trainer's own old logprobs: never with one mini-batch per step."""
+    """Return True if later mini-batches need the trainer's own old logprobs.
+
+    They never do with one mini-batch per step.
+    """
     wanted = algorithm.old_logprobs
     return algorithm.minibatches_per_step > 1 and (
         wanted == "recompute" or (wanted == "auto" and algorithm.loss == "gspo")
     )
 
 
-def _table(values: Sequence[Sequence[float]], like: Forward) -> Tensor:
+def _table(values: Sequence[Logprobs], like: Forward) -> Tensor:
     """Return values_BT of a value per token, 0 elsewhere."""
-    width = like.logprobs.shape[1]
-    rows = [[*row, *[0.0] * (width - len(row))] for row in values]
-    return torch.tensor(rows, dtype=like.logprobs.dtype, device=like.logprobs.device)
+    table = np.zeros(like.logprobs.shape, np.float32)
+    for row, each in zip(table, values, strict=True):
+        row[: len(each)] = each
+    return torch.from_numpy(table).to(like.logprobs.device, like.logprobs.dtype)
 
 
-def _with_old(
-    samples: Sequence[Sample], orders: Sequence[Sequence[float]], values: Sequence[Sequence[float]]
-) -> list[Sample]:
-    """Return the samples with old logprobs put in: per rank, numbers of samples and their values in a row."""
+def _with_old(samples: Sequence[Sample], orders: Sequence[Tensor], values: Sequence[Tensor]) -> list[Sample]:
+    """Return the samples with their old logprobs: per rank, numbers of samples and their values in a row."""
     found = list(samples)
     for order, flat in zip(orders, values, strict=True):
         start = 0
-        for number in map(int, order):
+        for number in order.tolist():
             end = start + len(found[number].token_ids)
-            found[number] = replace(found[number], old_logprobs=list(flat[start:end]))
+            found[number] = replace(found[number], old_logprobs=flat[start:end].numpy())
             start = end
     return found

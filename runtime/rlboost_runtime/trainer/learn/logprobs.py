@@ -11,7 +11,7 @@ Logprobs and entropies of chosen tokens from hidden states, without the logits o
 
 The logits of a long batch are its largest tensor by far (16,384 tokens x 151,936 words x 4 bytes = 10 GB),
 and training needs one number of each row. So rows are handled in chunks; the backward pass makes a chunk's
-logits anew, unless all of them fit into `KEEP_BYTES`. The softmax is always in float32.
+logits again, unless all of them fit into `KEEP_BYTES`. The softmax is always in float32.
 
 Shape suffixes: N tokens, C tokens of a chunk, V vocabulary, E width of the hidden states.
 """
@@ -41,7 +41,7 @@ HEAD_SCALES = (
 
 
 class LogprobModel(nn.Module):
-    """Computes logprobs with the model's present weights."""
+    """Computes logprobs with the model's current weights."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class LogprobModel(nn.Module):
         self.compute_dtype = torch.float32
         """bfloat16 runs the arithmetic in it and leaves the weights as they are."""
         self.autocast = False
-        """Whether that is this module's doing; a sharded model's weights are cast by the sharding."""
+        """True if this module casts; a sharded model's weights are cast by FSDP."""
         self.why_not_packed = _odd_head(model) or use_packed_attention(model)
         if self.why_not_packed:
             event(log, "policy.padded", why=self.why_not_packed)

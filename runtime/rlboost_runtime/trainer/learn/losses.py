@@ -2,7 +2,7 @@
 
 A step's responses arrive in any order and in micro-batches, so nothing here divides by a count that is only
 known at the end (the trap of streaming with a token mean): `policy_loss` returns an **un-normalised sum** and
-the additive `Totals` from which `divisor` tells, once the mini-batch is complete, what the summed gradient
+the additive `Totals` from which `divisor` computes, once the mini-batch is complete, what the summed gradient
 has to be divided by. So any split of a mini-batch over micro-batches and ranks, in any order, gives the
 gradient of the whole.
 
@@ -206,7 +206,7 @@ def policy_loss(
 ) -> LossSums:
     """Return the un-normalised policy loss of a micro-batch.
 
-    `logprobs_BT` carry the gradient; `old`, `mu`, advantages and mask are constants. `bypass` says that old
+    `logprobs_BT` carry the gradient; `old`, `mu`, advantages and mask are constants. `bypass` means that old
     is mu. Rows without a generated token (a response quarantined before its first) add nothing, also not to
     the totals.
     """

@@ -17,7 +17,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -29,11 +31,12 @@ ATTENTION = "rlboost_packed"
 _is_packed: ContextVar[bool] = ContextVar("is_packed", default=False)
 
 Item = TypeVar("Item")
+Ids = Sequence[int] | NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Where the sequences of a packed row lie."""
+    """The positions of the sequences in a packed row."""
 
     starts: Tensor
     """int32 [B + 1]: where each sequence begins, and the row's length."""
@@ -57,7 +60,7 @@ class Packing:
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """What the model reads, and which tokens it is asked about."""
+    """The model's input, and the tokens whose logprobs are wanted."""
 
     ids_1S: Tensor
     positions_1S: Tensor
@@ -89,12 +92,16 @@ class PackedBatch:
         return flat.index_put((self.places_N,), values_N).view(self.packing.num, self.num_columns)
 
 
-def pack(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> PackedBatch:
+def pack(prompts: Sequence[Ids], responses: Sequence[Ids]) -> PackedBatch:
     """Return prompt + response of each sequence in one row; the last token predicts nothing and is left out.
 
     Prompts have at least one token.
     """
-    inputs = [[*prompt, *response][:-1] for prompt, response in zip(prompts, responses, strict=True)]
+    answers = [np.asarray(response, np.int64) for response in responses]
+    inputs = [
+        np.concatenate([np.asarray(prompt, np.int64), answer])[:-1]
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
     starts = [0]
     for row in inputs:
         starts.append(starts[-1] + len(row))
@@ -108,11 +115,11 @@ def pack(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -
         predicting.append(torch.arange(first, first + len(responses[i])))
         places.append(torch.arange(len(responses[i])) + i * widest)
     return PackedBatch(
-        ids_1S=torch.tensor([[token for row in inputs for token in row]]),
+        ids_1S=torch.from_numpy(np.concatenate(inputs)).unsqueeze(0),
         positions_1S=torch.cat([torch.arange(len(row)) for row in inputs]).unsqueeze(0),
         packing=Packing(torch.tensor(starts, dtype=torch.int32), longest, spread, torch.cat(gather)),
         predicting_N=torch.cat(predicting),
-        targets_N=torch.tensor([token for response in responses for token in response], dtype=torch.long),
+        targets_N=torch.from_numpy(np.concatenate(answers)),
         places_N=torch.cat(places),
         num_columns=widest,
     )
@@ -149,7 +156,7 @@ def micro_batches(
 
 
 def use_packed_attention(model: PreTrainedModel) -> str | None:
-    """Let `model` understand packed rows; return why it cannot, or None if it does now."""
+    """Make `model` accept packed rows; return the reason if it cannot, else None."""
     if not getattr(model, "_supports_attention_backend", False):
         return f"{type(model).__name__} does not take its attention from outside"
     config = model.config.get_text_config()
@@ -162,7 +169,7 @@ def use_packed_attention(model: PreTrainedModel) -> str | None:
 
 @contextmanager
 def packed_row() -> Iterator[None]:
-    """Within it, models build no attention mask: the packing says what may be looked at."""
+    """Within it, models build no attention mask: the packing defines what each token attends to."""
     token = _is_packed.set(True)
     try:
         yield

@@ -1,9 +1,9 @@
-"""The policy: a Hugging Face causal LM in float32 with its tokenizer, and what the loop asks of it.
+"""The policy: a Hugging Face causal LM in float32 with its tokenizer.
 
-It computes the logprobs that the losses need, writes the files of a weight version, and makes the probe by
+It computes the logprobs that the losses need, gives the files of a weight version, and makes the probe by
 which an engine proves that it serves exactly these weights. Weights are float32 whatever the arithmetic runs
-in (`trainer.dtype`); they may be divided over several ranks, frozen but for adapters (LoRA), or both: what is
-written is always whole and merged.
+in (`trainer.dtype`); they may be sharded over several ranks, frozen except for adapters (LoRA), or both: what
+is written is always whole and merged.
 
 Shape suffixes: B responses, T tokens of the longest one.
 """
@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
@@ -30,9 +31,15 @@ from transformers import (
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import Algorithm, Lora, Trainer
 from rlboost_runtime.trainer.learn import lora as adapters
-from rlboost_runtime.trainer.learn.background import ModelSnapshot, small_files
 from rlboost_runtime.trainer.learn.logprobs import LogprobModel
-from rlboost_runtime.trainer.learn.packing import pack
+from rlboost_runtime.trainer.learn.model_files import (
+    ModelSnapshot,
+    find_tied,
+    greedy_probe,
+    small_files,
+    stop_token_ids,
+)
+from rlboost_runtime.trainer.learn.packing import Ids, pack
 from rlboost_runtime.trainer.learn.ranks import (
     ALONE,
     Adam,
@@ -40,17 +47,11 @@ from rlboost_runtime.trainer.learn.ranks import (
     GatherModel,
     Ranks,
     Take,
+    broadcast_weights,
+    full_tensor,
     shard,
-    spread,
-    whole,
 )
 from rlboost_runtime.trainer.learn.ranks import RunProbe as ProbeCommand
-from rlboost_runtime.trainer.learn.version_files import (
-    PROBE_TOKENS,
-    PROBE_TOLERANCE,
-    find_tied,
-    stop_token_ids,
-)
 from rlboost_runtime.weights.manifest import Probe, Tied
 
 
@@ -72,12 +73,13 @@ class Policy:
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str | Path | None = None
     ) -> None:
-        """`folder`: where the model is from, or its hub name; a checkpoint's may hold adapters."""
+        """`folder`: the folder that the model was loaded from, or its hub name; it may hold adapters."""
         self.source = folder
         self.model = model
         self.tokenizer = tokenizer
         self.accelerator = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        """Where it computes while the GPU is ours. It begins in main memory: engines may have the GPU."""
+        """The device to compute on while we hold the lease. The model starts in main memory: engines may be
+        using the GPU."""
         torch.nn.Module.to(model, torch.float32)
         torch.nn.Module.eval(model)  # no dropout: engine and trainer must compute the same function
         self.stop_token_ids = stop_token_ids(model, tokenizer)
@@ -90,7 +92,7 @@ class Policy:
 
     @property
     def device(self) -> torch.device:
-        """Where it lies now."""
+        """The device that the model is on now."""
         return next(self.model.parameters()).device
 
     @classmethod
@@ -108,7 +110,7 @@ class Policy:
 
     @classmethod
     def bare(cls, files: Mapping[str, bytes]) -> Policy:
-        """Return one of the shape that `small_files` tell, with weights that mean nothing yet."""
+        """Return a policy of the shape given by `small_files`, with random weights."""
         with tempfile.TemporaryDirectory() as name:
             for file, content in files.items():
                 (Path(name) / file).write_bytes(content)
@@ -123,8 +125,8 @@ class Policy:
         return self._small_files
 
     def set_up(self, trainer: Trainer, algorithm: Algorithm, ranks: Ranks = ALONE) -> None:
-        """Make it as the job wants it trained: adapters, precision, memory, ranks. Once, before an optimizer
-        is made. Raises `ConfigError`."""
+        """Set up adapters, precision, memory and ranks as the job wants them. Call this once, before the
+        optimizer is created. Raises `ConfigError`."""
         self._ranks = ranks
         if algorithm.lora is not None:
             self._attach(algorithm.lora, algorithm.seed)
@@ -137,7 +139,7 @@ class Policy:
             self.scorer.compute_dtype = torch.bfloat16
             self.scorer.autocast = ranks.num == 1
         if trainer.nodes > 1:
-            spread(self.model, ranks)
+            broadcast_weights(self.model, ranks)
         if trainer.activation_checkpointing:
             _checkpoint_activations(self.model)
         if ranks.num > 1:
@@ -155,23 +157,28 @@ class Policy:
         """Return the token ids of a prompt."""
         return list(self.tokenizer.encode(text))
 
-    def decode(self, token_ids: list[int]) -> str:
+    def decode(self, token_ids: Ids) -> str:
         """Return a response's text, as rewards see it: without end-of-text."""
-        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+        return str(self.tokenizer.decode(np.asarray(token_ids, np.int32), skip_special_tokens=True))
 
     def full_state(self, *, copy: bool = False) -> dict[str, Tensor]:
         """Return all weights by name, whole and on the CPU, tied ones once; on ranks other than 0 nothing.
 
-        They may be the model's own memory, unless a `copy` is asked for."""
-        self._ranks.tell(GatherModel())
+        They may share the model's memory unless `copy` is set."""
+        return {name: tensor.to("cpu", copy=copy) for name, tensor in self._gathered()}
+
+    def _gathered(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield all weights by name, whole, tied ones once; on ranks other than 0 nothing.
+
+        All of it must be consumed: every rank walks the same list.
+        """
+        self._ranks.broadcast(GatherModel())
         tied = {entry.name for entry in self._tied}
-        found: dict[str, Tensor] = {}
         for name, tensor in self.model.state_dict().items():
             if name not in tied:
-                gathered = whole(tensor.detach())
+                gathered = full_tensor(tensor.detach())
                 if self._ranks.leads:
-                    found[name] = gathered.to("cpu", copy=copy)
-        return found
+                    yield name, gathered
 
     def snapshot(self) -> ModelSnapshot:
         """Return a copy of what `load` and `set_up` need to go on: model (float32, exactly), tokenizer, and
@@ -191,9 +198,7 @@ class Policy:
         state = self.full_state()
         return state if self._lora is None else adapters.merged(state, self._lora)
 
-    def forward(
-        self, prompts: Sequence[list[int]], responses: Sequence[list[int]], temperature: float
-    ) -> Forward:
+    def forward(self, prompts: Sequence[Ids], responses: Sequence[Ids], temperature: float) -> Forward:
         """Return logprobs of the responses, each after its prompt (at least one token). `temperature` 0 reads
         as 1."""
         batch = pack(prompts, responses).to(self.device)
@@ -202,52 +207,32 @@ class Policy:
             batch.table(logprobs_N), batch.table(entropies_N), batch.table(torch.ones_like(entropies_N))
         )
 
-    @torch.no_grad()
     def probe(self, token_ids: list[int], dtype: str) -> Probe:
         """Return the greedy continuation of `token_ids` with logprobs at temperature 1, up to end-of-text."""
-        self._ranks.tell(ProbeCommand(token_ids, dtype))
-        sequence = list(token_ids)
-        logprobs: list[float] = []
-        while len(logprobs) < PROBE_TOKENS:
-            batch = pack([sequence], [[0]]).to(self.device)
-            log_1V, _ = self.scorer(batch, 1.0, whole=True)
-            best = int(log_1V[0].argmax())
-            sequence.append(best)
-            logprobs.append(float(log_1V[0, best]))
-            if best in self.stop_token_ids:
-                break
-        new = tuple(sequence[len(token_ids) :])
-        return Probe(tuple(token_ids), new, tuple(logprobs), PROBE_TOLERANCE[dtype])
+        self._ranks.broadcast(ProbeCommand(token_ids, dtype))
+
+        def next_logprobs(sequence: list[int]) -> Tensor:
+            log_1V, _ = self.scorer(pack([sequence], [[0]]).to(self.device), 1.0, whole=True)
+            return log_1V[0]  # type: ignore[no-any-return]
+
+        return greedy_probe(next_logprobs, token_ids, self.stop_token_ids, dtype)
 
     def weights(self, *, frozen: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights that engines compute with, by name, whole, tied ones once, one after the other:
-        each may lie in the model's own memory, or be gathered for the moment. On ranks other than 0 nothing.
+        """Yield the weights that engines compute with, by name, whole, tied ones once, one at a time.
 
-        `frozen`: those under the adapters, without them.
+        Each may share the model's memory or be gathered for the moment. Nothing on ranks other than 0.
+        `frozen`: the weights under the adapters, without these.
         """
         if self._lora is not None:
             state = adapters.frozen(self.full_state()) if frozen else self._merged_state()
             yield from state.items()
             return
-        self._ranks.tell(GatherModel())
-        tied = {entry.name for entry in self._tied}
-        for name, tensor in self.model.state_dict().items():
-            if name not in tied:
-                gathered = whole(tensor.detach())
-                if self._ranks.leads:
-                    yield name, gathered
+        yield from self._gathered()
 
     def adapter_files(self, dtype: str) -> dict[str, bytes]:
-        """Return the adapters as files of a version; on ranks other than 0 nothing that counts."""
+        """Return the adapters as files of a version; without content on ranks other than 0."""
         assert self._lora is not None
-        self._ranks.tell(GatherModel())
-        found: dict[str, Tensor] = {}
-        tied = {entry.name for entry in self._tied}
-        for name, tensor in self.model.state_dict().items():
-            if name not in tied:
-                gathered = whole(tensor.detach())  # of all: every rank walks the same list
-                if self._ranks.leads and ".lora_" in name:
-                    found[name] = gathered
+        found = {name: tensor for name, tensor in self._gathered() if ".lora_" in name}
         return adapters.version_files(found, self._lora, dtype)
 
     def tied(self) -> list[Tied]:
@@ -256,9 +241,9 @@ class Policy:
 
 
 class Residency:
-    """Whether model and optimizer lie on the accelerator; moved away while somebody else has the lease.
+    """Moves model and optimizer to the accelerator, and away while another process has the lease.
 
-    On a CPU there is nothing to move and nothing is cached between micro-batches.
+    On a CPU there is nothing to move.
     """
 
     def __init__(self, policy: Policy, optimizer: Adam, ranks: Ranks = ALONE) -> None:
@@ -267,12 +252,11 @@ class Residency:
         self._ranks = ranks
         self._resident = policy.device.type == policy.accelerator.type
         self.awake_s = self.asleep_s = 0.0
-        """Seconds that coming back and leaving have taken since this process began: the trainer's parts of
-        hand-overs."""
+        """Total seconds that `take` and `free` took in this process: the trainer's share of hand-overs."""
 
     def free(self) -> None:
-        """Leave the accelerator; idempotent. Accumulated gradients move along and are kept."""
-        self._ranks.tell(Free())
+        """Leave the accelerator; idempotent. Accumulated gradients move along."""
+        self._ranks.broadcast(Free())
         if self._resident and self._policy.accelerator.type != "cpu":
             started = time.monotonic()
             self._move(torch.device("cpu"))
@@ -282,8 +266,8 @@ class Residency:
         self._resident = False
 
     def take(self) -> None:
-        """Come back; idempotent."""
-        self._ranks.tell(Take())
+        """Come back to the accelerator; idempotent."""
+        self._ranks.broadcast(Take())
         if not self._resident and self._policy.accelerator.type != "cpu":
             started = time.monotonic()
             self._move(self._policy.accelerator)
@@ -303,14 +287,14 @@ def _adapter_folder(folder: str | Path | None) -> Path | None:
 
 
 def _checkpoint_activations(model: PreTrainedModel) -> None:
-    """Keep a layer's input only and compute the rest anew in the backward pass.
+    """Keep only each layer's input and recompute the rest in the backward pass.
 
-    `transformers` does so only for a model in training mode, so dropout is taken out of it by hand.
+    `transformers` does so only in training mode, so dropout is disabled by hand.
     """
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
         if isinstance(getattr(module, "attention_dropout", None), float):
-            setattr(module, "attention_dropout", 0.0)  # noqa: B010 - no attribute that nn.Module knows
+            setattr(module, "attention_dropout", 0.0)  # noqa: B010 - nn.Module declares no such attribute
     model.gradient_checkpointing_enable({"use_reentrant": False})
     torch.nn.Module.train(model)

@@ -1,5 +1,4 @@
-"""What the ranks other than 0 do: enter the methods that rank 0 enters, until it says that this is the
-end."""
+"""The loop of the ranks other than 0: enter the methods that rank 0 enters, until it sends `End`."""
 
 from __future__ import annotations
 
@@ -28,29 +27,29 @@ from rlboost_runtime.trainer.learn.ranks import (
 )
 
 
-def be_led(ranks: Ranks) -> None:
-    """Take part in a run from the model's load on; return when rank 0 is done."""
-    match ranks.hear():
+def run_worker(ranks: Ranks) -> None:
+    """Load the model and serve rank 0's commands; return when rank 0 is done."""
+    match ranks.receive():
         case LoadPolicy(source=source, job=text, files=files):
             job = Job.model_validate_json(text)
             torch.set_num_threads(job.trainer.threads)
             policy = Policy.bare(files) if files else Policy.load(source)
             policy.set_up(job.trainer, job.algorithm, ranks)
             learner = Learner(policy, job.algorithm, job.trainer, ranks)
-            follow(ranks, policy, learner, Residency(policy, learner.optimizer))
+            serve(ranks, policy, learner, Residency(policy, learner.optimizer))
         case End():
             return
         case command:
             raise AssertionError(f"{command} before the model was loaded")
 
 
-def follow(ranks: Ranks, policy: Policy, learner: Learner, residency: Residency) -> None:
-    """Do as rank 0 does with a policy that is set up; return when it is done."""
-    while not isinstance(command := ranks.hear(), End):
-        _do(command, policy, learner, residency)
+def serve(ranks: Ranks, policy: Policy, learner: Learner, residency: Residency) -> None:
+    """Serve rank 0's commands with a policy that is set up; return at `End`."""
+    while not isinstance(command := ranks.receive(), End):
+        _execute(command, policy, learner, residency)
 
 
-def _do(command: RankCommand, policy: Policy, learner: Learner, residency: Residency) -> None:
+def _execute(command: RankCommand, policy: Policy, learner: Learner, residency: Residency) -> None:
     match command:
         case BeginStep(step=step):
             learner.begin_step(step)
@@ -73,6 +72,6 @@ def _do(command: RankCommand, policy: Policy, learner: Learner, residency: Resid
         case Take():
             residency.take()
         case LoadPolicy() | End():
-            raise AssertionError(f"{command} is not for here")
+            raise AssertionError(f"{command} is not expected here")
         case _:
             assert_never(command)

@@ -1,18 +1,17 @@
-"""The processes over which one policy is sharded: rank 0 leads, the others do as they are told.
+"""The processes (ranks) over which one policy is sharded, and an AdamW whose state is read and set whole.
 
-Rank 0 runs the trainer's loop and is the only one that talks with the coordinator. Every method that all
-ranks have to enter together (a forward pass of a sharded model is one) begins with `Ranks.tell`: on rank 0 it
-sends the method and its arguments to the others, on them it does nothing; alone it does nothing either. The
-others wait in `hear` and call the same method of their own (`rank_worker.py`). So the order of collectives is
-rank 0's, everywhere.
+Rank 0 runs the trainer's loop and alone talks to the coordinator. Every method that all ranks have to enter
+together, such as a forward pass of a sharded model, begins with `Ranks.broadcast`: on rank 0 it sends the
+method and its arguments to the other ranks; on these, and in a trainer of one process, it does nothing. The
+others wait in `Ranks.receive` and call the same method (`rank_worker.py`). So all ranks run collectives in
+rank 0's order.
 
-Commands travel as msgpack over gloo; a rank that ends takes the whole group with it (torchrun sees to that).
+Commands travel over gloo as msgpack, token arrays as raw bytes. A rank that ends takes the whole group with
+it (torchrun sees to that).
 
-The policy's weights over several ranks (FSDP2), and an AdamW whose state is read and set whole.
-
-Each block of the model is gathered when it computes and given back afterwards; gradients are averaged over
-the ranks (the learner multiplies that away, because losses are sums). With bfloat16 the shards, the
-gradients' sums and the optimizer stay float32.
+The weights are sharded with FSDP2: each block of the model is gathered when it computes and freed afterwards;
+gradients are averaged over the ranks (the learner undoes the averaging, because losses are sums). With
+bfloat16 the shards, the gradients' sums and the optimizer stay float32.
 """
 
 from __future__ import annotations
@@ -21,9 +20,10 @@ import datetime
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -38,15 +38,16 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
-"""Longest wait within a step's arithmetic: the slowest rank's micro-batch, and the load of a model. A machine
-that vanishes without a word is noticed by then; a process that dies at once, by its closed connections."""
+"""Longest wait within a step's arithmetic: for the slowest rank's micro-batch, and for the load of a model. A
+machine that vanishes silently is noticed by then; a process that dies is noticed at once, by its closed
+connections."""
 
 COMMAND_TIMEOUT = datetime.timedelta(days=2)
-"""Longest wait for the next command: the others idle while a step is rolled out."""
+"""Longest wait for the next command: the other ranks idle while a step is rolled out."""
 
 
 class LoadPolicy(msgspec.Struct, tag="load", frozen=True):
-    """`Policy.load` and `Policy.set_up`: the first command, unless there is nothing to do at all.
+    """`Policy.load` and `Policy.set_up`: the first command, unless the run ends before it.
 
     `job`: the resolved job as JSON. `files`: with several nodes, the model's small files; its weights follow
     from rank 0, since `source` is there only.
@@ -109,7 +110,7 @@ class Take(msgspec.Struct, tag="take", frozen=True):
 
 
 class End(msgspec.Struct, tag="end", frozen=True):
-    """There is nothing more to do."""
+    """The run is over for this process."""
 
 
 RankCommand = (
@@ -117,7 +118,18 @@ RankCommand = (
     | RunProbe | Free | Take | End
 )  # fmt: skip
 
-_decoder: msgspec.msgpack.Decoder[RankCommand] = msgspec.msgpack.Decoder(RankCommand)
+
+def _bytes_of(array: object) -> memoryview:
+    assert isinstance(array, np.ndarray)
+    return np.ascontiguousarray(array).data.cast("B")
+
+
+def _array_of(kind: Any, data: bytes) -> object:  # NDArray of one dtype
+    return np.frombuffer(data, get_args(get_args(kind)[1])[0])
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_bytes_of)
+_decoder: msgspec.msgpack.Decoder[RankCommand] = msgspec.msgpack.Decoder(RankCommand, dec_hook=_array_of)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +139,12 @@ class Ranks:
     rank: int = 0
     num: int = 1
     control: ProcessGroup | None = None
-    """Gloo, with a long deadline: for commands alone, that a lost machine is not waited for in a step's
-    sums. None when alone."""
+    """A gloo group with a long deadline, for commands only: collectives of a step must notice a lost machine
+    sooner. None with one rank."""
 
     @classmethod
     def join(cls) -> Ranks:
-        """Join the group that torchrun's environment describes; alone where there is none."""
+        """Join the group that torchrun's environment describes; without one, return `ALONE`."""
         num = int(os.environ.get("WORLD_SIZE", "1"))
         if num == 1:
             return ALONE
@@ -150,20 +162,20 @@ class Ranks:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the process that decides."""
+        """True on rank 0."""
         return self.rank == 0
 
-    def tell(self, command: RankCommand) -> None:
-        """Have the other ranks enter the method that the caller is in."""
+    def broadcast(self, command: RankCommand) -> None:
+        """Make the other ranks enter the method that the caller is in; does nothing on these."""
         if self.control is not None and self.leads:
-            self._broadcast(msgspec.msgpack.encode(command))
+            self._broadcast_bytes(_encoder.encode(command))
 
-    def hear(self) -> RankCommand:
-        """Return the next command; not on rank 0."""
+    def receive(self) -> RankCommand:
+        """Return rank 0's next command; for the other ranks."""
         assert not self.leads
-        return _decoder.decode(self._broadcast(b""))
+        return _decoder.decode(self._broadcast_bytes(b""))
 
-    def _broadcast(self, data: bytes) -> bytes:
+    def _broadcast_bytes(self, data: bytes) -> bytes:
         size = torch.tensor([len(data)])
         dist.broadcast(size, 0, group=self.control)
         body = torch.empty(int(size), dtype=torch.uint8)
@@ -186,27 +198,24 @@ class Ranks:
         found: list[float] = tensor.tolist()
         return found
 
-    def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
-        """Return every rank's values (float32), by rank, on all of them."""
-        mine = torch.tensor(values, dtype=torch.float32)
+    def gather(self, values: Tensor) -> list[Tensor]:
+        """Return every rank's `values` (one dimension, of any length), by rank, on all of them."""
         if self.control is None:
-            return [mine.tolist()]
+            return [values]
         sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self.num)]
-        dist.all_gather(sizes, torch.tensor([mine.numel()]))
+        dist.all_gather(sizes, torch.tensor([values.numel()]))
         width = max(1, *(int(size) for size in sizes))
-        padded = torch.zeros(width)
-        padded[: mine.numel()] = mine
-        rows = [torch.zeros(width) for _ in range(self.num)]
-        dist.all_gather(rows, padded)
-        return [row[: int(size)].tolist() for row, size in zip(rows, sizes, strict=True)]
+        rows = [values.new_zeros(width) for _ in range(self.num)]
+        dist.all_gather(rows, nn.functional.pad(values, (0, width - values.numel())))
+        return [row[: int(size)] for row, size in zip(rows, sizes, strict=True)]
 
 
 ALONE = Ranks()
 
 
 @torch.no_grad()
-def spread(model: nn.Module, ranks: Ranks) -> None:
-    """Give every rank the weights of rank 0; all ranks have to call this, before the weights are divided."""
+def broadcast_weights(model: nn.Module, ranks: Ranks) -> None:
+    """Give every rank the weights of rank 0; all ranks must call this, before the weights are sharded."""
     for tensor in model.state_dict().values():
         copy = tensor.detach().to("cpu").contiguous()
         dist.broadcast(copy, 0)
@@ -214,15 +223,13 @@ def spread(model: nn.Module, ranks: Ranks) -> None:
             tensor.copy_(copy)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """Return a tensor that may be sharded as a plain one; all ranks have to call this."""
-    from torch.distributed.tensor import DTensor
-
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Return a tensor, gathered if it is sharded; all ranks must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def shard(scorer: LogprobModel, ranks: Ranks, device: torch.device) -> None:
-    """Divide the model's weights over the ranks; all must hold the same ones."""
+    """Shard the model's weights over the ranks, which must all hold the same ones."""
     mesh = init_device_mesh(device.type, (ranks.num,))
     precision = MixedPrecisionPolicy()
     if scorer.compute_dtype is not torch.float32:
@@ -233,7 +240,7 @@ def shard(scorer: LogprobModel, ranks: Ranks, device: torch.device) -> None:
 
 
 def _blocks(scorer: LogprobModel) -> list[nn.Module]:
-    """Return the model's layers, as `transformers` names them."""
+    """Return the model's layers: the modules that `transformers` never splits."""
     names = set(getattr(scorer.model, "_no_split_modules", None) or ())
     return [module for module in scorer.modules() if type(module).__name__ in names]
 
@@ -241,7 +248,11 @@ def _blocks(scorer: LogprobModel) -> list[nn.Module]:
 class Adam(torch.optim.AdamW):
     """AdamW whose `state_dict` holds whole tensors, so that it does not depend on the number of ranks.
 
-    `offload` keeps the moments in main memory, but for the step itself.
+    `offload` keeps the moments in main memory, except during the step itself.
+
+    The state is keyed by parameter number, as torch.optim's is, on any number of ranks.
+    (`torch.distributed.checkpoint.state_dict` keys it by name, and creates missing state by an optimizer step
+    without gradients, which counts as one.)
     """
 
     def __init__(
@@ -258,7 +269,7 @@ class Adam(torch.optim.AdamW):
         self._ranks = ranks
 
     def update(self) -> None:
-        """Do a step with the gradients as they are."""
+        """Take a step with the gradients as they are."""
         device = self._parameters[0].device
         if self.offload:
             self.move(device)
@@ -267,7 +278,7 @@ class Adam(torch.optim.AdamW):
             self.move(torch.device("cpu"))
 
     def move(self, device: torch.device) -> None:
-        """Put the state on `device`."""
+        """Move the state to `device`."""
         for state in self.state.values():
             for name, value in state.items():  # step counts too: the fused kernel reads them on the device
                 if isinstance(value, Tensor):
@@ -278,37 +289,37 @@ class Adam(torch.optim.AdamW):
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def state_dict(self) -> dict[str, Any]:  # torch's format
-        """Return the state, of all ranks together, on the CPU; on ranks other than 0 without moments.
+        """Return the whole state, gathered from all ranks, on the CPU; without moments on ranks other than 0.
 
-        Alone on a CPU it is the optimizer's own memory."""
-        self._ranks.tell(GatherOptimizer())
+        With one rank on a CPU it shares the optimizer's memory."""
+        self._ranks.broadcast(GatherOptimizer())
         found = super().state_dict()
-        found["state"] = {number: self._whole(each) for number, each in found["state"].items()}
+        found["state"] = {number: self._gathered(each) for number, each in found["state"].items()}
         return found
 
-    def _whole(self, state: dict[str, Any]) -> dict[str, Any]:  # torch's format
-        """Gather one parameter's state: one at a time, so that no rank ever holds all moments on its GPU."""
+    def _gathered(self, state: dict[str, Any]) -> dict[str, Any]:  # torch's format
+        """Gather one parameter's state; called for one at a time, so that no GPU ever holds all moments."""
         found = {}
         for name, value in state.items():
-            gathered = whole(value) if isinstance(value, Tensor) else value
+            gathered = full_tensor(value) if isinstance(value, Tensor) else value
             if self._ranks.leads:
                 found[name] = gathered.to("cpu") if isinstance(gathered, Tensor) else gathered
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # torch's format
-        """Set the state from a whole one, whatever number of ranks it is from; rank 0 has it."""
+        """Set the state from a whole one, saved by any number of ranks; rank 0 passes it."""
         if self._ranks.control is None:
             super().load_state_dict(state_dict)
             return
         parameters, states = self._parameters, state_dict["state"]
         steps = [float(states[i]["step"]) if i in states else None for i in range(len(parameters))]
-        self._ranks.tell(ScatterOptimizer(steps))
+        self._ranks.broadcast(ScatterOptimizer(steps))
         for group, stored in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group["lr"] = stored["lr"]
         self._scatter(steps, states)
 
     def receive_state(self, steps: list[float | None]) -> None:
-        """Take this rank's part of what rank 0 loads."""
+        """Receive this rank's part of what rank 0 loads."""
         self._scatter(steps, {})
 
     def _scatter(self, steps: list[float | None], states: dict[int, dict[str, Tensor]]) -> None:
@@ -325,7 +336,7 @@ class Adam(torch.optim.AdamW):
 
 
 def _part(tensor: Tensor | None, parameter: nn.Parameter) -> Tensor:
-    """Return this rank's part of rank 0's whole tensor, divided like the parameter."""
+    """Return this rank's part of rank 0's whole tensor, sharded like the parameter."""
     assert isinstance(parameter, DTensor)
     mesh = parameter.device_mesh
     if tensor is None:

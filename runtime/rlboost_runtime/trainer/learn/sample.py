@@ -1,8 +1,11 @@
-"""What the learner eats: a finished response with its advantage.
+"""A finished response with its advantage, as the learner reads it.
 
-Which groups of a step are trained, where some have nothing to teach (dynamic sampling, arXiv 2503.14476).
+Tokens and logprobs are arrays from the coordinator's bytes to the padded tensor: as Python numbers they would
+take eight times the memory.
 
-A step asks for `wanted` prompts and some spares. A group whose rewards are all equal (*flat*) has no
+Which groups of a step are trained where some teach nothing (dynamic sampling, arXiv 2503.14476):
+
+A step requests `wanted` prompts and some spares. A group whose rewards are all equal (*flat*) has no
 gradient:
 
 - keep: it is trained like any other, so it counts in the mean;
@@ -17,28 +20,51 @@ Pure; the same groups give the same set, whatever order they arrive in.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
 
-@dataclass(frozen=True, slots=True)
+TokenIds = NDArray[np.int32]
+Logprobs = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """A finished response with what the trainer needs of it.
+    """A finished response with what the learner needs of it.
 
     `logprobs`: the engine's, one per token of `token_ids`. `old_logprobs`: the trainer's under the step's
     policy, where they were recomputed. `usable` False (quarantined) masks it out.
     """
 
-    prompt_ids: list[int]
-    token_ids: list[int]
-    logprobs: list[float]
+    prompt_ids: TokenIds
+    token_ids: TokenIds
+    logprobs: Logprobs
     advantage: float
     usable: bool = True
-    old_logprobs: list[float] | None = None
+    old_logprobs: Logprobs | None = None
+
+    @classmethod
+    def of(
+        cls,
+        prompt_ids: Sequence[int],
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        advantage: float,
+        *,
+        usable: bool = True,
+    ) -> Sample:
+        """Return a sample of plain numbers, for small batches."""
+        return cls(
+            np.asarray(prompt_ids, np.int32), np.asarray(token_ids, np.int32),
+            np.asarray(logprobs, np.float32), advantage, usable,
+        )  # fmt: skip
 
 
-NOTHING = Sample([0], [0], [0.0], 0.0, usable=False)
-"""What a rank computes that has no share of a micro-batch: its peers need it for their collectives."""
+NOTHING = Sample.of([0], [0], [0.0], 0.0, usable=False)
+"""What a rank without a share of a micro-batch computes: its peers need it in their collectives."""
 
 
 ZeroVariance = Literal["keep", "drop", "replace"]
@@ -46,7 +72,7 @@ ZeroVariance = Literal["keep", "drop", "replace"]
 
 @dataclass(slots=True)
 class GroupSelection:
-    """One step's choice. Invariant: a group is handed out at most once, and never before it has arrived."""
+    """The choice of one step's groups. Invariant: a group is returned at most once, after it arrived."""
 
     policy: ZeroVariance
     wanted: int
@@ -56,7 +82,7 @@ class GroupSelection:
     _chosen: list[int] = field(default_factory=list)
 
     def arrived(self, group: int, *, flat: bool) -> list[int]:
-        """Take note of a group; return those to train now, in ascending order."""
+        """Add a group; return those to train now, in ascending order."""
         if flat:
             self._flat.add(group)
         if not flat or self.policy == "keep":
@@ -67,7 +93,7 @@ class GroupSelection:
         return ready
 
     def _is_certain(self, group: int) -> bool:
-        """Whether fewer than `wanted` lower-numbered groups are trained or may still come to be."""
+        """Return True if fewer than `wanted` lower-numbered groups are, or may yet be, trained."""
         if self.policy != "replace":
             return True
         return group - sum(each < group for each in self._flat) < self.wanted

@@ -45,8 +45,8 @@ _HELD_OUT_SEED_OFFSET = 2_000_003
 ScoreTexts = Callable[[list[tuple[Example, str]]], list[float]]
 """Rewards of (example, response text) pairs."""
 
-Say = Callable[[str, float, float, str], None]
-"""What is being done, how much of it is done, of how much, and in which unit."""
+ReportProgress = Callable[[str, float, float, str], None]
+"""Takes a task, how much of it is done, of how much, and the unit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +87,11 @@ def warm_up(
     max_response_tokens: int,
     temperature: float,
     seed: int,
-    say: Say | None = None,
+    report: ReportProgress | None = None,
 ) -> WarmupReport:
-    """Train until held-out samples reach `warmup.reward`, at most `warmup.max_seconds`; say how it went.
+    """Train until held-out samples reach `warmup.reward`, at most `warmup.max_seconds`; return a summary.
 
-    `say` hears how far it is, as `Preparing.say` does.
+    `report` is called with the progress, as `StartupProgress.report` is.
     """
     started = time.monotonic()
     pool = _encode(policy, data.pool, max_prompt_tokens, max_response_tokens)
@@ -109,12 +109,12 @@ def warm_up(
         rewards = score(list(zip(data.held_out, texts, strict=True)))
         return sum(rewards) / len(rewards)
 
-    def tell(reward: float) -> None:
-        if say is not None:
-            words = f"warming up the tiny model (at most {warmup.max_seconds:g} s)"
-            say(words, reward, warmup.reward, "reward")
+    def report_reward(reward: float) -> None:
+        if report is not None:
+            task = f"warming up the tiny model (at most {warmup.max_seconds:g} s)"
+            report(task, reward, warmup.reward, "reward")
 
-    tell(0.0)
+    report_reward(0.0)
     optimizers = _optimizers(policy)
     order = random.Random(seed)  # noqa: S311 - not for secrets
     reward, step = 0.0, 0
@@ -124,13 +124,13 @@ def warm_up(
             step += 1
         reward = evaluate(temperature, step)
         event(log, "warmup.evaluated", warmup_step=step, reward=round(reward, 4))
-        tell(reward)
+        report_reward(reward)
     seconds = time.monotonic() - started
-    report = WarmupReport(step, seconds, reward, evaluate(0.0, step), reward >= warmup.reward)
+    summary = WarmupReport(step, seconds, reward, evaluate(0.0, step), reward >= warmup.reward)
     event(
-        log, "warmup.done", what=report.describe(), steps=step, greedy_reward=round(report.greedy_reward, 4)
+        log, "warmup.done", what=summary.describe(), steps=step, greedy_reward=round(summary.greedy_reward, 4)
     )
-    return report
+    return summary
 
 
 def _encode(

@@ -1,11 +1,11 @@
 """Rewards from an HTTP endpoint: many requests at once, each with a deadline, tried again where that helps.
 
-What is sent and how the answer reads is `reward_dialect`'s part. A request must be safe to repeat: one whose
+A request must be safe to repeat: one whose
 answer got lost is sent again. All tries of a response together have `timeout_s`; connections that fail and
 answers that say "later" (429, 502, 503, 504) are tried again after a pause with jitter, or after
 `Retry-After`. Anything else is a failure at once.
 
-What a reward's endpoint is sent and how its answer reads, for each way in which endpoints speak.
+Requests and answers by dialect:
 
 - plain: {"prompt", "response", "row"} -> {"reward": number}, or just the number.
 - chat: an OpenAI-compatible server's chat completions, greedily. The served model is asked for a mark from 0
@@ -147,7 +147,7 @@ class HttpRewards:
 
 
 class _Later:
-    """Ask again, after `after_s` where the endpoint says so."""
+    """The request must be repeated, after `after_s` if the endpoint gave that."""
 
     def __init__(self, problem: str, after_s: float | None) -> None:
         self.problem, self.after_s = problem, after_s
@@ -178,7 +178,7 @@ Mark the answer to a question with a whole number from 0 (wrong or useless) to {
 
 # Answer
 {response}"""
-"""What a model is asked where the job says nothing."""
+"""The default instruction to a model that judges."""
 
 _PLACE = re.compile(r"\{(\w+)\}")
 _TOLD = 200  # characters of an answer that a person is shown
@@ -270,8 +270,8 @@ class _Pooling:
         self._model = reward.model
 
     def request(self, call: RewardCall) -> object:
-        said = [("user", call.prompt), ("assistant", call.response)]
-        messages = [{"role": role, "content": content} for role, content in said]
+        turns = [("user", call.prompt), ("assistant", call.response)]
+        messages = [{"role": role, "content": content} for role, content in turns]
         return {"model": self._model, "messages": messages, "use_activation": False}
 
     def read(self, answer: object) -> Answer:

@@ -1,4 +1,4 @@
-"""What becomes of a response whose reward fails: the stated rule, in one place. Pure.
+"""The rule for responses whose reward fails, in one place. Pure.
 
 **The rule.** A reward that raises, takes longer than `reward_timeout_s`, ends its process, or returns
 something that is not a finite number scores `FAILED_SCORE`, which is 0, for that one response. The failure is
@@ -25,8 +25,8 @@ FAILED_SCORE = 0.0
 """The reward of a response whose reward could not be computed."""
 HOPELESS = 16
 """So many failures before the first success mean a broken reward. With one reward process and the default
-timeout that takes 160 s, where a step of a thousand responses would take hours to say the same."""
-_MAX_PROBLEM = 400  # characters of what an exception says that people are shown
+timeout that takes 160 s, where a step of a thousand responses would take hours to show the same."""
+_MAX_PROBLEM = 400  # characters of an exception's text that people are shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +92,14 @@ def _broken(name: str, what: str, last: Reward) -> RuntimeFault:
 def explain_exception(error: BaseException, folder: Path) -> str:
     """Return `rewards.py:12: KeyError: 'answer'`: the place in the user's own files below `folder`, and what
     was raised, on one line. The innermost of their frames is named, as the one that they can change."""
-    said = " ".join("".join(traceback.format_exception_only(error)).split("\n")).strip()
+    text = " ".join("".join(traceback.format_exception_only(error)).split("\n")).strip()
     if isinstance(error, SyntaxError) and error.filename:
-        said = f"{type(error).__name__}: {error.msg}"
-        return f"{_name(error.filename, folder)}:{error.lineno or 1}: {said}"[:_MAX_PROBLEM]
+        text = f"{type(error).__name__}: {error.msg}"
+        return f"{_name(error.filename, folder)}:{error.lineno or 1}: {text}"[:_MAX_PROBLEM]
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if _is_below(frame.filename, folder)]
     where = f"{_name(own[-1].filename, folder)}:{own[-1].lineno}: " if own else ""
-    return f"{where}{said}"[:_MAX_PROBLEM]
+    return f"{where}{text}"[:_MAX_PROBLEM]
 
 
 def _is_below(filename: str, folder: Path) -> bool:

@@ -1,7 +1,7 @@
-"""What computes a response's reward: the user's function or a built-in one in a pool of processes, or an
+"""Computes a response's reward: the user's function or a built-in one in a pool of processes, or an
 endpoint.
 
-What a reward that fails means is `reward_outcome`'s part: it scores 0 and is counted. A function that cannot
+A reward that fails scores 0 and is counted (`outcome.py`). A function that cannot
 even be loaded is a `ConfigError` at the start.
 """
 
@@ -26,7 +26,7 @@ from rlboost_runtime.trainer.rewards.types import RewardCall, Setup
 __all__ = ["RewardCall", "RewardScorer"]
 
 MIN_MEMORY_BYTES = 4 << 30
-"""Address space of a reward process where the job says nothing: half the machine's memory, at least this
+"""Address space of a reward process if the job sets none: half the machine's memory, at least this
 much, which libraries such as torch reserve without using it."""
 
 

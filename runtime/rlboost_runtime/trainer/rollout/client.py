@@ -1,35 +1,37 @@
-"""The rollout fleet of a run, for a training loop of your own (docs/own-trainer.md)::
+"""The rollouts of a run, for a training loop of your own (docs/own-trainer.md)::
 
-    with Fleet.of_run() as fleet:                     # the run that started this process
-        model = AutoModelForCausalLM.from_pretrained(fleet.model())
-        tokenizer = AutoTokenizer.from_pretrained(fleet.model())
-        for step in range(fleet.job.algorithm.steps):
-            fleet.publish(model, tokenizer)           # weights of this step
-            groups = fleet.roll_out(step, prompts, group_size=8, max_response_tokens=512)
+    with RolloutClient.of_run() as client:            # the run that started this process
+        model = AutoModelForCausalLM.from_pretrained(client.model())
+        tokenizer = AutoTokenizer.from_pretrained(client.model())
+        for step in range(client.job.algorithm.steps):
+            client.publish(model, tokenizer)          # weights of this step
+            groups = client.roll_out(step, prompts, group_size=8, max_response_tokens=512)
             reward_mean = train(model, prompts, groups)
-            fleet.trained(step, reward_mean=reward_mean)
-        fleet.finished(save(model))
+            client.trained(step, reward_mean=reward_mean)
+        client.finished(save(model))
 
-A thin layer over `StepStream` (the conversation with the coordinator) and `WeightStore` (immutable versions),
-which may be used directly where this is too simple: groups one by one as they finish, recalls of the GPU.
+Our own trainer (`loop.py`) is written on it, too, with the parts that overlap: `begin_publication` returns
+while the version is written, `request_step` returns at once, and `stream` (`StepStream`) gives groups one by
+one as they finish, recalls of the GPU and the end of the run.
 
 Guarantees: `roll_out` returns every response of every prompt exactly once, whatever machines come and go, all
 of its tokens sampled from the weights last published; the GPU is the caller's from its return to its next
-call. A process that was killed may ask for its step again: under the same weights it is given what is
-finished, under others the step is generated anew.
+call. A version number is never used for other weights. A process that was killed may ask for its step again:
+under the same weights it is given what is finished, under others the step is generated anew.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Self
 
 import numpy as np
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -44,46 +46,67 @@ from rlboost_runtime.protocol.messages import (
 )
 from rlboost_runtime.run.folder import RunFolder
 from rlboost_runtime.trainer.artifacts.output import OutputCopies
+from rlboost_runtime.trainer.artifacts.publisher import Publication, Publisher, VersionContent
 from rlboost_runtime.trainer.data.prompts import Example, read_examples
-from rlboost_runtime.trainer.learn.version_files import (
+from rlboost_runtime.trainer.learn.model_files import (
     find_tied,
     greedy_probe,
-    scratch_folder,
+    next_logprobs,
     stop_token_ids,
-    untied_state,
-    write_version,
+    version_configs,
 )
+from rlboost_runtime.trainer.learn.sample import Logprobs, TokenIds
 from rlboost_runtime.trainer.models.tiny import prepare
 from rlboost_runtime.trainer.rollout.metrics import MetricsLog
 from rlboost_runtime.trainer.rollout.step_stream import StepStream
-from rlboost_runtime.weights.manifest import Manifest, content_digest, describe_file, read_manifest
+from rlboost_runtime.weights.delta.torch_finder import best_finder
 from rlboost_runtime.weights.store.store import WeightStore
 
 KEEP_VERSIONS = 2
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """One response. `logprobs`: natural logs under the distribution sampled from, one per token."""
+    """One response. `token_logprobs`: natural logs under the distribution sampled from, one per token."""
 
-    token_ids: list[int]
-    logprobs: list[float]
+    ids: TokenIds
+    token_logprobs: Logprobs
     finish_reason: str
     """stop, length, or quarantined: it made engines fail, and has whatever tokens it got to."""
     num_instances: int
     """Machines that had a part in it; more than 1: it was migrated."""
 
+    @property
+    def token_ids(self) -> list[int]:
+        """Return `ids` as Python numbers, made anew for each call."""
+        found: list[int] = self.ids.tolist()
+        return found
+
+    @property
+    def logprobs(self) -> list[float]:
+        """Return `token_logprobs` as Python numbers, made anew for each call."""
+        found: list[float] = self.token_logprobs.tolist()
+        return found
+
 
 class RolloutClient:
-    """See the module. For one thread; `with` starts and ends the connection."""
+    """See the module. For one thread; `with` opens and closes the connection."""
 
-    def __init__(self, run: RunFolder, job: Job, stream: StepStream) -> None:
+    def __init__(self, run: RunFolder, job: Job, stream: StepStream[DeliverGroupMessage]) -> None:
         self.run = run
         self.job = job
         self.stream = stream
-        self._store = WeightStore(run.weights, keep=KEEP_VERSIONS, chunk_bytes=job.weights.chunk_bytes)
-        self._metrics = MetricsLog(run.metrics)
-        self._version: int | None = None
+        self.store = WeightStore(
+            run.weights,
+            keep=KEEP_VERSIONS + job.algorithm.max_staleness,
+            chunk_bytes=job.weights.chunk_bytes,
+            max_deltas=0 if job.weights.transfer in ("full", "lora") else job.weights.max_deltas,
+            finder=best_finder(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
+        )
+        self.publisher = Publisher(self.store, job.rollout.engine_args.dtype, self._announce)
+        self.metrics = MetricsLog(run.metrics)
+        self.version = -1
+        """The version published last, or on its way into the store; -1: none."""
         self._stops: frozenset[int] = frozenset()
         self._began = time.monotonic()
         self._last_trained: int | None = None
@@ -91,7 +114,7 @@ class RolloutClient:
 
     @classmethod
     def of_run(cls, folder: str | Path | None = None) -> RolloutClient:
-        """Return the fleet of the run in `folder`; None: of the run that started this process.
+        """Return the client of the run in `folder`; None: of the run that started this process.
 
         Raises `ConfigError` where there is no such run.
         """
@@ -111,7 +134,10 @@ class RolloutClient:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.stream.__exit__(kind, error, trace)
+        try:
+            self.publisher.__exit__(kind, error, trace)
+        finally:
+            self.stream.__exit__(kind, error, trace)
 
     # --- what the job says ---------------------------------------------------------------------------------
 
@@ -144,38 +170,54 @@ class RolloutClient:
         Blocks for the disk. Weights that are stored already are not written again.
         """
         tied = find_tied(model)
+        names = {entry.name for entry in tied}
+        own = {name: tensor.detach() for name, tensor in model.state_dict().items() if name not in names}
+        weights = own if state is None else state
         self._stops = stop_token_ids(model, tokenizer)
         dtype = self.job.rollout.engine_args.dtype
-        started = time.monotonic()
-        weights = untied_state(model, tied) if state is None else state
-
-        def write(folder: Path) -> None:
-            write_version(folder, model, weights, dtype)
-
-        manifest = self._stored(write) if self._version is None else None
-        if manifest is None:
-            text = tokenizer.encode("The probe")[:64]
-            probe = greedy_probe(model, text, self._stops, dtype)
-            version = max([-1, *self._store.versions()]) + 1
-            manifest = self._store.publish(version, write, probe, tied)
-        self._version = manifest.version
-        seconds = time.monotonic() - started
-        self.stream.publish(
-            VersionPublishedMessage(manifest.version, manifest.content_digest, manifest.num_bytes, seconds)
+        text = tokenizer.encode("The probe")[:64]
+        content = VersionContent(
+            weights.items,
+            lambda: version_configs(model, dtype),
+            lambda: greedy_probe(lambda ids: next_logprobs(model, ids), text, self._stops, dtype),
+            tied,
         )
-        return manifest.version
+        if self.version >= 0 or not self.reuse_stored(content):
+            self.begin_publication(content)
+        self.publisher.ready()
+        return self.version
 
-    def _stored(self, write: Callable[[Path], None]) -> Manifest | None:
-        """Return the stored version with the same content: what was published before this process began."""
-        versions = self._store.versions()
-        if not versions:
-            return None
-        with scratch_folder(self.run.path) as folder:
-            write(folder)
-            files = [describe_file(path, self._store.chunk_bytes) for path in sorted(folder.iterdir())]
-            digest = content_digest(files)
-        manifests = (read_manifest(self._store.path(version)) for version in reversed(versions))
-        return next((manifest for manifest in manifests if manifest.content_digest == digest), None)
+    def begin_publication(self, content: VersionContent, at_least: int = 0) -> None:
+        """Copy the weights; write the copy and announce it, under the next unused number, meanwhile.
+
+        The number is `at_least` so high. `publisher.ready` waits for the end; see `Publisher`.
+        """
+        version = max([at_least, self.version + 1, *(version + 1 for version in self.store.versions())])
+        self.publisher.begin(version, content)
+        self.version = version
+
+    def reuse_stored(self, content: VersionContent) -> bool:
+        """Announce the stored version with the same content, if there is one: an earlier process's."""
+        manifest = self.publisher.find_stored(content)
+        if manifest is None:
+            return False
+        self.version = manifest.version
+        self._announce(Publication(manifest, 0.0, 0.0))
+        return True
+
+    def _announce(self, done: Publication) -> None:
+        """Report that a version lies in the store; also called on the publisher's thread."""
+        manifest = done.manifest
+        self.stream.publish(
+            VersionPublishedMessage(
+                manifest.version,
+                manifest.content_digest,
+                manifest.num_bytes,
+                done.stop_s + done.publish_s,
+                stop_s=done.stop_s,
+                delta_bytes=done.delta_bytes,
+            )
+        )
 
     # --- steps ---------------------------------------------------------------------------------------------
 
@@ -187,31 +229,55 @@ class RolloutClient:
         Blocks until all are there and the GPU is the caller's; while it blocks, reserved engines may use the
         GPU, so its memory must be free (or `trainer.local_engines` 0). Raises what ended the stream.
         """
-        if self._version is None:
+        if self.version < 0:
             raise RuntimeFault("nothing was published yet", "call publish before roll_out")
         self._began = time.monotonic()
-        specs = [PromptSpec(group, _bytes(token_ids)) for group, token_ids in enumerate(prompts)]
-        self.stream.request_step(
-            step, self._version, specs, group_size=group_size, max_response_tokens=max_response_tokens,
-            stop_token_ids=sorted(self._stops),
+        self.request_step(
+            step, self.version, prompts, group_size=group_size, max_response_tokens=max_response_tokens,
+            stop_token_ids=self._stops,
         )  # fmt: skip
         done: dict[int, DeliverGroupMessage] = {}
         while groups := self.stream.next_groups(group_size * len(prompts)):
             done |= {group.group: group for group in groups}
         self.stream.hold_lease()
         found = [[_completion(each) for each in done[group].responses] for group in range(len(prompts))]
-        self._num_tokens = sum(len(each.token_ids) for group in found for each in group)
+        self._num_tokens = sum(each.ids.size for group in found for each in group)
         return found
 
+    def request_step(
+        self,
+        step: int,
+        version: int,
+        prompts: Sequence[Sequence[int]],
+        *,
+        group_size: int,
+        max_response_tokens: int,
+        stop_token_ids: frozenset[int],
+        keep_lease: bool = False,
+    ) -> None:
+        """Request a step's groups and return at once; see `StepStream.request_step`.
+
+        A version that is still on its way into the store is waited for by the request, not by the caller.
+        """
+        specs = [
+            PromptSpec(group, np.asarray(token_ids, dtype="<i4").tobytes())
+            for group, token_ids in enumerate(prompts)
+        ]
+        self.stream.request_step(
+            step, version, specs, group_size=group_size, max_response_tokens=max_response_tokens,
+            stop_token_ids=sorted(stop_token_ids), keep_lease=keep_lease,
+            once_published=self.publisher.is_busy,
+        )  # fmt: skip
+
     def trained(self, step: int, *, reward_mean: float, metrics: Mapping[str, float] | None = None) -> None:
-        """Say that a step is trained and saved: its tokens are forgotten, its numbers go to status, cost
-        report and `metrics.jsonl`. Say it once what the step made would survive a crash."""
+        """Report a step as trained and saved: its tokens are dropped, its numbers go to status, cost report
+        and `metrics.jsonl`. Call it once what the step made would survive a crash."""
         waits = self.stream.waits
         step_s = time.monotonic() - self._began
         wait_s = waits.with_lease_s + waits.without_lease_s + waits.for_lease_s
         line = {
             "step": float(step),
-            "policy_version": float(self._version or 0),
+            "policy_version": float(self.version),
             "reward_mean": reward_mean,
             "tokens_trained": float(self._num_tokens),
             "rollout_wait_s": wait_s,
@@ -219,17 +285,19 @@ class RolloutClient:
             **(metrics or {}),
         }
         if self._last_trained is None:
-            self._metrics.rewind(step)  # a step that was trained, but not saved, before this process began
+            self.metrics.rewind(step)  # a step that was trained, but not saved, before this process began
         self._last_trained = step
-        self._metrics.append(dict(line))
         busy_s = max(0.0, step_s - wait_s)
-        self.stream.trained(
-            StepTrainedMessage(step, waits.with_lease_s, busy_s, self._num_tokens, reward_mean, line)
-        )
+        self.report(StepTrainedMessage(step, waits.with_lease_s, busy_s, self._num_tokens, reward_mean, line))
+
+    def report(self, trained: StepTrainedMessage) -> None:
+        """Add the step's line to `metrics.jsonl` and report the step to the coordinator."""
+        self.metrics.append(dict(trained.metrics))
+        self.stream.trained(trained)
 
     def finished(self, model_path: str | Path) -> None:
-        """Copy the model, a folder, to the job's `output`; then say that the run is done and where the model
-        lies: the fleet is ended. Raises `RuntimeFault`, having said it, where it cannot be copied."""
+        """Copy the model, a folder, to the job's `output`; then report the run as done and where the model
+        lies: the fleet is ended. Raises `RuntimeFault`, having reported it, if it cannot be copied."""
         output = OutputCopies.for_run(self.run, self.job)
         if output is not None:
             try:
@@ -240,7 +308,7 @@ class RolloutClient:
         self.stream.finished(str(model_path))
 
     def failed(self, problem: str, remedy: str) -> None:
-        """Say that the run cannot go on, why, and what a person should do; then exit with status 78."""
+        """Report why the run cannot go on and what a person should do; exit with status 78 afterwards."""
         self.stream.failed(problem, remedy)
 
 
@@ -248,14 +316,10 @@ def _no_warmup() -> NoReturn:
     raise AssertionError("a bare tiny model has no warm-up")
 
 
-def _bytes(token_ids: Sequence[int]) -> bytes:
-    return np.asarray(token_ids, dtype="<i4").tobytes()
-
-
 def _completion(response: FinishedResponse) -> Completion:
     return Completion(
-        np.frombuffer(response.token_ids, dtype="<i4").tolist(),
-        np.frombuffer(response.logprobs, dtype="<f4").tolist(),
+        np.frombuffer(response.token_ids, "<i4"),
+        np.frombuffer(response.logprobs, "<f4"),
         str(response.finish_reason),
         len({segment.instance for segment in response.segments}),
     )

@@ -8,11 +8,10 @@ group's statistics; with `mask_truncated` a truncated one only out of the loss.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,11 +22,12 @@ from rlboost_runtime.job import Algorithm
 from rlboost_runtime.protocol.messages import DeliverGroupMessage, FinishedResponse
 from rlboost_runtime.trainer.data.prompts import Prompt
 from rlboost_runtime.trainer.learn.losses import group_advantages, overlong_penalty
-from rlboost_runtime.trainer.learn.sample import Sample
+from rlboost_runtime.trainer.learn.sample import Logprobs, Sample, TokenIds
 from rlboost_runtime.trainer.rewards.outcome import Reward, RewardWatch
 from rlboost_runtime.trainer.rewards.scorer import RewardCall, RewardScorer
 
-_RECALL_CHECK_S = 0.1  # while rewards are slow, so often somebody may ask for the GPU
+_RECALL_CHECK_S = 0.1
+"""Longest time between two checks for a recall of the GPU while rewards are slow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class ScoredResponse:
     finish_reason: str
     num_segments: int
     finite: bool
-    """Whether the engine's logprobs are numbers; if not, the response is masked out."""
+    """False where an engine's logprob is no number; the response is then masked out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,94 +51,80 @@ class ScoredGroup:
 
     @property
     def zero_variance(self) -> bool:
-        """Whether nothing can be learnt from it."""
+        """True if nothing can be learnt from it."""
         return all(response.sample.advantage == 0 for response in self.responses)
 
 
 @dataclass(frozen=True, slots=True)
-class _Decoded:
+class _PendingResponse:
     response: FinishedResponse
-    token_ids: list[int]
-    logprobs: list[float]
+    token_ids: TokenIds
+    logprobs: Logprobs
     reward: Future[Reward]
 
 
 @dataclass(frozen=True, slots=True)
-class _ExpectedStep:
-    """A step whose groups may arrive; `arrived` by group, until they are collected."""
+class PendingGroup:
+    """The responses of one prompt while their rewards are computed."""
 
-    policy_version: int
-    prompts: Sequence[Prompt]
-    arrived: dict[int, list[_Decoded]] = field(default_factory=dict)
+    group: int
+    prompt: Prompt
+    responses: Sequence[_PendingResponse]
 
 
 class GroupScorer:
-    """Scores groups of the steps that are under way. `arrived` is called from the stream's thread, the rest
-    from ours."""
+    """Scores the groups of the step that was requested last.
 
-    def __init__(
-        self, decode: Callable[[list[int]], str], scorer: RewardScorer, algorithm: Algorithm
-    ) -> None:
+    `start` is called on the stream's thread, the rest on the training thread.
+    """
+
+    def __init__(self, decode: Callable[[TokenIds], str], scorer: RewardScorer, algorithm: Algorithm) -> None:
         self._decode = decode
         self._scorer = scorer
         self._watch = RewardWatch(scorer.name)
         self._algorithm = algorithm
-        self._lock = threading.Lock()
-        self._steps: dict[int, _ExpectedStep] = {}
+        self._expected: tuple[int, int, Sequence[Prompt]] | None = None
         self.reward_wait_s = 0.0
-        """Seconds that `collect` has waited for rewards, in all."""
+        """Total seconds that `finish` has waited for rewards."""
 
     def expect(self, step: int, policy_version: int, prompts: Sequence[Prompt]) -> None:
-        """Expect the groups of `step`."""
-        with self._lock:
-            self._steps[step] = _ExpectedStep(policy_version, prompts)
+        """Expect the groups of `step` from now on; all groups of the step before have arrived."""
+        self._expected = step, policy_version, prompts
 
-    def forget(self, step: int) -> None:
-        """Expect nothing more of `step`."""
-        with self._lock:
-            self._steps.pop(step, None)
+    def start(self, group: DeliverGroupMessage) -> PendingGroup:
+        """Check the group and start to score it. Raises `ProtocolError` for an invalid group."""
+        step, version, prompts = self._expected or (-1, -1, ())
+        where = f"group {group.group} of step {group.step}"
+        if group.step != step:
+            raise ProtocolError(f"{where} came during step {step}", "see the coordinator's log")
+        if len(group.responses) != self._algorithm.group_size:
+            raise ProtocolError(
+                f"{where} has {len(group.responses)} responses, not {self._algorithm.group_size}",
+                "see the coordinator's log",
+            )
+        prompt = prompts[group.group]
+        responses = [self._start(prompt, response, version, step) for response in group.responses]
+        return PendingGroup(group.group, prompt, responses)
 
-    def arrived(self, group: DeliverGroupMessage) -> None:
-        """Check the group and start scoring it. Raises `ProtocolError` for a group that makes no sense."""
-        with self._lock:
-            expected = self._steps.get(group.step)
-            if expected is None:
-                return
-            prompt = expected.prompts[group.group]
-            if len(group.responses) != self._algorithm.group_size:
-                raise ProtocolError(
-                    f"group {group.group} of step {group.step} has {len(group.responses)} responses,"
-                    f" not {self._algorithm.group_size}",
-                    "see the coordinator's log",
-                )
-            version = expected.policy_version
-            where = f"step {group.step}"
-            expected.arrived[group.group] = [
-                self._start(prompt, response, version, where) for response in group.responses
-            ]
-
-    def _start(self, prompt: Prompt, response: FinishedResponse, version: int, where: str) -> _Decoded:
-        token_ids = np.frombuffer(response.token_ids, dtype="<i4").tolist()
-        logprobs = np.frombuffer(response.logprobs, dtype="<f4").tolist()
-        _check(response, len(token_ids), len(logprobs), version, where)
+    def _start(self, prompt: Prompt, response: FinishedResponse, version: int, step: int) -> _PendingResponse:
+        token_ids = np.frombuffer(response.token_ids, "<i4")
+        logprobs = np.frombuffer(response.logprobs, "<f4")
+        _check(response, len(token_ids), len(logprobs), version, f"step {step}")
         call = RewardCall(prompt.text, self._decode(token_ids), prompt.row)
-        return _Decoded(response, token_ids, logprobs, self._scorer.submit(call))
+        return _PendingResponse(response, token_ids, logprobs, self._scorer.submit(call))
 
-    def collect(self, step: int, group: int, between: Callable[[], None]) -> ScoredGroup:
+    def finish(self, pending: PendingGroup, between: Callable[[], None]) -> ScoredGroup:
         """Return the scored group; waits for its rewards, calling `between` now and then meanwhile.
 
         Raises `RuntimeFault` where the rewards show that the reward function is broken.
         """
-        with self._lock:
-            expected = self._steps[step]
-            decoded, prompt = expected.arrived.pop(group), expected.prompts[group]
         started = time.monotonic()
-        futures = [entry.reward for entry in decoded]
+        futures = [entry.reward for entry in pending.responses]
         while wait(futures, timeout=_RECALL_CHECK_S).not_done:
             between()
         self.reward_wait_s += time.monotonic() - started
         self._watch.saw(future.result() for future in futures)
-        return score_group(group, prompt, decoded, self._algorithm)
+        return score_group(pending, self._algorithm)
 
 
 def _check(
@@ -159,8 +145,9 @@ def _check(
         )
 
 
-def score_group(group: int, prompt: Prompt, decoded: Sequence[_Decoded], algorithm: Algorithm) -> ScoredGroup:
-    """Return the group with its advantages."""
+def score_group(pending: PendingGroup, algorithm: Algorithm) -> ScoredGroup:
+    """Return the group with its advantages; all its rewards are there."""
+    decoded = pending.responses
     rewards = [entry.reward.result() for entry in decoded]
     finite = [bool(np.isfinite(entry.logprobs).all()) for entry in decoded]
     usable = [
@@ -174,6 +161,7 @@ def score_group(group: int, prompt: Prompt, decoded: Sequence[_Decoded], algorit
         )
         for reward, entry in zip(rewards, decoded, strict=True)
     ]
+    prompt_ids = np.array(pending.prompt.token_ids, np.int32)
     advantages = group_advantages(
         torch.tensor([shaped], dtype=torch.float64), torch.tensor([usable]), algorithm.loss
     )[0].tolist()
@@ -182,10 +170,10 @@ def score_group(group: int, prompt: Prompt, decoded: Sequence[_Decoded], algorit
         for ok, entry in zip(usable, decoded, strict=True)
     ]
     return ScoredGroup(
-        group,
+        pending.group,
         tuple(
             ScoredResponse(
-                Sample(list(prompt.token_ids), entry.token_ids, entry.logprobs, advantages[i], trained[i]),
+                Sample(prompt_ids, entry.token_ids, entry.logprobs, advantages[i], trained[i]),
                 rewards[i],
                 entry.response.finish_reason,
                 len(entry.response.segments),

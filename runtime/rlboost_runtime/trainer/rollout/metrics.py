@@ -1,9 +1,9 @@
-"""What a step's groups look like in numbers, and the file of one JSON line per step.
+"""Metrics of a step's groups, and the file of one JSON line per step.
 
 All values are floats. Rewards are the plain ones, without the overlong term; lengths are in tokens; a share
 is of the step's responses unless its name says otherwise.
 
-What the policy said, for people: a few responses per step in `samples.jsonl`, shown by `rlboost samples`.
+Samples for people: a few responses per step in `samples.jsonl`, shown by `rlboost samples`.
 
 Of each step the best, the worst and one in between by reward, the shortest first among equals: always the
 same ones for the same step.
@@ -22,6 +22,7 @@ from rlboost_runtime.core.base.messages import FinishReason
 from rlboost_runtime.protocol.reward_failures import SCORED_METRIC
 from rlboost_runtime.run.folder import write_atomically
 from rlboost_runtime.trainer.data.prompts import Prompt
+from rlboost_runtime.trainer.learn.sample import TokenIds
 from rlboost_runtime.trainer.rewards.outcome import failure_metrics
 from rlboost_runtime.trainer.rollout.groups import ScoredGroup, ScoredResponse
 
@@ -115,7 +116,7 @@ Sample = dict[str, str | float]
 
 
 def pick_samples(
-    step: int, groups: Sequence[ScoredGroup], prompts: Sequence[Prompt], decode: Callable[[list[int]], str]
+    step: int, groups: Sequence[ScoredGroup], prompts: Sequence[Prompt], decode: Callable[[TokenIds], str]
 ) -> list[Sample]:
     """Return up to three responses of a step, best first."""
     ranked = sorted(
@@ -123,10 +124,10 @@ def pick_samples(
         key=lambda pair: (-pair[1].reward.value, len(pair[1].sample.token_ids), pair[0].group),
     )
     places = sorted({0, len(ranked) // 2, len(ranked) - 1})
-    return [_told(step, prompts[ranked[at][0].group], ranked[at][1], decode) for at in places if ranked]
+    return [_entry(step, prompts[ranked[at][0].group], ranked[at][1], decode) for at in places if ranked]
 
 
-def _told(step: int, prompt: Prompt, response: ScoredResponse, decode: Callable[[list[int]], str]) -> Sample:
+def _entry(step: int, prompt: Prompt, response: ScoredResponse, decode: Callable[[TokenIds], str]) -> Sample:
     return {
         "step": float(step),
         "prompt": prompt.text[-MAX_CHARACTERS:],

@@ -1,30 +1,31 @@
-"""A trainer's conversation with the coordinator: ask for a step, take its groups as they finish, hold the GPU
-lease.
+"""A trainer's conversation with the coordinator: request a step, take its groups as they finish, hold
+the GPU lease.
 
 Usable by any trainer, ours is `loop.py`::
 
     with StepStream.for_run(run) as stream:
-        stream.attach(on_recall=move_everything_off_the_gpu)
-        stream.publish(Published(0, digest, num_bytes, seconds))
+        stream.on_recall(move_everything_off_the_gpu)
+        stream.publish(VersionPublishedMessage(0, digest, num_bytes, seconds))
         stream.request_step(0, 0, prompts, group_size=8, max_response_tokens=4096)
         while groups := stream.next_groups(min_responses=16):   # [] once all groups were returned
             stream.hold_lease()                                 # blocks while others have the GPU
             train(groups)
             stream.answer_recall()
-        stream.trained(Trained(...))
+        stream.trained(StepTrainedMessage(...))
 
 Guarantees, while the coordinator may restart at any moment:
 
 - training code stays synchronous: the connection lives in a thread of its own, started by `with` and ended by
   it;
-- every group of the requested step is returned exactly once, in the order of first arrival;
-- after a reconnect, what the coordinator may not know yet is said again, in order: the newest
+- every group of the requested step is returned exactly once, in the order of first arrival: as the message
+  that it came as, or as what `on_group` makes of it the moment it arrives;
+- after a reconnect, what the coordinator may not know yet is sent again, in order: the newest
   `VersionPublishedMessage`, the last `StepTrainedMessage` and `Checkpointed`, the current
   `StepStartedMessage`, and how the run ended; all of these are idempotent there;
 - `lease`: from `GrantLeaseMessage` until `request_step` or until a recall is answered. A recall is answered
   by whichever blocking call the trainer is in, or by `answer_recall`: `on_recall` first (in the training
-  thread), then `LeaseReturnedMessage`. A lost connection alone does not end the lease; the hello says that we
-  hold it.
+  thread), then `LeaseReturnedMessage`. A lost connection alone does not end the lease: the next hello claims
+  it.
 
 Waits are timed (`Waits`), those for groups separately with and without the lease: the first is what the
 trainer loses for want of responses (t_train^wait of the paper's Algorithm 1).
@@ -39,7 +40,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Any, Generic, Self, TypeVar, cast
 
 import msgspec
 
@@ -68,6 +69,9 @@ from rlboost_runtime.run import security
 from rlboost_runtime.run.folder import RunFolder, read_json
 from rlboost_runtime.trainer.rollout.coordinator_link import Connect, Conversation, CoordinatorLink, Dialling
 
+Group = TypeVar("Group")
+Made = TypeVar("Made")
+
 
 @dataclass(slots=True)
 class Waits:
@@ -95,9 +99,8 @@ class Waits:
         )
 
 
-class StepStream:
-    """See the module. Public methods belong to one training thread; only the callbacks' threads are said
-    otherwise."""
+class StepStream(Generic[Group]):
+    """See the module. Public methods belong to one training thread, unless they name another."""
 
     def __init__(
         self,
@@ -112,11 +115,11 @@ class StepStream:
         self.waits = Waits()
         self._run = run
         self._boot_id = secrets.token_hex(8)
-        self._on_group: Callable[[DeliverGroupMessage], None] | None = None
+        self._on_group: Callable[[DeliverGroupMessage], Any] | None = None
         self._on_recall: Callable[[], None] | None = None
 
         self._changed = threading.Condition()  # guards everything below
-        self._groups: deque[DeliverGroupMessage] = deque()
+        self._groups: deque[tuple[int, Group]] = deque()  # with their numbers of responses
         self._seen: set[int] = set()
         self._num_returned = 0
         self._lease = False
@@ -136,27 +139,27 @@ class StepStream:
         )
 
     @classmethod
-    def for_run(cls, run: RunFolder) -> StepStream:
+    def for_run(cls, run: RunFolder) -> StepStream[DeliverGroupMessage]:
         """Return the stream of a run on this machine: URL, token and certificate from its folder."""
 
         def url() -> str | None:
             endpoint = read_json(run.endpoint)
             return None if endpoint is None else f"{endpoint['url']}/v1/trainer"
 
-        return cls(run.name, security.read_token(run), run.certificate.read_text(), url)
+        return StepStream(run.name, security.read_token(run), run.certificate.read_text(), url)
 
-    def attach(
-        self,
-        *,
-        on_group: Callable[[DeliverGroupMessage], None] | None = None,
-        on_recall: Callable[[], None] | None = None,
-    ) -> None:
-        """Set the callbacks; before the first `request_step`.
+    def on_recall(self, free: Callable[[], None]) -> None:
+        """Have `free` called on a recall, on the training thread; it returns once the GPU is free."""
+        self._on_recall = free
 
-        `on_group` is called once per group as soon as it arrives, on the stream's own thread, and must be
-        quick. `on_recall` is called on the training thread and returns once the GPU is free.
+    def on_group(self, start: Callable[[DeliverGroupMessage], Made]) -> StepStream[Made]:
+        """Have `start` called once per group as soon as it arrives, and `next_groups` return what it returns.
+
+        Call this before the first `request_step` and use the stream that is returned. `start` is called on
+        the stream's own thread and must be quick.
         """
-        self._on_group, self._on_recall = on_group, on_recall
+        self._on_group = start
+        return cast("StepStream[Made]", self)
 
     def __enter__(self) -> Self:
         self._link.start()
@@ -168,10 +171,10 @@ class StepStream:
         self.close()
 
     def close(self) -> None:
-        """Say goodbye and end the connection. Idempotent."""
+        """End the connection. Idempotent."""
         self._link.close()
 
-    # --- what the training thread says ---------------------------------------------------------------------
+    # --- what the training thread sends --------------------------------------------------------------------
 
     def request_step(
         self,
@@ -185,13 +188,13 @@ class StepStream:
         keep_lease: bool = False,
         once_published: bool = False,
     ) -> None:
-        """Ask for a step's groups and give the lease back: the GPU must be free when this is called.
+        """Request a step's groups and return the lease: the GPU must be free when this is called.
 
         With `keep_lease` the lease stays ours, if it is ours, and the GPU need not be free: an earlier step
         is trained meanwhile, all of whose groups have arrived. A recall stays to be answered.
 
-        With `once_published` the version may still be on its way into the store: all stays as it is until
-        `publish` says that it is there.
+        With `once_published` the version may still be on its way into the store: the request takes effect
+        when `publish` announces it.
         """
         request = StepStartedMessage(
             step, policy_version, tuple(prompts), group_size, max_response_tokens, tuple(stop_token_ids),
@@ -205,7 +208,7 @@ class StepStream:
                 self._open(request)
 
     def _open(self, request: StepStartedMessage) -> None:
-        """Turn to another step. Holds the lock."""
+        """Start another step. The caller holds the lock."""
         self._next_request = None
         self._lease = request.keeps_lease and self._lease
         self._recalled = self._recalled and self._lease
@@ -219,7 +222,7 @@ class StepStream:
         return self._published is not None and self._published.version >= version
 
     def publish(self, published: VersionPublishedMessage) -> None:
-        """Say that a version lies complete in the store. From any thread."""
+        """Announce a version that lies complete in the store. From any thread."""
         with self._changed:
             self._published = published
             if self._known_version is None or self._known_version < published.version:
@@ -229,7 +232,7 @@ class StepStream:
                 self._open(waiting)
 
     def trained(self, trained: StepTrainedMessage) -> None:
-        """Say that the step is trained and checkpointed."""
+        """Report a step as trained; see `StepTrainedMessage.checkpointed`."""
         with self._changed:
             self._trained = trained
             if self._request is not None and self._request.step <= trained.step:
@@ -237,18 +240,17 @@ class StepStream:
             self._link.say(trained)
 
     def checkpointed(self, step: int) -> None:
-        """Say that a trained step's checkpoint is durable, where `trained` could not say so yet. From any
-        thread."""
+        """Report a trained step's checkpoint as durable, if `trained` could not yet. From any thread."""
         with self._changed:
             self._checkpointed = Checkpointed(step)
             self._link.say(self._checkpointed)
 
     def finished(self, model_path: str, *, timeout_s: float = 60.0) -> bool:
-        """Say that all steps are trained; return whether it could be said within `timeout_s`."""
+        """Report that all steps are trained; return True if that was sent within `timeout_s`."""
         return self._end(RunFinished(model_path), timeout_s)
 
     def failed(self, problem: str, remedy: str, exit_code: int = 1, *, timeout_s: float = 10.0) -> bool:
-        """Say that the run cannot go on; return whether it could be said within `timeout_s`."""
+        """Report why the run cannot go on; return True if that was sent within `timeout_s`."""
         return self._end(RunFailed(problem, remedy, exit_code), timeout_s)
 
     def _end(self, final: RunFinished | RunFailed, timeout_s: float) -> bool:
@@ -261,11 +263,11 @@ class StepStream:
 
     @property
     def holds_lease(self) -> bool:
-        """Whether the GPU is ours, recalled or not."""
+        """True while the GPU is ours, also once it is recalled."""
         with self._changed:
             return self._lease
 
-    def next_groups(self, min_responses: int = 1) -> list[DeliverGroupMessage]:
+    def next_groups(self, min_responses: int = 1) -> list[Group]:
         """Return everything that arrived, once that is at least `min_responses` or the rest of the step.
 
         Returns [] only when all groups of the step have been returned. Answers recalls meanwhile. Raises
@@ -273,22 +275,22 @@ class StepStream:
         """
 
         def enough() -> bool:
-            arrived = sum(len(group.responses) for group in self._groups)
+            arrived = sum(num for num, _ in self._groups)
             return arrived >= min_responses or self._num_returned + len(self._groups) >= self._num_groups()
 
         self._wait(enough, for_lease=False)
         with self._changed:
-            groups = list(self._groups)
+            groups = [group for _, group in self._groups]
             self._groups.clear()
             self._num_returned += len(groups)
         return groups
 
     def hold_lease(self) -> None:
-        """Return once the GPU is ours and nobody asked for it back. Raises what ended the stream."""
+        """Return once the GPU is ours and not recalled. Raises what ended the stream."""
         self._wait(lambda: self._lease, for_lease=True)
 
     def answer_recall(self) -> None:
-        """Free the GPU if it was asked back; call between micro-batches. Never waits for the coordinator."""
+        """Free the GPU if it was recalled; call between micro-batches. Never waits for the coordinator."""
         with self._changed:
             recalled = self._lease and self._recalled
         if not recalled:
@@ -302,7 +304,7 @@ class StepStream:
             self._link.say(LeaseReturnedMessage())
 
     def _wait(self, done: Callable[[], bool], *, for_lease: bool) -> None:
-        """Wait for `done` (asked under the lock), answering recalls first."""
+        """Wait for `done` (called under the lock), answering recalls first."""
         while True:
             self.answer_recall()
             with self._changed:
@@ -326,7 +328,7 @@ class StepStream:
     def _num_groups(self) -> int:
         return 0 if self._request is None else len(self._request.prompts)
 
-    # --- what the coordinator says; on the link's thread ----------------------------------------------------
+    # --- what the coordinator sends; on the link's thread ---------------------------------------------------
 
     def _hello(self) -> TrainerHello:
         return TrainerHello(SCHEMA, self._run, self._boot_id, holds_lease=self.holds_lease)
@@ -366,15 +368,14 @@ class StepStream:
                     f"step {group.step} has no group {group.group}", "see the coordinator's log"
                 )
             self._seen.add(group.group)
-        if self._on_group is not None:
-            self._on_group(group)
+        made = group if self._on_group is None else self._on_group(group)
         with self._changed:
             if self._is_current(group.step):  # `request_step` may have come meanwhile
-                self._groups.append(group)
+                self._groups.append((len(group.responses), cast("Group", made)))
                 self._changed.notify_all()
 
     def _is_current(self, step: int) -> bool:
-        """Whether the coordinator speaks of the step that we asked for; it then has all that came before."""
+        """Return True for the requested step; the coordinator then has all that was sent before it."""
         if self._request is None or self._request.step != step:
             return False
         if self._trained is not None and self._trained.step < step:
