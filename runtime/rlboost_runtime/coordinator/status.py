@@ -229,7 +229,7 @@ def _instances(sources: StatusSources) -> list[dict[str, Any]]:
                 "id": name,
                 "machine": instance.machine,
                 "pool": str(Pool(instance.pool)),
-                "state": str(instance.state),
+                "state": str(instance.shown_state),
                 "policy_version": instance.version,
                 "in_flight": instance.num_assigned,
                 "tokens_per_s": 0.0 if stats is None else round(stats.tokens_per_s, 1),

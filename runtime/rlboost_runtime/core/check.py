@@ -5,7 +5,8 @@ from __future__ import annotations
 from rlboost_runtime.core.base.messages import Pool
 from rlboost_runtime.core.base.timers import Context, Timer, Timers
 from rlboost_runtime.core.dispatch.assignments import Assignments
-from rlboost_runtime.core.state.instances import Instance, InstanceState, InstanceTable
+from rlboost_runtime.core.state.instance_states import InstanceState
+from rlboost_runtime.core.state.instances import Instance, InstanceTable
 from rlboost_runtime.core.state.machines import MachineTable
 from rlboost_runtime.core.state.responses import ResponseState
 from rlboost_runtime.core.window.gpu_lease import GpuLease, LeaseState
@@ -55,7 +56,7 @@ def _check_deadlines(instance: Instance, timers: Timers) -> None:
     if instance.is_connected:
         hang = timers.due(Timer.HANG, name) is not None
         assert hang == bool(instance.assignments), f"hang deadline, {lifecycle}"
-        waits = bool(instance.aborting) or instance.lifecycle.state is InstanceState.SLEEPING
+        waits = bool(instance.aborting) or instance.state is InstanceState.SLEEPING
         assert waits == (timers.due(Timer.ANSWER, name) is not None), f"answer deadline, {lifecycle}"
 
 

@@ -479,7 +479,7 @@ class Core:
         """Bring lease, versions, assignments and fleet in line with what is known now."""
         self._refresh_able()
         self._lease_controller.settle(self._eligible.num_serving_spot, self._eligible.num_live_spot)
-        self._controller.aim_at(self._target_version())
+        self._controller.set_target(self._target_version())
         self._refresh_able()
         self._work.assign_waiting()
         self._work.balance()

@@ -1,8 +1,8 @@
-"""The instances' part of the core: what each of them says, and when it is given up.
+"""The instances' part of the core: handles what each of them reports, and decides when it is given up.
 
-Guarantees: a word under a former epoch changes nothing; a lost instance's work goes back to the queue in the
-same event; an instance that does not answer, does not move or cannot load is given up, never waited for
-without end.
+Guarantees: an event under a former epoch changes nothing; a lost instance's work goes back to the queue in
+the same event; an instance that does not answer, makes no progress or cannot load is given up, never waited
+for without end. What may happen to an instance in which state is the table in `state.instance_states`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from rlboost_runtime.core.base.messages import (
 )
 from rlboost_runtime.core.base.timers import INSTANCE_TIMERS, Context, Timer
 from rlboost_runtime.core.dispatch.assignments import Assignments
-from rlboost_runtime.core.state.instances import Instance, InstanceState, InstanceTable
+from rlboost_runtime.core.state.instance_states import InstanceEvent, InstanceState
+from rlboost_runtime.core.state.instances import Instance, InstanceTable
 from rlboost_runtime.core.state.machines import Machine, MachineState, MachineTable
 
-REFUSALS_BEFORE_EVICTION = 3
-"""Loads refused in a row: one may be a broken transfer, three are a broken instance."""
+FAILED_LOADS_BEFORE_EVICTION = 3
+"""Failed loads in a row: one may be a broken transfer, three are a broken instance."""
 RELOAD_AFTER_S = 1.0
 """Pause before a refused version is loaded again; doubles with each refusal in a row."""
 ENGINE_PAUSE_S = 2.0
@@ -46,7 +47,7 @@ engine."""
 
 
 class InstanceController:
-    """All instances: handlers of their words, and orders to them."""
+    """All instances: handlers of their events, and orders to them."""
 
     def __init__(
         self, context: Context, instance_table: InstanceTable, work: Assignments, fleet: MachineTable
@@ -56,16 +57,17 @@ class InstanceController:
         self._work = work
         self._fleet = fleet
         self.changed: dict[str, None] = {}
-        """Instances whose readiness may have changed since the core last looked."""
+        """Instances whose eligibility may have changed since `EligibleSet` was last refreshed."""
         self.target: int | None = None
         """The version that instances should serve."""
-        self._to_brief: dict[str, None] = {}
+        self._awaits_order: dict[str, None] = {}
+        """Instances that may have to be ordered to load the target version."""
 
     # --- coming and going ---------------------------------------------------------------------------------
 
     def joined(self, event: InstanceJoined) -> None:
         """A registration: a new life."""
-        if not self._instance_table.is_news(event):
+        if not self._instance_table.is_new(event):
             self._context.counters.duplicates += 1
             return
         former = self._instance_table.instances.get(event.instance)
@@ -76,11 +78,13 @@ class InstanceController:
         if machine is not None:
             self._fleet.joined(machine, event.instance, event.at)
         instance = self._instance_table.join(event)
-        instance.is_draining = machine is not None and not machine.counts
-        instance.is_noticed = machine is not None and machine.is_leaving
+        if machine is not None and machine.is_leaving:
+            instance.apply(InstanceEvent.NOTICED, event.at)
+        elif machine is not None and not machine.counts:
+            instance.apply(InstanceEvent.DRAINED, event.at)
         self._renew(instance)
         if self._context.config.policy.loads_any_time or not self._work.num_unfinished:
-            self._to_brief[instance.instance] = None
+            self._awaits_order[instance.instance] = None
         self.changed[instance.instance] = None
 
     def left(self, instance: Instance, event: InstanceLeft) -> None:
@@ -88,22 +92,22 @@ class InstanceController:
         self.lose(instance, event.cause)
 
     def disconnected(self, instance: Instance, event: Disconnected) -> None:
-        """Its connection closed: it has a moment to come back."""
+        """Its connection closed: it has a grace period to come back."""
         if not instance.is_connected:
             self._context.counters.duplicates += 1
             return
-        self._part(instance, LossCause.RESET, self._context.config.reset_grace_s)
+        self._disconnect(instance, LossCause.RESET, self._context.config.reset_grace_s)
 
     def coordinator_restarted(self) -> None:
         """Every connection is gone, through no fault of the instances: each gets a fresh lease."""
         for instance in self._instance_table.instances.values():
-            self._part(instance, LossCause.SILENT, self._context.config.lease_s)
+            self._disconnect(instance, LossCause.SILENT, self._context.config.lease_s)
             self._renew(instance)
 
     def reconnected(self, instance: Instance, event: Reconnected) -> None:
-        """It is back in the same life: agree on what it holds, and repeat what it may not have heard."""
+        """It is back in the same life: reconcile what it holds, and repeat orders that may be lost."""
         self._context.timers.cancel(Timer.GRACE, instance.instance)
-        instance.is_connected = True
+        instance.apply(InstanceEvent.RECONNECTED, event.at)
         self.changed[instance.instance] = None
         self._renew(instance)
         held = dict.fromkeys(event.assignments)
@@ -125,23 +129,22 @@ class InstanceController:
             self._fleet.notice(machine, event.seconds, event.at)
         doomed = [instance] if machine is None else self.on_machine(machine)
         for each in doomed:
-            each.is_noticed = True
+            each.apply(InstanceEvent.NOTICED, event.at)
             self.drain(each)
 
     def lose(
         self, instance: Instance, cause: LossCause, *, evict: bool = False, keeps_machine: bool = False
     ) -> None:
-        """An instance's life ends; what it held goes back to the queue.
+        """End an instance's life; what it held goes back to the queue.
 
-        `keeps_machine`: it begins a new life on the same machine at once, which is thus not empty.
+        `keeps_machine`: it begins a new life on the same machine at once, so the machine is not empty.
         """
         machine = self._fleet.machines.get(instance.machine) if instance.pool is Pool.SPOT else None
         cause = LossCause.STOPPED if self._context.is_ending else _true_cause(instance, machine, cause)
         self._work.take_back_all(instance, f"{instance.instance} is lost: {cause}")
-        instance.version = None
-        instance.lifecycle.move(InstanceState.GONE, cause, self._context.now)
+        instance.apply(InstanceEvent.LOST, self._context.now, cause)
         self._instance_table.remove(instance)
-        self._to_brief.pop(instance.instance, None)
+        self._awaits_order.pop(instance.instance, None)
         self._context.timers.cancel_all(INSTANCE_TIMERS, instance.instance)
         self._context.counters.losses[cause] += 1
         self.changed[instance.instance] = None
@@ -152,17 +155,14 @@ class InstanceController:
             if not machine.instances:
                 self._context.counters.preemptions[cause] += 1
 
-    # --- what instances say -------------------------------------------------------------------------------
+    # --- what instances report ----------------------------------------------------------------------------
 
     def ready(self, instance: Instance, event: InstanceReady) -> None:
-        """It proved that it serves a version. One that was told to sleep meanwhile serves nothing."""
+        """It proved that it serves a version. One that was ordered to sleep meanwhile serves nothing."""
         self._renew(instance)
-        if not instance.is_awake:
+        if not instance.accepts(InstanceEvent.PROVED):
             return
-        if instance.lifecycle.state is InstanceState.LOADING:
-            instance.lifecycle.move(InstanceState.READY, f"version {event.version}", event.at)
-        instance.version, instance.has_served = event.version, True
-        instance.wake_sent, instance.refusals, instance.is_paused = False, 0, False
+        instance.apply(InstanceEvent.PROVED, event.at, f"version {event.version}", version=event.version)
         self._context.timers.cancel(Timer.PAUSE, instance.instance)
         self._context.timers.cancel(Timer.RELOAD, instance.instance)
         self.changed[instance.instance] = None
@@ -170,41 +170,43 @@ class InstanceController:
         if book is not None and book.policy_version != event.version:
             self._work.abort_all(instance)
         if self.target is not None and event.version != self.target:
-            self._to_brief[instance.instance] = None
+            self._awaits_order[instance.instance] = None
             if event.version > self.target:  # it loaded past what is asked for: a step was rolled back
-                instance.told_version = None
+                instance.apply(InstanceEvent.ORDER_VOIDED, event.at)
 
     def refused(self, instance: Instance, event: VersionRefused) -> None:
-        """It could not load a version, so it serves nothing; ask again a few times."""
+        """It could not load a version, so it serves nothing; order it again a few times."""
         self._renew(instance)
-        if instance.lifecycle.state is InstanceState.READY:
-            instance.version = None
-            instance.lifecycle.move(InstanceState.LOADING, f"refused version {event.version}", event.at)
+        was_ready = instance.state is InstanceState.READY
+        reload_due = self._context.timers.due(Timer.RELOAD, instance.instance)
+        # It counts unless it is of an older version or a repetition.
+        counts = event.version == instance.ordered_version and reload_due is None
+        what = InstanceEvent.LOAD_FAILED if counts else InstanceEvent.REFUSED
+        instance.apply(what, event.at, f"refused version {event.version}")
+        if was_ready:
             self._work.abort_all(instance)
             self.changed[instance.instance] = None
-        is_pending = self._context.timers.due(Timer.RELOAD, instance.instance) is not None
-        if event.version != instance.told_version or is_pending:
-            return  # of an older version, or said twice
-        instance.refusals += 1
-        if instance.refusals >= REFUSALS_BEFORE_EVICTION:
+        if not counts:
+            return
+        if instance.failed_loads >= FAILED_LOADS_BEFORE_EVICTION:
             self.lose(instance, LossCause.HUNG, evict=True)
             return
-        pause_s = RELOAD_AFTER_S * 2 ** (instance.refusals - 1)
+        pause_s = RELOAD_AFTER_S * 2 ** (instance.failed_loads - 1)
         self._context.timers.set(Timer.RELOAD, instance.instance, event.at + pause_s)
 
     def slept(self, instance: Instance, event: Slept) -> None:
         """Its GPU memory is free. At most one Sleep is out at a time, so this answers it."""
         self._renew(instance)
-        if instance.lifecycle.state is not InstanceState.SLEEPING:
+        if not instance.accepts(InstanceEvent.SLEPT):
             self._context.counters.stale_words += 1
             return
-        instance.lifecycle.move(InstanceState.ASLEEP, "answered", event.at)
+        instance.apply(InstanceEvent.SLEPT, event.at)
         self._context.timers.cancel(Timer.ANSWER, instance.instance)
 
     def beat(self, instance: Instance, event: Heartbeat) -> bool:
-        """A heartbeat: its lease, its engine's progress, estimates of token counts.
+        """Renew its lease, and take in its engine's progress and estimates of token counts.
 
-        Returns whether it tells another queue than was known: somebody may be given work now.
+        Returns True if the reported queue length changed, so that an instance may be given work now.
         """
         self._renew(instance)
         if event.engine_progress != instance.progress:
@@ -212,16 +214,16 @@ class InstanceController:
             if instance.is_connected:
                 self._work.expect_progress(instance)
         if event.tokens:
-            self._take_counts(instance, event)
+            self._count_tokens(instance, event)
         if event.num_queued is None:
             return False
-        instance.tells_queue, former = True, instance.num_queued
-        instance.num_queued = min(event.num_queued, instance.num_assigned)
+        former = instance.num_queued
+        instance.reported_queue = min(event.num_queued, instance.num_assigned)
         self._work.touch(instance)
         return former != instance.num_queued
 
     def released(self, event: Released) -> None:
-        """It let go of an assignment; a word about one that is not current means nothing."""
+        """It let go of an assignment; one that is not current is ignored."""
         response = self._work.current.get(event.assignment)
         if response is None or response.holder != event.instance:
             self._context.counters.stale_words += 1
@@ -243,42 +245,40 @@ class InstanceController:
     def finished_on(self, name: str | None) -> None:
         """A response finished on the instance: its engine works."""
         instance = None if name is None else self._instance_table.instances.get(name)
-        if instance is not None:
-            instance.engine_failures = 0
+        if instance is not None and instance.engine_failures:
+            instance.apply(InstanceEvent.WORKED, self._context.now)
 
     # --- orders -------------------------------------------------------------------------------------------
 
     def drain(self, instance: Instance) -> None:
         """Give it no more work and take back what it holds."""
-        instance.is_draining = True
+        instance.apply(InstanceEvent.DRAINED, self._context.now)
         self.changed[instance.instance] = None
         self._work.abort_all(instance)
 
     def wake(self, instance: Instance) -> None:
         """Let a sleeping reserved instance have GPU memory again."""
-        instance.lifecycle.move(InstanceState.LOADING, "woken", self._context.now)
-        instance.wake_sent = True
+        instance.apply(InstanceEvent.WOKEN, self._context.now)
         self._context.emit(Wake(instance.instance, instance.epoch))
 
     def sleep(self, instance: Instance) -> None:
         """Take an idle reserved instance's GPU memory."""
         assert not instance.assignments
-        instance.lifecycle.move(InstanceState.SLEEPING, "told to sleep", self._context.now)
-        instance.version, instance.wake_sent = None, False
+        instance.apply(InstanceEvent.SLEEP_ORDERED, self._context.now)
         self.changed[instance.instance] = None
         self._context.emit(Sleep(instance.instance, instance.epoch))
         self._work.expect_answer(instance)
 
-    def aim_at(self, target: int | None) -> None:
-        """Tell everybody that does not know yet which version to load."""
+    def set_target(self, target: int | None) -> None:
+        """Order the instances that do not have the order yet to load the version `target`."""
         if target != self.target:
             self.target = target
             for name in self._instance_table.instances:
-                self._to_brief[name] = None
+                self._awaits_order[name] = None
                 self._context.timers.cancel(Timer.RELOAD, name)
-        to_brief, self._to_brief = self._to_brief, {}
-        for name in to_brief:
-            self._brief(self._instance_table.instances[name])
+        names, self._awaits_order = self._awaits_order, {}
+        for name in names:
+            self._order_load(self._instance_table.instances[name])
 
     def on_machine(self, machine: Machine) -> list[Instance]:
         """Return the live instances of a machine."""
@@ -295,22 +295,22 @@ class InstanceController:
             case Timer.LEASE:
                 self.lose(instance, LossCause.SILENT, evict=True)
             case Timer.GRACE:
-                self.lose(instance, instance.grace_cause, evict=True)
+                self.lose(instance, instance.loss_cause, evict=True)
             case Timer.HANG | Timer.ANSWER:
                 self.lose(instance, LossCause.HUNG, evict=True)
             case Timer.RELOAD:
-                instance.told_version = None
-                self._to_brief[name] = None
+                instance.apply(InstanceEvent.ORDER_VOIDED, self._context.now)
+                self._awaits_order[name] = None
             case Timer.PAUSE:
-                instance.is_paused = False
+                instance.apply(InstanceEvent.PAUSE_ENDED, self._context.now)
                 self.changed[instance.instance] = None
             case _:
                 pass
 
     # --- helpers ------------------------------------------------------------------------------------------
 
-    def _take_counts(self, instance: Instance, event: Heartbeat) -> None:
-        """Token counts of what it runs: estimates for booking, and how fast it is at that batch."""
+    def _count_tokens(self, instance: Instance, event: Heartbeat) -> None:
+        """Take in token counts of what it runs: estimates for booking, and its speed at that batch size."""
         book = self._work.book
         if book is None:
             return
@@ -322,14 +322,14 @@ class InstanceController:
             if response is not None and response.holder == instance.instance:
                 gain = num_tokens - response.num_tokens
                 batch, gained = batch + 1, gained + gain
-                if response.told_of == response.assignment:
+                if response.counted_for == response.assignment:
                     steady.append(gain)
-                response.told_of = response.assignment
+                response.counted_for = response.assignment
                 kv_tokens += response.request.prompt_tokens + num_tokens
                 response.num_tokens = num_tokens
                 instance.rebook(response, estimate(response))
         self._work.touch(instance)
-        since, instance.beaten_at = instance.beaten_at, event.at
+        since, instance.measured_at = instance.measured_at, event.at
         if since is not None and event.at > since and gained > 0:
             seconds = event.at - since
             self._work.balancer.learn(instance, batch, gained, seconds)
@@ -342,51 +342,48 @@ class InstanceController:
         due = self._context.now + self._context.config.lease_s
         self._context.timers.set(Timer.LEASE, instance.instance, due)
 
-    def _part(self, instance: Instance, cause: LossCause, grace_s: float) -> None:
-        instance.is_connected = False
-        instance.grace_cause = cause
+    def _disconnect(self, instance: Instance, cause: LossCause, grace_s: float) -> None:
+        instance.apply(InstanceEvent.DISCONNECTED, self._context.now, cause=cause)
         self.changed[instance.instance] = None
         timers, name = self._context.timers, instance.instance
         timers.set(Timer.GRACE, name, self._context.now + grace_s)
         timers.cancel(Timer.HANG, name)
         timers.cancel(Timer.ANSWER, name)
 
-    def _brief(self, instance: Instance) -> None:
-        hears = instance.is_connected and not instance.is_draining and not self._context.is_ending
-        if not hears or self.target is None or self.target == instance.told_version:
+    def _order_load(self, instance: Instance) -> None:
+        if self.target is None or self.target == instance.ordered_version or self._context.is_ending:
             return
-        instance.told_version = self.target
+        if not instance.accepts(InstanceEvent.LOAD_ORDERED):
+            return  # it is disconnected or draining
+        instance.apply(InstanceEvent.LOAD_ORDERED, self._context.now, version=self.target)
         if instance.version != self.target:
             self._context.emit(LoadVersion(instance.instance, instance.epoch, self.target))
 
     def _repeat_orders(self, instance: Instance) -> None:
-        if instance.lifecycle.state is InstanceState.SLEEPING:
+        if instance.state is InstanceState.SLEEPING:
             self._context.emit(Sleep(instance.instance, instance.epoch))
             self._work.expect_answer(instance)
-        if instance.wake_sent:
+        if instance.state is InstanceState.WAKING:
             self._context.emit(Wake(instance.instance, instance.epoch))
-        if (
-            instance.version != self.target
-            and self._context.timers.due(Timer.RELOAD, instance.instance) is None
-        ):
-            instance.told_version = None
-        self._to_brief[instance.instance] = None
+        reload_due = self._context.timers.due(Timer.RELOAD, instance.instance)
+        if instance.version != self.target and reload_due is None:
+            instance.apply(InstanceEvent.ORDER_VOIDED, self._context.now)
+        self._awaits_order[instance.instance] = None
 
     def _pause(self, instance: Instance) -> None:
         if instance.is_paused:
             return  # the same failure: it lets go of everything that it held
-        instance.engine_failures += 1
+        instance.apply(InstanceEvent.ENGINE_FAILED, self._context.now)
         if instance.engine_failures >= ENGINE_FAILURES_BEFORE_EVICTION:
             self.lose(instance, LossCause.HUNG, evict=True)
             return
-        instance.is_paused = True
         self.changed[instance.instance] = None
         pause_s = ENGINE_PAUSE_S * 2 ** (instance.engine_failures - 1)
         self._context.timers.set(Timer.PAUSE, instance.instance, self._context.now + pause_s)
 
 
 def _true_cause(instance: Instance, machine: Machine | None, cause: LossCause) -> LossCause:
-    """What a loss is counted as: an announced end is a notice, an end that we asked for is a stop."""
+    """Return what a loss is counted as: `noticed` if it was announced, `stopped` if we asked for it."""
     if cause in (LossCause.REPLACED, LossCause.HUNG):
         return cause
     if instance.is_noticed:

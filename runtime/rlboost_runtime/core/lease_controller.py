@@ -13,7 +13,8 @@ from rlboost_runtime.core.base.scheduling_policy import WindowRule
 from rlboost_runtime.core.base.timers import Context, Timer
 from rlboost_runtime.core.dispatch.assignments import Assignments
 from rlboost_runtime.core.instance_controller import InstanceController
-from rlboost_runtime.core.state.instances import Instance, InstanceState, InstanceTable
+from rlboost_runtime.core.state.instance_states import InstanceState
+from rlboost_runtime.core.state.instances import Instance, InstanceTable
 from rlboost_runtime.core.window.algorithm_1 import Moment, SeedingWindow
 from rlboost_runtime.core.window.gpu_lease import GpuLease, LeaseState, Outlook
 
@@ -63,9 +64,7 @@ class LeaseController:
             self._closed_at, self._has_woken = now, False
         for instance in self._instance_table.reserved.values():
             self._order(instance)
-        asleep = all(
-            i.lifecycle.state is InstanceState.ASLEEP for i in self._instance_table.reserved.values()
-        )
+        asleep = all(i.state is InstanceState.ASLEEP for i in self._instance_table.reserved.values())
         if lease.state is LeaseState.CLOSING and asleep:
             lease.grant(now)
             if self._was_awake:
@@ -103,7 +102,7 @@ class LeaseController:
         if not instance.is_connected:
             return
         if self.lease.state is LeaseState.ENGINES:
-            if instance.lifecycle.state is InstanceState.ASLEEP and not self._context.is_ending:
+            if instance.state is InstanceState.ASLEEP and not self._context.is_ending:
                 self._controller.wake(instance)
         elif len(instance.aborting) < len(instance.assignments):
             self._work.abort_all(instance)

@@ -8,11 +8,9 @@ import pytest
 
 from rlboost_runtime.core.base.messages import Abort, Heartbeat, Pool, ResponseRequest, StepStarted
 from rlboost_runtime.core.base.scheduling_policy import RLBOOST, BalanceRule
-from rlboost_runtime.core.base.state_machine import StateMachine
 from rlboost_runtime.core.dispatch.balance import Balancer
 from rlboost_runtime.core.state.eligible import LoadIndex
-from rlboost_runtime.core.state.instances import LEGAL as INSTANCE_MOVES
-from rlboost_runtime.core.state.instances import Instance, InstanceState
+from rlboost_runtime.core.state.instances import Instance
 from rlboost_runtime.core.state.rates import ENOUGH, GenerationRate, Lengths, StepTimes
 from rlboost_runtime.core.state.responses import StepResponses
 from rlboost_runtime.core.window.algorithm_1 import Moment, StepObservation
@@ -293,7 +291,6 @@ def test_reserved_engines_even_out_among_themselves_while_no_spot_instance_serve
             99,
             10_000,
             0.0,
-            StateMachine(name, InstanceState.LOADING, INSTANCE_MOVES, 0.0),
         )
         for name, pool in zip("ab", pools, strict=True)
     }

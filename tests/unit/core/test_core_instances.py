@@ -22,7 +22,7 @@ from rlboost_runtime.core.base.messages import (
     VersionRefused,
 )
 from rlboost_runtime.core.base.state_machine import IllegalMove
-from rlboost_runtime.core.state.instances import InstanceState
+from rlboost_runtime.core.state.instance_states import InstanceState
 from rlboost_runtime.core.state.responses import ResponseState
 
 
@@ -55,7 +55,7 @@ def test_silence_ends_a_lease_and_the_work_goes_on_elsewhere(run) -> None:
 
 def test_a_reset_gets_its_grace(run) -> None:
     run.send(Disconnected(0.0, "a", run.epoch("a")))
-    assert run.core.instances["a"].state is InstanceState.DISCONNECTED
+    assert run.core.instances["a"].shown_state == "disconnected"
     assert run.core.next_deadline() == 0.5
     assert held_by(run, "a"), "nothing moves within the grace"
     assert run.assigned(run.send(Tick(0.5)))
@@ -111,7 +111,7 @@ def test_an_old_registration_that_comes_late_is_ignored(run) -> None:
 def test_an_announced_end_is_counted_as_noticed(run) -> None:
     commands = run.send(NoticeReceived(0.0, "a", run.epoch("a"), 5.0))
     assert [type(c) for c in commands] == [Abort, Abort]
-    assert run.core.instances["a"].state is InstanceState.DRAINING
+    assert run.core.instances["a"].shown_state == "draining"
     for response in held_by(run, "a"):
         run.release(response, 12)
         assert run.core.response(response).num_tokens == 12

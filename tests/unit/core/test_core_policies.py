@@ -32,12 +32,12 @@ from rlboost_runtime.core.base.scheduling_policy import (
     SizeRule,
     WindowRule,
 )
-from rlboost_runtime.core.base.state_machine import StateMachine
 from rlboost_runtime.core.dispatch.balance import RateProfile, _batch, _bucket
 from rlboost_runtime.core.lease_controller import LOADING_S
 from rlboost_runtime.core.replay import decode_event, encode_event
 from rlboost_runtime.core.state.eligible import LoadIndex
-from rlboost_runtime.core.state.instances import LEGAL, Instance, InstanceState
+from rlboost_runtime.core.state.instance_states import InstanceState
+from rlboost_runtime.core.state.instances import Instance
 from rlboost_runtime.core.state.rates import GenerationRate, Lengths, StepTimes
 from rlboost_runtime.core.window.algorithm_1 import StepObservation
 from rlboost_runtime.core.window.gpu_lease import LeaseState
@@ -52,10 +52,7 @@ def queue(run, name: str, queued: int, tokens: dict[int, int] | None = None) -> 
 
 
 def instance(name: str) -> Instance:
-    lifecycle = StateMachine(name, InstanceState.LOADING, LEGAL, 0.0)
-    return Instance(
-        name, "m", Pool.SPOT, 0, max_running=99, kv_tokens=1_000, joined_at=0.0, lifecycle=lifecycle
-    )
+    return Instance(name, "m", Pool.SPOT, 0, max_running=99, kv_tokens=1_000, joined_at=0.0)
 
 
 # --- the policies themselves ------------------------------------------------------------------------------

@@ -32,23 +32,21 @@ class StateMachine(Generic[S]):
         self.history: deque[tuple[float, S, str]] = deque([(at, state, "created")], maxlen=HISTORY_LENGTH)
         self._legal = legal
 
-    def can_move(self, to: S) -> bool:
-        """Return whether `to` may follow the present state."""
-        return to in self._legal[self.state]
-
     def move(self, to: S, why: str, at: float) -> None:
         """Go to `to`; `at` in seconds of the run. Raises `IllegalMove`."""
-        if not self.can_move(to):
-            raise IllegalMove(
-                f"{self.subject}: {self.state} -> {to} ({why}) at {at:g} s; history: {self.told()}"
-            )
+        if to not in self._legal[self.state]:
+            raise self.illegal(f"-> {to}", why, at)
         self.state = to
         self.history.append((at, to, why))
 
-    def __str__(self) -> str:
-        """Return whose history it is, and the history: formatted only where somebody reads it."""
-        return f"{self.subject}: {self.told()}"
+    def illegal(self, what: str, why: str, at: float) -> IllegalMove:
+        """Return the error for something that the present state does not allow."""
+        return IllegalMove(f"{self.subject}: {self.state} {what} ({why}) at {at:g} s; history: {self.line()}")
 
-    def told(self) -> str:
+    def __str__(self) -> str:
+        """Return the subject and its history: formatted only where it is read."""
+        return f"{self.subject}: {self.line()}"
+
+    def line(self) -> str:
         """Return the history on one line."""
         return "; ".join(f"{at:g} s {state} ({why})" for at, state, why in self.history)

@@ -193,7 +193,7 @@ class Assignments:
         self.book.run(response, assignment, instance.instance, context.now)
         if was_idle:
             self.expect_progress(instance)
-            instance.beaten_at = None
+            instance.measured_at = None
         kept, response.keep_tokens, response.meant_for = response.keep_tokens, None, None
         context.emit(Assign(instance.instance, instance.epoch, assignment, response.response, kept))
 

@@ -200,7 +200,7 @@ class Dispatcher:
             and instance.is_awake
             and instance.is_connected
             and not instance.is_draining
-            and instance.told_version == book.policy_version != instance.version
+            and instance.ordered_version == book.policy_version != instance.version
         )
 
 

@@ -1,46 +1,29 @@
 """Rollout instances as the core knows them: their lives, what they hold, and who is still alive.
 
 Guarantees: an instance is known under one epoch at a time and epochs only grow; what it holds and how full
-it is (`kv_load`) always agree (`Instance.check`).
+it is (`kv_load`) always agree; its state and flags change only as `instance_states.TABLE` allows and are
+always a combination that `instance_states.LEGAL` has (`Instance.check`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from rlboost_runtime.core.base.messages import InstanceJoined, LossCause, Pool
 from rlboost_runtime.core.base.state_machine import StateMachine
+from rlboost_runtime.core.state.instance_states import (
+    IMPLIED,
+    LEGAL,
+    MOVES,
+    NO_FLAGS,
+    TABLE,
+    Flags,
+    InstanceEvent,
+    InstanceFlag,
+    InstanceState,
+)
 from rlboost_runtime.core.state.responses import Response
-
-
-class InstanceState(StrEnum):
-    """Where an instance is in its life. Draining and disconnected are shown over the others."""
-
-    LOADING = "loading"
-    """Awake, but it has not proved a version: joined, woken, or a load was refused."""
-    READY = "ready"
-    """It proved that it serves `Instance.version`."""
-    SLEEPING = "sleeping"
-    """Reserved only: told to free its GPU memory, has not answered yet."""
-    ASLEEP = "asleep"
-    """Reserved only: its GPU memory is free."""
-    GONE = "gone"
-    """Lost; a later registration is a new life."""
-    DRAINING = "draining"
-    """Shown only: its machine is going, it gets no more work."""
-    DISCONNECTED = "disconnected"
-    """Shown only: its connection is closed, it may still come back."""
-
-
-LEGAL = {
-    InstanceState.LOADING: frozenset({InstanceState.READY, InstanceState.SLEEPING, InstanceState.GONE}),
-    InstanceState.READY: frozenset({InstanceState.LOADING, InstanceState.SLEEPING, InstanceState.GONE}),
-    InstanceState.SLEEPING: frozenset({InstanceState.ASLEEP, InstanceState.GONE}),
-    InstanceState.ASLEEP: frozenset({InstanceState.LOADING, InstanceState.GONE}),
-    InstanceState.GONE: frozenset[InstanceState](),
-}
 
 
 @dataclass(slots=True, eq=False)
@@ -54,62 +37,131 @@ class Instance:
     max_running: int
     kv_tokens: int
     joined_at: float
-    lifecycle: StateMachine[InstanceState]
+    lifecycle: StateMachine[InstanceState] = field(init=False)
+    flags: Flags = NO_FLAGS
     version: int | None = None
     """The version that it proved and serves."""
-    told_version: int | None = None
-    """The version that it was last told to load."""
-    has_served: bool = False
-    """It has proved some version since it joined."""
-    is_draining: bool = False
-    is_noticed: bool = False
-    is_connected: bool = True
-    grace_cause: LossCause = LossCause.RESET
-    """What its loss is called if it does not come back."""
-    wake_sent: bool = False
-    """A Wake is out, no version proved since."""
-    refusals: int = 0
-    """Loads refused in a row."""
+    ordered_version: int | None = None
+    """The version that it was last ordered to load; None: the order must be given (again)."""
+    failed_loads: int = 0
+    """In a row."""
     engine_failures: int = 0
-    """Pauses after a failed engine in a row."""
-    is_paused: bool = False
-    """Its engine failed a moment ago: no work until the pause is over or a version is proved."""
+    """In a row; each is followed by a pause."""
+    loss_cause: LossCause = LossCause.RESET
+    """What its loss is counted as if it does not come back after a disconnect."""
     progress: int | None = None
-    """The engine's progress counter as last heard."""
+    """The engine's progress counter in the last heartbeat."""
     assignments: dict[int, Response] = field(default_factory=dict)
     aborting: dict[int, None] = field(default_factory=dict)
-    """Assignments that it was told to stop and has not released."""
+    """Assignments that it was asked to stop and has not released."""
     kv_load: int = 0
     """KV tokens booked for its assignments."""
-    num_queued: int = 0
-    """Assignments that it does not execute yet, as far as it tells; 0 for one that does not tell."""
-    tells_queue: bool = False
-    beaten_at: float | None = None
-    """Time of its last heartbeat that told tokens."""
+    reported_queue: int | None = None
+    """Assignments that it does not execute yet, as far as is known; None: its heartbeats do not report it."""
+    measured_at: float | None = None
+    """Time of its last heartbeat with token counts; None: none since it last became idle."""
+
+    def __post_init__(self) -> None:
+        """Begin its life."""
+        name = f"instance {self.instance} epoch {self.epoch}"
+        self.lifecycle = StateMachine(name, InstanceState.LOADING, MOVES, self.joined_at)
+
+    # --- its life -----------------------------------------------------------------------------------------
+
+    def accepts(self, event: InstanceEvent) -> bool:
+        """Return True if the event may happen now."""
+        transition = TABLE[event]
+        return self.state in transition.moves and not transition.never_with & self.flags
+
+    def apply(
+        self,
+        event: InstanceEvent,
+        at: float,
+        why: str = "",
+        *,
+        version: int | None = None,
+        cause: LossCause | None = None,
+    ) -> None:
+        """Change state and flags as `TABLE` has it: the only place where they are written.
+
+        `version`: what was proved or ordered; `cause`: what the loss of a disconnected instance is counted
+        as. Raises `IllegalMove` for an event that may not happen now.
+        """
+        if not self.accepts(event):
+            raise self.lifecycle.illegal(f"{event} with flags {sorted(self.flags)}", why, at)
+        transition = TABLE[event]
+        to = transition.moves[self.state]
+        if to is not self.state:
+            self.lifecycle.move(to, why or event, at)
+        self.flags = (self.flags | transition.sets) - transition.clears
+        if to is not InstanceState.READY:
+            self.version = None
+        match event:
+            case InstanceEvent.PROVED:
+                self.version, self.failed_loads = version, 0
+            case InstanceEvent.LOAD_FAILED:
+                self.failed_loads += 1
+            case InstanceEvent.LOAD_ORDERED | InstanceEvent.ORDER_VOIDED:
+                self.ordered_version = version
+            case InstanceEvent.DISCONNECTED if cause is not None:
+                self.loss_cause = cause
+            case InstanceEvent.ENGINE_FAILED:
+                self.engine_failures += 1
+            case InstanceEvent.WORKED:
+                self.engine_failures = 0
+            case _:
+                pass
 
     @property
     def state(self) -> InstanceState:
-        """What to show: disconnected and draining hide the rest."""
-        if not self.is_alive:
-            return InstanceState.GONE
-        if not self.is_connected:
-            return InstanceState.DISCONNECTED
-        return InstanceState.DRAINING if self.is_draining else self.lifecycle.state
+        """What its engine does."""
+        return self.lifecycle.state
 
     @property
-    def is_alive(self) -> bool:
-        """Whether it has not been lost."""
-        return self.lifecycle.state is not InstanceState.GONE
+    def shown_state(self) -> str:
+        """What status shows: `disconnected` and `draining` hide the state."""
+        if not self.is_connected:
+            return InstanceFlag.DISCONNECTED
+        if self.is_draining:
+            return InstanceFlag.DRAINING
+        return InstanceState.LOADING if self.state is InstanceState.WAKING else self.state
+
+    @property
+    def is_connected(self) -> bool:
+        """True if its connection is open."""
+        return InstanceFlag.DISCONNECTED not in self.flags
+
+    @property
+    def is_draining(self) -> bool:
+        """True if it gets no more work because its machine is going."""
+        return InstanceFlag.DRAINING in self.flags
+
+    @property
+    def is_noticed(self) -> bool:
+        """True if the cloud has announced that it takes the machine."""
+        return InstanceFlag.NOTICED in self.flags
+
+    @property
+    def is_paused(self) -> bool:
+        """True if its engine failed a moment ago."""
+        return InstanceFlag.PAUSED in self.flags
+
+    @property
+    def has_served(self) -> bool:
+        """True if it has proved some version since it joined."""
+        return InstanceFlag.SERVED in self.flags
 
     @property
     def is_present(self) -> bool:
-        """Whether it counts as an active instance for seeding and sizing."""
-        return self.lifecycle.state is InstanceState.READY and not self.is_draining
+        """True if it counts as an active instance for seeding and sizing."""
+        return self.state is InstanceState.READY and not self.is_draining
 
     @property
     def is_awake(self) -> bool:
-        """Whether it may hold GPU memory beyond the next message."""
-        return self.lifecycle.state in (InstanceState.LOADING, InstanceState.READY)
+        """True if it may hold GPU memory beyond the next message."""
+        return self.state in (InstanceState.LOADING, InstanceState.WAKING, InstanceState.READY)
+
+    # --- its work -----------------------------------------------------------------------------------------
 
     @property
     def num_assigned(self) -> int:
@@ -117,8 +169,13 @@ class Instance:
         return len(self.assignments)
 
     @property
+    def num_queued(self) -> int:
+        """Assignments that it does not execute yet; 0 if its heartbeats do not report it."""
+        return self.reported_queue or 0
+
+    @property
     def num_executing(self) -> int:
-        """Assignments that it decodes, as far as it tells, and that were not taken away."""
+        """Assignments that it decodes, as far as is known, and that were not taken away."""
         return max(0, len(self.assignments) - self.num_queued - len(self.aborting))
 
     @property
@@ -132,11 +189,11 @@ class Instance:
         return len(self.assignments) / max(1, self.max_running)
 
     def can_serve(self, version: int) -> bool:
-        """Return whether it may be given work under `version` as far as it alone is concerned."""
+        """Return True if it may be given work under `version` as far as it alone is concerned."""
         return self.is_present and self.is_connected and self.version == version
 
     def can_admit(self, kv_estimate: int) -> bool:
-        """Return whether one more response of that size fits; an empty instance always takes one."""
+        """Return True if one more response of that size fits; an empty instance always takes one."""
         if not self.assignments:
             return True
         return len(self.assignments) < self.max_running and self.kv_load + kv_estimate <= self.kv_tokens
@@ -146,13 +203,15 @@ class Instance:
         self.assignments[assignment] = response
         response.kv_estimate = kv_estimate
         self.kv_load += kv_estimate
-        self.num_queued += self.tells_queue
+        if self.reported_queue is not None:
+            self.reported_queue += 1
 
     def let_go(self, assignment: int) -> None:
         """Unbook an assignment; call before the response forgets its estimate."""
         self.kv_load -= self.assignments.pop(assignment).kv_estimate
         self.aborting.pop(assignment, None)
-        self.num_queued = min(self.num_queued, len(self.assignments))
+        if self.reported_queue is not None:
+            self.reported_queue = min(self.reported_queue, len(self.assignments))
 
     def rebook(self, response: Response, kv_estimate: int) -> None:
         """Correct how much is booked for a response that it holds."""
@@ -160,19 +219,19 @@ class Instance:
         response.kv_estimate = kv_estimate
 
     def check(self) -> None:
-        """Assert that what it holds agrees with how full it is."""
-        timeline = self.lifecycle
-        assert self.kv_load == sum(r.kv_estimate for r in self.assignments.values()), (
-            f"booked wrongly, {timeline}"
-        )
-        assert len(self.assignments) <= max(1, self.max_running), f"too full, {timeline}"
-        assert self.aborting.keys() <= self.assignments.keys(), f"aborts what it does not hold, {timeline}"
-        assert (self.lifecycle.state is InstanceState.READY) == (self.version is not None), (
-            f"version, {timeline}"
-        )
-        asleep = self.lifecycle.state in (InstanceState.SLEEPING, InstanceState.ASLEEP)
-        assert not (asleep and self.assignments), f"asleep with work, {timeline}"
-        assert not (asleep and self.pool is Pool.SPOT), f"a spot instance sleeps, {timeline}"
+        """Assert that `LEGAL` has the combination of state and flags, and that the booking adds up."""
+        life, legal = self.lifecycle, LEGAL[self.state]
+        assert legal.required <= self.flags <= legal.allowed, f"flags {sorted(self.flags)}, {life}"
+        for flag, implied in IMPLIED.items():
+            assert flag not in self.flags or implied in self.flags, f"{flag} without {implied}, {life}"
+        assert legal.serves == (self.version is not None), f"version {self.version}, {life}"
+        assert not (legal.serves and self.failed_loads), f"serves after a failed load, {life}"
+        assert legal.may_work or not self.assignments, f"holds work, {life}"
+        assert self.pool in legal.pools, f"a {self.pool} instance, {life}"
+        booked = sum(r.kv_estimate for r in self.assignments.values())
+        assert self.kv_load == booked, f"booked wrongly, {life}"
+        assert len(self.assignments) <= max(1, self.max_running), f"too full, {life}"
+        assert self.aborting.keys() <= self.assignments.keys(), f"aborts what it does not hold, {life}"
 
 
 class InstanceTable:
@@ -183,14 +242,13 @@ class InstanceTable:
         self.reserved: dict[str, Instance] = {}
         self._last_epoch: int | None = None
 
-    def is_news(self, event: InstanceJoined) -> bool:
-        """Return whether the registration is newer than all before it."""
+    def is_new(self, event: InstanceJoined) -> bool:
+        """Return True if the registration is newer than all before it."""
         return self._last_epoch is None or event.epoch > self._last_epoch
 
     def join(self, event: InstanceJoined) -> Instance:
         """Begin the life of an instance that is not alive."""
         assert event.instance not in self.instances
-        name = f"instance {event.instance} epoch {event.epoch}"
         instance = Instance(
             instance=event.instance,
             machine=event.machine,
@@ -199,7 +257,6 @@ class InstanceTable:
             max_running=event.max_running,
             kv_tokens=event.kv_tokens,
             joined_at=event.at,
-            lifecycle=StateMachine(name, InstanceState.LOADING, LEGAL, event.at),
         )
         self._last_epoch = event.epoch
         self.instances[event.instance] = instance

@@ -60,8 +60,8 @@ class Response:
     holder: str | None = None
     """The instance that runs it."""
     last_holder: str | None = None
-    told_of: int | None = None
-    """The assignment that the last heartbeat told of."""
+    counted_for: int | None = None
+    """The assignment under which the last heartbeat counted its tokens."""
     kv_estimate: int = 0
     """KV tokens booked for it on its holder."""
     failed_on: dict[str, None] = field(default_factory=dict)
