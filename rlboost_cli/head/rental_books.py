@@ -25,7 +25,7 @@ from rlboost_runtime.billing.launch_records import (
     kept_rentals,
 )
 from rlboost_runtime.billing.ledger import Ledger
-from rlboost_runtime.core.base.messages import Pool
+from rlboost_runtime.billing.machine_record import MachineRecord
 from rlboost_runtime.deploy.bootstrap import RESERVED_MACHINE
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.run.create import stored_job
@@ -117,8 +117,7 @@ def _end_of_run(run: RunFolder) -> float | None:
         bills = ledger.machines(time.time())
     finally:
         ledger.close()
-    ends = [bill.ended_ns for bill in bills if bill.machine == RESERVED_MACHINE]
-    return None if not ends or ends[0] is None else ends[0] / 1e9
+    return next((bill.ended_at for bill in bills if bill.machine == RESERVED_MACHINE), None)
 
 
 def settle(run: RunFolder) -> None:
@@ -147,7 +146,7 @@ def _prolong(run: RunFolder, until: float) -> None:
 def _enter(ledger: Ledger, name: str, rental: HeadMachine) -> None:
     """Have a machine in the books from its launch to its end; what they say already holds."""
     assert rental.launched_at is not None
-    ledger.intend_rental(name, rental)
+    ledger.intend(replace(rental, machine=name))
     if name in ledger.unbilled_machines():
         ledger.launched(name, rental.launched_at)
     if rental.ended_at is not None and name in ledger.open_machines():
@@ -186,15 +185,6 @@ def learn_intents(run: RunFolder) -> None:
     ledger = Ledger(run.ledger)
     try:
         for machine, offer in offers.items():
-            ledger.intend(
-                machine,
-                pool=Pool.SPOT,
-                provider=offer.provider,
-                zone=offer.zone,
-                accelerator=offer.accelerator,
-                price_micro_usd_per_hour=offer.most_micro_usd_per_hour,
-                price_source=offer.source,
-                at=time.time(),
-            )
+            ledger.intend(MachineRecord.of(machine, offer, time.time()))
     finally:
         ledger.close()

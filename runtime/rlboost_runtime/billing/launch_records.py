@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rlboost_providers.base.provider import Offer
+from rlboost_runtime.billing.machine_record import MachineRecord
+from rlboost_runtime.core.base.messages import Pool
 from rlboost_runtime.errors import RuntimeFault
 from rlboost_runtime.job import Job
 from rlboost_runtime.logs import event
@@ -37,25 +39,13 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class HeadMachine:
-    """One machine. Times in seconds since the Unix epoch, the price in micro-dollars per hour."""
+class HeadMachine(MachineRecord):
+    """A machine bought for a run's head."""
 
-    machine: str
-    """Our id of it, and what the cloud knows a repeated launch by."""
-    provider: str
-    zone: str
-    accelerator: str
-    price_micro_usd_per_hour: int
-    price_source: str
-    intended_at: float
-    launched_at: float | None = None
-    ended_at: float | None = None
-    """When its cloud said that it was gone; None: it may cost money."""
+    pool: str = Pool.RESERVED
     is_end_guessed: bool = False
-    """Its cloud did not say when it ended: `ended_at` is when that was seen, or the latest that it can be."""
-    detail: str = ""
-    storage_micro_usd_per_hour: int = 0
-    """What its disk and public address cost beside the price."""
+    """Its cloud did not report when it ended: `ended_at` is when that was seen, or its latest possible
+    end."""
     stays_s: float = 0.0
     """How long it stays, and is billed, after a run that was stopped by its budget."""
 

@@ -12,7 +12,9 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rlboost_runtime.billing.accounts import (
     END_OF_TIME,
@@ -24,15 +26,15 @@ from rlboost_runtime.billing.accounts import (
     UsageKind,
     WasteKind,
     to_ns,
+    to_seconds,
 )
-from rlboost_runtime.billing.launch_records import HeadMachine
 from rlboost_runtime.billing.ledger_file import LedgerFile
-from rlboost_runtime.core.base.messages import Pool
+from rlboost_runtime.billing.machine_record import MachineRecord
 from rlboost_runtime.errors import NotFound
 
 _MACHINES = """
-SELECT machine, pool, provider, zone, accelerator, price_micro_usd_per_hour, price_source, intended_at,
-    launched_at, ended_at, state, detail
+SELECT machine, provider, zone, accelerator, price_micro_usd_per_hour, price_source, intended_at, launched_at,
+    ended_at, detail, pool, state
 FROM machines WHERE {which} ORDER BY intended_at, machine
 """
 _ALL, _OPEN, _CLOSED = "1", "state IN ('intended', 'running')", "state IN ('failed', 'gone')"
@@ -45,62 +47,25 @@ class MachineLedger(LedgerFile):
         self._closed: ClosedBills | None = None
         super().__init__(path, read_only=read_only)
 
-    def intend(
-        self,
-        machine: str,
-        *,
-        pool: str,
-        provider: str,
-        zone: str,
-        accelerator: str,
-        price_micro_usd_per_hour: int,
-        price_source: str,
-        at: float,
-        storage_micro_usd_per_hour: int = 0,
-    ) -> None:
-        """Note that `machine` is about to be launched. Launch only after this has returned.
-
-        `storage_micro_usd_per_hour`: what its disk and public address cost beside the price.
-        """
-        if price_micro_usd_per_hour < 0:
-            raise ValueError(f"price of {machine} is negative: {price_micro_usd_per_hour}")
+    def intend(self, record: MachineRecord) -> None:
+        """Note that a machine is about to be launched. Launch only after this has returned."""
+        if record.price_micro_usd_per_hour < 0:
+            raise ValueError(f"price of {record.machine} is negative: {record.price_micro_usd_per_hour}")
+        row = asdict(record) | {"intended_at": to_ns(record.intended_at), "state": BilledState.INTENDED}
         with self._billing() as db:
             db.execute(
                 "INSERT INTO machines (machine, pool, provider, zone, accelerator, price_micro_usd_per_hour,"
-                " price_source, intended_at, state) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+                " price_source, intended_at, state) VALUES (:machine, :pool, :provider, :zone, :accelerator,"
+                " :price_micro_usd_per_hour, :price_source, :intended_at, :state)"
                 " ON CONFLICT (machine) DO NOTHING",
-                (
-                    machine,
-                    pool,
-                    provider,
-                    zone,
-                    accelerator,
-                    price_micro_usd_per_hour,
-                    price_source,
-                    to_ns(at),
-                    BilledState.INTENDED,
-                ),
+                row,
             )
-            if storage_micro_usd_per_hour:
+            if record.storage_micro_usd_per_hour:
                 db.execute(
-                    "INSERT INTO storage_prices (machine, micro_usd_per_hour) VALUES (?, ?)"
+                    "INSERT INTO storage_prices VALUES (:machine, :storage_micro_usd_per_hour)"
                     " ON CONFLICT (machine) DO NOTHING",
-                    (machine, storage_micro_usd_per_hour),
+                    row,
                 )
-
-    def intend_rental(self, machine: str, rental: HeadMachine) -> None:
-        """Note the reserved machine that a head is, as it was rented."""
-        self.intend(
-            machine,
-            pool=Pool.RESERVED,
-            provider=rental.provider,
-            zone=rental.zone,
-            accelerator=rental.accelerator,
-            price_micro_usd_per_hour=rental.price_micro_usd_per_hour,
-            price_source=rental.price_source,
-            at=rental.intended_at,
-            storage_micro_usd_per_hour=rental.storage_micro_usd_per_hour,
-        )
 
     def launched(self, machine: str, at: float) -> None:
         """Note that the provider accepted the launch at `at`: billing starts.
@@ -247,7 +212,7 @@ class MachineLedger(LedgerFile):
         until = to_ns(now)
         closed, accounts = self._bought(until)
         bills = [*closed.bills, *(account.bill(until) for account in accounts)]
-        return sorted(bills, key=lambda bill: (bill.intended_ns, bill.machine))
+        return sorted(bills, key=lambda bill: (bill.intended_at, bill.machine))
 
     def spending(self) -> Spending:
         """Return all that was bought until now, for many questions at once."""
@@ -270,17 +235,7 @@ class MachineLedger(LedgerFile):
     def rate_micro_usd_per_hour(self) -> int:
         """Return what an hour costs with the machines that are running or asked for now."""
         with self._snapshot():
-            return sum(account.all_micro_usd_per_hour for account in self._accounts(_OPEN))
-
-    def add_usage(self, kind: UsageKind, micro_usd: int, basis: str, at: float) -> None:
-        """Add money that is not machine time; `basis` says what was counted at which price."""
-        if micro_usd < 0:
-            raise ValueError(f"usage of {kind} is negative: {micro_usd}")
-        with self._billing() as db:
-            db.execute(
-                "INSERT INTO usage (at, kind, micro_usd, basis) VALUES (?, ?, ?, ?)",
-                (to_ns(at), UsageKind(kind), micro_usd, basis),
-            )
+            return sum(account.record.all_micro_usd_per_hour for account in self._accounts(_OPEN))
 
     def usage(self, now: float) -> dict[UsageKind, int]:
         """Return micro-dollars per kind up to `now`; every kind is present."""
@@ -294,10 +249,6 @@ class MachineLedger(LedgerFile):
     def _noted_usage(self, until: int) -> dict[UsageKind, int]:
         rows = self._rows("SELECT kind, sum(micro_usd) FROM usage WHERE at <= ? GROUP BY kind", (until,))
         return dict.fromkeys(UsageKind, 0) | {UsageKind(kind): int(total) for kind, total in rows}
-
-    def add_waste(self, kind: WasteKind, machine: str, seconds: float) -> None:
-        """Add `seconds` of `machine`'s billed time that came to nothing, as `add_wastes`."""
-        self.add_wastes({(kind, machine): seconds})
 
     def add_wastes(self, seconds: Mapping[tuple[WasteKind, str], float]) -> None:
         """Add seconds of billed time that came to nothing, by kind and machine: all of them or, on an error,
@@ -348,10 +299,15 @@ class MachineLedger(LedgerFile):
         if self._has("storage_prices"):
             rows = self._db.execute("SELECT machine, micro_usd_per_hour FROM storage_prices").fetchall()
             storage = dict(rows)
-        return [
-            Account(row, earlier.get(row[0], ()), former.get(row[0], ()), storage.get(row[0], 0))
-            for row in self._db.execute(_MACHINES.format(which=which)).fetchall()
-        ]
+        cursor = self._db.execute(_MACHINES.format(which=which))
+        names = [column[0] for column in cursor.description]
+        accounts = []
+        for row in cursor.fetchall():
+            columns = dict(zip(names, row, strict=True))
+            state, machine = BilledState(columns.pop("state")), columns["machine"]
+            record = _record(columns, storage.get(machine, 0))
+            accounts.append(Account(record, state, earlier.get(machine, ()), former.get(machine, ())))
+        return accounts
 
     def _has(self, table: str) -> bool:
         """Whether the file has a table: one made by an older program, and only read, lacks those of later."""
@@ -374,6 +330,13 @@ class MachineLedger(LedgerFile):
             if until < self._closed.until:
                 return ClosedBills(version, [], 0, 0, 0), self._accounts(_ALL)
             return self._closed, self._accounts(_OPEN)
+
+
+def _record(columns: dict[str, Any], storage_micro_usd_per_hour: int) -> MachineRecord:
+    """Return a row of the table of machines as a record."""
+    for name in ("intended_at", "launched_at", "ended_at"):
+        columns[name] = None if columns[name] is None else to_seconds(columns[name])
+    return MachineRecord(**columns, storage_micro_usd_per_hour=storage_micro_usd_per_hour)
 
 
 def _must_know(db: sqlite3.Connection, machine: str) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from rlboost_runtime.billing.accounts import UsageKind
 from rlboost_runtime.billing.ledger import Ledger
 from rlboost_runtime.billing.ledger_steps import Route
+from rlboost_runtime.billing.machine_record import MachineRecord
 from rlboost_runtime.coordinator.links.weights import MAX_PEERS, WeightTracker
 from rlboost_runtime.protocol.messages import (
     InstanceReadyMessage,
@@ -123,10 +124,10 @@ def ledger_with(path: Path, **prices: int) -> Ledger:
     """Machines in the zones that they are called after, with what a gigabyte costs in micro-dollars."""
     ledger = Ledger(path)
     for machine, price in prices.items():
-        ledger.intend(
+        ledger.intend(MachineRecord(
             machine, pool="spot", provider="aws", zone=f"us-{machine.rstrip(string.digits)}",
-            accelerator="H100:1", price_micro_usd_per_hour=1, price_source="test", at=1.0,
-        )  # fmt: skip
+            accelerator="H100:1", price_micro_usd_per_hour=1, price_source="test", intended_at=1.0,
+        ))  # fmt: skip
         ledger.set_egress_price(machine, price)
     return ledger
 
