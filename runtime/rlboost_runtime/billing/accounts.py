@@ -19,8 +19,6 @@ from rlboost_runtime.money import cost_micro_usd, split_exactly
 Row = tuple[Any, ...]  # what SQLite hands out; the tables are STRICT, so columns have their declared types
 
 _RECORDED = tuple(field.name for field in fields(MachineRecord))
-END_OF_TIME = 2**63 - 1
-"""In nanoseconds; an SQLite integer's largest."""
 LEAST_BILLED_S = {"aws": 60, "gcp": 60, "skypilot": 60}
 """By provider: what a machine is billed for at least, however soon it ends; others: nothing (EC2 and Compute
 Engine bill per second, at least a minute)."""
@@ -117,6 +115,11 @@ class Spending:
         totals[UsageKind.STORAGE] += sum(account.storage_micro_usd(to_ns(now)) for account in self._accounts)
         return totals
 
+    def rate_micro_usd_per_hour(self) -> int:
+        """Return what an hour costs with the machines that are running or asked for."""
+        open_accounts = (account for account in self._accounts if account.is_open)
+        return sum(account.record.all_micro_usd_per_hour for account in open_accounts)
+
     def total_micro_usd(self, now: float) -> int:
         """Return everything spent up to `now`. Never falls as `now` grows."""
         until = to_ns(now)
@@ -146,7 +149,8 @@ class Spending:
 class Account:
     """One machine's record and the intervals over which it is billed; an end of None is still to come."""
 
-    __slots__ = ("_ends", "_former", "_full_cost", "_intervals", "begins", "record", "state")
+    __slots__ = ( "_ends", "_final", "_former", "_full_cost", "_full_storage", "_intervals", "begins",
+        "record", "state", )  # fmt: skip
 
     def __init__(
         self,
@@ -171,6 +175,8 @@ class Account:
         self.begins: int | None = min((start for start, _ in self._intervals), default=None)
         self._ends = last
         self._full_cost = 0 if last is None else self._cost_micro_usd(last)
+        self._full_storage = 0 if last is None else self._storage_micro_usd(last)
+        self._final: MachineBill | None = None
 
     def _billed_ns(self, until: int) -> int:
         return sum(
@@ -178,21 +184,17 @@ class Account:
         )
 
     @property
-    def ends(self) -> int:
-        """When it stops costing, 0 where that is not known or it never cost anything."""
-        return self._ends or 0
+    def is_open(self) -> bool:
+        """True until the machine failed or ended."""
+        return self.state in (BilledState.INTENDED, BilledState.RUNNING)
 
     def is_over(self, until: int) -> bool:
-        """Whether it costs nothing more after `until` (nanoseconds)."""
+        """Return True if it costs nothing more after `until` (nanoseconds)."""
         return self._ends is not None and until >= self._ends
 
     def cost_micro_usd(self, until: int) -> int:
         """Return what it cost up to `until` (nanoseconds)."""
-        if self.begins is None or until <= self.begins:
-            return 0
-        if self.is_over(until):
-            return self._full_cost
-        return self._cost_micro_usd(until)
+        return self._full_cost if self.is_over(until) else self._cost_micro_usd(until)
 
     def _cost_micro_usd(self, until: int) -> int:
         """Return time by price over all its prices, rounded once."""
@@ -206,11 +208,10 @@ class Account:
 
     def storage_micro_usd(self, until: int) -> int:
         """Return what its disk and public address cost up to `until` (nanoseconds)."""
-        price = self.record.storage_micro_usd_per_hour
-        if price == 0 or self.begins is None or until <= self.begins:
-            return 0
-        last = until if self._ends is None else min(until, self._ends)
-        return cost_micro_usd(price, self._billed_ns(last))
+        return self._full_storage if self.is_over(until) else self._storage_micro_usd(until)
+
+    def _storage_micro_usd(self, until: int) -> int:
+        return cost_micro_usd(self.record.storage_micro_usd_per_hour, self._billed_ns(until))
 
     def all_micro_usd(self, until: int) -> int:
         """Return what it and its storage cost up to `until` (nanoseconds)."""
@@ -218,6 +219,13 @@ class Account:
 
     def bill(self, until: int) -> MachineBill:
         """Return its bill up to `until` (nanoseconds)."""
+        if not self.is_over(until):
+            return self._bill(until)
+        if self._final is None:
+            self._final = self._bill(until)
+        return self._final
+
+    def _bill(self, until: int) -> MachineBill:
         recorded: dict[str, Any] = {name: getattr(self.record, name) for name in _RECORDED}
         if self._intervals:
             recorded["launched_at"] = to_seconds(self._intervals[0][0])
@@ -228,19 +236,6 @@ class Account:
             billed_ns=self._billed_ns(until),
             cost_micro_usd=self.cost_micro_usd(until),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class ClosedBills:
-    """Bills of the machines that failed or are gone: the same until somebody writes about one."""
-
-    version: int
-    """Of the data, as other connections change it."""
-    bills: list[MachineBill]
-    cost_micro_usd: int
-    storage_micro_usd: int
-    until: int
-    """The last end among them; they hold from then on."""
 
 
 def least_billed_ns(provider: str) -> int:

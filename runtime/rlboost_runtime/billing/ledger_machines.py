@@ -17,10 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from rlboost_runtime.billing.accounts import (
-    END_OF_TIME,
     Account,
     BilledState,
-    ClosedBills,
     MachineBill,
     Spending,
     UsageKind,
@@ -35,16 +33,20 @@ from rlboost_runtime.errors import NotFound
 _MACHINES = """
 SELECT machine, provider, zone, accelerator, price_micro_usd_per_hour, price_source, intended_at, launched_at,
     ended_at, detail, pool, state
-FROM machines WHERE {which} ORDER BY intended_at, machine
+FROM machines WHERE {which}
 """
-_ALL, _OPEN, _CLOSED = "1", "state IN ('intended', 'running')", "state IN ('failed', 'gone')"
+_OPEN, _CLOSED = "state IN ('intended', 'running')", "state IN ('failed', 'gone')"
+
+_USAGE = "SELECT at, kind, micro_usd FROM usage"
+_NO_USAGE = f"{_USAGE} WHERE false"
 
 
 class MachineLedger(LedgerFile):
     """Machines, bills, usage and waste."""
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
-        self._closed: ClosedBills | None = None
+        self._closed: tuple[int, list[Account]] | None = None
+        """Machines that failed or are gone, as of a version of the data that other connections change."""
         super().__init__(path, read_only=read_only)
 
     def intend(self, record: MachineRecord) -> None:
@@ -209,46 +211,22 @@ class MachineLedger(LedgerFile):
 
     def machines(self, now: float) -> list[MachineBill]:
         """Return all machines, oldest intent first, billed up to `now`."""
-        until = to_ns(now)
-        closed, accounts = self._bought(until)
-        bills = [*closed.bills, *(account.bill(until) for account in accounts)]
-        return sorted(bills, key=lambda bill: (bill.intended_at, bill.machine))
+        return self._purchases().machines(now)
 
     def spending(self) -> Spending:
         """Return all that was bought until now, for many questions at once."""
-        with self._snapshot():
-            accounts = self._accounts(_ALL)
-            rows = self._db.execute("SELECT at, kind, micro_usd FROM usage").fetchall()
-        usage = tuple((int(at), UsageKind(kind), int(amount)) for at, kind, amount in rows)
-        return Spending(tuple(accounts), usage)
+        return self._purchases(_USAGE)
 
     # --- money -------------------------------------------------------------------------------------------
 
     def total_micro_usd(self, now: float) -> int:
         """Return everything spent up to `now`: machine time and other usage. Never falls as `now` grows."""
-        until = to_ns(now)
-        closed, accounts = self._bought(until)
-        machines = closed.cost_micro_usd + sum(account.cost_micro_usd(until) for account in accounts)
-        storage = closed.storage_micro_usd + sum(account.storage_micro_usd(until) for account in accounts)
-        return machines + storage + sum(self._noted_usage(until).values())
+        (row,) = self._rows("SELECT coalesce(sum(micro_usd), 0) FROM usage WHERE at <= ?", (to_ns(now),))
+        return self._purchases().total_micro_usd(now) + int(row[0])
 
     def rate_micro_usd_per_hour(self) -> int:
         """Return what an hour costs with the machines that are running or asked for now."""
-        with self._snapshot():
-            return sum(account.record.all_micro_usd_per_hour for account in self._accounts(_OPEN))
-
-    def usage(self, now: float) -> dict[UsageKind, int]:
-        """Return micro-dollars per kind up to `now`; every kind is present."""
-        until = to_ns(now)
-        closed, accounts = self._bought(until)
-        found = self._noted_usage(until)
-        found[UsageKind.STORAGE] += closed.storage_micro_usd
-        found[UsageKind.STORAGE] += sum(account.storage_micro_usd(until) for account in accounts)
-        return found
-
-    def _noted_usage(self, until: int) -> dict[UsageKind, int]:
-        rows = self._rows("SELECT kind, sum(micro_usd) FROM usage WHERE at <= ? GROUP BY kind", (until,))
-        return dict.fromkeys(UsageKind, 0) | {UsageKind(kind): int(total) for kind, total in rows}
+        return self._purchases().rate_micro_usd_per_hour()
 
     def add_wastes(self, seconds: Mapping[tuple[WasteKind, str], float]) -> None:
         """Add seconds of billed time that came to nothing, by kind and machine: all of them or, on an error,
@@ -313,23 +291,18 @@ class MachineLedger(LedgerFile):
         """Whether the file has a table: one made by an older program, and only read, lacks those of later."""
         return bool(self._db.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (table,)).fetchone())
 
-    def _bought(self, until: int) -> tuple[ClosedBills, list[Account]]:
-        """Return bills that are final by `until`, and the accounts of all other machines."""
+    def _purchases(self, usage: str = _NO_USAGE) -> Spending:
+        """Return what was bought as of one moment; rows of closed machines are read once."""
         with self._snapshot():
             version = int(self._db.execute("PRAGMA data_version").fetchone()[0])
-            if self._closed is None or self._closed.version != version:
-                accounts = self._accounts(_CLOSED)
-                bills = [account.bill(END_OF_TIME) for account in accounts]
-                self._closed = ClosedBills(
-                    version,
-                    bills,
-                    sum(bill.cost_micro_usd for bill in bills),
-                    sum(account.storage_micro_usd(END_OF_TIME) for account in accounts),
-                    max((account.ends for account in accounts), default=0),
-                )
-            if until < self._closed.until:
-                return ClosedBills(version, [], 0, 0, 0), self._accounts(_ALL)
-            return self._closed, self._accounts(_OPEN)
+            if self._closed is None or self._closed[0] != version:
+                self._closed = version, self._accounts(_CLOSED)
+            accounts = [*self._closed[1], *self._accounts(_OPEN)]
+            rows = self._db.execute(usage).fetchall()
+        accounts.sort(key=lambda account: (account.record.intended_at, account.record.machine))
+        return Spending(
+            tuple(accounts), tuple((int(at), UsageKind(kind), int(amount)) for at, kind, amount in rows)
+        )
 
 
 def _record(columns: dict[str, Any], storage_micro_usd_per_hour: int) -> MachineRecord:

@@ -41,7 +41,7 @@ def cost_report(ledger: Ledger, now_wall: float, run: str, budget: Budget | None
     wasted = ledger.wasted_ns()
     parts = [bill.parts(wasted.get(bill.machine, {})) for bill in bills]
     steps = ledger.steps()
-    total, rate = spending.total_micro_usd(now_wall), ledger.rate_micro_usd_per_hour()
+    total, rate = spending.total_micro_usd(now_wall), spending.rate_micro_usd_per_hour()
     before, spent = _spent_per_step(spending, steps)
     tokens = sum(step.tokens for step in steps)
     rewards = count_failures(step.metrics for step in steps)

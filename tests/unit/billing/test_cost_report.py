@@ -169,4 +169,4 @@ def test_a_report_reads_the_machines_once_however_many_steps_there_are(ledger: L
     queries: list[str] = []
     ledger._db.set_trace_callback(queries.append)
     cost_report(ledger, T0 + 30, "r")
-    assert sum("FROM machines" in query for query in queries) <= 2  # the rate is asked for apart
+    assert sum("FROM machines" in query for query in queries) <= 2  # those that are open, and the others

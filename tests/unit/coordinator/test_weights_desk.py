@@ -139,7 +139,7 @@ def test_egress_is_billed_to_the_micro_dollar(tmp_path: Path) -> None:
     for number, (machine, source) in enumerate([("far", "peers"), ("near", "head"), ("unknown", "head")]):
         ledger.add_egress(f"free {number}", machine, source, 10**12, 1.0)
     total = 40 * 16_400_123 * 90_000 // 10**9
-    assert ledger.usage(2.0)[UsageKind.EGRESS] == total
+    assert ledger.spending().usage(2.0)[UsageKind.EGRESS] == total
     assert ledger.egress_routes() == [Route("head", "aws/us-far", 40 * 16_400_123, total)]
     ledger.close()
 
@@ -159,7 +159,7 @@ def test_a_pull_that_is_told_to_the_next_coordinator_too_is_billed_once(tmp_path
         desk.ready("far/0", "far", ready)
         ledger.close()
     ledger = Ledger(path)
-    assert ledger.usage(2.0)[UsageKind.EGRESS] == 90_000
+    assert ledger.spending().usage(2.0)[UsageKind.EGRESS] == 90_000
     assert [route.source for route in ledger.egress_routes()] == ["head", "bucket"]
     ledger.close()
 
