@@ -15,10 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlboost_cli.views.cost import COLUMNS, WASTE, WIDTH, cost_csv, cost_lines
-from rlboost_runtime.billing.accounts import UsageKind, WasteKind, to_ns
+from rlboost_runtime.billing.accounts import WasteKind, to_ns
 from rlboost_runtime.billing.ledger import Ledger
+from rlboost_runtime.billing.machine_record import MachineRecord
 from rlboost_runtime.billing.report import cost_report
 from rlboost_runtime.job import Budget
+from tests.fakes.books import bill_egress
 
 pytestmark = pytest.mark.property
 
@@ -44,7 +46,7 @@ machines = st.lists(
 steps = st.lists(
     st.tuples(seconds, seconds, st.integers(0, 10**7), st.none() | st.floats(-5, 5)), max_size=30
 )
-usage = st.lists(st.tuples(st.sampled_from(list(UsageKind)), st.integers(0, 10**8), seconds), max_size=4)
+usage = st.lists(st.tuples(st.integers(0, 10**8), seconds), max_size=4)
 budgets = st.none() | st.integers(1, 10**6).map(lambda cents: Budget(max_usd=cents / 100))
 
 
@@ -52,11 +54,11 @@ def fill(ledger: Ledger, machines: Any, steps: Any, usage: Any) -> None:
     for number, machine in enumerate(machines):
         pool, price, storage, start, lifecycle, pause, wasted, fails, changes, cloud = machine
         name = f"{pool}-{number}"
-        ledger.intend(
+        ledger.intend(MachineRecord(
             name, pool=pool, provider=cloud, zone="here", accelerator="cpu",
-            price_micro_usd_per_hour=price, price_source="test", at=T0 + start,
+            price_micro_usd_per_hour=price, price_source="test", intended_at=T0 + start,
             storage_micro_usd_per_hour=storage,
-        )  # fmt: skip
+        ))  # fmt: skip
         if fails:
             ledger.failed(name, T0 + start, "no capacity")
             continue
@@ -73,8 +75,8 @@ def fill(ledger: Ledger, machines: Any, steps: Any, usage: Any) -> None:
             number, started_at=T0 + start, ended_at=T0 + start + length, tokens=tokens, reward_mean=reward,
             metrics={},
         )  # fmt: skip
-    for kind, amount, at in usage:
-        ledger.add_usage(kind, amount, "test", T0 + at)
+    for amount, at in usage:
+        bill_egress(ledger, amount, T0 + at)
 
 
 def micro(usd: float | str) -> int:

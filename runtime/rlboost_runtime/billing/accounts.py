@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any
 
+from rlboost_runtime.billing.machine_record import MachineRecord
 from rlboost_runtime.money import cost_micro_usd, split_exactly
 
 Row = tuple[Any, ...]  # what SQLite hands out; the tables are STRICT, so columns have their declared types
 
-END_OF_TIME = 2**63 - 1
-"""In nanoseconds; an SQLite integer's largest."""
+_RECORDED = tuple(field.name for field in fields(MachineRecord))
 LEAST_BILLED_S = {"aws": 60, "gcp": 60, "skypilot": 60}
 """By provider: what a machine is billed for at least, however soon it ends; others: nothing (EC2 and Compute
 Engine bill per second, at least a minute)."""
@@ -67,35 +67,18 @@ class BillParts:
     """Every kind is present."""
 
 
-@dataclass(frozen=True, slots=True)
-class MachineBill:
-    """One machine and what it costs up to the moment asked for. Times in nanoseconds since the Unix epoch.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineBill(MachineRecord):
+    """A machine's record and what it costs up to the moment asked for.
 
-    `launched_ns` is its first launch, `billed_ns` the sum over all its intervals, of which there are
-    `num_lives`. `price_micro_usd_per_hour` is the present price; what it cost before is in `cost_micro_usd`.
+    `launched_at` is its first launch, `billed_ns` the sum in nanoseconds over all its intervals, of which
+    there are `num_lives`. The record has the present price; earlier prices are in `cost_micro_usd`.
     """
 
-    machine: str
-    pool: str
-    provider: str
-    zone: str
-    accelerator: str
-    price_micro_usd_per_hour: int
-    price_source: str
-    intended_ns: int
-    launched_ns: int | None
-    ended_ns: int | None
     state: BilledState
-    detail: str
     num_lives: int
     billed_ns: int
     cost_micro_usd: int
-    storage_micro_usd_per_hour: int = 0
-
-    @property
-    def all_micro_usd_per_hour(self) -> int:
-        """The price with what its disk and public address cost beside it."""
-        return self.price_micro_usd_per_hour + self.storage_micro_usd_per_hour
 
     def parts(self, wasted_ns: Mapping[WasteKind, int]) -> BillParts:
         """Split the bill by the wasted time noted for the machine; the parts add up to `cost_micro_usd`.
@@ -132,6 +115,11 @@ class Spending:
         totals[UsageKind.STORAGE] += sum(account.storage_micro_usd(to_ns(now)) for account in self._accounts)
         return totals
 
+    def rate_micro_usd_per_hour(self) -> int:
+        """Return what an hour costs with the machines that are running or asked for."""
+        open_accounts = (account for account in self._accounts if account.is_open)
+        return sum(account.record.all_micro_usd_per_hour for account in open_accounts)
+
     def total_micro_usd(self, now: float) -> int:
         """Return everything spent up to `now`. Never falls as `now` grows."""
         until = to_ns(now)
@@ -159,38 +147,36 @@ class Spending:
 
 
 class Account:
-    """One machine's row and the intervals over which it is billed; an end of None is still to come.
+    """One machine's record and the intervals over which it is billed; an end of None is still to come."""
 
-    The row holds: machine, pool, provider, zone, accelerator, price, its source, intended, launched, ended,
-    state, detail.
-    """
-
-    __slots__ = ("_ends", "_former", "_full_cost", "_intervals", "_price", "_row", "_storage", "begins")
+    __slots__ = ( "_ends", "_final", "_former", "_full_cost", "_full_storage", "_intervals", "begins",
+        "record", "state", )  # fmt: skip
 
     def __init__(
         self,
-        row: Row,
+        record: MachineRecord,
+        state: BilledState,
         earlier: Sequence[tuple[int, int]],
         former: Sequence[tuple[int, int]] = (),
-        storage: int = 0,
     ) -> None:
-        """`former`: its earlier prices, each after the moment until which it held, the oldest first;
-        `storage`: micro-dollars per hour for its disk and public address."""
-        price, launched, ended = row[5], row[8], row[9]
-        self._row = row
-        self._price: int = price
+        """`earlier`: intervals of its former lives; `former`: earlier prices, each after the moment until
+        which it held, the oldest first. In nanoseconds."""
+        self.record = record
+        self.state = state
         self._former = former
-        self._storage = storage
         self._intervals: list[tuple[int, int | None]] = [*earlier]
-        if launched is not None:
-            self._intervals.append((launched, ended))
-        least = least_billed_ns(str(row[2]))
+        if record.launched_at is not None:
+            ended_ns = None if record.ended_at is None else to_ns(record.ended_at)
+            self._intervals.append((to_ns(record.launched_at), ended_ns))
+        least = least_billed_ns(record.provider)
         if least:
             self._intervals = [(s, None if e is None else max(e, s + least)) for s, e in self._intervals]
         last = self._intervals[-1][1] if self._intervals else 0
         self.begins: int | None = min((start for start, _ in self._intervals), default=None)
         self._ends = last
         self._full_cost = 0 if last is None else self._cost_micro_usd(last)
+        self._full_storage = 0 if last is None else self._storage_micro_usd(last)
+        self._final: MachineBill | None = None
 
     def _billed_ns(self, until: int) -> int:
         return sum(
@@ -198,26 +184,17 @@ class Account:
         )
 
     @property
-    def all_micro_usd_per_hour(self) -> int:
-        """What an hour of it costs, its disk and public address with it."""
-        return self._price + self._storage
-
-    @property
-    def ends(self) -> int:
-        """When it stops costing, 0 where that is not known or it never cost anything."""
-        return self._ends or 0
+    def is_open(self) -> bool:
+        """True until the machine failed or ended."""
+        return self.state in (BilledState.INTENDED, BilledState.RUNNING)
 
     def is_over(self, until: int) -> bool:
-        """Whether it costs nothing more after `until` (nanoseconds)."""
+        """Return True if it costs nothing more after `until` (nanoseconds)."""
         return self._ends is not None and until >= self._ends
 
     def cost_micro_usd(self, until: int) -> int:
         """Return what it cost up to `until` (nanoseconds)."""
-        if self.begins is None or until <= self.begins:
-            return 0
-        if self.is_over(until):
-            return self._full_cost
-        return self._cost_micro_usd(until)
+        return self._full_cost if self.is_over(until) else self._cost_micro_usd(until)
 
     def _cost_micro_usd(self, until: int) -> int:
         """Return time by price over all its prices, rounded once."""
@@ -226,15 +203,15 @@ class Account:
             billed_ns = self._billed_ns(min(end, until))
             priced += price * (billed_ns - since_ns)
             since_ns = billed_ns
-        priced += self._price * (self._billed_ns(until) - since_ns)
+        priced += self.record.price_micro_usd_per_hour * (self._billed_ns(until) - since_ns)
         return cost_micro_usd(1, priced)
 
     def storage_micro_usd(self, until: int) -> int:
         """Return what its disk and public address cost up to `until` (nanoseconds)."""
-        if self._storage == 0 or self.begins is None or until <= self.begins:
-            return 0
-        last = until if self._ends is None else min(until, self._ends)
-        return cost_micro_usd(self._storage, self._billed_ns(last))
+        return self._full_storage if self.is_over(until) else self._storage_micro_usd(until)
+
+    def _storage_micro_usd(self, until: int) -> int:
+        return cost_micro_usd(self.record.storage_micro_usd_per_hour, self._billed_ns(until))
 
     def all_micro_usd(self, until: int) -> int:
         """Return what it and its storage cost up to `until` (nanoseconds)."""
@@ -242,39 +219,23 @@ class Account:
 
     def bill(self, until: int) -> MachineBill:
         """Return its bill up to `until` (nanoseconds)."""
-        machine, pool, provider, zone, accelerator, price, source, intended = self._row[:8]
-        ended, state, detail = self._row[9:]
+        if not self.is_over(until):
+            return self._bill(until)
+        if self._final is None:
+            self._final = self._bill(until)
+        return self._final
+
+    def _bill(self, until: int) -> MachineBill:
+        recorded: dict[str, Any] = {name: getattr(self.record, name) for name in _RECORDED}
+        if self._intervals:
+            recorded["launched_at"] = to_seconds(self._intervals[0][0])
         return MachineBill(
-            machine=str(machine),
-            pool=str(pool),
-            provider=str(provider),
-            zone=str(zone),
-            accelerator=str(accelerator),
-            price_micro_usd_per_hour=price,
-            price_source=str(source),
-            intended_ns=intended,
-            launched_ns=self._intervals[0][0] if self._intervals else None,
-            ended_ns=ended,
-            state=BilledState(str(state)),
-            detail=str(detail),
+            **recorded,
+            state=self.state,
             num_lives=len(self._intervals),
             billed_ns=self._billed_ns(until),
             cost_micro_usd=self.cost_micro_usd(until),
-            storage_micro_usd_per_hour=self._storage,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class ClosedBills:
-    """Bills of the machines that failed or are gone: the same until somebody writes about one."""
-
-    version: int
-    """Of the data, as other connections change it."""
-    bills: list[MachineBill]
-    cost_micro_usd: int
-    storage_micro_usd: int
-    until: int
-    """The last end among them; they hold from then on."""
 
 
 def least_billed_ns(provider: str) -> int:
@@ -285,3 +246,8 @@ def least_billed_ns(provider: str) -> int:
 def to_ns(seconds: float) -> int:
     """Return whole microseconds as nanoseconds: a float of today's time holds no more."""
     return round(seconds * 1_000_000) * 1_000
+
+
+def to_seconds(ns: int) -> float:
+    """Return the seconds that `to_ns` turns into `ns` again."""
+    return round(ns / 1e9, 6)

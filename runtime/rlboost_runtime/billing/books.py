@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rlboost_providers.base.provider import MachineStatus, MachineView
 from rlboost_runtime.billing.ledger import Ledger
+from rlboost_runtime.billing.machine_record import end_of
 from rlboost_runtime.billing.report import cost_report
 from rlboost_runtime.deploy.bootstrap import RESERVED_MACHINE
 from rlboost_runtime.job import Budget
@@ -39,10 +40,8 @@ def close_books(run: RunFolder, views: Sequence[MachineView] | None, detail: str
         for name in ledger.open_machines():
             found = seen.get(name)
             is_there = views is None if found is None else found.state is not MachineStatus.GONE
-            if is_there and name != RESERVED_MACHINE:
-                continue
-            ended_at = None if found is None else found.ended_at
-            ledger.ended(name, time.time() if ended_at is None else ended_at, detail)
+            if not is_there or name == RESERVED_MACHINE:
+                ledger.ended(name, end_of(found, time.time()), detail)
     finally:
         ledger.close()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rlboost_runtime.billing.accounts import BilledState, MachineBill, least_billed_ns
+from rlboost_runtime.billing.accounts import BilledState, MachineBill, least_billed_ns, to_ns
 from rlboost_runtime.billing.launch_records import HeadMachine
 from rlboost_runtime.money import cost_micro_usd
 
@@ -31,9 +31,9 @@ def room_micro_usd(
 
 def _rest_ns(bill: MachineBill, now_ns: int) -> int:
     is_open = bill.state in _OPEN
-    if bill.launched_ns is None and not is_open:
+    if bill.launched_at is None and not is_open:
         return 0
-    started = now_ns if bill.launched_ns is None else bill.launched_ns
+    started = now_ns if bill.launched_at is None else to_ns(bill.launched_at)
     rest_ns = max(0, started + least_billed_ns(bill.provider) - now_ns)
     return max(rest_ns, wind_down_ns(bill.provider)) if is_open else rest_ns
 
@@ -46,8 +46,7 @@ def least_micro_usd(provider: str, price_micro_usd_per_hour: int) -> int:
 
 def stay_micro_usd(head: HeadMachine) -> int:
     """Return what a bought head costs while it waits, after its run, to be looked at."""
-    rate = head.price_micro_usd_per_hour + head.storage_micro_usd_per_hour
-    return cost_micro_usd(rate, round(head.stays_s * 1e9))
+    return cost_micro_usd(head.all_micro_usd_per_hour, round(head.stays_s * 1e9))
 
 
 def wind_down_ns(provider: str) -> int:

@@ -58,7 +58,7 @@ CREATE TABLE IF NOT EXISTS boots (
 
 
 class LedgerFile:
-    """The open file; the books in it are subclasses, each with its own tables.
+    """The open file. Subclasses are the books in it, each with its own tables.
 
     With `read_only` nothing is created or changed. Raises `NotFound` where there is nothing to read, and
     `RuntimeFault` where the file is not a ledger of this version.
@@ -109,8 +109,8 @@ class LedgerFile:
             )
 
     def _has_all_tables(self) -> bool:
-        """Whether nothing is to be created: a file made by an older program lacks what came later, and a
-        full disk must not keep a complete one from being opened."""
+        """Return True if no table is missing: a file made by an older version lacks later tables, and a full
+        disk must not keep a complete one from being opened."""
         found = {row[0] for row in self._db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
         return set(re.findall(r"EXISTS (\w+)", _SCHEMA)) <= found
 

@@ -2,13 +2,13 @@
 
 What moving weights cost: bytes that machines received, at the prices they were bought with.
 
-Guarantees: a transfer is billed once, however often it is told, also by the next coordinator; what a machine
-owes is exact to the micro-dollar over all its transfers. What comes from a bucket is taken to cost what it
-costs from the head: the job says no other price. Peers are in the machine's own zone and cost nothing.
+Guarantees: a transfer is billed once, however often it is reported, also by the next coordinator; what a
+machine owes is exact to the micro-dollar over all its transfers. Bytes from a bucket are billed at the head's
+price, because the job gives no other. Peers are in the machine's own zone and cost nothing.
 
 The book of what happened, in words.
 
-Notes wait in memory for `write_notes`, so that nobody waits for the disk to tell a story.
+Notes wait in memory for `write_notes`, so that no caller waits for the disk.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class StepLedger(LedgerFile):
         reward_mean: float | None,
         metrics: Mapping[str, float],
     ) -> None:
-        """Note a trained step. A step trained again keeps its first start; the last word holds otherwise."""
+        """Note a trained step. A step trained again keeps its first start; otherwise the last record
+        holds."""
         with self._transaction() as db:
             db.execute(
                 "INSERT INTO steps (step, started_at, ended_at, tokens, reward_mean, metrics)"
@@ -110,7 +111,7 @@ class EgressLedger(LedgerFile):
     """Transfers and their prices."""
 
     def set_egress_price(self, machine: str, micro_usd_per_gb: int) -> None:
-        """Note what a gigabyte from the head to `machine` costs; the first word holds."""
+        """Note what a gigabyte from the head to `machine` costs; the first record holds."""
         with self._transaction() as db:
             db.execute(
                 "INSERT INTO egress_prices (machine, micro_usd_per_gb) VALUES (?, ?)"
@@ -119,14 +120,14 @@ class EgressLedger(LedgerFile):
             )
 
     def zone_of(self, machine: str) -> str:
-        """Return where a machine is, as PROVIDER/ZONE; empty where it is not known."""
+        """Return a machine's place as PROVIDER/ZONE; empty if unknown."""
         rows = self._rows("SELECT provider, zone FROM machines WHERE machine = ?", (machine,))
         return f"{rows[0][0]}/{rows[0][1]}" if rows else ""
 
     def add_egress(self, transfer: str, machine: str, source: str, num_bytes: int, at: float) -> int:
-        """Bill bytes that came to `machine` from "head", "bucket" or "peers"; return the micro-dollars.
+        """Bill bytes that `machine` received from "head", "bucket" or "peers"; return the micro-dollars.
 
-        `transfer`: names this one among all of the run.
+        `transfer`: an id, unique in the run.
         """
         rows = self._rows("SELECT micro_usd_per_gb FROM egress_prices WHERE machine = ?", (machine,))
         price = int(rows[0][0]) if rows else 0

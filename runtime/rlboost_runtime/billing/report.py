@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from rlboost_runtime.billing.accounts import BillParts, MachineBill, Spending, WasteKind
+from rlboost_runtime.billing.accounts import BillParts, MachineBill, Spending, WasteKind, to_seconds
 from rlboost_runtime.billing.ledger import Ledger
 from rlboost_runtime.billing.ledger_steps import StepRecord
 from rlboost_runtime.job import Budget
@@ -41,7 +41,7 @@ def cost_report(ledger: Ledger, now_wall: float, run: str, budget: Budget | None
     wasted = ledger.wasted_ns()
     parts = [bill.parts(wasted.get(bill.machine, {})) for bill in bills]
     steps = ledger.steps()
-    total, rate = spending.total_micro_usd(now_wall), ledger.rate_micro_usd_per_hour()
+    total, rate = spending.total_micro_usd(now_wall), spending.rate_micro_usd_per_hour()
     before, spent = _spent_per_step(spending, steps)
     tokens = sum(step.tokens for step in steps)
     rewards = count_failures(step.metrics for step in steps)
@@ -76,9 +76,9 @@ def _spent_per_step(spending: Spending, steps: Sequence[StepRecord]) -> tuple[in
     """
     if not steps:
         return 0, []
-    moments = [_seconds(steps[0].started_ns)]
+    moments = [to_seconds(steps[0].started_ns)]
     for step in steps:
-        moments.append(max(moments[-1], _seconds(step.ended_ns)))
+        moments.append(max(moments[-1], to_seconds(step.ended_ns)))
     totals = spending.totals_micro_usd(moments)
     return totals[0], [after - before for before, after in itertools.pairwise(totals)]
 
@@ -100,8 +100,8 @@ def _step(step: StepRecord, micro_usd: int) -> dict[str, object]:
         "usd": _usd(micro_usd),
         "tokens": step.tokens,
         "seconds": (step.ended_ns - step.started_ns) / 1e9,
-        "started_at": _seconds(step.started_ns),
-        "ended_at": _seconds(step.ended_ns),
+        "started_at": to_seconds(step.started_ns),
+        "ended_at": to_seconds(step.ended_ns),
         "reward_mean": step.reward_mean,
         "usd_per_million_tokens": _usd_per_million(micro_usd, step.tokens),
     }
@@ -115,8 +115,8 @@ def _machine(bill: MachineBill, parts: BillParts) -> dict[str, object]:
         "zone": bill.zone,
         "accelerator": bill.accelerator,
         "state": str(bill.state),
-        "started_at": None if bill.launched_ns is None else _seconds(bill.launched_ns),
-        "ended_at": None if bill.ended_ns is None else _seconds(bill.ended_ns),
+        "started_at": bill.launched_at,
+        "ended_at": bill.ended_at,
         "num_lives": bill.num_lives,
         "billed_s": bill.billed_ns / 1e9,
         "price_usd_per_hour": _usd(bill.price_micro_usd_per_hour),
@@ -138,11 +138,6 @@ def _notes(bills: Sequence[MachineBill]) -> list[str]:
     if any(b.num_lives > 1 for b in bills):
         notes.append("the run was resumed: the time in between is not billed")
     return notes
-
-
-def _seconds(ns: int) -> float:
-    """Return seconds; the ledger keeps microseconds, a float of today's time no more."""
-    return round(ns / 1e9, 6)
 
 
 def _usd(micro_usd: int) -> float:

@@ -17,6 +17,7 @@ from rlboost_cli.main import app
 from rlboost_cli.runs.supervision import bring_up
 from rlboost_cli.views.attach import follow, outcome_of
 from rlboost_runtime.billing.ledger import Ledger
+from rlboost_runtime.billing.machine_record import MachineRecord
 from rlboost_runtime.errors import RuntimeFault
 from rlboost_runtime.job import Job
 from rlboost_runtime.job.file.load import load_job
@@ -68,14 +69,16 @@ def rlboost(*arguments: str, code: int = 0) -> Result:
 def spend(run: RunFolder, machine: str = "head") -> None:
     books = Ledger(run.ledger)
     books.intend(
-        machine,
-        pool="reserved",
-        provider="local",
-        zone="here",
-        accelerator="cpu",
-        price_micro_usd_per_hour=3_600_000_000,
-        price_source="job file",
-        at=time.time() - 100,
+        MachineRecord(
+            machine,
+            pool="reserved",
+            provider="local",
+            zone="here",
+            accelerator="cpu",
+            price_micro_usd_per_hour=3_600_000_000,
+            price_source="job file",
+            intended_at=time.time() - 100,
+        )
     )
     books.launched(machine, time.time() - 10)
     books.close()

@@ -57,19 +57,19 @@ def test_the_head_is_billed_between_a_runs_end_and_its_resumption_where_it_is_re
     run.logs.mkdir(parents=True)
     hour, now = 3600.0, time.time()
     if is_rented:
-        rental = HeadMachine("head-1", "aws", "us-east-2a", "A10G:1", 36_000_000, "t", now - 11 * hour)
-        write_json(run.path.parents[1] / "rental.json", asdict(replace(rental, launched_at=now - 11 * hour)))
+        head = HeadMachine("head-1", "aws", "us-east-2a", "A10G:1", 36_000_000, "t", now - 11 * hour)
+        write_json(run.path.parents[1] / "rental.json", asdict(replace(head, launched_at=now - 11 * hour)))
     books_opened(run)
     ledger = Ledger(run.ledger)
-    first = ledger.machines(now)[0].launched_ns
+    first = ledger.machines(now)[0].launched_at
     assert first is not None
-    ledger.ended("reserved-0", first / 1e9 if not is_rented else now - 10 * hour)
+    ledger.ended("reserved-0", first if not is_rented else now - 10 * hour)
     books_opened(run)
     (bill,) = ledger.machines(now + hour)
     ledger.close()
     hours = 12 if is_rented else 1
     assert bill.billed_ns / 3600e9 == pytest.approx(hours, abs=0.01)
-    assert bill.ended_ns is None, "it is billed on"
+    assert bill.ended_at is None, "it is billed on"
 
 
 async def test_a_restart_while_the_run_ends_only_winds_up(run: RunFolder) -> None:

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from rlboost_runtime.billing.ledger import Ledger
+from rlboost_runtime.billing.machine_record import MachineRecord
 from rlboost_runtime.deploy.bootstrap import RESERVED_MACHINE
 from rlboost_runtime.job import Job, ReasoningGym, TinyModel
 from rlboost_runtime.processes import kill_tagged, tagged
@@ -392,14 +393,16 @@ def test_a_run_that_the_supervisor_ends_itself_costs_nothing_any_more(run, super
     books = Ledger(run.ledger)
     for machine in (RESERVED_MACHINE, "spot-0"):
         books.intend(
-            machine,
-            pool="spot",
-            provider="local",
-            zone="z",
-            accelerator="cpu",
-            price_micro_usd_per_hour=1,
-            price_source="",
-            at=1.0,
+            MachineRecord(
+                machine,
+                pool="spot",
+                provider="local",
+                zone="z",
+                accelerator="cpu",
+                price_micro_usd_per_hour=1,
+                price_source="",
+                intended_at=1.0,
+            )
         )
         books.launched(machine, time.time())
     books.close()

@@ -11,6 +11,7 @@ import pytest
 from rlboost_providers.base.provider import MachineStatus, MachineView
 from rlboost_runtime.billing.books import close_books, report_of
 from rlboost_runtime.billing.ledger import Ledger
+from rlboost_runtime.billing.machine_record import MachineRecord
 from rlboost_runtime.deploy.bootstrap import RESERVED_MACHINE
 from rlboost_runtime.run.folder import RunFolder, write_json
 
@@ -24,14 +25,16 @@ def run(tmp_path: Path) -> RunFolder:
     books = Ledger(folder.ledger)
     for machine in (RESERVED_MACHINE, "spot-0", "spot-1"):
         books.intend(
-            machine,
-            pool="reserved" if machine == RESERVED_MACHINE else "spot",
-            provider="local",
-            zone="z",
-            accelerator="cpu",
-            price_micro_usd_per_hour=3_600_000_000,
-            price_source="job file",
-            at=NOW - 100,
+            MachineRecord(
+                machine,
+                pool="reserved" if machine == RESERVED_MACHINE else "spot",
+                provider="local",
+                zone="z",
+                accelerator="cpu",
+                price_micro_usd_per_hour=3_600_000_000,
+                price_source="job file",
+                intended_at=NOW - 100,
+            )
         )
     books.launched(RESERVED_MACHINE, NOW - 100)
     books.close()

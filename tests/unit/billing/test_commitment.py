@@ -16,6 +16,7 @@ from rlboost_runtime.billing.budget import (
 )
 from rlboost_runtime.billing.launch_records import HeadMachine
 from rlboost_runtime.billing.ledger import Ledger
+from rlboost_runtime.billing.machine_record import MachineRecord
 
 A_DOLLAR_A_SECOND = 3_600_000_000
 
@@ -29,14 +30,16 @@ def ledger(tmp_path: Path):
 
 def intend(ledger: Ledger, machine: str, provider: str) -> None:
     ledger.intend(
-        machine,
-        pool="spot",
-        provider=provider,
-        zone="z",
-        accelerator="H100:8",
-        price_micro_usd_per_hour=A_DOLLAR_A_SECOND,
-        price_source="test",
-        at=1000.0,
+        MachineRecord(
+            machine,
+            pool="spot",
+            provider=provider,
+            zone="z",
+            accelerator="H100:8",
+            price_micro_usd_per_hour=A_DOLLAR_A_SECOND,
+            price_source="test",
+            intended_at=1000.0,
+        )
     )
 
 
@@ -86,7 +89,7 @@ def test_a_short_life_costs_what_its_cloud_bills_at_least(ledger: Ledger, provid
     assert ledger.total_micro_usd(2000.0) == usd * 1_000_000
     [bill] = ledger.machines(2000.0)
     assert bill.cost_micro_usd == usd * 1_000_000
-    assert bill.ended_ns == to_ns(1007.0)
+    assert bill.ended_at == 1007.0
     totals = [ledger.total_micro_usd(1000.0 + second) for second in range(0, 90, 3)]
     assert totals == sorted(totals)
     assert ledger.spending().total_micro_usd(2000.0) == ledger.total_micro_usd(2000.0)

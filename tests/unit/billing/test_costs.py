@@ -11,6 +11,7 @@ import pytest
 
 from rlboost_runtime.billing.books import report_of
 from rlboost_runtime.billing.ledger import Ledger
+from rlboost_runtime.billing.machine_record import MachineRecord
 from rlboost_runtime.deploy.bootstrap import RESERVED_MACHINE
 from rlboost_runtime.run.folder import RunFolder, write_json
 
@@ -30,10 +31,10 @@ def run(tmp_path: Path) -> RunFolder:
 def books(run: RunFolder) -> Iterator[Ledger]:
     ledger = Ledger(run.ledger)
     for machine, pool in ((RESERVED_MACHINE, "reserved"), ("spot-0", "spot")):
-        ledger.intend(
+        ledger.intend(MachineRecord(
             machine, pool=pool, provider="local", zone="here", accelerator="cpu",
-            price_micro_usd_per_hour=DOLLAR_PER_S, price_source="test", at=NOW - 100,
-        )  # fmt: skip
+            price_micro_usd_per_hour=DOLLAR_PER_S, price_source="test", intended_at=NOW - 100,
+        ))  # fmt: skip
     ledger.launched(RESERVED_MACHINE, NOW - 100)
     yield ledger
     ledger.close()

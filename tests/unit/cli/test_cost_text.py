@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from rlboost_cli.views.cost import MAX_STEP_LINES, cost_csv, cost_lines
-from rlboost_runtime.billing.accounts import UsageKind, WasteKind
+from rlboost_runtime.billing.accounts import WasteKind
 from rlboost_runtime.billing.ledger import Ledger
+from rlboost_runtime.billing.machine_record import MachineRecord
 from rlboost_runtime.billing.report import cost_report
 from rlboost_runtime.job import Budget
+from tests.fakes.books import bill_egress
 
 T0 = 1_800_000_000.0
 
@@ -24,10 +26,10 @@ def report(tmp_path: Path, num_steps: int = 40, num_spot: int = 300, **budget: A
     ledger = Ledger(tmp_path / "ledger.sqlite")
 
     def buy(name: str, pool: str, zone: str, start: float, end: float | None) -> None:
-        ledger.intend(
+        ledger.intend(MachineRecord(
             name, pool=pool, provider="elsewhere", zone=zone, accelerator="H100:8",
-            price_micro_usd_per_hour=3_600_000_000, price_source="test", at=T0 + start,
-        )  # fmt: skip
+            price_micro_usd_per_hour=3_600_000_000, price_source="test", intended_at=T0 + start,
+        ))  # fmt: skip
         ledger.launched(name, T0 + start)
         if end is not None:
             ledger.ended(name, T0 + end)
@@ -36,13 +38,13 @@ def report(tmp_path: Path, num_steps: int = 40, num_spot: int = 300, **budget: A
     for number in range(num_spot):
         buy(f"spot-{number}", "spot", f"us-east-2{'bc'[number % 2]}", 10 + number, 20 + number)
     if num_spot:
-        ledger.add_waste(WasteKind.BOOT, "spot-0", 4.0)
+        ledger.add_wastes({(WasteKind.BOOT, "spot-0"): 4.0})
     for step in range(num_steps):
         ledger.record_step(
             step, started_at=T0 + 20 + 10 * step, ended_at=T0 + 30 + 10 * step, tokens=100_000,
             reward_mean=step / 100, metrics={},
         )  # fmt: skip
-    ledger.add_usage(UsageKind.EGRESS, 1_500_000, "3 GB", T0 + 50)
+    bill_egress(ledger, 1_500_000, T0 + 50)
     made = cost_report(ledger, T0 + 1000, "a-run", Budget(**budget))
     ledger.close()
     return made

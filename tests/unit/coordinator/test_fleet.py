@@ -19,6 +19,7 @@ from rlboost_providers.base.provider import LaunchRequest, MachineStatus, Machin
 from rlboost_runtime.billing.accounts import BilledState
 from rlboost_runtime.billing.launch_records import LaunchRecords
 from rlboost_runtime.billing.ledger import Ledger
+from rlboost_runtime.billing.machine_record import MachineRecord
 from rlboost_runtime.coordinator.driver.core_driver import CoreDriver
 from rlboost_runtime.coordinator.fleet import controller as fleet_module
 from rlboost_runtime.coordinator.fleet import offer_choice
@@ -248,14 +249,16 @@ async def test_a_launch_in_doubt_is_in_doubt_after_a_restart_too(
     cloud = Cloud()
     async with fleet_on(tmp_path, cloud, num_machines=0) as made:
         made.ledger.intend(
-            "spot-77",
-            pool="spot",
-            provider="local",
-            zone="zone",
-            accelerator="cpu",
-            price_micro_usd_per_hour=PRICE,
-            price_source="test",
-            at=time.time(),
+            MachineRecord(
+                "spot-77",
+                pool="spot",
+                provider="local",
+                zone="zone",
+                accelerator="cpu",
+                price_micro_usd_per_hour=PRICE,
+                price_source="test",
+                intended_at=time.time(),
+            )
         )
         made.fleet._bought.add("spot-77", cloud.offers()[0])
         await asyncio.sleep(0.1)
@@ -358,7 +361,7 @@ async def test_a_launch_whose_answer_came_too_late_is_billed_from_its_start(
         await until(lambda: made.core_state("spot-0") == "launched")
         bill = made.bill("spot-0")
         assert bill.state is BilledState.RUNNING
-        assert bill.launched_ns == pytest.approx((cloud.views["spot-0"].started_at or 0) * 1e9, abs=1e3)
+        assert bill.launched_at == pytest.approx(cloud.views["spot-0"].started_at or 0, abs=1e-6)
 
 
 async def test_the_end_waits_for_a_launch_that_outlived_its_call(
@@ -427,7 +430,7 @@ async def test_the_end_waits_for_a_launch_under_way_and_for_a_cloud_that_does_no
         view = cloud.views["spot-0"]
         assert view.state is MachineStatus.GONE
         assert made.ledger.open_machines() == []
-        assert made.bill("spot-0").ended_ns == pytest.approx((view.ended_at or 0) * 1e9, abs=1e3)
+        assert made.bill("spot-0").ended_at == pytest.approx(view.ended_at or 0, abs=1e-6)
 
 
 async def test_at_the_deadline_an_unknown_machine_counts_as_left(tmp_path: Path) -> None:
@@ -458,10 +461,10 @@ async def test_a_cloud_that_never_answers_keeps_no_other_clouds_machine_from_its
     both = MultiProvider({"gcp": Silent(), "local": cloud})
     async with fleet_on(tmp_path, both, num_machines=2) as made:
         await until(lambda: len(made.ledger.running_machines()) == 2)
-        made.ledger.intend(
+        made.ledger.intend(MachineRecord(
             "spot-77", pool="spot", provider="gcp", zone="zone", accelerator="cpu",
-            price_micro_usd_per_hour=PRICE, price_source="test", at=time.time(),
-        )  # fmt: skip
+            price_micro_usd_per_hour=PRICE, price_source="test", intended_at=time.time(),
+        ))  # fmt: skip
         made.ledger.launched("spot-77", time.time())
         made.fleet._bought.add("spot-77", Offer("gcp", "zone", "cpu", PRICE, True, "test"))
         cloud.end("spot-0", started_at=time.time(), ended_at=time.time())
@@ -480,10 +483,10 @@ async def test_only_what_its_cloud_may_not_list_yet_is_waited_for_at_the_end(
     cloud = Cloud()
     async with fleet_on(tmp_path, cloud, num_machines=0) as made:
         launched_at = time.time() - age_s
-        made.ledger.intend(
+        made.ledger.intend(MachineRecord(
             "spot-77", pool="spot", provider=provider, zone="zone", accelerator="cpu",
-            price_micro_usd_per_hour=PRICE, price_source="test", at=launched_at,
-        )  # fmt: skip
+            price_micro_usd_per_hour=PRICE, price_source="test", intended_at=launched_at,
+        ))  # fmt: skip
         made.ledger.launched("spot-77", launched_at)
         left = await made.fleet.end_all(0.3)
         assert left == (["spot-77"] if (provider, age_s) == ("aws", 0.0) else [])
@@ -563,10 +566,10 @@ async def test_offers_that_nobody_tells_let_the_machine_be_asked_for_again(
 def intend_before_a_restart(tmp_path: Path, cloud: Cloud) -> None:
     """Leave the books of a coordinator that ended between an intent and its launch."""
     made = Made(tmp_path, cloud, None, 1)
-    made.ledger.intend(
+    made.ledger.intend(MachineRecord(
         "spot-0", pool="spot", provider="local", zone="zone", accelerator="cpu",
-        price_micro_usd_per_hour=PRICE, price_source="test", at=time.time(),
-    )  # fmt: skip
+        price_micro_usd_per_hour=PRICE, price_source="test", intended_at=time.time(),
+    ))  # fmt: skip
     made.ledger.close()
     tmp_path.joinpath("journal").rmdir()
 

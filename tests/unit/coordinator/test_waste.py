@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from rlboost_runtime.billing.ledger import Ledger
+from rlboost_runtime.billing.machine_record import MachineRecord
 from rlboost_runtime.coordinator.driver.totals import RunTotals
 from rlboost_runtime.coordinator.observers.waste import WasteMeter
 from rlboost_runtime.core.base.messages import Disconnected, LossCause, MachineGone, Pool, StepTrained
@@ -43,10 +44,10 @@ class Metered:
         return WasteMeter(self.ledger, self.run.core, self.totals, lambda: self.run.now)
 
     def buy(self, machine: str, pool: str = "spot") -> None:
-        self.ledger.intend(
+        self.ledger.intend(MachineRecord(
             machine, pool=pool, provider="local", zone="here", accelerator="cpu",
-            price_micro_usd_per_hour=3_600_000_000, price_source="test", at=T0 + self.run.now,
-        )  # fmt: skip
+            price_micro_usd_per_hour=3_600_000_000, price_source="test", intended_at=T0 + self.run.now,
+        ))  # fmt: skip
         self.ledger.launched(machine, T0 + self.run.now)
         if pool == "spot":
             self.run.launched(machine)

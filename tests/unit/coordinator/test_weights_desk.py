@@ -9,6 +9,7 @@ from pathlib import Path
 from rlboost_runtime.billing.accounts import UsageKind
 from rlboost_runtime.billing.ledger import Ledger
 from rlboost_runtime.billing.ledger_steps import Route
+from rlboost_runtime.billing.machine_record import MachineRecord
 from rlboost_runtime.coordinator.links.weights import MAX_PEERS, WeightTracker
 from rlboost_runtime.protocol.messages import (
     InstanceReadyMessage,
@@ -123,10 +124,10 @@ def ledger_with(path: Path, **prices: int) -> Ledger:
     """Machines in the zones that they are called after, with what a gigabyte costs in micro-dollars."""
     ledger = Ledger(path)
     for machine, price in prices.items():
-        ledger.intend(
+        ledger.intend(MachineRecord(
             machine, pool="spot", provider="aws", zone=f"us-{machine.rstrip(string.digits)}",
-            accelerator="H100:1", price_micro_usd_per_hour=1, price_source="test", at=1.0,
-        )  # fmt: skip
+            accelerator="H100:1", price_micro_usd_per_hour=1, price_source="test", intended_at=1.0,
+        ))  # fmt: skip
         ledger.set_egress_price(machine, price)
     return ledger
 
@@ -138,7 +139,7 @@ def test_egress_is_billed_to_the_micro_dollar(tmp_path: Path) -> None:
     for number, (machine, source) in enumerate([("far", "peers"), ("near", "head"), ("unknown", "head")]):
         ledger.add_egress(f"free {number}", machine, source, 10**12, 1.0)
     total = 40 * 16_400_123 * 90_000 // 10**9
-    assert ledger.usage(2.0)[UsageKind.EGRESS] == total
+    assert ledger.spending().usage(2.0)[UsageKind.EGRESS] == total
     assert ledger.egress_routes() == [Route("head", "aws/us-far", 40 * 16_400_123, total)]
     ledger.close()
 
@@ -158,7 +159,7 @@ def test_a_pull_that_is_told_to_the_next_coordinator_too_is_billed_once(tmp_path
         desk.ready("far/0", "far", ready)
         ledger.close()
     ledger = Ledger(path)
-    assert ledger.usage(2.0)[UsageKind.EGRESS] == 90_000
+    assert ledger.spending().usage(2.0)[UsageKind.EGRESS] == 90_000
     assert [route.source for route in ledger.egress_routes()] == ["head", "bucket"]
     ledger.close()
 

@@ -35,6 +35,7 @@ from rlboost_providers.base.provider import (
 from rlboost_runtime.billing.budget import least_micro_usd
 from rlboost_runtime.billing.launch_records import LaunchRecords
 from rlboost_runtime.billing.ledger import Ledger
+from rlboost_runtime.billing.machine_record import MachineRecord, end_of, price_paid, start_of
 from rlboost_runtime.coordinator.driver.core_driver import CoreDriver
 from rlboost_runtime.coordinator.fleet.offer_choice import ELSEWHERE_S, OfferChoice
 from rlboost_runtime.coordinator.fleet.provider_calls import ProviderThreads, keep_console
@@ -287,8 +288,7 @@ class FleetController:
         self._choice.came(offer)
         self._seen.add(machine)
         self._place(view)
-        started_at = self._clock.wall() if view.started_at is None else view.started_at
-        self._ledger.launched(machine, started_at)
+        self._ledger.launched(machine, start_of(view, self._clock.wall()))
         if not self._is_closed:  # else it is on its way out already
             self._ledger.note(self._clock.wall(), "launched", f"{machine} launched in {offer.zone}")
         log_event(log, "machine.launched", machine=machine, zone=view.zone or offer.zone)
@@ -373,17 +373,7 @@ class FleetController:
                 refusal.retry_after_s = RETRY_ERROR_S
                 raise refusal
         self._bought.add(machine, offer)
-        self._ledger.intend(
-            machine,
-            pool="spot",
-            provider=offer.provider,
-            zone=offer.zone,
-            accelerator=offer.accelerator,
-            price_micro_usd_per_hour=offer.most_micro_usd_per_hour,  # lowered once a zone is chosen
-            price_source=offer.source,
-            at=self._clock.wall(),
-            storage_micro_usd_per_hour=offer.storage_micro_usd_per_hour,
-        )
+        self._ledger.intend(MachineRecord.of(machine, offer, self._clock.wall()))
         if offer.egress_micro_usd_per_gb:
             self._ledger.set_egress_price(machine, offer.egress_micro_usd_per_gb)
 
@@ -455,18 +445,19 @@ class FleetController:
             if view.machine not in self._busy:
                 self._settle_start(view, unbilled)
         self._settle_prices(views)
-        gone = {view.machine: view.ended_at for view in views if view.state is MachineStatus.GONE}
+        now = self._clock.wall()
+        gone = {view.machine: end_of(view, now) for view in views if view.state is MachineStatus.GONE}
         listed = {view.machine for view in views}
         self._seen |= listed
         unlisted = look.settleable - listed
         unlisted -= self._too_young(unlisted)
-        gone |= dict.fromkeys(name for name in unlisted if not self._may_be_in(name, found.silent))
+        gone |= {name: now for name in unlisted if not self._may_be_in(name, found.silent)}
         is_open = self._open_machines()
         for name, ended_at in gone.items():
             if name in self._busy:
                 continue
             if name in is_open:
-                self._ledger.ended(name, self._clock.wall() if ended_at is None else ended_at)
+                self._ledger.ended(name, ended_at)
             known = self._state.core.machines.get(name)
             if known is not None and known.is_alive:
                 log_event(log, "machine.gone", machine=name)
@@ -480,7 +471,7 @@ class FleetController:
             if view.machine not in booked or view.state is MachineStatus.GONE or view.machine in self._busy:
                 continue
             offer = self._bought.get(view.machine)
-            price = view.price_micro_usd_per_hour if offer is None else _price_paid(offer, view)
+            price = view.price_micro_usd_per_hour if offer is None else price_paid(offer, view)
             if price is not None and price != booked[view.machine]:
                 self._ledger.repriced(view.machine, price, self._clock.wall())
                 log_event(log, "machine.repriced", machine=view.machine, price_usd_per_hour=price / 1e6)
@@ -526,15 +517,15 @@ class FleetController:
             bill.machine
             for bill in self._ledger.machines(now)
             if bill.machine in unseen
-            and bill.launched_ns is not None
-            and now - bill.launched_ns / 1e9 < LAG_S.get(bill.provider, 0.0)
+            and bill.launched_at is not None
+            and bill.may_be_unlisted(now, LAG_S.get(bill.provider, 0.0))
         }
 
     def _place(self, view: MachineView) -> None:
         """Note where the machine is and what it costs there, before it is said to be launched."""
         offer = self._bought.get(view.machine)
         if view.zone and offer is not None:
-            self._ledger.placed(view.machine, view.zone, _price_paid(offer, view))
+            self._ledger.placed(view.machine, view.zone, price_paid(offer, view))
 
     def _may_be_in(self, machine: str, clouds: frozenset[str]) -> bool:
         """Whether the machine may have been bought in one of `clouds`."""
@@ -553,12 +544,6 @@ class FleetController:
 
 def _problem(error: RLBoostError | OSError) -> str:
     return error.problem if isinstance(error, RLBoostError) else repr(error)
-
-
-def _price_paid(offer: Offer, view: MachineView) -> int | None:
-    """Return what an hour costs at most: a cloud takes no more than the bid, whatever its price is by now."""
-    price, bid = view.price_micro_usd_per_hour, offer.max_price_micro_usd_per_hour
-    return price if price is None or bid is None else min(price, bid)
 
 
 def _retry_after(error: RLBoostError | OSError) -> float:

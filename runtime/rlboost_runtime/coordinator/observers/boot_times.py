@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
-from rlboost_runtime.billing.ledger_machines import BootLedger
+from rlboost_runtime.billing.ledger import Ledger
 from rlboost_runtime.core.state.machines import Machine, MachineState
 from rlboost_runtime.logs import event as log_event
 from rlboost_runtime.protocol.messages import AgentHello, InstanceReadyMessage
@@ -59,14 +59,14 @@ class BootTimes:
         """From instances that serve and have not sent a token yet to their machines."""
         self._unkept: set[str] = set()
 
-    def recall(self, book: BootLedger) -> None:
+    def recall(self, book: Ledger) -> None:
         """Go on with what a former coordinator kept."""
         for machine, kept in book.kept_boots().items():
             boot = self._boot_times[machine] = msgspec.json.decode(kept, type=_Boot)
             if boot.ready_at is not None and boot.first_token_at is None:
                 self._tokenless[boot.ready_instance] = machine
 
-    def keep(self, book: BootLedger) -> None:
+    def keep(self, book: Ledger) -> None:
         """Keep what is new. Where that fails it is logged, and kept the next time."""
         if not self._unkept:
             return
