@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any, BinaryIO
@@ -113,13 +113,18 @@ class Head:
         return answer, blob
 
     def rlboost(
-        self, *arguments: str, environment: Mapping[str, str] | None = None, seconds: float = COMMAND_S
+        self,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+        seconds: float = COMMAND_S,
+        answers_with: Container[int] = (0,),
     ) -> Printed:
-        """Type a command of `rlboost` there. Raises `HeadRefused` where it fails, in its own words."""
+        """Run a command of `rlboost` there; its exit codes `answers_with` come with an answer. Raises
+        `HeadRefused` with the error that it reports."""
         answer, _ = self.ask(
             "rlboost", arguments=list(arguments), environment=dict(environment or {}), seconds=seconds
         )
-        if answer["status"] != 0:
+        if answer["status"] not in answers_with or (answer["status"] != 0 and not answer["out"]):
             raise self._refusal(arguments, answer, seconds)
         return Printed(answer["out"], answer["err"])
 
