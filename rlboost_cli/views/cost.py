@@ -101,11 +101,10 @@ def _summary(report: CostReport, money: Usd) -> list[str]:
 
 
 def _budget(budget: BudgetState) -> str:
-    most, hourly = budget.max_usd, budget.max_usd_per_hour
+    most, left, hourly = budget.max_usd, budget.left_usd, budget.max_usd_per_hour
     cap = "" if hourly is None else f"; at most {usd(hourly, 2)} per hour"
-    if most is None:
+    if most is None or left is None:
         return f"no limit{cap}"
-    left = budget.left_usd
     words = f"{usd(most, 2)}, {usd(left)} left" if left >= 0 else f"{usd(most, 2)}, exceeded by {usd(-left)}"
     if budget.hours_left is not None:
         words += f": {duration(3600 * budget.hours_left)} at this rate"
