@@ -93,6 +93,7 @@ _ROOMS: dict[str, dict[str, str]] = {
         "logs": "Show a run's logs, also of machines that are gone",
         "samples": "Show what the policy said: a step's best, worst and middling response",
         "cost": "Show what a run costs, on what, and what it would have cost on demand",
+        "audit": "Check a run against what RLBoost promises, from its event log and token journal",
         "preempt": "Take one instance away on purpose, as its cloud would",
         "down": "End a run for certain and show what it cost",
         "gc": "Find and end machines that no open run owns",

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any, BinaryIO
 
+from rlboost_cli.terminal.errors import ERRORS_VARIABLE, read_error
 from rlboost_providers.base.tags import owner_of
 from rlboost_providers.ssh.connection import SshHost
 from rlboost_runtime.errors import CredentialsRejected, ProviderError, RLBoostError, RuntimeFault
@@ -113,13 +114,21 @@ class Head:
         return answer, blob
 
     def rlboost(
-        self, *arguments: str, environment: Mapping[str, str] | None = None, seconds: float = COMMAND_S
+        self,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+        seconds: float = COMMAND_S,
+        answers_with: Container[int] = (0,),
     ) -> Printed:
-        """Type a command of `rlboost` there. Raises `HeadRefused` where it fails, in its own words."""
+        """Run a command of `rlboost` there; its exit codes `answers_with` come with an answer. Raises
+        `HeadRefused` with the error that it reports."""
         answer, _ = self.ask(
-            "rlboost", arguments=list(arguments), environment=dict(environment or {}), seconds=seconds
+            "rlboost",
+            arguments=list(arguments),
+            environment={**(environment or {}), ERRORS_VARIABLE: "json"},
+            seconds=seconds,
         )
-        if answer["status"] != 0:
+        if answer["status"] not in answers_with or (answer["status"] != 0 and not answer["out"]):
             raise self._refusal(arguments, answer, seconds)
         return Printed(answer["out"], answer["err"])
 
@@ -137,13 +146,14 @@ class Head:
         if answer["status"] == _TIMED_OUT:
             return HeadRefused(
                 f"`rlboost {arguments[0]}` on {self.place.host} took more than {seconds:.0f} s",
-                f"rlboost logs {self.run.name} shows what was said there; type the same again",
+                f"rlboost logs {self.run.name} shows what was printed there; type the same again",
             )
-        problem, _, remedy = str(answer["err"]).partition("\n\nhint: ")
-        if "error: " in problem:
-            problem = problem.rpartition("error: ")[2]
-        remedy = remedy.strip() or f"rlboost logs {self.run.name} shows what was said there"
-        return HeadRefused(f"on {self.place.host}: {problem.strip()}", remedy, int(answer["status"]))
+        printed, code = str(answer["err"]), int(answer["status"])
+        error = read_error(printed)
+        if error is None:  # a usage error, or no `rlboost` that can be started
+            remedy = f"rlboost logs {self.run.name} shows what was printed there"
+            return HeadRefused(f"on {self.place.host}: {printed.strip()}", remedy, code)
+        return HeadRefused(f"on {self.place.host}: {error.problem}", error.remedy, error.exit_code)
 
 
 def _hear(said: BinaryIO, say: Say, deadline: float) -> tuple[dict[str, Any], bytes]:

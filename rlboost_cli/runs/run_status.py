@@ -9,8 +9,11 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from msgspec import to_builtins
+
 from rlboost_runtime.errors import NotFound, RLBoostError
 from rlboost_runtime.money import MICRO_USD_PER_USD
+from rlboost_runtime.protocol.status import Status, read_status
 from rlboost_runtime.run.folder import RunFolder, read_json
 from rlboost_runtime.run.index import all_runs, is_supervised
 
@@ -18,15 +21,19 @@ if TYPE_CHECKING:
     from rlboost_cli.head.connection import Head
 
 
-_TOKENS = ("generated", "trained", "migrated", "lost_estimate", "redone", "dropped_late")
-_RESPONSES = ("requested", "in_flight", "finished", "migrated", "quarantined")
+_ALWAYS = (
+    *("step", "steps", "policy_version", "reward_mean", "reward_history", "tokens", "responses"),
+    *("preemptions", "seeding", "machines", "instances", "cost"),
+)
+"""Keys of `status --json` that are there also before the coordinator has written its first status."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
     """A status and how much to trust it."""
 
-    data: dict[str, Any]  # JSON: design section 6
+    data: dict[str, Any]
+    """A `Status` as JSON, with the `outcome` of a run that has ended."""
     is_live: bool
     """From the coordinator itself, just now."""
     has_ended: bool
@@ -39,7 +46,12 @@ class RunStatus:
     is_reached: bool = True
     """Whether the head answers; a run goes on without the laptop, so that silence says nothing about it."""
     was_started: bool = True
-    """Whether anything of it may run; not before a head elsewhere was told of it."""
+    """False until a head elsewhere has been asked to start the run."""
+
+    @property
+    def status(self) -> Status:
+        """`data` as a structure, where what is missing has its default."""
+        return read_status(self.data)
 
 
 def run_status(run: RunFolder, timeout_s: float = 2.0, head: Head | None = None) -> RunStatus:
@@ -71,28 +83,12 @@ def run_status(run: RunFolder, timeout_s: float = 2.0, head: Head | None = None)
 
 
 def status_json(run: RunFolder, found: RunStatus) -> dict[str, Any]:
-    """Return the status as one JSON object, whose keys are there also while nothing is known yet (design
-    section 6)."""
+    """Return the status as one JSON object."""
     job = read_json(run.job_json) or {}
-    nothing_yet = {
-        "step": 0,
-        "steps": job.get("algorithm", {}).get("steps"),
-        "policy_version": None,
-        "reward_mean": None,
-        "reward_history": [],
-        "tokens": dict.fromkeys(_TOKENS, 0),
-        "responses": dict.fromkeys(_RESPONSES, 0),
-        "preemptions": dict.fromkeys(("noticed", "silent", "reset"), 0),
-        "seeding": {"t_seed_s": None, "useful_instances": None},
-        "machines": [],
-        "instances": [],
-        "cost": {
-            "spent_usd": 0.0,
-            "rate_usd_per_hour": 0.0,
-            "budget_usd": job.get("budget", {}).get("max_usd"),
-        },
-    }
-    return nothing_yet | found.data | {"live": found.is_live, "age_s": round(found.age_s, 1)}
+    nothing_yet = to_builtins(Status(steps=job.get("algorithm", {}).get("steps")))
+    nothing_yet["cost"] |= {"spent_usd": 0.0, "budget_usd": job.get("budget", {}).get("max_usd")}
+    first = {name: nothing_yet[name] for name in _ALWAYS}
+    return first | found.data | {"live": found.is_live, "age_s": round(found.age_s, 1)}
 
 
 def runs_table() -> list[dict[str, Any]]:
@@ -188,16 +184,16 @@ def _age_s(run: RunFolder) -> float:
 
 
 def _sound_row(run: RunFolder) -> dict[str, Any]:
-    data = _stored(run)
+    status = read_status(_stored(run))
     job = read_json(run.job_json) or {}
     spent = spent_micro_usd(run)
     return {
         "run": run.name,
-        "state": data["state"],
+        "state": status.state,
         "running": not run.outcome.exists() and is_supervised(run),
-        "step": data.get("step", 0),
-        "steps": data.get("steps", job.get("algorithm", {}).get("steps")),
-        "reward_mean": data.get("reward_mean"),
+        "step": status.step,
+        "steps": job.get("algorithm", {}).get("steps") if status.steps is None else status.steps,
+        "reward_mean": status.reward_mean,
         "spent_usd": None if spent is None else spent / MICRO_USD_PER_USD,
         "age_s": round(_age_s(run), 1),
     }

@@ -1,15 +1,15 @@
-"""From an `OSError` about the folder of runs to what a person can do about it.
-
-From what went wrong to what a person reads and the exit code that a script reads.
+"""From an exception to the lines that a person reads and the exit code that a script reads.
 
 A failure that we can explain is shown as `error:`, a blank line and `hint:`. Anything else is one line and
-the file that its traceback was written to. Nobody ever sees a traceback on the screen.
+the file that its traceback was written to: a traceback is never printed. With RLBOOST_ERRORS=json in the
+environment, as a command has it that another machine's `rlboost` runs here, an error is one line of JSON.
 """
 
 from __future__ import annotations
 
 import errno
 import functools
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -98,22 +98,26 @@ def _free(folder: Path) -> str:
 
 P = ParamSpec("P")
 
+ERRORS_VARIABLE = "RLBOOST_ERRORS"
+"""Environment variable that asks a command for JSON errors; processes that it starts do not inherit it."""
+_JSON_MARK = '{"error": '
 INTERRUPTED = 130
 """Exit code after Ctrl-C, where there was no run to detach from."""
 
 
 def explained(command: Callable[P, None]) -> Callable[P, None]:
-    """Wrap a command: whatever it raises is shown as told above and becomes an exit code."""
+    """Wrap a command: whatever it raises is shown as described above and becomes an exit code."""
 
     @functools.wraps(command)
     def edge(*args: P.args, **kwargs: P.kwargs) -> None:
+        show = _show_json if os.environ.pop(ERRORS_VARIABLE, "") == "json" else _show
         try:
             command(*args, **kwargs)
             sys.stdout.flush()
         except typer.Exit:
             raise
         except RLBoostError as error:
-            raise typer.Exit(_show(error)) from None
+            raise typer.Exit(show(error)) from None
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             raise typer.Exit(INTERRUPTED) from None
@@ -121,8 +125,7 @@ def explained(command: Callable[P, None]) -> Callable[P, None]:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(1) from None
         except Exception as error:  # noqa: BLE001 - the edge of the process
-            known = _known(error)
-            raise typer.Exit(_show_unexpected(error) if known is None else _show(known)) from None
+            raise typer.Exit(show(_explained(error))) from None
 
     return edge
 
@@ -135,11 +138,15 @@ def render(error: RLBoostError) -> str:
     return f"error: {error.problem}\n\nhint: {error.remedy}"
 
 
-def _known(error: Exception) -> RLBoostError | None:
-    if not isinstance(error, OSError):
-        return None
-
-    return explain_disk(error)
+def read_error(printed: str) -> RLBoostError | None:
+    """Return the error that a command printed as JSON, with its exit code; None if it printed none."""
+    for line in reversed(printed.splitlines()):
+        if line.startswith(_JSON_MARK):
+            found = json.loads(line)["error"]
+            error = RLBoostError(found["problem"], found["remedy"])
+            error.exit_code = found["exit_code"]
+            return error
+    return None
 
 
 def _show(error: RLBoostError) -> int:
@@ -147,13 +154,27 @@ def _show(error: RLBoostError) -> int:
     return error.exit_code
 
 
-def _show_unexpected(error: Exception) -> int:
+def _show_json(error: RLBoostError) -> int:
+    found = {
+        "class": type(error).__name__,
+        "problem": error.problem,
+        "remedy": error.remedy,
+        "exit_code": error.exit_code,
+    }
+    print(f"{_JSON_MARK}{json.dumps(found)}}}", file=sys.stderr)
+    return error.exit_code
+
+
+def _explained(error: Exception) -> RLBoostError:
+    known = explain_disk(error) if isinstance(error, OSError) else None
+    if known is not None:
+        return known
     where = _write_traceback(error)
     text = str(error).strip().splitlines()
-    said = f": {text[0]}" if text else ""
-    print(f"error: unexpected {type(error).__name__}{said}", file=sys.stderr)
-    print(f"\nhint: the traceback is in {where}; please report it", file=sys.stderr)
-    return 1
+    return RuntimeFault(
+        f"unexpected {type(error).__name__}{f': {text[0]}' if text else ''}",
+        f"the traceback is in {where}; please report it",
+    )
 
 
 def _write_traceback(error: Exception) -> Path:

@@ -42,21 +42,22 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlboost_cli.terminal.text import duration, table, usd
+
+if TYPE_CHECKING:
+    from rlboost_runtime.billing.report import BudgetState, CostReport, Counterfactual, MachineCost, StepCost
 
 WIDTH = 80
 MAX_STEP_LINES = 12
 
-Json = dict[str, Any]  # parts of the report, design section 6
-
 Usd = Callable[[float], str]
 
 
-def cost_lines(report: Json) -> list[str]:
+def cost_lines(report: CostReport) -> list[str]:
     """Return the report: what was spent, on what, by step, by offer, and what on-demand would have cost."""
-    places = _places(report["total_usd"])
+    places = _places(report.total_usd)
 
     def money(value: float) -> str:
         return usd(value, places)
@@ -64,10 +65,10 @@ def cost_lines(report: Json) -> list[str]:
     blocks = [
         _summary(report, money),
         table(("", "reserved", "spot", "total"), _by_cause(report, money)).splitlines(),
-        _on_demand(report["counterfactual"]),
+        _on_demand(report.counterfactual),
         _steps(report, money),
         _offers(report, money),
-        [line for note in report["notes"] for line in _wrapped("note: ", note)],
+        [line for note in report.notes for line in _wrapped("note: ", note)],
     ]
     return "\n\n".join("\n".join(block) for block in blocks if block).splitlines()
 
@@ -80,99 +81,92 @@ def _places(total: float) -> int:
 # --- the whole run -----------------------------------------------------------------------------------------
 
 
-def _summary(report: Json, money: Usd) -> list[str]:
-    tokens, per_million = report["tokens_trained"], report["usd_per_million_tokens"]
+def _summary(report: CostReport, money: Usd) -> list[str]:
+    tokens, per_million = report.tokens_trained, report.usd_per_million_tokens
     price = "" if per_million is None else f", {usd(per_million)} per million"
-    is_open = report.get("state", "open") == "open"
-    rate = report["rate_usd_per_hour"]
-    so_far = f" so far, {usd(rate)} per hour now" if is_open else f" in all, {report['state']}"
-    if (
-        not is_open
-        and rate
-        and any(m["pool"] == "spot" and m["state"] == "running" for m in report["machines"])
-    ):
-        so_far += f", but machines are left at {usd(rate)} per hour: rlboost down {report['run']}"
+    is_open = report.state == "open"
+    rate = report.rate_usd_per_hour
+    so_far = f" so far, {usd(rate)} per hour now" if is_open else f" in all, {report.state}"
+    if not is_open and rate and any(m.pool == "spot" and m.state == "running" for m in report.machines):
+        so_far += f", but machines are left at {usd(rate)} per hour: rlboost down {report.run}"
     return [
         line
         for label, words in (
-            (report["run"], f"{money(report['total_usd'])}{so_far}"),
-            ("budget", _budget(report["budget"])),
+            (report.run, f"{money(report.total_usd)}{so_far}"),
+            ("budget", _budget(report.budget)),
             ("tokens", f"{tokens:,} trained{price}"),
         )
         for line in _wrapped(f"{label:<9} " if len(label) < 9 else f"{label}: ", words)
     ]
 
 
-def _budget(budget: Json) -> str:
-    most, hourly = budget["max_usd"], budget["max_usd_per_hour"]
+def _budget(budget: BudgetState) -> str:
+    most, left, hourly = budget.max_usd, budget.left_usd, budget.max_usd_per_hour
     cap = "" if hourly is None else f"; at most {usd(hourly, 2)} per hour"
-    if most is None:
+    if most is None or left is None:
         return f"no limit{cap}"
-    left = budget["left_usd"]
     words = f"{usd(most, 2)}, {usd(left)} left" if left >= 0 else f"{usd(most, 2)}, exceeded by {usd(-left)}"
-    if budget["hours_left"] is not None:
-        words += f": {duration(3600 * budget['hours_left'])} at this rate"
+    if budget.hours_left is not None:
+        words += f": {duration(3600 * budget.hours_left)} at this rate"
     return words + cap
 
 
-def _by_cause(report: Json, money: Usd) -> list[tuple[str, ...]]:
+def _by_cause(report: CostReport, money: Usd) -> list[tuple[str, ...]]:
     """Return rows of what the machines' time was good for, and the rest; the last one is the total."""
 
-    def row(label: str, of: Callable[[Json], float]) -> tuple[str, ...]:
-        pools = [
-            _sum(of(m) for m in report["machines"] if m["pool"] == pool) for pool in ("reserved", "spot")
-        ]
+    def row(label: str, of: Callable[[MachineCost], float]) -> tuple[str, ...]:
+        pools = [_sum(of(m) for m in report.machines if m.pool == pool) for pool in ("reserved", "spot")]
         return label, *(money(amount) for amount in (*pools, _sum(pools)))
 
-    rows = [row("useful", lambda m: float(m["useful_usd"]))]
-    rows += [row(kind, _wasted(kind)) for kind in report["wasted_usd"]]
-    rows += [(kind, "-", "-", money(amount)) for kind, amount in report["other_usd"].items() if amount]
-    compute = report["compute_usd"]
-    return [*rows, ("total", money(compute["reserved"]), money(compute["spot"]), money(report["total_usd"]))]
+    rows = [row("useful", lambda m: m.useful_usd)]
+    rows += [row(kind, _wasted(kind)) for kind in report.wasted_usd]
+    rows += [(kind, "-", "-", money(amount)) for kind, amount in report.other_usd.items() if amount]
+    compute = report.compute_usd
+    return [*rows, ("total", money(compute["reserved"]), money(compute["spot"]), money(report.total_usd))]
 
 
-def _wasted(kind: str) -> Callable[[Json], float]:
-    return lambda machine: float(machine["wasted_usd"][kind])
+def _wasted(kind: str) -> Callable[[MachineCost], float]:
+    return lambda machine: machine.wasted_usd[kind]
 
 
-def _on_demand(found: Json) -> list[str]:
-    if found["saving_fraction"] is None:
-        return _wrapped("on-demand ", found["basis"])
-    saving = found["saving_fraction"]
+def _on_demand(found: Counterfactual) -> list[str]:
+    if found.saving_fraction is None:
+        return _wrapped("on-demand ", found.basis)
+    saving = found.saving_fraction
     words = f"{saving:.1%} saved" if saving >= 0 else f"spot cost {-saving:.1%} more"
     return [
-        f"on-demand {usd(found['usd_per_million_tokens'])} per million tokens: {words}",
-        *_wrapped(" " * 10, found["basis"]),
+        f"on-demand {usd(found.usd_per_million_tokens)} per million tokens: {words}",
+        *_wrapped(" " * 10, found.basis),
     ]
 
 
 # --- steps -------------------------------------------------------------------------------------------------
 
 
-def _steps(report: Json, money: Usd) -> list[str]:
+def _steps(report: CostReport, money: Usd) -> list[str]:
     """Return a table of steps, several to a line where there are many; it adds up to the total."""
-    steps, outside = report["steps"], report["outside_steps_usd"]
+    steps, outside = report.steps, report.outside_steps_usd
     if not steps:
         return []
     per_line = -(-len(steps) // MAX_STEP_LINES)
     rows: list[tuple[str | None, ...]] = [
         _span(steps[at : at + per_line], money) for at in range(0, len(steps), per_line)
     ]
-    if outside["before"]:
-        rows.insert(0, ("before", None, None, money(outside["before"]), None, None))
-    if outside["after"]:
-        rows.append(("after", None, None, money(outside["after"]), None, None))
+    if outside.before:
+        rows.insert(0, ("before", None, None, money(outside.before), None, None))
+    if outside.after:
+        rows.append(("after", None, None, money(outside.after), None, None))
     headers = ("step", "seconds", "tokens", "cost", "per million", "reward")
     return table(headers, rows).splitlines()
 
 
-def _span(steps: Sequence[Json], money: Usd) -> tuple[str, ...]:
-    first, last = steps[0]["step"] + 1, steps[-1]["step"] + 1
-    cost, tokens = _sum(s["usd"] for s in steps), sum(s["tokens"] for s in steps)
-    rewards = [s["reward_mean"] for s in steps if s.get("reward_mean") is not None]
+def _span(steps: Sequence[StepCost], money: Usd) -> tuple[str, ...]:
+    first, last = steps[0].step + 1, steps[-1].step + 1
+    cost, tokens = _sum(s.usd for s in steps), sum(s.tokens for s in steps)
+    rewards = [s.reward_mean for s in steps if s.reward_mean is not None]
     return (
         str(first) if first == last else f"{first}-{last}",
-        f"{sum(s['seconds'] for s in steps):,.1f}",
+        f"{sum(s.seconds for s in steps):,.1f}",
         f"{tokens:,}",
         money(cost),
         usd(cost / tokens * 1e6) if tokens else "-",
@@ -183,12 +177,12 @@ def _span(steps: Sequence[Json], money: Usd) -> tuple[str, ...]:
 # --- machines ----------------------------------------------------------------------------------------------
 
 
-def _offers(report: Json, money: Usd) -> list[str]:
+def _offers(report: CostReport, money: Usd) -> list[str]:
     """Return a table of machines, those of one offer on one line, and the launches that were refused."""
-    launched = [m for m in report["machines"] if m["started_at"] is not None]
+    launched = [m for m in report.machines if m.started_at is not None]
 
-    def offer(machine: Json) -> tuple[str, str, str, float]:
-        return machine["pool"], machine["zone"], machine["accelerator"], machine["price_usd_per_hour"]
+    def offer(machine: MachineCost) -> tuple[str, str, str, float]:
+        return machine.pool, machine.zone, machine.accelerator, machine.price_usd_per_hour
 
     rows = [
         (pool, zone, accelerator, str(len(machines)), _hours(machines), usd(price), money(_cost(machines)))
@@ -197,18 +191,18 @@ def _offers(report: Json, money: Usd) -> list[str]:
     ]
     headers = ("pool", "zone", "accelerator", "machines", "billed", "per hour", "cost")
     lines = table(headers, rows).splitlines() if rows else []
-    refused = sum(m["state"] == "failed" for m in report["machines"])
+    refused = sum(m.state == "failed" for m in report.machines)
     if refused:
         lines.append(f"and {refused} {'launch' if refused == 1 else 'launches'} refused, at no cost")
     return lines
 
 
-def _hours(machines: Sequence[Json]) -> str:
-    return duration(sum(m["billed_s"] for m in machines))
+def _hours(machines: Sequence[MachineCost]) -> str:
+    return duration(sum(m.billed_s for m in machines))
 
 
-def _cost(machines: Sequence[Json]) -> float:
-    return _sum(m["cost_usd"] for m in machines)
+def _cost(machines: Sequence[MachineCost]) -> float:
+    return _sum(m.cost_usd for m in machines)
 
 
 def _sum(amounts: Iterable[float]) -> float:
@@ -234,7 +228,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def cost_csv(report: Json) -> str:
+def cost_csv(report: CostReport) -> str:
     """Return the table; no newline at its end."""
     out = io.StringIO()
     writer = csv.DictWriter(out, COLUMNS, restval="", lineterminator="\n")
@@ -243,38 +237,38 @@ def cost_csv(report: Json) -> str:
     return out.getvalue().rstrip("\n")
 
 
-def _rows(report: Json) -> Iterator[Json]:
-    for machine in report["machines"]:
+def _rows(report: CostReport) -> Iterator[dict[str, Any]]:
+    for machine in report.machines:
         yield {
             "kind": "machine",
-            "id": machine["id"],
-            "pool": machine["pool"],
-            "zone": machine["zone"],
+            "id": machine.id,
+            "pool": machine.pool,
+            "zone": machine.zone,
             **_times(machine),
-            "seconds": machine["billed_s"],
-            "price_usd_per_hour": _usd(machine["price_usd_per_hour"]),
-            "usd": _usd(machine["cost_usd"]),
-            "useful_usd": _usd(machine["useful_usd"]),
-            **{f"{kind}_usd": _usd(machine["wasted_usd"][kind]) for kind in WASTE},
+            "seconds": machine.billed_s,
+            "price_usd_per_hour": _usd(machine.price_usd_per_hour),
+            "usd": _usd(machine.cost_usd),
+            "useful_usd": _usd(machine.useful_usd),
+            **{f"{kind}_usd": _usd(machine.wasted_usd[kind]) for kind in WASTE},
         }
-    for kind, amount in report["other_usd"].items():
+    for kind, amount in report.other_usd.items():
         yield {"kind": "other", "id": kind, "usd": _usd(amount)}
-    for step in report["steps"]:
+    for step in report.steps:
         yield {
             "kind": "step",
-            "id": step["step"] + 1,
+            "id": step.step + 1,
             **_times(step),
-            "seconds": step["seconds"],
-            "tokens": step["tokens"],
-            "reward_mean": step["reward_mean"],
-            "usd": _usd(step["usd"]),
+            "seconds": step.seconds,
+            "tokens": step.tokens,
+            "reward_mean": step.reward_mean,
+            "usd": _usd(step.usd),
         }
-    for when, amount in report["outside_steps_usd"].items():
-        yield {"kind": "outside", "id": when, "usd": _usd(amount)}
+    for when in ("before", "after"):
+        yield {"kind": "outside", "id": when, "usd": _usd(getattr(report.outside_steps_usd, when))}
 
 
-def _times(row: Json) -> Json:
-    return {name: _time(row[name]) for name in ("started_at", "ended_at")}
+def _times(row: MachineCost | StepCost) -> dict[str, str]:
+    return {"started_at": _time(row.started_at), "ended_at": _time(row.ended_at)}
 
 
 def _time(at: float | None) -> str:

@@ -1,22 +1,24 @@
-"""What is said when a run has ended: how it went, what it cost, what to type next."""
+"""The summary of an ended run: how it went, what it cost, what to type next."""
 
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING
 
-from rlboost_cli.terminal.text import duration, usd
+from rlboost_cli.terminal.text import counted, duration, usd
 from rlboost_runtime.protocol.reward_failures import FailureCount
 
-Json = dict[str, Any]  # an object of design section 6
+if TYPE_CHECKING:
+    from rlboost_runtime.billing.report import CostReport
+    from rlboost_runtime.protocol.status import Status
 
 
-def ended_lines(name: str, state: str, status: Json, report: Json) -> list[str]:
+def ended_lines(name: str, state: str, status: Status, report: CostReport) -> list[str]:
     """Return a summary and a short cost report."""
     lines = [f"{name} {'is ' if state == 'done' else ''}{state}{_how_far(status)}"]
-    if learnt := _reward(status.get("reward_history") or []):
+    if learnt := _reward([r for r in status.reward_history if r is not None]):
         lines.append(_labelled("reward", learnt))
-    if failures := _reward_failures(report.get("rewards") or {}):
+    if failures := _reward_failures(report.rewards):
         lines.append(_labelled("", failures))
     lines += [_labelled("spot" if i == 0 else "", text) for i, text in enumerate(_survived(status))]
     return [*lines, *_cost(report)]
@@ -36,14 +38,13 @@ def next_lines(name: str, state: str, model: str, num_steps: int) -> list[str]:
     ]
 
 
-def _how_far(status: Json) -> str:
-    step, steps = int(status.get("step") or 0), status.get("steps")
-    if steps is None:
+def _how_far(status: Status) -> str:
+    if status.steps is None:
         return ""
     took = ""
-    if status.get("started_at") is not None and status.get("at") is not None:
-        took = f" in {duration(float(status['at']) - float(status['started_at']))}"
-    return f": {step} of {steps} steps{took}"
+    if status.started_at is not None and status.at is not None:
+        took = f" in {duration(status.at - status.started_at)}"
+    return f": {status.step} of {status.steps} steps{took}"
 
 
 def _reward(history: list[float]) -> str:
@@ -55,34 +56,30 @@ def _reward(history: list[float]) -> str:
     return f"{first:.3f} -> {last:.3f} (first and last {which})"
 
 
-def _reward_failures(rewards: Json) -> str:
+def _reward_failures(rewards: dict[str, int]) -> str:
     count = FailureCount.from_json(rewards)
     return count.in_words() if count.failed else ""
 
 
-def _survived(status: Json) -> list[str]:
-    losses = status.get("preemptions") or {}
-    total = sum(int(n) for n in losses.values())
-    if total == 0:
+def _survived(status: Status) -> list[str]:
+    if (total := status.preemptions.total) == 0:
         return []
-    responses, tokens = status.get("responses") or {}, status.get("tokens") or {}
-    what = "1 preemption" if total == 1 else f"{total:,} preemptions"
-    migrated, lost = int(responses.get("migrated") or 0), int(tokens.get("lost_estimate") or 0)
-    first = f"{what} survived, {int(losses.get('noticed') or 0):,} with notice"
+    migrated, lost = status.responses.migrated, status.tokens.lost_estimate
+    first = f"{counted(total, 'preemption')} survived, {status.preemptions.noticed:,} with notice"
     return [first, f"{migrated:,} responses migrated, about {lost:,} tokens lost"] if migrated else [first]
 
 
-def _cost(report: Json) -> list[str]:
-    compute, found = report.get("compute_usd") or {}, report.get("counterfactual") or {}
-    pools = ", ".join(f"{pool} {usd(amount, 2)}" for pool, amount in compute.items())
-    lines = [_labelled("cost", f"{usd(report.get('total_usd'), 2)}" + (f" ({pools})" if pools else ""))]
-    per_million, saving = report.get("usd_per_million_tokens"), found.get("saving_fraction")
+def _cost(report: CostReport) -> list[str]:
+    found = report.counterfactual
+    pools = ", ".join(f"{pool} {usd(amount, 2)}" for pool, amount in report.compute_usd.items())
+    lines = [_labelled("cost", f"{usd(report.total_usd, 2)} ({pools})")]
+    per_million, saving = report.usd_per_million_tokens, found.saving_fraction
     if per_million is not None:
         lines.append(_labelled("", f"{usd(per_million, 2)} per million tokens trained"))
     if saving is not None:
-        basis = re.split(r"[,:;]", str(found.get("basis") or "estimated"))[0]
+        basis = re.split(r"[,:;]", found.basis)[0]
         words = f"{saving:.0%} saved" if saving >= 0 else f"spot cost {-saving:.0%} more"
-        alone = usd(found.get("usd_per_million_tokens"), 2)
+        alone = usd(found.usd_per_million_tokens, 2)
         lines.append(_labelled("", f"on demand only ({basis}): {alone} per million, {words}"))
     return lines
 

@@ -1,28 +1,34 @@
-"""A run's events as lines for a person: alike ones that follow each other become one."""
+"""A run's events as lines for a person; neighbours that report the same of several instances become one."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
-Event = dict[str, Any]  # "at", "kind", "text" of a status
+from msgspec.structs import replace
 
+if TYPE_CHECKING:
+    from rlboost_runtime.protocol.status import RecentEvent
 
 ALIKE_WITHIN_S = 30.0
-"""Events that say the same of several instances are one line if they lie no further apart."""
+"""Longest time between two events that become one line."""
 _MOST_NAMES = 4
 
 
-def event_line(event: Event) -> str:
+def event_line(event: RecentEvent) -> str:
     """Return one event: when, and what."""
-    at = time.strftime("%H:%M:%S", time.localtime(float(event.get("at", 0))))
-    return f"{at} {event.get('text') or event.get('kind', '')}"
+    return timed(event.at, event.text or event.kind)
 
 
-def merged(events: Iterable[Event]) -> list[Event]:
+def timed(at: float, words: str) -> str:
+    """Return `words` behind the time of day."""
+    return f"{time.strftime('%H:%M:%S', time.localtime(at))} {words}"
+
+
+def merged(events: Iterable[RecentEvent]) -> list[RecentEvent]:
     """Return the events, oldest first, with neighbours that say the same of several instances made one."""
-    groups: list[list[Event]] = []
+    groups: list[list[RecentEvent]] = []
     for event in events:
         if groups and _are_alike(groups[-1][-1], event):
             groups[-1].append(event)
@@ -31,19 +37,19 @@ def merged(events: Iterable[Event]) -> list[Event]:
     return [group[0] if len(group) == 1 else _one(group) for group in groups]
 
 
-def _are_alike(first: Event, second: Event) -> bool:
+def _are_alike(first: RecentEvent, second: RecentEvent) -> bool:
     name, said = _split(second)
-    is_close = float(second.get("at", 0)) - float(first.get("at", 0)) <= ALIKE_WITHIN_S
-    same = first.get("kind") == second.get("kind") and _split(first)[1] == said
+    is_close = second.at - first.at <= ALIKE_WITHIN_S
+    same = first.kind == second.kind and _split(first)[1] == said
     return bool(name) and same and is_close and any(c.isdigit() for c in name)
 
 
-def _split(event: Event) -> tuple[str, str]:
-    name, _, said = str(event.get("text", "")).partition(" ")
+def _split(event: RecentEvent) -> tuple[str, str]:
+    name, _, said = event.text.partition(" ")
     return name, said
 
 
-def _one(group: list[Event]) -> Event:
+def _one(group: list[RecentEvent]) -> RecentEvent:
     names = list(dict.fromkeys(_split(event)[0] for event in group))
     shown = names[:_MOST_NAMES]
     if len(names) > len(shown):
@@ -53,4 +59,4 @@ def _one(group: list[Event]) -> Event:
     for one, many in (("serves ", "serve "), ("has ", "have "), ("is ", "are "), ("was ", "were ")):
         if len(names) > 1 and said.startswith(one):
             said = many + said.removeprefix(one)
-    return {**group[-1], "text": f"{who} {said}"}
+    return replace(group[-1], text=f"{who} {said}")

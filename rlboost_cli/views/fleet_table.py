@@ -1,16 +1,17 @@
-"""The fleet as a table: a row per instance, and per machine that has none; it fits into any room."""
+"""The fleet as a table: a row per instance, and per machine that has none; it fits any terminal."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rlboost_cli.terminal.screen import Line
 from rlboost_cli.terminal.text import dash, table
 
-Json = dict[str, Any]  # an object of design section 6
+if TYPE_CHECKING:
+    from rlboost_runtime.protocol.status import InstanceRow, MachineRow, Status
 
 _COLUMNS = ("instance", "pool", "machine", "state", "version", "in flight", "tok/s", "up")
 _DROPPED_FIRST = ("machine", "pool", "up", "tok/s")
@@ -20,15 +21,14 @@ _LEAST_TABLE = 3
 _STATE_STYLES = {"draining": "warn", "disconnected": "warn", "no contact": "warn", "loading": "dim"}
 
 
-def fleet_rows(status: Json) -> list[dict[str, str]]:
+def fleet_rows(status: Status) -> list[dict[str, str]]:
     """Return a row per instance, and per machine that has none yet; by pool, then by number."""
-    instances = status.get("instances") or []
-    rows = [_instance_row(i) for i in instances]
-    with_instances = {i.get("machine") for i in instances}
+    rows = [_instance_row(i) for i in status.instances]
+    with_instances = {i.machine for i in status.instances}
     rows += [
         _machine_row(m)
-        for m in status.get("machines") or []
-        if m.get("id") not in with_instances and m.get("state") in ("intended", "running")
+        for m in status.machines
+        if m.id not in with_instances and m.state in ("intended", "running")
     ]
     return sorted(rows, key=_place)
 
@@ -48,38 +48,35 @@ def fleet_table(rows: Sequence[dict[str, str]], room: int, width: int) -> list[L
     return [Line(header, "header"), *styled, *more]
 
 
-def _instance_row(instance: Json) -> dict[str, str]:
+def _instance_row(instance: InstanceRow) -> dict[str, str]:
     return {
-        "instance": str(instance.get("id", "?")),
-        "pool": dash(instance.get("pool")),
-        "machine": dash(instance.get("machine")),
-        "state": dash(instance.get("state")),
+        "instance": instance.id,
+        "pool": dash(instance.pool),
+        "machine": dash(instance.machine),
+        "state": dash(instance.state),
         "version": _version(instance),
-        "in flight": str(instance.get("in_flight", 0)),
-        "tok/s": f"{float(instance.get('tokens_per_s') or 0):,.0f}",
-        "up": _uptime(float(instance.get("uptime_s") or 0)),
+        "in flight": str(instance.in_flight),
+        "tok/s": f"{instance.tokens_per_s:,.0f}",
+        "up": _uptime(instance.uptime_s),
     }
 
 
-def _version(instance: Json) -> str:
-    """Return what it serves, and how far it is with what comes next."""
-    served, pulling = dash(instance.get("policy_version")), instance.get("pulling")
-    if not pulling or not pulling.get("total_bytes"):
+def _version(instance: InstanceRow) -> str:
+    """Return the version that it serves, and how much it has of the next."""
+    served, pulling = dash(instance.policy_version), instance.pulling
+    if pulling is None or not pulling.total_bytes:
         return served
-    return f"{served}, {pulling['version']} at {pulling['done_bytes'] / pulling['total_bytes']:.0%}"
+    return f"{served}, {pulling.version} at {pulling.done_bytes / pulling.total_bytes:.0%}"
 
 
-def _machine_row(machine: Json) -> dict[str, str]:
-    asked = machine.get("state") == "intended"
-    state = "launching" if asked else "no contact" if machine.get("joined") else "booting"
-    up = "-" if asked else _uptime(float(machine.get("billed_s") or 0))
-    name = str(machine.get("id", "?"))
+def _machine_row(machine: MachineRow) -> dict[str, str]:
+    is_launching = machine.state == "intended"
     return dict.fromkeys(_COLUMNS, "-") | {
-        "machine": name,
-        "instance": name,
-        "pool": dash(machine.get("pool")),
-        "state": state,
-        "up": up,
+        "machine": machine.id,
+        "instance": machine.id,
+        "pool": dash(machine.pool),
+        "state": "launching" if is_launching else "no contact" if machine.joined else "booting",
+        "up": "-" if is_launching else _uptime(machine.billed_s),
     }
 
 

@@ -1,10 +1,9 @@
 """The attached view: one block of lines on a terminal that shows how a run is doing, until it ends.
 
-It never scrolls, sends only what changed, and not oftener than statuses come (about once a second).
+It never scrolls, and sends only what changed, as often as statuses come (about once a second).
 
-A followed run as plain lines, for files and terminals that cannot repaint: a line per step and per event,
-and now and then one that says that the run lives.
-
+`NewLines` is the same as plain lines, for files and terminals that cannot repaint: a line per step and per
+event, and a heartbeat where nothing happens.
 """
 
 from __future__ import annotations
@@ -13,13 +12,16 @@ import shutil
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from rlboost_cli.runs.run_status import RunStatus
 from rlboost_cli.terminal.screen import Painter, Size, glyphs_for, has_style
 from rlboost_cli.terminal.text import usd
-from rlboost_cli.views.events import event_line, merged
+from rlboost_cli.views.events import event_line, merged, timed
 from rlboost_cli.views.run_view import live_lines, tokens_per_s
+
+if TYPE_CHECKING:
+    from rlboost_cli.runs.run_status import RunStatus
+    from rlboost_runtime.protocol.status import Status
 
 _HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 
@@ -47,12 +49,12 @@ def watch(statuses: Iterable[RunStatus], stream: TextIO) -> None:
 
 
 HEARTBEAT_S = 30.0
-"""After so long without a line, one says what goes on."""
+"""After so long without a line, a heartbeat is printed."""
 
 
 @dataclass(slots=True)
 class NewLines:
-    """Turns statuses into lines, each told once."""
+    """Turns statuses into lines, each printed once."""
 
     clock: Callable[[], float] = time.monotonic
     _steps: int | None = None
@@ -61,10 +63,10 @@ class NewLines:
     _phase: str = ""
     _said_at: float | None = None
 
-    def of(self, status: RunStatus) -> list[str]:
+    def of(self, found: RunStatus) -> list[str]:
         """Return what is new since the last call, oldest first."""
-        data = status.data
-        lines = [*self._silences(status), *self._phases(data), *self._events(data), *self._trained(data)]
+        data = found.status
+        lines = [*self._silences(found), *self._phases(data), *self._events(data), *self._trained(data)]
         now = self.clock()
         if not lines and self._said_at is not None and now - self._said_at >= HEARTBEAT_S:
             lines = [_heartbeat(data)]
@@ -72,60 +74,62 @@ class NewLines:
             self._said_at = now
         return lines
 
-    def _silences(self, status: RunStatus) -> list[str]:
-        was_silent, self._silence = self._silence, status.problem
-        if (was_silent is None) == (status.problem is None):
+    def _silences(self, found: RunStatus) -> list[str]:
+        was_silent, self._silence = self._silence, found.problem
+        if (was_silent is None) == (found.problem is None):
             return []
-        if status.problem is None:
+        if found.problem is None:
             return ["the coordinator answers again"]
-        is_started = status.is_supervised and status.is_reached
-        return [status.problem + ("; it is started again" if is_started else "")]
+        is_started = found.is_supervised and found.is_reached
+        return [found.problem + ("; it is started again" if is_started else "")]
 
-    def _phases(self, data: dict[str, Any]) -> list[str]:
-        """Before the first step there are no steps to tell of."""
-        phase = str(data.get("phase") or "")
-        if data.get("state") != "provisioning" or phase in ("", self._phase):
+    def _phases(self, status: Status) -> list[str]:
+        """Return the phase before the first step, when it is new."""
+        phase = status.phase or ""
+        if status.state != "provisioning" or phase in ("", self._phase):
             return []
         self._phase = phase
-        return [_at(data, phase)]
+        return [_at(status, phase)]
 
-    def _events(self, data: dict[str, Any]) -> list[str]:
+    def _events(self, status: Status) -> list[str]:
         new = []
-        for event in data.get("events") or []:
-            key = (float(event.get("at", 0)), str(event.get("kind", "")), str(event.get("text", "")))
+        for event in status.events:
+            key = (event.at, event.kind, event.text)
             if key not in self._seen:
                 self._seen.add(key)
                 new.append(event)
-        return [event_line(event) for event in merged(new) if event.get("kind") != "step"]
+        return [event_line(event) for event in merged(new) if event.kind != "step"]
 
-    def _trained(self, data: dict[str, Any]) -> list[str]:
-        trained = int(data.get("step") or 0)
-        if self._steps is None:  # attached to a run that has been going on: its past is not news
+    def _trained(self, status: Status) -> list[str]:
+        trained = status.step
+        if self._steps is None:  # attached to a run that has been going on: its past is not new
             self._steps = max(0, trained - 1)
         first, self._steps = self._steps, max(trained, self._steps)
-        rewards = list(data.get("reward_history") or [])
-        return [_step(data, number, rewards, trained) for number in range(first + 1, trained + 1)]
+        return [_step(status, number) for number in range(first + 1, trained + 1)]
 
 
-def _step(data: dict[str, Any], number: int, rewards: list[Any], trained: int) -> str:
-    index = len(rewards) - 1 - (trained - number)
+def _step(status: Status, number: int) -> str:
+    rewards = status.reward_history
+    index = len(rewards) - 1 - (status.step - number)
     reward = rewards[index] if 0 <= index < len(rewards) else None
-    parts = [f"step {number}/{data.get('steps', '?')}"]
+    parts = [_progress(number, status.steps)]
     if reward is not None:
         parts.append(f"reward {reward:.3f}")
-    if number == trained:
-        parts += [tokens_per_s(data), usd((data.get("cost") or {}).get("spent_usd"))]
-    return _at(data, "  ".join(parts))
+    if number == status.step:
+        parts += [tokens_per_s(status), usd(status.cost.spent_usd)]
+    return _at(status, "  ".join(parts))
 
 
-def _heartbeat(data: dict[str, Any]) -> str:
-    serving = sum(i.get("state") == "ready" for i in data.get("instances") or [])
-    words = [f"step {data.get('step', 0)}/{data.get('steps', '?')}"]
-    words.append(str(data.get("phase") or data.get("state", "")))
-    words += [f"{serving} instances ready", tokens_per_s(data)]
-    words.append(usd((data.get("cost") or {}).get("spent_usd")))
-    return _at(data, ", ".join(words))
+def _progress(step: int, steps: int | None) -> str:
+    return f"step {step}/{'?' if steps is None else steps}"
 
 
-def _at(data: dict[str, Any], words: str) -> str:
-    return event_line({"at": data["at"], "text": words}) if data.get("at") is not None else words
+def _heartbeat(status: Status) -> str:
+    ready = sum(i.state == "ready" for i in status.instances)
+    words = [_progress(status.step, status.steps), status.phase or status.state]
+    words += [f"{ready} instances ready", tokens_per_s(status), usd(status.cost.spent_usd)]
+    return _at(status, ", ".join(words))
+
+
+def _at(status: Status, words: str) -> str:
+    return words if status.at is None else timed(status.at, words)

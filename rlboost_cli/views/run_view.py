@@ -1,11 +1,6 @@
 """One run's status as lines: for `status` in full, for the live view cut to the terminal's size.
 
-Pure, and tolerant of missing keys: which are there depends on who wrote the status. A line carries the name
-of a style for those who can show one; nothing is said by colour alone.
-
-How machines came into service, phase by phase: a table for `rlboost status`.
-
-How long engines took to start and new weights to come, in two lines; medians over the instances.
+Pure. A line carries the name of a style for a terminal that can show one; no information is in colour alone.
 """
 
 from __future__ import annotations
@@ -13,17 +8,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlboost_cli.terminal.screen import Glyphs, Line, Size
-from rlboost_cli.terminal.text import ENDED, dash, duration, table, usd
+from rlboost_cli.terminal.text import ENDED, counted, duration, table, usd
 from rlboost_cli.views.events import event_line, merged
 from rlboost_cli.views.fleet_table import fleet_rows, fleet_table
 
 if TYPE_CHECKING:
     from rlboost_cli.runs.run_status import RunStatus
-
-Json = dict[str, Any]  # an object of design section 6
+    from rlboost_runtime.protocol.status import MachineRow, OnDemandFigures, Preparation, Status
 
 WIDEST = 120
 """Columns after which a wider terminal makes nothing clearer."""
@@ -48,8 +42,9 @@ def live_lines(found: RunStatus, size: Size, glyphs: Glyphs, *, is_last: bool = 
     """
     width = min(size.width - 1, WIDEST)  # a sign in the last column may wrap
     room = max(1, size.height - 1)
-    head = [*_head(found.data, width, glyphs), *(Line(text, "warn") for text in staleness(found))][:room]
-    rows, events = fleet_rows(found.data), _events(found.data, _MOST_EVENTS)
+    status = found.status
+    head = [*_head(status, width, glyphs), *(Line(text, "warn") for text in staleness(found))][:room]
+    rows, events = fleet_rows(status), _events(status, _MOST_EVENTS)
     gap = [Line("")] if size.height >= _ROOMY_HEIGHT else []
     left = room - len(head)
     foot = [] if is_last or found.has_ended or left < _FOOTED_ROOM else [*gap, Line(_FOOT, "dim")]
@@ -63,22 +58,23 @@ def live_lines(found: RunStatus, size: Size, glyphs: Glyphs, *, is_last: bool = 
 
 def status_lines(found: RunStatus, glyphs: Glyphs, width: int = WIDEST) -> list[str]:
     """Return one run's status in full: every instance, whatever the height."""
-    lines = [line.text for line in _head(found.data, width, glyphs)]
-    rows = fleet_rows(found.data)
+    status = found.status
+    lines = [line.text for line in _head(status, width, glyphs)]
+    rows = fleet_rows(status)
     if rows:
         lines += ["", *(line.text for line in fleet_table(rows, len(rows) + 1, width))]
-    for times in (boot_times(found.data), engine_times(found.data)):
+    for times in (boot_times(status), engine_times(status)):
         lines += ["", *times] if times else []
     outcome = found.data.get("outcome") or {}
     if outcome.get("problem"):
         lines += ["", f"{outcome['problem']}; {outcome.get('remedy', '')}"]
-    events = [line.text for line in _events(found.data, _FULL_EVENTS)]
+    events = [line.text for line in _events(status, _FULL_EVENTS)]
     return [*lines, "", *events] if events else lines
 
 
 def staleness(found: RunStatus) -> list[str]:
     """Return what to say where the coordinator or the supervisor is gone; empty where all is well."""
-    name = found.data.get("run", "RUN")
+    name = found.status.run
     if found.problem is None and not found.is_supervised:
         return [
             "the run goes on, but its supervisor is gone: a process that fails now stays down",
@@ -101,19 +97,18 @@ def staleness(found: RunStatus) -> list[str]:
 # --- the head ----------------------------------------------------------------------------------------------
 
 
-def _head(status: Json, width: int, glyphs: Glyphs) -> list[Line]:
-    state = str(status.get("state", "unknown"))
+def _head(status: Status, width: int, glyphs: Glyphs) -> list[Line]:
     lines = [
-        Line(f"{status.get('run', '')}: {state}{_elapsed(status)}", "title"),
+        Line(f"{status.run}: {status.state}{_elapsed(status)}", "title"),
         Line(_labelled("step", _step(status, width, glyphs))),
     ]
-    phase = _phase(status, state, width, glyphs)
+    phase = _phase(status, width, glyphs)
     lines += [Line(_labelled("phase" if i == 0 else "", text)) for i, text in enumerate(phase)]
     if rewards := _rewards(status, width, glyphs):
         lines.append(Line(_labelled("reward", rewards)))
     lines += [Line(_labelled("rollout" if i == 0 else "", text)) for i, text in enumerate(_rollout(status))]
     lines += [Line(_labelled("cost" if i == 0 else "", text)) for i, text in enumerate(_cost(status))]
-    if problem := status.get("journal_problem"):
+    if problem := status.journal_problem:
         lines.append(Line(_labelled("warning", f"the run waits for room on its disk: {problem}"), "warn"))
     return lines
 
@@ -122,35 +117,33 @@ def _labelled(label: str, text: str) -> str:
     return f"{label:<{_LABEL}}{text}".rstrip()
 
 
-def _elapsed(status: Json) -> str:
-    started, at = status.get("started_at"), status.get("at")
-    return "" if started is None or at is None else f", {duration(max(0.0, float(at) - float(started)))}"
+def _elapsed(status: Status) -> str:
+    if status.started_at is None or status.at is None:
+        return ""
+    return f", {duration(max(0.0, status.at - status.started_at))}"
 
 
-def _step(status: Json, width: int, glyphs: Glyphs) -> str:
-    step, steps = int(status.get("step") or 0), status.get("steps")
-    version = status.get("policy_version")
-    words = f"{step}/{dash(steps) if steps is not None else '?'}"
+def _step(status: Status, width: int, glyphs: Glyphs) -> str:
+    step, steps, version = status.step, status.steps, status.policy_version
+    words = f"{step}/{'?' if steps is None else steps}"
     tail = "" if version is None else f"  policy version {version}"
     bar = f"  {glyphs.bar(step / steps, _bar_width(width))}" if steps else ""
     return f"{words:<{_FIGURE}}{bar}{tail}"
 
 
-def _phase(status: Json, state: str, width: int, glyphs: Glyphs) -> Iterator[str]:
-    phase = status.get("phase")
-    if not phase or phase == state:
+def _phase(status: Status, width: int, glyphs: Glyphs) -> Iterator[str]:
+    phase, preparing, responses = status.phase, status.preparing, status.step_responses
+    if not phase or phase == status.state:
         return
-    preparing, responses = status.get("preparing") or {}, status.get("step_responses")
-    if preparing:
+    if preparing is not None:
         yield f"{phase}{_since(status, preparing)}"
         if done := _amount(preparing, width, glyphs):
             yield done
-    elif responses and responses.get("requested"):
-        share = int(responses["finished"]) / int(responses["requested"])
-        count = f"{responses['finished']}/{responses['requested']}"
-        yield f"{count:<{_FIGURE}}  {glyphs.bar(share, _bar_width(width))}  {_short_phase(str(phase))}"
+    elif responses is not None and responses.requested:
+        bar = glyphs.bar(responses.finished / responses.requested, _bar_width(width))
+        yield f"{f'{responses.finished}/{responses.requested}':<{_FIGURE}}  {bar}  {_short_phase(phase)}"
     else:
-        yield str(phase)
+        yield phase
 
 
 def _bar_width(width: int) -> int:
@@ -161,23 +154,22 @@ def _short_phase(phase: str) -> str:
     return re.sub(r", \d+ of \d+ responses finished$", "", phase)
 
 
-def _since(status: Json, preparing: Json) -> str:
-    at, since = status.get("at"), preparing.get("since")
-    if at is None or since is None or float(at) - float(since) < 2.0:
+def _since(status: Status, preparing: Preparation) -> str:
+    if status.at is None or preparing.since is None or status.at - preparing.since < 2.0:
         return ""
-    return f", {duration(float(at) - float(since))} so far"
+    return f", {duration(status.at - preparing.since)} so far"
 
 
-def _amount(preparing: Json, width: int, glyphs: Glyphs) -> str:
-    done, of, unit = preparing.get("done"), preparing.get("of"), str(preparing.get("unit") or "")
+def _amount(preparing: Preparation, width: int, glyphs: Glyphs) -> str:
+    done, of, unit = preparing.done, preparing.of, preparing.unit
     if done is None:
         return ""
     if not of:
-        return _quantity(float(done), unit)
-    words = f"{_quantity(float(done), unit)} of {_quantity(float(of), unit)}"
+        return _quantity(done, unit)
+    words = f"{_quantity(done, unit)} of {_quantity(of, unit)}"
     if unit == "reward":
-        words = f"reward {float(done):.2f} of {float(of):.2f}"
-    return f"{'':<{_FIGURE}}  {glyphs.bar(float(done) / float(of), _bar_width(width))}  {words}"
+        words = f"reward {done:.2f} of {of:.2f}"
+    return f"{'':<{_FIGURE}}  {glyphs.bar(done / of, _bar_width(width))}  {words}"
 
 
 def _quantity(amount: float, unit: str) -> str:
@@ -189,52 +181,52 @@ def _quantity(amount: float, unit: str) -> str:
     return f"{amount:g} {unit}".rstrip()
 
 
-def _rewards(status: Json, width: int, glyphs: Glyphs) -> str:
-    mean, history = status.get("reward_mean"), status.get("reward_history") or []
-    if mean is None:
+def _rewards(status: Status, width: int, glyphs: Glyphs) -> str:
+    if status.reward_mean is None:
         return ""
-    return f"{mean:<{_FIGURE}.3f}  {glyphs.sparkline(history, _bar_width(width))}".rstrip()
+    line = glyphs.sparkline(status.reward_history, _bar_width(width))
+    return f"{status.reward_mean:<{_FIGURE}.3f}  {line}".rstrip()
 
 
-def _rollout(status: Json) -> list[str]:
-    tokens, responses = status.get("tokens") or {}, status.get("responses") or {}
-    if not tokens.get("generated") and not responses.get("requested"):
+def _rollout(status: Status) -> list[str]:
+    if not status.tokens.generated and not status.responses.requested:
         return []
-    preemptions = sum(int(number) for number in (status.get("preemptions") or {}).values())
-    finished = f"{int(responses.get('finished') or 0):,} responses finished"
-    first = finished if status.get("state") in ENDED else f"{tokens_per_s(status)}; {finished}"
-    migrated, lost = int(responses.get("migrated") or 0), int(tokens.get("lost_estimate") or 0)
+    preemptions = status.preemptions.total
+    finished = f"{status.responses.finished:,} responses finished"
+    first = finished if status.state in ENDED else f"{tokens_per_s(status)}; {finished}"
+    migrated, lost = status.responses.migrated, status.tokens.lost_estimate
     if not preemptions and not migrated and not lost:
         return [first]
-    what = "1 preemption" if preemptions == 1 else f"{preemptions:,} preemptions"
+    what = counted(preemptions, "preemption")
     return [first, f"{what} survived: {migrated:,} responses migrated, about {lost:,} tokens lost"]
 
 
-def tokens_per_s(status: Json) -> str:
+def tokens_per_s(status: Status) -> str:
     """Return the run's generation rate."""
-    return f"{float(status.get('tokens_per_s') or 0):,.0f} tokens/s"
+    return f"{status.tokens_per_s:,.0f} tokens/s"
 
 
-def _cost(status: Json) -> list[str]:
-    cost = status.get("cost") or {}
-    if not cost:
+def _cost(status: Status) -> list[str]:
+    cost = status.cost
+    if cost.spent_usd is None:
         return []
-    budget = "" if cost.get("budget_usd") is None else f" of {usd(cost['budget_usd'], 2)}"
-    rate = float(cost.get("rate_usd_per_hour") or 0.0)
-    going = f" so far, {usd(rate, 2)} per hour" if status.get("state") not in ENDED else " in all"
-    first = f"{usd(cost.get('spent_usd') or 0.0, 2)}{budget}{going}"
-    compared = _on_demand(cost.get("counterfactual") or {}, rate)
+    budget = "" if cost.budget_usd is None else f" of {usd(cost.budget_usd, 2)}"
+    going = " in all" if status.state in ENDED else f" so far, {usd(cost.rate_usd_per_hour, 2)} per hour"
+    compared = (
+        None if cost.counterfactual is None else _on_demand(cost.counterfactual, cost.rate_usd_per_hour)
+    )
+    first = f"{usd(cost.spent_usd, 2)}{budget}{going}"
     return [first, compared] if compared else [first]
 
 
-def _on_demand(found: Json, rate_usd_per_hour: float) -> str:
+def _on_demand(found: OnDemandFigures, rate_usd_per_hour: float) -> str:
     """Return what the same tokens would cost with reserved machines only; empty where that is not known."""
-    saving = found.get("saving_fraction")
-    if saving is None or float(saving) >= 1:
+    saving = found.saving_fraction
+    if saving is None or saving >= 1:
         return ""
-    basis = re.split(r"[,:;]", str(found.get("basis") or "estimated"))[0]
-    hourly = f"{usd(rate_usd_per_hour / (1 - float(saving)), 2)} per hour" if rate_usd_per_hour else ""
-    million = f"{usd(found.get('usd_per_million_tokens'), 2)} per million"
+    basis = re.split(r"[,:;]", found.basis)[0]
+    hourly = f"{usd(rate_usd_per_hour / (1 - saving), 2)} per hour" if rate_usd_per_hour else ""
+    million = f"{usd(found.usd_per_million_tokens, 2)} per million"
     words = f"{saving:.0%} saved" if saving >= 0 else f"spot costs {-saving:.0%} more"
     return f"on demand only ({basis}): {hourly or million}, {words}"
 
@@ -242,9 +234,9 @@ def _on_demand(found: Json, rate_usd_per_hour: float) -> str:
 # --- what happened -----------------------------------------------------------------------------------------
 
 
-def _events(status: Json, most: int) -> list[Line]:
-    events = merged(status.get("events") or [])[-most:]
-    return [Line(event_line(e), "warn" if e.get("kind") in _LOUD_KINDS else "") for e in events]
+def _events(status: Status, most: int) -> list[Line]:
+    events = merged(status.events)[-most:]
+    return [Line(event_line(e), "warn" if e.kind in _LOUD_KINDS else "") for e in events]
 
 
 PHASES = ("request", "boot", "install", "dial_in", "wait", "weights", "engine", "first_token")
@@ -253,47 +245,40 @@ MOST = 8
 """The newest machines are shown: a run of days has had hundreds."""
 
 
-def boot_times(status: Json) -> list[str]:
+def boot_times(status: Status) -> list[str]:
     """Return a row per machine that was launched, the newest last; [] where none was."""
-    booted = [m for m in status.get("machines") or [] if m.get("boot_s")]
+    booted = [m for m in status.machines if m.boot_s]
     if not booted:
         return []
-    rows = [
-        [m["id"], *(_seconds(m["boot_s"].get(name)) for name in PHASES), _whole(m)] for m in booted[-MOST:]
-    ]
+    rows = [[m.id, *(_seconds(m.boot_s.get(name)) for name in PHASES), _whole(m)] for m in booted[-MOST:]]
     names = (name.replace("_", " ") for name in PHASES)
     hidden = len(booted) - len(rows)
     more = [f"+ {hidden} earlier machines"] if hidden else []
     return [*table(["boot, in s", *names, "in all"], rows).splitlines(), *more]
 
 
-def _whole(machine: Json) -> str | None:
+def _whole(machine: MachineRow) -> str | None:
     """Return the time until the first token, None where there is none yet."""
-    phases: dict[str, float] = machine["boot_s"]
-    return _seconds(sum(phases.values())) if PHASES[-1] in phases else None
+    return _seconds(sum(machine.boot_s.values())) if PHASES[-1] in machine.boot_s else None
 
 
 def _seconds(seconds: float | None) -> str | None:
     return None if seconds is None else f"{seconds:.1f}"
 
 
-def engine_times(status: Json) -> list[str]:
-    """Return a line on the phases of starts and one on the newest weights, where they are known."""
-    instances: Sequence[Json] = status.get("instances") or []
-    starts: list[Json] = [instance["start_s"] for instance in instances if instance.get("start_s")]
-    loads: list[Json] = [
-        {"pull": i.get("pull_s"), "load": i.get("load_s"), "pause": i.get("pause_s")}
-        for i in instances
-        if i.get("load_s")
-    ]
+def engine_times(status: Status) -> list[str]:
+    """Return a line on the phases of engines' starts and one on loading the newest weights, where they are
+    known: medians over the instances."""
+    starts = [i.start_s for i in status.instances if i.start_s]
+    loads = [{"pull": i.pull_s, "load": i.load_s, "pause": i.pause_s} for i in status.instances if i.load_s]
     return [*_line("engine start", starts), *_line("new weights", loads)]
 
 
-def _line(label: str, found: Sequence[Json]) -> list[str]:
+def _line(label: str, found: Sequence[dict[str, float]]) -> list[str]:
     if not found:
         return []
     names = dict.fromkeys(name for times in found for name in times)
-    medians = {name: median(times.get(name) or 0.0 for times in found) for name in names}
+    medians = {name: median(times.get(name, 0.0) for times in found) for name in names}
     words = ", ".join(f"{name.replace('_', ' ')} {_duration(took)}" for name, took in medians.items())
     return [f"{label:<12} {words}{f' (median of {len(found)})' if len(found) > 1 else ''}"]
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from rlboost_cli.runs.run_status import RunStatus
     from rlboost_cli.runs.teardown import Teardown
     from rlboost_cli.views.attach import Outcome
+    from rlboost_runtime.billing.report import CostReport
+    from rlboost_runtime.protocol.status import Status
     from rlboost_runtime.run.create import FoundRun
     from rlboost_runtime.run.folder import RunFolder
 
@@ -47,14 +49,14 @@ def staleness(found: RunStatus) -> None:
         output.progress(line)
 
 
-def cost(report: dict[str, Any]) -> None:
+def cost(report: CostReport) -> None:
     """Print a cost report."""
     from rlboost_cli.views.cost import cost_lines
 
     output.show("\n".join(cost_lines(report)))
 
 
-def cost_csv(report: dict[str, Any]) -> None:
+def cost_csv(report: CostReport) -> None:
     """Print a cost report as CSV."""
     from rlboost_cli.views.cost import cost_csv as csv_table
 
@@ -112,13 +114,13 @@ def _not_started(run: RunFolder) -> None:
         output.progress(f"  rlboost down {run.name}             ends the head, which costs money until then")
 
 
-def outcome(run: RunFolder, ended: Outcome, status: dict[str, Any], report: dict[str, Any]) -> None:
+def outcome(run: RunFolder, ended: Outcome, status: Status, report: CostReport) -> None:
     """Say how a run ended, what it cost and what to type next."""
     from rlboost_cli.views import ending as ending_text
 
     output.show("\n".join(["", *ending_text.ended_lines(run.name, ended.state, status, report)]))
     model = text.tilde(run.checkpoints / "model")
-    output.show("\n".join(ending_text.next_lines(run.name, ended.state, model, int(status.get("step") or 0))))
+    output.show("\n".join(ending_text.next_lines(run.name, ended.state, model, status.step)))
     if ended.state == "done":
         return
     mark = "error: " if ended.exit_code else ""

@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -95,11 +96,12 @@ def test_all_parts_add_up_to_the_micro_dollar(
     with TemporaryDirectory() as folder:
         ledger = Ledger(Path(folder) / "ledger.sqlite")
         fill(ledger, machines, steps, usage)
-        report = json.loads(json.dumps(cost_report(ledger, T0 + now, "a-run", budget), allow_nan=False))
+        typed = cost_report(ledger, T0 + now, "a-run", budget)
+        report = json.loads(json.dumps(msgspec.to_builtins(typed), allow_nan=False))
         ledger.close()
     check_sums(report)
-    check_csv(report, list(csv.DictReader(io.StringIO(cost_csv(report)))))
-    assert max(map(len, cost_lines(report)), default=0) <= WIDTH
+    check_csv(report, list(csv.DictReader(io.StringIO(cost_csv(typed)))))
+    assert max(map(len, cost_lines(typed)), default=0) <= WIDTH
 
 
 @settings(max_examples=40, deadline=None)

@@ -20,6 +20,8 @@ def cost(
 
     Example: rlboost cost quickstart --json
     """
+    from msgspec import to_builtins
+
     from rlboost_cli.runs.refresh import look_at
     from rlboost_cli.terminal import output
     from rlboost_cli.views import screens
@@ -34,7 +36,7 @@ def cost(
     with output.working("adding up what the run cost"):
         report = report_of(folder)
     if as_json:
-        output.as_json(report)
+        output.as_json(to_builtins(report))
     elif as_csv:
         screens.cost_csv(report)
     else:

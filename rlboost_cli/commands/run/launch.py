@@ -81,5 +81,5 @@ def _finish(run: RunFolder) -> None:
             come_home(run, say)
     with output.working("adding up what the run cost"):
         report = report_of(run)
-    screens.outcome(run, outcome, run_status(run).data, report)
+    screens.outcome(run, outcome, run_status(run).status, report)
     raise typer.Exit(outcome.exit_code)

@@ -13,7 +13,7 @@ from pathlib import Path
 from rlboost_providers.base.provider import MachineStatus, MachineView
 from rlboost_runtime.billing.ledger import Ledger
 from rlboost_runtime.billing.machine_record import end_of
-from rlboost_runtime.billing.report import cost_report
+from rlboost_runtime.billing.report import CostReport, cost_report
 from rlboost_runtime.deploy.bootstrap import RESERVED_MACHINE
 from rlboost_runtime.job import Budget
 from rlboost_runtime.run.folder import RunFolder, read_json
@@ -46,7 +46,7 @@ def close_books(run: RunFolder, views: Sequence[MachineView] | None, detail: str
         ledger.close()
 
 
-def report_of(run: RunFolder) -> dict[str, object]:
+def report_of(run: RunFolder) -> CostReport:
     """Return the report up to now, or up to the end of a run that has ended, and which of them it is.
 
     `state` is how the run ended, or `open`.
@@ -57,13 +57,15 @@ def report_of(run: RunFolder) -> dict[str, object]:
     return _report(Ledger(run.ledger, read_only=True), run)
 
 
-def _report(ledger: Ledger, run: RunFolder) -> dict[str, object]:
+def _report(ledger: Ledger, run: RunFolder) -> CostReport:
     try:
         report = cost_report(ledger, _billed_until(ledger, run), run.name, _budget(run))
     finally:
         ledger.close()
     outcome = read_json(run.outcome)
-    return {**report, "state": "open" if outcome is None else outcome.get("state", "stopped")}
+    if outcome is not None:
+        report.state = str(outcome.get("state", "stopped"))
+    return report
 
 
 def _budget(run: RunFolder) -> Budget:

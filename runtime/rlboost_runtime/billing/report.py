@@ -8,13 +8,13 @@ Pure: everything comes out of the ledger, the budget and the moment given. Guara
   before it (the first: from its own start) to its own end;
 - a dollar figure is the decimal number of its micro-dollars, so sums over rounded figures are exact again.
 
-What counts as waste, and how it is measured, is in `waste`. The counterfactual is in `counterfactual`.
+What counts as waste, and how it is measured, is in `coordinator.observers.waste`.
 
-What the run would have cost on its reserved machine alone. Computed from what was measured, not run.
-
-It takes three figures from each step's metrics, where the coordinator put them: `reserved_tokens` (tokens
-that the reserved pool generated), `reserved_rollout_s` (seconds during which it was generating) and
-`train_busy_s` (training without waiting). Where they are missing the result is null, and `basis` says why.
+The counterfactual is what the run would have cost on its reserved machine alone: computed from what was
+measured, not run. It takes three figures from each step's metrics, where the coordinator put them:
+`reserved_tokens` (tokens that the reserved pool generated), `reserved_rollout_s` (seconds during which it was
+generating) and `train_busy_s` (training without waiting). Where they are missing the result is null, and
+`basis` gives the reason.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+
+import msgspec
 
 from rlboost_runtime.billing.accounts import BillParts, MachineBill, Spending, WasteKind, to_seconds
 from rlboost_runtime.billing.ledger import Ledger
@@ -34,8 +36,94 @@ from rlboost_runtime.protocol.reward_failures import count_failures
 _POOLS = ("reserved", "spot")
 
 
-def cost_report(ledger: Ledger, now_wall: float, run: str, budget: Budget | None = None) -> dict[str, object]:
-    """Return the report of `run` up to `now_wall` (seconds since the Unix epoch); JSON values only."""
+class BudgetState(msgspec.Struct):
+    """The job's bounds and what is left."""
+
+    max_usd: float | None = None
+    left_usd: float | None = None
+    hours_left: float | None = None
+    """At the present rate; None where no machine costs anything."""
+    max_usd_per_hour: float | None = None
+
+
+class Counterfactual(msgspec.Struct):
+    """What the same tokens would have cost on the reserved machine alone; None where that is not known."""
+
+    usd_per_million_tokens: float | None = None
+    saving_fraction: float | None = None
+    basis: str = "estimated"
+    """How it was computed, or why it is not known."""
+
+
+class StepCost(msgspec.Struct):
+    """A trained step, from its request on; it pays for all that was spent since the end of the one before."""
+
+    step: int
+    """From 0 on."""
+    usd: float
+    tokens: int
+    seconds: float
+    started_at: float
+    ended_at: float
+    reward_mean: float | None
+    usd_per_million_tokens: float | None
+
+
+class OutsideSteps(msgspec.Struct):
+    """What was spent before the first step and after the last."""
+
+    before: float = 0.0
+    after: float = 0.0
+
+
+class MachineCost(msgspec.Struct):
+    """A machine's bill; `num_lives` counts how often it was launched."""
+
+    id: str
+    pool: str
+    provider: str
+    zone: str
+    accelerator: str
+    state: str
+    started_at: float | None
+    ended_at: float | None
+    num_lives: int
+    billed_s: float
+    price_usd_per_hour: float
+    price_source: str
+    cost_usd: float
+    useful_usd: float
+    wasted_usd: dict[str, float]
+
+
+class CostReport(msgspec.Struct):
+    """The report; the names of the fields, and their order, are the keys of `rlboost cost --json`."""
+
+    run: str
+    as_of: float
+    total_usd: float
+    rate_usd_per_hour: float
+    budget: BudgetState
+    compute_usd: dict[str, float]
+    """By pool."""
+    other_usd: dict[str, float]
+    useful_usd: float
+    wasted_usd: dict[str, float]
+    tokens_trained: int
+    usd_per_million_tokens: float | None
+    counterfactual: Counterfactual
+    steps: list[StepCost]
+    outside_steps_usd: OutsideSteps
+    machines: list[MachineCost]
+    price_sources: list[str]
+    rewards: dict[str, int]
+    notes: list[str]
+    state: str = "open"
+    """How the run ended."""
+
+
+def cost_report(ledger: Ledger, now_wall: float, run: str, budget: Budget | None = None) -> CostReport:
+    """Return the report of `run` up to `now_wall` (seconds since the Unix epoch)."""
     spending = ledger.spending()
     bills = spending.machines(now_wall)
     wasted = ledger.wasted_ns()
@@ -45,28 +133,26 @@ def cost_report(ledger: Ledger, now_wall: float, run: str, budget: Budget | None
     before, spent = _spent_per_step(spending, steps)
     tokens = sum(step.tokens for step in steps)
     rewards = count_failures(step.metrics for step in steps)
-    return {
-        "run": run,
-        "as_of": now_wall,
-        "total_usd": _usd(total),
-        "rate_usd_per_hour": _usd(rate),
-        "budget": _budget(budget or Budget(), total, rate),
-        "compute_usd": {
-            pool: _usd(sum(b.cost_micro_usd for b in bills if b.pool == pool)) for pool in _POOLS
-        },
-        "other_usd": {str(kind): _usd(amount) for kind, amount in spending.usage(now_wall).items()},
-        "useful_usd": _usd(sum(p.useful for p in parts)),
-        "wasted_usd": {str(kind): _usd(sum(p.wasted[kind] for p in parts)) for kind in WasteKind},
-        "tokens_trained": tokens,
-        "usd_per_million_tokens": _usd_per_million(total, tokens),
-        "counterfactual": counterfactual(bills, steps, spent),
-        "steps": [_step(s, usd) for s, usd in zip(steps, spent, strict=True)],
-        "outside_steps_usd": {"before": _usd(before), "after": _usd(total - before - sum(spent))},
-        "machines": [_machine(b, p) for b, p in zip(bills, parts, strict=True)],
-        "price_sources": sorted({b.price_source for b in bills}),
-        "rewards": rewards.as_json(),
-        "notes": [*_notes(bills), *([rewards.in_words()] if rewards.failed else [])],
-    }
+    return CostReport(
+        run=run,
+        as_of=now_wall,
+        total_usd=_usd(total),
+        rate_usd_per_hour=_usd(rate),
+        budget=_budget(budget or Budget(), total, rate),
+        compute_usd={pool: _usd(sum(b.cost_micro_usd for b in bills if b.pool == pool)) for pool in _POOLS},
+        other_usd={str(kind): _usd(amount) for kind, amount in spending.usage(now_wall).items()},
+        useful_usd=_usd(sum(p.useful for p in parts)),
+        wasted_usd={str(kind): _usd(sum(p.wasted[kind] for p in parts)) for kind in WasteKind},
+        tokens_trained=tokens,
+        usd_per_million_tokens=_usd_per_million(total, tokens),
+        counterfactual=counterfactual(bills, steps, spent),
+        steps=[_step(s, usd) for s, usd in zip(steps, spent, strict=True)],
+        outside_steps_usd=OutsideSteps(_usd(before), _usd(total - before - sum(spent))),
+        machines=[_machine(b, p) for b, p in zip(bills, parts, strict=True)],
+        price_sources=sorted({b.price_source for b in bills}),
+        rewards=rewards.as_json(),
+        notes=[*_notes(bills), *([rewards.in_words()] if rewards.failed else [])],
+    )
 
 
 def _spent_per_step(spending: Spending, steps: Sequence[StepRecord]) -> tuple[int, list[int]]:
@@ -83,48 +169,47 @@ def _spent_per_step(spending: Spending, steps: Sequence[StepRecord]) -> tuple[in
     return totals[0], [after - before for before, after in itertools.pairwise(totals)]
 
 
-def _budget(budget: Budget, total: int, rate: int) -> dict[str, object]:
-    """Return the job's bounds and what is left; `hours_left`: at the present rate, None where none runs."""
+def _budget(budget: Budget, total: int, rate: int) -> BudgetState:
     left = None if budget.max_usd is None else parse_usd(budget.max_usd) - total
-    return {
-        "max_usd": budget.max_usd,
-        "left_usd": None if left is None else _usd(left),
-        "hours_left": None if left is None or rate == 0 else round(max(0, left) / rate, 4),
-        "max_usd_per_hour": budget.max_usd_per_hour,
-    }
+    return BudgetState(
+        max_usd=budget.max_usd,
+        left_usd=None if left is None else _usd(left),
+        hours_left=None if left is None or rate == 0 else round(max(0, left) / rate, 4),
+        max_usd_per_hour=budget.max_usd_per_hour,
+    )
 
 
-def _step(step: StepRecord, micro_usd: int) -> dict[str, object]:
-    return {
-        "step": step.step,
-        "usd": _usd(micro_usd),
-        "tokens": step.tokens,
-        "seconds": (step.ended_ns - step.started_ns) / 1e9,
-        "started_at": to_seconds(step.started_ns),
-        "ended_at": to_seconds(step.ended_ns),
-        "reward_mean": step.reward_mean,
-        "usd_per_million_tokens": _usd_per_million(micro_usd, step.tokens),
-    }
+def _step(step: StepRecord, micro_usd: int) -> StepCost:
+    return StepCost(
+        step=step.step,
+        usd=_usd(micro_usd),
+        tokens=step.tokens,
+        seconds=(step.ended_ns - step.started_ns) / 1e9,
+        started_at=to_seconds(step.started_ns),
+        ended_at=to_seconds(step.ended_ns),
+        reward_mean=step.reward_mean,
+        usd_per_million_tokens=_usd_per_million(micro_usd, step.tokens),
+    )
 
 
-def _machine(bill: MachineBill, parts: BillParts) -> dict[str, object]:
-    return {
-        "id": bill.machine,
-        "pool": bill.pool,
-        "provider": bill.provider,
-        "zone": bill.zone,
-        "accelerator": bill.accelerator,
-        "state": str(bill.state),
-        "started_at": bill.launched_at,
-        "ended_at": bill.ended_at,
-        "num_lives": bill.num_lives,
-        "billed_s": bill.billed_ns / 1e9,
-        "price_usd_per_hour": _usd(bill.price_micro_usd_per_hour),
-        "price_source": bill.price_source,
-        "cost_usd": _usd(bill.cost_micro_usd),
-        "useful_usd": _usd(parts.useful),
-        "wasted_usd": {str(kind): _usd(amount) for kind, amount in parts.wasted.items()},
-    }
+def _machine(bill: MachineBill, parts: BillParts) -> MachineCost:
+    return MachineCost(
+        id=bill.machine,
+        pool=bill.pool,
+        provider=bill.provider,
+        zone=bill.zone,
+        accelerator=bill.accelerator,
+        state=str(bill.state),
+        started_at=bill.launched_at,
+        ended_at=bill.ended_at,
+        num_lives=bill.num_lives,
+        billed_s=bill.billed_ns / 1e9,
+        price_usd_per_hour=_usd(bill.price_micro_usd_per_hour),
+        price_source=bill.price_source,
+        cost_usd=_usd(bill.cost_micro_usd),
+        useful_usd=_usd(parts.useful),
+        wasted_usd={str(kind): _usd(amount) for kind, amount in parts.wasted.items()},
+    )
 
 
 def _notes(bills: Sequence[MachineBill]) -> list[str]:
@@ -155,20 +240,20 @@ _NS_PER_S = 1_000_000_000
 
 def counterfactual(
     bills: Sequence[MachineBill], steps: Sequence[StepRecord], spent: Sequence[int]
-) -> dict[str, object]:
-    """Return `usd_per_million_tokens`, `saving_fraction` and `basis`; `spent`: micro-dollars per step."""
+) -> Counterfactual:
+    """Return what the steps would have cost on the reserved machine; `spent`: micro-dollars per step."""
     measured = _measured(steps, spent)
     price = sum(b.all_micro_usd_per_hour for b in bills if b.pool == "reserved")
     reason = _why_unknown(bills, measured, price)
     if reason is not None:
-        return {"usd_per_million_tokens": None, "saving_fraction": None, "basis": f"not known: {reason}"}
+        return Counterfactual(basis=f"not known: {reason}")
     rate = measured.reserved_tokens / measured.reserved_rollout_s
     rollout_s = measured.tokens / rate
     cost = cost_micro_usd(price, round((rollout_s + measured.train_busy_s) * _NS_PER_S))
-    return {
-        "usd_per_million_tokens": _usd_per_million(cost, measured.tokens),
-        "saving_fraction": float(1 - Fraction(measured.spent_micro_usd, cost)),
-        "basis": (
+    return Counterfactual(
+        usd_per_million_tokens=_usd_per_million(cost, measured.tokens),
+        saving_fraction=float(1 - Fraction(measured.spent_micro_usd, cost)),
+        basis=(
             f"computed, not run: the {measured.tokens:,} tokens trained in the {measured.num_steps} measured"
             f" steps at the {rate:,.0f} tokens/s that the reserved machine generated alone in its seeding"
             f" windows ({rollout_s:,.1f} s), then the {measured.train_busy_s:,.1f} s of training measured,"
@@ -176,7 +261,7 @@ def counterfactual(
             f" {format_usd(measured.spent_micro_usd, 6)} spent on the same steps. Seeding windows see full"
             " batches and no slow tail, which favours the on-demand figure"
         ),
-    }
+    )
 
 
 @dataclass(frozen=True, slots=True)

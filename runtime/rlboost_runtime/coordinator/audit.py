@@ -1,6 +1,9 @@
-"""Check a run against the promises, from what it left on disk: event log, token journal, ledger, side files.
+"""Check a run against the promises, from what it left on disk: event log, token journal, engines' own counts.
 
-Needs `evidence.keep_journal` (and `evidence.count_tokens` for lost tokens) in the job. Only reads.
+The event log is replayed through a fresh core, whose invariants are checked after every event; the journal is
+read through a fresh token store. Needs `evidence.keep_journal` (and `evidence.count_tokens` for lost tokens)
+in the job. Only reads. A run that ended before its last step was whole has unfinished responses, which are
+counted in `unfinished`; in a run that is done they are a problem.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from rlboost_runtime.coordinator.storage.token_store import TokenStore
 from rlboost_runtime.core.base.messages import Assign, Finished
 from rlboost_runtime.core.core import Core
 from rlboost_runtime.core.replay import encode_command
-from rlboost_runtime.run.folder import RunFolder
+from rlboost_runtime.run.folder import RunFolder, read_json
 
 
 @dataclass(slots=True)
@@ -36,6 +39,11 @@ class StepAudit:
     instances: dict[int, list[str]] = field(default_factory=dict)
     """Where each response was made, in order."""
 
+    @property
+    def num_tokens(self) -> int:
+        """Accepted tokens; each is an i32."""
+        return sum(map(len, self.tokens.values())) // 4
+
 
 @dataclass(slots=True)
 class Audit:
@@ -44,6 +52,9 @@ class Audit:
     problems: list[str] = field(default_factory=list)
     requested: int = 0
     finished: int = 0
+    cancelled: int = 0
+    unfinished: int = 0
+    """Responses that were under way when the run ended."""
     assignments: Counter[int] = field(default_factory=Counter)
     """Assignments per response."""
     carried_to: dict[int, int] = field(default_factory=dict)
@@ -52,7 +63,8 @@ class Audit:
     tokens_generated: int | None = None
     """By the engines' own count; None where they did not count."""
     lost: dict[int, int] = field(default_factory=dict)
-    """Tokens per response that an engine generated and nobody accepted; only responses that lost any."""
+    """Tokens per response that an engine generated and the coordinator did not accept; only responses that
+    lost any."""
     commands_digest: str = ""
     steps: list[StepAudit] = field(default_factory=list)
 
@@ -76,22 +88,34 @@ def audit(run: RunFolder) -> Audit:
                 response_of[command.assignment] = command.response
     found.commands_digest = digest.hexdigest()
     found.requested = totals.requested
-    found.finished = len(finished) + len(core.counters.quarantined)
-    if found.requested != found.finished + core.counters.cancelled:
+    finished.update(core.counters.quarantined)
+    found.finished = len(finished)
+    found.cancelled = core.counters.cancelled
+    is_done = (read_json(run.outcome) or {}).get("state", "done") == "done"
+    open_step = None if is_done or core.step is None else core.step.step
+    if open_step is not None and core.step is not None:
+        found.unfinished = core.step.requested - core.step.finished
+    if found.requested != found.finished + found.cancelled + found.unfinished:
         found.problems.append(
-            f"{found.requested} requested, {found.finished} finished, {core.counters.cancelled} cancelled"
+            f"{found.requested} responses requested, {found.finished} finished, {found.cancelled} cancelled"
         )
     lengths: dict[int, int] = {}
     for segment in sorted(run.journal.glob("step-*.seg")):
         step = int(segment.stem.split("-")[1])
-        found.steps.append(_audit_step(run, step, finished, lengths, found))
+        found.steps.append(_audit_step(run, step, finished, lengths, found, is_open=step == open_step))
     found.tokens_accepted = sum(lengths.values())
     _count_lost(run, response_of, lengths, found)
     return found
 
 
 def _audit_step(
-    run: RunFolder, step: int, finished: Counter[int], lengths: dict[int, int], found: Audit
+    run: RunFolder,
+    step: int,
+    finished: Counter[int],
+    lengths: dict[int, int],
+    found: Audit,
+    *,
+    is_open: bool,
 ) -> StepAudit:
     problems = found.problems
     records = Journal.read(run.journal, step)
@@ -107,7 +131,7 @@ def _audit_step(
     store.check()
     result = StepAudit(step, header.request.policy_version)
     for response in opened.all_responses():
-        if finished[response] == 0:
+        if finished[response] == 0 and not is_open:
             problems.append(f"step {step}: response {response} never finished")
         segments = store.segments(response)
         versions = {segment.policy_version for segment in segments}

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import to_builtins
 from ruamel.yaml import YAML
 from typer.testing import CliRunner
 
@@ -290,7 +291,7 @@ def test_a_run_whose_start_was_never_heard_of_is_not_bought_a_second_time(
     find_out(run, silently)
     assert "is gone before it was heard how the run ended" in (read_json(run.outcome) or {})["problem"]
     assert ec2.instances() == []
-    (bill,) = report_of(run)["machines"]  # type: ignore[misc]
+    (bill,) = to_builtins(report_of(run))["machines"]
     assert bill["ended_at"] is not None
 
 
@@ -336,7 +337,7 @@ def test_a_machine_that_never_lets_us_in_is_given_back_and_billed_and_the_next_t
     assert [head.machine for head in kept_head_machines(run)] == ["head-1", "head-2"]
     give_back(run, silently)
     settle(run)
-    bills = {bill["id"]: bill for bill in report_of(run)["machines"]}  # type: ignore[attr-defined]
+    bills = {bill["id"]: bill for bill in to_builtins(report_of(run))["machines"]}
     assert set(bills) == {"head-1", "reserved-0"}
     assert all(bill["price_usd_per_hour"] == 1.006 for bill in bills.values())
 
@@ -535,7 +536,7 @@ def test_down_ends_a_head_of_which_only_the_intent_is_known_here_and_what_it_lau
     assert found == {("far", "spot-0")}
     control.end_run(run, silently)
     assert ec2.instances() == []
-    bill = next(bill for bill in report_of(run)["machines"] if bill["pool"] == "reserved")  # type: ignore[attr-defined]
+    bill = next(bill for bill in to_builtins(report_of(run))["machines"] if bill["pool"] == "reserved")
     head = current_head_machine(run)
     assert head is not None
     assert (bill["started_at"], bill["ended_at"]) == (head.launched_at, head.ended_at)
@@ -562,7 +563,7 @@ def test_machines_that_a_lost_head_launched_after_the_last_look_are_ended_and_bi
     ec2.powered_off("head-1")
     control.end_run(run, silently)
     assert ec2.instances() == []
-    bills = {bill["id"]: bill for bill in report_of(run)["machines"]}  # type: ignore[attr-defined]
+    bills = {bill["id"]: bill for bill in to_builtins(report_of(run))["machines"]}
     assert set(bills) == {"reserved-0", "spot-0", "spot-1"}
     assert bills["spot-0"]["started_at"] is not None
     assert bills["spot-1"]["billed_s"] == 0
@@ -601,7 +602,7 @@ def test_the_report_of_the_end_before_a_resumption_says_nothing_of_a_head_that_i
     ec2.powered_off("head-1")
     find_out(run, silently)
     assert "is gone before it was heard how the run ended" in (read_json(run.outcome) or {})["problem"]
-    bills = {bill["id"] for bill in report_of(run)["machines"]}  # type: ignore[attr-defined]
+    bills = {bill["id"] for bill in to_builtins(report_of(run))["machines"]}
     assert bills == {"reserved-0", "spot-0", "spot-1"}
 
 
@@ -748,7 +749,7 @@ def test_a_head_that_ended_itself_unseen_is_billed_no_longer_than_it_can_have_be
     write_json(run.mirror, {"at": 0.0, "supervised": False, "marks": {}, "complete": True})
     monkeypatch.setattr(head_books, "view_of", lambda *_: None)  # EC2 has forgotten it
     find_out(run, silently)
-    (bill,) = report_of(run)["machines"]  # type: ignore[misc]
+    (bill,) = to_builtins(report_of(run))["machines"]
     assert bill["billed_s"] == 600 + 15 * 60, "its idle_minutes after the run"
     with pytest.raises(RuntimeFault, match="is gone, and with it what was on its disk"):
         find_target("far", resume=True).prepare(resume=True)
@@ -803,7 +804,7 @@ def test_a_head_is_bought_through_skypilot_at_its_price_found_again_and_given_ba
     give_back(run, silently)
     assert sky.clusters == {}
     settle(run)
-    (bill,) = report_of(run)["machines"]  # type: ignore[attr-defined]
+    (bill,) = to_builtins(report_of(run))["machines"]
     assert (bill["pool"], bill["price_usd_per_hour"]) == ("reserved", ON_DEMAND)
 
 

@@ -78,10 +78,10 @@ def test_a_cloud_that_says_nothing_closes_the_reserved_machine_only(run: RunFold
 def test_a_report_bills_no_later_than_the_end(run: RunFolder) -> None:
     write_json(run.outcome, {"state": "failed"})
     os.utime(run.outcome, (NOW - 40, NOW - 40))
-    assert report_of(run)["total_usd"] == pytest.approx(60.0, abs=0.01)
+    assert report_of(run).total_usd == pytest.approx(60.0, abs=0.01)
     books = Ledger(run.ledger)
     books.launched("spot-0", NOW - 50)
     books.ended("spot-0", NOW - 30)  # it outlived the run
     books.ended(RESERVED_MACHINE, NOW - 40)
     books.close()
-    assert report_of(run)["total_usd"] == pytest.approx(80.0, abs=0.01)
+    assert report_of(run).total_usd == pytest.approx(80.0, abs=0.01)

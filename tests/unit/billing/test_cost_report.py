@@ -3,13 +3,15 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from rlboost_runtime.billing.accounts import WasteKind
 from rlboost_runtime.billing.ledger import Ledger
 from rlboost_runtime.billing.machine_record import MachineRecord
-from rlboost_runtime.billing.report import cost_report
+from rlboost_runtime.billing.report import cost_report as typed_report
 from rlboost_runtime.job import Budget
 from tests.fakes.books import bill_egress
 
@@ -51,6 +53,11 @@ def add_step(books: Ledger, step: int, start: float, end: float, tokens: int, **
 
 def micro(usd: float) -> int:
     return round(usd * 1_000_000)
+
+
+def cost_report(*arguments: Any) -> Any:
+    """The report as the JSON that `rlboost cost --json` prints."""
+    return msgspec.to_builtins(typed_report(*arguments))
 
 
 def test_an_empty_ledger_has_a_complete_report(ledger: Ledger) -> None:

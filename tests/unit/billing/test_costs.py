@@ -46,14 +46,14 @@ def end(run: RunFolder, state: str, at: float) -> None:
 
 
 def total(run: RunFolder) -> float:
-    found = report_of(run)["total_usd"]
+    found = report_of(run).total_usd
     assert isinstance(found, float)
     return found
 
 
 def test_a_run_that_never_started_has_cost_nothing(run: RunFolder) -> None:
     report = report_of(run)
-    assert (report["total_usd"], report["state"], report["machines"]) == (0.0, "open", [])
+    assert (report.total_usd, report.state, report.machines) == (0.0, "open", [])
     assert not run.ledger.exists()
 
 
@@ -62,13 +62,15 @@ def test_a_running_run_costs_more_every_moment(run: RunFolder, books: Ledger) ->
     assert first >= 100
     time.sleep(0.01)
     assert total(run) > first
-    assert report_of(run)["budget"]["left_usd"] < 400  # type: ignore[index]
+    left = report_of(run).budget.left_usd
+    assert left is not None
+    assert left < 400
 
 
 def test_a_run_that_failed_costs_what_it_had_when_it_ended(run: RunFolder, books: Ledger) -> None:
     end(run, "failed", NOW - 40)
     assert total(run) == pytest.approx(60, abs=0.001)
-    assert report_of(run)["state"] == "failed"
+    assert report_of(run).state == "failed"
 
 
 def test_a_spot_machine_that_outlives_its_run_costs_on(run: RunFolder, books: Ledger) -> None:
@@ -88,8 +90,8 @@ def test_a_resumed_run_is_billed_for_both_its_lives_and_not_in_between(run: RunF
     books.launched(RESERVED_MACHINE, NOW - 10)  # rlboost launch --resume
     report = report_of(run)
     assert 30 <= total(run) <= 30 + (time.time() - NOW)  # it runs, so it is billed to this moment
-    assert report["machines"][0]["num_lives"] == 2  # type: ignore[index]
-    assert any("resumed" in note for note in report["notes"])  # type: ignore[attr-defined]
+    assert report.machines[0].num_lives == 2
+    assert any("resumed" in note for note in report.notes)
     books.ended(RESERVED_MACHINE, NOW)
     end(run, "done", NOW)
     assert total(run) == pytest.approx(30, abs=0.001)

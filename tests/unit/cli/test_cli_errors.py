@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import typing
 from importlib.metadata import version
 from pathlib import Path
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 
 from rlboost_cli.commands.run.launch import launch
 from rlboost_cli.main import app
-from rlboost_cli.terminal.errors import explained, render
+from rlboost_cli.terminal.errors import ERRORS_VARIABLE, explained, read_error, render
 from rlboost_runtime.errors import (
     BudgetReached,
     ConfigError,
@@ -56,6 +57,19 @@ def test_each_failure_has_its_exit_code_problem_and_hint(kind, code: int, capsys
     assert run_raising(kind("it broke", "mend it")) == code
     out, err = capsys.readouterr()
     assert (out, err) == ("", "error: it broke\n\nhint: mend it\n")
+
+
+def test_an_error_is_one_line_of_json_where_that_is_asked_for(monkeypatch, capsys) -> None:
+    monkeypatch.setenv(ERRORS_VARIABLE, "json")
+    assert run_raising(NoCapacity('nothing "there"\nat all', "wait")) == 4
+    assert ERRORS_VARIABLE not in os.environ, "what the command starts does not inherit it"
+    printed = capsys.readouterr().err
+    assert len(printed.splitlines()) == 1
+    assert '"class": "NoCapacity"' in printed
+    error = read_error(f"note: something\n{printed}\nlast words")
+    assert error is not None
+    assert (error.problem, error.remedy, error.exit_code) == ('nothing "there"\nat all', "wait", 4)
+    assert read_error("error: in words") is None
 
 
 def test_ctrl_c_before_there_is_a_run_is_130(capsys) -> None:

@@ -14,14 +14,14 @@ from rlboost_cli.views.cost import MAX_STEP_LINES, cost_csv, cost_lines
 from rlboost_runtime.billing.accounts import WasteKind
 from rlboost_runtime.billing.ledger import Ledger
 from rlboost_runtime.billing.machine_record import MachineRecord
-from rlboost_runtime.billing.report import cost_report
+from rlboost_runtime.billing.report import CostReport, cost_report
 from rlboost_runtime.job import Budget
 from tests.fakes.books import bill_egress
 
 T0 = 1_800_000_000.0
 
 
-def report(tmp_path: Path, num_steps: int = 40, num_spot: int = 300, **budget: Any) -> dict[str, Any]:
+def report(tmp_path: Path, num_steps: int = 40, num_spot: int = 300, **budget: Any) -> CostReport:
     """A long run on a reserved machine and many spot ones, at a dollar per second from the first one on."""
     ledger = Ledger(tmp_path / "ledger.sqlite")
 
@@ -74,7 +74,7 @@ def test_many_steps_and_machines_are_summed_in_few_lines(tmp_path: Path) -> None
     assert (steps[0][0], steps[1][0], steps[-1][0]) == ("before", "1-4", "after")
     assert steps[1][2] == "400,000"
     printed = sum(float(row[3].strip("$").replace(",", "")) for row in steps)
-    assert printed == pytest.approx(made["total_usd"], abs=0.01 * len(steps))
+    assert printed == pytest.approx(made.total_usd, abs=0.01 * len(steps))
     offers = rows_of(cost_lines(made), "pool ")[1:]
     assert [(row[1], row[3]) for row in offers] == [
         ("us-east-2a", "1"), ("us-east-2b", "150"), ("us-east-2c", "150")
@@ -92,9 +92,10 @@ def test_a_spent_budget_is_said_to_be_exceeded(tmp_path: Path) -> None:
 
 
 def test_machines_that_outlive_their_run_are_named(tmp_path: Path) -> None:
-    made = report(tmp_path, num_spot=1) | {"state": "failed"}
+    made = report(tmp_path, num_spot=1)
+    made.state = "failed"
     assert "machines are left" not in "\n".join(cost_lines(made))
-    made["machines"][1]["state"] = "running"
+    made.machines[1].state = "running"
     assert "failed, but machines are left" in " ".join(cost_lines(made))
     assert "rlboost down a-run" in " ".join(cost_lines(made))
 

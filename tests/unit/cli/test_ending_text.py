@@ -2,32 +2,43 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlboost_cli.views.ending import ended_lines, next_lines
+import msgspec
 
-STATUS: dict[str, Any] = {
-    "step": 10,
-    "steps": 10,
-    "started_at": 1000.0,
-    "at": 1300.0,
-    "reward_history": [0.1] * 5 + [0.4] * 5,
-    "preemptions": {"noticed": 3, "silent": 0, "reset": 15},
-    "responses": {"migrated": 34},
-    "tokens": {"lost_estimate": 15},
-}
-REPORT: dict[str, Any] = {
-    "total_usd": 1.5549,
-    "compute_usd": {"reserved": 0.94, "spot": 0.6149},
-    "usd_per_million_tokens": 170.23,
-    "counterfactual": {
-        "usd_per_million_tokens": 232.14,
-        "saving_fraction": 0.267,
-        "basis": "computed, not run: the tokens trained at the rate measured",
-    },
-}
+from rlboost_cli.views.ending import ended_lines, next_lines
+from rlboost_runtime.billing.report import BudgetState, CostReport, Counterfactual, OutsideSteps
+from rlboost_runtime.protocol.status import Status, read_status
+
+STATUS = read_status(
+    {
+        "step": 10,
+        "steps": 10,
+        "started_at": 1000.0,
+        "at": 1300.0,
+        "reward_history": [0.1] * 5 + [0.4] * 5,
+        "preemptions": {"noticed": 3, "silent": 0, "reset": 15},
+        "responses": {"migrated": 34},
+        "tokens": {"lost_estimate": 15},
+    }
+)
+ON_DEMAND = Counterfactual(
+    usd_per_million_tokens=232.14,
+    saving_fraction=0.267,
+    basis="computed, not run: the tokens trained at the rate measured",
+)
+
+
+def report(**changes: Any) -> CostReport:
+    made = CostReport(
+        run="r", as_of=0.0, total_usd=1.5549, rate_usd_per_hour=0.0, budget=BudgetState(),
+        compute_usd={"reserved": 0.94, "spot": 0.6149}, other_usd={}, useful_usd=1.5549, wasted_usd={},
+        tokens_trained=0, usd_per_million_tokens=170.23, counterfactual=ON_DEMAND, steps=[],
+        outside_steps_usd=OutsideSteps(), machines=[], price_sources=[], rewards={}, notes=[],
+    )  # fmt: skip
+    return msgspec.structs.replace(made, **changes)
 
 
 def test_the_end_is_a_summary_on_eighty_columns() -> None:
-    lines = ended_lines("quickstart", "done", STATUS, REPORT)
+    lines = ended_lines("quickstart", "done", STATUS, report())
     assert lines == [
         "quickstart is done: 10 of 10 steps in 5 min",
         "reward   0.100 -> 0.400 (first and last 5 steps)",
@@ -41,13 +52,12 @@ def test_the_end_is_a_summary_on_eighty_columns() -> None:
 
 
 def test_what_is_not_known_is_not_said() -> None:
-    unknown = {"usd_per_million_tokens": None, "saving_fraction": None, "basis": "not known: no step"}
-    report = {**REPORT, "usd_per_million_tokens": None, "counterfactual": unknown}
-    assert ended_lines("r", "failed", {"run": "r"}, report) == [
+    unknown = report(usd_per_million_tokens=None, counterfactual=Counterfactual(basis="not known: no step"))
+    assert ended_lines("r", "failed", Status(run="r"), unknown) == [
         "r failed",
         "cost     $1.55 (reserved $0.94, spot $0.61)",
     ]
-    dearer = {**REPORT, "counterfactual": {**REPORT["counterfactual"], "saving_fraction": -0.5}}
+    dearer = report(counterfactual=msgspec.structs.replace(ON_DEMAND, saving_fraction=-0.5))
     assert ended_lines("r", "done", STATUS, dearer)[-1].endswith("spot cost 50% more")
 
 

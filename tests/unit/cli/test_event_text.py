@@ -1,16 +1,15 @@
 from __future__ import annotations
 
-from typing import Any
-
 from rlboost_cli.views.events import merged
+from rlboost_runtime.protocol.status import RecentEvent
 
 
-def event(text: str, at: float = 0.0, kind: str = "joined") -> dict[str, Any]:
-    return {"at": at, "kind": kind, "text": text}
+def event(text: str, at: float = 0.0, kind: str = "joined") -> RecentEvent:
+    return RecentEvent(at, kind, text)
 
 
-def texts(*events: dict[str, Any]) -> list[str]:
-    return [e["text"] for e in merged(events)]
+def texts(*events: RecentEvent) -> list[str]:
+    return [e.text for e in merged(events)]
 
 
 def test_alike_neighbours_are_one_line() -> None:

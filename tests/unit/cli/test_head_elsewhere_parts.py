@@ -350,14 +350,20 @@ def test_where_the_head_is_stays_readable(here: RunFolder) -> None:
 def test_what_a_command_says_there_is_said_here_with_its_exit_code(here: RunFolder) -> None:
     class Failing(HeadHere):
         def ask(self, do: str, **more: Any) -> tuple[dict[str, Any], bytes]:
-            return {"status": 3, "out": "", "err": "noise\nerror: no machine x\n\nhint: see status\n"}, b""
+            assert more["environment"] == {"RLBOOST_ERRORS": "json"}
+            return {"status": 3, "out": "", "err": printed}, b""
 
     from rlboost_cli.head.connection import HeadRefused
 
+    error = '{"error": {"class": "NotFound", "problem": "no machine x", "remedy": "see", "exit_code": 3}}'
+    printed = f"noise\n{error}\n"
     with pytest.raises(HeadRefused) as refusal:
         Failing(here).rlboost("preempt", "far", "x")
-    assert (refusal.value.problem, refusal.value.remedy) == ("on gpu-1: no machine x", "see status")
+    assert (refusal.value.problem, refusal.value.remedy) == ("on gpu-1: no machine x", "see")
     assert refusal.value.exit_code == 3
+    printed = "No module named rlboost_cli\n"
+    with pytest.raises(HeadRefused, match="on gpu-1: No module named rlboost_cli; rlboost logs"):
+        Failing(here).rlboost("preempt", "far", "x")
 
 
 # --- after a restart of the machine -----------------------------------------------------------------------

@@ -9,6 +9,7 @@ from rlboost_cli.runs.run_status import RunStatus
 from rlboost_cli.terminal.screen import ASCII, UNICODE, Glyphs, Size
 from rlboost_cli.views.fleet_table import fleet_rows
 from rlboost_cli.views.run_view import live_lines, status_lines
+from rlboost_runtime.protocol.status import read_status
 
 STATUS: dict[str, Any] = {
     "run": "demo",
@@ -211,7 +212,7 @@ def test_a_status_of_nothing_but_a_name_can_be_shown() -> None:
     status = RunStatus({"run": "r", "state": "provisioning"}, is_live=False, has_ended=False, age_s=0.0)
     assert status_lines(status, ASCII)[:2] == ["r: provisioning", "step     0/?"]
     nothing = dict.fromkeys(STATUS)
-    assert status_lines(RunStatus({**nothing, "run": "r"}, True, False, 0.0), ASCII)[0] == "r: None"
+    assert status_lines(RunStatus({**nothing, "run": "r"}, True, False, 0.0), ASCII)[0] == "r: unknown"
 
 
 def test_a_warning_about_the_journal_is_not_overlooked() -> None:
@@ -241,10 +242,10 @@ def test_cutting_counts_columns_not_letters() -> None:
 
 def test_a_row_shows_how_far_the_next_version_is() -> None:
     pulling = {"version": 12, "done_bytes": 430, "total_bytes": 1000}
-    rows = fleet_rows({"instances": [{"id": "a", "policy_version": 11, "pulling": pulling}]})
+    rows = fleet_rows(read_status({"instances": [{"id": "a", "policy_version": 11, "pulling": pulling}]}))
     assert rows[0]["version"] == "11, 12 at 43%"
     for nothing in (None, {**pulling, "total_bytes": 0}):
-        rows = fleet_rows({"instances": [{"id": "a", "policy_version": 11, "pulling": nothing}]})
+        rows = fleet_rows(read_status({"instances": [{"id": "a", "policy_version": 11, "pulling": nothing}]}))
         assert rows[0]["version"] == "11"
 
 

@@ -1,0 +1,206 @@
+"""A run's status: written once a second by the coordinator, read by the command line and by scripts.
+
+The names of the fields, and their order, are the keys of `status.json` and of `rlboost status --json`. Every
+field has a default, so that a status of an older version, or of a run that has just begun, can be read.
+Light on purpose: `rlboost status` imports it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class Preparation(msgspec.Struct):
+    """What the trainer does before its first step, and how far it is."""
+
+    doing: str = ""
+    done: float | None = None
+    of: float | None = None
+    unit: str = ""
+    since: float | None = None
+
+
+class StepProgress(msgspec.Struct):
+    """Responses of the open step."""
+
+    finished: int = 0
+    requested: int = 0
+
+
+class TokenCounts(msgspec.Struct):
+    """Response tokens since the run began."""
+
+    generated: int = 0
+    trained: int = 0
+    migrated: int = 0
+    lost_estimate: int = 0
+    redone: int = 0
+    dropped_late: int = 0
+    duplicate: int = 0
+
+
+class ResponseCounts(msgspec.Struct):
+    """Responses since the run began."""
+
+    requested: int = 0
+    in_flight: int = 0
+    finished: int = 0
+    migrated: int = 0
+    quarantined: int = 0
+    cancelled: int = 0
+
+
+class PreemptionCounts(msgspec.Struct):
+    """Instances that were lost, by how the coordinator learnt of it."""
+
+    noticed: int = 0
+    silent: int = 0
+    reset: int = 0
+
+    @property
+    def total(self) -> int:
+        """Lost instances in all."""
+        return self.noticed + self.silent + self.reset
+
+
+class SeedingStatus(msgspec.Struct):
+    """The seeding window, the learned number of spot instances, and who holds the reserved GPUs."""
+
+    t_seed_s: float | None = None
+    useful_instances: int | None = None
+    lease: str | None = None
+
+
+class MachineRow(msgspec.Struct):
+    """A machine with its bill so far."""
+
+    id: str = "?"
+    pool: str | None = None
+    provider: str | None = None
+    zone: str | None = None
+    accelerator: str | None = None
+    price_usd_per_hour: float = 0.0
+    billed_s: float = 0.0
+    cost_usd: float = 0.0
+    state: str | None = None
+    joined: bool = False
+    """True once an agent on it has registered."""
+    boot_s: dict[str, float] = {}
+    """Seconds by phase, in the order of the phases."""
+
+
+class PullProgress(msgspec.Struct):
+    """How much of a weight version an instance has."""
+
+    version: int = 0
+    done_bytes: int = 0
+    total_bytes: int = 0
+
+
+class InstanceRow(msgspec.Struct):
+    """An instance: what it serves and how fast."""
+
+    id: str = "?"
+    machine: str | None = None
+    pool: str | None = None
+    state: str | None = None
+    policy_version: int | None = None
+    in_flight: int = 0
+    tokens_per_s: float = 0.0
+    uptime_s: float = 0.0
+    pulling: PullProgress | None = None
+    pull_s: float = 0.0
+    apply_s: float = 0.0
+    load_s: float = 0.0
+    pause_s: float = 0.0
+    start_s: dict[str, float] = {}
+    """Seconds by phase of the engine's start."""
+
+
+class OnDemandFigures(msgspec.Struct):
+    """The cost report's comparison with on-demand machines only, as of the last trained step."""
+
+    spent_usd_per_million_tokens: float | None = None
+    usd_per_million_tokens: float | None = None
+    saving_fraction: float | None = None
+    basis: str = "estimated"
+
+
+class CostSoFar(msgspec.Struct):
+    """What the run has spent."""
+
+    spent_usd: float | None = None
+    rate_usd_per_hour: float = 0.0
+    budget_usd: float | None = None
+    counterfactual: OnDemandFigures | None = None
+
+
+class RecentEvent(msgspec.Struct):
+    """Something that happened, in words."""
+
+    at: float = 0.0
+    kind: str = ""
+    text: str = ""
+
+
+class TrainerStatus(msgspec.Struct):
+    """Whether the trainer is connected."""
+
+    connected: bool = False
+
+
+class ReplayDigest(msgspec.Struct):
+    """Events, the commands that followed, and the commands' digest: a replay of the log gives the same."""
+
+    events: int = 0
+    commands: int = 0
+    digest: str = ""
+
+
+class Status(msgspec.Struct, kw_only=True):
+    """What a run looks like at one moment."""
+
+    run: str = "RUN"
+    state: str = "unknown"
+    """provisioning, training, rollout, or how the run ended: done, failed, stopped."""
+    phase: str | None = None
+    preparing: Preparation | None = None
+    step: int = 0
+    """Trained steps."""
+    steps: int | None = None
+    step_responses: StepProgress | None = None
+    policy_version: int | None = None
+    reward_mean: float | None = None
+    reward_history: list[float | None] = []
+    tokens: TokenCounts = msgspec.field(default_factory=TokenCounts)
+    responses: ResponseCounts = msgspec.field(default_factory=ResponseCounts)
+    rewards: dict[str, int] = {}
+    preemptions: PreemptionCounts = msgspec.field(default_factory=PreemptionCounts)
+    seeding: SeedingStatus = msgspec.field(default_factory=SeedingStatus)
+    machines: list[MachineRow] = []
+    instances: list[InstanceRow] = []
+    weights: dict[str, Any] = {}
+    """What published versions weigh and how they were pulled, and what egress cost by route."""
+    cost: CostSoFar = msgspec.field(default_factory=CostSoFar)
+    tokens_per_s: float = 0.0
+    started_at: float | None = None
+    at: float | None = None
+    trainer: TrainerStatus = msgspec.field(default_factory=TrainerStatus)
+    events: list[RecentEvent] = []
+    replay: ReplayDigest = msgspec.field(default_factory=ReplayDigest)
+    journal_problem: str | None = None
+    loop_lag_p99_ms: float = 0.0
+
+
+def read_status(data: dict[str, Any]) -> Status:
+    """Return the status of a JSON object; what is missing or null has its default. Raises `ValueError` for a
+    value of another type."""
+    return msgspec.convert(_without_nulls(data), Status, strict=False)
+
+
+def _without_nulls(value: Any) -> Any:  # any JSON value
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
