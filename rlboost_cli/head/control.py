@@ -15,6 +15,7 @@ from typing import Any
 
 from rlboost_cli.head.connection import Head, HeadRefused, HeadUnreachable, Say
 from rlboost_cli.head.deployment import install, ship
+from rlboost_cli.head.head_books import head_is_there, learn_intents, settle, take_report
 from rlboost_cli.head.mirror import (
     close_mirror,
     fetch_results,
@@ -26,14 +27,13 @@ from rlboost_cli.head.mirror import (
     take_again,
     was_started,
 )
-from rlboost_cli.head.rental_books import head_is_there, learn_intents, settle, take_report
 from rlboost_cli.head.renting import alone, ended_meanwhile, give_back, rate_of, rent
 from rlboost_cli.terminal import output
 from rlboost_cli.terminal.text import duration
 from rlboost_providers.base.terminate import end_every
 from rlboost_providers.registry import provider_for
 from rlboost_runtime.billing.books import close_books
-from rlboost_runtime.billing.launch_records import current_rental
+from rlboost_runtime.billing.launch_records import current_head_machine
 from rlboost_runtime.errors import RuntimeFault
 from rlboost_runtime.run.create import gather, stored_job
 from rlboost_runtime.run.folder import RunFolder, read_json, write_json
@@ -56,10 +56,10 @@ def bring_up(run: RunFolder, say: Say) -> dict[str, Any]:
     trains = bool((read_json(run.wanted) or {}).get("train"))
     if job.trainer.is_bought:
         rent(run, say)
-    rental = current_rental(run)
+    bought = current_head_machine(run)
     with Head(run) as head:
         say(f"asking {head.place.host} what is there")
-        there, _ = head.ask("look", rental=None if rental is None else asdict(rental))
+        there, _ = head.ask("look", rental=None if bought is None else asdict(bought))
         environment: dict[str, str] = {}
         if not there["supervised"]:
             if not there["exists"] or there["ended"]:
@@ -240,7 +240,7 @@ def _fetch_before_it_goes(run: RunFolder, head: Head, say: Say) -> None:
 def come_home(run: RunFolder, say: Say) -> None:
     """Fetch what the ended run leaves: its books, and what `_bring_home` does. A head that was bought is
     given back where `_goes_down`; of one that stays it is said until when. Raises `HeadUnreachable`."""
-    if run.rentals.exists() and not head_is_there(run):
+    if run.head_machines.exists() and not head_is_there(run):
         settle(run)
         return
     with Head(run) as head:
@@ -272,9 +272,9 @@ def _goes_down(run: RunFolder) -> bool:
 
 
 def _stay_in_words(run: RunFolder) -> str:
-    job, rental = stored_job(run), current_rental(run)
+    job, bought = stored_job(run), current_head_machine(run)
     kind = job.after.done if (read_json(run.outcome) or {}).get("state") == "done" else job.after.failed
-    price = "" if rental is None else f" at {rate_of(rental)}"
+    price = "" if bought is None else f" at {rate_of(bought)}"
     until = (
         f"for {duration(job.after.idle_minutes * 60)}"
         if kind == "down" and job.trainer.ends_itself

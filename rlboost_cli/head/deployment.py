@@ -15,7 +15,7 @@ from typing import Any
 
 from rlboost_cli.head.connection import Head, Say
 from rlboost_providers.ssh.connection import address_of
-from rlboost_runtime.billing.launch_records import current_rental
+from rlboost_runtime.billing.launch_records import current_head_machine
 from rlboost_runtime.deploy.shipment import Software, common_part, requirements_of
 from rlboost_runtime.errors import ConfigError, RuntimeFault
 from rlboost_runtime.job import BOUGHT_MACHINE, After, Job, LocalOffer, Trainer
@@ -94,8 +94,8 @@ def on_its_head(job: Job, head: Head) -> Job:
         "folder": "~/.rlboost",
         **{name: Trainer.model_fields[name].default for name in BOUGHT_MACHINE},
     }
-    if (rental := current_rental(head.run)) is not None:
-        plain["price_usd_per_hour"] = rental.price_micro_usd_per_hour / 1e6
+    if (bought := current_head_machine(head.run)) is not None:
+        plain["price_usd_per_hour"] = bought.price_micro_usd_per_hour / 1e6
     if job.trainer.address is None and not all(isinstance(o, LocalOffer) for o in job.rollout.spot.any_of):
         plain["address"] = address_of(head.place.host).name
     changes: dict[str, object] = {

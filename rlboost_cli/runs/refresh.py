@@ -55,10 +55,10 @@ def looking_at(
 def asked_of_its_cloud(run: RunFolder, say: Callable[[str], None], silence: str | None) -> str | None:
     """Where the run's head is a machine that was rented, see what its cloud says of it; return what is still
     to be said of its silence."""
-    if not run.rentals.exists() or time.monotonic() < _ask_again_at.get(run.path, 0.0):
+    if not run.head_machines.exists() or time.monotonic() < _ask_again_at.get(run.path, 0.0):
         return silence
     _ask_again_at[run.path] = time.monotonic() + CLOUD_EVERY_S
-    from rlboost_cli.head.rental_books import find_out
+    from rlboost_cli.head.head_books import find_out
 
     try:
         find_out(run, say)

@@ -158,11 +158,11 @@ def _status_elsewhere(run: RunFolder, head: Head | None) -> RunStatus:
 
 def _status_before_its_start(run: RunFolder) -> RunStatus:
     from rlboost_cli.head.renting import rate_of
-    from rlboost_runtime.billing.launch_records import current_rental
+    from rlboost_runtime.billing.launch_records import current_head_machine
 
-    rental, cost = current_rental(run), ""
-    if rental is not None and rental.ended_at is None:
-        cost = f"; {rental.machine} in {rental.zone} may be there for it, at {rate_of(rental)}"
+    bought, cost = current_head_machine(run), ""
+    if bought is not None and bought.ended_at is None:
+        cost = f"; {bought.machine} in {bought.zone} may be there for it, at {rate_of(bought)}"
     return RunStatus(
         _stored(run),
         is_live=False,

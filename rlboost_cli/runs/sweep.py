@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from rlboost_cli.head.rental_books import find_out
+from rlboost_cli.head.head_books import find_out
 from rlboost_providers.base.provider import (
     CanSweep,
     MachineStatus,
@@ -71,7 +71,7 @@ def look(say: Callable[[str], None], clouds: Iterable[str] = ()) -> Sweep:
     for run in runs.values():
         try:
             wanted |= _clouds_of(run)
-            if is_open(run) and run.rentals.exists():
+            if is_open(run) and run.head_machines.exists():
                 say(f"asking for the head of {run.name}")
                 find_out(run, say)
             if not is_open(run):

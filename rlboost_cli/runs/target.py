@@ -47,7 +47,7 @@ class Target:
         """
         if self.run is None and (newest := newest_run(self.job.name)) is not None:
             look_at(newest, say)
-        if resume and (known := self.run or newest_run(self.job.name)) and known.rentals.exists():
+        if resume and (known := self.run or newest_run(self.job.name)) and known.head_machines.exists():
             from rlboost_cli.head.renting import require_head
 
             require_head(known)

@@ -60,11 +60,11 @@ def end_without_head(run: RunFolder, progress: Callable[[str], None]) -> Teardow
 
     Raises like `end_run`.
     """
+    from rlboost_cli.head.head_books import learn_intents, settle
     from rlboost_cli.head.mirror import close_mirror
-    from rlboost_cli.head.rental_books import learn_intents, settle
     from rlboost_cli.head.renting import give_back
 
-    if run.rentals.exists():
+    if run.head_machines.exists():
         give_back(run, progress)
     learn_intents(run)
     ended = _end_here(run, progress)

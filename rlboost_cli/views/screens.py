@@ -108,7 +108,7 @@ def left_alone(run: RunFolder) -> bool:
 def _not_started(run: RunFolder) -> None:
     output.progress(f"{run.name} has not been started on its head")
     output.progress(f"  rlboost launch {run.name}           goes on with that")
-    if run.rentals.exists():
+    if run.head_machines.exists():
         output.progress(f"  rlboost down {run.name}             ends the head, which costs money until then")
 
 

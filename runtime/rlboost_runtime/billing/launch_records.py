@@ -1,17 +1,14 @@
-"""The machines that were rented for a run's head: kept on the laptop, and told to the head for its books.
+"""Machines on record before they are launched: those bought for a run's head, and spot machines.
 
-`rentals.json` of the run's folder on the laptop has them all, the current one last; each is noted before its
-cloud is asked for it, so that none is ever rented unnoted. `rental.json` in the home of `rlboost` on the head
-is the machine that this home lies on.
+Heads: `rentals.json` of the run's folder on the laptop lists them all, the current one last; each is recorded
+before it is requested from its cloud, so none is ever bought unrecorded. `rental.json` in the home of
+`rlboost` on the head is the machine that this home lies on; the head bills it.
 
-What each machine was bought as, on disk: a coordinator that was restarted still knows where its machines
-are and what bytes to them cost.
-
-What each machine was to be bought as, copied to the job's `output` before it is launched.
-
-OUTPUT/RUN/cloud/bought.json, for the case that the head is lost with its disk: `rlboost down` on the laptop
-then knows, and bills, also what was launched after it last looked. A copy that fails is said and holds
-nothing up: clouds whose machines are neither listed by tag nor end by themselves are refused beforehand.
+Spot machines: `cloud/bought.json` has each one's offer, so that a restarted coordinator knows where its
+machines are and what bytes to them cost. It is copied to the job's `output` (OUTPUT/RUN/cloud/bought.json)
+before each launch: if the head is lost with its disk, `rlboost down` on the laptop also bills what was
+launched after it last looked. A copy that fails is logged and delays nothing: clouds whose machines are
+neither listed by tag nor end by themselves are refused beforehand.
 """
 
 from __future__ import annotations
@@ -28,7 +25,6 @@ from rlboost_providers.base.provider import Offer
 from rlboost_runtime.billing.machine_record import MachineRecord
 from rlboost_runtime.core.base.messages import Pool
 from rlboost_runtime.errors import RuntimeFault
-from rlboost_runtime.job import Job
 from rlboost_runtime.logs import event
 from rlboost_runtime.run.folder import RunFolder, read_json, write_atomically, write_json
 
@@ -50,37 +46,37 @@ class HeadMachine(MachineRecord):
     """How long it stays, and is billed, after a run that was stopped by its budget."""
 
 
-def kept_rentals(run: RunFolder) -> list[HeadMachine]:
-    """Return the machines that were rented for the run's head, the current one last. Raises
-    `RuntimeFault`."""
+def kept_head_machines(run: RunFolder) -> list[HeadMachine]:
+    """Return the machines bought for the run's head, the current one last. Raises `RuntimeFault`."""
+    path = run.head_machines
     try:
-        return msgspec.convert(read_json(run.rentals) or [], list[HeadMachine])
+        return msgspec.convert(read_json(path) or [], list[HeadMachine])
     except msgspec.ValidationError as error:
         raise RuntimeFault(
-            f"{run.rentals} does not say what was rented for {run.name}: {error}",
+            f"{path} does not say what was rented for {run.name}: {error}",
             "use the RLBoost version that the run was started with; rlboost gc finds the machine itself",
         ) from error
     except ValueError as error:
         raise RuntimeFault(
-            f"{run.rentals} is cut off or no JSON, and does not say what was rented for {run.name}: {error}",
+            f"{path} is cut off or no JSON, and does not say what was rented for {run.name}: {error}",
             "rlboost gc finds the machine itself; once it has ended that, remove the file",
         ) from error
 
 
-def current_rental(run: RunFolder) -> HeadMachine | None:
-    """Return the machine that is or was the run's head; None: none was ever rented."""
-    return next(iter(kept_rentals(run)[::-1]), None)
+def current_head_machine(run: RunFolder) -> HeadMachine | None:
+    """Return the machine that is or was the run's head; None: none was ever bought."""
+    return next(iter(kept_head_machines(run)[::-1]), None)
 
 
-def keep_rental(run: RunFolder, rental: HeadMachine) -> None:
-    """Note a machine, or what became of it: also a power cut does not undo that."""
-    others = [each for each in kept_rentals(run) if each.machine != rental.machine]
-    write_json(run.rentals, [asdict(each) for each in [*others, rental]], durably=True)
+def keep_head_machine(run: RunFolder, head: HeadMachine) -> None:
+    """Record a machine, or what became of it; survives a power cut."""
+    others = [each for each in kept_head_machines(run) if each.machine != head.machine]
+    write_json(run.head_machines, [asdict(each) for each in [*others, head]], durably=True)
 
 
-def own_rental(run: RunFolder) -> HeadMachine | None:
-    """Return what the machine was rented as that the run's folder lies on; None: nobody rents it, or what was
-    told of that cannot be read."""
+def own_head_machine(run: RunFolder) -> HeadMachine | None:
+    """Return the record of the machine that the run's folder lies on; None: it was not bought, or its record
+    cannot be read."""
     try:
         told = read_json(_own(run))
         return None if told is None else msgspec.convert(told, HeadMachine)
@@ -109,7 +105,7 @@ class LaunchRecords:
                 self._offers = {}
 
     def get(self, machine: str) -> Offer | None:
-        """Return what the machine was bought as; None where nobody knows."""
+        """Return the offer that the machine was bought as; None if unknown."""
         return self._offers.get(machine)
 
     def offers(self) -> dict[str, Offer]:
@@ -117,7 +113,7 @@ class LaunchRecords:
         return dict(self._offers)
 
     def add(self, machine: str, offer: Offer) -> None:
-        """Keep it, also through a power cut, before its launch is asked for. Raises `OSError`."""
+        """Record it, also through a power cut, before its launch is requested. Raises `OSError`."""
         if self._offers.get(machine) == offer:
             return
         self._offers[machine] = offer
@@ -132,19 +128,14 @@ _NAME = "cloud/bought.json"
 
 
 class LaunchBackup:
-    """Copies `cloud/bought.json` of one run. Any thread may call."""
+    """Copies `cloud/bought.json` of one run to the job's output, if it has one. Any thread may call."""
 
     def __init__(self, run: RunFolder, output: str | None) -> None:
         self._run = run
         self._output = output
 
-    @classmethod
-    def of(cls, run: RunFolder, job: Job) -> LaunchBackup:
-        """Return that of `run`; it does nothing where the job has no `output`."""
-        return cls(run, job.output)
-
     def put(self) -> bool:
-        """Copy it as it is now; return whether it is there. Blocks for at most `PUT_S`."""
+        """Copy it as it is now; return True if it was copied. Blocks for at most `PUT_S`."""
         if self._output is None:
             return False
         import obstore
@@ -159,7 +150,7 @@ class LaunchBackup:
         return True
 
     def read(self) -> bytes | None:
-        """Return the copy; None where there is none, or it cannot be read from here."""
+        """Return the copy; None if there is none, or it cannot be read from here."""
         if self._output is None:
             return None
         try:

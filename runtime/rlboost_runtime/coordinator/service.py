@@ -22,7 +22,7 @@ from rlboost_providers.base.provider import Provider
 from rlboost_providers.registry import cheapest_offer, prices_of, provider_for
 from rlboost_runtime.billing.accounts import to_ns
 from rlboost_runtime.billing.budget import room_micro_usd, stay_micro_usd
-from rlboost_runtime.billing.launch_records import LaunchBackup, LaunchRecords, own_rental
+from rlboost_runtime.billing.launch_records import LaunchBackup, LaunchRecords, own_head_machine
 from rlboost_runtime.billing.ledger import Ledger
 from rlboost_runtime.billing.machine_record import MachineRecord
 from rlboost_runtime.coordinator.driver.core_driver import CoreDriver
@@ -147,7 +147,7 @@ class Coordinator:
             None if job.budget.max_usd is None else self._room_micro_usd,
             job.rollout.spot.on_demand_floor,
             LaunchRecords(run.cloud / "bought.json"),
-            LaunchBackup.of(run, job).put if _launches_elsewhere(job) else None,
+            LaunchBackup(run, job.output).put if _launches_elsewhere(job) else None,
         )
         self._sources = StatusSources(
             job, run.name, clock.wall(), self._state, self._agents, self._trainer, self._ledger
@@ -160,8 +160,8 @@ class Coordinator:
         self._agents.weights.on_wire = self._bill_egress
         self._trainer.on_published = self._agents.weights.published
         self._timeline = Timeline(self._ledger, clock, self._state.core)
-        rental = own_rental(run)
-        self._stay_micro_usd = 0 if rental is None else stay_micro_usd(rental)
+        head = own_head_machine(run)
+        self._stay_micro_usd = 0 if head is None else stay_micro_usd(head)
         self._ending: RunEnd | None = None
         self._paused_since: float | None = None
         self._end_asked = asyncio.Event()
@@ -307,13 +307,13 @@ class Coordinator:
 
     def _open_books(self) -> None:
         now = self._clock.wall()
-        rented = own_rental(self._run)
-        rental = _own_machine(self._job, now) if rented is None else rented
-        self._ledger.intend(replace(rental, machine=RESERVED_MACHINE))
-        if rented is not None:
-            self._ledger.stayed(RESERVED_MACHINE, rented.intended_at)
+        bought = own_head_machine(self._run)
+        head = _own_machine(self._job, now) if bought is None else bought
+        self._ledger.intend(replace(head, machine=RESERVED_MACHINE))
+        if bought is not None:
+            self._ledger.stayed(RESERVED_MACHINE, bought.intended_at)
         is_first = RESERVED_MACHINE in self._ledger.unbilled_machines()
-        launched_at = rental.launched_at if is_first else None  # a machine of ours is billed anew
+        launched_at = head.launched_at if is_first else None  # a machine of ours is billed anew
         self._ledger.launched(RESERVED_MACHINE, now if launched_at is None else launched_at)
         first = self._ledger.machines(now)[0].launched_at
         self._sources.started_at = now if first is None else first

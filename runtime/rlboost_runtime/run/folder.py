@@ -33,7 +33,7 @@ there is named below; everybody else only reads it.
     head.json         {"host", ...}: where the run's head is, if not here; the rest of the folder is then
                       what was last seen of the one there                   CLI
     mirror.json       there once the run was to be started there: what of it was fetched, and when       CLI
-    rentals.json      the machines that were rented for that head; see `rental`                 CLI
+    rentals.json      the machines that were bought for that head; see `launch_records`         CLI
     safe.json         all of the ended run is at the job's `output`         supervisor
     cloud/            what providers keep of their machines, the local market's state     providers
                       bought.json: the offer that each machine was bought as coordinator
@@ -137,8 +137,8 @@ class RunFolder:
         return self.path / "mirror.json"
 
     @property
-    def rentals(self) -> Path:
-        """The machines that were rented for the run's head."""
+    def head_machines(self) -> Path:
+        """The machines that were bought for the run's head."""
         return self.path / "rentals.json"
 
     @property

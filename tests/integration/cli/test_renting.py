@@ -16,10 +16,10 @@ import pytest
 from ruamel.yaml import YAML
 from typer.testing import CliRunner
 
-from rlboost_cli.head import control, rental_books, renting
+from rlboost_cli.head import control, head_books, renting
 from rlboost_cli.head.connection import Head, HeadRefused
+from rlboost_cli.head.head_books import find_out, settle, take_report
 from rlboost_cli.head.mirror import close_mirror, is_complete, open_mirror
-from rlboost_cli.head.rental_books import find_out, settle, take_report
 from rlboost_cli.head.renting import give_back, rent
 from rlboost_cli.main import app
 from rlboost_cli.planning import agreement as probe
@@ -36,9 +36,9 @@ from rlboost_runtime.billing.launch_records import (
     HeadMachine,
     LaunchBackup,
     LaunchRecords,
-    current_rental,
-    keep_rental,
-    kept_rentals,
+    current_head_machine,
+    keep_head_machine,
+    kept_head_machines,
 )
 from rlboost_runtime.billing.ledger import Ledger
 from rlboost_runtime.errors import ConfigError, CredentialsRejected, NoCapacity, ProviderError, RuntimeFault
@@ -114,7 +114,7 @@ def test_the_machine_is_noted_before_it_is_asked_for_and_found_again_by_who_type
     launch = AwsProvider.launch
 
     def cut_off(provider: AwsProvider, request: Any) -> Any:
-        noted = current_rental(run)
+        noted = current_head_machine(run)
         assert noted is not None
         assert (noted.machine, noted.launched_at) == (request.machine, None), "the intent comes first"
         launch(provider, request)
@@ -127,7 +127,7 @@ def test_the_machine_is_noted_before_it_is_asked_for_and_found_again_by_who_type
     for _ in range(2):
         rent(run, silently)
     (instance,) = ec2.instances()
-    assert [rental.machine for rental in kept_rentals(run)] == ["head-1"]
+    assert [head.machine for head in kept_head_machines(run)] == ["head-1"]
     place = kept_place(run)
     assert place.host == f"rlboost@{instance.private_ip}"
     assert place.host_key is not None
@@ -157,16 +157,16 @@ def test_a_look_while_the_head_is_being_launched_does_not_take_it_for_gone(
 
     def looked_at_meanwhile(provider: AwsProvider, request: LaunchRequest) -> Any:
         find_out(run, silently)  # `rlboost status`, which EC2 tells of no machine yet
-        noted = current_rental(run)
+        noted = current_head_machine(run)
         assert noted is not None
         assert noted.ended_at is None, "it is being launched"
         return launch(provider, request)
 
     monkeypatch.setattr(AwsProvider, "launch", looked_at_meanwhile)
     rent(run, silently)
-    rental = current_rental(run)
-    assert rental is not None
-    assert (rental.launched_at is None, rental.ended_at) == (False, None)
+    head = current_head_machine(run)
+    assert head is not None
+    assert (head.launched_at is None, head.ended_at) == (False, None)
     give_back(run, silently)
     assert ec2.instances() == []
 
@@ -185,17 +185,17 @@ def test_a_machine_that_its_cloud_does_not_list_yet_is_waited_for_before_it_is_c
         rent(run, silently)
     ec2.lists_lag = True
     find_out(run, silently)
-    rental = current_rental(run)
-    assert rental is not None
-    assert (rental.launched_at, rental.ended_at) == (None, None), "only its intent is known, and it is young"
+    head = current_head_machine(run)
+    assert head is not None
+    assert (head.launched_at, head.ended_at) == (None, None), "only its intent is known, and it is young"
 
     def listed(words: str) -> None:
         ec2.lists_lag = "waiting until" not in words
 
     give_back(run, listed)
     assert ec2.instances() == []
-    (rental,) = kept_rentals(run)
-    assert rental.launched_at is not None, "it is billed"
+    (head,) = kept_head_machines(run)
+    assert head.launched_at is not None, "it is billed"
 
 
 def test_a_launched_machine_that_is_not_listed_yet_is_not_launched_twice(
@@ -207,7 +207,7 @@ def test_a_launched_machine_that_is_not_listed_yet_is_not_launched_twice(
     ec2.lists_lag = True
     rent(run, silently)
     assert len(ec2.instances(alive=False)) == 1
-    assert [rental.machine for rental in kept_rentals(run)] == ["head-1"]
+    assert [head.machine for head in kept_head_machines(run)] == ["head-1"]
 
 
 def test_down_ends_a_head_that_still_boots_and_the_run_can_be_resumed_on_another(
@@ -226,7 +226,7 @@ def test_down_ends_a_head_that_still_boots_and_the_run_can_be_resumed_on_another
     let_in(monkeypatch)
     find_target("far", resume=True).prepare(resume=True)
     rent(run, silently)
-    assert [rental.machine for rental in kept_rentals(run)] == ["head-1", "head-2"]
+    assert [head.machine for head in kept_head_machines(run)] == ["head-1", "head-2"]
 
 
 def test_ctrl_c_while_the_head_boots_says_that_nothing_goes_on(
@@ -316,7 +316,7 @@ def test_where_the_head_refuses_the_job_the_run_has_nothing_there_to_lose(
     find_out(run, silently)
     assert not run.outcome.exists()
     rent(run, silently)
-    assert [rental.machine for rental in kept_rentals(run)] == ["head-1", "head-2"]
+    assert [head.machine for head in kept_head_machines(run)] == ["head-1", "head-2"]
 
 
 def test_a_machine_that_never_lets_us_in_is_given_back_and_billed_and_the_next_try_rents_another(
@@ -334,7 +334,7 @@ def test_a_machine_that_never_lets_us_in_is_given_back_and_billed_and_the_next_t
     assert ec2.instances() == []
     let_in(monkeypatch)
     rent(run, silently)
-    assert [rental.machine for rental in kept_rentals(run)] == ["head-1", "head-2"]
+    assert [head.machine for head in kept_head_machines(run)] == ["head-1", "head-2"]
     give_back(run, silently)
     settle(run)
     bills = {bill["id"]: bill for bill in report_of(run)["machines"]}  # type: ignore[attr-defined]
@@ -484,7 +484,7 @@ def test_where_there_is_none_nothing_is_rented_and_another_id_is_asked_for_next(
     assert refusal.value.exit_code == 4
     ec2.capacity[ZONE] = 1
     rent(run, silently)
-    assert [rental.machine for rental in kept_rentals(run)] == ["head-1", "head-2"]
+    assert [head.machine for head in kept_head_machines(run)] == ["head-1", "head-2"]
     assert len(ec2.instances(alive=False)) == 1
 
 
@@ -537,9 +537,9 @@ def test_down_ends_a_head_of_which_only_the_intent_is_known_here_and_what_it_lau
     control.end_run(run, silently)
     assert ec2.instances() == []
     bill = next(bill for bill in report_of(run)["machines"] if bill["pool"] == "reserved")  # type: ignore[attr-defined]
-    rental = current_rental(run)
-    assert rental is not None
-    assert (bill["started_at"], bill["ended_at"]) == (rental.launched_at, rental.ended_at)
+    head = current_head_machine(run)
+    assert head is not None
+    assert (bill["started_at"], bill["ended_at"]) == (head.launched_at, head.ended_at)
 
 
 def test_machines_that_a_lost_head_launched_after_the_last_look_are_ended_and_billed(
@@ -557,7 +557,7 @@ def test_machines_that_a_lost_head_launched_after_the_last_look_are_ended_and_bi
     on_head.path.mkdir(parents=True)
     for name in ("spot-0", "spot-1"):
         LaunchRecords(on_head.cloud / "bought.json").add(name, offer)
-        assert LaunchBackup.of(on_head, stored_job(run)).put()
+        assert LaunchBackup(on_head, stored_job(run).output).put()
     bootstrap = {"machine": "spot-0", "instances": ("spot-0/0",)}
     fleet.launch(LaunchRequest(run.name, "spot-0", offer, bootstrap))  # spot-1 came to nothing
     ec2.powered_off("head-1")
@@ -582,7 +582,7 @@ def test_the_report_of_the_end_before_a_resumption_says_nothing_of_a_head_that_i
     def spends(folder: RunFolder, *machines: str) -> None:
         ledger = Ledger(folder.ledger)
         for name in machines:
-            ledger.intend_rental(name, HeadMachine(name, "aws", ZONE, "A10G:1", 36_000_000, "t", 1000.0))
+            ledger.intend(HeadMachine(name, "aws", ZONE, "A10G:1", 36_000_000, "t", 1000.0))
             ledger.launched(name, 1000.0)
             ledger.ended(name, 4600.0)
         ledger.close()
@@ -678,9 +678,9 @@ def test_down_gives_a_head_back_that_cannot_tell_its_books_unless_its_model_is_n
 
 @pytest.mark.parametrize("content", [b"", b'[{"machine": "head-1", "pro', b"\x00\xff"])
 def test_a_rental_file_that_was_cut_off_is_named(run: RunFolder, content: bytes) -> None:
-    run.rentals.write_bytes(content)
+    run.head_machines.write_bytes(content)
     with pytest.raises(RuntimeFault, match=r"rentals\.json is cut off or no JSON") as fault:
-        current_rental(run)
+        current_head_machine(run)
     assert "rlboost gc finds the machine" in fault.value.remedy
     assert CliRunner().invoke(app, ["down", "far", "--yes"]).exit_code == 1
 
@@ -690,7 +690,7 @@ def test_gc_finds_a_head_by_its_tags_once_its_run_has_ended(
 ) -> None:
     let_in(monkeypatch)
     rent(run, silently)
-    run.rentals.unlink()  # not even the intent is left
+    run.head_machines.unlink()  # not even the intent is left
     write_json(run.outcome, {"state": "done"})
     (stray,) = sweep.look(silently).strays
     assert (stray.run, stray.machine, stray.is_ours) == ("far", "head-1", True)
@@ -737,17 +737,17 @@ def test_a_head_that_ended_itself_unseen_is_billed_no_longer_than_it_can_have_be
 ) -> None:
     let_in(monkeypatch)
     rent(run, silently)
-    rental = current_rental(run)
-    assert rental is not None
-    assert rental.launched_at is not None
-    day_ago = rental.launched_at - 86_400
-    keep_rental(run, replace(rental, launched_at=day_ago))
+    head = current_head_machine(run)
+    assert head is not None
+    assert head.launched_at is not None
+    day_ago = head.launched_at - 86_400
+    keep_head_machine(run, replace(head, launched_at=day_ago))
     ledger = Ledger(run.ledger)  # as its coordinator closed it, and the laptop fetched it
-    rental_books._enter(ledger, "reserved-0", replace(rental, launched_at=day_ago, ended_at=day_ago + 600))
+    head_books._enter(ledger, "reserved-0", replace(head, launched_at=day_ago, ended_at=day_ago + 600))
     ledger.close()
     write_json(run.outcome, {"state": "done"})
     write_json(run.mirror, {"at": 0.0, "supervised": False, "marks": {}, "complete": True})
-    monkeypatch.setattr(rental_books, "view_of", lambda *_: None)  # EC2 has forgotten it
+    monkeypatch.setattr(head_books, "view_of", lambda *_: None)  # EC2 has forgotten it
     find_out(run, silently)
     (bill,) = report_of(run)["machines"]  # type: ignore[misc]
     assert bill["billed_s"] == 600 + 15 * 60, "its idle_minutes after the run"
@@ -789,11 +789,11 @@ def test_a_head_is_bought_through_skypilot_at_its_price_found_again_and_given_ba
     rent(run, silently)
     rent(run, silently)
     assert len(sky.launched) == 1
-    rental = current_rental(run)
-    assert rental is not None
-    assert (rental.provider, rental.zone) == ("skypilot", "aws/us-west-2/us-west-2a")
-    assert rental.price_micro_usd_per_hour == round(ON_DEMAND * 1e6)
-    assert rental.price_source == "SkyPilot catalogue"
+    head = current_head_machine(run)
+    assert head is not None
+    assert (head.provider, head.zone) == ("skypilot", "aws/us-west-2/us-west-2a")
+    assert head.price_micro_usd_per_hour == round(ON_DEMAND * 1e6)
+    assert head.price_source == "SkyPilot catalogue"
     assert kept_place(run).host == "rlboost@203.0.113.9"
     (script,) = run.cloud.rglob("start.sh")
     assert '"cloud": "skypilot"' in script.read_text()
@@ -815,10 +815,10 @@ def test_where_skypilots_cloud_has_none_the_next_zone_is_asked_and_the_intents_s
     through_skypilot(run, role="rlboost-head")
     sky.refuse["us-west-2a"] = ("ResourcesUnavailableError", "InsufficientInstanceCapacity")
     rent(run, silently)
-    rental = current_rental(run)
-    assert rental is not None
-    assert (rental.machine, rental.zone) == ("head-2", "aws/us-east-1/us-east-1a")
-    assert [(each.machine, each.launched_at is None) for each in kept_rentals(run)] == [
+    head = current_head_machine(run)
+    assert head is not None
+    assert (head.machine, head.zone) == ("head-2", "aws/us-east-1/us-east-1a")
+    assert [(each.machine, each.launched_at is None) for each in kept_head_machines(run)] == [
         ("head-1", True),
         ("head-2", False),
     ]
@@ -838,15 +838,15 @@ def test_a_refusal_that_is_told_late_is_billed_nothing_and_the_next_zone_is_aske
             return launch(provider, request)
         return MachineView(request.machine, MachineStatus.STARTING, None, None)
 
-    def told(provider: Any, run: RunFolder, rental: HeadMachine) -> MachineView | None:
-        if rental.machine not in late:
-            return look(provider, run, rental)
-        return MachineView(rental.machine, MachineStatus.GONE, None, time.time(), none_left)
+    def told(provider: Any, run: RunFolder, head: HeadMachine) -> MachineView | None:
+        if head.machine not in late:
+            return look(provider, run, head)
+        return MachineView(head.machine, MachineStatus.GONE, None, time.time(), none_left)
 
     monkeypatch.setattr(SkyPilotProvider, "launch", begun)
     monkeypatch.setattr(renting, "view_of", told)
     rent(run, silently)
-    assert [(each.machine, each.zone, each.launched_at is None) for each in kept_rentals(run)] == [
+    assert [(each.machine, each.zone, each.launched_at is None) for each in kept_head_machines(run)] == [
         ("head-1", "aws/us-west-2/us-west-2a", True),
         ("head-2", "aws/us-east-1/us-east-1a", False),
     ]
@@ -869,9 +869,9 @@ def test_a_head_of_skypilot_that_ended_itself_is_noticed_and_its_books_are_close
     monkeypatch.setattr(renting, "LISTED_S", 0.0)
     find_out(run, silently)
     assert "is gone before it was heard how the run ended" in (read_json(run.outcome) or {})["problem"]
-    rental = current_rental(run)
-    assert rental is not None
-    assert rental.ended_at is not None
+    head = current_head_machine(run)
+    assert head is not None
+    assert head.ended_at is not None
     with pytest.raises(RuntimeFault, match="far was ended meanwhile"):
         rent(run, silently)
     assert len(sky.launched) == 1

@@ -57,8 +57,8 @@ def test_the_head_is_billed_between_a_runs_end_and_its_resumption_where_it_is_re
     run.logs.mkdir(parents=True)
     hour, now = 3600.0, time.time()
     if is_rented:
-        rental = HeadMachine("head-1", "aws", "us-east-2a", "A10G:1", 36_000_000, "t", now - 11 * hour)
-        write_json(run.path.parents[1] / "rental.json", asdict(replace(rental, launched_at=now - 11 * hour)))
+        head = HeadMachine("head-1", "aws", "us-east-2a", "A10G:1", 36_000_000, "t", now - 11 * hour)
+        write_json(run.path.parents[1] / "rental.json", asdict(replace(head, launched_at=now - 11 * hour)))
     books_opened(run)
     ledger = Ledger(run.ledger)
     first = ledger.machines(now)[0].launched_at

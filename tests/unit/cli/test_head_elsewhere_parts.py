@@ -21,7 +21,7 @@ import pytest
 from rlboost_cli.head import deployment, mirror
 from rlboost_cli.head.connection import Head
 from rlboost_cli.head.mirror import close_mirror, is_complete, is_live, refresh, refresh_if_elsewhere
-from rlboost_runtime.billing.launch_records import HeadMachine, own_rental
+from rlboost_runtime.billing.launch_records import HeadMachine, own_head_machine
 from rlboost_runtime.deploy.shipment import requirements_of
 from rlboost_runtime.errors import ProtocolError, RuntimeFault
 from rlboost_runtime.job import Job
@@ -282,11 +282,11 @@ def test_a_ledger_that_cannot_be_read_is_said_in_words(here: RunFolder, there: P
 def test_what_a_head_is_rented_as_stays_readable_there_where_its_disk_is_full(
     here: RunFolder, there: Path
 ) -> None:
-    rental = HeadMachine("head-1", "aws", "us-east-2a", "A10G:1", 36_000_000, "t", 1000.0)
+    head = HeadMachine("head-1", "aws", "us-east-2a", "A10G:1", 36_000_000, "t", 1000.0)
     told = {"folder": str(here.path / "there"), "python": None, "owner": "me", "run": "far"}
 
-    def looks(rental: HeadMachine) -> dict[str, Any]:
-        asked = {"do": "look", "rental": asdict(rental), **told}
+    def looks(head: HeadMachine) -> dict[str, Any]:
+        asked = {"do": "look", "rental": asdict(head), **told}
         done = subprocess.run(
             [sys.executable, program.__file__],
             input=json.dumps(asked).encode() + b"\n",
@@ -297,14 +297,14 @@ def test_what_a_head_is_rented_as_stays_readable_there_where_its_disk_is_full(
         answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])["answer"]
         return answer
 
-    HeadHere(here).ask("look", rental=asdict(rental))
-    assert looks(rental)["exists"] is False, "nothing needs to be written"
-    assert "File too large" in looks(replace(rental, launched_at=1001.0))["problem"]
-    assert own_rental(RunFolder(there)) == rental
+    HeadHere(here).ask("look", rental=asdict(head))
+    assert looks(head)["exists"] is False, "nothing needs to be written"
+    assert "File too large" in looks(replace(head, launched_at=1001.0))["problem"]
+    assert own_head_machine(RunFolder(there)) == head
     assert (there.parents[1] / "owner").read_text() == "me"
     assert sorted(path.name for path in there.parents[1].iterdir()) == ["owner", "rental.json", "runs"]
     (there.parents[1] / "rental.json").write_text("")
-    assert own_rental(RunFolder(there)) is None
+    assert own_head_machine(RunFolder(there)) is None
 
 
 @pytest.mark.parametrize(

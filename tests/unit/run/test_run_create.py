@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlboost_providers.base.provider import Offer
-from rlboost_runtime.billing.launch_records import HeadMachine, LaunchRecords, keep_rental
+from rlboost_runtime.billing.launch_records import HeadMachine, LaunchRecords, keep_head_machine
 from rlboost_runtime.errors import ConfigError, NotFound, RuntimeFault
 from rlboost_runtime.job import Job, read_resolved
 from rlboost_runtime.run.create import differences, files_of, prepare_run, reopen, stored_job
@@ -92,7 +92,7 @@ def test_an_intent_is_on_the_disk_before_anybody_acts_on_it(
     monkeypatch.setattr(os, "fsync", notes_fsync)
     monkeypatch.setattr(os, "replace", notes_rename)
     run = RunFolder(tmp_path)
-    keep_rental(run, HeadMachine("head-1", "aws", "us-east-2a", "A10G:1", 1, "t", 1000.0))
+    keep_head_machine(run, HeadMachine("head-1", "aws", "us-east-2a", "A10G:1", 1, "t", 1000.0))
     assert told == ["file", "rename", "folder"]
     LaunchRecords(run.cloud / "bought.json").add("spot-0", Offer("aws", "us-east-2a", "L4:1", 1, True, "t"))
     assert told == ["file", "rename", "folder"] * 2

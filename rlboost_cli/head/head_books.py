@@ -1,10 +1,9 @@
-"""What becomes known here of a bought head that is silent or whose run has ended, and what it cost to its
-end.
+"""Closing the books of a bought head that is silent or whose run has ended, and its cost to its end.
 
-Guarantee: once the cloud says that a run's head is gone, the run has an outcome and its books end with that
-machine: nobody else can write either any more.
+Guarantee: once the cloud reports a run's head gone, the run has an outcome and its books end with that
+machine: nothing else can write either any more.
 
-What a lost head had begun to launch, for the books here: as last mirrored, and as at the job's output.
+The launches that a lost head had begun are entered here from the last mirror and from the job's output.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from rlboost_runtime.billing.launch_records import (
     HeadMachine,
     LaunchBackup,
     LaunchRecords,
-    current_rental,
-    keep_rental,
-    kept_rentals,
+    current_head_machine,
+    keep_head_machine,
+    kept_head_machines,
 )
 from rlboost_runtime.billing.ledger import Ledger
 from rlboost_runtime.billing.machine_record import MachineRecord
@@ -36,32 +35,32 @@ _LEAST_STAY_S = 180.0
 
 
 def head_is_there(run: RunFolder) -> bool:
-    """Whether the cloud still has the run's head; what it says of a machine that is gone is noted. While
-    another command launches or ends the head it counts as there: what that one notes holds.
+    """Return True if the cloud still has the run's head; the end of one that is gone is recorded. While
+    another command launches or ends the head it counts as there: that command records it.
 
-    Raises `ProviderError`, `CredentialsRejected` where it cannot be asked.
+    Raises `ProviderError`, `CredentialsRejected` if the cloud cannot be reached.
     """
     with alone(run, waits=False) as is_alone:
         if not is_alone:
             return True
-        rental = current_rental(run)
-        if rental is None or rental.ended_at is not None:
+        head = current_head_machine(run)
+        if head is None or head.ended_at is not None:
             return False
-        view = view_of(head_provider(stored_job(run), run), run, rental)
-        if is_gone(rental, view):
-            note_end(run, rental, view)
+        view = view_of(head_provider(stored_job(run), run), run, head)
+        if is_gone(head, view):
+            note_end(run, head, view)
             return False
         return True
 
 
 def find_out(run: RunFolder, say: Say) -> None:
-    """Note the end of a run whose bought head is gone, and what it cost; of one that is there, what it has
-    cost beyond its run.
+    """Record the end and the cost of a run whose bought head is gone; of a head that is there, its cost
+    beyond its run.
 
     Raises like `head_is_there`.
     """
-    rental = current_rental(run)
-    if rental is None:
+    head = current_head_machine(run)
+    if head is None:
         return
     if head_is_there(run):
         if is_complete(run):
@@ -79,8 +78,8 @@ def find_out(run: RunFolder, say: Say) -> None:
 
 
 def take_report(run: RunFolder, say: Say) -> None:
-    """Fetch what the head has put at the job's output of its ended run, where there is something; not what it
-    has put there before the run was resumed."""
+    """Fetch the report that the head left at the job's output when its run ended, if there is one; not one
+    from before the run was resumed."""
     output = stored_job(run).output
     if output is not None and not is_complete(run):
         try:
@@ -94,11 +93,11 @@ def take_report(run: RunFolder, say: Say) -> None:
 
 
 def _bound_end(run: RunFolder) -> None:
-    """Where the cloud did not say when the head ended, count it no longer than it can have been there: it
-    ends itself in time, whoever looks how much later."""
-    rental, outcome, after = current_rental(run), read_json(run.outcome) or {}, stored_job(run).after
+    """If the cloud did not report when the head ended, bill it to its latest possible end: it ends itself in
+    time, however much later the end is noticed."""
+    head, outcome, after = current_head_machine(run), read_json(run.outcome) or {}, stored_job(run).after
     kind = after.done if outcome.get("state") == "done" else after.failed
-    if rental is None or rental.ended_at is None or not rental.is_end_guessed or kind == "stay":
+    if head is None or head.ended_at is None or not head.is_end_guessed or kind == "stay":
         return
     if not stored_job(run).trainer.ends_itself:
         return
@@ -106,8 +105,8 @@ def _bound_end(run: RunFolder) -> None:
     if end is None:
         return
     latest = end + max(after.idle_minutes * 60, _LEAST_STAY_S)
-    if latest < rental.ended_at:
-        keep_rental(run, replace(rental, ended_at=latest))
+    if latest < head.ended_at:
+        keep_head_machine(run, replace(head, ended_at=latest))
 
 
 def _end_of_run(run: RunFolder) -> float | None:
@@ -122,15 +121,15 @@ def _end_of_run(run: RunFolder) -> float | None:
 
 def settle(run: RunFolder) -> None:
     """Bring the books here up to the end of every machine that was rented for the run's head."""
-    rentals = [each for each in kept_rentals(run) if each.launched_at is not None]
-    if not rentals or rentals[-1].ended_at is None:
+    heads = [each for each in kept_head_machines(run) if each.launched_at is not None]
+    if not heads or heads[-1].ended_at is None:
         return
     ledger = Ledger(run.ledger)
     try:
-        for rental in rentals[:-1]:
-            _enter(ledger, rental.machine, rental)
-        _enter(ledger, RESERVED_MACHINE, rentals[-1])
-        ledger.prolonged(RESERVED_MACHINE, rentals[-1].ended_at)
+        for head in heads[:-1]:
+            _enter(ledger, head.machine, head)
+        _enter(ledger, RESERVED_MACHINE, heads[-1])
+        ledger.prolonged(RESERVED_MACHINE, heads[-1].ended_at)
     finally:
         ledger.close()
 
@@ -143,19 +142,19 @@ def _prolong(run: RunFolder, until: float) -> None:
         ledger.close()
 
 
-def _enter(ledger: Ledger, name: str, rental: HeadMachine) -> None:
-    """Have a machine in the books from its launch to its end; what they say already holds."""
-    assert rental.launched_at is not None
-    ledger.intend(replace(rental, machine=name))
+def _enter(ledger: Ledger, name: str, head: HeadMachine) -> None:
+    """Enter a machine into the books from its launch to its end; what they have already holds."""
+    assert head.launched_at is not None
+    ledger.intend(replace(head, machine=name))
     if name in ledger.unbilled_machines():
-        ledger.launched(name, rental.launched_at)
-    if rental.ended_at is not None and name in ledger.open_machines():
-        ledger.ended(name, rental.ended_at, rental.detail)
+        ledger.launched(name, head.launched_at)
+    if head.ended_at is not None and name in ledger.open_machines():
+        ledger.ended(name, head.ended_at, head.detail)
 
 
 def _note_lost(run: RunFolder) -> None:
-    rental = current_rental(run)
-    where = "" if rental is None else f", {rental.machine} in {rental.zone},"
+    head = current_head_machine(run)
+    where = "" if head is None else f", {head.machine} in {head.zone},"
     write_json(
         run.outcome,
         {
@@ -170,12 +169,12 @@ def _note_lost(run: RunFolder) -> None:
 
 
 def learn_intents(run: RunFolder) -> None:
-    """Enter into the books here every machine that the run's head was about to launch, and what for.
+    """Enter into the books here every machine that the run's head was about to launch, with its offer.
 
-    Which of them there are, and since when, their clouds say. Doing it again changes nothing.
+    Their clouds report which of them exist, and since when. Calling it again changes nothing.
     """
     path = run.cloud / "bought.json"
-    copy = LaunchBackup.of(run, stored_job(run)).read()
+    copy = LaunchBackup(run, stored_job(run).output).read()
     if copy is not None and (not path.exists() or len(copy) > path.stat().st_size):  # it only grows
         path.parent.mkdir(mode=0o700, exist_ok=True)
         write_atomically(path, copy)
