@@ -1,13 +1,20 @@
-"""Which providers a job's spot machines come from; each is loaded when a job needs it, its SDK later."""
+"""Which providers a job's machines come from; each is loaded when a job needs it, its SDK later.
+
+A head is bought like a machine of `rollout.spot.on_demand_floor`, except for what it runs when it boots.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from operator import itemgetter
+from pathlib import Path
 
 from rlboost_providers.base.provider import Ability, CanSweep, Provider
+from rlboost_providers.base.traits import cloud_traits
 from rlboost_runtime.core.base.cost_model import Prices
-from rlboost_runtime.errors import ConfigError
-from rlboost_runtime.job import CloudOffer, Job, LocalOffer, SshOffer
+from rlboost_runtime.errors import ConfigError, RLBoostError
+from rlboost_runtime.job import CloudOffer, Job, LocalOffer, SshOffer, Trainer
+from rlboost_runtime.money import MICRO_USD_PER_USD
 from rlboost_runtime.run.folder import RunFolder, home
 
 
@@ -30,18 +37,58 @@ def head_provider(job: Job, run: RunFolder | None) -> Provider:
 
     Raises `ConfigError` where the machine type is not known, or its price neither.
     """
-    from rlboost_providers.head_offers import head_pool_provider
+    return _head_seller(job.trainer, None if run is None else run.path)
 
-    return head_pool_provider(job.trainer, None if run is None else run.path)
+
+def head_offer(trainer: Trainer) -> CloudOffer:
+    """Return the entry of `rollout.spot.any_of` that would buy the same machine as the job's head."""
+    return CloudOffer(
+        infra=trainer.infra,
+        accelerators=str(trainer.accelerators),
+        via=trainer.via,
+        instance_type=trainer.instance_type,
+        image=trainer.image,
+        disk_gb=trainer.disk_gb,
+        max_price_usd_per_hour=trainer.max_price_usd_per_hour,
+    )
+
+
+def _head_seller(trainer: Trainer, run_folder: Path | None) -> Provider:
+    offer = head_offer(trainer)
+    if trainer.via == "skypilot":
+        from rlboost_providers.skypilot.provider import HeadTerms, SkyPilotProvider
+
+        return SkyPilotProvider(run_folder or home() / "sweep", [offer], head=HeadTerms(trainer.role))
+    from rlboost_providers.base.tags import owner_of
+
+    if offer.cloud == "aws":
+        from rlboost_providers.aws.machines import head_pool
+        from rlboost_providers.aws.provider import AwsProvider
+
+        return AwsProvider([head_pool(offer, trainer.role)], owner_of(home()))
+    from rlboost_providers.gcp.machines import pools_of
+    from rlboost_providers.gcp.provider import GcpProvider
+
+    return GcpProvider(pools_of([offer], spot=False, role=trainer.role), owner_of(home()))
 
 
 def head_usd_per_hour(job: Job) -> float | None:
-    """Return what the job's head is likely to cost, for plans; None where nobody knows."""
-    if not job.trainer.is_bought:
-        return job.trainer.price_usd_per_hour
-    from rlboost_providers.head_offers import expected_usd_per_hour as of_head
+    """Return the likely hourly price of the job's head, for plans: as the shipped table has it, or else
+    SkyPilot's catalogue where that is to buy it; None where it is not known."""
+    trainer = job.trainer
+    if not trainer.is_bought:
+        return trainer.price_usd_per_hour
+    from rlboost_providers.base.prices import on_demand_prices
 
-    return of_head(job.trainer)
+    known = on_demand_prices(head_offer(trainer))
+    limit = trainer.max_price_usd_per_hour
+    if not known and limit is None and trainer.via == "skypilot":
+        with contextlib.suppress(RLBoostError):  # renting reports what is wrong, and the price
+            offers = _head_seller(trainer, None).offers()
+            known = [offer.price_micro_usd_per_hour / MICRO_USD_PER_USD for offer in offers]
+    if not known:
+        return limit
+    return min(known) if limit is None else min(min(known), limit)
 
 
 def has_market(job: Job) -> bool:
@@ -53,7 +100,7 @@ def expected_usd_per_hour(offer: LocalOffer | SshOffer | CloudOffer) -> float | 
     """Return what a machine of `offer` is likely to cost, for plans; None where nobody knows."""
     if not isinstance(offer, CloudOffer):
         return offer.price_usd_per_hour
-    from rlboost_providers.offers import expected_usd_per_hour as of_cloud
+    from rlboost_providers.base.prices import expected_usd_per_hour as of_cloud
 
     return of_cloud(offer)
 
@@ -75,9 +122,7 @@ def prices_beside(job: Job, head: float | None) -> Prices:
     offer = cheapest_offer(job)
     egress = 0.0
     if isinstance(offer, CloudOffer):
-        from rlboost_providers.base.charges import egress_micro_usd_per_gb
-
-        egress = egress_micro_usd_per_gb(offer.cloud, offer.egress_usd_per_gb) / 1e6
+        egress = cloud_traits(offer.cloud).egress_micro_usd_per_gb(offer.egress_usd_per_gb) / 1e6
     return Prices(head or 0.0, expected_usd_per_hour(offer) or 0.0, egress)
 
 
@@ -96,7 +141,7 @@ def providers_of(job: Job, run: RunFolder) -> dict[str, Provider]:
     if direct := [offer for offer in clouds if offer.via == "direct"]:
         providers |= _direct(direct, kinds)
     if through := [offer for offer in clouds if offer.via == "skypilot"]:
-        from rlboost_providers.skypilot import SkyPilotProvider
+        from rlboost_providers.skypilot.provider import SkyPilotProvider
 
         providers["skypilot"] = SkyPilotProvider(run.path, through, on_demand=False in kinds)
     for name, provider in providers.items():
@@ -125,20 +170,21 @@ def _ssh(offers: list[SshOffer]) -> Provider:
 
 def _direct(offers: list[CloudOffer], kinds: tuple[bool, ...]) -> dict[str, Provider]:
     from rlboost_providers.base.tags import owner_of
-    from rlboost_providers.offers import aws_pools, gcp_pools
 
     owner = owner_of(home())
     providers: dict[str, Provider] = {}
-    if aws := [offer for offer in offers if offer.cloud == "aws"]:
+    if of_aws := [offer for offer in offers if offer.cloud == "aws"]:
+        from rlboost_providers.aws import machines as aws
         from rlboost_providers.aws.provider import AwsProvider
 
-        pools = [pool for spot in kinds for pool in aws_pools(aws, spot=spot)]
-        providers["aws"] = AwsProvider(pools, owner)
-    if gcp := [offer for offer in offers if offer.cloud == "gcp"]:
+        aws_pools = [pool for spot in kinds for pool in aws.pools_of(of_aws, spot=spot)]
+        providers["aws"] = AwsProvider(aws_pools, owner)
+    if of_gcp := [offer for offer in offers if offer.cloud == "gcp"]:
+        from rlboost_providers.gcp import machines as gcp
         from rlboost_providers.gcp.provider import GcpProvider
 
-        found = [pool for spot in kinds for pool in gcp_pools(gcp, spot=spot)]
-        providers["gcp"] = GcpProvider(found, owner)
+        gcp_pools = [pool for spot in kinds for pool in gcp.pools_of(of_gcp, spot=spot)]
+        providers["gcp"] = GcpProvider(gcp_pools, owner)
     return providers
 
 

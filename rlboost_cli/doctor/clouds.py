@@ -15,17 +15,12 @@ from pathlib import Path
 
 from rlboost_cli.doctor.findings import DoctorContext, Finding, fail, failed, ok, warn
 from rlboost_providers.base.provider import Offer, Provider
+from rlboost_providers.base.traits import cloud_traits, known_clouds
 from rlboost_providers.registry import head_provider, providers_of
 from rlboost_runtime.errors import NotYet, RLBoostError
 from rlboost_runtime.job import CloudOffer, Job, LocalOffer, SshOffer
 from rlboost_runtime.money import format_usd
 from rlboost_runtime.run.folder import RunFolder
-
-_KEYS = {
-    "aws": ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"),
-    "gcp": ("GOOGLE_APPLICATION_CREDENTIALS",),
-}
-"""Names in `secrets` by which a head without a role could sign in."""
 
 
 def offer(patient: DoctorContext) -> Iterator[Finding]:
@@ -66,11 +61,12 @@ def identity(patient: DoctorContext) -> Iterator[Finding]:
 
 def judge_identity(job: Job) -> Finding:
     """Judge by whom the clouds take the head for."""
-    own = job.trainer.infra.partition("/")[0]
+    own = job.trainer.cloud
     clouds = {each.cloud for each in job.rollout.spot.any_of if isinstance(each, CloudOffer)}
     clouds = clouds if job.rollout.spot.max_instances else set()
     unknown = sorted(cloud for cloud in clouds if not _is_known_to(cloud, job))
-    if not unknown and own == "aws" and job.trainer.via == "skypilot" and not _is_known_to(own, job):
+    ends_by_itself = job.trainer.via == "skypilot" and cloud_traits(own).head_ends_itself
+    if not unknown and ends_by_itself and not _is_known_to(own, job):
         return warn(
             "identity",
             "the head may not end itself: it stops after its run, and its disk costs until a command looks",
@@ -93,19 +89,20 @@ def judge_identity(job: Job) -> Finding:
             f"trainer.role is {job.trainer.role}, as the template has it",
             "write your project's id for PROJECT",
         )
-    keys = [name for name in job.secrets if any(name in each for each in _KEYS.values())]
+    variables = {name for cloud in known_clouds().values() for name in cloud.credential_variables}
+    keys = [name for name in job.secrets if name in variables]
     return ok("identity", f"the head is {who}{', with ' + ', '.join(keys) if keys else ''}")
 
 
 def _is_known_to(cloud: str, job: Job) -> bool:
     """Whether the head can sign in to a cloud: by a role of its machine, or by keys that the job names."""
-    if cloud == job.trainer.infra.partition("/")[0] and (job.trainer.role or _has_skypilots_role(job)):
+    if cloud == job.trainer.cloud and (job.trainer.role or _has_skypilots_role(job)):
         return True
-    return any(key in job.secrets for key in _KEYS.get(cloud, ()))
+    return any(key in job.secrets for key in cloud_traits(cloud).credential_variables)
 
 
 def _has_skypilots_role(job: Job) -> bool:
-    return job.trainer.via == "skypilot" and job.trainer.infra.partition("/")[0] == "gcp"
+    return job.trainer.via == "skypilot" and cloud_traits(job.trainer.cloud).skypilot_has_role
 
 
 ASK_S = 300.0

@@ -11,6 +11,7 @@ import json
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict
 from importlib import resources
 from typing import Any, BinaryIO
 
@@ -18,6 +19,7 @@ from rlboost_cli.doctor.findings import ACCOUNT, DoctorContext, Finding, Verdict
 from rlboost_cli.doctor.local import BESIDE_BYTES, disk_wanted, judge_disk
 from rlboost_cli.doctor.machine import OLDEST_PYTHON
 from rlboost_cli.head.deployment import ROOM_BYTES
+from rlboost_providers.base.traits import cloud_traits, known_clouds
 from rlboost_providers.ssh.connection import SshHost, address_of
 from rlboost_runtime.errors import RLBoostError
 from rlboost_runtime.job import CloudOffer, Job, LocalOffer
@@ -35,8 +37,6 @@ DIAL_S = 5.0
 CLOCK_SLACK_S = 60.0
 """A certificate made there counts from then on: machines that are this far behind refuse it."""
 CLOCK_DOUBT_S = 5.0
-KEYS = {"aws": ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), "gcp": ("GOOGLE_APPLICATION_CREDENTIALS",)}
-"""Secrets of a job that are a cloud's credentials."""
 
 
 def head(patient: DoctorContext) -> Iterator[Finding]:
@@ -109,13 +109,24 @@ def look(place: HeadPlace, *, listen: bool) -> dict[str, Any]:
     ssh = SshHost(
         place.host, jump_host=place.jump_host, identity_file=place.identity_file, host_key=place.host_key
     )
-    request = {"folder": place.folder, "python": place.python, "listen": listen}
+    request = {
+        "folder": place.folder,
+        "python": place.python,
+        "listen": listen,
+        "clouds": credential_places(known_clouds()),
+    }
     try:
         return ssh.talk(
             program, request, lambda said: _hear(said, lambda port: _dial(place, port)), quiet_s=QUIET_S
         )
     finally:
         ssh.close()
+
+
+def credential_places(clouds: Iterable[str]) -> dict[str, Json]:
+    """Return where `remote/doctor.py` is to look for credentials of each cloud, as far as that is known."""
+    places = {cloud: cloud_traits(cloud).credential_places for cloud in clouds}
+    return {cloud: asdict(each) for cloud, each in places.items() if each is not None}
 
 
 def _hear(said: BinaryIO, dial: Callable[[int], str]) -> dict[str, Any]:
@@ -261,8 +272,9 @@ def judge_credentials(found: Json, job: Job) -> Iterator[Finding]:
     """Judge what the head has for the clouds that it is to launch machines in."""
     check = "head cloud"
     for cloud in dict.fromkeys(offer.cloud for offer in _offers(job) if isinstance(offer, CloudOffer)):
-        keys = [name for name in KEYS.get(cloud, ()) if name in job.secrets]
-        if cloud not in KEYS:
+        variables = cloud_traits(cloud).credential_variables
+        keys = [name for name in variables if name in job.secrets]
+        if not variables:
             yield warn(check, f"{cloud}: not looked at", f"see that the head has credentials for {cloud}")
         elif keys:
             yield ok(check, f"{cloud}: {', '.join(keys)} of this machine, named in secrets")
@@ -273,7 +285,7 @@ def judge_credentials(found: Json, job: Job) -> Iterator[Finding]:
                 check,
                 Verdict.FAIL,
                 f"{cloud}: the head has no credentials; it launches the machines of rollout.spot",
-                f"give the machine a role, or name scoped keys: secrets: [{', '.join(KEYS[cloud])}]",
+                f"give the machine a role, or name scoped keys: secrets: [{', '.join(variables)}]",
                 ACCOUNT,
             )
 

@@ -13,7 +13,7 @@ import base64
 import gzip
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from cryptography.hazmat.primitives.serialization import (
 
 from rlboost_providers.base.provider import Provider
 from rlboost_providers.base.tags import head_of
+from rlboost_providers.base.traits import cloud_traits
 from rlboost_runtime.coordinator.fleet.provider_calls import keep_console
 from rlboost_runtime.job import Job
 from rlboost_runtime.run.folder import RunFolder, write_atomically
@@ -77,9 +78,12 @@ def head_script(run: RunFolder, job: Job) -> str:
 def watch_settings(job: Job) -> dict[str, object]:
     """Return when the machine is to end itself, as `watch` reads it."""
     folder = job.trainer.folder.replace("~", f"/home/{ACCOUNT}", 1)
+    is_direct = job.trainer.via == "direct"
+    deletion = cloud_traits(job.trainer.cloud).self_deletion if is_direct else None
     return {
         "folder": folder,
-        "cloud": "skypilot" if job.trainer.via == "skypilot" else job.trainer.infra.partition("/")[0],
+        "cloud": job.trainer.cloud if is_direct else job.trainer.via,
+        "deletion": None if deletion is None else asdict(deletion),
         "idle_s": job.after.idle_minutes * 60,
         "done": job.after.done,
         "failed": job.after.failed,

@@ -118,13 +118,13 @@ def end(strays: Iterable[Stray], say: Callable[[str], None]) -> list[tuple[Stray
 
 def _clouds_of(run: RunFolder) -> set[str]:
     """Return who finds machines of the run's job by their tags: clouds' own APIs, SkyPilot."""
-    from rlboost_providers.head_offers import cloud_offer
+    from rlboost_providers.registry import head_offer
     from rlboost_runtime.job import CloudOffer
 
     job = stored_job(run)
     offers = [o for o in job.rollout.spot.any_of if isinstance(o, CloudOffer)]
     if job.trainer.is_bought:
-        offers.append(cloud_offer(job.trainer))
+        offers.append(head_offer(job.trainer))
     return {offer.cloud if offer.via == "direct" else offer.via for offer in offers}
 
 

@@ -16,9 +16,9 @@ from machine_secrets import check_credentials
 
 from rlboost_providers.base.provider import LaunchRequest, MachineStatus, MachineView
 from rlboost_providers.base.tags import machine_name
-from rlboost_providers.skypilot import SkyPilotProvider
 from rlboost_providers.skypilot import provider as module
 from rlboost_providers.skypilot.errors import fetch_logs
+from rlboost_providers.skypilot.provider import SkyPilotProvider
 from rlboost_runtime.agent.bootstrap import Bootstrap, EngineBootstrap
 from rlboost_runtime.errors import NoCapacity, NotYet
 from rlboost_runtime.job import CloudOffer

@@ -26,7 +26,7 @@ from cloudlab.client import Lab
 from cloudlab.machine import GATEWAY
 
 from rlboost_providers.base.provider import LaunchRequest
-from rlboost_providers.skypilot import SkyPilotProvider
+from rlboost_providers.skypilot.provider import SkyPilotProvider
 from rlboost_providers.skypilot.session import SkyPilotSweeper
 from rlboost_runtime.agent.bootstrap import Bootstrap, EngineBootstrap
 from rlboost_runtime.coordinator.fleet import offer_choice

@@ -1,4 +1,4 @@
-"""EC2's instances in our words, and what a launch template of ours says.
+"""What a job's offers mean on EC2, its instances in our terms, and what a launch template of ours says.
 
 The security groups of our machines: what EC2 lets through to them.
 
@@ -9,15 +9,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
 from rlboost_providers.aws.errors import code_of, explained
+from rlboost_providers.aws.traits import NAME
 from rlboost_providers.base import tags
+from rlboost_providers.base.prices import PriceBook, on_demand_prices, shipped_book
 from rlboost_providers.base.provider import MachineStatus
+from rlboost_providers.base.startup import software
+from rlboost_providers.base.traits import cloud_traits
 from rlboost_runtime.errors import ConfigError, ProviderError
+from rlboost_runtime.job import CloudOffer
+from rlboost_runtime.money import parse_usd
 
+DEFAULT_IMAGE = (
+    "resolve:ssm:/aws/service/deeplearning/ami/x86_64/base-oss-nvidia-driver-gpu-ubuntu-22.04/latest/ami-id"
+)
+"""Where the job names no image: Amazon's newest with the GPU's driver, Ubuntu and nothing of ours."""
 _STATES = {
     "pending": MachineStatus.STARTING,
     "running": MachineStatus.RUNNING,
@@ -28,6 +38,84 @@ _STATES = {
 }
 _WHEN = re.compile(r"\((\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?: \w+)?\)")
 RECLAIMED = "Server.SpotInstanceTermination"
+
+
+@dataclass(frozen=True, slots=True)
+class AwsPool:
+    """One offer of a job: machines of equal worth in one region, or in one zone of it.
+
+    Prices in micro-dollars per hour.
+    """
+
+    region: str
+    accelerator: str
+    """As the job file says it, such as H100:8."""
+    instance_types: tuple[str, ...]
+    image: str
+    """AMI id, or `resolve:ssm:` and a parameter."""
+    max_price_micro_usd_per_hour: int | None = None
+    """The bid for a machine; None: the on-demand price."""
+    on_demand_micro_usd_per_hour: int | None = None
+    """Known price on demand, against which spot prices are held."""
+    spot: bool = True
+    subnets: tuple[str, ...] = ()
+    """Empty: the default network's, in every zone."""
+    instance_profile: str | None = None
+    disk_gb: int = 200
+    install: str = ""
+    """Shell text for `startup.startup_script`."""
+    egress_micro_usd_per_gb: int = 0
+    storage_micro_usd_per_hour: int = 0
+    zone: str | None = None
+    """None: every zone of the region."""
+
+    @property
+    def place(self) -> str:
+        """What its offers have as their zone."""
+        return self.zone or self.region
+
+
+def pools_of(offers: Sequence[CloudOffer], *, spot: bool = True) -> list[AwsPool]:
+    """Return the pools of a job's offers of AWS. Raises `ConfigError` where machine types are not known."""
+    book = shipped_book()
+    return [_pool(book, offer, spot) for offer in offers]
+
+
+def head_pool(offer: CloudOffer, role: str | None) -> AwsPool:
+    """Return the pool that a job's head is bought from, with `role` as its instance profile. Raises
+    `ConfigError` where its machine type or price is not known."""
+    (pool,) = pools_of([offer], spot=False)
+    price = pool.on_demand_micro_usd_per_hour or pool.max_price_micro_usd_per_hour
+    if price is None:
+        raise ConfigError(
+            f"no price of {offer.accelerators} in {offer.infra} is known to this version",
+            "write trainer.max_price_usd_per_hour: what such a machine costs; the books will have that",
+        )
+    return replace(pool, on_demand_micro_usd_per_hour=price, instance_profile=role)
+
+
+def _pool(book: PriceBook, offer: CloudOffer, spot: bool) -> AwsPool:
+    image, install = software(offer.image, DEFAULT_IMAGE)
+    on_demand = max(on_demand_prices(offer), default=None)
+    traits = cloud_traits(NAME)
+    return AwsPool(
+        region=str(offer.region),
+        accelerator=offer.accelerators,
+        instance_types=book.machine_types(offer),
+        image=image,
+        max_price_micro_usd_per_hour=_micro(offer.max_price_usd_per_hour),
+        on_demand_micro_usd_per_hour=_micro(on_demand),
+        spot=spot,
+        disk_gb=offer.disk_gb,
+        install=install,
+        egress_micro_usd_per_gb=traits.egress_micro_usd_per_gb(offer.egress_usd_per_gb),
+        storage_micro_usd_per_hour=traits.storage_micro_usd_per_hour(offer.disk_gb, spot=spot),
+        zone=offer.zone,
+    )
+
+
+def _micro(usd: float | None) -> int | None:
+    return None if usd is None else parse_usd(usd)
 
 
 @dataclass(frozen=True, slots=True)

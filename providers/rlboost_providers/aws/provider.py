@@ -4,7 +4,7 @@ A machine is asked for by an instant fleet of one, over all zones of the region 
 price-capacity-optimized: EC2 chooses the zone. Its launch template carries the start-up script and is deleted
 once the machine is there. It has IMDSv2 only with a hop limit of 1, a security group that lets nothing in, no
 role unless the offer names one, and is terminated, not stopped, when it shuts itself down. A head is bought
-in the same way, on demand, and has another group (`aws_network`).
+in the same way, on demand, and has another group (`machines`).
 
 The smallest policy that these calls need is templates/rlboost_templates/policies/aws.json.
 """
@@ -17,19 +17,23 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rlboost_providers.aws.errors import RACES, code_of, explained, fleet_problem
 from rlboost_providers.aws.machines import (
+    AwsPool,
     Ec2Machine,
     console_of,
     list_machines,
     security_group,
     template_data,
 )
-from rlboost_providers.aws.prices import SpotPrice, SpotPrices
+from rlboost_providers.aws.prices import PriceHistory, SpotPrice, SpotPrices
+from rlboost_providers.aws.traits import LIST_LAG_S, MIN_BILLED_S, NAME
 from rlboost_providers.base import tags
 from rlboost_providers.base.multi import ask_all
+from rlboost_providers.base.prices import Quote, ShippedTable
 from rlboost_providers.base.provider import (
     Ability,
     LaunchRequest,
@@ -50,55 +54,14 @@ from rlboost_runtime.logs import event
 
 log = logging.getLogger(__name__)
 
-NAME = "aws"
-MIN_BILLED_S = 60
-"""EC2 bills Linux machines per second, at least a minute."""
 WATCH_EVERY_S = 5.0
 """Pause between two lists: a reclaim reaches us through its notice and its agents first."""
-LISTED_WITHIN_S = 120.0
-"""EC2's lists lag behind its launches, and what ended stays listed for an hour: a machine that was there so
-lately is there, though it is not listed."""
 RACE_S = 15.0
 """Longest wait for a machine that another launcher of ours is launching under the same id."""
 CLIENT_S = 600.0
 """A client keeps the keys that it began with, so it is made anew: who signs in again need not restart."""
 MAX_SCRIPT_BYTES = 16_384
 """EC2's limit of user data."""
-
-
-@dataclass(frozen=True, slots=True)
-class AwsPool:
-    """One offer of a job: machines of equal worth in one region, or in one zone of it.
-
-    Prices in micro-dollars per hour.
-    """
-
-    region: str
-    accelerator: str
-    """As the job file says it, such as H100:8."""
-    instance_types: tuple[str, ...]
-    image: str
-    """AMI id, or `resolve:ssm:` and a parameter."""
-    max_price_micro_usd_per_hour: int | None = None
-    """The bid for a machine; None: the on-demand price."""
-    on_demand_micro_usd_per_hour: int | None = None
-    """Known price on demand, against which spot prices are held."""
-    spot: bool = True
-    subnets: tuple[str, ...] = ()
-    """Empty: the default network's, in every zone."""
-    instance_profile: str | None = None
-    disk_gb: int = 200
-    install: str = ""
-    """Shell text for `startup.startup_script`."""
-    egress_micro_usd_per_gb: int = 0
-    storage_micro_usd_per_hour: int = 0
-    zone: str | None = None
-    """None: every zone of the region."""
-
-    @property
-    def place(self) -> str:
-        """What its offers have as their zone."""
-        return self.zone or self.region
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,7 +354,7 @@ class AwsProvider:
             for (of, machine), (at, view, region, _) in list(self._fresh.items()):
                 if of != run or machine in views:
                     continue
-                if now - at > LISTED_WITHIN_S and region not in silent:
+                if now - at > LIST_LAG_S and region not in silent:
                     del self._fresh[of, machine]
                 else:
                     views[machine] = view
@@ -599,3 +562,31 @@ def root_device(ec2: Any, image: str) -> str:
     if not found:
         raise ConfigError(f"image {image} is not in this region", "name an image of the region, or none")
     return str(found[0].get("RootDeviceName") or "/dev/sda1")
+
+
+class LivePrices:
+    """A `PriceSource`: EC2's spot prices of now over the shipped table, which has the other clouds'.
+
+    Costs a request per region that the table knows; nothing is bought, and AWS asks no money for the answer.
+    `infra`: as in job files; only regions in it are asked.
+    """
+
+    def __init__(self, infra: str | None = None) -> None:
+        self._known = ShippedTable().quotes()
+        wanted = "" if infra is None else infra.rstrip("/") + "/"
+        self._regions = {
+            q.region for q in self._known if q.cloud == NAME and f"{NAME}/{q.region}/".startswith(wanted)
+        }
+        self.is_live = bool(self._regions)
+        self.name = "EC2's spot price history" if self._regions else ShippedTable.name
+
+    def quotes(self) -> list[Quote]:
+        """Return EC2's spot prices and the table's quotes of other clouds. Raises `ProviderError`,
+        `ConfigError`."""
+        if not self._regions:
+            return self._known
+        others = [quote for quote in self._known if quote.cloud != NAME]
+        history = {
+            region: SpotPrices(partial(ec2_client, region), region) for region in sorted(self._regions)
+        }
+        return [*PriceHistory(history, self._known).quotes(), *others]

@@ -58,6 +58,26 @@ class Quote:
         return "/".join(part for part in (self.cloud, self.region, self.zone) if part)
 
 
+class WantedMachine(Protocol):
+    """What a job's offer of machines in a cloud says of prices (`rlboost_runtime.job.CloudOffer`)."""
+
+    @property
+    def infra(self) -> str:
+        """CLOUD, CLOUD/REGION or CLOUD/REGION/ZONE."""
+
+    @property
+    def accelerators(self) -> str:
+        """NAME:COUNT."""
+
+    @property
+    def instance_type(self) -> str | None:
+        """The cloud's own name of the machine type; None: any that has the accelerators."""
+
+    @property
+    def max_price_usd_per_hour(self) -> float | None:
+        """Most that a machine may cost; None: not limited."""
+
+
 class PriceSource(Protocol):
     """Somebody who knows prices."""
 
@@ -81,6 +101,28 @@ class PriceBook:
     source: str
     is_live: bool
     remarks: tuple[str, ...] = ()
+
+    def of(self, wanted: WantedMachine) -> tuple[Quote, ...]:
+        """Return the quotes that `wanted` stands for, in its region, cheapest first."""
+        name, count = parse_accelerator(wanted.accelerators)
+        where = "/".join(wanted.infra.split("/")[:2])
+        quotes = self.find(accelerator=name, count=count or 1, infra=where)
+        return tuple(q for q in quotes if wanted.instance_type in (None, q.instance_type))
+
+    def machine_types(self, wanted: WantedMachine) -> tuple[str, ...]:
+        """Return the machine types that `wanted` stands for: they are the same in every region. Raises
+        `ConfigError` where none is known."""
+        if wanted.instance_type is not None:
+            return (wanted.instance_type,)
+        name, count = parse_accelerator(wanted.accelerators)
+        cloud = wanted.infra.partition("/")[0]
+        found = {q.instance_type for q in self.find(accelerator=name, count=count or 1, infra=cloud)}
+        if not found:
+            raise ConfigError(
+                f"which machine of {cloud} has {wanted.accelerators} is not known to this version",
+                "write instance_type, such as instance_type: p5.48xlarge",
+            )
+        return tuple(sorted(found))
 
     def find(
         self, *, accelerator: str | None = None, count: int | None = None, infra: str | None = None
@@ -193,6 +235,31 @@ class ShippedTable:
         """Return the table. Never blocks."""
         text = resources.files("rlboost_providers.base").joinpath("price_table.csv").read_text("utf-8")
         return list(_quotes(text))
+
+
+def shipped_book() -> PriceBook:
+    """Return the checked prices of the shipped table."""
+    return price_book([ShippedTable()])
+
+
+def expected_usd_per_hour(wanted: WantedMachine) -> float | None:
+    """Return the likely hourly price of a machine, as far as the shipped table knows it; for plans.
+
+    Where its cloud is not known to sell such machines as spot ones, the price is the one on demand.
+    """
+    quotes = shipped_book().of(wanted)
+    prices = [q.spot_usd_per_hour for q in quotes if q.spot_usd_per_hour is not None]
+    prices = prices or on_demand_prices(wanted)
+    limit = wanted.max_price_usd_per_hour
+    if not prices:
+        return limit
+    return min(prices) if limit is None else min(min(prices), limit)
+
+
+def on_demand_prices(wanted: WantedMachine) -> list[float]:
+    """Return the on-demand prices of such machines, in dollars per hour, as the shipped table knows them."""
+    quotes = shipped_book().of(wanted)
+    return [q.on_demand_usd_per_hour for q in quotes if q.on_demand_usd_per_hour is not None]
 
 
 def _quotes(text: str) -> Iterator[Quote]:

@@ -27,6 +27,12 @@ def installation() -> str:
     return resources.files("rlboost_templates").joinpath("startup/install.sh").read_text(encoding="utf-8")
 
 
+def software(image: str | None, default: str) -> tuple[str, str]:
+    """Return a machine's image, and how rlboost and the engine are installed on it: not at all where the job
+    names an `image`, which has them."""
+    return (default, installation()) if image is None else (image, "")
+
+
 def script_of(request: LaunchRequest, cloud: str, install: str, longest: int) -> str:
     """Return what the machine of `request` runs at its first boot. Raises `ConfigError`."""
     if request.head_script is None:

@@ -1,14 +1,26 @@
-"""Compute Engine's instances in our words, and what an instance of ours is asked to be."""
+"""What a job's offers mean on Compute Engine, its instances in our terms, and what ours are to be.
+
+Google's API tells no prices: they are the shipped table's, or the most that the job file allows. An offer
+without either is refused: it would be bought blindly.
+"""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
 from rlboost_providers.base import tags
+from rlboost_providers.base.prices import PriceBook, shipped_book
 from rlboost_providers.base.provider import MachineStatus
+from rlboost_providers.base.startup import software
+from rlboost_providers.base.traits import cloud_traits
+from rlboost_providers.gcp.traits import NAME
+from rlboost_runtime.errors import ConfigError
+from rlboost_runtime.job import CloudOffer
+from rlboost_runtime.money import parse_usd
 
 _STATES = {
     "PROVISIONING": MachineStatus.STARTING,
@@ -17,6 +29,9 @@ _STATES = {
     "STOPPED": MachineStatus.GONE,
     "SUSPENDED": MachineStatus.GONE,
 }
+DEFAULT_IMAGE = (
+    "projects/deeplearning-platform-release/global/images/family/common-cu128-ubuntu-2204-nvidia-570"
+)
 ALL_SCOPES = "https://www.googleapis.com/auth/cloud-platform"
 """Its roles alone then say what a service account may do."""
 DISK_TYPE = "pd-balanced"
@@ -28,6 +43,72 @@ ENDS = {
     "stop": "stopped",
 }
 """Operations that end a machine, and how we call it."""
+
+
+@dataclass(frozen=True, slots=True)
+class GcpPool:
+    """One offer of a job: one machine type in one region. Prices in micro-dollars per hour.
+
+    The compute API tells no prices, so they come with the pool, and what they come from.
+    """
+
+    region: str
+    accelerator: str
+    machine_type: str
+    price_micro_usd_per_hour: int
+    price_source: str
+    zones: tuple[str, ...] = ()
+    """Empty: every zone of the region that has the machine type."""
+    spot: bool = True
+    image: str = DEFAULT_IMAGE
+    disk_gb: int = 200
+    network: str = "global/networks/default"
+    service_account: str | None = None
+    install: str = ""
+    """Shell text for `startup.startup_script`."""
+    egress_micro_usd_per_gb: int = 0
+    storage_micro_usd_per_hour: int = 0
+
+
+def pools_of(offers: Sequence[CloudOffer], *, spot: bool = True, role: str | None = None) -> list[GcpPool]:
+    """Return the pools of a job's offers of Google Cloud, with `role` as their machines' service account.
+    Raises `ConfigError` where type or price are not known."""
+    book = shipped_book()
+    found = (_pool(book, offer, spot) for offer in offers)
+    return [replace(pool, service_account=role) for pool in found if pool is not None]
+
+
+def _pool(book: PriceBook, offer: CloudOffer, spot: bool) -> GcpPool | None:
+    image, install = software(offer.image, DEFAULT_IMAGE)
+    (machine_type, *_) = book.machine_types(offer)
+    quotes = [q for q in book.of(offer) if q.instance_type == machine_type]
+    price = next((q.spot_usd_per_hour if spot else q.on_demand_usd_per_hour for q in quotes), None)
+    source = f"{book.source}, {quotes[0].as_of}" if quotes else ""
+    limit = offer.max_price_usd_per_hour
+    if price is None:
+        if limit is None:
+            raise ConfigError(
+                f"no price of {machine_type} in {offer.infra} is known, and Google's API tells none",
+                "write max_price_usd_per_hour: what such a machine costs at most",
+            )
+        price, source = limit, "the job file's max_price_usd_per_hour"
+    if limit is not None and price > limit:
+        return None  # Google takes no bids: what costs more is not bought
+    traits = cloud_traits(NAME)
+    return GcpPool(
+        region=str(offer.region),
+        accelerator=offer.accelerators,
+        machine_type=machine_type,
+        price_micro_usd_per_hour=parse_usd(price),
+        price_source=source,
+        zones=() if offer.zone is None else (offer.zone,),
+        spot=spot,
+        image=image,
+        disk_gb=offer.disk_gb,
+        install=install,
+        egress_micro_usd_per_gb=traits.egress_micro_usd_per_gb(offer.egress_usd_per_gb),
+        storage_micro_usd_per_hour=traits.storage_micro_usd_per_hour(offer.disk_gb, spot=spot),
+    )
 
 
 @dataclass(frozen=True, slots=True)

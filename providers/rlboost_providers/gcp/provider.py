@@ -35,20 +35,19 @@ from rlboost_providers.gcp.errors import explained, failed
 from rlboost_providers.gcp.machines import (
     ENDS,
     GceMachine,
+    GcpPool,
     beginning,
     instance_resource,
     machine_in,
     machine_of,
     time_of,
 )
+from rlboost_providers.gcp.traits import MIN_BILLED_S, NAME
 from rlboost_runtime.errors import ConfigError, CredentialsRejected, ProviderError, RLBoostError
 from rlboost_runtime.logs import event
 
 log = logging.getLogger(__name__)
 
-NAME = "gcp"
-MIN_BILLED_S = 60
-"""Compute Engine bills per second, at least a minute."""
 WATCH_EVERY_S = 5.0
 """Pause between two lists: a reclaim reaches us through its notice and its agents first."""
 CALL_S = 20.0
@@ -61,34 +60,6 @@ MAX_SCRIPT_BYTES = 262_144
 """Google's limit of one metadata value."""
 CONSOLE_BYTES = 65_536
 """So much is read of a machine's console, from its end; Google keeps a megabyte."""
-DEFAULT_IMAGE = (
-    "projects/deeplearning-platform-release/global/images/family/common-cu128-ubuntu-2204-nvidia-570"
-)
-
-
-@dataclass(frozen=True, slots=True)
-class GcpPool:
-    """One offer of a job: one machine type in one region. Prices in micro-dollars per hour.
-
-    The compute API tells no prices, so they come with the pool, and what they come from.
-    """
-
-    region: str
-    accelerator: str
-    machine_type: str
-    price_micro_usd_per_hour: int
-    price_source: str
-    zones: tuple[str, ...] = ()
-    """Empty: every zone of the region that has the machine type."""
-    spot: bool = True
-    image: str = DEFAULT_IMAGE
-    disk_gb: int = 200
-    network: str = "global/networks/default"
-    service_account: str | None = None
-    install: str = ""
-    """Shell text for `startup.startup_script`."""
-    egress_micro_usd_per_gb: int = 0
-    storage_micro_usd_per_hour: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,4 @@
-"""Clouds through SkyPilot, which has a venv and a process of its own (docs/skypilot.md)."""
+"""Clouds through SkyPilot, which has a venv and a process of its own (docs/skypilot.md).
 
-from rlboost_providers.skypilot.provider import HeadTerms, SkyPilotProvider
-
-__all__ = ["HeadTerms", "SkyPilotProvider"]
+Enter at `provider.SkyPilotProvider`.
+"""

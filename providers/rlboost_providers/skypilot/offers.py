@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from rlboost_providers.base.charges import egress_micro_usd_per_gb, storage_micro_usd_per_hour
 from rlboost_providers.base.provider import Offer
+from rlboost_providers.base.traits import cloud_traits
+from rlboost_providers.skypilot.traits import NAME
 from rlboost_runtime.errors import ConfigError, RLBoostError
 from rlboost_runtime.logs import event
 from rlboost_runtime.money import MICRO_USD_PER_USD
@@ -120,18 +121,17 @@ class Catalogue:
 
 
 def _offer(entry: SkyPilotOffer, place: dict[str, Any], asked_for_spot: bool) -> Offer:
+    traits = cloud_traits(place["cloud"])
     return Offer(
-        provider="skypilot",
+        provider=NAME,
         zone="/".join(part for part in (place["cloud"], place["region"], place["zone"]) if part),
         accelerator=entry.accelerators or "cpu",
         price_micro_usd_per_hour=round(place["usd_per_hour"] * MICRO_USD_PER_USD),
         spot=place["spot"],
         source=SOURCE,
         instance_type=place["instance_type"],
-        egress_micro_usd_per_gb=egress_micro_usd_per_gb(place["cloud"], entry.egress_usd_per_gb),
-        storage_micro_usd_per_hour=storage_micro_usd_per_hour(
-            place["cloud"], entry.disk_gb, spot=place["spot"]
-        ),
-        min_billed_s=60 if place["cloud"] in ("aws", "gcp") else 0,
+        egress_micro_usd_per_gb=traits.egress_micro_usd_per_gb(entry.egress_usd_per_gb),
+        storage_micro_usd_per_hour=traits.storage_micro_usd_per_hour(entry.disk_gb, spot=place["spot"]),
+        min_billed_s=traits.min_billed_s,
         has_spot_market=place["spot"] or not asked_for_spot,
     )

@@ -45,6 +45,7 @@ from rlboost_providers.skypilot.offers import Catalogue, SkyPilotOffer
 from rlboost_providers.skypilot.records import SkyRecord, SkyRecords
 from rlboost_providers.skypilot.session import START_S, Session, SkyPilot
 from rlboost_providers.skypilot.task import write_head_task, write_task
+from rlboost_providers.skypilot.traits import NAME
 from rlboost_runtime.errors import (
     ConfigError,
     CredentialsRejected,
@@ -57,7 +58,6 @@ from rlboost_runtime.run.folder import RunFolder, home
 
 log = logging.getLogger(__name__)
 
-NAME = "skypilot"
 LAUNCH_ANSWER_S = 90.0
 """How long `launch` waits for the cloud's yes or no; then the machine counts as starting."""
 DOWN_S = 300.0

@@ -1,20 +1,28 @@
-"""Preemption notices, from any source: SIGTERM, a file `notice.json` {"seconds": s} in the machine's
-working folder, or the cloud's metadata service (`cloud_notices`)."""
+"""Preemption notices, from whoever gives one: SIGTERM, a file `notice.json` {"seconds": s} in the machine's
+working folder, or the cloud's metadata service (`rlboost_providers.base.metadata`)."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlboost_runtime.agent.cloud_notices import Metadata, metadata_of, wait_for_announcement
+from rlboost_providers.base.metadata import MetadataService
+from rlboost_providers.base.traits import metadata_of
+from rlboost_runtime.logs import event
+
+log = logging.getLogger(__name__)
 
 NOTICE_FILE = "notice.json"
 POLL_S = 0.2
-"""How often the file is checked: real notices leave 30 s and more."""
+"""How often the file is looked for: real notices leave 30 s and more."""
+ASK_EVERY_S = 1.0
+"""Pause between two requests to the metadata service: the shortest notice is 30 s, and the service is on the
+machine's host."""
 TERM_SECONDS = 30.0
 """Assumed after SIGTERM, which gives no time: the shortest notice that a large cloud gives."""
 
@@ -36,7 +44,7 @@ async def wait_for_notice(folder: Path, terminated: asyncio.Event, cloud: str = 
         asyncio.create_task(_written(folder / NOTICE_FILE)),
     ]
     if service is not None:
-        tasks.append(asyncio.create_task(_announced(service)))
+        tasks.append(asyncio.create_task(wait_for_announcement(service)))
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         return next(iter(done)).result()
@@ -56,9 +64,24 @@ async def _written(path: Path) -> PreemptionNotice:
     return notice
 
 
-async def _announced(service: Metadata) -> PreemptionNotice:
-    announced = await wait_for_announcement(service)
-    return PreemptionNotice(announced.seconds, announced.source)
+async def wait_for_announcement(service: MetadataService, every_s: float = ASK_EVERY_S) -> PreemptionNotice:
+    """Ask until something is announced. Logs once that the service stops answering, and once that it answers
+    again: a service that does not answer, or answers nonsense, announces nothing and stops nothing."""
+    is_silent = False
+    while True:
+        try:
+            announced = await asyncio.to_thread(service.ask)
+        except Exception as error:  # noqa: BLE001 - a foreign service's edge: its answer may be anything
+            if not is_silent:
+                event(log, "metadata.silent", problem=repr(error))
+            is_silent = True
+        else:
+            if announced is not None:
+                return PreemptionNotice(announced.seconds, announced.source)
+            if is_silent:
+                event(log, "metadata.answers")
+            is_silent = False
+        await asyncio.sleep(every_s)
 
 
 def read_notice(path: Path) -> PreemptionNotice | None:

@@ -7,20 +7,22 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from rlboost_providers.base.traits import cloud_traits
+
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 """A seed that every generator takes, torch's too."""
-_ZONE = {"aws": "{region}([a-z]|-[a-z0-9-]+)", "gcp": "{region}-[a-z0-9]+"}
-"""What names of zones look like: us-east-2a, us-west-2-lax-1a; us-central1-a."""
 
 
 def check_zone(infra: str) -> str:
-    """Return `infra`. Raises `ValueError` for a zone of aws or gcp that is not of the region before it."""
+    """Return `infra`. Raises `ValueError` for a zone that is not in the region before it, where the cloud's
+    names tell."""
     cloud, region, zone = (*infra.split("/"), "", "")[:3]
-    first = {"aws": f"{region}a", "gcp": f"{region}-a"}.get(cloud)
-    if zone and first is not None and not re.fullmatch(_ZONE[cloud].format(region=re.escape(region)), zone):
+    traits = cloud_traits(cloud)
+    pattern = traits.zone_pattern
+    if zone and pattern is not None and not re.fullmatch(re.escape(region) + pattern, zone):
         raise ValueError(
-            f"infra {infra} names a zone that is not in {region}; write {cloud}/{region}/{first}, or"
-            f" {cloud}/{region} for all its zones"
+            f"infra {infra} names a zone that is not in {region}; write"
+            f" {cloud}/{region}/{region}{traits.first_zone}, or {cloud}/{region} for all its zones"
         )
     return infra
 

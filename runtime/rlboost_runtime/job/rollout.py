@@ -9,6 +9,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from rlboost_providers.base.traits import cloud_traits, known_clouds
 from rlboost_runtime.job.base import MAX_USD, Host, Model, Seed, check_zone
 
 Accelerators = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+(:[1-9][0-9]{0,3})?$")]
@@ -80,7 +81,7 @@ class SshOffer(Model):
 class CloudOffer(Model):
     """Spot machines of a cloud."""
 
-    infra: str = Field(pattern=r"^(aws|gcp|azure|kubernetes|k8s|lambda|nebius|runpod)(/[a-zA-Z0-9-]+){0,2}$")
+    infra: str = Field(pattern=rf"^({'|'.join(known_clouds())})(/[a-zA-Z0-9-]+){{0,2}}$")
     """CLOUD, CLOUD/REGION or CLOUD/REGION/ZONE, such as aws/us-east-2."""
     accelerators: Accelerators
     """GPU and number of them per machine, such as H100:8."""
@@ -105,7 +106,7 @@ class CloudOffer(Model):
     @model_validator(mode="after")
     def _can_be_direct(self) -> Self:
         cloud, _, place = check_zone(self.infra).partition("/")
-        if self.via == "direct" and (cloud not in ("aws", "gcp") or not place):
+        if self.via == "direct" and (not cloud_traits(cloud).is_direct or not place):
             raise ValueError(
                 f"infra {self.infra} cannot be used direct; write aws/REGION or gcp/REGION, or via: skypilot"
             )

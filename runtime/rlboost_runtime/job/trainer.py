@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from rlboost_providers.base.traits import cloud_traits, known_clouds
 from rlboost_runtime.job.base import MAX_USD, Host, Model, check_zone
 from rlboost_runtime.job.rollout import num_devices
 
@@ -19,16 +19,14 @@ BOUGHT_MACHINE = (
 """Fields of `Trainer` that tell of a machine that is bought for it."""
 HEAD_ELSEWHERE = ("hosts", "jump_host", "identity_file", "python", "folder", *BOUGHT_MACHINE)
 """Fields of `Trainer` that say where a head elsewhere is."""
-_DIRECT_HEAD = re.compile(r"aws/[a-z0-9-]+|gcp/[a-z0-9-]+(/[a-z0-9-]+)?")
-ENDS_ITSELF = ("aws", "gcp")
-"""Clouds in which a head that SkyPilot bought can end itself without a credential of the user's."""
+_HEAD_CLOUDS = tuple(name for name, traits in known_clouds().items() if traits.can_host_head)
 
 
 class Trainer(Model):
     """The reserved node."""
 
     infra: str = Field(
-        default="local", pattern=r"^(local|ssh|(aws|gcp|azure|lambda|nebius)(/[a-z0-9-]+){0,2})$"
+        default="local", pattern=rf"^(local|ssh|({'|'.join(_HEAD_CLOUDS)})(/[a-z0-9-]+){{0,2}})$"
     )
     """Where it is; local: this machine; ssh: the host below; aws/REGION, gcp/REGION or gcp/REGION/ZONE: one
     that is bought there on demand and ends itself; via skypilot also CLOUD alone, and azure, lambda and
@@ -108,9 +106,14 @@ class Trainer(Model):
         return self.infra not in ("local", "ssh")
 
     @property
+    def cloud(self) -> str:
+        """The first part of `infra`: where a head that is bought is."""
+        return self.infra.partition("/")[0]
+
+    @property
     def ends_itself(self) -> bool:
         """Whether a head that is bought ends, as `after` says, also while nobody's machine is on."""
-        return self.is_bought and (self.via == "direct" or self.infra.partition("/")[0] in ENDS_ITSELF)
+        return self.is_bought and (self.via == "direct" or cloud_traits(self.cloud).head_ends_itself)
 
     @model_validator(mode="after")
     def _place_is_told(self) -> Self:
@@ -139,8 +142,10 @@ class Trainer(Model):
 
     def _check_seller(self) -> None:
         check_zone(self.infra)
+        traits = cloud_traits(self.cloud)
         if self.via == "direct":
-            if not _DIRECT_HEAD.fullmatch(self.infra):
+            parts = len(self.infra.split("/"))
+            if not traits.is_direct or not 2 <= parts <= (3 if traits.head_may_name_zone else 2):
                 raise ValueError(
                     f"infra {self.infra} cannot be bought direct; write aws/REGION or gcp/REGION,"
                     " or via: skypilot"
@@ -148,16 +153,17 @@ class Trainer(Model):
             if self.allow_unended:
                 raise ValueError("allow_unended is for via: skypilot, but via is direct; remove it")
             return
-        cloud = self.infra.partition("/")[0]
-        if self.role is not None and cloud != "aws":
+        if self.role is not None and not traits.skypilot_takes_role:
             raise ValueError(
-                f"role is {self.role}, but SkyPilot gives machines of {cloud} a role of its own; remove it"
+                f"role is {self.role}, but SkyPilot gives machines of {self.cloud} a role of its own;"
+                " remove it"
             )
         if not self.ends_itself and not self.allow_unended:
+            ends_itself = (name for name, each in known_clouds().items() if each.head_ends_itself)
             raise ValueError(
                 f"infra {self.infra} is a cloud in which a head cannot end itself without your account's key,"
                 " which stays on your machine: while that is off it costs until you end it; write"
-                f" {' or '.join(ENDS_ITSELF)}, or allow_unended: true"
+                f" {' or '.join(ends_itself)}, or allow_unended: true"
             )
 
     def _refuse(self, names: tuple[str, ...], what_for: str, infra: str) -> None:

@@ -55,7 +55,7 @@ def main() -> None:
     tell("disk", **disk_facts(root))
     if request["listen"]:
         listen()
-    tell("credentials", found=credentials())
+    tell("credentials", found=credentials(request["clouds"]))
     tell("end")
 
 
@@ -132,35 +132,32 @@ def listen() -> None:
 # --- credentials -------------------------------------------------------------------------------------------
 
 
-def credentials() -> Json:
-    """Return where credentials of a cloud are found, by cloud."""
-    home = Path(os.path.expanduser("~"))
-    google = [os.environ.get("GOOGLE_APPLICATION_CREDENTIALS", "")]
-    google.append(str(home / ".config" / "gcloud" / "application_default_credentials.json"))
-    found: Json = {"aws": "", "gcp": ""}
-    if (home / ".aws" / "credentials").exists():
-        found["aws"] = "~/.aws/credentials"
-    elif role := role_on_aws():
-        found["aws"] = "its role " + role
-    if names := [name for name in google if name and Path(name).exists()]:
-        found["gcp"] = names[0]
-    elif account := account_on_gcp():
-        found["gcp"] = "its service account " + account
-    return found
+def credentials(clouds: Json) -> Json:
+    """Return where credentials of each cloud are found, by cloud; empty where there are none. `clouds`: where
+    to look (`CredentialPlaces` of `rlboost_providers.base.traits`)."""
+    return {cloud: credentials_of(places) for cloud, places in clouds.items()}
 
 
-def role_on_aws() -> str:
-    """Return the machine's role, where it is one of EC2 that has one."""
-    token = asked("/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "60"}, method="PUT")
-    if not token:
-        return ""
-    return asked("/latest/meta-data/iam/security-credentials/", {"X-aws-ec2-metadata-token": token})
+def credentials_of(places: Json) -> str:
+    """Return where one cloud's credentials are found: a file, or else the machine's own identity."""
+    variable = places["file_variable"]
+    named = [os.environ.get(variable, "")] if variable else []
+    for name in [*named, *places["files"]]:
+        if name and Path(os.path.expanduser(name)).exists():
+            return str(name)
+    identity = identity_of(places["identity"])
+    return f"its {places['identity']['label']} {identity}" if identity else ""
 
 
-def account_on_gcp() -> str:
-    """Return the machine's service account, where it is one of Compute Engine that has one."""
-    path = "/computeMetadata/v1/instance/service-accounts/default/email"
-    return asked(path, {"Metadata-Flavor": "Google"})
+def identity_of(ask: Json) -> str:
+    """Return the identity that the cloud gave the machine; empty where it is none of that cloud's."""
+    headers = dict(ask["headers"])
+    if ask["session_path"]:
+        token = asked(ask["session_path"], ask["session_headers"], method="PUT")
+        if not token:
+            return ""
+        headers[ask["session_token_header"]] = token
+    return asked(ask["path"], headers)
 
 
 def asked(path: str, headers: Json, method: str = "GET") -> str:

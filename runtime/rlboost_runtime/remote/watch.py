@@ -3,8 +3,9 @@ rest.
 
 Standard library only, Python 3.8 and later, Linux; sent in the machine's start-up script, with its settings
 as JSON in the file that is its only argument: `cloud`, `folder` (of our runtime there), `idle_s`, `done` and
-`failed`: what is to become of the machine after a run that ended so, "down" or "stay"; and `ends_itself`:
-whether shutting down ends it there, or leaves a machine that costs on and cannot be reached.
+`failed`: what is to become of the machine after a run that ended so, "down" or "stay"; `ends_itself`:
+whether shutting down ends it there, or leaves a machine that costs on and cannot be reached; and `deletion`:
+how it deletes itself where a machine that shut down stays (`rlboost_providers.base.traits.SelfDeletion`).
 
 Guarantee: once no run has gone on there for `idle_s`, and nobody has asked the machine anything, it shuts
 down, unless its run ended in a way after which it is to stay; at once, where the run's supervisor says that
@@ -55,7 +56,6 @@ cluster = yaml_utils.read_yaml(os.path.expanduser(cluster_utils.SKY_CLUSTER_YAML
 name = cluster_utils.get_provider_name(cluster)
 provision.terminate_instances(name, cluster["cluster_name"], cluster["provider"])
 """
-METADATA = "http://metadata.google.internal/computeMetadata/v1/"
 
 
 class Facts(NamedTuple):
@@ -185,9 +185,9 @@ def end_runs(folder: Path) -> None:
 
 
 def end_machine(settings: Json) -> None:
-    """Shut down, which ends the machine for good; on Google's cloud delete it, where it may do so itself."""
-    if settings.get("cloud") == "gcp":
-        delete_from_google()
+    """Shut down, which ends the machine for good; delete it first where its cloud would keep it."""
+    if settings.get("deletion"):
+        delete_itself(settings["deletion"])
     subprocess.run(["shutdown", "-h", "now"], check=False)  # noqa: S607 wherever this system has it
     time.sleep(OFF_S)
     subprocess.run(["poweroff", "-f"], check=False)  # noqa: S607
@@ -222,17 +222,14 @@ def environment(folder: Path) -> Dict[str, str]:  # noqa: UP006
     return found
 
 
-def delete_from_google() -> None:
-    """Ask Google to delete the machine, with the token of its service account; without one it stays stopped,
+def delete_itself(how: Json) -> None:
+    """Ask the cloud to delete the machine, with the token of its own identity; without one it stays stopped,
     and the disk is deleted by whoever looks next from the laptop."""
     try:
-        zone = about_google("instance/zone").rpartition("/")[2]
-        where = f"projects/{about_google('project/project-id')}/zones/{zone}/instances/"
-        token = json.loads(about_google("instance/service-accounts/default/token"))["access_token"]
-        request = urllib.request.Request(
-            f"https://compute.googleapis.com/compute/v1/{where}{about_google('instance/name')}",
-            method="DELETE",
-            headers={"Authorization": f"Bearer {token}"},
+        names = {name: metadata(how, path).rpartition("/")[2] for name, path in how["name_paths"].items()}
+        token = json.loads(metadata(how, how["token_path"]))["access_token"]
+        request = urllib.request.Request(  # noqa: S310 the cloud's own address
+            how["url"].format(**names), method="DELETE", headers={"Authorization": f"Bearer {token}"}
         )
         with urllib.request.urlopen(request, timeout=20):  # noqa: S310
             time.sleep(OFF_S)  # it is on its way
@@ -240,10 +237,10 @@ def delete_from_google() -> None:
         print(f"it cannot delete itself: {problem}", flush=True)
 
 
-def about_google(what: str) -> str:
-    """Return what Google's metadata service says. Raises `OSError`."""
-    headers = {"Metadata-Flavor": "Google"}
-    request = urllib.request.Request(METADATA + what, headers=headers)  # noqa: S310 plain, on a link of its own
+def metadata(how: Json, path: str) -> str:
+    """Return the answer of the cloud's metadata service. Raises `OSError`."""
+    url = how["metadata_url"] + path  # plain HTTP, on a link of its own
+    request = urllib.request.Request(url, headers=how["headers"])  # noqa: S310
     with urllib.request.urlopen(request, timeout=5) as answer:  # noqa: S310
         return str(answer.read().decode())
 

@@ -12,9 +12,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from rlboost_runtime.agent import cloud_notices as metadata
-from rlboost_runtime.agent.cloud_notices import REBALANCE_S, metadata_of, wait_for_announcement
-from rlboost_runtime.agent.notice import PreemptionNotice, wait_for_notice
+from rlboost_providers.aws.notices import REBALANCE_S
+from rlboost_providers.base import metadata
+from rlboost_providers.base.traits import metadata_of
+from rlboost_runtime.agent import notice
+from rlboost_runtime.agent.notice import PreemptionNotice, wait_for_announcement, wait_for_notice
 
 pytestmark = pytest.mark.integration
 
@@ -74,7 +76,7 @@ def service(monkeypatch):
     thread.start()
     monkeypatch.setenv(metadata.URL_VARIABLE, f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # it must not be asked
-    monkeypatch.setattr(metadata, "ASK_EVERY_S", 0.02)
+    monkeypatch.setattr(notice, "ASK_EVERY_S", 0.02)
     yield made
     server.shutdown()
     thread.join()

@@ -74,13 +74,17 @@ sys.argv = ["program"]
 source = open({path!r}).read().replace("METADATA = ", "METADATA = {url!r} #", 1)
 names = {{"__name__": "program"}}
 exec(compile(source, "program", "exec"), names)
-print(json.dumps(names["credentials"]()))
+print(json.dumps(names["credentials"]({clouds!r})))
 """
 
 
 def credentials(home: Path, url: str = "http://127.0.0.1:9") -> dict[str, str]:
     """What the program finds for a user with this home, and a metadata service at `url`."""
-    program = SAID.format(path=str(Path(remote.__file__).with_name("doctor.py")), url=url)
+    program = SAID.format(
+        path=str(Path(remote.__file__).with_name("doctor.py")),
+        url=url,
+        clouds=head.credential_places(["aws", "gcp"]),
+    )
     done = subprocess.run(
         [sys.executable, "-c", program], env={"HOME": str(home)}, capture_output=True, text=True, check=True
     )

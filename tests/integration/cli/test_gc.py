@@ -10,7 +10,8 @@ import sys
 
 import pytest
 
-from rlboost_providers.aws.provider import AwsPool, AwsProvider
+from rlboost_providers.aws.machines import AwsPool
+from rlboost_providers.aws.provider import AwsProvider
 from rlboost_providers.base.provider import LaunchRequest
 from rlboost_providers.base.tags import owner_of
 from rlboost_providers.local.provider import LocalProvider

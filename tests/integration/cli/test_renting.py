@@ -30,7 +30,8 @@ from rlboost_cli.runs.teardown import end_run, end_without_head
 from rlboost_providers.aws.provider import AwsProvider
 from rlboost_providers.base.provider import LaunchRequest, MachineStatus, MachineView
 from rlboost_providers.registry import head_usd_per_hour, provider_for
-from rlboost_providers.skypilot import SkyPilotProvider, session
+from rlboost_providers.skypilot import session
+from rlboost_providers.skypilot.provider import SkyPilotProvider
 from rlboost_runtime.billing.books import report_of
 from rlboost_runtime.billing.launch_records import (
     HeadMachine,

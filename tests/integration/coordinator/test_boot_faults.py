@@ -19,8 +19,10 @@ from typing import Any
 
 import pytest
 
-from rlboost_providers.aws.provider import AwsPool, AwsProvider
-from rlboost_providers.gcp.provider import GcpPool, GcpProvider
+from rlboost_providers.aws.machines import AwsPool
+from rlboost_providers.aws.provider import AwsProvider
+from rlboost_providers.gcp.machines import GcpPool
+from rlboost_providers.gcp.provider import GcpProvider
 from rlboost_runtime.billing.accounts import MachineBill
 from rlboost_runtime.coordinator.fleet import controller as fleet_module
 from rlboost_runtime.coordinator.fleet import offer_choice

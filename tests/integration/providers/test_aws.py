@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 
 from rlboost_cli.main import app
 from rlboost_providers.aws.errors import fleet_problem
+from rlboost_providers.aws.machines import AwsPool
 from rlboost_providers.aws.prices import PriceHistory, SpotPrices
-from rlboost_providers.aws.provider import AwsPool, AwsProvider
+from rlboost_providers.aws.provider import AwsProvider
 from rlboost_providers.base.prices import ShippedTable, price_book
 from rlboost_providers.base.provider import CanShowConsole, LaunchRequest, MachineStatus, PartlyListed
 from rlboost_providers.base.tags import head_of, run_of
@@ -295,7 +296,7 @@ def test_a_machine_that_a_list_lacks_stays_until_lists_would_show_its_end(ec2, p
     [there] = provider.describe(RUN)
     ec2.lists_lag = True
     assert provider.describe(RUN) == [there]
-    monkeypatch.setattr("rlboost_providers.aws.provider.LISTED_WITHIN_S", 0.0)
+    monkeypatch.setattr("rlboost_providers.aws.provider.LIST_LAG_S", 0.0)
     assert provider.describe(RUN) == []
 
 
@@ -489,7 +490,8 @@ def test_boto3_is_loaded_when_it_is_needed_and_named_when_it_is_missing():
 import sys
 sys.modules["boto3"] = None
 from rlboost_cli.main import app
-from rlboost_providers.aws.provider import AwsPool, AwsProvider
+from rlboost_providers.aws.machines import AwsPool
+from rlboost_providers.aws.provider import AwsProvider
 assert "botocore" not in sys.modules
 try:
     AwsProvider([AwsPool("us-east-2", "A10G:1", ("g5.xlarge",), "ami-1")], "0").offers()

@@ -12,13 +12,16 @@ import asyncio
 import os
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
-from rlboost_providers.aws.provider import AwsPool, AwsProvider
+from rlboost_providers.aws.machines import AwsPool
+from rlboost_providers.aws.provider import AwsProvider
 from rlboost_providers.base.provider import LaunchRequest, Offer
-from rlboost_providers.gcp.provider import GcpPool, GcpProvider
+from rlboost_providers.base.traits import provider_traits
+from rlboost_providers.gcp.machines import GcpPool
+from rlboost_providers.gcp.provider import GcpProvider
 from rlboost_runtime.coordinator.fleet import controller as fleet_module
 from rlboost_runtime.coordinator.fleet import offer_choice
 from rlboost_runtime.core.state import machines as core_machines
@@ -138,7 +141,10 @@ def quick(monkeypatch):
     monkeypatch.setattr("rlboost_providers.aws.prices.KEEP_S", 0.05)
     monkeypatch.setattr(fleet_module, "DESCRIBE_EVERY_S", 0.05)
     monkeypatch.setattr(fleet_module, "RETRY_ERROR_S", 0.1)
-    monkeypatch.setattr(fleet_module, "DOUBT_ELSEWHERE_S", STORM_S + 0.5)  # lists may lag all through it
+    lag_s = STORM_S + 0.5  # lists may lag all through it
+    monkeypatch.setattr(
+        fleet_module, "provider_traits", lambda name: replace(provider_traits(name), launch_lag_s=lag_s)
+    )
     monkeypatch.setattr(core_machines, "TERMINATE_AGAIN_S", 0.2)
     monkeypatch.setattr(core_machines, "RELAUNCH_PAUSE_S", 0.05)
     for name in ("FIRST_PAUSE_S", "ERROR_PAUSE_S", "QUOTA_PAUSE_S", "CREDENTIALS_PAUSE_S", "NOTHING_PAUSE_S"):

@@ -7,9 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
-from rlboost_providers.aws.provider import AwsPool, AwsProvider
+from rlboost_providers.aws.machines import AwsPool
+from rlboost_providers.aws.provider import AwsProvider
 from rlboost_providers.base.multi import MultiProvider
-from rlboost_providers.gcp.provider import GcpPool, GcpProvider
+from rlboost_providers.gcp.machines import GcpPool
+from rlboost_providers.gcp.provider import GcpProvider
 from rlboost_runtime.coordinator.fleet import controller as fleet_module
 from rlboost_runtime.coordinator.fleet import offer_choice
 from rlboost_runtime.core.base.messages import LaunchFailed

@@ -16,8 +16,8 @@ from rlboost_providers.base.provider import CanShowConsole, LaunchRequest, Machi
 from rlboost_providers.base.tags import head_of
 from rlboost_providers.gcp import provider as gcp
 from rlboost_providers.gcp.errors import explained
-from rlboost_providers.gcp.machines import ALL_SCOPES
-from rlboost_providers.gcp.provider import CONSOLE_BYTES, GcpPool, GcpProvider
+from rlboost_providers.gcp.machines import ALL_SCOPES, GcpPool
+from rlboost_providers.gcp.provider import CONSOLE_BYTES, GcpProvider
 from rlboost_runtime.errors import (
     ConfigError,
     CredentialsRejected,
@@ -301,7 +301,8 @@ def test_the_sdk_is_loaded_when_it_is_needed_and_named_when_it_is_missing():
     code = """
 import sys
 sys.modules["google.cloud.compute_v1"] = None
-from rlboost_providers.gcp.provider import GcpPool, GcpProvider
+from rlboost_providers.gcp.machines import GcpPool
+from rlboost_providers.gcp.provider import GcpProvider
 from rlboost_providers.gcp.errors import explained
 try:
     GcpProvider([GcpPool("us-central1", "L4:1", "g2-standard-4", 1, "t")], "0").offers()

@@ -19,7 +19,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlboost_providers.aws.provider import AwsPool, AwsProvider
+from rlboost_providers.aws.machines import AwsPool
+from rlboost_providers.aws.provider import AwsProvider
 from rlboost_providers.base import tags
 from rlboost_providers.base.provider import (
     Ability,
@@ -30,10 +31,11 @@ from rlboost_providers.base.provider import (
     Offer,
     Provider,
 )
-from rlboost_providers.gcp.provider import GcpPool, GcpProvider
+from rlboost_providers.gcp.machines import GcpPool
+from rlboost_providers.gcp.provider import GcpProvider
 from rlboost_providers.local.provider import LocalProvider
-from rlboost_providers.skypilot import SkyPilotProvider
 from rlboost_providers.skypilot import provider as skypilot_provider
+from rlboost_providers.skypilot.provider import SkyPilotProvider
 from rlboost_providers.skypilot.session import SkyPilotSweeper
 from rlboost_providers.ssh.provider import SshPool, SshProvider
 from rlboost_runtime.errors import ConfigError, NotFound, ProviderError

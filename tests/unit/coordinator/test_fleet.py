@@ -16,6 +16,7 @@ import pytest
 
 from rlboost_providers.base.multi import MultiProvider
 from rlboost_providers.base.provider import LaunchRequest, MachineStatus, MachineView, Offer, Provider
+from rlboost_providers.base.traits import ProviderTraits
 from rlboost_runtime.billing.accounts import BilledState
 from rlboost_runtime.billing.launch_records import LaunchRecords
 from rlboost_runtime.billing.ledger import Ledger
@@ -205,7 +206,7 @@ async def test_a_machine_whose_launch_seemed_to_fail_is_billed_and_ended(
 async def test_a_launch_of_unknown_outcome_is_committed_until_the_lists_would_have_shown_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turns_up: bool
 ) -> None:
-    monkeypatch.setattr(fleet_module, "DOUBT_S", {"local": 0.5})
+    monkeypatch.setattr(fleet_module, "provider_traits", lambda name: ProviderTraits(name, launch_lag_s=0.5))
     cloud = Cloud()
 
     def lose_the_answer(machine: str) -> None:
@@ -230,7 +231,7 @@ async def test_a_launch_of_unknown_outcome_is_committed_until_the_lists_would_ha
 async def test_a_refused_launch_leaves_its_room_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet_module, "DOUBT_S", {"local": 60.0})
+    monkeypatch.setattr(fleet_module, "provider_traits", lambda name: ProviderTraits(name, launch_lag_s=60.0))
     cloud = Cloud()
 
     def refuse(machine: str) -> None:
@@ -245,7 +246,7 @@ async def test_a_refused_launch_leaves_its_room_at_once(
 async def test_a_launch_in_doubt_is_in_doubt_after_a_restart_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet_module, "DOUBT_S", {"local": 0.3})
+    monkeypatch.setattr(fleet_module, "provider_traits", lambda name: ProviderTraits(name, launch_lag_s=0.3))
     cloud = Cloud()
     async with fleet_on(tmp_path, cloud, num_machines=0) as made:
         made.ledger.intend(

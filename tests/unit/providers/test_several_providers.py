@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from rlboost_providers.aws.machines import pools_of as aws_pools
 from rlboost_providers.base.multi import MultiProvider
+from rlboost_providers.base.prices import expected_usd_per_hour
 from rlboost_providers.base.provider import (
     Ability,
     LaunchRequest,
@@ -19,7 +21,7 @@ from rlboost_providers.base.provider import (
 )
 from rlboost_providers.base.startup import startup_script
 from rlboost_providers.base.tags import machine_name, owner_of
-from rlboost_providers.offers import aws_pools, expected_usd_per_hour, gcp_pools
+from rlboost_providers.gcp.machines import pools_of as gcp_pools
 from rlboost_providers.registry import cheapest_offer, prices_of, provider_for, require_ends
 from rlboost_runtime.errors import (
     ConfigError,

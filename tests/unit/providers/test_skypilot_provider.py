@@ -13,9 +13,10 @@ import pytest
 
 from rlboost_providers.base.provider import CanPreempt, LaunchRequest, MachineStatus
 from rlboost_providers.base.tags import head_of
-from rlboost_providers.skypilot import HeadTerms, SkyPilotProvider, session
 from rlboost_providers.skypilot import offers as offers_module
 from rlboost_providers.skypilot import provider as module
+from rlboost_providers.skypilot import session
+from rlboost_providers.skypilot.provider import HeadTerms, SkyPilotProvider
 from rlboost_providers.skypilot.session import SkyPilotSweeper
 from rlboost_runtime.errors import ConfigError, NoCapacity, NotFound, NotYet, ProviderError, QuotaExceeded
 from rlboost_runtime.job import CloudOffer

@@ -7,10 +7,14 @@ import os
 import pwd
 import subprocess
 import sys
+import threading
+from dataclasses import asdict
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
+from rlboost_providers.base.traits import cloud_traits
 from rlboost_runtime.remote import watch
 from rlboost_runtime.remote.watch import Facts, facts_of, reason_to_end
 
@@ -166,3 +170,51 @@ def test_it_speaks_the_language_of_old_pythons() -> None:
     import ast
 
     ast.parse(Path(watch.__file__).read_text(), feature_version=(3, 8))
+
+
+def test_a_machine_that_would_stay_deletes_itself_with_its_own_token(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    deletion = cloud_traits("gcp").self_deletion
+    assert deletion is not None
+    answers = {
+        "/instance/zone": "projects/77/zones/us-central1-a",
+        "/project/project-id": "mine",
+        "/instance/name": "rlboost-head-1",
+        "/instance/service-accounts/default/token": json.dumps({"access_token": "t0ken"}),
+    }
+    deleted: list[tuple[str, str | None]] = []
+
+    class Google(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            assert self.headers["Metadata-Flavor"] == "Google"
+            self.answer(answers[self.path])
+
+        def do_DELETE(self) -> None:
+            deleted.append((self.path, self.headers["Authorization"]))
+            self.answer("{}")
+
+        def answer(self, text: str) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(watch, "OFF_S", 0.0)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Google) as server:
+        serving = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        serving.start()
+        here = f"http://127.0.0.1:{server.server_port}"
+        how = asdict(deletion)
+        how |= {"metadata_url": f"{here}/", "url": how["url"].replace("https://compute.googleapis.com", here)}
+        try:
+            watch.delete_itself(how)
+        finally:
+            server.shutdown()
+            serving.join()
+    place = "/compute/v1/projects/mine/zones/us-central1-a/instances/rlboost-head-1"
+    assert deleted == [(place, "Bearer t0ken")]
+    watch.delete_itself(how)  # nobody answers now
+    assert "it cannot delete itself" in capsys.readouterr().out

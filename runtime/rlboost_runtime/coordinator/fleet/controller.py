@@ -32,6 +32,7 @@ from rlboost_providers.base.provider import (
     PartlyListed,
     Provider,
 )
+from rlboost_providers.base.traits import provider_traits
 from rlboost_runtime.billing.budget import least_micro_usd
 from rlboost_runtime.billing.launch_records import LaunchRecords
 from rlboost_runtime.billing.ledger import Ledger
@@ -73,15 +74,6 @@ CONSOLE_S = 20.0
 """Longest wait for what a machine said that never dialled in: it costs money meanwhile."""
 RETRY_ERROR_S = 10.0
 """Pause after a failure that does not say when to come back."""
-DOUBT_S = {"local": 0.0}
-"""By provider: how long a launch of which nobody knows what came may still show up in its lists."""
-DOUBT_ELSEWHERE_S = 120.0
-"""The same for all others: EC2's lists may lag behind its launches by two minutes."""
-LAG_S = {"aws": DOUBT_ELSEWHERE_S}
-"""By provider: how long its lists may lack a machine that it said to have launched; the others' never do. A
-provider knows what it launched itself: this is for what is left of an earlier coordinator."""
-
-
 _REFUSALS = (NoCapacity, QuotaExceeded, ConfigError)
 """Words by which a provider says that there is no machine; after any other failure there may be one."""
 _NO_OFFERS = ProviderError("no cloud has said what it offers", "asked again by itself")
@@ -485,8 +477,8 @@ class FleetController:
                 continue
             since, problem = before.get(name, (asked_at, "nobody knows what became of its launch"))
             offer = self._bought.get(name)
-            doubt_s = DOUBT_ELSEWHERE_S if offer is None else DOUBT_S.get(offer.provider, DOUBT_ELSEWHERE_S)
-            if asked_at - since >= doubt_s and not self._may_be_in(name, silent):
+            lag_s = provider_traits("" if offer is None else offer.provider).launch_lag_s
+            if asked_at - since >= lag_s and not self._may_be_in(name, silent):
                 self._ledger.failed(name, self._clock.wall(), problem)
             else:
                 self._doubtful[name] = since, problem
@@ -518,7 +510,7 @@ class FleetController:
             for bill in self._ledger.machines(now)
             if bill.machine in unseen
             and bill.launched_at is not None
-            and bill.may_be_unlisted(now, LAG_S.get(bill.provider, 0.0))
+            and bill.may_be_unlisted(now, provider_traits(bill.provider).list_lag_s)
         }
 
     def _place(self, view: MachineView) -> None:

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from rlboost_providers.base.traits import known_clouds
 from rlboost_runtime.job import Job, Model
 from rlboost_runtime.job.file.tree import FieldPath, Mistake, dotted
 
@@ -65,11 +66,9 @@ FORMS = {
 
 YES_NO = {"yes": "true", "on": "true", "true": "true", "no": "false", "off": "false", "false": "false"}
 
-CLOUDS = ("aws", "gcp", "azure", "kubernetes", "k8s", "lambda", "nebius", "runpod")
-"""What `infra` of a machine in a cloud begins with."""
-
+_WITHOUT_HEADS = [name for name, traits in known_clouds().items() if not traits.can_host_head]
 NOT_YET_VALUES = {
-    "trainer.infra": r"(kubernetes|k8s|runpod)(/.*)?",
+    "trainer.infra": rf"({'|'.join(_WITHOUT_HEADS)})(/.*)?",
     "rollout.engine": r"sglang",
 }
 """Values of later versions, as patterns."""
@@ -231,7 +230,7 @@ def _takes_infra(model: type[Model], infra: Any) -> bool:  # any JSON value
     field = model.model_fields.get("infra")
     if field is None or not isinstance(infra, str):
         return False
-    known = get_args(field.annotation) if get_origin(field.annotation) is Literal else CLOUDS
+    known = get_args(field.annotation) if get_origin(field.annotation) is Literal else known_clouds()
     return infra.partition("/")[0] in known
 
 
