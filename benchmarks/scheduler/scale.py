@@ -22,7 +22,9 @@ from types import FrameType
 from benchmarks.paper.static import constant_trace
 from rlboost_runtime.core.base.messages import Command, Event, Heartbeat
 from rlboost_runtime.core.core import Core
+from rlboost_runtime.core.rules import Rules
 from rlboost_runtime.sim import Preset, presets
+from rlboost_runtime.sim.baselines.policies import baseline_rules
 from rlboost_runtime.sim.policies import Switches, policy_setup
 from rlboost_runtime.sim.presets import Workload
 from rlboost_runtime.sim.world import World
@@ -37,8 +39,8 @@ class TimedCore(Core):
     """A core that adds up the CPU time of its events; heartbeats apart, whose cost is that of what they
     tell."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, rules: Rules) -> None:
+        super().__init__(rules)
         self.event_s = 0.0
         self.beat_s = 0.0
         self.num_beats = 0
@@ -59,8 +61,8 @@ class TimedCore(Core):
 class CountedCore(Core):
     """A core that counts the Python calls of its events, heartbeats apart: what an event costs in work."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, rules: Rules) -> None:
+        super().__init__(rules)
         self.num_calls = 0
         self.num_events = 0
 
@@ -82,7 +84,7 @@ class CountedCore(Core):
 def calls_per_event(preset: Preset, machines: int, policy: str, responses_per_machine: int) -> float:
     """Simulate one step on a fleet of that size; return the mean Python calls of an event."""
     world = _world(preset, machines, policy, responses_per_machine)
-    core = world.core = CountedCore()
+    core = world.core = CountedCore(baseline_rules())
     world.run(1e9, max_steps=1)
     return core.num_calls / core.num_events
 
@@ -90,7 +92,7 @@ def calls_per_event(preset: Preset, machines: int, policy: str, responses_per_ma
 def one_step(preset: Preset, machines: int, policy: str) -> dict[str, float]:
     """Simulate one step on a fleet of that size."""
     world = _world(preset, machines, policy, RESPONSES_PER_MACHINE)
-    core = world.core = TimedCore()
+    core = world.core = TimedCore(baseline_rules())
     began = time.process_time()
     world.run(1e9, max_steps=1)
     events = world.num_events - core.num_beats

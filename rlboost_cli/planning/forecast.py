@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from rlboost_cli.planning.rates import Rates, makes_like_responses
 from rlboost_runtime.core.base.cost_model import Prices, StepRates
 from rlboost_runtime.core.base.messages import CoreConfig
-from rlboost_runtime.core.window.algorithm_1 import SeedingWindow, StepObservation
+from rlboost_runtime.core.window.seeding_window import StepObservation, instances_to_keep_up
 from rlboost_runtime.core.window.sizing import worthwhile_instances
 from rlboost_runtime.job import Job
 from rlboost_runtime.money import MICRO_USD_PER_USD
@@ -132,17 +132,15 @@ def _useful(job: Job, prices: Prices, rates: Rates, tokens: float, more_s: float
         return most
     window = seeding_s(rates, tokens, most)
     rest = tokens - rates.reserved_tokens_per_s * window
-    seeding = SeedingWindow(window, config.seeding_eta, config.reserved_instances)
-    seeding.learn(
-        StepObservation(
-            n_prem=most,
-            n_hat=most,
-            t_train_wait=0.0,
-            t_remote_wait=0.0,
-            t_train=tokens * rates.train_s_per_token,
-            t_remote=rest / (most * rates.spot_tokens_per_s),
-        )
+    seen = StepObservation(
+        n_prem=most,
+        n_hat=most,
+        t_train_wait=0.0,
+        t_remote_wait=0.0,
+        t_train=tokens * rates.train_s_per_token,
+        t_remote=rest / (most * rates.spot_tokens_per_s),
     )
+    n_prem = instances_to_keep_up(seen, window, config.reserved_instances) if seen.t_train > 0 else None
     step = StepRates(
         tokens=tokens,
         shared_s=tokens / rates.spot_tokens_per_s,
@@ -150,7 +148,7 @@ def _useful(job: Job, prices: Prices, rates: Rates, tokens: float, more_s: float
         train_s=tokens * rates.train_s_per_token,
         fixed_s=rates.overhead_s + more_s,
     )
-    return worthwhile_instances(seeding.n_prem, step, rates.weight_bytes, config)
+    return worthwhile_instances(n_prem, step, rates.weight_bytes, config)
 
 
 def _left_out(rates: Rates, computed_s: float) -> float:

@@ -29,13 +29,14 @@ from rlboost_runtime.core.base.messages import (
     VersionPublished,
 )
 from rlboost_runtime.core.core import Core
+from rlboost_runtime.sim.baselines.policies import baseline_rules
 
 
 class CoreDriver:
     """Drives one core; `now` is the time of the next event."""
 
     def __init__(self, config: CoreConfig) -> None:
-        self.core = Core()
+        self.core = Core(baseline_rules())
         self.now = 0.0
         self.commands: list[Command] = []
         self._next_epoch = 1

@@ -1,8 +1,8 @@
 """What was bought, in micro-dollars: machines over the intervals in which they are billed, and other usage.
 
 Guarantees: money and time are integers (micro-dollars, nanoseconds since the Unix epoch), summed exactly; a
-machine is billed over the half-open intervals from each launch to its end (at least `LEAST_BILLED_S`), or to
-the moment asked for; and the parts of a bill (`MachineBill.parts`) add up to it. Pure.
+machine is billed over the half-open intervals from each launch to its end (at least its provider's
+`min_billed_s`), or to the moment asked for; and the parts of a bill (`MachineBill.parts`) add up to it. Pure.
 """
 
 from __future__ import annotations
@@ -13,15 +13,13 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any
 
+from rlboost_providers.base.traits import provider_traits
 from rlboost_runtime.billing.machine_record import MachineRecord
 from rlboost_runtime.money import cost_micro_usd, split_exactly
 
 Row = tuple[Any, ...]  # what SQLite hands out; the tables are STRICT, so columns have their declared types
 
 _RECORDED = tuple(field.name for field in fields(MachineRecord))
-LEAST_BILLED_S = {"aws": 60, "gcp": 60, "skypilot": 60}
-"""By provider: what a machine is billed for at least, however soon it ends; others: nothing (EC2 and Compute
-Engine bill per second, at least a minute)."""
 
 
 class BilledState(StrEnum):
@@ -240,7 +238,7 @@ class Account:
 
 def least_billed_ns(provider: str) -> int:
     """Return for how long a machine of `provider` is billed at least, in nanoseconds."""
-    return LEAST_BILLED_S.get(provider, 0) * 1_000_000_000
+    return provider_traits(provider).min_billed_s * 1_000_000_000
 
 
 def to_ns(seconds: float) -> int:

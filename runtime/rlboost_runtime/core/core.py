@@ -50,20 +50,19 @@ from rlboost_runtime.core.base.messages import (
     VersionPublished,
     VersionRefused,
 )
-from rlboost_runtime.core.base.scheduling_policy import DispatchRule
 from rlboost_runtime.core.base.timers import INSTANCE_TIMERS, Context, Counters, Timer
 from rlboost_runtime.core.check import check_core
 from rlboost_runtime.core.dispatch.assignments import Assignments
 from rlboost_runtime.core.instance_controller import InstanceController
 from rlboost_runtime.core.lease_controller import LeaseController
+from rlboost_runtime.core.rules import LIVE_RULES, Rules
 from rlboost_runtime.core.state.eligible import EligibleSet, Terms
 from rlboost_runtime.core.state.instances import Instance, InstanceTable
 from rlboost_runtime.core.state.machines import Machine, MachineState, MachineTable
 from rlboost_runtime.core.state.rates import Lengths
 from rlboost_runtime.core.state.responses import Response, ResponseState, StepView
-from rlboost_runtime.core.window.algorithm_1 import CountMeter, SeedingWindow, StepObservation
 from rlboost_runtime.core.window.gpu_lease import LeaseState
-from rlboost_runtime.core.window.rules import seeding_for
+from rlboost_runtime.core.window.seeding_window import CountMeter, SeedingWindow, StepObservation
 from rlboost_runtime.core.window.sizing import (
     SurplusWatch,
     desired_machines,
@@ -78,9 +77,13 @@ MachineWord = MachineLaunched | LaunchFailed | MachineGone
 
 
 class Core:
-    """All scheduling state of one run. Only `handle` changes it."""
+    """All scheduling state of one run. Only `handle` changes it.
 
-    def __init__(self) -> None:
+    `rules` has the implementations of the rules that the run's policy names.
+    """
+
+    def __init__(self, rules: Rules = LIVE_RULES) -> None:
+        self._rules = rules
         self._has_started = False
         self._newest_version: int | None = None
         self._weight_bytes = 0
@@ -94,10 +97,12 @@ class Core:
         self._instance_table = InstanceTable()
         self._eligible = EligibleSet(self._instance_table)
         lengths = Lengths()
-        self._work = Assignments(context, self._instance_table, self._eligible.eligible, lengths)
+        eligible = self._eligible.eligible
+        dispatcher = self._rules.dispatcher(context, self._instance_table, eligible)
+        self._work = Assignments(context, self._instance_table, eligible, lengths, dispatcher)
         self._fleet = MachineTable(config.boot_deadline_s, context.timers, context.emit)
         self._controller = InstanceController(context, self._instance_table, self._work, self._fleet)
-        self._seeding = seeding_for(config, lengths, self._work.pace, self._work.balancer.step_times)
+        self._seeding = self._rules.window(config, lengths, self._work.pace, self._work.balancer.step_times)
         self._lease_controller = LeaseController(
             context, self._instance_table, self._work, self._controller, self._seeding
         )
@@ -133,8 +138,8 @@ class Core:
         eligible = self._eligible.eligible
         stalled = [r for r in self._work.dispatcher.queued() if not r.failed_on] if eligible else []
         empty = [i.instance for i in eligible.values() if not i.assignments]
-        waits_on_purpose = self.config.policy.dispatch in (DispatchRule.DEALT, DispatchRule.PACED)
-        assert waits_on_purpose or not (stalled and empty), f"responses wait although {empty} are empty"
+        may_stall = self._work.dispatcher.may_stall
+        assert may_stall or not (stalled and empty), f"responses wait although {empty} are empty"
         present = sum(i.is_present for i in self._instance_table.spot())
         assert present == self._presence.count, f"{present} spot instances, {self._presence.count} metered"
 

@@ -9,14 +9,13 @@ all work); an engine that is lost is waited for no longer.
 from __future__ import annotations
 
 from rlboost_runtime.core.base.messages import GrantLease, RecallLease
-from rlboost_runtime.core.base.scheduling_policy import WindowRule
 from rlboost_runtime.core.base.timers import Context, Timer
 from rlboost_runtime.core.dispatch.assignments import Assignments
 from rlboost_runtime.core.instance_controller import InstanceController
 from rlboost_runtime.core.state.instance_states import InstanceState
 from rlboost_runtime.core.state.instances import Instance, InstanceTable
-from rlboost_runtime.core.window.algorithm_1 import Moment, SeedingWindow
 from rlboost_runtime.core.window.gpu_lease import GpuLease, LeaseState, Outlook
+from rlboost_runtime.core.window.seeding_window import OpenWindow, SeedingWindow
 
 LOADING_S = 120.0
 """Without a window, spot instances that still load a step's version are waited for so long after the step's
@@ -50,17 +49,17 @@ class LeaseController:
         `num_serving` spot instances serve the open step's version, `num_live` are there, loading or not.
         """
         lease, now, book = self.lease, self._context.now, self._work.book
-        look_at, moment = None, Moment(now, lease.opened_at, num_live)
+        look_at, window = None, OpenWindow(now, lease.opened_at, num_live)
         if book is not None and lease.state is LeaseState.ENGINES:
             self._note_waking()
-            look_at = self._seeding.look(moment, book)
+            look_at = self._seeding.look(window, book)
         waits_until = self._waits_until() if num_live and not num_serving else None
         outlook = self._outlook(num_serving > 0 or waits_until is not None)
         reason = lease.reason_to_close(outlook)
         if reason is not None:
             lease.close(reason, now)
             if book is not None:
-                self._seeding.close(moment, book)
+                self._seeding.close(window, book)
             self._closed_at, self._has_woken = now, False
         for instance in self._instance_table.reserved.values():
             self._order(instance)
@@ -76,8 +75,7 @@ class LeaseController:
 
     def _waits_until(self) -> float | None:
         """Return until when loading spot instances are as good as serving ones; None: they are not."""
-        has_window = self._context.config.policy.window is not WindowRule.CLOSED
-        if self._work.book is None or (has_window and not self._seeding.skips_window):
+        if self._work.book is None or not self._seeding.skips_window:
             return None
         until = self._work.book.started_at + LOADING_S
         return until if self._context.now < until else None

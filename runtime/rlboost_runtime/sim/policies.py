@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 
 from rlboost_runtime.core.base.cost_model import Prices
 from rlboost_runtime.core.base.messages import CoreConfig
-from rlboost_runtime.core.base.scheduling_policy import ON_DEMAND, POLYRL, BalanceRule, WindowRule
-from rlboost_runtime.core.base.scheduling_policy import POLICIES as CORE_POLICIES
-from rlboost_runtime.core.base.scheduling_policy import SchedulingPolicy as CorePolicy
+from rlboost_runtime.core.base.scheduling_policy import PREDICTED, BalanceRule, SchedulingPolicy
+from rlboost_runtime.core.rules import Rules
 from rlboost_runtime.sim.agents import BEAT_S
+from rlboost_runtime.sim.baselines.policies import ALGORITHM_1, CLOSED, ON_DEMAND, POLYRL, baseline_rules
+from rlboost_runtime.sim.baselines.policies import POLICIES as CORE_POLICIES
 from rlboost_runtime.sim.presets import Preset
 
 
@@ -49,8 +50,8 @@ POLICIES = (*CORE_POLICIES, ORACLE)
 LEASE_BEATS = 3
 """Heartbeats that a lease lasts, as in live runs."""
 PUBLISHED_WINDOWS = {
-    "Qwen3-8B": ((1, 190.0), (2, 160.0), (3, 105.0), (4, 70.0)),
-    "Qwen3-14B": ((1, 346.0), (2, 212.0), (3, 145.0), (4, 60.0), (5, 8.0), (6, 5.0)),
+    "Qwen3-8B": {1: 190.0, 2: 160.0, 3: 105.0, 4: 70.0},
+    "Qwen3-14B": {1: 346.0, 2: 212.0, 3: 145.0, 4: 60.0, 5: 8.0, 6: 5.0},
 }
 """The windows that the published code ships with, by model: instances, seconds."""
 FP32_WIRE_SHARE = 2.0
@@ -62,6 +63,7 @@ class PolicySetup:
     """A policy ready to run."""
 
     config: CoreConfig
+    rules: Rules
     wire_share: float
     """Bytes on the wire over the weights' bytes."""
 
@@ -72,8 +74,8 @@ def policy_setup(name: str, preset: Preset, switches: Switches) -> PolicySetup:
     if known is None:
         raise ValueError(f"unknown policy {name!r}; there are {', '.join(POLICIES)}")
     is_published = name == POLYRL.name
-    if is_published:
-        known = replace(known, remembered_windows=PUBLISHED_WINDOWS.get(preset.model.name, ()))
+    memory = PUBLISHED_WINDOWS.get(preset.model.name) if is_published else None
+    rules = baseline_rules(memory, has_memory=switches.memory)
     config = CoreConfig(
         max_spot_instances=0 if name == ON_DEMAND.name else preset.max_spot_instances,
         instances_per_machine=preset.spot[0].engines,
@@ -83,14 +85,13 @@ def policy_setup(name: str, preset: Preset, switches: Switches) -> PolicySetup:
         prices=Prices(preset.reserved_usd_per_hour, preset.spot[0].usd_per_hour, preset.egress_usd_per_gb),
         policy=_without(known, switches),
     )
-    return PolicySetup(config, FP32_WIRE_SHARE if is_published else 1.0)
+    return PolicySetup(config, rules, FP32_WIRE_SHARE if is_published else 1.0)
 
 
-def _without(policy: CorePolicy, switches: Switches) -> CorePolicy:
+def _without(policy: SchedulingPolicy, switches: Switches) -> SchedulingPolicy:
     return replace(
         policy,
         window=_window(policy.window, switches),
-        has_memory=policy.has_memory and switches.memory,
         keeps_tokens=policy.keeps_tokens and switches.migration,
         loads_any_time=policy.loads_any_time and switches.pull,
         balances=policy.balances and switches.balancing,
@@ -101,9 +102,9 @@ def _without(policy: CorePolicy, switches: Switches) -> CorePolicy:
     )
 
 
-def _window(rule: WindowRule, switches: Switches) -> WindowRule:
+def _window(rule: str, switches: Switches) -> str:
     if not switches.seeding:
-        return WindowRule.CLOSED
-    if rule is WindowRule.PREDICTED and not switches.prediction:
-        return WindowRule.ALGORITHM_1
+        return CLOSED
+    if rule == PREDICTED and not switches.prediction:
+        return ALGORITHM_1
     return rule

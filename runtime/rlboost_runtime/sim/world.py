@@ -78,7 +78,7 @@ class World:
         self, preset: Preset, trace: Trace, setup: PolicySetup, seed: int, *, watch: Watch | None = None
     ) -> None:
         self.agenda = Agenda()
-        self.core = Core()
+        self.core = Core(setup.rules)
         self.recorder = Recorder()
         self.num_events = 0
         self.link = SharedLink(self.agenda, preset.reserved_nodes * preset.reserved.link_bytes_per_s)

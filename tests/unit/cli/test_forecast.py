@@ -21,10 +21,11 @@ from rlboost_cli.planning.rates import Rates, measured_rates
 from rlboost_providers import registry
 from rlboost_runtime.billing.ledger import Ledger
 from rlboost_runtime.core.base.messages import CoreConfig
-from rlboost_runtime.core.window.algorithm_1 import SeedingWindow, StepObservation
+from rlboost_runtime.core.window.seeding_window import StepObservation
 from rlboost_runtime.job import Job
 from rlboost_runtime.run.create import prepare_run
 from rlboost_runtime.run.folder import RunFolder
+from rlboost_runtime.sim.baselines.windows import Algorithm1Window
 
 START = 1_700_000_000.0
 
@@ -90,7 +91,7 @@ def test_the_window_is_the_one_at_which_nobody_waits() -> None:
 
 def test_at_that_window_algorithm_1_stays_where_it_is() -> None:
     window = seeding_s(rates(), 1280, 1)
-    seeding = SeedingWindow(window, CoreConfig(3).seeding_eta, 1)
+    seeding = Algorithm1Window(window, 1, CoreConfig(3).seeding_eta)
     remote = (1280 - 100 * window) / 64  # what one instance has left to do
     seeding.learn(StepObservation(1.0, 1, 0.0, window + 10 - remote, 10.0, remote))
     assert seeding.t_seed_s == pytest.approx(window)

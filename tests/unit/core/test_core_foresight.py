@@ -13,8 +13,8 @@ from rlboost_runtime.core.state.eligible import LoadIndex
 from rlboost_runtime.core.state.instances import Instance
 from rlboost_runtime.core.state.rates import ENOUGH, GenerationRate, Lengths, StepTimes
 from rlboost_runtime.core.state.responses import StepResponses
-from rlboost_runtime.core.window.algorithm_1 import Moment, StepObservation
 from rlboost_runtime.core.window.predicted import PredictedWindow
+from rlboost_runtime.core.window.seeding_window import OpenWindow, StepObservation
 
 # --- lengths ----------------------------------------------------------------------------------------------
 
@@ -96,7 +96,7 @@ def lived(
     while True:
         for response in book.responses.values():
             response.num_tokens = round(made / responses)
-        moment = Moment(now, began, num_spot)
+        moment = OpenWindow(now, began, num_spot)
         look_at = seeding.look(moment, book)
         closes_at = began + seeding.t_seed_s
         if now >= closes_at:
@@ -129,7 +129,7 @@ def lived(
 
 
 def taught() -> PredictedWindow:
-    seeding = PredictedWindow(30.0, 3.0, RESERVED, has_gate=False)
+    seeding = PredictedWindow(30.0, RESERVED, has_gate=False)
     seeding.pace.learn(1.0, round(RATE * 10), 10.0)
     lived(seeding, 0, 2)
     lived(seeding, 1, 2)
@@ -176,7 +176,7 @@ def test_the_window_stays_where_it_is_right() -> None:
 
 def test_a_hand_over_that_takes_its_time_is_no_part_of_what_a_token_costs() -> None:
     """The trainer measures it: a step of three times the tokens has one hand-over like any other."""
-    seeding = PredictedWindow(30.0, 3.0, RESERVED, has_gate=False)
+    seeding = PredictedWindow(30.0, RESERVED, has_gate=False)
     seeding.pace.learn(1.0, round(RATE * 10), 10.0)
     for number in range(4):
         lived(seeding, number, 2, handover_s=40.0)
@@ -356,13 +356,13 @@ def test_reserved_engines_are_waited_for_as_long_as_waking_may_take(new_run) -> 
 
 
 def test_a_window_longer_than_the_rollout_is_cut_until_it_teaches() -> None:
-    seeding = PredictedWindow(500.0, 3.0, RESERVED, has_gate=False)
+    seeding = PredictedWindow(500.0, RESERVED, has_gate=False)
     seeding.pace.learn(1.0, round(RATE * 10), 10.0)
     requests = tuple(ResponseRequest(i, i, 10, 10**6) for i in range(10))
     book = StepResponses(StepStarted(0.0, 0, 0, requests))
     for response in book.responses.values():
         response.num_tokens = 100
-    seeding.close(Moment(40.0, 0.0, 2), book)  # all are finished
+    seeding.close(OpenWindow(40.0, 0.0, 2), book)  # all are finished
     seeding.learn(StepObservation(2.0, 2, 0.0, 60.0, 50.0, 40.0, 1_000, 100.0))
     assert seeding.train_s_per_token is None
     assert seeding.t_seed_s == 20.0

@@ -22,16 +22,8 @@ from rlboost_runtime.core.base.messages import (
     RecallLease,
     RunStarted,
 )
-from rlboost_runtime.core.base.scheduling_policy import (
-    ON_DEMAND,
-    PAPER,
-    POLICIES,
-    POLYRL,
-    RECOMPUTE,
-    RLBOOST,
-    SizeRule,
-    WindowRule,
-)
+from rlboost_runtime.core.base.scheduling_policy import RLBOOST, SizeRule
+from rlboost_runtime.core.core import Core
 from rlboost_runtime.core.dispatch.balance import RateProfile, _batch, _bucket
 from rlboost_runtime.core.lease_controller import LOADING_S
 from rlboost_runtime.core.replay import decode_event, encode_event
@@ -39,11 +31,19 @@ from rlboost_runtime.core.state.eligible import LoadIndex
 from rlboost_runtime.core.state.instance_states import InstanceState
 from rlboost_runtime.core.state.instances import Instance
 from rlboost_runtime.core.state.rates import GenerationRate, Lengths, StepTimes
-from rlboost_runtime.core.window.algorithm_1 import StepObservation
 from rlboost_runtime.core.window.gpu_lease import LeaseState
-from rlboost_runtime.core.window.published import PublishedWindow
-from rlboost_runtime.core.window.rules import seeding_for
+from rlboost_runtime.core.window.seeding_window import StepObservation
 from rlboost_runtime.core.window.sizing import useful_instances
+from rlboost_runtime.sim.baselines.policies import (
+    CLOSED,
+    ON_DEMAND,
+    PAPER,
+    POLICIES,
+    POLYRL,
+    RECOMPUTE,
+    baseline_rules,
+)
+from rlboost_runtime.sim.baselines.windows import PublishedWindow
 
 
 def queue(run, name: str, queued: int, tokens: dict[int, int] | None = None) -> list:
@@ -61,9 +61,14 @@ def instance(name: str) -> Instance:
 def test_live_runs_follow_the_default_and_a_log_keeps_the_policy() -> None:
     assert CoreConfig(max_spot_instances=1).policy == RLBOOST
     for policy in POLICIES.values():
-        changed = replace(policy, remembered_windows=((1, 190.0), (2, 160.5)))
-        event = RunStarted(0.0, CoreConfig(max_spot_instances=3, policy=changed))
+        event = RunStarted(0.0, CoreConfig(max_spot_instances=3, policy=policy))
         assert decode_event(encode_event(event)) == event
+
+
+@pytest.mark.parametrize("policy", [PAPER, replace(PAPER, dispatch="booked")])
+def test_a_live_core_does_not_know_the_baselines(policy) -> None:
+    with pytest.raises(ValueError, match=r"unknown (dispatch|window) rule .*there are (booked|predicted)"):
+        Core().handle(RunStarted(0.0, CoreConfig(max_spot_instances=3, policy=policy)))
 
 
 # --- who gets what ----------------------------------------------------------------------------------------
@@ -241,9 +246,7 @@ def test_a_crowd_finds_what_looking_at_everybody_finds() -> None:
 
 
 def test_without_seeding_engines_sleep_while_a_spot_instance_loads(new_run) -> None:
-    run = new_run(
-        reserved_instances=1, seeding_initial_s=50.0, policy=replace(PAPER, window=WindowRule.CLOSED)
-    )
+    run = new_run(reserved_instances=1, seeding_initial_s=50.0, policy=replace(PAPER, window=CLOSED))
     run.publish()
     run.reserved()
     run.join("a")
@@ -253,7 +256,7 @@ def test_without_seeding_engines_sleep_while_a_spot_instance_loads(new_run) -> N
 
 
 def test_without_seeding_and_without_spot_the_engines_do_the_work(new_run) -> None:
-    run = new_run(reserved_instances=1, policy=replace(PAPER, window=WindowRule.CLOSED))
+    run = new_run(reserved_instances=1, policy=replace(PAPER, window=CLOSED))
     run.publish()
     run.reserved()
     run.step()
@@ -285,7 +288,7 @@ def seen(wait: float, remote_wait: float, n: int, tokens: int = 1_000) -> StepOb
 
 
 def test_the_published_window_moves_in_whole_seconds_with_a_floor() -> None:
-    seeding = PublishedWindow(20.0, 3.0, 4)
+    seeding = PublishedWindow(20.0, 4, 3.0)
     seeding.learn(seen(10.0, 0.0, 2))
     assert seeding.t_seed_s == 23.0
     seeding.learn(seen(0.0, 100.0, 2))
@@ -293,7 +296,7 @@ def test_the_published_window_moves_in_whole_seconds_with_a_floor() -> None:
 
 
 def test_the_published_memory_holds_the_window_of_the_peak() -> None:
-    seeding = PublishedWindow(20.0, 3.0, 4, memory={1: 100.0})
+    seeding = PublishedWindow(20.0, 4, 3.0, memory={1: 100.0})
     seeding.learn(seen(0.0, 0.0, 2, tokens=1_000))  # throughput rises: 20 s is the peak
     seeding.learn(seen(9.0, 0.0, 2, tokens=900))  # falls: M[2] moves to it
     assert seeding.memory == {1: 100.0, 2: 20.0}
@@ -303,18 +306,14 @@ def test_the_published_memory_holds_the_window_of_the_peak() -> None:
 
 
 def test_a_memory_that_is_off_is_not_used() -> None:
-    policy = replace(PAPER, has_memory=False, remembered_windows=((1, 99.0),))
-    seeding = seeding_for(
-        CoreConfig(max_spot_instances=2, seeding_initial_s=30.0, policy=policy),
-        Lengths(),
-        GenerationRate(),
-        StepTimes(),
-    )
+    config = CoreConfig(max_spot_instances=2, seeding_initial_s=30.0, policy=PAPER)
+    rules = baseline_rules({1: 99.0}, has_memory=False)
+    seeding = rules.window(config, Lengths(), GenerationRate(), StepTimes())
     seeding.learn(seen(3.0, 0.0, 1))
     assert seeding.t_seed_s == 31.0
 
 
-@pytest.mark.parametrize("policy", [replace(PAPER, window=WindowRule.CLOSED), RLBOOST])
+@pytest.mark.parametrize("policy", [replace(PAPER, window=CLOSED), RLBOOST])
 def test_an_instance_that_never_loads_does_not_hold_up_a_step_without_a_window(new_run, policy) -> None:
     run = new_run(reserved_instances=1, max_spot_instances=2, policy=policy, seeding_initial_s=0.0)
     run.publish()

@@ -10,9 +10,10 @@ from rlboost_runtime.core.base.messages import (
     Reconnected,
     StepTrained,
 )
-from rlboost_runtime.core.base.scheduling_policy import PAPER
-from rlboost_runtime.core.window.algorithm_1 import CountMeter, SeedingWindow, StepObservation
+from rlboost_runtime.core.window.seeding_window import CountMeter, StepObservation
 from rlboost_runtime.core.window.sizing import SurplusWatch, desired_machines, useful_instances
+from rlboost_runtime.sim.baselines.policies import PAPER
+from rlboost_runtime.sim.baselines.windows import Algorithm1Window
 
 
 def seen(
@@ -22,7 +23,7 @@ def seen(
 
 
 def test_algorithm_1_by_hand() -> None:
-    seeding = SeedingWindow(t_seed_s=10.0, eta=3.0, num_reserved=4)
+    seeding = Algorithm1Window(t_seed_s=10.0, eta=3.0, num_reserved=4)
     seeding.learn(seen(2.0, 2, wait=9.0, remote_wait=3.0))
     assert seeding.t_seed_s == 12.0  # 10 + (9 - 3) / 3
     assert seeding.n_prem == (60.0 * 2.0 + 12.0 * 4) / 40.0  # with the new window: 4.2
@@ -33,7 +34,7 @@ def test_algorithm_1_by_hand() -> None:
 
 
 def test_after_churn_the_window_jumps_to_the_remembered_one() -> None:
-    seeding = SeedingWindow(10.0, 3.0, 1)
+    seeding = Algorithm1Window(10.0, 1, 3.0)
     seeding.learn(seen(1.0, 1, wait=30.0, remote_wait=0.0))  # 20 s with one
     seeding.learn(seen(3.0, 3, wait=0.0, remote_wait=45.0))  # 5 s with three
     assert seeding.memory == {1: 20.0, 3: 5.0}
@@ -45,20 +46,20 @@ def test_after_churn_the_window_jumps_to_the_remembered_one() -> None:
 
 
 def test_the_window_never_falls_below_zero() -> None:
-    seeding = SeedingWindow(1.0, 3.0, 1)
+    seeding = Algorithm1Window(1.0, 1, 3.0)
     seeding.learn(seen(2.0, 2, wait=0.0, remote_wait=30.0))
     assert seeding.t_seed_s == 0.0
     assert seeding.n_prem == 3.0
 
 
 def test_a_step_without_spot_instances_teaches_nothing() -> None:
-    seeding = SeedingWindow(10.0, 3.0, 1, memory={0: 99.0})
+    seeding = Algorithm1Window(10.0, 1, 3.0, memory={0: 99.0})
     seeding.learn(seen(0.0, 0, wait=9.0, remote_wait=0.0))
     assert (seeding.t_seed_s, seeding.n_prem) == (10.0, None)
 
 
 def test_a_trainer_that_took_no_time_leaves_the_useful_number_alone() -> None:
-    seeding = SeedingWindow(10.0, 3.0, 1)
+    seeding = Algorithm1Window(10.0, 1, 3.0)
     seeding.learn(seen(1.0, 1, wait=3.0, remote_wait=0.0, train=0.0))
     assert (seeding.t_seed_s, seeding.n_prem) == (11.0, None)
 

@@ -2,39 +2,19 @@
 baselines.
 
 A `SchedulingPolicy` is part of `CoreConfig`, so a live run and a simulated one under the same policy decide
-with the same code, and a log of events says under which rules it came about.
+with the same code, and a log of events records the rules under which it was written. The baselines' policies
+are in `rlboost_runtime.sim.baselines`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
-
-class DispatchRule(StrEnum):
-    """Which instance gets a waiting response."""
-
-    BOOKED = "booked"
-    """The emptiest by booked KV tokens; a response that fits nowhere waits (`dispatch`)."""
-    PENDING = "pending"
-    """The paper's Algorithm 2: the fewest not yet executed, and fewer than `max_pending` (`dispatch`)."""
-    DEALT = "dealt"
-    """Whole groups dealt evenly once, as a co-located trainer does with its own engines (`dealing`)."""
-    PACED = "paced"
-    """The published code: a few whole groups a second, in turn to instances without a queue (`dealing`)."""
-
-
-class WindowRule(StrEnum):
-    """How long the reserved engines roll out at the beginning of a step."""
-
-    ALGORITHM_1 = "algorithm_1"
-    """The paper's (`seeding`)."""
-    PUBLISHED_CODE = "published_code"
-    """Whole seconds, and a memory of the windows at which throughput peaked (`seeding_published`)."""
-    PREDICTED = "predicted"
-    """Until what is left to roll out takes no longer than training (`seeding_predicted`)."""
-    CLOSED = "closed"
-    """Not at all while any spot instance is there: the ablation without seeding."""
+BOOKED = "booked"
+"""Dispatch to the emptiest instance by booked KV tokens; a response that fits nowhere waits (`dispatch`)."""
+PREDICTED = "predicted"
+"""A window until what is left to roll out takes no longer than training (`window.predicted`)."""
 
 
 class SizeRule(StrEnum):
@@ -62,14 +42,11 @@ class BalanceRule(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SchedulingPolicy:
-    """One set of rules. The default is what live runs follow.
-
-    `keeps_tokens=False` and `DispatchRule.PACED` make `Assign.keep_tokens` less than what there is, which
-    only simulated agents obey: they are baselines to compare with.
-    """
+    """One set of rules. The default is what live runs follow."""
 
     name: str = "rlboost"
-    dispatch: DispatchRule = DispatchRule.BOOKED
+    dispatch: str = BOOKED
+    """Name of the dispatch rule, which `core.rules` maps to an implementation."""
     max_pending: int = 1
     """Theta of Algorithm 2, in responses. The paper gives no value; the published code gives work only to
     instances without a queue."""
@@ -83,50 +60,21 @@ class SchedulingPolicy:
     simulation 1 to 2 % faster where the trainer takes single responses, up to 0.7 % slower where it waits for
     whole groups, as the live one does."""
     fills_fairly: bool = True
-    """`DispatchRule.BOOKED`: at a step's begin nobody is filled more than all will be once all are there."""
-    window: WindowRule = WindowRule.PREDICTED
+    """`BOOKED`: at a step's begin no instance is filled more than all will be once all are there."""
+    window: str = PREDICTED
+    """Name of the rule for the seeding window."""
     has_gate: bool = True
-    """`WindowRule.PREDICTED`: no window where waking the reserved engines costs more than they help."""
-    has_memory: bool = True
-    """After churn, jump to the window remembered for the new number of spot instances."""
-    remembered_windows: tuple[tuple[int, float], ...] = ()
-    """The memory's content at the start: (spot instances, window in seconds)."""
+    """`PREDICTED`: no window where waking the reserved engines costs more than they help."""
     sizing: SizeRule = SizeRule.MARGINAL
     balances: bool = True
     """Move responses between instances while these run (CONTINUOUSLB of Algorithm 2)."""
     balance: BalanceRule = BalanceRule.EVEN
     keeps_tokens: bool = True
-    """What a lost instance generated is kept; else its responses begin anew."""
+    """What a lost instance generated is kept; else its responses begin anew, by `Assign.keep_tokens`, which
+    only simulated agents obey."""
     loads_any_time: bool = True
     """An instance that comes in the middle of a step loads the weights at once; else with the next
     version."""
 
 
 RLBOOST = SchedulingPolicy()
-PAPER = SchedulingPolicy(
-    name="paper",
-    dispatch=DispatchRule.PENDING,
-    least_first=False,
-    booked_growth_share=0.5,
-    window=WindowRule.ALGORITHM_1,
-    balance=BalanceRule.IDLE,
-    sizing=SizeRule.N_PREM_FROM_RESERVED,
-)
-RECOMPUTE = replace(PAPER, name="recompute", keeps_tokens=False)
-POLYRL = SchedulingPolicy(
-    name="polyrl",
-    dispatch=DispatchRule.PACED,
-    least_first=False,
-    window=WindowRule.PUBLISHED_CODE,
-    sizing=SizeRule.CAP,
-    balances=False,
-)
-ON_DEMAND = SchedulingPolicy(
-    name="on_demand",
-    dispatch=DispatchRule.DEALT,
-    sizing=SizeRule.N_PREM,
-    least_first=False,
-    window=WindowRule.ALGORITHM_1,
-    balances=False,
-)
-POLICIES = {policy.name: policy for policy in (ON_DEMAND, RECOMPUTE, POLYRL, PAPER, RLBOOST)}

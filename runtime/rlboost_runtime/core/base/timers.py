@@ -52,7 +52,7 @@ class Timer(StrEnum):
     BALANCE = "balance"
     """Responses may be moved between instances again."""
     PACE = "pace"
-    """The published code's next look at the queues."""
+    """Responses that wait on purpose may be placed."""
 
 
 INSTANCE_TIMERS = (Timer.LEASE, Timer.GRACE, Timer.HANG, Timer.ANSWER, Timer.RELOAD, Timer.PAUSE)

@@ -36,11 +36,12 @@ class Assignments:
         instance_table: InstanceTable,
         eligible: Mapping[str, Instance],
         lengths: Lengths,
+        dispatcher: Dispatcher,
     ) -> None:
         self._context = context
         self._instance_table = instance_table
-        self.dispatcher = Dispatcher(context, instance_table, eligible)
-        self.balancer = Balancer(eligible, self.dispatcher.load_index, lengths, context.config.policy.balance)
+        self.dispatcher = dispatcher
+        self.balancer = Balancer(eligible, dispatcher.load_index, lengths, context.config.policy.balance)
         self.lengths = lengths
         """What finished responses showed about lengths."""
         self.pace = GenerationRate()

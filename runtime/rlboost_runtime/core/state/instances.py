@@ -127,6 +127,11 @@ class Instance:
         return InstanceState.LOADING if self.state is InstanceState.WAKING else self.state
 
     @property
+    def is_alive(self) -> bool:
+        """True until it is lost or leaves."""
+        return self.state is not InstanceState.GONE
+
+    @property
     def is_connected(self) -> bool:
         """True if its connection is open."""
         return InstanceFlag.DISCONNECTED not in self.flags

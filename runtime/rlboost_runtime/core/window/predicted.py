@@ -42,7 +42,13 @@ from dataclasses import dataclass, field, replace
 from rlboost_runtime.core.base.cost_model import BOTH, StepRates, best_window_s, rollout_s
 from rlboost_runtime.core.state.rates import GenerationRate, Lengths, StepTimes
 from rlboost_runtime.core.state.responses import ResponseState, StepResponses
-from rlboost_runtime.core.window.algorithm_1 import SAME_COUNT, Moment, SeedingWindow, StepObservation
+from rlboost_runtime.core.window.seeding_window import (
+    SAME_COUNT,
+    OpenWindow,
+    SeedingWindow,
+    StepObservation,
+    instances_to_keep_up,
+)
 
 LOOK_S = 1.0
 """Least pause between two looks: each looks at every response of the step."""
@@ -147,9 +153,9 @@ class PredictedWindow(SeedingWindow):
         """Take in what going to sleep costs."""
         self.sleep_s = _blend(self.sleep_s or None, after_s)
 
-    def look(self, moment: Moment, book: StepResponses) -> float | None:
+    def look(self, window: OpenWindow, book: StepResponses) -> float | None:
         """Plan the window anew if it is time to; return when to look again."""
-        n, tokens_per_s = moment.num_spot, self.pace.tokens_per_s
+        n, tokens_per_s = window.num_spot, self.pace.tokens_per_s
         is_taught = self.lengths.is_known and self.train_s_per_token is not None
         if not is_taught or tokens_per_s is None or not n:
             return None
@@ -157,30 +163,30 @@ class PredictedWindow(SeedingWindow):
         look_at = self._look_at
         if n != self._looked_with:
             look_at = min(look_at, self._looked_at + LOOK_S)
-        if moment.now < look_at:
+        if window.now < look_at:
             return look_at
         left, total, made = self._tokens(book)
-        alone_s = self._alone_s(n, left, self._present_pace(moment, made) or tokens_per_s)
+        alone_s = self._alone_s(n, left, self._present_pace(window, made) or tokens_per_s)
         excess_s = alone_s - total * self.train_s_per_token - self.handover_s
         rest_s = max(0.0, excess_s) / (1.0 + self.num_reserved / n)
-        if moment.now == moment.opened_at and not self._closings:
+        if window.now == window.opened_at and not self._closings:
             self.skips_window = self.has_gate and (
                 excess_s <= self.wake_s or self._is_better_without(n, alone_s, total)
             )
         if self.skips_window:
             rest_s = 0.0
-        planned_s = moment.now - moment.opened_at + rest_s
+        planned_s = window.now - window.opened_at + rest_s
         self.t_seed_s = min(planned_s, LONGEST * max(roll.whole_s for roll in self._rollouts))
-        self._look_at = moment.now + max(LOOK_S, rest_s / 2.0)
-        self._looked_at, self._looked_with = moment.now, n
+        self._look_at = window.now + max(LOOK_S, rest_s / 2.0)
+        self._looked_at, self._looked_with = window.now, n
         return self._look_at
 
-    def close(self, moment: Moment, book: StepResponses) -> None:
+    def close(self, window: OpenWindow, book: StepResponses) -> None:
         """The window has closed."""
         self._closings += 1
         self._is_woken = False
-        self._opened_at = moment.opened_at
-        self._closed_at, self._closed_with = moment.now, moment.num_spot
+        self._opened_at = window.opened_at
+        self._closed_at, self._closed_with = window.now, window.num_spot
         self._tokens_at_close = sum(r.num_tokens for r in book.responses.values())
 
     def learn(self, seen: StepObservation) -> None:
@@ -189,7 +195,7 @@ class PredictedWindow(SeedingWindow):
             return
         if seen.t_train > 0:
             window_s = min(self.t_seed_s, seen.t_remote)
-            self.n_prem = (seen.t_remote * seen.n_prem + window_s * self.num_reserved) / seen.t_train
+            self.n_prem = instances_to_keep_up(seen, window_s, self.num_reserved)
         if self._closings != 1 or self._closed_at is None:
             return  # no window at all, or several: the rates of such a step are not those of a plain one
         self._compare(seen)
@@ -296,17 +302,17 @@ class PredictedWindow(SeedingWindow):
         took = [roll.seconds + (each - roll.left) / tokens_per_s for roll in alike or self._rollouts]
         return sum(took) / len(took) if took else each / tokens_per_s
 
-    def _present_pace(self, moment: Moment, made: float) -> float | None:
+    def _present_pace(self, window: OpenWindow, made: float) -> float | None:
         """Return the tokens per second of an instance in the window as it is now; None: not seen yet."""
-        if not self._is_woken or moment.num_spot != self._looked_with:
+        if not self._is_woken or window.num_spot != self._looked_with:
             self._marks.clear()
-        self._marks.append((moment.now, made))
-        while len(self._marks) > 1 and self._marks[1][0] <= moment.now - PRESENT_S:
+        self._marks.append((window.now, made))
+        while len(self._marks) > 1 and self._marks[1][0] <= window.now - PRESENT_S:
             self._marks.popleft()
         since, had = self._marks[0]
-        if moment.now - since < PRESENT_S or made <= had:
+        if window.now - since < PRESENT_S or made <= had:
             return None
-        return (made - had) / ((moment.now - since) * (moment.num_spot + self.num_reserved))
+        return (made - had) / ((window.now - since) * (window.num_spot + self.num_reserved))
 
     def _tokens(self, book: StepResponses) -> tuple[float, float, float]:
         """Return the tokens left to generate, all of the step, as far as can be said, and those there are."""

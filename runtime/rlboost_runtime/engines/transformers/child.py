@@ -292,7 +292,7 @@ def probe(model: PreTrainedModel, token_ids: list[int], num_new: int) -> tuple[l
         num = len(sequence)
         ids = torch.tensor([sequence], device=model.device)
         mask = torch.ones(num, num, dtype=torch.bool, device=model.device).tril()[None, None]
-        logits_V = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[0, -1]
+        logits_V: torch.Tensor = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[0, -1]
         return logits_V.float().log_softmax(-1)
 
     with torch.inference_mode():

@@ -1,17 +1,12 @@
-"""The seeding window's length and the useful number of spot instances: the paper's Algorithm 1 (section 4.1).
+"""What every rule for the seeding window has in common: what it is shown, and what it answers.
 
-After each step::
+The rule of live runs is `predicted`; the paper's Algorithm 1 and the published code's are in
+`rlboost_runtime.sim.baselines`. All of them learn N_prem as the paper's Algorithm 1 (section 4.1) does::
 
-    T_seed <- T_seed + (t_train_wait - t_remote_wait) / eta
     N_prem <- (t_remote * n_prem + T_seed * N_resv) / t_train
-    if n_prem = n_hat:    M[n_hat] <- T_seed       (no churn in the step: remember the window)
-    if n_hat in M:        T_seed <- M[n_hat]       (after churn: jump to the remembered window)
 
-A waiting trainer lengthens the window, waiting spot instances shorten it. Departures, none of which changes
-the algorithm where it applies: times are float seconds and T_seed never falls below 0; a step without any
-spot instance teaches nothing (its window stayed open until the end, whatever T_seed says); N_prem is None
-until a step has taught it, where the paper starts with N_resv, so that a first step is not starved (`sizing`
-uses the job's cap then).
+It is None until a step has taught it, where the paper starts with N_resv, so that a first step is not starved
+(`sizing` uses the job's cap then).
 """
 
 from __future__ import annotations
@@ -50,8 +45,8 @@ class StepObservation:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
-    """An open window at one moment. Times in seconds of the run."""
+class OpenWindow:
+    """An open window as it is now. Times in seconds of the run."""
 
     now: float
     opened_at: float
@@ -61,56 +56,44 @@ class Moment:
 
 @dataclass(slots=True)
 class SeedingWindow:
-    """T_seed, N_prem and the memory M."""
+    """A rule for T_seed, the length of the seeding window, which also learns N_prem."""
 
     t_seed_s: float
-    eta: float
     num_reserved: int
-    n_prem: float | None = None
+    n_prem: float | None = field(default=None, kw_only=True)
     """Instances that make rollout just keep up with training; None until a step has taught it."""
-    memory: dict[int, float] = field(default_factory=dict)
-    """Window in seconds, by number of spot instances."""
-    has_memory: bool = True
-    """The remembered windows are used."""
-    is_fixed: bool = False
-    """The window stays as it is; only N_prem is learned."""
-
-    skips_window: bool = False
+    skips_window: bool = field(default=False, kw_only=True)
     """The open step does without a window as soon as there is a spot instance."""
 
     def restart(self) -> None:
         """A step begins."""
 
     def woken(self, after_s: float) -> None:
-        """The reserved engines were ready so long after the window opened."""
+        """The reserved engines were ready `after_s` after the window opened."""
 
     def asleep(self, after_s: float) -> None:
-        """The reserved engines had freed the GPUs so long after the window closed."""
+        """The reserved engines had freed the GPUs `after_s` after the window closed."""
 
-    def look(self, moment: Moment, book: StepResponses) -> float | None:
+    def look(self, window: OpenWindow, book: StepResponses) -> float | None:
         """Look at an open window, which may change `t_seed_s`; return when to look again, None: never."""
         return None
 
-    def close(self, moment: Moment, book: StepResponses) -> None:
+    def close(self, window: OpenWindow, book: StepResponses) -> None:
         """The window has closed."""
 
     def rates(self) -> StepRates | None:
-        """Return what a step takes, as far as this rule learns it; None: it does not, or not yet."""
+        """Return what a step takes; None if this rule does not learn it, or has not yet."""
         return None
 
     def learn(self, seen: StepObservation) -> None:
         """Take in one trained step."""
-        if seen.n_prem <= 0:
-            return
-        if not self.is_fixed:
-            self.t_seed_s = max(0.0, self.t_seed_s + (seen.t_train_wait - seen.t_remote_wait) / self.eta)
-        if seen.t_train > 0:
-            work = seen.t_remote * seen.n_prem + self.t_seed_s * self.num_reserved
-            self.n_prem = work / seen.t_train
-        if abs(seen.n_prem - seen.n_hat) < SAME_COUNT:
-            self.memory[seen.n_hat] = self.t_seed_s
-        if self.has_memory and not self.is_fixed:
-            self.t_seed_s = self.memory.get(seen.n_hat, self.t_seed_s)
+        raise NotImplementedError
+
+
+def instances_to_keep_up(seen: StepObservation, window_s: float, num_reserved: int) -> float:
+    """Return N_prem: the instances with which a rollout, helped by `num_reserved` engines for `window_s`,
+    takes as long as training. `seen.t_train` must be above 0."""
+    return (seen.t_remote * seen.n_prem + window_s * num_reserved) / seen.t_train
 
 
 @dataclass(slots=True)

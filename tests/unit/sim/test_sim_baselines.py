@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from rlboost_runtime.core.base.messages import Heartbeat
-from rlboost_runtime.core.base.scheduling_policy import POLYRL
-from rlboost_runtime.core.dispatch.dealing import GROUPS_PER_LOOK
+from rlboost_runtime.sim.baselines.dispatch import GROUPS_PER_LOOK
+from rlboost_runtime.sim.baselines.policies import POLYRL
 
 
 def polyrl(new_run, *names: str, **capacity: int):

@@ -1,0 +1,68 @@
+"""The implementations of the rules that a `SchedulingPolicy` names.
+
+Live runs have `LIVE_RULES`. The simulator passes `Core` rules of its own, which add the published baselines
+(`rlboost_runtime.sim.baselines`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from rlboost_runtime.core.base.messages import CoreConfig
+from rlboost_runtime.core.base.scheduling_policy import BOOKED, PREDICTED
+from rlboost_runtime.core.base.timers import Context
+from rlboost_runtime.core.dispatch.dispatcher import Dispatcher
+from rlboost_runtime.core.state.instances import Instance, InstanceTable
+from rlboost_runtime.core.state.rates import GenerationRate, Lengths, StepTimes
+from rlboost_runtime.core.window.predicted import PredictedWindow
+from rlboost_runtime.core.window.seeding_window import SeedingWindow
+
+DispatchFactory = Callable[[Context, InstanceTable, Mapping[str, Instance]], Dispatcher]
+WindowFactory = Callable[[CoreConfig, Lengths, GenerationRate, StepTimes], SeedingWindow]
+Factory = TypeVar("Factory")
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Factories by the name that a policy has for them."""
+
+    dispatch: Mapping[str, DispatchFactory]
+    windows: Mapping[str, WindowFactory]
+
+    def dispatcher(
+        self, context: Context, instance_table: InstanceTable, eligible: Mapping[str, Instance]
+    ) -> Dispatcher:
+        """Return the dispatcher of a run's policy. Raises `ValueError` for an unknown rule."""
+        factory = _named("dispatch", self.dispatch, context.config.policy.dispatch)
+        return factory(context, instance_table, eligible)
+
+    def window(
+        self, config: CoreConfig, lengths: Lengths, pace: GenerationRate, step_times: StepTimes
+    ) -> SeedingWindow:
+        """Return the seeding window of a run's policy. Raises `ValueError` for an unknown rule."""
+        factory = _named("window", self.windows, config.policy.window)
+        return factory(config, lengths, pace, step_times)
+
+
+def _named(kind: str, factories: Mapping[str, Factory], name: str) -> Factory:
+    if name not in factories:
+        raise ValueError(f"unknown {kind} rule {name!r}; there are {', '.join(factories)}")
+    return factories[name]
+
+
+def _predicted(
+    config: CoreConfig, lengths: Lengths, pace: GenerationRate, step_times: StepTimes
+) -> SeedingWindow:
+    return PredictedWindow(
+        config.seeding_initial_s,
+        config.reserved_instances,
+        lengths=lengths,
+        pace=pace,
+        step_times=step_times,
+        has_gate=config.policy.has_gate,
+    )
+
+
+LIVE_RULES = Rules({BOOKED: Dispatcher}, {PREDICTED: _predicted})

@@ -1,0 +1,180 @@
+"""Dispatch rules of the paper and of plain baselines.
+
+- `PendingDispatcher`, the paper's Algorithm 2: the instance with the fewest responses that it does not
+  execute yet, and fewer than Theta of them; among equals the one that executes fewest.
+- `DealtDispatcher`: what a co-located trainer does (veRL): the step's groups are cut into as many equal runs
+  as there are reserved engines, once, when all of them serve; the engines queue what does not fit.
+- `PacedDispatcher`: what the published code of the paper does (PolyRL, balance.rs and handlers.rs): up to
+  four groups a second for the whole fleet, in turn to instances that report an empty queue. A group moves as
+  a whole: its unfinished responses continue from the shortest one's length, and what the others had beyond is
+  generated again.
+
+The last two deal out whole groups without regard to how full an engine is, and give a lost instance's
+responses to any that serves. An event costs O(log instances): free instances are known by name (`_Ring`), and
+groups of which a part still runs are looked at once a second.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Collection, Mapping
+
+from rlboost_runtime.core.base.timers import Context, Timer
+from rlboost_runtime.core.dispatch.dispatcher import Dispatcher, Place
+from rlboost_runtime.core.state.eligible import Rank
+from rlboost_runtime.core.state.instances import Instance, InstanceTable
+from rlboost_runtime.core.state.responses import Response, StepResponses, is_current
+
+PACE_S = 1.0
+"""Seconds between two looks at the instances' queues."""
+GROUPS_PER_LOOK = 4
+"""`max_assigned_batches_per_stats_check` of the published code, for the whole fleet."""
+
+
+class PendingDispatcher(Dispatcher):
+    """By the number of pending responses."""
+
+    def __init__(
+        self, context: Context, instance_table: InstanceTable, eligible: Mapping[str, Instance]
+    ) -> None:
+        super().__init__(context, instance_table, eligible)
+        self.fills_fairly = False
+        self._max_pending = context.config.policy.max_pending
+
+    @staticmethod
+    def rank(instance: Instance) -> Rank | None:
+        """Return where the instance stands: the fewest pending responses first."""
+        if instance.num_assigned >= max(1, instance.max_running):
+            return None
+        return instance.num_queued, instance.num_assigned - instance.num_queued, instance.instance
+
+    def choose(self, response: Response, estimate: int, avoid: Collection[str]) -> Instance | None:
+        """Return the instance for the next response; None if all have Theta pending ones."""
+        return self.load_index.best(lambda i: i.num_queued < self._max_pending, avoid)
+
+
+class DealtDispatcher(Dispatcher):
+    """Equal runs of groups to all reserved engines at once."""
+
+    may_stall = True
+
+    def __init__(
+        self, context: Context, instance_table: InstanceTable, eligible: Mapping[str, Instance]
+    ) -> None:
+        super().__init__(context, instance_table, eligible)
+        self._reserved = instance_table.reserved
+
+    def place(self, book: StepResponses, place: Place) -> None:
+        """Place everything, or nothing while a reserved engine is still to come."""
+        names = sorted(self.eligible)
+        if not names or not self.eligible.keys() >= self._reserved.keys():
+            return
+        waiting = sorted(self.queue.all(), key=lambda r: r.order)
+        self.queue.clear()
+        groups = {group: rank for rank, group in enumerate(dict.fromkeys(r.group for r in waiting))}
+        for response in waiting:
+            name = names[groups[response.group] * len(names) // len(groups)]
+            place(response, self.eligible[name], self.kv_estimate(response))
+
+
+class PacedDispatcher(Dispatcher):
+    """A few groups a second, in turn."""
+
+    may_stall = True
+
+    def __init__(
+        self, context: Context, instance_table: InstanceTable, eligible: Mapping[str, Instance]
+    ) -> None:
+        super().__init__(context, instance_table, eligible)
+        self._clock = context
+        self._look_at = 0.0
+        self._left = 0
+        self._free = _Ring(eligible)
+        self._parked: list[tuple[int, Response]] = []
+        """Out of the queue until the next look, with their assignments so far: siblings still run."""
+
+    def open_step(self, former: StepResponses | None, book: StepResponses) -> None:
+        """Forget the former step, except the lengths of its responses."""
+        super().open_step(former, book)
+        self._parked.clear()
+
+    def queued(self) -> list[Response]:
+        """Return what is queued or parked, in no order."""
+        return super().queued() + self._waiting_aside()
+
+    def has_waiting(self) -> bool:
+        """Return True if a response waits."""
+        return super().has_waiting() or bool(self._waiting_aside())
+
+    def touch(self, name: str) -> None:
+        """Note that an instance's load or eligibility may have changed."""
+        super().touch(name)
+        self._free.touch(name)
+
+    def place(self, book: StepResponses, place: Place) -> None:
+        """Place as many groups as may go in this second; the rest waits for the next look."""
+        now = self._clock.now
+        if now >= self._look_at:
+            self._look_at = now + PACE_S
+            self._left = GROUPS_PER_LOOK
+            for each in self._waiting_aside():
+                self.queue.add(each)
+            self._parked.clear()
+        while self._left and (response := self.queue.peek()) is not None:
+            members = [r for r in book.members_of(response.group) if r.finish_reason is None]
+            if any(r.assignment is not None for r in members):
+                parked = self.queue.pop()
+                self._parked.append((parked.num_assignments, parked))
+                continue
+            choice = self._free.next()
+            if choice is None:
+                break
+            self._left -= 1
+            kept = min(r.num_tokens for r in members)
+            for member in members:
+                if member.num_tokens > kept:
+                    member.drop_tokens_beyond(kept)
+                place(member, choice, self.kv_estimate(member))
+        if self._parked or self.queue.peek() is not None:
+            self._clock.timers.set(Timer.PACE, "", self._look_at)
+
+    def _waiting_aside(self) -> list[Response]:
+        return [entry[1] for entry in self._parked if is_current(*entry)]
+
+
+class _Ring:
+    """The instances that report an empty queue, in turn by name."""
+
+    def __init__(self, eligible: Mapping[str, Instance]) -> None:
+        self._eligible = eligible
+        self._names: list[str] = []
+        self._touched: dict[str, None] = {}
+        self._last = ""
+
+    def touch(self, name: str) -> None:
+        """Note that an instance may have become free, or not free."""
+        self._touched[name] = None
+
+    def next(self) -> Instance | None:
+        """Return the free instance whose turn it is, None if none is free."""
+        for name in self._touched:
+            self._update(name)
+        self._touched.clear()
+        if not self._names:
+            return None
+        self._last = self._names[bisect_right(self._names, self._last) % len(self._names)]
+        return self._eligible[self._last]
+
+    def _update(self, name: str) -> None:
+        instance = self._eligible.get(name)
+        is_free = (
+            instance is not None
+            and not instance.num_queued
+            and instance.num_assigned < max(1, instance.max_running)
+        )
+        place = bisect_left(self._names, name)
+        is_filed = place < len(self._names) and self._names[place] == name
+        if is_free and not is_filed:
+            insort(self._names, name)
+        elif is_filed and not is_free:
+            del self._names[place]
