@@ -26,7 +26,7 @@ def test_every_process_may_be_killed_once(cli: Any) -> None:
         cli.process("kills", role).kill()
         cli.wait("kills", lambda s, b=before: s["step"] > b, timeout_s=120)
 
-    cli.processes("kills", "transformers_child")[0].kill()
+    cli.processes("kills", "rlboost_runtime.engines.transformers.child")[0].kill()
     cli.processes("kills", "rlboost_runtime.agent")[0].kill()
     before = cli.wait("kills", lambda s: True, timeout_s=10)["step"]
     cli.wait("kills", lambda s: s["step"] > before, timeout_s=120)
