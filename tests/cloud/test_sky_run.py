@@ -196,8 +196,8 @@ def test_a_run_loses_machines_finds_others_ends_and_is_billed_to_the_second(
 
 def check_boots(status: dict[str, Any], machines: set[str]) -> None:
     """Each machine says how long it took from the wish for it to its first token, phase by phase."""
-    boot_times = {m["id"]: m["boot_s"] for m in status["machines"] if m["id"] in machines}
-    for name, phases in boot_times.items():
+    booted = {m["id"]: m["boot_s"] for m in status["machines"] if m["id"] in machines}
+    for name, phases in booted.items():
         assert tuple(phases) == PHASES, (name, phases)
         assert phases["boot"] > 0, "SkyPilot's own setup takes a while"
         assert phases["install"] > 0
