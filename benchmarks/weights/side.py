@@ -36,7 +36,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from rlboost_runtime.run import security
 from rlboost_runtime.run.folder import RunFolder
-from rlboost_runtime.weights.child_pipe import PullProgress, PullSource
+from rlboost_runtime.weights.child_pipe import PullProgress, PullRequest, PullSource
 from rlboost_runtime.weights.pull import pull as pulling
 from rlboost_runtime.weights.pull.range_client import RangeStream, WeightSource
 from rlboost_runtime.weights.serve.catalog import StoreCatalog
@@ -171,7 +171,7 @@ def pull(text: str, gate: str = "") -> None:
 
     With a gate it says "ready" and waits for a line: several begin at once, whenever each of them started.
     """
-    request = msgspec.json.decode(text, type=pulling.PullRequest)
+    request = msgspec.json.decode(text, type=PullRequest)
     if gate:
         print("ready", flush=True)
         sys.stdin.readline()
