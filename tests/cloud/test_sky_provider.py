@@ -19,7 +19,8 @@ from rlboost_providers.base.tags import machine_name
 from rlboost_providers.skypilot import provider as module
 from rlboost_providers.skypilot.errors import fetch_logs
 from rlboost_providers.skypilot.provider import SkyPilotProvider
-from rlboost_runtime.agent.bootstrap import Bootstrap, EngineBootstrap
+from rlboost_runtime.agent.bootstrap import Bootstrap
+from rlboost_runtime.engines.base import EngineSettings
 from rlboost_runtime.errors import NoCapacity, NotYet
 from rlboost_runtime.job import CloudOffer
 from rlboost_runtime.protocol.messages import Sampling
@@ -75,7 +76,7 @@ def request(provider: SkyPilotProvider, run: Path, machine: str, region: str) ->
         coordinator_url=f"https://{GATEWAY}:9",  # nobody is there: the agent goes on dialling
         token=SECRET,
         certificate=RunFolder(run).certificate.read_text(),
-        engine=EngineBootstrap("transformers", Sampling(), 64, 1, "float32", 0),
+        engine=EngineSettings("transformers", Sampling(), 64, 1, "float32", 0),
     )
     return LaunchRequest(RUN, machine, offer, msgspec.to_builtins(bootstrap))
 

@@ -28,9 +28,10 @@ from cloudlab.machine import GATEWAY
 from rlboost_providers.base.provider import LaunchRequest
 from rlboost_providers.skypilot.provider import SkyPilotProvider
 from rlboost_providers.skypilot.session import SkyPilotSweeper
-from rlboost_runtime.agent.bootstrap import Bootstrap, EngineBootstrap
+from rlboost_runtime.agent.bootstrap import Bootstrap
 from rlboost_runtime.coordinator.fleet import offer_choice
 from rlboost_runtime.coordinator.fleet.controller import MachineMaker
+from rlboost_runtime.engines.base import EngineSettings
 from rlboost_runtime.errors import NotYet, RLBoostError
 from rlboost_runtime.job import CloudOffer
 from rlboost_runtime.protocol.messages import Sampling
@@ -170,7 +171,7 @@ def bootstrap(run: Path, machine: str) -> dict[str, object]:
         coordinator_url=f"https://{GATEWAY}:9",
         token="token",
         certificate=RunFolder(run).certificate.read_text(),
-        engine=EngineBootstrap("transformers", Sampling(), 64, 1, "float32", 0),
+        engine=EngineSettings("transformers", Sampling(), 64, 1, "float32", 0),
     )
     return msgspec.to_builtins(made)
 

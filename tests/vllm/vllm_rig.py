@@ -7,9 +7,10 @@ import os
 import re
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -99,7 +100,7 @@ def spec_for(folder: Path, **changes) -> EngineSpec:
         log=folder / "engine.log",
         vllm=VllmOptions(kv_cache_mib=64),
     )
-    return replace(spec, **changes)
+    return msgspec.structs.replace(spec, **changes)
 
 
 # --- servers ---------------------------------------------------------------------------------------------

@@ -15,28 +15,9 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from rlboost_runtime.engines.base import DEFAULT_VLLM_OPTIONS, VllmOptions
-from rlboost_runtime.protocol.messages import Sampling
+from rlboost_runtime.engines.base import EngineSettings
 from rlboost_runtime.run.folder import read_json, write_atomically
 from rlboost_runtime.seams import Clock
-
-
-class EngineBootstrap(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The part of `engines.base.EngineSpec` that the head decides."""
-
-    kind: str
-    sampling: Sampling
-    max_context_tokens: int
-    max_running: int
-    dtype: str
-    seed: int
-    threads: int = 1
-    tokens_per_s_per_response: float | None = None
-    count_tokens: bool = False
-    """Diagnostics: let the engine child keep a side file of every token that it generated."""
-    tensor_parallel: int = 1
-    """GPUs of each engine; the machine's first engine has the first of them."""
-    vllm: VllmOptions = DEFAULT_VLLM_OPTIONS
 
 
 class Bootstrap(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -50,7 +31,7 @@ class Bootstrap(msgspec.Struct, frozen=True, omit_defaults=True):
     token: str
     certificate: str
     """PEM text; the only certificate that the agents trust."""
-    engine: EngineBootstrap
+    engine: EngineSettings
     weight_streams: int = 4
     cloud: str = ""
     """The cloud whose metadata service announces reclaims (aws, gcp, azure); empty: none."""

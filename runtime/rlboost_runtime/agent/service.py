@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 
+import msgspec
+
 from rlboost_runtime.agent.bootstrap import Bootstrap, ProcessAge, age_of_this_process
 from rlboost_runtime.agent.engine_host import EngineHost, EngineKeepsDying
 from rlboost_runtime.agent.link import CoordinatorSession
@@ -335,26 +337,15 @@ class Agent:
             self._room.set()
 
     def _make_engine(self, start: int) -> Engine:
-        engine = self._bootstrap.engine
+        settings = self._bootstrap.engine
         number = self._instance.rpartition("/")[2]
-        side_file = self._folder / f"engine-{number}.tokens" if engine.count_tokens else None
-        return self._seams.make_engine(
-            EngineSpec(
-                kind=engine.kind,
-                sampling=engine.sampling,
-                max_context_tokens=engine.max_context_tokens,
-                max_running=engine.max_running,
-                dtype=engine.dtype,
-                seed=own_seed(engine.seed, self._instance, self._process_id, start),
-                threads=engine.threads,
-                log=self._folder / f"engine-{number}.log",
-                side_file=side_file,
-                tokens_per_s_per_response=engine.tokens_per_s_per_response,
-                vllm=engine.vllm,
-                tensor_parallel=engine.tensor_parallel,
-                devices=self._seams.devices,
-            )
-        )
+        ours = {
+            "seed": own_seed(settings.seed, self._instance, self._process_id, start),
+            "log": self._folder / f"engine-{number}.log",
+            "side_file": self._folder / f"engine-{number}.tokens" if settings.count_tokens else None,
+            "devices": self._seams.devices,
+        }
+        return self._seams.make_engine(EngineSpec(**msgspec.structs.asdict(settings) | ours))
 
 
 def own_seed(seed: int, instance: str, process_id: str, start: int) -> int:

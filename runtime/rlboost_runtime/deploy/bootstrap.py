@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rlboost_runtime.agent.bootstrap import Bootstrap, EngineBootstrap
+from rlboost_runtime.agent.bootstrap import Bootstrap
 from rlboost_runtime.core.base.messages import Pool
-from rlboost_runtime.engines.base import VllmOptions
+from rlboost_runtime.engines.base import EngineSettings, VllmOptions
 from rlboost_runtime.errors import NotYet
 from rlboost_runtime.job import Job
 from rlboost_runtime.protocol.messages import Sampling
@@ -66,9 +66,9 @@ def _lora_room(job: Job) -> int:
     return next((rank for rank in VLLM_RANKS if rank >= lora.rank), lora.rank)
 
 
-def _engine(job: Job, pool: str) -> EngineBootstrap:
+def _engine(job: Job, pool: str) -> EngineSettings:
     algorithm, options = job.algorithm, job.rollout.engine_args
-    return EngineBootstrap(
+    return EngineSettings(
         kind=job.rollout.engine,
         sampling=Sampling(temperature=algorithm.temperature, top_p=algorithm.top_p),
         max_context_tokens=algorithm.max_prompt_tokens + algorithm.max_response_tokens,

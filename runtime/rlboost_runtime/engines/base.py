@@ -60,9 +60,8 @@ class VllmOptions(msgspec.Struct, frozen=True, omit_defaults=True):
 DEFAULT_VLLM_OPTIONS = VllmOptions()
 
 
-@dataclass(frozen=True, slots=True)
-class EngineSpec:
-    """What to start. The model's configuration and weights both come with the first `load`."""
+class EngineSettings(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the head decides about an engine."""
 
     kind: str
     sampling: Sampling
@@ -70,15 +69,22 @@ class EngineSpec:
     max_running: int
     dtype: str
     seed: int
-    threads: int
-    log: Path
-    side_file: Path | None = None
-    """Diagnostics: the engine child appends its own count of every generated token here, unbuffered."""
+    threads: int = 1
     tokens_per_s_per_response: float | None = None
     """Paces generation, to stand in for a large model on a laptop; None: full speed."""
-    vllm: VllmOptions = DEFAULT_VLLM_OPTIONS
+    count_tokens: bool = False
+    """Diagnostics: let the engine child keep a side file of every token that it generated."""
     tensor_parallel: int = 1
-    """GPUs of this engine."""
+    """GPUs of each engine; the machine's first engine has the first of them."""
+    vllm: VllmOptions = DEFAULT_VLLM_OPTIONS
+
+
+class EngineSpec(EngineSettings, frozen=True, kw_only=True):
+    """What to start. The model's configuration and weights both come with the first `load`."""
+
+    log: Path
+    side_file: Path | None = None
+    """Where the engine child appends its own count of every generated token, unbuffered."""
     devices: tuple[str, ...] = ()
     """Its GPUs, as CUDA_VISIBLE_DEVICES names them; empty: all of the machine's."""
 
@@ -94,8 +100,7 @@ class Capabilities:
     can_sleep: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(msgspec.Struct, frozen=True, array_like=True):
     """One continuation. `request_id` is the assignment; `token_ids` the prompt and what is kept so far."""
 
     request_id: int

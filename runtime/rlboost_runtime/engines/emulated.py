@@ -1,8 +1,8 @@
-"""An engine without a model, for load and fault tests only; its timing is no measure of inference.
+"""An engine without a model, for load tests only; its timing is no measure of inference.
 
 Token k of a sequence is a hash of all ids before it, so a response that moves between emulated engines at any
 point ends up with the same tokens as one that stays. It runs in this process, so that thousands of responses
-cost little. Tests cause faults by `hang`, `die` and `fail_request`.
+cost little.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from pathlib import Path
 
 from rlboost_runtime.engines.base import (
     Capabilities,
-    EngineDied,
     EngineOutput,
     EngineProgress,
     EngineSpec,
@@ -79,31 +78,9 @@ class EmulatedEngine:
         self._news = asyncio.Event()
         self._work = asyncio.Event()
         self._loop_task: asyncio.Task[None] | None = None
-        self._dead = self._stopped = self._hung = False
+        self._stopped = False
         self._counter = 0
         self._generated = 0
-        self._doomed: dict[int, str] = {}
-
-    # --- faults -------------------------------------------------------------------------------------------
-
-    def hang(self, on: bool = True) -> None:
-        """Make no progress and send nothing, like a stuck kernel."""
-        self._hung = on
-        self._work.set()
-
-    def die(self) -> None:
-        """End like a killed process: what was queued for the reader is read, everything else is lost."""
-        self._dead = True
-        self._version = None
-        self._running.clear()
-        self._waiting.clear()
-        self._news.set()
-
-    def fail_request(self, request_id: int, problem: str = "a fault was requested") -> None:
-        """End this request as failed at its next token."""
-        self._doomed[request_id] = problem
-
-    # --- contract -----------------------------------------------------------------------------------------
 
     @property
     def capabilities(self) -> Capabilities:
@@ -122,8 +99,6 @@ class EmulatedEngine:
 
     def submit(self, requests: list[Request]) -> None:
         """Queue requests."""
-        if self._dead:
-            return
         refused = EngineOutput(-1)
         for request in requests:
             if self._version is None:
@@ -135,7 +110,6 @@ class EmulatedEngine:
 
     async def abort(self, request_ids: list[int]) -> None:
         """Stop these."""
-        self._check_alive()
         output = EngineOutput(-1 if self._version is None else self._version)
         for request_id in request_ids:
             held = self._waiting.pop(request_id, None) or self._running.pop(request_id, None)
@@ -144,7 +118,7 @@ class EmulatedEngine:
         self._put(output)
 
     async def outputs(self) -> AsyncIterator[EngineOutput]:
-        """Yield outputs until the engine stops. Raises `EngineDied`."""
+        """Yield outputs until the engine stops."""
         while True:
             while self._outputs:
                 output = self._outputs.popleft()
@@ -152,13 +126,11 @@ class EmulatedEngine:
                 yield output
             if self._stopped:
                 return
-            self._check_alive()
             self._news.clear()
             await self._news.wait()
 
     async def load(self, version: int, folder: Path) -> None:
         """Serve `version`; the folder must exist, its content is not looked at."""
-        self._check_alive()
         self._version = None
         if self._running or self._waiting or self._asleep or not _is_folder(folder):
             raise LoadFailed(f"version {version} does not load from {folder}", "load an idle, awake engine")
@@ -167,17 +139,14 @@ class EmulatedEngine:
 
     async def greedy(self, token_ids: list[int], max_new_tokens: int) -> tuple[list[int], list[float]]:
         """Return the continuation."""
-        self._check_alive()
         return emulated_response(token_ids, max_new_tokens, Sampling())
 
     async def sleep(self) -> None:
         """Serve nothing."""
-        self._check_alive()
         self._version, self._asleep = None, True
 
     async def wake(self) -> None:
         """Allow loading."""
-        self._check_alive()
         self._asleep = False
 
     def progress(self) -> EngineProgress:
@@ -196,7 +165,7 @@ class EmulatedEngine:
     # --- generation ---------------------------------------------------------------------------------------
 
     async def _generate(self) -> None:
-        while not self._dead:
+        while True:
             if not self._can_step():
                 self._work.clear()
                 await self._work.wait()
@@ -207,7 +176,7 @@ class EmulatedEngine:
 
     def _can_step(self) -> bool:
         has_room = len(self._outputs) <= MAX_UNREAD_STEPS
-        return bool(self._running or self._waiting) and has_room and not self._hung
+        return bool(self._running or self._waiting) and has_room
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._spec.max_running:
@@ -226,9 +195,6 @@ class EmulatedEngine:
 
     def _advance(self, running: _Running, output: EngineOutput) -> None:
         request_id = running.request.request_id
-        if request_id in self._doomed:
-            output.end(request_id, "failed", self._doomed[request_id])
-            return
         token, logprob = emulated_token(running.ids)
         running.ids.append(token)
         running.num_new += 1
@@ -243,7 +209,3 @@ class EmulatedEngine:
         if output.request_ids or output.ended:
             self._outputs.append(output)
             self._news.set()
-
-    def _check_alive(self) -> None:
-        if self._dead:
-            raise EngineDied("the emulated engine died on request", "this is a test")

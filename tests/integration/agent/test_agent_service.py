@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from rlboost_runtime.agent import engine_host, link, notice, service, weight_children
-from rlboost_runtime.agent.bootstrap import Bootstrap, EngineBootstrap, write_bootstrap
+from rlboost_runtime.agent.bootstrap import Bootstrap, write_bootstrap
 from rlboost_runtime.agent.service import Agent, ExitCode, Seams
 from rlboost_runtime.agent.weight_children import Puller
-from rlboost_runtime.engines.base import LoadFailed
+from rlboost_runtime.engines.base import EngineDied, EngineSettings, LoadFailed
 from rlboost_runtime.engines.emulated import MAX_UNREAD_STEPS, EmulatedEngine, emulated_response
 from rlboost_runtime.errors import RuntimeFault
 from rlboost_runtime.protocol.messages import (
@@ -199,13 +199,81 @@ def write_version(folder: Path, version: int, *, wrong: bool = False) -> None:
     (path / MANIFEST).write_bytes(encode_manifest(manifest))
 
 
+class FaultyEngine(EmulatedEngine):
+    """An emulated engine that hangs, dies or fails a request when a test says so."""
+
+    def __init__(self, spec) -> None:
+        super().__init__(spec)
+        self._dead = self._hung = False
+        self._doomed: dict[int, str] = {}
+
+    def hang(self) -> None:
+        """Make no progress and send nothing, like a stuck kernel."""
+        self._hung = True
+
+    def die(self) -> None:
+        """End like a killed process: what was queued for the reader is read, everything else is lost."""
+        self._dead = self._stopped = True
+        self._version = None
+        self._running.clear()
+        self._waiting.clear()
+        self._news.set()
+
+    def fail_request(self, request_id: int, problem: str) -> None:
+        """End this request as failed at its next token."""
+        self._doomed[request_id] = problem
+
+    def submit(self, requests) -> None:
+        if not self._dead:
+            super().submit(requests)
+
+    async def abort(self, request_ids) -> None:
+        self._check_alive()
+        await super().abort(request_ids)
+
+    async def load(self, version, folder) -> None:
+        self._check_alive()
+        await super().load(version, folder)
+
+    async def greedy(self, token_ids, max_new_tokens):
+        self._check_alive()
+        return await super().greedy(token_ids, max_new_tokens)
+
+    async def sleep(self) -> None:
+        self._check_alive()
+        await super().sleep()
+
+    async def wake(self) -> None:
+        self._check_alive()
+        await super().wake()
+
+    async def outputs(self):
+        async for output in super().outputs():
+            yield output
+        self._check_alive()
+
+    def _can_step(self) -> bool:
+        return super()._can_step() and not self._hung
+
+    def _advance(self, running, output) -> None:
+        request_id = running.request.request_id
+        if request_id in self._doomed:
+            output.end(request_id, "failed", self._doomed[request_id])
+        else:
+            super()._advance(running, output)
+
+    def _check_alive(self) -> None:
+        if self._dead:
+            raise EngineDied("the engine died on request", "this is a test")
+
+
 class Rig:
     """An agent at work."""
 
     def __init__(self, tmp_path: Path, rate: float | None = None) -> None:
         self.folder = tmp_path
         self.coordinator = Coordinator()
-        self.engines: list[EmulatedEngine] = []
+        self.engines: list[FaultyEngine] = []
         self.terminated = asyncio.Event()
         for version in (0, 1):
             write_version(tmp_path, version)
@@ -219,14 +287,12 @@ class Rig:
             Puller(template, tmp_path / "puller.log", (sys.executable, "-S", str(script))),
             SystemClock(),
         )
-        engine = EngineBootstrap(
-            "emulated", Sampling(), 1024, 4, "float32", 0, tokens_per_s_per_response=rate
-        )
+        engine = EngineSettings("emulated", Sampling(), 1024, 4, "float32", 0, tokens_per_s_per_response=rate)
         bootstrap = Bootstrap("run", "m1", "spot", ("m1-0",), "https://head", "secret", "PEM", engine)
         self.agent = Agent(bootstrap, "m1-0", tmp_path, seams)
 
-    def _make(self, spec) -> EmulatedEngine:
-        self.engines.append(EmulatedEngine(spec))
+    def _make(self, spec) -> FaultyEngine:
+        self.engines.append(FaultyEngine(spec))
         return self.engines[-1]
 
 
@@ -710,7 +776,7 @@ async def test_a_coordinator_that_answers_beats_is_not_dialled_anew(tmp_path, mo
 def bootstrap_file(tmp_path):
     run = RunFolder(tmp_path / "run")
     create_secrets(run)
-    engine = EngineBootstrap("emulated", Sampling(), 1024, 4, "float32", 0)
+    engine = EngineSettings("emulated", Sampling(), 1024, 4, "float32", 0)
     certificate = run.certificate.read_text()
     with socket.create_server(("127.0.0.1", 0)) as unused:
         url = f"https://127.0.0.1:{unused.getsockname()[1]}"

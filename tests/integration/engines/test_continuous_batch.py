@@ -6,8 +6,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rlboost_runtime.engines.base import RequestEnded
-from rlboost_runtime.engines.transformers.channel import NewRequest
+from rlboost_runtime.engines.base import Request, RequestEnded
 from rlboost_runtime.engines.transformers.continuous_batch import (
     ContinuousBatch,
     batching_config,
@@ -78,7 +77,7 @@ def test_stepping_equals_the_librarys_own_thread():
 
     batch = ContinuousBatch(model, GREEDY, 4, 1024)
     for i, prompt in enumerate(asked):
-        batch.add(NewRequest(i, prompt, 20))
+        batch.add(Request(i, prompt, 20))
     ids, logprobs, ended = run_out(batch)
     assert {end.request_id: end.reason for end in ended} == dict.fromkeys(range(6), "length")
     for i, output in theirs.items():
@@ -91,10 +90,10 @@ def test_new_weights_meet_no_key_of_the_old_ones():
     model, other = make_model(0), make_model(1)
     batch = ContinuousBatch(model, GREEDY, 2, 1024)
     (prompt,) = prompts([300])
-    batch.add(NewRequest(0, prompt, 10))
+    batch.add(Request(0, prompt, 10))
     before, _, _ = run_out(batch)
     model.load_state_dict(other.state_dict())
-    batch.add(NewRequest(1, prompt, 10))
+    batch.add(Request(1, prompt, 10))
     after, logprobs, _ = run_out(batch)
     with torch.no_grad():
         expected_TV = other(torch.tensor([prompt + after[1]])).logits[0, 299:-1].log_softmax(-1)
@@ -106,11 +105,11 @@ def test_new_weights_meet_no_key_of_the_old_ones():
 def test_a_dropped_request_gets_no_further_token_and_its_id_may_come_back_at_once():
     batch = ContinuousBatch(make_model(), GREEDY, 2, 256)
     for i in range(3):
-        batch.add(NewRequest(i, [20 + i], 30))
+        batch.add(Request(i, [20 + i], 30))
     assert (batch.num_running, batch.num_waiting) == (2, 1)
     batch.step(0)
     assert batch.drop([0, 2, 7]) == [0, 2]
-    batch.add(NewRequest(0, [50], 4))  # before the library has seen the cancellation
+    batch.add(Request(0, [50], 4))  # before the library has seen the cancellation
     ids, _, ended = run_out(batch)
     assert {i: len(got) for i, got in ids.items()} == {0: 4, 1: 29}
     assert {end.request_id: end.reason for end in ended} == {0: "length", 1: "length"}
@@ -120,10 +119,10 @@ def test_aborts_leak_no_cache():
     """Many more aborted responses than the cache could hold; each needs all of its room."""
     batch = ContinuousBatch(make_model(), GREEDY, 2, 64)
     for i in range(20):
-        batch.add(NewRequest(i, [20] * 60, 4))
+        batch.add(Request(i, [20] * 60, 4))
         batch.step(0)
         assert batch.drop([i]) == [i]
-    batch.add(NewRequest(99, [20] * 60, 4))
+    batch.add(Request(99, [20] * 60, 4))
     ids, _, _ = run_out(batch)
     assert len(ids[99]) == 4
 
@@ -135,14 +134,14 @@ def test_logits_that_are_not_finite_fail_the_request_and_good_weights_serve_agai
     good = model.lm_head.weight.detach().clone()
     with torch.no_grad():
         model.lm_head.weight.fill_(torch.nan)
-    batch.add(NewRequest(0, [20], 5))
+    batch.add(Request(0, [20], 5))
     ids, _, ended = run_out(batch)
     assert ids == {}
     assert [(end.request_id, end.reason) for end in ended] == [(0, "failed")]
     assert ended[0].problem
     with torch.no_grad():
         model.lm_head.weight.copy_(good)
-    batch.add(NewRequest(1, [20], 5))
+    batch.add(Request(1, [20], 5))
     ids, _, _ = run_out(batch)
     assert len(ids[1]) == 5
 
@@ -152,6 +151,6 @@ def test_equal_seeds_repeat_and_others_do_not():
     drawn = []
     for i, seed in enumerate([1, 1, 2]):
         batch.seed(seed)
-        batch.add(NewRequest(i, [20], 40))
+        batch.add(Request(i, [20], 40))
         drawn.append(run_out(batch)[0][i])
     assert drawn[0] == drawn[1] != drawn[2]

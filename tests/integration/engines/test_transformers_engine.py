@@ -9,9 +9,9 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 import pytest_asyncio
@@ -72,7 +72,7 @@ def spec_for(folder: Path, **changes) -> EngineSpec:
         log=folder / "engine.log",
         side_file=folder / "tokens.txt",
     )
-    return replace(spec, **changes)
+    return msgspec.structs.replace(spec, **changes)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -364,7 +364,7 @@ from rlboost_runtime.protocol.messages import Sampling
 
 async def main():
     folder = Path(sys.argv[1])
-    spec = EngineSpec("transformers", Sampling(), 1024, 4, "float32", 1, 1, folder / "engine.log")
+    spec = EngineSpec("transformers", Sampling(), 1024, 4, "float32", 1, log=folder / "engine.log")
     engine = make_engine(spec)
     await engine.start(60)
     await engine.load(0, Path(sys.argv[2]))

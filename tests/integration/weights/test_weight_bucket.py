@@ -103,7 +103,7 @@ def test_an_error_of_the_system_does_not_end_the_relay(
     store: WeightStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish(store, 1)
-    monkeypatch.setattr(relaying, "LOOK_S", 0.01)
+    monkeypatch.setattr(relaying, "POLL_S", 0.01)
     monkeypatch.setattr(relaying, "RETRY_S", 0.01)
     stop, latest = threading.Event(), store.latest
     errors = [OSError(errno.EMFILE, "Too many open files")]

@@ -51,7 +51,7 @@ def folder(tmp_path: Path) -> Path:
 
 def spec(folder: Path, **options) -> EngineSpec:
     return EngineSpec(
-        "vllm", Sampling(), 100, 4, "float32", 7, 1, folder / "log", vllm=VllmOptions(**options)
+        "vllm", Sampling(), 100, 4, "float32", 7, log=folder / "log", vllm=VllmOptions(**options)
     )
 
 

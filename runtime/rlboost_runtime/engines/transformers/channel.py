@@ -10,8 +10,7 @@ import struct
 
 import msgspec
 
-from rlboost_runtime.engines.base import EngineOutput
-from rlboost_runtime.protocol.messages import Sampling
+from rlboost_runtime.engines.base import EngineOutput, EngineSpec, Request
 
 _LENGTH = struct.Struct(">I")
 
@@ -23,32 +22,17 @@ class ChannelMessage(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 # --- parent -> child -------------------------------------------------------------------------------------
 
 
-class Configure(ChannelMessage, frozen=True, omit_defaults=True):
-    """First message: the parts of `EngineSpec` that the child needs."""
+class Configure(ChannelMessage, frozen=True):
+    """First message."""
 
-    sampling: Sampling
-    max_context_tokens: int
-    max_running: int
-    dtype: str
-    seed: int
-    threads: int
+    spec: EngineSpec
     parent_pid: int
-    side_file: str | None
-    tokens_per_s_per_response: float | None
-
-
-class NewRequest(msgspec.Struct, frozen=True, array_like=True):
-    """One `engines.base.Request`."""
-
-    request_id: int
-    token_ids: list[int]
-    max_new_tokens: int
 
 
 class Submit(ChannelMessage, frozen=True):
     """Queue requests."""
 
-    requests: list[NewRequest]
+    requests: list[Request]
 
 
 class AbortRequests(ChannelMessage, frozen=True):
@@ -134,9 +118,12 @@ ToChild = (
 )
 ToParent = Ready | Tokens | Alive | Done
 
-to_child_decoder: msgspec.msgpack.Decoder[ToChild] = msgspec.msgpack.Decoder(ToChild)
+to_child_decoder: msgspec.msgpack.Decoder[ToChild] = msgspec.msgpack.Decoder(
+    ToChild,
+    dec_hook=lambda kind, value: kind(value),  # paths
+)
 to_parent_decoder: msgspec.msgpack.Decoder[ToParent] = msgspec.msgpack.Decoder(ToParent)
-_encoder = msgspec.msgpack.Encoder()
+_encoder = msgspec.msgpack.Encoder(enc_hook=str)
 
 
 def pack(message: ToChild | ToParent) -> bytes:

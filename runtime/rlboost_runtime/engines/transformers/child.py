@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING  # noqa: E402
 
 import msgspec  # noqa: E402
 
-from rlboost_runtime.engines.base import EngineOutput, greedy_continuation  # noqa: E402
+from rlboost_runtime.engines.base import EngineOutput, EngineSpec, greedy_continuation  # noqa: E402
 from rlboost_runtime.engines.transformers.channel import (  # noqa: E402
     AbortRequests,
     Alive,
@@ -109,9 +109,9 @@ class StepPacer:
 class Child:
     """The model, its batch, and the commands."""
 
-    def __init__(self, channel: Channel, config: Configure) -> None:
+    def __init__(self, channel: Channel, spec: EngineSpec) -> None:
         self._channel = channel
-        self._config = config
+        self._spec = spec
         self._model: PreTrainedModel | None = None
         self._model_config = ""
         self._batch: ContinuousBatch | None = None
@@ -120,8 +120,8 @@ class Child:
         self._held = False
         self._counter = 0
         self._total = 0
-        self._pace = StepPacer(config.tokens_per_s_per_response)
-        self._side_fd = None if config.side_file is None else open_side_file(Path(config.side_file))
+        self._pace = StepPacer(spec.tokens_per_s_per_response)
+        self._side_fd = None if spec.side_file is None else open_side_file(spec.side_file)
 
     def serve(self) -> None:
         """Work until `Quit`. Raises `ParentGone`."""
@@ -245,7 +245,7 @@ class Child:
             self._channel.send(Alive(self._counter))
         model_loading.load_weights(self._model, folder)
         model_loading.add_adapters(self._model, folder)
-        self._batch.seed((self._config.seed * 1_000_003 + version) & (2**63 - 1))
+        self._batch.seed((self._spec.seed * 1_000_003 + version) & (2**63 - 1))
         self._version = version
 
     def _build(self, folder: Path) -> tuple[PreTrainedModel, ContinuousBatch]:
@@ -255,13 +255,11 @@ class Child:
         from rlboost_runtime.engines import model_folder
         from rlboost_runtime.engines.transformers import continuous_batch, model_loading
 
-        config = self._config
-        model = model_loading.build_model(folder, getattr(torch, config.dtype), _device())
-        stops = {*config.sampling.stop_token_ids, *model_folder.stop_token_ids(folder)}
-        sampling = msgspec.structs.replace(config.sampling, stop_token_ids=tuple(sorted(stops)))
-        batch = continuous_batch.ContinuousBatch(
-            model, sampling, config.max_running, config.max_context_tokens
-        )
+        spec = self._spec
+        model = model_loading.build_model(folder, getattr(torch, spec.dtype), _device())
+        stops = {*spec.sampling.stop_token_ids, *model_folder.stop_token_ids(folder)}
+        sampling = msgspec.structs.replace(spec.sampling, stop_token_ids=tuple(sorted(stops)))
+        batch = continuous_batch.ContinuousBatch(model, sampling, spec.max_running, spec.max_context_tokens)
         return model, batch
 
     def _probe(self, token_ids: list[int], num_new: int) -> tuple[list[int], list[float]]:
@@ -292,8 +290,9 @@ def probe(model: PreTrainedModel, token_ids: list[int], num_new: int) -> tuple[l
         num = len(sequence)
         ids = torch.tensor([sequence], device=model.device)
         mask = torch.ones(num, num, dtype=torch.bool, device=model.device).tril()[None, None]
-        logits_V: torch.Tensor = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[0, -1]
-        return logits_V.float().log_softmax(-1)
+        logits_V = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[0, -1]
+        logprobs_V: torch.Tensor = logits_V.float().log_softmax(-1)
+        return logprobs_V
 
     with torch.inference_mode():
         return greedy_continuation(next_logprobs, token_ids, num_new)
@@ -344,12 +343,12 @@ def main(fd: int) -> None:
         config = _first_message(channel)
         die_with_parent(config.parent_pid)
         began = time.monotonic()
-        _import_all(config.threads)
+        _import_all(config.spec.threads)
         os.nice(NICENESS)
         channel.send(
             Ready({"python": round(began - _STARTED_AT, 3), "imports": round(time.monotonic() - began, 3)})
         )
-        Child(channel, config).serve()
+        Child(channel, config.spec).serve()
     except ParentGone:
         return
 

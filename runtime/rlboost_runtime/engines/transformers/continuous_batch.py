@@ -39,8 +39,7 @@ from transformers.generation.continuous_batching import (
     RequestStatus,
 )
 
-from rlboost_runtime.engines.base import EngineOutput
-from rlboost_runtime.engines.transformers.channel import NewRequest
+from rlboost_runtime.engines.base import EngineOutput, Request
 from rlboost_runtime.protocol.messages import Sampling
 
 PAGE_TOKENS = 32
@@ -96,7 +95,7 @@ class ContinuousBatch:
         """Start the random sequence that samples; the library draws from torch's global generator."""
         torch.manual_seed(seed)
 
-    def refusal(self, request: NewRequest) -> str | None:
+    def refusal(self, request: Request) -> str | None:
         """Return why the request cannot be accepted, or None."""
         if not request.token_ids:
             return "no tokens to continue"
@@ -111,7 +110,7 @@ class ContinuousBatch:
             return f"request {request.request_id} is already held"
         return None
 
-    def add(self, request: NewRequest) -> None:
+    def add(self, request: Request) -> None:
         """Queue a request for which `refusal` is None."""
         key = str(next(self._keys))
         self._held[key] = _Held(request.request_id)

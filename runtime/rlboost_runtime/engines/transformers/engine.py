@@ -35,7 +35,6 @@ from rlboost_runtime.engines.transformers.channel import (
     DropWeights,
     Hold,
     LoadWeights,
-    NewRequest,
     ProbeRequest,
     Quit,
     Ready,
@@ -109,7 +108,7 @@ class TransformersEngine:
         except BaseException:
             ours.close()
             raise
-        self._send(self._configure())
+        self._send(Configure(self._spec, os.getpid()))
         try:
             async with asyncio.timeout(timeout_s):
                 await self._ready.wait()
@@ -123,7 +122,7 @@ class TransformersEngine:
 
     def submit(self, requests: list[Request]) -> None:
         """Queue requests."""
-        self._send(Submit([NewRequest(r.request_id, r.token_ids, r.max_new_tokens) for r in requests]))
+        self._send(Submit(requests))
 
     async def abort(self, request_ids: list[int]) -> None:
         """Stop these; their last outputs are queued when this returns. Raises `EngineDied`."""
@@ -254,20 +253,6 @@ class TransformersEngine:
                 start_new_session=True,
                 env=environment,
             )
-
-    def _configure(self) -> Configure:
-        spec = self._spec
-        return Configure(
-            sampling=spec.sampling,
-            max_context_tokens=spec.max_context_tokens,
-            max_running=spec.max_running,
-            dtype=spec.dtype,
-            seed=spec.seed,
-            threads=spec.threads,
-            parent_pid=os.getpid(),
-            side_file=None if spec.side_file is None else str(spec.side_file),
-            tokens_per_s_per_response=spec.tokens_per_s_per_response,
-        )
 
     def _ticket(self) -> int:
         self._next_ticket += 1
