@@ -1,6 +1,6 @@
-"""Parts of a policy that an ablation turns off, one by one.
+"""What each policy means in a simulation: the core's rules, and what else differs with them.
 
-What each policy means in a simulation: the core's rules, and what of the shells differs with them.
+`Switches` are the parts of a policy that an ablation turns off, one by one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlboost_runtime.sim.presets import Preset
 
 @dataclass(frozen=True, slots=True)
 class Switches:
-    """True: the part works as the policy says. A part that a policy does not have cannot be turned on."""
+    """True: the part works as in the policy. A part that a policy does not have cannot be turned on."""
 
     seeding: bool = True
     """Reserved engines roll out at the beginning of each step."""

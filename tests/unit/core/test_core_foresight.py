@@ -304,11 +304,11 @@ def test_reserved_engines_even_out_among_themselves_while_no_spot_instance_serve
         eligible["a"].hold(number, response, 500)
     for name in eligible:
         balancer.touch(name)
-    relief = balancer.relief(1.0)
-    assert (relief is not None) == moves
-    if relief is not None:
-        assert (relief.giver.instance, relief.taker.instance) == ("a", "b")
-        assert 2 <= len(relief.assignments) <= 4
+    rebalance = balancer.rebalance(1.0)
+    assert (rebalance is not None) == moves
+    if rebalance is not None:
+        assert (rebalance.source.instance, rebalance.target.instance) == ("a", "b")
+        assert 2 <= len(rebalance.assignments) <= 4
 
 
 def test_without_balance_nothing_moves(new_run) -> None:

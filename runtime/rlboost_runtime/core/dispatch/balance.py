@@ -1,6 +1,6 @@
 """Responses move from crowded instances to idle ones while they run.
 
-CONTINUOUSLB of the paper's Algorithm 2 (`BalanceRule.IDLE`), once nobody waits for a place:
+CONTINUOUSLB of the paper's Algorithm 2 (`BalanceRule.IDLE`), once no response waits:
 
 1. an instance with nothing pending takes one pending response from the one with the most;
 2. an instance that executes nothing takes max(e - B, 0) running responses of the one that executes most (e
@@ -64,7 +64,7 @@ class RateProfile:
         table[bucket] = tokens + num_tokens, time + seconds
 
     def close_step(self) -> None:
-        """The step is over: what it showed is used in the next one."""
+        """The step is over: its measurements are used in the next one."""
         for kind, table in self._sums.items():
             rates = {bucket: tokens / time for bucket, (tokens, time) in table.items() if time > 0}
             if rates:
@@ -78,16 +78,16 @@ class RateProfile:
 
 
 @dataclass(frozen=True, slots=True)
-class Relief:
+class Rebalance:
     """Assignments to take away from one instance so that another may have them."""
 
-    giver: Instance
-    taker: Instance
+    source: Instance
+    target: Instance
     assignments: list[int]
 
 
 class Balancer:
-    """Says what to take away from whom."""
+    """Decides which running responses move to another instance."""
 
     def __init__(
         self, eligible: Mapping[str, Instance], load_index: LoadIndex, lengths: Lengths, rule: BalanceRule
@@ -107,7 +107,7 @@ class Balancer:
         self._load_index = load_index
 
     def touch(self, name: str) -> None:
-        """Take notice that an instance's load or ability may have changed."""
+        """Note that an instance's load or eligibility may have changed."""
         if self._rule is BalanceRule.EVEN:
             for fullest, emptiest in self._uneven:
                 fullest.touch(name)
@@ -116,11 +116,11 @@ class Balancer:
             self.busiest.touch(name)
         self.longest_queue.touch(name)
 
-    def relief(self, now: float) -> Relief | None:
-        """Return what to take away from whom for whom. Only right while nobody waits."""
-        giver = self.longest_queue.best(lambda _: True)
-        if giver is not None:
-            return self._of_pending(giver)
+    def rebalance(self, now: float) -> Rebalance | None:
+        """Return the next move, None if none helps. Only valid while no response waits."""
+        source = self.longest_queue.best(lambda _: True)
+        if source is not None:
+            return self._of_pending(source)
         return self._to_even_out(now) if self._rule is BalanceRule.EVEN else self._for_the_idle()
 
     def learn(self, instance: Instance, batch: int, num_tokens: int, seconds: float) -> None:
@@ -136,35 +136,37 @@ class Balancer:
             self.step_times.learn(_kind(instance), kv_tokens, seconds / num_steps)
 
     def close_step(self) -> None:
-        """The step is over: what it showed is used in the next one."""
+        """The step is over: its measurements are used in the next one."""
         self.profile.close_step()
         self.step_times.close_step()
 
-    def _for_the_idle(self) -> Relief | None:
-        taker = self._load_index.best(lambda i: not i.assignments)
-        giver = None if taker is None else self.busiest.best(lambda _: True)
-        if taker is None or giver is None or giver is taker or giver.aborting:
+    def _for_the_idle(self) -> Rebalance | None:
+        target = self._load_index.best(lambda i: not i.assignments)
+        source = None if target is None else self.busiest.best(lambda _: True)
+        if target is None or source is None or source is target or source.aborting:
             return None
-        plateau = self.profile.plateau(giver)
-        if plateau is None or giver.num_executing <= plateau:
+        plateau = self.profile.plateau(source)
+        if plateau is None or source.num_executing <= plateau:
             return None
-        held = sorted(giver.assignments.items(), key=lambda item: (item[1].num_tokens, item[1].order))
-        moved = [assignment for assignment, _ in held[: giver.num_executing - plateau]]
-        return Relief(giver, taker, moved)
+        held = sorted(source.assignments.items(), key=lambda item: (item[1].num_tokens, item[1].order))
+        moved = [assignment for assignment, _ in held[: source.num_executing - plateau]]
+        return Rebalance(source, target, moved)
 
-    def _to_even_out(self, now: float) -> Relief | None:
-        giver, taker = self._most_uneven()
-        if giver is None or taker is None or giver is taker or giver.aborting or taker.aborting:
+    def _to_even_out(self, now: float) -> Rebalance | None:
+        source, target = self._most_uneven()
+        if source is None or target is None or source is target or source.aborting or target.aborting:
             return None
-        if not self._lengths.is_known or giver.share - taker.share < UNEVEN_SHARE:
+        if not self._lengths.is_known or source.share - target.share < UNEVEN_SHARE:
             return None
-        line = self.step_times.line(_kind(giver))
+        line = self.step_times.line(_kind(source))
         if line is None or now < self._even_at:
             return None
-        excess = (giver.share - taker.share) / (1.0 / max(1, giver.kv_tokens) + 1.0 / max(1, taker.kv_tokens))
-        moved, load_index, guests = [], giver.num_assigned, taker.num_assigned
+        excess = (source.share - target.share) / (
+            1.0 / max(1, source.kv_tokens) + 1.0 / max(1, target.kv_tokens)
+        )
+        moved, load_index, guests = [], source.num_assigned, target.num_assigned
         for assignment, response in sorted(
-            giver.assignments.items(), key=lambda item: (item[1].num_tokens, item[1].order)
+            source.assignments.items(), key=lambda item: (item[1].num_tokens, item[1].order)
         ):
             if response.kv_estimate > excess or not self._pays(response, load_index, guests, line):
                 break
@@ -174,7 +176,7 @@ class Balancer:
         if not moved:
             self._even_at = now + LOOK_AGAIN_S
             return None
-        return Relief(giver, taker, moved)
+        return Rebalance(source, target, moved)
 
     def _most_uneven(self) -> tuple[Instance | None, Instance | None]:
         """Return the fullest and the emptiest spot instance; where none serves, of the reserved ones."""
@@ -192,14 +194,14 @@ class Balancer:
         saved_s = slope_s * max(0.0, expected - so_far) * (load_index - 1 - guests)
         return saved_s > PREFILL_SHARE * empty_s * (guests + 1)
 
-    def _of_pending(self, giver: Instance) -> Relief | None:
-        if giver.aborting:
+    def _of_pending(self, source: Instance) -> Rebalance | None:
+        if source.aborting:
             return None
-        assignment, response = _newest(giver)
-        taker = self._load_index.best(lambda i: i is not giver and not i.num_queued)
-        if taker is None or not taker.can_admit(response.kv_estimate):
+        assignment, response = _newest(source)
+        target = self._load_index.best(lambda i: i is not source and not i.num_queued)
+        if target is None or not target.can_admit(response.kv_estimate):
             return None
-        return Relief(giver, taker, [assignment])
+        return Rebalance(source, target, [assignment])
 
 
 def _newest(instance: Instance) -> tuple[int, Response]:

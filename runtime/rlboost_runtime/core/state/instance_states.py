@@ -115,8 +115,8 @@ class Transition:
 
 
 _S, _E = InstanceState, InstanceEvent
-_WITH_WORK = {state: state for state in (_S.LOADING, _S.READY)}
-_ANY = {state: state for state in InstanceState if state is not _S.GONE}
+_WITH_WORK: dict[InstanceState, InstanceState] = {state: state for state in (_S.LOADING, _S.READY)}
+_ANY: dict[InstanceState, InstanceState] = {state: state for state in InstanceState if state is not _S.GONE}
 
 TABLE: Mapping[InstanceEvent, Transition] = {
     _E.PROVED: Transition(

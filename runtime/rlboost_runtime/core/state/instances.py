@@ -1,4 +1,4 @@
-"""Rollout instances as the core knows them: their lives, what they hold, and who is still alive.
+"""Rollout instances as the core knows them: their lives, what they hold, and which are still alive.
 
 Guarantees: an instance is known under one epoch at a time and epochs only grow; what it holds and how full
 it is (`kv_load`) always agree; its state and flags change only as `instance_states.TABLE` allows and are
@@ -127,6 +127,11 @@ class Instance:
         return InstanceState.LOADING if self.state is InstanceState.WAKING else self.state
 
     @property
+    def is_alive(self) -> bool:
+        """True until it is lost."""
+        return self.state is not InstanceState.GONE
+
+    @property
     def is_connected(self) -> bool:
         """True if its connection is open."""
         return InstanceFlag.DISCONNECTED not in self.flags
@@ -235,7 +240,7 @@ class Instance:
 
 
 class InstanceTable:
-    """Who is alive, under which epoch."""
+    """The live instances, each under its epoch."""
 
     def __init__(self) -> None:
         self.instances: dict[str, Instance] = {}
