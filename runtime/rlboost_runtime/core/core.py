@@ -99,10 +99,11 @@ class Core:
         lengths = Lengths()
         eligible = self._eligible.eligible
         dispatcher = self._rules.dispatcher(context, self._instance_table, eligible)
-        self._work = Assignments(context, self._instance_table, eligible, lengths, dispatcher)
+        balancer = self._rules.balancer(config, eligible, dispatcher.load_index, lengths)
+        self._work = Assignments(context, self._instance_table, eligible, lengths, dispatcher, balancer)
         self._fleet = MachineTable(config.boot_deadline_s, context.timers, context.emit)
         self._controller = InstanceController(context, self._instance_table, self._work, self._fleet)
-        self._seeding = self._rules.window(config, lengths, self._work.pace, self._work.balancer.step_times)
+        self._seeding = self._rules.window(config, lengths, self._work.pace, balancer.step_times)
         self._lease_controller = LeaseController(
             context, self._instance_table, self._work, self._controller, self._seeding
         )

@@ -37,11 +37,12 @@ class Assignments:
         eligible: Mapping[str, Instance],
         lengths: Lengths,
         dispatcher: Dispatcher,
+        balancer: Balancer,
     ) -> None:
         self._context = context
         self._instance_table = instance_table
         self.dispatcher = dispatcher
-        self.balancer = Balancer(eligible, dispatcher.load_index, lengths, context.config.policy.balance)
+        self.balancer = balancer
         self.lengths = lengths
         """Lengths of finished responses."""
         self.pace = GenerationRate()
