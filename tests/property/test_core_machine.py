@@ -831,7 +831,7 @@ def test_long_lives_keep_every_promise(seed: int) -> None:
     run.replay()
     counters = run.core.counters
     assert counters.redispatches
-    assert counters.stale_words
+    assert counters.stale_events
     if run.config.max_spot_instances > 1:
         assert counters.migrations
 

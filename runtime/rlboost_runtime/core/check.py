@@ -15,7 +15,7 @@ from rlboost_runtime.core.window.gpu_lease import GpuLease, LeaseState
 def check_core(
     instance_table: InstanceTable, work: Assignments, fleet: MachineTable, lease: GpuLease, context: Context
 ) -> None:
-    """Assert everything that must hold between events; the message names the object and its story."""
+    """Assert everything that must hold between events; the message names the object and its history."""
     _check_work(instance_table, work)
     for instance in instance_table.instances.values():
         instance.check()
@@ -40,7 +40,7 @@ def _check_work(instance_table: InstanceTable, work: Assignments) -> None:
     for response in work.book.responses.values():
         if response.state is ResponseState.RUNNING:
             lifecycle = response.lifecycle
-            assert response.holder in instance_table.instances, f"held by the dead, {lifecycle}"
+            assert response.holder in instance_table.instances, f"held by a lost instance, {lifecycle}"
             assert response.assignment is not None, lifecycle
             assert (
                 instance_table.instances[response.holder].assignments.get(response.assignment) is response

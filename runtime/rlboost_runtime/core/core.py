@@ -70,10 +70,10 @@ from rlboost_runtime.core.window.sizing import (
     worthwhile_instances,
 )
 
-InstanceWord = (
+InstanceMessage = (
     InstanceReady | VersionRefused | Slept | Disconnected | Reconnected | NoticeReceived | InstanceLeft
 )
-MachineWord = MachineLaunched | LaunchFailed | MachineGone
+MachineMessage = MachineLaunched | LaunchFailed | MachineGone
 
 
 class Core:
@@ -99,10 +99,11 @@ class Core:
         lengths = Lengths()
         eligible = self._eligible.eligible
         dispatcher = self._rules.dispatcher(context, self._instance_table, eligible)
-        self._work = Assignments(context, self._instance_table, eligible, lengths, dispatcher)
+        balancer = self._rules.balancer(config, eligible, dispatcher.load_index, lengths)
+        self._work = Assignments(context, self._instance_table, eligible, lengths, dispatcher, balancer)
         self._fleet = MachineTable(config.boot_deadline_s, context.timers, context.emit)
         self._controller = InstanceController(context, self._instance_table, self._work, self._fleet)
-        self._seeding = self._rules.window(config, lengths, self._work.pace, self._work.balancer.step_times)
+        self._seeding = self._rules.window(config, lengths, self._work.pace, balancer.step_times)
         self._lease_controller = LeaseController(
             context, self._instance_table, self._work, self._controller, self._seeding
         )
@@ -112,10 +113,10 @@ class Core:
     # --- driving ------------------------------------------------------------------------------------------
 
     def handle(self, event: Event) -> list[Command]:
-        """Take in one event; return what is to be done, in order.
+        """Take in one event; return the commands that follow from it, in order.
 
-        Events that no longer mean anything are counted and ignored; one with a time before the last is taken
-        to happen at the last. Raises `IllegalMove` only for a bug in here.
+        Events that no longer mean anything are counted and ignored; one with a time before the last event's
+        is taken to happen at that time. Raises `IllegalMove` only for a bug in the core.
         """
         context = self._context
         if event.at < context.now:
@@ -127,13 +128,13 @@ class Core:
         return list(self._context.commands)
 
     def next_deadline(self) -> float | None:
-        """Return when a `Tick` is due, in seconds of the run; None: nothing is waited for."""
+        """Return when the next `Tick` is due, in seconds of the run; None if there is no deadline."""
         return self._context.timers.earliest()
 
     def check(self) -> None:
-        """Assert every invariant. Looks at everything: for tests and debugging."""
+        """Assert every invariant. Slow, as it looks at everything: for tests and debugging."""
         check_core(self._instance_table, self._work, self._fleet, self._lease, self._context)
-        self._refresh_able()
+        self._refresh_eligible()
         self._eligible.check()
         eligible = self._eligible.eligible
         stalled = [r for r in self._work.dispatcher.queued() if not r.failed_on] if eligible else []
@@ -162,7 +163,7 @@ class Core:
 
     @property
     def is_ending(self) -> bool:
-        """Whether the run is winding up: no step is opened any more."""
+        """True if the run is winding up: no step is opened any more."""
         return self._context.is_ending
 
     @property
@@ -187,7 +188,7 @@ class Core:
 
     @property
     def lease(self) -> LeaseState:
-        """Whose the reserved GPUs are."""
+        """Who holds the reserved GPUs."""
         return self._lease.state
 
     @property
@@ -197,7 +198,7 @@ class Core:
 
     @property
     def useful_instances(self) -> int:
-        """Spot instances worth having, as far as is known."""
+        """Spot instances worth having."""
         return self._worthwhile
 
     @property
@@ -208,7 +209,7 @@ class Core:
     def observation(
         self, at: float, wait_s: float, busy_s: float, handover_s: float = 0.0
     ) -> StepObservation | None:
-        """Return what the open step has shown by `at`, given the trainer's times.
+        """Return what was observed of the open step by `at`, given the trainer's times.
 
         None before its last response is finished, and for a step that a restarted trainer opened again: its
         times span two processes.
@@ -250,18 +251,13 @@ class Core:
         known = self._instance_table.instances.get(instance)
         return [] if known is None else [r.response for r in known.assignments.values()]
 
-    def instance_of(self, assignment: int) -> str | None:
-        """Return who holds a current assignment; None if it is not current."""
-        response = self._work.current.get(assignment)
-        return None if response is None else response.holder
-
     # --- events -------------------------------------------------------------------------------------------
 
     def _route(self, event: Event) -> bool:
-        """Hand an event to who knows it; return whether there may be something to decide."""
+        """Pass an event to its handler; return False if nothing can follow from it."""
         match event:
             case Heartbeat():  # first: nine of ten events of a long log, estimates and leases
-                return self._on_beat(event)
+                return self._on_heartbeat(event)
             case RunStarted():
                 self._on_run_started(event)
             case CoordinatorRestarted():
@@ -283,7 +279,7 @@ class Core:
             case Released():
                 self._controller.released(event)
             case MachineLaunched() | LaunchFailed() | MachineGone():
-                self._on_machine_word(event)
+                self._on_machine_message(event)
             case RunEnding(reason=reason):
                 self._on_run_ending(reason)
             case Tick():
@@ -298,22 +294,22 @@ class Core:
                 | NoticeReceived()
                 | InstanceLeft()
             ):
-                self._on_instance_word(event)
+                self._on_instance_message(event)
             case _:
                 assert_never(event)
         return True
 
-    def _on_beat(self, event: Heartbeat) -> bool:
+    def _on_heartbeat(self, event: Heartbeat) -> bool:
         instance = self._instance_table.current(event.instance, event.epoch)
         if instance is None:
-            self._context.counters.stale_words += 1
+            self._context.counters.stale_events += 1
             return False
         return self._controller.beat(instance, event)
 
-    def _on_instance_word(self, event: InstanceWord) -> None:
+    def _on_instance_message(self, event: InstanceMessage) -> None:
         instance = self._instance_table.current(event.instance, event.epoch)
         if instance is None:
-            self._context.counters.stale_words += 1
+            self._context.counters.stale_events += 1
             return
         match event:
             case InstanceReady():
@@ -348,7 +344,7 @@ class Core:
 
     def _on_step_started(self, event: StepStarted) -> None:
         if self._context.is_ending:
-            self._context.counters.stale_words += 1
+            self._context.counters.stale_events += 1
             return
         book = self._work.book
         if book is not None and book.is_for(event.step, event.policy_version):
@@ -361,9 +357,7 @@ class Core:
         if not event.keeps_lease or self._lease.state not in (LeaseState.TRAINER, LeaseState.RECALLING):
             self._lease.open(f"step {event.step} asked for", event.at)
         elif self._lease.state is LeaseState.RECALLING:
-            self._context.emit(
-                RecallLease(event.step)
-            )  # the recall that it has not heard was of another step
+            self._context.emit(RecallLease(event.step))  # the recall on its way was of another step
 
     def _on_step_trained(self, event: StepTrained) -> None:
         book = self._work.book
@@ -371,7 +365,7 @@ class Core:
             self._shrink(event.at)  # a later step is rolled out meanwhile: the window learns nothing
             return
         if book is None or book.step != event.step or book.num_unfinished:
-            self._context.counters.stale_words += 1
+            self._context.counters.stale_events += 1
             return
         if book.trained:
             self._context.counters.duplicates += 1
@@ -400,47 +394,47 @@ class Core:
 
     def _on_lease_returned(self, event: LeaseReturned) -> None:
         if self._lease.state is not LeaseState.RECALLING:
-            self._context.counters.stale_words += 1
+            self._context.counters.stale_events += 1
             return
         self._lease.open("the trainer answered the recall", event.at)
 
     def _on_finished(self, event: Finished) -> None:
         response = self._work.response(event.response)
         if response is None:
-            self._context.counters.stale_words += 1
+            self._context.counters.stale_events += 1
         elif response.state is ResponseState.FINISHED:
             self._context.counters.duplicates += 1
         else:
             self._controller.finished_on(response.holder)
             self._work.finish(response, event.num_tokens, event.reason)
 
-    def _on_machine_word(self, event: MachineWord) -> None:
+    def _on_machine_message(self, event: MachineMessage) -> None:
         machine = self._fleet.machines.get(event.machine)
         if machine is None:
             if not (
                 isinstance(event, MachineLaunched) and self._fleet.launched_unknown(event.machine, event.at)
             ):
-                self._context.counters.stale_words += 1
+                self._context.counters.stale_events += 1
             return
         match event:
             case MachineLaunched():
-                is_news = self._fleet.launched(machine, event.at)
+                is_new = self._fleet.launched(machine, event.at)
             case LaunchFailed():
-                is_news = self._fleet.failed(machine, event.problem, event.retry_after_s, event.at)
+                is_new = self._fleet.failed(machine, event.problem, event.retry_after_s, event.at)
             case MachineGone():
-                is_news = self._on_machine_gone(machine, event.at)
+                is_new = self._on_machine_gone(machine, event.at)
             case _:
                 assert_never(event)
-        if not is_news:
+        if not is_new:
             self._context.counters.duplicates += 1
 
     def _on_machine_gone(self, machine: Machine, at: float) -> bool:
         ended_by_us = machine.state is MachineState.TERMINATING
-        is_news = self._fleet.gone(machine, at)
+        is_new = self._fleet.gone(machine, at)
         for instance in self._controller.on_machine(machine):
             cause = LossCause.STOPPED if ended_by_us else LossCause.MACHINE_GONE
             self._controller.lose(instance, cause, evict=True)
-        return is_news
+        return is_new
 
     def _on_run_ending(self, reason: str) -> None:
         if self._context.is_ending:
@@ -481,17 +475,22 @@ class Core:
     # --- what follows from any event ----------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """Bring lease, versions, assignments and fleet in line with what is known now."""
-        self._refresh_able()
+        """Bring lease, versions, assignments and fleet in line with what is known now.
+
+        The order matters: the lease decides whether reserved engines are eligible and orders them to wake or
+        sleep; the target version decides which instances become eligible; responses are placed before running
+        ones are moved; machines are requested last.
+        """
+        self._refresh_eligible()
         self._lease_controller.settle(self._eligible.num_serving_spot, self._eligible.num_live_spot)
         self._controller.set_target(self._target_version())
-        self._refresh_able()
+        self._refresh_eligible()
         self._work.assign_waiting()
         self._work.balance()
         if self._has_started and not self._context.is_ending:
             self._fleet.grow(self._desired_machines(), self.now)
 
-    def _refresh_able(self) -> None:
+    def _refresh_eligible(self) -> None:
         book = self._work.book
         terms = Terms(
             version=None if book is None else book.policy_version,

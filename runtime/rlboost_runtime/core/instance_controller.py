@@ -198,7 +198,7 @@ class InstanceController:
         """Its GPU memory is free. At most one Sleep is out at a time, so this answers it."""
         self._renew(instance)
         if not instance.accepts(InstanceEvent.SLEPT):
-            self._context.counters.stale_words += 1
+            self._context.counters.stale_events += 1
             return
         instance.apply(InstanceEvent.SLEPT, event.at)
         self._context.timers.cancel(Timer.ANSWER, instance.instance)
@@ -226,7 +226,7 @@ class InstanceController:
         """It let go of an assignment; one that is not current is ignored."""
         response = self._work.current.get(event.assignment)
         if response is None or response.holder != event.instance:
-            self._context.counters.stale_words += 1
+            self._context.counters.stale_events += 1
             return
         instance = self._instance_table.instances[event.instance]
         response.num_tokens = event.num_tokens

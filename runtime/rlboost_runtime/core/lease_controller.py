@@ -1,8 +1,7 @@
-"""Who has the reserved GPUs, moment by moment: carries out what `lease` decides, by orders to the reserved
-engines.
+"""Carries out what the GPU lease decides, by orders to the reserved engines and the trainer.
 
-Guarantees: the trainer is granted the GPUs only after every live reserved engine has said that its memory is
-free; an engine has one order at a time (a Wake waits for the answer to a Sleep, a Sleep for the release of
+Guarantees: the trainer is granted the GPUs only after every live reserved engine has reported that its memory
+is free; an engine has one order at a time (a Wake waits for the answer to a Sleep, a Sleep for the release of
 all work); an engine that is lost is waited for no longer.
 """
 
@@ -14,12 +13,12 @@ from rlboost_runtime.core.dispatch.assignments import Assignments
 from rlboost_runtime.core.instance_controller import InstanceController
 from rlboost_runtime.core.state.instance_states import InstanceState
 from rlboost_runtime.core.state.instances import Instance, InstanceTable
-from rlboost_runtime.core.window.gpu_lease import GpuLease, LeaseState, Outlook
+from rlboost_runtime.core.window.gpu_lease import GpuLease, LeaseInputs, LeaseState
 from rlboost_runtime.core.window.seeding_window import OpenWindow, SeedingWindow
 
 LOADING_S = 120.0
 """Without a window, spot instances that still load a step's version are waited for so long after the step's
-begin: a pull takes seconds. Later the reserved engines do the work, whoever may still be loading."""
+begin: a pull takes seconds. Later the reserved engines do the work, even if spot instances still load."""
 
 
 class LeaseController:
@@ -44,7 +43,7 @@ class LeaseController:
         """A reserved engine has served in this window; in the last one."""
 
     def settle(self, num_serving: int, num_live: int) -> None:
-        """Close the window, order engines, grant or recall, as the moment asks for.
+        """Close the window, order engines, grant or recall the lease, as is due now.
 
         `num_serving` spot instances serve the open step's version, `num_live` are there, loading or not.
         """
@@ -54,8 +53,8 @@ class LeaseController:
             self._note_waking()
             look_at = self._seeding.look(window, book)
         waits_until = self._waits_until() if num_live and not num_serving else None
-        outlook = self._outlook(num_serving > 0 or waits_until is not None)
-        reason = lease.reason_to_close(outlook)
+        inputs = self._inputs(num_serving > 0 or waits_until is not None)
+        reason = lease.reason_to_close(inputs)
         if reason is not None:
             lease.close(reason, now)
             if book is not None:
@@ -70,8 +69,8 @@ class LeaseController:
                 self._seeding.asleep(now - self._closed_at)
             self._was_awake = False
             self._context.emit(GrantLease(self._step()))
-        self._watch_window(outlook, look_at)
-        self._watch_recall(outlook, waits_until)
+        self._watch_window(inputs, look_at)
+        self._watch_recall(inputs, waits_until)
 
     def _waits_until(self) -> float | None:
         """Return until when loading spot instances are as good as serving ones; None: they are not."""
@@ -85,12 +84,12 @@ class LeaseController:
             self._has_woken = self._was_awake = True
             self._seeding.woken(self._context.now - self.lease.opened_at)
 
-    def _outlook(self, has_able_spot: bool) -> Outlook:
+    def _inputs(self, has_serving_spot: bool) -> LeaseInputs:
         reserved = self._instance_table.reserved
-        return Outlook(
+        return LeaseInputs(
             now=self._context.now,
             num_unfinished=self._work.num_unfinished,
-            has_able_spot=has_able_spot,
+            has_serving_spot=has_serving_spot,
             has_reserved=self._context.config.reserved_instances > 0 or bool(reserved),
             can_recall=any(i.is_connected for i in reserved.values()),
             t_seed_s=self._seeding.t_seed_s,
@@ -109,16 +108,16 @@ class LeaseController:
         elif instance.is_awake:
             self._controller.sleep(instance)
 
-    def _watch_window(self, outlook: Outlook, look_at: float | None) -> None:
-        closes_at = self.lease.closes_at(outlook.t_seed_s)
-        if self.lease.state is LeaseState.ENGINES and closes_at > outlook.now:
+    def _watch_window(self, inputs: LeaseInputs, look_at: float | None) -> None:
+        closes_at = self.lease.closes_at(inputs.t_seed_s)
+        if self.lease.state is LeaseState.ENGINES and closes_at > inputs.now:
             due = closes_at if look_at is None else min(closes_at, look_at)
             self._context.timers.set(Timer.WINDOW, "", due)
         else:
             self._context.timers.cancel(Timer.WINDOW, "")
 
-    def _watch_recall(self, outlook: Outlook, waits_until: float | None) -> None:
-        since = self.lease.watch_for_recall(outlook)
+    def _watch_recall(self, inputs: LeaseInputs, waits_until: float | None) -> None:
+        since = self.lease.watch_for_recall(inputs)
         if since is None:
             if waits_until is not None and self.lease.state is LeaseState.TRAINER:
                 self._context.timers.set(Timer.RECALL, "", waits_until)
@@ -126,11 +125,11 @@ class LeaseController:
                 self._context.timers.cancel(Timer.RECALL, "")
             return
         due = since + self._context.config.recall_after_s
-        if outlook.now < due:
+        if inputs.now < due:
             self._context.timers.set(Timer.RECALL, "", due)
             return
         self._context.timers.cancel(Timer.RECALL, "")
-        self.lease.recall(outlook.now)
+        self.lease.recall(inputs.now)
         self._context.counters.recalls += 1
         self._context.emit(RecallLease(self._step()))
 

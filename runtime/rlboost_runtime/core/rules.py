@@ -11,15 +11,18 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from rlboost_runtime.core.base.messages import CoreConfig
-from rlboost_runtime.core.base.scheduling_policy import BOOKED, PREDICTED
+from rlboost_runtime.core.base.scheduling_policy import BOOKED, EVEN, PREDICTED
 from rlboost_runtime.core.base.timers import Context
+from rlboost_runtime.core.dispatch.balance import Balancer
 from rlboost_runtime.core.dispatch.dispatcher import Dispatcher
+from rlboost_runtime.core.state.eligible import LoadIndex
 from rlboost_runtime.core.state.instances import Instance, InstanceTable
 from rlboost_runtime.core.state.rates import GenerationRate, Lengths, StepTimes
 from rlboost_runtime.core.window.predicted import PredictedWindow
 from rlboost_runtime.core.window.seeding_window import SeedingWindow
 
 DispatchFactory = Callable[[Context, InstanceTable, Mapping[str, Instance]], Dispatcher]
+BalanceFactory = Callable[[Mapping[str, Instance], LoadIndex, Lengths], Balancer]
 WindowFactory = Callable[[CoreConfig, Lengths, GenerationRate, StepTimes], SeedingWindow]
 Factory = TypeVar("Factory")
 
@@ -29,6 +32,7 @@ class Rules:
     """Factories by the name that a policy has for them."""
 
     dispatch: Mapping[str, DispatchFactory]
+    balance: Mapping[str, BalanceFactory]
     windows: Mapping[str, WindowFactory]
 
     def dispatcher(
@@ -37,6 +41,16 @@ class Rules:
         """Return the dispatcher of a run's policy. Raises `ValueError` for an unknown rule."""
         factory = _named("dispatch", self.dispatch, context.config.policy.dispatch)
         return factory(context, instance_table, eligible)
+
+    def balancer(
+        self,
+        config: CoreConfig,
+        eligible: Mapping[str, Instance],
+        load_index: LoadIndex,
+        lengths: Lengths,
+    ) -> Balancer:
+        """Return the balancer of a run's policy. Raises `ValueError` for an unknown rule."""
+        return _named("balance", self.balance, config.policy.balance)(eligible, load_index, lengths)
 
     def window(
         self, config: CoreConfig, lengths: Lengths, pace: GenerationRate, step_times: StepTimes
@@ -65,4 +79,4 @@ def _predicted(
     )
 
 
-LIVE_RULES = Rules({BOOKED: Dispatcher}, {PREDICTED: _predicted})
+LIVE_RULES = Rules({BOOKED: Dispatcher}, {EVEN: Balancer}, {PREDICTED: _predicted})

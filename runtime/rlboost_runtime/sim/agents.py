@@ -1,8 +1,8 @@
-"""The agent beside each simulated engine: obeys the core's commands as a live one does.
+"""The agent beside each simulated engine: executes the core's commands as a live one does.
 
-It generates what it is assigned, releases what it is told to, fetches versions over the shared link and
-proves them once its engine holds no work, sleeps and wakes. A killed one says nothing more; what it had
-generated in the last moment was not yet at the coordinator.
+It generates what it is assigned, releases what it is asked to, fetches versions over the shared link and
+proves them once its engine holds no work, sleeps and wakes. A killed one reports nothing more; what it had
+generated in the last moment had not reached the coordinator.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from rlboost_runtime.sim.responses import ResponseStore
 from rlboost_runtime.sim.result import Activity
 
 BEAT_S = 10.0
-"""Seconds between two heartbeats with token counts. Live agents beat more often; the counts only steer
+"""Seconds between two heartbeats with token counts. Live agents send more; the counts only steer
 bookings."""
 FLUSH_S = 0.05
 """Tokens of so long are lost when an agent is killed: it sends a frame at most every 50 ms."""
@@ -52,7 +52,7 @@ class Host(Protocol):
     responses: ResponseStore
 
     def send(self, event: Event) -> None:
-        """Tell the core."""
+        """Send the core an event."""
 
     def queued_at_core(self, instance: str) -> int:
         """Return how many of the instance's assignments the core takes for queued."""
@@ -105,12 +105,12 @@ class SimAgent:
         self.engine = EngineModel(speed, host.agenda.now)
         self.is_dead = False
         self.is_loading = True
-        """It has not proved the newest version that it was told to load."""
+        """It has not proved the newest version that it was ordered to load."""
         self.version: int | None = None
         """The version that it proved and serves."""
         self.tokens_lost = 0
         self.is_cut = False
-        """Its connection is gone: it hears nothing and what it says waits."""
+        """Its connection is gone: no command reaches it, and its events wait."""
         self._is_hung = False
         self._outbox: list[Event] = []
         self._host = host
@@ -118,7 +118,7 @@ class SimAgent:
         self._is_awake = True
         self._is_new = True
         self._is_noticed = False
-        self._told: int | None = None
+        self._ordered: int | None = None
         self._fetched: int | None = None
         self._transfer: SimTransfer | None = None
         self._lifecycle = 0
@@ -131,7 +131,7 @@ class SimAgent:
     def join(self) -> None:
         """Dial in and begin to beat."""
         now, speed = self._host.agenda.now, self.engine.speed
-        self._say(
+        self._report(
             InstanceJoined(
                 now, self.instance, self.machine, self.pool, self.epoch, speed.max_running, speed.kv_tokens
             )
@@ -139,7 +139,7 @@ class SimAgent:
         self._beat()
 
     def kill(self) -> None:
-        """End without a word; tokens that were not sent yet are lost."""
+        """End without an event; tokens that were not sent yet are lost."""
         if self.is_dead:
             return
         self._advance()
@@ -153,13 +153,13 @@ class SimAgent:
             self._host.responses.tokens[sequence.response] = kept
 
     def notice(self, seconds: float) -> None:
-        """The cloud says that it will take the machine."""
+        """The cloud announces that it takes the machine."""
         if not self.is_dead:
             self._is_noticed = True
-            self._say(NoticeReceived(self._host.agenda.now, self.instance, self.epoch, seconds))
+            self._report(NoticeReceived(self._host.agenda.now, self.instance, self.epoch, seconds))
             self._host.will_settle(self)
 
-    def obey(self, command: Command) -> None:
+    def execute(self, command: Command) -> None:
         """Carry out a command of the core."""
         if self.is_dead or (self.is_cut and not isinstance(command, Evict)):
             return
@@ -182,20 +182,20 @@ class SimAgent:
 
     # --- faults -------------------------------------------------------------------------------------------
 
-    def reset(self, back_after_s: float, *, tells: bool = True) -> None:
+    def reset(self, back_after_s: float, *, reports: bool = True) -> None:
         """The connection breaks and is back after a while, if the core still waits for it then.
 
-        `tells`: the core hears of it; not where the core itself was away.
+        `reports`: the core gets an event; not if the core itself was away.
         """
         if self.is_dead or self.is_cut:
             return
-        if tells:
-            self._say(Disconnected(self._host.agenda.now, self.instance, self.epoch))
+        if reports:
+            self._report(Disconnected(self._host.agenda.now, self.instance, self.epoch))
         self.is_cut = True
         self._host.agenda.after(back_after_s, self._reconnect)
 
     def fall_silent(self) -> None:
-        """Nothing more is heard of it."""
+        """Its connection hangs: nothing passes any more."""
         self.is_cut = True
 
     def hang(self) -> None:
@@ -213,13 +213,15 @@ class SimAgent:
         if self.is_dead:
             return
         self.is_cut = False
-        self._say(Reconnected(self._host.agenda.now, self.instance, self.epoch, tuple(self.engine.sequences)))
+        self._report(
+            Reconnected(self._host.agenda.now, self.instance, self.epoch, tuple(self.engine.sequences))
+        )
         outbox, self._outbox = self._outbox, []
         for event in outbox:
-            self._say(replace(event, at=self._host.agenda.now))
+            self._report(replace(event, at=self._host.agenda.now))
         self._host.will_settle(self)
 
-    def _say(self, event: Event) -> None:
+    def _report(self, event: Event) -> None:
         if self.is_cut:
             self._outbox.append(event)
         else:
@@ -246,11 +248,11 @@ class SimAgent:
         self._advance()
         sequence = self.engine.sequences.get(assignment)
         if sequence is None:
-            return  # it has just ended, and the core hears of that
+            return  # it has just ended, which is reported
         tokens = self.engine.abort(assignment)
         self._host.responses.tokens[sequence.response] = tokens
         now = self._host.agenda.now
-        self._say(Released(now, self.instance, assignment, tokens, reason))
+        self._report(Released(now, self.instance, assignment, tokens, reason))
         self._host.will_settle(self)
 
     def _advance(self) -> None:
@@ -264,16 +266,16 @@ class SimAgent:
             self._host.generated(self.engine.generated - before)
 
     def settle(self) -> None:
-        """Everything of this moment has happened: admit, tell the queue, plan the next look."""
+        """Everything of this moment has happened: admit, report the queue, plan the next look."""
         if self.is_dead or self.is_cut or self._is_hung:
             return
         self._advance()
         now, engine = self._host.agenda.now, self.engine
         if engine.num_waiting != self._host.queued_at_core(self.instance):
-            self._say(self._short_beat())
+            self._report(self._short_beat())
         if not engine.sequences:
             if self._is_noticed:
-                self._say_goodbye()
+                self._sign_off()
                 return
             self._apply_if_fetched()
         if not self.is_loading:
@@ -299,22 +301,22 @@ class SimAgent:
         now, engine = self._host.agenda.now, self.engine
         tokens = tuple(engine.running_tokens())
         progress = 0 if self._is_hung else round(now * 1e3)
-        self._say(Heartbeat(now, self.instance, self.epoch, progress, tokens, engine.num_waiting))
+        self._report(Heartbeat(now, self.instance, self.epoch, progress, tokens, engine.num_waiting))
 
     def _short_beat(self) -> Heartbeat:
         now = self._host.agenda.now
         return Heartbeat(now, self.instance, self.epoch, round(now * 1e3), (), self.engine.num_waiting)
 
-    def _say_goodbye(self) -> None:
+    def _sign_off(self) -> None:
         self.is_dead = True
         self._stop_transfer()
-        self._say(InstanceLeft(self._host.agenda.now, self.instance, self.epoch, LossCause.NOTICED))
+        self._report(InstanceLeft(self._host.agenda.now, self.instance, self.epoch, LossCause.NOTICED))
 
     # --- weights and memory -------------------------------------------------------------------------------
 
     def _load(self, version: int) -> None:
         self._stop_transfer()
-        self._told = version
+        self._ordered = version
         self.is_loading = True
         if not self.costs.weight_bytes:
             self._fetched = version
@@ -322,17 +324,17 @@ class SimAgent:
             return
         self._host.activity(self, "pull")
         self._transfer = self._host.link.start(
-            self.costs.weight_bytes, self.costs.link_bytes_per_s, lambda: self._have(version)
+            self.costs.weight_bytes, self.costs.link_bytes_per_s, lambda: self._fetch_done(version)
         )
 
-    def _have(self, version: int) -> None:
+    def _fetch_done(self, version: int) -> None:
         self._transfer, self._fetched = None, version
         self._host.pulled(self.costs.weight_bytes)
         self._host.will_settle(self)
 
     def _apply_if_fetched(self) -> None:
         """Apply a fetched version; a waking engine applies it by itself."""
-        has_news = self.is_loading and self._told is not None and self._fetched == self._told
+        has_news = self.is_loading and self._ordered is not None and self._fetched == self._ordered
         if has_news and self._is_awake and not self._is_applying:
             self._prove_after(self.costs.apply_s)
 
@@ -348,9 +350,9 @@ class SimAgent:
         if self.is_dead or version is None:
             return
         self._is_applying = False
-        self.is_loading = version != self._told
+        self.is_loading = version != self._ordered
         self.version = version
-        self._say(InstanceReady(self._host.agenda.now, self.instance, self.epoch, version))
+        self._report(InstanceReady(self._host.agenda.now, self.instance, self.epoch, version))
         self._host.will_settle(self)
 
     def _sleep(self) -> None:
@@ -363,7 +365,7 @@ class SimAgent:
 
     def _slept(self) -> None:
         if not self.is_dead:
-            self._say(Slept(self._host.agenda.now, self.instance, self.epoch))
+            self._report(Slept(self._host.agenda.now, self.instance, self.epoch))
 
     def _wake(self) -> None:
         self._is_awake = True

@@ -1,7 +1,7 @@
 """The spot market of a trace: nodes come and go, launches take a free one, removals kill what runs on it.
 
-A machine is billed from the launch's acceptance until it is gone. Who asks for a machine while no node is
-free is told so and asks again later. Nodes take the preset's kinds of machine in turn, in the order of
+A machine is billed from the launch's acceptance until it is gone. A launch while no node is
+free fails and is tried again later. Nodes take the preset's kinds of machine in turn, in the order of
 their coming.
 """
 
@@ -19,7 +19,7 @@ from rlboost_runtime.traces import Trace, TraceEvent
 RETRY_S = 10.0
 """After so long a launch that found no free node is tried again."""
 GONE_AFTER_S = 1.5
-"""Until the provider says that a machine is gone."""
+"""Until the provider reports that a machine is gone."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +38,7 @@ class CloudHost(Protocol):
     agenda: Agenda
 
     def send(self, event: Event) -> None:
-        """Tell the core."""
+        """Send the core an event."""
 
     def machine_begins(self, rented: RentedMachine) -> None:
         """A machine is there: it boots."""
@@ -68,7 +68,7 @@ class SimCloud:
     def begin(self) -> None:
         """Put the trace on the agenda. Call before anything else is on it at time 0."""
         for event in self._trace.events:
-            self._host.agenda.at(event.at_s, self._happening(event))
+            self._host.agenda.at(event.at_s, self._handler(event))
 
     def launch(self, machine: str) -> None:
         """Take a free node, if there is one."""
@@ -97,10 +97,10 @@ class SimCloud:
         seconds = sum(now - r.since_s for r in self._rented.values())
         return self._billed_usd + usd, self._billed_s + seconds
 
-    def _happening(self, event: TraceEvent) -> Callable[[], None]:
-        return lambda: self._happen(event)
+    def _handler(self, event: TraceEvent) -> Callable[[], None]:
+        return lambda: self._handle(event)
 
-    def _happen(self, event: TraceEvent) -> None:
+    def _handle(self, event: TraceEvent) -> None:
         match event.kind:
             case "add":
                 shape = self._known.get(event.node)
@@ -130,9 +130,9 @@ class SimCloud:
         self._billed_usd += _usd(rented, now)
         self._billed_s += now - rented.since_s
         self._host.machine_dies(rented, by_cloud=by_cloud, was_noticed=rented.node in self._noticed)
-        self._host.agenda.after(GONE_AFTER_S, lambda: self._say_gone(rented.machine))
+        self._host.agenda.after(GONE_AFTER_S, lambda: self._report_gone(rented.machine))
 
-    def _say_gone(self, machine: str) -> None:
+    def _report_gone(self, machine: str) -> None:
         self._host.send(MachineGone(self._host.agenda.now, machine))
 
 

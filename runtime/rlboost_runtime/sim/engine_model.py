@@ -115,7 +115,7 @@ class Sequence:
 
     @property
     def is_running(self) -> bool:
-        """Whether it is decoded."""
+        """True if it is being decoded."""
         return self.start_tick >= 0
 
 

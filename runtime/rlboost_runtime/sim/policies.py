@@ -1,6 +1,6 @@
-"""Parts of a policy that an ablation turns off, one by one.
+"""What each policy means in a simulation: the core's rules, and what else differs with them.
 
-What each policy means in a simulation: the core's rules, and what of the shells differs with them.
+`Switches` are the parts of a policy that an ablation turns off, one by one.
 """
 
 from __future__ import annotations
@@ -9,17 +9,24 @@ from dataclasses import dataclass, replace
 
 from rlboost_runtime.core.base.cost_model import Prices
 from rlboost_runtime.core.base.messages import CoreConfig
-from rlboost_runtime.core.base.scheduling_policy import PREDICTED, BalanceRule, SchedulingPolicy
+from rlboost_runtime.core.base.scheduling_policy import PREDICTED, SchedulingPolicy
 from rlboost_runtime.core.rules import Rules
 from rlboost_runtime.sim.agents import BEAT_S
-from rlboost_runtime.sim.baselines.policies import ALGORITHM_1, CLOSED, ON_DEMAND, POLYRL, baseline_rules
+from rlboost_runtime.sim.baselines.policies import (
+    ALGORITHM_1,
+    CLOSED,
+    IDLE,
+    ON_DEMAND,
+    POLYRL,
+    baseline_rules,
+)
 from rlboost_runtime.sim.baselines.policies import POLICIES as CORE_POLICIES
 from rlboost_runtime.sim.presets import Preset
 
 
 @dataclass(frozen=True, slots=True)
 class Switches:
-    """True: the part works as the policy says. A part that a policy does not have cannot be turned on."""
+    """True: the part works as in the policy. A part that a policy does not have cannot be turned on."""
 
     seeding: bool = True
     """Reserved engines roll out at the beginning of each step."""
@@ -96,7 +103,7 @@ def _without(policy: SchedulingPolicy, switches: Switches) -> SchedulingPolicy:
         loads_any_time=policy.loads_any_time and switches.pull,
         balances=policy.balances and switches.balancing,
         has_gate=policy.has_gate and switches.gate,
-        balance=policy.balance if switches.evening else BalanceRule.IDLE,
+        balance=policy.balance if switches.evening else IDLE,
         fills_fairly=policy.fills_fairly and switches.fair_fill,
         least_first=policy.least_first and switches.least_first,
     )

@@ -1,6 +1,6 @@
 """The simulator's free parameters, and what is assumed beside them.
 
-`Calibration` holds the only numbers that were fitted; `benchmarks/paper/calibration.json` says to what, and
+`Calibration` holds the only numbers that were fitted; `benchmarks/paper/calibration.json` has to what, and
 which figures are predictions. `Assumptions` are judgements or come from a source, and were not moved to
 fit.
 
@@ -49,7 +49,7 @@ class Assumptions:
     """GPU memory for weights and KV cache on the reserved node: `gpu_memory_utilization` of the authors'
     scripts."""
     spot_memory_share: float = 0.6
-    """The same on spot machines: `mem-fraction-static` of the authors' scripts; more failed, they say."""
+    """The same on spot machines: `mem-fraction-static` of the authors' scripts; with more, theirs failed."""
     max_running: int = 256
     """Sequences that an engine decodes at once: `max_num_seqs` and `max-running-requests` of the authors'
     scripts for 8B."""

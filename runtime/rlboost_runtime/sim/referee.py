@@ -1,4 +1,4 @@
-"""Watches a run's events and commands and objects at once where a promise of the core is broken.
+"""Watches a run's events and commands, and raises as soon as a promise of the core is broken.
 
 It keeps books of its own and never asks the core. Promises (design, section 4): (1) every response that was
 asked for ends exactly once, or is cancelled by another step; (2) each assignment is current or over, one
@@ -48,7 +48,7 @@ class _Life:
     pool: Pool
     version: int | None = None
     is_asleep: bool = False
-    """Told to sleep: a word from before, that it serves, means nothing."""
+    """Ordered to sleep: an earlier report that it serves means nothing."""
     holds: set[int] = field(default_factory=set)
     """Current assignments."""
 
@@ -80,7 +80,7 @@ class Referee:
     def __call__(self, event: Event, commands: list[Command]) -> None:
         """Take in what happened and what followed."""
         self.num_events += 1
-        self._hear(event)
+        self._take_in(event)
         for command in commands:
             self._see(command)
 
@@ -91,7 +91,7 @@ class Referee:
 
     # --- events -------------------------------------------------------------------------------------------
 
-    def _hear(self, event: Event) -> None:
+    def _take_in(self, event: Event) -> None:
         match event:
             case StepStarted():
                 self._has_gpu = False
@@ -205,7 +205,7 @@ class Referee:
 
     def _assigned(self, command: Assign) -> None:
         lifecycle, response = self._lives.get(command.instance), command.response
-        assert lifecycle is not None, f"work for {command.instance}, which is nobody"
+        assert lifecycle is not None, f"work for {command.instance}, which does not exist"
         assert lifecycle.epoch == command.epoch, f"work for a former life of {command.instance}"
         assert lifecycle.version == self._version, (
             f"{command.instance} has not proved version {self._version}"

@@ -70,7 +70,7 @@ class ResponseStore:
         )
 
     def is_open(self, response: int) -> bool:
-        """Return whether the response belongs to the open step."""
+        """Return True if the response belongs to the open step."""
         return response in self.tokens
 
     def begin(self, response: int, keep_tokens: int | None) -> int:

@@ -1,7 +1,4 @@
-"""What a simulated run gives back. Everything in it is simulated; nothing was measured.
-
-What happened in a simulated run, as rows, intervals and series.
-"""
+"""What a simulated run returns, as rows, intervals and series. All of it is simulated, nothing measured."""
 
 from __future__ import annotations
 
@@ -117,21 +114,21 @@ class Recorder:
     intervals: list[Interval] = field(default_factory=list)
     kills: list[Kill] = field(default_factory=list)
     seconds: dict[Activity, float] = field(default_factory=dict)
-    """Seconds of the reserved node, by what it did."""
-    _doing: dict[str, tuple[float, Activity]] = field(default_factory=dict)
+    """Seconds of the reserved node by activity."""
+    _current: dict[str, tuple[float, Activity]] = field(default_factory=dict)
     _generated: list[int] = field(default_factory=list)
 
-    def does(self, machine: str, what: Activity, at: float) -> None:
-        """A machine does something from `at` on."""
-        known = self._doing.get(machine)
+    def begin(self, machine: str, what: Activity, at: float) -> None:
+        """A machine begins an activity at `at`."""
+        known = self._current.get(machine)
         if known is not None and known[1] == what:
             return
-        self.stops(machine, at)
-        self._doing[machine] = at, what
+        self.stop(machine, at)
+        self._current[machine] = at, what
 
-    def stops(self, machine: str, at: float) -> None:
+    def stop(self, machine: str, at: float) -> None:
         """A machine is gone."""
-        known = self._doing.pop(machine, None)
+        known = self._current.pop(machine, None)
         if known is None:
             return
         start, what = known
@@ -142,8 +139,8 @@ class Recorder:
 
     def reserved_s(self, what: Activity, at: float) -> float:
         """Return the reserved node's seconds with something until `at`."""
-        start, doing = self._doing.get(RESERVED, (at, what))
-        return self.seconds.get(what, 0.0) + (at - start if doing == what else 0.0)
+        start, activity = self._current.get(RESERVED, (at, what))
+        return self.seconds.get(what, 0.0) + (at - start if activity == what else 0.0)
 
     def generated(self, tokens: int, at: float) -> None:
         """Engines have generated more tokens."""
@@ -154,8 +151,8 @@ class Recorder:
 
     def close(self, at: float) -> None:
         """The run is over."""
-        for machine in list(self._doing):
-            self.stops(machine, at)
+        for machine in list(self._current):
+            self.stop(machine, at)
 
     def throughput(self) -> tuple[tuple[float, float], ...]:
         """Return (end of the bin, tokens per second)."""

@@ -1,4 +1,4 @@
-"""One policy over one trace: builds the world, lets it live, sums up."""
+"""One policy over one trace: builds the world, runs it, sums up."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def simulate(
     """Simulate `hours` of a policy on a trace, or `max_steps` if they take less; at least one step is
     finished, even if it takes longer.
 
-    `seed` decides the responses' lengths, the same for every policy. `progress` is told the simulated
+    `seed` decides the responses' lengths, the same for every policy. `progress` receives the simulated
     seconds, `watch` every event and the core's commands. After the trace's end its last nodes stay. Raises
     `ValueError` for an unknown policy and for a model that its machines cannot hold.
     """

@@ -1,5 +1,5 @@
-"""The trainer as seconds: it asks for steps, eats finished groups in micro-batches while it has the GPUs,
-publishes.
+"""The trainer as seconds: it asks for steps, trains on finished groups in micro-batches while it has the
+GPUs, and publishes.
 
 A response of L tokens costs six forward passes: the old log-probabilities, the reference's, and forward,
 recomputed forward and twice that backward in the update (gradient checkpointing). A micro-batch takes whole
@@ -29,7 +29,7 @@ FORWARD_PASSES = 6.0
 MAX_SHARE = 1 / 16
 """Largest micro-batch, as a share of the step's responses."""
 LOOK_AGAIN_S = 0.5
-"""With synchronised weights: pause between two looks at whether every instance has them."""
+"""With synchronised weights: pause between two checks that every instance has them."""
 
 
 class TrainerHost(Protocol):
@@ -39,9 +39,9 @@ class TrainerHost(Protocol):
     responses: ResponseStore
 
     def send(self, event: Event) -> None:
-        """Tell the core."""
+        """Send the core an event."""
 
-    def trainer_does(self, what: Activity) -> None:
+    def trainer_activity(self, what: Activity) -> None:
         """The reserved node does something else now."""
 
     def step_began(self, step: int) -> None:
@@ -51,7 +51,7 @@ class TrainerHost(Protocol):
         """A step is trained and published."""
 
     def all_loaded(self) -> bool:
-        """Return whether every spot instance serves the newest version that it was told of."""
+        """Return True if every spot instance serves the newest version that it was ordered to load."""
 
 
 def train_s(preset: Preset, lengths: list[tuple[int, int]]) -> float:
@@ -88,13 +88,13 @@ class SimTrainer:
         self._host.send(VersionPublished(self._host.agenda.now, 0, self._weight_bytes))
         self._open()
 
-    def group_comes(self, group: int) -> None:
+    def group_finished(self, group: int) -> None:
         """A group is finished."""
         if self._preset.assumptions.trains_whole_groups:
             self._ready.extend(self._host.responses.members_of(group))
             self._try()
 
-    def response_comes(self, response: int) -> None:
+    def response_finished(self, response: int) -> None:
         """A response is finished."""
         if not self._preset.assumptions.trains_whole_groups:
             self._ready.append(response)
@@ -103,7 +103,7 @@ class SimTrainer:
     def granted(self) -> None:
         """The GPUs are the trainer's."""
         self._has_lease = True
-        self._host.trainer_does("wait")
+        self._host.trainer_activity("wait")
         self._idle_since = self._host.agenda.now
         self._try()
 
@@ -139,7 +139,7 @@ class SimTrainer:
         self._stop_waiting()
         self._is_busy = True
         self._train_s += seconds
-        self._host.trainer_does("train")
+        self._host.trainer_activity("train")
         self._host.agenda.after(seconds, self._trained)
 
     def _trained(self) -> None:
@@ -151,13 +151,13 @@ class SimTrainer:
         if self._is_recalled:
             self._give_back()
             return
-        self._host.trainer_does("wait")
+        self._host.trainer_activity("wait")
         self._try()
 
     def _give_back(self) -> None:
         self._stop_waiting()
         self._has_lease = self._is_recalled = False
-        self._host.trainer_does("hand-over")
+        self._host.trainer_activity("hand-over")
         self._host.send(LeaseReturned(self._host.agenda.now))
 
     def _stop_waiting(self) -> None:
@@ -166,11 +166,11 @@ class SimTrainer:
             self._idle_since = None
 
     def _optimize(self) -> None:
-        self._host.trainer_does("optimizer")
+        self._host.trainer_activity("optimizer")
         self._host.agenda.after(self._preset.assumptions.optimizer_s, self._gather)
 
     def _gather(self) -> None:
-        self._host.trainer_does("publish")
+        self._host.trainer_activity("publish")
         self._host.agenda.after(self._preset.assumptions.gather_s, self._publish)
 
     def _publish(self) -> None:

@@ -1,4 +1,4 @@
-"""The virtual world around one core: sends it what happens, does what it says, and writes down both.
+"""The virtual world around one core: sends it events, executes its commands, and records both.
 
 Plays the coordinator's shell. Events and commands are the live ones; time comes from the agenda alone, so
 the same preset, trace, policy and seed give the same commands (`digest`).
@@ -144,7 +144,7 @@ class World:
         """The coordinator is replaced: agents, in order, are back after so many seconds."""
         self.send(CoordinatorRestarted(self.agenda.now))
         for agent, seconds in zip(self.agents(), back_after_s, strict=False):
-            agent.reset(seconds, tells=False)
+            agent.reset(seconds, reports=False)
 
     @property
     def digest(self) -> str:
@@ -160,7 +160,7 @@ class World:
         """Return the engines' seconds in prefills of what had been begun elsewhere."""
         return self._retired.prefill_s + sum(a.engine.repeated_prefill_s for a in self._agents.values())
 
-    # --- what the parts tell ------------------------------------------------------------------------------
+    # --- what the parts report ----------------------------------------------------------------------------
 
     def send(self, event: Event) -> None:
         """Give the core an event, after those before it."""
@@ -173,7 +173,7 @@ class World:
         return 0 if known is None else known.num_queued
 
     def will_settle(self, agent: SimAgent) -> None:
-        """Settle the agent once the core has heard everything of this moment."""
+        """Settle the agent once the core has handled every event of this moment."""
         self._unsettled[agent] = None
 
     def finished(self, response: int) -> None:
@@ -181,14 +181,14 @@ class World:
         if self.responses.is_open(response):
             tokens, reason = self.responses.finish(response)
             self._inbox.append(Finished(self.agenda.now, response, tokens, reason))
-            self._trainer.response_comes(response)
+            self._trainer.response_finished(response)
 
     def activity(self, agent: SimAgent, what: Activity) -> None:
-        """A spot instance does something else."""
+        """A spot instance's activity changes."""
         if agent.pool is Pool.SPOT:
-            self.recorder.does(agent.machine, what, self.agenda.now)
+            self.recorder.begin(agent.machine, what, self.agenda.now)
         elif what == "rollout" and self.core.lease is LeaseState.ENGINES:
-            self.trainer_does("seed")
+            self.trainer_activity("seed")
 
     def generated(self, tokens: int) -> None:
         """Engines have generated more tokens."""
@@ -199,18 +199,18 @@ class World:
         self._pulled_bytes += num_bytes
 
     def all_loaded(self) -> bool:
-        """Return whether every spot instance serves the newest version."""
+        """Return True if every spot instance serves the newest version."""
         return not any(a.is_loading for a in self._agents.values() if a.pool is Pool.SPOT and not a.is_dead)
 
     # --- the reserved node --------------------------------------------------------------------------------
 
-    def trainer_does(self, what: Activity) -> None:
-        """The reserved node does something else."""
-        self.recorder.does(RESERVED, what, self.agenda.now)
+    def trainer_activity(self, what: Activity) -> None:
+        """The reserved node's activity changes."""
+        self.recorder.begin(RESERVED, what, self.agenda.now)
 
     def step_began(self, step: int) -> None:
         """The trainer asks for a step."""
-        self.trainer_does("hand-over")
+        self.trainer_activity("hand-over")
         now = self.agenda.now
         self._step_began = _Mark(
             at=now,
@@ -254,7 +254,7 @@ class World:
 
     def machine_begins(self, rented: RentedMachine) -> None:
         """A machine boots; its agents dial in when it is up."""
-        self.recorder.does(rented.machine, "boot", self.agenda.now)
+        self.recorder.begin(rented.machine, "boot", self.agenda.now)
         self._of_machine[rented.machine] = []
         self.agenda.after(self._preset.assumptions.boot_s, lambda: self._booted(rented))
 
@@ -271,7 +271,7 @@ class World:
             self._retire(agent)
             if by_cloud:
                 self.send(Disconnected(now, agent.instance, agent.epoch))
-        self.recorder.stops(rented.machine, now)
+        self.recorder.stop(rented.machine, now)
         if by_cloud or was_noticed:  # one that was noticed may have ended before it was taken
             self.recorder.kills.append(Kill(now, rented.machine, rented.node, was_noticed))
 
@@ -323,37 +323,37 @@ class World:
     # --- the shell ----------------------------------------------------------------------------------------
 
     def _drain(self) -> None:
-        """Let the core hear everything that waits, then let engines go on; until nothing is left to say."""
+        """Let the core handle all waiting events, then let engines go on, until no event is left."""
         if self._is_draining:
             return
         self._is_draining = True
         while self._inbox or self._unsettled:
             if self._inbox:
-                self._hear(self._inbox.popleft())
+                self._handle(self._inbox.popleft())
                 continue
             unsettled, self._unsettled = self._unsettled, {}
             for agent in unsettled:
                 agent.settle()
         self._is_draining = False
 
-    def _hear(self, event: Event) -> None:
+    def _handle(self, event: Event) -> None:
         self.num_events += 1
         commands = self.core.handle(event)
         if self.watch is not None:
             self.watch(event, commands)
         for command in commands:
             self._digest.update(_fingerprint(command))
-            self._obey(command)
+            self._execute(command)
 
-    def _obey(self, command: Command) -> None:
+    def _execute(self, command: Command) -> None:
         match command:
             case Assign() | Abort() | LoadVersion() | Evict():
                 self._to_agent(command)
             case Sleep() | Wake():
-                self.trainer_does("hand-over")
+                self.trainer_activity("hand-over")
                 self._to_agent(command)
             case DeliverGroup(group=group):
-                self._trainer.group_comes(group)
+                self._trainer.group_finished(group)
             case GrantLease():
                 self._trainer.granted()
             case RecallLease():
@@ -367,7 +367,7 @@ class World:
         agent = self._agents.get(command.instance)
         if agent is None or agent.epoch != command.epoch:
             return
-        agent.obey(command)
+        agent.execute(command)
         if isinstance(command, Evict) and agent.pool is Pool.RESERVED:
             self.agenda.after(RESTART_S, lambda: self._start_again(agent))
 

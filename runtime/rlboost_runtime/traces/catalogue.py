@@ -8,7 +8,7 @@ Public traces from their origin onto the disk, and from there into a simulation.
 Guarantees of `fetch_trace`: the file that it returns has the length and the digest of the known trace; a
 file under its final name is whole; connecting, and each wait for bytes, ends after 15 s of silence, and no
 piece is taken after the deadline; what had arrived before a failure is kept, and the next call goes on from
-there. Two callers with one cache may spoil each other's unfinished file; its digest tells, and one has to
+there. Two callers with one cache may spoil each other's unfinished file; its digest shows it, and one has to
 fetch again.
 
 What `--trace` means: a file, a public trace that has been fetched, or a generated one.
@@ -175,7 +175,7 @@ _REMEDY = (
 
 def _download(trace: KnownTrace, origin: str, part: Path, until: float, progress: Progress) -> None:
     have = part.stat().st_size if part.exists() else 0
-    if have >= trace.size_bytes:  # whole, or of another file: the digest will tell
+    if have >= trace.size_bytes:  # whole, or of another file: the digest will show
         return
     request = urllib.request.Request(origin, headers={"Range": f"bytes={have}-"} if have else {})  # noqa: S310
     with _opened(request, until) as response, part.open("r+b" if have else "wb") as file:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import random
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from statistics import fmean, median
 from typing import Literal
 
 Kind = Literal["add", "notice", "remove"]
-"""add: the node can be had; notice: the cloud says that it will take it; remove: it is gone."""
+"""add: the node can be had; notice: the cloud announces that it takes it; remove: it is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +36,7 @@ class TraceEvent:
 
 @dataclass(frozen=True)
 class Trace:
-    """A recorded or generated market; `source` says which of the two, and where it is from.
+    """A recorded or generated market; `source` has which of the two, and where it is from.
 
     A node that comes back may have its former name. Raises `ValueError` for events that cannot have happened.
     """
@@ -66,11 +65,6 @@ class Trace:
             elif count != steps[-1][1]:
                 steps.append((at_s, count))
         return tuple(steps)
-
-    def capacity_at(self, at_s: float) -> int:
-        """Return the number of nodes that are there once everything at `at_s` has happened."""
-        index = bisect_right(self.capacity_steps, at_s, key=lambda step: step[0])
-        return self.capacity_steps[index - 1][1] if index else 0
 
     def window(self, start_s: float, end_s: float) -> Trace:
         """Return what happens in `[start_s, end_s)`, counted from `start_s`.
@@ -111,7 +105,7 @@ def _standing(events: Iterable[TraceEvent]) -> list[TraceEvent]:
 
 
 def _check(events: tuple[TraceEvent, ...], duration_s: float) -> None:
-    there: dict[str, bool] = {}  # whether its notice is out
+    there: dict[str, bool] = {}  # node -> its notice is out
     last_s = 0.0
     for event in events:
         if not last_s <= event.at_s <= duration_s:
@@ -133,7 +127,7 @@ def _check(events: tuple[TraceEvent, ...], duration_s: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TraceStatistics:
-    """Times in seconds, rates per hour; None where a trace has too few events to say.
+    """Times in seconds, rates per hour; None where a trace has too few events.
 
     A *tick* is a moment at which something is taken; a *mass reclaim* is a tick that takes two or more.
     """

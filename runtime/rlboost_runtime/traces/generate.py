@@ -11,7 +11,7 @@ So inter-arrival times, sizes, lifetimes, capacity and its bounds follow from th
 their means over seeds with the recorded ones: within 6 % for p3, 15 % for a100. What is not modelled: hours
 of the day, and a target that changes.
 
-Generated traces say so in `source`. The same profile, seed and length give the same trace again.
+Generated traces are marked so in `source`. The same profile, seed and length give the same trace again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Trace files into traces. Formats are told apart by content: event rows, count rows, SkyPilot's JSON.
+"""Trace files into traces. Formats are recognised by content: event rows, count rows, SkyPilot's JSON.
 
 Guarantees: what cannot have happened is refused with `ConfigError`, which names file and line, what was found
 and what to do; no other error leaves `load_trace`. The same file always gives the same trace.

@@ -1,7 +1,7 @@
 """What may follow what in a trace: takes rows in the order of the file and refuses what cannot have happened.
 
-A count does not say which nodes come and go: they are named in the order in which they come, and those that
-leave are drawn, in the same way every time.
+A count does not identify the nodes that come and go: they are named in the order in which they come, and
+those that leave are drawn, in the same way every time.
 
 Traces as rows: what may stand in a line, and what a file's columns mean.
 
@@ -32,7 +32,7 @@ from rlboost_runtime.traces.events import Kind, TraceEvent
 
 
 class BadRow(Exception):
-    """What is wrong with a row, and what to do about it; whoever knows file and line says where."""
+    """What is wrong with a row, and what to do about it; the reader adds file and line."""
 
     def __init__(self, found: str, remedy: str) -> None:
         super().__init__(found, remedy)
@@ -49,10 +49,10 @@ class History:
     """Time of the last row."""
     _events: list[TraceEvent] = field(default_factory=list)
     _there: dict[str, tuple[TraceEvent, bool]] = field(default_factory=dict)
-    """Nodes that are there: their add, and whether their notice is out."""
+    """Nodes that are there: their add, and True if their notice is out."""
     _known: set[str] = field(default_factory=set)
     _counted: list[str] = field(default_factory=list)
-    """Nodes that are there because a count said so."""
+    """Nodes that are there because of a count."""
     _drawn: random.Random = field(default_factory=lambda: random.Random("count rows"))  # noqa: S311
 
     @property
@@ -148,12 +148,12 @@ class Layout:
 
     @property
     def has_counts(self) -> bool:
-        """Whether rows hold numbers of nodes instead of events."""
+        """True if rows hold numbers of nodes instead of events."""
         return "count" in self.columns
 
     @property
     def is_from_start(self) -> bool:
-        """Whether times count from the trace's start."""
+        """True if times count from the trace's start."""
         return "at_s" in self.columns
 
     def read(self, cells: list[str]) -> dict[str, str]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rlboost_runtime.core.base.messages import Abort, Heartbeat, Pool, ResponseRequest, StepStarted
-from rlboost_runtime.core.base.scheduling_policy import RLBOOST, BalanceRule
+from rlboost_runtime.core.base.scheduling_policy import RLBOOST
 from rlboost_runtime.core.dispatch.balance import Balancer
 from rlboost_runtime.core.state.eligible import LoadIndex
 from rlboost_runtime.core.state.instances import Instance
@@ -296,7 +296,7 @@ def test_reserved_engines_even_out_among_themselves_while_no_spot_instance_serve
     }
     lengths = Lengths()
     lengths.learn([1_500] * 8)
-    balancer = Balancer(eligible, LoadIndex(eligible, lambda _: None), lengths, BalanceRule.EVEN)
+    balancer = Balancer(eligible, LoadIndex(eligible, lambda _: None), lengths)
     for kv_tokens in (1_000, 2_000, 3_000, 4_000):
         balancer.step_times.learn((10_000, 99), kv_tokens, 0.010 + 2e-6 * kv_tokens)
     requests = tuple(ResponseRequest(i, i, 10, 2_000) for i in range(8))
@@ -304,11 +304,11 @@ def test_reserved_engines_even_out_among_themselves_while_no_spot_instance_serve
         eligible["a"].hold(number, response, 500)
     for name in eligible:
         balancer.touch(name)
-    relief = balancer.relief(1.0)
-    assert (relief is not None) == moves
-    if relief is not None:
-        assert (relief.giver.instance, relief.taker.instance) == ("a", "b")
-        assert 2 <= len(relief.assignments) <= 4
+    rebalance = balancer.rebalance(1.0)
+    assert (rebalance is not None) == moves
+    if rebalance is not None:
+        assert (rebalance.source.instance, rebalance.target.instance) == ("a", "b")
+        assert 2 <= len(rebalance.assignments) <= 4
 
 
 def test_without_balance_nothing_moves(new_run) -> None:

@@ -96,7 +96,7 @@ def test_a_second_registration_ends_the_former_life(run) -> None:
     assert sorted(run.assigned(commands)) == orphans
     assert run.core.counters.losses == {LossCause.REPLACED: 1}
     assert run.send(InstanceReady(0.0, "a", former, 0)) == []
-    assert run.core.counters.stale_words == 1
+    assert run.core.counters.stale_events == 1
     assert run.core.instances["a"].version is None
 
 
@@ -298,7 +298,7 @@ def test_a_response_at_its_limit_is_finished_by_us(new_run) -> None:
 def test_beats_of_unknown_or_former_lives_are_counted(run) -> None:
     run.send(Heartbeat(0.0, "a", 99, 1, ()))
     run.send(Heartbeat(0.0, "stranger", 1, 1, ()))
-    assert run.core.counters.stale_words == 2
+    assert run.core.counters.stale_events == 2
 
 
 def test_a_run_that_ends_takes_everything_back(new_run) -> None:

@@ -179,7 +179,7 @@ def test_a_second_word_of_sleep_does_not_count_for_the_next_order(run) -> None:
     run.step()
     run.ready("head-0")
     assert run.slept("head-0") == []
-    assert run.core.counters.stale_words == 1
+    assert run.core.counters.stale_events == 1
     run.finish(0)
     assert run.core.lease is LeaseState.CLOSING
 
@@ -213,7 +213,7 @@ def test_a_restarted_trainer_gets_everything_again_and_lends_the_gpu(run) -> Non
 def test_an_answer_to_no_recall_is_stale(run) -> None:
     assert run.send(LeaseReturned(0.0)) == []
     assert run.core.lease is LeaseState.TRAINER
-    assert run.core.counters.stale_words == 1
+    assert run.core.counters.stale_events == 1
 
 
 def test_orders_are_repeated_to_an_instance_that_comes_back(run) -> None:
@@ -252,9 +252,9 @@ def test_a_step_asked_for_ahead_leaves_the_gpu_with_the_trainer(new_run) -> None
     assert run.core.lease is LeaseState.TRAINER
     assert not {GrantLease, RecallLease, Wake} & set(kinds(commands))
     assert run.assigned(commands) == {1: "a", 2: "a"}, "spot instances work on while step 0 is trained"
-    stale = run.core.counters.stale_words
+    stale = run.core.counters.stale_events
     run.send(StepTrained(run.now, 0, 0.0, 1.0))
-    assert run.core.counters.stale_words == stale
+    assert run.core.counters.stale_events == stale
     assert run.core.step.step == 1
     assert not run.core.step.trained
 

@@ -95,7 +95,7 @@ def test_a_gone_machine_with_a_living_instance_is_not_forgotten(new_run) -> None
 def test_a_launch_that_this_run_never_asked_for_means_nothing(new_run, name: str) -> None:
     run = new_run(max_spot_instances=2)
     assert run.launched(name) == []
-    assert run.core.counters.stale_words == 1
+    assert run.core.counters.stale_events == 1
 
 
 def test_a_machine_that_nobody_dials_in_from_is_ended_and_replaced(new_run) -> None:
@@ -232,7 +232,7 @@ def test_a_launch_that_was_given_up_and_succeeds_is_ended(new_run) -> None:
     run.send(LaunchFailed(0.0, "spot-0", "timeout", 60.0))
     assert ends(run.launched("spot-0")) == ["spot-0"]
     run.send(LaunchFailed(0.0, "spot-0", "timeout", 60.0))
-    assert run.core.machines["spot-0"].is_alive, "only the provider's word ends it now"
+    assert run.core.machines["spot-0"].is_alive, "only the provider's report ends it now"
 
 
 def test_an_agent_of_a_machine_being_ended_gets_no_work(new_run) -> None:

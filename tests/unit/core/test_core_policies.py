@@ -24,7 +24,6 @@ from rlboost_runtime.core.base.messages import (
 )
 from rlboost_runtime.core.base.scheduling_policy import RLBOOST, SizeRule
 from rlboost_runtime.core.core import Core
-from rlboost_runtime.core.dispatch.balance import RateProfile, _batch, _bucket
 from rlboost_runtime.core.lease_controller import LOADING_S
 from rlboost_runtime.core.replay import decode_event, encode_event
 from rlboost_runtime.core.state.eligible import LoadIndex
@@ -34,6 +33,7 @@ from rlboost_runtime.core.state.rates import GenerationRate, Lengths, StepTimes
 from rlboost_runtime.core.window.gpu_lease import LeaseState
 from rlboost_runtime.core.window.seeding_window import StepObservation
 from rlboost_runtime.core.window.sizing import useful_instances
+from rlboost_runtime.sim.baselines.balance import RateProfile, _batch, _bucket
 from rlboost_runtime.sim.baselines.policies import (
     CLOSED,
     ON_DEMAND,
@@ -67,7 +67,7 @@ def test_live_runs_follow_the_default_and_a_log_keeps_the_policy() -> None:
 
 @pytest.mark.parametrize("policy", [PAPER, replace(PAPER, dispatch="booked")])
 def test_a_live_core_does_not_know_the_baselines(policy) -> None:
-    with pytest.raises(ValueError, match=r"unknown (dispatch|window) rule .*there are (booked|predicted)"):
+    with pytest.raises(ValueError, match=r"unknown (dispatch|balance) rule .*there are (booked|even)"):
         Core().handle(RunStarted(0.0, CoreConfig(max_spot_instances=3, policy=policy)))
 
 

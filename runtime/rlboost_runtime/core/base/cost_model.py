@@ -14,7 +14,7 @@ wake the reserved engines, a step lasts::
     n > 0    max(S + B, R(n))                where R(n) is at most B + w: no window is needed
              (S^3 + T^3)^(1/3) + B           else, T = w + R(n + p) (1 - (B + w) / R(n))
 
-T is the window as `seeding_predicted` runs it, S how long a trainer has nothing to train because nothing is
+T is the window as `window.predicted` runs it, S how long a trainer has nothing to train because nothing is
 finished yet. Neither hides the other: a window that S outlasts still brings fewer responses than it should,
 and with the greater of the two a fifth machine would seem to be worth nothing and the fourth too much
 (simulated, constant fleets of one to eight machines: off by 3 %, the greater by 10 %).
@@ -41,7 +41,7 @@ BOTH = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What a run pays. All zero: nobody knows, or nothing is paid."""
+    """What a run pays. All zero: unknown, or free."""
 
     reserved_usd_per_hour: float = 0.0
     """Of all reserved nodes."""
@@ -52,7 +52,7 @@ class Prices:
 
     @property
     def is_known(self) -> bool:
-        """Whether there is anything to weigh: speed is worth money, and so are machines."""
+        """True if there is anything to weigh: speed is worth money, and so are machines."""
         return self.reserved_usd_per_hour > 0 and (self.spot_usd_per_hour > 0 or self.egress_usd_per_gb > 0)
 
 
@@ -88,7 +88,7 @@ def rollout_s(rates: StepRates, engines: float) -> float:
 
 
 def step_s(rates: StepRates, instances: int) -> float:
-    """Return the seconds of a step with so many spot instances, infinite where nobody generates."""
+    """Return the seconds of a step with so many spot instances, infinite without any engine."""
     if not instances:
         return rates.wake_s + rollout_s(rates, rates.reserved_engines) + rates.train_s + rates.fixed_s
     window_s = best_window_s(rates, instances)

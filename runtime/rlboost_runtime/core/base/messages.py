@@ -6,9 +6,9 @@ plain values, so that a log of events can be written, read back and driven throu
 identical commands (tests/integration holds that promise over live runs).
 
 Vocabulary: a *response* is one continuation; an *assignment* is one attempt of one instance at one response.
-Assignment numbers are unique in a run and never reused, so a late word under an old assignment can always be
-told from a current one. An *epoch* numbers the registrations of a run: unique, and each greater than all
-before it.
+Assignment numbers are unique in a run and never reused, so a late message under an old assignment can always
+be distinguished from one under a current one. An *epoch* numbers the registrations of a run: unique, and each
+greater than all before it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ReleaseReason(StrEnum):
     ABORTED = "aborted"
     """We asked for it (migration, drain, hand-over)."""
     ENGINE_FAILED = "engine_failed"
-    """The engine died or forgot it; says nothing about the response."""
+    """The engine died or forgot it; the response is not to blame."""
     RESPONSE_FAILED = "response_failed"
     """The engine lives but refuses or fails on this very response; counts towards its quarantine."""
 
@@ -57,9 +57,9 @@ class LossCause(StrEnum):
     RESET = "reset"
     """Its connection closed and it did not come back within the grace."""
     SILENT = "silent"
-    """Its lease ended without a word."""
+    """Its lease ended without a heartbeat."""
     NOTICED = "noticed"
-    """It said goodbye after a preemption notice."""
+    """It signed off after a preemption notice."""
     REPLACED = "replaced"
     """The same instance registered anew: its former life is over."""
     HUNG = "hung"
@@ -67,7 +67,7 @@ class LossCause(StrEnum):
     STOPPED = "stopped"
     """We took it down."""
     MACHINE_GONE = "machine_gone"
-    """The provider says that its machine is gone."""
+    """The provider reports that its machine is gone."""
 
 
 # --- what the shells are configured with -----------------------------------------------------------------
@@ -155,7 +155,7 @@ class StepStarted:
 class StepTrained:
     """The trainer has trained the step. `wait_s`: idle, holding the lease, for want of
     responses to fill a micro-batch (t_train^wait); `busy_s`: its training time without that (t_train).
-    `handover_s`: what it took to bring policy and optimizer back onto the GPUs; in neither of them."""
+    `handover_s`: the time to bring policy and optimizer back onto the GPUs; in neither of them."""
 
     at: float
     step: int
@@ -242,7 +242,7 @@ class Heartbeat:
     engine_progress: int
     tokens: tuple[tuple[int, int], ...]
     num_queued: int | None = None
-    """Assignments that the engine has accepted and does not execute yet; None: not told."""
+    """Assignments that the engine has accepted and does not execute yet; None: not reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +276,7 @@ class NoticeReceived:
 
 @dataclass(frozen=True, slots=True)
 class InstanceLeft:
-    """The agent said goodbye; everything that it generated has been received."""
+    """The agent signed off; everything that it generated has been received."""
 
     at: float
     instance: str
@@ -325,7 +325,7 @@ class LaunchFailed:
 
 @dataclass(frozen=True, slots=True)
 class MachineGone:
-    """The provider says that the machine no longer exists."""
+    """The provider reports that the machine no longer exists."""
 
     at: float
     machine: str
@@ -392,7 +392,7 @@ class Assign:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Stop the assignment, hand over what there is (`Released` answers)."""
+    """Stop the assignment and hand over its tokens so far (`Released` answers)."""
 
     instance: str
     epoch: int

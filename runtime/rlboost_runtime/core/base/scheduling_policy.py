@@ -13,6 +13,8 @@ from enum import StrEnum
 
 BOOKED = "booked"
 """Dispatch to the emptiest instance by booked KV tokens; a response that fits nowhere waits (`dispatch`)."""
+EVEN = "even"
+"""Running responses move from the fullest instance to the emptiest, where that saves more than it costs."""
 PREDICTED = "predicted"
 """A window until what is left to roll out takes no longer than training (`window.predicted`)."""
 
@@ -28,16 +30,6 @@ class SizeRule(StrEnum):
     """The same, beginning with the number of reserved engines, as in the paper."""
     CAP = "cap"
     """Always the job's cap: the published code leaves it to the user."""
-
-
-class BalanceRule(StrEnum):
-    """Which running responses move between instances (`balance`)."""
-
-    IDLE = "idle"
-    """The paper's: an instance without any takes those of the fullest beyond where its throughput levels
-    off."""
-    EVEN = "even"
-    """From the fullest to the emptiest, where that saves more than it costs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +60,8 @@ class SchedulingPolicy:
     sizing: SizeRule = SizeRule.MARGINAL
     balances: bool = True
     """Move responses between instances while these run (CONTINUOUSLB of Algorithm 2)."""
-    balance: BalanceRule = BalanceRule.EVEN
+    balance: str = EVEN
+    """Name of the rule by which they move."""
     keeps_tokens: bool = True
     """What a lost instance generated is kept; else its responses begin anew, by `Assign.keep_tokens`, which
     only simulated agents obey."""

@@ -1,12 +1,11 @@
-"""Deadlines, each named by a kind and a subject: setting, moving and cancelling one costs O(log n) at worst.
+"""What the parts of a core share (`Context`): the time, the tunables, deadlines, counters and the commands of
+this event.
 
-Moving a deadline later, which every heartbeat does, costs O(1): its place in the heap is corrected when it
-comes up. `earliest` is always exact, so no tick is wasted on a deadline that moved.
+Deadlines are named by a kind and a subject. Setting, moving and cancelling one costs O(log n) at worst;
+moving it later, which every heartbeat does, costs O(1), as its place in the heap is corrected when it comes
+up. `earliest` is always exact, so no tick is wasted on a deadline that moved.
 
-What the core counts over a run, for status and tests; nothing is decided on it.
-
-What the parts of a core share: the time, the tunables, deadlines, counters and the commands of this
-event.
+Counters are over a run, for status and tests; nothing is decided on them.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class Timer(StrEnum):
     """What a deadline is for. The subject is an instance, a machine or the empty string."""
 
     LEASE = "lease"
-    """An instance's lease ends without a word."""
+    """An instance's lease ends without a heartbeat."""
     GRACE = "grace"
     """A disconnected instance does not come back."""
     HANG = "hang"
@@ -48,7 +47,7 @@ class Timer(StrEnum):
     WINDOW = "window"
     """The seeding window has lasted T_seed."""
     RECALL = "recall"
-    """Work is left and nobody serves it: recall the GPU."""
+    """Work is left and no instance serves it: recall the GPU."""
     BALANCE = "balance"
     """Responses may be moved between instances again."""
     PACE = "pace"
@@ -67,7 +66,7 @@ class Timers:
     def __init__(self) -> None:
         self._due: dict[Key, float] = {}
         self._planned: dict[Key, float] = {}  # where the key stands in the heap; never later than due
-        # Ties are broken by the key: the order must not depend on when somebody looked at `earliest`.
+        # Ties are broken by the key: the order must not depend on when `earliest` was called.
         self._heap: list[tuple[float, Key]] = []
 
     def set(self, timer: Timer, subject: str, at: float) -> None:
@@ -139,10 +138,10 @@ class Counters:
     """Instances lost, by cause."""
     preemptions: Counter[LossCause] = field(default_factory=Counter)
     """Spot machines without any instance left, by what took the last one; counted anew if one comes back."""
-    stale_words: int = 0
+    stale_events: int = 0
     """Events that no longer mean anything: unknown or former instance, assignment, step or lease."""
     duplicates: int = 0
-    """Events that said again what was known."""
+    """Events that repeated what was known."""
     quarantined: list[int] = field(default_factory=list)
     """Responses given up after failing on several instances."""
     cancelled: int = 0

@@ -1,4 +1,4 @@
-"""Who generates what: assignments of the open step's responses to instances.
+"""The assignments of the open step's responses to instances.
 
 Guarantees: an assignment number names one attempt and is never reused; a response has at most one current
 assignment; whatever an instance loses goes back to the queue with the tokens it keeps.
@@ -22,9 +22,9 @@ such instance in all: with fewer instances alive than that it would otherwise fa
 run."""
 
 BALANCE_S = 1.0
-"""Least pause between two moves of running responses: the former must show in what instances say first."""
+"""Least pause between two moves of running responses: the first must show in heartbeats before the second."""
 SMALL_FLEET = 16
-"""Able instances that share one move per pause; the pauses of a larger fleet are shorter."""
+"""Eligible instances that share one move per pause; the pauses of a larger fleet are shorter."""
 
 
 class Assignments:
@@ -37,13 +37,14 @@ class Assignments:
         eligible: Mapping[str, Instance],
         lengths: Lengths,
         dispatcher: Dispatcher,
+        balancer: Balancer,
     ) -> None:
         self._context = context
         self._instance_table = instance_table
         self.dispatcher = dispatcher
-        self.balancer = Balancer(eligible, dispatcher.load_index, lengths, context.config.policy.balance)
+        self.balancer = balancer
         self.lengths = lengths
-        """What finished responses showed about lengths."""
+        """Lengths of finished responses."""
         self.pace = GenerationRate()
         self.book: StepResponses | None = None
         self.current: dict[int, Response] = {}
@@ -84,12 +85,12 @@ class Assignments:
     # --- giving and taking --------------------------------------------------------------------------------
 
     def assign_waiting(self) -> None:
-        """Give waiting responses to able instances as far as they fit."""
+        """Give waiting responses to eligible instances as far as they fit."""
         if self.book is not None and self.dispatcher.has_waiting():
             self.dispatcher.place(self.book, self._assign)
 
     def balance(self) -> None:
-        """Take responses away from a crowded instance for an idle one, if nobody waits and that helps."""
+        """Take responses away from a crowded instance for an idle one, if none waits and that helps."""
         if not self._context.config.policy.balances or not self.num_unfinished:
             return
         if self.dispatcher.has_waiting():
@@ -98,21 +99,21 @@ class Assignments:
         if now < self._balance_at:
             self._context.timers.set(Timer.BALANCE, "", self._balance_at)
             return
-        relief = self.balancer.relief(now)
-        if relief is None:
+        rebalance = self.balancer.rebalance(now)
+        if rebalance is None:
             return
         self._balance_at = now + BALANCE_S * min(1.0, SMALL_FLEET / max(1, len(self._eligible)))
-        for assignment in relief.assignments:
-            relief.giver.assignments[assignment].meant_for = relief.taker.instance
-            self.abort(relief.giver, assignment)
-        self.touch(relief.giver)
+        for assignment in rebalance.assignments:
+            rebalance.source.assignments[assignment].meant_for = rebalance.target.instance
+            self.abort(rebalance.source, assignment)
+        self.touch(rebalance.source)
 
     def touch(self, instance: Instance) -> None:
-        """The load or ability of an instance may have changed."""
+        """Note that the load or eligibility of an instance may have changed."""
         self.touch_name(instance.instance)
 
     def touch_name(self, name: str) -> None:
-        """The same by name: of one that may be gone."""
+        """The same for the name of an instance that may be gone."""
         self.dispatcher.touch(name)
         self.balancer.touch(name)
 
@@ -161,17 +162,17 @@ class Assignments:
             self.expect_answer(instance)
 
     def abort_all(self, instance: Instance) -> None:
-        """Ask the instance to release everything that it has not been asked for."""
+        """Ask the instance to release every assignment that it has not been asked to release yet."""
         for assignment in [a for a in instance.assignments if a not in instance.aborting]:
             self.abort(instance, assignment)
 
     def expect_answer(self, instance: Instance) -> None:
-        """An instance that does not answer in time hangs."""
+        """Set the deadline after which an instance that does not answer counts as hung."""
         due = self._context.now + self._context.config.hang_after_s
         self._context.timers.set(Timer.ANSWER, instance.instance, due)
 
     def expect_progress(self, instance: Instance) -> None:
-        """An engine that holds work and makes no progress until then hangs."""
+        """Set the deadline after which an engine with work that makes no progress counts as hung."""
         if instance.assignments:
             due = self._context.now + self._context.config.hang_after_s
             self._context.timers.set(Timer.HANG, instance.instance, due)

@@ -30,7 +30,7 @@ from rlboost_runtime.core.state.responses import Response, StepResponses, Waitin
 
 COMING_S = {Pool.SPOT: 20.0, Pool.RESERVED: 60.0}
 """An instance that loads a step's version, or wakes for it, is waited for so long after the step's begin.
-Reserved engines wake for nothing if nobody waits for them: what runs on spot instances does not move to
+Reserved engines wake for nothing if they are not waited for: what runs on spot instances does not move to
 them. With 30 s of waking a step of 8B on four machines takes a tenth longer if they are waited for 20 s."""
 FAIR_S = 1.0
 """The fair share is worked out anew so often: it looks at every instance, and hardly changes meanwhile."""
@@ -90,7 +90,7 @@ class Dispatcher:
         return self.queue.all()
 
     def touch(self, name: str) -> None:
-        """Take notice that an instance's load or ability may have changed."""
+        """Note that an instance's load or eligibility may have changed."""
         self.load_index.touch(name)
 
     def has_waiting(self) -> bool:
@@ -112,7 +112,7 @@ class Dispatcher:
 
         `place` must book the assignment on the instance before it returns, and touch it.
         """
-        self._fair_share = self._share_until_all_are_here()
+        self._fair_share = self._fair_share_now()
         stuck: list[Response] = []
         while self.eligible and (response := self.queue.peek()) is not None:
             estimate = self.kv_estimate(response)
@@ -156,7 +156,7 @@ class Dispatcher:
             return meant
         return self.choose(response, estimate, avoid)
 
-    def _share_until_all_are_here(self) -> float:
+    def _fair_share_now(self) -> float:
         """Return how full an instance may get while others are about to serve: as full as all will be.
 
         Without that the first one ready at a step's begin draws all there is, and the last one, a second

@@ -1,16 +1,13 @@
-"""Which instances may be given work now, and how many spot ones are there: kept up to date instance by
-instance.
+"""Which instances may be given work now (`EligibleSet`), and those in order of load (`LoadIndex`).
 
-Guarantees: after `refresh`, `eligible` and the counts are what looking at every instance would give
-(`check`). The cost of an event is that of the instances that it changed; a new step or the run's end looks at
-all.
+Guarantees: after `refresh`, `eligible` and the counts of spot instances are what looking at every instance
+would give (`check`). An event costs as much as the instances that it changed; a new step or the run's end
+looks at all.
 
-Able instances in order of load, kept up to date as they change: finding the best costs O(log instances).
-
-An instance whose load or ability changed is touched, which costs O(1); the next look files it anew. An
-entry whose instance has changed since is void and dropped when it comes up. Instances of one kind (KV
-capacity, slots) share a heap: the emptiest of a kind is the one with the most room in it, so if it does not
-admit, none of them does.
+Finding the best instance costs O(log instances). An instance whose load or eligibility changed is touched,
+which costs O(1); the next lookup updates its entry. An entry whose instance has changed since is void and
+dropped when it comes up. Instances of one kind (KV capacity, slots) share a heap: the emptiest of a kind is
+the one with the most room in it, so if it does not admit, none of them does.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from rlboost_runtime.core.state.instances import Instance, InstanceTable
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What decides about all instances at once."""
+    """What the eligibility of all instances depends on."""
 
     version: int | None
     """The open step's policy version; None: no step."""
@@ -35,23 +32,23 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class Eligibility:
     """What one instance counts as."""
 
-    is_able: bool = False
+    is_eligible: bool = False
     is_present_spot: bool = False
     """Spot, and serving some version."""
     is_serving_spot: bool = False
-    """Spot, connected, and serving the step's version: able but for a passing pause."""
+    """Spot, connected, and serving the step's version: eligible except for a passing pause."""
     is_live_spot: bool = False
     """Spot, connected, and not about to go; it may still be loading."""
 
 
-NOTHING = Standing()
+NOTHING = Eligibility()
 
 
 class EligibleSet:
-    """Able instances and counts of spot instances."""
+    """The eligible instances, and counts of spot instances."""
 
     def __init__(self, instance_table: InstanceTable) -> None:
         self.eligible: dict[str, Instance] = {}
@@ -60,59 +57,59 @@ class EligibleSet:
         self.num_live_spot = 0
         self._instance_table = instance_table
         self._terms = Terms(None, False, False)
-        self._standing: dict[str, Standing] = {}
+        self._known: dict[str, Eligibility] = {}
 
     def refresh(self, terms: Terms, changed: dict[str, None]) -> list[str]:
-        """Take in changes; return the instances whose ability may have changed."""
+        """Take in changes; return the instances whose eligibility may have changed."""
         former, self._terms = self._terms, terms
         if (former.version, former.is_ending) != (terms.version, terms.is_ending):
-            names = list({**self._standing, **dict.fromkeys(self._instance_table.instances)})
+            names = list({**self._known, **dict.fromkeys(self._instance_table.instances)})
         elif former.reserved_may != terms.reserved_may:
             names = list({**changed, **dict.fromkeys(self._instance_table.reserved)})
         else:
             names = list(changed)
         for name in names:
-            self._file(name)
+            self._update(name)
         return names
 
     def check(self) -> None:
         """Assert that nothing was missed."""
         for name, instance in self._instance_table.instances.items():
-            expected, known = self._stand(instance), self._standing.get(name, NOTHING)
-            assert known == expected, f"{name} stands as {expected}, taken for {known}"
-            assert (self.eligible.get(name) is instance) == expected.is_able, f"{name} is {expected}"
-        gone = self._standing.keys() - self._instance_table.instances.keys()
+            expected, known = self._assess(instance), self._known.get(name, NOTHING)
+            assert known == expected, f"{name} is {expected}, taken for {known}"
+            assert (self.eligible.get(name) is instance) == expected.is_eligible, f"{name} is {expected}"
+        gone = self._known.keys() - self._instance_table.instances.keys()
         assert not gone, f"{gone} are gone and still counted"
-        assert self.eligible.keys() <= self._instance_table.instances.keys(), "gone and still able"
-        standings = self._standing.values()
+        assert self.eligible.keys() <= self._instance_table.instances.keys(), "gone and still eligible"
+        all_known = self._known.values()
         counted = self.num_present_spot, self.num_serving_spot, self.num_live_spot
         real = (
-            sum(s.is_present_spot for s in standings),
-            sum(s.is_serving_spot for s in standings),
-            sum(s.is_live_spot for s in standings),
+            sum(s.is_present_spot for s in all_known),
+            sum(s.is_serving_spot for s in all_known),
+            sum(s.is_live_spot for s in all_known),
         )
         assert counted == real, f"counted {counted}, there are {real}"
 
-    def _file(self, name: str) -> None:
+    def _update(self, name: str) -> None:
         instance = self._instance_table.instances.get(name)
-        former = self._standing.pop(name, NOTHING)
-        standing = NOTHING if instance is None else self._stand(instance)
+        former = self._known.pop(name, NOTHING)
+        now = NOTHING if instance is None else self._assess(instance)
         if instance is not None:
-            self._standing[name] = standing
-        self.num_present_spot += standing.is_present_spot - former.is_present_spot
-        self.num_serving_spot += standing.is_serving_spot - former.is_serving_spot
-        self.num_live_spot += standing.is_live_spot - former.is_live_spot
-        if instance is not None and standing.is_able:
+            self._known[name] = now
+        self.num_present_spot += now.is_present_spot - former.is_present_spot
+        self.num_serving_spot += now.is_serving_spot - former.is_serving_spot
+        self.num_live_spot += now.is_live_spot - former.is_live_spot
+        if instance is not None and now.is_eligible:
             self.eligible[name] = instance
         else:
             self.eligible.pop(name, None)
 
-    def _stand(self, instance: Instance) -> Standing:
+    def _assess(self, instance: Instance) -> Eligibility:
         terms = self._terms
         is_spot = instance.pool is Pool.SPOT
         serves = terms.version is not None and instance.can_serve(terms.version)
-        return Standing(
-            is_able=serves
+        return Eligibility(
+            is_eligible=serves
             and not terms.is_ending
             and not instance.is_paused
             and (is_spot or terms.reserved_may),
@@ -125,13 +122,16 @@ class EligibleSet:
 Rank = tuple[float, float, str]
 """Smaller is better; ends with the name, so that no two are equal."""
 VOID_SHARE = 4
-"""A heap is built anew when it has this many entries per able instance."""
+"""A heap is built anew when it has this many entries per eligible instance."""
 VOID_SLACK = 64
 """Entries that are always allowed."""
 
 
 class LoadIndex:
-    """The able instances by `rank`; None: not to be found. `eligible` is read, never changed."""
+    """The eligible instances by `rank`, which is None for one that is not to be found.
+
+    `eligible` is read, never changed.
+    """
 
     def __init__(self, eligible: Mapping[str, Instance], rank: Callable[[Instance], Rank | None]) -> None:
         self._eligible = eligible
@@ -140,7 +140,7 @@ class LoadIndex:
         self._touched: dict[str, None] = {}
 
     def touch(self, name: str) -> None:
-        """Take notice that an instance's load or ability may have changed."""
+        """Note that an instance's load or eligibility may have changed."""
         self._touched[name] = None
 
     def best(
@@ -148,9 +148,9 @@ class LoadIndex:
     ) -> Instance | None:
         """Return the best instance that admits and is not to be avoided; None if there is none.
 
-        `admits` must say no to every instance of a kind once it does to the best of that kind.
+        `admits` must refuse every instance of a kind if it refuses the best of that kind.
         """
-        self._file_touched()
+        self._update_touched()
         found: tuple[Rank, Instance] | None = None
         for heap in self._heaps.values():
             top = self._top(heap, avoid)
@@ -174,7 +174,7 @@ class LoadIndex:
             heapq.heappush(heap, rank)
         return found
 
-    def _file_touched(self) -> None:
+    def _update_touched(self) -> None:
         if not self._touched:
             return
         touched, self._touched = self._touched, {}

@@ -1,4 +1,4 @@
-"""Rollout instances as the core knows them: their lives, what they hold, and who is still alive.
+"""Rollout instances as the core knows them: their lives, what they hold, and which are still alive.
 
 Guarantees: an instance is known under one epoch at a time and epochs only grow; what it holds and how full
 it is (`kv_load`) always agree; its state and flags change only as `instance_states.TABLE` allows and are
@@ -240,7 +240,7 @@ class Instance:
 
 
 class InstanceTable:
-    """Who is alive, under which epoch."""
+    """The live instances, each under its epoch."""
 
     def __init__(self) -> None:
         self.instances: dict[str, Instance] = {}

@@ -1,4 +1,4 @@
-"""Spot machines: asked for, launched, ended, and never forgotten until the provider says that they are gone.
+"""Spot machines: requested, launched, ended, and never forgotten until the provider reports them gone.
 
 A machine is billed; it carries one or more instances. Names are `spot-0`, `spot-1`, ... and never reused.
 What is gone for good is forgotten after a while; should the provider accept such a launch after all, the
@@ -27,11 +27,11 @@ in a tight loop."""
 REJOIN_S = 10.0
 """Seconds a machine may be without instances, after the last was dropped for its silence or a reset, until it
 is ended: its agents may live and register again (longer: a machine in trouble is waited for, billed and not
-replaced). An agent notices by itself within 15 s that nobody hears it, of which the lease takes 6. Machines
-that are truly gone do not wait: the provider says so within a second or two."""
+replaced). An agent notices by itself within 15 s that its heartbeats do not arrive, of which the lease takes
+6. Machines that are truly gone do not wait: the provider reports it within a second or two."""
 FORGET_AFTER_S = 600.0
-"""Seconds for which a machine that is gone stays known, counted at the next launch: late words about it have
-come by then. A run of weeks would otherwise keep, and look at every second, all that it ever had."""
+"""Seconds for which a machine that is gone stays known, counted at the next launch: late events about it have
+arrived by then. A run of weeks would otherwise keep, and look at every second, all that it ever had."""
 PREFIX = "spot-"
 
 
@@ -43,16 +43,16 @@ class MachineState(StrEnum):
     LAUNCHED = "launched"
     """The provider accepted the launch: money runs."""
     TERMINATING = "terminating"
-    """We asked for its end and have not heard that it is gone."""
+    """We asked for its end, and it has not been reported gone."""
     GONE = "gone"
-    """The provider says that it does not exist, or never did."""
+    """The provider reports that it does not exist, or never did."""
 
 
 LEGAL = {
     MachineState.REQUESTED: frozenset({MachineState.LAUNCHED, MachineState.TERMINATING, MachineState.GONE}),
     MachineState.LAUNCHED: frozenset({MachineState.TERMINATING, MachineState.GONE}),
     MachineState.TERMINATING: frozenset({MachineState.GONE}),
-    # A launch accepted after we had heard that it failed or was gone: it must be ended again.
+    # A launch accepted after it was reported as failed or gone: it must be ended again.
     MachineState.GONE: frozenset({MachineState.TERMINATING}),
 }
 
@@ -69,7 +69,7 @@ class Machine:
     has_joined: bool = False
     """An agent of it has dialled in at some time."""
     was_accepted: bool = False
-    """Its launch was accepted at some time, so only the provider's word ends it."""
+    """Its launch was accepted at some time, so only the provider's report ends it."""
     is_leaving: bool = False
     """It will go (preemption notice): a replacement is due already."""
     reason: str = ""
@@ -84,22 +84,22 @@ class Machine:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it may still exist."""
+        """True if it may still exist."""
         return self.state is not MachineState.GONE
 
     @property
     def is_requested(self) -> bool:
-        """Whether the provider has not answered its launch yet."""
+        """True if the provider has not answered its launch yet."""
         return self.state is MachineState.REQUESTED
 
     @property
     def is_launched(self) -> bool:
-        """Whether it may be billed: launched, or being ended and not known to be gone."""
+        """True if it may be billed: launched, or being ended and not known to be gone."""
         return self.state in (MachineState.LAUNCHED, MachineState.TERMINATING)
 
     @property
     def counts(self) -> bool:
-        """Whether it counts towards the machines that we want."""
+        """True if it counts towards the machines that we want."""
         return self.state in (MachineState.REQUESTED, MachineState.LAUNCHED) and not self.is_leaving
 
 
@@ -114,7 +114,7 @@ class MachineTable:
         self._out = out
         self._not_before = 0.0
         self._num_counted = 0
-        self._went: deque[Machine] = deque()
+        self._gone_machines: deque[Machine] = deque()
         """Machines that are gone, in the order of their going; one that was ended again is there twice."""
 
     @property
@@ -159,15 +159,15 @@ class MachineTable:
             machine.is_leaving = True
             self._timers.set(Timer.NOTICE, machine.machine, at + max(0.0, seconds) + NOTICE_SLACK_S)
 
-    # --- what the provider says ---------------------------------------------------------------------------
+    # --- what the provider reports ------------------------------------------------------------------------
 
     def launched(self, machine: Machine, at: float) -> bool:
-        """The launch was accepted. Returns whether that was news."""
+        """The launch was accepted. Returns False if that was known."""
         match machine.state:
             case MachineState.REQUESTED:
                 self._accept(machine, "launch accepted", at)
             case MachineState.GONE:
-                self._accept_after_all(machine, at)
+                self._accept_late(machine, at)
             case MachineState.TERMINATING if not machine.was_accepted:
                 machine.was_accepted = True
             case _:
@@ -175,18 +175,18 @@ class MachineTable:
         return True
 
     def launched_unknown(self, name: str, at: float) -> bool:
-        """A launch that was given up and forgotten was accepted after all: end it. Returns whether `name` is
-        one that this run gave."""
+        """A launch that was given up and forgotten was accepted after all: end it. Returns False if `name` is
+        not one that this run gave."""
         digits = name.removeprefix(PREFIX)
         if not digits.isdecimal() or name != f"{PREFIX}{int(digits)}" or int(digits) >= self._next_number:
             return False
         machine = self._add(int(digits), MachineState.GONE, at)
-        self._accept_after_all(machine, at)
+        self._accept_late(machine, at)
         return True
 
     def failed(self, machine: Machine, problem: str, retry_after_s: float, at: float) -> bool:
-        """The launch did not happen: forget the machine, and pause before the next. Returns whether it was
-        news."""
+        """The launch did not happen: forget the machine, and pause before the next. Returns False if that was
+        known."""
         if not machine.is_alive or machine.was_accepted:
             return False
         self._move(machine, MachineState.GONE, f"launch failed: {problem}", at)
@@ -196,7 +196,7 @@ class MachineTable:
         return True
 
     def gone(self, machine: Machine, at: float) -> bool:
-        """The provider says that the machine does not exist. Returns whether that was news."""
+        """The provider reports that the machine does not exist. Returns False if that was known."""
         if not machine.is_alive:
             return False
         self._move(machine, MachineState.GONE, "the provider says so", at)
@@ -276,19 +276,19 @@ class MachineTable:
 
     def _forget_gone(self, at: float) -> None:
         """Forget what has been gone for long and has no instance left."""
-        for _ in range(len(self._went)):
-            machine = self._went[0]
+        for _ in range(len(self._gone_machines)):
+            machine = self._gone_machines[0]
             if at - machine.moved_at < FORGET_AFTER_S and not machine.is_alive:
                 return
-            self._went.popleft()
+            self._gone_machines.popleft()
             if machine.is_alive or self.machines.get(machine.machine) is not machine:
                 continue  # it goes again later, or is forgotten already
             if machine.instances:
-                self._went.append(machine)
+                self._gone_machines.append(machine)
             else:
                 del self.machines[machine.machine]
 
-    def _accept_after_all(self, machine: Machine, at: float) -> None:
+    def _accept_late(self, machine: Machine, at: float) -> None:
         machine.was_accepted = True
         self.terminate(machine, "launched after it had been given up", at)
 
@@ -303,4 +303,4 @@ class MachineTable:
         machine.moved_at = at
         self._num_counted += machine.counts
         if to is MachineState.GONE:
-            self._went.append(machine)
+            self._gone_machines.append(machine)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 Kind = tuple[int, int]
-"""What tells engines of one make: KV capacity and slots."""
+"""A kind of engine: KV capacity and slots."""
 
 KEPT_SHARE = 0.5
 """Of what earlier steps showed, at the end of a step."""
@@ -47,7 +47,7 @@ class GenerationRate:
         self._seconds += share * seconds
 
     def close_step(self) -> None:
-        """A step is over: what it showed counts half from now on."""
+        """A step is over: its measurements count half from now on."""
         self._tokens *= KEPT_SHARE
         self._seconds *= KEPT_SHARE
 
@@ -118,7 +118,7 @@ class StepTimes:
         self._lines.setdefault(kind, _Line()).add(float(kv_tokens), step_s)
 
     def close_step(self) -> None:
-        """A step is over: what it showed counts less from now on."""
+        """A step is over: its measurements count less from now on."""
         for line in self._lines.values():
             line.fade()
 
@@ -151,7 +151,7 @@ class Lengths:
 
     @property
     def is_known(self) -> bool:
-        """Whether anything has finished."""
+        """True if anything has finished."""
         return bool(self._sorted)
 
     @property

@@ -1,12 +1,10 @@
-"""The open step: its responses, each waiting, running or over, and its groups.
+"""The open step: its responses, each waiting, running or over, its groups, and the queue of those that wait.
 
 Guarantees: a response ends once; a group is complete exactly when all its responses are finished; the counts
 agree with the states (`StepResponses.check`).
 
-The queue of waiting responses of the open step, by the tokens that they keep: the longest first, as the
-published code has it, or the one with the least first (`SchedulingPolicy.least_first`).
-
-Whether an entry still waits is seen when it comes up.
+The queue is ordered by the tokens that responses keep: the most first, as the published code has it, or the
+fewest first (`SchedulingPolicy.least_first`). An entry that no longer waits is dropped when it comes up.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ class ResponseState(StrEnum):
     """Where a response is in its life."""
 
     WAITING = "waiting"
-    """Nobody generates it: not begun, or to be continued from its kept tokens."""
+    """No instance generates it: not begun, or to be continued from its kept tokens."""
     RUNNING = "running"
     """An instance holds an assignment for it."""
     FINISHED = "finished"
@@ -72,7 +70,7 @@ class Response:
     keep_tokens: int | None = None
     """The next assignment continues after so many tokens only; None: after all there are."""
     meant_for: str | None = None
-    """The instance that it was taken away for; only the next assignment heeds it."""
+    """The instance that it was taken away for: a preference of the next assignment only."""
 
     def drop_tokens_beyond(self, kept: int) -> None:
         """Have the next assignment generate anew what is beyond `kept` tokens."""
@@ -155,7 +153,7 @@ class StepResponses:
         return self._members[group]
 
     def is_for(self, step: int, policy_version: int) -> bool:
-        """Return whether this is that step under that version."""
+        """Return True if this is that step under that version."""
         return (self.step, self.policy_version) == (step, policy_version)
 
     def run(self, response: Response, assignment: int, holder: str, at: float) -> None:
@@ -171,7 +169,7 @@ class StepResponses:
         self._let_go(response)
 
     def finish(self, response: Response, num_tokens: int, reason: FinishReason, at: float) -> bool:
-        """End a response; return whether that completed its group."""
+        """End a response; return True if that completed its group."""
         was_running = response.state is ResponseState.RUNNING
         response.lifecycle.move(ResponseState.FINISHED, reason, at)
         if was_running:
@@ -269,5 +267,5 @@ class WaitingQueue:
 
 
 def is_current(num_assignments: int, response: Response) -> bool:
-    """Whether the response has waited ever since it was queued with so many assignments behind it."""
+    """True if the response has waited ever since it was queued with so many assignments behind it."""
     return response.num_assignments == num_assignments and response.state is ResponseState.WAITING

@@ -7,7 +7,7 @@
        +------ StepStarted -------+------------ StepStarted ----------+-- StepStarted, LeaseReturned
 
 A run begins in TRAINER: the trainer loads its model before it asks for the first step. The lease is granted
-only when every live reserved engine has said that its memory is free.
+only when every live reserved engine has reported that its memory is free.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from rlboost_runtime.core.base.state_machine import StateMachine
 
 
 class LeaseState(StrEnum):
-    """Whose the reserved GPUs are."""
+    """Who holds the reserved GPUs."""
 
     ENGINES = "engines"
-    """The reserved engines': the seeding window is open."""
+    """The reserved engines: the seeding window is open."""
     CLOSING = "closing"
     """The window is closed; engines hand their work over and go to sleep."""
     TRAINER = "trainer"
-    """The trainer's."""
+    """The trainer."""
     RECALLING = "recalling"
     """The trainer was asked to free them and has not answered yet."""
 
@@ -40,12 +40,12 @@ LEGAL = {
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
-    """What decides about the lease, at one moment. Times in seconds of the run."""
+class LeaseInputs:
+    """What the lease is decided on, as it is now. Times in seconds of the run."""
 
     now: float
     num_unfinished: int
-    has_able_spot: bool
+    has_serving_spot: bool
     has_reserved: bool
     """Reserved instances are configured, or one has joined."""
     can_recall: bool
@@ -54,7 +54,7 @@ class Outlook:
 
 
 class GpuLease:
-    """Who has the reserved GPUs, and since when the window is open or nobody serves."""
+    """Who holds the reserved GPUs, and since when the window is open or no instance serves."""
 
     def __init__(self) -> None:
         self._lifecycle = StateMachine("gpu lease", LeaseState.TRAINER, LEGAL, 0.0)
@@ -64,7 +64,7 @@ class GpuLease:
 
     @property
     def state(self) -> LeaseState:
-        """Whose the GPUs are."""
+        """Who holds the GPUs."""
         return self._lifecycle.state
 
     def open(self, why: str, at: float) -> None:
@@ -88,32 +88,32 @@ class GpuLease:
         self._lifecycle.move(LeaseState.RECALLING, "work is left and no spot instance serves", at)
         self.unserved_since = None
 
-    def reason_to_close(self, outlook: Outlook) -> str | None:
+    def reason_to_close(self, inputs: LeaseInputs) -> str | None:
         """Return why the open window should close now, None to keep it open."""
         if self.state is not LeaseState.ENGINES:
             return None
-        if outlook.num_unfinished == 0:
+        if inputs.num_unfinished == 0:
             return "all responses are finished"
-        if not outlook.has_reserved:
+        if not inputs.has_reserved:
             return "there are no reserved engines"
-        if outlook.has_able_spot and outlook.now >= self.closes_at(outlook.t_seed_s):
-            return f"open for {outlook.now - self.opened_at:.3f} s and a spot instance serves"
+        if inputs.has_serving_spot and inputs.now >= self.closes_at(inputs.t_seed_s):
+            return f"open for {inputs.now - self.opened_at:.3f} s and a spot instance serves"
         return None
 
     def closes_at(self, t_seed_s: float) -> float:
         """Return when the window has lasted T_seed."""
         return self.opened_at + t_seed_s
 
-    def watch_for_recall(self, outlook: Outlook) -> float | None:
-        """Take notice of whether somebody serves; return since when nobody does although work is left."""
+    def watch_for_recall(self, inputs: LeaseInputs) -> float | None:
+        """Note if an instance serves; return since when none does although work is left, else None."""
         unserved = (
             self.state is LeaseState.TRAINER
-            and outlook.num_unfinished > 0
-            and not outlook.has_able_spot
-            and outlook.can_recall
+            and inputs.num_unfinished > 0
+            and not inputs.has_serving_spot
+            and inputs.can_recall
         )
         if not unserved:
             self.unserved_since = None
         elif self.unserved_since is None:
-            self.unserved_since = outlook.now
+            self.unserved_since = inputs.now
         return self.unserved_since

@@ -57,13 +57,13 @@ PRESENT_S = 10.0
 REMEMBERED = 3
 """Steps whose tails are averaged."""
 REMEMBERED_FINISHES = 8
-"""Steps whose ends are remembered: the shortest tells how long a step goes on after its last response, the
+"""Steps whose ends are remembered: the shortest shows how long a step goes on after its last response, the
 others ended with a trainer that was behind."""
 WEIGHT = 0.8
 """Weight of the last step in what is learned."""
 LONGEST = 2.0
 """No window is longer than this many times the longest whole rollout of the last steps, whatever the rates
-say: where no engine gets on, tokens left would hold it open for ever."""
+are: where no engine makes progress, tokens left would hold it open for ever."""
 FULL_SHARE = 0.85
 """Of its KV capacity, what a full engine uses: some is kept for the growth of what it decodes."""
 FINISH_SHARE = 1 / 16
@@ -115,7 +115,7 @@ class PredictedWindow(SeedingWindow):
     sleep_s: float = 0.0
     """From its closing until the trainer has the GPUs."""
     handover_s: float = 0.0
-    """From then until the trainer can train, as it says itself."""
+    """From then until the trainer can train, as it reports."""
     finish_s: float = 0.0
     """From the last response to the end of the step, where the trainer waited for it."""
     _with_window: dict[int, float] = field(default_factory=dict)
@@ -255,7 +255,7 @@ class PredictedWindow(SeedingWindow):
         )
 
     def _is_better_without(self, num_spot: int, alone_s: float, tokens: float) -> bool:
-        """Return whether a dear window is better skipped, or that is worth a trial."""
+        """Return True if a dear window is better skipped, or skipping it is worth a trial."""
         with_one = self._with_window.get(num_spot)
         if with_one is None or self.wake_s + self.sleep_s < DEAR_SHARE * with_one * tokens:
             return False
@@ -270,14 +270,14 @@ class PredictedWindow(SeedingWindow):
             took[seen.n_hat] = _blend(took.get(seen.n_hat), step_s / seen.num_tokens)
 
     def _learn_slowness(self, num_spot: float, window_s: float, rest_s: float) -> None:
-        """Take in how long a rollout took: so long with everybody, so long without the reserved engines."""
+        """Take in how long a rollout took: so long with all engines, so long without the reserved engines."""
         ideal = self._ideal()
         if ideal is None:
             return
-        everybody = num_spot + self.num_reserved
+        all_engines = num_spot + self.num_reserved
         helped_s = max(0.0, window_s - self.wake_s)
         alone_s = rest_s + window_s - helped_s
-        took = helped_s / rollout_s(ideal, everybody) + alone_s / rollout_s(ideal, num_spot)
+        took = helped_s / rollout_s(ideal, all_engines) + alone_s / rollout_s(ideal, num_spot)
         self.slower = _blend(self.slower, took)
 
     def _learn_start(self, seen: StepObservation, before_s: float) -> None:

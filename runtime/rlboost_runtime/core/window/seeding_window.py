@@ -1,4 +1,4 @@
-"""What every rule for the seeding window has in common: what it is shown, and what it answers.
+"""What every rule for the seeding window has in common: its inputs and its outputs.
 
 The rule of live runs is `predicted`; the paper's Algorithm 1 and the published code's are in
 `rlboost_runtime.sim.baselines`. All of them learn N_prem as the paper's Algorithm 1 (section 4.1) does::

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from rlboost_runtime.core.base.messages import CoreConfig
-from rlboost_runtime.core.base.scheduling_policy import RLBOOST, BalanceRule, SchedulingPolicy, SizeRule
+from rlboost_runtime.core.base.scheduling_policy import RLBOOST, SchedulingPolicy, SizeRule
 from rlboost_runtime.core.rules import LIVE_RULES, Rules
 from rlboost_runtime.core.state.rates import GenerationRate, Lengths, StepTimes
 from rlboost_runtime.core.window.seeding_window import SeedingWindow
+from rlboost_runtime.sim.baselines.balance import IdleBalancer
 from rlboost_runtime.sim.baselines.dispatch import DealtDispatcher, PacedDispatcher, PendingDispatcher
 from rlboost_runtime.sim.baselines.windows import Algorithm1Window, ClosedWindow, PublishedWindow
 
@@ -19,6 +20,8 @@ DEALT = "dealt"
 """Whole groups dealt evenly once, as a co-located trainer does with its own engines."""
 PACED = "paced"
 """The published code: a few whole groups a second, in turn to instances without a queue."""
+IDLE = "idle"
+"""The paper's balance: an idle instance takes running responses of the busiest."""
 ALGORITHM_1 = "algorithm_1"
 """The paper's window."""
 PUBLISHED_CODE = "published_code"
@@ -32,7 +35,7 @@ PAPER = SchedulingPolicy(
     least_first=False,
     booked_growth_share=0.5,
     window=ALGORITHM_1,
-    balance=BalanceRule.IDLE,
+    balance=IDLE,
     sizing=SizeRule.N_PREM_FROM_RESERVED,
 )
 RECOMPUTE = replace(PAPER, name="recompute", keeps_tokens=False)
@@ -83,5 +86,6 @@ def baseline_rules(memory: Mapping[int, float] | None = None, *, has_memory: boo
 
     return Rules(
         {**LIVE_RULES.dispatch, PENDING: PendingDispatcher, DEALT: DealtDispatcher, PACED: PacedDispatcher},
+        {**LIVE_RULES.balance, IDLE: IdleBalancer},
         {**LIVE_RULES.windows, ALGORITHM_1: algorithm_1, PUBLISHED_CODE: published, CLOSED: closed},
     )
