@@ -17,7 +17,7 @@ from cloudlab.cloud import LATE_S
 from cloudlab.machine import GATEWAY
 from machine_secrets import check_credentials
 
-from rlboost_cli.views.run_view import PHASES
+from rlboost_cli.views.run_view import PHASES, boot_times
 from tests.cloud.conftest import members_of, skypilot_sessions
 from tests.e2e.conftest import Cli
 

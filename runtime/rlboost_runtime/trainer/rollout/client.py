@@ -190,7 +190,7 @@ class RolloutClient:
     def begin_publication(self, content: VersionContent, at_least: int = 0) -> None:
         """Copy the weights; write the copy and announce it, under the next unused number, meanwhile.
 
-        The number is `at_least` so high. `publisher.ready` waits for the end; see `Publisher`.
+        The number is `at_least` so high. `Publisher.ready` waits for the end; see `Publisher`.
         """
         version = max([at_least, self.version + 1, *(version + 1 for version in self.store.versions())])
         self.publisher.begin(version, content)
