@@ -33,7 +33,7 @@ LIVE_S = 10.0
 WAIT_S = 30.0
 """Longest wait for another command that writes what it fetched: that takes it a moment."""
 _WHOLE = frozenset({*program.WHOLE, program.LEDGER})
-_PUT_AWAY = frozenset({"outcome.json", "ending.json"})
+_FORMER = frozenset({"outcome.json", "ending.json"})
 """What a run that is opened again has no more here; its head has it until the run goes on there."""
 _GROWING = re.compile(r"(metrics|samples)\.jsonl|logs(/[A-Za-z0-9_-][A-Za-z0-9._-]*)+")
 
@@ -72,7 +72,7 @@ def refresh_if_elsewhere(
         return None
     try:
         with contextlib.nullcontext(head) if head is not None else Head(run) as one:
-            keep_up(run, one, ledger=ledger, logs=logs)
+            refresh_and_close(run, one, ledger=ledger, logs=logs)
     except (HeadUnreachable, CredentialsRejected, RuntimeFault) as silence:
         seen = read_json(run.mirror) or {}
         told = f"shown is what was known {_ago(seen)}" if "at" in seen else "nothing was ever fetched from it"
@@ -80,7 +80,7 @@ def refresh_if_elsewhere(
     return None
 
 
-def keep_up(run: RunFolder, head: Head, *, ledger: bool = False, logs: bool = False) -> None:
+def refresh_and_close(run: RunFolder, head: Head, *, ledger: bool = False, logs: bool = False) -> None:
     """Refresh; of a run that has ended for good fetch everything, so that its head is not needed any more."""
     refresh(run, head, ledger=ledger, logs=logs)
     if run.outcome.exists() and not is_supervised(run):
@@ -104,7 +104,7 @@ def close_mirror(run: RunFolder) -> None:
     write_json(run.mirror, {**(read_json(run.mirror) or {"at": time.time()}), "complete": True})
 
 
-def is_put_away(run: RunFolder, outcome: list[int] | None) -> bool:
+def is_former_outcome(run: RunFolder, outcome: list[int] | None) -> bool:
     """Whether the outcome that the head has, by its mark, is the one that the run was resumed after."""
     marks = (read_json(run.mirror) or {}).get("marks", {})
     return outcome is not None and not run.outcome.exists() and marks.get(run.outcome.name) == outcome
@@ -114,17 +114,17 @@ def former_end_ns(run: RunFolder) -> int:
     """Return when the run ended that was resumed after that, by the clock of its head; 0 where it never
     was."""
     seen = read_json(run.mirror) or {}
-    put_away = None if run.outcome.exists() else seen.get("marks", {}).get(run.outcome.name)
-    return max(int(seen.get("former_end_ns", 0)), 0 if put_away is None else int(put_away[1]))
+    former = None if run.outcome.exists() else seen.get("marks", {}).get(run.outcome.name)
+    return max(int(seen.get("former_end_ns", 0)), 0 if former is None else int(former[1]))
 
 
-def take_again(run: RunFolder) -> None:
+def forget_former_outcome(run: RunFolder) -> None:
     """Have an end that was put away fetched again: the run is not to be resumed after it."""
     seen = read_json(run.mirror) or {}
-    put_away = [name for name in _PUT_AWAY & seen.get("marks", {}).keys() if not (run.path / name).exists()]
-    for name in put_away:
+    former = [name for name in _FORMER & seen.get("marks", {}).keys() if not (run.path / name).exists()]
+    for name in former:
         del seen["marks"][name]
-    if put_away:
+    if former:
         seen.pop("former_end_ns", None)
         write_json(run.mirror, seen)
 
@@ -141,7 +141,7 @@ def _ago(seen: dict[str, Any]) -> str:
 def _known(run: RunFolder) -> dict[str, list[int]]:
     """Return the marks of the copies that are here still, and of an end that the run was resumed after."""
     marks = (read_json(run.mirror) or {}).get("marks", {})
-    return {name: mark for name, mark in marks.items() if name in _PUT_AWAY or (run.path / name).exists()}
+    return {name: mark for name, mark in marks.items() if name in _FORMER or (run.path / name).exists()}
 
 
 def _apply(run: RunFolder, asked: dict[str, list[int]], answer: dict[str, Any], blob: bytes) -> None:

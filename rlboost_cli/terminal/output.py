@@ -39,15 +39,23 @@ def as_json(value: object) -> None:
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print rows under headers: drawn by rich where standard output is a terminal, else aligned text."""
+    """Print rows under headers, numbers to the right: drawn by rich on a terminal, else as aligned text."""
     if not sys.stdout.isatty():
         show(text.table(headers, rows))
         return
+    from rich import box
     from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
-    from rlboost_cli.terminal.rich_tables import rich_table
-
-    Console().print(rich_table(headers, rows))
+    drawn = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    cells = [[text.dash(value) for value in row] for row in rows]
+    for column, header in enumerate(headers):
+        numbers = bool(cells) and all(text.is_number(row[column]) for row in cells)
+        drawn.add_column(header, justify="right" if numbers else "left", overflow="fold")
+    for row in cells:
+        drawn.add_row(*(Text(cell) for cell in row))
+    Console().print(drawn)
 
 
 def as_yaml(value: object) -> None:

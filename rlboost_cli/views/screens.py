@@ -17,7 +17,7 @@ from rlboost_cli.terminal.screen import can_redraw, glyphs_for
 if TYPE_CHECKING:
     from rlboost_cli.runs.run_status import RunStatus
     from rlboost_cli.runs.teardown import Teardown
-    from rlboost_cli.views.attach import Outcome
+    from rlboost_cli.views.live import Outcome
     from rlboost_runtime.billing.report import CostReport
     from rlboost_runtime.protocol.status import Status
     from rlboost_runtime.run.create import FoundRun
