@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 
 _waiting: Working | None = None
-"""The last sign of life that was asked for: it makes room for other lines."""
+"""The last spinner: it makes room for other lines."""
 
 
 def show(words: str) -> None:
-    """Print a piece of what was asked for."""
+    """Print a piece of the answer."""
     print(words, flush=True)
 
 
 def progress(words: str) -> None:
-    """Print something beside what was asked for."""
+    """Print something beside the answer, on standard error."""
     with _waiting.aside() if _waiting is not None else nullcontext():
         print(between_words(words, sys.stderr), file=sys.stderr, flush=True)
 
@@ -68,7 +68,7 @@ def as_yaml(value: object) -> None:
 
 
 def is_terminal() -> bool:
-    """Whether a person reads standard output and can answer a question."""
+    """Return True if a person reads standard output and can answer a question."""
     return sys.stdout.isatty() and sys.stdin.isatty()
 
 
@@ -79,7 +79,7 @@ def confirm(question: str) -> bool:
 
 
 def working(words: str = "") -> Working:
-    """Return a sign of life for a wait that may take more than a moment; enter it, call it with words."""
+    """Return a spinner for a wait; enter it as a context, and call it with what is being waited for."""
     from rlboost_cli.terminal.working import Working
 
     global _waiting

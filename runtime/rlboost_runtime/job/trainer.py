@@ -99,17 +99,17 @@ class Trainer(Model):
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether the head is another machine than the one on which the user types."""
+        """True if the head is another machine than the one on which the user types."""
         return self.infra != "local"
 
     @property
     def is_bought(self) -> bool:
-        """Whether the head is a machine that is bought for the run."""
+        """True if the head is a machine that is bought for the run."""
         return self.infra not in ("local", "ssh")
 
     @property
     def ends_itself(self) -> bool:
-        """Whether a head that is bought ends, as `after` says, also while nobody's machine is on."""
+        """True if a head that is bought ends, as `after` says, also while nobody's machine is on."""
         return self.is_bought and (self.via == "direct" or self.infra.partition("/")[0] in ENDS_ITSELF)
 
     @model_validator(mode="after")
