@@ -80,13 +80,13 @@ def job_checks() -> Iterator[Check]:
 
 
 def examine(
-    patient: DoctorContext, announce: Callable[[str], None] = lambda words: None
+    context: DoctorContext, announce: Callable[[str], None] = lambda words: None
 ) -> Iterator[Finding]:
     """Yield each finding as it is made."""
-    for check in checks_for(patient.job):
+    for check in checks_for(context.job):
         if check.announce:
             announce(check.announce)
-        yield from check.examine(patient)
+        yield from check.examine(context)
 
 
 def _infras(job: Job) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What a check has to say, and what the whole examination comes to.
+"""Findings of checks, and the diagnosis that they add up to.
 
 A check is a function of a `DoctorContext` that yields findings; it never raises for what it is there to find.
 Exit code: 0 where nothing failed; 6 where all that failed is credentials or quota (the job is right, the
@@ -96,7 +96,7 @@ Examine = Callable[[DoctorContext], Iterator[Finding]]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A part of the examination. `announce`: what to say beforehand where it takes seconds."""
+    """A part of the examination. `announce`: printed beforehand if it takes seconds."""
 
     examine: Examine
     announce: str = ""
@@ -120,10 +120,10 @@ class Diagnosis:
         """Return how many findings have the verdict."""
         return sum(finding.verdict is verdict for finding in self.findings)
 
-    def as_json(self, patient: DoctorContext) -> dict[str, Any]:
+    def as_json(self, context: DoctorContext) -> dict[str, Any]:
         """Return everything as JSON values."""
         return {
-            "job": None if patient.job is None else patient.job.name,
+            "job": None if context.job is None else context.job.name,
             "ready": self.exit_code == 0,
             "exit_code": self.exit_code,
             "findings": [

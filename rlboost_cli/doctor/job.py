@@ -18,10 +18,10 @@ MAX_PROMPTS_MEASURED = 2000
 """Prompts whose length is taken; evenly spread over a larger data set."""
 
 
-def model(patient: DoctorContext) -> Iterator[Finding]:
+def model(context: DoctorContext) -> Iterator[Finding]:
     """Architecture, weights' names and tokenizer, without loading a weight."""
-    job = _job(patient)
-    facts = patient.model
+    job = _job(context)
+    facts = context.model
     if isinstance(facts, RLBoostError):
         yield failed("model", facts)
     elif facts is None:
@@ -35,15 +35,15 @@ def model(patient: DoctorContext) -> Iterator[Finding]:
         yield ok("model", f"{facts.num_parameters / 1e6:,.2f} M parameters ({kind}), tokenizer loads")
 
 
-def prompts(patient: DoctorContext) -> Iterator[Finding]:
-    """Whether the data can be read, and its prompts are short enough."""
-    job = _job(patient)
+def prompts(context: DoctorContext) -> Iterator[Finding]:
+    """Check that the data can be read and its prompts are short enough."""
+    job = _job(context)
     try:
-        examples = read_examples(job.data, _folder(patient))
+        examples = read_examples(job.data, _folder(context))
     except ConfigError as error:
         yield failed("prompts", error)
         return
-    facts = patient.model
+    facts = context.model
     if facts is None or isinstance(facts, RLBoostError):
         yield warn(
             "prompts", f"{len(examples):,} read; not measured: there is no tokenizer", "see model above"
@@ -82,14 +82,14 @@ def judge_lengths(lengths: Sequence[int], num_examples: int, job: Job) -> Findin
     return ok("prompts", found)
 
 
-def reward(patient: DoctorContext) -> Iterator[Finding]:
+def reward(context: DoctorContext) -> Iterator[Finding]:
     """Score one response as the run will: in a child process, from copies of the files that the job names."""
-    job = _job(patient)
+    job = _job(context)
     try:
         with tempfile.TemporaryDirectory(prefix="rlboost-doctor-") as folder:
             files, log = Path(folder) / "files", Path(folder) / "reward.log"
             files.mkdir()
-            copy_files(job, _folder(patient), files)
+            copy_files(job, _folder(context), files)
             example = read_examples(job.data, files)[0]
             with RewardScorer.for_job(job, files, log) as scorer:
                 yield judge_reward(_score(scorer, example), example)
@@ -122,11 +122,11 @@ def judge_reward(scored: Reward, example: Example) -> Finding:
     return ok("reward", f"loads in its own process, {scored.value:g} for {what}")
 
 
-def _job(patient: DoctorContext) -> Job:
-    assert patient.job is not None
-    return patient.job
+def _job(context: DoctorContext) -> Job:
+    assert context.job is not None
+    return context.job
 
 
-def _folder(patient: DoctorContext) -> Path:
-    assert patient.job_file is not None
-    return patient.job_file.absolute().parent
+def _folder(context: DoctorContext) -> Path:
+    assert context.job_file is not None
+    return context.job_file.absolute().parent

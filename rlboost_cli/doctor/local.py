@@ -35,9 +35,9 @@ STAND_IN = ["sleep", "60"]
 """What runs on the machine that is tried, in an agent's place."""
 
 
-def cpus(patient: DoctorContext) -> Iterator[Finding]:
+def cpus(context: DoctorContext) -> Iterator[Finding]:
     """CPUs against the threads that will want them."""
-    job = _job(patient)
+    job = _job(context)
     engines = job.trainer.local_engines + job.rollout.most_spot_engines(here=True)
     yield judge_cpus(
         len(os.sched_getaffinity(0)), job.trainer.threads + engines * job.rollout.engine_args.threads
@@ -56,9 +56,9 @@ def judge_cpus(num_cpus: int, threads: int) -> Finding:
     return ok("cpus", found)
 
 
-def memory(patient: DoctorContext) -> Iterator[Finding]:
+def memory(context: DoctorContext) -> Iterator[Finding]:
     """Memory against trainer and engines."""
-    job, needs = _job(patient), _needs(patient)
+    job, needs = _job(context), _needs(context)
     if needs is None:
         yield warn("memory", "not estimated: the model is not known", "see model above")
         return
@@ -67,9 +67,9 @@ def memory(patient: DoctorContext) -> Iterator[Finding]:
     yield judge_memory(found.total, found.available, needs, engines)
 
 
-def gpu(patient: DoctorContext) -> Iterator[Finding]:
+def gpu(context: DoctorContext) -> Iterator[Finding]:
     """The GPU's memory, where there is one: trainer and engines of a local run share it."""
-    job, needs = _job(patient), _needs(patient)
+    job, needs = _job(context), _needs(context)
     if needs is None:
         return  # memory has said so
     import torch  # loaded already: the model was looked at with it
@@ -100,14 +100,14 @@ def judge_memory(
     return ok(check, f"{_gib(available)} free, {words}")
 
 
-def disk(patient: DoctorContext) -> Iterator[Finding]:
+def disk(context: DoctorContext) -> Iterator[Finding]:
     """Disk against checkpoints and weight versions."""
-    job, needs = _job(patient), _needs(patient)
+    job, needs = _job(context), _needs(context)
     if needs is None:
         yield warn("disk", "not estimated: the model is not known", "see model above")
         return
-    place = next(folder for folder in (patient.home, *patient.home.parents) if folder.exists())
-    yield judge_disk(shutil.disk_usage(place).free, disk_wanted(job, needs), str(patient.home))
+    place = next(folder for folder in (context.home, *context.home.parents) if folder.exists())
+    yield judge_disk(shutil.disk_usage(place).free, disk_wanted(job, needs), str(context.home))
 
 
 def disk_wanted(job: Job, needs: Footprint) -> int:
@@ -130,9 +130,9 @@ def judge_disk(free: int, wanted: int, place: str) -> Finding:
     return ok("disk", words)
 
 
-def ports(patient: DoctorContext) -> Iterator[Finding]:
-    """Whether the ports of this job's open run are still its own; a new run takes free ones."""
-    job = _job(patient)
+def ports(context: DoctorContext) -> Iterator[Finding]:
+    """Check that the ports of this job's open run are still its own; a new run takes free ones."""
+    job = _job(context)
     run = RunFolder.named(job.name)
     if not run.job_json.exists() or not is_open(run):
         yield judge_free_port(_free_port())
@@ -159,10 +159,10 @@ def judge_free_port(port: int | None) -> Finding:
     return ok("ports", f"free ones are to be had (such as {port})")
 
 
-def machines(patient: DoctorContext) -> Iterator[Finding]:
+def machines(context: DoctorContext) -> Iterator[Finding]:
     """Launch a machine of the local provider, see it run, end it, see it gone; traces are read on the way."""
-    job = _job(patient)
-    assert patient.job_file is not None
+    job = _job(context)
+    assert context.job_file is not None
     if not job.rollout.spot.max_instances or not job.rollout.spot.local_offers:
         yield ok("machines", "no spot machines wanted here")
         return
@@ -170,7 +170,7 @@ def machines(patient: DoctorContext) -> Iterator[Finding]:
         with tempfile.TemporaryDirectory(prefix="rlboost-doctor-") as folder:
             run = RunFolder(Path(folder) / job.name)
             run.files.mkdir(parents=True)
-            copy_files(job, patient.job_file.absolute().parent, run.files)
+            copy_files(job, context.job_file.absolute().parent, run.files)
             try:
                 seconds = _try_a_machine(run, job)
             finally:
@@ -209,11 +209,11 @@ def _wait_for(provider: LocalProvider, run: str, state: MachineStatus) -> None:
         time.sleep(POLL_S)
 
 
-def _needs(patient: DoctorContext) -> Footprint | None:
-    facts = patient.model
+def _needs(context: DoctorContext) -> Footprint | None:
+    facts = context.model
     if facts is None or isinstance(facts, RLBoostError):
         return None
-    return footprint(_job(patient), facts)
+    return footprint(_job(context), facts)
 
 
 def _endpoints(run: RunFolder) -> dict[str, Path]:
@@ -226,7 +226,7 @@ def _port(endpoint: Path) -> int | None:
 
 
 def _can_bind(port: int) -> bool:
-    """Whether a server of ours would get the port: with SO_REUSEADDR, as it asks for it."""
+    """Return True if a server of ours would get the port: with SO_REUSEADDR, as it asks for it."""
     try:
         socket.create_server(("127.0.0.1", port)).close()
     except OSError:
@@ -246,6 +246,6 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:,.1f} GiB"
 
 
-def _job(patient: DoctorContext) -> Job:
-    assert patient.job is not None
-    return patient.job
+def _job(context: DoctorContext) -> Job:
+    assert context.job is not None
+    return context.job

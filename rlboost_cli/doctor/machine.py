@@ -36,7 +36,7 @@ LOOPBACK_TIMEOUT_S = 5.0
 INSTALL = 'pip install "rlboost[train]"'
 
 
-def python(patient: DoctorContext) -> Iterator[Finding]:
+def python(context: DoctorContext) -> Iterator[Finding]:
     """This Python."""
     yield judge_python(sys.version_info[:3])
 
@@ -49,7 +49,7 @@ def judge_python(version: tuple[int, ...]) -> Finding:
     return ok("python", shown)
 
 
-def packages(patient: DoctorContext) -> Iterator[Finding]:
+def packages(context: DoctorContext) -> Iterator[Finding]:
     """Installed packages against what this version of RLBoost was tried with."""
     wanted = wanted_packages(metadata.requires("rlboost") or [])
     yield from judge_packages(wanted, {name: _installed(name) for name in wanted})
@@ -102,24 +102,25 @@ def _installed(name: str) -> str | None:
         return None
 
 
-def home(patient: DoctorContext) -> Iterator[Finding]:
-    """Whether runs can be kept: a file is written, synced and renamed, a ledger's kind of database made."""
+def home(context: DoctorContext) -> Iterator[Finding]:
+    """Check that runs can be kept: a file is written, synced and renamed, and a database made like a
+    ledger."""
     remedy = "set RLBOOST_HOME to a folder on a local disk that you may write to"
     try:
-        patient.home.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=patient.home, prefix=".doctor-") as folder:
+        context.home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=context.home, prefix=".doctor-") as folder:
             write_atomically(Path(folder) / "file", b"x" * 4096)
             sync_path(Path(folder) / "file")
             mode = _journal_mode(Path(folder) / "books.sqlite")
     except OSError as exc:
-        yield fail("home", f"{patient.home} cannot be written: {exc.strerror}", remedy)
+        yield fail("home", f"{context.home} cannot be written: {exc.strerror}", remedy)
     except sqlite3.Error as exc:
-        yield fail("home", f"{patient.home} cannot hold a database: {exc}", remedy)
+        yield fail("home", f"{context.home} cannot hold a database: {exc}", remedy)
     else:
         if mode == "wal":
-            yield ok("home", f"{patient.home} can be written")
+            yield ok("home", f"{context.home} can be written")
         else:
-            yield fail("home", f"{patient.home} does not support SQLite's WAL (a network disk?)", remedy)
+            yield fail("home", f"{context.home} does not support SQLite's WAL (a network disk?)", remedy)
 
 
 def _journal_mode(path: Path) -> str:
@@ -132,8 +133,8 @@ def _journal_mode(path: Path) -> str:
         database.close()
 
 
-def clock(patient: DoctorContext) -> Iterator[Finding]:
-    """Whether this machine's clock is later than what it dates: bills and certificates go by it."""
+def clock(context: DoctorContext) -> Iterator[Finding]:
+    """Check that the clock is later than the files that it dated: bills and certificates depend on it."""
     dated = [Path(rlboost_runtime.__file__)]
     with contextlib.suppress(OSError):  # a home that cannot be read was told above
         dated += [run.job_json for run in all_runs()[-1:]]
@@ -152,12 +153,12 @@ def judge_clock(now: float, newest: float, path: str) -> Finding:
     return ok("clock", shown)
 
 
-def open_files(patient: DoctorContext) -> Iterator[Finding]:
+def open_files(context: DoctorContext) -> Iterator[Finding]:
     """The limit on open files, which the run's processes inherit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     agents = 4
-    if patient.job is not None:
-        agents = patient.job.trainer.local_engines + patient.job.rollout.most_spot_engines()
+    if context.job is not None:
+        agents = context.job.trainer.local_engines + context.job.rollout.most_spot_engines()
     yield judge_open_files(soft, hard, agents)
 
 
@@ -173,8 +174,8 @@ def judge_open_files(soft: int, hard: int, agents: int) -> Finding:
     return fail("open files", f"limit {soft:,}, {agents} agents want {needed:,}", remedy)
 
 
-def loopback(patient: DoctorContext) -> Iterator[Finding]:
-    """Whether processes of this machine can talk: a port is opened, dialled and spoken through."""
+def loopback(context: DoctorContext) -> Iterator[Finding]:
+    """Check that processes of this machine can talk: a port is opened, dialled and used."""
     try:
         said = _converse()
     except OSError as exc:

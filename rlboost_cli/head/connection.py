@@ -1,8 +1,7 @@
-"""A conversation with a head elsewhere, over SSH: one connection per command that was typed.
+"""Requests to a head elsewhere, over SSH: one connection per command line.
 
-Guarantees: every wait has a deadline; what a person is told names the machine, what it said and what to
-type. The connection is the one of `infra: ssh`: host keys are checked, agent, keys and jump host are those of
-`ssh`.
+Guarantees: every wait has a deadline; every error names the machine, what it reported and what to type. The
+connection is the one of `infra: ssh`: host keys are checked; agent, keys and jump host are those of `ssh`.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from rlboost_runtime.run.head import kept_place
 Say = Callable[[str], None]
 
 COMMAND_S = 180.0
-"""Longest time of a command that is typed there; the commands themselves give up sooner."""
+"""Longest time of a command that is run there; the commands themselves give up sooner."""
 QUIET_S = 90.0
-"""Longest silence of the machine: it says something every 5 s, once it has come to it."""
+"""Longest silence of the machine: it reports progress every 5 s while it works."""
 _TIMED_OUT = 124
 
 
@@ -73,7 +72,7 @@ class Head:
         seconds: float = COMMAND_S,
         **more: object,
     ) -> tuple[dict[str, Any], bytes]:
-        """Return the answer of `program` there, and the bytes that came with it.
+        """Return the answer of `remote/head.py` there, and the bytes that came with it.
 
         Raises `HeadUnreachable`, `CredentialsRejected`, and `RuntimeFault` where the machine cannot do it.
         """
@@ -95,7 +94,7 @@ class Head:
             answer, blob = self._ssh.talk(
                 self._program,
                 request,
-                lambda said: _hear(said, say, time.monotonic() + seconds + QUIET_S),
+                lambda output: _read_answer(output, say, time.monotonic() + seconds + QUIET_S),
                 payload,
                 QUIET_S,
             )
@@ -156,18 +155,18 @@ class Head:
         return HeadRefused(f"on {self.place.host}: {error.problem}", error.remedy, error.exit_code)
 
 
-def _hear(said: BinaryIO, say: Say, deadline: float) -> tuple[dict[str, Any], bytes]:
-    """Read what the program says up to its answer. Raises `RuntimeFault` at the deadline, `ValueError` where
+def _read_answer(output: BinaryIO, say: Say, deadline: float) -> tuple[dict[str, Any], bytes]:
+    """Read what the program prints, up to its answer. Raises `RuntimeFault` at the deadline, `ValueError` if
     it ends without one."""
-    for line in iter(said.readline, b""):
-        told = json.loads(line)
-        if "answer" in told:
-            blob = said.read(told["bytes"])
-            if len(blob) != told["bytes"]:
+    for line in iter(output.readline, b""):
+        message = json.loads(line)
+        if "answer" in message:
+            blob = output.read(message["bytes"])
+            if len(blob) != message["bytes"]:
                 raise ValueError("the answer was cut off")
-            return told["answer"], blob
-        if told["say"]:
-            say(told["say"])
+            return message["answer"], blob
+        if message["say"]:
+            say(message["say"])
         if time.monotonic() > deadline:
             raise RuntimeFault("the head is still busy with it", "type the same again")
-    raise ValueError("it said nothing")
+    raise ValueError("it printed no answer")

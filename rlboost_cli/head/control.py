@@ -1,8 +1,8 @@
-"""Starting, steering and ending a run whose head is elsewhere: the commands are typed there.
+"""Starting, steering and ending a run whose head is elsewhere: the commands are run there.
 
-The head's run is an ordinary one, of the `rlboost` that is installed there; a command of it that fails says
-here what it said there, with its exit code. Whatever is cut off can be typed again: what is there is looked
-at first.
+The head's run is an ordinary one, of the `rlboost` that is installed there; a command that fails there fails
+here with the same error and exit code. Whatever is cut off can be repeated: each command looks first at what
+is there.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from rlboost_cli.head.head_books import head_is_there, learn_intents, settle, ta
 from rlboost_cli.head.mirror import (
     close_mirror,
     fetch_results,
+    forget_former_outcome,
     is_complete,
-    is_put_away,
-    keep_up,
+    is_former_outcome,
     open_mirror,
     refresh,
-    take_again,
+    refresh_and_close,
     was_started,
 )
 from rlboost_cli.head.renting import alone, ended_meanwhile, give_back, rate_of, rent
@@ -39,9 +39,9 @@ from rlboost_runtime.run.create import gather, stored_job
 from rlboost_runtime.run.folder import RunFolder, read_json, write_json
 
 TEARDOWN_S = 60.0
-"""How long an ended run's processes are waited for, before what it leaves is fetched all the same."""
+"""Longest wait for an ended run's processes, before what it leaves is fetched all the same."""
 END_S = 900.0
-"""Longest end of a run: a cloud that does not answer is asked for some minutes."""
+"""Longest teardown of a run: a cloud that does not answer is retried for some minutes."""
 
 
 def bring_up(run: RunFolder, say: Say) -> dict[str, Any]:
@@ -93,12 +93,12 @@ def _start(run: RunFolder, head: Head, options: list[str], environment: dict[str
 def _what_to_type(
     run: RunFolder, head: Head, there: dict[str, Any], ship_job: Callable[[], str]
 ) -> list[str]:
-    """Return the arguments by which the head's `rlboost` goes on with the run, or makes it. Raises
-    `RuntimeFault` where it ended there and nobody has asked to resume it after that."""
+    """Return the arguments with which the head's `rlboost` continues the run, or makes it. Raises
+    `RuntimeFault` where it ended there and was not to be resumed after that."""
     if not there["exists"]:
         return [ship_job()]
     if there["ended"]:
-        if not is_put_away(run, there["outcome"]):
+        if not is_former_outcome(run, there["outcome"]):
             refresh(run, head, ledger=True)
             raise ended_meanwhile(run)
         ship_job()
@@ -117,7 +117,7 @@ def _require_open(run: RunFolder) -> None:
 
 
 def preempt(run: RunFolder, instance: str | None, notice_s: float | None) -> str:
-    """Take an instance away; return what the head says. Raises like `bring_up`."""
+    """Take an instance away; return what the head prints. Raises like `bring_up`."""
     arguments = ["preempt", run.name, *([] if instance is None else [instance])]
     if notice_s is not None:
         arguments += ["--notice", f"{notice_s:g}"]
@@ -138,7 +138,7 @@ def end_run(run: RunFolder, say: Say) -> None:
 
 
 def _note_not_started(run: RunFolder) -> None:
-    """Note the end of a run of which nothing is on its head: whoever is about to start it there reads it."""
+    """Note the end of a run that is not on its head: a command that is about to start it there reads it."""
     _note_stopped(
         run,
         "ended by `rlboost down` before it was started on its head",
@@ -152,9 +152,8 @@ def _note_stopped(run: RunFolder, problem: str, remedy: str) -> None:
 
 
 def _end_bought(run: RunFolder, say: Say) -> None:
-    """End the run on its head while that is there, then the head; a head that is gone ends nothing any more,
-    so that what it launched is ended from here. One on which the run was never started need not answer, and
-    has launched nothing."""
+    """End the run on its head, then the head. Where the head is gone, the machines that it launched are ended
+    from here. A head on which the run was never started has launched nothing, and need not answer."""
     is_there = head_is_there(run)
     with _steering(run, say):
         if not was_started(run):
@@ -199,12 +198,12 @@ def _end_there(run: RunFolder, say: Say) -> None:
             say(f"ending {run.name} on {head.place.host}")
             head.rlboost("down", run.name, "--yes", seconds=END_S)
             head.ask("keep", on=False)
-            take_again(run)
+            forget_former_outcome(run)
             if stored_job(run).trainer.is_bought:
                 _fetch_before_it_goes(run, head, say)
             else:
-                keep_up(run, head)
-                _bring_home(run, head, say)
+                refresh_and_close(run, head)
+                _fetch_model_and_checkpoint(run, head, say)
         else:
             _note_not_started(run)
     if there["exists"] and not run.outcome.exists():
@@ -215,42 +214,42 @@ def _end_there(run: RunFolder, say: Say) -> None:
 
 
 def _fetch_before_it_goes(run: RunFolder, head: Head, say: Say) -> None:
-    """Fetch what the run leaves on a bought head that is to go. Copies that the head cannot give do not hold
-    that up: it costs money. Raises `RuntimeFault` where the head has a model that is nowhere else."""
-    is_told = False
+    """Fetch what the run leaves on a bought head that is about to end. Missing copies do not delay that:
+    the head costs money. Raises `RuntimeFault` where the head has the only copy of the model."""
+    is_refreshed = False
     try:
-        keep_up(run, head)
-        is_told = True
+        refresh_and_close(run, head)
+        is_refreshed = True
     except (HeadUnreachable, RuntimeFault) as silence:
         output.progress(
             f"note: {silence.problem}; books and logs of {run.name} stay as they were fetched last"
         )
     try:
-        _bring_home(run, head, say)
+        _fetch_model_and_checkpoint(run, head, say)
     except (HeadUnreachable, RuntimeFault) as failure:
         raise RuntimeFault(
             f"{failure.problem}; {run.name} has ended, but its model is on its head still, which costs money",
             f"correct that, then type `rlboost down {run.name}` again; `rlboost down {run.name} --lost-head`"
             " gives the head back, and the model up",
         ) from failure
-    if not is_told:
+    if not is_refreshed:
         _note_stopped(run, "ended by `rlboost down`", "its head could not tell more, and was given back")
 
 
-def come_home(run: RunFolder, say: Say) -> None:
-    """Fetch what the ended run leaves: its books, and what `_bring_home` does. A head that was bought is
-    given back where `_goes_down`; of one that stays it is said until when. Raises `HeadUnreachable`."""
+def collect_results(run: RunFolder, say: Say) -> None:
+    """Fetch the books of the ended run, its final model and newest checkpoint. A bought head is given back if
+    `_goes_down`; otherwise a note is printed of how long it stays. Raises `HeadUnreachable`."""
     if run.head_machines.exists() and not head_is_there(run):
         settle(run)
         return
     with Head(run) as head:
         deadline = time.monotonic() + TEARDOWN_S
-        keep_up(run, head)
+        refresh_and_close(run, head)
         while not is_complete(run) and time.monotonic() < deadline:
             say(f"waiting until {head.place.host} has ended everything")
             time.sleep(1)
-            keep_up(run, head)
-        _bring_home(run, head, say)
+            refresh_and_close(run, head)
+        _fetch_model_and_checkpoint(run, head, say)
     if not stored_job(run).trainer.is_bought:
         return
     if _goes_down(run):
@@ -261,8 +260,8 @@ def come_home(run: RunFolder, say: Say) -> None:
 
 
 def _goes_down(run: RunFolder) -> bool:
-    """Whether the run's head is to go at once: everything of the run was fetched, or is at its output, and
-    nobody is to look at it there, or nothing else would end it."""
+    """Return True if the run's head is to end at once: everything of the run was fetched or is at its output,
+    and the job does not keep the head for inspection, or nothing else would end it."""
     job, outcome = stored_job(run), read_json(run.outcome)
     if outcome is None or not is_complete(run):
         return False
@@ -286,7 +285,7 @@ def _stay_in_words(run: RunFolder) -> str:
     )
 
 
-def _bring_home(run: RunFolder, head: Head, say: Say) -> None:
+def _fetch_model_and_checkpoint(run: RunFolder, head: Head, say: Say) -> None:
     """Fetch the final model and the newest checkpoint, where the job has no `output` for them."""
     if stored_job(run).output is None:
         fetch_results(run, head, say)

@@ -1,8 +1,8 @@
 """Bringing a run to its head: our runtime, and the job with all that it names.
 
 The runtime is our own wheel with pinned requirements, installed by `deploy/install.sh` into `FOLDER/venv`
-with a Python 3.11 of its own; done again it takes seconds. The job goes there as it is for that machine:
-`infra: local`, its files and its model folder beside it. What is cut off is begun anew by typing it again.
+with a Python 3.11 of its own; a repetition takes seconds. The job is sent as it is for that machine:
+`infra: local`, with its files and its model folder beside it. A transfer that was cut off begins again.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from rlboost_runtime.run.folder import RunFolder
 INSTALL_S = 1500.0
 """Longest installation: torch for CUDA is some gigabytes."""
 ROOM_BYTES = 12_000_000_000
-"""What the runtime takes on the head's disk with torch for CUDA, about; less only makes us say so."""
+"""Space that the runtime takes on the head's disk with torch for CUDA, about; less only causes a note."""
 _BLOCK = 1 << 20
 _PORTABLE_MODEL = "model"
 
 
 def install(head: Head, there: dict[str, Any], job: Job, say: Say) -> None:
-    """Bring the runtime to the head, where it is not that of another run which is going on.
+    """Install the runtime on the head, unless another run that is going on uses it.
 
-    `there`: what `look` said. Raises `RuntimeFault` with what the installation said last, where it fails.
+    `there`: the answer of `look`. Raises `RuntimeFault` with the last lines of an installation that failed.
     """
     if head.place.python is not None:
         if not there["has_python"]:
@@ -64,14 +64,14 @@ def install(head: Head, there: dict[str, Any], job: Job, say: Say) -> None:
         said = "\n".join(f"  {line}" for line in answer["lines"])
         late = " in time" if answer["status"] == 124 else f" (status {answer['status']})"
         raise RuntimeFault(
-            f"the runtime could not be installed on {head.place.host}{late}; it said last:\n{said}",
+            f"the runtime could not be installed on {head.place.host}{late}; its last lines:\n{said}",
             "the machine needs bash, Python 3.8 or later and a way to PyPI (docs/head.md); or install"
             " rlboost[train] there yourself and name its Python: trainer.python",
         )
 
 
 def ship(head: Head, job: Job, say: Say) -> str:
-    """Bring the run's job and all that it names; return the path of its job file there."""
+    """Send the run's job and all files that it names; return the path of its job file there."""
     say(f"copying the job's files to {head.place.host}")
     name = f"{job.name}.head.yaml"
     here = dict(_files(head.run, job))

@@ -1,13 +1,12 @@
-"""What is known here of a run whose head is elsewhere: copies of its small files, fetched when one looks.
+"""Local copies of a run whose head is elsewhere: its small files, fetched on demand, and its results.
 
 Guarantees: after `refresh` the run's folder reads like that of a run of this machine, as of this moment:
 status, outcome, cost and logs are then shown by the same code. Only what has changed is sent. A copy is
-replaced whole or added to, by one command at a time; nothing but those files is ever written, whatever the
-head says. What was fetched stays, so that cost and logs can be read when the head is gone.
+replaced whole or appended to, by one command at a time; no other file is ever written, whatever the head
+sends. What was fetched stays, so that cost and logs can be read when the head is gone.
 
-What a run leaves on a head elsewhere, fetched into the run's folder here: final model, newest checkpoint.
-
-Guarantee: a file that is there under its name is whole; one that was cut off goes on where it stopped.
+`fetch_results` fetches the final model and the newest checkpoint: a file under its own name is complete; one
+that was cut off is continued where it stopped.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from rlboost_runtime.run.folder import RunFolder, read_json, write_atomically, w
 from rlboost_runtime.run.index import is_supervised
 
 LIVE_S = 10.0
-"""A status is written once a second: one that is older is of a coordinator that does not answer."""
+"""A status is written once a second; after this long without one the coordinator counts as silent."""
 WAIT_S = 30.0
-"""Longest wait for another command that writes what it fetched: that takes it a moment."""
+"""Longest wait for another command that is writing copies: it takes a moment."""
 _WHOLE = frozenset({*program.WHOLE, program.LEDGER})
-_PUT_AWAY = frozenset({"outcome.json", "ending.json"})
-"""What a run that is opened again has no more here; its head has it until the run goes on there."""
+_FORMER = frozenset({"outcome.json", "ending.json"})
+"""Removed here when a run is resumed; its head has them until the run goes on there."""
 _GROWING = re.compile(r"(metrics|samples)\.jsonl|logs(/[A-Za-z0-9_-][A-Za-z0-9._-]*)+")
 
 
@@ -52,7 +51,7 @@ def refresh(run: RunFolder, head: Head, *, ledger: bool = False, logs: bool = Fa
 
 
 def is_live(run: RunFolder) -> bool:
-    """Whether the coordinator worked when the head was last seen, just now."""
+    """Return True if the coordinator worked when the head was last seen, just now."""
     try:
         age_s = time.time() - run.status.stat().st_mtime
     except FileNotFoundError:
@@ -63,24 +62,24 @@ def is_live(run: RunFolder) -> bool:
 def refresh_if_elsewhere(
     run: RunFolder, *, ledger: bool = False, logs: bool = False, head: Head | None = None
 ) -> str | None:
-    """Refresh a run whose head is elsewhere; return why what is here may be old, None where it is not.
+    """Refresh a run whose head is elsewhere; return why the copies may be old, None where they are current.
 
-    A head that lets us not in, or cannot answer, is as one that is silent: other runs are looked at all the
-    same. `head`: an open conversation to use.
+    A head that refuses our credentials or fails counts as silent, so that other runs are still shown.
+    `head`: an open connection to use.
     """
     if not run.head.exists() or is_complete(run):
         return None
     try:
         with contextlib.nullcontext(head) if head is not None else Head(run) as one:
-            keep_up(run, one, ledger=ledger, logs=logs)
+            refresh_and_close(run, one, ledger=ledger, logs=logs)
     except (HeadUnreachable, CredentialsRejected, RuntimeFault) as silence:
         seen = read_json(run.mirror) or {}
-        told = f"shown is what was known {_ago(seen)}" if "at" in seen else "nothing was ever fetched from it"
-        return f"{silence.problem}; {told}"
+        age = f"shown is what was known {_ago(seen)}" if "at" in seen else "nothing was ever fetched from it"
+        return f"{silence.problem}; {age}"
     return None
 
 
-def keep_up(run: RunFolder, head: Head, *, ledger: bool = False, logs: bool = False) -> None:
+def refresh_and_close(run: RunFolder, head: Head, *, ledger: bool = False, logs: bool = False) -> None:
     """Refresh; of a run that has ended for good fetch everything, so that its head is not needed any more."""
     refresh(run, head, ledger=ledger, logs=logs)
     if run.outcome.exists() and not is_supervised(run):
@@ -89,48 +88,46 @@ def keep_up(run: RunFolder, head: Head, *, ledger: bool = False, logs: bool = Fa
 
 
 def open_mirror(run: RunFolder) -> None:
-    """Note that the run is about to be started on its head: it may go on there from now on, heard of or
-    not."""
+    """Note that the run is about to be started on its head: from now on it may go on there unseen."""
     write_json(run.mirror, {"marks": {}, **(read_json(run.mirror) or {})})
 
 
 def was_started(run: RunFolder) -> bool:
-    """Whether the run may ever have been started on its head: something of it may be there only."""
+    """Return True if the run may ever have been started on its head: something of it may be there only."""
     return "marks" in (read_json(run.mirror) or {})
 
 
 def close_mirror(run: RunFolder) -> None:
-    """Note that the head has nothing more to say: it is not asked again."""
+    """Note that everything was fetched: the head is not asked again."""
     write_json(run.mirror, {**(read_json(run.mirror) or {"at": time.time()}), "complete": True})
 
 
-def is_put_away(run: RunFolder, outcome: list[int] | None) -> bool:
-    """Whether the outcome that the head has, by its mark, is the one that the run was resumed after."""
+def is_former_outcome(run: RunFolder, outcome: list[int] | None) -> bool:
+    """Return True if the head's outcome, by its mark, is the one that the run was resumed after."""
     marks = (read_json(run.mirror) or {}).get("marks", {})
     return outcome is not None and not run.outcome.exists() and marks.get(run.outcome.name) == outcome
 
 
 def former_end_ns(run: RunFolder) -> int:
-    """Return when the run ended that was resumed after that, by the clock of its head; 0 where it never
-    was."""
+    """Return when the run ended before it was resumed, by its head's clock; 0 if it was never resumed."""
     seen = read_json(run.mirror) or {}
-    put_away = None if run.outcome.exists() else seen.get("marks", {}).get(run.outcome.name)
-    return max(int(seen.get("former_end_ns", 0)), 0 if put_away is None else int(put_away[1]))
+    former = None if run.outcome.exists() else seen.get("marks", {}).get(run.outcome.name)
+    return max(int(seen.get("former_end_ns", 0)), 0 if former is None else int(former[1]))
 
 
-def take_again(run: RunFolder) -> None:
-    """Have an end that was put away fetched again: the run is not to be resumed after it."""
+def forget_former_outcome(run: RunFolder) -> None:
+    """Fetch the outcome again after which the run was to be resumed: that resumption was given up."""
     seen = read_json(run.mirror) or {}
-    put_away = [name for name in _PUT_AWAY & seen.get("marks", {}).keys() if not (run.path / name).exists()]
-    for name in put_away:
+    former = [name for name in _FORMER & seen.get("marks", {}).keys() if not (run.path / name).exists()]
+    for name in former:
         del seen["marks"][name]
-    if put_away:
+    if former:
         seen.pop("former_end_ns", None)
         write_json(run.mirror, seen)
 
 
 def is_complete(run: RunFolder) -> bool:
-    """Whether everything was fetched after the run had ended."""
+    """Return True if everything was fetched after the run had ended."""
     return run.outcome.exists() and bool((read_json(run.mirror) or {}).get("complete"))
 
 
@@ -141,19 +138,19 @@ def _ago(seen: dict[str, Any]) -> str:
 def _known(run: RunFolder) -> dict[str, list[int]]:
     """Return the marks of the copies that are here still, and of an end that the run was resumed after."""
     marks = (read_json(run.mirror) or {}).get("marks", {})
-    return {name: mark for name, mark in marks.items() if name in _PUT_AWAY or (run.path / name).exists()}
+    return {name: mark for name, mark in marks.items() if name in _FORMER or (run.path / name).exists()}
 
 
 def _apply(run: RunFolder, asked: dict[str, list[int]], answer: dict[str, Any], blob: bytes) -> None:
-    """Take an answer to a question that named the marks `asked`; what another command has taken meanwhile
-    stays as that left it."""
+    """Write the files of an answer to a request with the marks `asked`; a file that another command has
+    fetched meanwhile stays as that left it."""
     with _writing(run):
         marks, ended_ns, at = _known(run), former_end_ns(run), 0
-        for told in answer["files"]:
-            part, at = blob[at : at + told["bytes"]], at + told["bytes"]
-            if marks.get(told["name"]) == asked.get(told["name"]):
-                _take(run, told, part)
-                marks[told["name"]] = told["mark"]
+        for entry in answer["files"]:
+            part, at = blob[at : at + entry["bytes"]], at + entry["bytes"]
+            if marks.get(entry["name"]) == asked.get(entry["name"]):
+                _write_copy(run, entry, part)
+                marks[entry["name"]] = entry["mark"]
         for name in answer["gone"]:
             if name in _WHOLE and marks.get(name) == asked.get(name):
                 (run.path / name).unlink(missing_ok=True)
@@ -195,12 +192,12 @@ def _locks(fd: int) -> bool:
     return True
 
 
-def _take(run: RunFolder, told: dict[str, Any], part: bytes) -> None:
-    name, offset = str(told["name"]), told["offset"]
+def _write_copy(run: RunFolder, entry: dict[str, Any], part: bytes) -> None:
+    name, offset = str(entry["name"]), entry["offset"]
     path = run.path / name
     if name not in _WHOLE and (_GROWING.fullmatch(name) is None or offset is None):
         raise ProtocolError(
-            f"the head of {run.name} sends {name!r}, which nobody asked for",
+            f"the head of {run.name} sends {name!r}, which was not requested",
             "see that it is the right machine",
         )
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -212,7 +209,7 @@ def _take(run: RunFolder, told: dict[str, Any], part: bytes) -> None:
             file.truncate(offset)
             file.seek(offset)
             file.write(part)
-    changed_at = time.time() - float(told["age"])
+    changed_at = time.time() - float(entry["age"])
     os.utime(path, (changed_at, changed_at))
 
 

@@ -12,13 +12,12 @@ from pathlib import Path
 
 import typer
 
-from rlboost_cli.head.control import come_home
+from rlboost_cli.head.control import collect_results
 from rlboost_cli.planning.plan import LaunchPlan, describe_plan, launch_plan
 from rlboost_cli.planning.rates import FIRST_STEPS_LEFT_OUT, MIN_STEPS
 from rlboost_cli.runs.supervision import bring_up, want_training
 from rlboost_cli.terminal import output
-from rlboost_cli.views.attach import follow, outcome_of
-from rlboost_cli.views.live import NewLines
+from rlboost_cli.views.live import NewLines, follow, outcome_of
 from rlboost_cli.views.screens import left_alone
 from rlboost_runtime.errors import ConfigError, RuntimeFault
 from rlboost_runtime.job import Job
@@ -78,7 +77,7 @@ def probe(job_file: Path, job: Job, progress: Callable[[str], None]) -> RunFolde
         raise
     ended = outcome_of(run)
     if run.head.exists():
-        come_home(run, progress)
+        collect_results(run, progress)
     if ended.state != "done":
         raise RuntimeFault(
             f"the measuring run {run.name} {ended.state}: {ended.problem or 'no reason given'}",

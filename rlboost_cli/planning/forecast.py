@@ -48,7 +48,7 @@ class Forecast:
     rates: Rates
     tokens_per_step: float
     responses_like_before: bool
-    """Whether responses are taken to be as long as in the measured run; else: as long as allowed."""
+    """True if responses are taken to be as long as in the measured run; else: as long as allowed."""
     useful_instances: int
     """What the run will hold, by the core's rule, if it can get it."""
     rows: tuple[ForecastRow, ...]

@@ -31,7 +31,7 @@ class PlanLine:
 
     @property
     def is_charged(self) -> bool:
-        """Whether somebody sends a bill: processes on this machine cost nothing, whatever price is noted."""
+        """True if a cloud sends a bill: processes on this machine cost nothing, whatever price is noted."""
         return self.infra != "local" and self.price_micro_usd_per_hour != 0
 
 
@@ -52,7 +52,7 @@ class LaunchPlan:
 
     @property
     def is_charged(self) -> bool:
-        """Whether the launch can cost real money, so that a person is asked."""
+        """True if the launch can cost real money, so that a person is asked."""
         return any(line.is_charged for line in self.lines)
 
     @property
@@ -75,7 +75,7 @@ class LaunchPlan:
 
     @property
     def is_all_priced(self) -> bool:
-        """Whether a price is known for each kind of machine."""
+        """True if a price is known for each kind of machine."""
         return all(line.price_micro_usd_per_hour is not None for line in self.lines)
 
 
@@ -216,7 +216,7 @@ def _describe_forecast(found: Forecast, plan: LaunchPlan) -> list[str]:
 
 
 def _pays(found: Forecast) -> str:
-    """Whether spot instances pay, in a clause."""
+    """Return a clause about whether spot instances pay."""
     speedup, saving = found.speedup, found.saving_fraction
     if found.useful_instances == 0:
         return "no instances are wanted"

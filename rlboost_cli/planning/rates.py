@@ -68,7 +68,7 @@ def measured_rates(job: Job) -> tuple[Rates, Job] | None:
 
 
 def is_alike(job: Job, former: Job) -> bool:
-    """Whether `former` generates and trains a token as fast as `job` does."""
+    """Return True if `former` generates and trains a token as fast as `job` does."""
     return all(
         (
             job.model == former.model,
@@ -81,7 +81,7 @@ def is_alike(job: Job, former: Job) -> bool:
 
 
 def makes_like_responses(job: Job, former: Job) -> bool:
-    """Whether responses of `job` may be expected to be as long as those of `former`."""
+    """Return True if responses of `job` may be expected to be as long as those of `former`."""
     limits = (job.algorithm.max_response_tokens, former.algorithm.max_response_tokens)
     return (job.data, job.reward) == (former.data, former.reward) and limits[0] == limits[1]
 

@@ -69,8 +69,8 @@ class Tail:
 
 
 def _belongs(name: str, instance: str) -> bool:
-    """Whether the log `name` (path without suffix) is of `instance`: `s-3` and `s-3/0` are a machine and its
-    first instance, whose files are `machines/s-3/*-0`; anything else is a process by its name."""
+    """Return True if the log `name` (path without suffix) is of `instance`. `s-3` and `s-3/0` are a machine
+    and its first instance, whose files are `machines/s-3/*-0`; anything else is a process by its name."""
     if name == instance or name.startswith((f"{_MACHINES}/{instance}/", f"{instance}/")):
         return True
     machine, slash, index = instance.rpartition("/")

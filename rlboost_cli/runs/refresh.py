@@ -1,4 +1,4 @@
-"""Bringing what is known here of runs with a head elsewhere up to date, before somebody looks at it.
+"""Updating the local copies of runs whose head is elsewhere, before a command reads them.
 
 Light: a run of this machine costs one look for a file.
 """
@@ -15,9 +15,9 @@ from rlboost_runtime.run.folder import RunFolder
 from rlboost_runtime.run.index import all_runs, is_open
 
 EVERY_S = 1.0
-"""Shortest time between two looks of one command."""
+"""Shortest time between two requests of one command to a head."""
 CLOUD_EVERY_S = 10.0
-"""Shortest time between two questions to a cloud about the head that it rents to a run."""
+"""Shortest time between two requests to a cloud about a rented head."""
 _ask_again_at: dict[Path, float] = {}
 
 
@@ -25,8 +25,8 @@ _ask_again_at: dict[Path, float] = {}
 def looking_at(
     run: RunFolder, say: Callable[[str], None], *, ledger: bool = False, logs: bool = False
 ) -> Iterator[Callable[[], None]]:
-    """Yield a function that fetches what is new, over one connection; `say` is told once where the head is
-    silent. Of a run of this machine it does nothing."""
+    """Yield a function that fetches what is new, over one connection; `say` is called once if the head is
+    silent. For a run of this machine it does nothing."""
     if not run.head.exists():
         yield lambda: None
         return
@@ -53,8 +53,7 @@ def looking_at(
 
 
 def asked_of_its_cloud(run: RunFolder, say: Callable[[str], None], silence: str | None) -> str | None:
-    """Where the run's head is a machine that was rented, see what its cloud says of it; return what is still
-    to be said of its silence."""
+    """Ask the cloud of a rented head for its state; return `silence`, or None if that shows the run ended."""
     if not run.head_machines.exists() or time.monotonic() < _ask_again_at.get(run.path, 0.0):
         return silence
     _ask_again_at[run.path] = time.monotonic() + CLOUD_EVERY_S

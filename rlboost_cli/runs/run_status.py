@@ -42,9 +42,9 @@ class RunStatus:
     problem: str | None = None
     """Why the coordinator does not answer; None where it does, or has nothing left to do."""
     is_supervised: bool = True
-    """Whether somebody restarts the run's processes; not asked of a run that has ended."""
+    """True if somebody restarts the run's processes; not asked of a run that has ended."""
     is_reached: bool = True
-    """Whether the head answers; a run goes on without the laptop, so that silence says nothing about it."""
+    """True if the head answers; a run goes on without the laptop, so that silence says nothing about it."""
     was_started: bool = True
     """False until a head elsewhere has been asked to start the run."""
 

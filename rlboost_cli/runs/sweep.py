@@ -1,9 +1,9 @@
 """Finding machines that no open run owns, and ending them: what `rlboost gc` does.
 
-Two ways of looking, so that neither a lost record nor a lost cloud hides a machine: every ended run's own
+It looks in two ways, so that neither a lost record nor a silent cloud hides a machine: every ended run's own
 provider is asked what is left of it, and every cloud that some job here names is asked for all machines with
 our tags. A machine is an orphan if its run has ended or is not known here; machines of another owner (another
-`RLBOOST_HOME`, which may be another person's) are told, and ended only where that is asked for.
+`RLBOOST_HOME`, which may be another person's) are listed, and ended only on request.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Stray:
     is_ours: bool
     end: Callable[[], None]
     is_head_with_results: bool = False
-    """What its run leaves may be on it alone."""
+    """The only copy of the run's results may be on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +59,10 @@ class Sweep:
 
 def look(say: Callable[[str], None], clouds: Iterable[str] = ()) -> Sweep:
     """Return what no open run owns; `clouds` are asked beside those that jobs here name. An open run whose
-    rented head is gone by its cloud's word is noted as ended first: nobody looks after its machines.
+    cloud reports its rented head gone is noted as ended first: nothing manages its machines any more.
 
-    Takes seconds per cloud. A cloud or region that does not answer is told in `silent`, and the others are
-    asked.
+    Takes seconds per cloud. A cloud or region that does not answer is listed in `silent`; the others are
+    asked all the same.
     """
     found: dict[tuple[str, str, str], Stray] = {}  # by owner, "" being us, run and machine
     silent: list[RLBoostError] = []
@@ -206,8 +206,8 @@ def _stray(owned: Owned, cloud: CanSweep, runs: dict[str, RunFolder]) -> Stray |
 
 
 def _has_no_output(run: RunFolder) -> bool:
-    """Whether the run's job names no `output`; no where it cannot be read: the machine is to be told all the
-    same."""
+    """Return True if the run's job names no `output`; False if it cannot be read, so that the machine is
+    listed all the same."""
     with contextlib.suppress(RLBoostError):
         return stored_job(run).output is None
     return False

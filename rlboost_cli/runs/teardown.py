@@ -21,12 +21,12 @@ from rlboost_runtime.run.folder import RunFolder, write_json
 from rlboost_runtime.run.index import is_supervised
 
 GRACEFUL_S = 30.0
-"""How long the coordinator may take to save, end its machines and say how the run ended."""
+"""Longest time in which the coordinator saves, ends its machines and notes how the run ended."""
 TERM_GRACE_S = 5.0
-"""How long a process may take to end after SIGTERM: whatever matters has been saved by then."""
+"""Longest time in which a process ends after SIGTERM: whatever matters has been saved by then."""
 
 _POLL_S = 0.1
-_EXIT_S = 2.0  # between a supervisor's last word and its exit
+_EXIT_S = 2.0  # between a supervisor's outcome and its exit
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rlboost_cli.simulation.job import preset_of_job
 from rlboost_cli.simulation.runs import SimulatedMarket, SimulationRequest
-from rlboost_cli.simulation.trace_arguments import cut
+from rlboost_cli.simulation.trace_views import cut
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.run.folder import home
 from rlboost_runtime.sim import POLICIES, Preset, presets

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from rlboost_cli.terminal import output, text
+from rlboost_runtime.errors import ConfigError
+from rlboost_runtime.run.folder import home
 from rlboost_runtime.traces import PROFILES, Trace, trace_statistics
-from rlboost_runtime.traces.catalogue import KNOWN, cached, fetch_trace, known
+from rlboost_runtime.traces.catalogue import KNOWN, cached, fetch_trace, known, open_trace
 
 Json = dict[str, Any]  # one object as printed by --json
 
@@ -184,3 +186,25 @@ def _taken(trace: Trace, columns: int) -> str:
     taken = Counter(min(columns - 1, int(e.at_s / share_s)) for e in trace.events if e.kind == "remove")
     most = max(taken.values(), default=1)
     return "".join(_EIGHTHS[-(-8 * taken[column] // most)] for column in range(columns)).rstrip()
+
+
+def trace_of(named: str, window: str | None, seed: int) -> Trace:
+    """Return the trace `named`, cut to the hours in `window`. Raises `ConfigError`."""
+    trace = open_trace(named, home() / "traces", seed=seed)
+    return trace if window is None else cut(trace, window)
+
+
+def cut(trace: Trace, window: str) -> Trace:
+    """Return the hours `A:B` of `trace`; either may be left out. Raises `ConfigError`."""
+    length_h = trace.duration_s / 3600
+    start, separator, end = window.partition(":")
+    try:
+        start_h, end_h = float(start or 0), float(end or length_h)
+        if not separator:
+            raise ValueError
+        return trace.window(start_h * 3600, min(end_h * 3600, trace.duration_s) if not end else end_h * 3600)
+    except ValueError:
+        raise ConfigError(
+            f"--window {window} is no part of {trace.name}, which lasts {length_h:.2f} h",
+            f"write hours from its start as A:B, such as 0:{min(2.0, length_h):.4g}",
+        ) from None

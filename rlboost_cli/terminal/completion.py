@@ -5,9 +5,12 @@ Nothing here fails: a folder that cannot be read offers nothing.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from rlboost_runtime.protocol.status import Status
 
 
 def runs(incomplete: str) -> list[tuple[str, str]]:
@@ -19,11 +22,17 @@ def runs(incomplete: str) -> list[tuple[str, str]]:
     try:
         for run in reversed(all_runs()):
             if run.name.startswith(incomplete):
-                told = read_json(run.outcome) or read_json(run.status) or {}
-                found.append((run.name, str(told.get("state", "provisioning"))))
+                noted = read_json(run.outcome) or read_json(run.status) or {}
+                found.append((run.name, str(noted.get("state", "provisioning"))))
     except (OSError, ValueError):
         return found
     return found
+
+
+RunName = Annotated[
+    str, typer.Argument(help="The run", metavar="RUN", show_default=False, autocompletion=runs)
+]
+"""The argument of commands that look at one run."""
 
 
 def open_runs(incomplete: str) -> list[tuple[str, str]]:
@@ -42,16 +51,16 @@ def jobs_and_runs(incomplete: str) -> list[str]:
 
 
 def instances(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
-    """Return the live spot instances of the run typed before, as its last status knows them."""
+    """Return the live spot instances of the run typed before, as its last status has them."""
     return [
-        (str(i["id"]), str(i.get("state", "")))
-        for i in _status(ctx).get("instances") or []
-        if i.get("pool") == "spot" and str(i["id"]).startswith(incomplete)
+        (i.id, i.state or "")
+        for i in _status(ctx).instances
+        if i.pool == "spot" and i.id.startswith(incomplete)
     ]
 
 
 def logs(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return what the run typed before has logs of: our processes and its machines, also gone ones."""
+    """Return the processes and machines, also gone ones, that the run typed before has logs of."""
     from rlboost_runtime.run.folder import RunFolder
 
     folder = RunFolder.named(str(ctx.params.get("run") or "")).logs
@@ -63,10 +72,11 @@ def logs(ctx: typer.Context, incomplete: str) -> list[str]:
     return sorted(name for name in names if name.startswith(incomplete))
 
 
-def _status(ctx: typer.Context) -> dict[str, Any]:
+def _status(ctx: typer.Context) -> Status:
+    from rlboost_runtime.protocol.status import Status, read_status
     from rlboost_runtime.run.folder import RunFolder, read_json
 
     try:
-        return read_json(RunFolder.named(str(ctx.params.get("run") or "")).status) or {}
+        return read_status(read_json(RunFolder.named(str(ctx.params.get("run") or "")).status) or {})
     except (OSError, ValueError):
-        return {}
+        return Status()

@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 
 _waiting: Working | None = None
-"""The last sign of life that was asked for: it makes room for other lines."""
+"""The last spinner: it makes room for other lines."""
 
 
 def show(words: str) -> None:
-    """Print a piece of what was asked for."""
+    """Print a piece of the answer."""
     print(words, flush=True)
 
 
 def progress(words: str) -> None:
-    """Print something beside what was asked for."""
+    """Print something beside the answer, on standard error."""
     with _waiting.aside() if _waiting is not None else nullcontext():
         print(between_words(words, sys.stderr), file=sys.stderr, flush=True)
 
@@ -39,15 +39,23 @@ def as_json(value: object) -> None:
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print rows under headers: drawn by rich where standard output is a terminal, else aligned text."""
+    """Print rows under headers, numbers to the right: drawn by rich on a terminal, else as aligned text."""
     if not sys.stdout.isatty():
         show(text.table(headers, rows))
         return
+    from rich import box
     from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
-    from rlboost_cli.terminal.rich_tables import rich_table
-
-    Console().print(rich_table(headers, rows))
+    drawn = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    cells = [[text.dash(value) for value in row] for row in rows]
+    for column, header in enumerate(headers):
+        numbers = bool(cells) and all(text.is_number(row[column]) for row in cells)
+        drawn.add_column(header, justify="right" if numbers else "left", overflow="fold")
+    for row in cells:
+        drawn.add_row(*(Text(cell) for cell in row))
+    Console().print(drawn)
 
 
 def as_yaml(value: object) -> None:
@@ -60,7 +68,7 @@ def as_yaml(value: object) -> None:
 
 
 def is_terminal() -> bool:
-    """Whether a person reads standard output and can answer a question."""
+    """Return True if a person reads standard output and can answer a question."""
     return sys.stdout.isatty() and sys.stdin.isatty()
 
 
@@ -71,7 +79,7 @@ def confirm(question: str) -> bool:
 
 
 def working(words: str = "") -> Working:
-    """Return a sign of life for a wait that may take more than a moment; enter it, call it with words."""
+    """Return a spinner for a wait; enter it as a context, and call it with what is being waited for."""
     from rlboost_cli.terminal.working import Working
 
     global _waiting

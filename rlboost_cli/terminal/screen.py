@@ -71,12 +71,12 @@ ASCII = Glyphs(sparks="_.-=+*#@", done="#", left=".", more="...")
 
 
 def can_redraw(stream: TextIO) -> bool:
-    """Whether lines on `stream` can be painted over: a terminal that moves its cursor."""
+    """Return True if lines on `stream` can be painted over: a terminal that moves its cursor."""
     return stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
 
 
 def has_style(stream: TextIO) -> bool:
-    """Whether bold and colour are wanted on `stream`."""
+    """Return True if bold and colour are wanted on `stream`."""
     return can_redraw(stream) and not os.environ.get("NO_COLOR")
 
 
@@ -199,7 +199,7 @@ def _common_prefix(first: str, second: str) -> int:
 
 
 def _same_widths(first: str, second: str) -> bool:
-    """Whether every sign of both is one column wide, so that columns can be counted."""
+    """Return True if every sign of both is one column wide, so that columns can be counted."""
     from rich.cells import cell_len
 
     return cell_len(first) == len(first) and cell_len(second) == len(second)

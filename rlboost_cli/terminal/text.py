@@ -31,7 +31,7 @@ def dash(value: object) -> str:
 
 
 def is_number(text: str) -> bool:
-    """Whether a cell is a figure, dollars or a dash, so that its column is set to the right."""
+    """Return True if a cell is a figure, dollars or a dash, so that its column is set to the right."""
     return text.lstrip("$-").replace(",", "").replace(".", "").isdigit() or text == "-"
 
 

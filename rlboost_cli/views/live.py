@@ -1,6 +1,7 @@
-"""The attached view: one block of lines on a terminal that shows how a run is doing, until it ends.
+"""A run that is followed until it ends, and how it ended.
 
-It never scrolls, and sends only what changed, as often as statuses come (about once a second).
+`watch` is the attached view: one block of lines on a terminal, which never scrolls and sends only what
+changed, as often as statuses come (about once a second).
 
 `NewLines` is the same as plain lines, for files and terminals that cannot repaint: a line per step and per
 event, and a heartbeat where nothing happens.
@@ -8,19 +9,25 @@ event, and a heartbeat where nothing happens.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
+from rlboost_cli.runs.run_status import RunStatus, run_status
+from rlboost_cli.runs.supervision import log_tail
 from rlboost_cli.terminal.screen import Painter, Size, glyphs_for, has_style
 from rlboost_cli.terminal.text import usd
 from rlboost_cli.views.events import event_line, merged, timed
 from rlboost_cli.views.run_view import live_lines, tokens_per_s
+from rlboost_runtime.errors import RuntimeFault
+from rlboost_runtime.run.folder import RunFolder, read_json
+from rlboost_runtime.run.index import is_supervised
 
 if TYPE_CHECKING:
-    from rlboost_cli.runs.run_status import RunStatus
+    from rlboost_cli.head.connection import Head
     from rlboost_runtime.protocol.status import Status
 
 _HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
@@ -133,3 +140,67 @@ def _heartbeat(status: Status) -> str:
 
 def _at(status: Status, words: str) -> str:
     return words if status.at is None else timed(status.at, words)
+
+
+EVERY_S = 1.0
+"""Between two looks: the coordinator counts its rates anew once a second."""
+ABANDONED_S = 5.0
+"""Without an answer and without a supervisor for this long, nobody will bring the run back by itself."""
+
+
+def follow(run: RunFolder, every_s: float = EVERY_S) -> Iterator[RunStatus]:
+    """Yield the run's status every `every_s` seconds; the last one yielded is of the ended run.
+
+    Raises `RuntimeFault` once nothing runs it any more although it has not ended.
+    """
+    with contextlib.ExitStack() as stack:
+        head = stack.enter_context(_head_of(run)) if run.head.exists() else None
+        yield from _follow(run, every_s, head)
+
+
+def _head_of(run: RunFolder) -> Head:
+    from rlboost_cli.head.connection import Head
+
+    return Head(run)
+
+
+def _follow(run: RunFolder, every_s: float, head: Head | None) -> Iterator[RunStatus]:
+    alone_since: float | None = None
+    while True:
+        status = run_status(run, head=head)
+        yield status
+        if status.has_ended:
+            return
+        if status.is_live or not status.is_reached or is_supervised(run):
+            alone_since = None
+        elif alone_since is None:
+            alone_since = time.monotonic()
+        elif time.monotonic() - alone_since > ABANDONED_S:
+            raise _abandoned(run)
+        time.sleep(every_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended."""
+
+    state: str
+    problem: str
+    remedy: str
+    exit_code: int
+
+
+def outcome_of(run: RunFolder) -> Outcome:
+    """Return how the ended run ended."""
+    data: dict[str, Any] = read_json(run.outcome) or {}
+    state = str(data.get("state", "stopped"))
+    exit_code = int(data.get("exit_code", 0 if state == "done" else 1))
+    return Outcome(state, str(data.get("problem") or ""), str(data.get("remedy") or ""), exit_code)
+
+
+def _abandoned(run: RunFolder) -> RuntimeFault:
+    path = run.logs / "supervisor.log"
+    return RuntimeFault(
+        f"nothing runs {run.name} any more, though it has not ended; last lines of {path}:\n{log_tail(path)}",
+        f"rlboost launch {run.name} goes on from its last checkpoint; rlboost down {run.name} ends it",
+    )

@@ -212,9 +212,8 @@ def _cost(status: Status) -> list[str]:
         return []
     budget = "" if cost.budget_usd is None else f" of {usd(cost.budget_usd, 2)}"
     going = " in all" if status.state in ENDED else f" so far, {usd(cost.rate_usd_per_hour, 2)} per hour"
-    compared = (
-        None if cost.counterfactual is None else _on_demand(cost.counterfactual, cost.rate_usd_per_hour)
-    )
+    found = cost.counterfactual
+    compared = _on_demand(found, cost.rate_usd_per_hour) if found else ""
     first = f"{usd(cost.spent_usd, 2)}{budget}{going}"
     return [first, compared] if compared else [first]
 

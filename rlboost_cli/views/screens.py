@@ -1,6 +1,6 @@
 """The one module that prints what went well (`errors` prints the rest).
 
-What was asked for goes to standard output; everything else goes to standard error. Only tables
+Answers go to standard output; everything else goes to standard error. Only tables
 on a terminal use rich, imported when they are drawn.
 """
 
@@ -17,7 +17,7 @@ from rlboost_cli.terminal.screen import can_redraw, glyphs_for
 if TYPE_CHECKING:
     from rlboost_cli.runs.run_status import RunStatus
     from rlboost_cli.runs.teardown import Teardown
-    from rlboost_cli.views.attach import Outcome
+    from rlboost_cli.views.live import Outcome
     from rlboost_runtime.billing.report import CostReport
     from rlboost_runtime.protocol.status import Status
     from rlboost_runtime.run.create import FoundRun
@@ -33,7 +33,7 @@ def runs(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def status(found: RunStatus) -> None:
-    """Print one run's status, and how old it is where its coordinator does not answer."""
+    """Print one run's status, and its age if the coordinator does not answer."""
     from rlboost_cli.views import run_view
 
     staleness(found)
@@ -42,7 +42,7 @@ def status(found: RunStatus) -> None:
 
 
 def staleness(found: RunStatus) -> None:
-    """Say so where a status is not from a living coordinator."""
+    """Print a warning if a status is not from a live coordinator."""
     from rlboost_cli.views import run_view
 
     for line in run_view.staleness(found):
@@ -77,7 +77,7 @@ def follow(statuses: Iterable[RunStatus]) -> None:
 
 
 def found_run(found: FoundRun) -> None:
-    """Say which run was found or made."""
+    """Print which run was found or made."""
     output.progress(
         f"{'new run' if found.is_new else 'continuing run'} {found.run.name} in {text.tilde(found.run.path)}"
     )
@@ -88,7 +88,7 @@ def found_run(found: FoundRun) -> None:
 
 
 def detached(run: RunFolder) -> None:
-    """Say that the run goes on, and what can be done with it."""
+    """Print that the run goes on, and which commands apply to it."""
     output.progress(f"detached; {run.name} goes on")
     output.progress(f"  rlboost launch {run.name}           watches it again")
     output.progress(f"  rlboost status {run.name} --watch   only looks")
@@ -96,8 +96,8 @@ def detached(run: RunFolder) -> None:
 
 
 def left_alone(run: RunFolder) -> bool:
-    """Say, where a command was interrupted, whether the run goes on by itself, and return that: with a head
-    elsewhere not before it was started there."""
+    """Print, after an interrupt, whether the run goes on by itself, and return that. With a head elsewhere it
+    does so only once it was started there."""
     from rlboost_cli.head.mirror import was_started
 
     if not run.head.exists() or was_started(run):
@@ -115,7 +115,7 @@ def _not_started(run: RunFolder) -> None:
 
 
 def outcome(run: RunFolder, ended: Outcome, status: Status, report: CostReport) -> None:
-    """Say how a run ended, what it cost and what to type next."""
+    """Print how a run ended, what it cost and what to type next."""
     from rlboost_cli.views import ending as ending_text
 
     output.show("\n".join(["", *ending_text.ended_lines(run.name, ended.state, status, report)]))
@@ -131,7 +131,7 @@ def outcome(run: RunFolder, ended: Outcome, status: Status, report: CostReport) 
 
 
 def ending(run: RunFolder, ended: Teardown) -> None:
-    """Say what it took to end a run."""
+    """Print what had to be ended with a run."""
     if ended.processes or ended.machines:
         output.progress(
             f"ended what was left: {len(ended.processes)} processes, {len(ended.machines)} machines"

@@ -38,7 +38,7 @@ def traces(
     Example: rlboost traces show generated-p3
     """
     from rlboost_cli.simulation import trace_views
-    from rlboost_cli.simulation.trace_arguments import trace_of
+    from rlboost_cli.simulation.trace_views import trace_of
     from rlboost_cli.terminal import output
     from rlboost_runtime.errors import ConfigError
     from rlboost_runtime.run.folder import home

@@ -6,13 +6,11 @@ from typing import Annotated
 
 import typer
 
-from rlboost_cli.terminal import completion
+from rlboost_cli.terminal.completion import RunName
 
 
 def audit(
-    run: Annotated[
-        str, typer.Argument(help="The run", metavar="RUN", show_default=False, autocompletion=completion.runs)
-    ],
+    run: RunName,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object")] = False,
 ) -> None:
     """Check a run against what RLBoost promises, from its event log and token journal

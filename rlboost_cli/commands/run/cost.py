@@ -6,13 +6,11 @@ from typing import Annotated
 
 import typer
 
-from rlboost_cli.terminal import completion
+from rlboost_cli.terminal.completion import RunName
 
 
 def cost(
-    run: Annotated[
-        str, typer.Argument(help="The run", metavar="RUN", show_default=False, autocompletion=completion.runs)
-    ],
+    run: RunName,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object")] = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print a CSV table of machines and steps")] = False,
 ) -> None:

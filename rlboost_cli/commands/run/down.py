@@ -6,13 +6,11 @@ from typing import Annotated
 
 import typer
 
-from rlboost_cli.terminal import completion
+from rlboost_cli.terminal.completion import RunName
 
 
 def down(
-    run: Annotated[
-        str, typer.Argument(help="The run", metavar="RUN", show_default=False, autocompletion=completion.runs)
-    ],
+    run: RunName,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask")] = False,
     lost_head: Annotated[
         bool,

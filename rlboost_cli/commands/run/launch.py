@@ -61,7 +61,7 @@ def launch(
 
 def _watch(run: RunFolder) -> None:
     from rlboost_cli.views import screens
-    from rlboost_cli.views.attach import follow
+    from rlboost_cli.views.live import follow
 
     screens.follow(follow(run))
 
@@ -70,15 +70,15 @@ def _finish(run: RunFolder) -> None:
     from rlboost_cli.runs.run_status import run_status
     from rlboost_cli.terminal import output
     from rlboost_cli.views import screens
-    from rlboost_cli.views.attach import outcome_of
+    from rlboost_cli.views.live import outcome_of
     from rlboost_runtime.billing.books import report_of
 
     outcome = outcome_of(run)
     if run.head.exists():
-        from rlboost_cli.head.control import come_home
+        from rlboost_cli.head.control import collect_results
 
         with output.working() as say:
-            come_home(run, say)
+            collect_results(run, say)
     with output.working("adding up what the run cost"):
         report = report_of(run)
     screens.outcome(run, outcome, run_status(run).status, report)

@@ -7,12 +7,11 @@ from typing import Annotated
 import typer
 
 from rlboost_cli.terminal import completion
+from rlboost_cli.terminal.completion import RunName
 
 
 def logs(
-    run: Annotated[
-        str, typer.Argument(help="The run", metavar="RUN", show_default=False, autocompletion=completion.runs)
-    ],
+    run: RunName,
     instance: Annotated[
         str | None,
         typer.Argument(

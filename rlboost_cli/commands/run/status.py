@@ -46,7 +46,7 @@ def status(
         return
     folder = find_run(run)
     if watch:
-        from rlboost_cli.views.attach import follow
+        from rlboost_cli.views.live import follow
 
         try:
             screens.follow(follow(folder))

@@ -97,12 +97,12 @@ class Trainer(Model):
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether the head is another machine than the one on which the user types."""
+        """True if the head is another machine than the one on which the user types."""
         return self.infra != "local"
 
     @property
     def is_bought(self) -> bool:
-        """Whether the head is a machine that is bought for the run."""
+        """True if the head is a machine that is bought for the run."""
         return self.infra not in ("local", "ssh")
 
     @property
@@ -112,7 +112,7 @@ class Trainer(Model):
 
     @property
     def ends_itself(self) -> bool:
-        """Whether a head that is bought ends, as `after` says, also while nobody's machine is on."""
+        """True if a head that is bought ends, as `after` says, also while nobody's machine is on."""
         return self.is_bought and (self.via == "direct" or cloud_traits(self.cloud).head_ends_itself)
 
     @model_validator(mode="after")

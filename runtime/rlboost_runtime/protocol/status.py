@@ -1,8 +1,8 @@
 """A run's status: written once a second by the coordinator, read by the command line and by scripts.
 
 The names of the fields, and their order, are the keys of `status.json` and of `rlboost status --json`. Every
-field has a default, so that a status of an older version, or of a run that has just begun, can be read.
-Light on purpose: `rlboost status` imports it.
+field has a default, so that a status of an older version, or of a run that has just begun, can be read; what
+is UNSET there is no key. Light on purpose: `rlboost status` imports it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 
 class Preparation(msgspec.Struct):
@@ -38,7 +39,7 @@ class TokenCounts(msgspec.Struct):
     lost_estimate: int = 0
     redone: int = 0
     dropped_late: int = 0
-    duplicate: int = 0
+    duplicate: int | UnsetType = UNSET
 
 
 class ResponseCounts(msgspec.Struct):
@@ -49,7 +50,7 @@ class ResponseCounts(msgspec.Struct):
     finished: int = 0
     migrated: int = 0
     quarantined: int = 0
-    cancelled: int = 0
+    cancelled: int | UnsetType = UNSET
 
 
 class PreemptionCounts(msgspec.Struct):
@@ -70,7 +71,7 @@ class SeedingStatus(msgspec.Struct):
 
     t_seed_s: float | None = None
     useful_instances: int | None = None
-    lease: str | None = None
+    lease: str | UnsetType = UNSET
 
 
 class MachineRow(msgspec.Struct):
@@ -134,7 +135,8 @@ class CostSoFar(msgspec.Struct):
     spent_usd: float | None = None
     rate_usd_per_hour: float = 0.0
     budget_usd: float | None = None
-    counterfactual: OnDemandFigures | None = None
+    counterfactual: OnDemandFigures | UnsetType | None = UNSET
+    """None before the first trained step."""
 
 
 class RecentEvent(msgspec.Struct):

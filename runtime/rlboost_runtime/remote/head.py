@@ -234,7 +234,7 @@ def rlboost(place: RunPlace, request: Json, source: BinaryIO) -> Answer:
 
 
 def is_supervised(run: Path) -> bool:
-    """Whether the run's supervisor lives."""
+    """Return True if the run's supervisor lives."""
     try:
         pid = json.loads((run / "processes" / "supervisor.json").read_text())["pid"]
         with open(f"/proc/{pid}/environ", "rb") as file:

@@ -45,7 +45,7 @@ class EnginePython:
     is_cpu: bool
     """A build for CPUs: no accelerator is used, whatever the machine has."""
     has_suffix_drafts: bool = False
-    """Whether speculative decoding by suffixes is installed with it."""
+    """True if speculative decoding by suffixes is installed with it."""
 
 
 def find_engine_python(configured: str | None) -> EnginePython:

@@ -39,7 +39,7 @@ def all_runs() -> list[RunFolder]:
 
 
 def is_open(run: RunFolder) -> bool:
-    """Whether the run has not ended yet."""
+    """Return True if the run has not ended yet."""
     return not run.outcome.exists()
 
 
@@ -48,7 +48,7 @@ def _is_plain(name: str) -> bool:
 
 
 def is_supervised(run: RunFolder) -> bool:
-    """Whether the run's supervisor lives."""
+    """Return True if the run's supervisor lives."""
     if run.head.exists():
         return bool((read_json(run.mirror) or {}).get("supervised"))
     noted = read_json(run.processes / "supervisor.json")

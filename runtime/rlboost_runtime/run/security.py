@@ -89,7 +89,7 @@ def client_context(certificate_pem: str) -> ssl.SSLContext:
 
 
 def authorised(header: str | None, token: str) -> bool:
-    """Whether the value of an `Authorization` header carries the token."""
+    """Return True if the value of an `Authorization` header carries the token."""
     if header is None or not token:
         return False
     return hmac.compare_digest(header.encode("utf-8", "surrogateescape"), f"Bearer {token}".encode())

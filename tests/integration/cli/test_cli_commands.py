@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from rlboost_cli.main import app
 from rlboost_cli.runs.supervision import bring_up
-from rlboost_cli.views.attach import follow, outcome_of
+from rlboost_cli.views.live import follow, outcome_of
 from rlboost_runtime.billing.ledger import Ledger
 from rlboost_runtime.billing.machine_record import MachineRecord
 from rlboost_runtime.errors import RuntimeFault
@@ -249,7 +249,7 @@ def test_a_supervisor_that_cannot_start_is_explained_by_its_log(run: RunFolder) 
 def test_a_run_that_nobody_runs_is_not_watched_forever(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlboost_cli.views.attach.ABANDONED_S", 0.0)
+    monkeypatch.setattr("rlboost_cli.views.live.ABANDONED_S", 0.0)
     with pytest.raises(RuntimeFault, match="nothing runs demo any more"):
         list(follow(run, every_s=0.01))
 

@@ -636,10 +636,10 @@ def test_a_watched_launch_leaves_the_head_of_a_run_that_failed_to_be_looked_at_a
     rent(run, silently)
     open_mirror(run)
     write_json(run.outcome, {"state": state})
-    monkeypatch.setattr(control, "keep_up", lambda run, head: close_mirror(run))
-    monkeypatch.setattr(control, "_bring_home", lambda *_: None)
+    monkeypatch.setattr(control, "refresh_and_close", lambda run, head: close_mirror(run))
+    monkeypatch.setattr(control, "_fetch_model_and_checkpoint", lambda *_: None)
     monkeypatch.setattr(Trainer, "ends_itself", ends_itself)
-    control.come_home(run, silently)
+    control.collect_results(run, silently)
     assert len(ec2.instances()) == is_left
     if is_left:
         said = capsys.readouterr().err

@@ -197,7 +197,7 @@ def test_two_commands_that_look_at_once_leave_a_log_as_it_is(
 
     other = threading.Thread(target=refresh, args=(here, Slow(here)), kwargs={"logs": True})
     log.write_text(lines[:1000])
-    take = mirror._take
+    take = mirror._write_copy
 
     def while_the_other_writes(*what: Any) -> None:
         take(*what)
@@ -205,7 +205,7 @@ def test_two_commands_that_look_at_once_leave_a_log_as_it_is(
             other.start()
             other.join(timeout=0.5)
 
-    monkeypatch.setattr(mirror, "_take", while_the_other_writes)
+    monkeypatch.setattr(mirror, "_write_copy", while_the_other_writes)
     refresh(here, HeadHere(here), logs=True)
     other.join(timeout=10)
     log.write_text(lines)
@@ -316,7 +316,7 @@ def test_a_head_that_sends_what_nobody_asked_for_is_refused(here: RunFolder, nam
             told = {"name": name, "mark": [1, 1], "age": 0.0, "offset": 0, "bytes": 1}
             return {"files": [told], "gone": [], "supervised": True, "more": False}, b"x"
 
-    with pytest.raises(ProtocolError, match="nobody asked for"):
+    with pytest.raises(ProtocolError, match="was not requested"):
         refresh(here, Liar(here))
     assert sorted(path.name for path in here.path.parent.rglob("*") if path.is_file()) == ["head.json"]
 

@@ -50,7 +50,7 @@ def check_disk(data: dict[str, Any], base: Path) -> list[Mistake]:
 
 
 def looks_like_folder(model: str) -> bool:
-    """Whether `model` can only be meant as a folder, never as an HF id such as Qwen/Qwen3-8B."""
+    """Return True if `model` can only be meant as a folder, never as an HF id such as Qwen/Qwen3-8B."""
     return model.startswith((".", "/", "~")) or model.endswith("/") or model.count("/") > 1
 
 
@@ -172,7 +172,7 @@ def _check_gym(data: dict[str, Any]) -> Iterator[Mistake]:
 
 
 def _sources_agree(names: list[Any], options: dict[str, Any]) -> bool:
-    """Whether all names and options stand in reasoning-gym's sources: importing it takes seconds."""
+    """Return True if all names and options stand in reasoning-gym's sources: importing it takes seconds."""
     found = _gym_sources()
     return all(
         isinstance(name, str) and name in found and options.keys() <= found[name].keys() for name in names
@@ -267,7 +267,7 @@ def _reward_problem(reward: str, data: dict[str, Any], base: Path) -> str | None
 
 
 def _first_lacks(prompts: Path, *keys: str) -> bool:
-    """Whether the first line of a file of prompts is readable but has no such field."""
+    """Return True if the first line of a file of prompts is readable but has no such field."""
     try:
         with prompts.open(encoding="utf-8") as file:
             first = json.loads(next((line for line in file if line.strip()), "null"))

@@ -106,7 +106,7 @@ def alternatives(annotation: Any) -> list[Any]:  # any type expression
 
 
 def is_section(annotation: Any) -> bool:  # any type expression
-    """Whether `annotation` is one of our models."""
+    """Return True if `annotation` is one of our models."""
     return isinstance(annotation, type) and issubclass(annotation, Model)
 
 
@@ -226,7 +226,7 @@ def _choose(options: list[Any], value: Any) -> Any:
 
 
 def _takes_infra(model: type[Model], infra: Any) -> bool:  # any JSON value
-    """Whether `infra`, by which kinds of machines differ, is one of the model's."""
+    """Return True if `infra`, by which kinds of machines differ, is one of the model's."""
     field = model.model_fields.get("infra")
     if field is None or not isinstance(infra, str):
         return False
