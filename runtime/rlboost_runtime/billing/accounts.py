@@ -1,7 +1,7 @@
 """What was bought, in micro-dollars: machines over the intervals in which they are billed, and other usage.
 
 Guarantees: money and time are integers (micro-dollars, nanoseconds since the Unix epoch), summed exactly; a
-machine is billed over the half-open intervals from each launch to its end (at least `LEAST_BILLED_S`), or to
+machine is billed over the half-open intervals from each launch to its end (at least `min_billed_ns`), or to
 the moment asked for; and the parts of a bill (`MachineBill.parts`) add up to it. Pure.
 """
 
@@ -19,9 +19,6 @@ from rlboost_runtime.money import cost_micro_usd, split_exactly
 Row = tuple[Any, ...]  # what SQLite hands out; the tables are STRICT, so columns have their declared types
 
 _RECORDED = tuple(field.name for field in fields(MachineRecord))
-LEAST_BILLED_S = {"aws": 60, "gcp": 60, "skypilot": 60}
-"""By provider: what a machine is billed for at least, however soon it ends; others: nothing (EC2 and Compute
-Engine bill per second, at least a minute)."""
 
 
 class BilledState(StrEnum):
@@ -168,7 +165,7 @@ class Account:
         if record.launched_at is not None:
             ended_ns = None if record.ended_at is None else to_ns(record.ended_at)
             self._intervals.append((to_ns(record.launched_at), ended_ns))
-        least = least_billed_ns(record.provider)
+        least = record.min_billed_ns
         if least:
             self._intervals = [(s, None if e is None else max(e, s + least)) for s, e in self._intervals]
         last = self._intervals[-1][1] if self._intervals else 0
@@ -236,11 +233,6 @@ class Account:
             billed_ns=self._billed_ns(until),
             cost_micro_usd=self.cost_micro_usd(until),
         )
-
-
-def least_billed_ns(provider: str) -> int:
-    """Return for how long a machine of `provider` is billed at least, in nanoseconds."""
-    return LEAST_BILLED_S.get(provider, 0) * 1_000_000_000
 
 
 def to_ns(seconds: float) -> int:

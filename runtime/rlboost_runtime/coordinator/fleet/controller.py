@@ -355,7 +355,7 @@ class FleetController:
                 refusal.retry_after_s = RETRY_ERROR_S
                 raise refusal
         if self._room is not None and machine not in self._ledger.open_machines():
-            least = least_micro_usd(offer.provider, price)
+            least = least_micro_usd(offer.provider, price, offer.min_billed_s)
             if least > self._room():
                 refusal = NoCapacity(
                     f"a machine in {offer.zone} costs {format_usd(least)} at least, more than the budget has"
