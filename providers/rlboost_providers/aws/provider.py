@@ -469,7 +469,7 @@ class AwsProvider:
             return None
         return next((price.micro_usd_per_hour for price in prices if price.zone == zone), None)
 
-    # --- ending -------------------------------------------------------------------------------------------
+    # --- terminating---------------------------------------------------------------------------------------
 
     def terminate(self, run: str, machine: str) -> None:
         """Terminate it in whatever region it is; EC2 stops billing at once. Raises once all were asked."""
