@@ -92,7 +92,7 @@ def head_usd_per_hour(job: Job) -> float | None:
 
 
 def has_market(job: Job) -> bool:
-    """Whether a market process has to run beside the job."""
+    """Return True if a market process has to run beside the job."""
     return any(offer.market is not None for offer in job.rollout.spot.local_offers)
 
 

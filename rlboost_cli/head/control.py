@@ -30,7 +30,7 @@ from rlboost_cli.head.mirror import (
 from rlboost_cli.head.renting import alone, ended_meanwhile, give_back, rate_of, rent
 from rlboost_cli.terminal import output
 from rlboost_cli.terminal.text import duration
-from rlboost_providers.base.terminate import end_every
+from rlboost_providers.base.terminate import terminate_all
 from rlboost_providers.registry import provider_for
 from rlboost_runtime.billing.books import close_books
 from rlboost_runtime.billing.launch_records import current_head_machine
@@ -176,7 +176,7 @@ def end_fleet(run: RunFolder, say: Say) -> None:
     take_report(run, say)
     learn_intents(run)
     say(f"ending the machines of {run.name} that are left")
-    ended = end_every(provider_for(stored_job(run), run), run.name, say=say)
+    ended = terminate_all(provider_for(stored_job(run), run), run.name, say=say)
     close_books(run, ended.views, "ended by rlboost down")
     close_mirror(run)
 

@@ -21,6 +21,7 @@ from rlboost_cli.head.mirror import was_started
 from rlboost_cli.head.start_up import ACCOUNT, head_script, host_key, last_words, own_key
 from rlboost_providers.base.provider import LaunchRequest, MachineStatus, MachineView, Offer, Provider
 from rlboost_providers.base.tags import head_of
+from rlboost_providers.base.traits import provider_traits
 from rlboost_providers.registry import head_provider
 from rlboost_runtime.billing.launch_records import (
     HeadMachine,
@@ -49,8 +50,6 @@ BOOT_S = 600.0
 """Longest wait from the launch until the machine lets us in."""
 GONE_S = 180.0
 """Longest wait until a cloud reports a terminated machine as gone."""
-LISTED_S = 120.0
-"""A machine younger than this may exist although its cloud does not list it: EC2's lists lag behind."""
 _LOOK_S = 2.0
 _JUST_NOW_S = 5.0
 """An end younger than this was only just seen: EC2 does not report when a machine shut itself down."""
@@ -131,7 +130,7 @@ def is_gone(head: HeadMachine, view: MachineView | None) -> bool:
     """Return True if the machine, of which its cloud has this view, is gone."""
     if view is not None:
         return view.state is MachineStatus.GONE
-    return not head.may_be_unlisted(time.time(), LISTED_S)
+    return not head.may_be_unlisted(time.time(), provider_traits(head.provider).launch_lag_s)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import psutil
 
 from rlboost_cli.runs import client
-from rlboost_providers.base.terminate import Terminated, end_every
+from rlboost_providers.base.terminate import Terminated, terminate_all
 from rlboost_runtime.billing.books import close_books
 from rlboost_runtime.processes import end_all, tagged
 from rlboost_runtime.run.create import stored_job
@@ -114,4 +114,4 @@ def _ask_coordinator(run: RunFolder, progress: Callable[[str], None]) -> bool:
 def _end_machines(run: RunFolder, progress: Callable[[str], None]) -> Terminated:
     from rlboost_providers.registry import provider_for
 
-    return end_every(provider_for(stored_job(run), run), run.name, say=progress)
+    return terminate_all(provider_for(stored_job(run), run), run.name, say=progress)

@@ -27,7 +27,7 @@ from cloudlab.machine import GATEWAY
 from cloudlab.prepare import LOCK
 
 from rlboost_providers.skypilot.api_server import end_session
-from rlboost_providers.skypilot.environment import VARIABLE, skypilot_python
+from rlboost_providers.skypilot.session import VARIABLE, skypilot_python
 from rlboost_runtime.processes import kill_tagged
 from tests.e2e.conftest import Cli
 

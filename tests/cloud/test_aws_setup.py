@@ -15,7 +15,7 @@ import boto3
 import pytest
 from cloudlab.client import Lab
 
-from rlboost_providers.skypilot.environment import VARIABLE
+from rlboost_providers.skypilot.session import VARIABLE
 from tests.setup_commands import role_of_heads, role_of_workers, set_up
 
 ACCOUNT = "123456789012"

@@ -139,7 +139,7 @@ class Ec2Machine:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it may cost something."""
+        """True if it may cost something."""
         return self.state is not MachineStatus.GONE
 
 

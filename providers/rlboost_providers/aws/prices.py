@@ -1,4 +1,4 @@
-"""What EC2 spot machines cost now: the price history's last word per zone, checked and kept for a minute."""
+"""What EC2 spot machines cost now: the latest entry of the price history per zone, kept for a minute."""
 
 from __future__ import annotations
 

@@ -74,6 +74,16 @@ class _Created:
     """Empty: not said."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Sighting:
+    """A machine that was launched, or last listed as alive, at `at` (Unix seconds)."""
+
+    at: float
+    view: MachineView
+    region: str
+    instance: str
+
+
 class AwsProvider:
     """The `Provider` and `CanSweep` of EC2, for one owner. Any thread may call any method.
 
@@ -96,8 +106,8 @@ class AwsProvider:
         self._clients: dict[str, tuple[float, Any]] = {}  # boto3 has no types of its own
         self._prices: dict[str, SpotPrices] = {}
         self._groups: dict[tuple[str, bool], str] = {}
-        self._fresh: dict[tuple[str, str], tuple[float, MachineView, str, str]] = {}
-        """By run and machine: when it was launched or last listed as living, its view, region, EC2 id."""
+        self._recent: dict[tuple[str, str], _Sighting] = {}
+        """By run and machine, of those that were launched or listed as alive lately."""
         self._ends: dict[str, float] = {}
         """By EC2 id: when it was first seen to be gone, for those of which EC2 does not say."""
         self._launching: dict[tuple[str, str], threading.Lock] = {}
@@ -144,7 +154,8 @@ class AwsProvider:
                 raise
             view = self._view_of_new(pool, request, created)
             with self._lock:
-                self._fresh[request.run, request.machine] = (time.time(), view, pool.region, created.instance)
+                seen = _Sighting(time.time(), view, pool.region, created.instance)
+                self._recent[request.run, request.machine] = seen
             return view
 
     def _offer(self, pool: AwsPool) -> Offer | None:
@@ -348,16 +359,17 @@ class AwsProvider:
         views = {machine.machine: self._view(machine) for machine in found}
         with self._lock:
             for each in found:
-                self._fresh.pop((run, each.machine), None)
+                self._recent.pop((run, each.machine), None)
                 if each.is_alive:
-                    self._fresh[run, each.machine] = now, views[each.machine], each.region, each.instance
-            for (of, machine), (at, view, region, _) in list(self._fresh.items()):
+                    seen = _Sighting(now, views[each.machine], each.region, each.instance)
+                    self._recent[run, each.machine] = seen
+            for (of, machine), seen in list(self._recent.items()):
                 if of != run or machine in views:
                     continue
-                if now - at > LIST_LAG_S and region not in silent:
-                    del self._fresh[of, machine]
+                if now - seen.at > LIST_LAG_S and seen.region not in silent:
+                    del self._recent[of, machine]
                 else:
-                    views[machine] = view
+                    views[machine] = seen.view
         listed = sorted(views.values(), key=lambda view: view.machine)
         if silent:
             said = min(silent.values(), key=lambda each: retry_of(each) is not Retry.LATER)
@@ -412,8 +424,8 @@ class AwsProvider:
             return self._view(found)
         if pool.region in silent:
             raise silent[pool.region]
-        fresh = self._fresh.get((run, machine))
-        return None if fresh is None else fresh[1]
+        seen = self._recent.get((run, machine))
+        return None if seen is None else seen.view
 
     @property
     def _regions(self) -> list[str]:
@@ -457,7 +469,7 @@ class AwsProvider:
             return None
         return next((price.micro_usd_per_hour for price in prices if price.zone == zone), None)
 
-    # --- ending -------------------------------------------------------------------------------------------
+    # --- terminating---------------------------------------------------------------------------------------
 
     def terminate(self, run: str, machine: str) -> None:
         """Terminate it in whatever region it is; EC2 stops billing at once. Raises once all were asked."""
@@ -466,11 +478,11 @@ class AwsProvider:
 
     def _terminate_in(self, region: str, run: str, machine: str) -> None:
         with self._lock:
-            fresh = self._fresh.get((run, machine))
-        if fresh is not None and fresh[2] == region:
-            self._terminate_instance(region, fresh[3])
+            seen = self._recent.get((run, machine))
+        if seen is not None and seen.region == region:
+            self._terminate_instance(region, seen.instance)
             with self._lock:
-                self._fresh.pop((run, machine), None)
+                self._recent.pop((run, machine), None)
         for found in self._in(region, run, machine):
             if found.is_alive:
                 self._terminate_instance(region, found.instance)

@@ -1,11 +1,9 @@
-"""Several clouds as one `Provider`: the cheapest offer of all, and one list of machines.
+"""Clouds together as one `Provider`: the cheapest offer of all, and one list of machines.
 
-Guarantees: a cloud that does not answer takes nothing from what the others say, and its machines are taken
-to be as they were last seen (never as gone); where it has not been seen at all, `describe` says so beside
-what the others have (`PartlyListed`). A machine is ended at the cloud that has it, or at every cloud where
-that is not known.
-
-Asking many places the same thing: side by side, and none keeps what the others say from being heard.
+Guarantees: clouds are queried concurrently, and one that does not answer hides nothing of the others: its
+machines are taken to be as they were last seen (never as gone); where it has never answered, `describe`
+raises `PartlyListed` with what the others have. A machine is terminated at the cloud that has it, or at every
+cloud where that is not known.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ class MultiProvider:
         self._providers = dict(providers)
         self._seen: dict[str, dict[str, MachineView]] = {}
         self._described: set[str] = set()
-        """Clouds that have listed their machines; a launch alone says nothing of the others."""
+        """Clouds that have listed their machines; a launch alone does not reveal the others."""
         self._lock = threading.Lock()
 
     @property
@@ -51,7 +49,7 @@ class MultiProvider:
         return frozenset.intersection(*(provider.abilities for provider in self._providers.values()))
 
     def offers(self) -> list[Offer]:
-        """Return all offers, cheapest first. Raises what a cloud said only where no other offers anything."""
+        """Return all offers, cheapest first. Raises a cloud's error only where no other offers anything."""
         answers, problems = ask_all(self._providers, lambda name: self._providers[name].offers())
         for name, problem in problems.items():
             event(log, "provider.offers_failed", provider=name, problem=problem.problem)
@@ -76,7 +74,7 @@ class MultiProvider:
         answers, problems = ask_all(self._providers, lambda name: self._providers[name].describe(run))
         for name, views in answers.items():
             self._remember(name, views)
-        self._bear(problems)
+        self._tolerate(problems)
         return self._last()
 
     def watch(self, run: str) -> list[MachineView] | None:
@@ -88,11 +86,11 @@ class MultiProvider:
         news = {name: views for name, views in answers.items() if views is not None}
         for name, views in news.items():
             self._remember(name, views)
-        is_news = self._bear(problems) or bool(news)
+        is_news = self._tolerate(problems) or bool(news)
         return self._last() if is_news and self._described.issuperset(self._providers) else None
 
     def terminate(self, run: str, machine: str) -> None:
-        """End the machine where it was seen, or else everywhere. Raises once all have been asked."""
+        """Terminate the machine where it was seen, or else everywhere. Raises once all have been asked."""
         with self._lock:
             there = [name for name, views in self._seen.items() if machine in views]
         problems = []
@@ -123,10 +121,10 @@ class MultiProvider:
         found = (each.console(run, machine) for each in showing if isinstance(each, CanShowConsole))
         return next(found, "")
 
-    def _bear(self, problems: Mapping[str, RLBoostError]) -> bool:
-        """Go on without the word of clouds that were seen before; return whether they said a part of it.
+    def _tolerate(self, problems: Mapping[str, RLBoostError]) -> bool:
+        """Go on without clouds that have answered before; return True if they answered in part.
 
-        Raises `PartlyListed` for those that were not, or what the first of them said where nothing is known.
+        Raises `PartlyListed` for those that never answered, or the first one's error where nothing is known.
         """
         is_news = False
         for name, problem in problems.items():
@@ -161,7 +159,7 @@ _AT_ONCE = 16
 def ask_all(
     places: Collection[Place], ask: Callable[[Place], Answer]
 ) -> tuple[dict[Place, Answer], dict[Place, RLBoostError]]:
-    """Return the answers, and what those said that gave none, in the places' order.
+    """Return the answers, and the errors of the others, in the places' order.
 
     Blocks until the slowest has answered.
     """

@@ -1,16 +1,13 @@
-"""What GPU machines cost, spot and on demand: quotes, checked before anybody counts on them.
+"""What GPU machines cost, spot and on demand: quotes, checked before they are used.
 
 Guarantees of a `PriceBook`: every price is positive; no spot price is above its machine's on-demand price;
 where zones of a region disagree, the price is their median, and a zone far from it is named in `remarks`, not
 used. Nothing is dropped or changed without a remark.
 
-A source is anything with `name` and `quotes()`: the shipped table today (`price_table`), so that everything
+A source is anything with `name` and `quotes()`: the shipped table (`price_table.csv`), so that everything
 works offline; catalogues and price histories of clouds are asked before it, each as one more `PriceSource`.
-
-The small table of prices that is shipped, so that prices and plans work without a network.
-
-It knows a few machine types in a few regions, and is as old as its `as_of` says: good for a plan, not for a
-bid.
+The shipped table knows a few machine types in a few regions, and is as old as its `as_of` says: good for a
+plan, not for a bid.
 """
 
 from __future__ import annotations
@@ -87,7 +84,7 @@ class PriceSource(Protocol):
 
     @property
     def is_live(self) -> bool:
-        """Whether prices are from now; else they are as old as their `as_of`."""
+        """True if prices are from now; else they are as old as their `as_of`."""
 
     def quotes(self) -> list[Quote]:
         """Return everything that the source knows. May block for seconds; raises `ProviderError`."""

@@ -1,15 +1,13 @@
-"""What the fleet controller needs of a cloud: five verbs that may block, called in a thread.
+"""What the fleet controller needs of a cloud: five methods that may block, called in a thread.
 
 Every machine that a provider launches carries the run's name and the client token (our machine id) as tags,
-so that it can be found again from the cloud alone. Errors say where and when asking again makes sense
+so that it can be found again from the cloud alone. Errors say where and when to try again
 (`ProviderError.retry`): `NoCapacity` and `QuotaExceeded` elsewhere, `CredentialsRejected` never, `Throttled`
 and any other `ProviderError` later; a `ConfigError` is the job file's fault and never right.
 
 Promises of every provider, held by one suite (tests/integration/providers/test_provider_conformance.py): the
 same id twice is the same machine, from two launchers at once too; a machine that ended is not launched again
 under its id; `terminate` succeeds for what is gone or never was; `describe` sees machines of its run only.
-
-Taking a machine away on purpose: how providers refuse what cannot be done.
 """
 
 from __future__ import annotations
@@ -75,11 +73,11 @@ class Offer:
     min_billed_s: int = 0
     """Billed at least, however soon the machine ends."""
     has_spot_market: bool = True
-    """Whether its cloud sells such machines as spot ones too; else the pool is filled on demand."""
+    """True if its cloud sells such machines as spot ones too; else the pool is filled on demand."""
 
     @property
     def is_of_pool(self) -> bool:
-        """Whether the pool may be filled with it; else it is for `on_demand_floor` alone."""
+        """True if the pool may be filled with it; else it is for `on_demand_floor` alone."""
         return self.spot or not self.has_spot_market
 
     @property
@@ -178,7 +176,7 @@ class PartlySwept(ProviderError):
 
 
 def retry_of(problem: RLBoostError) -> Retry:
-    """Return where and when asking again makes sense; what a person wrote wrongly is never right."""
+    """Return where and when to try again; never, where a person has to correct something."""
     return problem.retry if isinstance(problem, ProviderError) else Retry.NEVER
 
 
@@ -187,7 +185,7 @@ class Provider(Protocol):
 
     @property
     def abilities(self) -> frozenset[Ability]:
-        """What this cloud can do beyond the verbs."""
+        """What this cloud can do beyond the five methods."""
 
     def offers(self) -> list[Offer]:
         """Return what could be launched now, cheapest first. Costs nothing; may block for seconds.
@@ -260,7 +258,7 @@ class PollTimer:
         self._lock = threading.Lock()
 
     def is_due(self) -> bool:
-        """Whether it is time; if so the next time is `every_s` later."""
+        """Return True if it is time; the next time is then `every_s` later."""
         with self._lock:
             now = self._now()
             if now < self._next:

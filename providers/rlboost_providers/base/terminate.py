@@ -1,8 +1,8 @@
-"""Ending every machine of a run for certain: what the supervisor does at the end, and `rlboost down`.
+"""Terminate every machine of a run for certain: at the supervisor's end, and in `rlboost down`.
 
-Guarantee once `end_every` returns: the provider lists no living machine of the run. A provider that does not
-answer, or is still starting, is asked again until the time is up; machines are ended side by side. Where some
-clouds do not answer, what the others have is ended before that is said.
+Guarantee once `terminate_all` returns: the provider lists no living machine of the run. A provider that does
+not answer, or is still starting, is asked again until the time is up; machines are terminated concurrently.
+Where some clouds do not answer, the machines of the others are terminated before that is raised.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ _AT_ONCE = 16
 
 @dataclass(frozen=True, slots=True)
 class Terminated:
-    """`machines` were there and were ended; `views` is what the provider listed last."""
+    """`machines` existed and were terminated; `views` is what the provider listed last."""
 
     machines: tuple[str, ...]
     views: tuple[MachineView, ...]
 
 
-def end_every(
+def terminate_all(
     provider: Provider,
     run: str,
     *,
     timeout_s: float = PATIENCE_S,
     say: Callable[[str], None] = lambda text: None,
 ) -> Terminated:
-    """End all machines of `run`; blocks until its provider says that they are gone.
+    """Terminate all machines of `run`; blocks until its provider reports them gone.
 
-    Raises what the provider says where it cannot be asked, and `RuntimeFault` naming what is left at the end.
+    Raises the provider's error where it does not answer, and `RuntimeFault` naming what is left at the end.
     """
     deadline = time.monotonic() + timeout_s
     asked: dict[str, None] = {}
@@ -64,7 +64,7 @@ def end_every(
 
 
 def _describe(provider: Provider, run: str) -> tuple[Sequence[MachineView], ProviderError | None]:
-    """Return what is known, and why that is not all."""
+    """Return the machines that are known, and the error if these may not be all."""
     try:
         return provider.describe(run), None
     except PartlyListed as silence:
@@ -74,7 +74,7 @@ def _describe(provider: Provider, run: str) -> tuple[Sequence[MachineView], Prov
 
 
 def _terminate(provider: Provider, run: str, machines: Sequence[str], say: Callable[[str], None]) -> bool:
-    """Ask for the end of `machines`; returns whether all was accepted."""
+    """Request the termination of `machines`; return True if every request was accepted."""
     with ThreadPoolExecutor(min(_AT_ONCE, len(machines))) as pool:
         calls = [pool.submit(provider.terminate, run, machine) for machine in machines]
     problems = [problem for call in calls if (problem := call.exception()) is not None]

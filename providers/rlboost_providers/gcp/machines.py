@@ -128,7 +128,7 @@ class GceMachine:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it may cost something beyond its disk."""
+        """True if it may cost something beyond its disk."""
         return self.state is not MachineStatus.GONE
 
 

@@ -112,7 +112,7 @@ class GcpProvider:
         return sorted(found, key=lambda offer: (offer.price_micro_usd_per_hour, offer.zone))
 
     def launch(self, request: LaunchRequest) -> MachineView:
-        """Ask for the machine and wait for Google's word, some 10 s.
+        """Ask for the machine and wait some 10 s for Google's answer.
 
         Raises `NoCapacity` and `QuotaExceeded` (elsewhere), `CredentialsRejected` and `ConfigError` (never),
         `Throttled` and `ProviderError` (later); after the last the machine may come, and `describe` tells.
@@ -376,7 +376,7 @@ class GcpProvider:
             private_address=machine.private_address,
         )
 
-    # --- ending -------------------------------------------------------------------------------------------
+    # --- terminating---------------------------------------------------------------------------------------
 
     def terminate(self, run: str, machine: str) -> None:
         """Delete it with its disk, in whatever zone it is; Google stops billing within a minute or so."""

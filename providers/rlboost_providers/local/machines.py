@@ -173,7 +173,7 @@ class LocalMachines:
         return set(tagged_by_machine(self.run.path))
 
     def lives(self, machine: str) -> bool:
-        """Whether a process of the machine lives."""
+        """Return True if a process of the machine lives."""
         reap()
         return bool(tagged(self.run.path, machine=machine))
 

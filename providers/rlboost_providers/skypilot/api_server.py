@@ -117,7 +117,7 @@ def end_session(pid: int, start: float) -> None:
 
 
 def skypilot_is_idle() -> bool:
-    """Whether the API server has neither clusters nor requests, of anybody."""
+    """Return True if the API server has neither clusters nor requests, of anybody."""
     import sky
     from sky.server.requests.requests import RequestStatus
 

@@ -141,7 +141,8 @@ def prices(
 
 
 def _sells_spot(sky: Any, wanted: Any) -> bool:
-    """Whether SkyPilot can have spot machines of that cloud: where not, it leaves it out without a word."""
+    """Return True if SkyPilot can have spot machines of that cloud: where not, it leaves it out without a
+    word."""
     try:
         wanted.cloud.check_features_are_supported(
             wanted, {sky.clouds.CloudImplementationFeatures.SPOT_INSTANCE}

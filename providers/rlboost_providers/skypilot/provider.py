@@ -39,11 +39,10 @@ from rlboost_providers.base.provider import (
     check_is_unannounced,
 )
 from rlboost_providers.base.tags import head_of, machine_name, owner_of, tags
-from rlboost_providers.skypilot.environment import AWS_ROLE, INSTALL_S
 from rlboost_providers.skypilot.errors import explained, fetch_logs
 from rlboost_providers.skypilot.offers import Catalogue, SkyPilotOffer
 from rlboost_providers.skypilot.records import SkyRecord, SkyRecords
-from rlboost_providers.skypilot.session import START_S, Session, SkyPilot
+from rlboost_providers.skypilot.session import AWS_ROLE, INSTALL_S, START_S, Session, SkyPilot
 from rlboost_providers.skypilot.task import write_head_task, write_task
 from rlboost_providers.skypilot.traits import NAME
 from rlboost_runtime.errors import (
@@ -221,7 +220,8 @@ class SkyPilotProvider:
         return [record.view for record in self._records.all()]
 
     def _are_to_be_asked_for(self, machines: set[str]) -> bool:
-        """Whether to ask the cloud: at once about what fell silent, then every `DOUBT_EVERY_S`."""
+        """Return True if the cloud is to be asked: at once about what fell silent, then every
+        `DOUBT_EVERY_S`."""
         is_news = not machines <= self._doubted
         self._doubted = machines
         return self._doubt.is_due() or is_news

@@ -104,7 +104,7 @@ class SkyRecords:
             os.close(fd)
 
     def is_launching(self, machine: str) -> bool:
-        """Whether a launch of a living process, this or another, knows more of it than its cloud."""
+        """Return True if a launch of a living process, this or another, knows more of it than its cloud."""
         fd = self._launch_lock(machine)
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)

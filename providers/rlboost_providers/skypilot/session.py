@@ -1,29 +1,32 @@
-"""SkyPilot's child process, as seen from ours: requests out, answers and sayings back.
+"""SkyPilot's child process as seen from ours: installed and started when it is first needed, then asked.
 
-Guarantees: every `ask` ends by its deadline; a child that died, or that is not understood any more, is
-started again by the next `ask`, and whoever waited is told; a saying that cannot be taken in is lost alone;
-the child ends with us. SkyPilot keeps its own state, and its API server goes on
-without us.
+Guarantees: every `ask` ends by its deadline; a child that died, or whose output cannot be parsed, is started
+again by the next `ask`, and whoever waited gets an error; a log line that cannot be handled is lost alone;
+the child ends with us. SkyPilot keeps its own state, and its API server goes on without us. Nobody waits
+longer than asked for an installation or the API server's start: `NotYet` is raised, and the work goes on for
+the next caller.
 
-SkyPilot as its provider speaks with it: made, installed and started when it is first needed.
-
-Guarantee: who asks waits so long at most for SkyPilot to be there, however long its installation or its API
-server takes; until then `NotYet` is raised, and the work goes on for whoever asks next.
-
-Machines that SkyPilot remembers, of any run of this home and of others: for `rlboost gc`.
+SkyPilot's pins are narrow, so it has a venv of its own. `RLBOOST_SKYPILOT_PYTHON` names the Python of one
+that has it; otherwise one is made in `$RLBOOST_HOME` at first use, from a locked list. Also here: the
+machines that SkyPilot remembers, of any run of this home and of others, for `rlboost gc`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import hashlib
 import itertools
 import logging
 import os
+import shutil
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from importlib import resources
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,13 +34,19 @@ import msgspec
 
 from rlboost_providers.base.provider import Owned
 from rlboost_providers.base.tags import MACHINE, OWNER, RUN
-from rlboost_providers.skypilot.environment import child_environment, skypilot_python
 from rlboost_providers.skypilot.errors import explained
-from rlboost_runtime.errors import NotYet, ProviderError
+from rlboost_runtime.errors import ConfigError, NotYet, ProviderError, RuntimeFault
 from rlboost_runtime.logs import event
+from rlboost_runtime.run.folder import home, write_atomically
 
 log = logging.getLogger(__name__)
 
+VARIABLE = "RLBOOST_SKYPILOT_PYTHON"
+INSTALL_S = 900.0
+_LOCK = "skypilot/lock.txt"
+AWS_ROLE = "rlboost-worker"
+"""The role (instance profile) of machines on AWS, unless the user's SkyPilot names another; docs/skypilot.md
+says how to make one that may do nothing."""
 CLOSE_S = 10.0
 """Longest end of the child."""
 _CHILD = Path(__file__).with_name("child.py")
@@ -280,3 +289,77 @@ def _owned(row: Mapping[str, Any], labels: Mapping[str, str]) -> Owned:
     return Owned(
         run, labels[MACHINE], "skypilot", _place(row), owner, row.get("launched_at"), handle=row["name"]
     )
+
+
+# --- SkyPilot's own venv
+# -------------------------------------------------------------------------------------
+
+
+def skypilot_python(say: Callable[[str], None] = lambda text: None) -> Path:
+    """Return the Python of SkyPilot's venv; makes the venv where there is none, which takes a minute or two.
+
+    Raises `ConfigError` where the variable names no SkyPilot, `RuntimeFault` where it cannot be installed.
+    """
+    named = os.environ.get(VARIABLE)
+    if named:
+        if not (Path(named).parent / "sky").exists():
+            raise ConfigError(
+                f"{VARIABLE}={named}: no SkyPilot is installed there", "pip install skypilot there"
+            )
+        return Path(named)
+    lock = resources.files("rlboost_templates").joinpath(_LOCK).read_text(encoding="utf-8")
+    folder = home() / f"skypilot-{hashlib.sha256(lock.encode()).hexdigest()[:12]}"
+    python = folder / "bin" / "python"
+    home().mkdir(mode=0o700, parents=True, exist_ok=True)
+    with (home() / ".skypilot.lock").open("w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        if not (folder / ".complete").exists():
+            say("installing SkyPilot into a venv of its own (once)")
+            _install(folder, lock)
+    return python
+
+
+def child_environment(folder: Path, python: Path) -> dict[str, str]:
+    """Return what SkyPilot's child is started with; the configuration that it names is written by the child
+    and lies over the user's own."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    configuration = folder / "skypilot.yaml"
+    write_atomically(configuration, b"aws: {remote_identity: NO_UPLOAD}\n")
+    return {
+        "PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
+        "SKYPILOT_PROJECT_CONFIG": str(configuration),
+        "SKYPILOT_DISABLE_USAGE_COLLECTION": "1",
+    }
+
+
+def _install(folder: Path, lock: str) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    uv = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+    if uv is None:
+        raise RuntimeFault("uv is missing, which makes SkyPilot's venv", "pip install 'rlboost[sky]'")
+    listed = folder.with_suffix(".txt")
+    write_atomically(listed, lock.encode())
+    python = folder / "bin" / "python"
+    _run([uv, "venv", "--quiet", "--python", "3.11", str(folder)])
+    _run(
+        [
+            uv,
+            "pip",
+            "install",
+            "--quiet",
+            "--compile-bytecode",
+            "--python",
+            str(python),
+            "--requirement",
+            str(listed),
+        ]
+    )
+    (folder / ".complete").touch()
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S, check=False)
+    if done.returncode:
+        raise RuntimeFault(
+            f"SkyPilot cannot be installed: {done.stderr.strip()[-800:]}", "mend that, then try again"
+        )

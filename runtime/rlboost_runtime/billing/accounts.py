@@ -1,8 +1,8 @@
 """What was bought, in micro-dollars: machines over the intervals in which they are billed, and other usage.
 
 Guarantees: money and time are integers (micro-dollars, nanoseconds since the Unix epoch), summed exactly; a
-machine is billed over the half-open intervals from each launch to its end (at least its provider's
-`min_billed_s`), or to the moment asked for; and the parts of a bill (`MachineBill.parts`) add up to it. Pure.
+machine is billed over the half-open intervals from each launch to its end (at least `min_billed_ns`), or to
+the moment asked for; and the parts of a bill (`MachineBill.parts`) add up to it. Pure.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any
 
-from rlboost_providers.base.traits import provider_traits
 from rlboost_runtime.billing.machine_record import MachineRecord
 from rlboost_runtime.money import cost_micro_usd, split_exactly
 
@@ -166,7 +165,7 @@ class Account:
         if record.launched_at is not None:
             ended_ns = None if record.ended_at is None else to_ns(record.ended_at)
             self._intervals.append((to_ns(record.launched_at), ended_ns))
-        least = least_billed_ns(record.provider)
+        least = record.min_billed_ns
         if least:
             self._intervals = [(s, None if e is None else max(e, s + least)) for s, e in self._intervals]
         last = self._intervals[-1][1] if self._intervals else 0
@@ -234,11 +233,6 @@ class Account:
             billed_ns=self._billed_ns(until),
             cost_micro_usd=self.cost_micro_usd(until),
         )
-
-
-def least_billed_ns(provider: str) -> int:
-    """Return for how long a machine of `provider` is billed at least, in nanoseconds."""
-    return provider_traits(provider).min_billed_s * 1_000_000_000
 
 
 def to_ns(seconds: float) -> int:

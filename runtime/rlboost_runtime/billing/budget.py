@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rlboost_runtime.billing.accounts import BilledState, MachineBill, least_billed_ns, to_ns
+from rlboost_runtime.billing.accounts import BilledState, MachineBill, to_ns
 from rlboost_runtime.billing.launch_records import HeadMachine
 from rlboost_runtime.money import cost_micro_usd
 
@@ -34,13 +34,13 @@ def _rest_ns(bill: MachineBill, now_ns: int) -> int:
     if bill.launched_at is None and not is_open:
         return 0
     started = now_ns if bill.launched_at is None else to_ns(bill.launched_at)
-    rest_ns = max(0, started + least_billed_ns(bill.provider) - now_ns)
+    rest_ns = max(0, started + bill.min_billed_ns - now_ns)
     return max(rest_ns, wind_down_ns(bill.provider)) if is_open else rest_ns
 
 
-def least_micro_usd(provider: str, price_micro_usd_per_hour: int) -> int:
+def least_micro_usd(provider: str, price_micro_usd_per_hour: int, min_billed_s: int) -> int:
     """Return what a machine launched now costs at least."""
-    least_ns = max(least_billed_ns(provider), wind_down_ns(provider))
+    least_ns = max(min_billed_s * 1_000_000_000, wind_down_ns(provider))
     return cost_micro_usd(price_micro_usd_per_hour, least_ns)
 
 

@@ -78,6 +78,12 @@ class Ledger(StepLedger, NoteLedger, EgressLedger):
                     " ON CONFLICT (machine) DO NOTHING",
                     row,
                 )
+            if record.min_billed_s is not None:
+                db.execute(
+                    "INSERT INTO billing_minimums VALUES (:machine, :min_billed_s)"
+                    " ON CONFLICT (machine) DO NOTHING",
+                    row,
+                )
 
     def launched(self, machine: str, at: float) -> None:
         """Note that the provider accepted the launch at `at`: billing starts.
@@ -295,19 +301,23 @@ class Ledger(StepLedger, NoteLedger, EgressLedger):
                 "SELECT machine, until, price_micro_usd_per_hour FROM former_prices ORDER BY rowid"
             ):
                 former.setdefault(machine, []).append((until, price))
-        storage: dict[str, int] = {}
-        if self._has("storage_prices"):
-            rows = self._db.execute("SELECT machine, micro_usd_per_hour FROM storage_prices").fetchall()
-            storage = dict(rows)
+        storage = self._by_machine("storage_prices", "micro_usd_per_hour")
+        minimums = self._by_machine("billing_minimums", "min_billed_s")
         cursor = self._db.execute(_MACHINES.format(which=which))
         names = [column[0] for column in cursor.description]
         accounts = []
         for row in cursor.fetchall():
             columns = dict(zip(names, row, strict=True))
             state, machine = BilledState(columns.pop("state")), columns["machine"]
-            record = _record(columns, storage.get(machine, 0))
+            record = _record(columns, storage.get(machine, 0), minimums.get(machine))
             accounts.append(Account(record, state, earlier.get(machine, ()), former.get(machine, ())))
         return accounts
+
+    def _by_machine(self, table: str, column: str) -> dict[str, int]:
+        """Return a column by machine; empty where the file lacks the table."""
+        if not self._has(table):
+            return {}
+        return dict(self._db.execute(f"SELECT machine, {column} FROM {table}").fetchall())  # noqa: S608
 
     def _has(self, table: str) -> bool:
         """Return True if the file has a table: one made by an older version, and only read, lacks later
@@ -328,11 +338,11 @@ class Ledger(StepLedger, NoteLedger, EgressLedger):
         )
 
 
-def _record(columns: dict[str, Any], storage_micro_usd_per_hour: int) -> MachineRecord:
+def _record(columns: dict[str, Any], storage: int, min_billed_s: int | None) -> MachineRecord:
     """Return a row of the table of machines as a record."""
     for name in ("intended_at", "launched_at", "ended_at"):
         columns[name] = None if columns[name] is None else to_seconds(columns[name])
-    return MachineRecord(**columns, storage_micro_usd_per_hour=storage_micro_usd_per_hour)
+    return MachineRecord(**columns, storage_micro_usd_per_hour=storage, min_billed_s=min_billed_s)
 
 
 def _must_know(db: sqlite3.Connection, machine: str) -> None:

@@ -41,6 +41,9 @@ CREATE TABLE IF NOT EXISTS usage (
 CREATE TABLE IF NOT EXISTS storage_prices (
     machine TEXT PRIMARY KEY, micro_usd_per_hour INTEGER NOT NULL
 ) STRICT;
+CREATE TABLE IF NOT EXISTS billing_minimums (
+    machine TEXT PRIMARY KEY, min_billed_s INTEGER NOT NULL
+) STRICT;
 CREATE TABLE IF NOT EXISTS egress_prices (
     machine TEXT PRIMARY KEY, micro_usd_per_gb INTEGER NOT NULL
 ) STRICT;

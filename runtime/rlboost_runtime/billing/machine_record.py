@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from rlboost_providers.base.provider import MachineView, Offer
+from rlboost_providers.base.traits import provider_traits
 from rlboost_runtime.core.base.messages import Pool
 
 
@@ -33,6 +34,8 @@ class MachineRecord:
     storage_micro_usd_per_hour: int = 0
     """Price of its disk and public address, billed beside the machine."""
     pool: str = Pool.SPOT
+    min_billed_s: int | None = None
+    """Shortest time that it is billed for; None: recorded by a version that went by the provider alone."""
 
     @classmethod
     def of(cls, machine: str, offer: Offer, intended_at: float) -> Self:
@@ -47,7 +50,15 @@ class MachineRecord:
             price_source=offer.source,
             intended_at=intended_at,
             storage_micro_usd_per_hour=offer.storage_micro_usd_per_hour,
+            min_billed_s=offer.min_billed_s,
         )
+
+    @property
+    def min_billed_ns(self) -> int:
+        """Shortest time that it is billed for, in nanoseconds."""
+        recorded = self.min_billed_s
+        seconds = provider_traits(self.provider).min_billed_s if recorded is None else recorded
+        return seconds * 1_000_000_000
 
     @property
     def all_micro_usd_per_hour(self) -> int:

@@ -33,7 +33,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from rlboost_providers.base.terminate import end_every
+from rlboost_providers.base.terminate import terminate_all
 from rlboost_providers.registry import provider_for
 from rlboost_runtime.billing.books import close_books
 from rlboost_runtime.errors import DISK_ERRNOS, RLBoostError, RuntimeFault
@@ -282,7 +282,7 @@ def only_supervisor(run: RunFolder) -> Iterator[bool]:
 
 def end_machines(job: Job, run: RunFolder) -> None:
     """End every machine that the run still has at its provider. Raises `ProviderError`, `RuntimeFault`."""
-    end_every(provider_for(job, run), run.name)
+    terminate_all(provider_for(job, run), run.name)
 
 
 async def serve(run: RunFolder) -> bool:

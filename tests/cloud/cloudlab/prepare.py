@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cloudlab.image import build_image, cache_folder
 from cloudlab.machine import alone
-from rlboost_providers.skypilot.environment import skypilot_python
+from rlboost_providers.skypilot.session import skypilot_python
 
 LOCK = Path(__file__).parents[3] / "templates/rlboost_templates/deploy/machine.txt"
 

@@ -29,6 +29,7 @@ from rlboost_cli.runs.target import find_target
 from rlboost_cli.runs.teardown import end_run, end_without_head
 from rlboost_providers.aws.provider import AwsProvider
 from rlboost_providers.base.provider import LaunchRequest, MachineStatus, MachineView
+from rlboost_providers.base.traits import ProviderTraits
 from rlboost_providers.registry import head_usd_per_hour, provider_for
 from rlboost_providers.skypilot import session
 from rlboost_providers.skypilot.provider import SkyPilotProvider
@@ -153,7 +154,7 @@ def test_a_look_while_the_head_is_being_launched_does_not_take_it_for_gone(
     ec2: FakeEc2, run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     let_in(monkeypatch)
-    monkeypatch.setattr(renting, "LISTED_S", 0.0)
+    monkeypatch.setattr(renting, "provider_traits", lambda name: ProviderTraits(name, launch_lag_s=0.0))
     launch = AwsProvider.launch
 
     def looked_at_meanwhile(provider: AwsProvider, request: LaunchRequest) -> Any:
@@ -867,7 +868,7 @@ def test_a_head_of_skypilot_that_ended_itself_is_noticed_and_its_books_are_close
     rent(run, silently)
     write_json(run.mirror, {"at": 0.0, "supervised": True, "marks": {}})
     sky.reclaim(sky.launched[0])
-    monkeypatch.setattr(renting, "LISTED_S", 0.0)
+    monkeypatch.setattr(renting, "provider_traits", lambda name: ProviderTraits(name, launch_lag_s=0.0))
     find_out(run, silently)
     assert "is gone before it was heard how the run ended" in (read_json(run.outcome) or {})["problem"]
     head = current_head_machine(run)

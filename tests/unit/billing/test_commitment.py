@@ -28,7 +28,7 @@ def ledger(tmp_path: Path):
     made.close()
 
 
-def intend(ledger: Ledger, machine: str, provider: str) -> None:
+def intend(ledger: Ledger, machine: str, provider: str, min_billed_s: int | None = None) -> None:
     ledger.intend(
         MachineRecord(
             machine,
@@ -39,6 +39,7 @@ def intend(ledger: Ledger, machine: str, provider: str) -> None:
             price_micro_usd_per_hour=A_DOLLAR_A_SECOND,
             price_source="test",
             intended_at=1000.0,
+            min_billed_s=min_billed_s,
         )
     )
 
@@ -77,8 +78,8 @@ def test_processes_on_this_machine_commit_next_to_nothing(ledger: Ledger) -> Non
     intend(ledger, "spot-0", "local")
     ledger.launched("spot-0", 1000.0)
     assert committed_usd(ledger, 1010.0) == LOCAL_WIND_DOWN_S
-    assert least_micro_usd("local", A_DOLLAR_A_SECOND) == LOCAL_WIND_DOWN_S * 1e6
-    assert least_micro_usd("gcp", A_DOLLAR_A_SECOND) == 60e6
+    assert least_micro_usd("local", A_DOLLAR_A_SECOND, 0) == LOCAL_WIND_DOWN_S * 1e6
+    assert least_micro_usd("gcp", A_DOLLAR_A_SECOND, 60) == 60e6
 
 
 @pytest.mark.parametrize(("provider", "usd"), [("aws", 60), ("gcp", 60), ("local", 7)])
@@ -107,3 +108,14 @@ def test_where_the_cloud_put_a_machine_decides_its_price_until_it_is_billed(ledg
 def test_a_bought_head_is_counted_with_the_time_that_it_stays_after_its_run() -> None:
     head = HeadMachine("head-1", "aws", "z", "H100:8", A_DOLLAR_A_SECOND, "test", 1000.0, stays_s=900.0)
     assert stay_micro_usd(head) == 900_000_000
+
+
+@pytest.mark.parametrize(("min_billed_s", "usd"), [(0, 7), (60, 60), (None, 60)])
+def test_a_machine_of_skypilot_is_billed_what_its_own_offer_says(
+    ledger: Ledger, min_billed_s: int | None, usd: int
+) -> None:
+    intend(ledger, "spot-0", "skypilot", min_billed_s)  # None: books of a version that did not record it
+    ledger.launched("spot-0", 1000.0)
+    ledger.ended("spot-0", 1007.0)
+    assert ledger.total_micro_usd(2000.0) == usd * 1_000_000
+    assert ledger.machines(2000.0)[0].min_billed_s == min_billed_s

@@ -168,6 +168,7 @@ def test_books_of_an_older_program_that_knew_one_price_are_read(tmp_path: Path) 
     with sqlite3.connect(path) as db:
         db.execute("DROP TABLE former_prices")
         db.execute("DROP TABLE storage_prices")
+        db.execute("DROP TABLE billing_minimums")
     db.close()
     reader = Ledger(path, read_only=True)
     assert reader.total_micro_usd(T0 + 2) == 2_000_000

@@ -198,3 +198,50 @@ def test_rooms_do_not_import_in_a_circle() -> None:
 def test_every_room_says_what_it_is_for() -> None:
     silent = [name for name, path in PATHS.items() if path.name == "__init__.py"]
     assert [name for name in silent if not ast.get_docstring(TREES[name])] == []
+
+
+def test_public_class_names_are_unique() -> None:
+    classes: dict[str, list[str]] = defaultdict(list)
+    for name, tree in TREES.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                classes[node.name].append(name)
+    assert {name: places for name, places in classes.items() if len(places) > 1} == {}
+
+
+# --- clouds ------------------------------------------------------------------------------------------------
+
+CLOUDS = {"aws", "gcp", "azure", "google", "amazon", "runpod", "lambda", "vast", "nebius", "kubernetes"}
+CLOUDS |= {"ec2", "gce", "k8s"}
+MAY_NAME_CLOUDS = (
+    "rlboost_providers.registry",
+    "rlboost_templates",
+    *(f"rlboost_providers.{folder}" for folder in ("aws", "gcp", "skypilot")),
+)
+
+
+def _body_of(node: ast.AST) -> list[ast.stmt]:
+    body = getattr(node, "body", None)  # a lambda's is an expression
+    return body if isinstance(body, list) else []
+
+
+def strings_of(tree: ast.AST) -> Iterator[ast.Constant]:
+    """Every string of the code; docstrings are not strings of the code."""
+    documented = {
+        id(each.value) for node in ast.walk(tree) for each in _body_of(node) if isinstance(each, ast.Expr)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documented:
+            yield node
+
+
+def test_a_cloud_is_named_in_its_own_folder_only() -> None:
+    outside = [name for name in NAMES if not any(within(name, place) for place in MAY_NAME_CLOUDS)]
+    named = (
+        f"{name}:{text.lineno} {text.value}"
+        for name in outside
+        for text in strings_of(TREES[name])
+        if text.value.lower() in CLOUDS
+    )
+    assert list(named) == []
+    assert any(text.value == "aws" for text in strings_of(TREES["rlboost_providers.aws.traits"]))

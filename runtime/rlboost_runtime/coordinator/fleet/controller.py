@@ -352,7 +352,7 @@ class FleetController:
                     "wait for a cheaper one, or raise budget.max_usd_per_hour",
                 )
         if self._room is not None and machine not in self._ledger.open_machines():
-            least = least_micro_usd(offer.provider, price)
+            least = least_micro_usd(offer.provider, price, offer.min_billed_s)
             if least > self._room():
                 raise _unaffordable(
                     f"a machine in {offer.zone} costs {format_usd(least)} at least, more than the budget has"

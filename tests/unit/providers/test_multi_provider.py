@@ -79,8 +79,8 @@ def clouds() -> tuple[Cloud, Cloud, MultiProvider]:
     return dear, cheap, MultiProvider({"aws": dear, "gcp": cheap})
 
 
-def launch(several: MultiProvider, number: int, machine: str) -> None:
-    several.launch(LaunchRequest("r", machine, several.offers()[number], {}))
+def launch(multi: MultiProvider, number: int, machine: str) -> None:
+    multi.launch(LaunchRequest("r", machine, multi.offers()[number], {}))
 
 
 class ShowingCloud(Cloud):
@@ -91,44 +91,44 @@ class ShowingCloud(Cloud):
 
 
 def test_a_console_is_read_where_the_machine_is_and_empty_where_none_is_kept() -> None:
-    several = MultiProvider(
+    multi = MultiProvider(
         {"aws": ShowingCloud("aws", 200), "ssh": Cloud("ssh", 100), "gcp": ShowingCloud("gcp", 300)}
     )
     for number, machine in enumerate(("spot-0", "spot-1", "spot-2")):
-        launch(several, number, machine)
-    told = [several.console("r", f"spot-{number}") for number in range(4)]
+        launch(multi, number, machine)
+    told = [multi.console("r", f"spot-{number}") for number in range(4)]
     assert told == ["", "spot-1 at aws", "spot-2 at gcp", ""]
 
 
 def test_the_cheapest_of_all_clouds_comes_first_and_a_silent_one_is_left_out(clouds) -> None:
-    dear, cheap, several = clouds
-    assert [offer.provider for offer in several.offers()] == ["gcp", "aws"]
+    dear, cheap, multi = clouds
+    assert [offer.provider for offer in multi.offers()] == ["gcp", "aws"]
     cheap.problem = Throttled("slow down", "wait")
-    assert [offer.provider for offer in several.offers()] == ["aws"]
+    assert [offer.provider for offer in multi.offers()] == ["aws"]
     dear.problem = ProviderError("down", "wait")
     with pytest.raises(ProviderError):
-        several.offers()
+        multi.offers()
 
 
 def test_machines_of_a_cloud_that_does_not_answer_stay_as_last_seen(clouds) -> None:
-    dear, cheap, several = clouds
-    launch(several, 0, "spot-0")
-    launch(several, 1, "spot-1")
-    assert len(several.describe("r")) == 2
+    dear, cheap, multi = clouds
+    launch(multi, 0, "spot-0")
+    launch(multi, 1, "spot-1")
+    assert len(multi.describe("r")) == 2
     cheap.problem = ProviderError("down", "wait")
     dear.views.clear()
-    assert [view.machine for view in several.describe("r")] == ["spot-0"]
-    assert [view.machine for view in several.watch("r") or []] == ["spot-0"]
+    assert [view.machine for view in multi.describe("r")] == ["spot-0"]
+    assert [view.machine for view in multi.watch("r") or []] == ["spot-0"]
 
 
 def test_nothing_is_known_while_a_cloud_has_never_been_seen(clouds) -> None:
-    dear, _, several = clouds
-    launch(several, 0, "spot-0")
+    dear, _, multi = clouds
+    launch(multi, 0, "spot-0")
     dear.problem = ProviderError("down", "wait")
     with pytest.raises(ProviderError):
-        several.describe("r")
+        multi.describe("r")
     dear.problem, dear.is_due = None, False
-    assert several.watch("r") is None
+    assert multi.watch("r") is None
 
 
 REFUSALS = [CredentialsRejected("signed out", "sign in"), ConfigError("no project", "name one")]
@@ -136,12 +136,12 @@ REFUSALS = [CredentialsRejected("signed out", "sign in"), ConfigError("no projec
 
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: type(refusal).__name__)
 def test_a_cloud_that_was_never_seen_hides_nothing_of_the_others(clouds, refusal) -> None:
-    dear, cheap, several = clouds
-    launch(several, 1, "spot-0")
+    dear, cheap, multi = clouds
+    launch(multi, 1, "spot-0")
     cheap.problem = refusal
-    assert [offer.provider for offer in several.offers()] == ["aws"]
+    assert [offer.provider for offer in multi.offers()] == ["aws"]
     dear.views["spot-0"] = MachineView("spot-0", MachineStatus.GONE, 1.0, 2.0)
-    for ask in (several.watch, several.describe):
+    for ask in (multi.watch, multi.describe):
         with pytest.raises(PartlyListed, match=r"in gcp: (signed out|no project)") as told:
             ask("r")
         assert told.value.views == (dear.views["spot-0"],)
@@ -150,28 +150,28 @@ def test_a_cloud_that_was_never_seen_hides_nothing_of_the_others(clouds, refusal
 
 
 def test_a_cloud_whose_settings_are_wrong_keeps_no_other_from_being_asked_to_end_a_machine(clouds) -> None:
-    dear, cheap, several = clouds
+    dear, cheap, multi = clouds
     dear.problem = ConfigError("no region", "name one")
     with pytest.raises(ConfigError):
-        several.terminate("r", "spot-9")
+        multi.terminate("r", "spot-9")
     assert cheap.ended == ["spot-9"]
 
 
 def test_watching_is_silent_while_no_cloud_is_due(clouds) -> None:
-    dear, cheap, several = clouds
-    several.describe("r")
+    dear, cheap, multi = clouds
+    multi.describe("r")
     dear.is_due = cheap.is_due = False
-    assert several.watch("r") is None
+    assert multi.watch("r") is None
     dear.is_due = True
-    assert several.watch("r") == []
+    assert multi.watch("r") == []
 
 
 def test_a_machine_is_ended_where_it_is_and_everywhere_where_that_is_not_known(clouds) -> None:
-    dear, cheap, several = clouds
-    launch(several, 1, "spot-0")
-    several.terminate("r", "spot-0")
+    dear, cheap, multi = clouds
+    launch(multi, 1, "spot-0")
+    multi.terminate("r", "spot-0")
     assert (dear.ended, cheap.ended) == (["spot-0"], [])
-    several.terminate("r", "spot-9")
+    multi.terminate("r", "spot-9")
     assert (dear.ended, cheap.ended) == (["spot-0", "spot-9"], ["spot-9"])
 
 
