@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing.synchronize
-import os
 import ssl
 import time
 from collections import deque
@@ -99,7 +98,6 @@ class EmulatedAgent:
             instance=self._name,
             machine=self._name.split("/")[0],
             pool="spot",
-            boot_id=os.urandom(8).hex(),
             max_running=self._load.responses_per_agent,
             kv_tokens=1 << 31,
             engine="emulated",
@@ -131,9 +129,7 @@ class EmulatedAgent:
     def beat(self) -> None:
         """Send a heartbeat."""
         rate = self._load.tokens_per_s * len(self._assignments)
-        self._send(
-            wire.HeartbeatMessage(self._progress, len(self._assignments), 0, self._progress, rate, "serving")
-        )
+        self._send(wire.HeartbeatMessage(self._progress, len(self._assignments), 0, rate))
 
     @property
     def num_assignments(self) -> int:

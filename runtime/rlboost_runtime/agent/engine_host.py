@@ -108,15 +108,6 @@ class EngineHost:
         return self._served
 
     @property
-    def state(self) -> str:
-        """A word for the heartbeat."""
-        if self._engine is None:
-            return "asleep" if self._sleep_wanted else "starting"
-        if self._served is not None:
-            return "serving"
-        return "asleep" if self._is_asleep else "loading"
-
-    @property
     def is_idle(self) -> bool:
         """Whether the engine holds no request."""
         return not self._held

@@ -152,14 +152,11 @@ class Agent:
             instance=self._instance,
             machine=self._bootstrap.machine,
             pool=self._bootstrap.pool,
-            boot_id=self._boot_id,
             max_running=engine.max_running,
             kv_tokens=engine.max_running * engine.max_context_tokens,
             engine=engine.kind,
             epoch=self._epoch,
             assignments=self._outbox.held,
-            next_seq=self._outbox.next_seq,
-            version=self._host.served,
             install_s=self._seams.birth.install_s,
             age_s=round(self._seams.birth.age_s(self._clock.now()), 3),
         )
@@ -172,7 +169,6 @@ class Agent:
         event(log, "agent.welcomed", epoch=welcome.epoch, resumed=welcome.resumed)
         repeated: list[Message] = []
         if welcome.resumed:
-            self._outbox.ack(welcome.acked_seq)
             repeated += self._host.facts
         else:
             self._outbox.void()
@@ -257,9 +253,7 @@ class Agent:
                     engine_progress=progress.counter,
                     running=progress.running,
                     waiting=progress.waiting,
-                    tokens_generated=progress.tokens_generated,
                     tokens_per_s=(generated[-1] - generated[0]) / seconds,
-                    state=self._host.state if self._notice is None else "leaving",
                     pulling=self._seams.puller.progress,
                 )
             )

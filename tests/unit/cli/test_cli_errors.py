@@ -13,7 +13,6 @@ from rlboost_cli.commands.run.launch import launch
 from rlboost_cli.main import app
 from rlboost_cli.terminal.errors import explained, render
 from rlboost_runtime.errors import (
-    BudgetReached,
     ConfigError,
     CredentialsRejected,
     NoCapacity,
@@ -47,7 +46,6 @@ def run_raising(error: BaseException) -> int:
         (ConfigError, 2),
         (NotFound, 3),
         (NoCapacity, 4),
-        (BudgetReached, 5),
         (CredentialsRejected, 6),
         (ProviderError, 7),
     ],
