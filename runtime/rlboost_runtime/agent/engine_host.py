@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Protocol
 
@@ -35,7 +34,7 @@ from rlboost_runtime.protocol.messages import (
     SleptMessage,
     VersionRefusedMessage,
 )
-from rlboost_runtime.seams import Clock
+from rlboost_runtime.seams import Backoff, Clock
 from rlboost_runtime.weights.manifest import probe_matches, read_manifest
 
 log = logging.getLogger(__name__)
@@ -207,6 +206,7 @@ class EngineHost:
 
     async def _keep_engine(self) -> None:
         deaths = starts = 0
+        backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while True:
             began = self._clock.now()
             engine = self._make(starts)
@@ -217,12 +217,14 @@ class EngineHost:
                 self._say_died(problem)
             finally:
                 await engine.stop()
-            deaths = deaths + 1 if self._clock.now() - began < QUICK_DEATH_S else 1
+            if self._clock.now() - began >= QUICK_DEATH_S:
+                deaths = 0
+                backoff.reset()
+            deaths += 1
             event(log, "engine.died", level=logging.WARNING, problem=problem, in_a_row=deaths)
             if deaths >= MAX_QUICK_DEATHS:
                 raise EngineKeepsDying(f"the engine died {deaths} times in a row: {problem}", "see its log")
-            pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (deaths - 1))
-            await self._clock.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
+            await self._clock.sleep(backoff.next_s())
             await self._may_restart.wait()
 
     async def _live(self, engine: Engine) -> str:

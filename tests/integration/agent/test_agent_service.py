@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlboost_runtime.agent import engine_host, link, notice, puller, service
+from rlboost_runtime.agent import engine_host, notice, puller, service
 from rlboost_runtime.agent.bootstrap import Bootstrap, EngineBootstrap, write_bootstrap
 from rlboost_runtime.agent.puller import Puller, PullSettings
 from rlboost_runtime.agent.service import Agent, ExitCode, Seams
@@ -681,7 +681,7 @@ async def test_a_refusal_for_good_ends_it_and_one_for_now_does_not(tmp_path):
 
 
 async def test_silence_makes_it_dial_anew_and_at_last_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(link, "QUIET_S", 0.2)
+    monkeypatch.setattr(service, "QUIET_S", 0.2)
     monkeypatch.setattr(service, "SELF_DESTRUCT_S", 1.5)
     async with running(tmp_path) as (rig, head):
         await head.welcome()
@@ -691,8 +691,8 @@ async def test_silence_makes_it_dial_anew_and_at_last_end(tmp_path, monkeypatch)
 
 
 async def test_a_coordinator_that_answers_beats_is_not_dialled_anew(tmp_path, monkeypatch):
-    assert 10 * service.DEFAULT_BEAT_S <= link.QUIET_S <= 15  # some answers may be late
-    monkeypatch.setattr(link, "QUIET_S", 0.4)
+    assert 10 * service.DEFAULT_BEAT_S <= service.QUIET_S <= 15  # some answers may be late
+    monkeypatch.setattr(service, "QUIET_S", 0.4)
     monkeypatch.setattr(service, "DEFAULT_BEAT_S", 0.05)
     async with running(tmp_path) as (_rig, head):
         await head.welcome()

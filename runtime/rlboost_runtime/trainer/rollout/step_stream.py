@@ -63,10 +63,12 @@ from rlboost_runtime.protocol.messages import (
     TrainerHello,
     TrainerWelcome,
     VersionPublishedMessage,
+    trainer_command_decoder,
 )
+from rlboost_runtime.protocol.session import Conversation
 from rlboost_runtime.run import security
 from rlboost_runtime.run.folder import RunFolder, read_json
-from rlboost_runtime.trainer.rollout.coordinator_link import Connect, Conversation, CoordinatorLink, Dialling
+from rlboost_runtime.trainer.rollout.coordinator_link import Connect, CoordinatorLink, Dialling
 
 
 @dataclass(slots=True)
@@ -132,7 +134,9 @@ class StepStream:
         self._link = CoordinatorLink(
             self._changed,
             Dialling(url, token, certificate_pem, connect),
-            Conversation(self._hello, self._on_welcome, self._on_command),
+            Conversation(
+                TrainerWelcome, trainer_command_decoder, self._hello, self._on_welcome, self._on_command
+            ),
         )
 
     @classmethod
@@ -213,7 +217,7 @@ class StepStream:
         self._groups.clear()
         self._seen.clear()
         self._num_returned = 0
-        self._link.say(self._request)
+        self._link.post(self._request)
 
     def _has_published(self, version: int) -> bool:
         return self._published is not None and self._published.version >= version
@@ -223,7 +227,7 @@ class StepStream:
         with self._changed:
             self._published = published
             if self._known_version is None or self._known_version < published.version:
-                self._link.say(published)
+                self._link.post(published)
             waiting = self._next_request
             if waiting is not None and self._has_published(waiting.policy_version):
                 self._open(waiting)
@@ -234,14 +238,14 @@ class StepStream:
             self._trained = trained
             if self._request is not None and self._request.step <= trained.step:
                 self._request = None
-            self._link.say(trained)
+            self._link.post(trained)
 
     def checkpointed(self, step: int) -> None:
         """Say that a trained step's checkpoint is durable, where `trained` could not say so yet. From any
         thread."""
         with self._changed:
             self._checkpointed = Checkpointed(step)
-            self._link.say(self._checkpointed)
+            self._link.post(self._checkpointed)
 
     def finished(self, model_path: str, *, timeout_s: float = 60.0) -> bool:
         """Say that all steps are trained; return whether it could be said within `timeout_s`."""
@@ -254,8 +258,8 @@ class StepStream:
     def _end(self, final: RunFinished | RunFailed, timeout_s: float) -> bool:
         with self._changed:
             self._final = final
-            self._link.say(final)
-            return self._link.has_said_all(timeout_s)
+            self._link.post(final)
+            return self._link.drain(timeout_s)
 
     # --- what the training thread waits for ----------------------------------------------------------------
 
@@ -299,7 +303,7 @@ class StepStream:
             if not (self._lease and self._recalled):
                 return
             self._lease = self._recalled = False
-            self._link.say(LeaseReturnedMessage())
+            self._link.post(LeaseReturnedMessage())
 
     def _wait(self, done: Callable[[], bool], *, for_lease: bool) -> None:
         """Wait for `done` (asked under the lock), answering recalls first."""

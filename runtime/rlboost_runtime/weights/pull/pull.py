@@ -14,7 +14,6 @@ a failure is kept for the next attempt (`part_folder`).
 from __future__ import annotations
 
 import os
-import random
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +24,7 @@ from pathlib import Path
 import msgspec
 
 from rlboost_runtime.errors import ProtocolError, RLBoostError, RuntimeFault
+from rlboost_runtime.seams import Backoff
 from rlboost_runtime.weights import manifest as manifests
 from rlboost_runtime.weights.manifest import MANIFEST, Delta, Manifest
 from rlboost_runtime.weights.pull.chunk_scheduler import ChunkRange, ChunkScheduler, HolderState, PullProgress
@@ -291,7 +291,7 @@ class _Pull:
         """Fetch the manifest from the head, or from a bucket where the head does not answer."""
         origins = [(h, s) for h, s in self._sources if h.kind is Kind.HEAD or self._is_vouched_for(h)]
         give_up_at = time.monotonic() + self._deadlines.progress_s
-        pause_s = FIRST_PAUSE_S
+        backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while True:
             for holder, source in origins:
                 try:
@@ -302,10 +302,10 @@ class _Pull:
                     problem: Exception = exc
                 except Unusable as exc:
                     problem = exc
+            pause_s = backoff.next_s()
             if time.monotonic() + pause_s > give_up_at:
                 raise _stalled(self._deadlines.progress_s, str(problem)) from problem
-            time.sleep(_jittered(pause_s))
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            time.sleep(pause_s)
 
     def _is_vouched_for(self, holder: Holder) -> bool:
         """Whether we would notice if it gave us another manifest."""
@@ -404,7 +404,7 @@ def _run_stream(reader: _Reader, part: PartFolder, work: ChunkScheduler) -> None
     holder, stream = reader.holder, reader.stream
     if reader.spare_after:
         _wait_for_idle_cores(work, reader.spare_after)
-    pause_s, look_s = FIRST_PAUSE_S, LOOK_S
+    backoff, look_s = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S), LOOK_S
     memory = bytearray()
     try:
         while not work.is_over() and holder.problem is None:
@@ -415,15 +415,14 @@ def _run_stream(reader: _Reader, part: PartFolder, work: ChunkScheduler) -> None
                 while (run := work.take(holder, look_s)) is not None:
                     memory = _grown(memory, run)
                     _fetch_run(stream, part, work, run, memory)
-                    pause_s = FIRST_PAUSE_S
+                    backoff.reset()
             except Absent as exc:
                 if not holder.is_extra:
                     _lose_origin(holder, work, exc)
                 work.pause(LOOK_S)
             except (Unusable, Damaged) as exc:
                 work.count_failure(holder, str(exc))
-                work.pause(_jittered(pause_s))
-                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                work.pause(backoff.next_s())
     except RLBoostError as exc:
         if holder.is_peer:
             work.leave_out(holder, exc.problem)
@@ -482,7 +481,3 @@ def _stalled(seconds: float, trouble: str) -> RuntimeFault:
         f"the pull made no progress for {seconds:g} s (last: {trouble})",
         "check that the head is up and reachable from this machine",
     )
-
-
-def _jittered(seconds: float) -> float:
-    return seconds * random.uniform(0.5, 1.0)  # noqa: S311 - spreads retries, guards nothing
