@@ -3,11 +3,14 @@
 Guarantees: messages leave in the order in which they were posted; each connection begins with a hello, and
 after the welcome with what the owner wants repeated; a message that could not be sent before a connection
 ended is not kept; waits on the coordinator have deadlines; attempts are jittered and at most 2 s apart.
+
+`accept` and `refuse` are the coordinator's side.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
@@ -18,13 +21,16 @@ import msgspec
 
 from rlboost_runtime.errors import ProtocolError
 from rlboost_runtime.logs import event
-from rlboost_runtime.protocol.messages import Message, Refused, encode
+from rlboost_runtime.protocol.messages import SCHEMA, AgentHello, Message, Refused, TrainerHello, encode
 from rlboost_runtime.seams import Backoff, Clock, Transport
 
 log = logging.getLogger(__name__)
 
 DIAL_TIMEOUT_S = 10.0
 WELCOME_TIMEOUT_S = 10.0
+HELLO_TIMEOUT_S = 10.0
+"""A connection that does not introduce itself within this time is closed."""
+REFUSE_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 2.0
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
@@ -34,6 +40,7 @@ SETTLED_S = 5.0
 
 W = TypeVar("W", bound=Message)
 C = TypeVar("C", bound=Message)
+H = TypeVar("H", AgentHello, TrainerHello)
 
 
 def _ignore() -> None:
@@ -172,3 +179,42 @@ async def _close(transport: Transport) -> None:
             await transport.close()
     except (ConnectionError, TimeoutError, OSError):
         pass  # it is gone already
+
+
+async def accept(
+    transport: Transport,
+    decoder: msgspec.msgpack.Decoder[C],
+    kind: type[H],
+    run: str,
+    refusal_of: Callable[[H], Refused | None] = lambda _: None,
+) -> H | None:
+    """Receive the hello of a new connection; return None if there was none, or if it was refused."""
+    peer = kind.__name__.removesuffix("Hello").lower()
+    try:
+        async with asyncio.timeout(HELLO_TIMEOUT_S):
+            hello = decoder.decode(await transport.receive())
+    except (TimeoutError, ConnectionError, msgspec.DecodeError) as problem:
+        event(log, f"{peer}.hello_failed", problem=repr(problem))
+        return None
+    if not isinstance(hello, kind):
+        await refuse(transport, Refused(f"the first message must be {kind.__name__}"))
+        return None
+    if hello.schema[0] != SCHEMA[0]:
+        refusal: Refused | None = Refused(
+            f"{peer} speaks schema {hello.schema}, coordinator {SCHEMA}: install one version"
+        )
+    elif hello.run != run:
+        refusal = Refused(f"{peer} belongs to run {hello.run}, this is {run}")
+    else:
+        refusal = refusal_of(hello)
+    if refusal is None:
+        return hello
+    await refuse(transport, refusal)
+    return None
+
+
+async def refuse(transport: Transport, refusal: Refused) -> None:
+    """Send a refusal if the peer still takes it."""
+    with contextlib.suppress(ConnectionError, TimeoutError):
+        async with asyncio.timeout(REFUSE_TIMEOUT_S):
+            await transport.send(encode(refusal))

@@ -8,7 +8,6 @@ closed.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections import deque
 from collections.abc import Sequence
@@ -45,7 +44,6 @@ from rlboost_runtime.core.core import Core
 from rlboost_runtime.errors import ProtocolError
 from rlboost_runtime.logs import event as log_event
 from rlboost_runtime.protocol.messages import (
-    SCHEMA,
     AbortMessage,
     Ack,
     AgentHello,
@@ -68,13 +66,12 @@ from rlboost_runtime.protocol.messages import (
     agent_message_decoder,
     encode,
 )
+from rlboost_runtime.protocol.session import accept
 from rlboost_runtime.run.head import url_for
 from rlboost_runtime.seams import Transport
 
 log = logging.getLogger(__name__)
 
-HELLO_TIMEOUT_S = 10.0
-"""A connection that does not introduce itself by then is closed."""
 SEND_TIMEOUT_S = 10.0
 """A peer that reads nothing for so long is disconnected; its lease decides what becomes of it."""
 ACK_AFTER_FRAMES = 8
@@ -320,17 +317,9 @@ class AgentLinks:
 
     async def serve(self, transport: Transport) -> None:
         """Serve one connection until it ends."""
-        try:
-            async with asyncio.timeout(HELLO_TIMEOUT_S):
-                hello = agent_message_decoder.decode(await transport.receive())
-        except (TimeoutError, ConnectionError, msgspec.DecodeError) as problem:
-            log_event(log, "agent.hello_failed", problem=repr(problem))
-            return
-        refusal = self._refusal(hello)
-        if refusal is not None or not isinstance(hello, AgentHello):
-            with contextlib.suppress(ConnectionError, TimeoutError):
-                async with asyncio.timeout(SEND_TIMEOUT_S):
-                    await transport.send(encode(refusal or Refused("the first message must be AgentHello")))
+        run = self._driver.run.name
+        hello = await accept(transport, agent_message_decoder, AgentHello, run, self._refusal)
+        if hello is None:
             return
         link = self._register(hello, transport)
         try:
@@ -351,15 +340,7 @@ class AgentLinks:
                 else:
                     self._driver.apply(Disconnected(now, link.instance, link.epoch))
 
-    def _refusal(self, hello: object) -> Refused | None:
-        if not isinstance(hello, AgentHello):
-            return Refused("the first message must be AgentHello")
-        if hello.schema[0] != SCHEMA[0]:
-            return Refused(
-                f"agent speaks schema {hello.schema}, coordinator {SCHEMA}: deploy the agent again"
-            )
-        if hello.run != self._driver.run.name:
-            return Refused(f"agent belongs to run {hello.run}, this is {self._driver.run.name}")
+    def _refusal(self, hello: AgentHello) -> Refused | None:
         if self.stopping is not None:
             return Refused(f"the run is ending: {self.stopping}")
         machines = self._driver.core.machines

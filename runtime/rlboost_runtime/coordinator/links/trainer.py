@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -26,7 +25,6 @@ from rlboost_runtime.core.window.gpu_lease import LeaseState
 from rlboost_runtime.errors import ProtocolError
 from rlboost_runtime.logs import event as log_event
 from rlboost_runtime.protocol.messages import (
-    SCHEMA,
     Checkpointed,
     DeliverGroupMessage,
     GrantLeaseMessage,
@@ -44,12 +42,11 @@ from rlboost_runtime.protocol.messages import (
     encode,
     trainer_message_decoder,
 )
+from rlboost_runtime.protocol.session import accept, refuse
 from rlboost_runtime.seams import Clock, Transport
 
 log = logging.getLogger(__name__)
 
-HELLO_TIMEOUT_S = 10.0
-"""A connection that does not introduce itself by then is closed."""
 SEND_TIMEOUT_S = 60.0
 """The trainer may be busy in a long micro-batch, but its connection has a thread of its own."""
 
@@ -108,17 +105,9 @@ class TrainerLink:
 
     async def serve(self, transport: Transport) -> None:
         """Serve one connection until it ends or a newer trainer takes its place."""
-        try:
-            async with asyncio.timeout(HELLO_TIMEOUT_S):
-                hello = trainer_message_decoder.decode(await transport.receive())
-        except (TimeoutError, ConnectionError, msgspec.DecodeError) as problem:
-            log_event(log, "trainer.hello_failed", problem=repr(problem))
+        hello = await accept(transport, trainer_message_decoder, TrainerHello, self._driver.run.name)
+        if hello is None:
             return
-        refusal = self._refusal(hello)
-        if refusal is not None:
-            await _refuse(transport, refusal)
-            return
-        assert isinstance(hello, TrainerHello)
         self._generation += 1
         generation = self._generation
         self._wake.set()  # the writer of a former connection sees that it is replaced
@@ -136,20 +125,11 @@ class TrainerLink:
             log_event(log, "trainer.disconnected", problem=repr(group.exceptions[0]))
         except* (ProtocolError, msgspec.DecodeError) as group:
             log_event(log, "trainer.protocol_error", problem=str(group.exceptions[0]))
-            await _refuse(transport, Refused(str(group.exceptions[0])))
+            await refuse(transport, Refused(str(group.exceptions[0])))
         finally:
             if generation == self._generation:
                 self.connected = False
                 self._driver.apply(TrainerLost(self._driver.now()))
-
-    def _refusal(self, hello: object) -> Refused | None:
-        if not isinstance(hello, TrainerHello):
-            return Refused("the first message must be TrainerHello")
-        if hello.schema[0] != SCHEMA[0]:
-            return Refused(f"trainer speaks schema {hello.schema}, coordinator {SCHEMA}: install one version")
-        if hello.run != self._driver.run.name:
-            return Refused(f"trainer belongs to run {hello.run}, this is {self._driver.run.name}")
-        return None
 
     async def _read(self, transport: Transport, generation: int) -> None:
         while True:
@@ -255,12 +235,6 @@ class TrainerLink:
         if driver.step is not None:
             metrics |= self._reserved.measured(driver.step, driver.store, driver.core)
         return metrics
-
-
-async def _refuse(transport: Transport, refusal: Refused) -> None:
-    with contextlib.suppress(ConnectionError, TimeoutError):
-        async with asyncio.timeout(SEND_TIMEOUT_S):
-            await transport.send(encode(refusal))
 
 
 def _check(request: StepStartedMessage, newest_version: int | None) -> None:
