@@ -129,9 +129,7 @@ class EmulatedAgent:
     def beat(self) -> None:
         """Send a heartbeat."""
         rate = self._load.tokens_per_s * len(self._assignments)
-        self._send(
-            wire.HeartbeatMessage(self._progress, len(self._assignments), 0, self._progress, rate, "serving")
-        )
+        self._send(wire.HeartbeatMessage(self._progress, len(self._assignments), 0, rate))
 
     @property
     def num_assignments(self) -> int:

@@ -23,18 +23,28 @@ import uvloop
 
 from rlboost_runtime.coordinator.driver import ingest as gc_tuning
 from rlboost_runtime.coordinator.driver.core_driver import CoreDriver
-from rlboost_runtime.coordinator.links.agents import AgentLinks, Timing
+from rlboost_runtime.coordinator.driver.ingest import Ingest
+from rlboost_runtime.coordinator.driver.totals import recover
+from rlboost_runtime.coordinator.links.agents import AgentLinks, InstanceStats, Timing
 from rlboost_runtime.coordinator.links.server import Handlers, bind, make_app, make_server
+from rlboost_runtime.coordinator.links.weights import WeightTracker
+from rlboost_runtime.coordinator.observers.boot_times import BootTimes
 from rlboost_runtime.core.base.messages import (
+    Abort,
+    Assign,
     CoreConfig,
+    Evict,
     GrantLease,
     LaunchMachine,
+    LoadVersion,
     MachineLaunched,
     RecallLease,
+    Sleep,
     TerminateMachine,
     VersionPublished,
+    Wake,
 )
-from rlboost_runtime.protocol.messages import DeliverGroupMessage, PromptSpec, StepStartedMessage
+from rlboost_runtime.protocol.messages import DeliverGroupMessage, PromptSpec, StepStartedMessage, WorkItem
 from rlboost_runtime.run.folder import RunFolder
 from rlboost_runtime.run.security import create_secrets, read_token
 from rlboost_runtime.seams import SystemClock, SystemDisk
@@ -69,18 +79,36 @@ class LoopLag:
         self.start()
 
 
-class Outlet:
-    """Agents for real; machines appear when asked for, and nobody trains."""
+class BenchedCoordinator:
+    """A coordinator with real agents; machines appear when asked for, and nobody trains."""
 
-    def __init__(self, state: CoreDriver, agents: AgentLinks) -> None:
-        self.to_agent = agents.carry_out
-        self.work = agents.work
-        self._state = state
+    def __init__(self, run: RunFolder, num_agents: int) -> None:
+        self._config = CoreConfig(max_spot_instances=num_agents, reserved_instances=0)
+        run.journal.mkdir(parents=True)
+        recovered = recover(run.events)
+        timing = Timing(self._config.lease_s)
+        weights = WeightTracker()
+        stats = InstanceStats(weights, timing.flush_s)
+        boot_times = BootTimes(lambda: recovered.core.machines)
+        self.driver = CoreDriver(
+            run, recovered, SystemClock(), SystemDisk(), self, (stats,), keep_journal=False
+        )
+        ingest = Ingest(self.driver, (boot_times,))
+        self.agents = AgentLinks(self.driver, ingest, weights, boot_times, stats, timing, frozenset())
+        self._max_pending_bytes = 0
+
+    def to_agent(self, command: Abort | LoadVersion | Sleep | Wake | Evict) -> None:
+        """Send a command to an agent."""
+        self.agents.carry_out(command)
+
+    def work(self, command: Assign, item: WorkItem) -> None:
+        """Send work to an agent."""
+        self.agents.work(command, item)
 
     def fleet(self, command: LaunchMachine | TerminateMachine) -> None:
         """Launch at once."""
         if isinstance(command, LaunchMachine):
-            self._state.apply(MachineLaunched(self._state.now(), command.machine))
+            self.driver.apply(MachineLaunched(self.driver.now(), command.machine))
 
     def deliver(self, group: DeliverGroupMessage) -> None:
         """Nobody asks."""
@@ -88,30 +116,18 @@ class Outlet:
     def lease(self, command: GrantLease | RecallLease) -> None:
         """Nobody asks."""
 
-
-class Ingest:
-    """A coordinator without fleet and trainer."""
-
-    def __init__(self, run: RunFolder, num_agents: int) -> None:
-        config = CoreConfig(max_spot_instances=num_agents, reserved_instances=0)
-        run.journal.mkdir(parents=True)
-        self.state = CoreDriver(run, SystemClock(), SystemDisk(), config, keep_journal=False)
-        self.agents = AgentLinks(self.state, run.name, Timing(config.lease_s), frozenset())
-        self.state.outlet = Outlet(self.state, self.agents)
-        self._max_pending_bytes = 0
-
     async def begin(self, num_responses: int, max_tokens: int) -> None:
         """Ask for one large step."""
-        self.state.begin()
-        self.state.apply(VersionPublished(self.state.now(), 0))
+        self.driver.begin(self._config)
+        self.driver.apply(VersionPublished(self.driver.now(), 0))
         prompts = tuple(PromptSpec(group, _PROMPT) for group in range(num_responses // _GROUP_SIZE))
-        await self.state.open_step(StepStartedMessage(0, 0, prompts, _GROUP_SIZE, max_tokens))
+        await self.driver.open_step(StepStartedMessage(0, 0, prompts, _GROUP_SIZE, max_tokens))
 
     async def tick(self) -> None:
         """Let the core see time pass."""
         while True:
-            self.state.tick()
-            self._max_pending_bytes = max(self._max_pending_bytes, self.state.journal.pending_bytes)
+            self.driver.tick()
+            self._max_pending_bytes = max(self._max_pending_bytes, self.driver.journal.pending_bytes)
             await asyncio.sleep(0.02)
 
     def counts(self) -> dict[str, int]:
@@ -127,12 +143,12 @@ async def serve(run: RunFolder, num_responses: int, num_agents: int, max_tokens:
     """Serve until SIGTERM."""
     loop = asyncio.get_running_loop()
     lag = LoopLag(loop)
-    ingest = Ingest(run, num_agents)
-    ingest.state.journal.start(loop)
+    made = BenchedCoordinator(run, num_agents)
+    made.driver.journal.start(loop)
     handlers = Handlers(
-        agent=ingest.agents.serve,
+        agent=made.agents.serve,
         trainer=_refuse,
-        status=lambda: {"loop_lag": lag.take(), **ingest.counts()},
+        status=lambda: {"loop_lag": lag.take(), **made.counts()},
         preempt=_refuse,
         stop=lambda *_: None,
         runtime=_nothing,
@@ -141,11 +157,11 @@ async def serve(run: RunFolder, num_responses: int, num_agents: int, max_tokens:
     gc_tuning.relax()
     lag.start()
     loop.add_signal_handler(signal.SIGTERM, _end(server))
-    await ingest.begin(num_responses, max_tokens)
-    ticking = asyncio.create_task(ingest.tick())
+    await made.begin(num_responses, max_tokens)
+    ticking = asyncio.create_task(made.tick())
     await server.serve([bind(run)])
     ticking.cancel()
-    await ingest.state.journal.close()
+    await made.driver.journal.close()
 
 
 def _end(server: Any) -> Callable[[], None]:  # uvicorn's server

@@ -11,7 +11,6 @@
     │   ├── CredentialsRejected 6
     │   ├── Throttled       7  asked too often: later
     │   └── NotYet          7  asked too early; ask again
-    ├── BudgetReached       5
     ├── ProtocolError       1  a peer said something that makes no sense
     └── RuntimeFault        1  one of our processes or a user's function failed
         └── PortTaken       1  another program has our port
@@ -116,12 +115,6 @@ class Throttled(ProviderError):
 
 class NotYet(ProviderError):
     """The machine exists but cannot answer this yet: ask again."""
-
-
-class BudgetReached(RLBoostError):
-    """The run's budget is spent."""
-
-    exit_code = 5
 
 
 class ProtocolError(RLBoostError):

@@ -1,12 +1,13 @@
-"""Where our shells touch the world: time and disk. Tests pass other ones to turn the clock or break the disk.
+"""Where our shells touch the world: time, network and disk; tests pass others to turn clocks or break disks.
 
-The third seam, the network, is `Transport`: one connection that carries whole messages.
+The network is `Transport`: one connection that carries whole messages.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import random
 import time
 from pathlib import Path
 from typing import Protocol
@@ -39,6 +40,26 @@ class SystemClock:
     async def sleep(self, seconds: float) -> None:
         """Wait on the running event loop."""
         await asyncio.sleep(seconds)
+
+
+class Backoff:
+    """Pauses between attempts: the first up to `first_s`, each twice the one before, none above `longest_s`.
+
+    Each is jittered to between 50 % and 100 % of that, so that many clients do not come back at once.
+    """
+
+    def __init__(self, first_s: float, longest_s: float) -> None:
+        self._first_s = self._pause_s = first_s
+        self._longest_s = longest_s
+
+    def next_s(self) -> float:
+        """Return the next pause in seconds."""
+        pause_s, self._pause_s = self._pause_s, min(self._longest_s, 2 * self._pause_s)
+        return pause_s * random.uniform(0.5, 1.0)  # noqa: S311 - spreads retries, guards nothing
+
+    def reset(self) -> None:
+        """Start over with the first pause."""
+        self._pause_s = self._first_s
 
 
 class Transport(Protocol):

@@ -137,8 +137,8 @@ async def rage(storm: Storm, provider: SkyPilotProvider) -> None:
         made.fleet._maker = MachineMaker(RUN, lambda name: bootstrap(storm.run, name))
         ends_at = time.monotonic() + STORM_S * dice.uniform(0.1, 1.0)
         while time.monotonic() < ends_at:
-            made.state.tick()
-            made.state.core.check()
+            made.driver.tick()
+            made.driver.core.check()
             await asyncio.sleep(dice.uniform(0.5, 3.0))
             if dice.random() < 0.15:
                 await asyncio.to_thread(storm.trouble)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Protocol
 
@@ -34,7 +33,7 @@ from rlboost_runtime.protocol.messages import (
     SleptMessage,
     VersionRefusedMessage,
 )
-from rlboost_runtime.seams import Clock
+from rlboost_runtime.seams import Backoff, Clock
 from rlboost_runtime.weights.child_pipe import PullReport
 from rlboost_runtime.weights.manifest import probe_matches, read_manifest
 
@@ -106,15 +105,6 @@ class EngineHost:
     def served(self) -> int | None:
         """The version that is proved and served now."""
         return self._served
-
-    @property
-    def state(self) -> str:
-        """The engine's state, for the heartbeat."""
-        if self._engine is None:
-            return "asleep" if self._sleep_wanted else "starting"
-        if self._served is not None:
-            return "serving"
-        return "asleep" if self._is_asleep else "loading"
 
     @property
     def is_idle(self) -> bool:
@@ -216,6 +206,7 @@ class EngineHost:
 
     async def _keep_engine(self) -> None:
         deaths = starts = 0
+        backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while True:
             began = self._clock.now()
             engine = self._make(starts)
@@ -226,12 +217,14 @@ class EngineHost:
                 self._report_death(problem)
             finally:
                 await engine.stop()
-            deaths = deaths + 1 if self._clock.now() - began < QUICK_DEATH_S else 1
+            if self._clock.now() - began >= QUICK_DEATH_S:
+                deaths = 0
+                backoff.reset()
+            deaths += 1
             event(log, "engine.died", level=logging.WARNING, problem=problem, in_a_row=deaths)
             if deaths >= MAX_QUICK_DEATHS:
                 raise EngineKeepsDying(f"the engine died {deaths} times in a row: {problem}", "see its log")
-            pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (deaths - 1))
-            await self._clock.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
+            await self._clock.sleep(backoff.next_s())
             await self._may_restart.wait()
 
     async def _run_engine(self, engine: Engine) -> str:

@@ -26,7 +26,6 @@ import msgspec
 
 from rlboost_runtime.agent.bootstrap import Bootstrap, ProcessAge, age_of_this_process
 from rlboost_runtime.agent.engine_host import EngineHost, EngineKeepsDying
-from rlboost_runtime.agent.link import CoordinatorSession
 from rlboost_runtime.agent.notice import PreemptionNotice, wait_for_notice
 from rlboost_runtime.agent.outbox import Outbox
 from rlboost_runtime.agent.weight_children import PeerServer, Puller
@@ -53,14 +52,20 @@ from rlboost_runtime.protocol.messages import (
     WakeMessage,
     Welcome,
     WorkItem,
+    agent_command_decoder,
 )
+from rlboost_runtime.protocol.session import Conversation, CoordinatorSession
 from rlboost_runtime.seams import Clock, SystemClock, Transport
 from rlboost_runtime.weights.child_pipe import PullRequest, PullSource, SourceKind, TransferSettings
 
 log = logging.getLogger(__name__)
 
 SELF_DESTRUCT_S = 900.0
-"""Silence of the coordinator after which an agent ends: an unreachable machine should not wait."""
+"""Silence of the coordinator after which an agent ends: a machine that nobody reaches should not wait."""
+SEND_TIMEOUT_S = 10.0
+"""A coordinator that reads nothing for this long is taken for gone."""
+QUIET_S = 15.0
+"""Silence after which the agent dials anew: a living coordinator answers every beat, a second apart."""
 DEFAULT_FLUSH_S = 0.05
 DEFAULT_BEAT_S = 1.0
 RATE_WINDOW_BEATS = 5
@@ -114,7 +119,13 @@ class Agent:
         self._process_id = secrets.token_hex(8)
         self._outbox = Outbox()
         self._host = EngineHost(self._make_engine, seams.puller.pull, self, self._clock)
-        self._link = CoordinatorSession(seams.dial, self, self._clock)
+        self._link = CoordinatorSession(
+            seams.dial,
+            Conversation(Welcome, agent_command_decoder, self.hello, self.welcomed, self.received),
+            self._clock,
+            send_timeout_s=SEND_TIMEOUT_S,
+            quiet_s=QUIET_S,
+        )
         self._epoch: int | None = None
         self._beat_s, self._flush_s = DEFAULT_BEAT_S, DEFAULT_FLUSH_S
         self._notice: PreemptionNotice | None = None
@@ -171,7 +182,6 @@ class Agent:
         event(log, "agent.welcomed", epoch=welcome.epoch, resumed=welcome.resumed)
         repeated: list[Message] = []
         if welcome.resumed:
-            self._outbox.ack(welcome.acked_seq)
             repeated += self._host.facts
         else:
             self._outbox.void()
@@ -256,9 +266,7 @@ class Agent:
                     engine_progress=progress.counter,
                     running=progress.running,
                     waiting=progress.waiting,
-                    tokens_generated=progress.tokens_generated,
                     tokens_per_s=(generated[-1] - generated[0]) / seconds,
-                    state=self._host.state if self._notice is None else "leaving",
                     pulling=self._seams.puller.progress,
                 )
             )
@@ -299,7 +307,7 @@ class Agent:
             self._link.post(listening)
 
     async def _end_if_abandoned(self) -> None:
-        while (left_s := self._link.last_word_at + SELF_DESTRUCT_S - self._clock.now()) > 0:
+        while (left_s := self._link.last_received_at + SELF_DESTRUCT_S - self._clock.now()) > 0:
             await self._clock.sleep(left_s)
         event(log, "agent.abandoned", level=logging.ERROR, silent_s=SELF_DESTRUCT_S)
         raise _AgentEnd(ExitCode.FAILED)

@@ -78,7 +78,7 @@ def audit(run: RunFolder) -> Audit:
     for event in read_events(run.events):
         commands = core.handle(event)
         core.check()
-        totals.fold(event, commands)
+        totals.observe(event, commands, core)
         if isinstance(event, Finished):
             finished[event.response] += 1
         for command in commands:

@@ -26,15 +26,18 @@ from rlboost_runtime.billing.launch_records import LaunchBackup, LaunchRecords, 
 from rlboost_runtime.billing.ledger import Ledger
 from rlboost_runtime.billing.machine_record import MachineRecord
 from rlboost_runtime.coordinator.driver.core_driver import CoreDriver
-from rlboost_runtime.coordinator.driver.ingest import Arrived
+from rlboost_runtime.coordinator.driver.ingest import Ingest
+from rlboost_runtime.coordinator.driver.totals import recover
 from rlboost_runtime.coordinator.fleet.controller import FleetController, MachineMaker
-from rlboost_runtime.coordinator.links.agents import AgentLinks, Timing
+from rlboost_runtime.coordinator.links.agents import AgentLinks, InstanceStats, Timing
 from rlboost_runtime.coordinator.links.server import Handlers, bind, make_app, make_server
 from rlboost_runtime.coordinator.links.trainer import TrainerLink
+from rlboost_runtime.coordinator.links.weights import WeightTracker
+from rlboost_runtime.coordinator.observers.boot_times import BootTimes
+from rlboost_runtime.coordinator.observers.steps import ReservedMeter
 from rlboost_runtime.coordinator.observers.timeline import Timeline
 from rlboost_runtime.coordinator.observers.waste import WasteMeter
 from rlboost_runtime.coordinator.status import StatusSources, build_status
-from rlboost_runtime.coordinator.storage.token_store import Accepted
 from rlboost_runtime.core.base.messages import (
     DEFAULT_BOOT_S,
     Abort,
@@ -70,13 +73,13 @@ log = logging.getLogger(__name__)
 HOUSEKEEPING_S = 1.0
 """How often status is written, waste is metered and the budget is checked."""
 RATE_WINDOW_S = 5.0
-"""Tokens per second are a mean over so long."""
+"""Tokens per second are a mean over this time."""
 LAG_PROBE_S = 0.02
 """Spacing of the event loop's lag probes; p99 is over the last minute."""
 VLLM_BOOT_S = 1200.0
-"""A machine that has to fetch vLLM first, some 5 GB with its CUDA, gets so long to dial in."""
+"""Time to dial in for a machine that has to fetch vLLM first, some 5 GB with its CUDA."""
 END_TIMEOUT_S = 120.0
-"""Longest wait for the provider to say that the fleet is gone; then the outcome names what is left."""
+"""Longest wait for the provider to report that the fleet is gone; then the outcome names what is left."""
 DISK_PATIENCE_S = 900.0
 """Longest pause because the journal cannot be written: time to make room. After it the run ends, so that no
 idle fleet is paid for until somebody looks; nothing that was trained or acknowledged is lost."""
@@ -130,15 +133,40 @@ class Coordinator:
         self._clock = clock
         run.journal.mkdir(exist_ok=True)
         self._ledger = Ledger(run.ledger)
-        self._state = CoreDriver(run, clock, disk, core_config(job), keep_journal=job.evidence.keep_journal)
-        timing = Timing(lease_s=core_config(job).lease_s)
-        self._agents = AgentLinks(self._state, run.name, timing, frozenset({RESERVED_MACHINE}))
-        self._agents.boot_times.recall(self._ledger)
-        self._trainer = TrainerLink(self._state, self._ledger, clock, run.name, self.end_run)
+        self._config = core_config(job)
+        self._changed = asyncio.Event()
+        core, totals = recovered = recover(run.events)
+        timing = Timing(lease_s=self._config.lease_s)
+        weights = WeightTracker(self._ledger.zone_of, self._bill_egress)
+        stats = InstanceStats(weights, timing.flush_s)
+        boot_times = BootTimes(lambda: core.machines)
+        boot_times.recall(self._ledger)
+        reserved = ReservedMeter()
+        self._waste = WasteMeter(self._ledger, core, totals, self._engines_on)
+        self._timeline = Timeline(self._ledger, clock, core)
+        self._driver = CoreDriver(
+            run,
+            recovered,
+            clock,
+            disk,
+            self,
+            (self._timeline, reserved, self._waste, stats, self),
+            keep_journal=job.evidence.keep_journal,
+        )
+        self._agents = AgentLinks(
+            self._driver,
+            Ingest(self._driver, (self._waste, boot_times)),
+            weights,
+            boot_times,
+            stats,
+            timing,
+            frozenset({RESERVED_MACHINE}),
+        )
+        self._trainer = TrainerLink(self._driver, self._ledger, clock, weights, reserved, self.end_run)
         provider: Provider = provider_for(job, run)
         cap = job.budget.max_usd_per_hour
         self._fleet = FleetController(
-            self._state,
+            self._driver,
             self._ledger,
             provider,
             MachineMaker(run.name, self._bootstrap, run.logs / "machines"),
@@ -150,45 +178,22 @@ class Coordinator:
             LaunchBackup(run, job.output).put if _launches_elsewhere(job) else None,
         )
         self._sources = StatusSources(
-            job, run.name, clock.wall(), self._state, self._agents, self._trainer, self._ledger
+            job, run.name, clock.wall(), self._driver, self._agents, self._trainer, self._ledger
         )
-        self._waste = WasteMeter(
-            self._ledger, self._state.core, self._state.totals, self._state.now, self._engines_on
-        )
-        self._agents.ingest.on_accepted = self._hear_tokens
-        self._agents.weights.zone_of = self._ledger.zone_of
-        self._agents.weights.on_wire = self._bill_egress
-        self._trainer.on_published = self._agents.weights.published
-        self._timeline = Timeline(self._ledger, clock, self._state.core)
         head = own_head_machine(run)
         self._stay_micro_usd = 0 if head is None else stay_micro_usd(head)
         self._ending: RunEnd | None = None
         self._paused_since: float | None = None
         self._end_asked = asyncio.Event()
         self._leave = asyncio.Event()
-        self._changed = asyncio.Event()
-        self._state.outlet = self
-        self._state.on_change = self._changed.set
-        self._state.on_event = self._hear
-
-    def _hear_tokens(self, batch: Sequence[Arrived], accepted: Accepted) -> None:
-        self._waste.hear_tokens(batch, accepted)
-        senders = (sender.instance for sender, frame in batch if frame.counts)
-        self._agents.boot_times.hear_tokens(senders, self._state.now())
 
     def _bill_egress(self, transfer: str, machine: str, source: str, num_bytes: int) -> None:
         self._ledger.add_egress(transfer, machine, source, num_bytes, self._clock.wall())
 
-    def _hear(self, event: Event, commands: list[Command], core: Core) -> None:
-        self._timeline.tell(event, commands, core)
-        self._trainer.reserved.hear(event, core)
-        self._waste.hear(event, commands)
-        self._agents.hear(core)
-
     # --- the core's commands ------------------------------------------------------------------------------
 
     def to_agent(self, command: Abort | LoadVersion | Sleep | Wake | Evict) -> None:
-        """Tell an agent."""
+        """Send a command to an agent."""
         self._agents.carry_out(command)
 
     def work(self, command: Assign, item: WorkItem) -> None:
@@ -200,12 +205,16 @@ class Coordinator:
         self._trainer.deliver(group)
 
     def lease(self, command: GrantLease | RecallLease) -> None:
-        """Tell the trainer about the GPU."""
+        """Grant the GPU to the trainer, or recall it."""
         self._trainer.lease(command)
 
     def fleet(self, command: LaunchMachine | TerminateMachine) -> None:
         """Start or end a machine."""
         self._fleet.carry_out(command)
+
+    def observe(self, event: Event, commands: Sequence[Command], core: Core) -> None:
+        """Wake the timer: the core's next deadline may have changed."""
+        self._changed.set()
 
     # --- life ---------------------------------------------------------------------------------------------
 
@@ -223,15 +232,15 @@ class Coordinator:
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._leave.set)
-        self._state.journal.start(loop)
+        self._driver.journal.start(loop)
         try:
             with bind(self._run) as listener:
                 await self._serve_on(listener)
         except BaseException:
-            with contextlib.suppress(RuntimeFault):  # what went wrong first is what is told
-                await self._state.journal.close()
+            with contextlib.suppress(RuntimeFault):  # the first problem is the one that is reported
+                await self._driver.journal.close()
             raise
-        await self._state.journal.close()
+        await self._driver.journal.close()
         self._agents.boot_times.keep(self._ledger)
         self._write_status()
         if self._ending is not None and not self._leave.is_set():
@@ -243,7 +252,7 @@ class Coordinator:
         server = make_server(make_app(self._handlers(), read_token(self._run)), self._run)
         self._open_books()
         self._go_on_ending()
-        self._state.begin()
+        self._driver.begin(self._config)
         log_event(log, "coordinator.started", url=str(read_json(self._run.endpoint)))
         async with asyncio.TaskGroup() as tasks:
             serving = tasks.create_task(server.serve(sockets=[listener]))
@@ -277,7 +286,7 @@ class Coordinator:
             self._end_asked.set()
 
     def _go_on_ending(self) -> None:
-        """Where a former coordinator was winding the run up, do that and nothing else."""
+        """If a former coordinator was winding the run up, continue that and do nothing else."""
         ending = read_json(self._run.ending)
         if ending is not None:
             self._ending = msgspec.convert(ending, RunEnd)
@@ -291,7 +300,7 @@ class Coordinator:
         now = self._clock.wall()
         text = f"run {_state_of(ending)}" + (f": {ending.problem}" if ending.problem else "")
         self._ledger.note(now, "ended", text)
-        self._state.apply(RunEnding(self._state.now(), ending.state))
+        self._driver.apply(RunEnding(self._driver.now(), ending.state))
         self._agents.stop_all(ending.state)
         left = await self._fleet.end_all(END_TIMEOUT_S)
         if left:
@@ -354,7 +363,7 @@ class Coordinator:
         return await asyncio.to_thread(lambda: archive(common_part(folder, software)))
 
     async def _preempt(self, name: str, notice_s: float | None) -> None:
-        core = self._state.core
+        core = self._driver.core
         instance = core.instances.get(name)
         machine = name if instance is None else instance.machine
         alive = {known.machine for known in core.machines.values() if known.is_alive}
@@ -362,7 +371,7 @@ class Coordinator:
             try:
                 await self._fleet.preempt(machine, notice_s)
                 return
-            except NotFound:  # it is gone already, which nobody has noticed yet
+            except NotFound:  # it is gone already, unnoticed so far
                 alive.remove(machine)
         others = f"choose one of: {', '.join(sorted(alive))}"
         raise NotFound(
@@ -374,20 +383,20 @@ class Coordinator:
 
     async def _tick(self) -> None:
         while True:
-            deadline = self._state.core.next_deadline()
+            deadline = self._driver.core.next_deadline()
             self._changed.clear()
             try:
                 async with asyncio.timeout(
-                    None if deadline is None else max(0.0, deadline - self._state.now())
+                    None if deadline is None else max(0.0, deadline - self._driver.now())
                 ):
                     await self._changed.wait()
             except TimeoutError:
-                self._state.tick()
+                self._driver.tick()
 
     async def _keep_house(self) -> None:
         seen: deque[tuple[float, int]] = deque()
         while True:
-            now = self._state.now()
+            now = self._driver.now()
             seen.append((now, self._agents.ingest.tokens_accepted))
             while now - seen[0][0] > RATE_WINDOW_S:
                 seen.popleft()
@@ -414,19 +423,18 @@ class Coordinator:
                 self._sources.loop_lag_p99_ms = 1000 * sorted(lags)[int(0.99 * (len(lags) - 1))]
 
     def _check_disk(self, now: float) -> None:
-        """Tell that the run waits for the disk, and that it goes on; raise once it has waited too long."""
-        if self._state.journal_problem is None:
+        """Note when the run waits for the disk and when it goes on; raise once it has waited too long."""
+        if self._driver.journal_problem is None:
             if self._paused_since is not None:
                 self._ledger.note(self._clock.wall(), "disk", "the disk takes tokens again: the run goes on")
             self._paused_since = None
         elif self._paused_since is None:
             self._paused_since = now
-            told = (
-                f"the run waits for its disk ({self._state.journal_problem}): make room, it goes on by itself"
-            )
-            self._ledger.note(self._clock.wall(), "disk", told)
+            problem = self._driver.journal_problem
+            text = f"the run waits for its disk ({problem}): make room, it goes on by itself"
+            self._ledger.note(self._clock.wall(), "disk", text)
         elif now - self._paused_since > DISK_PATIENCE_S:
-            raise DiskPatienceOver(self._state.journal_problem)
+            raise DiskPatienceOver(self._driver.journal_problem)
 
     def _check_budget(self) -> None:
         budget = self._job.budget.max_usd
@@ -440,7 +448,7 @@ class Coordinator:
             )
 
     def _room_micro_usd(self) -> int:
-        """Return what of the budget is neither spent nor committed."""
+        """Return the part of the budget that is neither spent nor committed."""
         now, ledger = self._clock.wall(), self._ledger
         budget = parse_usd(self._job.budget.max_usd or 0.0) - self._stay_micro_usd
         return room_micro_usd(budget, ledger.total_micro_usd(now), ledger.machines(now), to_ns(now))
@@ -460,12 +468,12 @@ class Coordinator:
 
 
 def _launches_elsewhere(job: Job) -> bool:
-    """Whether machines outlive this one: then what was launched has to be known elsewhere."""
+    """Return True if machines may outlive this one: a copy of what was launched is then kept elsewhere."""
     return job.output is not None and not all(isinstance(o, LocalOffer) for o in job.rollout.spot.any_of)
 
 
 def _own_machine(job: Job, now: float) -> MachineRecord:
-    """Return this machine, which nobody rents, with the price that the job gives it."""
+    """Return this machine, which is not rented, at the price that the job states."""
     return MachineRecord(
         machine=RESERVED_MACHINE,
         provider=job.trainer.infra,
@@ -494,7 +502,7 @@ def _outcome(ending: RunEnd) -> _Outcome:
 
 
 def _only_cause(group: ExceptionGroup) -> Exception | None:
-    """Return the one exception in the group and the groups within it; None where there are several."""
+    """Return the only exception in the group and the groups within it; None if there are several."""
     inner = group.exceptions[0]
     if len(group.exceptions) > 1:
         return None

@@ -1,5 +1,8 @@
 """Messages between processes of a run: msgpack over TLS WebSockets, read leniently (unknown keys ignored).
 
+A message that carries an event or a command of the core (`core.base.messages`) has its name plus `Message`;
+every other message, such as `Frame` or `Ack`, exists on the wire only.
+
 Two conversations with the coordinator, both dialled by the other side, both starting with a hello that
 carries `SCHEMA`:
 
@@ -20,7 +23,7 @@ from typing import TypeVar
 import msgspec
 
 SCHEMA = (1, 0)
-"""(major, minor). The same major speaks; a higher minor only adds fields."""
+"""(major, minor). Peers of the same major understand each other; a higher minor only adds fields."""
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """Upper bound of one WebSocket message: a step request of 1,024 prompts of 4,096 tokens takes 16 MiB."""
@@ -49,7 +52,6 @@ class WorkItem(msgspec.Struct, frozen=True, omit_defaults=True):
     token_ids: bytes
     offset: int
     max_new_tokens: int
-    group: int
     policy_version: int
 
 
@@ -106,7 +108,8 @@ class Frame(Message, frozen=True, omit_defaults=True):
 
 
 class HeartbeatMessage(Message, frozen=True, omit_defaults=True):
-    """Heartbeat, every `Welcome.beat_s`. `engine_progress` grows whenever the engine does anything.
+    """Heartbeat, every `Welcome.beat_s`. `engine_progress` grows whenever the engine does anything;
+    `running` and `waiting` are numbers of responses in the engine.
 
     `pulling`: the version that is being fetched, its bytes that are here, and all of them.
     """
@@ -114,9 +117,7 @@ class HeartbeatMessage(Message, frozen=True, omit_defaults=True):
     engine_progress: int
     running: int
     waiting: int
-    tokens_generated: int
     tokens_per_s: float
-    state: str
     pulling: tuple[int, int, int] | None = None
 
 
@@ -162,7 +163,7 @@ class SleptMessage(Message, frozen=True):
 
 
 class NoticeReceivedMessage(Message, frozen=True, omit_defaults=True):
-    """The machine will be taken in `seconds`; `source` says who told us."""
+    """The machine will be taken in `seconds`; `source` is where that is known from."""
 
     seconds: float
     source: str
@@ -179,14 +180,10 @@ class Goodbye(Message, frozen=True, omit_defaults=True):
 
 
 class Welcome(Message, frozen=True, omit_defaults=True):
-    """Registration accepted. `acked_seq`: frames up to this number are journalled (-1: none).
-
-    `resumed` False means that everything held from before is void and must be dropped.
-    """
+    """Registration accepted. `resumed` False: everything held from before is void and must be dropped."""
 
     epoch: int
     resumed: bool
-    acked_seq: int
     lease_s: float
     beat_s: float
     flush_s: float
@@ -219,7 +216,7 @@ class AbortMessage(Message, frozen=True, omit_defaults=True):
 
 
 class Peer(msgspec.Struct, frozen=True, array_like=True):
-    """An instance that others of its zone may pull from."""
+    """An instance from which others of its zone may pull."""
 
     instance: str
     url: str
@@ -353,8 +350,7 @@ class StepTrainedMessage(Message, frozen=True, omit_defaults=True):
 
 
 class Checkpointed(Message, frozen=True):
-    """There is a checkpoint after `step`, said once it is durable: after `StepTrainedMessage`, often during
-    later steps.
+    """There is a durable checkpoint after `step`; sent after `StepTrainedMessage`, often during later steps.
 
     Until then a restarted trainer may ask for `step` again. Idempotent.
     """
@@ -418,7 +414,7 @@ class GrantLeaseMessage(Message, frozen=True, omit_defaults=True):
 
 
 class RecallLeaseMessage(Message, frozen=True, omit_defaults=True):
-    """Free the GPU after the current micro-batch and say `LeaseReturnedMessage`."""
+    """Free the GPU after the current micro-batch and send `LeaseReturnedMessage`."""
 
     step: int
 
@@ -446,5 +442,5 @@ M = TypeVar("M", bound=Message)
 
 
 def encode(message: Message) -> bytes:
-    """One message as bytes."""
+    """Return the message as bytes."""
     return _encoder.encode(message)

@@ -1,7 +1,7 @@
 """Counting responses whose reward failed: kinds, the metrics that carry them, and words for people.
 
 The trainer decides and counts (`trainer.rewards.outcome` states the rule); coordinator, cost report and CLI
-only add up and tell. Pure; standard library only.
+only add up and report. Pure; standard library only.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class FailureCount:
 
 
 def count_failures(steps: Iterable[Mapping[str, float]]) -> FailureCount:
-    """Add up what steps' metrics say; a step from before they said it counts as without failures."""
+    """Add up the steps' metrics; a step without these metrics counts as one without failures."""
     by_kind = dict.fromkeys(RewardFailure, 0)
     scored = 0
     for metrics in steps:

@@ -1,4 +1,4 @@
-"""The processes of a run on its head: what each is started with, and when it may be."""
+"""The processes of a run on its head: what each is started with, and when it may start."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlboost_runtime.run.folder import RunFolder, read_json
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """One process that is to be kept alive. `name` is also that of its identity file."""
+    """One process that is kept alive. Its identity file has the same `name`."""
 
     name: str
     command: tuple[str, ...]
@@ -29,19 +29,19 @@ class Role:
     prepare: Callable[[], None] = lambda: None
     """Called right before each start."""
     progress_of: Callable[[], int] | None = None
-    """Something that grows as the role gets on; None: to live long enough is progress."""
+    """Returns a number that grows with the role's work; None: living long enough is progress."""
 
     @property
     def measures_progress(self) -> bool:
-        """Whether progress is seen in its work rather than in its life time."""
+        """True if progress is measured by its work rather than by its lifetime."""
         return self.progress_of is not None
 
     def progress(self) -> int:
-        """Return how far its work has got."""
+        """Return how far its work has come."""
         return 0 if self.progress_of is None else self.progress_of()
 
     def identity(self, run: RunFolder) -> Path:
-        """Return the file that says which process it is: {"pid", "started_at"}."""
+        """Return the file that identifies its process: {"pid", "started_at"}."""
         return run.processes / f"{self.name}.json"
 
     def log(self, run: RunFolder) -> Path:

@@ -2,15 +2,13 @@
 
 Guarantees:
 
-- one supervisor per run: a second one says so and exits 0;
+- one supervisor per run: a second one reports that and exits 0;
 - every role of the run is one process, started again with growing pauses when it ends; a supervisor that
   takes over from a killed one adopts the living processes instead of starting second ones;
 - whatever a role leaves behind (children in sessions of their own) is gone before it is started again;
-- a role that cannot be helped by a restart ends the run, with an outcome that says why;
+- a role that no restart can help ends the run, with an outcome that states why;
 - once `outcome.json` exists, and also on SIGTERM (the run then stays open), no machine and no process of the
   run is left, and only then does the supervisor exit.
-
-Asking the coordinator to end the run, over its own front door.
 """
 
 from __future__ import annotations
@@ -88,8 +86,8 @@ class Supervisor:
         self._failed = False
 
     @property
-    def is_speechless(self) -> bool:
-        """Whether the run failed and its outcome could not be written."""
+    def has_unwritten_outcome(self) -> bool:
+        """True if the run failed and its outcome could not be written."""
         return self._failed and not self._run.outcome.exists()
 
     def stop(self) -> None:
@@ -132,9 +130,9 @@ class Supervisor:
             await asyncio.sleep(pause_s)
 
     async def _start(self, role: Role) -> Watched | int:
-        """Start `role` as soon as it may; what a former process of it left behind goes first.
+        """Start `role` as soon as it may; what a former process of it left behind is ended first.
 
-        Where it could not be started: the exit status that this amounts to.
+        If it could not be started, return the exit status that this amounts to.
         """
         while not role.may_start():  # noqa: ASYNC110 it depends on files of other processes
             await asyncio.sleep(self._tuning.look_s)
@@ -153,7 +151,7 @@ class Supervisor:
     async def _fail(self, role: Role, why: Explanation) -> None:
         """End the run as failed because of `role`: through the coordinator, or else without it.
 
-        Where even the outcome cannot be written everything is ended all the same, and the run stays open.
+        If even the outcome cannot be written, everything is ended all the same, and the run stays open.
         """
         if self._failed:
             return
@@ -173,7 +171,7 @@ class Supervisor:
 
     def _tear_down(self) -> None:
         """End every machine and process of the run. Blocks for `grace_s` and a little more, and where a cloud
-        does not answer for `base.terminate.PATIENCE_S`: machines that nobody ends go on costing money."""
+        does not answer for `base.terminate.PATIENCE_S`: machines that are not ended go on costing money."""
         self._try_to_end_machines()
         ended = end_all(self._run.path, self._tuning.grace_s)
         self._try_to_end_machines()  # one that the coordinator was launching when it was ended
@@ -192,7 +190,7 @@ class Supervisor:
             event(log, "machines.end_failed", level=logging.ERROR, problem=str(error))
 
     def _close_books(self) -> None:
-        """End in the ledger what its coordinator had no time to end."""
+        """Close in the ledger what the coordinator had no time to close."""
         if not self._run.ledger.exists():
             return
         views = None
@@ -206,8 +204,8 @@ class Supervisor:
             event(log, "books.not_closed", level=logging.ERROR, problem=str(error))
 
     def _report(self) -> None:
-        """Copy how the run ended to the job's output, and say where all of it is safe then: a bought head
-        does not wait to be fetched from any longer. What cannot be copied keeps no run from ending."""
+        """Copy the report to the job's output, and record that all of it is safe there: a bought head then
+        no longer waits to be fetched from. A failed copy keeps no run from ending."""
         try:
             job = read_resolved(self._run.job_json)
         except (OSError, ValueError) as error:
@@ -234,7 +232,7 @@ async def _end_of(process: Watched | int) -> tuple[int | None, float]:
 def _why_hopeless(
     role: Role, run: RunFolder, status: int | None, attempts: Attempts, log_offset: int
 ) -> Explanation:
-    """Return why the run fails with `role`: in its own words, if it had any in its last life."""
+    """Return why the run fails with `role`: its own explanation, if its last process logged one."""
     path = role.log(run)
     if status in (EX_TEMPFAIL, EX_IOERR):
         free = shutil.disk_usage(run.path).free / 1e9
@@ -251,9 +249,9 @@ def _why_hopeless(
             "free some memory, or lower algorithm.micro_batch_responses or rollout.engine_args.max_running,"
             f" then type rlboost launch {run.name} --resume",
         )
-    told = last_explanation(path, log_offset)
-    if told is not None:
-        return told
+    explanation = last_explanation(path, log_offset)
+    if explanation is not None:
+        return explanation
     how = f"signal {-status}" if status is not None and status < 0 else f"exit status {status}"
     times = (
         "ended" if status == EX_CONFIG else f"ended {attempts.crashes} times in a row without progress, last"
@@ -267,7 +265,7 @@ def _why_hopeless(
 
 @contextlib.contextmanager
 def only_supervisor(run: RunFolder) -> Iterator[bool]:
-    """Hold the run's supervisor lock; yields whether this process got it. Freed with the process."""
+    """Hold the run's supervisor lock; yield True if this process got it. It is released with the process."""
     run.processes.mkdir(mode=0o700, parents=True, exist_ok=True)
     fd = os.open(run.processes / "supervisor.lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -288,14 +286,14 @@ def end_machines(job: Job, run: RunFolder) -> None:
 async def serve(run: RunFolder) -> bool:
     """Supervise the run until it ends, or until SIGTERM or SIGINT.
 
-    Returns False where it failed and there was no room on the disk to say so.
+    Returns False if it failed and the disk had no room for the outcome.
     """
     job = read_resolved(run.job_json)
     supervisor = Supervisor(run, roles_of(job, run), lambda: end_machines(job, run))
     for name in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(name, supervisor.stop)
     await supervisor.serve()
-    return not supervisor.is_speechless
+    return not supervisor.has_unwritten_outcome
 
 
 def main() -> int:
@@ -323,17 +321,17 @@ def _supervise(run: RunFolder) -> int:
         write_identity(identity, os.getpid(), psutil.Process().create_time())
         os.environ.update(kept(run))  # for the run's processes, which inherit it
         try:
-            said = asyncio.run(serve(run))
+            is_complete = asyncio.run(serve(run))
         finally:
             identity.unlink(missing_ok=True)
-    return 0 if said else EX_TEMPFAIL
+    return 0 if is_complete else EX_TEMPFAIL
 
 
-_TIMEOUT_S = 5.0  # the coordinator is on this machine and only notes the wish
+_TIMEOUT_S = 5.0  # the coordinator is on this machine and only records the request
 
 
 def ask_to_stop(run: RunFolder, problem: str, remedy: str, exit_code: int = 1) -> bool:
-    """Ask the coordinator to end the run as failed; return whether it accepted. Blocks for seconds."""
+    """Ask the coordinator to end the run as failed; return True if it accepted. Blocks for seconds."""
     try:
         body = {"state": "failed", "problem": problem, "remedy": remedy, "exit_code": exit_code}
         return _post_stop(run, body)

@@ -1,8 +1,7 @@
 """A process that the supervisor watches: one that it started, or one adopted from its predecessor.
 
-Its end is seen at once through a pidfd; where the system has none, within a second.
-
-When to start a role again, and when to give up: pure.
+Its end is seen at once through a pidfd; where the system has none, within a second. `Attempts` decides, as a
+pure value, when to start a role again and when to give up.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Watched:
     """Where its output begins in its log, in bytes; 0 where unknown."""
 
     async def wait(self) -> int | None:
-        """Return its exit status once it has ended, negative for a signal; None where nobody can tell."""
+        """Return its exit status once it has ended, negative for a signal; None if it is unknown."""
         try:
             fd = os.pidfd_open(self.pid) if hasattr(os, "pidfd_open") else None
         except ProcessLookupError:
@@ -51,7 +50,7 @@ class Watched:
             await self._poll()
         else:
             try:
-                if self._lives():  # else the descriptor may be another process's
+                if self._lives():  # otherwise the descriptor may be another process's
                     await _readable(fd)
             finally:
                 os.close(fd)
@@ -71,9 +70,9 @@ class Watched:
 
 
 def start(role: Role, run: RunFolder) -> Watched:
-    """Start `role` in a session of its own, tagged, its output appended to its log; write who it is.
+    """Start `role` in a session of its own, tagged, its output appended to its log; record its identity.
 
-    On a full disk that cannot be written: the process then works, but a later supervisor replaces it.
+    On a full disk the identity is not written: the process works, but a later supervisor replaces it.
     """
     role.prepare()
     path = role.log(run)
@@ -113,7 +112,7 @@ def adopt(role: Role, run: RunFolder) -> Watched | None:
 
 
 def write_identity(path: Path, pid: int, started_at: float) -> None:
-    """Say in `path` which process it is; `started_at` tells it from a later one of the same number."""
+    """Record in `path` which process it is; `started_at` tells it from a later one of the same number."""
     write_json(path, {"pid": pid, "started_at": started_at})
 
 
@@ -128,12 +127,11 @@ async def _readable(fd: int) -> None:
 
 
 EX_CONFIG = 78
-"""sysexits.h: how a role says that a restart would not help."""
+"""sysexits.h: exit status of a role that a restart would not help."""
 EX_TEMPFAIL = 75
-"""sysexits.h: how a role says that the machine's disk fails it, which is no fault of its own and may pass."""
-
+"""sysexits.h: exit status of a role whose machine's disk fails, which is not its fault and may pass."""
 EX_IOERR = 74
-"""sysexits.h: how a role says that the disk has refused for longer than it is worth waiting."""
+"""sysexits.h: exit status of a role whose disk has refused for longer than is worth waiting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +143,11 @@ class Tuning:
     backoff_limit_s: float = 10.0
     """Longest pause; also the one after a role ended of its own accord (exit status 0)."""
     healthy_after_s: float = 30.0
-    """A process that lived so long was well: pauses start small again."""
+    """After a process that lived this long, pauses start small again."""
     crashes: int = 6
     """Crashes in a row without progress after which the run has failed."""
     kills: int = 20
-    """SIGKILLs in a row without progress after which the run has failed. One is always somebody else's doing
+    """SIGKILLs in a row without progress after which the run has failed. One is always sent by something else
     and says nothing about the role; so many mean that this machine has no room for it (out of memory), and
     that going on only costs money. With the pauses between them they take three minutes at least."""
     disk_patience_s: float = 900.0
@@ -165,10 +163,10 @@ class Tuning:
 
 @dataclass(slots=True)
 class Attempts:
-    """The lives of one role so far. `measures_progress`: it is seen in its work, not in its life time.
+    """The processes of one role so far. `measures_progress`: by its work, not by its lifetime.
 
-    A crash is an end that speaks against the role itself: not status 0, nor `EX_TEMPFAIL`, nor SIGKILL, which
-    is always somebody else's doing; the latter two have bounds of their own.
+    A crash is an end that counts against the role itself: not status 0, `EX_TEMPFAIL` or SIGKILL, which is
+    always sent by something else; the latter two have bounds of their own.
     """
 
     tuning: Tuning
@@ -181,7 +179,7 @@ class Attempts:
     """Time since the disk began to refuse."""
 
     def ended(self, status: int | None, lived_s: float, progress: int) -> float:
-        """Take note of the end of a life; return the pause before the next."""
+        """Record the end of a process; return the pause before the next, in seconds."""
         healthy = lived_s >= self.tuning.healthy_after_s
         if progress != self.progress or (healthy and not self.measures_progress):
             self.crashes = self.kills = 0
@@ -206,7 +204,7 @@ class Attempts:
         return float(min(self.tuning.backoff_s * 2**exponent, self.tuning.backoff_limit_s))
 
     def is_hopeless(self, status: int | None) -> bool:
-        """Whether another restart would not help, after a life that ended with `status`."""
+        """Return True if another restart would not help after a process that ended with `status`."""
         return (
             status in (EX_CONFIG, EX_IOERR)
             or self.crashes >= self.tuning.crashes

@@ -147,19 +147,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(offer_choice, name, 0.3)
 
 
-class Deaf:
-    """Where commands go: those about machines to the fleet; there are no agents, whatever is told them."""
-
-    def __init__(self, made: Made) -> None:
-        self.fleet = made.fleet.carry_out
-        self.to_agent = self.lease = lambda command: None
-
-
 @asynccontextmanager
 async def fleet(folder: Path, cloud: Any) -> AsyncIterator[Made]:
     async with fleet_on(folder, cloud.provider(), num_machines=1) as made:
-        made.state.outlet = Deaf(made)  # type: ignore[assignment]
-        made.state.apply(VersionPublished(made.state.now(), 0))
+        made.driver.apply(VersionPublished(made.driver.now(), 0))
         yield made
         cloud.fake.refusals.clear()
         assert await made.fleet.end_all(60) == []
@@ -174,12 +165,12 @@ async def until(made: Made, condition: Callable[[], object], timeout_s: float = 
     """Wait while the core's timers run, as they do in the coordinator."""
     deadline = time.monotonic() + timeout_s
     while True:
-        made.state.tick()
-        made.state.core.check()
+        made.driver.tick()
+        made.driver.core.check()
         if found := condition():
             return found
         assert time.monotonic() < deadline, [
-            (m.machine, m.lifecycle) for m in made.state.core.machines.values()
+            (m.machine, m.lifecycle) for m in made.driver.core.machines.values()
         ]
         await asyncio.sleep(0.01)
 
@@ -192,13 +183,13 @@ async def go_on(made: Made, seconds: float) -> None:
 def join(made: Made, machine: str) -> None:
     """The agent of a machine dials in; it is told at once which version to load."""
     epoch = next(EPOCHS)
-    made.state.apply(InstanceJoined(made.state.now(), f"{machine}/0", machine, Pool.SPOT, epoch, 4, 10_000))
+    made.driver.apply(InstanceJoined(made.driver.now(), f"{machine}/0", machine, Pool.SPOT, epoch, 4, 10_000))
 
 
 def serve(made: Made, machine: str) -> None:
     join(made, machine)
-    epoch = made.state.core.instances[f"{machine}/0"].epoch
-    made.state.apply(InstanceReady(made.state.now(), f"{machine}/0", epoch, 0))
+    epoch = made.driver.core.instances[f"{machine}/0"].epoch
+    made.driver.apply(InstanceReady(made.driver.now(), f"{machine}/0", epoch, 0))
 
 
 def final_bill(made: Made, machine: str) -> MachineBill:
@@ -237,10 +228,10 @@ async def test_a_machine_taken_in_any_phase_of_its_boot_is_billed_and_replaced(
         assert bill.ended_at is not None, "its bill does not run on"
         assert bill.billed_ns >= 60e9, "its cloud gave it, and bills a minute at least"
         assert bill.billed_ns < 70e9
-        assert not made.state.core.instances, "nobody is waited for on a machine that is gone"
+        assert not made.driver.core.instances, "nobody is waited for on a machine that is gone"
         (name,) = second
         serve(made, name)
-        assert str(made.state.core.instances[f"{name}/0"].state) == "ready"
+        assert str(made.driver.core.instances[f"{name}/0"].state) == "ready"
 
 
 def take_the_first(cloud: Any) -> None:
@@ -275,7 +266,7 @@ async def test_an_api_that_is_away_costs_no_machine_and_hides_none(tmp_path: Pat
         cloud.refuse("away")
         await go_on(made, 3.0)
         assert made.book_state("spot-0") == "running", "nothing is known, so nothing is over"
-        assert "spot-0/0" in made.state.core.instances
+        assert "spot-0/0" in made.driver.core.instances
         cloud.reclaim()
         await go_on(made, 0.5)
         cloud.fake.refusals.clear()

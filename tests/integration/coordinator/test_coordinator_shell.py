@@ -14,10 +14,22 @@ import pytest
 from rlboost_runtime.billing.ledger import Ledger
 from rlboost_runtime.coordinator.audit import audit
 from rlboost_runtime.coordinator.driver.core_driver import CoreDriver
-from rlboost_runtime.coordinator.links.agents import AgentLinks, Timing
+from rlboost_runtime.coordinator.driver.ingest import Ingest
+from rlboost_runtime.coordinator.driver.totals import recover
+from rlboost_runtime.coordinator.links.agents import AgentLinks, InstanceStats, Timing
 from rlboost_runtime.coordinator.links.trainer import TrainerLink
+from rlboost_runtime.coordinator.links.weights import WeightTracker
+from rlboost_runtime.coordinator.observers.boot_times import BootTimes
+from rlboost_runtime.coordinator.observers.steps import ReservedMeter
 from rlboost_runtime.coordinator.storage.event_log import read_events
-from rlboost_runtime.core.base.messages import CoreConfig, RunEnding, StepTrained
+from rlboost_runtime.core.base.messages import (
+    Assign,
+    CoreConfig,
+    GrantLease,
+    RecallLease,
+    RunEnding,
+    StepTrained,
+)
 from rlboost_runtime.core.replay import replay
 from rlboost_runtime.protocol.messages import (
     SCHEMA,
@@ -42,6 +54,7 @@ from rlboost_runtime.protocol.messages import (
     VersionPublishedMessage,
     WakeMessage,
     Welcome,
+    WorkItem,
     agent_command_decoder,
     encode,
     trainer_command_decoder,
@@ -102,17 +115,12 @@ class Peer:
         await asyncio.wait_for(self.task, 5)
 
 
-class Outlet:
-    """Agents and trainer for real; no fleet: machines are the test's."""
-
-    def __init__(self, agents: AgentLinks, trainer: TrainerLink) -> None:
-        self.agents, self.trainer = agents, trainer
-        self.to_agent = agents.carry_out
-        self.work = agents.work
-        self.deliver = trainer.deliver
-        self.lease = trainer.lease
-        self.machines: list[Any] = []
-        self.fleet = self.machines.append
+@pytest.fixture
+def tmp_path(tmp_path: Path) -> Path:
+    """The run's folder, which bears the run's name."""
+    folder = tmp_path / "job"
+    folder.mkdir()
+    return folder
 
 
 class Shell:
@@ -126,26 +134,50 @@ class Shell:
         self.ended: list[tuple[str, str, str]] = []
         self.ledger = Ledger(self.run.ledger)
         config = CoreConfig(max_spot_instances=0, reserved_instances=1, seeding_initial_s=0.2)
-        self.state = CoreDriver(self.run, clock, disk, config, keep_journal=keep_journal)
-        self.agents = AgentLinks(self.state, "job", Timing(lease_s=6.0), frozenset({"reserved-0"}))
-        self.trainer = TrainerLink(
-            self.state, self.ledger, clock, "job", lambda *words: self.ended.append(words)
+        recovered, timing = recover(self.run.events), Timing(lease_s=6.0)
+        weights, reserved = WeightTracker(), ReservedMeter()
+        stats = InstanceStats(weights, timing.flush_s)
+        boot_times = BootTimes(lambda: recovered.core.machines)
+        self.config = config
+        self.driver = CoreDriver(
+            self.run, recovered, clock, disk, self, (reserved, stats), keep_journal=keep_journal
         )
-        self.state.outlet = Outlet(self.agents, self.trainer)
+        ingest = Ingest(self.driver, (boot_times,))
+        self.agents = AgentLinks(
+            self.driver, ingest, weights, boot_times, stats, timing, frozenset({"reserved-0"})
+        )
+        self.trainer = TrainerLink(
+            self.driver, self.ledger, clock, weights, reserved, lambda *words: self.ended.append(words)
+        )
+
+    def to_agent(self, command: Any) -> None:
+        self.agents.carry_out(command)
+
+    def work(self, command: Assign, item: WorkItem) -> None:
+        self.agents.work(command, item)
+
+    def deliver(self, group: DeliverGroupMessage) -> None:
+        self.trainer.deliver(group)
+
+    def lease(self, command: GrantLease | RecallLease) -> None:
+        self.trainer.lease(command)
+
+    def fleet(self, command: Any) -> None:
+        """There is none: machines are the test's."""
 
     async def start(self) -> None:
-        self.state.journal.start(asyncio.get_running_loop())
-        self.state.begin()
+        self.driver.journal.start(asyncio.get_running_loop())
+        self.driver.begin(self.config)
         self._ticker = asyncio.create_task(self._tick())
 
     async def _tick(self) -> None:
         while True:
-            self.state.tick()
+            self.driver.tick()
             await asyncio.sleep(0.01)
 
     async def stop(self) -> None:
         self._ticker.cancel()
-        await self.state.journal.close()
+        await self.driver.journal.close()
         self.ledger.close()
 
     def agent(self) -> Peer:
@@ -259,7 +291,7 @@ async def test_a_step_flows_from_request_to_delivery_and_lease(tmp_path: Path) -
         await trainer.say(StepTrainedMessage(0, 0.0, 0.1, 7, 0.5, {"loss": 1.0, "handover_s": 2.5}))
         await asyncio.sleep(0.05)
         assert [row.tokens for row in made.ledger.steps()] == [7]
-        trained = [each for each in read_events(made.state.run.events) if isinstance(each, StepTrained)]
+        trained = [each for each in read_events(made.driver.run.events) if isinstance(each, StepTrained)]
         assert [each.handover_s for each in trained] == [2.5], "the brain hears what the trainer measured"
 
 
@@ -341,9 +373,9 @@ async def test_what_was_acknowledged_survives_a_restart_and_goes_on_elsewhere(tm
         a, b = await begin_step(agent, trainer)
         await agent.say(frame(0, [(a, 0, [1, 2]), (b, 0, [5, 9])], AssignmentEnd(b, "stop")))
         await agent.hear(Ack)
-        digest = made.state.commands_digest
+        digest = made.driver.totals.commands_digest
     async with shell(tmp_path) as made:  # a new process would do the same: nothing but the folder is shared
-        assert made.state.commands_digest == digest
+        assert made.driver.totals.commands_digest == digest
         agent = made.agent()
         await agent.say(hello())
         assert not (await agent.hear(Welcome)).resumed
@@ -369,7 +401,7 @@ async def test_an_agent_resumes_after_a_restart_and_resends_without_doubling(tmp
         a, b = await begin_step(agent, trainer)
         await agent.say(frame(0, [(a, 0, [1])]))
         await agent.hear(Ack)
-        epoch = made.state.core.instances["reserved-0/0"].epoch
+        epoch = made.driver.core.instances["reserved-0/0"].epoch
     async with shell(tmp_path) as made:
         agent = made.agent()
         await agent.say(hello(epoch=epoch, assignments=(a, b)))
@@ -380,12 +412,12 @@ async def test_an_agent_resumes_after_a_restart_and_resends_without_doubling(tmp
         )
         assert (await agent.hear(Ack)).seq >= 0
         for _ in range(100):
-            if made.state.core.complete_groups():
+            if made.driver.core.complete_groups():
                 break
             await asyncio.sleep(0.02)
-        assert made.state.core.complete_groups() == [0]
+        assert made.driver.core.complete_groups() == [0]
         assert made.agents.ingest.tokens_duplicate == 1
-        made.state.store.check()
+        made.driver.store.check()
 
 
 async def test_a_finish_in_the_journal_that_the_core_never_heard_of_is_made_good(tmp_path: Path) -> None:
@@ -401,7 +433,7 @@ async def test_a_finish_in_the_journal_that_the_core_never_heard_of_is_made_good
     first_finish = next(i for i, line in enumerate(events) if b"Finished" in line)
     (tmp_path / "events.log").write_bytes(b"".join(events[:first_finish]) + b'{"torn')
     async with shell(tmp_path) as made:
-        assert made.state.core.complete_groups() == [0]
+        assert made.driver.core.complete_groups() == [0]
 
 
 async def test_a_coordinator_killed_while_it_opens_a_step_goes_on(tmp_path: Path) -> None:
@@ -443,7 +475,7 @@ async def test_a_step_under_a_new_version_that_was_cut_short_is_asked_for_again(
         await agent.hear(AbortMessage)
     (tmp_path / "events.log").write_bytes(events)  # the new opening's header is on disk, its event is not
     async with shell(tmp_path) as made:
-        assert made.state.step is None
+        assert made.driver.step is None
         trainer = made.trainers()
         await trainer.say(TrainerHello(SCHEMA, "job", "again"))
         await trainer.say(VersionPublishedMessage(1, "digest", 1, 0.0))
@@ -477,11 +509,11 @@ async def test_a_step_asked_for_at_the_end_does_not_hide_the_last_one_from_a_res
         await trainer.hear(GrantLeaseMessage)
         await trainer.say(StepTrainedMessage(0, 0.0, 0.1, 7, 0.5, {}))  # and not in a checkpoint
         await trainer.say(VersionPublishedMessage(1, "digest", 1, 0.0))
-        made.state.apply(RunEnding(made.state.now(), "it was told to stop"))
+        made.driver.apply(RunEnding(made.driver.now(), "it was told to stop"))
         await trainer.say(request(step=1, version=1))
         await trainer.hang_up()
-        assert made.state.step is not None
-        assert made.state.step.request.step == 0
+        assert made.driver.step is not None
+        assert made.driver.step.request.step == 0
     async with shell(tmp_path) as made:
         trainer = made.trainers()
         await trainer.say(TrainerHello(SCHEMA, "job", "again"))
@@ -532,8 +564,8 @@ async def test_a_contradictory_frame_costs_the_sender_its_connection_only(tmp_pa
         a, _ = await begin_step(agent, trainer)
         await agent.say(frame(0, [(a, 0, [1]), (a, 0, [1])]))
         await asyncio.wait_for(agent.task, 5)
-        assert made.state.store.length(made.state.step.first_response) == 0
-        assert "reserved-0/0" not in made.state.core.instances  # resumed, it would say the same again
+        assert made.driver.store.length(made.driver.step.first_response) == 0
+        assert "reserved-0/0" not in made.driver.core.instances  # resumed, it would say the same again
         again = made.agent()
         await again.say(hello())
         assert not (await again.hear(Welcome)).resumed

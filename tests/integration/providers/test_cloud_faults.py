@@ -169,8 +169,8 @@ async def storm(folder, cloud, dice: random.Random) -> None:
         hold_to_budget(made, budget)
         ends_at = time.monotonic() + STORM_S * dice.uniform(0.3, 1.0)
         while time.monotonic() < ends_at:
-            made.state.tick()
-            made.state.core.check()
+            made.driver.tick()
+            made.driver.core.check()
             await asyncio.sleep(dice.uniform(0.02, 0.1))
             if dice.random() < 0.6:
                 await asyncio.to_thread(cloud.trouble)

@@ -40,7 +40,7 @@ async def until(made: Made, condition: Callable[[], object]) -> None:
     """Wait while the core's timers run, as they do in the coordinator."""
 
     def ticked() -> object:
-        made.state.tick()
+        made.driver.tick()
         return condition()
 
     await until_true(ticked, 100)

@@ -14,7 +14,6 @@ from rlboost_cli.commands.run.launch import launch
 from rlboost_cli.main import app
 from rlboost_cli.terminal.errors import ERRORS_VARIABLE, explained, read_error, render
 from rlboost_runtime.errors import (
-    BudgetReached,
     ConfigError,
     CredentialsRejected,
     NoCapacity,
@@ -48,7 +47,6 @@ def run_raising(error: BaseException) -> int:
         (ConfigError, 2),
         (NotFound, 3),
         (NoCapacity, 4),
-        (BudgetReached, 5),
         (CredentialsRejected, 6),
         (ProviderError, 7),
     ],

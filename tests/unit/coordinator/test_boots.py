@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sqlite3
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -38,15 +40,20 @@ def hello(name: str = "spot-1", install_s: dict[str, float] | None = None, age_s
     )
 
 
+def sent_by(instances: list[str]) -> tuple[Any, Any]:
+    """Return a batch of one frame with tokens from each instance, and what was accepted of it."""
+    return [(SimpleNamespace(instance=i), SimpleNamespace(counts=b"\1\0")) for i in instances], None
+
+
 def test_each_phase_has_its_time_and_together_they_are_the_whole():
     machines = {"spot-1": machine()}
     boot_times = BootTimes(lambda: machines)
     assert boot_times.phases("spot-1") == {"request": 4.0}
     boot_times.joined(hello(), 64.0)
-    boot_times.told("spot-1", 66.0)
+    boot_times.load_sent("spot-1", 66.0)
     boot_times.ready("spot-1/0", "spot-1", InstanceReadyMessage(0, pull_s=3.0), 74.0)
     assert list(boot_times.phases("spot-1")) == list(PHASES[:-1])
-    boot_times.hear_tokens(["spot-9/0", "spot-1/0"], 75.5)
+    boot_times.observe_tokens(*sent_by(["spot-9/0", "spot-1/0"]), 75.5)
     machines.clear()  # the core forgets what is gone
     phases = boot_times.phases("spot-1")
     assert phases == {
@@ -59,9 +66,9 @@ def test_each_phase_has_its_time_and_together_they_are_the_whole():
 
 def test_a_version_that_was_there_before_the_machine_is_not_waited_for():
     boot_times = BootTimes(lambda: {"spot-1": machine()})
-    boot_times.told("spot-1", 64.0)  # the core answers a registration at once
+    boot_times.load_sent("spot-1", 64.0)  # the core answers a registration at once
     boot_times.joined(hello(), 64.0)
-    boot_times.told("spot-1", 90.0)
+    boot_times.load_sent("spot-1", 90.0)
     boot_times.ready("spot-1/0", "spot-1", InstanceReadyMessage(0, pull_s=3.0), 74.0)
     assert boot_times.phases("spot-1") | {"wait": 0.0, "weights": 3.0, "engine": 7.0} == boot_times.phases(
         "spot-1"
@@ -71,15 +78,15 @@ def test_a_version_that_was_there_before_the_machine_is_not_waited_for():
 def test_what_comes_later_changes_nothing():
     boot_times = BootTimes(lambda: {"spot-1": machine()})
     boot_times.joined(hello(), 64.0)
-    boot_times.told("spot-1", 64.0)
+    boot_times.load_sent("spot-1", 64.0)
     boot_times.ready("spot-1/0", "spot-1", InstanceReadyMessage(0, pull_s=3.0), 74.0)
-    boot_times.hear_tokens(["spot-1/0"], 75.0)
+    boot_times.observe_tokens(*sent_by(["spot-1/0"]), 75.0)
     before = boot_times.phases("spot-1")
     boot_times.joined(hello(age_s=900.0), 100.0)
-    boot_times.told("spot-1", 101.0)
+    boot_times.load_sent("spot-1", 101.0)
     boot_times.ready("spot-1/0", "spot-1", InstanceReadyMessage(1, pull_s=1.0), 110.0)
     boot_times.ready("spot-1/1", "spot-1", InstanceReadyMessage(1, pull_s=1.0), 111.0)
-    boot_times.hear_tokens(["spot-1/0", "spot-1/1"], 120.0)
+    boot_times.observe_tokens(*sent_by(["spot-1/0", "spot-1/1"]), 120.0)
     assert boot_times.phases("spot-1") == before
 
 
@@ -104,7 +111,7 @@ def test_a_coordinator_that_is_started_again_goes_on_with_every_boot(tmp_path):
     books = tmp_path / "ledger.sqlite"
     before = BootTimes(lambda: {"spot-1": machine(), "spot-2": machine("spot-2")})
     for name in ("spot-1", "spot-2"):
-        before.told(name, 64.0)
+        before.load_sent(name, 64.0)
         before.joined(hello(name), 64.0)
     before.ready("spot-1/0", "spot-1", InstanceReadyMessage(0, pull_s=3.0), 74.0)
     ledger = Ledger(books)
@@ -115,8 +122,8 @@ def test_a_coordinator_that_is_started_again_goes_on_with_every_boot(tmp_path):
     after = BootTimes(dict)  # the core has forgotten both
     after.recall(ledger)
     assert after.phases("spot-1") == before.phases("spot-1")
-    after.hear_tokens(["spot-1/0"], 75.5)
-    after.told("spot-2", 80.0)  # told again, since its connection is new
+    after.observe_tokens(*sent_by(["spot-1/0"]), 75.5)
+    after.load_sent("spot-2", 80.0)  # told again, since its connection is new
     after.ready("spot-2/0", "spot-2", InstanceReadyMessage(0, pull_s=3.0), 84.0)
     assert tuple(after.phases("spot-1")) == PHASES
     assert after.phases("spot-2")["wait"] == 0.0

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,11 +22,21 @@ from rlboost_runtime.billing.launch_records import LaunchRecords
 from rlboost_runtime.billing.ledger import Ledger
 from rlboost_runtime.billing.machine_record import MachineRecord
 from rlboost_runtime.coordinator.driver.core_driver import CoreDriver
+from rlboost_runtime.coordinator.driver.totals import recover
 from rlboost_runtime.coordinator.fleet import controller as fleet_module
 from rlboost_runtime.coordinator.fleet import offer_choice
 from rlboost_runtime.coordinator.fleet.controller import FleetController, MachineMaker
 from rlboost_runtime.coordinator.observers.waste import WasteMeter
-from rlboost_runtime.core.base.messages import CoreConfig, LaunchFailed, RunEnding, TerminateMachine
+from rlboost_runtime.core.base.messages import (
+    Command,
+    CoreConfig,
+    Event,
+    LaunchFailed,
+    LaunchMachine,
+    RunEnding,
+    TerminateMachine,
+)
+from rlboost_runtime.core.core import Core
 from rlboost_runtime.core.state import machines as core_machines
 from rlboost_runtime.errors import CredentialsRejected, NoCapacity, ProviderError
 from rlboost_runtime.run.folder import RunFolder
@@ -81,17 +91,22 @@ class Made:
         self.run = RunFolder(folder)
         self.run.journal.mkdir()
         self.cloud, self.ledger, clock = cloud, Ledger(self.run.ledger), SystemClock()
-        config = CoreConfig(max_spot_instances=num_machines, reserved_instances=0, seeding_initial_s=1.0)
-        self.state = CoreDriver(self.run, clock, SystemDisk(), config, keep_journal=False)
+        self.config = CoreConfig(max_spot_instances=num_machines, reserved_instances=0, seeding_initial_s=1.0)
+        self.events: list[Any] = []
+        self.driver = CoreDriver(
+            self.run, recover(self.run.events), clock, SystemDisk(), Outlet(self), (self,), keep_journal=False
+        )
         logs = folder / "logs"
         maker = MachineMaker("run", lambda name: {"machine": name, "instances": [f"{name}/0"]}, logs)
-        self.fleet = FleetController(self.state, self.ledger, cloud, maker, clock, cap, on_demand_floor=floor)
-        self.events: list[Any] = []
-        self.state.on_event = lambda event, commands, core: self.events.append(event)
-        self.state.outlet = Outlet(self.fleet)  # type: ignore[assignment]
+        self.fleet = FleetController(
+            self.driver, self.ledger, cloud, maker, clock, cap, on_demand_floor=floor
+        )
+
+    def observe(self, event: Event, commands: Sequence[Command], core: Core) -> None:
+        self.events.append(event)
 
     def core_state(self, machine: str) -> str:
-        known = self.state.core.machines.get(machine)
+        known = self.driver.core.machines.get(machine)
         return "gone" if known is None else str(known.state)
 
     def book_state(self, machine: str) -> str:
@@ -107,24 +122,39 @@ async def fleet_on(
     folder: Path, cloud: Provider, cap: int | None = None, num_machines: int = 1, floor: int = 0
 ) -> AsyncIterator[Made]:
     made = Made(folder, cloud, cap, num_machines, floor)
-    made.state.journal.start(asyncio.get_running_loop())
+    made.driver.journal.start(asyncio.get_running_loop())
     serving = asyncio.create_task(made.fleet.serve())
     try:
-        made.state.begin()
+        made.driver.begin(made.config)
         yield made
     finally:
         serving.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await serving
-        await made.state.journal.close()
+        await made.driver.journal.close()
         made.ledger.close()
 
 
 class Outlet:
-    """Commands to machines reach the fleet; there is nobody else."""
+    """Commands to machines reach the fleet; there is nobody else, whatever is sent to them."""
 
-    def __init__(self, fleet: FleetController) -> None:
-        self.fleet = fleet.carry_out
+    def __init__(self, made: Made) -> None:
+        self._made = made
+
+    def fleet(self, command: LaunchMachine | TerminateMachine) -> None:
+        self._made.fleet.carry_out(command)
+
+    def to_agent(self, command: Command) -> None:
+        pass
+
+    def lease(self, command: Command) -> None:
+        pass
+
+    def work(self, command: Command, item: Any) -> None:
+        raise AssertionError("no agent")
+
+    def deliver(self, group: Any) -> None:
+        raise AssertionError("no trainer")
 
 
 async def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
@@ -283,7 +313,7 @@ async def test_what_a_machine_said_that_never_dialled_in_is_kept_before_it_is_en
     cloud = ShowingCloud()
     async with fleet_on(tmp_path, cloud) as made:
         await until(lambda: made.core_state("spot-0") == "launched")
-        made.state.core.machines["spot-0"].has_joined = joins
+        made.driver.core.machines["spot-0"].has_joined = joins
         made.fleet.carry_out(TerminateMachine("spot-0", "it did not dial in"))
         await until(lambda: made.book_state("spot-0") == BilledState.GONE)
     log = tmp_path / "logs" / "spot-0" / "console.log"
@@ -310,7 +340,7 @@ async def test_whatever_a_clouds_library_raises_the_fleet_goes_on(
     async with fleet_on(tmp_path, cloud) as made:
 
         def is_up() -> bool:
-            made.state.tick()
+            made.driver.tick()
             return bool(made.ledger.running_machines())
 
         await until(is_up)
@@ -426,7 +456,7 @@ async def test_the_end_waits_for_a_launch_under_way_and_for_a_cloud_that_does_no
     async with fleet_on(tmp_path, cloud) as made:
         await until(asked.is_set)
         cloud.after_list = fail_at_first
-        made.state.apply(RunEnding(made.state.now(), "done"))
+        made.driver.apply(RunEnding(made.driver.now(), "done"))
         assert await made.fleet.end_all(5.0) == []
         view = cloud.views["spot-0"]
         assert view.state is MachineStatus.GONE
@@ -633,7 +663,7 @@ async def test_where_no_spot_machine_is_to_be_had_only_the_floor_is_bought_on_de
     async with fleet_on(tmp_path, cloud, num_machines=3, floor=1) as made:
 
         def ticked(condition: Callable[[], bool]) -> bool:
-            made.state.tick()
+            made.driver.tick()
             return condition()
 
         await until(lambda: ticked(lambda: len(made.ledger.running_machines()) == 1))
@@ -697,8 +727,8 @@ async def test_only_billed_machines_are_charged_with_waste(tmp_path: Path) -> No
     cloud = Cloud()
     async with fleet_on(tmp_path, cloud) as refused:
         refused.fleet.close()
-        refused.state.apply(RunEnding(refused.state.now(), "stopped"))  # terminating, and never intended
-        meter = WasteMeter(refused.ledger, refused.state.core, refused.state.totals, refused.state.now)
+        refused.driver.apply(RunEnding(refused.driver.now(), "stopped"))  # terminating, and never intended
+        meter = WasteMeter(refused.ledger, refused.driver.core, refused.driver.totals)
         for second in range(8):
             meter.advance(float(second))
         meter.flush()

@@ -47,7 +47,7 @@ class Told:
 
         def told(event: Event) -> list[Command]:
             commands: list[Command] = handle(event)
-            self.timeline.tell(event, commands, run.core)
+            self.timeline.observe(event, commands, run.core)
             return commands
 
         run.core.handle = told

@@ -22,7 +22,7 @@ T0 = 1_800_000_000.0
 
 @dataclass
 class Metered:
-    """A core, its books and a meter that hears everything."""
+    """A core, its books and a meter that observes everything."""
 
     run: Any
     ledger: Ledger
@@ -34,14 +34,14 @@ class Metered:
 
         def heard(event: Any) -> Any:
             commands = send(event)
-            self.totals.fold(event, commands)
-            self.meter.hear(event, commands)
+            self.totals.observe(event, commands, self.run.core)
+            self.meter.observe(event, commands, self.run.core)
             return commands
 
         self.run.send = heard
 
     def new_meter(self) -> WasteMeter:
-        return WasteMeter(self.ledger, self.run.core, self.totals, lambda: self.run.now)
+        return WasteMeter(self.ledger, self.run.core, self.totals)
 
     def buy(self, machine: str, pool: str = "spot") -> None:
         self.ledger.intend(MachineRecord(
@@ -62,7 +62,7 @@ class Metered:
         """Tokens come from an instance; the first ones of `responses`."""
         batch = [(SimpleNamespace(instance=name), SimpleNamespace(counts=b"\1\0"))]
         openings = tuple((response, 0, name) for response in responses)
-        self.meter.hear_tokens(batch, SimpleNamespace(openings=openings))  # type: ignore[arg-type]
+        self.meter.observe_tokens(batch, SimpleNamespace(openings=openings), self.run.now)  # type: ignore[arg-type]
 
     def seconds(self, machine: str = "spot-0") -> dict[str, float]:
         self.meter.advance(self.run.now)

@@ -18,10 +18,14 @@ from rlboost_runtime.protocol.messages import (
     VersionPublishedMessage,
 )
 
+Moved = list[tuple[str, str, str, int]]
 
-def desk_with(*names: str) -> WeightTracker:
+
+def desk_with(*names: str, moved: Moved | None = None) -> WeightTracker:
     """Instances a/0, b/0, ... on machines whose first letter is their zone."""
-    desk = WeightTracker(zone_of=lambda machine: machine[0])
+    desk = WeightTracker(
+        lambda machine: machine[0], lambda *each: None if moved is None else moved.append(each)
+    )
     for name in names:
         desk.listening(name, name.split("/")[0], PeerListening(f"https://{name}", "PEM"))
     return desk
@@ -85,9 +89,8 @@ def test_one_that_is_gone_is_forgotten() -> None:
 
 
 def test_figures_of_a_version_add_up() -> None:
-    moved: list[tuple[str, str, str, int]] = []
-    desk = desk_with()
-    desk.on_wire = lambda *each: moved.append(each)
+    moved: Moved = []
+    desk = desk_with(moved=moved)
     desk.published(VersionPublishedMessage(3, "d" * 64, 1000, 2.0, stop_s=0.5, delta_bytes=40))
     assert desk.load("a1/0", "a1", 3).digest == "d" * 64
     desk.ready("a1/0", "a1", InstanceReadyMessage(3, 40, 1.5, 0.5, how="delta", sources={"head": 40}))

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from rlboost_runtime.errors import ProtocolError, RuntimeFault
+from rlboost_runtime.protocol import session
 from rlboost_runtime.protocol.messages import (
     Checkpointed,
     DeliverGroupMessage,
@@ -30,7 +31,6 @@ from rlboost_runtime.protocol.messages import (
     encode,
     trainer_message_decoder,
 )
-from rlboost_runtime.trainer.rollout import coordinator_link
 from rlboost_runtime.trainer.rollout.step_stream import StepStream
 
 PATIENCE_S = 10.0
@@ -104,7 +104,7 @@ class Coordinator:
 
 @pytest.fixture
 def coordinator(monkeypatch):
-    monkeypatch.setattr(coordinator_link, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(session, "FIRST_PAUSE_S", 0.01)
     return Coordinator()
 
 

@@ -1,9 +1,9 @@
-"""The coordinator's heart: events in, commands carried out, in one order, on one event loop.
+"""Drives the core: events in, commands carried out, in one order, on one event loop.
 
 Guarantees:
 
 - an event is in the event log before anything that follows from it happens;
-- tokens are journalled before they are acknowledged and before the core hears that a response ended;
+- tokens are journalled before they are acknowledged and before the core learns that a response ended;
 - a restarted coordinator has the same core, the same tokens and the same assignments as the one that died.
 
 Nothing here waits: effects are handed to the links and the fleet, which own their tasks.
@@ -12,18 +12,17 @@ Nothing here waits: effects are handed to the links and the fleet, which own the
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 import msgspec
 
-from rlboost_runtime.coordinator.driver.totals import RunTotals
+from rlboost_runtime.coordinator.driver.totals import Observer, Recovered
 from rlboost_runtime.coordinator.storage.columns import renumbered
-from rlboost_runtime.coordinator.storage.event_log import EventLog, read_events
+from rlboost_runtime.coordinator.storage.event_log import EventLog
 from rlboost_runtime.coordinator.storage.journal import Journal
 from rlboost_runtime.coordinator.storage.token_store import TokenStore
 from rlboost_runtime.core.base.messages import (
@@ -49,8 +48,6 @@ from rlboost_runtime.core.base.messages import (
     Tick,
     Wake,
 )
-from rlboost_runtime.core.core import Core
-from rlboost_runtime.core.replay import encode_command
 from rlboost_runtime.logs import event as log_event
 from rlboost_runtime.protocol.messages import (
     DeliverGroupMessage,
@@ -93,7 +90,7 @@ class Outlet(Protocol):
     """Where commands go: the agents' links, the trainer's link and the fleet."""
 
     def to_agent(self, command: Abort | LoadVersion | Sleep | Wake | Evict) -> None:
-        """Tell an agent; a link that is gone drops it, reconciliation on reconnect repairs that."""
+        """Send a command to an agent; without a connection it is dropped, and repaired on reconnection."""
 
     def work(self, command: Assign, item: WorkItem) -> None:
         """Send work to an agent."""
@@ -102,7 +99,7 @@ class Outlet(Protocol):
         """Hand a finished group to the trainer, if it is connected."""
 
     def lease(self, command: GrantLease | RecallLease) -> None:
-        """Tell the trainer about the GPU."""
+        """Grant the GPU to the trainer, or recall it."""
 
     def fleet(self, command: LaunchMachine | TerminateMachine) -> None:
         """Start or end a machine."""
@@ -174,32 +171,31 @@ class CoreDriver:
     def __init__(
         self,
         run: RunFolder,
+        recovered: Recovered,
         clock: Clock,
         disk: Disk,
-        config: CoreConfig,
+        outlet: Outlet,
+        observers: Sequence[Observer] = (),
         *,
         keep_journal: bool,
     ) -> None:
+        """`recovered`: from the run's event log. Each event reaches `observers`, in their order, once its
+        commands have been carried out; nothing reaches them or `outlet` before `begin`."""
         self.run = run
-        self.core = Core()
-        self.totals = RunTotals()
+        self.core, self.totals = recovered
         self.store = TokenStore()
         self.journal_problem: str | None = None
         self.journal = Journal(run.journal, disk, self._journal_problem)
         self.step: OpenStep | None = None
-        self.outlet: Outlet | None = None
-        self.on_change: Callable[[], None] = lambda: None
-        self.on_event: Callable[[Event, list[Command], Core], None] = lambda event, commands, core: None
+        self._outlet = outlet
+        self._observers = tuple(observers)
         self._keep_journal = keep_journal
         self.tokens_migrated = 0
         """Kept tokens that an instance took over from another, since this process began."""
-        self.num_events = 0
-        self.num_commands = 0
-        self._digest = hashlib.blake2b(digest_size=16)
         self._opening = asyncio.Lock()
         self._pending: deque[Event] = deque()
         self._handling = False
-        self._recover(clock, disk, config)
+        self._recover(clock, disk)
 
     # --- events -------------------------------------------------------------------------------------------
 
@@ -208,7 +204,7 @@ class CoreDriver:
         return max(self.clock.now(), self.core.now)
 
     def apply(self, event: Event) -> None:
-        """Log one event, let the core handle it, carry its commands out; also from within a command."""
+        """Log one event, let the core handle it, carry out its commands; also from within a command."""
         self._pending.append(event)
         if self._handling:
             return
@@ -218,10 +214,9 @@ class CoreDriver:
                 self._apply(self._pending.popleft())
         finally:
             self._handling = False
-        self.on_change()
 
     def tick(self) -> None:
-        """Let time pass, if the core waits for it."""
+        """Apply a `Tick` if the core's next deadline has passed."""
         deadline = self.core.next_deadline()
         if deadline is not None and deadline <= self.now():
             self.apply(Tick(self.now()))
@@ -229,47 +224,34 @@ class CoreDriver:
     def _apply(self, event: Event) -> None:
         self.events.append(event)
         commands = self.core.handle(event)
-        self._fold(event, commands)
+        self.totals.observe(event, commands, self.core)
         for command in commands:
             self._carry_out(command)
-        self.on_event(event, commands, self.core)
-
-    def _fold(self, event: Event, commands: list[Command]) -> None:
-        self.totals.fold(event, commands)
-        self.num_events += 1
-        self.num_commands += len(commands)
-        for command in commands:
-            self._digest.update(encode_command(command))
-
-    @property
-    def commands_digest(self) -> str:
-        """Digest of all commands so far: driving the event log through a new core must give the same."""
-        return self._digest.hexdigest()
+        for observer in self._observers:
+            observer.observe(event, commands, self.core)
 
     def _carry_out(self, command: Command) -> None:
-        assert self.outlet is not None
         match command:
             case Assign():
                 self._assign(command)
             case Abort() | LoadVersion() | Sleep() | Wake() | Evict():
-                self.outlet.to_agent(command)
+                self._outlet.to_agent(command)
             case DeliverGroup(group=group):
                 if self.step is not None:
-                    self.outlet.deliver(self.finished_group(group))
+                    self._outlet.deliver(self.finished_group(group))
             case GrantLease() | RecallLease():
-                self.outlet.lease(command)
+                self._outlet.lease(command)
             case LaunchMachine() | TerminateMachine():
-                self.outlet.fleet(command)
+                self._outlet.fleet(command)
 
     def _assign(self, command: Assign) -> None:
-        assert self.outlet is not None
         if self.step is None:
             return  # the next step is being opened: it cancels this one's responses
         response = command.response
         offset = self.store.assign(command.assignment, response, command.instance)
         complete = self.store.is_complete(response)
         if complete is not None:
-            # Its last word was lost, its tokens were not: a finished response is never resumed.
+            # The event was lost, the tokens were not: a finished response is never resumed.
             self.store.unassign(command.assignment)
             self._pending.append(Finished(self.now(), response, offset, complete))
             return
@@ -281,19 +263,18 @@ class CoreDriver:
             token_ids=self.step.prompts[self.step.group_of(response)] + self.store.token_ids(response),
             offset=offset,
             max_new_tokens=request.max_response_tokens - offset,
-            group=self.step.group_of(response),
             policy_version=request.policy_version,
         )
-        self.outlet.work(command, item)
+        self._outlet.work(command, item)
 
     # --- steps --------------------------------------------------------------------------------------------
 
     async def open_step(self, request: StepStartedMessage, *, keeps_lease: bool = False) -> None:
-        """Open the step that the trainer asks for; the open one again only delivers again.
+        """Open the step that the trainer requests; a request for the open step only delivers it again.
 
-        The core hears of a step only once its header is on stable storage: whatever a later coordinator finds
-        in the event log, it finds the prompts for. A run that is ending opens none, so that its last step is
-        still there for a run that resumes from before it.
+        A step is applied to the core only once its header is on stable storage: whatever a later coordinator
+        finds in the event log, it finds the prompts for. A run that is ending opens none, so that its last
+        step is still there for a run that resumes from before it.
         """
         async with self._opening:
             if self.core.is_ending:
@@ -318,7 +299,7 @@ class CoreDriver:
 
     async def _carried(self, request: StepStartedMessage) -> Carried:
         """Return what the journal holds of the same request: a trainer that was killed before its checkpoint
-        asks for an earlier step again, and a step that it had asked for ahead."""
+        requests an earlier step again, and the step that it had requested ahead."""
         if self.step is None or self.core.step is None:
             return NOTHING_CARRIED
         await self.journal.flushed()
@@ -390,15 +371,12 @@ class CoreDriver:
 
     # --- restart ------------------------------------------------------------------------------------------
 
-    def _recover(self, clock: Clock, disk: Disk, config: CoreConfig) -> None:
-        for event in read_events(self.run.events):
-            self._fold(event, self.core.handle(event))
+    def _recover(self, clock: Clock, disk: Disk) -> None:
         known = self.core.now
-        fresh = not self.run.events.exists() or self.run.events.stat().st_size == 0
-        away = 0.0 if fresh else max(0.0, clock.wall() - self.run.events.stat().st_mtime)
+        self._is_new = not self.run.events.exists() or self.run.events.stat().st_size == 0
+        away = 0.0 if self._is_new else max(0.0, clock.wall() - self.run.events.stat().st_mtime)
         self.clock = RunClock(clock, known + away)
         self.events = EventLog(self.run.events, disk)
-        self._start = RunStarted(0.0, config) if fresh else None
         self._late: list[Finished] = []
         if self.core.step is not None:
             self._recover_step(self.core.step.step)
@@ -409,7 +387,7 @@ class CoreDriver:
         if header is None:  # trained and dropped: the trainer asks for the next one
             return
         opened = msgspec.msgpack.decode(header[1:], type=StepHeader)
-        if opened.first_response != self.totals.first_response:  # of an opening that the core never heard of
+        if opened.first_response != self.totals.first_response:  # of an opening whose event was never logged
             return
         self.step = OpenStep(opened.request, opened.first_response)
         self._open_store(self.step)
@@ -427,10 +405,10 @@ class CoreDriver:
         for assignment, response, instance in self.core.assignments():
             self.store.assign(assignment, response, instance)
 
-    def begin(self) -> None:
-        """Start the run, or go on after a restart; the outlet must be in place."""
-        if self._start is not None:
-            self.apply(self._start)
+    def begin(self, config: CoreConfig) -> None:
+        """Start the run with `config`, or go on after a restart with what it was started with."""
+        if self._is_new:
+            self.apply(RunStarted(0.0, config))
             return
         self.apply(CoordinatorRestarted(self.now()))
         for event in self._late:

@@ -6,12 +6,6 @@ gets its own acknowledgement once that record is on stable storage; only then do
 
 Guarantees: frames of one sender are accepted in their order; a frame that contradicts itself costs its sender
 the connection and touches nobody else's tokens; `settle` leaves nothing gathered.
-
-Python's garbage collector, set for a process that makes many short-lived objects and keeps many others.
-
-Reference counting frees nearly everything here; the collector only has to find rare cycles. By default it
-walks all long-lived objects every few thousand frames, which takes 5 to 8 % of the coordinator's time under
-the load of `benchmarks/ingest`.
 """
 
 from __future__ import annotations
@@ -42,10 +36,10 @@ class Sender(Protocol):
 
     @property
     def instance(self) -> str:
-        """Who sends."""
+        """The sending instance."""
 
     def ack(self, seq: int) -> None:
-        """All frames up to `seq` are journalled."""
+        """Acknowledge all frames up to `seq`: they are journalled."""
 
     def fail(self, problem: ProtocolError) -> None:
         """Close the connection: the peer sent something that makes no sense."""
@@ -54,22 +48,29 @@ class Sender(Protocol):
 Arrived = tuple[Sender, Frame]
 
 
+class TokenObserver(Protocol):
+    """Follows accepted tokens. Observers decide nothing and must not wait."""
+
+    def observe_tokens(self, batch: Sequence[Arrived], accepted: Accepted, at: float) -> None:
+        """Take in which frames were accepted at `at`, in the run's time, and what they changed."""
+
+
 class Ingest:
     """Takes frames; counts tokens over the life of this process."""
 
-    def __init__(self, state: CoreDriver) -> None:
-        self._state = state
+    def __init__(self, driver: CoreDriver, observers: Sequence[TokenObserver] = ()) -> None:
+        """Each batch reaches `observers`, in their order, before it is journalled."""
+        self._driver = driver
+        self._observers = tuple(observers)
         self._arrived: dict[Sender, deque[Frame]] = {}  # the one that waits longest first
         self._timer: asyncio.TimerHandle | None = None
         self.tokens_accepted = 0
         self.tokens_dropped = 0
         """Late: their assignment was no longer current, or they left a gap."""
         self.tokens_duplicate = 0
-        self.on_accepted: Callable[[Sequence[Arrived], Accepted], None] = lambda batch, accepted: None
-        """Hears of what was accepted from whom."""
 
     def take(self, sender: Sender, frame: Frame) -> None:
-        """Take one frame, soon."""
+        """Queue one frame to be accepted within `GATHER_S`."""
         self._arrived.setdefault(sender, deque()).append(frame)
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(GATHER_S, self._accept_some)
@@ -83,7 +84,7 @@ class Ingest:
             self._accept_batch()
 
     def _accept_some(self) -> None:
-        """Accept one batch, and the next one in another turn of the loop: nobody else waits for long."""
+        """Accept one batch; leave the next one to another turn of the loop, so that other tasks can run."""
         self._accept_batch()
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(0, self._accept_some) if self._arrived else None
@@ -110,14 +111,14 @@ class Ingest:
         merged = merge_frames([frame for _, frame in batch]) if len(batch) > 1 else None
         if merged is not None:
             try:
-                self._journal(batch, self._state.store.accept(merged))
+                self._journal(batch, self._driver.store.accept(merged))
             except ProtocolError:
-                pass  # one of them is to blame: the next lines find out which
+                pass  # one frame is to blame: the next lines find out which
             else:
                 return
         for sender, frame in batch:
             try:
-                accepted = self._state.store.accept(frame)
+                accepted = self._driver.store.accept(frame)
             except ProtocolError as problem:
                 sender.fail(problem)
             else:
@@ -127,32 +128,34 @@ class Ingest:
         self.tokens_accepted += accepted.num_accepted
         self.tokens_dropped += accepted.num_dropped
         self.tokens_duplicate += accepted.num_duplicate
-        self.on_accepted(batch, accepted)
+        at = self._driver.now()
+        for observer in self._observers:
+            observer.observe_tokens(batch, accepted, at)
         events = self._events(batch, accepted)
 
         def committed() -> None:
             for make in events:
-                self._state.apply(make(self._state.now()))
+                self._driver.apply(make(self._driver.now()))
             for sender, frame in batch:
                 sender.ack(frame.seq)
 
-        self._state.journal.append(b"" if accepted.record is None else TOKENS + accepted.record, committed)
+        self._driver.journal.append(b"" if accepted.record is None else TOKENS + accepted.record, committed)
 
     def _events(self, batch: Sequence[Arrived], accepted: Accepted) -> list[Callable[[float], Event]]:
-        """Return what follows for the core once the tokens are journalled; each wants its time."""
-        store = self._state.store
+        """Return makers, by time, of the events that follow once the tokens are journalled."""
+        store = self._driver.store
         made: list[Callable[[float], Event]] = []
         for response in accepted.full:
             reason = store.is_complete(response) or FinishReason.LENGTH
             made.append(partial(_finished, response, store.length(response), reason))
         if accepted.endings:
-            said_by = {e.assignment: sender for sender, frame in batch for e in frame.endings}
+            ended_by = {e.assignment: sender for sender, frame in batch for e in frame.endings}
             for ending in accepted.endings:
                 if ending.reason in (FinishReason.STOP, FinishReason.LENGTH):
                     reason = FinishReason(ending.reason)
                     made.append(partial(_finished, ending.response, ending.num_tokens, reason))
                 else:
-                    made.append(partial(_released, said_by[ending.assignment].instance, ending))
+                    made.append(partial(_released, ended_by[ending.assignment].instance, ending))
         return made
 
 
@@ -165,10 +168,14 @@ def _released(instance: str, ending: EndedAssignment, at: float) -> Event:
 
 
 THRESHOLDS = (50_000, 20, 100)
-"""Allocations before a young collection, young ones before a middle one, middle ones before a full one."""
+"""Allocations before a young collection, young ones before a middle one, middle ones before a full one.
+
+Reference counting frees nearly everything in the coordinator; the collector only has to find rare cycles. By
+default it walks all long-lived objects every few thousand frames, which takes 5 to 8 % of the coordinator's
+time under the load of `benchmarks/ingest`."""
 
 
 def relax() -> None:
-    """Collect rarely; call once the process has imported what it needs."""
+    """Make garbage collection rare; call once the process has imported what it needs."""
     gc.freeze()
     gc.set_threshold(*THRESHOLDS)

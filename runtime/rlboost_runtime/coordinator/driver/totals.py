@@ -1,13 +1,18 @@
-"""Running totals of a run, folded over the core's events and commands.
+"""Folds over the core's events and commands: the observer protocol, and the running totals of a run.
 
-A pure fold: driving the event log through it again after a restart gives the same totals.
+The totals are a pure fold: replaying the event log after a restart gives the same totals.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
+from rlboost_runtime.coordinator.storage.event_log import read_events
 from rlboost_runtime.core.base.messages import (
     Assign,
     Command,
@@ -17,6 +22,15 @@ from rlboost_runtime.core.base.messages import (
     StepStarted,
     StepTrained,
 )
+from rlboost_runtime.core.core import Core
+from rlboost_runtime.core.replay import encode_command
+
+
+class Observer(Protocol):
+    """Follows what the core does. Observers decide nothing and must not wait."""
+
+    def observe(self, event: Event, commands: Sequence[Command], core: Core) -> None:
+        """Take in one event that `core` has handled, and the commands that followed from it."""
 
 
 @dataclass(slots=True)
@@ -43,9 +57,19 @@ class RunTotals:
     """Number of the next response to be asked for; never reused."""
     next_epoch: int = 1
     """Epoch of the next registration; never reused."""
+    num_events: int = 0
+    num_commands: int = 0
+    _digest: hashlib.blake2b = field(default_factory=lambda: hashlib.blake2b(digest_size=16))
 
-    def fold(self, event: Event, commands: list[Command]) -> None:
-        """Take in one event and the commands that followed from it."""
+    @property
+    def commands_digest(self) -> str:
+        """Digest of all commands so far; replaying the event log through a new core gives the same one."""
+        return self._digest.hexdigest()
+
+    def observe(self, event: Event, commands: Sequence[Command], core: Core) -> None:
+        """Add one event and the commands that followed from it."""
+        self.num_events += 1
+        self.num_commands += len(commands)
         match event:
             case StepStarted(step=step, policy_version=version, requests=requests):
                 if self.open_step != (step, version):
@@ -68,6 +92,22 @@ class RunTotals:
             case _:
                 pass
         for command in commands:
+            self._digest.update(encode_command(command))
             if isinstance(command, Assign):
                 self.assigned[command.response] += 1
                 self.responses_migrated += self.assigned[command.response] == 2
+
+
+class Recovered(NamedTuple):
+    """What the event log of a run leads to; of a new run: nothing yet."""
+
+    core: Core
+    totals: RunTotals
+
+
+def recover(events: Path) -> Recovered:
+    """Replay the event log through a new core."""
+    core, totals = Core(), RunTotals()
+    for event in read_events(events):
+        totals.observe(event, core.handle(event), core)
+    return Recovered(core, totals)

@@ -1,6 +1,6 @@
 """The agents' side of the coordinator: registration, frames in, work out.
 
-One `AgentLink` per open connection, one `AgentLinks` for all. An instance's word counts only under its
+One `AgentLink` per open connection, one `AgentLinks` for all. Messages count only under the instance's
 current epoch; a frame is acknowledged only once it is journalled; a connection whose peer stops reading is
 closed.
 """
@@ -8,9 +8,9 @@ closed.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -22,7 +22,9 @@ from rlboost_runtime.coordinator.observers.boot_times import BootTimes
 from rlboost_runtime.core.base.messages import (
     Abort,
     Assign,
+    Command,
     Disconnected,
+    Event,
     Evict,
     Heartbeat,
     InstanceJoined,
@@ -42,7 +44,6 @@ from rlboost_runtime.core.core import Core
 from rlboost_runtime.errors import ProtocolError
 from rlboost_runtime.logs import event as log_event
 from rlboost_runtime.protocol.messages import (
-    SCHEMA,
     AbortMessage,
     Ack,
     AgentHello,
@@ -65,15 +66,14 @@ from rlboost_runtime.protocol.messages import (
     agent_message_decoder,
     encode,
 )
+from rlboost_runtime.protocol.session import accept
 from rlboost_runtime.run.head import url_for
 from rlboost_runtime.seams import Transport
 
 log = logging.getLogger(__name__)
 
-HELLO_TIMEOUT_S = 10.0
-"""A connection that does not introduce itself by then is closed."""
 SEND_TIMEOUT_S = 10.0
-"""A peer that does not read for so long is cut off; its lease decides what becomes of it."""
+"""A peer that reads nothing for so long is disconnected; its lease decides what becomes of it."""
 ACK_AFTER_FRAMES = 8
 """Frames that one acknowledgement stands for while they come fast: each costs a message through TLS."""
 ACK_AFTER_S = 0.2
@@ -99,6 +99,45 @@ class LinkStats:
     counts_sent_at: float = -1e9
     pulling: tuple[int, int, int] | None = None
     """As in the last heartbeat."""
+
+
+UNANNOUNCED = (LossCause.RESET, LossCause.SILENT, LossCause.MACHINE_GONE, LossCause.HUNG)
+"""Losses that take tokens with them."""
+
+
+class InstanceStats:
+    """The stats of all instances; forgets those that the core has lost."""
+
+    def __init__(self, weights: WeightTracker, flush_s: float) -> None:
+        self._weights = weights
+        self._flush_s = flush_s
+        self._of: dict[str, LinkStats] = {}
+        self._num_lost = 0
+        self.lost_estimate = 0
+        """Tokens that lost instances had generated and not sent yet: their rate over one flush interval."""
+
+    def get(self, instance: str) -> LinkStats | None:
+        """Return the stats of an instance if there are any."""
+        return self._of.get(instance)
+
+    def of(self, instance: str) -> LinkStats:
+        """Return the stats of an instance, new ones if need be."""
+        return self._of.setdefault(instance, LinkStats())
+
+    def reset(self, instance: str, engine: str) -> None:
+        """Start the stats of an instance anew."""
+        self._of[instance] = LinkStats(engine=engine)
+
+    def observe(self, event: Event, commands: Sequence[Command], core: Core) -> None:
+        """Forget the instances that the core lost, and estimate what they had generated and not sent yet."""
+        num_lost = sum(core.counters.losses[cause] for cause in UNANNOUNCED)
+        gone = self._of.keys() - core.instances.keys() if num_lost or len(self._of) > 64 else ()
+        for name in gone:
+            stats = self._of.pop(name)
+            self._weights.forget(name)
+            if num_lost > self._num_lost:
+                self.lost_estimate += round(stats.tokens_per_s * self._flush_s)
+        self._num_lost = num_lost
 
 
 class AgentLink:
@@ -135,7 +174,7 @@ class AgentLink:
         self._wake.set()
 
     def abort(self, assignment: int) -> None:
-        """Queue an abort; likewise."""
+        """Queue an abort; aborts queued in one turn of the loop travel together."""
         if self._items:
             self._settle()
         self._aborts.append(assignment)
@@ -150,7 +189,7 @@ class AgentLink:
             self._ack_timer = asyncio.get_running_loop().call_later(ACK_AFTER_S, self._wake.set)
 
     def answer(self) -> None:
-        """Let the peer hear that we live: acknowledge again if nothing was sent since the last answer."""
+        """Show the peer that we live: acknowledge again if nothing was sent since the last answer."""
         if not self._has_sent:
             self.send(Ack(self._ack))
         self._has_sent = False
@@ -199,37 +238,37 @@ class AgentLink:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What agents are told at registration, in seconds."""
+    """The intervals that a `Welcome` gives to an agent, in seconds."""
 
     lease_s: float
     beat_s: float = 1.0
     flush_s: float = 0.05
 
 
-UNANNOUNCED = (LossCause.RESET, LossCause.SILENT, LossCause.MACHINE_GONE, LossCause.HUNG)
-"""Losses that take tokens with them."""
-
-
 class AgentLinks:
     """All agents' connections."""
 
     def __init__(
-        self, state: CoreDriver, run_name: str, timing: Timing, reserved_machines: frozenset[str]
+        self,
+        driver: CoreDriver,
+        ingest: Ingest,
+        weights: WeightTracker,
+        boot_times: BootTimes,
+        stats: InstanceStats,
+        timing: Timing,
+        reserved_machines: frozenset[str],
     ) -> None:
-        self._state = state
-        self._run_name = run_name
+        """`stats` and `boot_times` must observe the core and the tokens respectively."""
+        self._driver = driver
         self._timing = timing
         self._reserved = reserved_machines
+        self.ingest = ingest
+        self.weights = weights
+        self.boot_times = boot_times
+        self.stats = stats
         self.weights_endpoint: dict[str, str] = {}
         """Where weights are served (`run.head.endpoint`), once that is known."""
         self.links: dict[str, AgentLink] = {}
-        self.stats: dict[str, LinkStats] = {}
-        self.ingest = Ingest(state)
-        self.weights = WeightTracker()
-        self.boot_times = BootTimes(lambda: state.core.machines)
-        self.lost_estimate = 0
-        """Tokens that instances made and took with them: their rate over one flush interval."""
-        self._num_lost = 0
         self.stopping: str | None = None
 
     # --- commands out -------------------------------------------------------------------------------------
@@ -241,7 +280,7 @@ class AgentLinks:
             link.work(item)
 
     def carry_out(self, command: Abort | LoadVersion | Sleep | Wake | Evict) -> None:
-        """Send a command to the instance; one without a connection gets none."""
+        """Send a command to the instance; without a connection it is dropped."""
         link = self._link(command.instance, command.epoch)
         if link is None:
             return
@@ -249,7 +288,7 @@ class AgentLinks:
             case Abort(assignment=assignment):
                 link.abort(assignment)
             case LoadVersion(version=version):
-                self.boot_times.told(link.machine, self._state.now())
+                self.boot_times.load_sent(link.machine, self._driver.now())
                 link.send(self.weights.load(link.instance, link.machine, version))
             case Sleep():
                 link.send(SleepMessage())
@@ -260,7 +299,7 @@ class AgentLinks:
                 self._drop(link)
 
     def stop_all(self, reason: str) -> None:
-        """Tell every agent to end, and every later one too."""
+        """Stop every agent, and refuse every later one."""
         self.stopping = reason
         for link in self.links.values():
             link.send(Stop(reason))
@@ -278,17 +317,9 @@ class AgentLinks:
 
     async def serve(self, transport: Transport) -> None:
         """Serve one connection until it ends."""
-        try:
-            async with asyncio.timeout(HELLO_TIMEOUT_S):
-                hello = agent_message_decoder.decode(await transport.receive())
-        except (TimeoutError, ConnectionError, msgspec.DecodeError) as problem:
-            log_event(log, "agent.hello_failed", problem=repr(problem))
-            return
-        refusal = self._refusal(hello)
-        if refusal is not None or not isinstance(hello, AgentHello):
-            with contextlib.suppress(ConnectionError, TimeoutError):
-                async with asyncio.timeout(SEND_TIMEOUT_S):
-                    await transport.send(encode(refusal or Refused("the first message must be AgentHello")))
+        run = self._driver.run.name
+        hello = await accept(transport, agent_message_decoder, AgentHello, run, self._refusal)
+        if hello is None:
             return
         link = self._register(hello, transport)
         try:
@@ -303,22 +334,16 @@ class AgentLinks:
             self.ingest.settle()
             if self.links.get(link.instance) is link:
                 del self.links[link.instance]
-                now = self._state.now()
-                if link.failed:  # resumed, it would say the same again
-                    self._state.apply(InstanceLeft(now, link.instance, link.epoch, LossCause.HUNG))
+                now = self._driver.now()
+                if link.failed:  # resumed, it would send the same again
+                    self._driver.apply(InstanceLeft(now, link.instance, link.epoch, LossCause.HUNG))
                 else:
-                    self._state.apply(Disconnected(now, link.instance, link.epoch))
+                    self._driver.apply(Disconnected(now, link.instance, link.epoch))
 
-    def _refusal(self, hello: object) -> Refused | None:
-        if not isinstance(hello, AgentHello):
-            return Refused("the first message must be AgentHello")
-        if hello.schema[0] != SCHEMA[0]:
-            return Refused(f"agent speaks schema {hello.schema}, we {SCHEMA}: deploy the agent again")
-        if hello.run != self._run_name:
-            return Refused(f"agent belongs to run {hello.run}, this is {self._run_name}")
+    def _refusal(self, hello: AgentHello) -> Refused | None:
         if self.stopping is not None:
             return Refused(f"the run is ending: {self.stopping}")
-        machines = self._state.core.machines
+        machines = self._driver.core.machines
         if hello.pool == Pool.RESERVED and hello.machine in self._reserved:
             return None
         machine = machines.get(hello.machine)
@@ -327,22 +352,21 @@ class AgentLinks:
         return None
 
     def _register(self, hello: AgentHello, transport: Transport) -> AgentLink:
-        state = self._state
-        known = state.core.instances.get(hello.instance)
+        driver = self._driver
+        known = driver.core.instances.get(hello.instance)
         former = self.links.pop(hello.instance, None)
         if former is not None:
             self._drop(former)
-            state.apply(Disconnected(state.now(), hello.instance, former.epoch))
+            driver.apply(Disconnected(driver.now(), hello.instance, former.epoch))
         resumed = known is not None and known.is_alive and known.epoch == hello.epoch
-        epoch = known.epoch if resumed and known is not None else state.totals.next_epoch
+        epoch = known.epoch if resumed and known is not None else driver.totals.next_epoch
         link = AgentLink(hello, epoch, transport)
         self.links[hello.instance] = link
-        self.stats.setdefault(hello.instance, LinkStats()).engine = hello.engine
+        self.stats.of(hello.instance).engine = hello.engine
         link.send(
             Welcome(
                 epoch=epoch,
                 resumed=resumed,
-                acked_seq=-1,
                 lease_s=self._timing.lease_s,
                 beat_s=self._timing.beat_s,
                 flush_s=self._timing.flush_s,
@@ -350,11 +374,11 @@ class AgentLinks:
             )
         )
         if resumed:
-            state.apply(Reconnected(state.now(), hello.instance, epoch, hello.assignments))
+            driver.apply(Reconnected(driver.now(), hello.instance, epoch, hello.assignments))
         else:
-            self.stats[hello.instance] = LinkStats(engine=hello.engine)
-            joined_at = state.now()
-            state.apply(
+            self.stats.reset(hello.instance, hello.engine)
+            joined_at = driver.now()
+            driver.apply(
                 InstanceJoined(
                     joined_at,
                     hello.instance,
@@ -385,22 +409,22 @@ class AgentLinks:
             if isinstance(message, HeartbeatMessage):
                 self._on_beat(link, message)
                 continue
-            self.ingest.settle()  # what the peer says now, it says after its frames
+            self.ingest.settle()  # the peer sent this after its frames
             match message:
                 case InstanceReadyMessage():
                     self._on_version_ready(link, message)
                 case VersionRefusedMessage(version=version, problem=problem):
                     log_event(log, "instance.version_refused", instance=link.instance, problem=problem)
-                    self._state.apply(
-                        VersionRefused(self._state.now(), link.instance, link.epoch, version, problem)
+                    self._driver.apply(
+                        VersionRefused(self._driver.now(), link.instance, link.epoch, version, problem)
                     )
                 case PeerListening():
                     self.weights.listening(link.instance, link.machine, message)
                 case SleptMessage():
-                    self._state.apply(Slept(self._state.now(), link.instance, link.epoch))
+                    self._driver.apply(Slept(self._driver.now(), link.instance, link.epoch))
                 case NoticeReceivedMessage(seconds=seconds, source=source):
                     log_event(log, "instance.noticed", instance=link.instance, seconds=seconds, source=source)
-                    self._state.apply(NoticeReceived(self._state.now(), link.instance, link.epoch, seconds))
+                    self._driver.apply(NoticeReceived(self._driver.now(), link.instance, link.epoch, seconds))
                 case Goodbye(reason=reason):
                     self._on_goodbye(link, reason)
                 case AgentHello():
@@ -408,45 +432,31 @@ class AgentLinks:
         raise ConnectionError("closed by us")
 
     def _on_beat(self, link: AgentLink, beat: HeartbeatMessage) -> None:
-        state = self._state
-        stats = self._stats_of(link.instance)
+        driver = self._driver
+        stats = self.stats.of(link.instance)
         stats.tokens_per_s, stats.pulling = beat.tokens_per_s, beat.pulling
-        now = state.now()
+        now = driver.now()
         counts: tuple[tuple[int, int], ...] = ()
-        held = state.core.responses_on(link.instance)
+        held = driver.core.responses_on(link.instance)
         pause_s = max(TOKEN_COUNTS_EVERY_S, TOKEN_COUNTS_S_PER_RESPONSE * len(held))
         if now - stats.counts_sent_at >= pause_s:
             stats.counts_sent_at = now
-            counts = tuple((response, state.store.length(response)) for response in held)
-        state.apply(Heartbeat(now, link.instance, link.epoch, beat.engine_progress, counts))
+            counts = tuple((response, driver.store.length(response)) for response in held)
+        driver.apply(Heartbeat(now, link.instance, link.epoch, beat.engine_progress, counts))
         link.answer()
 
-    def hear(self, core: Core) -> None:
-        """Forget instances that the core lost, and estimate what they had generated and not yet sent."""
-        num_lost = sum(core.counters.losses[cause] for cause in UNANNOUNCED)
-        gone = self.stats.keys() - core.instances.keys() if num_lost or len(self.stats) > 64 else ()
-        for name in gone:
-            stats = self.stats.pop(name)
-            self.weights.forget(name)
-            if num_lost > self._num_lost:
-                self.lost_estimate += round(stats.tokens_per_s * self._timing.flush_s)
-        self._num_lost = num_lost
-
-    def _stats_of(self, instance: str) -> LinkStats:
-        return self.stats.setdefault(instance, LinkStats())
-
     def _on_version_ready(self, link: AgentLink, message: InstanceReadyMessage) -> None:
-        stats = self._stats_of(link.instance)
+        stats = self.stats.of(link.instance)
         stats.pull_s, stats.apply_s = message.pull_s, message.apply_s
         stats.load_s, stats.pause_s = message.load_s, message.pause_s
         stats.start_s = message.start_s or stats.start_s
         self.weights.ready(link.instance, link.machine, message)
-        now = self._state.now()
+        now = self._driver.now()
         self.boot_times.ready(link.instance, link.machine, message, now)
-        self._state.apply(InstanceReady(now, link.instance, link.epoch, message.version))
+        self._driver.apply(InstanceReady(now, link.instance, link.epoch, message.version))
 
     def _on_goodbye(self, link: AgentLink, reason: str) -> None:
         log_event(log, "instance.left", instance=link.instance, reason=reason)
         cause = LossCause.NOTICED if reason == LossCause.NOTICED else LossCause.STOPPED
         self._drop(link)
-        self._state.apply(InstanceLeft(self._state.now(), link.instance, link.epoch, cause))
+        self._driver.apply(InstanceLeft(self._driver.now(), link.instance, link.epoch, cause))

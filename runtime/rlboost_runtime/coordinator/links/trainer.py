@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -12,6 +11,7 @@ import msgspec
 
 from rlboost_runtime.billing.ledger import Ledger
 from rlboost_runtime.coordinator.driver.core_driver import CoreDriver
+from rlboost_runtime.coordinator.links.weights import WeightTracker
 from rlboost_runtime.coordinator.observers.steps import ReservedMeter, StepWarnings
 from rlboost_runtime.core.base.messages import (
     GrantLease,
@@ -25,7 +25,6 @@ from rlboost_runtime.core.window.gpu_lease import LeaseState
 from rlboost_runtime.errors import ProtocolError
 from rlboost_runtime.logs import event as log_event
 from rlboost_runtime.protocol.messages import (
-    SCHEMA,
     Checkpointed,
     DeliverGroupMessage,
     GrantLeaseMessage,
@@ -43,12 +42,11 @@ from rlboost_runtime.protocol.messages import (
     encode,
     trainer_message_decoder,
 )
+from rlboost_runtime.protocol.session import accept, refuse
 from rlboost_runtime.seams import Clock, Transport
 
 log = logging.getLogger(__name__)
 
-HELLO_TIMEOUT_S = 10.0
-"""A connection that does not introduce itself by then is closed."""
 SEND_TIMEOUT_S = 60.0
 """The trainer may be busy in a long micro-batch, but its connection has a thread of its own."""
 
@@ -60,12 +58,20 @@ class TrainerLink:
     """The one trainer's connection; a newer one replaces it."""
 
     def __init__(
-        self, state: CoreDriver, ledger: Ledger, clock: Clock, run_name: str, end_run: EndRun
+        self,
+        driver: CoreDriver,
+        ledger: Ledger,
+        clock: Clock,
+        weights: WeightTracker,
+        reserved: ReservedMeter,
+        end_run: EndRun,
     ) -> None:
-        self._state = state
+        """`reserved` must observe the core."""
+        self._driver = driver
         self._ledger = ledger
         self._clock = clock
-        self._run_name = run_name
+        self._weights = weights
+        self._reserved = reserved
         self._end_run = end_run
         self._outgoing: deque[Message] = deque()
         self._wake = asyncio.Event()
@@ -74,18 +80,16 @@ class TrainerLink:
         self._last_trained = max((record.step for record in ledger.steps()), default=-1)
         self._trained_at: float | None = None
         self.connected = False
-        self.on_published: Callable[[VersionPublishedMessage], None] = lambda _: None
-        self.reserved = ReservedMeter()
-        self.concerns = StepWarnings(record.metrics for record in ledger.steps())
+        self.warnings = StepWarnings(record.metrics for record in ledger.steps())
 
     # --- commands out -------------------------------------------------------------------------------------
 
     def deliver(self, group: DeliverGroupMessage) -> None:
-        """Hand over a finished group; without a trainer it is delivered when one asks again."""
+        """Hand over a finished group; without a trainer it is delivered on the next request."""
         self._send(group)
 
     def lease(self, command: GrantLease | RecallLease) -> None:
-        """Tell the trainer about the GPU."""
+        """Grant the GPU to the trainer, or recall it."""
         match command:
             case GrantLease(step=step):
                 self._send(GrantLeaseMessage(step))
@@ -101,21 +105,13 @@ class TrainerLink:
 
     async def serve(self, transport: Transport) -> None:
         """Serve one connection until it ends or a newer trainer takes its place."""
-        try:
-            async with asyncio.timeout(HELLO_TIMEOUT_S):
-                hello = trainer_message_decoder.decode(await transport.receive())
-        except (TimeoutError, ConnectionError, msgspec.DecodeError) as problem:
-            log_event(log, "trainer.hello_failed", problem=repr(problem))
+        hello = await accept(transport, trainer_message_decoder, TrainerHello, self._driver.run.name)
+        if hello is None:
             return
-        refusal = self._refusal(hello)
-        if refusal is not None:
-            await _refuse(transport, refusal)
-            return
-        assert isinstance(hello, TrainerHello)
         self._generation += 1
         generation = self._generation
-        self._wake.set()  # a former connection's writer sees that its time is over
-        self._outgoing = deque([TrainerWelcome(self._state.core.newest_version)])
+        self._wake.set()  # the writer of a former connection sees that it is replaced
+        self._outgoing = deque([TrainerWelcome(self._driver.core.newest_version)])
         self._wake = asyncio.Event()
         self._wake.set()
         self._resumes_lease = hello.holds_lease
@@ -129,20 +125,11 @@ class TrainerLink:
             log_event(log, "trainer.disconnected", problem=repr(group.exceptions[0]))
         except* (ProtocolError, msgspec.DecodeError) as group:
             log_event(log, "trainer.protocol_error", problem=str(group.exceptions[0]))
-            await _refuse(transport, Refused(str(group.exceptions[0])))
+            await refuse(transport, Refused(str(group.exceptions[0])))
         finally:
             if generation == self._generation:
                 self.connected = False
-                self._state.apply(TrainerLost(self._state.now()))
-
-    def _refusal(self, hello: object) -> Refused | None:
-        if not isinstance(hello, TrainerHello):
-            return Refused("the first message must be TrainerHello")
-        if hello.schema[0] != SCHEMA[0]:
-            return Refused(f"trainer speaks schema {hello.schema}, coordinator {SCHEMA}: install one version")
-        if hello.run != self._run_name:
-            return Refused(f"trainer belongs to run {hello.run}, this is {self._run_name}")
-        return None
+                self._driver.apply(TrainerLost(self._driver.now()))
 
     async def _read(self, transport: Transport, generation: int) -> None:
         while True:
@@ -163,20 +150,20 @@ class TrainerLink:
                     await transport.send(encode(outgoing.popleft()))
 
     async def _handle(self, message: object) -> None:
-        state = self._state
+        driver = self._driver
         match message:
             case StepStartedMessage():
                 await self._on_step_request(message)
             case VersionPublishedMessage(version=version, num_bytes=num_bytes, publish_s=publish_s):
-                self.on_published(message)
+                self._weights.published(message)
                 log_event(log, "version.published", version=version, bytes=num_bytes, seconds=publish_s)
-                state.apply(VersionPublished(state.now(), version, message.delta_bytes or num_bytes))
+                driver.apply(VersionPublished(driver.now(), version, message.delta_bytes or num_bytes))
             case LeaseReturnedMessage():
-                state.apply(LeaseReturned(state.now()))
+                driver.apply(LeaseReturned(driver.now()))
             case StepTrainedMessage():
                 self._on_trained(message)
             case Checkpointed(step=step):
-                state.step_checkpointed(step)
+                driver.step_checkpointed(step)
             case RunFinished(model_path=path):
                 log_event(log, "run.trained", model=path)
                 self._end_run("done", "", "", 0)
@@ -188,32 +175,32 @@ class TrainerLink:
                 )
 
     async def _on_step_request(self, request: StepStartedMessage) -> None:
-        state = self._state
-        _check(request, state.core.newest_version)
+        driver = self._driver
+        _check(request, driver.core.newest_version)
         keeps_lease = request.keeps_lease
-        request = msgspec.structs.replace(request, keeps_lease=False)  # not part of what is asked for
+        request = msgspec.structs.replace(request, keeps_lease=False)  # not part of what is requested
         resumes, self._resumes_lease = self._resumes_lease, False
-        same = state.step is not None and state.step.request == request
-        if same and resumes and state.core.lease in (LeaseState.TRAINER, LeaseState.RECALLING):
+        same = driver.step is not None and driver.step.request == request
+        if same and resumes and driver.core.lease in (LeaseState.TRAINER, LeaseState.RECALLING):
             # It never stopped training: hand over what it may have missed, and leave the GPU with it.
-            assert state.step is not None
-            for group in state.core.complete_groups():
-                self.deliver(state.finished_group(group))
+            assert driver.step is not None
+            for group in driver.core.complete_groups():
+                self.deliver(driver.finished_group(group))
             self.lease(GrantLease(request.step))
-            if state.core.lease is LeaseState.RECALLING:
+            if driver.core.lease is LeaseState.RECALLING:
                 self.lease(RecallLease(request.step))
             return
-        await state.open_step(request, keeps_lease=keeps_lease)
+        await driver.open_step(request, keeps_lease=keeps_lease)
 
     def _on_trained(self, message: StepTrainedMessage) -> None:
-        state, now = self._state, self._clock.wall()
-        step = state.core.step
+        driver, now = self._driver, self._clock.wall()
+        step = driver.core.step
         is_ahead = step is not None and step.step > message.step  # a later one is rolled out meanwhile
         is_known = message.step <= self._last_trained if is_ahead else step is not None and step.trained
         if step is None or step.step < message.step or is_known:
             log_event(log, "trainer.stale_step", step=message.step)
             return
-        began = now - (state.now() - step.started_at)
+        began = now - (driver.now() - step.started_at)
         if is_ahead:  # steps overlap then: what a step takes is the time since the last one was trained
             step_s = message.metrics.get("step_s", 0.0)
             began = now - step_s if self._trained_at is None else self._trained_at
@@ -227,37 +214,31 @@ class TrainerLink:
             metrics=self._measured(message),
         )
         handover_s = message.metrics.get("handover_s", 0.0)
-        state.apply(StepTrained(state.now(), message.step, message.wait_s, message.busy_s, handover_s))
-        for kind, text in self.concerns.trained(message.step, message.metrics):
+        driver.apply(StepTrained(driver.now(), message.step, message.wait_s, message.busy_s, handover_s))
+        for kind, text in self.warnings.trained(message.step, message.metrics):
             self._ledger.note(self._clock.wall(), kind, text)
         if message.checkpointed:
-            state.step_checkpointed(message.step)
+            driver.step_checkpointed(message.step)
         log_event(log, "step.trained", step=message.step, reward=message.reward_mean)
 
     def _measured(self, message: StepTrainedMessage) -> dict[str, float]:
-        """Return the trainer's metrics and what the report needs beside them."""
-        state = self._state
+        """Return the trainer's metrics and what the report needs besides."""
+        driver = self._driver
         metrics = dict(message.metrics)
         metrics["train_busy_s"] = message.busy_s
-        metrics["weight_bytes"] = float(state.core.weight_bytes)
-        if state.core.step is None or state.core.step.step != message.step:
-            return metrics  # what is measured here is of the step that is rolled out now
-        seen = state.core.observation(state.now(), message.wait_s, message.busy_s)
+        metrics["weight_bytes"] = float(driver.core.weight_bytes)
+        if driver.core.step is None or driver.core.step.step != message.step:
+            return metrics  # what is measured here belongs to the step that is rolled out now
+        seen = driver.core.observation(driver.now(), message.wait_s, message.busy_s)
         if seen is not None:  # what the next plan of such a job is made from
             metrics |= {"spot_instances_mean": seen.n_prem, "rollout_s": seen.t_remote}
-        if state.step is not None:
-            metrics |= self.reserved.measured(state.step, state.store, state.core)
+        if driver.step is not None:
+            metrics |= self._reserved.measured(driver.step, driver.store, driver.core)
         return metrics
 
 
-async def _refuse(transport: Transport, refusal: Refused) -> None:
-    with contextlib.suppress(ConnectionError, TimeoutError):
-        async with asyncio.timeout(SEND_TIMEOUT_S):
-            await transport.send(encode(refusal))
-
-
 def _check(request: StepStartedMessage, newest_version: int | None) -> None:
-    """Raise `ProtocolError` for a step that nobody could roll out: nothing of it may reach the event log."""
+    """Raise `ProtocolError` for a step that cannot be rolled out: nothing of it may reach the event log."""
     groups = [prompt.group for prompt in request.prompts]
     problem = None
     if not groups or groups != list(range(len(groups))):

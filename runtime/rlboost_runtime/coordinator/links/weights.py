@@ -1,12 +1,12 @@
-"""Who has which weights, who may pull from whom, and what moving them came to.
+"""Who has which weights, who may pull from whom, and what the transfers cost.
 
 Peers are instances that listen for others of their zone. What chunks a peer has, receivers ask the peer
-itself; here is only who listens. Guarantees: an instance hears only of peers in its own zone, and takes the
+itself; here is only who listens. Guarantees: an instance is given only peers of its own zone, and takes the
 slice of a version that is its own among them, so that they fetch about one copy from the head together; a
-peer that `STRIKES` others could not reach stays a leaf until it says anew that it listens.
+peer that `STRIKES` others could not reach stays a leaf until it reports again that it listens.
 
-Nothing here is needed for a run to go on: after a restart instances say again that they listen, and until
-then everybody pulls from the head.
+Nothing here is needed for a run to go on: after a restart instances report again that they listen, and until
+then all of them pull from the head.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from rlboost_runtime.protocol.messages import (
 )
 
 STRIKES = 2
-"""One complaint may be the complainer's own network."""
+"""One complaint may be due to the complainer's own network."""
 MAX_PEERS = 8
-"""Told to one instance: each takes a connection and a thread of it."""
+"""Peers given to one instance: each takes a connection and a thread there."""
 KEEP_VERSIONS = 20
-"""Versions whose figures a status shows."""
+"""Versions whose figures the status shows."""
 
 
 @dataclass(slots=True)
 class VersionFigures:
-    """What is known of one version's way to the instances."""
+    """What is known of one version's distribution to the instances."""
 
     version: int
     digest: str = ""
@@ -42,16 +42,16 @@ class VersionFigures:
     stop_s: float = 0.0
     publish_s: float = 0.0
     wire_bytes: dict[str, int] = field(default_factory=dict)
-    """By where from: head, peers, bucket."""
+    """By source: head, peers, bucket."""
     pulls: dict[str, int] = field(default_factory=dict)
-    """How many instances got it how: full, delta, linked, here."""
+    """Instances that got it, by how: full, delta, linked, here."""
     slowest_pull_s: float = 0.0
     longest_pause_s: float = 0.0
     facts: set[tuple[str, float, int]] = field(default_factory=set)
-    """What was counted already: instance, seconds and bytes of its pull."""
+    """Pulls that were counted already: instance, seconds and bytes."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return it for a status."""
+        """Return the figures as plain JSON values."""
         return {
             "version": self.version,
             "full_bytes": self.full_bytes,
@@ -74,40 +74,43 @@ class _Listener:
 
 
 class WeightTracker:
-    """Knows versions and peers. `zone_of` says where a machine is; `on_wire` hears of bytes that moved:
-    (name of the transfer, machine, from where, bytes); of the same again after a restart."""
+    """Knows versions and peers.
+
+    `zone_of` returns the zone of a machine. `on_transfer` is called with (name of the transfer, machine,
+    source, bytes); after a restart possibly again for the same transfer.
+    """
 
     def __init__(
         self,
         zone_of: Callable[[str], str] = lambda _: "",
-        on_wire: Callable[[str, str, str, int], None] = lambda *_: None,
+        on_transfer: Callable[[str, str, str, int], None] = lambda *_: None,
     ) -> None:
-        self.zone_of = zone_of
-        self.on_wire = on_wire
+        self._zone_of = zone_of
+        self._on_transfer = on_transfer
         self._versions: dict[int, VersionFigures] = {}
         self._listeners: dict[str, _Listener] = {}
 
     def published(self, message: VersionPublishedMessage) -> None:
-        """Take note of a version."""
+        """Record a published version."""
         figures = self._figures(message.version)
         figures.digest, figures.full_bytes = message.digest, message.num_bytes
         figures.delta_bytes = message.delta_bytes
         figures.stop_s, figures.publish_s = message.stop_s, message.publish_s
 
     def listening(self, instance: str, machine: str, message: PeerListening) -> None:
-        """An instance listens for its zone's others."""
+        """Record that an instance listens for the others of its zone."""
         peer = Peer(instance, message.url, message.certificate)
         known = self._listeners.get(instance)
         if known is None or known.peer != peer:
-            self._listeners[instance] = _Listener(self.zone_of(machine), machine, peer)
+            self._listeners[instance] = _Listener(self._zone_of(machine), machine, peer)
 
     def forget(self, instance: str) -> None:
-        """An instance is gone."""
+        """Forget an instance that is gone."""
         self._listeners.pop(instance, None)
 
     def load(self, instance: str, machine: str, version: int) -> LoadVersionMessage:
-        """Return the order to fetch `version`."""
-        zone = self.zone_of(machine)
+        """Return the command to fetch `version`."""
+        zone = self._zone_of(machine)
         near = sorted(
             name
             for name, listener in self._listeners.items()
@@ -118,7 +121,7 @@ class WeightTracker:
         others = [name for name in near if self._listeners[name].machine != machine]  # its own are linked
         if not others:
             return LoadVersionMessage(version, digest)
-        if instance not in near:  # a leaf: what it fetched nobody could get from it
+        if instance not in near:  # a leaf: nobody could get from it what it fetched
             return LoadVersionMessage(version, digest, self._peers(others), (0, 0))
         after = [name for name in _after(near, instance) if name in others]
         return LoadVersionMessage(
@@ -126,7 +129,7 @@ class WeightTracker:
         )
 
     def ready(self, instance: str, machine: str, message: InstanceReadyMessage) -> None:
-        """An instance got a version, or had it; said again, it counts once."""
+        """Record that an instance got a version, or had it; a repeated report counts once."""
         figures = self._figures(message.version)
         fact = (instance, message.pull_s, message.pulled_bytes)
         if fact in figures.facts:
@@ -141,14 +144,14 @@ class WeightTracker:
             source = holder if holder in ("head", "bucket") else "peers"
             figures.wire_bytes[source] = figures.wire_bytes.get(source, 0) + num_bytes
             transfer = f"{instance} v{message.version} {holder} {message.pull_s:.6f} {num_bytes}"
-            self.on_wire(transfer, machine, source, num_bytes)
+            self._on_transfer(transfer, machine, source, num_bytes)
         for holder in message.complaints:
             listener = self._listeners.get(holder)
             if listener is not None:
                 listener.strikes.add(instance)
 
     def as_json(self) -> dict[str, Any]:
-        """Return what a status shows."""
+        """Return what the status shows."""
         return {
             "peers": sorted(n for n, each in self._listeners.items() if len(each.strikes) < STRIKES),
             "leaves": sorted(n for n, each in self._listeners.items() if len(each.strikes) >= STRIKES),
@@ -166,6 +169,6 @@ class WeightTracker:
 
 
 def _after(names: list[str], name: str) -> list[str]:
-    """Return the others in a circle that begins after `name`: everybody gets different neighbours."""
+    """Return the others in a ring that begins after `name`: each instance gets different neighbours."""
     at = names.index(name)
     return names[at + 1 :] + names[:at]

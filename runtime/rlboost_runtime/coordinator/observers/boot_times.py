@@ -1,15 +1,15 @@
-"""How each spot machine came into service: seconds by phase, from the wish for it to its first token.
+"""How each spot machine came into service: seconds by phase, from its request to its first token.
 
 Phases follow one another, so that they add up to the whole:
 
-    request       we asked for it -> its cloud gave it
+    request       we requested it -> its cloud granted it
     boot          -> our installation began: the machine's start, and what a launcher like SkyPilot does there
     install       -> installed; a machine whose image has everything, and one of this computer, has none
     dial_in       -> its first agent is registered
     wait          -> there is a policy version for it
-    weights       -> that version is here; the engine starts meanwhile
+    weights       -> that version is on the machine; the engine starts meanwhile
     engine        -> the engine serves it
-    first_token   -> we have a token of it; where there is no work, this takes until there is
+    first_token   -> its first token has arrived; where there is no work, this lasts until there is
 
 Durations within the machine are the machine's own, so that its clock need not agree with ours. A machine with
 several agents counts by the first of them. A coordinator that was started again goes on with what the former
@@ -20,11 +20,13 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
 from rlboost_runtime.billing.ledger import Ledger
+from rlboost_runtime.coordinator.driver.ingest import Arrived
+from rlboost_runtime.coordinator.storage.token_store import Accepted
 from rlboost_runtime.core.state.machines import Machine, MachineState
 from rlboost_runtime.logs import event as log_event
 from rlboost_runtime.protocol.messages import AgentHello, InstanceReadyMessage
@@ -40,7 +42,7 @@ class _Boot(msgspec.Struct, omit_defaults=True):
     joined_at: float
     install_s: float
     age_s: float
-    told_at: float | None = None
+    load_at: float | None = None
     ready_at: float | None = None
     ready_instance: str = ""
     pull_s: float = 0.0
@@ -48,15 +50,15 @@ class _Boot(msgspec.Struct, omit_defaults=True):
 
 
 class BootTimes:
-    """Of all spot machines that have dialled in; `machines` returns the core's, for those that have not."""
+    """Of all spot machines that have dialled in; for the others, `machines` returns the core's record."""
 
     def __init__(self, machines: Callable[[], Mapping[str, Machine]]) -> None:
         self._machines = machines
         self._boot_times: dict[str, _Boot] = {}
-        self._told_at: dict[str, float] = {}
-        """Of machines whose registration is still to be noted: the core answers one at once."""
+        self._load_at: dict[str, float] = {}
+        """Of machines whose registration is not recorded yet: the core commands a load at once."""
         self._tokenless: dict[str, str] = {}
-        """From instances that serve and have not sent a token yet to their machines."""
+        """Machine of each instance that serves and has not sent a token yet."""
         self._unkept: set[str] = set()
 
     def recall(self, book: Ledger) -> None:
@@ -67,7 +69,7 @@ class BootTimes:
                 self._tokenless[boot.ready_instance] = machine
 
     def keep(self, book: Ledger) -> None:
-        """Keep what is new. Where that fails it is logged, and kept the next time."""
+        """Keep what is new. A failed write is logged and repeated the next time."""
         if not self._unkept:
             return
         try:
@@ -80,45 +82,48 @@ class BootTimes:
         self._unkept.clear()
 
     def joined(self, hello: AgentHello, at: float) -> None:
-        """An agent was registered: the first of its machine counts."""
+        """Record that an agent was registered; the first of its machine counts."""
         machine = self._machines().get(hello.machine)
         if machine is None or hello.machine in self._boot_times:
             return
         install_s = sum(hello.install_s.values())
-        asked_at, given_at = _first(machine, MachineState.REQUESTED), _first(machine, MachineState.LAUNCHED)
-        told_at = self._told_at.pop(hello.machine, None)
-        self._boot_times[hello.machine] = _Boot(asked_at, given_at, at, install_s, hello.age_s, told_at)
+        requested_at = _first(machine, MachineState.REQUESTED)
+        launched_at = _first(machine, MachineState.LAUNCHED)
+        load_at = self._load_at.pop(hello.machine, None)
+        self._boot_times[hello.machine] = _Boot(
+            requested_at, launched_at, at, install_s, hello.age_s, load_at
+        )
         self._unkept.add(hello.machine)
 
-    def told(self, machine: str, at: float) -> None:
-        """An instance was told to load a version: the first of its machine counts."""
+    def load_sent(self, machine: str, at: float) -> None:
+        """Record that an instance was sent the command to load a version; the first of its machine counts."""
         boot = self._boot_times.get(machine)
         if boot is None:
-            self._told_at.setdefault(machine, at)
-        elif boot.told_at is None:
-            boot.told_at = at
+            self._load_at.setdefault(machine, at)
+        elif boot.load_at is None:
+            boot.load_at = at
             self._unkept.add(machine)
 
     def ready(self, instance: str, machine: str, message: InstanceReadyMessage, at: float) -> None:
-        """An instance serves a version: the first of its machine counts."""
+        """Record that an instance serves a version; the first of its machine counts."""
         boot = self._boot_times.get(machine)
         if boot is not None and boot.ready_at is None:
             boot.ready_at, boot.ready_instance, boot.pull_s = at, instance, message.pull_s
             self._tokenless[instance] = machine
             self._unkept.add(machine)
 
-    def hear_tokens(self, instances: Iterable[str], at: float) -> None:
-        """These have sent tokens."""
+    def observe_tokens(self, batch: Sequence[Arrived], accepted: Accepted, at: float) -> None:
+        """Record who sent tokens."""
         if not self._tokenless:
             return
-        for instance in instances:
-            machine = self._tokenless.pop(instance, None)
+        for sender, frame in batch:
+            machine = self._tokenless.pop(sender.instance, None) if frame.counts else None
             if machine is not None and self._boot_times[machine].first_token_at is None:
                 self._boot_times[machine].first_token_at = at
                 self._unkept.add(machine)
 
     def phases(self, machine: str) -> dict[str, float]:
-        """Return the phases that are over, in their order; {} where nothing is known."""
+        """Return the phases that have ended, in their order; {} if nothing is known."""
         boot = self._boot_times.get(machine)
         if boot is None:
             known = self._machines().get(machine)
@@ -129,18 +134,18 @@ class BootTimes:
         phases["boot"] = boot.joined_at - boot.launched_at - inside_s
         phases |= {"install": inside_s - dial_in_s, "dial_in": dial_in_s}
         if boot.ready_at is not None:
-            told_at = boot.joined_at if boot.told_at is None else max(boot.joined_at, boot.told_at)
-            told_at = min(told_at, boot.ready_at)
-            weights_s = min(boot.pull_s, boot.ready_at - told_at)
-            phases |= {"wait": told_at - boot.joined_at, "weights": weights_s}
-            phases["engine"] = boot.ready_at - told_at - weights_s
+            load_at = boot.joined_at if boot.load_at is None else max(boot.joined_at, boot.load_at)
+            load_at = min(load_at, boot.ready_at)
+            weights_s = min(boot.pull_s, boot.ready_at - load_at)
+            phases |= {"wait": load_at - boot.joined_at, "weights": weights_s}
+            phases["engine"] = boot.ready_at - load_at - weights_s
             if boot.first_token_at is not None:
                 phases["first_token"] = boot.first_token_at - boot.ready_at
         return _rounded(phases)
 
 
 def _first(machine: Machine, state: MachineState) -> float:
-    """Return when the machine first came into `state`; where its story does not say, when it began."""
+    """Return when the machine first entered `state`; if its history does not say, when the history begins."""
     return next(
         (at for at, reached, _ in machine.lifecycle.history if reached is state),
         machine.lifecycle.history[0][0],

@@ -1,27 +1,25 @@
-"""How long and how much the reserved engines rolled out in a step.
+"""What is measured of each step: the reserved engines' share of the rollout, and warnings from its metrics.
 
-What the run would have cost on demand alone is derived from it (`report`).
-
-What the metrics of trained steps say that a person must know: failed rewards, prompts that are left out.
-
-Calm: failures are told when they first occur and each time their number has doubled; the totals of the run
-are in the status and in the cost report.
+What the run would have cost on demand alone is derived from the former (`billing.report`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from rlboost_runtime.coordinator.driver.core_driver import OpenStep
 from rlboost_runtime.coordinator.storage.token_store import TokenStore
-from rlboost_runtime.core.base.messages import CoordinatorRestarted, Event, Pool, StepStarted
+from rlboost_runtime.core.base.messages import Command, CoordinatorRestarted, Event, Pool, StepStarted
 from rlboost_runtime.core.core import Core
 from rlboost_runtime.core.window.gpu_lease import LeaseState
 from rlboost_runtime.protocol.reward_failures import FailureCount, RewardFailure, count_failures
 
 
 class ReservedMeter:
-    """Measures one step at a time. The rate it leads to is that of the engines when the window is open."""
+    """Measures how long, and how much, the reserved engines roll out, one step at a time.
+
+    The rate that follows from it is that of the engines while the window is open.
+    """
 
     def __init__(self) -> None:
         self._step: tuple[int, int] | None = None
@@ -29,10 +27,10 @@ class ReservedMeter:
         self._since: float | None = None
         self._partial = False
 
-    def hear(self, event: Event, core: Core) -> None:
+    def observe(self, event: Event, commands: Sequence[Command], core: Core) -> None:
         """Take in one event after the core handled it."""
         if isinstance(event, CoordinatorRestarted):
-            self._partial = True  # how long it was before the restart is not known any more
+            self._partial = True  # how long it took before the restart is no longer known
         if isinstance(event, StepStarted) and self._step != (event.step, event.policy_version):
             self._partial = self._partial and core.step is not None and core.step.started_at < event.at
             self._step = (event.step, event.policy_version)
@@ -46,7 +44,7 @@ class ReservedMeter:
             self._since = None
 
     def measured(self, step: OpenStep, store: TokenStore, core: Core) -> dict[str, float]:
-        """Return seconds and tokens of the open step so far; nothing if a part of it was not seen."""
+        """Return seconds and tokens of the open step so far; {} if a part of it was not observed."""
         if self._partial:
             return {}
         reserved = {i.instance for i in core.instances.values() if i.pool is Pool.RESERVED}
@@ -65,14 +63,18 @@ Line = tuple[str, str]
 
 
 class StepWarnings:
-    """Totals over the run's steps, and what is new about them."""
+    """Failed rewards and skipped prompts over the run's steps.
+
+    Few lines on purpose: failures are reported when they first occur and each time their number has doubled;
+    the totals of the run are in the status and in the cost report.
+    """
 
     def __init__(self, before: Iterable[Mapping[str, float]]) -> None:
-        """`before`: metrics of the steps that a former coordinator has told about."""
+        """`before`: metrics of the steps that a former coordinator has reported."""
         known = list(before)
         self._count = count_failures(known)
-        self._told = self._count.failed
-        self._skipped_told = bool(known)
+        self._num_reported = self._count.failed
+        self._skips_reported = bool(known)
 
     @property
     def rewards(self) -> FailureCount:
@@ -80,19 +82,19 @@ class StepWarnings:
         return self._count
 
     def trained(self, step: int, metrics: Mapping[str, float]) -> list[Line]:
-        """Take in a step's metrics; return what is to be told about it. `step` counts from 0."""
+        """Take in a step's metrics; return the lines to report. `step` counts from 0."""
         lines: list[Line] = []
         skipped = int(metrics.get("prompts_skipped", 0))
-        if skipped and not self._skipped_told:
+        if skipped and not self._skips_reported:
             what = "1 prompt is" if skipped == 1 else f"{skipped:,} prompts are"
             lines.append(("data", f"{what} longer than algorithm.max_prompt_tokens and left out"))
-        self._skipped_told = True
+        self._skips_reported = True
         now = count_failures([metrics])
         self._count = FailureCount(
             self._count.scored + now.scored,
             {kind: self._count.by_kind[kind] + now.by_kind[kind] for kind in RewardFailure},
         )
-        if now.failed and self._count.failed >= 2 * self._told:
-            self._told = self._count.failed
+        if now.failed and self._count.failed >= 2 * self._num_reported:
+            self._num_reported = self._count.failed
             lines.append(("reward", f"step {step + 1}: {now.in_words()}"))
         return lines

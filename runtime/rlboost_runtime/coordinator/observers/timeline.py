@@ -1,17 +1,13 @@
-"""What happened, in words a user understands: told from the core's events, kept in the ledger.
+"""The run's timeline: the core's events as lines that a user understands, kept in the ledger.
 
-Calm on purpose: a machine that is taken makes one line when it goes and one when its responses are elsewhere,
-whatever the agents, the connection and the cloud say about it one after the other.
-
-Where the responses of an instance go on after it is lost or was given notice.
-
-A fold over the core's events and commands, for the story alone: nothing is decided on it. It remembers the
-open step's responses only.
+Few lines on purpose: a machine that is preempted makes one line when it goes and one when its responses are
+elsewhere, whatever the agents, the connection and the cloud report about it one after the other.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rlboost_runtime.billing.ledger import Ledger
@@ -59,7 +55,7 @@ _HOW_LOST = {
 
 
 class Timeline:
-    """Turns events into lines. Only what a person would want to know; never one line per response."""
+    """Turns events into lines: only what a user would want to know; never one line per response."""
 
     def __init__(self, ledger: Ledger, clock: Clock, core: Core) -> None:
         self._ledger = ledger
@@ -69,23 +65,23 @@ class Timeline:
         self._losses = Counter(core.counters.losses)
         self._served = {(name, i.epoch) for name, i in core.instances.items() if i.has_served}
         self._leaving: set[str] = set()
-        """Machines whose going has been told."""
+        """Machines whose end has been reported."""
         self._no_capacity = False
         self._is_over = False
 
     def end(self) -> None:
-        """The run is being wound up: whatever goes now goes on purpose."""
+        """Add no more lines: the run is being wound up, and what goes from now on goes on purpose."""
         self._is_over = True
 
-    def tell(self, event: Event, commands: list[Command], core: Core) -> None:
-        """Note what `event` and the commands that followed from it mean, if anything to a person."""
+    def observe(self, event: Event, commands: Sequence[Command], core: Core) -> None:
+        """Note what `event` and the commands that followed from it mean to a user, if anything."""
         if isinstance(event, Heartbeat):
             return
-        lines: list[Line | None] = [*self._losses_told(core)]
+        lines: list[Line | None] = [*self._loss_lines(core)]
         lines.append(self._line(event, core))
         lines += [self._command(command, core) for command in commands]
         # last: the commands may give away what an instance held until this event
-        lines += [_migrated(migration, core) for migration in self._migrations.hear(event, commands)]
+        lines += [_migrated(migration, core) for migration in self._migrations.update(event, commands)]
         for line in lines:
             if line is not None and not self._is_over:
                 self._ledger.note(self._clock.wall(), *line)
@@ -104,10 +100,10 @@ class Timeline:
             case VersionRefused(instance=instance, version=version, problem=problem):
                 return "refused", f"{_short(instance, core)} cannot serve policy version {version}: {problem}"
             case LaunchFailed(problem=problem):
-                told, self._no_capacity = self._no_capacity, True
-                return None if told else ("no capacity", f"no new spot machine for now: {problem}")
+                is_known, self._no_capacity = self._no_capacity, True
+                return None if is_known else ("no capacity", f"no new spot machine for now: {problem}")
             case MachineGone(machine=machine):
-                return None if self._is_told(machine) else ("preempted", f"{machine} was preempted")
+                return None if self._is_reported(machine) else ("preempted", f"{machine} was preempted")
             case VersionPublished(version=version) if core.step is None:
                 return "published", f"policy version {version} published"
             case StepTrained(step=step):
@@ -123,11 +119,11 @@ class Timeline:
     def _noticed(self, instance: str, seconds: float, core: Core) -> Line | None:
         held = self._migrations.leave(instance)
         known = core.instances.get(instance)
-        if known is not None and self._is_told(known.machine) and not held:
+        if known is not None and self._is_reported(known.machine) and not held:
             return None
         return "noticed", f"{_short(instance, core)} has {seconds:.0f} s of notice{_go_on(held)}"
 
-    def _losses_told(self, core: Core) -> list[Line]:
+    def _loss_lines(self, core: Core) -> list[Line]:
         """Return a line per instance that was lost by the last event."""
         causes = core.counters.losses - self._losses
         if not causes:
@@ -142,8 +138,8 @@ class Timeline:
 
     def _lost(self, instance: Instance, cause: LossCause, core: Core) -> Line | None:
         held = self._migrations.leave(instance.instance)
-        told = instance.pool is Pool.SPOT and self._is_told(instance.machine)
-        if told and cause is LossCause.STOPPED:
+        is_reported = instance.pool is Pool.SPOT and self._is_reported(instance.machine)
+        if is_reported and cause is LossCause.STOPPED:
             return None
         kind, words = _HOW_LOST[cause]
         return kind, words.format(who=_short(instance.instance, core)) + _go_on(held)
@@ -151,17 +147,17 @@ class Timeline:
     def _command(self, command: Command, core: Core) -> Line | None:
         match command:
             case TerminateMachine(machine=machine, reason=reason):
-                return None if self._is_told(machine) else ("ended", f"{machine} is given back: {reason}")
+                return None if self._is_reported(machine) else ("ended", f"{machine} is given back: {reason}")
             case RecallLease():
                 return "recalled", "no spot instance is left: the trainer lends its GPU again"
             case _:
                 return None
 
-    def _is_told(self, machine: str) -> bool:
-        """Whether a machine's going was told before; from now on it is."""
-        told = machine in self._leaving
+    def _is_reported(self, machine: str) -> bool:
+        """Return True if a machine's end was reported before; from now on it counts as reported."""
+        is_known = machine in self._leaving
         self._leaving.add(machine)
-        return told
+        return is_known
 
 
 def _migrated(migration: Migration, core: Core) -> Line | None:
@@ -203,23 +199,26 @@ class Migration:
 
     source: str
     targets: dict[str, int]
-    """Instance to responses that went on there."""
+    """Number of responses that continued on each instance."""
 
 
 @dataclass(slots=True)
 class Migrations:
-    """Follows responses from one instance to the next."""
+    """Follows responses from an instance that is lost, or was given notice, to the next one.
+
+    It remembers the open step's responses only.
+    """
 
     _held: dict[int, str] = field(default_factory=dict)
-    """Unfinished response to the instance that had it last."""
+    """The instance that had each unfinished response last."""
     _former: dict[int, str] = field(default_factory=dict)
-    """Response that waits for a new holder to the one that it left."""
+    """The instance that each response waiting for a new one has left."""
     _waiting: dict[str, set[int]] = field(default_factory=dict)
     _targets: dict[str, Counter[str]] = field(default_factory=dict)
     _first_response: int | None = None
 
-    def hear(self, event: Event, commands: list[Command]) -> list[Migration]:
-        """Take in an event and what followed from it; return the migrations that this completed."""
+    def update(self, event: Event, commands: Sequence[Command]) -> list[Migration]:
+        """Take in an event and the commands that followed; return the migrations that this completed."""
         match event:
             case StepStarted(requests=requests) if requests[0].response != self._first_response:
                 self._forget(requests[0].response)
@@ -235,9 +234,9 @@ class Migrations:
         return self._completed() if self._waiting else []
 
     def leave(self, instance: str) -> int:
-        """Note that what `instance` holds has to go elsewhere; return how many responses that are.
+        """Note that the responses of `instance` must go elsewhere; return how many these are.
 
-        Again for the same instance counts only what it has got since.
+        A second call for the same instance counts only what it was given since.
         """
         held = {r for r, holder in self._held.items() if holder == instance and r not in self._former}
         for response in held:

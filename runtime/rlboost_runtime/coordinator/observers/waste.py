@@ -32,7 +32,7 @@ from __future__ import annotations
 import logging
 import sqlite3
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -92,17 +92,13 @@ class _Attempt:
 
 
 class WasteMeter:
-    """Hears every event with its commands, and every batch of accepted tokens.
-
-    Call `advance` about once a second besides. `now`: the run's clock.
-    """
+    """Observes every event and every batch of accepted tokens. Call `advance` about once a second besides."""
 
     def __init__(
         self,
         ledger: Ledger,
         core: Core,
         totals: RunTotals,
-        now: Callable[[], float],
         engines_on: Callable[[str], int] | None = None,
     ) -> None:
         """`engines_on`: how many engines share a spot machine; None: as many as the core counts with."""
@@ -110,7 +106,6 @@ class WasteMeter:
         self._ledger = ledger
         self._core = core
         self._totals = totals
-        self._now = now
         self._at: float | None = None
         self._written_at = 0.0
         self._doing: dict[str, Doing] = {}
@@ -138,8 +133,8 @@ class WasteMeter:
 
     # --- what happens -------------------------------------------------------------------------------------
 
-    def hear(self, event: Event, commands: Iterable[Command]) -> None:
-        """Take in one event, and the commands that followed from it, after core and tally did."""
+    def observe(self, event: Event, commands: Sequence[Command], core: Core) -> None:
+        """Take in one event, and the commands that followed from it, after the core and the totals did."""
         num_losses = self._core.counters.losses.total()
         if num_losses != self._num_losses:
             self._num_losses = num_losses
@@ -168,9 +163,8 @@ class WasteMeter:
             elif isinstance(command, (GrantLease, RecallLease)):
                 self.advance(event.at)
 
-    def hear_tokens(self, batch: Sequence[Arrived], accepted: Accepted) -> None:
-        """Take in who sent tokens, and which responses went on."""
-        at = self._now()
+    def observe_tokens(self, batch: Sequence[Arrived], accepted: Accepted, at: float) -> None:
+        """Take in who sent tokens, and which responses continued."""
         for sender, frame in batch:
             if frame.counts:
                 self._last_tokens_at[sender.instance] = at
@@ -238,7 +232,7 @@ class WasteMeter:
     # --- time ---------------------------------------------------------------------------------------------
 
     def advance(self, at: float) -> None:
-        """Charge the time since the last call to what each machine did, and look what it does now."""
+        """Charge the time since the last call to what each machine did; find out what each does now."""
         elapsed = 0.0 if self._at is None else max(0.0, at - self._at)
         self._at = at
         worked = self._worked.setdefault(-1 if self._step is None else self._step[0], defaultdict(float))
@@ -296,7 +290,7 @@ class WasteMeter:
                 self._claims[kind, machine] += left
 
     def flush(self) -> None:
-        """Write what was metered. Where that fails it is logged, and written the next time."""
+        """Write what was metered. A failed write is logged and repeated the next time."""
         wasted = {what: seconds for what, seconds in self._wasted.items() if seconds > 0}
         if not wasted:
             return

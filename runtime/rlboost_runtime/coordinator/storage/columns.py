@@ -4,14 +4,11 @@ Guarantees: whoever holds a `TokenDeltas` holds columns that agree with one anot
 refuse everything else with a `ProtocolError` that names what was found. A record is keyed by response, never
 by assignment, so it means the same to a coordinator that has restarted.
 
+The open step's tokens lie in a `TokenMatrix`; an `AssignmentTable` maps assignments to its rows. Looking up a
+frame's assignments and writing its tokens take a fixed number of numpy calls, and memory for tokens that have
+not arrived costs nothing.
+
 Shape legend: N deltas, T tokens (the sum of their counts), F frames.
-
-Where the open step's tokens lie, and which assignment means which row of it.
-
-Guarantees: looking up a frame's assignments and writing its tokens take a fixed number of numpy calls, and
-memory for tokens that have not arrived costs nothing.
-
-Shape legend: N deltas, T tokens.
 """
 
 from __future__ import annotations

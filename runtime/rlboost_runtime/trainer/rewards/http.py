@@ -23,7 +23,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import random
 import re
 import threading
 from concurrent.futures import Future
@@ -34,6 +33,7 @@ import aiohttp
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import HttpReward
 from rlboost_runtime.protocol.reward_failures import RewardFailure
+from rlboost_runtime.seams import Backoff
 from rlboost_runtime.trainer.rewards.child import judge
 from rlboost_runtime.trainer.rewards.outcome import Reward, failed
 from rlboost_runtime.trainer.rewards.types import Answer, RewardCall
@@ -102,9 +102,9 @@ class HttpRewards:
         return Reward(answer.reward)
 
     async def _try_again_and_again(self, data: bytes) -> Answer:
-        pause_s = FIRST_PAUSE_S
+        backoff = Backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
         for tries_left in reversed(range(self._reward.tries)):
-            wait_s = pause_s * (0.5 + random.random())  # noqa: S311 - jitter
+            wait_s = backoff.next_s()
             try:
                 found = await self._ask(data)
             except (aiohttp.ClientError, OSError) as problem:
@@ -114,7 +114,6 @@ class HttpRewards:
             if not tries_left:
                 break
             await asyncio.sleep(wait_s if found.after_s is None else found.after_s)
-            pause_s = min(MAX_PAUSE_S, 2 * pause_s)
         return Answer(failure="raised", problem=f"{found.problem} ({self._reward.tries} tries)")
 
     async def _ask(self, data: bytes) -> Answer | _Later:

@@ -64,10 +64,12 @@ from rlboost_runtime.protocol.messages import (
     TrainerHello,
     TrainerWelcome,
     VersionPublishedMessage,
+    trainer_command_decoder,
 )
+from rlboost_runtime.protocol.session import Conversation
 from rlboost_runtime.run import security
 from rlboost_runtime.run.folder import RunFolder, read_json
-from rlboost_runtime.trainer.rollout.coordinator_link import Connect, Conversation, CoordinatorLink, Dialling
+from rlboost_runtime.trainer.rollout.coordinator_link import Connect, CoordinatorLink, Dialling
 
 Group = TypeVar("Group")
 Made = TypeVar("Made")
@@ -135,7 +137,9 @@ class StepStream(Generic[Group]):
         self._link = CoordinatorLink(
             self._changed,
             Dialling(url, token, certificate_pem, connect),
-            Conversation(self._hello, self._on_welcome, self._on_command),
+            Conversation(
+                TrainerWelcome, trainer_command_decoder, self._hello, self._on_welcome, self._on_command
+            ),
         )
 
     @classmethod
@@ -216,7 +220,7 @@ class StepStream(Generic[Group]):
         self._groups.clear()
         self._seen.clear()
         self._num_returned = 0
-        self._link.say(self._request)
+        self._link.post(self._request)
 
     def _has_published(self, version: int) -> bool:
         return self._published is not None and self._published.version >= version
@@ -226,7 +230,7 @@ class StepStream(Generic[Group]):
         with self._changed:
             self._published = published
             if self._known_version is None or self._known_version < published.version:
-                self._link.say(published)
+                self._link.post(published)
             waiting = self._next_request
             if waiting is not None and self._has_published(waiting.policy_version):
                 self._open(waiting)
@@ -237,13 +241,13 @@ class StepStream(Generic[Group]):
             self._trained = trained
             if self._request is not None and self._request.step <= trained.step:
                 self._request = None
-            self._link.say(trained)
+            self._link.post(trained)
 
     def checkpointed(self, step: int) -> None:
         """Report a trained step's checkpoint as durable, if `trained` could not yet. From any thread."""
         with self._changed:
             self._checkpointed = Checkpointed(step)
-            self._link.say(self._checkpointed)
+            self._link.post(self._checkpointed)
 
     def finished(self, model_path: str, *, timeout_s: float = 60.0) -> bool:
         """Report that all steps are trained; return True if that was sent within `timeout_s`."""
@@ -256,8 +260,8 @@ class StepStream(Generic[Group]):
     def _end(self, final: RunFinished | RunFailed, timeout_s: float) -> bool:
         with self._changed:
             self._final = final
-            self._link.say(final)
-            return self._link.has_said_all(timeout_s)
+            self._link.post(final)
+            return self._link.drain(timeout_s)
 
     # --- what the training thread waits for ----------------------------------------------------------------
 
@@ -301,7 +305,7 @@ class StepStream(Generic[Group]):
             if not (self._lease and self._recalled):
                 return
             self._lease = self._recalled = False
-            self._link.say(LeaseReturnedMessage())
+            self._link.post(LeaseReturnedMessage())
 
     def _wait(self, done: Callable[[], bool], *, for_lease: bool) -> None:
         """Wait for `done` (called under the lock), answering recalls first."""

@@ -14,7 +14,6 @@ a failure is kept for the next attempt (`part_folder`).
 from __future__ import annotations
 
 import os
-import random
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlboost_runtime.errors import ProtocolError, RLBoostError, RuntimeFault
+from rlboost_runtime.seams import Backoff
 from rlboost_runtime.weights import manifest as manifests
 from rlboost_runtime.weights.child_pipe import (
     PullProgress,
@@ -241,7 +241,7 @@ class _Pull:
         """Fetch the manifest from the head, or from a bucket where the head does not answer."""
         origins = [(s, o) for s, o in self._sources if s.kind is SourceKind.HEAD or self._is_vouched_for(s)]
         give_up_at = time.monotonic() + self._deadlines.progress_s
-        pause_s = FIRST_PAUSE_S
+        backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while True:
             for source, opened in origins:
                 try:
@@ -252,10 +252,10 @@ class _Pull:
                     problem: Exception = exc
                 except Unusable as exc:
                     problem = exc
+            pause_s = backoff.next_s()
             if time.monotonic() + pause_s > give_up_at:
                 raise _stalled(self._deadlines.progress_s, str(problem)) from problem
-            time.sleep(_jittered(pause_s))
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            time.sleep(pause_s)
 
     def _is_vouched_for(self, source: PullSource) -> bool:
         """Return True if we would notice that it gave us another manifest."""
@@ -354,7 +354,7 @@ def _run_stream(reader: _Reader, part: PartFolder, scheduler: ChunkScheduler) ->
     source, stream = reader.source, reader.stream
     if reader.spare_after:
         _wait_for_idle_cores(scheduler, reader.spare_after)
-    pause_s, look_s = FIRST_PAUSE_S, LOOK_S
+    backoff, look_s = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S), LOOK_S
     memory = bytearray()
     try:
         while not scheduler.is_over() and source.problem is None:
@@ -365,15 +365,14 @@ def _run_stream(reader: _Reader, part: PartFolder, scheduler: ChunkScheduler) ->
                 while (chunks := scheduler.take(source, look_s)) is not None:
                     memory = _grown(memory, chunks)
                     _fetch_chunks(stream, part, scheduler, chunks, memory)
-                    pause_s = FIRST_PAUSE_S
+                    backoff.reset()
             except Absent as exc:
                 if not source.is_extra:
                     _lose_origin(source, scheduler, exc)
                 scheduler.pause(LOOK_S)
             except (Unusable, Damaged) as exc:
                 scheduler.count_failure(source, str(exc))
-                scheduler.pause(_jittered(pause_s))
-                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                scheduler.pause(backoff.next_s())
     except RLBoostError as exc:
         if source.is_peer:
             scheduler.leave_out(source, exc.problem)
@@ -432,7 +431,3 @@ def _stalled(seconds: float, trouble: str) -> RuntimeFault:
         f"the pull made no progress for {seconds:g} s (last: {trouble})",
         "check that the head is up and reachable from this machine",
     )
-
-
-def _jittered(seconds: float) -> float:
-    return seconds * random.uniform(0.5, 1.0)  # noqa: S311 - spreads retries, guards nothing
