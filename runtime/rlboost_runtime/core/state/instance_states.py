@@ -62,8 +62,6 @@ class InstanceFlag(StrEnum):
     SERVED = "served"
     """It has proved some version since it joined."""
 
-    __hash__ = str.__hash__  # in C: flags are looked up several times per event
-
 
 class InstanceEvent(StrEnum):
     """What can happen to an instance."""
