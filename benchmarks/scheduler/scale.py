@@ -24,8 +24,7 @@ from rlboost_runtime.core.base.messages import Command, Event, Heartbeat
 from rlboost_runtime.core.core import Core
 from rlboost_runtime.core.rules import Rules
 from rlboost_runtime.sim import Preset, presets
-from rlboost_runtime.sim.baselines.policies import baseline_rules
-from rlboost_runtime.sim.policies import Switches, policy_setup
+from rlboost_runtime.sim.policies import Switches, baseline_rules, policy_setup
 from rlboost_runtime.sim.presets import Workload
 from rlboost_runtime.sim.world import World
 
@@ -36,8 +35,8 @@ COUNTED_UP_TO = 300
 
 
 class TimedCore(Core):
-    """A core that adds up the CPU time of its events; heartbeats apart, whose cost is that of what they
-    tell."""
+    """A core that adds up the CPU time of its events; heartbeats apart, whose cost depends on what they
+    report."""
 
     def __init__(self, rules: Rules) -> None:
         super().__init__(rules)

@@ -29,7 +29,7 @@ from rlboost_runtime.core.base.messages import (
     VersionPublished,
 )
 from rlboost_runtime.core.core import Core
-from rlboost_runtime.sim.baselines.policies import baseline_rules
+from rlboost_runtime.sim.policies import baseline_rules
 
 
 class CoreDriver:

@@ -10,7 +10,7 @@ After every event, `check` holds. What it promises a run (design, section 4):
 - work goes only to an instance that has proved the step's policy version in its present life;
 - a response continues from the tokens it keeps on another instance whenever its own goes;
 - with no spot instance the reserved engines do everything, and get the GPU back from the trainer if need be;
-- a machine is asked to end until the provider says that it is gone.
+- a machine is asked to end until the provider reports that it is gone.
 """
 
 from __future__ import annotations
@@ -255,9 +255,12 @@ class Core:
 
     def _route(self, event: Event) -> bool:
         """Pass an event to its handler; return False if nothing can follow from it."""
+        if isinstance(event, Heartbeat):  # first: nine of ten events of a long log, estimates and leases
+            return self._on_heartbeat(event)
+        if isinstance(event, InstanceMessage):
+            self._on_instance_message(event)
+            return True
         match event:
-            case Heartbeat():  # first: nine of ten events of a long log, estimates and leases
-                return self._on_heartbeat(event)
             case RunStarted():
                 self._on_run_started(event)
             case CoordinatorRestarted():
@@ -285,16 +288,6 @@ class Core:
             case Tick():
                 for timer, subject in self._context.timers.pop_due(event.at):
                     self._on_deadline(timer, subject)
-            case (
-                InstanceReady()
-                | VersionRefused()
-                | Slept()
-                | Disconnected()
-                | Reconnected()
-                | NoticeReceived()
-                | InstanceLeft()
-            ):
-                self._on_instance_message(event)
             case _:
                 assert_never(event)
         return True

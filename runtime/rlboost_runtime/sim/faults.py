@@ -1,7 +1,7 @@
 """Random faults for a simulated run, from a seed: what must never break a promise of the core.
 
 Connections are reset and come back, or not; agents fall silent; engines crash and hang; the trainer and the
-coordinator start anew; the market takes and gives machines at random, with and without notice.
+coordinator restart; the market takes and gives machines at random, with and without notice.
 """
 
 from __future__ import annotations

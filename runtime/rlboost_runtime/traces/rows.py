@@ -57,7 +57,7 @@ class History:
 
     @property
     def events(self) -> tuple[TraceEvent, ...]:
-        """Everything that happened, in order of time: a notice told by its removal comes before it."""
+        """Everything that happened, in order of time: a notice given by its removal comes before it."""
         return tuple(sorted(self._events, key=lambda event: event.at_s))  # stable: ties keep the file's order
 
     def advance(self, at_s: float) -> None:
@@ -186,7 +186,7 @@ def layout_of(cells: list[str]) -> Layout:
 
 
 def is_number(text: str) -> bool:
-    """Whether `text` is a number as people write it."""
+    """Return True if `text` is a number as people write it."""
     return _NUMBER.fullmatch(text) is not None
 
 

@@ -340,7 +340,7 @@ def test_who_hangs_up_while_the_run_ends_was_not_preempted(new_run) -> None:
 def test_an_illegal_move_tells_the_story(run) -> None:
     run.finish(0)
     with pytest.raises(
-        IllegalMove, match=r"response 0: finished -> running .*story: 0 s waiting \(created\)"
+        IllegalMove, match=r"response 0: finished -> running .*history: 0 s waiting \(created\)"
     ):
         run.core.response(0).lifecycle.move(ResponseState.RUNNING, "test", 1.0)
 

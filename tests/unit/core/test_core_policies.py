@@ -34,16 +34,16 @@ from rlboost_runtime.core.window.gpu_lease import LeaseState
 from rlboost_runtime.core.window.seeding_window import StepObservation
 from rlboost_runtime.core.window.sizing import useful_instances
 from rlboost_runtime.sim.baselines.balance import RateProfile, _batch, _bucket
-from rlboost_runtime.sim.baselines.policies import (
+from rlboost_runtime.sim.baselines.windows import PublishedWindow
+from rlboost_runtime.sim.policies import (
     CLOSED,
+    CORE_POLICIES,
     ON_DEMAND,
     PAPER,
-    POLICIES,
     POLYRL,
     RECOMPUTE,
     baseline_rules,
 )
-from rlboost_runtime.sim.baselines.windows import PublishedWindow
 
 
 def queue(run, name: str, queued: int, tokens: dict[int, int] | None = None) -> list:
@@ -60,7 +60,7 @@ def instance(name: str) -> Instance:
 
 def test_live_runs_follow_the_default_and_a_log_keeps_the_policy() -> None:
     assert CoreConfig(max_spot_instances=1).policy == RLBOOST
-    for policy in POLICIES.values():
+    for policy in CORE_POLICIES.values():
         event = RunStarted(0.0, CoreConfig(max_spot_instances=3, policy=policy))
         assert decode_event(encode_event(event)) == event
 

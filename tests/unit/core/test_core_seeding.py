@@ -12,8 +12,8 @@ from rlboost_runtime.core.base.messages import (
 )
 from rlboost_runtime.core.window.seeding_window import CountMeter, StepObservation
 from rlboost_runtime.core.window.sizing import SurplusWatch, desired_machines, useful_instances
-from rlboost_runtime.sim.baselines.policies import PAPER
 from rlboost_runtime.sim.baselines.windows import Algorithm1Window
+from rlboost_runtime.sim.policies import PAPER
 
 
 def seen(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlboost_runtime.core.base.messages import Heartbeat
 from rlboost_runtime.sim.baselines.dispatch import GROUPS_PER_LOOK
-from rlboost_runtime.sim.baselines.policies import POLYRL
+from rlboost_runtime.sim.policies import POLYRL
 
 
 def polyrl(new_run, *names: str, **capacity: int):

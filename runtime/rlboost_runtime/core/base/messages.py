@@ -61,7 +61,7 @@ class LossCause(StrEnum):
     NOTICED = "noticed"
     """It signed off after a preemption notice."""
     REPLACED = "replaced"
-    """The same instance registered anew: its former life is over."""
+    """The same instance registered again: its former life is over."""
     HUNG = "hung"
     """The agent lived but its engine made no progress."""
     STOPPED = "stopped"

@@ -137,7 +137,7 @@ class Counters:
     losses: Counter[LossCause] = field(default_factory=Counter)
     """Instances lost, by cause."""
     preemptions: Counter[LossCause] = field(default_factory=Counter)
-    """Spot machines without any instance left, by what took the last one; counted anew if one comes back."""
+    """Spot machines without any instance left, by what took the last one; counted again if one comes back."""
     stale_events: int = 0
     """Events that no longer mean anything: unknown or former instance, assignment, step or lease."""
     duplicates: int = 0

@@ -33,7 +33,7 @@ COMING_S = {Pool.SPOT: 20.0, Pool.RESERVED: 60.0}
 Reserved engines wake for nothing if they are not waited for: what runs on spot instances does not move to
 them. With 30 s of waking a step of 8B on four machines takes a tenth longer if they are waited for 20 s."""
 FAIR_S = 1.0
-"""The fair share is worked out anew so often: it looks at every instance, and hardly changes meanwhile."""
+"""Seconds for which a fair share is kept: computing it looks at every instance, and it hardly changes."""
 OVERDUE_GROWTH_SHARE = 0.25
 """Remaining growth, as a share of its present length, expected of a response longer than the expected
 length."""

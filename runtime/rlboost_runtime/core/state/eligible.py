@@ -122,7 +122,7 @@ class EligibleSet:
 Rank = tuple[float, float, str]
 """Smaller is better; ends with the name, so that no two are equal."""
 VOID_SHARE = 4
-"""A heap is built anew when it has this many entries per eligible instance."""
+"""A heap is rebuilt when it has this many entries per eligible instance."""
 VOID_SLACK = 64
 """Entries that are always allowed."""
 

@@ -73,7 +73,7 @@ class Response:
     """The instance that it was taken away for: a preference of the next assignment only."""
 
     def drop_tokens_beyond(self, kept: int) -> None:
-        """Have the next assignment generate anew what is beyond `kept` tokens."""
+        """Have the next assignment generate again what is beyond `kept` tokens."""
         self.num_tokens = min(self.num_tokens, kept)
         self.keep_tokens = kept if self.keep_tokens is None else min(self.keep_tokens, kept)
 

@@ -69,7 +69,7 @@ FULL_SHARE = 0.85
 FINISH_SHARE = 1 / 16
 """Of training, what comes after the last response at most: one micro-batch and the optimizer."""
 ENGINES_SHARE = 0.8
-"""Of what a step takes beside training, what its window may explain where the rest says how late a trainer
+"""Of what a step takes beside training, what its window may explain where the rest shows how late a trainer
 is fed; beyond it the rest is an error of the window's."""
 DEAR_SHARE = 0.05
 """Of a step: waking and sleeping that take more are worth a trial without."""
@@ -154,7 +154,7 @@ class PredictedWindow(SeedingWindow):
         self.sleep_s = _blend(self.sleep_s or None, after_s)
 
     def look(self, window: OpenWindow, book: StepResponses) -> float | None:
-        """Plan the window anew if it is time to; return when to look again."""
+        """Plan the window again if it is time to; return when to look next."""
         n, tokens_per_s = window.num_spot, self.pace.tokens_per_s
         is_taught = self.lengths.is_known and self.train_s_per_token is not None
         if not is_taught or tokens_per_s is None or not n:
@@ -315,7 +315,7 @@ class PredictedWindow(SeedingWindow):
         return (made - had) / ((window.now - since) * (window.num_spot + self.num_reserved))
 
     def _tokens(self, book: StepResponses) -> tuple[float, float, float]:
-        """Return the tokens left to generate, all of the step, as far as can be said, and those there are."""
+        """Return the tokens left to generate, all of the step, as far as is known, and those so far."""
         left = total = made = 0.0
         for response in book.responses.values():
             so_far = response.num_tokens

@@ -1,4 +1,4 @@
-"""What RLBoost is compared with: the policies of the paper, of its published code and of plain set-ups.
+"""What RLBoost is compared with: the rules of the paper, of its published code and of plain set-ups.
 
-Enter at `policies`. Imported by the simulator and by benchmarks; live runs know none of this.
+Enter at `sim.policies`, which names and combines them. Live runs know none of this.
 """
