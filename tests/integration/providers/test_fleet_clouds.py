@@ -12,6 +12,7 @@ from rlboost_providers.aws.provider import AwsProvider
 from rlboost_providers.base.multi import MultiProvider
 from rlboost_providers.gcp.machines import GcpPool
 from rlboost_providers.gcp.provider import GcpProvider
+from rlboost_runtime.billing.accounts import to_ns, to_seconds
 from rlboost_runtime.coordinator.fleet import controller as fleet_module
 from rlboost_runtime.coordinator.fleet import offer_choice
 from rlboost_runtime.core.base.messages import LaunchFailed
@@ -57,7 +58,10 @@ async def test_a_bid_that_is_passed_ends_the_machine_and_its_bill_and_buys_no_ot
             await until(made, lambda: any(isinstance(event, LaunchFailed) for event in made.events))
             [view] = provider.describe("run")
             bill = made.bill("spot-0")
-            assert (bill.launched_at, bill.ended_at) == (view.started_at, round(view.ended_at, 6))
+            assert (bill.launched_at, bill.ended_at) == (
+                view.started_at,
+                to_seconds(to_ns(view.ended_at)),
+            )
             seconds = max(60.0, view.ended_at - view.started_at)  # EC2 bills a minute at least
             total = made.ledger.total_micro_usd(time.time() + 100)
             assert total == pytest.approx(360_000 * seconds / 3600, abs=1)

@@ -2,12 +2,12 @@
 
 Guarantees:
 
-- the intent to launch is in the ledger, and told elsewhere (`tell_intent`), before the provider is asked;
-- a machine leaves the ledger's open list only when the provider says that it is gone, or never was: a launch
-  that failed without such a word counts against cap and budget until its lists have not shown it for a while;
+- the intent to launch is in the ledger, and copied elsewhere (`tell_intent`), before the provider is asked;
+- a machine leaves the ledger's open list only when the provider reports that it is gone, or never existed: a
+  launch that failed without such a report counts against cap and budget until lists lacked it for a while;
 - a machine that a former coordinator launched is not taken for gone before its cloud's lists would show it;
-- a machine that the provider started is billed from then on, whether or not the launch was heard of, and at
-  another price from the look on that told it;
+- a machine that the provider started is billed from then on, even if its launch was never confirmed, and at a
+  changed price from the list on that reported it;
 - a machine that the provider has and the core does not want is ended;
 - no launch brings what an hour costs above the cap, or what is committed above the budget;
 - a place that had nothing is left alone for a while (`offer_choice`), and the next one is asked at once;
@@ -71,11 +71,11 @@ MIN_CALL_S = 0.1
 END_AGAIN_S = 0.1
 """Pause between two looks at what is left while the run ends."""
 CONSOLE_S = 20.0
-"""Longest wait for what a machine said that never dialled in: it costs money meanwhile."""
+"""Longest wait for the console of a machine that never dialled in: it costs money meanwhile."""
 RETRY_ERROR_S = 10.0
-"""Pause after a failure that does not say when to come back."""
+"""Pause after a failure that gives no time to retry."""
 _REFUSALS = (NoCapacity, QuotaExceeded, ConfigError)
-"""Words by which a provider says that there is no machine; after any other failure there may be one."""
+"""Errors that mean that no machine was launched; after any other failure there may be one."""
 _NO_OFFERS = ProviderError("no cloud has said what it offers", "asked again by itself")
 
 
@@ -105,7 +105,7 @@ class _Listed:
 
     views: Sequence[MachineView]
     silent: frozenset[str] = frozenset()
-    """Clouds that did not say what they have: what is not listed may be there."""
+    """Clouds that did not answer: machines there may exist although they are not listed."""
 
 
 class FleetController:
@@ -147,7 +147,7 @@ class FleetController:
         self._seen: set[str] = set()
         """Machines that were launched or listed since this process began."""
         self._doubtful: dict[str, tuple[float, str]] = {}
-        """Open machines that nobody wants any more: since when, and what their launch said."""
+        """Open machines that are no longer wanted: since when, and the problem of their launch."""
         self._bought = LaunchRecords(None) if bought is None else bought
         self._tell_intent = tell_intent
 
@@ -197,8 +197,8 @@ class FleetController:
             await self._clock.sleep(END_AGAIN_S)
 
     async def _end_once(self, deadline: float) -> tuple[set[str], bool]:
-        """Look what there is and ask for its end; return what is there or may come, as far as is known, and
-        whether every cloud said what it has."""
+        """List the machines and terminate them; return those that exist or may come, and True if every cloud
+        answered."""
         busy = self._coming
         look = self._look()
         try:
@@ -231,7 +231,7 @@ class FleetController:
     # --- one command --------------------------------------------------------------------------------------
 
     def offer_of(self, machine: str) -> Offer | None:
-        """Return what a machine was bought as; None where nobody knows."""
+        """Return the offer that a machine was bought as; None if unknown."""
         return self._bought.get(machine)
 
     async def _run(self, command: LaunchMachine | TerminateMachine) -> None:
@@ -279,8 +279,7 @@ class FleetController:
             return
         self._choice.came(offer)
         self._seen.add(machine)
-        self._place(view)
-        self._ledger.launched(machine, start_of(view, self._clock.wall()))
+        self._note_launch(view)
         if not self._is_closed:  # else it is on its way out already
             self._ledger.note(self._clock.wall(), "launched", f"{machine} launched in {offer.zone}")
         log_event(log, "machine.launched", machine=machine, zone=view.zone or offer.zone)
@@ -296,7 +295,7 @@ class FleetController:
 
     async def _in_thread(self, machine: str, launch: Callable[[], MachineView]) -> MachineView:
         """Return what `launch` returns. Its thread cannot be stopped: until it has ended the machine may
-        come, also where nobody waits for it any more."""
+        come, even if no caller waits for it any more."""
         self._launching.add(machine)
         call = self._threads.launch(launch)
         call.add_done_callback(lambda done: self._launch_ended(machine, done))
@@ -304,7 +303,7 @@ class FleetController:
 
     def _launch_ended(self, machine: str, call: asyncio.Future[MachineView]) -> None:
         self._launching.discard(machine)
-        if not call.cancelled() and call.exception() is not None:  # where nobody waits nobody would say it
+        if not call.cancelled() and call.exception() is not None:  # no caller may be left to log it
             log_event(log, "machine.launch_ended", machine=machine, problem=repr(call.exception()))
 
     def _launch_failed(self, machine: str, error: RLBoostError | OSError, retry_after_s: float) -> None:
@@ -347,23 +346,19 @@ class FleetController:
         if self._cap is not None and machine not in self._ledger.open_machines():
             rate = self._ledger.rate_micro_usd_per_hour()
             if rate + price > self._cap:
-                refusal = NoCapacity(
+                raise _unaffordable(
                     f"{offer.zone} at {format_usd(price)} an hour beside the"
                     f" {format_usd(rate)} that run now is above max_usd_per_hour, {format_usd(self._cap)}",
                     "wait for a cheaper one, or raise budget.max_usd_per_hour",
                 )
-                refusal.retry_after_s = RETRY_ERROR_S
-                raise refusal
         if self._room is not None and machine not in self._ledger.open_machines():
             least = least_micro_usd(offer.provider, price, offer.min_billed_s)
             if least > self._room():
-                refusal = NoCapacity(
+                raise _unaffordable(
                     f"a machine in {offer.zone} costs {format_usd(least)} at least, more than the budget has"
                     " left",
                     "raise budget.max_usd",
                 )
-                refusal.retry_after_s = RETRY_ERROR_S
-                raise refusal
         self._bought.add(machine, offer)
         self._ledger.intend(MachineRecord.of(machine, offer, self._clock.wall()))
         if offer.egress_micro_usd_per_gb:
@@ -382,7 +377,7 @@ class FleetController:
             log_event(log, "machine.terminate_failed", machine=machine, problem=repr(error))
 
     async def _keep_console(self, machine: str, folder: Path) -> None:
-        """Fetch what the machine said, before it is ended: afterwards some clouds have nothing left of it."""
+        """Save the machine's console before it is terminated: afterwards some clouds no longer have it."""
         run, provider = self._maker.run, self._provider
         try:
             async with asyncio.timeout(CONSOLE_S):
@@ -415,7 +410,7 @@ class FleetController:
     async def _listed(
         self, ask: Callable[[str], list[MachineView] | None], timeout_s: float
     ) -> _Listed | None:
-        """Return what is known of all clouds, or of some; None: it is too soon to ask."""
+        """Return the machines of all clouds, or of those that answered; None: it is too soon to ask."""
         try:
             async with asyncio.timeout(timeout_s):
                 views = await self._threads.call(lambda: ask(self._maker.run))
@@ -457,7 +452,7 @@ class FleetController:
         self._settle_doubts(unbilled - listed, look.at, found.silent)
 
     def _settle_prices(self, views: Sequence[MachineView]) -> None:
-        """Bill machines at what their clouds now take for them, where those tell."""
+        """Bill machines at the present prices of the clouds that report them."""
         booked = self._ledger.running_prices()
         for view in views:
             if view.machine not in booked or view.state is MachineStatus.GONE or view.machine in self._busy:
@@ -484,11 +479,10 @@ class FleetController:
                 self._doubtful[name] = since, problem
 
     def _settle_start(self, view: MachineView, unbilled: set[str]) -> None:
-        """Make good a launch that was not heard of; end a machine that nobody wants."""
+        """Bill a launch that was never confirmed; terminate a machine that is not wanted."""
         is_there = view.state is not MachineStatus.GONE
         if view.machine in unbilled and view.started_at is not None:
-            self._place(view)
-            self._ledger.launched(view.machine, view.started_at)
+            self._note_launch(view)
         known = self._state.core.machines.get(view.machine)
         if known is None:
             if is_there:
@@ -513,14 +507,15 @@ class FleetController:
             and bill.may_be_unlisted(now, provider_traits(bill.provider).list_lag_s)
         }
 
-    def _place(self, view: MachineView) -> None:
-        """Note where the machine is and what it costs there, before it is said to be launched."""
+    def _note_launch(self, view: MachineView) -> None:
+        """Record where a machine runs and at what price, and bill it from its start."""
         offer = self._bought.get(view.machine)
         if view.zone and offer is not None:
             self._ledger.placed(view.machine, view.zone, price_paid(offer, view))
+        self._ledger.launched(view.machine, start_of(view, self._clock.wall()))
 
     def _may_be_in(self, machine: str, clouds: frozenset[str]) -> bool:
-        """Whether the machine may have been bought in one of `clouds`."""
+        """Return True if the machine may have been bought in one of `clouds`."""
         offer = self._bought.get(machine)
         return bool(clouds) and (offer is None or offer.provider in clouds)
 
@@ -532,6 +527,12 @@ class FleetController:
         """Close the books of what the provider no longer lists, or never did."""
         for machine in self._open_machines():
             self._ledger.ended(machine, self._clock.wall())
+
+
+def _unaffordable(problem: str, remedy: str) -> NoCapacity:
+    refusal = NoCapacity(problem, remedy)
+    refusal.retry_after_s = RETRY_ERROR_S
+    return refusal
 
 
 def _problem(error: RLBoostError | OSError) -> str:

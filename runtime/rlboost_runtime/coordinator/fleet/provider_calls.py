@@ -1,12 +1,11 @@
 """Threads for calls to a provider, which block: launches, which take minutes, keep nothing else waiting.
 
-Guarantees: a look at the machines or an end waits for no launch, however many are under way, and for none of
-the event loop's own threads. Whoever asks for more at once than there are threads waits its turn. What is
-raised is a failure that we can explain or an `OSError`, whatever a cloud's own library raised.
+Guarantees: listing or terminating machines waits for no launch, however many are under way, and for none of
+the event loop's own threads. Calls beyond the number of threads wait their turn. Only an `RLBoostError` or an
+`OSError` is raised, whatever a cloud's own library raised.
 
-What a machine said that never came to speak for itself: its serial console, as its cloud keeps it.
-
-Guarantee: whatever the cloud says or refuses here, nothing is raised: whoever asks has something else to do.
+`keep_console` saves the serial console of a machine that never dialled in. It raises nothing, whatever the
+cloud answers: its caller has something else to do.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class ProviderThreads:
         self._others = ThreadPoolExecutor(OTHERS, "provider")
 
     async def call(self, ask: Callable[[], T]) -> T:
-        """Return what `ask` returns; where nobody waits any more its thread goes on."""
+        """Return what `ask` returns; its thread goes on if the caller is cancelled."""
         return await asyncio.get_running_loop().run_in_executor(self._others, _explained, ask)
 
     def launch(self, ask: Callable[[], T]) -> asyncio.Future[T]:
@@ -74,7 +73,7 @@ _UNPRINTED = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[^\t\n -~\u00a0-\uffff]")
 
 @dataclass(frozen=True, slots=True)
 class Console:
-    """What a machine's console has: `lines`, all of which lie in `log`; or why it cannot be read."""
+    """The text of a machine's console, saved in `log`, or why it cannot be read."""
 
     lines: tuple[str, ...]
     log: Path
@@ -82,9 +81,9 @@ class Console:
 
 
 def keep_console(provider: Provider, run: str, machine: str, folder: Path) -> Console | None:
-    """Fetch the end of a machine's console into `folder`/console.log; None where its cloud keeps none.
+    """Fetch the end of a machine's console into `folder`/console.log; None if its cloud keeps none.
 
-    Blocks for a second, or as long as the cloud's calls are waited for. An empty one leaves no file.
+    Blocks for a second, or until the cloud's calls time out. An empty one leaves no file.
     """
     if not isinstance(provider, CanShowConsole):
         return None
