@@ -307,3 +307,27 @@ def _open(ec2: Any, group: str) -> None:
     except ec2.exceptions.ClientError as error:
         if code_of(error) != "InvalidPermission.Duplicate":
             raise
+
+
+def ec2_client(region: str) -> Any:
+    """Return boto3's EC2 client. Raises `ConfigError` where boto3 is not installed."""
+    try:
+        import boto3
+        from botocore.config import Config
+    except ImportError as missing:
+        raise ConfigError(
+            "AWS without SkyPilot needs boto3, which is not installed", "type: pip install 'rlboost[aws]'"
+        ) from missing
+    retries: Any = {"mode": "standard", "max_attempts": 4}  # boto3's types are not installed everywhere
+    config = Config(retries=retries, connect_timeout=5, read_timeout=25, user_agent_extra="rlboost")
+    return boto3.session.Session().client("ec2", region_name=region, config=config)
+
+
+def root_device(ec2: Any, image: str) -> str:
+    """Return what the image calls its disk. Raises `ConfigError` for an image that is not there."""
+    if not image.startswith("ami-"):
+        return "/dev/sda1"  # a parameter of the deep-learning images: Ubuntu, which calls it so
+    found = ec2.describe_images(ImageIds=[image])["Images"]
+    if not found:
+        raise ConfigError(f"image {image} is not in this region", "name an image of the region, or none")
+    return str(found[0].get("RootDeviceName") or "/dev/sda1")

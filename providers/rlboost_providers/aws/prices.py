@@ -7,10 +7,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 from rlboost_providers.aws.errors import explained
-from rlboost_providers.base.prices import Quote
+from rlboost_providers.aws.machines import ec2_client
+from rlboost_providers.aws.traits import NAME
+from rlboost_providers.base.prices import Quote, ShippedTable
 from rlboost_runtime.errors import ProviderError
 from rlboost_runtime.money import parse_usd
 
@@ -131,3 +134,31 @@ def _latest(prices: Sequence[SpotPrice]) -> tuple[SpotPrice, ...]:
     for price in sorted(prices, key=lambda p: p.since):
         last[price.instance_type, price.zone] = price
     return tuple(sorted(last.values(), key=lambda p: (p.micro_usd_per_hour, p.zone, p.instance_type)))
+
+
+class LivePrices:
+    """A `PriceSource`: EC2's spot prices of now over the shipped table, which has the other clouds'.
+
+    Costs a request per region that the table knows; nothing is bought, and AWS asks no money for the answer.
+    `infra`: as in job files; only regions in it are asked.
+    """
+
+    def __init__(self, infra: str | None = None) -> None:
+        self._known = ShippedTable().quotes()
+        wanted = "" if infra is None else infra.rstrip("/") + "/"
+        self._regions = {
+            q.region for q in self._known if q.cloud == NAME and f"{NAME}/{q.region}/".startswith(wanted)
+        }
+        self.is_live = bool(self._regions)
+        self.name = "EC2's spot price history" if self._regions else ShippedTable.name
+
+    def quotes(self) -> list[Quote]:
+        """Return EC2's spot prices and the table's quotes of other clouds. Raises `ProviderError`,
+        `ConfigError`."""
+        if not self._regions:
+            return self._known
+        others = [quote for quote in self._known if quote.cloud != NAME]
+        history = {
+            region: SpotPrices(partial(ec2_client, region), region) for region in sorted(self._regions)
+        }
+        return [*PriceHistory(history, self._known).quotes(), *others]

@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from rlboost_providers.aws.errors import RACES, code_of, explained, fleet_problem
@@ -25,15 +24,16 @@ from rlboost_providers.aws.machines import (
     AwsPool,
     Ec2Machine,
     console_of,
+    ec2_client,
     list_machines,
+    root_device,
     security_group,
     template_data,
 )
-from rlboost_providers.aws.prices import PriceHistory, SpotPrice, SpotPrices
+from rlboost_providers.aws.prices import SpotPrice, SpotPrices
 from rlboost_providers.aws.traits import LIST_LAG_S, MIN_BILLED_S, NAME
 from rlboost_providers.base import tags
 from rlboost_providers.base.multi import ask_all
-from rlboost_providers.base.prices import Quote, ShippedTable
 from rlboost_providers.base.provider import (
     Ability,
     LaunchRequest,
@@ -550,55 +550,3 @@ def _raise_first(problems: Mapping[str, RLBoostError]) -> None:
 
 def _first_known(*prices: int | None) -> int | None:
     return next((price for price in prices if price is not None), None)
-
-
-def ec2_client(region: str) -> Any:
-    """Return boto3's EC2 client. Raises `ConfigError` where boto3 is not installed."""
-    try:
-        import boto3
-        from botocore.config import Config
-    except ImportError as missing:
-        raise ConfigError(
-            "AWS without SkyPilot needs boto3, which is not installed", "type: pip install 'rlboost[aws]'"
-        ) from missing
-    retries: Any = {"mode": "standard", "max_attempts": 4}  # boto3's types are not installed everywhere
-    config = Config(retries=retries, connect_timeout=5, read_timeout=25, user_agent_extra="rlboost")
-    return boto3.session.Session().client("ec2", region_name=region, config=config)
-
-
-def root_device(ec2: Any, image: str) -> str:
-    """Return what the image calls its disk. Raises `ConfigError` for an image that is not there."""
-    if not image.startswith("ami-"):
-        return "/dev/sda1"  # a parameter of the deep-learning images: Ubuntu, which calls it so
-    found = ec2.describe_images(ImageIds=[image])["Images"]
-    if not found:
-        raise ConfigError(f"image {image} is not in this region", "name an image of the region, or none")
-    return str(found[0].get("RootDeviceName") or "/dev/sda1")
-
-
-class LivePrices:
-    """A `PriceSource`: EC2's spot prices of now over the shipped table, which has the other clouds'.
-
-    Costs a request per region that the table knows; nothing is bought, and AWS asks no money for the answer.
-    `infra`: as in job files; only regions in it are asked.
-    """
-
-    def __init__(self, infra: str | None = None) -> None:
-        self._known = ShippedTable().quotes()
-        wanted = "" if infra is None else infra.rstrip("/") + "/"
-        self._regions = {
-            q.region for q in self._known if q.cloud == NAME and f"{NAME}/{q.region}/".startswith(wanted)
-        }
-        self.is_live = bool(self._regions)
-        self.name = "EC2's spot price history" if self._regions else ShippedTable.name
-
-    def quotes(self) -> list[Quote]:
-        """Return EC2's spot prices and the table's quotes of other clouds. Raises `ProviderError`,
-        `ConfigError`."""
-        if not self._regions:
-            return self._known
-        others = [quote for quote in self._known if quote.cloud != NAME]
-        history = {
-            region: SpotPrices(partial(ec2_client, region), region) for region in sorted(self._regions)
-        }
-        return [*PriceHistory(history, self._known).quotes(), *others]

@@ -28,7 +28,7 @@ def prices(
     from rlboost_providers.base.prices import ShippedTable, price_book
 
     if live:
-        from rlboost_providers.aws.provider import LivePrices
+        from rlboost_providers.aws.prices import LivePrices
 
         with output.working("asking EC2 for its spot prices"):
             book = price_book([LivePrices(infra), ShippedTable()])
