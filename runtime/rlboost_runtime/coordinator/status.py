@@ -23,7 +23,7 @@ from rlboost_runtime.protocol.status import (
     OnDemandFigures,
     PreemptionCounts,
     Preparation,
-    PullState,
+    PullStatus,
     RecentEvent,
     ReplayDigest,
     ResponseCounts,
@@ -256,7 +256,7 @@ def _instances(sources: StatusSources) -> list[InstanceRow]:
         )
         if (stats := sources.agents.stats.get(name)) is not None:
             row.tokens_per_s = round(stats.tokens_per_s, 1)
-            row.pulling = None if stats.pulling is None else PullState(*stats.pulling)
+            row.pulling = None if stats.pulling is None else PullStatus(*stats.pulling)
             row.pull_s, row.apply_s, row.load_s = stats.pull_s, stats.apply_s, stats.load_s
             row.pause_s, row.start_s = stats.pause_s, stats.start_s
         rows.append(row)

@@ -92,7 +92,7 @@ class MachineRow(msgspec.Struct):
     """Seconds by phase, in the order of the phases."""
 
 
-class PullState(msgspec.Struct):
+class PullStatus(msgspec.Struct):
     """How much of a weight version an instance has."""
 
     version: int = 0
@@ -111,7 +111,7 @@ class InstanceRow(msgspec.Struct):
     in_flight: int = 0
     tokens_per_s: float = 0.0
     uptime_s: float = 0.0
-    pulling: PullState | None = None
+    pulling: PullStatus | None = None
     pull_s: float = 0.0
     apply_s: float = 0.0
     load_s: float = 0.0
