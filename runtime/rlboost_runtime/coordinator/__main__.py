@@ -38,7 +38,7 @@ async def _serve(run: RunFolder) -> None:
 
 
 def main() -> int:
-    """Serve until the run ends; return the process's exit status. Raises what nobody can explain."""
+    """Serve until the run ends; return the process's exit status. Raises what cannot be explained."""
     setup("coordinator")
     run = RunFolder(Path(sys.argv[1]).absolute())
     if run.outcome.exists():

@@ -244,7 +244,8 @@ class Coordinator:
         self._agents.boot_times.keep(self._ledger)
         self._write_status()
         if self._ending is not None and not self._leave.is_set():
-            write_json(self._run.outcome, msgspec.structs.asdict(_outcome(self._ending)))
+            outcome = replace(self._ending, state=_state_of(self._ending))
+            write_json(self._run.outcome, asdict(outcome))
         self._ledger.close()
 
     async def _serve_on(self, listener: socket.socket) -> None:
@@ -486,19 +487,8 @@ def _own_machine(job: Job, now: float) -> MachineRecord:
     )
 
 
-class _Outcome(msgspec.Struct):
-    state: str
-    problem: str
-    remedy: str
-    exit_code: int
-
-
 def _state_of(ending: RunEnd) -> str:
     return "stopped" if ending.state == "budget" else ending.state
-
-
-def _outcome(ending: RunEnd) -> _Outcome:
-    return _Outcome(_state_of(ending), ending.problem, ending.remedy, ending.exit_code)
 
 
 def _only_cause(group: ExceptionGroup) -> Exception | None:

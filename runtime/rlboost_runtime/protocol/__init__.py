@@ -1,4 +1,5 @@
-"""What the roles send each other: message types, their encoding and the WebSocket transport.
+"""What the roles send each other: message types, their encoding, sessions and the WebSocket transport.
 
-Enter at `messages` for the types and at `transport` for a connection. Every role imports it; it imports none.
+Enter at `messages` for the types, at `session` for a kept connection, at `transport` for a single one. Every
+role imports it; it imports none.
 """

@@ -1,4 +1,4 @@
-"""Counting responses whose reward failed: kinds, the metrics that carry them, and words for people.
+"""Counting responses whose reward failed: kinds, the metrics that carry them, and texts for users.
 
 The trainer decides and counts (`trainer.rewards.outcome` states the rule); coordinator, cost report and CLI
 only add up and report. Pure; standard library only.

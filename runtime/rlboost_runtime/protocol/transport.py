@@ -4,7 +4,7 @@ Guarantees: the server is the one that holds the given certificate, or nothing i
 included; whatever goes wrong with the network is a `ConnectionError`, before and after the connection is
 open; a refusal that asking again cannot change (wrong token, wrong certificate) is a `ProtocolError`.
 
-There are no WebSocket pings: the protocol's own heartbeats say whether a peer lives, on our own clock.
+There are no WebSocket pings: the protocol's own heartbeats show whether a peer lives, on our own clock.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlboost_runtime.run import security
 from rlboost_runtime.seams import Transport
 
 CLOSE_TIMEOUT_S = 1.0
-"""How long `close` waits for the peer's answer: enough for a live one, and a dead one holds up nobody."""
+"""How long `close` waits for the peer's answer: enough for a live one; a dead one must not hold us up."""
 
 
 async def connect(url: str, token: str, certificate_pem: str, *, timeout_s: float) -> Transport:

@@ -256,9 +256,9 @@ def _why_hopeless(
     times = (
         "ended" if status == EX_CONFIG else f"ended {attempts.crashes} times in a row without progress, last"
     )
-    said = last_line(path, log_offset)[:_MAX_LINE]
+    line = last_line(path, log_offset)[:_MAX_LINE]
     return Explanation(
-        f"the {role.name} {times} with {how}" + (f": {said}" if said else "") + f"; its log is {path}",
+        f"the {role.name} {times} with {how}" + (f": {line}" if line else "") + f"; its log is {path}",
         f"see the end of that log for the cause, then type rlboost launch {run.name} --resume",
     )
 

@@ -2,10 +2,10 @@
 
 What a frame costs is mostly the number of numpy calls and of journal records, not its tokens. So frames that
 arrive within `GATHER_S` of one another are merged and accepted as one, with one journal record; each sender
-gets its own acknowledgement once that record is on stable storage; only then does the core hear what ended.
+gets its own acknowledgement once that record is on stable storage; only then does the core learn what ended.
 
 Guarantees: frames of one sender are accepted in their order; a frame that contradicts itself costs its sender
-the connection and touches nobody else's tokens; `settle` leaves nothing gathered.
+the connection and touches no other sender's tokens; `settle` leaves nothing gathered.
 """
 
 from __future__ import annotations

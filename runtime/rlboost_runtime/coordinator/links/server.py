@@ -21,13 +21,13 @@ from rlboost_runtime.run.security import authorised
 from rlboost_runtime.seams import Transport
 
 CLOSE_TIMEOUT_S = 2.0
-"""Longest wait for a peer to let go of its connection."""
+"""Longest wait for a peer to close its connection."""
 _NOT_AN_OBJECT = {"problem": "the body is not a JSON object", "remedy": "send a JSON object"}
 
 
 @dataclass(frozen=True, slots=True)
 class Handlers:
-    """What the port leads to."""
+    """Who serves which path."""
 
     agent: Callable[[Transport], Awaitable[None]]
     trainer: Callable[[Transport], Awaitable[None]]
@@ -36,7 +36,7 @@ class Handlers:
     stop: Callable[[str, str, str, int | None], None]
     """State, problem, remedy, and the exit code where it is not that of the state."""
     runtime: Callable[[], Awaitable[bytes]]
-    """What a machine installs that has only dialled out: a tar file."""
+    """Returns what a machine that has only dialled out installs: a tar file."""
 
 
 class ServedConnection:
@@ -71,7 +71,7 @@ class ServedConnection:
 
 
 def make_app(handlers: Handlers, token: str) -> FastAPI:
-    """Return the application. Every path wants `Authorization: Bearer <the run's token>`."""
+    """Return the application. Every path requires `Authorization: Bearer <the run's token>`."""
     app = FastAPI(openapi_url=None)
 
     def demand(authorization: str | None) -> None:

@@ -121,7 +121,7 @@ class WeightTracker:
         others = [name for name in near if self._listeners[name].machine != machine]  # its own are linked
         if not others:
             return LoadVersionMessage(version, digest)
-        if instance not in near:  # a leaf: nobody could get from it what it fetched
+        if instance not in near:  # a leaf: no peer could get from it what it fetched
             return LoadVersionMessage(version, digest, self._peers(others), (0, 0))
         after = [name for name in _after(near, instance) if name in others]
         return LoadVersionMessage(

@@ -1,4 +1,4 @@
-"""What is told about a run and changes nothing: its timeline, lost work, boot times and step times.
+"""What is measured and reported of a run: its timeline, wasted time, boot times and step figures.
 
-Each observer is handed events after the core has decided. Remove one and the run goes on as before.
+Observers (`driver.totals.Observer`) get events after the core has decided; a run goes on without them.
 """

@@ -8,13 +8,13 @@ trainer holds its GPUs. Of the other seconds,
 - `boot` are those until an agent of it had proved its first policy version; on the reserved machine, those
   until the first step began (making the model, its warm-up, the first publication);
 - `idle` are those later: waiting for weights, for the end of others' work, for work at all, for the
-  provider to end it. On the reserved machine also the trainer's waiting for responses, as the trainer says.
+  provider to end it. On the reserved machine also the trainer's wait for responses, as it reports it.
 
 Some work comes to nothing. It is taken from the seconds worked, and never from more than these:
 
 - `lost`: an instance that held responses was lost. From the last tokens that came from it (or, if none did
-  since, from when it was given the work) to the moment it was given up, it generated what nobody received,
-  or was dead and nobody knew. The instances of a machine count equally.
+  since, from when it was given the work) to the moment it was given up, it generated what was not received,
+  or was dead without our knowing. The instances of a machine count equally.
 - `redone`, prefill: a response was given to an instance although one had had it before. From then to the
   first token that the instance adds, divided by the responses that it holds at that moment (and by the
   machine's instances). An upper bound: waiting for a decode slot, the decoding of that token and up to 70 ms

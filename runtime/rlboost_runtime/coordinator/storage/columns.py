@@ -113,7 +113,7 @@ def frame_deltas(frame: wire.Frame) -> TokenDeltas:
 
 
 def merge_frames(frames: Sequence[wire.Frame]) -> wire.Frame | None:
-    """Return one frame that says what all of `frames`, of one policy version, say; None where one of them has
+    """Return one frame with the contents of all `frames`, of one policy version; None where one of them has
     columns that do not agree, so that merging would hide whose they are."""
     for frame in frames:
         num_deltas, num_tokens = len(frame.counts) // 2, len(frame.token_ids) // 4

@@ -259,7 +259,7 @@ class Journal:
         callbacks = [item.on_commit for item in batch if item.on_commit is not None]
         if callbacks:
             self._committed.extend(callbacks)
-            self._tell(self._deliver)
+            self._call_soon(self._deliver)
         return finished
 
     def _pause(self) -> None:
@@ -276,9 +276,9 @@ class Journal:
         if (problem is None) == (self._problem is None):
             return
         self._problem = problem
-        self._tell(lambda: self._on_problem(problem))
+        self._call_soon(lambda: self._on_problem(problem))
 
-    def _tell(self, callback: Callback) -> None:
+    def _call_soon(self, callback: Callback) -> None:
         assert self._loop is not None
         self._loop.call_soon_threadsafe(callback)
 

@@ -51,7 +51,7 @@ class EndedAssignment:
     """A current assignment that ended. `num_tokens`: tokens that its response has now.
 
     `reason` is a FinishReason or ReleaseReason value. Where an agent claims a finish without having sent all
-    tokens before it, it is `engine_failed` instead, with `problem` saying so.
+    tokens before it, it is `engine_failed` instead, and `problem` states that.
     """
 
     assignment: int
@@ -65,7 +65,7 @@ class EndedAssignment:
 class Accepted:
     """What a frame changed. `record` is None where there is nothing to journal; the counts are in tokens and
     add up to the frame's. `full`: responses that reached the limit in this frame without a finish in
-    `endings`; they are complete (`is_complete` says why) and their assignments are over."""
+    `endings`; they are complete (`is_complete` gives the reason) and their assignments are over."""
 
     record: bytes | None
     num_accepted: int
@@ -173,7 +173,7 @@ class TokenStore:
 
     def is_complete(self, response: int) -> FinishReason | None:
         """Return why nothing may be added to `response`, or None. A stop token as its last one counts as a
-        stop although the word of the engine is still missing: a finished response is never resumed."""
+        stop although the engine's ending has not arrived: a finished response is never resumed."""
         row = self._row(response)
         return self._finished.get(row) or (FinishReason.STOP if self._ends_in_stop_token(row) else None)
 
@@ -222,7 +222,7 @@ class TokenStore:
 
     def check(self) -> None:
         """Assert every invariant."""
-        assert self._lengths[self._num_rows] == 0, "tokens were accepted for nobody"
+        assert self._lengths[self._num_rows] == 0, "tokens were accepted for no response"
         assert self._assignments.num_current() + len(self._mute) == len(self._current)
         for row, (assignment, _) in self._current.items():
             assert self._row_of(assignment) == row, f"row {row}"
@@ -295,7 +295,7 @@ class TokenStore:
     # --- endings -----------------------------------------------------------------------------------------
 
     def _end(self, endings: tuple[wire.AssignmentEnd, ...]) -> tuple[EndedAssignment, ...]:
-        """End the current ones among the assignments; words about others are late and mean nothing."""
+        """End the current ones among the assignments; endings of others are late and ignored."""
         ended: list[EndedAssignment] = []
         for ending in endings:
             row = self._row_of(ending.assignment)
@@ -394,11 +394,11 @@ class TokenStore:
 
     def _restore_finishes(self, record: JournalRecord) -> list[tuple[int, FinishReason]]:
         finishes: list[tuple[int, FinishReason]] = []
-        for response, word in record.endings:
+        for response, reason in record.endings:
             row = self._row(response)
             if row not in self._finished:
-                self._finish(row, FinishReason(word))
-                finishes.append((response, FinishReason(word)))
+                self._finish(row, FinishReason(reason))
+                finishes.append((response, FinishReason(reason)))
         return finishes
 
     def _check_row(self, row: int) -> None:
