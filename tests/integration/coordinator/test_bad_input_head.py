@@ -145,8 +145,8 @@ async def test_a_journal_that_cannot_be_written_is_told_and_waited_for_only_so_l
     monkeypatch.setattr(service, "DISK_PATIENCE_S", 1.5)
     create_secrets(run)
     coordinator = Coordinator(run, job(run), SystemClock(), RefusingDisk())
-    coordinator._state.journal.open_step(0, fresh=True)
-    coordinator._state.journal.append(b"tokens")
+    coordinator._driver.journal.open_step(0, fresh=True)
+    coordinator._driver.journal.append(b"tokens")
     began = time.monotonic()
     async with asyncio.timeout(30):
         with pytest.raises(ExceptionGroup) as error:
