@@ -94,3 +94,29 @@ def test_files_that_pages_name_are_there(page: Path) -> None:
 def test_pages_hold_nothing_of_the_machine_they_were_written_on() -> None:
     for page in PAGES:
         assert not re.search(r"/(home|root|work|Users)/\w", page.read_text(encoding="utf-8")), page.name
+
+
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+WALKS = re.findall(
+    r"^### (A [^\n]*, from [^\n]*)\n(.*?)(?=^##)",
+    ARCHITECTURE[ARCHITECTURE.index("## Three walks") :],
+    re.MULTILINE | re.DOTALL,
+)
+MOST_FILES_OF_A_WALK = 25
+
+
+def test_there_are_three_walks() -> None:
+    assert [name.partition(",")[0] for name, _ in WALKS] == ["A token", "A dollar", "A weight version"]
+
+
+@pytest.mark.parametrize(("name", "text"), WALKS, ids=[name for name, _ in WALKS])
+def test_a_walk_passes_few_files_and_each_exists(name: str, text: str) -> None:
+    stops = re.findall(r"^(\d+)\. `([^`]+)`: .", text, re.MULTILINE)
+    assert [int(number) for number, _ in stops] == list(range(1, len(stops) + 1))
+    assert 15 < len(stops) <= MOST_FILES_OF_A_WALK
+    files = [file for _, file in stops]
+    assert len(set(files)) == len(files)
+    missing = [
+        f for f in files if not any((ROOT / at / f).exists() for at in ("", "runtime/rlboost_runtime"))
+    ]
+    assert missing == []

@@ -41,6 +41,8 @@ ALLOWED = {
     "agent.settle",  # attributes of what a docstring speaks of
     "state.step",
 }
+EXAMPLES = re.compile(r"\b(acme|fewest)\b")
+"""What the worked examples in CONTRIBUTING would add."""
 FOREIGN = {"ContinuousBatchProcessor", "GRPOTrainer", "MemoryBIO", "ProxyJump", "compute_v1", "np", "vllm"}
 """Classes, options and packages of other projects that are named."""
 
@@ -155,6 +157,7 @@ def quoted(text: str) -> list[str]:
 
 def stale_in(text: str, folder: Path, variables: Set[str] = frozenset()) -> set[str]:
     """Return what `text` names in backticks, or by one of our packages, that does not exist."""
+    text = "\n".join(line for line in text.splitlines() if not EXAMPLES.search(line))
     names = quoted(text)
     found = {name for name in names if stale_path(name, folder)}
     found |= {name for name in names if DOTTED.fullmatch(name) and stale_name(name, variables)}
