@@ -1,6 +1,6 @@
 """Sample job files, shipped as data: `names()` lists them, `text(name)` returns one with its comments.
 
-`laptop` runs as it is, `own-machines` once its hosts are yours, the others once roles and buckets are.
+`laptop` runs as it is, `own-machines` once its hosts are set, the others once their roles and buckets are.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import resources
 
 ALIASES = {"local": "laptop", "ssh": "own-machines"}
-"""Other words for templates: what `infra` says for them."""
+"""Other names of templates, as `infra` has them."""
 
 
 def names() -> list[str]:

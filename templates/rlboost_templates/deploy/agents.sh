@@ -1,5 +1,5 @@
 # Runs this machine's agents until all have ended, then gives the machine up, so that a machine that its head has
-# forgotten is not paid for. The arguments are the instances, such as spot-3/0.
+# forgotten costs nothing. The arguments are the instances, such as spot-3/0.
 set -uo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=${RLBOOST_ROOT:-$HOME/.rlboost}

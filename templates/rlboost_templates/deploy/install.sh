@@ -1,5 +1,5 @@
 # Puts the wheel and the pinned versions beside this file into $RLBOOST_ROOT/venv (default ~/.rlboost), with a
-# Python 3.11 that uv finds or fetches, and vLLM beside it into venv-vllm where its lists are here. Run again it takes seconds: only what changed is installed anew.
+# Python 3.11 that uv finds or fetches, and vLLM beside it into venv-vllm where its lists are here. A second run takes seconds: it installs only what changed.
 # Phases and their seconds are in $RLBOOST_ROOT/install.json. Needs no root.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -71,7 +71,7 @@ if [ "$(cat "$root/wheel.sha256" 2> /dev/null)" != "$wanted" ]; then
   "$uv" pip install -q --python "$python" --no-deps --reinstall-package rlboost "$wheel"
   echo "$wanted" > "$root/wheel.sha256"
 fi
-"$python" -c 'import rlboost_runtime.agent.service' # better said here than in every agent's log
+"$python" -c 'import rlboost_runtime.agent.service' # fails here once instead of in every agent's log
 phase wheel
 echo "{$phases}" > "$root/install.json"
 echo "install: {$phases}"

@@ -1,7 +1,7 @@
 #!/bin/bash
 # Start-up script of a spot machine: run by cloud-init (AWS) or the guest agent (Google Cloud), as root.
 # It takes no connection from outside. When its agents have ended, for whatever reason, so has the machine:
-# an agent that has not heard the head for 15 minutes ends by itself.
+# an agent without contact to the head for 15 minutes ends by itself.
 set -uo pipefail
 umask 077
 root="${RLBOOST_ROOT:-/opt/rlboost}"
