@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import socket
 import sys
 from collections.abc import AsyncIterator
@@ -22,6 +21,7 @@ import msgspec
 from rlboost_runtime.errors import RuntimeFault
 from rlboost_runtime.logs import event
 from rlboost_runtime.protocol.messages import LoadVersionMessage, PeerListening
+from rlboost_runtime.seams import Backoff
 from rlboost_runtime.weights.child_pipe import (
     ChildFailure,
     PeerRequest,
@@ -110,16 +110,15 @@ class Puller:
 
     async def pull(self, version: int) -> PullReport:
         """Fetch `version`. Raises `PullFailed` after several attempts."""
-        problem = ""
+        problem, backoff = "", Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         try:
-            for attempt in range(ATTEMPTS):
+            for _ in range(ATTEMPTS):
                 try:
                     return await self._attempt(version)
                 except (RuntimeFault, TimeoutError, OSError, ValueError) as exc:
                     problem = str(exc) or "no progress"
                     event(log, "pull.failed", level=logging.WARNING, version=version, problem=problem)
-                pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**attempt)
-                await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
+                await asyncio.sleep(backoff.next_s())
         finally:
             self.progress = None
         raise PullFailed(f"version {version} cannot be pulled: {problem}", f"see {self._log_path}")

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlboost_runtime.engines.base import greedy_continuation
 from rlboost_runtime.trainer.learn import lora as adapters
 from rlboost_runtime.weights.manifest import Probe, Tied
 
@@ -99,16 +100,8 @@ def greedy_probe(
 
     `next_logprobs` returns log_V of the token that follows a sequence.
     """
-    sequence, logprobs = list(token_ids), list[float]()
-    while len(logprobs) < PROBE_TOKENS:
-        log_V = next_logprobs(sequence)
-        best = int(log_V.argmax())
-        sequence.append(best)
-        logprobs.append(float(log_V[best]))
-        if best in stop_token_ids:
-            break
-    new = tuple(sequence[len(token_ids) :])
-    return Probe(tuple(token_ids), new, tuple(logprobs), PROBE_TOLERANCE[dtype])
+    new, logprobs = greedy_continuation(next_logprobs, token_ids, PROBE_TOKENS, stop_token_ids)
+    return Probe(tuple(token_ids), tuple(new), tuple(logprobs), PROBE_TOLERANCE[dtype])
 
 
 def next_logprobs(model: PreTrainedModel, sequence: Sequence[int]) -> Tensor:
