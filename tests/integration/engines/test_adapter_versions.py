@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,10 @@ def test_frozen_weights_are_written_digested_and_sent_once(
             wanted = trained.policy.model(torch.tensor([[5, 6, 7]])).logits
             torch.testing.assert_close(model(torch.tensor([[5, 6, 7]])).logits, wanted, rtol=1e-4, atol=1e-4)
     assert digested.count(WEIGHTS) == 1
+    deadline = time.monotonic() + 10.0
+    while trained.store.versions() != [2, 3] and time.monotonic() < deadline:
+        time.sleep(0.05)  # the server holds a version a little longer than it is read
+        trained.store.collect()
     assert trained.store.versions() == [2, 3]
     assert sorted(path.name for path in trained.machine.iterdir()) == ["v000002", "v000003"]
     for folder in (trained.store.folder, trained.machine):
