@@ -53,7 +53,7 @@ budgets = st.none() | st.integers(1, 10**6).map(lambda cents: Budget(max_usd=cen
 
 def fill(ledger: Ledger, machines: Any, steps: Any, usage: Any) -> None:
     for number, machine in enumerate(machines):
-        pool, price, storage, start, lifecycle, pause, wasted, fails, changes, cloud = machine
+        pool, price, storage, start, life, pause, wasted, fails, changes, cloud = machine
         name = f"{pool}-{number}"
         ledger.intend(MachineRecord(
             name, pool=pool, provider=cloud, zone="here", accelerator="cpu",
@@ -66,10 +66,10 @@ def fill(ledger: Ledger, machines: Any, steps: Any, usage: Any) -> None:
         ledger.launched(name, T0 + start)
         for after, other in changes:  # in any order: a clock may be set back
             ledger.repriced(name, other, T0 + start + after)
-        if lifecycle is not None:
-            ledger.ended(name, T0 + start + lifecycle)
+        if life is not None:
+            ledger.ended(name, T0 + start + life)
             if pause is not None:
-                ledger.launched(name, T0 + start + lifecycle + pause)
+                ledger.launched(name, T0 + start + life + pause)
         ledger.add_wastes({(kind, name): s for kind, s in wasted.items()})
     for number, (start, length, tokens, reward) in enumerate(steps):  # in any order: trained again
         ledger.record_step(
@@ -124,15 +124,15 @@ def test_a_machine_costs_its_time_at_the_price_of_each_moment_and_never_less_lat
 
 def exact_cost(machine: Any, until: int) -> int:
     """Return what the machine costs, added up piece by piece."""
-    _, price, _, start, lifecycle, pause, _, fails, changes, cloud = machine
+    _, price, _, start, life, pause, _, fails, changes, cloud = machine
     if fails:
         return 0
     least_ns = 60 * 10**9 if cloud == "aws" else 0
     begin = to_ns(T0 + start)
-    end = None if lifecycle is None else max(begin, to_ns(T0 + start + lifecycle))
+    end = None if life is None else max(begin, to_ns(T0 + start + life))
     lives = [(begin, until if end is None else max(end, begin + least_ns))]
-    if end is not None and pause is not None and to_ns(T0 + start + lifecycle + pause) > end:
-        lives.append((to_ns(T0 + start + lifecycle + pause), until))
+    if end is not None and pause is not None and to_ns(T0 + start + life + pause) > end:
+        lives.append((to_ns(T0 + start + life + pause), until))
     pieces, since = [], 0
     for after, other in changes:
         at = max(since, to_ns(T0 + start + after))

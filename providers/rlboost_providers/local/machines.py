@@ -71,7 +71,7 @@ class ReclaimRecord(msgspec.Struct, frozen=True):
 class LocalMachine(msgspec.Struct, frozen=True):
     """What is known of one machine. Times in seconds since the Unix epoch.
 
-    `launched_at` None: intended, but the launch was not completed. `node`, `lifecycle` and `reclaim_at` are
+    `launched_at` None: intended, but the launch was not completed. `node`, `life` and `reclaim_at` are
     its market's (absent without one).
     """
 
@@ -83,7 +83,7 @@ class LocalMachine(msgspec.Struct, frozen=True):
     launched_at: float | None = None
     processes: tuple[Launched, ...] = ()
     node: str | None = None
-    lifecycle: int = 0
+    life: int = 0
     reclaim_at: float | None = None
     reclaim_notice_s: float | None = None
     reclaim: ReclaimRecord | None = None

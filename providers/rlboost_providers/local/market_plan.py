@@ -44,13 +44,13 @@ class MarketPlan(Protocol):
     def nodes(self) -> tuple[str, ...]:
         """Places for a machine, in the order in which they are given away."""
 
-    def reclaim(self, node: str, lifecycle: int, launched_at: float, started_at: float) -> Reclaim | None:
+    def reclaim(self, node: str, life: int, launched_at: float, started_at: float) -> Reclaim | None:
         """Return when the machine launched on `node` at `launched_at` is taken away; None: never."""
 
     def available_from(
-        self, node: str, lifecycle: int, reclaimed_at: float | None, now: float, started_at: float
+        self, node: str, life: int, reclaimed_at: float | None, now: float, started_at: float
     ) -> float | None:
-        """Return when `node` can take life number `lifecycle`: `now` or earlier means at once; None: never
+        """Return when `node` can take life number `life`: `now` or earlier means at once; None: never
         again.
 
         `reclaimed_at`: when its former life was taken by the market; None: it had none, or ended otherwise.
@@ -85,32 +85,32 @@ class SeededPlan:
     mean_absence_s: float
     announcements: _Announcements
 
-    def lifetime_s(self, node: str, lifecycle: int) -> float:
+    def lifetime_s(self, node: str, life: int) -> float:
         """Return how long that machine is left alive; the mean over lives is `mean_lifetime_s`."""
-        drawn = self._draw("life", node, lifecycle)
+        drawn = self._draw("life", node, life)
         return self.mean_lifetime_s * (SHORTEST_LIFE + (1 - SHORTEST_LIFE) * drawn)
 
-    def absence_s(self, node: str, lifecycle: int) -> float:
+    def absence_s(self, node: str, life: int) -> float:
         """Return how long `node` is away after that life; the mean is `mean_absence_s`."""
-        return self.mean_absence_s * self._draw("absence", node, lifecycle)
+        return self.mean_absence_s * self._draw("absence", node, life)
 
-    def reclaim(self, node: str, lifecycle: int, launched_at: float, started_at: float) -> Reclaim:
+    def reclaim(self, node: str, life: int, launched_at: float, started_at: float) -> Reclaim:
         """Return the end of the life."""
-        return Reclaim(launched_at + self.lifetime_s(node, lifecycle))
+        return Reclaim(launched_at + self.lifetime_s(node, life))
 
     def available_from(
-        self, node: str, lifecycle: int, reclaimed_at: float | None, now: float, started_at: float
+        self, node: str, life: int, reclaimed_at: float | None, now: float, started_at: float
     ) -> float:
         """Return when the absence after the former life ends; a life that was not reclaimed leaves none."""
-        return now if reclaimed_at is None else reclaimed_at + self.absence_s(node, lifecycle - 1)
+        return now if reclaimed_at is None else reclaimed_at + self.absence_s(node, life - 1)
 
     def notice_s(self, number: int) -> float | None:
         """Return the warning time of the `number`-th reclaim."""
         return self.announcements.notice_s(number)
 
-    def _draw(self, what: str, node: str, lifecycle: int) -> float:
+    def _draw(self, what: str, node: str, life: int) -> float:
         # a generator per draw: independent of the order in which lives happen to begin
-        return random.Random(f"{self.seed}/{what}/{node}/{lifecycle}").expovariate(1.0)  # noqa: S311 a simulation
+        return random.Random(f"{self.seed}/{what}/{node}/{life}").expovariate(1.0)  # noqa: S311 a simulation
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class TracePlan:
         """Nodes in the order in which they first came."""
         return tuple(self.presences)
 
-    def reclaim(self, node: str, lifecycle: int, launched_at: float, started_at: float) -> Reclaim | None:
+    def reclaim(self, node: str, life: int, launched_at: float, started_at: float) -> Reclaim | None:
         """Return the end of the presence that the launch fell into."""
         for presence in self.presences[node]:
             if launched_at - started_at < presence.end_s:
@@ -144,7 +144,7 @@ class TracePlan:
         return Reclaim(launched_at)  # launched as it left: taken at once
 
     def available_from(
-        self, node: str, lifecycle: int, reclaimed_at: float | None, now: float, started_at: float
+        self, node: str, life: int, reclaimed_at: float | None, now: float, started_at: float
     ) -> float | None:
         """Return the start of the node's current or next presence."""
         for presence in self.presences[node]:

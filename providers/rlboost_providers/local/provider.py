@@ -168,7 +168,7 @@ class LocalProvider:
             instances=_instances(request),
             intended_at=now,
             node=node,
-            lifecycle=len(_lives(zone.name, node, records)),
+            life=len(_lives(zone.name, node, records)),
         )
         return self._machines.write(record)
 
@@ -182,7 +182,7 @@ class LocalProvider:
         record = msgspec.structs.replace(record, launched_at=now, processes=processes)
         if zone.plan is not None and record.node is not None:
             started_at = _started_at(zone.name, self._machines.all(), default=now)
-            reclaim = zone.plan.reclaim(record.node, record.lifecycle, now, started_at)
+            reclaim = zone.plan.reclaim(record.node, record.life, now, started_at)
             if reclaim is not None:
                 record = msgspec.structs.replace(
                     record, reclaim_at=reclaim.at, reclaim_notice_s=reclaim.notice_s

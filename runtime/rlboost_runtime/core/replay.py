@@ -16,10 +16,13 @@ from enum import StrEnum
 from functools import cache
 from typing import Any
 
-from rlboost_runtime.core.base.messages import Command, Event
+from rlboost_runtime.core.base.messages import Command, Event, Heartbeat
 from rlboost_runtime.core.core import Core
 
 Convert = Callable[[Any], Any]  # between a value and its JSON form, either way
+
+_FORMER_NAMES = {"Beat": Heartbeat}
+"""Names under which earlier versions logged events."""
 
 
 def encode_event(event: Event) -> bytes:
@@ -83,7 +86,9 @@ def _decode(key: str, union: types.UnionType, line: bytes | str) -> object:
 
 @cache
 def _kinds(union: types.UnionType) -> dict[str, type]:
-    return {kind.__name__: kind for kind in typing.get_args(union)}
+    kinds = typing.get_args(union)
+    former = {name: kind for name, kind in _FORMER_NAMES.items() if kind in kinds}
+    return former | {kind.__name__: kind for kind in kinds}
 
 
 # Enums are strings and tuples become arrays by themselves: only nested dataclasses need encoding.

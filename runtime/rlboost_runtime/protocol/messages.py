@@ -22,7 +22,7 @@ from typing import TypeVar
 
 import msgspec
 
-SCHEMA = (1, 0)
+SCHEMA = (2, 0)
 """(major, minor). Peers of the same major understand each other; a higher minor only adds fields."""
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -296,11 +296,12 @@ class PromptSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     token_ids: bytes
 
 
-class StepStartedMessage(Message, frozen=True, omit_defaults=True):
+class StepStartedMessage(Message, frozen=True, omit_defaults=True, tag="StepRequest"):
     """Roll out `group_size` responses per prompt under `policy_version`; gives the GPU lease back, unless
     `keeps_lease`.
 
-    Idempotent: the same step, version and prompts again deliver what is finished again.
+    Idempotent: the same step, version and prompts again deliver what is finished again. Each step's journal
+    begins with it, so its tag stays the one that earlier versions wrote.
     """
 
     step: int

@@ -121,7 +121,7 @@ class SimAgent:
         self._ordered: int | None = None
         self._fetched: int | None = None
         self._transfer: SimTransfer | None = None
-        self._lifecycle = 0
+        self._life = 0
         """Grows with every order about sleep or weights: what an older one had planned is void."""
         self._is_applying = False
         self._planned: float | None = None
@@ -339,12 +339,10 @@ class SimAgent:
             self._prove_after(self.costs.apply_s)
 
     def _prove_after(self, seconds: float) -> None:
-        self._lifecycle += 1
+        self._life += 1
         self._is_applying = True
-        lifecycle, version = self._lifecycle, self._fetched
-        self._host.agenda.after(
-            seconds, lambda: self._prove(version) if lifecycle == self._lifecycle else None
-        )
+        life, version = self._life, self._fetched
+        self._host.agenda.after(seconds, lambda: self._prove(version) if life == self._life else None)
 
     def _prove(self, version: int | None) -> None:
         if self.is_dead or version is None:
@@ -356,12 +354,12 @@ class SimAgent:
         self._host.will_settle(self)
 
     def _sleep(self) -> None:
-        self._lifecycle += 1
+        self._life += 1
         self._is_awake = self._is_applying = False
         self.version = None
-        lifecycle, seconds = self._lifecycle, 0.0 if self._is_new else self.costs.sleep_s
+        life, seconds = self._life, 0.0 if self._is_new else self.costs.sleep_s
         self._is_new = False
-        self._host.agenda.after(seconds, lambda: self._slept() if lifecycle == self._lifecycle else None)
+        self._host.agenda.after(seconds, lambda: self._slept() if life == self._life else None)
 
     def _slept(self) -> None:
         if not self.is_dead:

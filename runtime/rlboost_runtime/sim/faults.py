@@ -64,15 +64,15 @@ def random_market(random: Random) -> Trace:
     events: list[TraceEvent] = []
     for number in range(NODES):
         at = random.choice((0.0, random.uniform(0.0, 60.0)))
-        lifecycle = 0
+        life = 0
         while at < RUN_S:
-            node = f"node{number}-{lifecycle}"
+            node = f"node{number}-{life}"
             end = at + random.expovariate(1 / 60.0) + 1.0
             events.append(TraceEvent(at, node, "add"))
             if random.random() < 1 / 3:
                 events.append(TraceEvent(max(at, end - random.uniform(1.0, 20.0)), node, "notice"))
             events.append(TraceEvent(end, node, "remove"))
-            at, lifecycle = end + random.expovariate(1 / 20.0), lifecycle + 1
+            at, life = end + random.expovariate(1 / 20.0), life + 1
     order = {"add": 0, "notice": 1, "remove": 2}
     events.sort(key=lambda e: (e.at_s, order[e.kind]))
     within = tuple(e for e in events if e.at_s <= 2 * RUN_S)

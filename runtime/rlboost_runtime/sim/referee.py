@@ -107,17 +107,17 @@ class Referee:
                 self._lose(event.instance)
                 self._lives[event.instance] = _Life(event.epoch, event.machine, event.pool)
             case InstanceReady():
-                lifecycle = self._lives.get(event.instance)
-                if lifecycle is not None and lifecycle.epoch == event.epoch and not lifecycle.is_asleep:
-                    lifecycle.version = event.version
+                life = self._lives.get(event.instance)
+                if life is not None and life.epoch == event.epoch and not life.is_asleep:
+                    life.version = event.version
             case InstanceLeft():
-                lifecycle = self._lives.get(event.instance)
-                if lifecycle is not None and lifecycle.epoch == event.epoch:
+                life = self._lives.get(event.instance)
+                if life is not None and life.epoch == event.epoch:
                     self._lose(event.instance)
             case Reconnected():
-                lifecycle = self._lives.get(event.instance)
-                if lifecycle is not None and lifecycle.epoch == event.epoch:
-                    for assignment in lifecycle.holds - set(event.assignments):
+                life = self._lives.get(event.instance)
+                if life is not None and life.epoch == event.epoch:
+                    for assignment in life.holds - set(event.assignments):
                         self._let_go(assignment)
             case Finished():
                 self._end(event)
@@ -161,8 +161,8 @@ class Referee:
         return response
 
     def _lose(self, instance: str) -> None:
-        lifecycle = self._lives.get(instance)
-        for assignment in set() if lifecycle is None else set(lifecycle.holds):
+        life = self._lives.get(instance)
+        for assignment in set() if life is None else set(life.holds):
             self._let_go(assignment)
         self._lives.pop(instance, None)
 
@@ -177,8 +177,8 @@ class Referee:
             case Evict():
                 self._lose(command.instance)
             case Sleep():
-                lifecycle = self._lives[command.instance]
-                lifecycle.version, lifecycle.is_asleep = None, True
+                life = self._lives[command.instance]
+                life.version, life.is_asleep = None, True
             case Wake():
                 assert not self._has_gpu, f"{command.instance} is woken on the trainer's GPU"
                 self._lives[command.instance].is_asleep = False
@@ -204,19 +204,17 @@ class Referee:
                 pass
 
     def _assigned(self, command: Assign) -> None:
-        lifecycle, response = self._lives.get(command.instance), command.response
-        assert lifecycle is not None, f"work for {command.instance}, which does not exist"
-        assert lifecycle.epoch == command.epoch, f"work for a former life of {command.instance}"
-        assert lifecycle.version == self._version, (
-            f"{command.instance} has not proved version {self._version}"
-        )
+        life, response = self._lives.get(command.instance), command.response
+        assert life is not None, f"work for {command.instance}, which does not exist"
+        assert life.epoch == command.epoch, f"work for a former life of {command.instance}"
+        assert life.version == self._version, f"{command.instance} has not proved version {self._version}"
         assert response in self._open, f"response {response} is over, or of another step"
         assert command.assignment not in self._used, "an assignment's number was used twice"
-        assert lifecycle.pool is Pool.SPOT or not self._has_gpu, "work on the trainer's GPU"
+        assert life.pool is Pool.SPOT or not self._has_gpu, "work on the trainer's GPU"
         assert response not in self._current, f"response {response} is generated twice"
         if command.keep_tokens is not None:
             self._tokens[response] = min(self._tokens[response], command.keep_tokens)
         self._used.add(command.assignment)
         self._holder[command.assignment] = command.instance, response
         self._current[response] = command.assignment
-        lifecycle.holds.add(command.assignment)
+        life.holds.add(command.assignment)

@@ -449,7 +449,7 @@ async def test_a_coordinator_killed_while_it_opens_a_step_goes_on(tmp_path: Path
         trainer = made.trainers()
         agent = await join(made, trainer)
         await begin_step(agent, trainer)
-    assert b"StepStartedMessage" in (tmp_path / "header_first").read_bytes()
+    assert b"StepRequest" in (tmp_path / "header_first").read_bytes()
 
     events = (tmp_path / "events.log").read_bytes().splitlines(keepends=True)
     started = next(i for i, line in enumerate(events) if b"StepStarted" in line)
@@ -548,6 +548,7 @@ async def test_strangers_are_refused_in_words(tmp_path: Path) -> None:
         for change, word in [
             ({"run": "other"}, "other"),
             ({"schema": (9, 0)}, "schema"),
+            ({"schema": (1, 0)}, "schema"),
             ({"machine": "spot-7", "pool": "spot"}, "spot-7"),
         ]:
             agent = made.agent()

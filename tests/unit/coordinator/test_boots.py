@@ -116,6 +116,9 @@ def test_a_coordinator_that_is_started_again_goes_on_with_every_boot(tmp_path):
     before.ready("spot-1/0", "spot-1", InstanceReadyMessage(0, pull_s=3.0), 74.0)
     ledger = Ledger(books)
     before.keep(ledger)
+    assert all('"told_at":64.0' in kept for kept in ledger.kept_boots().values()), (
+        "as earlier ledgers have it"
+    )
     ledger.close()  # and everything in memory is lost
 
     ledger = Ledger(books)

@@ -76,6 +76,11 @@ def test_a_line_of_another_version_is_read_leniently() -> None:
     assert older == m.RunStarted(0.0, m.CoreConfig(max_spot_instances=2))
 
 
+def test_a_heartbeat_of_an_earlier_version_is_read() -> None:
+    logged = encode_event(beat := m.Heartbeat(6.5, "a", 3, 7, ((1, 2),)))
+    assert decode_event(logged.replace(b'"Heartbeat"', b'"Beat"')) == beat
+
+
 @pytest.mark.parametrize("line", [b"", b"{", b"7", b'{"event":"Moon"}', b'{"event":"Tick"}', b'{"at":1.0}'])
 def test_nonsense_is_refused(line: bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - any problem of the line

@@ -26,7 +26,7 @@ def trace(tmp_path: Path, text: str, **options) -> TracePlan:
 
 
 def test_the_same_seed_gives_the_same_lives_in_any_order():
-    lives = [(node, lifecycle) for node in seeded().nodes for lifecycle in range(4)]
+    lives = [(node, life) for node in seeded().nodes for life in range(4)]
     forward = {key: seeded().lifetime_s(*key) for key in lives}
     plan = seeded()
     backward = {key: plan.lifetime_s(*key) for key in reversed(lives)}
@@ -37,8 +37,8 @@ def test_the_same_seed_gives_the_same_lives_in_any_order():
 
 def test_lifetimes_and_absences_have_their_means_and_every_machine_gets_a_chance():
     plan = seeded(mean_lifetime_s=60.0, mean_absence_s=10.0)
-    lifetimes = [plan.lifetime_s("node-0", lifecycle) for lifecycle in range(4000)]
-    absences = [plan.absence_s("node-0", lifecycle) for lifecycle in range(4000)]
+    lifetimes = [plan.lifetime_s("node-0", life) for life in range(4000)]
+    absences = [plan.absence_s("node-0", life) for life in range(4000)]
     assert min(lifetimes) >= 60.0 * SHORTEST_LIFE
     assert sum(lifetimes) / 4000 == pytest.approx(60.0, rel=0.05)
     assert sum(absences) / 4000 == pytest.approx(10.0, rel=0.05)

@@ -42,7 +42,7 @@ class _Boot(msgspec.Struct, omit_defaults=True):
     joined_at: float
     install_s: float
     age_s: float
-    load_at: float | None = None
+    load_at: float | None = msgspec.field(default=None, name="told_at")  # as earlier ledgers have it
     ready_at: float | None = None
     ready_instance: str = ""
     pull_s: float = 0.0
