@@ -18,7 +18,7 @@ pytestmark = pytest.mark.integration
 
 
 def audit(*arguments: str, code: int = 0) -> Result:
-    done = CliRunner().invoke(app, ["audit", "demo", *arguments])
+    done = CliRunner().invoke(app, ["audit", "job", *arguments])
     assert done.exit_code == code, done.output
     return done
 
@@ -26,9 +26,9 @@ def audit(*arguments: str, code: int = 0) -> Result:
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     monkeypatch.setenv("RLBOOST_HOME", str(tmp_path))
-    run = RunFolder.named("demo")
+    run = RunFolder.named("job")
     run.path.mkdir(parents=True)
-    write_json(run.job_json, {"name": "demo", "evidence": {"keep_journal": True}})
+    write_json(run.job_json, {"name": "job", "evidence": {"keep_journal": True}})
     write_json(run.outcome, {"state": "done"})
     return run
 
@@ -89,7 +89,7 @@ def test_an_event_that_was_dropped_from_the_log_is_found(run: RunFolder) -> None
 
 
 def test_it_needs_the_journal_and_says_which_field_keeps_it(run: RunFolder) -> None:
-    write_json(run.job_json, {"name": "demo", "evidence": {"keep_journal": False}})
+    write_json(run.job_json, {"name": "job", "evidence": {"keep_journal": False}})
     said = audit(code=2).stderr
     assert "evidence.keep_journal was not set" in said
     assert "keep_journal: true" in said
@@ -97,4 +97,4 @@ def test_it_needs_the_journal_and_says_which_field_keeps_it(run: RunFolder) -> N
 
 def test_it_needs_the_end_of_the_run(run: RunFolder) -> None:
     run.outcome.unlink()
-    assert "demo goes on" in audit(code=2).stderr
+    assert "job goes on" in audit(code=2).stderr
