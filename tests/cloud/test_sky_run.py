@@ -18,6 +18,7 @@ from cloudlab.machine import GATEWAY
 from machine_secrets import check_credentials
 
 from rlboost_cli.views.run_view import PHASES, boot_times
+from rlboost_runtime.protocol.status import read_status
 from tests.cloud.conftest import members_of, skypilot_sessions
 from tests.e2e.conftest import Cli
 
@@ -202,7 +203,7 @@ def check_boots(status: dict[str, Any], machines: set[str]) -> None:
         assert phases["boot"] > 0, "SkyPilot's own setup takes a while"
         assert phases["install"] > 0
         assert all(took >= 0 for took in phases.values()), (name, phases)
-    print("\n".join(boot_times(status)))
+    print("\n".join(boot_times(read_status(status))))
 
 
 def check_bill(cost: dict[str, Any], spots: list[dict[str, Any]], slack_s: float) -> None:
