@@ -5,6 +5,7 @@ Nothing here fails: a folder that cannot be read offers nothing.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -33,6 +34,8 @@ RunName = Annotated[
     str, typer.Argument(help="The run", metavar="RUN", show_default=False, autocompletion=runs)
 ]
 """The argument of commands that look at one run."""
+JobFile = Annotated[Path, typer.Argument(help="The job file", metavar="JOB", show_default=False)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object")]
 
 
 def open_runs(incomplete: str) -> list[tuple[str, str]]:
