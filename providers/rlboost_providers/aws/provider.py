@@ -269,13 +269,11 @@ class AwsProvider:
                 ec2.create_launch_template(
                     LaunchTemplateName=name,
                     LaunchTemplateData=template_data(
-                        pool.image,
+                        pool,
                         base64.b64encode(script.encode()).decode(),
                         marks,
                         group=self._group(pool, for_head=request.head_script is not None),
                         device=root_device(ec2, pool.image),
-                        disk_gb=pool.disk_gb,
-                        instance_profile=pool.instance_profile,
                     ),
                     TagSpecifications=[
                         {

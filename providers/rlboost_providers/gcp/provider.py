@@ -132,18 +132,12 @@ class GcpProvider:
         from google.api_core.exceptions import Conflict
         from google.cloud import compute_v1 as compute
 
-        script = script_of(request, NAME, pool.install, MAX_SCRIPT_BYTES)
         resource = instance_resource(
-            name,
+            pool,
             zone,
-            machine_type=pool.machine_type,
+            name,
             labels=tags.tags(request.run, request.machine, self._owner),
-            script=script,
-            spot=pool.spot,
-            image=pool.image,
-            disk_gb=pool.disk_gb,
-            network=pool.network,
-            service_account=pool.service_account,
+            script=script_of(request, NAME, pool.install, MAX_SCRIPT_BYTES),
             network_tag="rlboost-worker" if request.head_script is None else "rlboost-head",
         )
         token = tags.client_token(request.run, request.machine, self._owner)

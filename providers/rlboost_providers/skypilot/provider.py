@@ -40,7 +40,7 @@ from rlboost_providers.base.provider import (
 )
 from rlboost_providers.base.tags import head_of, machine_name, owner_of, tags
 from rlboost_providers.skypilot.errors import explained, fetch_logs
-from rlboost_providers.skypilot.offers import Catalogue, SkyPilotOffer
+from rlboost_providers.skypilot.offers import Catalogue
 from rlboost_providers.skypilot.records import SkyRecord, SkyRecords
 from rlboost_providers.skypilot.session import AWS_ROLE, INSTALL_S, START_S, Session, SkyPilot
 from rlboost_providers.skypilot.task import write_head_task, write_task
@@ -52,6 +52,7 @@ from rlboost_runtime.errors import (
     QuotaExceeded,
     RLBoostError,
 )
+from rlboost_runtime.job import CloudOffer
 from rlboost_runtime.logs import event
 from rlboost_runtime.run.folder import RunFolder, home
 
@@ -99,7 +100,7 @@ class SkyPilotProvider:
     def __init__(
         self,
         run_folder: Path,
-        offers: Sequence[SkyPilotOffer],
+        offers: Sequence[CloudOffer],
         *,
         on_demand: bool = False,
         head: HeadTerms | None = None,
@@ -174,7 +175,7 @@ class SkyPilotProvider:
         self,
         sky: SkyPilot,
         record: SkyRecord,
-        entry: SkyPilotOffer,
+        entry: CloudOffer,
         request: LaunchRequest,
         answered: threading.Event,
     ) -> Future[Any]:
@@ -263,13 +264,12 @@ class SkyPilotProvider:
             self._records.end_launch(request.machine)
             raise
 
-    def _values(self, record: SkyRecord, entry: SkyPilotOffer) -> dict[str, object]:
+    def _values(self, record: SkyRecord, entry: CloudOffer) -> dict[str, object]:
         labels = tags(self._told_run, record.machine, self._owner)
         resources: dict[str, object] = {"disk_size": entry.disk_gb, "labels": labels}
         if self._head is not None:
             resources["ports"] = [HEAD_PORTS]
-        if entry.accelerators:
-            resources["accelerators"] = entry.accelerators
+        resources["accelerators"] = entry.accelerators
         if entry.image is not None:
             resources["image_id"] = entry.image
         return {"NAME": record.cluster, "RESOURCES": resources}
