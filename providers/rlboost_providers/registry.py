@@ -19,10 +19,8 @@ from rlboost_runtime.run.folder import RunFolder, home
 
 
 def provider_for(job: Job, run: RunFolder) -> Provider:
-    """Return the provider of the job's spot offers: one for all of them.
-
-    Raises `ConfigError` where a trace, a machine type or a cloud is unusable.
-    """
+    """Return the provider of the job's spot offers: one for all of them. Raises `ConfigError` where a trace,
+    a machine type or a cloud is unusable."""
     from rlboost_providers.base.multi import MultiProvider
 
     providers = providers_of(job, run)
@@ -46,10 +44,7 @@ def head_offer(trainer: Trainer) -> CloudOffer:
 
 def head_provider(job: Job, run: RunFolder | None) -> Provider:
     """Return the provider of the machine that is bought for the job's head; without a run it is only asked
-    for offers.
-
-    Raises `ConfigError` where the machine type is not known, or its price neither.
-    """
+    for offers. Raises `ConfigError` where the machine type is not known, or its price neither."""
     trainer = job.trainer
     offer = head_offer(trainer)
     if trainer.via == "skypilot":
@@ -167,10 +162,8 @@ def _direct(offers: list[CloudOffer], kinds: tuple[bool, ...]) -> dict[str, Prov
 
 
 def sweeper(cloud: str) -> CanSweep:
-    """Return a provider that finds all machines of ours in `cloud`, whatever jobs there are.
-
-    Raises `ConfigError` for a cloud that is asked through its jobs only.
-    """
+    """Return a provider that finds all machines of ours in `cloud`, whatever jobs there are. Raises
+    `ConfigError` for a cloud that is asked through its jobs only."""
     if cloud == "aws":
         from rlboost_providers.aws.provider import AwsProvider
 

@@ -108,6 +108,7 @@ def down(
     from rlboost_cli.runs.teardown import end_run, end_without_head
     from rlboost_cli.terminal import output
     from rlboost_cli.views import screens
+    from rlboost_cli.views.cost import cost_lines
     from rlboost_runtime.billing.books import report_of
     from rlboost_runtime.errors import ConfigError
     from rlboost_runtime.run.index import find_run, is_open
@@ -123,7 +124,7 @@ def down(
         say(f"adding up what {run} cost")
         report = report_of(folder)
     screens.ending(folder, ended)
-    screens.cost(report)
+    output.show("\n".join(cost_lines(report)))
 
 
 def gc(

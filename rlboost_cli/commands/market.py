@@ -78,11 +78,11 @@ def simulate(
     Example: rlboost simulate --preset paper-14b --trace generated-p3 --window 0:2
     """
     from rlboost_cli.simulation import views as simulation_views
-    from rlboost_cli.simulation.arguments import SimulationArguments
+    from rlboost_cli.simulation.arguments import simulation_request
     from rlboost_cli.simulation.runs import run
     from rlboost_cli.terminal import output
 
-    given = SimulationArguments(
+    wanted = simulation_request(
         job=job,
         preset=preset,
         trace=trace,
@@ -90,9 +90,8 @@ def simulate(
         sample=sample,
         seed=seed,
         seeds=seeds,
-        policies=tuple(policy or ()),
+        policies=policy or (),
     )
-    wanted = given.checked()
     if plot is not None:
         from rlboost_cli.simulation.plots import needs_matplotlib
 

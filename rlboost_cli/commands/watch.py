@@ -29,7 +29,7 @@ def status(
     """
     from rlboost_cli.runs.refresh import look_at_open
     from rlboost_cli.runs.run_status import run_status, runs_table, status_json
-    from rlboost_cli.terminal import output
+    from rlboost_cli.terminal import output, text
     from rlboost_cli.views import screens
     from rlboost_runtime.errors import ConfigError
     from rlboost_runtime.run.index import find_run
@@ -42,8 +42,10 @@ def status(
         rows = runs_table()
         if as_json:
             output.as_json({"runs": rows})
+        elif rows:
+            output.show(text.runs_table(rows))
         else:
-            screens.runs(rows)
+            output.progress("no runs yet; rlboost launch job.yaml starts one")
         return
     folder = find_run(run)
     if watch:
@@ -148,7 +150,7 @@ def cost(
 
     from rlboost_cli.runs.refresh import look_at
     from rlboost_cli.terminal import output
-    from rlboost_cli.views import screens
+    from rlboost_cli.views.cost import cost_csv, cost_lines
     from rlboost_runtime.billing.books import report_of
     from rlboost_runtime.errors import ConfigError
     from rlboost_runtime.run.index import find_run
@@ -162,9 +164,9 @@ def cost(
     if as_json:
         output.as_json(to_builtins(report))
     elif as_csv:
-        screens.cost_csv(report)
+        output.show(cost_csv(report))
     else:
-        screens.cost(report)
+        output.show("\n".join(cost_lines(report)))
 
 
 def audit(

@@ -345,10 +345,8 @@ class AwsProvider:
     # --- looking ------------------------------------------------------------------------------------------
 
     def describe(self, run: str) -> list[MachineView]:
-        """Return the run's machines in all regions of the job, for an hour also those that ended.
-
-        Raises `PartlyListed` where some regions do not answer, and what the first said where none does.
-        """
+        """Return the run's machines in all regions of the job, for an hour also those that ended. Raises
+        `PartlyListed` where some regions do not answer, and what the first said where none does."""
         found, silent = self._list(run)
         if len(silent) == len(self._regions):
             _raise_first(silent)
@@ -396,10 +394,8 @@ class AwsProvider:
         return ""
 
     def sweep(self) -> list[Owned]:
-        """Return every machine of ours in the account that lives, in all its regions.
-
-        Raises `PartlySwept` where some regions do not answer, and what the first said where none does.
-        """
+        """Return every machine of ours in the account that lives, in all its regions. Raises `PartlySwept`
+        where some regions do not answer, and what the first said where none does."""
         with explained("list the account's regions"):
             regions = [r["RegionName"] for r in self._ec2(self._home()).describe_regions()["Regions"]]
         answers, silent = ask_all(regions, lambda region: list(list_machines(self._ec2(region), region)))

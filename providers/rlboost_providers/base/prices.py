@@ -107,8 +107,7 @@ class PriceBook:
         return tuple(q for q in quotes if wanted.instance_type in (None, q.instance_type))
 
     def machine_types(self, wanted: WantedMachine) -> tuple[str, ...]:
-        """Return the machine types that `wanted` stands for: they are the same in every region. Raises
-        `ConfigError` where none is known."""
+        """Return the machine types of `wanted`, the same in every region. Raises `ConfigError`."""
         if wanted.instance_type is not None:
             return (wanted.instance_type,)
         name, count = parse_accelerator(wanted.accelerators)
@@ -141,10 +140,8 @@ class PriceBook:
 
 
 def price_book(sources: Sequence[PriceSource]) -> PriceBook:
-    """Return the checked prices of the first of `sources` that answers; say which ones did not.
-
-    Raises the last one's `ProviderError` where none does.
-    """
+    """Return the checked prices of the first of `sources` that answers; say which ones did not. Raises the
+    last one's `ProviderError` where none does."""
     silent: list[str] = []
     for number, source in enumerate(sources, 1):
         try:

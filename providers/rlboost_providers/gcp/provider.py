@@ -411,8 +411,7 @@ class GcpProvider:
 
 
 def default_clients() -> GcpClients:
-    """Return clients with the user's own credentials and project. Raises `ConfigError`,
-    `CredentialsRejected`."""
+    """Return clients with the user's credentials. Raises `ConfigError`, `CredentialsRejected`."""
     try:
         import google.auth
         from google.cloud import compute_v1  # noqa: F401 takes seconds: an absence is said before

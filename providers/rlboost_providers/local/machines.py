@@ -9,7 +9,6 @@ recorded once. Nothing depends on the process that launched it being alive.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -17,7 +16,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -32,7 +31,7 @@ from rlboost_runtime.processes import (
     tagged_by_machine,
     tags,
 )
-from rlboost_runtime.run.folder import RunFolder, write_atomically, write_json
+from rlboost_runtime.run.folder import RunFolder, locked, write_atomically, write_json
 
 _MACHINE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
@@ -98,16 +97,9 @@ class LocalMachines:
         self.run = run
         self._ended: dict[str, LocalMachine] = {}  # these never change again
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> contextlib.AbstractContextManager[bool]:
         """Hold the cloud's lock, against other threads and other processes; launches take some 10 ms."""
-        self.run.cloud.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(self.run.cloud / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(fd)
+        return locked(self.run.cloud / "lock")
 
     def folder(self, machine: str) -> Path:
         """Return the machine's folder. Raises `ConfigError` for an id that is no plain name."""

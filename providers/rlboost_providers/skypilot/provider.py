@@ -221,8 +221,7 @@ class SkyPilotProvider:
         return [record.view for record in self._records.all()]
 
     def _are_to_be_asked_for(self, machines: set[str]) -> bool:
-        """Return True if the cloud is to be asked: at once about what fell silent, then every
-        `DOUBT_EVERY_S`."""
+        """Return True if the cloud is to be asked: at once about new silence, then every `DOUBT_EVERY_S`."""
         is_news = not machines <= self._doubted
         self._doubted = machines
         return self._doubt.is_due() or is_news

@@ -17,9 +17,7 @@ from rlboost_runtime.run.folder import RunFolder, write_atomically
 
 def write_task(folder: Path, run: RunFolder, request: LaunchRequest, more: Mapping[str, Any]) -> Path:
     """Write what a spot machine needs into `folder`; return the task's path. `more` has NAME and RESOURCES.
-
-    Raises `ConfigError`.
-    """
+    Raises `ConfigError`."""
     instances = request.bootstrap.get("instances")
     if not isinstance(instances, list | tuple) or not instances:
         raise ConfigError(f"the bootstrap of {request.machine} names no instances", "give at least one")

@@ -48,16 +48,14 @@ AS_IT_IS = "as it is"
 class SshProvider:
     """The `Provider`, `CanPreempt` and `CanSweep` of `infra: ssh`, for one owner."""
 
-    def __init__(
-        self, offers: Sequence[SshOffer], owner: str, *, watch_every_s: float = WATCH_EVERY_S
-    ) -> None:
+    def __init__(self, offers: Sequence[SshOffer], owner: str) -> None:
         self._offers = {host: offer for offer in offers for host in offer.hosts}
         self._hosts = {
             host: SshHost(host, jump_host=offer.jump_host, identity_file=offer.identity_file)
             for host, offer in self._offers.items()
         }
         self._owner = owner
-        self._pace = PollTimer(watch_every_s)
+        self._pace = PollTimer(WATCH_EVERY_S)
         self._lock = threading.Lock()
         self._seen: dict[str, tuple[float, list[dict[str, Any]]]] = {}
         """By host: when it last answered, and its machines (`ssh_host`'s records)."""
@@ -68,10 +66,8 @@ class SshProvider:
         return frozenset({Ability.FINDS_BY_TAG, Ability.TIME_TO_LIVE})
 
     def offers(self) -> list[Offer]:
-        """Return the hosts that answer and are free, cheapest first; blocks for up to some 10 s.
-
-        Raises what the first host said where none lets us in.
-        """
+        """Return the hosts that answer and are free, cheapest first; blocks for up to some 10 s. Raises what
+        the first host said where none lets us in."""
         answers, problems = self._ask_all()
         if problems and not answers:
             raise next(iter(problems.values()))
@@ -90,10 +86,8 @@ class SshProvider:
         return sorted(offers, key=lambda offer: offer.price_micro_usd_per_hour)
 
     def launch(self, request: LaunchRequest) -> MachineView:
-        """Start the agents on the host; blocks for a second.
-
-        Raises `NoCapacity` (elsewhere: busy, or not reached), `CredentialsRejected`, `ConfigError`.
-        """
+        """Start the agents on the host; blocks for a second. Raises `NoCapacity` (elsewhere: busy, or not
+        reached), `CredentialsRejected`, `ConfigError`."""
         host = request.offer.zone
         if request.offer.provider != NAME or host not in self._hosts:
             raise ConfigError(f"{host} is no host of this job", "add it to hosts in rollout.spot.any_of")
@@ -133,10 +127,8 @@ class SshProvider:
         return self.describe(run) if self._pace.is_due() else None
 
     def terminate(self, run: str, machine: str) -> None:
-        """SIGKILL it on whatever host it is; returns once nothing of it is left.
-
-        Raises `NoCapacity` where the host that has it cannot be reached: it ends by itself in 15 minutes.
-        """
+        """SIGKILL it on whatever host it is; returns once nothing of it is left. Raises `NoCapacity` where
+        the host that has it cannot be reached: it ends by itself in 15 minutes."""
         self._ask_all()
         for host in self._where(run, machine):
             self._ask(host, "end", run, machine)
