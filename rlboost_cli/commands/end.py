@@ -97,8 +97,7 @@ def down(
     run: RunName,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask")] = False,
     lost_head: Annotated[
-        bool,
-        typer.Option("--lost-head", help="Its head is gone for good: end what it launched from here"),
+        bool, typer.Option("--lost-head", help="Its head is gone for good: end what it launched from here")
     ] = False,
 ) -> None:
     """End a run for certain and show what it cost

@@ -43,10 +43,7 @@ def init(
         output.progress(line)
 
 
-def check(
-    job: JobFile,
-    as_json: AsJson = False,
-) -> None:
+def check(job: JobFile, as_json: AsJson = False) -> None:
     """Validate a job file and print the resolved job
 
     Example: rlboost check job.yaml

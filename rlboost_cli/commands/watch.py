@@ -169,10 +169,7 @@ def cost(
         output.show("\n".join(cost_lines(report)))
 
 
-def audit(
-    run: RunName,
-    as_json: AsJson = False,
-) -> None:
+def audit(run: RunName, as_json: AsJson = False) -> None:
     """Check a run against what RLBoost promises, from its event log and token journal
 
     Example: rlboost audit quickstart --json

@@ -54,6 +54,14 @@ class Quote:
         """Cloud and region as a job file writes them, with the zone where there is one."""
         return "/".join(part for part in (self.cloud, self.region, self.zone) if part)
 
+    @property
+    def usd_per_gpu_hour(self) -> float:
+        """Spot price where it is sold so, else the one on demand, per GPU; a price book's quotes have one."""
+        spot, on_demand = self.spot_usd_per_hour, self.on_demand_usd_per_hour
+        price = on_demand if spot is None else spot
+        assert price is not None  # `_sound` keeps no quote without a price
+        return price / self.accelerator_count
+
 
 class WantedMachine(Protocol):
     """What a job's offer of machines in a cloud says of prices (`rlboost_runtime.job.CloudOffer`)."""
@@ -131,7 +139,7 @@ class PriceBook:
             and (count is None or quote.accelerator_count == count)
             and (infra is None or f"{quote.cloud}/{quote.region}/".startswith(infra.rstrip("/") + "/"))
         )
-        return tuple(sorted(found, key=_cheapest_first))
+        return tuple(sorted(found, key=lambda each: (each.usd_per_gpu_hour, each.place, each.instance_type)))
 
     @property
     def accelerators(self) -> tuple[str, ...]:
@@ -211,12 +219,6 @@ def _of_region(zones: list[Quote], remarks: list[str]) -> Quote:
         spot_usd_per_hour=middle,
         on_demand_usd_per_hour=min(on_demand, default=None),
     )
-
-
-def _cheapest_first(quote: Quote) -> tuple[float, str, str]:
-    price = quote.spot_usd_per_hour if quote.spot_usd_per_hour is not None else quote.on_demand_usd_per_hour
-    assert price is not None  # `_sound` keeps no quote without a price
-    return price / quote.accelerator_count, quote.place, quote.instance_type
 
 
 class ShippedTable:

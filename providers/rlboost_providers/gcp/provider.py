@@ -392,13 +392,10 @@ class GcpProvider:
     def _delete(self, zone: str, name: str) -> None:
         from google.api_core.exceptions import NotFound as Absent
 
-        try:
-            with explained(f"delete {name} in {zone}", may_be_absent=True):
-                self._clients.instances.delete_unary(
-                    project=self._clients.project, zone=zone, instance=name, **_patience()
-                )
-        except Absent:
-            return
+        with contextlib.suppress(Absent), explained(f"delete {name} in {zone}", may_be_absent=True):
+            self._clients.instances.delete_unary(
+                project=self._clients.project, zone=zone, instance=name, **_patience()
+            )
 
     # --- helpers ------------------------------------------------------------------------------------------
 
@@ -445,25 +442,17 @@ def make_clients(project: str, credentials: Any, endpoint: str | None = None) ->
 
 
 def _patience() -> dict[str, Any]:
-    return {"timeout": CALL_S, "retry": _retry()}
-
-
-def _retry() -> Any:
-    """Return which errors the client waits out by itself; every request of ours may be repeated."""
+    """Return how long a call may take, and which errors the client waits out; each may be repeated."""
     import requests
     from google.api_core import exceptions as google
     from google.api_core.retry import Retry, if_exception_type
 
-    return Retry(
-        predicate=if_exception_type(
-            google.ServiceUnavailable,
-            google.InternalServerError,
-            google.BadGateway,
-            google.TooManyRequests,
-            requests.ConnectionError,
-            requests.Timeout,
-        ),
-        initial=0.5,
-        maximum=5.0,
-        timeout=CALL_S,
+    passing = if_exception_type(
+        google.ServiceUnavailable,
+        google.InternalServerError,
+        google.BadGateway,
+        google.TooManyRequests,
+        requests.ConnectionError,
+        requests.Timeout,
     )
+    return {"timeout": CALL_S, "retry": Retry(passing, initial=0.5, maximum=5.0, timeout=CALL_S)}

@@ -23,14 +23,7 @@ import msgspec
 import psutil
 
 from rlboost_runtime.errors import ConfigError, ProviderError, RuntimeFault
-from rlboost_runtime.processes import (
-    await_tags,
-    identify,
-    kill_tagged,
-    tagged,
-    tagged_by_machine,
-    tags,
-)
+from rlboost_runtime.processes import await_tags, identify, kill_tagged, tagged, tagged_by_machine, tags
 from rlboost_runtime.run.folder import RunFolder, locked, write_atomically, write_json
 
 _MACHINE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -143,10 +136,7 @@ class LocalMachines:
         """Start the machine's processes, one command per instance; all or, on `ProviderError`, none."""
         folder, logs = self.folder(record.machine), self.logs(record.machine)
         logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-        environment = {
-            **inherited_environment(),
-            **tags(self.run.path, machine=record.machine),
-        }
+        environment = {**inherited_environment(), **tags(self.run.path, machine=record.machine)}
         launched = []
         try:
             for instance, command in commands.items():

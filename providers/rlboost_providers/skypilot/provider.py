@@ -45,13 +45,7 @@ from rlboost_providers.skypilot.records import SkyRecord, SkyRecords
 from rlboost_providers.skypilot.session import AWS_ROLE, INSTALL_S, START_S, Session, SkyPilot
 from rlboost_providers.skypilot.task import write_head_task, write_task
 from rlboost_providers.skypilot.traits import NAME
-from rlboost_runtime.errors import (
-    ConfigError,
-    CredentialsRejected,
-    NoCapacity,
-    QuotaExceeded,
-    RLBoostError,
-)
+from rlboost_runtime.errors import ConfigError, CredentialsRejected, NoCapacity, QuotaExceeded, RLBoostError
 from rlboost_runtime.job import CloudOffer
 from rlboost_runtime.logs import event
 from rlboost_runtime.run.folder import RunFolder, home

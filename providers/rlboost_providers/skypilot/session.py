@@ -54,10 +54,6 @@ _RETRY = "see the end of its log, {log}; then try again"
 Hear = Callable[[str], None]
 
 
-def _ignore(line: str) -> None:
-    """Hear nothing."""
-
-
 class SkyPilotProcess:
     """One child, shared by all threads of this process.
 
@@ -73,15 +69,11 @@ class SkyPilotProcess:
 
     def ask(self, do: str, timeout_s: float, **arguments: object) -> Any:  # any JSON value
         """Return the answer. Raises what SkyPilot said as a `ProviderError`, also where it says nothing."""
-        return self.wait(self.begin(do, _ignore, **arguments), timeout_s, do)
-
-    def wait(self, answer: Future[Any], timeout_s: float, what: str) -> Any:  # any JSON value
-        """Return what `begin` promised."""
         try:
-            return answer.result(timeout_s)
+            return self.begin(do, lambda line: None, **arguments).result(timeout_s)
         except FutureTimeout:
             raise ProviderError(
-                f"SkyPilot did not answer `{what}` within {timeout_s:g} s", _RETRY.format(log=self.log)
+                f"SkyPilot did not answer `{do}` within {timeout_s:g} s", _RETRY.format(log=self.log)
             ) from None
 
     def begin(self, do: str, hear: Hear, **arguments: object) -> Future[Any]:
