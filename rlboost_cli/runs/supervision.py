@@ -16,7 +16,7 @@ from typing import Any
 from rlboost_cli.runs import client
 from rlboost_cli.terminal.errors import full_disk
 from rlboost_runtime.errors import RLBoostError, RuntimeFault
-from rlboost_runtime.processes import await_tags, run_environment
+from rlboost_runtime.processes import run_environment, start_session
 from rlboost_runtime.run.folder import RunFolder, locked, write_json
 from rlboost_runtime.run.index import is_supervised
 
@@ -72,18 +72,8 @@ def log_tail(path: Path) -> str:
 
 def _start(run: RunFolder) -> subprocess.Popen[bytes]:
     run.logs.mkdir(mode=0o700, exist_ok=True)
-    with (run.logs / "supervisor.log").open("ab") as log:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "rlboost_runtime.supervisor", str(run.path)],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            cwd=run.path,
-            env=_environment(run),
-            start_new_session=True,  # closing the terminal does not end it
-        )
-    await_tags(child.pid)
-    return child
+    command = [sys.executable, "-m", "rlboost_runtime.supervisor", str(run.path)]
+    return start_session(command, _environment(run), run.path, run.logs / "supervisor.log")
 
 
 def _environment(run: RunFolder) -> dict[str, str]:

@@ -12,6 +12,7 @@ import typer
 
 if TYPE_CHECKING:
     from rlboost_runtime.protocol.status import Status
+    from rlboost_runtime.run.folder import RunFolder
 
 
 def runs(incomplete: str) -> list[tuple[str, str]]:
@@ -64,9 +65,7 @@ def instances(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
 
 def logs(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return the processes and machines, also gone ones, that the run typed before has logs of."""
-    from rlboost_runtime.run.folder import RunFolder
-
-    folder = RunFolder.named(str(ctx.params.get("run") or "")).logs
+    folder = _run(ctx).logs
     try:
         names = [path.stem for path in folder.glob("*.log")]
         names += [path.name for path in (folder / "machines").glob("*")]
@@ -77,9 +76,15 @@ def logs(ctx: typer.Context, incomplete: str) -> list[str]:
 
 def _status(ctx: typer.Context) -> Status:
     from rlboost_runtime.protocol.status import Status, read_status
-    from rlboost_runtime.run.folder import RunFolder, read_json
+    from rlboost_runtime.run.folder import read_json
 
     try:
-        return read_status(read_json(RunFolder.named(str(ctx.params.get("run") or "")).status) or {})
+        return read_status(read_json(_run(ctx).status) or {})
     except (OSError, ValueError):
         return Status()
+
+
+def _run(ctx: typer.Context) -> RunFolder:
+    from rlboost_runtime.run.folder import RunFolder
+
+    return RunFolder.named(str(ctx.params.get("run") or ""))

@@ -136,11 +136,7 @@ class AwsProvider:
         return sorted(found, key=lambda offer: offer.price_micro_usd_per_hour)
 
     def launch(self, request: LaunchRequest) -> MachineView:
-        """Ask for the machine; blocks for seconds. The view says in which zone it is and at what price.
-
-        Raises `NoCapacity` (elsewhere), `QuotaExceeded` (elsewhere), `CredentialsRejected` and `ConfigError`
-        (never), `Throttled` and `ProviderError` (later).
-        """
+        """Ask for the machine; blocks for seconds. The view says in which zone it is and at what price."""
         pool = self._pool_of(request.offer)
         with self._only(request.run, request.machine):
             found = self._find(pool, request.run, request.machine)

@@ -112,11 +112,7 @@ class GcpProvider:
         return sorted(found, key=lambda offer: (offer.price_micro_usd_per_hour, offer.zone))
 
     def launch(self, request: LaunchRequest) -> MachineView:
-        """Ask for the machine and wait some 10 s for Google's answer.
-
-        Raises `NoCapacity` and `QuotaExceeded` (elsewhere), `CredentialsRejected` and `ConfigError` (never),
-        `Throttled` and `ProviderError` (later); after the last the machine may come, and `describe` tells.
-        """
+        """Ask for the machine and wait some 10 s for Google's answer; after a `ProviderError` it may come."""
         pool, zone = self._pool_of(request.offer)
         for found in self._list(request.run, request.machine):
             return self._view(found)

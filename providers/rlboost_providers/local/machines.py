@@ -23,7 +23,14 @@ import msgspec
 import psutil
 
 from rlboost_runtime.errors import ConfigError, ProviderError, RuntimeFault
-from rlboost_runtime.processes import await_tags, identify, kill_tagged, tagged, tagged_by_machine, tags
+from rlboost_runtime.processes import (
+    identify,
+    kill_tagged,
+    start_session,
+    tagged,
+    tagged_by_machine,
+    tags,
+)
 from rlboost_runtime.run.folder import RunFolder, locked, write_atomically, write_json
 
 _MACHINE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -237,25 +244,13 @@ def inherited_environment() -> dict[str, str]:
 def start_detached(
     command: list[str], environment: dict[str, str], cwd: Path, log: Path
 ) -> tuple[int, float]:
-    """Start `command` in a session of its own so that it survives us; return its pid and start time.
-
-    `environment` has the run's tag; the process carries it visibly when this returns.
+    """Start `command` so that it survives us, see `start_session`; return its pid and start time.
 
     It is reaped by `reap` as long as this process lives, by init afterwards. Raises `OSError`.
     """
-    with log.open("ab") as output:
-        child = subprocess.Popen(
-            command,
-            cwd=cwd,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    child = start_session(command, environment, cwd, log)
     started_at = psutil.Process(child.pid).create_time()  # there, even if ended: not reaped yet
     _children[child.pid] = child
-    await_tags(child.pid)
     return child.pid, started_at
 
 

@@ -137,10 +137,7 @@ class SkyPilotProvider:
 
     def launch(self, request: LaunchRequest) -> MachineView:
         """Launch the machine's cluster; blocks until the cloud gave or refused it, `LAUNCH_ANSWER_S` at most.
-
-        Raises `NoCapacity` and `QuotaExceeded` (elsewhere), `CredentialsRejected` (never), `ProviderError`
-        (later); then the cluster is down again, or `describe` says that it may not be.
-        """
+        After an error the cluster is down again, or `describe` says that it may not be."""
         if request.run != self._told_run:
             raise ConfigError(f"{request.run} is not this provider's run", f"ask for {self._told_run}")
         sky = self._sky()

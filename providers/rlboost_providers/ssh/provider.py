@@ -86,8 +86,7 @@ class SshProvider:
         return sorted(offers, key=lambda offer: offer.price_micro_usd_per_hour)
 
     def launch(self, request: LaunchRequest) -> MachineView:
-        """Start the agents on the host; blocks for a second. Raises `NoCapacity` (elsewhere: busy, or not
-        reached), `CredentialsRejected`, `ConfigError`."""
+        """Start the agents on the host; blocks for a second. Raises `NoCapacity` if it is busy or away."""
         host = request.offer.zone
         if request.offer.provider != NAME or host not in self._hosts:
             raise ConfigError(f"{host} is no host of this job", "add it to hosts in rollout.spot.any_of")
