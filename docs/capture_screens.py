@@ -147,8 +147,8 @@ def end_runs(environment: dict[str, str]) -> None:
     """End whatever a picture that did not come about has left running."""
     for run in Path(environment["HOME"]).glob(".rlboost/runs/*"):
         if not (run / "outcome.json").exists():
-            command = ["rlboost", "down", run.name, "--yes"]
-            subprocess.run(command, env=environment, check=True, stdin=subprocess.DEVNULL, timeout=120)
+            down = ["rlboost", "down", run.name, "--yes"]
+            subprocess.run(down, env=environment, check=True, stdin=subprocess.DEVNULL, timeout=120)
 
 
 def quickstart(folder: Path, **changes: str) -> None:
@@ -173,14 +173,10 @@ def run_screens(terminal: Terminal, folder: Path) -> Iterator[tuple[str, str]]:
     terminal.type("\x03")
     terminal.wait(lambda text: "ends it" in text and text.endswith("$"), 20)
     yield "detached", "Ctrl-C"
-    clear(terminal)
-    terminal.type("rlboost launch quickstart\n")
-    terminal.wait(lambda text: "rlboost cost quickstart" in text and text.endswith("$"), 900)
+    command(terminal, "rlboost launch quickstart", "rlboost cost quickstart", 900)
     yield "end", "rlboost launch quickstart"
     terminal.resize(2 * HEIGHT)
-    clear(terminal)
-    terminal.type("rlboost cost quickstart\n")
-    terminal.wait(lambda text: "note:" in text and text.endswith("$"), 30)
+    command(terminal, "rlboost cost quickstart", "note:", 30)
     yield "cost", "rlboost cost quickstart"
 
 
@@ -196,9 +192,7 @@ def survived(text: str) -> bool:
 def error_screens(terminal: Terminal, folder: Path) -> Iterator[tuple[str, str]]:
     """Yield (name, title) for three mistakes that everybody makes once."""
     quickstart(folder, **{"group_size: 8": "group_sise: 8", "max_instances: 3": "max_instances: three"})
-    clear(terminal)
-    terminal.type("rlboost launch quickstart.yaml\n")
-    terminal.wait(lambda text: "did you mean" in text and text.endswith("$"), 30)
+    command(terminal, "rlboost launch quickstart.yaml", "did you mean", 30)
     yield "error-job-file", "a typing mistake in the job file"
 
     quickstart(
@@ -208,19 +202,13 @@ def error_screens(terminal: Terminal, folder: Path) -> Iterator[tuple[str, str]]
     (folder / "rewards.py").write_text(
         "def score(prompt, response, row):\n    return float(response == row['anwser'])\n"
     )
-    clear(terminal)
-    terminal.type("rlboost launch quickstart.yaml\n")
-    terminal.wait(lambda text: "hint:" in text and text.endswith("$"), 400)
+    command(terminal, "rlboost launch quickstart.yaml", "hint:", 400)
     yield "error-reward", "a reward function that raises"
 
     quickstart(folder)
-    clear(terminal)
-    terminal.type("rlboost launch quickstart.yaml --detach\n")
-    terminal.wait(lambda text: "ends it" in text and text.endswith("$"), 120)
+    command(terminal, "rlboost launch quickstart.yaml --detach", "ends it", 120)
     quickstart(folder, **{"learning_rate: 5.0e-4": "learning_rate: 1.0e-4"})
-    clear(terminal)
-    terminal.type("rlboost launch quickstart.yaml\n")
-    terminal.wait(lambda text: "hint:" in text and text.endswith("$"), 30)
+    command(terminal, "rlboost launch quickstart.yaml", "hint:", 30)
     yield "error-other-job", "another job under the name of an open run"
     terminal.type("rlboost down quickstart --yes\n")
     terminal.wait(lambda text: "nothing of quickstart is left" in text and text.endswith("$"), 120)
@@ -233,10 +221,12 @@ def settle(terminal: Terminal) -> None:
         terminal.read(0.2)
 
 
-def clear(terminal: Terminal) -> None:
-    """Begin at the top."""
+def command(terminal: Terminal, line: str, answer: str, timeout_s: float) -> None:
+    """Type a command at the top of the screen and wait until it has answered and ended."""
     terminal.type("clear\n")
     terminal.wait(lambda text: text == "$", 10)
+    terminal.type(f"{line}\n")
+    terminal.wait(lambda text: answer in text and text.endswith("$"), timeout_s)
 
 
 def main() -> int:

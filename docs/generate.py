@@ -45,7 +45,11 @@ PAGES = {"job-file.md": job_file_page}
 
 def outdated() -> list[str]:
     """Return the names of the pages that differ from what would be written."""
-    return [name for name, page in PAGES.items() if _read(DOCS / name) != page()]
+    return [
+        name
+        for name, page in PAGES.items()
+        if not (DOCS / name).exists() or (DOCS / name).read_text(encoding="utf-8") != page()
+    ]
 
 
 def main(arguments: list[str]) -> int:
@@ -82,10 +86,6 @@ def _code(default: str) -> str:
 
 def _cell(text: str) -> str:
     return text.replace("|", r"\|").replace("\n", " ")
-
-
-def _read(path: Path) -> str | None:
-    return path.read_text(encoding="utf-8") if path.exists() else None
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ reached, 6 credentials or quota, 7 cloud unreachable, 130 interrupted before the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
+from collections import UserDict
+from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,7 +33,7 @@ def lazy_group(commands: dict[str, str]) -> type[TyperGroup]:
     class Group(TyperGroup):
         def __init__(self, **attributes: Any) -> None:
             super().__init__(**attributes | {"commands": {}})
-            self.commands = _Commands(tuple(commands))
+            self.commands = _Commands(dict.fromkeys(commands))
 
         def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]  # their Context
             return list(commands)
@@ -44,31 +45,13 @@ def lazy_group(commands: dict[str, str]) -> type[TyperGroup]:
     return Group
 
 
-class _Commands(MutableMapping[str, "Command"]):
+class _Commands(UserDict[str, "Command"]):
     """Commands by name; each is imported when it is looked up."""
 
-    def __init__(self, names: tuple[str, ...]) -> None:
-        self._names = names
-        self._loaded: dict[str, Command] = {}
-
     def __getitem__(self, name: str) -> Command:
-        if name not in self._loaded:
-            if name not in self._names:
-                raise KeyError(name)
-            self._loaded[name] = _load(name)
-        return self._loaded[name]
-
-    def __setitem__(self, name: str, command: Command) -> None:
-        self._loaded[name] = command
-
-    def __delitem__(self, name: str) -> None:
-        del self._loaded[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
+        if self.data[name] is None:
+            self.data[name] = _load(name)
+        return self.data[name]
 
 
 def _load(name: str) -> Command:
@@ -78,22 +61,26 @@ def _load(name: str) -> Command:
     return get_command(alone)
 
 
-# NAME is function NAME of commands/ROOM/NAME.py; a test compares the words with its docstring
-_ROOMS: dict[str, dict[str, str]] = {
+# NAME is function NAME of commands/MODULE.py; a test compares the words with its docstring
+_MODULES: dict[str, dict[str, str]] = {
     "job": {
         "init": "Write a commented job file to start from",
         "check": "Validate a job file and print the resolved job",
         "doctor": "Look whether this machine, the job and its head elsewhere are ready to run",
         "plan": "Predict step time and cost from what this machine measured",
     },
-    "run": {
+    "start": {
         "up": "Start everything of a run but its trainer",
         "launch": "Start or continue a run and watch it; Ctrl-C detaches",
+    },
+    "watch": {
         "status": "Show all runs, or how one of them is doing",
         "logs": "Show a run's logs, also of machines that are gone",
         "samples": "Show what the policy said: a step's best, worst and middling response",
         "cost": "Show what a run costs, on what, and what it would have cost on demand",
         "audit": "Check a run against what RLBoost promises, from its event log and token journal",
+    },
+    "end": {
         "preempt": "Take one instance away on purpose, as its cloud would",
         "down": "End a run for certain and show what it cost",
         "gc": "Find and end machines that no open run owns",
@@ -104,14 +91,14 @@ _ROOMS: dict[str, dict[str, str]] = {
         "traces": "List, show or fetch recorded spot markets to simulate on",
     },
 }
-COMMANDS = {name: sentence for commands in _ROOMS.values() for name, sentence in commands.items()}
+COMMANDS = {name: sentence for commands in _MODULES.values() for name, sentence in commands.items()}
 """Each command with a sentence for `--help`, in the order shown."""
 
 
 def module_of(name: str) -> str:
     """Return the module in which command `name` lives."""
-    room = next(room for room, commands in _ROOMS.items() if name in commands)
-    return f"rlboost_cli.commands.{room}.{name}"
+    module = next(module for module, commands in _MODULES.items() if name in commands)
+    return f"rlboost_cli.commands.{module}"
 
 
 app = typer.Typer(

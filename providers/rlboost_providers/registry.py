@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import contextlib
 from operator import itemgetter
-from pathlib import Path
 
 from rlboost_providers.base.provider import Ability, CanSweep, Provider
+from rlboost_providers.base.tags import owner_of
 from rlboost_providers.base.traits import cloud_traits
 from rlboost_runtime.core.base.cost_model import Prices
 from rlboost_runtime.errors import ConfigError, RLBoostError
@@ -19,25 +19,14 @@ from rlboost_runtime.run.folder import RunFolder, home
 
 
 def provider_for(job: Job, run: RunFolder) -> Provider:
-    """Return the provider of the job's spot offers: one for all of them.
-
-    Raises `ConfigError` where a trace, a machine type or a cloud is unusable.
-    """
+    """Return the provider of the job's spot offers: one for all of them. Raises `ConfigError` where a trace,
+    a machine type or a cloud is unusable."""
     from rlboost_providers.base.multi import MultiProvider
 
     providers = providers_of(job, run)
     if len(providers) == 1:
         return next(iter(providers.values()))
     return MultiProvider(providers)
-
-
-def head_provider(job: Job, run: RunFolder | None) -> Provider:
-    """Return the provider of the machine that is bought for the job's head; without a run it is only asked
-    for offers.
-
-    Raises `ConfigError` where the machine type is not known, or its price neither.
-    """
-    return _head_seller(job.trainer, None if run is None else run.path)
 
 
 def head_offer(trainer: Trainer) -> CloudOffer:
@@ -53,14 +42,17 @@ def head_offer(trainer: Trainer) -> CloudOffer:
     )
 
 
-def _head_seller(trainer: Trainer, run_folder: Path | None) -> Provider:
+def head_provider(job: Job, run: RunFolder | None) -> Provider:
+    """Return the provider of the machine that is bought for the job's head; without a run it is only asked
+    for offers. Raises `ConfigError` where the machine type is not known, or its price neither."""
+    trainer = job.trainer
     offer = head_offer(trainer)
     if trainer.via == "skypilot":
         from rlboost_providers.skypilot.provider import HeadTerms, SkyPilotProvider
 
-        return SkyPilotProvider(run_folder or home() / "sweep", [offer], head=HeadTerms(trainer.role))
-    from rlboost_providers.base.tags import owner_of
-
+        return SkyPilotProvider(
+            home() / "sweep" if run is None else run.path, [offer], head=HeadTerms(trainer.role)
+        )
     if offer.cloud == "aws":
         from rlboost_providers.aws.machines import head_pool
         from rlboost_providers.aws.provider import AwsProvider
@@ -84,7 +76,7 @@ def head_usd_per_hour(job: Job) -> float | None:
     limit = trainer.max_price_usd_per_hour
     if not known and limit is None and trainer.via == "skypilot":
         with contextlib.suppress(RLBoostError):  # renting reports what is wrong, and the price
-            offers = _head_seller(trainer, None).offers()
+            offers = head_provider(job, None).offers()
             known = [offer.price_micro_usd_per_hour / MICRO_USD_PER_USD for offer in offers]
     if not known:
         return limit
@@ -137,7 +129,9 @@ def providers_of(job: Job, run: RunFolder) -> dict[str, Provider]:
 
         providers["local"] = LocalProvider(run.path, spot.local_offers, max_instances=spot.max_instances)
     if own := [offer for offer in spot.any_of if isinstance(offer, SshOffer)]:
-        providers["ssh"] = _ssh(own)
+        from rlboost_providers.ssh.provider import SshProvider
+
+        providers["ssh"] = SshProvider(own, owner_of(home()))
     if direct := [offer for offer in clouds if offer.via == "direct"]:
         providers |= _direct(direct, kinds)
     if through := [offer for offer in clouds if offer.via == "skypilot"]:
@@ -149,28 +143,7 @@ def providers_of(job: Job, run: RunFolder) -> dict[str, Provider]:
     return providers
 
 
-def _ssh(offers: list[SshOffer]) -> Provider:
-    from rlboost_providers.base.tags import owner_of
-    from rlboost_providers.ssh.provider import AS_IT_IS, SshPool, SshProvider
-
-    pools = [
-        SshPool(
-            tuple(offer.hosts),
-            round(offer.price_usd_per_hour * 1_000_000),
-            offer.jump_host,
-            offer.identity_file,
-            offer.python,
-            offer.folder,
-            offer.accelerators or AS_IT_IS,
-        )
-        for offer in offers
-    ]
-    return SshProvider(pools, owner_of(home()))
-
-
 def _direct(offers: list[CloudOffer], kinds: tuple[bool, ...]) -> dict[str, Provider]:
-    from rlboost_providers.base.tags import owner_of
-
     owner = owner_of(home())
     providers: dict[str, Provider] = {}
     if of_aws := [offer for offer in offers if offer.cloud == "aws"]:
@@ -189,12 +162,8 @@ def _direct(offers: list[CloudOffer], kinds: tuple[bool, ...]) -> dict[str, Prov
 
 
 def sweeper(cloud: str) -> CanSweep:
-    """Return a provider that finds all machines of ours in `cloud`, whatever jobs there are.
-
-    Raises `ConfigError` for a cloud that is asked through its jobs only.
-    """
-    from rlboost_providers.base.tags import owner_of
-
+    """Return a provider that finds all machines of ours in `cloud`, whatever jobs there are. Raises
+    `ConfigError` for a cloud that is asked through its jobs only."""
     if cloud == "aws":
         from rlboost_providers.aws.provider import AwsProvider
 

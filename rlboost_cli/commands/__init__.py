@@ -1,4 +1,4 @@
-"""One module per command, each a thin caller of functions that return data.
+"""The commands: each is a thin caller of functions that return data.
 
 A command imports what it needs inside its function: `rlboost --help` loads nothing but typer.
 """

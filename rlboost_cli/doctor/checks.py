@@ -10,9 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from rlboost_cli.doctor import clouds as bought
-from rlboost_cli.doctor import clouds as markets
-from rlboost_cli.doctor import head, local, machine
+from rlboost_cli.doctor import clouds, head, local, machine
 from rlboost_cli.doctor.findings import Check, DoctorContext, Finding
 from rlboost_runtime.job import Job
 
@@ -29,8 +27,8 @@ LAPTOP: Sequence[Check] = (Check(machine.python), Check(machine.home), Check(mac
 SECRETS = Check(head.secrets)
 HEAD: Sequence[Check] = (Check(head.head, announce="looking at the head over SSH"),)
 BOUGHT: Sequence[Check] = (
-    Check(bought.offer, announce="asking the cloud for the head's machine"),
-    Check(bought.identity),
+    Check(clouds.offer, announce="asking the cloud for the head's machine"),
+    Check(clouds.identity),
 )
 PLACES: Mapping[str, Sequence[Check]] = {
     "local": (
@@ -43,7 +41,7 @@ PLACES: Mapping[str, Sequence[Check]] = {
     )
 }
 """By the word before the slash of an `infra`."""
-ELSEWHERE = Check(markets.offers, announce="asking the job's clouds and hosts what they would sell now")
+ELSEWHERE = Check(clouds.offers, announce="asking the job's clouds and hosts what they would sell now")
 
 
 def checks_for(job: Job | None) -> Iterator[Check]:

@@ -26,9 +26,7 @@ from rlboost_runtime.run.folder import RunFolder
 def offer(patient: DoctorContext) -> Iterator[Finding]:
     """Ask the cloud, with the credentials that are here, for such a machine; nothing is bought. Through
     SkyPilot only its catalogue is asked, which needs none."""
-    job = patient.job
-    if job is None or not job.trainer.is_bought:
-        return
+    job = patient.wanted
     try:
         provider = head_provider(job, None)
         provider.describe("doctor")  # the clouds' own APIs take the credentials
@@ -55,8 +53,7 @@ def offer(patient: DoctorContext) -> Iterator[Finding]:
 
 def identity(patient: DoctorContext) -> Iterator[Finding]:
     """Whether the head could launch the spot machines that the job wants, and write to its output."""
-    if patient.job is not None and patient.job.trainer.is_bought:
-        yield judge_identity(patient.job)
+    yield judge_identity(patient.wanted)
 
 
 def judge_identity(job: Job) -> Finding:
@@ -112,8 +109,7 @@ ASK_S = 300.0
 def offers(patient: DoctorContext) -> Iterator[Finding]:
     """One finding for each place that is not this machine: a run does without one that refuses, so that it
     would not be heard of there."""
-    job = patient.job
-    assert job is not None
+    job = patient.wanted
     if not job.rollout.spot.max_instances:
         return
     for part in places_of(job):

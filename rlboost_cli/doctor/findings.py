@@ -70,21 +70,31 @@ def failed(check: str, error: RLBoostError) -> Finding:
 
 @dataclass(frozen=True)
 class DoctorContext:
-    """What is examined: this machine, and the job where one was given, with the machine of its head. Facts
-    are found out once."""
+    """What is examined: this machine, and the job where one was given, with the machine of its head."""
 
     home: Path
     job: Job | None = None
     job_file: Path | None = None
+
+    @property
+    def wanted(self) -> Job:
+        """The job, for checks that are made only where one was given."""
+        assert self.job is not None
+        return self.job
+
+    @property
+    def folder(self) -> Path:
+        """Where the job's file is, and beside it what it names."""
+        assert self.job_file is not None
+        return self.job_file.absolute().parent
 
     @functools.cached_property
     def model(self) -> ModelFacts | RLBoostError | None:
         """The job's model; the error that it is; or None where its files are not on this machine."""
         from rlboost_runtime.trainer.models.facts import look_at_model
 
-        assert self.job is not None
         try:
-            return look_at_model(self.job)
+            return look_at_model(self.wanted)
         except RLBoostError as error:
             return error
         except LookupError:

@@ -6,6 +6,7 @@ are is told. Judgements are functions of what `remote/doctor.py` says.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import socket
@@ -18,9 +19,10 @@ from typing import Any, BinaryIO
 from rlboost_cli.doctor.findings import ACCOUNT, DoctorContext, Finding, Verdict, fail, failed, ok, warn
 from rlboost_cli.doctor.local import BESIDE_BYTES, disk_wanted, judge_disk
 from rlboost_cli.doctor.machine import OLDEST_PYTHON
+from rlboost_cli.head.connection import ssh_to
 from rlboost_cli.head.deployment import ROOM_BYTES
 from rlboost_providers.base.traits import cloud_traits, known_clouds
-from rlboost_providers.ssh.connection import SshHost, address_of
+from rlboost_providers.ssh.connection import address_of
 from rlboost_runtime.errors import RLBoostError
 from rlboost_runtime.job import CloudOffer, Job, LocalOffer
 from rlboost_runtime.run.create import gather, kept, newest_run
@@ -41,8 +43,7 @@ CLOCK_DOUBT_S = 5.0
 
 def head(patient: DoctorContext) -> Iterator[Finding]:
     """All of it, over one connection."""
-    job = patient.job
-    assert job is not None
+    job = patient.wanted
     place = place_of(job)
     assert place is not None
     began = time.monotonic()
@@ -63,8 +64,8 @@ def head(patient: DoctorContext) -> Iterator[Finding]:
 
 def secrets(patient: DoctorContext) -> Iterator[Finding]:
     """Whether what the run takes from this environment is in it."""
-    job = patient.job
-    if job is None or not job.secrets:
+    job = patient.wanted
+    if not job.secrets:
         return
     run = newest_run(job.name)
     try:
@@ -106,21 +107,16 @@ def place_of(job: Job) -> HeadPlace | None:
 def look(place: HeadPlace, *, listen: bool) -> dict[str, Any]:
     """Return what `remote/doctor.py` says there, by what it looked at. Raises `RLBoostError`."""
     program = resources.files("rlboost_runtime.remote").joinpath("doctor.py").read_bytes()
-    ssh = SshHost(
-        place.host, jump_host=place.jump_host, identity_file=place.identity_file, host_key=place.host_key
-    )
     request = {
         "folder": place.folder,
         "python": place.python,
         "listen": listen,
         "clouds": credential_places(known_clouds()),
     }
-    try:
+    with contextlib.closing(ssh_to(place)) as ssh:
         return ssh.talk(
             program, request, lambda said: _hear(said, lambda port: _dial(place, port)), quiet_s=QUIET_S
         )
-    finally:
-        ssh.close()
 
 
 def credential_places(clouds: Iterable[str]) -> dict[str, Json]:
@@ -299,8 +295,7 @@ def _is_dialled_by_machines(job: Job) -> bool:
 
 
 def _wanted_bytes(patient: DoctorContext, python: Json) -> int:
-    job, runtime = patient.job, 0 if python["is_there"] else ROOM_BYTES
-    assert job is not None
+    job, runtime = patient.wanted, 0 if python["is_there"] else ROOM_BYTES
     facts = patient.model if can_train_here() else None
     if facts is None or isinstance(facts, RLBoostError):
         return BESIDE_BYTES + runtime

@@ -20,7 +20,7 @@ MAX_PROMPTS_MEASURED = 2000
 
 def model(context: DoctorContext) -> Iterator[Finding]:
     """Architecture, weights' names and tokenizer, without loading a weight."""
-    job = _job(context)
+    job = context.wanted
     facts = context.model
     if isinstance(facts, RLBoostError):
         yield failed("model", facts)
@@ -37,9 +37,9 @@ def model(context: DoctorContext) -> Iterator[Finding]:
 
 def prompts(context: DoctorContext) -> Iterator[Finding]:
     """Check that the data can be read and its prompts are short enough."""
-    job = _job(context)
+    job = context.wanted
     try:
-        examples = read_examples(job.data, _folder(context))
+        examples = read_examples(job.data, context.folder)
     except ConfigError as error:
         yield failed("prompts", error)
         return
@@ -84,12 +84,12 @@ def judge_lengths(lengths: Sequence[int], num_examples: int, job: Job) -> Findin
 
 def reward(context: DoctorContext) -> Iterator[Finding]:
     """Score one response as the run will: in a child process, from copies of the files that the job names."""
-    job = _job(context)
+    job = context.wanted
     try:
         with tempfile.TemporaryDirectory(prefix="rlboost-doctor-") as folder:
             files, log = Path(folder) / "files", Path(folder) / "reward.log"
             files.mkdir()
-            copy_files(job, _folder(context), files)
+            copy_files(job, context.folder, files)
             example = read_examples(job.data, files)[0]
             with RewardScorer.for_job(job, files, log) as scorer:
                 yield judge_reward(_score(scorer, example), example)
@@ -120,13 +120,3 @@ def judge_reward(scored: Reward, example: Example) -> Finding:
             "look whether the function reads the response as it is: no more than the answer's text",
         )
     return ok("reward", f"loads in its own process, {scored.value:g} for {what}")
-
-
-def _job(context: DoctorContext) -> Job:
-    assert context.job is not None
-    return context.job
-
-
-def _folder(context: DoctorContext) -> Path:
-    assert context.job_file is not None
-    return context.job_file.absolute().parent

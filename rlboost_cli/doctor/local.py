@@ -37,7 +37,7 @@ STAND_IN = ["sleep", "60"]
 
 def cpus(context: DoctorContext) -> Iterator[Finding]:
     """CPUs against the threads that will want them."""
-    job = _job(context)
+    job = context.wanted
     engines = job.trainer.local_engines + job.rollout.most_spot_engines(here=True)
     yield judge_cpus(
         len(os.sched_getaffinity(0)), job.trainer.threads + engines * job.rollout.engine_args.threads
@@ -58,7 +58,7 @@ def judge_cpus(num_cpus: int, threads: int) -> Finding:
 
 def memory(context: DoctorContext) -> Iterator[Finding]:
     """Memory against trainer and engines."""
-    job, needs = _job(context), _needs(context)
+    job, needs = context.wanted, _needs(context)
     if needs is None:
         yield warn("memory", "not estimated: the model is not known", "see model above")
         return
@@ -69,7 +69,7 @@ def memory(context: DoctorContext) -> Iterator[Finding]:
 
 def gpu(context: DoctorContext) -> Iterator[Finding]:
     """The GPU's memory, where there is one: trainer and engines of a local run share it."""
-    job, needs = _job(context), _needs(context)
+    job, needs = context.wanted, _needs(context)
     if needs is None:
         return  # memory has said so
     import torch  # loaded already: the model was looked at with it
@@ -102,7 +102,7 @@ def judge_memory(
 
 def disk(context: DoctorContext) -> Iterator[Finding]:
     """Disk against checkpoints and weight versions."""
-    job, needs = _job(context), _needs(context)
+    job, needs = context.wanted, _needs(context)
     if needs is None:
         yield warn("disk", "not estimated: the model is not known", "see model above")
         return
@@ -132,7 +132,7 @@ def judge_disk(free: int, wanted: int, place: str) -> Finding:
 
 def ports(context: DoctorContext) -> Iterator[Finding]:
     """Check that the ports of this job's open run are still its own; a new run takes free ones."""
-    job = _job(context)
+    job = context.wanted
     run = RunFolder.named(job.name)
     if not run.job_json.exists() or not is_open(run):
         yield judge_free_port(_free_port())
@@ -140,7 +140,7 @@ def ports(context: DoctorContext) -> Iterator[Finding]:
     if is_supervised(run):
         yield ok("ports", f"run {run.name} is running and has its own")
         return
-    known = {name: _port(path) for name, path in _endpoints(run).items()}
+    known = {"coordinator": _port(run.endpoint), "weight server": _port(run.weights_endpoint)}
     taken = [f"{port} ({name})" for name, port in known.items() if port is not None and not _can_bind(port)]
     if taken:
         yield fail(
@@ -161,8 +161,7 @@ def judge_free_port(port: int | None) -> Finding:
 
 def machines(context: DoctorContext) -> Iterator[Finding]:
     """Launch a machine of the local provider, see it run, end it, see it gone; traces are read on the way."""
-    job = _job(context)
-    assert context.job_file is not None
+    job = context.wanted
     if not job.rollout.spot.max_instances or not job.rollout.spot.local_offers:
         yield ok("machines", "no spot machines wanted here")
         return
@@ -170,7 +169,7 @@ def machines(context: DoctorContext) -> Iterator[Finding]:
         with tempfile.TemporaryDirectory(prefix="rlboost-doctor-") as folder:
             run = RunFolder(Path(folder) / job.name)
             run.files.mkdir(parents=True)
-            copy_files(job, context.job_file.absolute().parent, run.files)
+            copy_files(job, context.folder, run.files)
             try:
                 seconds = _try_a_machine(run, job)
             finally:
@@ -213,11 +212,7 @@ def _needs(context: DoctorContext) -> Footprint | None:
     facts = context.model
     if facts is None or isinstance(facts, RLBoostError):
         return None
-    return footprint(_job(context), facts)
-
-
-def _endpoints(run: RunFolder) -> dict[str, Path]:
-    return {"coordinator": run.endpoint, "weight server": run.weights_endpoint}
+    return footprint(context.wanted, facts)
 
 
 def _port(endpoint: Path) -> int | None:
@@ -244,8 +239,3 @@ def _free_port() -> int | None:
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:,.1f} GiB"
-
-
-def _job(context: DoctorContext) -> Job:
-    assert context.job is not None
-    return context.job

@@ -103,8 +103,7 @@ def _installed(name: str) -> str | None:
 
 
 def home(context: DoctorContext) -> Iterator[Finding]:
-    """Check that runs can be kept: a file is written, synced and renamed, and a database made like a
-    ledger."""
+    """Check that runs can be kept: write, sync and rename a file, and make a database like a ledger."""
     remedy = "set RLBOOST_HOME to a folder on a local disk that you may write to"
     try:
         context.home.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -18,7 +18,7 @@ from rlboost_providers.base.tags import owner_of
 from rlboost_providers.ssh.connection import SshHost
 from rlboost_runtime.errors import CredentialsRejected, ProviderError, RLBoostError, RuntimeFault
 from rlboost_runtime.run.folder import RunFolder, home
-from rlboost_runtime.run.head import kept_place
+from rlboost_runtime.run.head import HeadPlace, kept_place
 
 Say = Callable[[str], None]
 
@@ -55,12 +55,7 @@ class Head:
     def __init__(self, run: RunFolder) -> None:
         self.run = run
         self.place = kept_place(run)
-        self._ssh = SshHost(
-            self.place.host,
-            jump_host=self.place.jump_host,
-            identity_file=self.place.identity_file,
-            host_key=self.place.host_key,
-        )
+        self._ssh = ssh_to(self.place)
         self._program = resources.files("rlboost_runtime.remote").joinpath("head.py").read_bytes()
 
     def ask(
@@ -72,10 +67,8 @@ class Head:
         seconds: float = COMMAND_S,
         **more: object,
     ) -> tuple[dict[str, Any], bytes]:
-        """Return the answer of `remote/head.py` there, and the bytes that came with it.
-
-        Raises `HeadUnreachable`, `CredentialsRejected`, and `RuntimeFault` where the machine cannot do it.
-        """
+        """Return the answer of `remote/head.py` there, and the bytes that came with it. Raises
+        `HeadUnreachable`, `CredentialsRejected`, and `RuntimeFault` where the machine cannot do it."""
         if not self.place.host:
             raise HeadUnreachable(
                 f"the head of {self.run.name} has not been rented yet",
@@ -155,9 +148,15 @@ class Head:
         return HeadRefused(f"on {self.place.host}: {error.problem}", error.remedy, error.exit_code)
 
 
+def ssh_to(place: HeadPlace) -> SshHost:
+    """Return the connection to the machine of a head; it is opened by the first request."""
+    return SshHost(
+        place.host, jump_host=place.jump_host, identity_file=place.identity_file, host_key=place.host_key
+    )
+
+
 def _read_answer(output: BinaryIO, say: Say, deadline: float) -> tuple[dict[str, Any], bytes]:
-    """Read what the program prints, up to its answer. Raises `RuntimeFault` at the deadline, `ValueError` if
-    it ends without one."""
+    """Read up to the answer. Raises `RuntimeFault` at the deadline, `ValueError` if it ends without one."""
     for line in iter(output.readline, b""):
         message = json.loads(line)
         if "answer" in message:

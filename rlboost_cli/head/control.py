@@ -126,10 +126,8 @@ def preempt(run: RunFolder, instance: str | None, notice_s: float | None) -> str
 
 
 def end_run(run: RunFolder, say: Say) -> None:
-    """End the run on its head, with all its machines, and fetch what it leaves.
-
-    Raises `HeadUnreachable` where the head does not answer: nothing is known then of what runs there.
-    """
+    """End the run on its head, with all its machines, and fetch what it leaves. Raises `HeadUnreachable`
+    where the head does not answer: nothing is known then of what runs there."""
     if stored_job(run).trainer.is_bought:
         _end_bought(run, say)
     else:
@@ -170,9 +168,7 @@ def _end_bought(run: RunFolder, say: Say) -> None:
 
 def end_fleet(run: RunFolder, say: Say) -> None:
     """End what the run's lost head has launched, as far as its clouds list it from here, and close the books.
-
-    Raises what the clouds say, `RuntimeFault` naming what is left.
-    """
+    Raises what the clouds say, `RuntimeFault` naming what is left."""
     take_report(run, say)
     learn_intents(run)
     say(f"ending the machines of {run.name} that are left")

@@ -9,6 +9,7 @@ The launches that a lost head had begun are entered here from the last mirror an
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from dataclasses import replace
 
 from rlboost_cli.head.connection import Say
@@ -55,16 +56,14 @@ def head_is_there(run: RunFolder) -> bool:
 
 def find_out(run: RunFolder, say: Say) -> None:
     """Record the end and the cost of a run whose bought head is gone; of a head that is there, its cost
-    beyond its run.
-
-    Raises like `head_is_there`.
-    """
+    beyond its run. Raises like `head_is_there`."""
     head = current_head_machine(run)
     if head is None:
         return
     if head_is_there(run):
         if is_complete(run):
-            _prolong(run, time.time())
+            with closing(Ledger(run.ledger)) as ledger:
+                ledger.prolonged(RESERVED_MACHINE, time.time())
         return
     if not was_started(run) and not run.outcome.exists():
         return  # it never came to a run: the next `up` rents another
@@ -111,11 +110,8 @@ def _bound_end(run: RunFolder) -> None:
 
 def _end_of_run(run: RunFolder) -> float | None:
     """Return when the head's part in the run ended, by its own books."""
-    ledger = Ledger(run.ledger)
-    try:
+    with closing(Ledger(run.ledger)) as ledger:
         bills = ledger.machines(time.time())
-    finally:
-        ledger.close()
     return next((bill.ended_at for bill in bills if bill.machine == RESERVED_MACHINE), None)
 
 
@@ -124,22 +120,11 @@ def settle(run: RunFolder) -> None:
     heads = [each for each in kept_head_machines(run) if each.launched_at is not None]
     if not heads or heads[-1].ended_at is None:
         return
-    ledger = Ledger(run.ledger)
-    try:
+    with closing(Ledger(run.ledger)) as ledger:
         for head in heads[:-1]:
             _enter(ledger, head.machine, head)
         _enter(ledger, RESERVED_MACHINE, heads[-1])
         ledger.prolonged(RESERVED_MACHINE, heads[-1].ended_at)
-    finally:
-        ledger.close()
-
-
-def _prolong(run: RunFolder, until: float) -> None:
-    ledger = Ledger(run.ledger)
-    try:
-        ledger.prolonged(RESERVED_MACHINE, until)
-    finally:
-        ledger.close()
 
 
 def _enter(ledger: Ledger, name: str, head: HeadMachine) -> None:
@@ -181,9 +166,6 @@ def learn_intents(run: RunFolder) -> None:
     offers = LaunchRecords(path).offers()
     if not offers:
         return
-    ledger = Ledger(run.ledger)
-    try:
+    with closing(Ledger(run.ledger)) as ledger:
         for machine, offer in offers.items():
             ledger.intend(MachineRecord.of(machine, offer, time.time()))
-    finally:
-        ledger.close()

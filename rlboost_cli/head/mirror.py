@@ -38,10 +38,8 @@ _GROWING = re.compile(r"(metrics|samples)\.jsonl|logs(/[A-Za-z0-9_-][A-Za-z0-9._
 
 
 def refresh(run: RunFolder, head: Head, *, ledger: bool = False, logs: bool = False) -> None:
-    """Fetch what has changed; with `ledger` what the run has spent, with `logs` all logs and series.
-
-    Raises `HeadUnreachable`, `CredentialsRejected`, `RuntimeFault`.
-    """
+    """Fetch what has changed; with `ledger` what the run has spent, with `logs` all logs and series. Raises
+    `HeadUnreachable`, `CredentialsRejected`, `RuntimeFault`."""
     while True:
         known = _known(run)
         answer, blob = head.ask("mirror", known=known, ledger=ledger, logs=logs)
@@ -74,8 +72,10 @@ def refresh_if_elsewhere(
             refresh_and_close(run, one, ledger=ledger, logs=logs)
     except (HeadUnreachable, CredentialsRejected, RuntimeFault) as silence:
         seen = read_json(run.mirror) or {}
-        age = f"shown is what was known {_ago(seen)}" if "at" in seen else "nothing was ever fetched from it"
-        return f"{silence.problem}; {age}"
+        if "at" not in seen:
+            return f"{silence.problem}; nothing was ever fetched from it"
+        age_s = max(0.0, time.time() - float(seen["at"]))
+        return f"{silence.problem}; shown is what was known {age_s:.0f} s ago"
     return None
 
 
@@ -131,10 +131,6 @@ def is_complete(run: RunFolder) -> bool:
     return run.outcome.exists() and bool((read_json(run.mirror) or {}).get("complete"))
 
 
-def _ago(seen: dict[str, Any]) -> str:
-    return f"{max(0.0, time.time() - float(seen['at'])):.0f} s ago"
-
-
 def _known(run: RunFolder) -> dict[str, list[int]]:
     """Return the marks of the copies that are here still, and of an end that the run was resumed after."""
     marks = (read_json(run.mirror) or {}).get("marks", {})
@@ -166,8 +162,7 @@ def _apply(run: RunFolder, asked: dict[str, list[int]], answer: dict[str, Any], 
 
 @contextlib.contextmanager
 def _writing(run: RunFolder) -> Iterator[None]:
-    """Keep other commands of this machine from writing copies meanwhile. Raises `RuntimeFault` where one does
-    so for too long."""
+    """Keep other commands here from writing copies. Raises `RuntimeFault` where one does so for too long."""
     fd, deadline = os.open(run.path, os.O_RDONLY | os.O_DIRECTORY), time.monotonic() + WAIT_S
     try:
         while not _locks(fd):
@@ -217,10 +212,8 @@ _PART = ".part"
 
 
 def fetch_results(run: RunFolder, head: Head, say: Say) -> int:
-    """Fetch what is not here yet; return the bytes that were moved.
-
-    Raises `HeadUnreachable`, and `RuntimeFault` where the disk here has no room.
-    """
+    """Fetch what is not here yet; return the bytes that were moved. Raises `HeadUnreachable`, and
+    `RuntimeFault` where the disk here has no room."""
     answer, _ = head.ask("results")
     wanted = [
         (_path(run, str(name)), str(name), int(size), int(changed_ns))

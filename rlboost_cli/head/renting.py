@@ -9,12 +9,10 @@ its cloud reports it gone.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib.util
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import IO
 
 from rlboost_cli.head.connection import Head, HeadUnreachable, Say
 from rlboost_cli.head.mirror import was_started
@@ -43,7 +41,7 @@ from rlboost_runtime.errors import (
 from rlboost_runtime.job import Job
 from rlboost_runtime.money import format_usd
 from rlboost_runtime.run.create import stored_job
-from rlboost_runtime.run.folder import RunFolder
+from rlboost_runtime.run.folder import RunFolder, locked
 from rlboost_runtime.run.head import change_place, kept_place
 
 BOOT_S = 600.0
@@ -90,10 +88,8 @@ def rent(run: RunFolder, say: Say) -> None:
 
 
 def give_back(run: RunFolder, say: Say) -> None:
-    """Terminate the machine of the run's head, if there is one, and wait until it is gone.
-
-    Raises `ProviderError` if its cloud cannot be reached, `RuntimeFault` if the machine stays.
-    """
+    """Terminate the machine of the run's head, if there is one, and wait until it is gone. Raises
+    `ProviderError` if its cloud cannot be reached, `RuntimeFault` if the machine stays."""
     with alone(run, say=say):
         head = current_head_machine(run)
         if head is None or head.ended_at is not None:
@@ -145,20 +141,13 @@ def alone(
     """Lock the launch, termination and recorded end of the run's head against other commands on this machine;
     under another `name`, what that stands for. Yields False if another command has the lock and `waits` is
     False."""
-    with (run.processes / name).open("w") as lock:
-        is_alone = _locks(lock, fcntl.LOCK_NB)
+    path = run.processes / name
+    with contextlib.ExitStack() as stack:
+        is_alone = stack.enter_context(locked(path, waits=False))
         if not is_alone and waits:
             say(f"waiting for another command, which {what} {run.name}")
-            is_alone = _locks(lock, 0)
+            is_alone = stack.enter_context(locked(path))
         yield is_alone
-
-
-def _locks(lock: IO[str], how: int) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | how)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def note_end(
@@ -239,8 +228,7 @@ def _launch(
     refusal: NoCapacity | QuotaExceeded | None,
     say: Say,
 ) -> HeadMachine:
-    """Launch the first of the remaining `offers` that its cloud delivers; `refusal`: the error of the one
-    before them."""
+    """Launch the first of `offers` that its cloud delivers; `refusal`: the error of the one before them."""
     require_head(run)
     _require_ssh()
     script, told_run = head_script(run, job), head_of(run.name)
@@ -323,7 +311,9 @@ def _await_it(run: RunFolder, job: Job, provider: Provider, head: HeadMachine, s
                 f" {view.detail or 'its cloud says no more'}{last_words(provider, run, head.machine)}",
                 f"type rlboost launch {run.name} to rent another",
             )
-        address = "" if view is None else _address(job, view)
+        address = ""
+        if view is not None:
+            address = view.private_address if job.trainer.private_address else view.public_address
         if address:
             _note_place(run, address)
             refusal = _is_let_in(run)
@@ -340,10 +330,6 @@ def _await_it(run: RunFolder, job: Job, provider: Provider, head: HeadMachine, s
             )
         say(f"waiting for {head.machine} in {head.zone} {f'at {address} ' if address else ''}to boot")
         time.sleep(_LOOK_S)
-
-
-def _address(job: Job, view: MachineView) -> str:
-    return view.private_address if job.trainer.private_address else view.public_address
 
 
 def _note_place(run: RunFolder, address: str) -> None:

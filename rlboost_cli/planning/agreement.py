@@ -26,8 +26,7 @@ from rlboost_runtime.run.folder import RunFolder
 
 
 def planned(run: str, job: Job) -> LaunchPlan:
-    """Return the plan of `job` under the name `run`, with a sign of life: SkyPilot may have to start for
-    that."""
+    """Return the plan of `job` as run `run`, with a sign of life: SkyPilot may have to start for it."""
     with output.working("looking at what the machines cost"):
         return launch_plan(run, job)
 
@@ -55,10 +54,8 @@ SUFFIX = "-probe"
 
 
 def probe(job_file: Path, job: Job, progress: Callable[[str], None]) -> RunFolder:
-    """Run `job` for a few steps and return the ended run; a line of progress per step and event.
-
-    Raises `RuntimeFault` where it fails.
-    """
+    """Run `job` for a few steps and return the ended run; a line of progress per step and event. Raises
+    `RuntimeFault` where it fails."""
     name = job.name[: 63 - len(SUFFIX)] + SUFFIX
     short = job.model_copy(
         update={"name": name, "algorithm": job.algorithm.model_copy(update={"steps": PROBE_STEPS})}

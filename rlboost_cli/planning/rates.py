@@ -87,15 +87,10 @@ def makes_like_responses(job: Job, former: Job) -> bool:
 
 
 def rates_of(run: RunFolder, job: Job) -> Rates | None:
-    """Return what the run's ledger has measured; None for fewer than `MIN_STEPS` complete steps.
-
-    Raises `NotFound` or `RuntimeFault` where there is no ledger that can be read.
-    """
-    ledger = Ledger(run.ledger, read_only=True)
-    try:
+    """Return what the run's ledger has measured; None for fewer than `MIN_STEPS` complete steps. Raises
+    `NotFound` or `RuntimeFault` where there is no ledger that can be read."""
+    with contextlib.closing(Ledger(run.ledger, read_only=True)) as ledger:
         steps = list(_complete(ledger.steps()))
-    finally:
-        ledger.close()
     if len(steps) >= MIN_STEPS + FIRST_STEPS_LEFT_OUT:
         steps = steps[FIRST_STEPS_LEFT_OUT:]
     return _rates(run.name, steps, job) if len(steps) >= MIN_STEPS else None

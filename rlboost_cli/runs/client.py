@@ -19,6 +19,8 @@ from rlboost_runtime.errors import NotFound, ProtocolError, ProviderError, RLBoo
 from rlboost_runtime.run.folder import RunFolder, read_json
 from rlboost_runtime.run.security import client_context, read_token
 
+PREEMPT_S = 30.0
+"""Longest wait until a machine is taken: some clouds answer late."""
 _MAX_ANSWER_BYTES = 64 * 1024 * 1024
 
 
@@ -31,12 +33,10 @@ def get_status(run: RunFolder, timeout_s: float = 2.0) -> dict[str, Any]:
     return _request(run, "GET", "/v1/status", None, timeout_s)
 
 
-def preempt(run: RunFolder, instance: str, notice_s: float | None, timeout_s: float = 30.0) -> None:
-    """Take `instance` away: at once, or `notice_s` seconds after a notice.
-
-    Raises `NotFound` and `NotAnswering`.
-    """
-    _request(run, "POST", "/v1/preempt", {"instance": instance, "notice_s": notice_s}, timeout_s)
+def preempt(run: RunFolder, instance: str, notice_s: float | None) -> None:
+    """Take `instance` away: at once, or `notice_s` seconds after a notice. Raises `NotFound` and
+    `NotAnswering`."""
+    _request(run, "POST", "/v1/preempt", {"instance": instance, "notice_s": notice_s}, PREEMPT_S)
 
 
 def stop(run: RunFolder, timeout_s: float = 5.0) -> None:

@@ -16,11 +16,8 @@ DEFAULT_NAME = "job.yaml"
 
 
 def write_job(path: Path, template: str, *, force: bool) -> Path:
-    """Write `template` to `path` (in a folder: as job.yaml) and return the file.
-
-    Raises `ConfigError` for an unknown template, a file that is there without `force`, and a place that
-    cannot be written.
-    """
+    """Write `template` to `path` (in a folder: as job.yaml) and return the file. Raises `ConfigError` for an
+    unknown template, a file that is there without `force`, and a place that cannot be written."""
     data = template_text(template).encode()
     target = path / DEFAULT_NAME if path.is_dir() else path
     try:

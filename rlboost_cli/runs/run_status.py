@@ -6,6 +6,7 @@ Data only; `output` shows it.
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -101,16 +102,8 @@ def _row(run: RunFolder) -> dict[str, Any]:
     try:
         return _sound_row(run)
     except (RLBoostError, OSError, ValueError, TypeError, AttributeError):
-        return {
-            "run": run.name,
-            "state": "damaged",
-            "running": False,
-            "step": 0,
-            "steps": None,
-            "reward_mean": None,
-            "spent_usd": None,
-            "age_s": None,
-        }
+        unknown = dict.fromkeys(("steps", "reward_mean", "spent_usd", "age_s"))
+        return {"run": run.name, "state": "damaged", "running": False, "step": 0, **unknown}
 
 
 def spent_micro_usd(run: RunFolder) -> int | None:
@@ -118,13 +111,10 @@ def spent_micro_usd(run: RunFolder) -> int | None:
     from rlboost_runtime.billing.ledger import Ledger
 
     try:
-        ledger = Ledger(run.ledger, read_only=True)
+        with closing(Ledger(run.ledger, read_only=True)) as ledger:
+            return ledger.total_micro_usd(time.time())
     except NotFound:
         return None
-    try:
-        return ledger.total_micro_usd(time.time())
-    finally:
-        ledger.close()
 
 
 def _status_elsewhere(run: RunFolder, head: Head | None) -> RunStatus:

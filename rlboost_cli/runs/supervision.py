@@ -5,21 +5,19 @@ Guarantee: at most one supervisor per run is started, also by commands that run 
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rlboost_cli.runs import client
 from rlboost_cli.terminal.errors import full_disk
 from rlboost_runtime.errors import RLBoostError, RuntimeFault
-from rlboost_runtime.processes import await_tags, run_environment
-from rlboost_runtime.run.folder import RunFolder, write_json
+from rlboost_runtime.processes import run_environment, start_session
+from rlboost_runtime.run.folder import RunFolder, locked, write_json
 from rlboost_runtime.run.index import is_supervised
 
 START_DEADLINE_S = 60.0
@@ -46,7 +44,7 @@ def bring_up(run: RunFolder, progress: Callable[[str], None]) -> dict[str, Any]:
         return control.bring_up(run, progress)
     child: subprocess.Popen[bytes] | None = None
     deadline = time.monotonic() + START_DEADLINE_S
-    with _starting(run):
+    with locked(run.processes / ".starting"):
         if not is_supervised(run):
             progress(f"starting the processes of {run.name}")
             child = _start(run)
@@ -61,7 +59,7 @@ def bring_up(run: RunFolder, progress: Callable[[str], None]) -> dict[str, Any]:
     return {}
 
 
-def log_tail(path: Path, lines: int = _LAST_LINES) -> str:
+def log_tail(path: Path) -> str:
     """Return the last lines of a log file, indented; empty where there is none."""
     try:
         with path.open("rb") as file:
@@ -69,31 +67,13 @@ def log_tail(path: Path, lines: int = _LAST_LINES) -> str:
             text = file.read().decode(errors="replace")
     except OSError:
         return ""
-    return "\n".join(f"  {line}" for line in text.splitlines()[-lines:])
-
-
-@contextlib.contextmanager
-def _starting(run: RunFolder) -> Iterator[None]:
-    run.processes.mkdir(mode=0o700, exist_ok=True)
-    with (run.processes / ".starting").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+    return "\n".join(f"  {line}" for line in text.splitlines()[-_LAST_LINES:])
 
 
 def _start(run: RunFolder) -> subprocess.Popen[bytes]:
     run.logs.mkdir(mode=0o700, exist_ok=True)
-    with (run.logs / "supervisor.log").open("ab") as log:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "rlboost_runtime.supervisor", str(run.path)],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            cwd=run.path,
-            env=_environment(run),
-            start_new_session=True,  # closing the terminal does not end it
-        )
-    await_tags(child.pid)
-    return child
+    command = [sys.executable, "-m", "rlboost_runtime.supervisor", str(run.path)]
+    return start_session(command, _environment(run), run.path, run.logs / "supervisor.log")
 
 
 def _environment(run: RunFolder) -> dict[str, str]:

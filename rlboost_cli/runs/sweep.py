@@ -206,8 +206,7 @@ def _stray(owned: Owned, cloud: CanSweep, runs: dict[str, RunFolder]) -> Stray |
 
 
 def _has_no_output(run: RunFolder) -> bool:
-    """Return True if the run's job names no `output`; False if it cannot be read, so that the machine is
-    listed all the same."""
+    """Return True if the run's job names no `output`; False if it cannot be read."""
     with contextlib.suppress(RLBoostError):
         return stored_job(run).output is None
     return False

@@ -88,8 +88,7 @@ def find_target(argument: str, *, resume: bool, say: Callable[[str], None] = lam
 
 
 def _require_steps_left(run: RunFolder, job: Job) -> None:
-    """Raise `ConfigError` where a run that is to be resumed has nothing left to do: it would rent machines
-    for that."""
+    """Raise `ConfigError` where a resumed run has nothing left to do: it would rent machines for that."""
     trained = (read_json(run.status) or {}).get("step")
     is_done = (read_json(run.outcome) or {}).get("state") == "done"
     if is_done and isinstance(trained, int) and trained >= job.algorithm.steps:
@@ -100,9 +99,8 @@ def _require_steps_left(run: RunFolder, job: Job) -> None:
 
 
 def find_job(argument: str) -> tuple[Job, Path]:
-    """Return the job that `argument` means, a file or a run, and its file: beside it is what it names.
-
-    Raises `ConfigError` and `NotFound`."""
+    """Return the job that `argument` means, a file or a run, and its file: beside it is what it names. Raises
+    `ConfigError` and `NotFound`."""
     path = Path(argument)
     if _is_file(path, argument):
         return _load(path), path

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import psutil
 
 from rlboost_cli.runs import client
-from rlboost_providers.base.terminate import Terminated, terminate_all
+from rlboost_providers.base.terminate import terminate_all
 from rlboost_runtime.billing.books import close_books
 from rlboost_runtime.processes import end_all, tagged
 from rlboost_runtime.run.create import stored_job
@@ -33,11 +33,9 @@ _EXIT_S = 2.0  # between a supervisor's outcome and its exit
 class Teardown:
     """What it took to end the run."""
 
-    was_graceful: bool
-    """The run had ended before, or its coordinator ended it."""
-    processes: tuple[int, ...]
-    machines: tuple[str, ...]
-    """Processes and machines that were left after that, and were ended."""
+    processes: tuple[int, ...] = ()
+    machines: tuple[str, ...] = ()
+    """Processes and machines that were left after the coordinator had ended, and were ended."""
 
 
 def end_run(run: RunFolder, progress: Callable[[str], None]) -> Teardown:
@@ -51,15 +49,13 @@ def end_run(run: RunFolder, progress: Callable[[str], None]) -> Teardown:
 
         control.end_run(run, progress)
         _note_stopped(run)
-        return Teardown(True, (), ())
+        return Teardown()
     return _end_here(run, progress)
 
 
 def end_without_head(run: RunFolder, progress: Callable[[str], None]) -> Teardown:
     """End what the lost head of a run has launched, as far as this machine can reach it, and close the books.
-
-    Raises like `end_run`.
-    """
+    Raises like `end_run`."""
     from rlboost_cli.head.head_books import learn_intents, settle
     from rlboost_cli.head.mirror import close_mirror
     from rlboost_cli.head.renting import give_back
@@ -74,14 +70,16 @@ def end_without_head(run: RunFolder, progress: Callable[[str], None]) -> Teardow
 
 
 def _end_here(run: RunFolder, progress: Callable[[str], None]) -> Teardown:
-    graceful = _ask_coordinator(run, progress)
+    _ask_coordinator(run, progress)
     progress(f"ending the processes of {run.name} that are left")
     processes = end_all(run.path, TERM_GRACE_S)
     progress(f"ending the machines of {run.name} that are left")
-    ended = _end_machines(run, progress)
+    from rlboost_providers.registry import provider_for
+
+    ended = terminate_all(provider_for(stored_job(run), run), run.name, say=progress)
     close_books(run, ended.views, "ended by rlboost down")
     _note_stopped(run)
-    return Teardown(graceful, tuple(processes), ended.machines)
+    return Teardown(tuple(processes), ended.machines)
 
 
 def _note_stopped(run: RunFolder) -> None:
@@ -95,23 +93,17 @@ def _note_stopped(run: RunFolder) -> None:
         write_json(run.outcome, outcome)
 
 
-def _ask_coordinator(run: RunFolder, progress: Callable[[str], None]) -> bool:
+def _ask_coordinator(run: RunFolder, progress: Callable[[str], None]) -> None:
+    """Ask it to end the run, and wait until it has, or for `GRACEFUL_S`."""
     if not run.outcome.exists():
         try:
             client.stop(run)
         except client.NotAnswering:
-            return False
+            return
         progress(f"waiting until the coordinator of {run.name} has ended its machines")
     deadline = time.monotonic() + GRACEFUL_S
     while time.monotonic() < deadline:
         if run.outcome.exists() and not is_supervised(run):
             psutil.wait_procs(tagged(run.path), timeout=_EXIT_S)
-            return True
+            return
         time.sleep(_POLL_S)
-    return False
-
-
-def _end_machines(run: RunFolder, progress: Callable[[str], None]) -> Terminated:
-    from rlboost_providers.registry import provider_for
-
-    return terminate_all(provider_for(stored_job(run), run), run.name, say=progress)

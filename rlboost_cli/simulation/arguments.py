@@ -2,87 +2,77 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 from rlboost_cli.simulation.job import preset_of_job
 from rlboost_cli.simulation.runs import SimulatedMarket, SimulationRequest
-from rlboost_cli.simulation.trace_views import cut
+from rlboost_cli.simulation.trace_views import trace_of
 from rlboost_runtime.errors import ConfigError
-from rlboost_runtime.run.folder import home
 from rlboost_runtime.sim import POLICIES, Preset, presets
-from rlboost_runtime.traces import PROFILES, Trace, sample_nodes
-from rlboost_runtime.traces.catalogue import open_trace
+from rlboost_runtime.traces import PROFILES, sample_nodes
 
 MAX_SEEDS = 1000
 """More than anybody waits for."""
 
 
-@dataclass(frozen=True, slots=True)
-class SimulationArguments:
-    """The command line of `rlboost simulate`."""
-
-    job: Path | None
-    preset: str | None
-    trace: str
-    window: str | None
-    sample: float
-    seed: int | None
-    seeds: int | None
-    policies: tuple[str, ...]
-
-    def checked(self) -> SimulationRequest:
-        """Return what is to be simulated. Raises `ConfigError`."""
-        preset, notes = self._preset()
-        seeds, policies = self._seeds(), self._policies()
-        if not 0 < self.sample <= 1:
-            raise ConfigError(f"--sample {self.sample:g} is no share of nodes", "write a share such as 0.5")
-        whole = {seed: self._trace(seed) for seed in (seeds if self.trace in PROFILES else seeds[:1])}
-        markets = tuple(
-            SimulatedMarket(seed, sample_nodes(whole.get(seed, whole[seeds[0]]), self.sample, seed))
-            for seed in seeds
-        )
-        return SimulationRequest(
-            preset=preset,
-            whole=whole[seeds[0]],
-            start_h=_start_h(self.window),
-            sample=self.sample,
-            markets=markets,
-            policies=policies,
-            notes=notes,
-        )
-
-    def _preset(self) -> tuple[Preset, tuple[str, ...]]:
-        known = presets()
-        names = ", ".join(known)
-        if (self.job is None) == (self.preset is None):
-            given = "neither a job file nor --preset" if self.job is None else "both a job file and --preset"
-            raise ConfigError(f"{given} was given", f"give a job file, or one of --preset {names}")
-        if self.job is not None:
-            return preset_of_job(self.job)
-        if self.preset not in known:
-            raise ConfigError(f"no preset is called `{self.preset}`", f"choose one of {names}")
-        return known[self.preset], ()
-
-    def _seeds(self) -> tuple[int, ...]:
-        if self.seed is not None and self.seeds is not None:
-            raise ConfigError("both --seed and --seeds were given", "leave one of them out")
-        if self.seeds is None:
-            return (self.seed or 0,)
-        if not 1 <= self.seeds <= MAX_SEEDS:
-            raise ConfigError(f"--seeds {self.seeds} cannot be used", f"give 1 to {MAX_SEEDS}")
-        return tuple(range(self.seeds))
-
-    def _policies(self) -> tuple[str, ...]:
-        unknown = [name for name in self.policies if name not in POLICIES]
-        if unknown:
-            raise ConfigError(f"no policy is called `{unknown[0]}`", f"choose of {', '.join(POLICIES)}")
-        return tuple(dict.fromkeys(self.policies)) or tuple(POLICIES)
-
-    def _trace(self, seed: int) -> Trace:
-        trace = open_trace(self.trace, home() / "traces", seed=seed)
-        return trace if self.window is None else cut(trace, self.window)
+def simulation_request(
+    *,
+    job: Path | None,
+    preset: str | None,
+    trace: str,
+    window: str | None,
+    sample: float,
+    seed: int | None,
+    seeds: int | None,
+    policies: Sequence[str],
+) -> SimulationRequest:
+    """Return what the command line of `rlboost simulate` asks for. Raises `ConfigError`."""
+    machines, notes = _preset(job, preset)
+    all_seeds, wanted = _seeds(seed, seeds), _policies(policies)
+    if not 0 < sample <= 1:
+        raise ConfigError(f"--sample {sample:g} is no share of nodes", "write a share such as 0.5")
+    different = all_seeds if trace in PROFILES else all_seeds[:1]
+    whole = {each: trace_of(trace, window, each) for each in different}
+    first = whole[all_seeds[0]]
+    return SimulationRequest(
+        preset=machines,
+        whole=first,
+        start_h=float(window.partition(":")[0] or 0) if window else 0.0,
+        sample=sample,
+        markets=tuple(
+            SimulatedMarket(each, sample_nodes(whole.get(each, first), sample, each)) for each in all_seeds
+        ),
+        policies=wanted,
+        notes=notes,
+    )
 
 
-def _start_h(window: str | None) -> float:
-    return float(window.partition(":")[0] or 0) if window else 0.0
+def _preset(job: Path | None, preset: str | None) -> tuple[Preset, tuple[str, ...]]:
+    known = presets()
+    names = ", ".join(known)
+    if (job is None) == (preset is None):
+        given = "neither a job file nor --preset" if job is None else "both a job file and --preset"
+        raise ConfigError(f"{given} was given", f"give a job file, or one of --preset {names}")
+    if job is not None:
+        return preset_of_job(job)
+    if preset not in known:
+        raise ConfigError(f"no preset is called `{preset}`", f"choose one of {names}")
+    return known[preset], ()
+
+
+def _seeds(seed: int | None, seeds: int | None) -> tuple[int, ...]:
+    if seed is not None and seeds is not None:
+        raise ConfigError("both --seed and --seeds were given", "leave one of them out")
+    if seeds is None:
+        return (seed or 0,)
+    if not 1 <= seeds <= MAX_SEEDS:
+        raise ConfigError(f"--seeds {seeds} cannot be used", f"give 1 to {MAX_SEEDS}")
+    return tuple(range(seeds))
+
+
+def _policies(named: Sequence[str]) -> tuple[str, ...]:
+    unknown = [name for name in named if name not in POLICIES]
+    if unknown:
+        raise ConfigError(f"no policy is called `{unknown[0]}`", f"choose of {', '.join(POLICIES)}")
+    return tuple(dict.fromkeys(named)) or tuple(POLICIES)

@@ -177,10 +177,8 @@ def _model(job: Job, path: Path) -> ModelShape:
 
 
 def model_of_config(name: str, config: dict[str, Any]) -> ModelShape:
-    """Return the shape in a Hugging Face configuration of a dense transformer with gated MLPs.
-
-    Raises `KeyError` or `TypeError` where it is none.
-    """
+    """Return the shape in a Hugging Face configuration of a dense transformer with gated MLPs. Raises
+    `KeyError` or `TypeError` where it is none."""
     hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
     heads = int(config["num_attention_heads"])
     kv_heads = int(config.get("num_key_value_heads") or heads)

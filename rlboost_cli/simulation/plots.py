@@ -138,8 +138,7 @@ def _curve(axes: Axes, policy: str, result: SimResult) -> None:
 
 def _mark_kills(axes: Axes, found: Comparison) -> None:
     """Mark the kills of our policy, or of the first one that had any; they hardly differ between policies."""
-    candidates = [found.results[OURS]] if OURS in found.results else list(found.results.values())
-    shown = next((results[0] for results in candidates if results[0].kills), None)
+    shown = next((result for result in _candidates(found) if result.kills), None)
     if shown is None:
         return
     for is_noticed, marker, what in ((False, "v", "kill"), (True, "^", "kill with notice")):
@@ -219,9 +218,14 @@ def _cost(found: Comparison) -> Figure:
 
 def _machines(found: Comparison) -> Figure | None:
     """Return the first seed's machines under our policy, or the first that has a timeline; None: none has."""
-    shown = [found.results[OURS]] if OURS in found.results else list(found.results.values())
-    result = next((results[0] for results in shown if results[0].timeline), None)
+    result = next((result for result in _candidates(found) if result.timeline), None)
     return None if result is None else _gantt(found, result)
+
+
+def _candidates(found: Comparison) -> list[SimResult]:
+    """Return the first seed's result under our policy, or under every policy where ours was left out."""
+    shown = [OURS] if OURS in found.results else list(found.results)
+    return [found.results[policy][0] for policy in shown]
 
 
 def _gantt(found: Comparison, result: SimResult) -> Figure:

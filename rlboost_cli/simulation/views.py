@@ -46,7 +46,8 @@ def print_comparison(found: Comparison) -> None:
     share = "" if wanted.sample == 1 else f", {wanted.sample:.0%} of its nodes"
     end_h = wanted.start_h + found.hours
     output.show(f"\nsimulated, nothing was measured: {wanted.preset.name} on {wanted.whole.name}{share},")
-    output.show(f"hours {wanted.start_h:.2f} to {end_h:.2f}, {_seeds(seeds)}")
+    which = f"seed {seeds[0]}" if len(seeds) == 1 else f"seeds {seeds[0]} to {seeds[-1]}"
+    output.show(f"hours {wanted.start_h:.2f} to {end_h:.2f}, {which}")
     output.show(textwrap.fill(f"trace: {wanted.trace_source}", 79, subsequent_indent="  "))
     output.show("lost M: million tokens generated again because a machine was lost")
     if BASELINE in found.results:
@@ -81,10 +82,6 @@ def _multiple(ratio: Estimate | None) -> str | None:
 
 def _mean(found: Estimate) -> str:
     return f"{found.mean:,.0f}" if found.half_width is None else f"{found.mean:,.1f}"
-
-
-def _seeds(seeds: tuple[int, ...]) -> str:
-    return f"seed {seeds[0]}" if len(seeds) == 1 else f"seeds {seeds[0]} to {seeds[-1]}"
 
 
 def _verdict(found: Comparison) -> list[str]:

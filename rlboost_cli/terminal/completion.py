@@ -5,12 +5,14 @@ Nothing here fails: a folder that cannot be read offers nothing.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
     from rlboost_runtime.protocol.status import Status
+    from rlboost_runtime.run.folder import RunFolder
 
 
 def runs(incomplete: str) -> list[tuple[str, str]]:
@@ -33,6 +35,8 @@ RunName = Annotated[
     str, typer.Argument(help="The run", metavar="RUN", show_default=False, autocompletion=runs)
 ]
 """The argument of commands that look at one run."""
+JobFile = Annotated[Path, typer.Argument(help="The job file", metavar="JOB", show_default=False)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object")]
 
 
 def open_runs(incomplete: str) -> list[tuple[str, str]]:
@@ -61,9 +65,7 @@ def instances(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
 
 def logs(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return the processes and machines, also gone ones, that the run typed before has logs of."""
-    from rlboost_runtime.run.folder import RunFolder
-
-    folder = RunFolder.named(str(ctx.params.get("run") or "")).logs
+    folder = _run(ctx).logs
     try:
         names = [path.stem for path in folder.glob("*.log")]
         names += [path.name for path in (folder / "machines").glob("*")]
@@ -74,9 +76,15 @@ def logs(ctx: typer.Context, incomplete: str) -> list[str]:
 
 def _status(ctx: typer.Context) -> Status:
     from rlboost_runtime.protocol.status import Status, read_status
-    from rlboost_runtime.run.folder import RunFolder, read_json
+    from rlboost_runtime.run.folder import read_json
 
     try:
-        return read_status(read_json(RunFolder.named(str(ctx.params.get("run") or "")).status) or {})
+        return read_status(read_json(_run(ctx).status) or {})
     except (OSError, ValueError):
         return Status()
+
+
+def _run(ctx: typer.Context) -> RunFolder:
+    from rlboost_runtime.run.folder import RunFolder
+
+    return RunFolder.named(str(ctx.params.get("run") or ""))

@@ -7,6 +7,7 @@ environment, as a command has it that another machine's `rlboost` runs here, an 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import json
@@ -73,27 +74,25 @@ def require_room(folder: Path) -> None:
 def full_disk(folder: Path, room_bytes: int = 64 * 1024) -> str | None:
     """Return the words for it where the disk of `folder` has less room than that; the default is what a
     coordinator needs to note at least what happens."""
-    import shutil
-
-    for near in (folder, *folder.parents):
-        try:
-            usage = shutil.disk_usage(near)
-        except OSError:
-            continue
-        return None if usage.free >= room_bytes else f"the disk of {folder} is full{_free(folder)}"
-    return None
+    usage = _usage(folder)
+    is_full = usage is not None and usage[0] < room_bytes
+    return f"the disk of {folder} is full{_free(folder)}" if is_full else None
 
 
 def _free(folder: Path) -> str:
+    usage = _usage(folder)
+    return "" if usage is None else f" ({usage[0] / 1e9:.2f} of {usage[1] / 1e9:.2f} GB free)"
+
+
+def _usage(folder: Path) -> tuple[int, int] | None:
+    """Return free and total bytes of the disk of `folder`, which need not exist; None where nobody knows."""
     import shutil
 
     for near in (folder, *folder.parents):
-        try:
+        with contextlib.suppress(OSError):
             usage = shutil.disk_usage(near)
-        except OSError:
-            continue
-        return f" ({usage.free / 1e9:.2f} of {usage.total / 1e9:.2f} GB free)"
-    return ""
+            return usage.free, usage.total
+    return None
 
 
 P = ParamSpec("P")
@@ -181,9 +180,6 @@ def _write_traceback(error: Exception) -> Path:
     import tempfile
     import time
     import traceback
-    from pathlib import Path
-
-    from rlboost_runtime.run.folder import home
 
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
     text = "".join(traceback.format_exception(error))

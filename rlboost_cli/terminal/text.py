@@ -48,6 +48,11 @@ def tilde(path: Path) -> str:
         return str(path)
 
 
+def labelled(label: str, *words: str) -> list[str]:
+    """Return lines of a summary, one for each of `words`; the first has a label before it."""
+    return [f"{'' if number else label:<9}{line}".rstrip() for number, line in enumerate(words)]
+
+
 def usd(value: float | None, places: int = 4) -> str:
     """Return dollars."""
     return "-" if value is None else f"${value:,.{places}f}"

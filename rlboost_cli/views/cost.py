@@ -184,25 +184,17 @@ def _offers(report: CostReport, money: Usd) -> list[str]:
     def offer(machine: MachineCost) -> tuple[str, str, str, float]:
         return machine.pool, machine.zone, machine.accelerator, machine.price_usd_per_hour
 
-    rows = [
-        (pool, zone, accelerator, str(len(machines)), _hours(machines), usd(price), money(_cost(machines)))
-        for (pool, zone, accelerator, price), found in groupby(sorted(launched, key=offer), offer)
-        if (machines := list(found))
-    ]
+    rows = []
+    for (pool, zone, accelerator, price), found in groupby(sorted(launched, key=offer), offer):
+        machines = list(found)
+        billed, spent = duration(sum(m.billed_s for m in machines)), money(_sum(m.cost_usd for m in machines))
+        rows.append((pool, zone, accelerator, str(len(machines)), billed, usd(price), spent))
     headers = ("pool", "zone", "accelerator", "machines", "billed", "per hour", "cost")
     lines = table(headers, rows).splitlines() if rows else []
     refused = sum(m.state == "failed" for m in report.machines)
     if refused:
         lines.append(f"and {refused} {'launch' if refused == 1 else 'launches'} refused, at no cost")
     return lines
-
-
-def _hours(machines: Sequence[MachineCost]) -> str:
-    return duration(sum(m.billed_s for m in machines))
-
-
-def _cost(machines: Sequence[MachineCost]) -> float:
-    return _sum(m.cost_usd for m in machines)
 
 
 def _sum(amounts: Iterable[float]) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from rlboost_cli.terminal.text import counted, duration, usd
+from rlboost_cli.terminal.text import counted, duration, labelled, usd
 from rlboost_runtime.protocol.reward_failures import FailureCount
 
 if TYPE_CHECKING:
@@ -17,11 +17,10 @@ def ended_lines(name: str, state: str, status: Status, report: CostReport) -> li
     """Return a summary and a short cost report."""
     lines = [f"{name} {'is ' if state == 'done' else ''}{state}{_how_far(status)}"]
     if learnt := _reward([r for r in status.reward_history if r is not None]):
-        lines.append(_labelled("reward", learnt))
+        lines += labelled("reward", learnt)
     if failures := _reward_failures(report.rewards):
-        lines.append(_labelled("", failures))
-    lines += [_labelled("spot" if i == 0 else "", text) for i, text in enumerate(_survived(status))]
-    return [*lines, *_cost(report)]
+        lines += labelled("", failures)
+    return [*lines, *labelled("spot", *_survived(status)), *labelled("cost", *_cost(report))]
 
 
 def next_lines(name: str, state: str, model: str, num_steps: int) -> list[str]:
@@ -32,10 +31,8 @@ def next_lines(name: str, state: str, model: str, num_steps: int) -> list[str]:
     resume = (f"rlboost launch {name} --resume", goes_on)
     choices = [cost, logs] if state == "done" else [logs, resume]
     width = max(len(typed) for typed, _ in choices)
-    lines = [_labelled("model", model)] if state == "done" else []
-    return lines + [
-        _labelled("" if i else "next", f"{typed:<{width}}  {does}") for i, (typed, does) in enumerate(choices)
-    ]
+    lines = labelled("model", model) if state == "done" else []
+    return [*lines, *labelled("next", *(f"{typed:<{width}}  {does}" for typed, does in choices))]
 
 
 def _how_far(status: Status) -> str:
@@ -72,17 +69,13 @@ def _survived(status: Status) -> list[str]:
 def _cost(report: CostReport) -> list[str]:
     found = report.counterfactual
     pools = ", ".join(f"{pool} {usd(amount, 2)}" for pool, amount in report.compute_usd.items())
-    lines = [_labelled("cost", f"{usd(report.total_usd, 2)} ({pools})")]
+    lines = [f"{usd(report.total_usd, 2)} ({pools})"]
     per_million, saving = report.usd_per_million_tokens, found.saving_fraction
     if per_million is not None:
-        lines.append(_labelled("", f"{usd(per_million, 2)} per million tokens trained"))
+        lines.append(f"{usd(per_million, 2)} per million tokens trained")
     if saving is not None:
         basis = re.split(r"[,:;]", found.basis)[0]
         words = f"{saving:.0%} saved" if saving >= 0 else f"spot cost {-saving:.0%} more"
         alone = usd(found.usd_per_million_tokens, 2)
-        lines.append(_labelled("", f"on demand only ({basis}): {alone} per million, {words}"))
+        lines.append(f"on demand only ({basis}): {alone} per million, {words}")
     return lines
-
-
-def _labelled(label: str, text: str) -> str:
-    return f"{label:<9}{text}".rstrip()

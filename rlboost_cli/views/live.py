@@ -149,35 +149,28 @@ ABANDONED_S = 5.0
 
 
 def follow(run: RunFolder, every_s: float = EVERY_S) -> Iterator[RunStatus]:
-    """Yield the run's status every `every_s` seconds; the last one yielded is of the ended run.
-
-    Raises `RuntimeFault` once nothing runs it any more although it has not ended.
-    """
-    with contextlib.ExitStack() as stack:
-        head = stack.enter_context(_head_of(run)) if run.head.exists() else None
-        yield from _follow(run, every_s, head)
+    """Yield the run's status every `every_s` seconds; the last one yielded is of the ended run. Raises
+    `RuntimeFault` once nothing runs it any more although it has not ended."""
+    alone_since: float | None = None
+    with _head_of(run) if run.head.exists() else contextlib.nullcontext() as head:
+        while True:
+            status = run_status(run, head=head)
+            yield status
+            if status.has_ended:
+                return
+            if status.is_live or not status.is_reached or is_supervised(run):
+                alone_since = None
+            elif alone_since is None:
+                alone_since = time.monotonic()
+            elif time.monotonic() - alone_since > ABANDONED_S:
+                raise _abandoned(run)
+            time.sleep(every_s)
 
 
 def _head_of(run: RunFolder) -> Head:
     from rlboost_cli.head.connection import Head
 
     return Head(run)
-
-
-def _follow(run: RunFolder, every_s: float, head: Head | None) -> Iterator[RunStatus]:
-    alone_since: float | None = None
-    while True:
-        status = run_status(run, head=head)
-        yield status
-        if status.has_ended:
-            return
-        if status.is_live or not status.is_reached or is_supervised(run):
-            alone_since = None
-        elif alone_since is None:
-            alone_since = time.monotonic()
-        elif time.monotonic() - alone_since > ABANDONED_S:
-            raise _abandoned(run)
-        time.sleep(every_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ def row(quote: Quote) -> tuple[object, ...]:
         f"{quote.accelerator}:{quote.accelerator_count}",
         None if spot is None else usd(spot, 2),
         None if on_demand is None else usd(on_demand, 2),
-        usd(_best(quote) / quote.accelerator_count, 2),
+        usd(quote.usd_per_gpu_hour, 2),
         _saved(quote),
     )
 
@@ -60,9 +60,7 @@ def as_json(book: PriceBook, quotes: Sequence[Quote]) -> Json:
         "source": book.source,
         "is_live": book.is_live,
         "as_of": max(quote.as_of for quote in quotes),
-        "offers": [
-            {**asdict(quote), "usd_per_gpu_hour": _best(quote) / quote.accelerator_count} for quote in quotes
-        ],
+        "offers": [{**asdict(quote), "usd_per_gpu_hour": quote.usd_per_gpu_hour} for quote in quotes],
         "remarks": list(book.remarks),
     }
 
@@ -70,12 +68,6 @@ def as_json(book: PriceBook, quotes: Sequence[Quote]) -> Json:
 def _offline(book: PriceBook, days: Sequence[str]) -> str:
     asked = "answered" if any("did not answer" in remark for remark in book.remarks) else "was asked"
     return f"offline: {book.source}, of {days[0]}; no cloud {asked}, and prices change"
-
-
-def _best(quote: Quote) -> float:
-    price = quote.spot_usd_per_hour if quote.spot_usd_per_hour is not None else quote.on_demand_usd_per_hour
-    assert price is not None  # a price book holds no quote without a price
-    return price
 
 
 def _saved(quote: Quote) -> str | None:

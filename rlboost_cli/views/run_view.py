@@ -11,7 +11,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from rlboost_cli.terminal.screen import Glyphs, Line, Size
-from rlboost_cli.terminal.text import ENDED, counted, duration, table, usd
+from rlboost_cli.terminal.text import ENDED, counted, duration, labelled, table, usd
 from rlboost_cli.views.events import event_line, merged
 from rlboost_cli.views.fleet_table import fleet_rows, fleet_table
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 WIDEST = 120
 """Columns after which a wider terminal makes nothing clearer."""
-_LABEL = 9
 _FIGURE = 7
 """Columns before a bar."""
 _MOST_EVENTS = 8
@@ -98,23 +97,20 @@ def staleness(found: RunStatus) -> list[str]:
 
 
 def _head(status: Status, width: int, glyphs: Glyphs) -> list[Line]:
-    lines = [
-        Line(f"{status.run}: {status.state}{_elapsed(status)}", "title"),
-        Line(_labelled("step", _step(status, width, glyphs))),
-    ]
-    phase = _phase(status, width, glyphs)
-    lines += [Line(_labelled("phase" if i == 0 else "", text)) for i, text in enumerate(phase)]
-    if rewards := _rewards(status, width, glyphs):
-        lines.append(Line(_labelled("reward", rewards)))
-    lines += [Line(_labelled("rollout" if i == 0 else "", text)) for i, text in enumerate(_rollout(status))]
-    lines += [Line(_labelled("cost" if i == 0 else "", text)) for i, text in enumerate(_cost(status))]
+    lines = [Line(f"{status.run}: {status.state}{_elapsed(status)}", "title")]
+    summary = {
+        "step": [_step(status, width, glyphs)],
+        "phase": _phase(status, width, glyphs),
+        "reward": _rewards(status, width, glyphs),
+        "rollout": _rollout(status),
+        "cost": _cost(status),
+    }
+    for label, words in summary.items():
+        lines += [Line(line) for line in labelled(label, *words)]
     if problem := status.journal_problem:
-        lines.append(Line(_labelled("warning", f"the run waits for room on its disk: {problem}"), "warn"))
+        words = labelled("warning", f"the run waits for room on its disk: {problem}")
+        lines += [Line(line, "warn") for line in words]
     return lines
-
-
-def _labelled(label: str, text: str) -> str:
-    return f"{label:<{_LABEL}}{text}".rstrip()
 
 
 def _elapsed(status: Status) -> str:
@@ -181,11 +177,11 @@ def _quantity(amount: float, unit: str) -> str:
     return f"{amount:g} {unit}".rstrip()
 
 
-def _rewards(status: Status, width: int, glyphs: Glyphs) -> str:
+def _rewards(status: Status, width: int, glyphs: Glyphs) -> list[str]:
     if status.reward_mean is None:
-        return ""
+        return []
     line = glyphs.sparkline(status.reward_history, _bar_width(width))
-    return f"{status.reward_mean:<{_FIGURE}.3f}  {line}".rstrip()
+    return [f"{status.reward_mean:<{_FIGURE}.3f}  {line}"]
 
 
 def _rollout(status: Status) -> list[str]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from rlboost_cli.terminal import output, text
 from rlboost_cli.terminal.screen import can_redraw, glyphs_for
@@ -22,14 +22,6 @@ if TYPE_CHECKING:
     from rlboost_runtime.protocol.status import Status
     from rlboost_runtime.run.create import FoundRun
     from rlboost_runtime.run.folder import RunFolder
-
-
-def runs(rows: Sequence[dict[str, Any]]) -> None:
-    """Print the list of runs."""
-    if rows:
-        output.show(text.runs_table(rows))
-    else:
-        output.progress("no runs yet; rlboost launch job.yaml starts one")
 
 
 def status(found: RunStatus) -> None:
@@ -47,20 +39,6 @@ def staleness(found: RunStatus) -> None:
 
     for line in run_view.staleness(found):
         output.progress(line)
-
-
-def cost(report: CostReport) -> None:
-    """Print a cost report."""
-    from rlboost_cli.views.cost import cost_lines
-
-    output.show("\n".join(cost_lines(report)))
-
-
-def cost_csv(report: CostReport) -> None:
-    """Print a cost report as CSV."""
-    from rlboost_cli.views.cost import cost_csv as csv_table
-
-    output.show(csv_table(report))
 
 
 def follow(statuses: Iterable[RunStatus]) -> None:

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -88,6 +89,27 @@ def kill_tagged(
             killed.add(process.pid)
         time.sleep(_RESCAN_S)
     return len(killed)
+
+
+def start_session(
+    command: Sequence[str], environment: Mapping[str, str], cwd: Path, log: Path
+) -> subprocess.Popen[bytes]:
+    """Start `command` in a session of its own so that it survives us, its output appended to `log`.
+
+    `environment` has the run's tag; the process carries it visibly when this returns. Raises `OSError`.
+    """
+    with log.open("ab") as output:
+        child = subprocess.Popen(
+            command,
+            cwd=cwd,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    await_tags(child.pid)
+    return child
 
 
 def await_tags(pid: int, timeout_s: float = TAG_SEEN_S) -> None:

@@ -174,20 +174,13 @@ def list_machines(
 
 
 def template_data(
-    image: str,
-    user_data: str,
-    marks: Mapping[str, str],
-    *,
-    group: str,
-    device: str,
-    disk_gb: int,
-    instance_profile: str | None,
+    pool: AwsPool, user_data: str, marks: Mapping[str, str], *, group: str, device: str
 ) -> dict[str, Any]:
     """Return the `LaunchTemplateData` of one machine; `user_data` in base64."""
     named = [{"Key": key, "Value": value} for key, value in marks.items()]
     named.append({"Key": "Name", "Value": f"rlboost {marks[tags.RUN]} {marks[tags.MACHINE]}"})
     data: dict[str, Any] = {
-        "ImageId": image,
+        "ImageId": pool.image,
         "UserData": user_data,
         "SecurityGroupIds": [group],
         "InstanceInitiatedShutdownBehavior": "terminate",
@@ -200,7 +193,7 @@ def template_data(
         "BlockDeviceMappings": [
             {
                 "DeviceName": device,
-                "Ebs": {"VolumeSize": disk_gb, "VolumeType": "gp3", "DeleteOnTermination": True},
+                "Ebs": {"VolumeSize": pool.disk_gb, "VolumeType": "gp3", "DeleteOnTermination": True},
             }
         ],
         "TagSpecifications": [
@@ -208,8 +201,8 @@ def template_data(
             {"ResourceType": "volume", "Tags": named},
         ],
     }
-    if instance_profile is not None:
-        data["IamInstanceProfile"] = {"Name": instance_profile}
+    if pool.instance_profile is not None:
+        data["IamInstanceProfile"] = {"Name": pool.instance_profile}
     return data
 
 

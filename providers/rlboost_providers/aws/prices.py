@@ -35,28 +35,22 @@ class SpotPrice:
 class SpotPrices:
     """The present spot prices of one region. Any thread may ask."""
 
-    def __init__(
-        self, ec2: Callable[[], Any], region: str, now: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, ec2: Callable[[], Any], region: str) -> None:
         self._ec2 = ec2  # boto3's client of the region, made when it is first needed
         self._region = region
-        self._now = now
         self._lock = threading.Lock()
         self._known: dict[tuple[str, ...], tuple[float, tuple[SpotPrice, ...]]] = {}
 
     def of(self, instance_types: Sequence[str]) -> tuple[SpotPrice, ...]:
-        """Return the prices of all zones that sell one of `instance_types` as spot, cheapest first.
-
-        Raises `ProviderError` and its kin where EC2 does not answer and nothing younger than `KEEP_S` is
-        known.
-        """
+        """Return the prices of all zones that sell one of `instance_types` as spot, cheapest first. Raises
+        `ProviderError` and its kin where EC2 does not answer and nothing younger than `KEEP_S` is known."""
         key = tuple(sorted(instance_types))
         with self._lock:
             asked_at, prices = self._known.get(key, (float("-inf"), ()))
-            if self._now() - asked_at < KEEP_S:
+            if time.monotonic() - asked_at < KEEP_S:
                 return prices
             prices = _latest(self._ask(key))
-            self._known[key] = (self._now(), prices)
+            self._known[key] = (time.monotonic(), prices)
             return prices
 
     def forget(self) -> None:
@@ -153,8 +147,7 @@ class LivePrices:
         self.name = "EC2's spot price history" if self._regions else ShippedTable.name
 
     def quotes(self) -> list[Quote]:
-        """Return EC2's spot prices and the table's quotes of other clouds. Raises `ProviderError`,
-        `ConfigError`."""
+        """Return EC2's spot prices and other clouds' quotes. Raises `ProviderError`, `ConfigError`."""
         if not self._regions:
             return self._known
         others = [quote for quote in self._known if quote.cloud != NAME]

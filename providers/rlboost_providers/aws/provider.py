@@ -136,11 +136,7 @@ class AwsProvider:
         return sorted(found, key=lambda offer: offer.price_micro_usd_per_hour)
 
     def launch(self, request: LaunchRequest) -> MachineView:
-        """Ask for the machine; blocks for seconds. The view says in which zone it is and at what price.
-
-        Raises `NoCapacity` (elsewhere), `QuotaExceeded` (elsewhere), `CredentialsRejected` and `ConfigError`
-        (never), `Throttled` and `ProviderError` (later).
-        """
+        """Ask for the machine; blocks for seconds. The view says in which zone it is and at what price."""
         pool = self._pool_of(request.offer)
         with self._only(request.run, request.machine):
             found = self._find(pool, request.run, request.machine)
@@ -269,13 +265,11 @@ class AwsProvider:
                 ec2.create_launch_template(
                     LaunchTemplateName=name,
                     LaunchTemplateData=template_data(
-                        pool.image,
+                        pool,
                         base64.b64encode(script.encode()).decode(),
                         marks,
                         group=self._group(pool, for_head=request.head_script is not None),
                         device=root_device(ec2, pool.image),
-                        disk_gb=pool.disk_gb,
-                        instance_profile=pool.instance_profile,
                     ),
                     TagSpecifications=[
                         {
@@ -347,10 +341,8 @@ class AwsProvider:
     # --- looking ------------------------------------------------------------------------------------------
 
     def describe(self, run: str) -> list[MachineView]:
-        """Return the run's machines in all regions of the job, for an hour also those that ended.
-
-        Raises `PartlyListed` where some regions do not answer, and what the first said where none does.
-        """
+        """Return the run's machines in all regions of the job, for an hour also those that ended. Raises
+        `PartlyListed` where some regions do not answer, and what the first said where none does."""
         found, silent = self._list(run)
         if len(silent) == len(self._regions):
             _raise_first(silent)
@@ -398,10 +390,8 @@ class AwsProvider:
         return ""
 
     def sweep(self) -> list[Owned]:
-        """Return every machine of ours in the account that lives, in all its regions.
-
-        Raises `PartlySwept` where some regions do not answer, and what the first said where none does.
-        """
+        """Return every machine of ours in the account that lives, in all its regions. Raises `PartlySwept`
+        where some regions do not answer, and what the first said where none does."""
         with explained("list the account's regions"):
             regions = [r["RegionName"] for r in self._ec2(self._home()).describe_regions()["Regions"]]
         answers, silent = ask_all(regions, lambda region: list(list_machines(self._ec2(region), region)))

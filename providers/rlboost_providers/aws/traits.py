@@ -1,13 +1,16 @@
-"""Facts about AWS. Prices are list prices in US regions, 2026; disks are gp3."""
+"""Facts about AWS, and its notices of reclaims. Prices are list prices in US regions, 2026; disks are gp3.
+
+Notices come by IMDSv2: `spot/instance-action`, then `events/recommendations/rebalance`. Sources: EC2 user
+guide, "Spot Instance interruption notices" (two minutes) and "rebalance recommendations".
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+import urllib.error
 
+from rlboost_providers.base.metadata import LINK_LOCAL, Announcement, get, seconds_until, service_url
 from rlboost_providers.base.traits import CloudTraits, CredentialPlaces, MachineIdentity, ProviderTraits
-
-if TYPE_CHECKING:
-    from rlboost_providers.base.metadata import MetadataService
 
 NAME = "aws"
 MIN_BILLED_S = 60
@@ -15,12 +18,44 @@ MIN_BILLED_S = 60
 LIST_LAG_S = 120.0
 """EC2's lists lag behind its launches by up to two minutes, and what ended stays listed for an hour: a
 machine that existed so lately exists, though it is not listed."""
+TOKEN_S = 21_600
+"""Life of an IMDSv2 token, its longest; it is renewed when the service no longer takes it."""
+INTERRUPTION_S = 120.0
+"""What an interruption leaves, where its time cannot be read."""
+REBALANCE_S = 120.0
+"""What a rebalance recommendation is taken to leave: it names no time, an interruption leaves two minutes."""
 
 
-def _metadata() -> MetadataService:
-    from rlboost_providers.aws.notices import AwsMetadata
+class AwsMetadata:
+    """The `MetadataService` of EC2."""
 
-    return AwsMetadata()
+    def __init__(self) -> None:
+        self._url = f"{service_url(LINK_LOCAL)}/latest"
+        self._token = ""
+
+    def ask(self) -> Announcement | None:
+        """Return an interruption, or else a recommendation to leave."""
+        action = self._read("meta-data/spot/instance-action")
+        if action is not None:
+            announced = json.loads(action)
+            seconds = seconds_until(announced["time"], INTERRUPTION_S)
+            return Announcement(seconds, f"EC2 will {announced.get('action', 'interrupt')} it")
+        if self._read("meta-data/events/recommendations/rebalance") is not None:
+            return Announcement(REBALANCE_S, "EC2 recommends to rebalance")
+        return None
+
+    def _read(self, path: str) -> str | None:
+        for _ in range(2):
+            if not self._token:
+                headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_S)}
+                self._token = get(f"{self._url}/api/token", headers, method="PUT") or ""
+            try:
+                return get(f"{self._url}/{path}", {"X-aws-ec2-metadata-token": self._token})
+            except urllib.error.HTTPError as error:
+                if error.code != 401:
+                    raise
+                self._token = ""  # it has expired
+        return None
 
 
 _ROLE = MachineIdentity(
@@ -44,6 +79,6 @@ _CLOUD = CloudTraits(
     skypilot_takes_role=True,
     credential_variables=("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"),
     credential_places=CredentialPlaces(("~/.aws/credentials",), "", _ROLE),
-    metadata=_metadata,
+    metadata=AwsMetadata,
 )
 PROVIDER = ProviderTraits(NAME, (_CLOUD,), min_billed_s=MIN_BILLED_S, list_lag_s=LIST_LAG_S)

@@ -1,7 +1,7 @@
 """Reclaims as a cloud announces them to its machines, by a metadata service on the machine's own link.
 
 Guarantees: a request takes at most `ANSWER_S`; nothing of the machine's identity or credentials is requested
-or kept. Each cloud's own reader is in the `notices` module of its folder.
+or kept. Each cloud's own reader is in the `traits` module of its folder.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 import email.utils
 import os
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -24,8 +22,6 @@ LINK_LOCAL = "http://169.254.169.254"
 """Where most clouds have the service."""
 LONGEST_NOTICE_S = 600.0
 """Times further away are not believed: the machine's clock may be wrong."""
-
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy would ask its own host
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +46,12 @@ def service_url(default: str) -> str:
 
 def get(url: str, headers: Mapping[str, str], *, method: str = "GET") -> str | None:
     """Return the answer's text; None where there is no such thing (404)."""
+    import urllib.request  # not to be loaded with the traits
+
     request = urllib.request.Request(url, headers=dict(headers), method=method)  # noqa: S310 our own addresses
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy would ask its own host
     try:
-        with _opener.open(request, timeout=ANSWER_S) as answer:
+        with opener.open(request, timeout=ANSWER_S) as answer:
             body: bytes = answer.read(65_536)
             return body.decode()
     except urllib.error.HTTPError as error:

@@ -78,10 +78,8 @@ class MultiProvider:
         return self._last()
 
     def watch(self, run: str) -> list[MachineView] | None:
-        """Ask the clouds that are due; None where none is, or where one has not been seen yet.
-
-        Raises as `describe` where one that was never seen is due and does not answer.
-        """
+        """Ask the clouds that are due; None where none is, or where one has not been seen yet. Raises as
+        `describe` where one that was never seen is due and does not answer."""
         answers, problems = ask_all(self._providers, lambda name: self._providers[name].watch(run))
         news = {name: views for name, views in answers.items() if views is not None}
         for name, views in news.items():
@@ -122,10 +120,8 @@ class MultiProvider:
         return next(found, "")
 
     def _tolerate(self, problems: Mapping[str, RLBoostError]) -> bool:
-        """Go on without clouds that have answered before; return True if they answered in part.
-
-        Raises `PartlyListed` for those that never answered, or the first one's error where nothing is known.
-        """
+        """Go on without clouds that have answered before; return True if they answered in part. Raises
+        `PartlyListed` for those that never answered, or the first one's error where nothing is known."""
         is_news = False
         for name, problem in problems.items():
             event(log, "provider.describe_failed", provider=name, problem=problem.problem)

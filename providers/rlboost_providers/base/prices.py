@@ -54,6 +54,14 @@ class Quote:
         """Cloud and region as a job file writes them, with the zone where there is one."""
         return "/".join(part for part in (self.cloud, self.region, self.zone) if part)
 
+    @property
+    def usd_per_gpu_hour(self) -> float:
+        """Spot price where it is sold so, else the one on demand, per GPU; a price book's quotes have one."""
+        spot, on_demand = self.spot_usd_per_hour, self.on_demand_usd_per_hour
+        price = on_demand if spot is None else spot
+        assert price is not None  # `_sound` keeps no quote without a price
+        return price / self.accelerator_count
+
 
 class WantedMachine(Protocol):
     """What a job's offer of machines in a cloud says of prices (`rlboost_runtime.job.CloudOffer`)."""
@@ -107,8 +115,7 @@ class PriceBook:
         return tuple(q for q in quotes if wanted.instance_type in (None, q.instance_type))
 
     def machine_types(self, wanted: WantedMachine) -> tuple[str, ...]:
-        """Return the machine types that `wanted` stands for: they are the same in every region. Raises
-        `ConfigError` where none is known."""
+        """Return the machine types of `wanted`, the same in every region. Raises `ConfigError`."""
         if wanted.instance_type is not None:
             return (wanted.instance_type,)
         name, count = parse_accelerator(wanted.accelerators)
@@ -132,7 +139,7 @@ class PriceBook:
             and (count is None or quote.accelerator_count == count)
             and (infra is None or f"{quote.cloud}/{quote.region}/".startswith(infra.rstrip("/") + "/"))
         )
-        return tuple(sorted(found, key=_cheapest_first))
+        return tuple(sorted(found, key=lambda each: (each.usd_per_gpu_hour, each.place, each.instance_type)))
 
     @property
     def accelerators(self) -> tuple[str, ...]:
@@ -141,10 +148,8 @@ class PriceBook:
 
 
 def price_book(sources: Sequence[PriceSource]) -> PriceBook:
-    """Return the checked prices of the first of `sources` that answers; say which ones did not.
-
-    Raises the last one's `ProviderError` where none does.
-    """
+    """Return the checked prices of the first of `sources` that answers; say which ones did not. Raises the
+    last one's `ProviderError` where none does."""
     silent: list[str] = []
     for number, source in enumerate(sources, 1):
         try:
@@ -214,12 +219,6 @@ def _of_region(zones: list[Quote], remarks: list[str]) -> Quote:
         spot_usd_per_hour=middle,
         on_demand_usd_per_hour=min(on_demand, default=None),
     )
-
-
-def _cheapest_first(quote: Quote) -> tuple[float, str, str]:
-    price = quote.spot_usd_per_hour if quote.spot_usd_per_hour is not None else quote.on_demand_usd_per_hour
-    assert price is not None  # `_sound` keeps no quote without a price
-    return price / quote.accelerator_count, quote.place, quote.instance_type
 
 
 class ShippedTable:

@@ -44,8 +44,7 @@ class Ability(StrEnum):
     """It launches machines that are reached from outside (`LaunchRequest.head_script`) and end for good when
     they shut themselves down."""
     REAL_BID = "real_bid"
-    """The cloud itself holds `max_price_micro_usd_per_hour` against its price, also while the machine
-    runs."""
+    """The cloud itself holds the bid against its price, also while the machine runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,10 +200,8 @@ class Provider(Protocol):
         """
 
     def describe(self, run: str) -> list[MachineView]:
-        """Return every machine tagged with `run`, also those that ended lately.
-
-        Raises `PartlyListed` where some of its places do not answer.
-        """
+        """Return every machine tagged with `run`, also those that ended lately. Raises `PartlyListed` where
+        some of its places do not answer."""
 
     def watch(self, run: str) -> list[MachineView] | None:
         """Return what `describe` would, as often as this cloud bears it; None: too soon since the last.
@@ -230,8 +227,7 @@ class CanShowConsole(Protocol):
     script; also what a machine says that nobody ever reached."""
 
     def console(self, run: str, machine: str) -> str:
-        """Return the end of it, some kilobytes; empty where the cloud has nothing yet. Raises
-        `ProviderError`."""
+        """Return its last kilobytes; empty where the cloud has nothing yet. Raises `ProviderError`."""
 
 
 @runtime_checkable
@@ -239,10 +235,8 @@ class CanSweep(Protocol):
     """A provider whose cloud can be asked for all machines of ours, whatever became of their runs."""
 
     def sweep(self) -> list[Owned]:
-        """Return every machine with our tags that is not gone, of any run. May block for seconds.
-
-        Raises `PartlySwept` where some regions do not answer.
-        """
+        """Return every machine with our tags that is not gone, of any run. May block for seconds. Raises
+        `PartlySwept` where some regions do not answer."""
 
     def end(self, owned: Owned) -> None:
         """End what `sweep` returned; succeeds where it is gone."""

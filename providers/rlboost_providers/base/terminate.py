@@ -36,10 +36,8 @@ def terminate_all(
     timeout_s: float = PATIENCE_S,
     say: Callable[[str], None] = lambda text: None,
 ) -> Terminated:
-    """Terminate all machines of `run`; blocks until its provider reports them gone.
-
-    Raises the provider's error where it does not answer, and `RuntimeFault` naming what is left at the end.
-    """
+    """Terminate all machines of `run`; blocks until its provider reports them gone. Raises the provider's
+    error where it does not answer, and `RuntimeFault` naming what is left at the end."""
     deadline = time.monotonic() + timeout_s
     asked: dict[str, None] = {}
     while True:

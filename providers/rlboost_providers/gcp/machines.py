@@ -170,18 +170,7 @@ def beginning(run: str) -> str:
 
 
 def instance_resource(
-    name: str,
-    zone: str,
-    *,
-    machine_type: str,
-    labels: dict[str, str],
-    script: str,
-    spot: bool,
-    image: str,
-    disk_gb: int,
-    network: str,
-    service_account: str | None,
-    network_tag: str = "rlboost-worker",
+    pool: GcpPool, zone: str, name: str, *, labels: dict[str, str], script: str, network_tag: str
 ) -> Any:
     """Return the `compute_v1.Instance` of a machine that dials out and has no identity unless given one.
 
@@ -189,27 +178,23 @@ def instance_resource(
     """
     from google.cloud import compute_v1 as compute
 
-    scheduling = compute.Scheduling(automatic_restart=not spot, on_host_maintenance="TERMINATE")
-    if spot:
+    scheduling = compute.Scheduling(automatic_restart=not pool.spot, on_host_maintenance="TERMINATE")
+    if pool.spot:
         scheduling.provisioning_model = "SPOT"
         scheduling.instance_termination_action = "DELETE"
     disk = compute.AttachedDiskInitializeParams(
-        source_image=image, disk_size_gb=disk_gb, disk_type=f"zones/{zone}/diskTypes/{DISK_TYPE}"
+        source_image=pool.image, disk_size_gb=pool.disk_gb, disk_type=f"zones/{zone}/diskTypes/{DISK_TYPE}"
     )
-    accounts = (
-        []
-        if service_account is None
-        else [compute.ServiceAccount(email=service_account, scopes=[ALL_SCOPES])]
-    )
+    accounts = [] if pool.service_account is None else [pool.service_account]
     return compute.Instance(
         name=name,
-        machine_type=f"zones/{zone}/machineTypes/{machine_type}",
+        machine_type=f"zones/{zone}/machineTypes/{pool.machine_type}",
         labels=labels,
         scheduling=scheduling,
         disks=[compute.AttachedDisk(boot=True, auto_delete=True, initialize_params=disk)],
         network_interfaces=[
             compute.NetworkInterface(
-                network=network,
+                network=pool.network,
                 access_configs=[compute.AccessConfig(name="out", type_="ONE_TO_ONE_NAT")],  # to dial out
             )
         ],
@@ -220,5 +205,5 @@ def instance_resource(
             ]
         ),
         tags=compute.Tags(items=[network_tag]),
-        service_accounts=accounts,
+        service_accounts=[compute.ServiceAccount(email=each, scopes=[ALL_SCOPES]) for each in accounts],
     )

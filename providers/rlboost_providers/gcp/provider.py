@@ -112,11 +112,7 @@ class GcpProvider:
         return sorted(found, key=lambda offer: (offer.price_micro_usd_per_hour, offer.zone))
 
     def launch(self, request: LaunchRequest) -> MachineView:
-        """Ask for the machine and wait some 10 s for Google's answer.
-
-        Raises `NoCapacity` and `QuotaExceeded` (elsewhere), `CredentialsRejected` and `ConfigError` (never),
-        `Throttled` and `ProviderError` (later); after the last the machine may come, and `describe` tells.
-        """
+        """Ask for the machine and wait some 10 s for Google's answer; after a `ProviderError` it may come."""
         pool, zone = self._pool_of(request.offer)
         for found in self._list(request.run, request.machine):
             return self._view(found)
@@ -132,18 +128,12 @@ class GcpProvider:
         from google.api_core.exceptions import Conflict
         from google.cloud import compute_v1 as compute
 
-        script = script_of(request, NAME, pool.install, MAX_SCRIPT_BYTES)
         resource = instance_resource(
-            name,
+            pool,
             zone,
-            machine_type=pool.machine_type,
+            name,
             labels=tags.tags(request.run, request.machine, self._owner),
-            script=script,
-            spot=pool.spot,
-            image=pool.image,
-            disk_gb=pool.disk_gb,
-            network=pool.network,
-            service_account=pool.service_account,
+            script=script_of(request, NAME, pool.install, MAX_SCRIPT_BYTES),
             network_tag="rlboost-worker" if request.head_script is None else "rlboost-head",
         )
         token = tags.client_token(request.run, request.machine, self._owner)
@@ -398,13 +388,10 @@ class GcpProvider:
     def _delete(self, zone: str, name: str) -> None:
         from google.api_core.exceptions import NotFound as Absent
 
-        try:
-            with explained(f"delete {name} in {zone}", may_be_absent=True):
-                self._clients.instances.delete_unary(
-                    project=self._clients.project, zone=zone, instance=name, **_patience()
-                )
-        except Absent:
-            return
+        with contextlib.suppress(Absent), explained(f"delete {name} in {zone}", may_be_absent=True):
+            self._clients.instances.delete_unary(
+                project=self._clients.project, zone=zone, instance=name, **_patience()
+            )
 
     # --- helpers ------------------------------------------------------------------------------------------
 
@@ -417,8 +404,7 @@ class GcpProvider:
 
 
 def default_clients() -> GcpClients:
-    """Return clients with the user's own credentials and project. Raises `ConfigError`,
-    `CredentialsRejected`."""
+    """Return clients with the user's credentials. Raises `ConfigError`, `CredentialsRejected`."""
     try:
         import google.auth
         from google.cloud import compute_v1  # noqa: F401 takes seconds: an absence is said before
@@ -452,25 +438,17 @@ def make_clients(project: str, credentials: Any, endpoint: str | None = None) ->
 
 
 def _patience() -> dict[str, Any]:
-    return {"timeout": CALL_S, "retry": _retry()}
-
-
-def _retry() -> Any:
-    """Return which errors the client waits out by itself; every request of ours may be repeated."""
+    """Return how long a call may take, and which errors the client waits out; each may be repeated."""
     import requests
     from google.api_core import exceptions as google
     from google.api_core.retry import Retry, if_exception_type
 
-    return Retry(
-        predicate=if_exception_type(
-            google.ServiceUnavailable,
-            google.InternalServerError,
-            google.BadGateway,
-            google.TooManyRequests,
-            requests.ConnectionError,
-            requests.Timeout,
-        ),
-        initial=0.5,
-        maximum=5.0,
-        timeout=CALL_S,
+    passing = if_exception_type(
+        google.ServiceUnavailable,
+        google.InternalServerError,
+        google.BadGateway,
+        google.TooManyRequests,
+        requests.ConnectionError,
+        requests.Timeout,
     )
+    return {"timeout": CALL_S, "retry": Retry(passing, initial=0.5, maximum=5.0, timeout=CALL_S)}

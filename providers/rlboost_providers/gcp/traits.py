@@ -1,9 +1,13 @@
-"""Facts about Google Cloud. Prices are list prices in US regions, 2026; disks are pd-balanced."""
+"""Facts about Google Cloud, and its notices of reclaims.
+
+Prices are list prices in US regions, 2026; disks are pd-balanced. Notices: `instance/preempted`, then
+`instance/maintenance-event`. Sources: Compute Engine, "Spot VMs: preemption" (30 s) and "host maintenance
+events".
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from rlboost_providers.base.metadata import Announcement, get, service_url
 from rlboost_providers.base.traits import (
     CloudTraits,
     CredentialPlaces,
@@ -12,9 +16,6 @@ from rlboost_providers.base.traits import (
     SelfDeletion,
 )
 
-if TYPE_CHECKING:
-    from rlboost_providers.base.metadata import MetadataService
-
 NAME = "gcp"
 MIN_BILLED_S = 60
 """Compute Engine bills per second, at least a minute."""
@@ -22,10 +23,28 @@ METADATA_HOST = "http://metadata.google.internal"
 METADATA_HEADERS = {"Metadata-Flavor": "Google"}
 
 
-def _metadata() -> MetadataService:
-    from rlboost_providers.gcp.notices import GcpMetadata
+PREEMPTED_S = 30.0
+"""What Google leaves once `preempted` is set."""
+MAINTENANCE_S = 60.0
+"""What Google leaves at least where the machine is stopped for maintenance of its host."""
 
-    return GcpMetadata(METADATA_HOST, METADATA_HEADERS)
+
+class GcpMetadata:
+    """The `MetadataService` of Compute Engine."""
+
+    def __init__(self) -> None:
+        self._url = f"{service_url(METADATA_HOST)}/computeMetadata/v1/instance"
+
+    def ask(self) -> Announcement | None:
+        """Return a preemption, or else a maintenance that stops the machine."""
+        if self._read("preempted") == "TRUE":
+            return Announcement(PREEMPTED_S, "Google preempts it")
+        if self._read("maintenance-event") == "TERMINATE_ON_HOST_MAINTENANCE":
+            return Announcement(MAINTENANCE_S, "Google stops it for maintenance")
+        return None
+
+    def _read(self, path: str) -> str:
+        return (get(f"{self._url}/{path}", METADATA_HEADERS) or "").strip()
 
 
 _ACCOUNT = "instance/service-accounts/default"
@@ -57,6 +76,6 @@ _CLOUD = CloudTraits(
     credential_variables=("GOOGLE_APPLICATION_CREDENTIALS",),
     credential_places=_CREDENTIALS,
     self_deletion=_DELETION,
-    metadata=_metadata,
+    metadata=GcpMetadata,
 )
 PROVIDER = ProviderTraits(NAME, (_CLOUD,), min_billed_s=MIN_BILLED_S)

@@ -9,7 +9,6 @@ recorded once. Nothing depends on the process that launched it being alive.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -17,7 +16,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -25,14 +24,14 @@ import psutil
 
 from rlboost_runtime.errors import ConfigError, ProviderError, RuntimeFault
 from rlboost_runtime.processes import (
-    await_tags,
     identify,
     kill_tagged,
+    start_session,
     tagged,
     tagged_by_machine,
     tags,
 )
-from rlboost_runtime.run.folder import RunFolder, write_atomically, write_json
+from rlboost_runtime.run.folder import RunFolder, locked, write_atomically, write_json
 
 _MACHINE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
@@ -98,16 +97,9 @@ class LocalMachines:
         self.run = run
         self._ended: dict[str, LocalMachine] = {}  # these never change again
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> contextlib.AbstractContextManager[bool]:
         """Hold the cloud's lock, against other threads and other processes; launches take some 10 ms."""
-        self.run.cloud.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(self.run.cloud / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(fd)
+        return locked(self.run.cloud / "lock")
 
     def folder(self, machine: str) -> Path:
         """Return the machine's folder. Raises `ConfigError` for an id that is no plain name."""
@@ -151,10 +143,7 @@ class LocalMachines:
         """Start the machine's processes, one command per instance; all or, on `ProviderError`, none."""
         folder, logs = self.folder(record.machine), self.logs(record.machine)
         logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-        environment = {
-            **inherited_environment(),
-            **tags(self.run.path, machine=record.machine),
-        }
+        environment = {**inherited_environment(), **tags(self.run.path, machine=record.machine)}
         launched = []
         try:
             for instance, command in commands.items():
@@ -255,25 +244,13 @@ def inherited_environment() -> dict[str, str]:
 def start_detached(
     command: list[str], environment: dict[str, str], cwd: Path, log: Path
 ) -> tuple[int, float]:
-    """Start `command` in a session of its own so that it survives us; return its pid and start time.
-
-    `environment` has the run's tag; the process carries it visibly when this returns.
+    """Start `command` so that it survives us, see `start_session`; return its pid and start time.
 
     It is reaped by `reap` as long as this process lives, by init afterwards. Raises `OSError`.
     """
-    with log.open("ab") as output:
-        child = subprocess.Popen(
-            command,
-            cwd=cwd,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    child = start_session(command, environment, cwd, log)
     started_at = psutil.Process(child.pid).create_time()  # there, even if ended: not reaped yet
     _children[child.pid] = child
-    await_tags(child.pid)
     return child.pid, started_at
 
 

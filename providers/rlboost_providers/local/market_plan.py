@@ -61,29 +61,28 @@ class MarketPlan(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Announcements:
-    """An exact share of all reclaims."""
+class _Announced:
+    """An exact share of all reclaims is announced."""
 
-    fraction: float
-    seconds: float
+    notice_fraction: float
+    announced_s: float
 
     def notice_s(self, number: int) -> float | None:
         """Return the warning time of the `number`-th reclaim, None without warning."""
-        return self.seconds if self._num_announced(number) > self._num_announced(number - 1) else None
+        return self.announced_s if self._num_announced(number) > self._num_announced(number - 1) else None
 
     def _num_announced(self, number: int) -> int:
-        return math.floor(number * self.fraction + 1e-9)  # 5 * 0.2 must be 1
+        return math.floor(number * self.notice_fraction + 1e-9)  # 5 * 0.2 must be 1
 
 
 @dataclass(frozen=True, slots=True)
-class SeededPlan:
+class SeededPlan(_Announced):
     """Drawn lifetimes and absences: shifted exponential and exponential."""
 
     nodes: tuple[str, ...]
     seed: int
     mean_lifetime_s: float
     mean_absence_s: float
-    announcements: _Announcements
 
     def lifetime_s(self, node: str, life: int) -> float:
         """Return how long that machine is left alive; the mean over lives is `mean_lifetime_s`."""
@@ -104,10 +103,6 @@ class SeededPlan:
         """Return when the absence after the former life ends; a life that was not reclaimed leaves none."""
         return now if reclaimed_at is None else reclaimed_at + self.absence_s(node, life - 1)
 
-    def notice_s(self, number: int) -> float | None:
-        """Return the warning time of the `number`-th reclaim."""
-        return self.announcements.notice_s(number)
-
     def _draw(self, what: str, node: str, life: int) -> float:
         # a generator per draw: independent of the order in which lives happen to begin
         return random.Random(f"{self.seed}/{what}/{node}/{life}").expovariate(1.0)  # noqa: S311 a simulation
@@ -123,11 +118,10 @@ class Presence:
 
 
 @dataclass(frozen=True, slots=True)
-class TracePlan:
+class TracePlan(_Announced):
     """Recorded presences of each node, in order of time."""
 
     presences: dict[str, tuple[Presence, ...]]
-    announcements: _Announcements
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -152,25 +146,19 @@ class TracePlan:
                 return started_at + presence.start_s
         return None
 
-    def notice_s(self, number: int) -> float | None:
-        """Return the warning time of the `number`-th reclaim."""
-        return self.announcements.notice_s(number)
-
 
 def plan_for(market: Market, num_nodes: int, files: Path) -> MarketPlan:
-    """Return the plan of a job's `market` for up to `num_nodes` machines; traces lie in `files`.
-
-    Raises `ConfigError` where the trace cannot be used.
-    """
-    announcements = _Announcements(market.notice_fraction, market.notice_s)
+    """Return the plan of a job's `market` for up to `num_nodes` machines; traces lie in `files`. Raises
+    `ConfigError` where the trace cannot be used."""
+    announced = market.notice_fraction, market.notice_s
     if market.trace is not None:
-        return TracePlan(presences_of(load_trace(files / market.trace)), announcements)
+        return TracePlan(*announced, presences_of(load_trace(files / market.trace)))
     return SeededPlan(
+        *announced,
         nodes=tuple(f"node-{k}" for k in range(num_nodes)),
         seed=market.seed,
         mean_lifetime_s=market.mean_lifetime_s,
         mean_absence_s=market.mean_absence_s,
-        announcements=announcements,
     )
 
 

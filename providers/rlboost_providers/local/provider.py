@@ -89,10 +89,7 @@ class LocalProvider:
         return [self._offer(zone) for zone in sorted(there, key=lambda z: z.price_micro_usd_per_hour)]
 
     def launch(self, request: LaunchRequest) -> MachineView:
-        """Start the machine's processes; blocks for some 10 ms.
-
-        Raises `NoCapacity` (later: `retry_after_s`), `ConfigError` (never) or `ProviderError` (later).
-        """
+        """Start the machine's processes; blocks for some 10 ms. `NoCapacity` says when to ask again."""
         zone = self._zones.get(request.offer.zone)
         if zone is None or request.run != self._run.name:
             raise ConfigError(

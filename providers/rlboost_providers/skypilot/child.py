@@ -141,8 +141,7 @@ def prices(
 
 
 def _sells_spot(sky: Any, wanted: Any) -> bool:
-    """Return True if SkyPilot can have spot machines of that cloud: where not, it leaves it out without a
-    word."""
+    """Return True if SkyPilot has spot machines of that cloud: where not, it leaves it out silently."""
     try:
         wanted.cloud.check_features_are_supported(
             wanted, {sky.clouds.CloudImplementationFeatures.SPOT_INSTANCE}

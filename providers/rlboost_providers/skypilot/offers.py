@@ -6,12 +6,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from rlboost_providers.base.provider import Offer
 from rlboost_providers.base.traits import cloud_traits
 from rlboost_providers.skypilot.traits import NAME
 from rlboost_runtime.errors import ConfigError, RLBoostError
+from rlboost_runtime.job import CloudOffer
 from rlboost_runtime.logs import event
 from rlboost_runtime.money import MICRO_USD_PER_USD
 
@@ -24,44 +25,12 @@ AGAIN_S = 60.0
 SOURCE = "SkyPilot catalogue"
 
 
-class SkyPilotOffer(Protocol):
-    """An entry of `any_of` with `via: skypilot` (`rlboost_runtime.job`)."""
-
-    @property
-    def infra(self) -> str:
-        """CLOUD, CLOUD/REGION or CLOUD/REGION/ZONE."""
-
-    @property
-    def accelerators(self) -> str | None:
-        """NAME:COUNT."""
-
-    @property
-    def instance_type(self) -> str | None:
-        """The cloud's own name of a machine type, instead of accelerators."""
-
-    @property
-    def max_price_usd_per_hour(self) -> float | None:
-        """Dearer offers are left out: SkyPilot cannot bid."""
-
-    @property
-    def image(self) -> str | None:
-        """The cloud's own name of the image."""
-
-    @property
-    def disk_gb(self) -> int:
-        """Size of the machine's disk, in GB."""
-
-    @property
-    def egress_usd_per_gb(self) -> float | None:
-        """What a gigabyte from the head costs."""
-
-
 class Catalogue:
     """The offers of a job; `ask` is SkyPilot's child. Any thread may ask."""
 
     def __init__(
         self,
-        entries: Sequence[SkyPilotOffer],
+        entries: Sequence[CloudOffer],
         ask: Callable[..., list[dict[str, Any]]],
         kinds: Sequence[bool] = (True,),
     ) -> None:
@@ -69,7 +38,7 @@ class Catalogue:
         self._entries, self._ask, self._kinds = entries, ask, kinds
         self._lock = threading.Lock()
         self._offers: list[Offer] = []
-        self._entry_of: dict[tuple[str, str, str], SkyPilotOffer] = {}
+        self._entry_of: dict[tuple[str, str, str], CloudOffer] = {}
         self._fresh_until = float("-inf")
 
     def offers(self) -> list[Offer]:
@@ -97,7 +66,7 @@ class Catalogue:
                 self._fresh_until = time.monotonic() + (AGAIN_S if problems else FRESH_S)
             return list(self._offers)
 
-    def entry_of(self, offer: Offer) -> SkyPilotOffer:
+    def entry_of(self, offer: Offer) -> CloudOffer:
         """Return the job's entry that `offer` comes from. Raises `ConfigError`."""
         self.offers()
         entry = self._entry_of.get(offer.place)
@@ -105,7 +74,7 @@ class Catalogue:
             raise ConfigError(f"no entry of any_of leads to {offer.zone}", "launch something from the offers")
         return entry
 
-    def _of(self, entry: SkyPilotOffer) -> list[Offer]:
+    def _of(self, entry: CloudOffer) -> list[Offer]:
         most = entry.max_price_usd_per_hour
         return [
             _offer(entry, place, spot)
@@ -120,12 +89,12 @@ class Catalogue:
         ]
 
 
-def _offer(entry: SkyPilotOffer, place: dict[str, Any], asked_for_spot: bool) -> Offer:
+def _offer(entry: CloudOffer, place: dict[str, Any], asked_for_spot: bool) -> Offer:
     traits = cloud_traits(place["cloud"])
     return Offer(
         provider=NAME,
         zone="/".join(part for part in (place["cloud"], place["region"], place["zone"]) if part),
-        accelerator=entry.accelerators or "cpu",
+        accelerator=entry.accelerators,
         price_micro_usd_per_hour=round(place["usd_per_hour"] * MICRO_USD_PER_USD),
         spot=place["spot"],
         source=SOURCE,

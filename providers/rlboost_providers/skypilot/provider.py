@@ -40,18 +40,13 @@ from rlboost_providers.base.provider import (
 )
 from rlboost_providers.base.tags import head_of, machine_name, owner_of, tags
 from rlboost_providers.skypilot.errors import explained, fetch_logs
-from rlboost_providers.skypilot.offers import Catalogue, SkyPilotOffer
+from rlboost_providers.skypilot.offers import Catalogue
 from rlboost_providers.skypilot.records import SkyRecord, SkyRecords
 from rlboost_providers.skypilot.session import AWS_ROLE, INSTALL_S, START_S, Session, SkyPilot
 from rlboost_providers.skypilot.task import write_head_task, write_task
 from rlboost_providers.skypilot.traits import NAME
-from rlboost_runtime.errors import (
-    ConfigError,
-    CredentialsRejected,
-    NoCapacity,
-    QuotaExceeded,
-    RLBoostError,
-)
+from rlboost_runtime.errors import ConfigError, CredentialsRejected, NoCapacity, QuotaExceeded, RLBoostError
+from rlboost_runtime.job import CloudOffer
 from rlboost_runtime.logs import event
 from rlboost_runtime.run.folder import RunFolder, home
 
@@ -99,7 +94,7 @@ class SkyPilotProvider:
     def __init__(
         self,
         run_folder: Path,
-        offers: Sequence[SkyPilotOffer],
+        offers: Sequence[CloudOffer],
         *,
         on_demand: bool = False,
         head: HeadTerms | None = None,
@@ -142,10 +137,7 @@ class SkyPilotProvider:
 
     def launch(self, request: LaunchRequest) -> MachineView:
         """Launch the machine's cluster; blocks until the cloud gave or refused it, `LAUNCH_ANSWER_S` at most.
-
-        Raises `NoCapacity` and `QuotaExceeded` (elsewhere), `CredentialsRejected` (never), `ProviderError`
-        (later); then the cluster is down again, or `describe` says that it may not be.
-        """
+        After an error the cluster is down again, or `describe` says that it may not be."""
         if request.run != self._told_run:
             raise ConfigError(f"{request.run} is not this provider's run", f"ask for {self._told_run}")
         sky = self._sky()
@@ -174,7 +166,7 @@ class SkyPilotProvider:
         self,
         sky: SkyPilot,
         record: SkyRecord,
-        entry: SkyPilotOffer,
+        entry: CloudOffer,
         request: LaunchRequest,
         answered: threading.Event,
     ) -> Future[Any]:
@@ -220,8 +212,7 @@ class SkyPilotProvider:
         return [record.view for record in self._records.all()]
 
     def _are_to_be_asked_for(self, machines: set[str]) -> bool:
-        """Return True if the cloud is to be asked: at once about what fell silent, then every
-        `DOUBT_EVERY_S`."""
+        """Return True if the cloud is to be asked: at once about new silence, then every `DOUBT_EVERY_S`."""
         is_news = not machines <= self._doubted
         self._doubted = machines
         return self._doubt.is_due() or is_news
@@ -263,13 +254,12 @@ class SkyPilotProvider:
             self._records.end_launch(request.machine)
             raise
 
-    def _values(self, record: SkyRecord, entry: SkyPilotOffer) -> dict[str, object]:
+    def _values(self, record: SkyRecord, entry: CloudOffer) -> dict[str, object]:
         labels = tags(self._told_run, record.machine, self._owner)
         resources: dict[str, object] = {"disk_size": entry.disk_gb, "labels": labels}
         if self._head is not None:
             resources["ports"] = [HEAD_PORTS]
-        if entry.accelerators:
-            resources["accelerators"] = entry.accelerators
+        resources["accelerators"] = entry.accelerators
         if entry.image is not None:
             resources["image_id"] = entry.image
         return {"NAME": record.cluster, "RESOURCES": resources}

@@ -6,13 +6,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
 from rlboost_providers.base.provider import MachineStatus, MachineView
-from rlboost_runtime.run.folder import write_atomically
+from rlboost_runtime.run.folder import locked, write_atomically
 
 
 class SkyRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -119,13 +118,6 @@ class SkyRecords:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return os.open(folder / ".launching", os.O_RDWR | os.O_CREAT, 0o600)
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> contextlib.AbstractContextManager[bool]:
         """Keep other processes and threads from changing records."""
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(self._folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(fd)
+        return locked(self._folder / ".lock")

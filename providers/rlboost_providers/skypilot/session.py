@@ -14,7 +14,6 @@ machines that SkyPilot remembers, of any run of this home and of others, for `rl
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import itertools
 import logging
@@ -37,7 +36,7 @@ from rlboost_providers.base.tags import MACHINE, OWNER, RUN
 from rlboost_providers.skypilot.errors import explained
 from rlboost_runtime.errors import ConfigError, NotYet, ProviderError, RuntimeFault
 from rlboost_runtime.logs import event
-from rlboost_runtime.run.folder import home, write_atomically
+from rlboost_runtime.run.folder import home, locked, write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -55,10 +54,6 @@ _RETRY = "see the end of its log, {log}; then try again"
 Hear = Callable[[str], None]
 
 
-def _ignore(line: str) -> None:
-    """Hear nothing."""
-
-
 class SkyPilotProcess:
     """One child, shared by all threads of this process.
 
@@ -74,15 +69,11 @@ class SkyPilotProcess:
 
     def ask(self, do: str, timeout_s: float, **arguments: object) -> Any:  # any JSON value
         """Return the answer. Raises what SkyPilot said as a `ProviderError`, also where it says nothing."""
-        return self.wait(self.begin(do, _ignore, **arguments), timeout_s, do)
-
-    def wait(self, answer: Future[Any], timeout_s: float, what: str) -> Any:  # any JSON value
-        """Return what `begin` promised."""
         try:
-            return answer.result(timeout_s)
+            return self.begin(do, lambda line: None, **arguments).result(timeout_s)
         except FutureTimeout:
             raise ProviderError(
-                f"SkyPilot did not answer `{what}` within {timeout_s:g} s", _RETRY.format(log=self.log)
+                f"SkyPilot did not answer `{do}` within {timeout_s:g} s", _RETRY.format(log=self.log)
             ) from None
 
     def begin(self, do: str, hear: Hear, **arguments: object) -> Future[Any]:
@@ -126,12 +117,7 @@ class SkyPilotProcess:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with self.log.open("ab") as log:
                 self._child = subprocess.Popen(
-                    [
-                        str(self._python),
-                        "-u",
-                        "-P",
-                        str(_CHILD),
-                    ],  # -P: our modules' names hide none of its own
+                    [str(self._python), "-u", "-P", str(_CHILD)],  # -P: our modules' names hide none of its
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,
@@ -280,26 +266,18 @@ class SkyPilotSweeper:
         self._session.close()
 
 
-def _place(row: Mapping[str, Any]) -> str:
-    return "/".join(str(row[key]) for key in ("cloud", "region", "zone") if row.get(key))
-
-
 def _owned(row: Mapping[str, Any], labels: Mapping[str, str]) -> Owned:
     owner, run = labels.get(OWNER, ""), labels.get(RUN, "")
-    return Owned(
-        run, labels[MACHINE], "skypilot", _place(row), owner, row.get("launched_at"), handle=row["name"]
-    )
+    place = "/".join(str(row[key]) for key in ("cloud", "region", "zone") if row.get(key))
+    return Owned(run, labels[MACHINE], "skypilot", place, owner, row.get("launched_at"), handle=row["name"])
 
 
-# --- SkyPilot's own venv
-# -------------------------------------------------------------------------------------
+# --- SkyPilot's own venv -----------------------------------------------------------------------------------
 
 
 def skypilot_python(say: Callable[[str], None] = lambda text: None) -> Path:
     """Return the Python of SkyPilot's venv; makes the venv where there is none, which takes a minute or two.
-
-    Raises `ConfigError` where the variable names no SkyPilot, `RuntimeFault` where it cannot be installed.
-    """
+    Raises `ConfigError` where the variable names no SkyPilot, `RuntimeFault` where it cannot be installed."""
     named = os.environ.get(VARIABLE)
     if named:
         if not (Path(named).parent / "sky").exists():
@@ -310,9 +288,7 @@ def skypilot_python(say: Callable[[str], None] = lambda text: None) -> Path:
     lock = resources.files("rlboost_templates").joinpath(_LOCK).read_text(encoding="utf-8")
     folder = home() / f"skypilot-{hashlib.sha256(lock.encode()).hexdigest()[:12]}"
     python = folder / "bin" / "python"
-    home().mkdir(mode=0o700, parents=True, exist_ok=True)
-    with (home() / ".skypilot.lock").open("w") as turn:
-        fcntl.flock(turn, fcntl.LOCK_EX)
+    with locked(home() / ".skypilot.lock"):
         if not (folder / ".complete").exists():
             say("installing SkyPilot into a venv of its own (once)")
             _install(folder, lock)
@@ -341,19 +317,8 @@ def _install(folder: Path, lock: str) -> None:
     write_atomically(listed, lock.encode())
     python = folder / "bin" / "python"
     _run([uv, "venv", "--quiet", "--python", "3.11", str(folder)])
-    _run(
-        [
-            uv,
-            "pip",
-            "install",
-            "--quiet",
-            "--compile-bytecode",
-            "--python",
-            str(python),
-            "--requirement",
-            str(listed),
-        ]
-    )
+    options = ["--quiet", "--compile-bytecode", "--python", str(python), "--requirement", str(listed)]
+    _run([uv, "pip", "install", *options])
     (folder / ".complete").touch()
 
 

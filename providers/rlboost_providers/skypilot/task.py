@@ -9,51 +9,43 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from rlboost_providers.base.provider import LaunchRequest
+from rlboost_providers.base.provider import LaunchRequest, Offer
 from rlboost_runtime.deploy.shipment import Software, common_part, worker_shipment
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.run.folder import RunFolder, write_atomically
 
 
 def write_task(folder: Path, run: RunFolder, request: LaunchRequest, more: Mapping[str, Any]) -> Path:
-    """Write what `request` needs into `folder` and return the task's path; `more` has NAME and RESOURCES.
-
-    Raises `ConfigError`.
-    """
+    """Write what a spot machine needs into `folder`; return the task's path. `more` has NAME and RESOURCES.
+    Raises `ConfigError`."""
     instances = request.bootstrap.get("instances")
     if not isinstance(instances, list | tuple) or not instances:
         raise ConfigError(f"the bootstrap of {request.machine} names no instances", "give at least one")
-    offer = request.offer
-    bootstrap = {**request.bootstrap, "cloud": offer.zone.partition("/")[0]}  # whose notices it listens to
+    # the cloud whose notices the agents listen to
+    bootstrap = {**request.bootstrap, "cloud": request.offer.zone.partition("/")[0]}
     common = common_part(run.cloud / "shipment", _software(bootstrap))
     shipment = worker_shipment(folder / "shipment", common, bootstrap)
-    machine = {"infra": offer.zone, "instance_type": offer.instance_type, "use_spot": offer.spot}
     values = {
-        "NAME": json.dumps(more["NAME"]),
-        "RESOURCES": json.dumps({**machine, **more["RESOURCES"]}),
         "SHIPMENT": json.dumps(str(shipment)),
         "INSTANCES": " ".join(shlex.quote(str(instance)) for instance in instances),
     }
-    path = folder / "task.yaml"
-    write_atomically(path, filled("worker.yaml", values).encode())
-    return path
+    return _write(folder, "worker.yaml", request.offer, more, values)
 
 
 def write_head_task(folder: Path, request: LaunchRequest, more: Mapping[str, Any]) -> Path:
-    """Write what the head of `request` needs into `folder`, see `write_task`; its script holds a private
-    key."""
+    """Write what a head needs into `folder`, see `write_task`; its script holds a private key."""
     assert request.head_script is not None
     script = folder / "start.sh"
     write_atomically(script, request.head_script.encode())
-    offer = request.offer
+    return _write(folder, "head.yaml", request.offer, more, {"SCRIPT": json.dumps(str(script))})
+
+
+def _write(folder: Path, name: str, offer: Offer, more: Mapping[str, Any], values: dict[str, str]) -> Path:
     machine = {"infra": offer.zone, "instance_type": offer.instance_type, "use_spot": offer.spot}
-    values = {
-        "NAME": json.dumps(more["NAME"]),
-        "RESOURCES": json.dumps({**machine, **more["RESOURCES"]}),
-        "SCRIPT": json.dumps(str(script)),
-    }
+    resources = json.dumps({**machine, **more["RESOURCES"]})
     path = folder / "task.yaml"
-    write_atomically(path, filled("head.yaml", values).encode())
+    text = filled(name, {"NAME": json.dumps(more["NAME"]), "RESOURCES": resources, **values})
+    write_atomically(path, text.encode())
     return path
 
 

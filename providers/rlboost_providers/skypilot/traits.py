@@ -1,27 +1,52 @@
-"""Facts about SkyPilot, and about the clouds that are reached through it alone. Prices are of 2026."""
+"""Facts about SkyPilot, and about the clouds that are reached through it alone. Prices are of 2026.
+
+Reclaims as Azure announces them: scheduled events of the machine. Source: Azure, "Scheduled Events" (30 s).
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+from collections.abc import Mapping
+from typing import Any
 
+from rlboost_providers.base.metadata import LINK_LOCAL, Announcement, get, seconds_until, service_url
 from rlboost_providers.base.traits import CloudTraits, ProviderTraits
 
-if TYPE_CHECKING:
-    from rlboost_providers.base.metadata import MetadataService
-
 NAME = "skypilot"
+NOTICE_S = 30.0
+"""What Azure leaves where an event's time cannot be read."""
+TAKES_AWAY = frozenset({"Preempt", "Terminate", "Redeploy", "Reboot"})
 
 
-def _azure_metadata() -> MetadataService:
-    from rlboost_providers.skypilot.notices import AzureMetadata
+class AzureMetadata:
+    """The `MetadataService` of Azure: events that concern this machine and take it away."""
 
-    return AzureMetadata()
+    def __init__(self) -> None:
+        self._url = f"{service_url(LINK_LOCAL)}/metadata"
+        self._name: str | None = None
+
+    def ask(self) -> Announcement | None:
+        """Return the first such event."""
+        headers = {"Metadata": "true"}
+        answer = get(f"{self._url}/scheduledevents?api-version=2020-07-01", headers)
+        events: list[dict[str, Any]] = json.loads(answer)["Events"] if answer else []
+        for each in events:
+            if each.get("EventType") in TAKES_AWAY and self._is_ours(each.get("Resources"), headers):
+                seconds = seconds_until(each.get("NotBefore", ""), NOTICE_S)
+                return Announcement(seconds, f"Azure: {each['EventType']}")
+        return None
+
+    def _is_ours(self, resources: object, headers: Mapping[str, str]) -> bool:
+        if self._name is None:
+            path = "instance/compute/name?api-version=2021-02-01&format=text"
+            self._name = (get(f"{self._url}/{path}", headers) or "").strip()
+        return not self._name or not isinstance(resources, list) or self._name in resources
 
 
 PROVIDER = ProviderTraits(
     NAME,
     (
-        CloudTraits("azure", egress_usd_per_gb=0.087, metadata=_azure_metadata),
+        CloudTraits("azure", egress_usd_per_gb=0.087, metadata=AzureMetadata),
         CloudTraits("kubernetes", can_host_head=False),
         CloudTraits("k8s", can_host_head=False),
         CloudTraits("lambda"),

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 from rlboost_providers.base.provider import (
@@ -28,7 +27,9 @@ from rlboost_providers.base.provider import (
 )
 from rlboost_providers.ssh.connection import SshHost
 from rlboost_runtime.errors import ConfigError, NoCapacity, ProviderError
+from rlboost_runtime.job import SshOffer
 from rlboost_runtime.logs import event
+from rlboost_runtime.money import MICRO_USD_PER_USD
 
 log = logging.getLogger(__name__)
 
@@ -44,30 +45,17 @@ AS_IT_IS = "as it is"
 """What is said of the devices of a machine of which nothing is known."""
 
 
-@dataclass(frozen=True, slots=True)
-class SshPool:
-    """One offer of a job."""
-
-    hosts: tuple[str, ...]
-    price_micro_usd_per_hour: int = 0
-    jump_host: str | None = None
-    identity_file: str | None = None
-    python: str = "python3"
-    folder: str = "~/.rlboost"
-    accelerator: str = AS_IT_IS
-
-
 class SshProvider:
     """The `Provider`, `CanPreempt` and `CanSweep` of `infra: ssh`, for one owner."""
 
-    def __init__(self, pools: Sequence[SshPool], owner: str, *, watch_every_s: float = WATCH_EVERY_S) -> None:
-        self._pools = {host: pool for pool in pools for host in pool.hosts}
+    def __init__(self, offers: Sequence[SshOffer], owner: str) -> None:
+        self._offers = {host: offer for offer in offers for host in offer.hosts}
         self._hosts = {
-            host: SshHost(host, jump_host=pool.jump_host, identity_file=pool.identity_file)
-            for host, pool in self._pools.items()
+            host: SshHost(host, jump_host=offer.jump_host, identity_file=offer.identity_file)
+            for host, offer in self._offers.items()
         }
         self._owner = owner
-        self._pace = PollTimer(watch_every_s)
+        self._pace = PollTimer(WATCH_EVERY_S)
         self._lock = threading.Lock()
         self._seen: dict[str, tuple[float, list[dict[str, Any]]]] = {}
         """By host: when it last answered, and its machines (`ssh_host`'s records)."""
@@ -78,10 +66,8 @@ class SshProvider:
         return frozenset({Ability.FINDS_BY_TAG, Ability.TIME_TO_LIVE})
 
     def offers(self) -> list[Offer]:
-        """Return the hosts that answer and are free, cheapest first; blocks for up to some 10 s.
-
-        Raises what the first host said where none lets us in.
-        """
+        """Return the hosts that answer and are free, cheapest first; blocks for up to some 10 s. Raises what
+        the first host said where none lets us in."""
         answers, problems = self._ask_all()
         if problems and not answers:
             raise next(iter(problems.values()))
@@ -90,8 +76,8 @@ class SshProvider:
             Offer(
                 provider=NAME,
                 zone=host,
-                accelerator=self._pools[host].accelerator,
-                price_micro_usd_per_hour=self._pools[host].price_micro_usd_per_hour,
+                accelerator=self._offers[host].accelerators or AS_IT_IS,
+                price_micro_usd_per_hour=round(self._offers[host].price_usd_per_hour * MICRO_USD_PER_USD),
                 spot=True,
                 source="job file",
             )
@@ -100,10 +86,7 @@ class SshProvider:
         return sorted(offers, key=lambda offer: offer.price_micro_usd_per_hour)
 
     def launch(self, request: LaunchRequest) -> MachineView:
-        """Start the agents on the host; blocks for a second.
-
-        Raises `NoCapacity` (elsewhere: busy, or not reached), `CredentialsRejected`, `ConfigError`.
-        """
+        """Start the agents on the host; blocks for a second. Raises `NoCapacity` if it is busy or away."""
         host = request.offer.zone
         if request.offer.provider != NAME or host not in self._hosts:
             raise ConfigError(f"{host} is no host of this job", "add it to hosts in rollout.spot.any_of")
@@ -143,10 +126,8 @@ class SshProvider:
         return self.describe(run) if self._pace.is_due() else None
 
     def terminate(self, run: str, machine: str) -> None:
-        """SIGKILL it on whatever host it is; returns once nothing of it is left.
-
-        Raises `NoCapacity` where the host that has it cannot be reached: it ends by itself in 15 minutes.
-        """
+        """SIGKILL it on whatever host it is; returns once nothing of it is left. Raises `NoCapacity` where
+        the host that has it cannot be reached: it ends by itself in 15 minutes."""
         self._ask_all()
         for host in self._where(run, machine):
             self._ask(host, "end", run, machine)
@@ -204,14 +185,14 @@ class SshProvider:
             ]
 
     def _ask(self, host: str, do: str, run: str, machine: str, **more: object) -> dict[str, Any]:
-        pool = self._pools[host]
+        offer = self._offers[host]
         request = {
             "do": do,
             "owner": self._owner,
             "run": run,
             "machine": machine,
-            "folder": pool.folder,
-            "python": pool.python,
+            "folder": offer.folder,
+            "python": offer.python,
             **more,
         }
         return self._hosts[host].ask(request)

@@ -93,8 +93,7 @@ def common_part(folder: Path, software: Software) -> Path:
 
 
 def archive(common: Path) -> bytes:
-    """Return the common part as a tar file, the same bytes for the same files: machines that dial out
-    fetch it from the head."""
+    """Return the common part as a tar file, the same bytes for the same files; machines fetch it."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as tar:
         for path in sorted(common.iterdir()):
@@ -121,10 +120,8 @@ def template(name: str, folder: str = "deploy") -> str:
 
 
 def requirements_of(job: Job) -> list[str]:
-    """Return lines for pip: the job's own, and those of our extras for its clouds and its tracking.
-
-    Raises `RuntimeFault` where we are not installed and so do not know our extras.
-    """
+    """Return lines for pip: the job's own, and those of our extras for its clouds and its tracking. Raises
+    `RuntimeFault` where we are not installed and so do not know our extras."""
     extras = set(_extras_of(job))
     try:
         known = [Requirement(each) for each in requires("rlboost") or []]

@@ -421,16 +421,7 @@ def fetch(place: RunPlace, request: Json, source: BinaryIO) -> Answer:
         return {}, file.read(MOST_BYTES)
 
 
-DO = {
-    "look": look,
-    "install": install,
-    "ship": ship,
-    "rlboost": rlboost,
-    "keep": keep,
-    "mirror": mirror,
-    "results": results,
-    "fetch": fetch,
-}
+DO = {do.__name__: do for do in (look, install, ship, rlboost, keep, mirror, results, fetch)}
 
 if __name__ == "__main__":
     main()

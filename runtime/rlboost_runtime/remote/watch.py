@@ -71,8 +71,7 @@ class Facts(NamedTuple):
 
 
 def reason_to_end(settings: Json, facts: Facts, quiet_s: float) -> str:
-    """Return why the machine, or where it cannot end itself its runs, are to be ended now; empty where they
-    are not. Pure."""
+    """Return why the machine, or its runs where it cannot end itself, must end now; else empty. Pure."""
     if is_busy(facts):
         return ""
     if not settings["ends_itself"] and not facts.is_supervised:
@@ -122,8 +121,7 @@ def main() -> None:
 
 
 def facts_of(folder: Path) -> Facts:
-    """Return the facts of the run that keeps the machine most: one that goes on, else the one that ended
-    last."""
+    """Return the facts of the run that goes on, else of the one that ended last."""
     runs = sorted(folder.glob("heads/*/runs/*/job.json"), key=mtime_of)
     found = [facts_of_run(job.parent) for job in runs]
     busy = [facts for facts in found if is_busy(facts)]

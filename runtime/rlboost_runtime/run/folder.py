@@ -48,11 +48,12 @@ for everybody who looks, and can be resumed.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import logging
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -259,6 +260,22 @@ def write_atomically(path: Path, data: bytes, *, mode: int = 0o600, durably: boo
         raise
     if durably:
         sync_path(path.parent)
+
+
+@contextlib.contextmanager
+def locked(path: Path, *, waits: bool = True) -> Iterator[bool]:
+    """Hold the lock file `path`, made where there is none, against other threads and processes; it is freed
+    with the process, too. Yields False where another has it and `waits` is False."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+    except BlockingIOError:
+        yield False
+    else:
+        yield True
+    finally:
+        os.close(fd)
 
 
 def sync_path(path: Path) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import http.client
 import json
 import logging
@@ -25,7 +24,7 @@ import signal
 import sqlite3
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -35,13 +34,14 @@ from rlboost_providers.base.terminate import terminate_all
 from rlboost_providers.registry import provider_for
 from rlboost_runtime.billing.books import close_books
 from rlboost_runtime.errors import DISK_ERRNOS, RLBoostError, RuntimeFault
-from rlboost_runtime.job import Job, read_resolved
+from rlboost_runtime.job import read_resolved
 from rlboost_runtime.logs import Explanation, event, explain, last_explanation, last_line, setup
 from rlboost_runtime.processes import end_all, kill_tagged
 from rlboost_runtime.run.create import kept
 from rlboost_runtime.run.folder import (
     RunFolder,
     give_up_reserve,
+    locked,
     read_json,
     reserve,
     write_json,
@@ -75,7 +75,7 @@ class Supervisor:
         self,
         run: RunFolder,
         roles: Sequence[Role],
-        end_machines: Callable[[], None],
+        end_machines: Callable[[], object],
         tuning: Tuning = DEFAULT_TUNING,
     ) -> None:
         self._run = run
@@ -263,24 +263,9 @@ def _why_hopeless(
     )
 
 
-@contextlib.contextmanager
-def only_supervisor(run: RunFolder) -> Iterator[bool]:
-    """Hold the run's supervisor lock; yield True if this process got it. It is released with the process."""
-    run.processes.mkdir(mode=0o700, parents=True, exist_ok=True)
-    fd = os.open(run.processes / "supervisor.lock", os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        yield False
-    else:
-        yield True
-    finally:
-        os.close(fd)
-
-
-def end_machines(job: Job, run: RunFolder) -> None:
-    """End every machine that the run still has at its provider. Raises `ProviderError`, `RuntimeFault`."""
-    terminate_all(provider_for(job, run), run.name)
+def only_supervisor(run: RunFolder) -> contextlib.AbstractContextManager[bool]:
+    """Hold the run's supervisor lock; True if this process got it."""
+    return locked(run.processes / "supervisor.lock", waits=False)
 
 
 async def serve(run: RunFolder) -> bool:
@@ -289,7 +274,7 @@ async def serve(run: RunFolder) -> bool:
     Returns False if it failed and the disk had no room for the outcome.
     """
     job = read_resolved(run.job_json)
-    supervisor = Supervisor(run, roles_of(job, run), lambda: end_machines(job, run))
+    supervisor = Supervisor(run, roles_of(job, run), lambda: terminate_all(provider_for(job, run), run.name))
     for name in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(name, supervisor.stop)
     await supervisor.serve()

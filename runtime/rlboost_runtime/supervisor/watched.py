@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from rlboost_runtime.logs import event
-from rlboost_runtime.processes import await_tags, identify, tags, untagged
+from rlboost_runtime.processes import identify, start_session, tags, untagged
 from rlboost_runtime.run.folder import RunFolder, read_json, write_json
 from rlboost_runtime.supervisor.roles import Role
 
@@ -79,18 +79,8 @@ def start(role: Role, run: RunFolder) -> Watched:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     environment = untagged(os.environ) | tags(run.path, machine=role.machine, role=role.name)
     began = time.monotonic()
-    with path.open("ab") as output:
-        log_offset = output.tell()
-        child = subprocess.Popen(
-            role.command,
-            cwd=run.path,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    await_tags(child.pid)
+    log_offset = path.stat().st_size if path.exists() else 0
+    child = start_session(role.command, environment, run.path, path)
     process = Watched(child.pid, psutil.Process(child.pid).create_time(), run.path, child, began, log_offset)
     try:
         write_identity(role.identity(run), process.pid, process.started_at)

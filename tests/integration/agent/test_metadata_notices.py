@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from rlboost_providers.aws.notices import REBALANCE_S
+from rlboost_providers.aws.traits import REBALANCE_S
 from rlboost_providers.base import metadata
 from rlboost_providers.base.traits import metadata_of
 from rlboost_runtime.agent import notice

@@ -37,9 +37,9 @@ from rlboost_providers.local.provider import LocalProvider
 from rlboost_providers.skypilot import provider as skypilot_provider
 from rlboost_providers.skypilot.provider import SkyPilotProvider
 from rlboost_providers.skypilot.session import SkyPilotSweeper
-from rlboost_providers.ssh.provider import SshPool, SshProvider
+from rlboost_providers.ssh.provider import SshProvider
 from rlboost_runtime.errors import ConfigError, NotFound, ProviderError
-from rlboost_runtime.job import CloudOffer, LocalOffer
+from rlboost_runtime.job import CloudOffer, LocalOffer, SshOffer
 from rlboost_runtime.processes import kill_tagged, tagged
 from rlboost_runtime.remote.ssh_host import TAG
 from tests.fakes.ec2 import IMAGE, REGION, fake_ec2
@@ -135,7 +135,13 @@ def ssh_cloud(tmp_path: Path) -> Iterator[Cloud]:
         patch.setenv("HOME", str(home))
         servers = [stack.enter_context(sshd_on(tmp_path / f"sshd-{n}", home)) for n in range(3)]
         pools = [
-            SshPool((server.host,), 500_000, python=str(agent), folder=str(tmp_path / f"disk-{n}"))
+            SshOffer(
+                infra="ssh",
+                hosts=[server.host],
+                price_usd_per_hour=0.5,
+                python=str(agent),
+                folder=str(tmp_path / f"disk-{n}"),
+            )
             for n, server in enumerate(servers)  # each server stands for a host with a disk of its own
         ]
 

@@ -15,8 +15,9 @@ import pytest
 from rlboost_providers.base.provider import LaunchRequest, MachineStatus
 from rlboost_providers.ssh import provider as ssh
 from rlboost_providers.ssh.connection import address_of
-from rlboost_providers.ssh.provider import SshPool, SshProvider
+from rlboost_providers.ssh.provider import SshProvider
 from rlboost_runtime.errors import ConfigError, CredentialsRejected, NoCapacity, Retry
+from rlboost_runtime.job import SshOffer
 from tests.fakes.hypervisor import AGENT, wait_until
 from tests.fakes.sshd import make_home, make_key, sshd_on
 
@@ -53,7 +54,8 @@ def make(tmp_path, agent):
 
     def provider(*hosts, **more):
         folder = str(tmp_path / "disk")
-        made.append(SshProvider([SshPool(tuple(hosts), 500_000, python=agent, folder=folder, **more)], OWNER))
+        told = {"price_usd_per_hour": 0.5, "python": agent, "folder": folder, **more}
+        made.append(SshProvider([SshOffer(infra="ssh", hosts=list(hosts), **told)], OWNER))
         return made[-1]
 
     yield provider
@@ -202,7 +204,8 @@ def test_a_host_that_says_nothing_is_given_up_in_seconds(home, make):
 
 def test_a_python_that_is_not_there_is_the_job_files_fault(server, tmp_path, home):
     provider = SshProvider(
-        [SshPool((server.host,), python="/no/such/python", folder=str(tmp_path / "d"))], OWNER
+        [SshOffer(infra="ssh", hosts=[server.host], python="/no/such/python", folder=str(tmp_path / "d"))],
+        OWNER,
     )
     try:
         with pytest.raises(ConfigError, match="/no/such/python"):

@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from rlboost_cli.commands.run.launch import launch
+from rlboost_cli.commands.start import launch
 from rlboost_cli.main import app
 from rlboost_cli.terminal.errors import ERRORS_VARIABLE, explained, read_error, render
 from rlboost_runtime.errors import (

@@ -15,7 +15,7 @@ PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 SOURCES = ("rlboost_cli", "runtime/rlboost_runtime", "providers/rlboost_providers")
 HOLE = "…"
 COVERED = (  # modules whose errors a user of the local product meets: each must be on the page
-    "rlboost_cli/commands/run/preempt.py",
+    "rlboost_cli/commands/end.py",
     "rlboost_cli/runs/client.py",
     "rlboost_cli/terminal/errors.py",
     "rlboost_cli/runs/teardown.py",

@@ -37,9 +37,7 @@ class JobErrors(ConfigError):
 
 def load_job(path: Path) -> Job:
     """Return the job in the YAML file `path`; a model folder is made absolute, other names stay as they are.
-
-    Raises `JobErrors`.
-    """
+    Raises `JobErrors`."""
     try:
         tree = parse(_read(path))
     except SyntaxMistake as exc:

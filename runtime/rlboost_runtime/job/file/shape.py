@@ -67,10 +67,7 @@ FORMS = {
 YES_NO = {"yes": "true", "on": "true", "true": "true", "no": "false", "off": "false", "false": "false"}
 
 _WITHOUT_HEADS = [name for name, traits in known_clouds().items() if not traits.can_host_head]
-NOT_YET_VALUES = {
-    "trainer.infra": rf"({'|'.join(_WITHOUT_HEADS)})(/.*)?",
-    "rollout.engine": r"sglang",
-}
+NOT_YET_VALUES = {"trainer.infra": rf"({'|'.join(_WITHOUT_HEADS)})(/.*)?", "rollout.engine": r"sglang"}
 """Values of later versions, as patterns."""
 
 

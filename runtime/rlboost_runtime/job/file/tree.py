@@ -100,10 +100,8 @@ def _line(node: Node) -> int:
 
 
 def _text(node: ScalarNode) -> str:
-    """Return the text of `node`; as in JSON, two escapes may be the halves of one character.
-
-    Raises `SyntaxMistake` for a half alone: it can be neither stored nor shown.
-    """
+    """Return the text of `node`; as in JSON, two escapes may be the halves of one character. Raises
+    `SyntaxMistake` for a half alone: it can be neither stored nor shown."""
     text = str(node.value)
     try:
         return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le")

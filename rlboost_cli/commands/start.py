@@ -1,4 +1,4 @@
-"""`rlboost launch`."""
+"""Commands that start a run or continue it: `up` and `launch`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,36 @@ from rlboost_cli.terminal import completion
 
 if TYPE_CHECKING:
     from rlboost_runtime.run.folder import RunFolder
+
+
+def up(
+    job: Annotated[
+        str,
+        typer.Argument(
+            help="The job file, or the name of an open run",
+            metavar="JOB",
+            show_default=False,
+            autocompletion=completion.jobs_and_runs,
+        ),
+    ],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before spending")] = False,
+) -> None:
+    """Start everything of a run but its trainer
+
+    Example: rlboost up job.yaml
+    """
+    from rlboost_cli.runs.supervision import bring_up
+    from rlboost_cli.terminal import output
+    from rlboost_cli.views import screens
+
+    run = _prepared(job, "up?", resume=False, yes=yes)
+    try:
+        with output.working() as say:
+            bring_up(run, say)
+    except KeyboardInterrupt:
+        screens.left_alone(run)
+        raise
+    output.show(f"{run.name} is up; rlboost launch {run.name} trains, rlboost down {run.name} ends it")
 
 
 def launch(
@@ -32,38 +62,41 @@ def launch(
 
     Example: rlboost launch job.yaml
     """
-    from rlboost_cli.planning.agreement import agree, planned
     from rlboost_cli.runs.supervision import bring_up, want_training
+    from rlboost_cli.terminal import output
+    from rlboost_cli.views import screens
+    from rlboost_cli.views.live import follow
+
+    run = _prepared(job_or_run, "launch?", resume=resume, yes=yes)
+    try:
+        want_training(run)
+        with output.working() as say:
+            bring_up(run, say)
+        if not detach:
+            screens.follow(follow(run))
+    except KeyboardInterrupt:
+        if not screens.left_alone(run):
+            raise
+        return
+    if detach:
+        screens.detached(run)
+    else:
+        _finish(run)
+
+
+def _prepared(job_or_run: str, question: str, *, resume: bool, yes: bool) -> RunFolder:
+    """Return the run that was named, made or opened again where needed, once its plan was agreed to."""
+    from rlboost_cli.planning.agreement import agree, planned
     from rlboost_cli.runs.target import find_target
     from rlboost_cli.terminal import output
     from rlboost_cli.views import screens
 
     target = find_target(job_or_run, resume=resume, say=output.progress)
-    agree(planned(target.name, target.job), "launch?", yes=yes)
+    agree(planned(target.name, target.job), question, yes=yes)
     with output.working("copying the job's files"):
         found = target.prepare(resume=resume, say=output.progress)
     screens.found_run(found)
-    try:
-        want_training(found.run)
-        with output.working() as say:
-            bring_up(found.run, say)
-        if not detach:
-            _watch(found.run)
-    except KeyboardInterrupt:
-        if not screens.left_alone(found.run):
-            raise
-        return
-    if detach:
-        screens.detached(found.run)
-    else:
-        _finish(found.run)
-
-
-def _watch(run: RunFolder) -> None:
-    from rlboost_cli.views import screens
-    from rlboost_cli.views.live import follow
-
-    screens.follow(follow(run))
+    return found.run
 
 
 def _finish(run: RunFolder) -> None:

@@ -1,0 +1,190 @@
+"""Commands that end an instance, a run or what is left over: `preempt`, `down` and `gc`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rlboost_cli.terminal import completion
+from rlboost_cli.terminal.completion import AsJson, RunName
+from rlboost_cli.terminal.text import counted
+
+if TYPE_CHECKING:
+    from rlboost_cli.runs.sweep import Stray
+    from rlboost_runtime.run.folder import RunFolder
+
+_TRIES = 5
+
+
+def preempt(
+    run: Annotated[
+        str,
+        typer.Argument(
+            help="The run", metavar="RUN", show_default=False, autocompletion=completion.open_runs
+        ),
+    ],
+    instance: Annotated[
+        str | None,
+        typer.Argument(
+            help="The instance; by default the spot instance with the most responses in flight",
+            metavar="INSTANCE",
+            show_default=False,
+            autocompletion=completion.instances,
+        ),
+    ] = None,
+    notice: Annotated[
+        float | None,
+        typer.Option("--notice", min=0.0, help="Seconds of warning; without it, at once", show_default=False),
+    ] = None,
+) -> None:
+    """Take one instance away on purpose, as its cloud would
+
+    Example: rlboost preempt quickstart spot-2 --notice 5
+    """
+    from rlboost_cli.runs import client
+    from rlboost_cli.terminal import output
+    from rlboost_runtime.errors import NotFound
+    from rlboost_runtime.run.index import find_run, is_open
+
+    folder = find_run(run)
+    if not is_open(folder):
+        raise NotFound(
+            f"run {run} has ended and has no instance {instance or 'any more'}",
+            "rlboost status lists open runs",
+        )
+    if folder.head.exists():
+        from rlboost_cli.head import control
+
+        output.show(control.preempt(folder, instance, notice))
+        return
+    if instance is None:
+        instance = _preempt_busiest(folder, notice)
+    else:
+        client.preempt(folder, instance, notice)
+    output.show(f"{instance} is taken away" + (" now" if notice is None else f" in {notice:g} s"))
+
+
+def _preempt_busiest(run: RunFolder, notice_s: float | None) -> str:
+    """Take the spot machine that holds the most responses and return it. Raises `NotFound`.
+
+    Machines go by themselves, too: where one is gone by the time it is to be taken, the next one is.
+    """
+    from rlboost_cli.runs import client
+    from rlboost_runtime.errors import NotFound
+
+    for _ in range(_TRIES):
+        status = client.get_status(run)
+        held: dict[str, int] = {}
+        for row in status["machines"]:
+            if row["pool"] == "spot" and row["state"] == "running":
+                held[row["id"]] = 0
+        for row in status["instances"]:
+            if row["machine"] in held:
+                held[row["machine"]] += int(row["in_flight"] or 0)
+        if not held:
+            break
+        machine = max(held, key=lambda name: held[name])
+        try:
+            client.preempt(run, machine, notice_s)
+        except NotFound:
+            continue
+        return machine
+    raise NotFound(f"run {run.name} has no spot machine now", "wait for one; rlboost status shows them")
+
+
+def down(
+    run: RunName,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask")] = False,
+    lost_head: Annotated[
+        bool, typer.Option("--lost-head", help="Its head is gone for good: end what it launched from here")
+    ] = False,
+) -> None:
+    """End a run for certain and show what it cost
+
+    Example: rlboost down quickstart
+    """
+    from rlboost_cli.runs.teardown import end_run, end_without_head
+    from rlboost_cli.terminal import output
+    from rlboost_cli.views import screens
+    from rlboost_cli.views.cost import cost_lines
+    from rlboost_runtime.billing.books import report_of
+    from rlboost_runtime.errors import ConfigError
+    from rlboost_runtime.run.index import find_run, is_open
+
+    folder = find_run(run)
+    if lost_head and not folder.head.exists():
+        raise ConfigError(f"the head of {run} is this machine", "leave --lost-head out")
+    question = f"end {run}? its checkpoints stay" if not lost_head else f"end {run} without its head?"
+    if is_open(folder) and not yes and output.is_terminal() and not output.confirm(question):
+        raise typer.Exit(0)
+    with output.working() as say:
+        ended = end_without_head(folder, say) if lost_head else end_run(folder, say)
+        say(f"adding up what {run} cost")
+        report = report_of(folder)
+    screens.ending(folder, ended)
+    output.show("\n".join(cost_lines(report)))
+
+
+def gc(
+    cloud: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Ask this cloud too, though no job here names it: aws, gcp or skypilot", metavar="CLOUD"
+        ),
+    ] = None,
+    all_owners: Annotated[
+        bool, typer.Option("--all-owners", help="End machines that another RLBOOST_HOME started, too")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be ended")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Find and end machines that no open run owns
+
+    Example: rlboost gc --dry-run
+    """
+    from rlboost_cli.runs import sweep
+    from rlboost_cli.terminal import output
+    from rlboost_runtime.errors import ConfigError
+
+    with output.working() as say:
+        found = sweep.look(say, cloud or ())
+    wanted = [s for s in found.strays if (s.is_ours or all_owners) and not s.is_head_with_results]
+    if as_json:
+        output.as_json({"machines": [_plain(stray, stray in wanted) for stray in found.strays]})
+    elif found.strays:
+        rows = [(s.run, s.machine, s.provider, s.place, s.why) for s in found.strays]
+        output.table(("run", "machine", "cloud", "place", "why"), rows)
+    for problem in found.silent:
+        output.progress(f"note: not everything could be asked: {problem.problem}")
+    if wanted and not (dry_run or yes or output.is_terminal()):
+        raise ConfigError(
+            f"{_question(wanted)} nobody is here to be asked", "add --yes to end them, --dry-run to look only"
+        )
+    if wanted and not dry_run and (yes or output.confirm(_question(wanted))):
+        with output.working() as say:
+            problems = sweep.end(wanted, say)
+        output.progress(f"ended {counted(len(wanted) - len(problems), 'machine')}")
+        if problems:
+            raise sweep.remaining(problems)
+    elif not found.strays and not found.silent:
+        output.progress("no machine is left over")
+    if found.silent:
+        raise found.silent[0]
+
+
+def _question(strays: list[Stray]) -> str:
+    return f"end {counted(len(strays), 'machine')}?"
+
+
+def _plain(stray: Stray, is_wanted: bool) -> dict[str, object]:
+    return {
+        "run": stray.run,
+        "machine": stray.machine,
+        "provider": stray.provider,
+        "place": stray.place,
+        "started_at": stray.started_at,
+        "why": stray.why,
+        "to_end": is_wanted,
+    }

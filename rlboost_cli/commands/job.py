@@ -1,0 +1,132 @@
+"""Commands about a job file: `init`, `check`, `doctor` and `plan`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rlboost_cli.terminal import completion
+from rlboost_cli.terminal.completion import AsJson, JobFile
+
+
+def _templates(incomplete: str) -> list[tuple[str, str]]:
+    """Return what the shell offers for --template."""
+    from rlboost_cli.runs.new_job import template_rows
+
+    return [row for row in template_rows() if row[0].startswith(incomplete)]
+
+
+def init(
+    path: Annotated[Path, typer.Argument(help="The file to write, or a folder for it")] = Path("job.yaml"),
+    template: Annotated[
+        str, typer.Option("--template", help="Which one; --list shows them", autocompletion=_templates)
+    ] = "laptop",
+    list_templates: Annotated[
+        bool, typer.Option("--list", help="List the templates and write nothing")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there")] = False,
+) -> None:
+    """Write a commented job file to start from
+
+    Example: rlboost init job.yaml --template laptop
+    """
+    from rlboost_cli.runs import new_job
+    from rlboost_cli.terminal import output, text
+
+    if list_templates:
+        output.show(text.table(("template", "what it is"), new_job.template_rows()))
+        return
+    written = new_job.write_job(path, template, force=force)
+    for line in new_job.closing_words(written, template):
+        output.progress(line)
+
+
+def check(job: JobFile, as_json: AsJson = False) -> None:
+    """Validate a job file and print the resolved job
+
+    Example: rlboost check job.yaml
+    """
+    import json
+
+    from rlboost_cli.terminal import output
+    from rlboost_runtime.job.file.load import hints, load_job
+
+    loaded = load_job(job)
+    resolved = json.loads(loaded.canonical_json())
+    for hint in hints(loaded):
+        output.progress(f"note: {hint}")
+    if as_json:
+        output.as_json(resolved)
+    else:
+        output.as_yaml(resolved)
+
+
+def doctor(
+    job_or_run: Annotated[
+        str | None,
+        typer.Argument(
+            help="A job file, or the name of a run, to look at too",
+            metavar="[JOB_OR_RUN]",
+            show_default=False,
+            autocompletion=completion.jobs_and_runs,
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Look whether this machine, the job and its head elsewhere are ready to run
+
+    Example: rlboost doctor job.yaml
+    """
+    from rlboost_cli.doctor.checks import examine
+    from rlboost_cli.doctor.findings import Diagnosis, DoctorContext, Verdict, lines_of
+    from rlboost_cli.runs.target import find_job
+    from rlboost_cli.terminal import output
+    from rlboost_runtime.run.folder import home
+
+    job, job_file = (None, None) if job_or_run is None else find_job(job_or_run)
+    patient, diagnosis = DoctorContext(home(), job, job_file), Diagnosis()
+    for finding in examine(patient, lambda words: output.progress(f"... {words}")):
+        diagnosis.findings.append(finding)
+        if not as_json:
+            output.show("\n".join(lines_of(finding)))
+    if as_json:
+        output.as_json(diagnosis.as_json(patient))
+    else:
+        failures, warnings = diagnosis.count(Verdict.FAIL), diagnosis.count(Verdict.WARN)
+        output.progress(f"\n{failures} failed, {warnings} warnings")
+    raise typer.Exit(diagnosis.exit_code)
+
+
+def plan(
+    job: JobFile,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Run a few steps of the job first, to measure it")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before --probe spends")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Predict step time and cost from what this machine measured
+
+    Example: rlboost plan job.yaml
+    """
+    from rlboost_cli.planning.agreement import agree, planned
+    from rlboost_cli.planning.plan import describe_plan, plan_json
+    from rlboost_cli.terminal import output
+    from rlboost_runtime.job.file.load import load_job
+
+    loaded = load_job(job)
+    if probe:
+        from rlboost_cli.planning.agreement import probe as measure
+
+        agree(planned(loaded.name, loaded), "run a few steps of it?", yes=yes)
+        measure(job, loaded, output.progress)
+    made = planned(loaded.name, loaded)
+    if as_json:
+        output.as_json(plan_json(made))
+    else:
+        output.show("\n".join(describe_plan(made)))
+    if made.forecast is None:
+        cost = ", which costs money" if made.is_charged else ""
+        output.progress(f"\nhint: rlboost plan {job} --probe runs a few steps of it and measures{cost}")

@@ -1,1 +1,0 @@
-"""Commands about a job file: `init`, `check`, `doctor` and `plan`."""

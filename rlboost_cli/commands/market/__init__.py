@@ -1,1 +1,0 @@
-"""Commands about prices, traces and simulation: no run is needed."""

@@ -1,1 +1,0 @@
-"""Commands about runs: from `up` and `launch` to `cost` and `down`."""

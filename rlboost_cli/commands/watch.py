@@ -1,0 +1,189 @@
+"""Commands that show a run and change nothing: `status`, `logs`, `samples`, `cost` and `audit`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from rlboost_cli.terminal import completion
+from rlboost_cli.terminal.completion import AsJson, RunName
+
+
+def status(
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            help="The run; without it, all runs",
+            metavar="[RUN]",
+            show_default=False,
+            autocompletion=completion.runs,
+        ),
+    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Follow the run until it ends")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show all runs, or how one of them is doing
+
+    Example: rlboost status quickstart --watch
+    """
+    from rlboost_cli.runs.refresh import look_at_open
+    from rlboost_cli.runs.run_status import run_status, runs_table, status_json
+    from rlboost_cli.terminal import output, text
+    from rlboost_cli.views import screens
+    from rlboost_runtime.errors import ConfigError
+    from rlboost_runtime.run.index import find_run
+
+    if watch and (run is None or as_json):
+        raise ConfigError("--watch follows one run on the screen", "name the run, and leave --json out")
+    if run is None:
+        with output.working("asking the heads of open runs"):
+            look_at_open(output.progress)
+        rows = runs_table()
+        if as_json:
+            output.as_json({"runs": rows})
+        elif rows:
+            output.show(text.runs_table(rows))
+        else:
+            output.progress("no runs yet; rlboost launch job.yaml starts one")
+        return
+    folder = find_run(run)
+    if watch:
+        from rlboost_cli.views.live import follow
+
+        try:
+            screens.follow(follow(folder))
+        except KeyboardInterrupt:
+            raise typer.Exit(0) from None
+        return
+    found = run_status(folder)
+    if as_json:
+        screens.staleness(found)
+        output.as_json(status_json(folder, found))
+    else:
+        screens.status(found)
+
+
+def logs(
+    run: RunName,
+    instance: Annotated[
+        str | None,
+        typer.Argument(
+            help="An instance, a machine or one of our processes, such as coordinator",
+            metavar="[INSTANCE]",
+            show_default=False,
+            autocompletion=completion.logs,
+        ),
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Read on until the run ends")] = False,
+    lines: Annotated[
+        int, typer.Option("--lines", "-n", min=0, help="Last lines of each file; 0 for all")
+    ] = 100,
+) -> None:
+    """Show a run's logs, also of machines that are gone
+
+    Example: rlboost logs quickstart coordinator -f
+    """
+    import time
+
+    from rlboost_cli.runs.files import Tail
+    from rlboost_cli.runs.refresh import looking_at
+    from rlboost_cli.terminal import output
+    from rlboost_runtime.run.index import find_run, is_open
+
+    folder = find_run(run)
+    tail = Tail(folder, instance, lines)
+    try:
+        with looking_at(folder, output.progress, logs=True) as look:
+            has_any = False
+            while True:
+                look()
+                ended = not is_open(folder)  # before reading: what was written by then is shown
+                has_any = output.log_text(tail.read(), folder.logs) or has_any
+                if not follow or ended:
+                    break
+                time.sleep(0.25)
+        if not has_any:
+            output.progress(f"run {run} has no logs yet")
+    except KeyboardInterrupt:
+        raise typer.Exit(0) from None
+
+
+def samples(
+    run: RunName,
+    step: Annotated[
+        int | None,
+        typer.Option(
+            "--step", min=1, help="The step, from 1 on; without it the last one", show_default=False
+        ),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
+) -> None:
+    """Show what the policy said: a step's best, worst and middling response
+
+    Example: rlboost samples quickstart --step 10
+    """
+    from rlboost_cli.runs.files import sample_lines, samples_of
+    from rlboost_cli.runs.refresh import look_at
+    from rlboost_cli.terminal import output
+    from rlboost_runtime.run.index import find_run
+
+    folder = find_run(run)
+    look_at(folder, output.progress, logs=True)
+    found = samples_of(folder, step)
+    if json:
+        output.as_json(found)
+    else:
+        output.show("\n".join(sample_lines(found)))
+
+
+def cost(
+    run: RunName,
+    as_json: AsJson = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print a CSV table of machines and steps")] = False,
+) -> None:
+    """Show what a run costs, on what, and what it would have cost on demand
+
+    Example: rlboost cost quickstart --json
+    """
+    from msgspec import to_builtins
+
+    from rlboost_cli.runs.refresh import look_at
+    from rlboost_cli.terminal import output
+    from rlboost_cli.views.cost import cost_csv, cost_lines
+    from rlboost_runtime.billing.books import report_of
+    from rlboost_runtime.errors import ConfigError
+    from rlboost_runtime.run.index import find_run
+
+    if as_json and as_csv:
+        raise ConfigError("both --json and --csv were given", "leave one of them out")
+    folder = find_run(run)
+    look_at(folder, output.progress, ledger=True)
+    with output.working("adding up what the run cost"):
+        report = report_of(folder)
+    if as_json:
+        output.as_json(to_builtins(report))
+    elif as_csv:
+        output.show(cost_csv(report))
+    else:
+        output.show("\n".join(cost_lines(report)))
+
+
+def audit(run: RunName, as_json: AsJson = False) -> None:
+    """Check a run against what RLBoost promises, from its event log and token journal
+
+    Example: rlboost audit quickstart --json
+    """
+    from rlboost_cli.runs.audit import audit_lines, audit_of
+    from rlboost_cli.terminal import output
+    from rlboost_runtime.run.index import find_run
+
+    folder = find_run(run)
+    with output.working(f"reading the event log and the journal of {folder.name}"):
+        found = audit_of(folder)
+    if as_json:
+        output.as_json(found)
+    else:
+        output.show("\n".join(audit_lines(found)))
+    if not found["clean"]:
+        raise typer.Exit(1)
