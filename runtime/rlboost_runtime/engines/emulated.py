@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlboost_runtime.engines.base import (
-    Capabilities,
     EngineOutput,
     EngineProgress,
     EngineSpec,
@@ -81,12 +80,6 @@ class EmulatedEngine:
         self._stopped = False
         self._counter = 0
         self._generated = 0
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """Slots, and one full context for each of them."""
-        spec = self._spec
-        return Capabilities(spec.max_running, spec.max_running * spec.max_context_tokens, can_sleep=True)
 
     @property
     def version(self) -> int | None:

@@ -27,8 +27,7 @@ from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.logs import event
 from rlboost_runtime.protocol.reward_failures import RewardFailure
 from rlboost_runtime.trainer.rewards.child import receive, send
-from rlboost_runtime.trainer.rewards.outcome import Reward, failed
-from rlboost_runtime.trainer.rewards.types import Answer, RewardCall, Setup
+from rlboost_runtime.trainer.rewards.outcome import Answer, Reward, RewardCall, Setup, failed
 
 log = logging.getLogger(__name__)
 

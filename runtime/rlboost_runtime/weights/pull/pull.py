@@ -32,7 +32,7 @@ from rlboost_runtime.weights.child_pipe import (
     SourceKind,
     TransferSettings,
 )
-from rlboost_runtime.weights.manifest import MANIFEST, Delta, Manifest
+from rlboost_runtime.weights.manifest import MANIFEST, MAX_MANIFEST_BYTES, Delta, Manifest
 from rlboost_runtime.weights.pull.chunk_scheduler import ChunkRange, ChunkScheduler, SourceState
 from rlboost_runtime.weights.pull.range_client import Absent, Damaged, RangeStream, Unusable
 from rlboost_runtime.weights.pull.sources import (
@@ -62,7 +62,6 @@ SPARE_S = 0.5
 """How often streams in reserve check whether the others leave cores idle, so that more could help."""
 SPARE_BELOW = 1 / 3
 """Streams that use less of a core each than this are idling: where the head shares the cores, it is 0.6."""
-MAX_MANIFEST_BYTES = 256 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
