@@ -15,13 +15,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlboost_runtime.engines.base import (
-    EngineOutput,
-    EngineProgress,
-    EngineSpec,
-    LoadFailed,
-    Request,
-)
+from rlboost_runtime.engines.base import EngineOutput, EngineProgress, EngineSpec, LoadFailed, Request
 from rlboost_runtime.protocol.messages import Sampling
 
 VOCABULARY = 256

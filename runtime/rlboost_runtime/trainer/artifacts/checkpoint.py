@@ -33,15 +33,17 @@ from rlboost_runtime.trainer.artifacts.publisher import BackgroundWork
 from rlboost_runtime.trainer.learn.model_files import ModelSnapshot
 from rlboost_runtime.trainer.learn.policy import Policy
 
+log = logging.getLogger(__name__)
+
 _NAME = re.compile(r"step-([0-9]{6,})")
 _BUILDING = ".building-"
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedState:
-    """The step that a checkpoint follows, with its report, which is sent and
-    written again if the trainer was killed before it could. `policy_version`: the version published after the
-    step. `ahead`: [step, policy version, updates in it] of the steps that had been asked for."""
+    """The step that a checkpoint follows, with its report, which is sent and written again if the trainer was
+    killed before it could. `policy_version`: the version published after the step. `ahead`: [step, policy
+    version, updates in it] of the steps that had been requested."""
 
     step: int
     policy_version: int
@@ -141,9 +143,6 @@ def _remove(folder: Path) -> None:
     doomed = Path(tempfile.mkdtemp(dir=folder.parent, prefix=_BUILDING))
     os.rename(folder, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
-
-
-log = logging.getLogger(__name__)
 
 
 class CheckpointWriter(BackgroundWork):

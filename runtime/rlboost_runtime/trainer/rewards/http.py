@@ -1,9 +1,8 @@
 """Rewards from an HTTP endpoint: many requests at once, each with a deadline, tried again where that helps.
 
-A request must be safe to repeat: one whose
-answer got lost is sent again. All tries of a response together have `timeout_s`; connections that fail and
-answers that say "later" (429, 502, 503, 504) are tried again after a pause with jitter, or after
-`Retry-After`. Anything else is a failure at once.
+A request must be safe to repeat: one whose answer got lost is sent again. All tries of a response together
+have `timeout_s`; connections that fail and answers that mean "later" (429, 502, 503, 504) are tried again
+after a pause with jitter, or after `Retry-After`. Anything else is a failure at once.
 
 Requests and answers by dialect:
 

@@ -112,13 +112,8 @@ class _Child:
         self.kill()
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [
-                sys.executable,
-                "-P",
-                "-m",
-                "rlboost_runtime.trainer.rewards.child",
-                str(theirs.fileno()),
-            ]
+            module = "rlboost_runtime.trainer.rewards.child"
+            command = [sys.executable, "-P", "-m", module, str(theirs.fileno())]
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()], start_new_session=True, env=_environment(),

@@ -1,8 +1,8 @@
 """Computes a response's reward: the user's function or a built-in one in a pool of processes, or an
 endpoint.
 
-A reward that fails scores 0 and is counted (`outcome.py`). A function that cannot
-even be loaded is a `ConfigError` at the start.
+A reward that fails scores 0 and is counted (`outcome`). A function that cannot be loaded is a `ConfigError`
+at the start.
 """
 
 from __future__ import annotations

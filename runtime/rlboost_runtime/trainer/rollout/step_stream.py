@@ -1,17 +1,5 @@
 """A trainer's conversation with the coordinator: request a step, take its groups as they finish, hold
-the GPU lease.
-
-Usable by any trainer, ours is `loop.py`::
-
-    with StepStream.for_run(run) as stream:
-        stream.on_recall(move_everything_off_the_gpu)
-        stream.publish(VersionPublishedMessage(0, digest, num_bytes, seconds))
-        stream.request_step(0, 0, prompts, group_size=8, max_response_tokens=4096)
-        while groups := stream.next_groups(min_responses=16):   # [] once all groups were returned
-            stream.hold_lease()                                 # blocks while others have the GPU
-            train(groups)
-            stream.answer_recall()
-        stream.trained(StepTrainedMessage(...))
+the GPU lease. `loop.py` shows its use; `RolloutClient` is the simpler way in for other trainers.
 
 Guarantees, while the coordinator may restart at any moment:
 

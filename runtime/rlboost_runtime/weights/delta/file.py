@@ -64,15 +64,7 @@ _SAMPLE = 1021
 more. A prime number, so that it is not always the same columns of a tensor."""
 
 _SAME, _TOKENS, _WHOLE, _CODES = 0, 1, 2, 3
-_ROW = np.dtype(
-    [
-        ("kind", "<u4"),
-        ("main", "<u4"),
-        ("extras", "<u4"),
-        ("packed_main", "<u4"),
-        ("packed_extras", "<u4"),
-    ]
-)
+_ROW = np.dtype([(name, "<u4") for name in ("kind", "main", "extras", "packed_main", "packed_extras")])
 _TRAILER = struct.Struct("<8sQQ")
 _AHEAD_PER_THREAD = 3  # chunks in work: bounds memory, keeps threads busy
 
@@ -166,10 +158,10 @@ def add_deltas(
         base = manifests.read_manifest(base_folder)
     except ProtocolError:
         return manifest
-    target = _file(manifest, TARGET)
-    if target is None or base.tensors != manifest.tensors or target == _file(base, TARGET):
+    target = _target(manifest)
+    if target is None or base.tensors != manifest.tensors or target == _target(base):
         return manifest
-    path = folder / delta_name(base.version)
+    path = folder / f"{DELTA_PREFIX}{manifests.version_name(base.version)}.bin"
     threads = min(os.cpu_count() or 1, MAX_THREADS)
     stats = write_delta(
         base_folder / TARGET, folder / TARGET, target.chunks, path, threads=threads, finder=finder
@@ -188,18 +180,13 @@ def add_deltas(
     return msgspec.structs.replace(manifest, deltas=tuple(deltas))
 
 
-def delta_name(base: int) -> str:
-    """Return the name of the delta that starts at version `base`."""
-    return f"{DELTA_PREFIX}{manifests.version_name(base)}.bin"
-
-
-def _file(manifest: Manifest, name: str) -> File | None:
-    return next((file for file in manifest.files if file.name == name), None)
+def _target(manifest: Manifest) -> File | None:
+    return next((file for file in manifest.files if file.name == TARGET), None)
 
 
 def _grid(manifest: Manifest) -> list[tuple[int, int]]:
     """Return how the target is cut: deltas can follow one another only on the same chunks."""
-    target = _file(manifest, TARGET)
+    target = _target(manifest)
     return [] if target is None else [(chunk.offset, chunk.length) for chunk in target.chunks]
 
 

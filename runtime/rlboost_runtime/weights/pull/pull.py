@@ -223,13 +223,8 @@ class _Pull:
         for source, opened in self._sources:
             is_peer = source.kind is SourceKind.PEER
             rank = 0 if is_peer else self._ranks[source.usd_per_gb]
-            state = SourceState(
-                source.name,
-                is_peer,
-                rank,
-                is_extra=source.kind is not SourceKind.HEAD,
-                has=b"" if is_peer else None,
-            )
+            is_extra, has = source.kind is not SourceKind.HEAD, b"" if is_peer else None
+            state = SourceState(source.name, is_peer, rank, is_extra=is_extra, has=has)
             scheduler.add_source(state)
             if not self._request.serves:
                 opened.left_bytes = size

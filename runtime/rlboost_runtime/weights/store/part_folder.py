@@ -228,11 +228,8 @@ class PartFolder:
     def _drop_other_content(self) -> None:
         """Keep what a former pull left only if it is of the same content."""
         try:
-            former = manifests.read_manifest(self._path)
-            same = (former.content_digest, former.deltas) == (
-                self._manifest.content_digest,
-                self._manifest.deltas,
-            )
+            former, now = manifests.read_manifest(self._path), self._manifest
+            same = (former.content_digest, former.deltas) == (now.content_digest, now.deltas)
         except ProtocolError:
             same = False
         num_chunks = len(all_pieces(self._manifest))
