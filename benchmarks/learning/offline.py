@@ -43,7 +43,7 @@ from rlboost_runtime.trainer.models.tiny import WarmupReport, make_model, make_t
 from rlboost_runtime.trainer.models.warmup import Sampled, sample, warm_up, warmup_data
 from rlboost_runtime.trainer.rewards.outcome import require_some_reward
 from rlboost_runtime.trainer.rewards.scorer import RewardCall, RewardScorer
-from rlboost_runtime.trainer.rollout.requested_steps import RequestedStep, RequestedSteps
+from rlboost_runtime.trainer.rollout.groups import RequestedStep, RequestedSteps
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "examples" / "quickstart.yaml"
 TARGET_LIFT = 1.3

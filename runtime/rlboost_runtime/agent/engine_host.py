@@ -21,7 +21,6 @@ from rlboost_runtime.engines.base import (
     EngineOutput,
     EngineProgress,
     EngineSpec,
-    LoadFailed,
     LoadTimes,
     Request,
 )
@@ -384,13 +383,8 @@ class EngineHost:
                     self._refuse(version, exc.problem)
                 continue
             if pulled is not None:
-                event(
-                    log,
-                    "version.pulled",
-                    version=version,
-                    num_bytes=pulled.pulled_bytes,
-                    seconds=pulled.pull_s,
-                )
+                num_bytes, seconds = pulled.pulled_bytes, pulled.pull_s
+                event(log, "version.pulled", version=version, num_bytes=num_bytes, seconds=seconds)
                 self._pulled = pulled
                 self._changed.set()
 
@@ -420,11 +414,9 @@ async def _apply(engine: Engine, pulled: PullReport) -> tuple[str | None, LoadTi
             times = await engine.load(pulled.version, pulled.path) or times
         probe = manifest.probe
         token_ids, logprobs = await engine.greedy(list(probe.token_ids), len(probe.next_token_ids))
-    except (LoadFailed, ProtocolError) as exc:
-        return exc.problem, times
     except EngineDied:
         raise
-    except RuntimeFault as exc:
+    except (RuntimeFault, ProtocolError) as exc:
         return exc.problem, times
     return probe_matches(manifest, token_ids, logprobs), times
 

@@ -25,12 +25,12 @@ from pathlib import Path
 import msgspec
 
 from rlboost_runtime.agent.bootstrap import Bootstrap, ProcessAge, age_of_this_process
-from rlboost_runtime.agent.engine_host import EngineHost, EngineKeepsDying
+from rlboost_runtime.agent.engine_host import EngineHost, EngineKeepsDying, make_engine
 from rlboost_runtime.agent.notice import PreemptionNotice, wait_for_notice
 from rlboost_runtime.agent.outbox import Outbox
 from rlboost_runtime.agent.weight_children import PeerServer, Puller
 from rlboost_runtime.core.base.messages import LossCause, ReleaseReason
-from rlboost_runtime.engines.base import Engine, EngineOutput, EngineSpec, Request
+from rlboost_runtime.engines.base import Engine, EngineOutput, EngineSpec, Request, devices_of
 from rlboost_runtime.errors import ProtocolError
 from rlboost_runtime.logs import event
 from rlboost_runtime.protocol.messages import (
@@ -55,6 +55,7 @@ from rlboost_runtime.protocol.messages import (
     agent_command_decoder,
 )
 from rlboost_runtime.protocol.session import Conversation, CoordinatorSession
+from rlboost_runtime.protocol.transport import connect
 from rlboost_runtime.seams import Clock, SystemClock, Transport
 from rlboost_runtime.weights.child_pipe import PullRequest, PullSource, SourceKind, TransferSettings
 
@@ -364,10 +365,6 @@ def own_seed(seed: int, instance: str, process_id: str, start: int) -> int:
 
 def system_seams(bootstrap: Bootstrap, instance: str, folder: Path) -> Seams:
     """Return the live network, engines, puller and clock. Raises `ConfigError` where GPUs are missing."""
-    from rlboost_runtime.agent.engine_host import make_engine
-    from rlboost_runtime.engines.base import devices_of
-    from rlboost_runtime.protocol.transport import connect
-
     url = bootstrap.coordinator_url.rstrip("/") + "/v1/agent"
     weights = _weights(folder, instance)
     weights.mkdir(parents=True, exist_ok=True)

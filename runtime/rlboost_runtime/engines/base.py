@@ -89,17 +89,6 @@ class EngineSpec(EngineSettings, frozen=True, kw_only=True):
     """Its GPUs, as CUDA_VISIBLE_DEVICES names them; empty: all of the machine's."""
 
 
-@dataclass(frozen=True, slots=True)
-class Capabilities:
-    """What this engine can do."""
-
-    max_running: int
-    """Responses decoded at once."""
-    kv_tokens: int
-    """KV cache capacity in tokens."""
-    can_sleep: bool
-
-
 class Request(msgspec.Struct, frozen=True, array_like=True):
     """One continuation. `request_id` is the assignment; `token_ids` the prompt and what is kept so far."""
 
@@ -175,10 +164,6 @@ class EngineProgress:
 
 class Engine(Protocol):
     """One inference engine. All methods are called from the agent's event loop."""
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """Known once `start` returned."""
 
     @property
     def version(self) -> int | None:

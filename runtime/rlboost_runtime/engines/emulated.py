@@ -15,14 +15,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlboost_runtime.engines.base import (
-    Capabilities,
-    EngineOutput,
-    EngineProgress,
-    EngineSpec,
-    LoadFailed,
-    Request,
-)
+from rlboost_runtime.engines.base import EngineOutput, EngineProgress, EngineSpec, LoadFailed, Request
 from rlboost_runtime.protocol.messages import Sampling
 
 VOCABULARY = 256
@@ -81,12 +74,6 @@ class EmulatedEngine:
         self._stopped = False
         self._counter = 0
         self._generated = 0
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """Slots, and one full context for each of them."""
-        spec = self._spec
-        return Capabilities(spec.max_running, spec.max_running * spec.max_context_tokens, can_sleep=True)
 
     @property
     def version(self) -> int | None:

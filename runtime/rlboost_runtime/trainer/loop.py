@@ -49,14 +49,19 @@ from rlboost_runtime.trainer.learn.sample import GroupSelection, Sample
 from rlboost_runtime.trainer.rewards.outcome import require_some_reward
 from rlboost_runtime.trainer.rewards.scorer import RewardScorer
 from rlboost_runtime.trainer.rollout.client import RolloutClient
-from rlboost_runtime.trainer.rollout.groups import GroupScorer, PendingGroup, ScoredGroup
+from rlboost_runtime.trainer.rollout.groups import (
+    GroupScorer,
+    PendingGroup,
+    RequestedStep,
+    RequestedSteps,
+    ScoredGroup,
+)
 from rlboost_runtime.trainer.rollout.metrics import (
     MetricsLog,
     evaluation_metrics,
     group_metrics,
     pick_samples,
 )
-from rlboost_runtime.trainer.rollout.requested_steps import RequestedStep, RequestedSteps
 from rlboost_runtime.trainer.rollout.step_stream import Waits
 from rlboost_runtime.trainer.tracking import Trackers
 
@@ -119,9 +124,7 @@ class TrainerLoop:
         self._writer = CheckpointWriter(
             self._run.checkpoints, keep=trainer.keep_checkpoints, on_durable=self._durable
         )
-        self._requested: RequestedSteps[PendingGroup] = RequestedSteps(
-            algorithm.max_staleness, algorithm.steps
-        )
+        self._requested = RequestedSteps[PendingGroup](algorithm.max_staleness, algorithm.steps)
         self._requested_before: dict[int, tuple[int, int]] = {}
         self._past_waits = Waits()
 
@@ -271,9 +274,8 @@ class TrainerLoop:
         version, updates = self._requested_before.get(step, newest)
         if version not in self._client.store.versions():
             version, updates = newest
-        requested: RequestedStep[PendingGroup] = RequestedStep(
-            step, version, updates, self._source.batch(step) + self._held_out(step)
-        )
+        prompts = self._source.batch(step) + self._held_out(step)
+        requested = RequestedStep[PendingGroup](step, version, updates, prompts)
         self._requested.add(requested)
         self._scorer.expect(step, version, requested.prompts)
         self._past_waits += self._stream.waits

@@ -73,9 +73,8 @@ def _run_once(run: str, place: TrainerNode) -> bool:
 
 
 def _run_rank() -> int:
-    from rlboost_runtime.trainer.learn.rank_worker import (
-        run_worker,  # torch and transformers: only ranks need them
-    )
+    # torch and transformers: only ranks need them
+    from rlboost_runtime.trainer.learn.rank_worker import run_worker
     from rlboost_runtime.trainer.learn.ranks import Ranks
 
     die_with_launcher()

@@ -12,8 +12,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self, TypeAlias
 
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import Job, Wandb
@@ -29,14 +28,8 @@ CLOSE_S = 60.0
 """Longest time for the last curves to arrive at W&B; what is left then lies in the run's `wandb/`."""
 
 
-class Tracker(Protocol):
-    """One place that curves go to."""
-
-    def log(self, step: int, line: Mapping[str, float]) -> None:
-        """Take a step's metrics."""
-
-    def close(self) -> None:
-        """Write what is left."""
+Tracker: TypeAlias = "_TensorBoard | _Wandb"
+"""One place that curves go to."""
 
 
 class Trackers:
@@ -68,9 +61,7 @@ class Trackers:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for tracker in list(self._trackers):
             self._guarded(tracker, tracker.close)
 

@@ -32,6 +32,7 @@ SCHEMA = (1, 1)
 
 MANIFEST = "manifest.json"
 
+MAX_MANIFEST_BYTES = 256 * 1024 * 1024
 DELTA_PREFIX = "delta-"
 """What the names of delta files begin with."""
 MAX_CHUNK_BYTES = 256 * 1024 * 1024

@@ -19,7 +19,7 @@ from rlboost_runtime.engines.transformers.model_loading import (
     build_model,
     load_weights,
 )
-from rlboost_runtime.engines.vllm.adapters import base_folder, is_adapter, peft_folder
+from rlboost_runtime.engines.vllm.swap import base_folder, is_adapter, peft_folder
 from rlboost_runtime.job import TinyModel
 from rlboost_runtime.trainer.artifacts.publisher import Publisher
 from rlboost_runtime.trainer.models.tiny import make_model

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlboost_runtime.trainer.data.prompts import Prompt
-from rlboost_runtime.trainer.rollout.requested_steps import RequestedStep, RequestedSteps
+from rlboost_runtime.trainer.rollout.groups import RequestedStep, RequestedSteps
 
 PROMPT = Prompt(0, "p", (1,), {})
 

@@ -224,7 +224,7 @@ def test_a_delta_that_finds_no_space_is_left_out(store: WeightStore, monkeypatch
     store.max_deltas = 2
     store.publish(1, write, PROBE)
     assert [d.base for d in store.publish(2, write, PROBE).deltas] == [1]
-    monkeypatch.setattr("rlboost_runtime.weights.store.delta_chain.add_deltas", full)
+    monkeypatch.setattr("rlboost_runtime.weights.delta.file.add_deltas", full)
     assert store.publish(3, write, PROBE).deltas == ()
     assert not list(store.path(3).glob("delta-*"))
 

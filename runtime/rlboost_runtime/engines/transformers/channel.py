@@ -113,9 +113,9 @@ class Done(ChannelMessage, frozen=True, omit_defaults=True):
     logprobs: list[float] = []
 
 
-ToChild = (
-    Configure | Submit | AbortRequests | LoadWeights | ProbeRequest | DropWeights | TakeMemory | Hold | Quit
-)
+IdleCommand = LoadWeights | ProbeRequest | DropWeights | TakeMemory
+"""A command that needs an engine without requests."""
+ToChild = Configure | Submit | AbortRequests | IdleCommand | Hold | Quit
 ToParent = Ready | Tokens | Alive | Done
 
 to_child_decoder: msgspec.msgpack.Decoder[ToChild] = msgspec.msgpack.Decoder(

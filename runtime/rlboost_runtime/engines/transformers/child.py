@@ -25,26 +25,7 @@ from typing import TYPE_CHECKING  # noqa: E402
 import msgspec  # noqa: E402
 
 from rlboost_runtime.engines.base import EngineOutput, EngineSpec, greedy_continuation  # noqa: E402
-from rlboost_runtime.engines.transformers.channel import (  # noqa: E402
-    AbortRequests,
-    Alive,
-    Configure,
-    Done,
-    DropWeights,
-    Hold,
-    LoadWeights,
-    ProbeRequest,
-    Quit,
-    Ready,
-    Submit,
-    TakeMemory,
-    ToChild,
-    Tokens,
-    ToParent,
-    Unpacker,
-    pack,
-    to_child_decoder,
-)
+from rlboost_runtime.engines.transformers import channel  # noqa: E402
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +37,7 @@ NICENESS = 5
 """Added to the child's niceness once it is ready: an agent that cannot beat loses its work."""
 _PR_SET_PDEATHSIG = 1
 _READ_BYTES = 1 << 20
+_APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 
 
 class ParentGone(Exception):
@@ -67,16 +49,16 @@ class Channel:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
-        self._unpacker = Unpacker()
+        self._unpacker = channel.Unpacker()
 
-    def send(self, message: ToParent) -> None:
+    def send(self, message: channel.ToParent) -> None:
         """Send; waits while the parent does not read. Raises `ParentGone`."""
         try:
-            self._socket.sendall(pack(message))
+            self._socket.sendall(channel.pack(message))
         except OSError as exc:
             raise ParentGone from exc
 
-    def receive(self, timeout_s: float | None) -> list[ToChild]:
+    def receive(self, timeout_s: float | None) -> list[channel.ToChild]:
         """Return what has arrived, waiting up to `timeout_s` (None: for ever). Raises `ParentGone`."""
         readable, _, _ = select.select([self._socket], [], [], timeout_s)
         if not readable:
@@ -87,7 +69,7 @@ class Channel:
             raise ParentGone from exc
         if not data:
             raise ParentGone
-        return [to_child_decoder.decode(body) for body in self._unpacker.feed(data)]
+        return [channel.to_child_decoder.decode(body) for body in self._unpacker.feed(data)]
 
 
 class StepPacer:
@@ -109,8 +91,8 @@ class StepPacer:
 class Child:
     """The model, its batch, and the commands."""
 
-    def __init__(self, channel: Channel, spec: EngineSpec) -> None:
-        self._channel = channel
+    def __init__(self, link: Channel, spec: EngineSpec) -> None:
+        self._link = link
         self._spec = spec
         self._model: PreTrainedModel | None = None
         self._model_config = ""
@@ -121,13 +103,13 @@ class Child:
         self._counter = 0
         self._total = 0
         self._pace = StepPacer(spec.tokens_per_s_per_response)
-        self._side_fd = None if spec.side_file is None else open_side_file(spec.side_file)
+        self._side_fd = None if spec.side_file is None else os.open(spec.side_file, _APPEND, 0o600)
 
     def serve(self) -> None:
         """Work until `Quit`. Raises `ParentGone`."""
         while True:
-            for message in self._channel.receive(self._max_wait_s()):
-                if isinstance(message, Quit):
+            for message in self._link.receive(self._max_wait_s()):
+                if isinstance(message, channel.Quit):
                     return
                 self._handle(message)
             if self._has_work() and self._pace.wait_s() <= 0:
@@ -152,8 +134,8 @@ class Child:
         return EngineOutput(-1 if self._version is None else self._version)
 
     def _send(self, output: EngineOutput) -> None:
-        self._channel.send(
-            Tokens(
+        self._link.send(
+            channel.Tokens(
                 output,
                 counter=self._counter,
                 running=0 if self._batch is None else self._batch.num_running,
@@ -174,19 +156,21 @@ class Child:
 
     # --- commands -----------------------------------------------------------------------------------------
 
-    def _handle(self, message: ToChild) -> None:
+    def _handle(self, message: channel.ToChild) -> None:
         self._counter += 1
         match message:
-            case Submit():
+            case channel.Submit():
                 self._submit(message)
-            case AbortRequests():
+            case channel.AbortRequests():
                 self._abort(message)
-            case Hold(on=on):
+            case channel.Hold(on=on):
                 self._held = on
-            case LoadWeights() | ProbeRequest() | DropWeights() | TakeMemory():
+            case (
+                channel.LoadWeights() | channel.ProbeRequest() | channel.DropWeights() | channel.TakeMemory()
+            ):
                 self._answer(message)
 
-    def _submit(self, message: Submit) -> None:
+    def _submit(self, message: channel.Submit) -> None:
         refused = self._output()
         for request in message.requests:
             if self._batch is None or self._version is None:
@@ -198,15 +182,15 @@ class Child:
         if refused.ended:
             self._send(refused)
 
-    def _abort(self, message: AbortRequests) -> None:
+    def _abort(self, message: channel.AbortRequests) -> None:
         output = self._output()
         for request_id in [] if self._batch is None else self._batch.drop(message.request_ids):
             output.end(request_id, "aborted")
         if output.ended:
             self._send(output)
-        self._channel.send(Done(message.ticket))
+        self._link.send(channel.Done(message.ticket))
 
-    def _answer(self, message: LoadWeights | ProbeRequest | DropWeights | TakeMemory) -> None:
+    def _answer(self, message: channel.IdleCommand) -> None:
         """Carry out a command that needs an idle engine; whatever it raises is its answer."""
         token_ids: list[int] = []
         logprobs: list[float] = []
@@ -215,18 +199,18 @@ class Child:
             if self._batch is not None and not self._batch.is_empty:
                 raise RuntimeError("the engine holds requests")
             match message:
-                case LoadWeights(version=version, folder=folder):
+                case channel.LoadWeights(version=version, folder=folder):
                     self._load(version, Path(folder))
-                case ProbeRequest(token_ids=prompt, max_new_tokens=num_new):
+                case channel.ProbeRequest(token_ids=prompt, max_new_tokens=num_new):
                     token_ids, logprobs = self._probe(prompt, num_new)
-                case DropWeights():
+                case channel.DropWeights():
                     self._sleep()
-                case TakeMemory():
+                case channel.TakeMemory():
                     self._asleep = False
         except Exception as exc:  # noqa: BLE001 - the parent decides; an edge between processes
             problem = f"{type(exc).__name__}: {exc}"
         self._counter += 1
-        self._channel.send(Done(message.ticket, problem, token_ids, logprobs))
+        self._link.send(channel.Done(message.ticket, problem, token_ids, logprobs))
 
     def _load(self, version: int, folder: Path) -> None:
         """Swap the weights in place; on error nothing is served."""
@@ -242,7 +226,7 @@ class Child:
             self._model, self._batch = self._build(folder)
             self._model_config = config
             self._counter += 1
-            self._channel.send(Alive(self._counter))
+            self._link.send(channel.Alive(self._counter))
         model_loading.load_weights(self._model, folder)
         model_loading.add_adapters(self._model, folder)
         self._batch.seed((self._spec.seed * 1_000_003 + version) & (2**63 - 1))
@@ -256,7 +240,8 @@ class Child:
         from rlboost_runtime.engines.transformers import continuous_batch, model_loading
 
         spec = self._spec
-        model = model_loading.build_model(folder, getattr(torch, spec.dtype), _device())
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        model = model_loading.build_model(folder, getattr(torch, spec.dtype), device)
         stops = {*spec.sampling.stop_token_ids, *model_folder.stop_token_ids(folder)}
         sampling = msgspec.structs.replace(spec.sampling, stop_token_ids=tuple(sorted(stops)))
         batch = continuous_batch.ContinuousBatch(model, sampling, spec.max_running, spec.max_context_tokens)
@@ -298,23 +283,12 @@ def probe(model: PreTrainedModel, token_ids: list[int], num_new: int) -> tuple[l
         return greedy_continuation(next_logprobs, token_ids, num_new)
 
 
-def open_side_file(path: Path) -> int:
-    """Open the count of generated tokens for appending."""
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-
-
 def die_with_parent(parent_pid: int) -> None:
     """Have the kernel kill us when the parent dies (Linux); raises `ParentGone` if it already is."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         raise ParentGone
-
-
-def _device() -> torch.device:
-    import torch
-
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _import_all(threads: int) -> None:
@@ -327,28 +301,27 @@ def _import_all(threads: int) -> None:
     logging.set_verbosity_error()  # type: ignore[no-untyped-call] # theirs
 
 
-def _first_message(channel: Channel) -> Configure:
-    while not (messages := channel.receive(None)):
+def _first_message(link: Channel) -> channel.Configure:
+    while not (messages := link.receive(None)):
         pass
     (config,) = messages  # the parent sends no more before `Ready`
-    assert isinstance(config, Configure)
+    assert isinstance(config, channel.Configure)
     return config
 
 
 def main(fd: int) -> None:
     """Serve the parent on socket `fd` until told to end or the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the agent decides when we end
-    channel = Channel(socket.socket(fileno=fd))
+    link = Channel(socket.socket(fileno=fd))
     try:
-        config = _first_message(channel)
+        config = _first_message(link)
         die_with_parent(config.parent_pid)
         began = time.monotonic()
         _import_all(config.spec.threads)
         os.nice(NICENESS)
-        channel.send(
-            Ready({"python": round(began - _STARTED_AT, 3), "imports": round(time.monotonic() - began, 3)})
-        )
-        Child(channel, config.spec).serve()
+        imports_s = round(time.monotonic() - began, 3)
+        link.send(channel.Ready({"python": round(began - _STARTED_AT, 3), "imports": imports_s}))
+        Child(link, config.spec).serve()
     except ParentGone:
         return
 

@@ -10,12 +10,10 @@ close, but the loop reads its queues before it waits (`ContinuousBatchProcessor.
 is cancelled or added in a pause takes effect a step late. The price is one private method of the library,
 called in `run_step` alone.
 
-Measured in one interleaved run on a shared, busy two-core machine, one thread (Qwen2, hidden 128, 2 layers,
-vocabulary 512; 32-token prompts, 128 new tokens, 16 running; 5 repeats): 0.54 times the tokens per second of
-the hand-written loop that this replaced (0.69 with 1 running; 0.49 with 400 new tokens); the manager's own
-thread made 0.55. From sampled to handed over: median 0.5 ms, at most 3.6, where the former loop took 0.06 and
-0.12, and the thread 0.8 and 5.4. Without flash attention the library reads the keys of all requests under one
-mask. Larger models and GPUs were not measured.
+Measured on a shared two-core machine, one thread (Qwen2, hidden 128, 2 layers; 32-token prompts, 128 new
+tokens, 16 running): 0.54 times the tokens per second of the hand-written loop that this replaced, the
+manager's own thread 0.55; from sampled to handed over a median of 0.5 ms, the thread 0.8. Without flash
+attention the library reads the keys of all requests under one mask. Larger models and GPUs were not measured.
 
 Guarantees: the tokens and logprobs of a request do not depend on which others share its batch, but for the
 rounding of floating-point sums; no key or value outlives its request (blocks are never shared), so new
@@ -66,9 +64,8 @@ class ContinuousBatch:
         self._vocabulary = model.config.get_text_config().vocab_size
         self._max_running = max_running
         self._max_context_tokens = max_context_tokens
-        self._manager = cast(
-            ContinuousMixin, model
-        ).init_continuous_batching(  # what a model that generates is
+        generating = cast(ContinuousMixin, model)  # what a model that generates is
+        self._manager = generating.init_continuous_batching(
             generation_config(sampling), batching_config(max_running, max_context_tokens)
         )
         self._manager.warmup()  # allocates the cache

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import cast
 
 from rlboost_runtime.engines.base import (
-    Capabilities,
     EngineDied,
     EngineOutput,
     EngineProgress,
@@ -27,25 +26,7 @@ from rlboost_runtime.engines.base import (
     Request,
     device_environment,
 )
-from rlboost_runtime.engines.transformers.channel import (
-    AbortRequests,
-    Alive,
-    Configure,
-    Done,
-    DropWeights,
-    Hold,
-    LoadWeights,
-    ProbeRequest,
-    Quit,
-    Ready,
-    Submit,
-    TakeMemory,
-    ToChild,
-    Tokens,
-    Unpacker,
-    pack,
-    to_parent_decoder,
-)
+from rlboost_runtime.engines.transformers import channel
 from rlboost_runtime.errors import RuntimeFault
 from rlboost_runtime.logs import event
 
@@ -61,18 +42,19 @@ STOP_GRACE_S = 1.0
 """Time the child gets to end by itself before it is killed."""
 
 
-class TransformersEngine:
-    """See `engines.base.Engine` for the contract."""
+class TransformersEngine(asyncio.Protocol):
+    """See `engines.base.Engine` for the contract. It is also the protocol of its end of the socket pair."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
         self._process: asyncio.subprocess.Process | None = None
-        self._link: _Link | None = None
+        self._link: asyncio.Transport | None = None
+        self._unpacker = channel.Unpacker()
         self._ready = asyncio.Event()
         self._died: str | None = None
         self._stopped = False
         self._version: int | None = None
-        self._tickets: dict[int, asyncio.Future[Done]] = {}
+        self._tickets: dict[int, asyncio.Future[channel.Done]] = {}
         self._next_ticket = 0
         self._outputs: deque[EngineOutput] = deque()
         self._news = asyncio.Event()
@@ -80,12 +62,6 @@ class TransformersEngine:
         self._progress = EngineProgress(0, 0, 0, 0)
         self.phases_s: dict[str, float] = {}
         """Seconds of the child's start, by phase."""
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """Slots, and one full context for each of them."""
-        spec = self._spec
-        return Capabilities(spec.max_running, spec.max_running * spec.max_context_tokens, can_sleep=True)
 
     @property
     def version(self) -> int | None:
@@ -104,11 +80,11 @@ class TransformersEngine:
         try:
             with theirs:
                 self._process = await self._spawn(theirs.fileno())
-            _, self._link = await asyncio.get_running_loop().create_connection(lambda: _Link(self), sock=ours)
+            await asyncio.get_running_loop().create_connection(lambda: self, sock=ours)
         except BaseException:
             ours.close()
             raise
-        self._send(Configure(self._spec, os.getpid()))
+        self._send(channel.Configure(self._spec, os.getpid()))
         try:
             async with asyncio.timeout(timeout_s):
                 await self._ready.wait()
@@ -122,11 +98,11 @@ class TransformersEngine:
 
     def submit(self, requests: list[Request]) -> None:
         """Queue requests."""
-        self._send(Submit(requests))
+        self._send(channel.Submit(requests))
 
     async def abort(self, request_ids: list[int]) -> None:
         """Stop these; their last outputs are queued when this returns. Raises `EngineDied`."""
-        await self._call(AbortRequests(self._ticket(), request_ids), ABORT_TIMEOUT_S)
+        await self._call(channel.AbortRequests(self._ticket(), request_ids), ABORT_TIMEOUT_S)
 
     async def outputs(self) -> AsyncIterator[EngineOutput]:
         """Yield outputs until the engine stops. Raises `EngineDied`. One consumer."""
@@ -145,28 +121,29 @@ class TransformersEngine:
     async def load(self, version: int, folder: Path) -> None:
         """Take the weights in `folder`. Raises `LoadFailed`, `EngineDied`."""
         self._version = None
-        done = await self._call(LoadWeights(self._ticket(), version, str(folder)), COMMAND_TIMEOUT_S)
+        done = await self._call(channel.LoadWeights(self._ticket(), version, str(folder)), COMMAND_TIMEOUT_S)
         if done.problem:
             raise LoadFailed(f"version {version} does not load: {done.problem}", self._see_log())
         self._version = version
 
     async def greedy(self, token_ids: list[int], max_new_tokens: int) -> tuple[list[int], list[float]]:
         """Return the greedy continuation and its logprobs. Raises `RuntimeFault`, `EngineDied`."""
-        done = await self._call(ProbeRequest(self._ticket(), token_ids, max_new_tokens), COMMAND_TIMEOUT_S)
+        request = channel.ProbeRequest(self._ticket(), token_ids, max_new_tokens)
+        done = await self._call(request, COMMAND_TIMEOUT_S)
         if done.problem:
             raise RuntimeFault(f"the probe failed: {done.problem}", self._see_log())
         return done.token_ids, done.logprobs
 
     async def sleep(self) -> None:
         """Free weights and KV cache. Raises `RuntimeFault`, `EngineDied`."""
-        done = await self._call(DropWeights(self._ticket()), COMMAND_TIMEOUT_S)
+        done = await self._call(channel.DropWeights(self._ticket()), COMMAND_TIMEOUT_S)
         if done.problem:
             raise RuntimeFault(f"the engine cannot sleep: {done.problem}", "abort its requests first")
         self._version = None
 
     async def wake(self) -> None:
         """Allow loading again. Raises `EngineDied`."""
-        await self._call(TakeMemory(self._ticket()), COMMAND_TIMEOUT_S)
+        await self._call(channel.TakeMemory(self._ticket()), COMMAND_TIMEOUT_S)
 
     def progress(self) -> EngineProgress:
         """Return counters as of the child's last message."""
@@ -180,7 +157,7 @@ class TransformersEngine:
         if self._process is None:
             return
         if self._died is None:
-            self._send(Quit())
+            self._send(channel.Quit())
         try:
             async with asyncio.timeout(STOP_GRACE_S):
                 await self._process.wait()
@@ -192,23 +169,31 @@ class TransformersEngine:
 
     # --- what the link reports ----------------------------------------------------------------------------
 
-    def on_message(self, body: bytes) -> None:
-        """Handle one message of the child."""
-        match to_parent_decoder.decode(body):
-            case Tokens() as tokens:
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep our end of the link."""
+        self._link = cast(asyncio.Transport, transport)  # what a socket connection gives
+
+    def data_received(self, data: bytes) -> None:
+        """Handle the child's messages that are complete now."""
+        for body in self._unpacker.feed(data):
+            self._on_message(body)
+
+    def _on_message(self, body: bytes) -> None:
+        match channel.to_parent_decoder.decode(body):
+            case channel.Tokens() as tokens:
                 self._on_tokens(tokens)
-            case Done() as done:
+            case channel.Done() as done:
                 waiting = self._tickets.pop(done.ticket, None)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(done)
-            case Alive(counter=counter):
+            case channel.Alive(counter=counter):
                 old = self._progress
                 self._progress = EngineProgress(counter, old.running, old.waiting, old.tokens_generated)
-            case Ready(phases_s=phases_s):
+            case channel.Ready(phases_s=phases_s):
                 self.phases_s = phases_s
                 self._ready.set()
 
-    def on_closed(self) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:
         """Handle the end of the child, or of its side of the socket."""
         self._died = "the engine's process ended"
         self._version = None
@@ -221,7 +206,7 @@ class TransformersEngine:
 
     # --- helpers ------------------------------------------------------------------------------------------
 
-    def _on_tokens(self, tokens: Tokens) -> None:
+    def _on_tokens(self, tokens: channel.Tokens) -> None:
         generated = self._progress.tokens_generated + len(tokens.output.token_ids)
         self._progress = EngineProgress(tokens.counter, tokens.running, tokens.waiting, generated)
         self._outputs.append(tokens.output)
@@ -231,7 +216,7 @@ class TransformersEngine:
 
     def _hold(self, on: bool) -> None:
         self._holding = on
-        self._send(Hold(on))
+        self._send(channel.Hold(on))
 
     async def _spawn(self, fd: int) -> asyncio.subprocess.Process:
         environment = os.environ | {
@@ -259,10 +244,10 @@ class TransformersEngine:
         return self._next_ticket
 
     async def _call(
-        self, command: AbortRequests | LoadWeights | ProbeRequest | DropWeights | TakeMemory, timeout_s: float
-    ) -> Done:
+        self, command: channel.AbortRequests | channel.IdleCommand, timeout_s: float
+    ) -> channel.Done:
         self._check_alive()
-        answer: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[channel.Done] = asyncio.get_running_loop().create_future()
         self._tickets[command.ticket] = answer
         self._send(command)
         try:
@@ -280,10 +265,10 @@ class TransformersEngine:
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
 
-    def _send(self, message: ToChild) -> None:
-        """Write without waiting; to a dead child nothing, as `outputs` reports its end."""
+    def _send(self, message: channel.ToChild) -> None:
+        """Write without waiting (the loop buffers); to a dead child nothing, as `outputs` reports its end."""
         if self._link is not None and self._died is None:
-            self._link.write(pack(message))
+            self._link.write(channel.pack(message))
 
     def _check_alive(self) -> None:
         if self._died is not None:
@@ -294,32 +279,3 @@ class TransformersEngine:
 
     def _see_log(self) -> str:
         return f"see {self._spec.log}"
-
-
-class _Link(asyncio.Protocol):
-    """The parent's end of the socket pair."""
-
-    def __init__(self, engine: TransformersEngine) -> None:
-        self._engine = engine
-        self._unpacker = Unpacker()
-        self._transport: asyncio.Transport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # what a socket connection gives
-
-    def data_received(self, data: bytes) -> None:
-        for body in self._unpacker.feed(data):
-            self._engine.on_message(body)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._engine.on_closed()
-
-    def write(self, data: bytes) -> None:
-        """Send; the event loop buffers what the child does not read at once."""
-        if self._transport is not None:
-            self._transport.write(data)
-
-    def close(self) -> None:
-        """Close our end."""
-        if self._transport is not None:
-            self._transport.close()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from rlboost_runtime.engines.base import EngineSpec, device_environment
@@ -42,38 +42,29 @@ _UNKNOWN_FLAGS = re.compile(r"error: unrecognized arguments: (.+)")
 _PYTHON_VARIABLES = re.compile(r"PYTHON\w*|VIRTUAL_ENV|__PYVENV_LAUNCHER__")
 
 
-@dataclass(frozen=True, slots=True)
-class Flag:
-    """One option; `value` None: a switch."""
-
-    name: str
-    value: str | None = None
-
-    @property
-    def words(self) -> tuple[str, ...]:
-        """Its words on the command line."""
-        return (self.name,) if self.value is None else (self.name, self.value)
+Flag = tuple[str, ...]
+"""The words of one option on the command line."""
 
 
 def flags(spec: EngineSpec, is_cpu: bool, folder: Path, socket: Path) -> list[Flag]:
     """Return the server's options for the model in `folder`. Raises `Unreadable`."""
     return [
-        Flag("--model", str(folder)),
-        Flag("--served-model-name", MODEL),
-        Flag("--uds", str(socket)),
-        Flag("--skip-tokenizer-init"),
-        Flag("--generation-config", "vllm"),
-        Flag("--logprobs-mode", "processed_logprobs"),
-        Flag("--enable-prefix-caching"),
-        Flag("--scheduling-policy", "priority"),
-        Flag("--enable-scale-out"),
-        Flag("--disable-uvicorn-access-log"),
-        Flag("--dtype", spec.dtype),
-        Flag("--seed", str(spec.seed % 2**31)),
-        Flag("--max-model-len", str(spec.max_context_tokens)),
-        Flag("--max-num-seqs", str(spec.max_running)),
-        Flag("--worker-extension-cls", WORKER_EXTENSION),
-        Flag("--weight-transfer-config", json.dumps({"backend": BACKEND})),
+        ("--model", str(folder)),
+        ("--served-model-name", MODEL),
+        ("--uds", str(socket)),
+        ("--skip-tokenizer-init",),
+        ("--generation-config", "vllm"),
+        ("--logprobs-mode", "processed_logprobs"),
+        ("--enable-prefix-caching",),
+        ("--scheduling-policy", "priority"),
+        ("--enable-scale-out",),
+        ("--disable-uvicorn-access-log",),
+        ("--dtype", spec.dtype),
+        ("--seed", str(spec.seed % 2**31)),
+        ("--max-model-len", str(spec.max_context_tokens)),
+        ("--max-num-seqs", str(spec.max_running)),
+        ("--worker-extension-cls", WORKER_EXTENSION),
+        ("--weight-transfer-config", json.dumps({"backend": BACKEND})),
         *_optional(spec),
         *(_for_cpu(spec, folder) if is_cpu else _for_gpu(spec)),
     ]
@@ -81,45 +72,45 @@ def flags(spec: EngineSpec, is_cpu: bool, folder: Path, socket: Path) -> list[Fl
 
 def _optional(spec: EngineSpec) -> list[Flag]:
     options = spec.vllm
-    found = []
+    found: list[Flag] = []
     if spec.tensor_parallel > 1:
-        found.append(Flag("--tensor-parallel-size", str(spec.tensor_parallel)))
+        found.append(("--tensor-parallel-size", str(spec.tensor_parallel)))
     if options.enforce_eager:
-        found.append(Flag("--enforce-eager"))
+        found.append(("--enforce-eager",))
     if options.fp8:
-        found.append(Flag("--quantization", "fp8"))
+        found.append(("--quantization", "fp8"))
     if options.speculative is not None:
-        found.append(Flag("--speculative-config", json.dumps(_DRAFTERS[options.speculative])))
+        found.append(("--speculative-config", json.dumps(_DRAFTERS[options.speculative])))
     if options.max_lora_rank:
         found += [
-            Flag("--enable-lora"),
-            Flag("--max-lora-rank", str(options.max_lora_rank)),
-            Flag("--max-loras", str(LORA_SLOTS)),
+            ("--enable-lora",),
+            ("--max-lora-rank", str(options.max_lora_rank)),
+            ("--max-loras", str(LORA_SLOTS)),
         ]
     return found
 
 
 def _for_gpu(spec: EngineSpec) -> list[Flag]:
     options = spec.vllm
-    found = []
+    found: list[Flag] = []
     if options.gpu_memory_utilization is not None:
-        found.append(Flag("--gpu-memory-utilization", str(options.gpu_memory_utilization)))
+        found.append(("--gpu-memory-utilization", str(options.gpu_memory_utilization)))
     if options.kv_cache_mib is not None:
-        found.append(Flag("--kv-cache-memory-bytes", str(options.kv_cache_mib << 20)))
+        found.append(("--kv-cache-memory-bytes", str(options.kv_cache_mib << 20)))
     if options.may_sleep:
-        found.append(Flag("--enable-sleep-mode"))
+        found.append(("--enable-sleep-mode",))
     return found
 
 
 def _for_cpu(spec: EngineSpec, folder: Path) -> list[Flag]:
     """Memory for what may run at once; alone one process less: the platform would turn "uni" into "mp"."""
     num_bytes = (spec.vllm.kv_cache_mib or 0) << 20 or cpu_cache_bytes(spec, folder)
-    found = [
-        Flag("--kv-cache-memory-bytes", str(num_bytes)),
-        Flag("--block-size", str(CPU_BLOCK_TOKENS)),
-        Flag("--distributed-executor-backend", UNIPROC if spec.tensor_parallel == 1 else "mp"),
+    found: list[Flag] = [
+        ("--kv-cache-memory-bytes", str(num_bytes)),
+        ("--block-size", str(CPU_BLOCK_TOKENS)),
+        ("--distributed-executor-backend", UNIPROC if spec.tensor_parallel == 1 else "mp"),
     ]
-    return found if spec.vllm.enforce_eager else [*found, Flag("--enforce-eager")]
+    return found if spec.vllm.enforce_eager else [*found, ("--enforce-eager",)]
 
 
 def cpu_cache_bytes(spec: EngineSpec, folder: Path) -> int:
@@ -160,7 +151,7 @@ def environment(
 
 def command(python: EnginePython, options: Sequence[Flag]) -> list[str]:
     """Return the whole command line."""
-    return [str(python.path), "-m", MODULE, *(word for flag in options for word in flag.words)]
+    return [str(python.path), "-m", MODULE, *chain.from_iterable(options)]
 
 
 def unknown_flags(log_text: str) -> set[str]:

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from statistics import median
 
 from rlboost_runtime.engines.base import EngineProgress
@@ -27,17 +26,11 @@ RECHECK_S = 120.0
 """Seconds until a decision is measured again: a step's tail is another load than its start."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    at: float
-    num_tokens: int
-
-
 class DraftGate:
     """Compares tokens/s per running request with and without drafts, and keeps the faster."""
 
     def __init__(self) -> None:
-        self._last: _Sample | None = None
+        self._last: tuple[float, int] | None = None  # when, and how many tokens there were
         self._rates: dict[bool, list[float]] = {True: [], False: []}
         self._decided_at: float | None = None
         self.is_on = True
@@ -47,15 +40,15 @@ class DraftGate:
 
         A window in which nothing ran is ignored.
         """
-        last, self._last = self._last, _Sample(at, num_tokens)
-        if last is None or num_running == 0 or num_tokens == last.num_tokens:
+        last, self._last = self._last, (at, num_tokens)
+        if last is None or num_running == 0 or num_tokens == last[1]:
             return self.is_on
         if self._decided_at is not None:
             if at - self._decided_at >= RECHECK_S:
                 self._decided_at, self._rates, self.is_on = None, {True: [], False: []}, True
             return self.is_on
         rates = self._rates[self.is_on]
-        rates.append((num_tokens - last.num_tokens) / (at - last.at) / num_running)
+        rates.append((num_tokens - last[1]) / (at - last[0]) / num_running)
         if len(rates) >= WINDOWS:
             self._next(at)
         return self.is_on

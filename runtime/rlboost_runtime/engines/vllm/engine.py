@@ -19,6 +19,7 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +27,6 @@ import msgspec
 
 from rlboost_runtime.engines import model_folder
 from rlboost_runtime.engines.base import (
-    Capabilities,
     EngineDied,
     EngineOutput,
     EngineProgress,
@@ -36,12 +36,11 @@ from rlboost_runtime.engines.base import (
     Request,
 )
 from rlboost_runtime.engines.model_folder import Unreadable
-from rlboost_runtime.engines.vllm.adapters import base_folder, is_adapter, peft_folder
 from rlboost_runtime.engines.vllm.api import ApiError, StreamBroken, TokenApi, request_body
 from rlboost_runtime.engines.vllm.drafts import gate_drafts
 from rlboost_runtime.engines.vllm.server import VllmServer, fp8_problem
 from rlboost_runtime.engines.vllm.streams import OutputQueue, Streams, TaskSet
-from rlboost_runtime.engines.vllm.swap import ServedModel, Swapper
+from rlboost_runtime.engines.vllm.swap import ServedModel, Swapper, base_folder, is_adapter, peft_folder
 from rlboost_runtime.errors import ConfigError, RuntimeFault
 from rlboost_runtime.logs import event
 from rlboost_runtime.protocol.messages import Sampling
@@ -82,12 +81,6 @@ class VllmServerEngine:
         self._queue = OutputQueue()
         self._names = itertools.count()
         self._steps = 0
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """Slots, and one full context for each of them."""
-        spec = self._spec
-        return Capabilities(spec.max_running, spec.max_running * spec.max_context_tokens, can_sleep=True)
 
     @property
     def version(self) -> int | None:
@@ -179,14 +172,11 @@ class VllmServerEngine:
         body = request_body(dialect, request, name, greedy, name, up.streams.adapters.current)
         found: list[int] = []
         logprobs: list[float] = []
-        try:
+        async with self._failing("the probe failed"):
             async for chunk in up.server.api.stream(dialect, body):
                 found += chunk.token_ids
                 logprobs += chunk.logprobs
                 self._steps += 1
-        except (ApiError, StreamBroken) as exc:
-            await self._check_server(exc.problem)
-            raise RuntimeFault(f"the probe failed: {exc.problem}", self._see_log()) from exc
         return found, logprobs
 
     async def sleep(self) -> None:
@@ -197,12 +187,9 @@ class VllmServerEngine:
         server = self.server
         if not server.has_flag("--enable-sleep-mode"):
             raise RuntimeFault("the server was started without sleep mode", "end it to free its memory")
-        try:
+        async with self._failing("the engine cannot sleep"):
             await server.api.post("/sleep?level=2", timeout_s=START_TIMEOUT_S)
             is_sleeping = (await server.api.get("/is_sleeping"))["is_sleeping"]
-        except ApiError as exc:
-            await self._check_server(exc.problem)
-            raise RuntimeFault(f"the engine cannot sleep: {exc.problem}", self._see_log()) from exc
         if not is_sleeping:
             raise RuntimeFault("the server reports that it is awake after /sleep", self._see_log())
 
@@ -211,11 +198,8 @@ class VllmServerEngine:
         self._version = None
         if self._serving is None or self._is_cpu:
             return
-        try:
+        async with self._failing("the engine cannot wake"):
             await self.server.api.post("/wake_up", timeout_s=START_TIMEOUT_S)
-        except ApiError as exc:
-            await self._check_server(exc.problem)
-            raise RuntimeFault(f"the engine cannot wake: {exc.problem}", self._see_log()) from exc
 
     def progress(self) -> EngineProgress:
         """Return counters; a starting server's log counts as progress."""
@@ -258,11 +242,8 @@ class VllmServerEngine:
             base = base_folder(folder)
             phases = await self._boot(version, base, ServedModel.of(base))
         streams = self.streams
-        try:
+        async with self._failing(f"adapter {version} does not load", LoadFailed):
             await streams.adapters.load(version, folder)
-        except ApiError as exc:
-            await self._check_server(exc.problem)
-            raise LoadFailed(f"adapter {version} does not load: {exc.problem}", self._see_log()) from exc
         streams.label = version
         return phases, 0.0
 
@@ -377,10 +358,15 @@ class VllmServerEngine:
             self._declare_dead(problem)
         return self._died is not None or self._stopped
 
-    async def _check_server(self, problem: str) -> None:
-        """Raise `EngineDied` if the server no longer answers."""
-        await self._is_gone(problem)
-        self._check_alive()
+    @asynccontextmanager
+    async def _failing(self, what: str, kind: type[RuntimeFault] = RuntimeFault) -> AsyncIterator[None]:
+        """Raise an error of the server as `kind`, or `EngineDied` if the server no longer answers."""
+        try:
+            yield
+        except (ApiError, StreamBroken) as exc:
+            await self._is_gone(exc.problem)
+            self._check_alive()
+            raise kind(f"{what}: {exc.problem}", self._see_log()) from exc
 
     def _declare_dead(self, problem: str) -> None:
         self._died = self._died or problem

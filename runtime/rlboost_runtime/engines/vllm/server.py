@@ -82,7 +82,7 @@ class VllmServer:
 
     def has_flag(self, name: str) -> bool:
         """Return True if the server was started with this option, and knows it."""
-        return any(flag.name == name for flag in self.flags)
+        return any(flag[0] == name for flag in self.flags)
 
     async def start(self, timeout_s: float) -> None:
         """Start and wait until it answers, leaving out options that this vLLM does not know.
@@ -92,7 +92,7 @@ class VllmServer:
         deadline = time.monotonic() + timeout_s
         while not await self._try_start(deadline):
             unknown = command.unknown_flags(self._log_text())
-            known = [flag for flag in self.flags if flag.name not in unknown]
+            known = [flag for flag in self.flags if flag[0] not in unknown]
             if len(known) == len(self.flags):
                 raise self._failure("the server ended while it started")
             event(log, "engine.flags_unknown", level=logging.WARNING, flags=sorted(unknown))
@@ -115,12 +115,8 @@ class VllmServer:
                     await process.wait()
             except TimeoutError:
                 event(log, "engine.killed", level=logging.WARNING, pid=process.pid)
-        await self._kill_group()
+        await self.kill()
         shutil.rmtree(self._home, ignore_errors=True)
-
-    async def kill(self) -> None:
-        """End every process of the server at once."""
-        await self._kill_group()
 
     # --- helpers ------------------------------------------------------------------------------------------
 
@@ -139,7 +135,7 @@ class VllmServer:
                 event(log, "engine.starting", seconds=round(time.monotonic() - began, 1))
                 next_report += FIRST_REPORT_S
             await asyncio.sleep(POLL_S)
-        await self._kill_group()
+        await self.kill()
         raise self._failure("the server was not ready in time")
 
     async def _spawn(self) -> asyncio.subprocess.Process:
@@ -162,8 +158,8 @@ class VllmServer:
         process.stdin.write(json.dumps(order).encode() + b"\n")  # the key is in it: not for the command line
         return process
 
-    async def _kill_group(self) -> None:
-        """Kill what the keeper leads, also where the keeper is gone already."""
+    async def kill(self) -> None:
+        """Kill what the keeper leads at once, also where the keeper is gone already."""
         if self._process is None:
             return
         with suppress(ProcessLookupError, PermissionError):

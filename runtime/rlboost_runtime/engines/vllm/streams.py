@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from rlboost_runtime.engines.base import EngineOutput, Request
-from rlboost_runtime.engines.vllm.adapters import Adapters
 from rlboost_runtime.engines.vllm.api import (
     ApiError,
     StreamBroken,
@@ -30,6 +29,7 @@ from rlboost_runtime.engines.vllm.api import (
     request_body,
 )
 from rlboost_runtime.engines.vllm.command import MODEL
+from rlboost_runtime.engines.vllm.swap import Adapters
 from rlboost_runtime.logs import event
 from rlboost_runtime.protocol.messages import Sampling
 

@@ -8,7 +8,7 @@ event log.
 
 Taking a checkpoint (`take`) copies; writing it (`write`) touches nothing that training changes, so that the
 two may overlap: `CheckpointWriter` writes beside training, in order. It calls `on_durable`, on its thread,
-only once the checkpoint would survive a power cut; failures and bounds are those of `background.py`: memory
+only once the checkpoint would survive a power cut; failures and bounds are those of `BackgroundWork`: memory
 holds two copies at most.
 """
 
@@ -29,10 +29,11 @@ import torch
 
 from rlboost_runtime.logs import event
 from rlboost_runtime.run.folder import read_json, sync_path, write_json
-from rlboost_runtime.trainer.artifacts import checkpoint
-from rlboost_runtime.trainer.artifacts.background import BackgroundWork
+from rlboost_runtime.trainer.artifacts.publisher import BackgroundWork
 from rlboost_runtime.trainer.learn.model_files import ModelSnapshot
 from rlboost_runtime.trainer.learn.policy import Policy
+
+log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"step-([0-9]{6,})")
 _BUILDING = ".building-"
@@ -40,9 +41,9 @@ _BUILDING = ".building-"
 
 @dataclass(frozen=True, slots=True)
 class TrainedState:
-    """The step that a checkpoint follows, with its report, which is sent and
-    written again if the trainer was killed before it could. `policy_version`: the version published after the
-    step. `ahead`: [step, policy version, updates in it] of the steps that had been asked for."""
+    """The step that a checkpoint follows, with its report, which is sent and written again if the trainer was
+    killed before it could. `policy_version`: the version published after the step. `ahead`: [step, policy
+    version, updates in it] of the steps that had been requested."""
 
     step: int
     policy_version: int
@@ -144,9 +145,6 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-log = logging.getLogger(__name__)
-
-
 class CheckpointWriter(BackgroundWork):
     """Writes checkpoints beside training."""
 
@@ -165,7 +163,7 @@ class CheckpointWriter(BackgroundWork):
 
     def _write(self, taken: Checkpoint) -> None:
         started = time.monotonic()
-        checkpoint.write(self._checkpoints, taken, keep=self._keep)
+        write(self._checkpoints, taken, keep=self._keep)
         self.last_write_s = time.monotonic() - started
         event(log, "checkpoint.written", step=taken.state.step, seconds=round(self.last_write_s, 3))
         self._on_durable(taken.state.step)

@@ -28,7 +28,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 import obstore
@@ -38,10 +37,7 @@ from rlboost_runtime.errors import ConfigError, ProtocolError, RuntimeFault
 from rlboost_runtime.job import Job
 from rlboost_runtime.logs import event
 from rlboost_runtime.run.folder import RunFolder, read_json, write_json
-from rlboost_runtime.weights.pull.bucket import first_line, open_bucket
-
-if TYPE_CHECKING:
-    from obstore.store import ObjectStore
+from rlboost_runtime.weights.pull.bucket import first_line, open_output
 
 log = logging.getLogger(__name__)
 
@@ -63,9 +59,8 @@ class OutputCopies:
         self.url = url
         self._run = run
         self._keep = keep
-        place = f"file://{url}" if url.startswith("/") else url
         try:
-            self._bucket: ObjectStore = open_bucket(f"{place.rstrip('/')}/{run.name}", request_s)
+            self._bucket = open_output(run, url, request_s)
         except (ProtocolError, exceptions.BaseError, OSError) as exc:
             raise ConfigError(
                 f"output: {url} cannot be used: {first_line(exc)}",

@@ -1,13 +1,12 @@
 """Publishes weight versions beside training, which stops only for one cast copy of the model.
 
 `Publisher.begin` casts the weights into memory of its own, kept from version to version; a thread then
-writes, digests, compares with the version before (`weights.store.delta_chain`) and renames,
-while training goes on.
+writes, digests, compares with the version before (`weights.delta.file`) and renames, while training goes on.
 There is one copy, so the next publication waits for the last one. Weights that are frozen under adapters are
 copied and written once; later versions link to them.
 
 Guarantees: a version is announced, on that thread, only once it lies complete and durable in the store; what
-fails there is raised as described in `background.py`; the same weights give the same bytes.
+fails there is raised as `BackgroundWork` has it; the same weights give the same bytes.
 """
 
 from __future__ import annotations
@@ -19,15 +18,16 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from rlboost_runtime.logs import event
-from rlboost_runtime.trainer.artifacts.background import BackgroundWork
 from rlboost_runtime.weights.manifest import (
     Manifest,
     Probe,
@@ -131,6 +131,44 @@ class Publication:
     def delta_bytes(self) -> int:
         """Size of the delta from the version before; 0: there is none."""
         return self.manifest.deltas[0].file.size if self.manifest.deltas else 0
+
+
+class BackgroundWork:
+    """Work beside training: one piece at a time, in order, on a thread of its own.
+
+    What goes wrong in a piece is raised in the training thread at its next `ready` or `start`, or at the end,
+    so that no run goes on for long without what the work was for. The methods belong to one other thread;
+    `with` waits for the last piece.
+    """
+
+    def __init__(self, name: str) -> None:
+        """`name` is the thread's, for debuggers."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._piece: Future[None] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        self._thread.shutdown(wait=True)
+        if error is None:
+            self.ready()
+
+    @property
+    def is_busy(self) -> bool:
+        """True while a piece is under way."""
+        return self._piece is not None and not self._piece.done()
+
+    def ready(self) -> None:
+        """Return once nothing is under way any more. Raises what the last piece raised."""
+        if self._piece is not None:
+            piece, self._piece = self._piece, None
+            piece.result()
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Begin `work` once the piece before it is done. Raises what that one raised."""
+        self.ready()
+        self._piece = self._thread.submit(work)
 
 
 class Publisher(BackgroundWork):

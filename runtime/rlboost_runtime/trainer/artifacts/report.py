@@ -14,7 +14,6 @@ import sqlite3
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
 
 import obstore
 from obstore import exceptions
@@ -22,10 +21,7 @@ from obstore import exceptions
 from rlboost_runtime.errors import ProtocolError, RuntimeFault
 from rlboost_runtime.logs import event
 from rlboost_runtime.run.folder import RunFolder, write_atomically
-from rlboost_runtime.weights.pull.bucket import first_line, open_bucket
-
-if TYPE_CHECKING:
-    from obstore.store import ObjectStore
+from rlboost_runtime.weights.pull.bucket import first_line, open_output
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +38,7 @@ _FAILURES = (ProtocolError, exceptions.BaseError, OSError, ValueError, sqlite3.E
 def put_report(run: RunFolder, output: str) -> bool:
     """Copy the report of the ended run; return True if it is there. Blocks; logs what failed."""
     try:
-        bucket = _bucket(run, output)
+        bucket = open_output(run, output, REQUEST_S)
         if run.ledger.exists():
             obstore.put(bucket, f"{_FOLDER}/{_LEDGER}", _in_one_file(run.ledger))
         for path in _files(run):
@@ -60,7 +56,7 @@ def take_report(run: RunFolder, output: str, after_ns: int = 0) -> bool:
     """Fetch the report of an end after `after_ns`, by the clock of the run's head, into the run's folder;
     return whether there is one. Raises `RuntimeFault`."""
     try:
-        bucket = _bucket(run, output)
+        bucket = open_output(run, output, REQUEST_S)
         names = [entry["path"] for batch in obstore.list(bucket, _FOLDER) for entry in batch]
         parts = {name: PurePosixPath(name.partition(f"{_FOLDER}/")[2]) for name in names}
         if PurePosixPath(_LAST) not in parts.values():
@@ -80,11 +76,6 @@ def take_report(run: RunFolder, output: str, after_ns: int = 0) -> bool:
             "see that you may read it from here (the bucket's credentials), then type the same again",
         ) from problem
     return True
-
-
-def _bucket(run: RunFolder, output: str) -> ObjectStore:
-    place = f"file://{output}" if output.startswith("/") else output
-    return open_bucket(f"{place.rstrip('/')}/{run.name}", REQUEST_S)
 
 
 def _files(run: RunFolder) -> Iterator[Path]:

@@ -10,25 +10,13 @@ from dataclasses import dataclass
 
 from rlboost_runtime.job import Job
 
-WEIGHT_BYTES = 4
-
-
-GRADIENT_BYTES = 4
-
-
-ADAM_BYTES = 8
+WEIGHT_BYTES, GRADIENT_BYTES, ADAM_BYTES = 4, 4, 8
 """Per parameter, in float32: itself, its gradient, AdamW's two moments. Adapters (`lora`) are too small to
 count; ranks share all three."""
-
-
 LOGITS_COPIES = 3
 """The logits of a micro-batch, their log-softmax and the gradient."""
-
-
 PROCESS_BYTES = 400 * 1024 * 1024
 """A process that has imported torch and transformers: 350 MB resident on Linux, CPU build of torch 2.13."""
-
-
 BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2}
 
 

@@ -96,10 +96,11 @@ def make_model(tiny: TinyModel, max_positions: int) -> Qwen3ForCausalLM:
 Warm = Callable[[Policy], WarmupReport]
 
 
-def prepare(job: Job, tiny: TinyModel, files: Path, warm: Warm) -> tuple[Path, WarmupReport | None]:
-    """Return the folder of the job's tiny model, made now (`warm` trains it) or found in the cache.
+def prepare(job: Job, tiny: TinyModel, files: Path, warm: Warm | None) -> tuple[Path, WarmupReport | None]:
+    """Return the folder of the job's tiny model, made now or found in the cache.
 
-    A folder in the cache is complete; two runs that make the same one at once end up with either's.
+    `warm` trains it where `tiny` has a warm-up. A folder in the cache is complete; two runs that make the
+    same one at once end up with either's.
     """
     final = home() / "cache" / "tiny" / _digest(job, tiny, files)
     if not final.exists():
@@ -117,11 +118,12 @@ def prepare(job: Job, tiny: TinyModel, files: Path, warm: Warm) -> tuple[Path, W
     return final, None if stored is None else WarmupReport(**stored)
 
 
-def _make(job: Job, tiny: TinyModel, folder: Path, warm: Warm) -> None:
+def _make(job: Job, tiny: TinyModel, folder: Path, warm: Warm | None) -> None:
     algorithm = job.algorithm
     model = make_model(tiny, algorithm.max_prompt_tokens + algorithm.max_response_tokens)
     policy = Policy(model, make_tokenizer())
     if tiny.warmup is not None:
+        assert warm is not None
         report = warm(policy)
         write_json(folder / "warmup.json", {name: getattr(report, name) for name in WarmupReport.__slots__})
     policy.save(folder)

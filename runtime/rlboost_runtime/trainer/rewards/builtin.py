@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from rlboost_runtime.trainer.data.prompts import import_reasoning_gym
 
 if TYPE_CHECKING:
-    from rlboost_runtime.trainer.rewards.types import RewardCall, Score
+    from rlboost_runtime.trainer.rewards.outcome import RewardCall, Score
 
 
 def built_in(name: str) -> Score:

@@ -36,8 +36,7 @@ from pathlib import Path
 import msgspec
 
 from rlboost_runtime.trainer.rewards.builtin import built_in
-from rlboost_runtime.trainer.rewards.outcome import explain_exception
-from rlboost_runtime.trainer.rewards.types import Answer, RewardCall, Score, Setup
+from rlboost_runtime.trainer.rewards.outcome import Answer, RewardCall, Score, Setup, explain_exception
 
 OFFERED = ("prompt", "response", "row")
 _HEADER = struct.Struct("<I")

@@ -1,9 +1,8 @@
 """Rewards from an HTTP endpoint: many requests at once, each with a deadline, tried again where that helps.
 
-A request must be safe to repeat: one whose
-answer got lost is sent again. All tries of a response together have `timeout_s`; connections that fail and
-answers that say "later" (429, 502, 503, 504) are tried again after a pause with jitter, or after
-`Retry-After`. Anything else is a failure at once.
+A request must be safe to repeat: one whose answer got lost is sent again. All tries of a response together
+have `timeout_s`; connections that fail and answers that mean "later" (429, 502, 503, 504) are tried again
+after a pause with jitter, or after `Retry-After`. Anything else is a failure at once.
 
 Requests and answers by dialect:
 
@@ -25,8 +24,9 @@ import json
 import os
 import re
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Protocol, assert_never
+from dataclasses import dataclass
 
 import aiohttp
 
@@ -35,8 +35,7 @@ from rlboost_runtime.job import HttpReward
 from rlboost_runtime.protocol.reward_failures import RewardFailure
 from rlboost_runtime.seams import Backoff
 from rlboost_runtime.trainer.rewards.child import judge
-from rlboost_runtime.trainer.rewards.outcome import Reward, failed
-from rlboost_runtime.trainer.rewards.types import Answer, RewardCall
+from rlboost_runtime.trainer.rewards.outcome import Answer, Reward, RewardCall, failed
 
 LATER = frozenset({429, 502, 503, 504})
 FIRST_PAUSE_S = 0.2
@@ -55,7 +54,7 @@ class HttpRewards:
                 f"reward: {reward.http} is not an http or https URL", "write a URL such as https://HOST/score"
             )
         self._reward = reward
-        self._dialect = dialect_of(reward)
+        self._dialect = _DIALECTS[reward.speaks](reward)
         self._headers = {"Content-Type": "application/json", **_authorisation(reward.key_variable)}
         self._timeout_s = timeout_s
         self._loop = asyncio.new_event_loop()
@@ -145,11 +144,12 @@ class HttpRewards:
         return self._dialect.read(answer)
 
 
+@dataclass(frozen=True, slots=True)
 class _Later:
     """The request must be repeated, after `after_s` if the endpoint gave that."""
 
-    def __init__(self, problem: str, after_s: float | None) -> None:
-        self.problem, self.after_s = problem, after_s
+    problem: str
+    after_s: float | None
 
 
 def _retry_after(response: aiohttp.ClientResponse) -> float | None:
@@ -183,30 +183,13 @@ _PLACE = re.compile(r"\{(\w+)\}")
 _TOLD = 200  # characters of an answer that a person is shown
 
 
-class RewardDialect(Protocol):
-    """One way of asking."""
-
-    def request(self, call: RewardCall) -> object:
-        """Return the body, as JSON values. Raises `LookupError` for a row that lacks a field."""
-
-    def read(self, answer: object) -> Answer:
-        """Return the reward in an endpoint's answer. Never raises."""
-
-
-def dialect_of(reward: HttpReward) -> RewardDialect:
-    """Return the way in which the reward's endpoint speaks."""
-    match reward.speaks:
-        case "plain":
-            return _Plain()
-        case "chat":
-            return _Chat(reward)
-        case "pooling":
-            return _Pooling(reward)
-        case _:
-            assert_never(reward.speaks)
-
-
 class _Plain:
+    """Of every dialect: `request` returns the body, as JSON values, and raises `LookupError` for a row that
+    lacks a field; `read` returns the reward in an endpoint's answer and never raises."""
+
+    def __init__(self, _: HttpReward) -> None:
+        pass
+
     def request(self, call: RewardCall) -> object:
         return {"prompt": call.prompt, "response": call.response, "row": call.row}
 
@@ -281,3 +264,10 @@ class _Pooling:
         except (LookupError, TypeError):
             return Answer(failure="not_a_number", problem=f"no score in {answer!r:.{_TOLD}}")
         return judge(found)
+
+
+_DIALECTS: dict[str, Callable[[HttpReward], _Plain | _Chat | _Pooling]] = {
+    "plain": _Plain,
+    "chat": _Chat,
+    "pooling": _Pooling,
+}

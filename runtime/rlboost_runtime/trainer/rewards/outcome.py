@@ -1,4 +1,4 @@
-"""The rule for responses whose reward fails, in one place. Pure.
+"""What a reward function is given and answers, and the rule for responses whose reward fails. Pure.
 
 **The rule.** A reward that raises, takes longer than `reward_timeout_s`, ends its process, or returns
 something that is not a finite number scores `FAILED_SCORE`, which is 0, for that one response. The failure is
@@ -14,12 +14,45 @@ they reach the events in words, the status, and the cost report that is shown at
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from rlboost_runtime.errors import RuntimeFault
 from rlboost_runtime.protocol.reward_failures import WORDS, RewardFailure, metric_of
+
+Score = Callable[["RewardCall"], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What computes the reward: `file.py:name` in `folder`, or the name of a built-in one. `memory_bytes`
+    bounds the process's address space."""
+
+    folder: str
+    reward: str
+    memory_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RewardCall:
+    """One response to score."""
+
+    prompt: str
+    response: str
+    row: dict[str, Any]  # any JSON object, or a reasoning-gym entry
+
+
+class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`failure` is "" or one of raised, memory, not_finite, not_a_number; for the setup: `load`."""
+
+    reward: float = 0.0
+    failure: str = ""
+    problem: str = ""
+
 
 FAILED_SCORE = 0.0
 """The reward of a response whose reward could not be computed."""

@@ -27,8 +27,7 @@ from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.logs import event
 from rlboost_runtime.protocol.reward_failures import RewardFailure
 from rlboost_runtime.trainer.rewards.child import receive, send
-from rlboost_runtime.trainer.rewards.outcome import Reward, failed
-from rlboost_runtime.trainer.rewards.types import Answer, RewardCall, Setup
+from rlboost_runtime.trainer.rewards.outcome import Answer, Reward, RewardCall, Setup, failed
 
 log = logging.getLogger(__name__)
 
@@ -113,13 +112,8 @@ class _Child:
         self.kill()
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [
-                sys.executable,
-                "-P",
-                "-m",
-                "rlboost_runtime.trainer.rewards.child",
-                str(theirs.fileno()),
-            ]
+            module = "rlboost_runtime.trainer.rewards.child"
+            command = [sys.executable, "-P", "-m", module, str(theirs.fileno())]
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()], start_new_session=True, env=_environment(),

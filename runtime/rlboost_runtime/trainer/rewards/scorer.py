@@ -1,8 +1,8 @@
 """Computes a response's reward: the user's function or a built-in one in a pool of processes, or an
 endpoint.
 
-A reward that fails scores 0 and is counted (`outcome.py`). A function that cannot
-even be loaded is a `ConfigError` at the start.
+A reward that fails scores 0 and is counted (`outcome`). A function that cannot be loaded is a `ConfigError`
+at the start.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import psutil
@@ -19,9 +18,8 @@ import psutil
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import BUILT_IN_REWARDS, HttpReward, Job
 from rlboost_runtime.trainer.rewards.http import HttpRewards
-from rlboost_runtime.trainer.rewards.outcome import Reward
+from rlboost_runtime.trainer.rewards.outcome import Reward, RewardCall, Setup
 from rlboost_runtime.trainer.rewards.pool import RewardPool
-from rlboost_runtime.trainer.rewards.types import RewardCall, Setup
 
 __all__ = ["RewardCall", "RewardScorer"]
 
@@ -67,9 +65,7 @@ class RewardScorer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def submit(self, call: RewardCall) -> Future[Reward]:

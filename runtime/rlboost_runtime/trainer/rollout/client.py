@@ -27,8 +27,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import NoReturn, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -131,13 +130,11 @@ class RolloutClient:
         self.stream.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self.publisher.__exit__(kind, error, trace)
         finally:
-            self.stream.__exit__(kind, error, trace)
+            self.stream.close()
 
     # --- what the job says ---------------------------------------------------------------------------------
 
@@ -146,7 +143,7 @@ class RolloutClient:
         model = self.job.model
         if isinstance(model, TinyModel):
             bare = model.model_copy(update={"warmup": None})
-            folder, _ = prepare(self.job, bare, self.run.files, warm=lambda policy: _no_warmup())
+            folder, _ = prepare(self.job, bare, self.run.files, warm=None)
             return str(folder)
         folder = self.run.files / model
         return str(folder) if folder.is_dir() else model
@@ -310,10 +307,6 @@ class RolloutClient:
     def failed(self, problem: str, remedy: str) -> None:
         """Report why the run cannot go on and what a person should do; exit with status 78 afterwards."""
         self.stream.failed(problem, remedy)
-
-
-def _no_warmup() -> NoReturn:
-    raise AssertionError("a bare tiny model has no warm-up")
 
 
 def _completion(response: FinishedResponse) -> Completion:

@@ -11,13 +11,12 @@ import contextlib
 import logging
 import threading
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import replace
 
 from rlboost_runtime.errors import RLBoostError, RuntimeFault
 from rlboost_runtime.logs import event
 from rlboost_runtime.protocol.messages import Message, TrainerCommand, TrainerWelcome
-from rlboost_runtime.protocol.session import DIAL_TIMEOUT_S, Conversation, CoordinatorSession
+from rlboost_runtime.protocol.session import Conversation, CoordinatorSession
 from rlboost_runtime.seams import SystemClock, Transport
 
 log = logging.getLogger(__name__)
@@ -25,39 +24,16 @@ log = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 5.0
 
 
-class Connect(Protocol):
-    """`rlboost_runtime.protocol.transport.connect`, or a scripted one in tests."""
-
-    def __call__(
-        self, url: str, token: str, certificate_pem: str, *, timeout_s: float
-    ) -> Awaitable[Transport]:
-        """Open a connection."""
-
-
-@dataclass(frozen=True, slots=True)
-class Dialling:
-    """Where and how to connect. `url` is asked before each dial; None: not known yet."""
-
-    url: Callable[[], str | None]
-    token: str
-    certificate_pem: str
-    connect: Connect
-
-    async def __call__(self) -> Transport:
-        """Open a connection. Raises `ConnectionError` or `RLBoostError`."""
-        url = self.url()
-        if url is None:
-            raise ConnectionError("the coordinator's address is not known yet")
-        return await self.connect(url, self.token, self.certificate_pem, timeout_s=DIAL_TIMEOUT_S)
-
-
 class CoordinatorLink:
-    """See the module. All callbacks are called on the link's thread, `welcomed` under the lock."""
+    """See the module. All callbacks are called on the link's thread, `welcomed` under the lock.
+
+    `dial` opens a connection; it raises `ConnectionError` or `RLBoostError`.
+    """
 
     def __init__(
         self,
         changed: threading.Condition,
-        dialling: Dialling,
+        dial: Callable[[], Awaitable[Transport]],
         conversation: Conversation[TrainerWelcome, TrainerCommand],
     ) -> None:
         self._changed = changed
@@ -70,7 +46,7 @@ class CoordinatorLink:
         self._serving: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._run_loop, name="coordinator-link")
         self._session = CoordinatorSession(
-            dialling,
+            dial,
             replace(conversation, welcomed=self._welcomed, sent=self._sent, lost=self._lost),
             SystemClock(),
         )

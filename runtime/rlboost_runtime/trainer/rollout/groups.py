@@ -4,6 +4,12 @@ rewards are in.
 Rules: each token keeps the logprob of the segment that produced it; a response cut by a
 migration is not truncated, only `length` is; a quarantined response is masked out of the loss and of its
 group's statistics; with `mask_truncated` a truncated one only out of the loss.
+
+Steps may be requested while an earlier one is trained (`RequestedSteps`): step m while step n is the next to
+be trained if m <= n + max_staleness, and only once all groups of step m - 1 have arrived. It is rolled out
+whole under the version published last, and is trained after n' <= max_staleness further updates: no token is
+older than that. A response is never cut because a version was published. With `max_staleness` 0 nothing is
+requested ahead.
 """
 
 from __future__ import annotations
@@ -11,7 +17,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -70,6 +77,73 @@ class PendingGroup:
     group: int
     prompt: Prompt
     responses: Sequence[_PendingResponse]
+
+
+Group = TypeVar("Group")
+
+
+@dataclass(slots=True)
+class RequestedStep(Generic[Group]):
+    """A step that was requested and is not trained yet."""
+
+    step: int
+    policy_version: int
+    updates: int
+    """Steps whose updates are in that version."""
+    prompts: list[Prompt]
+    arrived: list[Group] = field(default_factory=list)
+    """Groups that have arrived, in that order."""
+
+    @property
+    def is_complete(self) -> bool:
+        """True once all its groups have arrived."""
+        return len(self.arrived) == len(self.prompts)
+
+    @property
+    def staleness(self) -> int:
+        """Updates between the weights that made its tokens and those that are trained with them."""
+        return self.step - self.updates
+
+
+class RequestedSteps(Generic[Group]):
+    """The steps under way, oldest first. Invariant: all but the newest one are complete."""
+
+    def __init__(self, max_staleness: int, num_steps: int) -> None:
+        self._max_staleness = max_staleness
+        self._num_steps = num_steps
+        self._steps: dict[int, RequestedStep[Group]] = {}
+
+    @property
+    def newest(self) -> RequestedStep[Group]:
+        """The step whose groups are arriving, or have arrived."""
+        return self._steps[max(self._steps)]
+
+    def get(self, step: int) -> RequestedStep[Group] | None:
+        """Return a step, if it was requested."""
+        return self._steps.get(step)
+
+    def add(self, requested: RequestedStep[Group]) -> None:
+        """Add the newest step."""
+        assert requested.staleness <= self._max_staleness
+        assert all(each.is_complete and each.step < requested.step for each in self._steps.values())
+        self._steps[requested.step] = requested
+
+    def remove(self, step: int) -> None:
+        """Remove a step that was trained."""
+        del self._steps[step]
+
+    def next_ahead(self, training: int) -> int | None:
+        """Return the step to request now, while step `training` is the oldest that is not trained."""
+        if not self.newest.is_complete:
+            return None
+        following = self.newest.step + 1
+        return (
+            following if following < self._num_steps and following <= training + self._max_staleness else None
+        )
+
+    def versions(self) -> list[list[int]]:
+        """Return [step, policy version, updates] of all: what a resumed trainer requests again."""
+        return [[each.step, each.policy_version, each.updates] for each in self._steps.values()]
 
 
 class GroupScorer:

@@ -3,10 +3,8 @@
 All values are floats. Rewards are the plain ones, without the overlong term; lengths are in tokens; a share
 is of the step's responses unless its name says otherwise.
 
-Samples for people: a few responses per step in `samples.jsonl`, shown by `rlboost samples`.
-
-Of each step the best, the worst and one in between by reward, the shortest first among equals: always the
-same ones for the same step.
+Samples for people (`samples.jsonl`, shown by `rlboost samples`): of each step the best, the worst and one in
+between by reward, the shortest first among equals: always the same ones for the same step.
 """
 
 from __future__ import annotations

@@ -1,17 +1,5 @@
 """A trainer's conversation with the coordinator: request a step, take its groups as they finish, hold
-the GPU lease.
-
-Usable by any trainer, ours is `loop.py`::
-
-    with StepStream.for_run(run) as stream:
-        stream.on_recall(move_everything_off_the_gpu)
-        stream.publish(VersionPublishedMessage(0, digest, num_bytes, seconds))
-        stream.request_step(0, 0, prompts, group_size=8, max_response_tokens=4096)
-        while groups := stream.next_groups(min_responses=16):   # [] once all groups were returned
-            stream.hold_lease()                                 # blocks while others have the GPU
-            train(groups)
-            stream.answer_recall()
-        stream.trained(StepTrainedMessage(...))
+the GPU lease. `loop.py` shows its use; `RolloutClient` is the simpler way in for other trainers.
 
 Guarantees, while the coordinator may restart at any moment:
 
@@ -33,13 +21,13 @@ trainer loses for want of responses (t_train^wait of the paper's Algorithm 1).
 
 from __future__ import annotations
 
+import operator
 import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from types import TracebackType
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import astuple, dataclass
 from typing import Any, Generic, Self, TypeVar, cast
 
 import msgspec
@@ -66,10 +54,11 @@ from rlboost_runtime.protocol.messages import (
     VersionPublishedMessage,
     trainer_command_decoder,
 )
-from rlboost_runtime.protocol.session import Conversation
+from rlboost_runtime.protocol.session import DIAL_TIMEOUT_S, Conversation
 from rlboost_runtime.run import security
 from rlboost_runtime.run.folder import RunFolder, read_json
-from rlboost_runtime.trainer.rollout.coordinator_link import Connect, CoordinatorLink, Dialling
+from rlboost_runtime.seams import Transport
+from rlboost_runtime.trainer.rollout.coordinator_link import CoordinatorLink
 
 Group = TypeVar("Group")
 Made = TypeVar("Made")
@@ -87,18 +76,10 @@ class Waits:
     """For the GPU, with groups at hand."""
 
     def __add__(self, other: Waits) -> Waits:
-        return Waits(
-            self.with_lease_s + other.with_lease_s,
-            self.without_lease_s + other.without_lease_s,
-            self.for_lease_s + other.for_lease_s,
-        )
+        return Waits(*map(operator.add, astuple(self), astuple(other)))
 
     def __sub__(self, other: Waits) -> Waits:
-        return Waits(
-            self.with_lease_s - other.with_lease_s,
-            self.without_lease_s - other.without_lease_s,
-            self.for_lease_s - other.for_lease_s,
-        )
+        return Waits(*map(operator.sub, astuple(self), astuple(other)))
 
 
 class StepStream(Generic[Group]):
@@ -111,7 +92,7 @@ class StepStream(Generic[Group]):
         certificate_pem: str,
         url: Callable[[], str | None],
         *,
-        connect: Connect = transport.connect,
+        connect: Callable[..., Awaitable[Transport]] = transport.connect,
     ) -> None:
         """`url` is asked before each dial for the coordinator's URL; None: not known yet."""
         self.waits = Waits()
@@ -134,13 +115,16 @@ class StepStream(Generic[Group]):
         self._next_request: StepStartedMessage | None = None  # its version is being published
         self._final: RunFinished | RunFailed | None = None
 
-        self._link = CoordinatorLink(
-            self._changed,
-            Dialling(url, token, certificate_pem, connect),
-            Conversation(
-                TrainerWelcome, trainer_command_decoder, self._hello, self._on_welcome, self._on_command
-            ),
+        async def dial() -> Transport:
+            known = url()
+            if known is None:
+                raise ConnectionError("the coordinator's address is not known yet")
+            return await connect(known, token, certificate_pem, timeout_s=DIAL_TIMEOUT_S)
+
+        conversation = Conversation(
+            TrainerWelcome, trainer_command_decoder, self._hello, self._on_welcome, self._on_command
         )
+        self._link = CoordinatorLink(self._changed, dial, conversation)
 
     @classmethod
     def for_run(cls, run: RunFolder) -> StepStream[DeliverGroupMessage]:
@@ -169,9 +153,7 @@ class StepStream(Generic[Group]):
         self._link.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -14,11 +14,18 @@ extras of `kernels` compressed by zstd, the codes and extras of `codes` likewise
 Guarantees: applied to the right base a delta gives the very bytes; applied to anything else, or damaged, it
 gives other bytes or `BadDelta`, which is why every restored chunk is checked before it is used
 (`weights.pull.restore`).
+
+A version offers a delta from the version before it, and those that this one already had (`add_deltas`). They
+lie beside the version's own files, older ones as hard links, so that a version stays complete in itself and
+one lease covers all of it. A delta is offered only where it pays: together with those after it, it takes less
+than `MAX_SHARE` of the full file. Nothing is lost by leaving one out: every version can be fetched whole.
 """
 
 from __future__ import annotations
 
 import mmap
+import os
+import shutil
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -27,18 +34,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
 from typing import Self, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import zstandard
 
+from rlboost_runtime.errors import ProtocolError
+from rlboost_runtime.weights import manifest as manifests
 from rlboost_runtime.weights.delta import codes as delta_codes
 from rlboost_runtime.weights.delta import kernels as delta_kernels
 from rlboost_runtime.weights.delta.codes import FindCodes
 from rlboost_runtime.weights.delta.kernels import Bytes, FindChanges, Patterns
-from rlboost_runtime.weights.manifest import Chunk
+from rlboost_runtime.weights.manifest import DELTA_PREFIX, Chunk, Delta, File, Manifest, describe_file
 
 MAGIC = b"RLBdelta"
 ZSTD_LEVEL = 1
@@ -55,15 +64,7 @@ _SAMPLE = 1021
 more. A prime number, so that it is not always the same columns of a tensor."""
 
 _SAME, _TOKENS, _WHOLE, _CODES = 0, 1, 2, 3
-_ROW = np.dtype(
-    [
-        ("kind", "<u4"),
-        ("main", "<u4"),
-        ("extras", "<u4"),
-        ("packed_main", "<u4"),
-        ("packed_extras", "<u4"),
-    ]
-)
+_ROW = np.dtype([(name, "<u4") for name in ("kind", "main", "extras", "packed_main", "packed_extras")])
 _TRAILER = struct.Struct("<8sQQ")
 _AHEAD_PER_THREAD = 3  # chunks in work: bounds memory, keeps threads busy
 
@@ -134,6 +135,68 @@ def write_delta(
     return DeltaStats(target.stat().st_size, num_changed / max(1, size // 2))
 
 
+TARGET = "model.safetensors"
+MAX_THREADS = 8
+"""The trainer uses the head's cores too."""
+
+
+def add_deltas(
+    base_folder: Path,
+    folder: Path,
+    manifest: Manifest,
+    max_deltas: int,
+    chunk_bytes: int,
+    finder: Finder | None = None,
+) -> Manifest:
+    """Write deltas into `folder`, which holds the files of `manifest`; return it with them.
+
+    `base_folder`: the version before, held by the caller; `finder`: as `write_delta` has it. Without
+    deltas where that one has another layout, the very same weights, or too much has changed. Raises
+    `OSError`.
+    """
+    try:
+        base = manifests.read_manifest(base_folder)
+    except ProtocolError:
+        return manifest
+    target = _target(manifest)
+    if target is None or base.tensors != manifest.tensors or target == _target(base):
+        return manifest
+    path = folder / f"{DELTA_PREFIX}{manifests.version_name(base.version)}.bin"
+    threads = min(os.cpu_count() or 1, MAX_THREADS)
+    stats = write_delta(
+        base_folder / TARGET, folder / TARGET, target.chunks, path, threads=threads, finder=finder
+    )
+    if stats is None:
+        return manifest
+    file = describe_file(path, chunk_bytes)
+    deltas = [Delta(base.version, base.content_digest, TARGET, file, round(stats.changed, 6))]
+    size = stats.num_bytes
+    for delta in base.deltas[: max_deltas - 1]:
+        size += delta.file.size
+        if size > MAX_SHARE * target.size or _grid(base) != _grid(manifest):
+            break
+        _link(base_folder / delta.file.name, folder / delta.file.name)
+        deltas.append(delta)
+    return msgspec.structs.replace(manifest, deltas=tuple(deltas))
+
+
+def _target(manifest: Manifest) -> File | None:
+    return next((file for file in manifest.files if file.name == TARGET), None)
+
+
+def _grid(manifest: Manifest) -> list[tuple[int, int]]:
+    """Return how the target is cut: deltas can follow one another only on the same chunks."""
+    target = _target(manifest)
+    return [] if target is None else [(chunk.offset, chunk.length) for chunk in target.chunks]
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(source, target)
+
+
 class DeltaFile:
     """An opened delta file. `apply` may be called by several threads. Raises `BadDelta` where it is none."""
 
@@ -190,9 +253,7 @@ class DeltaFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

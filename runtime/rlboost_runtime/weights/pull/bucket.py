@@ -28,8 +28,9 @@ from obstore import exceptions
 from obstore.store import from_url
 
 from rlboost_runtime.errors import ProtocolError, RuntimeFault
+from rlboost_runtime.run.folder import RunFolder
 from rlboost_runtime.weights import manifest as manifests
-from rlboost_runtime.weights.manifest import MANIFEST, File, Manifest
+from rlboost_runtime.weights.manifest import MANIFEST, MAX_MANIFEST_BYTES, File, Manifest
 from rlboost_runtime.weights.pull.range_client import Absent, Damaged, Fill, Unusable
 
 if TYPE_CHECKING:
@@ -45,7 +46,6 @@ MOST_PARTS = 9000
 """Of one upload; S3 takes 10,000."""
 UPLOADS = 4
 """Parts in memory at once."""
-MAX_MANIFEST_BYTES = 256 * 1024 * 1024
 _FILES = "files"
 
 T = TypeVar("T")
@@ -65,6 +65,11 @@ def open_bucket(url: str, timeout_s: float) -> ObjectStore:
             f"weights.bucket {url!r} cannot be used: {first_line(exc)}",
             "give a URL such as s3://BUCKET/PREFIX",
         ) from exc
+
+
+def open_output(run: RunFolder, output: str, timeout_s: float) -> ObjectStore:
+    """Return the run's place at a job's `output`: a bucket's URL, or the path of a folder."""
+    return open_bucket(run.place_in(f"file://{output}" if output.startswith("/") else output), timeout_s)
 
 
 def upload(bucket: ObjectStore, folder: Path) -> int:

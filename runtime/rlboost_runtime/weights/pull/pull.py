@@ -32,7 +32,7 @@ from rlboost_runtime.weights.child_pipe import (
     SourceKind,
     TransferSettings,
 )
-from rlboost_runtime.weights.manifest import MANIFEST, Delta, Manifest
+from rlboost_runtime.weights.manifest import MANIFEST, MAX_MANIFEST_BYTES, Delta, Manifest
 from rlboost_runtime.weights.pull.chunk_scheduler import ChunkRange, ChunkScheduler, SourceState
 from rlboost_runtime.weights.pull.range_client import Absent, Damaged, RangeStream, Unusable
 from rlboost_runtime.weights.pull.sources import (
@@ -62,7 +62,6 @@ SPARE_S = 0.5
 """How often streams in reserve check whether the others leave cores idle, so that more could help."""
 SPARE_BELOW = 1 / 3
 """Streams that use less of a core each than this are idling: where the head shares the cores, it is 0.6."""
-MAX_MANIFEST_BYTES = 256 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,13 +223,8 @@ class _Pull:
         for source, opened in self._sources:
             is_peer = source.kind is SourceKind.PEER
             rank = 0 if is_peer else self._ranks[source.usd_per_gb]
-            state = SourceState(
-                source.name,
-                is_peer,
-                rank,
-                is_extra=source.kind is not SourceKind.HEAD,
-                has=b"" if is_peer else None,
-            )
+            is_extra, has = source.kind is not SourceKind.HEAD, b"" if is_peer else None
+            state = SourceState(source.name, is_peer, rank, is_extra=is_extra, has=has)
             scheduler.add_source(state)
             if not self._request.serves:
                 opened.left_bytes = size

@@ -101,6 +101,7 @@ class RangeStream:
     """
 
     step_bytes = 512 * 1024
+    """How many bytes to read of a range at once: all that is read in one step arrives together."""
 
     def __init__(self, source: WeightSource) -> None:
         self._source = source

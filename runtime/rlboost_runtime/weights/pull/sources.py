@@ -18,10 +18,10 @@ from __future__ import annotations
 import fcntl
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from rlboost_runtime.errors import ProtocolError
 from rlboost_runtime.weights import manifest as manifests
@@ -32,45 +32,23 @@ from rlboost_runtime.weights.child_pipe import (
     SourceKind,
     TransferSettings,
 )
-from rlboost_runtime.weights.pull.range_client import Fill, WeightSource
+from rlboost_runtime.weights.pull.range_client import RangeStream, WeightSource
 from rlboost_runtime.weights.store.part_folder import part_folder
 from rlboost_runtime.weights.store.store import VersionGone, WeightStore
+
+if TYPE_CHECKING:
+    from rlboost_runtime.weights.pull.bucket import BucketSource, BucketStream
 
 PEER_CONNECT_S = 2.0
 """A neighbour answers in milliseconds or not at all."""
 
 
-class Stream(Protocol):
-    """Reads from one source, one request at a time; for one thread.
-
-    Raises `range_client.Unusable` for what may pass, `Absent` where the source does not have the version,
-    `Damaged` where it has something else, and an `RLBoostError` for what is final.
-    """
-
-    step_bytes: int
-    """How many bytes to read of a range at once: all that is read in one step arrives together."""
-
-    def read_file(self, name: str, max_bytes: int) -> bytes:
-        """Return a whole file of at most `max_bytes`."""
-
-    def open_range(self, name: str, start: int, end: int, size: int) -> AbstractContextManager[Fill]:
-        """Request bytes [start, end) of a file of `size` bytes; yield what reads them."""
-
-    def abort(self) -> None:
-        """Make a thread that waits on this stream fail soon. For other threads."""
-
-    def close(self) -> None:
-        """Close; idempotent."""
-
-
-class VersionSource(Protocol):
-    """One version at one source. May be shared by threads; each takes a `stream` of its own."""
-
-    left_bytes: int | None
-    """What is still to pull, sent to the source for its shares; None: not sent."""
-
-    def stream(self) -> Stream:
-        """Return a new stream; it connects when first used."""
+Stream: TypeAlias = "RangeStream | BucketStream"
+"""Reads from one source, one request at a time; for one thread. Raises `range_client.Unusable` for what may
+pass, `Absent` where the source does not have the version, `Damaged` where it has something else, and an
+`RLBoostError` for what is final."""
+VersionSource: TypeAlias = "WeightSource | BucketSource"
+"""One version at one source. May be shared by threads; each takes a `stream` of its own."""
 
 
 def open_source(
@@ -141,11 +119,7 @@ def link_version(store: Path, version: int, folder: Path, digest: str) -> Path |
         return None
     try:
         with WeightStore(store).read(version) as hold:
-            manifest = manifests.read_manifest(hold.folder)
-            if digest not in ("", manifest.content_digest):
-                return None
-            with part_folder(folder, manifest) as part:
-                return part.adopt(hold.folder)
+            return _adopt(hold.folder, folder, digest)
     except (VersionGone, ProtocolError):
         return None
 
@@ -153,17 +127,19 @@ def link_version(store: Path, version: int, folder: Path, digest: str) -> Path |
 def link_sibling(siblings: Sequence[Path], version: int, folder: Path, digest: str) -> Path | None:
     """Link `version` from the folder of another engine that has it whole, as `link_version` does."""
     for sibling in siblings:
-        source = sibling / manifests.version_name(version)
-        try:
-            manifest = manifests.read_manifest(source)
-        except ProtocolError:
-            continue
-        if digest in ("", manifest.content_digest):
-            with part_folder(folder, manifest) as part:
-                linked = part.adopt(source)
+        with suppress(ProtocolError):
+            linked = _adopt(sibling / manifests.version_name(version), folder, digest)
             if linked is not None:
                 return linked
     return None
+
+
+def _adopt(source: Path, folder: Path, digest: str) -> Path | None:
+    manifest = manifests.read_manifest(source)
+    if digest not in ("", manifest.content_digest):
+        return None
+    with part_folder(folder, manifest) as part:
+        return part.adopt(source)
 
 
 @contextmanager

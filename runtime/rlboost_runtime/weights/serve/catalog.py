@@ -10,10 +10,9 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from rlboost_runtime.errors import ProtocolError
 from rlboost_runtime.weights import manifest as manifests
@@ -60,22 +59,6 @@ class Entry:
         return False
 
 
-class Catalog(Protocol):
-    """Finds versions. Methods may be called by any thread."""
-
-    def latest(self) -> int | None:
-        """Return the highest version, None where there is none."""
-
-    def reading(self, version: int) -> AbstractContextManager[Entry]:
-        """Hold a version within a context. Raises `VersionGone`, `ProtocolError` on a broken manifest."""
-
-    def tidy(self) -> None:
-        """Release what is no longer read; called at short intervals."""
-
-    def close(self) -> None:
-        """Release everything."""
-
-
 @dataclass(slots=True)
 class _Held:
     hold: ReadHold
@@ -99,7 +82,8 @@ class StoreCatalog:
 
     @contextmanager
     def reading(self, version: int) -> Iterator[Entry]:
-        """Hold the version, which no publication deletes meanwhile."""
+        """Hold the version, which no publication deletes meanwhile. Raises `VersionGone`, `ProtocolError` on
+        a broken manifest."""
         with self._lock:
             held = self._held.get(version)
             if held is None:
@@ -185,6 +169,10 @@ class PulledCatalog:
             self._manifests.pop(path, None)
             return None
         return known[2]
+
+
+Catalog = StoreCatalog | PulledCatalog
+"""Finds versions. Methods may be called by any thread; `tidy` is called at short intervals."""
 
 
 def _is_laid_out(path: Path, manifest: Manifest) -> bool:

@@ -31,6 +31,7 @@ from rlboost_runtime.errors import ProtocolError, RuntimeFault
 from rlboost_runtime.run.folder import write_atomically
 from rlboost_runtime.weights import manifest as manifests
 from rlboost_runtime.weights.manifest import MANIFEST, Chunk, Delta, File, Manifest
+from rlboost_runtime.weights.store.store import try_lock
 
 PART = ".part"
 VERIFIED = ".verified"
@@ -227,11 +228,8 @@ class PartFolder:
     def _drop_other_content(self) -> None:
         """Keep what a former pull left only if it is of the same content."""
         try:
-            former = manifests.read_manifest(self._path)
-            same = (former.content_digest, former.deltas) == (
-                self._manifest.content_digest,
-                self._manifest.deltas,
-            )
+            former, now = manifests.read_manifest(self._path), self._manifest
+            same = (former.content_digest, former.deltas) == (now.content_digest, now.deltas)
         except ProtocolError:
             same = False
         num_chunks = len(all_pieces(self._manifest))
@@ -287,16 +285,7 @@ def _lock_waiting(path: Path) -> int:
 
 def _try_lock(path: Path) -> int | None:
     """Lock the part folder and return the open file of marks; None if it is locked or gone."""
-    try:
-        fd = os.open(path / VERIFIED, os.O_RDWR | os.O_CREAT, 0o600)
-    except FileNotFoundError:
-        return None
-    with suppress(BlockingIOError, FileNotFoundError):
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(fd), (path / VERIFIED).stat()):
-            return fd
-    os.close(fd)
-    return None
+    return try_lock(path / VERIFIED, fcntl.LOCK_EX, os.O_RDWR | os.O_CREAT)
 
 
 def _open_files(path: Path, files: Sequence[File], flags: int) -> dict[str, int]:

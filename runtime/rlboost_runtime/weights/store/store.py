@@ -79,7 +79,7 @@ class WeightStore:
     """The versions in one folder; the newest `keep` stay; files are digested in chunks of `chunk_bytes`.
 
     With `max_deltas` above 0 a new version also gets deltas from up to so many versions before it, where they
-    pay (`weights.store.delta_chain`); `finder` finds what changed, None: on the CPU.
+    pay (`weights.delta.file`); `finder` finds what changed, None: on the CPU.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class WeightStore:
     def read(self, version: int) -> ReadHold:
         """Hold a version for reading. Raises `VersionGone`."""
         folder = self.path(version)
-        fd = _lock(folder / LEASE, fcntl.LOCK_SH)
+        fd = try_lock(folder / LEASE, fcntl.LOCK_SH)
         if fd is None:
             raise VersionGone(f"no version {version}")
         return ReadHold(folder, fd)
@@ -211,9 +211,7 @@ class WeightStore:
         earlier = [version for version in self.versions() if version < manifest.version]
         if not earlier or not _is_mostly_16_bit(manifest):
             return manifest
-        from rlboost_runtime.weights.store.delta_chain import (  # numba: a second to import
-            add_deltas,
-        )
+        from rlboost_runtime.weights.delta.file import add_deltas  # numba: a second to import
 
         try:
             with self.read(earlier[-1]) as hold:
@@ -259,13 +257,13 @@ def _is_mostly_16_bit(manifest: Manifest) -> bool:
     return 2 * short > sum(tensor.length for tensor in manifest.tensors)
 
 
-def _lock(path: Path, kind: int) -> int | None:
-    """Lock the file without waiting; None if it is gone or locked by others.
+def try_lock(path: Path, kind: int, flags: int = os.O_RDWR) -> int | None:
+    """Open the file and lock it without waiting; None if it is gone or locked by others.
 
     A lock counts only on the file that still has the name: a version is locked before it is deleted.
     """
     try:
-        fd = os.open(path, os.O_RDWR)
+        fd = os.open(path, flags, 0o600)
     except FileNotFoundError:
         return None
     try:
@@ -283,7 +281,7 @@ def _lock(path: Path, kind: int) -> int | None:
 
 def _delete(folder: Path) -> bool:
     """Delete the folder unless its lease is held; return True if it was deleted."""
-    fd = _lock(folder / LEASE, fcntl.LOCK_EX)
+    fd = try_lock(folder / LEASE, fcntl.LOCK_EX)
     if fd is None:
         return False
     try:

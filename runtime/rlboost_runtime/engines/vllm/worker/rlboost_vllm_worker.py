@@ -94,9 +94,7 @@ def repack_embeddings(model: torch.nn.Module) -> None:
 
 def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     with safe_open(path, framework="pt", device="cpu") as file:
-        for name in sorted(
-            file.keys(), key=_natural
-        ):  # a layer's tensors together: they are processed at once
+        for name in sorted(file.keys(), key=_natural):  # a layer's tensors together: they load at once
             yield name, file.get_tensor(name)
 
 
