@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlboost_runtime.engines.base import (
-    Capabilities,
     EngineOutput,
     EngineProgress,
     EngineSpec,
+    KvCache,
     LoadFailed,
     Request,
 )
@@ -83,10 +83,10 @@ class EmulatedEngine:
         self._generated = 0
 
     @property
-    def capabilities(self) -> Capabilities:
+    def kv_cache(self) -> KvCache:
         """Slots, and one full context for each of them."""
         spec = self._spec
-        return Capabilities(spec.max_running, spec.max_running * spec.max_context_tokens, can_sleep=True)
+        return KvCache(spec.max_running * spec.max_context_tokens, 1)
 
     @property
     def version(self) -> int | None:

@@ -14,15 +14,17 @@ import socket
 import sys
 from collections import deque
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 from rlboost_runtime.engines.base import (
-    Capabilities,
+    NO_PROGRESS,
     EngineDied,
     EngineOutput,
     EngineProgress,
     EngineSpec,
+    KvCache,
     LoadFailed,
     Request,
     device_environment,
@@ -77,15 +79,15 @@ class TransformersEngine:
         self._outputs: deque[EngineOutput] = deque()
         self._news = asyncio.Event()
         self._holding = False
-        self._progress = EngineProgress(0, 0, 0, 0)
+        self._progress = NO_PROGRESS
+        self._kv_cache: KvCache | None = None
         self.phases_s: dict[str, float] = {}
         """Seconds of the child's start, by phase."""
 
     @property
-    def capabilities(self) -> Capabilities:
-        """Slots, and one full context for each of them."""
-        spec = self._spec
-        return Capabilities(spec.max_running, spec.max_running * spec.max_context_tokens, can_sleep=True)
+    def kv_cache(self) -> KvCache | None:
+        """The child's paged cache; None before the first load."""
+        return self._kv_cache
 
     @property
     def version(self) -> int | None:
@@ -148,6 +150,7 @@ class TransformersEngine:
         done = await self._call(LoadWeights(self._ticket(), version, str(folder)), COMMAND_TIMEOUT_S)
         if done.problem:
             raise LoadFailed(f"version {version} does not load: {done.problem}", self._see_log())
+        self._kv_cache = done.kv_cache
         self._version = version
 
     async def greedy(self, token_ids: list[int], max_new_tokens: int) -> tuple[list[int], list[float]]:
@@ -202,8 +205,7 @@ class TransformersEngine:
                 if waiting is not None and not waiting.done():
                     waiting.set_result(done)
             case Alive(counter=counter):
-                old = self._progress
-                self._progress = EngineProgress(counter, old.running, old.waiting, old.tokens_generated)
+                self._progress = replace(self._progress, counter=counter)
             case Ready(phases_s=phases_s):
                 self.phases_s = phases_s
                 self._ready.set()
@@ -223,7 +225,9 @@ class TransformersEngine:
 
     def _on_tokens(self, tokens: Tokens) -> None:
         generated = self._progress.tokens_generated + len(tokens.output.token_ids)
-        self._progress = EngineProgress(tokens.counter, tokens.running, tokens.waiting, generated)
+        self._progress = EngineProgress(
+            tokens.counter, tokens.running, tokens.waiting, generated, 0, tokens.kv_free_tokens
+        )
         self._outputs.append(tokens.output)
         self._news.set()
         if not self._holding and len(self._outputs) > MAX_UNREAD_STEPS:
