@@ -80,8 +80,8 @@ def test_a_run_on_vllm_goes_on_through_kills(cli: Cli) -> None:
     cli.assert_gone("on-vllm")
 
 
-def test_a_small_cache_is_known_booked_and_never_preempted(cli: Cli) -> None:
-    """The server allocates 1 MiB; slots alone would let four times as much in as fits."""
+def test_a_small_cache_is_known_and_bounds_what_is_sent(cli: Cli) -> None:
+    """The server allocates 1 MiB, which holds far fewer responses than there are slots."""
     job = cli.job(
         "small-cache",
         algorithm={"steps": 3, "max_response_tokens": SMALL_CONTEXT},
@@ -107,4 +107,4 @@ def test_a_small_cache_is_known_booked_and_never_preempted(cli: Cli) -> None:
     assert {row["kv_block_tokens"] for row in seen} == {32}
     assert [row["kv_tokens"] for row in seen] == pytest.approx([num_tokens] * len(seen), rel=0.01)
     assert any(row["kv_free_tokens"] < num_tokens / 2 for row in seen), "it was full, or nothing is shown"
-    assert max(row["engine_preemptions"] for row in seen) == 0
+    assert 0 < max(row["in_flight"] for row in seen) < 16, "slots alone would let 16 in"
