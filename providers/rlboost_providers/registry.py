@@ -10,7 +10,7 @@ from operator import itemgetter
 from pathlib import Path
 
 from rlboost_providers.base.provider import Ability, CanSweep, Provider
-from rlboost_providers.base.traits import cloud_traits
+from rlboost_providers.base.traits import egress_micro_usd_per_gb
 from rlboost_runtime.core.base.cost_model import Prices
 from rlboost_runtime.errors import ConfigError, RLBoostError
 from rlboost_runtime.job import CloudOffer, Job, LocalOffer, SshOffer, Trainer
@@ -120,10 +120,18 @@ def prices_of(job: Job) -> Prices:
 def prices_beside(job: Job, head: float | None) -> Prices:
     """Return the same for a head of which `head_usd_per_hour` is known already: SkyPilot takes its time."""
     offer = cheapest_offer(job)
-    egress = 0.0
-    if isinstance(offer, CloudOffer):
-        egress = cloud_traits(offer.cloud).egress_micro_usd_per_gb(offer.egress_usd_per_gb) / 1e6
-    return Prices(head or 0.0, expected_usd_per_hour(offer) or 0.0, egress)
+    return Prices(head or 0.0, expected_usd_per_hour(offer) or 0.0, egress_usd_per_gb(job, offer))
+
+
+def egress_usd_per_gb(job: Job, offer: LocalOffer | SshOffer | CloudOffer) -> float:
+    """Return what a gigabyte of weights from the job's head to a machine of `offer` costs."""
+    match offer:
+        case LocalOffer():
+            return 0.0
+        case SshOffer():
+            return egress_micro_usd_per_gb(job.trainer.place, None, None) / MICRO_USD_PER_USD
+    micro_usd = egress_micro_usd_per_gb(job.trainer.place, offer.infra, offer.egress_usd_per_gb)
+    return micro_usd / MICRO_USD_PER_USD
 
 
 def providers_of(job: Job, run: RunFolder) -> dict[str, Provider]:
@@ -137,19 +145,21 @@ def providers_of(job: Job, run: RunFolder) -> dict[str, Provider]:
 
         providers["local"] = LocalProvider(run.path, spot.local_offers, max_instances=spot.max_instances)
     if own := [offer for offer in spot.any_of if isinstance(offer, SshOffer)]:
-        providers["ssh"] = _ssh(own)
+        providers["ssh"] = _ssh(own, job.trainer.place)
     if direct := [offer for offer in clouds if offer.via == "direct"]:
-        providers |= _direct(direct, kinds)
+        providers |= _direct(direct, kinds, job.trainer.place)
     if through := [offer for offer in clouds if offer.via == "skypilot"]:
         from rlboost_providers.skypilot.provider import SkyPilotProvider
 
-        providers["skypilot"] = SkyPilotProvider(run.path, through, on_demand=False in kinds)
+        providers["skypilot"] = SkyPilotProvider(
+            run.path, through, on_demand=False in kinds, head_place=job.trainer.place
+        )
     for name, provider in providers.items():
         require_ends(name, provider, allowed=any(offer.allow_unlisted for offer in clouds))
     return providers
 
 
-def _ssh(offers: list[SshOffer]) -> Provider:
+def _ssh(offers: list[SshOffer], head: str | None) -> Provider:
     from rlboost_providers.base.tags import owner_of
     from rlboost_providers.ssh.provider import AS_IT_IS, SshPool, SshProvider
 
@@ -162,13 +172,14 @@ def _ssh(offers: list[SshOffer]) -> Provider:
             offer.python,
             offer.folder,
             offer.accelerators or AS_IT_IS,
+            egress_micro_usd_per_gb(head, None, None),
         )
         for offer in offers
     ]
     return SshProvider(pools, owner_of(home()))
 
 
-def _direct(offers: list[CloudOffer], kinds: tuple[bool, ...]) -> dict[str, Provider]:
+def _direct(offers: list[CloudOffer], kinds: tuple[bool, ...], head: str | None) -> dict[str, Provider]:
     from rlboost_providers.base.tags import owner_of
 
     owner = owner_of(home())
@@ -177,13 +188,13 @@ def _direct(offers: list[CloudOffer], kinds: tuple[bool, ...]) -> dict[str, Prov
         from rlboost_providers.aws import machines as aws
         from rlboost_providers.aws.provider import AwsProvider
 
-        aws_pools = [pool for spot in kinds for pool in aws.pools_of(of_aws, spot=spot)]
+        aws_pools = [pool for spot in kinds for pool in aws.pools_of(of_aws, spot=spot, head=head)]
         providers["aws"] = AwsProvider(aws_pools, owner)
     if of_gcp := [offer for offer in offers if offer.cloud == "gcp"]:
         from rlboost_providers.gcp import machines as gcp
         from rlboost_providers.gcp.provider import GcpProvider
 
-        gcp_pools = [pool for spot in kinds for pool in gcp.pools_of(of_gcp, spot=spot)]
+        gcp_pools = [pool for spot in kinds for pool in gcp.pools_of(of_gcp, spot=spot, head=head)]
         providers["gcp"] = GcpProvider(gcp_pools, owner)
     return providers
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rlboost_providers.base.egress import EgressOrigin, EgressPrices
 from rlboost_providers.base.traits import CloudTraits, ProviderTraits
 
 if TYPE_CHECKING:
@@ -18,10 +19,23 @@ def _azure_metadata() -> MetadataService:
     return AzureMetadata()
 
 
+_AZURE_EGRESS = EgressPrices(
+    region=0.0,  # between zones too
+    origins=(
+        EgressOrigin(r".*us\d?$|canada|$", 0.02, 0.05, 0.087),
+        EgressOrigin(
+            r".*(europe|uk|france|germany|sweden|switzerland|norway|poland|italy|spain)", 0.02, 0.05, 0.087
+        ),
+        EgressOrigin(r"brazil", 0.16, 0.16, 0.181),
+        EgressOrigin(r"", 0.08, 0.08, 0.12),
+    ),
+    source="https://azure.microsoft.com/pricing/details/bandwidth/",
+)
+
 PROVIDER = ProviderTraits(
     NAME,
     (
-        CloudTraits("azure", egress_usd_per_gb=0.087, metadata=_azure_metadata),
+        CloudTraits("azure", egress=_AZURE_EGRESS, metadata=_azure_metadata),
         CloudTraits("kubernetes", can_host_head=False),
         CloudTraits("k8s", can_host_head=False),
         CloudTraits("lambda"),

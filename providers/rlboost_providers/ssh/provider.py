@@ -55,6 +55,7 @@ class SshPool:
     python: str = "python3"
     folder: str = "~/.rlboost"
     accelerator: str = AS_IT_IS
+    egress_micro_usd_per_gb: int = 0
 
 
 class SshProvider:
@@ -94,6 +95,7 @@ class SshProvider:
                 price_micro_usd_per_hour=self._pools[host].price_micro_usd_per_hour,
                 spot=True,
                 source="job file",
+                egress_micro_usd_per_gb=self._pools[host].egress_micro_usd_per_gb,
             )
             for host in free
         ]
