@@ -35,10 +35,11 @@ def launch(
     from rlboost_cli.planning.agreement import agree, planned
     from rlboost_cli.runs.supervision import bring_up, want_training
     from rlboost_cli.runs.target import find_target
-    from rlboost_cli.terminal import output
+    from rlboost_cli.terminal import extras, output
     from rlboost_cli.views import screens
 
     target = find_target(job_or_run, resume=resume, say=output.progress)
+    extras.require(target.job)
     agree(planned(target.name, target.job), "launch?", yes=yes)
     with output.working("copying the job's files"):
         found = target.prepare(resume=resume, say=output.progress)

@@ -28,10 +28,11 @@ def up(
     from rlboost_cli.planning.agreement import agree, planned
     from rlboost_cli.runs.supervision import bring_up
     from rlboost_cli.runs.target import find_target
-    from rlboost_cli.terminal import output
+    from rlboost_cli.terminal import extras, output
     from rlboost_cli.views import screens
 
     target = find_target(job, resume=False, say=output.progress)
+    extras.require(target.job)
     agree(planned(target.name, target.job), "up?", yes=yes)
     with output.working("copying the job's files"):
         found = target.prepare(resume=False, say=output.progress)
