@@ -10,7 +10,7 @@ from operator import itemgetter
 
 from rlboost_providers.base.provider import Ability, CanSweep, Provider
 from rlboost_providers.base.tags import owner_of
-from rlboost_providers.base.traits import cloud_traits
+from rlboost_providers.base.traits import egress_micro_usd_per_gb
 from rlboost_runtime.core.base.cost_model import Prices
 from rlboost_runtime.errors import ConfigError, RLBoostError
 from rlboost_runtime.job import CloudOffer, Job, LocalOffer, SshOffer, Trainer
@@ -112,10 +112,18 @@ def prices_of(job: Job) -> Prices:
 def prices_beside(job: Job, head: float | None) -> Prices:
     """Return the same for a head of which `head_usd_per_hour` is known already: SkyPilot takes its time."""
     offer = cheapest_offer(job)
-    egress = 0.0
-    if isinstance(offer, CloudOffer):
-        egress = cloud_traits(offer.cloud).egress_micro_usd_per_gb(offer.egress_usd_per_gb) / 1e6
-    return Prices(head or 0.0, expected_usd_per_hour(offer) or 0.0, egress)
+    return Prices(head or 0.0, expected_usd_per_hour(offer) or 0.0, egress_usd_per_gb(job, offer))
+
+
+def egress_usd_per_gb(job: Job, offer: LocalOffer | SshOffer | CloudOffer) -> float:
+    """Return what a gigabyte of weights from the job's head to a machine of `offer` costs."""
+    match offer:
+        case LocalOffer():
+            return 0.0
+        case SshOffer():
+            return egress_micro_usd_per_gb(job.trainer.place, None, None) / MICRO_USD_PER_USD
+    micro_usd = egress_micro_usd_per_gb(job.trainer.place, offer.infra, offer.egress_usd_per_gb)
+    return micro_usd / MICRO_USD_PER_USD
 
 
 def providers_of(job: Job, run: RunFolder) -> dict[str, Provider]:
@@ -131,32 +139,34 @@ def providers_of(job: Job, run: RunFolder) -> dict[str, Provider]:
     if own := [offer for offer in spot.any_of if isinstance(offer, SshOffer)]:
         from rlboost_providers.ssh.provider import SshProvider
 
-        providers["ssh"] = SshProvider(own, owner_of(home()))
+        providers["ssh"] = SshProvider(own, owner_of(home()), head_place=job.trainer.place)
     if direct := [offer for offer in clouds if offer.via == "direct"]:
-        providers |= _direct(direct, kinds)
+        providers |= _direct(direct, kinds, job.trainer.place)
     if through := [offer for offer in clouds if offer.via == "skypilot"]:
         from rlboost_providers.skypilot.provider import SkyPilotProvider
 
-        providers["skypilot"] = SkyPilotProvider(run.path, through, on_demand=False in kinds)
+        providers["skypilot"] = SkyPilotProvider(
+            run.path, through, on_demand=False in kinds, head_place=job.trainer.place
+        )
     for name, provider in providers.items():
         require_ends(name, provider, allowed=any(offer.allow_unlisted for offer in clouds))
     return providers
 
 
-def _direct(offers: list[CloudOffer], kinds: tuple[bool, ...]) -> dict[str, Provider]:
+def _direct(offers: list[CloudOffer], kinds: tuple[bool, ...], head: str | None) -> dict[str, Provider]:
     owner = owner_of(home())
     providers: dict[str, Provider] = {}
     if of_aws := [offer for offer in offers if offer.cloud == "aws"]:
         from rlboost_providers.aws import machines as aws
         from rlboost_providers.aws.provider import AwsProvider
 
-        aws_pools = [pool for spot in kinds for pool in aws.pools_of(of_aws, spot=spot)]
+        aws_pools = [pool for spot in kinds for pool in aws.pools_of(of_aws, spot=spot, head=head)]
         providers["aws"] = AwsProvider(aws_pools, owner)
     if of_gcp := [offer for offer in offers if offer.cloud == "gcp"]:
         from rlboost_providers.gcp import machines as gcp
         from rlboost_providers.gcp.provider import GcpProvider
 
-        gcp_pools = [pool for spot in kinds for pool in gcp.pools_of(of_gcp, spot=spot)]
+        gcp_pools = [pool for spot in kinds for pool in gcp.pools_of(of_gcp, spot=spot, head=head)]
         providers["gcp"] = GcpProvider(gcp_pools, owner)
     return providers
 

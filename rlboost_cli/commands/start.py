@@ -88,11 +88,13 @@ def _prepared(job_or_run: str, question: str, *, resume: bool, yes: bool) -> Run
     """Return the run that was named, made or opened again where needed, once its plan was agreed to."""
     from rlboost_cli.planning.agreement import agree, planned
     from rlboost_cli.runs.target import find_target
-    from rlboost_cli.terminal import output
+    from rlboost_cli.terminal import extras, output
     from rlboost_cli.views import screens
 
     target = find_target(job_or_run, resume=resume, say=output.progress)
     agree(planned(target.name, target.job), question, yes=yes)
+    extras.require(target.job)
+    agree(planned(target.name, target.job), "launch?", yes=yes)
     with output.working("copying the job's files"):
         found = target.prepare(resume=resume, say=output.progress)
     screens.found_run(found)

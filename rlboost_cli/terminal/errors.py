@@ -165,7 +165,13 @@ def _show_json(error: RLBoostError) -> int:
 
 
 def _explained(error: Exception) -> RLBoostError:
-    known = explain_disk(error) if isinstance(error, OSError) else None
+    known: RLBoostError | None = None
+    if isinstance(error, OSError):
+        known = explain_disk(error)
+    elif isinstance(error, ModuleNotFoundError):
+        from rlboost_cli.terminal import extras
+
+        known = extras.explained(error)
     if known is not None:
         return known
     where = _write_traceback(error)

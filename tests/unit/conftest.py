@@ -80,8 +80,8 @@ class CoreDriver:
     def epoch(self, name: str) -> int:
         return self.core.instances[name].epoch
 
-    def ready(self, name: str, version: int = 0) -> list[Command]:
-        return self.send(InstanceReady(self.now, name, self.epoch(name), version))
+    def ready(self, name: str, version: int = 0, kv_tokens: int = 0) -> list[Command]:
+        return self.send(InstanceReady(self.now, name, self.epoch(name), version, kv_tokens))
 
     def slept(self, name: str) -> list[Command]:
         return self.send(Slept(self.now, name, self.epoch(name)))

@@ -133,6 +133,23 @@ async def test_an_abort_frees_the_engine_and_nothing_comes_later(engine, reader,
     assert first == {i: (reader.responses[i].finished, len(reader.responses[i].ids)) for i in (0, 1)}
 
 
+async def test_the_cache_and_the_queue_are_the_servers_own(engine, reader, qwen):
+    """64 MiB hold 64 Ki tokens of 2 layers x 2 (key, value) x 2 heads x 32 x 4 bytes."""
+    assert engine.kv_cache.capacity_tokens == pytest.approx(65_536, rel=0.01)
+    assert engine.kv_cache.block_tokens == CPU_BLOCK_TOKENS
+    engine.submit([Request(i, [5 + i], 900) for i in range(64 + 7)])
+    assert engine.progress().waiting == 64 + 7, "nothing is known yet"
+    await reader.until(lambda: (engine.progress().running, engine.progress().waiting) == (64, 7))
+    await reader.until(lambda: engine.progress().kv_free_tokens < 65_536 - 64 * CPU_BLOCK_TOKENS)
+    await engine.abort(range(64))
+    await reader.until(lambda: engine.progress().waiting == 0)
+    await engine.abort(range(64, 64 + 7))
+    async with asyncio.timeout(30):
+        while engine.progress().kv_free_tokens < 0.98 * 65_536:  # noqa: ASYNC110 - there is no event for it
+            await asyncio.sleep(0.1)
+    assert (engine.progress().running, engine.progress().preempted) == (0, 0)
+
+
 class none:
     ids: tuple[int, ...] = ()
 

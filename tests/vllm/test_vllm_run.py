@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from tests.vllm.vllm_rig import SLOWNESS
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600 * SLOWNESS)]
 
 STEPS = 8
+SMALL_CONTEXT = 200
 PHASES = {"imports", "load", "init", "first_token"}
 
 
@@ -76,3 +78,33 @@ def test_a_run_on_vllm_goes_on_through_kills(cli: Cli) -> None:
     assert max(abs(step["mismatch_kl"]) for step in steps) < 1e-6
     assert max(step["mismatch_abs_max"] for step in steps) < 1e-3
     cli.assert_gone("on-vllm")
+
+
+def test_a_small_cache_is_known_and_bounds_what_is_sent(cli: Cli) -> None:
+    """The server allocates 1 MiB, which holds far fewer responses than there are slots."""
+    job = cli.job(
+        "small-cache",
+        algorithm={"steps": 3, "max_response_tokens": SMALL_CONTEXT},
+        rollout={
+            "engine": "vllm",
+            "spot": {"max_instances": 0},
+            "engine_args": {"max_running": 16, "kv_cache_mib": 1},
+        },
+    )
+    seen: list[dict[str, Any]] = []
+
+    def is_over(status: dict[str, Any]) -> bool:
+        seen.extend(row for row in status["instances"] if row["kv_block_tokens"])
+        return status["state"] == "done"
+
+    cli("launch", job, "--detach", "--yes")
+    status = cli.wait("small-cache", is_over, timeout_s=240 * SLOWNESS)
+    assert status["responses"]["finished"] >= 64
+    log = "".join(path.read_text() for path in cli.run_folder("small-cache").path.rglob("engine-*.log"))
+    (reported,) = set(re.findall(r"KV cache size: ([0-9,]+) tokens", log))
+    num_tokens = int(reported.replace(",", ""))
+    assert num_tokens < 16 * SMALL_CONTEXT / 2, "or slots bound more than the cache does"
+    assert {row["kv_block_tokens"] for row in seen} == {32}
+    assert [row["kv_tokens"] for row in seen] == pytest.approx([num_tokens] * len(seen), rel=0.01)
+    assert any(row["kv_free_tokens"] < num_tokens / 2 for row in seen), "it was full, or nothing is shown"
+    assert 0 < max(row["in_flight"] for row in seen) < 16, "slots alone would let 16 in"

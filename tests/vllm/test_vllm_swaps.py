@@ -43,6 +43,8 @@ async def test_ten_swaps_under_load(server):
 async def test_an_engine_over_two_devices_takes_versions_as_one_does(server):
     """Each of its workers loads its own half; on CPUs they are two processes."""
     assert server.engine.server.has_flag("--tensor-parallel-size")
+    tokens = server.engine.kv_cache.capacity_tokens
+    assert tokens == pytest.approx(2 * 65_536, rel=0.01), "each keeps half of every token's cache"
     async with Reader.of(server.engine) as reader:
         swaps = 2
         asked = await swap_under_load(server.engine, reader, server.versions, swaps, ENDLESS)

@@ -19,7 +19,7 @@ from rlboost_providers.base import tags
 from rlboost_providers.base.prices import PriceBook, on_demand_prices, shipped_book
 from rlboost_providers.base.provider import MachineStatus
 from rlboost_providers.base.startup import software
-from rlboost_providers.base.traits import cloud_traits
+from rlboost_providers.base.traits import cloud_traits, egress_micro_usd_per_gb
 from rlboost_runtime.errors import ConfigError, ProviderError
 from rlboost_runtime.job import CloudOffer
 from rlboost_runtime.money import parse_usd
@@ -75,10 +75,13 @@ class AwsPool:
         return self.zone or self.region
 
 
-def pools_of(offers: Sequence[CloudOffer], *, spot: bool = True) -> list[AwsPool]:
-    """Return the pools of a job's offers of AWS. Raises `ConfigError` where machine types are not known."""
+def pools_of(offers: Sequence[CloudOffer], *, spot: bool = True, head: str | None = None) -> list[AwsPool]:
+    """Return the pools of a job's offers of AWS. Raises `ConfigError` where machine types are not known.
+
+    `head`: the place of the job's head, as CLOUD/REGION[/ZONE]; None: in no cloud.
+    """
     book = shipped_book()
-    return [_pool(book, offer, spot) for offer in offers]
+    return [_pool(book, offer, spot, head) for offer in offers]
 
 
 def head_pool(offer: CloudOffer, role: str | None) -> AwsPool:
@@ -94,7 +97,7 @@ def head_pool(offer: CloudOffer, role: str | None) -> AwsPool:
     return replace(pool, on_demand_micro_usd_per_hour=price, instance_profile=role)
 
 
-def _pool(book: PriceBook, offer: CloudOffer, spot: bool) -> AwsPool:
+def _pool(book: PriceBook, offer: CloudOffer, spot: bool, head: str | None) -> AwsPool:
     image, install = software(offer.image, DEFAULT_IMAGE)
     on_demand = max(on_demand_prices(offer), default=None)
     traits = cloud_traits(NAME)
@@ -108,7 +111,7 @@ def _pool(book: PriceBook, offer: CloudOffer, spot: bool) -> AwsPool:
         spot=spot,
         disk_gb=offer.disk_gb,
         install=install,
-        egress_micro_usd_per_gb=traits.egress_micro_usd_per_gb(offer.egress_usd_per_gb),
+        egress_micro_usd_per_gb=egress_micro_usd_per_gb(head, offer.infra, offer.egress_usd_per_gb),
         storage_micro_usd_per_hour=traits.storage_micro_usd_per_hour(offer.disk_gb, spot=spot),
         zone=offer.zone,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import urllib.error
 
+from rlboost_providers.base.egress import EgressOrigin, EgressPrices
 from rlboost_providers.base.metadata import LINK_LOCAL, Announcement, get, seconds_until, service_url
 from rlboost_providers.base.traits import CloudTraits, CredentialPlaces, MachineIdentity, ProviderTraits
 
@@ -69,7 +70,15 @@ _ROLE = MachineIdentity(
 _CLOUD = CloudTraits(
     name=NAME,
     min_billed_s=MIN_BILLED_S,
-    egress_usd_per_gb=0.09,
+    egress=EgressPrices(
+        region=0.02,  # 0.01 at each end
+        origins=(
+            EgressOrigin(r"(us|eu|ca)-|$", 0.02, 0.02, 0.09),
+            EgressOrigin(r"(sa|af)-", 0.147, 0.147, 0.154),
+            EgressOrigin(r"", 0.1105, 0.1105, 0.12),
+        ),
+        source="https://aws.amazon.com/ec2/pricing/on-demand/ (Data Transfer)",
+    ),
     disk_usd_per_gb_month=0.08,
     address_usd_per_hour=0.005,
     is_direct=True,

@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlboost_providers.base.egress import FREE, EgressPrices, Location
 from rlboost_runtime.money import parse_usd
 
 if TYPE_CHECKING:
@@ -70,8 +71,8 @@ class CloudTraits:
     name: str
     min_billed_s: int = 0
     """Shortest time that a machine is billed for."""
-    egress_usd_per_gb: float = 0.0
-    """List price of the first terabytes out to the internet; between machines of one region it is less."""
+    egress: EgressPrices = FREE
+    """What it bills for traffic that leaves its machines."""
     disk_usd_per_gb_month: float = 0.0
     """List price of a machine's disk; 0: nothing is billed beside the machine."""
     address_usd_per_hour: float = 0.0
@@ -100,10 +101,6 @@ class CloudTraits:
     """For clouds in which a machine that shuts itself down stays, and its disk costs."""
     metadata: Callable[[], MetadataService] | None = None
     """Makes what reads the cloud's notices of reclaims on a machine; None: the cloud gives none."""
-
-    def egress_micro_usd_per_gb(self, job_usd: float | None) -> int:
-        """Return micro-dollars per GB from the head to a machine: the job's price, else the list price."""
-        return parse_usd(self.egress_usd_per_gb if job_usd is None else job_usd)
 
     def storage_micro_usd_per_hour(self, disk_gb: int, *, spot: bool) -> int:
         """Return micro-dollars per machine-hour for disk and public address, at list prices."""
@@ -150,6 +147,20 @@ def cloud_traits(cloud: str) -> CloudTraits:
 def provider_traits(provider: str) -> ProviderTraits:
     """Return the traits of `provider`; the defaults for one that nothing is known of."""
     return _providers().get(provider) or ProviderTraits(provider)
+
+
+def egress_micro_usd_per_gb(head: str | None, target: str | None, job_usd: float | None) -> int:
+    """Return micro-dollars per GB of weights from the head to a machine: the job's price, or the list price.
+
+    `head`, `target`: places as CLOUD/REGION[/ZONE]; None: in no cloud, where nobody bills traffic.
+    """
+    if job_usd is not None:
+        return parse_usd(job_usd)
+    if head is None:
+        return 0
+    source = Location.of(head)
+    place = None if target is None else Location.of(target)
+    return parse_usd(cloud_traits(source.cloud).egress.usd_per_gb(source, place))
 
 
 def metadata_of(cloud: str) -> MetadataService | None:

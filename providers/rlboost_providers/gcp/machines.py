@@ -16,7 +16,7 @@ from rlboost_providers.base import tags
 from rlboost_providers.base.prices import PriceBook, shipped_book
 from rlboost_providers.base.provider import MachineStatus
 from rlboost_providers.base.startup import software
-from rlboost_providers.base.traits import cloud_traits
+from rlboost_providers.base.traits import cloud_traits, egress_micro_usd_per_gb
 from rlboost_providers.gcp.traits import NAME
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import CloudOffer
@@ -70,15 +70,20 @@ class GcpPool:
     storage_micro_usd_per_hour: int = 0
 
 
-def pools_of(offers: Sequence[CloudOffer], *, spot: bool = True, role: str | None = None) -> list[GcpPool]:
+def pools_of(
+    offers: Sequence[CloudOffer], *, spot: bool = True, role: str | None = None, head: str | None = None
+) -> list[GcpPool]:
     """Return the pools of a job's offers of Google Cloud, with `role` as their machines' service account.
-    Raises `ConfigError` where type or price are not known."""
+    Raises `ConfigError` where type or price are not known.
+
+    `head`: the place of the job's head, as CLOUD/REGION[/ZONE]; None: in no cloud.
+    """
     book = shipped_book()
-    found = (_pool(book, offer, spot) for offer in offers)
+    found = (_pool(book, offer, spot, head) for offer in offers)
     return [replace(pool, service_account=role) for pool in found if pool is not None]
 
 
-def _pool(book: PriceBook, offer: CloudOffer, spot: bool) -> GcpPool | None:
+def _pool(book: PriceBook, offer: CloudOffer, spot: bool, head: str | None) -> GcpPool | None:
     image, install = software(offer.image, DEFAULT_IMAGE)
     (machine_type, *_) = book.machine_types(offer)
     quotes = [q for q in book.of(offer) if q.instance_type == machine_type]
@@ -106,7 +111,7 @@ def _pool(book: PriceBook, offer: CloudOffer, spot: bool) -> GcpPool | None:
         image=image,
         disk_gb=offer.disk_gb,
         install=install,
-        egress_micro_usd_per_gb=traits.egress_micro_usd_per_gb(offer.egress_usd_per_gb),
+        egress_micro_usd_per_gb=egress_micro_usd_per_gb(head, offer.infra, offer.egress_usd_per_gb),
         storage_micro_usd_per_hour=traits.storage_micro_usd_per_hour(offer.disk_gb, spot=spot),
     )
 

@@ -7,6 +7,7 @@ events".
 
 from __future__ import annotations
 
+from rlboost_providers.base.egress import EgressOrigin, EgressPrices
 from rlboost_providers.base.metadata import Announcement, get, service_url
 from rlboost_providers.base.traits import (
     CloudTraits,
@@ -63,7 +64,16 @@ _DELETION = SelfDeletion(
 _CLOUD = CloudTraits(
     name=NAME,
     min_billed_s=MIN_BILLED_S,
-    egress_usd_per_gb=0.12,
+    egress=EgressPrices(
+        region=0.01,
+        origins=(
+            EgressOrigin(r"(us|northamerica)-|$", 0.02, 0.14, 0.12),
+            EgressOrigin(r"europe-", 0.02, 0.14, 0.12),
+            EgressOrigin(r"asia-", 0.08, 0.14, 0.12),
+            EgressOrigin(r"", 0.14, 0.14, 0.19),
+        ),
+        source="https://cloud.google.com/vpc/network-pricing (Premium Tier)",
+    ),
     disk_usd_per_gb_month=0.10,
     address_usd_per_hour=0.005,
     spot_address_share=0.5,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlboost_providers.base.provider import Offer
-from rlboost_providers.base.traits import cloud_traits
+from rlboost_providers.base.traits import cloud_traits, egress_micro_usd_per_gb
 from rlboost_providers.skypilot.traits import NAME
 from rlboost_runtime.errors import ConfigError, RLBoostError
 from rlboost_runtime.job import CloudOffer
@@ -33,9 +33,11 @@ class Catalogue:
         entries: Sequence[CloudOffer],
         ask: Callable[..., list[dict[str, Any]]],
         kinds: Sequence[bool] = (True,),
+        head: str | None = None,
     ) -> None:
-        """`kinds`: True: spot machines, of a cloud without any those on demand; False: those on demand."""
-        self._entries, self._ask, self._kinds = entries, ask, kinds
+        """`kinds`: True: spot machines, of a cloud without any those on demand; False: those on demand.
+        `head`: the place of the head, as CLOUD/REGION[/ZONE]; None: in no cloud."""
+        self._entries, self._ask, self._kinds, self._head = entries, ask, kinds, head
         self._lock = threading.Lock()
         self._offers: list[Offer] = []
         self._entry_of: dict[tuple[str, str, str], CloudOffer] = {}
@@ -77,7 +79,7 @@ class Catalogue:
     def _of(self, entry: CloudOffer) -> list[Offer]:
         most = entry.max_price_usd_per_hour
         return [
-            _offer(entry, place, spot)
+            _offer(entry, place, spot, self._head)
             for spot in self._kinds
             for place in self._ask(
                 infra=entry.infra,
@@ -89,17 +91,18 @@ class Catalogue:
         ]
 
 
-def _offer(entry: CloudOffer, place: dict[str, Any], asked_for_spot: bool) -> Offer:
+def _offer(entry: CloudOffer, place: dict[str, Any], asked_for_spot: bool, head: str | None) -> Offer:
     traits = cloud_traits(place["cloud"])
+    zone = "/".join(part for part in (place["cloud"], place["region"], place["zone"]) if part)
     return Offer(
         provider=NAME,
-        zone="/".join(part for part in (place["cloud"], place["region"], place["zone"]) if part),
+        zone=zone,
         accelerator=entry.accelerators,
         price_micro_usd_per_hour=round(place["usd_per_hour"] * MICRO_USD_PER_USD),
         spot=place["spot"],
         source=SOURCE,
         instance_type=place["instance_type"],
-        egress_micro_usd_per_gb=traits.egress_micro_usd_per_gb(entry.egress_usd_per_gb),
+        egress_micro_usd_per_gb=egress_micro_usd_per_gb(head, zone, entry.egress_usd_per_gb),
         storage_micro_usd_per_hour=traits.storage_micro_usd_per_hour(entry.disk_gb, spot=place["spot"]),
         min_billed_s=traits.min_billed_s,
         has_spot_market=place["spot"] or not asked_for_spot,

@@ -98,9 +98,11 @@ class SkyPilotProvider:
         *,
         on_demand: bool = False,
         head: HeadTerms | None = None,
+        head_place: str | None = None,
         skypilot: SkyPilot | None = None,
     ) -> None:
-        """`on_demand`: offer machines on demand beside spot ones; `head`: for the run's head, on demand."""
+        """`on_demand`: offer machines on demand beside spot ones; `head`: for the run's head, on demand;
+        `head_place`: where the head is, as CLOUD/REGION[/ZONE]; None: in no cloud."""
         self._run = RunFolder(run_folder)
         self._head = head
         self._told_run = self._run.name if head is None else head_of(self._run.name)
@@ -111,7 +113,7 @@ class SkyPilotProvider:
         self._sky = self._session.sky
         kinds = (True, *((False,) if on_demand else ())) if head is None else (False,)
         self._catalogue = Catalogue(
-            offers, lambda **asked: self._sky().ask("prices", STATUS_S, **asked), kinds
+            offers, lambda **asked: self._sky().ask("prices", STATUS_S, **asked), kinds, head_place
         )
         self._up: set[str] = set()
         """Machines that SkyPilot has called up: their launch may fail, their cloud gave them all the same."""

@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from rlboost_providers.base.egress import EgressOrigin, EgressPrices
 from rlboost_providers.base.metadata import LINK_LOCAL, Announcement, get, seconds_until, service_url
 from rlboost_providers.base.traits import CloudTraits, ProviderTraits
 
@@ -43,10 +44,23 @@ class AzureMetadata:
         return not self._name or not isinstance(resources, list) or self._name in resources
 
 
+_AZURE_EGRESS = EgressPrices(
+    region=0.0,  # between zones too
+    origins=(
+        EgressOrigin(r".*us\d?$|canada|$", 0.02, 0.05, 0.087),
+        EgressOrigin(
+            r".*(europe|uk|france|germany|sweden|switzerland|norway|poland|italy|spain)", 0.02, 0.05, 0.087
+        ),
+        EgressOrigin(r"brazil", 0.16, 0.16, 0.181),
+        EgressOrigin(r"", 0.08, 0.08, 0.12),
+    ),
+    source="https://azure.microsoft.com/pricing/details/bandwidth/",
+)
+
 PROVIDER = ProviderTraits(
     NAME,
     (
-        CloudTraits("azure", egress_usd_per_gb=0.087, metadata=AzureMetadata),
+        CloudTraits("azure", egress=_AZURE_EGRESS, metadata=AzureMetadata),
         CloudTraits("kubernetes", can_host_head=False),
         CloudTraits("k8s", can_host_head=False),
         CloudTraits("lambda"),

@@ -48,13 +48,15 @@ AS_IT_IS = "as it is"
 class SshProvider:
     """The `Provider`, `CanPreempt` and `CanSweep` of `infra: ssh`, for one owner."""
 
-    def __init__(self, offers: Sequence[SshOffer], owner: str) -> None:
+    def __init__(self, offers: Sequence[SshOffer], owner: str, head_place: str | None = None) -> None:
+        """`head_place`: where the head is, as CLOUD/REGION[/ZONE]; None: in no cloud."""
         self._offers = {host: offer for offer in offers for host in offer.hosts}
         self._hosts = {
             host: SshHost(host, jump_host=offer.jump_host, identity_file=offer.identity_file)
             for host, offer in self._offers.items()
         }
         self._owner = owner
+        self._egress_micro_usd_per_gb = egress_micro_usd_per_gb(head_place, None, None)
         self._pace = PollTimer(WATCH_EVERY_S)
         self._lock = threading.Lock()
         self._seen: dict[str, tuple[float, list[dict[str, Any]]]] = {}
@@ -80,6 +82,7 @@ class SshProvider:
                 price_micro_usd_per_hour=round(self._offers[host].price_usd_per_hour * MICRO_USD_PER_USD),
                 spot=True,
                 source="job file",
+                egress_micro_usd_per_gb=self._egress_micro_usd_per_gb,
             )
             for host in free
         ]

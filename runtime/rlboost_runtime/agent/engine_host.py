@@ -13,9 +13,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import replace
 from typing import Protocol
 
 from rlboost_runtime.engines.base import (
+    NO_PROGRESS,
     Engine,
     EngineDied,
     EngineOutput,
@@ -96,7 +98,7 @@ class EngineHost:
         self._wanted_changed = asyncio.Event()
         self._served: int | None = None
         self._ready: InstanceReadyMessage | None = None
-        self._past = EngineProgress(0, 0, 0, 0)
+        self._past = NO_PROGRESS
 
     # --- what the owner calls ------------------------------------------------------------------------------
 
@@ -127,11 +129,7 @@ class EngineHost:
 
     def progress(self) -> EngineProgress:
         """Counters over all of this agent's engines."""
-        now = EngineProgress(0, 0, 0, 0) if self._engine is None else self._engine.progress()
-        past = self._past
-        return EngineProgress(
-            past.counter + now.counter, now.running, now.waiting, past.tokens_generated + now.tokens_generated
-        )
+        return self._past if self._engine is None else _added(self._past, self._engine.progress())
 
     def submit(self, requests: list[Request]) -> None:
         """Submit requests to the engine; only while it serves their version."""
@@ -243,11 +241,8 @@ class EngineHost:
         return "it stopped by itself"
 
     def _note_death(self, engine: Engine) -> None:
-        last = engine.progress()
-        past = self._past
-        self._past = EngineProgress(
-            past.counter + last.counter, 0, 0, past.tokens_generated + last.tokens_generated
-        )
+        ended = _added(self._past, engine.progress())
+        self._past = replace(ended, running=0, waiting=0, kv_free_tokens=None)
         self._engine = None
         self._held.clear()
         self._served = None
@@ -313,6 +308,7 @@ class EngineHost:
             pulled.full_bytes,
             pulled.sources,
             pulled.complaints,
+            *((cache.capacity_tokens, cache.block_tokens) if (cache := engine.kv_cache) else ()),
         )
         event(
             log,
@@ -403,6 +399,16 @@ class EngineHost:
         finally:
             pulling.cancel()
             await asyncio.gather(pulling, return_exceptions=True)
+
+
+def _added(past: EngineProgress, now: EngineProgress) -> EngineProgress:
+    """Return what the engine does now, with counters over all engines so far."""
+    return replace(
+        now,
+        counter=past.counter + now.counter,
+        tokens_generated=past.tokens_generated + now.tokens_generated,
+        preempted=past.preempted + now.preempted,
+    )
 
 
 async def _apply(engine: Engine, pulled: PullReport) -> tuple[str | None, LoadTimes]:

@@ -269,6 +269,8 @@ class Agent:
                     waiting=progress.waiting,
                     tokens_per_s=(generated[-1] - generated[0]) / seconds,
                     pulling=self._seams.puller.progress,
+                    preempted=progress.preempted,
+                    kv_free_tokens=progress.kv_free_tokens,
                 )
             )
             await self._clock.sleep(self._beat_s)

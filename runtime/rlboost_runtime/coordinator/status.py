@@ -253,11 +253,18 @@ def _instances(sources: StatusSources) -> list[InstanceRow]:
             policy_version=instance.version,
             in_flight=instance.num_assigned,
             uptime_s=round(now - instance.joined_at, 1),
+            max_running=instance.max_running,
+            kv_tokens=instance.kv_tokens,
+            kv_booked_tokens=instance.kv_load,
         )
         if (stats := sources.agents.stats.get(name)) is not None:
             row.tokens_per_s = round(stats.tokens_per_s, 1)
             row.pulling = None if stats.pulling is None else PullStatus(*stats.pulling)
             row.pull_s, row.apply_s, row.load_s = stats.pull_s, stats.apply_s, stats.load_s
             row.pause_s, row.start_s = stats.pause_s, stats.start_s
+            row.kv_block_tokens = stats.kv_block_tokens or None
+            if (beat := stats.beat) is not None:
+                row.running, row.queued = beat.running, beat.waiting
+                row.engine_preemptions, row.kv_free_tokens = beat.preempted, beat.kv_free_tokens
         rows.append(row)
     return rows

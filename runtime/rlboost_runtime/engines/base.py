@@ -89,6 +89,14 @@ class EngineSpec(EngineSettings, frozen=True, kw_only=True):
     """Its GPUs, as CUDA_VISIBLE_DEVICES names them; empty: all of the machine's."""
 
 
+class KvCache(msgspec.Struct, frozen=True, array_like=True):
+    """The KV cache as the engine allocated it, not as it was asked for."""
+
+    capacity_tokens: int
+    block_tokens: int
+    """The cache is allocated in blocks of so many tokens."""
+
+
 class Request(msgspec.Struct, frozen=True, array_like=True):
     """One continuation. `request_id` is the assignment; `token_ids` the prompt and what is kept so far."""
 
@@ -158,12 +166,25 @@ class EngineProgress:
 
     counter: int
     running: int
+    """Requests that the engine executes: prefill or decode."""
     waiting: int
+    """Requests that it has accepted and does not execute: they wait for a slot or for KV cache."""
     tokens_generated: int
+    preempted: int = 0
+    """Times that it took the KV cache from a running request, to compute it again later."""
+    kv_free_tokens: int | None = None
+    """Unused KV cache; None: the engine does not report it."""
+
+
+NO_PROGRESS = EngineProgress(0, 0, 0, 0)
 
 
 class Engine(Protocol):
     """One inference engine. All methods are called from the agent's event loop."""
+
+    @property
+    def kv_cache(self) -> KvCache | None:
+        """What the engine measured; known once a `load` returned. None: it cannot report it."""
 
     @property
     def version(self) -> int | None:

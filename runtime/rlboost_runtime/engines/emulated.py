@@ -15,7 +15,14 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlboost_runtime.engines.base import EngineOutput, EngineProgress, EngineSpec, LoadFailed, Request
+from rlboost_runtime.engines.base import (
+    EngineOutput,
+    EngineProgress,
+    EngineSpec,
+    KvCache,
+    LoadFailed,
+    Request,
+)
 from rlboost_runtime.protocol.messages import Sampling
 
 VOCABULARY = 256
@@ -74,6 +81,12 @@ class EmulatedEngine:
         self._stopped = False
         self._counter = 0
         self._generated = 0
+
+    @property
+    def kv_cache(self) -> KvCache:
+        """Slots, and one full context for each of them."""
+        spec = self._spec
+        return KvCache(spec.max_running * spec.max_context_tokens, 1)
 
     @property
     def version(self) -> int | None:

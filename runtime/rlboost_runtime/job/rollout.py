@@ -98,7 +98,8 @@ class CloudOffer(Model):
     disk_gb: int = Field(default=200, ge=20, le=65_536)
     """Size of the machine's disk, in GB."""
     egress_usd_per_gb: float | None = Field(default=None, ge=0, le=MAX_USD)
-    """What a gigabyte from the head to such a machine costs; null: what its cloud usually asks."""
+    """What a gigabyte from the head to such a machine costs; null: the list price of the head's cloud
+    for the way from its region to this one (docs/cost-report.md)."""
     allow_unlisted: bool = False
     """Use a cloud that can neither list our machines nor end them by itself: what a crash leaves there, you
     must find yourself."""

@@ -10,7 +10,7 @@ from rlboost_providers.base.traits import cloud_traits, known_clouds
 from rlboost_runtime.job.base import MAX_USD, Host, Model, check_zone
 from rlboost_runtime.job.rollout import num_devices
 
-OWN_MACHINE = ("hosts", "jump_host", "identity_file", "price_usd_per_hour")
+OWN_MACHINE = ("hosts", "jump_host", "identity_file", "price_usd_per_hour", "location")
 """Fields of `Trainer` that tell of a machine of the user's own."""
 BOUGHT_MACHINE = (
     *("via", "accelerators", "instance_type", "image", "disk_gb", "max_price_usd_per_hour"),
@@ -69,6 +69,9 @@ class Trainer(Model):
     address: str | None = Field(default=None, pattern=r"^[A-Za-z0-9.-]+$")
     """Name or IP address at which spot machines elsewhere reach the machine, on two TLS ports that the run
     picks; null: for ssh the host's own, for local only this machine is served."""
+    location: str | None = Field(default=None, pattern=rf"^({'|'.join(known_clouds())})/[^/\s]+(/[^/\s]+)?$")
+    """local, ssh: the cloud that the machine is in, as CLOUD/REGION, such as aws/us-east-2, which bills the
+    weights that leave it; null: it is in no cloud."""
     script: str | None = None
     """A trainer of your own instead of ours: a Python file that talks with the fleet (docs/own-trainer.md);
     most of `algorithm` and `reward` mean then what it makes of them."""
@@ -111,6 +114,11 @@ class Trainer(Model):
         return self.infra.partition("/")[0]
 
     @property
+    def place(self) -> str | None:
+        """Where the head is, as CLOUD/REGION[/ZONE]; None: in no cloud."""
+        return self.infra if self.is_bought else self.location
+
+    @property
     def ends_itself(self) -> bool:
         """True if a head that is bought ends, as `after` says, also while nobody's machine is on."""
         return self.is_bought and (self.via == "direct" or cloud_traits(self.cloud).head_ends_itself)
@@ -119,6 +127,8 @@ class Trainer(Model):
     def _place_is_told(self) -> Self:
         if self.is_elsewhere and self.nodes > 1:
             raise ValueError(f"nodes is {self.nodes}, but a head elsewhere is one machine; write 1")
+        if self.location is not None:
+            check_zone(self.location)
         if self.is_bought:
             if self.accelerators is None:
                 raise ValueError(

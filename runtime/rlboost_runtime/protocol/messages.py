@@ -22,7 +22,7 @@ from typing import TypeVar
 
 import msgspec
 
-SCHEMA = (2, 0)
+SCHEMA = (2, 1)
 """(major, minor). Peers of the same major understand each other; a higher minor only adds fields."""
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -59,8 +59,10 @@ class WorkItem(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class AgentHello(Message, frozen=True, omit_defaults=True):
-    """First message of an agent's connection.
+    """First message of an agent's connection, sent before there is an engine.
 
+    `max_running` responses are decoded at once, with at most `kv_tokens` of KV cache; how much the engine
+    really has comes with `InstanceReadyMessage`.
     `epoch` is the one it was welcomed under before (None: never), with `assignments` the work it still holds.
     """
 
@@ -109,7 +111,9 @@ class Frame(Message, frozen=True, omit_defaults=True):
 
 class HeartbeatMessage(Message, frozen=True, omit_defaults=True):
     """Heartbeat, every `Welcome.beat_s`. `engine_progress` grows whenever the engine does anything;
-    `running` and `waiting` are numbers of responses in the engine.
+    `running` and `waiting` are numbers of responses that the engine executes, and that it has accepted and
+    does not execute. `preempted`: times that it took the KV cache from a running response, since the agent
+    began; `kv_free_tokens`: unused KV cache, None where the engine does not report it.
 
     `pulling`: the version that is being fetched, its bytes that are here, and all of them.
     """
@@ -119,6 +123,8 @@ class HeartbeatMessage(Message, frozen=True, omit_defaults=True):
     waiting: int
     tokens_per_s: float
     pulling: tuple[int, int, int] | None = None
+    preempted: int = 0
+    kv_free_tokens: int | None = None
 
 
 class InstanceReadyMessage(Message, frozen=True, omit_defaults=True):
@@ -142,6 +148,9 @@ class InstanceReadyMessage(Message, frozen=True, omit_defaults=True):
     """Bytes that came over the network, by holder: head, bucket, or a peer's instance name."""
     complaints: dict[str, str] = {}
     """Holders that were given up during the pull, and why."""
+    kv_tokens: int = 0
+    """KV cache capacity as the engine allocated it; 0: it does not report it."""
+    kv_block_tokens: int = 0
 
 
 class PeerListening(Message, frozen=True, omit_defaults=True):

@@ -118,6 +118,20 @@ class InstanceRow(msgspec.Struct):
     pause_s: float = 0.0
     start_s: dict[str, float] = {}
     """Seconds by phase of the engine's start."""
+    max_running: int = 0
+    running: int = 0
+    queued: int = 0
+    """Responses that its engine has accepted and does not execute yet."""
+    engine_preemptions: int = 0
+    """Times that its engine took the KV cache from a running response, to compute it again."""
+    kv_tokens: int = 0
+    """KV cache capacity: as measured by the engine once it serves, until then the most it can be."""
+    kv_block_tokens: int | None = None
+    """Tokens of a KV cache block; None: not measured."""
+    kv_booked_tokens: int = 0
+    """What the coordinator has booked for the responses that it holds."""
+    kv_free_tokens: int | None = None
+    """Unused KV cache, as the engine reports it; None: it does not."""
 
 
 class OnDemandFigures(msgspec.Struct):

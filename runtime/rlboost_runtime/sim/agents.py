@@ -66,8 +66,8 @@ class Host(Protocol):
     def generated(self, tokens: int) -> None:
         """An engine has generated more tokens."""
 
-    def pulled(self, num_bytes: float) -> None:
-        """So many bytes of weights have come to a machine."""
+    def pulled(self, machine: str, version: int, num_bytes: float) -> None:
+        """An instance has a version, which weighs so much; to a machine it travels once."""
 
     def activity(self, agent: SimAgent, what: Activity) -> None:
         """The agent does something else now: boot, pull, rollout, idle."""
@@ -329,7 +329,7 @@ class SimAgent:
 
     def _fetch_done(self, version: int) -> None:
         self._transfer, self._fetched = None, version
-        self._host.pulled(self.costs.weight_bytes)
+        self._host.pulled(self.machine, version, self.costs.weight_bytes)
         self._host.will_settle(self)
 
     def _apply_if_fetched(self) -> None:

@@ -92,6 +92,7 @@ class World:
         self._of_machine: dict[str, list[SimAgent]] = {}
         self._retired = _Totals()
         self._pulled_bytes = 0.0
+        self._newest_on: dict[str, int] = {}  # by machine: the version that travelled last
         waits_for_weights = not setup.config.policy.loads_any_time
         weight_bytes = round(setup.wire_share * preset.model.weight_bytes)
         self._trainer = SimTrainer(
@@ -194,9 +195,11 @@ class World:
         """Engines have generated more tokens."""
         self.recorder.generated(tokens, self.agenda.now)
 
-    def pulled(self, num_bytes: float) -> None:
-        """So many bytes of weights have come to a machine."""
-        self._pulled_bytes += num_bytes
+    def pulled(self, machine: str, version: int, num_bytes: float) -> None:
+        """An instance has a version, which weighs so much; to a machine it travels once."""
+        if self._newest_on.get(machine) != version:
+            self._newest_on[machine] = version
+            self._pulled_bytes += num_bytes
 
     def all_loaded(self) -> bool:
         """Return True if every spot instance serves the newest version."""

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+import rlboost_templates
 from rlboost_cli.main import app
 from rlboost_cli.simulation.job import model_of_config
 from rlboost_runtime.sim.presets import MODELS
@@ -302,3 +303,16 @@ def test_asking_for_traces_loads_nothing_heavy() -> None:
     assert done.returncode == 0, done.stderr
     loaded = {name.partition(".")[0] for name in done.stderr.split()}
     assert not {"torch", "numpy", "matplotlib", "ruamel"} & loaded
+
+
+@pytest.mark.parametrize(
+    ("name", "least"), [("aws", 1.2), ("gcp", 1.0), ("multi-cloud", 1.0), ("own-machines", 1.0)]
+)
+def test_every_template_for_gpus_pays_in_the_simulator(name: str, least: float, tmp_path: Path) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text(rlboost_templates.text(name))
+    policies = ["--policy", "on_demand", "--policy", "rlboost"]
+    done = rlboost("simulate", str(job), "--trace", "generated-p3", "--window", "0:2", *policies, "--json")
+    found = json.loads(done.stdout)["policies"]
+    tokens_per_usd = {policy: row["tokens_per_s"] / row["usd_per_hour"] for policy, row in found.items()}
+    assert tokens_per_usd["rlboost"] > least * tokens_per_usd["on_demand"]

@@ -68,6 +68,27 @@ def test_kv_capacity_bounds_as_well(new_run) -> None:
     assert len(given) == 4
 
 
+def test_the_capacity_that_the_engine_measured_counts_not_the_promised_one(new_run) -> None:
+    run = new_run()
+    run.publish()
+    run.join("a", max_running=99, kv_tokens=99 * 110)
+    run.ready("a", kv_tokens=100)
+    assert len(run.assigned(run.step(groups=9, prompt=10, limit=100))) == 4
+    run.ready("a", kv_tokens=200)  # its engine was started again, with more memory
+    assert run.core.instances["a"].kv_tokens == 200
+    run.ready("a")  # of an engine that does not report it
+    assert run.core.instances["a"].kv_tokens == 200
+
+
+def test_an_instance_is_found_again_after_its_capacity_changed(new_run) -> None:
+    run = new_run()
+    run.publish()
+    run.spot("a", "b", max_running=99, kv_tokens=100)
+    run.ready("a", kv_tokens=10_000)
+    given = run.assigned(run.step(groups=40, prompt=10, limit=100))
+    assert Counter(given.values()) == {"a": 39, "b": 1}, "one fills b more than 39 fill a"
+
+
 def test_an_empty_instance_takes_even_what_does_not_fit(new_run) -> None:
     run = new_run()
     run.publish()

@@ -3,6 +3,7 @@ mean, when drafts pay."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import socket
@@ -13,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from rlboost_runtime.engines.base import EngineDied, EngineSpec, Request, VllmOptions
+from rlboost_runtime.engines.base import EngineDied, EngineSpec, KvCache, Request, VllmOptions
 from rlboost_runtime.engines.model_folder import Unreadable, kv_bytes_per_token, read_header
-from rlboost_runtime.engines.vllm.api import StreamBroken, TokenApi, _chunk, request_body
+from rlboost_runtime.engines.vllm import metrics
+from rlboost_runtime.engines.vllm.api import StreamBroken, TokenApi, VllmApi, _chunk, request_body
 from rlboost_runtime.engines.vllm.command import (
     WORKER_FOLDER,
     command,
@@ -27,7 +29,7 @@ from rlboost_runtime.engines.vllm.command import (
 from rlboost_runtime.engines.vllm.drafts import RECHECK_S, WINDOWS, DraftGate
 from rlboost_runtime.engines.vllm.engine import VllmServerEngine
 from rlboost_runtime.engines.vllm.server import PREFIX, SOCKET, remove_stale
-from rlboost_runtime.engines.vllm.streams import label_tokens
+from rlboost_runtime.engines.vllm.streams import OutputQueue, Streams, label_tokens
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.protocol.messages import Sampling
 from rlboost_runtime.run.engine_python import PYTHON_VARIABLE, EnginePython, find_engine_python
@@ -360,3 +362,56 @@ def test_a_safetensors_header_is_read_and_checked_against_the_file(tmp_path):
         path.write_bytes(bad)
         with pytest.raises(Unreadable):
             read_header(path)
+
+
+METRICS = """# HELP vllm:num_requests_running Number of requests in model execution batches.
+vllm:num_requests_running{engine="0",model_name="policy"} 3.0
+vllm:num_requests_waiting{engine="0",model_name="policy"} 5.0
+vllm:kv_cache_usage_perc{engine="0",model_name="policy"} 0.25
+vllm:num_preemptions_total{engine="0",model_name="policy"} 2.0
+vllm:num_preemptions_created{engine="0",model_name="policy"} 1.7e+09
+vllm:cache_config_info{block_size="32",cache_dtype="auto",engine="0",CHANGES,num_gpu_blocks="512"} 1.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ('kv_cache_size_tokens="None"', KvCache(512 * 32, 32)),
+        ('kv_cache_size_tokens="12000"', KvCache(12_000, 32)),  # several kinds of layers share the blocks
+        ('num_cpu_blocks="None"', KvCache(512 * 32, 32)),
+    ],
+)
+def test_the_kv_cache_is_what_the_server_allocated(changes, expected) -> None:
+    assert metrics.kv_cache(METRICS.replace("CHANGES", changes)) == expected
+
+
+@pytest.mark.parametrize("gone", ["cache_config_info", 'block_size="32",', 'num_gpu_blocks="512"'])
+def test_a_cache_that_is_not_reported_is_not_guessed(gone: str) -> None:
+    assert metrics.kv_cache(METRICS.replace(gone, "x").replace("CHANGES", 'is="1"')) is None
+
+
+def test_the_servers_queues_are_read() -> None:
+    assert metrics.server_load(METRICS) == metrics.ServerLoad(3, 5, 2, 0.25)
+    assert metrics.server_load(METRICS.replace("num_preemptions_total", "preempted")) is None
+
+
+def test_what_is_submitted_after_a_sample_counts_as_waiting() -> None:
+    async def scenario() -> list[int]:
+        api = VllmApi(Path("/nowhere"), "key")
+        streams = Streams(api, TokenApi.GENERATE, Sampling(), OutputQueue(), lambda _: asyncio.sleep(0, True))
+        found = []
+        for number in range(6):
+            streams.submit(Request(number, [1], 4))
+        found.append(streams.num_waiting)  # not reported yet: those without a token
+        streams.mark_sample()
+        streams.submit(Request(6, [1], 4))
+        streams.take_load(metrics.ServerLoad(4, 2, 0, 0.5))
+        found.append(streams.num_waiting)
+        streams.take_load(None)
+        found.append(streams.num_waiting)
+        await streams.stop()
+        await api.close()
+        return found
+
+    assert asyncio.run(scenario()) == [6, 3, 7]

@@ -190,11 +190,11 @@ def offer(**more: object) -> CloudOffer:
 
 
 def test_an_offer_becomes_machine_types_and_a_bid() -> None:
-    [pool] = aws_pools([offer(max_price_usd_per_hour=14.0)])
+    [pool] = aws_pools([offer(max_price_usd_per_hour=14.0)], head="gcp/us-central1")
     assert pool.instance_types == ("p5.48xlarge",)
     assert pool.max_price_micro_usd_per_hour == 14_000_000
     assert pool.on_demand_micro_usd_per_hour == 55_040_000
-    assert pool.egress_micro_usd_per_gb == 90_000
+    assert pool.egress_micro_usd_per_gb == 120_000
     with pytest.raises(ConfigError, match="write instance_type"):
         aws_pools([offer(accelerators="X9:3")])
     [bare] = aws_pools([offer(image=None)])

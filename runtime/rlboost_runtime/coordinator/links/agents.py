@@ -97,6 +97,9 @@ class LinkStats:
     pause_s: float = 0.0
     start_s: dict[str, float] = field(default_factory=dict)
     counts_sent_at: float = -1e9
+    kv_block_tokens: int = 0
+    beat: HeartbeatMessage | None = None
+    """The last heartbeat."""
     pulling: tuple[int, int, int] | None = None
     """As in the last heartbeat."""
 
@@ -434,7 +437,7 @@ class AgentLinks:
     def _on_beat(self, link: AgentLink, beat: HeartbeatMessage) -> None:
         driver = self._driver
         stats = self.stats.of(link.instance)
-        stats.tokens_per_s, stats.pulling = beat.tokens_per_s, beat.pulling
+        stats.tokens_per_s, stats.pulling, stats.beat = beat.tokens_per_s, beat.pulling, beat
         now = driver.now()
         counts: tuple[tuple[int, int], ...] = ()
         held = driver.core.responses_on(link.instance)
@@ -442,7 +445,7 @@ class AgentLinks:
         if now - stats.counts_sent_at >= pause_s:
             stats.counts_sent_at = now
             counts = tuple((response, driver.store.length(response)) for response in held)
-        driver.apply(Heartbeat(now, link.instance, link.epoch, beat.engine_progress, counts))
+        driver.apply(Heartbeat(now, link.instance, link.epoch, beat.engine_progress, counts, beat.waiting))
         link.answer()
 
     def _on_version_ready(self, link: AgentLink, message: InstanceReadyMessage) -> None:
@@ -450,10 +453,11 @@ class AgentLinks:
         stats.pull_s, stats.apply_s = message.pull_s, message.apply_s
         stats.load_s, stats.pause_s = message.load_s, message.pause_s
         stats.start_s = message.start_s or stats.start_s
+        stats.kv_block_tokens = message.kv_block_tokens
         self.weights.ready(link.instance, link.machine, message)
         now = self._driver.now()
         self.boot_times.ready(link.instance, link.machine, message, now)
-        self._driver.apply(InstanceReady(now, link.instance, link.epoch, message.version))
+        self._driver.apply(InstanceReady(now, link.instance, link.epoch, message.version, message.kv_tokens))
 
     def _on_goodbye(self, link: AgentLink, reason: str) -> None:
         log_event(log, "instance.left", instance=link.instance, reason=reason)

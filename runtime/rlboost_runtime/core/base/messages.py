@@ -189,7 +189,8 @@ class TrainerLost:
 
 @dataclass(frozen=True, slots=True)
 class InstanceJoined:
-    """An agent registered. `max_running`: responses its engine decodes at once; `kv_tokens`: KV capacity."""
+    """An agent registered. `max_running`: responses its engine decodes at once; `kv_tokens`: KV capacity, an
+    upper bound where the engine has not started yet."""
 
     at: float
     instance: str
@@ -202,12 +203,16 @@ class InstanceJoined:
 
 @dataclass(frozen=True, slots=True)
 class InstanceReady:
-    """The instance proved (digests and probe) that it holds and serves `version`."""
+    """The instance proved (digests and probe) that it holds and serves `version`.
+
+    `kv_tokens`: KV capacity as its engine allocated it; 0: not reported, as it registered.
+    """
 
     at: float
     instance: str
     epoch: int
     version: int
+    kv_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

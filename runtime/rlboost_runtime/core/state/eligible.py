@@ -152,19 +152,21 @@ class LoadIndex:
         """
         self._update_touched()
         found: tuple[Rank, Instance] | None = None
-        for heap in self._heaps.values():
-            top = self._top(heap, avoid)
+        for kind, heap in self._heaps.items():
+            top = self._top(kind, heap, avoid)
             if top is not None and admits(top[1]) and (found is None or top[0] < found[0]):
                 found = top
         return None if found is None else found[1]
 
-    def _top(self, heap: list[Rank], avoid: Collection[str]) -> tuple[Rank, Instance] | None:
+    def _top(
+        self, kind: tuple[int, int], heap: list[Rank], avoid: Collection[str]
+    ) -> tuple[Rank, Instance] | None:
         avoided: list[Rank] = []
         found = None
         while heap and found is None:
             rank = heap[0]
             instance = self._eligible.get(rank[2])
-            if instance is None or self._rank(instance) != rank:
+            if instance is None or _kind(instance) != kind or self._rank(instance) != rank:
                 heapq.heappop(heap)
             elif rank[2] in avoid:
                 avoided.append(heapq.heappop(heap))
@@ -183,14 +185,18 @@ class LoadIndex:
             rank = None if instance is None else self._rank(instance)
             if instance is None or rank is None:
                 continue
-            kind = instance.kv_tokens, instance.max_running
+            kind = _kind(instance)
             heap = self._heaps.setdefault(kind, [])
             heapq.heappush(heap, rank)
             if len(heap) > VOID_SHARE * len(self._eligible) + VOID_SLACK:
                 self._rebuild(kind)
 
     def _rebuild(self, kind: tuple[int, int]) -> None:
-        members = (i for i in self._eligible.values() if (i.kv_tokens, i.max_running) == kind)
+        members = (i for i in self._eligible.values() if _kind(i) == kind)
         heap = [rank for i in members if (rank := self._rank(i)) is not None]
         heapq.heapify(heap)
         self._heaps[kind] = heap
+
+
+def _kind(instance: Instance) -> tuple[int, int]:
+    return instance.kv_tokens, instance.max_running

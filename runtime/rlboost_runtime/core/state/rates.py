@@ -107,6 +107,10 @@ class EngineLine:
     """Seconds of a decode step without any."""
 
 
+SAME_KV = 0.03
+"""KV capacities that differ by less, as a share, are of one kind of engine."""
+
+
 @dataclass(slots=True)
 class StepTimes:
     """Decode step time by KV tokens and kind of instance."""
@@ -115,7 +119,7 @@ class StepTimes:
 
     def learn(self, kind: Kind, kv_tokens: int, step_s: float) -> None:
         """Take in a step time, with so many KV tokens in the batch."""
-        self._lines.setdefault(kind, _Line()).add(float(kv_tokens), step_s)
+        self._lines.setdefault(self._known_kind(kind), _Line()).add(float(kv_tokens), step_s)
 
     def close_step(self) -> None:
         """A step is over: its measurements count less from now on."""
@@ -132,8 +136,14 @@ class StepTimes:
 
     def line(self, kind: Kind) -> tuple[float, float] | None:
         """Return (seconds per KV token, seconds without any); None while beats have not shown both."""
-        line = self._lines.get(kind)
+        line = self._lines.get(self._known_kind(kind))
         return None if line is None else line.slope_and_start()
+
+    def _known_kind(self, kind: Kind) -> Kind:
+        """Return the known kind that this one is: engines on equal GPUs differ by a few blocks of cache."""
+        tokens, max_running = kind
+        alike = (k for k in self._lines if k[1] == max_running and abs(k[0] - tokens) <= SAME_KV * k[0])
+        return kind if kind in self._lines else next(alike, kind)
 
 
 ENOUGH = 512

@@ -10,7 +10,7 @@ import struct
 
 import msgspec
 
-from rlboost_runtime.engines.base import EngineOutput, EngineSpec, Request
+from rlboost_runtime.engines.base import EngineOutput, EngineSpec, KvCache, Request
 
 _LENGTH = struct.Struct(">I")
 
@@ -96,6 +96,7 @@ class Tokens(ChannelMessage, frozen=True, omit_defaults=True):
     counter: int
     running: int
     waiting: int
+    kv_free_tokens: int | None = None
 
 
 class Alive(ChannelMessage, frozen=True):
@@ -111,6 +112,8 @@ class Done(ChannelMessage, frozen=True, omit_defaults=True):
     problem: str = ""
     token_ids: list[int] = []
     logprobs: list[float] = []
+    kv_cache: KvCache | None = None
+    """After a load: the cache that the model's batch allocated."""
 
 
 IdleCommand = LoadWeights | ProbeRequest | DropWeights | TakeMemory

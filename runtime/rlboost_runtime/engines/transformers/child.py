@@ -140,6 +140,7 @@ class Child:
                 counter=self._counter,
                 running=0 if self._batch is None else self._batch.num_running,
                 waiting=0 if self._batch is None else self._batch.num_waiting,
+                kv_free_tokens=None if self._batch is None else self._batch.kv_free_tokens,
             )
         )
 
@@ -210,7 +211,8 @@ class Child:
         except Exception as exc:  # noqa: BLE001 - the parent decides; an edge between processes
             problem = f"{type(exc).__name__}: {exc}"
         self._counter += 1
-        self._link.send(channel.Done(message.ticket, problem, token_ids, logprobs))
+        kv_cache = None if self._batch is None else self._batch.kv_cache
+        self._link.send(channel.Done(message.ticket, problem, token_ids, logprobs, kv_cache))
 
     def _load(self, version: int, folder: Path) -> None:
         """Swap the weights in place; on error nothing is served."""

@@ -36,8 +36,9 @@ from transformers.generation.continuous_batching import (
     ContinuousMixin,
     RequestStatus,
 )
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
-from rlboost_runtime.engines.base import EngineOutput, Request
+from rlboost_runtime.engines.base import EngineOutput, KvCache, Request
 from rlboost_runtime.protocol.messages import Sampling
 
 PAGE_TOKENS = 32
@@ -87,6 +88,22 @@ class ContinuousBatch:
     def num_waiting(self) -> int:
         """Requests without a slot."""
         return len(self._held) - self.num_running
+
+    @property
+    def kv_cache(self) -> KvCache:
+        """The paged cache, as the library allocated it."""
+        return KvCache(self._cache.num_blocks * PAGE_TOKENS, PAGE_TOKENS)
+
+    @property
+    def kv_free_tokens(self) -> int:
+        """Tokens in pages that no request holds."""
+        return round(self._cache.compute_free_capacity() * self.kv_cache.capacity_tokens)
+
+    @property
+    def _cache(self) -> PagedAttentionCache:
+        processor = self._manager.batch_processor
+        assert processor is not None  # since `warmup`
+        return processor.cache
 
     def seed(self, seed: int) -> None:
         """Start the random sequence that samples; the library draws from torch's global generator."""

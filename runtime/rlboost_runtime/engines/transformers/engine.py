@@ -14,14 +14,17 @@ import socket
 import sys
 from collections import deque
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 from rlboost_runtime.engines.base import (
+    NO_PROGRESS,
     EngineDied,
     EngineOutput,
     EngineProgress,
     EngineSpec,
+    KvCache,
     LoadFailed,
     Request,
     device_environment,
@@ -59,9 +62,15 @@ class TransformersEngine(asyncio.Protocol):
         self._outputs: deque[EngineOutput] = deque()
         self._news = asyncio.Event()
         self._holding = False
-        self._progress = EngineProgress(0, 0, 0, 0)
+        self._progress = NO_PROGRESS
+        self._kv_cache: KvCache | None = None
         self.phases_s: dict[str, float] = {}
         """Seconds of the child's start, by phase."""
+
+    @property
+    def kv_cache(self) -> KvCache | None:
+        """The child's paged cache; None before the first load."""
+        return self._kv_cache
 
     @property
     def version(self) -> int | None:
@@ -124,6 +133,7 @@ class TransformersEngine(asyncio.Protocol):
         done = await self._call(channel.LoadWeights(self._ticket(), version, str(folder)), COMMAND_TIMEOUT_S)
         if done.problem:
             raise LoadFailed(f"version {version} does not load: {done.problem}", self._see_log())
+        self._kv_cache = done.kv_cache
         self._version = version
 
     async def greedy(self, token_ids: list[int], max_new_tokens: int) -> tuple[list[int], list[float]]:
@@ -187,8 +197,7 @@ class TransformersEngine(asyncio.Protocol):
                 if waiting is not None and not waiting.done():
                     waiting.set_result(done)
             case channel.Alive(counter=counter):
-                old = self._progress
-                self._progress = EngineProgress(counter, old.running, old.waiting, old.tokens_generated)
+                self._progress = replace(self._progress, counter=counter)
             case channel.Ready(phases_s=phases_s):
                 self.phases_s = phases_s
                 self._ready.set()
@@ -208,7 +217,9 @@ class TransformersEngine(asyncio.Protocol):
 
     def _on_tokens(self, tokens: channel.Tokens) -> None:
         generated = self._progress.tokens_generated + len(tokens.output.token_ids)
-        self._progress = EngineProgress(tokens.counter, tokens.running, tokens.waiting, generated)
+        self._progress = EngineProgress(
+            tokens.counter, tokens.running, tokens.waiting, generated, 0, tokens.kv_free_tokens
+        )
         self._outputs.append(tokens.output)
         self._news.set()
         if not self._holding and len(self._outputs) > MAX_UNREAD_STEPS:

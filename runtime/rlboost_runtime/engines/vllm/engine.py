@@ -31,6 +31,7 @@ from rlboost_runtime.engines.base import (
     EngineOutput,
     EngineProgress,
     EngineSpec,
+    KvCache,
     LoadFailed,
     LoadTimes,
     Request,
@@ -38,6 +39,8 @@ from rlboost_runtime.engines.base import (
 from rlboost_runtime.engines.model_folder import Unreadable
 from rlboost_runtime.engines.vllm.api import ApiError, StreamBroken, TokenApi, request_body
 from rlboost_runtime.engines.vllm.drafts import gate_drafts
+from rlboost_runtime.engines.vllm.metrics import PATH as METRICS
+from rlboost_runtime.engines.vllm.metrics import kv_cache, watch_load
 from rlboost_runtime.engines.vllm.server import VllmServer, fp8_problem
 from rlboost_runtime.engines.vllm.streams import OutputQueue, Streams, TaskSet
 from rlboost_runtime.engines.vllm.swap import ServedModel, Swapper, base_folder, is_adapter, peft_folder
@@ -65,6 +68,7 @@ class _Serving:
     swapper: Swapper
     streams: Streams
     tasks: TaskSet
+    kv_cache: KvCache | None
 
 
 class VllmServerEngine:
@@ -81,6 +85,11 @@ class VllmServerEngine:
         self._queue = OutputQueue()
         self._names = itertools.count()
         self._steps = 0
+
+    @property
+    def kv_cache(self) -> KvCache | None:
+        """The server's cache, as it reports it; None before the first load, or of an older vLLM."""
+        return None if self._serving is None else self._serving.kv_cache
 
     @property
     def version(self) -> int | None:
@@ -207,9 +216,13 @@ class VllmServerEngine:
         if self._serving is None:
             return EngineProgress(self._steps + activity, 0, 0, 0)
         streams = self._serving.streams
-        running = streams.num_running
         counter = self._steps + activity + streams.steps
-        return EngineProgress(counter, running, len(streams.open) - running, streams.num_tokens)
+        waiting, load, kv = streams.num_waiting, streams.load, self._serving.kv_cache
+        running = len(streams.open) - waiting
+        if load is None:
+            return EngineProgress(counter, running, waiting, streams.num_tokens)
+        free = None if kv is None else round((1 - load.kv_used_fraction) * kv.capacity_tokens)
+        return EngineProgress(counter, running, waiting, streams.num_tokens, load.preempted, free)
 
     async def stop(self) -> None:
         """End the server and everything it started; idempotent."""
@@ -259,6 +272,7 @@ class VllmServerEngine:
             await swapper.name_version(version)
             dialect, first_token_s = await self._find_dialect(server)
             await self._set_pace(server)
+            cache = kv_cache(await server.api.text(METRICS))
         except (ApiError, EngineDied) as exc:
             await server.kill()
             self._declare_dead(exc.problem)
@@ -267,12 +281,21 @@ class VllmServerEngine:
         sampling = msgspec.structs.replace(self._spec.sampling, stop_token_ids=tuple(sorted(stops)))
         streams = Streams(server.api, dialect, sampling, self._queue, self._is_gone)
         streams.label = version
-        self._serving = _Serving(server, model, swapper, streams, tasks)
+        self._serving = _Serving(server, model, swapper, streams, tasks, cache)
         tasks.start(self._watch(server))
+        tasks.start(watch_load(server.api, streams.mark_sample, streams.take_load))
         if self._spec.vllm.speculative is not None:
             tasks.start(gate_drafts(server.api, self.progress))
         phases = server.phases_s | {"first_token": first_token_s}
-        event(log, "engine.started", pid=server.pid, phases_s=phases, dialect=dialect.name.lower())
+        tokens = None if cache is None else cache.capacity_tokens
+        event(
+            log,
+            "engine.started",
+            pid=server.pid,
+            phases_s=phases,
+            dialect=dialect.name.lower(),
+            kv_tokens=tokens,
+        )
         return phases
 
     async def _end_former_server(self) -> None:

@@ -29,6 +29,7 @@ from rlboost_runtime.engines.vllm.api import (
     request_body,
 )
 from rlboost_runtime.engines.vllm.command import MODEL
+from rlboost_runtime.engines.vllm.metrics import ServerLoad
 from rlboost_runtime.engines.vllm.swap import Adapters
 from rlboost_runtime.logs import event
 from rlboost_runtime.protocol.messages import Sampling
@@ -133,6 +134,10 @@ class Streams:
         self.steps = 0
         """Grows with everything that happens."""
         self.num_tokens = 0
+        self.load: ServerLoad | None = None
+        """The scheduler's last report."""
+        self._num_submitted = self._num_sampled = 0
+        self._num_at_request = 0
         self._queue = queue
         self._is_gone = is_gone  # given a stream's problem: True if the server is gone
         self._open: dict[int, _Stream] = {}
@@ -144,9 +149,21 @@ class Streams:
         return tuple(self._open)
 
     @property
-    def num_running(self) -> int:
-        """Requests with tokens so far; the others wait for a slot or their prefill."""
-        return sum(1 for stream in self._open.values() if stream.labels)
+    def num_waiting(self) -> int:
+        """Requests that the server does not execute: those in its queues, and those submitted since it was
+        last asked. Where it does not report its queues, those without a token."""
+        if self.load is None:
+            return sum(1 for stream in self._open.values() if not stream.labels)
+        return min(len(self._open), self.load.waiting + self._num_submitted - self._num_sampled)
+
+    def mark_sample(self) -> None:
+        """Note that the server is asked now: what is submitted from here on is not in its answer."""
+        self._num_at_request = self._num_submitted
+
+    def take_load(self, load: ServerLoad | None) -> None:
+        """Take the server's answer; None: it no longer reports its load."""
+        self.load = load
+        self._num_sampled = self._num_at_request
 
     def submit(self, request: Request) -> None:
         """Start a request on a connection of its own, under the version that is served now."""
@@ -155,6 +172,7 @@ class Streams:
         stream = _Stream(request, model, f"v{self.label}", own)
         self._open[request.request_id] = stream
         self.steps += 1
+        self._num_submitted += 1
         stream.task = self._tasks.start(self._follow(stream))
 
     async def abort(self, request_ids: list[int]) -> None:
