@@ -8,7 +8,6 @@ counted in `unfinished`; in a run that is done they are a problem.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -24,7 +23,6 @@ from rlboost_runtime.coordinator.storage.journal import Journal
 from rlboost_runtime.coordinator.storage.token_store import TokenStore
 from rlboost_runtime.core.base.messages import Assign, Finished
 from rlboost_runtime.core.core import Core
-from rlboost_runtime.core.replay import encode_command
 from rlboost_runtime.run.folder import RunFolder, read_json
 
 
@@ -72,7 +70,7 @@ class Audit:
 def audit(run: RunFolder) -> Audit:
     """Read everything and return what was found."""
     found = Audit()
-    core, totals, digest = Core(), RunTotals(), hashlib.blake2b(digest_size=16)
+    core, totals = Core(), RunTotals()
     finished: Counter[int] = Counter()
     response_of: dict[int, int] = {}
     for event in read_events(run.events):
@@ -82,11 +80,10 @@ def audit(run: RunFolder) -> Audit:
         if isinstance(event, Finished):
             finished[event.response] += 1
         for command in commands:
-            digest.update(encode_command(command))
             if isinstance(command, Assign):
                 found.assignments[command.response] += 1
                 response_of[command.assignment] = command.response
-    found.commands_digest = digest.hexdigest()
+    found.commands_digest = totals.commands_digest
     found.requested = totals.requested
     finished.update(core.counters.quarantined)
     found.finished = len(finished)

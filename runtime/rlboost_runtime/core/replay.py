@@ -1,4 +1,4 @@
-"""Events and commands as lines of JSON, and a log of events driven through a fresh core.
+"""Events and commands as lines of JSON.
 
 Guarantees: `decode_event(encode_event(e)) == e` for every event, floats to the last bit; a line holds no
 newline but its last byte. Lines are read leniently: unknown keys are ignored and missing ones take their
@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from enum import StrEnum
 from functools import cache
 from typing import Any
 
 from rlboost_runtime.core.base.messages import Command, Event, Heartbeat
-from rlboost_runtime.core.core import Core
 
 Convert = Callable[[Any], Any]  # between a value and its JSON form, either way
 
-_FORMER_NAMES = {"Beat": Heartbeat}
-"""Names under which earlier versions logged events."""
+_EVENTS: dict[str, type] = {kind.__name__: kind for kind in typing.get_args(Event)} | {"Beat": Heartbeat}
+"""By the name in the log; earlier versions logged a heartbeat as `Beat`."""
 
 
 def encode_event(event: Event) -> bytes:
@@ -37,58 +35,23 @@ def encode_command(command: Command) -> bytes:
 
 def decode_event(line: bytes | str) -> Event:
     """Return the event on a line. Raises `ValueError` for anything else."""
-    return typing.cast("Event", _decode("event", Event, line))
-
-
-def decode_command(line: bytes | str) -> Command:
-    """Return the command on a line. Raises `ValueError` for anything else."""
-    return typing.cast("Command", _decode("command", Command, line))
-
-
-def replay(lines: Iterable[bytes]) -> tuple[Core, list[list[Command]]]:
-    """Drive a log through a fresh core; return it and the commands that followed from each event.
-
-    A last line that a crash left unfinished is not an event. Raises `ValueError` for any other bad line.
-    """
-    core = Core()
-    commands: list[list[Command]] = []
-    broken: ValueError | None = None
-    for line in lines:
-        if broken is not None:
-            raise broken
-        try:
-            event = decode_event(line)
-        except ValueError as problem:
-            broken = problem
-            continue
-        commands.append(core.handle(event))
-    return core, commands
+    plain = json.loads(line.decode() if isinstance(line, bytes) else line)  # of bytes it guesses the coding
+    if not isinstance(plain, dict) or "event" not in plain:
+        raise ValueError(f"not an event: {line[:200]!r}")
+    kind = _EVENTS.get(plain["event"])
+    if kind is None:
+        raise ValueError(f"unknown event {plain['event']!r}")
+    try:
+        event: Event = _decoder(kind)(plain)
+    except (TypeError, KeyError) as problem:
+        raise ValueError(f"event {kind.__name__}: {problem}") from problem
+    return event
 
 
 def _encode(key: str, message: Event | Command) -> bytes:
     kind: type = type(message)
     plain = {key: kind.__name__, **_encoder(kind)(message)}
     return json.dumps(plain, separators=(",", ":")).encode() + b"\n"
-
-
-def _decode(key: str, union: types.UnionType, line: bytes | str) -> object:
-    plain = json.loads(line.decode() if isinstance(line, bytes) else line)  # of bytes it guesses the coding
-    if not isinstance(plain, dict) or key not in plain:
-        raise ValueError(f"not an {key}: {line[:200]!r}")
-    kind = _kinds(union).get(plain[key])
-    if kind is None:
-        raise ValueError(f"unknown {key} {plain[key]!r}")
-    try:
-        return _decoder(kind)(plain)
-    except (TypeError, KeyError) as problem:
-        raise ValueError(f"{key} {kind.__name__}: {problem}") from problem
-
-
-@cache
-def _kinds(union: types.UnionType) -> dict[str, type]:
-    kinds = typing.get_args(union)
-    former = {name: kind for name, kind in _FORMER_NAMES.items() if kind in kinds}
-    return former | {kind.__name__: kind for kind in kinds}
 
 
 # Enums are strings and tuples become arrays by themselves: only nested dataclasses need encoding.

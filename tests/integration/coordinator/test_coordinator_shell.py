@@ -30,7 +30,6 @@ from rlboost_runtime.core.base.messages import (
     RunEnding,
     StepTrained,
 )
-from rlboost_runtime.core.replay import replay
 from rlboost_runtime.protocol.messages import (
     SCHEMA,
     AbortMessage,
@@ -389,7 +388,7 @@ async def test_what_was_acknowledged_survives_a_restart_and_goes_on_elsewhere(tm
         await agent.say(frame(0, [(item.assignment, 2, [3, 9])], AssignmentEnd(item.assignment, "stop")))
         group = await trainer.hear(DeliverGroupMessage)
         assert texts(group) == [[1, 2, 3, 9], [5, 9]]
-    core, _ = replay((tmp_path / "events.log").read_bytes().splitlines(keepends=True))
+    core, _ = recover(tmp_path / "events.log")
     assert core.step is not None
     assert core.step.finished == 2
 

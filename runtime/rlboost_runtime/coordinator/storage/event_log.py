@@ -29,7 +29,7 @@ class EventLog:
         """Write one event. Raises `OSError` when the disk refuses; the event then did not happen."""
         size = os.fstat(self._fd).st_size
         try:
-            self._disk.write(self._fd, encode_event(event).rstrip(b"\n") + b"\n")
+            self._disk.write(self._fd, encode_event(event))
         except OSError:
             os.ftruncate(self._fd, size)
             raise

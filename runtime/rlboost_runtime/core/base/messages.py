@@ -111,18 +111,30 @@ class CoreConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class RunStarted:
-    """First event of every log."""
+class _Timed:
+    """Any event. `at`: seconds of the run."""
 
     at: float
+
+
+@dataclass(frozen=True, slots=True)
+class _OfInstance(_Timed):
+    """What an instance reports, under the epoch of its registration."""
+
+    instance: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunStarted(_Timed):
+    """First event of every log."""
+
     config: CoreConfig
 
 
 @dataclass(frozen=True, slots=True)
-class CoordinatorRestarted:
+class CoordinatorRestarted(_Timed):
     """A new coordinator process replayed the log; every instance gets one fresh lease to come back."""
-
-    at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +148,7 @@ class ResponseRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class StepStarted:
+class StepStarted(_Timed):
     """The trainer asks for a step's responses under `policy_version`, and by that gives the GPU lease back,
     unless it `keeps_lease`: it goes on training the step before meanwhile.
 
@@ -144,7 +156,6 @@ class StepStarted:
     again.
     """
 
-    at: float
     step: int
     policy_version: int
     requests: tuple[ResponseRequest, ...]
@@ -152,12 +163,11 @@ class StepStarted:
 
 
 @dataclass(frozen=True, slots=True)
-class StepTrained:
+class StepTrained(_Timed):
     """The trainer has trained the step. `wait_s`: idle, holding the lease, for want of
     responses to fill a micro-batch (t_train^wait); `busy_s`: its training time without that (t_train).
     `handover_s`: the time to bring policy and optimizer back onto the GPUs; in neither of them."""
 
-    at: float
     step: int
     wait_s: float
     busy_s: float
@@ -165,33 +175,27 @@ class StepTrained:
 
 
 @dataclass(frozen=True, slots=True)
-class VersionPublished:
+class VersionPublished(_Timed):
     """`version` can be pulled from now on; `num_bytes` by each instance, 0: not known."""
 
-    at: float
     version: int
     num_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseReturned:
+class LeaseReturned(_Timed):
     """The trainer answered a recall: its GPU memory is free."""
 
-    at: float
-
 
 @dataclass(frozen=True, slots=True)
-class TrainerLost:
+class TrainerLost(_Timed):
     """The trainer's connection is gone; nothing is cancelled, it will come back from its checkpoint."""
 
-    at: float
-
 
 @dataclass(frozen=True, slots=True)
-class InstanceJoined:
+class InstanceJoined(_Timed):
     """An agent registered. `max_running`: responses its engine decodes at once; `kv_tokens`: KV capacity."""
 
-    at: float
     instance: str
     machine: str
     pool: Pool
@@ -201,44 +205,31 @@ class InstanceJoined:
 
 
 @dataclass(frozen=True, slots=True)
-class InstanceReady:
+class InstanceReady(_OfInstance):
     """The instance proved (digests and probe) that it holds and serves `version`."""
 
-    at: float
-    instance: str
-    epoch: int
     version: int
 
 
 @dataclass(frozen=True, slots=True)
-class VersionRefused:
+class VersionRefused(_OfInstance):
     """The instance could not load `version`, or its probe did not match; it serves nothing."""
 
-    at: float
-    instance: str
-    epoch: int
     version: int
     problem: str
 
 
 @dataclass(frozen=True, slots=True)
-class Slept:
+class Slept(_OfInstance):
     """The instance's engine has freed its GPU memory."""
-
-    at: float
-    instance: str
-    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
-class Heartbeat:
+class Heartbeat(_OfInstance):
     """A heartbeat. `engine_progress` grows whenever the engine does anything; `tokens` maps the responses
     that it runs to their tokens so far (prompt not counted): estimates for balance, nothing that must be
     exact is decided on them."""
 
-    at: float
-    instance: str
-    epoch: int
     engine_progress: int
     tokens: tuple[tuple[int, int], ...]
     num_queued: int | None = None
@@ -246,59 +237,44 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, slots=True)
-class Disconnected:
+class Disconnected(_OfInstance):
     """The instance's connection closed without a goodbye."""
-
-    at: float
-    instance: str
-    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
-class Reconnected:
+class Reconnected(_OfInstance):
     """The instance came back within its lease under its old epoch, still holding `assignments`."""
 
-    at: float
-    instance: str
-    epoch: int
     assignments: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class NoticeReceived:
+class NoticeReceived(_OfInstance):
     """The cloud will take the machine in `seconds`."""
 
-    at: float
-    instance: str
-    epoch: int
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
-class InstanceLeft:
+class InstanceLeft(_OfInstance):
     """The agent signed off; everything that it generated has been received."""
 
-    at: float
-    instance: str
-    epoch: int
     cause: LossCause
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(_Timed):
     """The response is complete and journalled. `num_tokens` counts all its tokens, from every instance."""
 
-    at: float
     response: int
     num_tokens: int
     reason: FinishReason
 
 
 @dataclass(frozen=True, slots=True)
-class Released:
+class Released(_Timed):
     """The instance let go of the assignment; the response's first `num_tokens` tokens are journalled."""
 
-    at: float
     instance: str
     assignment: int
     num_tokens: int
@@ -306,44 +282,38 @@ class Released:
 
 
 @dataclass(frozen=True, slots=True)
-class MachineLaunched:
+class MachineLaunched(_Timed):
     """The provider accepted the launch: money runs."""
 
-    at: float
     machine: str
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchFailed:
+class LaunchFailed(_Timed):
     """The launch did not happen. `retry_after_s`: when asking again makes sense."""
 
-    at: float
     machine: str
     problem: str
     retry_after_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class MachineGone:
+class MachineGone(_Timed):
     """The provider reports that the machine no longer exists."""
 
-    at: float
     machine: str
 
 
 @dataclass(frozen=True, slots=True)
-class RunEnding:
+class RunEnding(_Timed):
     """No more work: everything that runs is taken down."""
 
-    at: float
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(_Timed):
     """Time passed; sent at `Core.next_deadline()`."""
-
-    at: float
 
 
 Event = (
@@ -377,59 +347,53 @@ Event = (
 
 
 @dataclass(frozen=True, slots=True)
-class Assign:
+class _Order:
+    """A command to an instance, under the epoch of its registration."""
+
+    instance: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Assign(_Order):
     """Generate `response` on `instance` from its prompt and whatever tokens are journalled.
 
     `keep_tokens`: only after so many of them; never set under the policies that live runs may have.
     """
 
-    instance: str
-    epoch: int
     assignment: int
     response: int
     keep_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Abort:
+class Abort(_Order):
     """Stop the assignment and hand over its tokens so far (`Released` answers)."""
 
-    instance: str
-    epoch: int
     assignment: int
 
 
 @dataclass(frozen=True, slots=True)
-class LoadVersion:
+class LoadVersion(_Order):
     """Fetch `version`; once the engine holds no work and is awake, apply and prove it (`InstanceReady`)."""
 
-    instance: str
-    epoch: int
     version: int
 
 
 @dataclass(frozen=True, slots=True)
-class Sleep:
+class Sleep(_Order):
     """Free the engine's GPU memory (`Slept` answers). Reserved instances only."""
 
-    instance: str
-    epoch: int
-
 
 @dataclass(frozen=True, slots=True)
-class Wake:
+class Wake(_Order):
     """Take GPU memory again and apply and prove the newest fetched version (`InstanceReady` answers)."""
 
-    instance: str
-    epoch: int
-
 
 @dataclass(frozen=True, slots=True)
-class Evict:
+class Evict(_Order):
     """Close the instance's connection; whatever it sends under this epoch is dropped and counted."""
 
-    instance: str
-    epoch: int
     cause: LossCause
 
 
