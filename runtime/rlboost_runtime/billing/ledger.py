@@ -34,8 +34,8 @@ from rlboost_runtime.billing.accounts import (
     to_ns,
     to_seconds,
 )
-from rlboost_runtime.billing.ledger_steps import EgressLedger, NoteLedger, StepLedger
-from rlboost_runtime.billing.machine_record import MachineRecord
+from rlboost_runtime.billing.launch_records import MachineRecord
+from rlboost_runtime.billing.ledger_file import EgressLedger, NoteLedger, StepLedger
 from rlboost_runtime.errors import NotFound
 
 _MACHINES = """

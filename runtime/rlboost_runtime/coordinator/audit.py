@@ -18,8 +18,7 @@ import msgspec
 
 from rlboost_runtime.coordinator.driver.core_driver import OpenStep, StepHeader
 from rlboost_runtime.coordinator.driver.totals import RunTotals
-from rlboost_runtime.coordinator.storage.event_log import read_events
-from rlboost_runtime.coordinator.storage.journal import Journal
+from rlboost_runtime.coordinator.storage.journal import Journal, read_events
 from rlboost_runtime.coordinator.storage.token_store import TokenStore
 from rlboost_runtime.core.base.messages import Assign, Finished
 from rlboost_runtime.core.core import Core
@@ -91,7 +90,7 @@ def audit(run: RunFolder) -> Audit:
     is_done = (read_json(run.outcome) or {}).get("state", "done") == "done"
     open_step = None if is_done or core.step is None else core.step.step
     if open_step is not None and core.step is not None:
-        found.unfinished = core.step.requested - core.step.finished
+        found.unfinished = core.step.num_unfinished
     if found.requested != found.finished + found.cancelled + found.unfinished:
         found.problems.append(
             f"{found.requested} responses requested, {found.finished} finished, {found.cancelled} cancelled"

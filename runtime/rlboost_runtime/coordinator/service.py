@@ -20,11 +20,14 @@ import msgspec
 
 from rlboost_providers.base.provider import Provider
 from rlboost_providers.registry import cheapest_offer, prices_of, provider_for
-from rlboost_runtime.billing.accounts import to_ns
-from rlboost_runtime.billing.budget import room_micro_usd, stay_micro_usd
-from rlboost_runtime.billing.launch_records import LaunchBackup, LaunchRecords, own_head_machine
+from rlboost_runtime.billing.accounts import room_micro_usd, stay_micro_usd, to_ns
+from rlboost_runtime.billing.launch_records import (
+    LaunchBackup,
+    LaunchRecords,
+    MachineRecord,
+    own_head_machine,
+)
 from rlboost_runtime.billing.ledger import Ledger
-from rlboost_runtime.billing.machine_record import MachineRecord
 from rlboost_runtime.coordinator.driver.core_driver import CoreDriver
 from rlboost_runtime.coordinator.driver.ingest import Ingest
 from rlboost_runtime.coordinator.driver.totals import recover

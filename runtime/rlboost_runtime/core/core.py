@@ -54,16 +54,17 @@ from rlboost_runtime.core.base.timers import INSTANCE_TIMERS, Context, Counters,
 from rlboost_runtime.core.check import check_core
 from rlboost_runtime.core.dispatch.assignments import Assignments
 from rlboost_runtime.core.instance_controller import InstanceController
-from rlboost_runtime.core.lease_controller import LeaseController
+from rlboost_runtime.core.lease_controller import LeaseController, LeaseState
 from rlboost_runtime.core.rules import LIVE_RULES, Rules
 from rlboost_runtime.core.state.eligible import EligibleSet, Terms
 from rlboost_runtime.core.state.instances import Instance, InstanceTable
 from rlboost_runtime.core.state.machines import Machine, MachineState, MachineTable
 from rlboost_runtime.core.state.rates import Lengths
-from rlboost_runtime.core.state.responses import Response, ResponseState, StepView
-from rlboost_runtime.core.window.gpu_lease import LeaseState
-from rlboost_runtime.core.window.seeding_window import CountMeter, SeedingWindow, StepObservation
-from rlboost_runtime.core.window.sizing import (
+from rlboost_runtime.core.state.responses import Response, ResponseState, StepResponses
+from rlboost_runtime.core.window.seeding_window import (
+    CountMeter,
+    SeedingWindow,
+    StepObservation,
     SurplusWatch,
     desired_machines,
     useful_instances,
@@ -157,9 +158,9 @@ class Core:
         return self._context.config
 
     @property
-    def step(self) -> StepView | None:
-        """The open step in numbers; it stays open, all finished, until the next one."""
-        return None if self._work.book is None else self._work.book.view()
+    def step(self) -> StepResponses | None:
+        """The open step; it stays open, all finished, until the next one."""
+        return self._work.book
 
     @property
     def is_ending(self) -> bool:

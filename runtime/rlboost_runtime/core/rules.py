@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from rlboost_runtime.core.base.messages import CoreConfig
-from rlboost_runtime.core.base.scheduling_policy import BOOKED, EVEN, PREDICTED
+from rlboost_runtime.core.base.messages import BOOKED, EVEN, PREDICTED, CoreConfig
 from rlboost_runtime.core.base.timers import Context
 from rlboost_runtime.core.dispatch.balance import Balancer
 from rlboost_runtime.core.dispatch.dispatcher import Dispatcher

@@ -10,14 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from rlboost_runtime.core.base.cost_model import Prices
-from rlboost_runtime.core.base.messages import CoreConfig
-from rlboost_runtime.core.base.scheduling_policy import PREDICTED, RLBOOST, SchedulingPolicy, SizeRule
+from rlboost_runtime.core.base.messages import PREDICTED, RLBOOST, CoreConfig, SchedulingPolicy, SizeRule
 from rlboost_runtime.core.rules import LIVE_RULES, Rules
 from rlboost_runtime.core.state.rates import GenerationRate, Lengths, StepTimes
 from rlboost_runtime.core.window.seeding_window import SeedingWindow
 from rlboost_runtime.sim.agents import BEAT_S
-from rlboost_runtime.sim.baselines.balance import IdleBalancer
-from rlboost_runtime.sim.baselines.dispatch import DealtDispatcher, PacedDispatcher, PendingDispatcher
+from rlboost_runtime.sim.baselines.dispatch import (
+    DealtDispatcher,
+    IdleBalancer,
+    PacedDispatcher,
+    PendingDispatcher,
+)
 from rlboost_runtime.sim.baselines.windows import Algorithm1Window, ClosedWindow, PublishedWindow
 from rlboost_runtime.sim.presets import Preset
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlboost_runtime.coordinator.storage.event_log import read_events
+from rlboost_runtime.coordinator.storage.journal import read_events
 from rlboost_runtime.core.base import messages as m
 from rlboost_runtime.core.core import Core
 from rlboost_runtime.core.replay import decode_event, encode_command, encode_event

@@ -9,6 +9,7 @@ from random import Random
 import pytest
 
 from rlboost_runtime.core.base.messages import (
+    RLBOOST,
     Abort,
     Assign,
     CoreConfig,
@@ -21,19 +22,17 @@ from rlboost_runtime.core.base.messages import (
     Pool,
     RecallLease,
     RunStarted,
+    SizeRule,
 )
-from rlboost_runtime.core.base.scheduling_policy import RLBOOST, SizeRule
 from rlboost_runtime.core.core import Core
-from rlboost_runtime.core.lease_controller import LOADING_S
+from rlboost_runtime.core.lease_controller import LOADING_S, LeaseState
 from rlboost_runtime.core.replay import decode_event, encode_event
 from rlboost_runtime.core.state.eligible import LoadIndex
 from rlboost_runtime.core.state.instance_states import InstanceState
 from rlboost_runtime.core.state.instances import Instance
 from rlboost_runtime.core.state.rates import GenerationRate, Lengths, StepTimes
-from rlboost_runtime.core.window.gpu_lease import LeaseState
-from rlboost_runtime.core.window.seeding_window import StepObservation
-from rlboost_runtime.core.window.sizing import useful_instances
-from rlboost_runtime.sim.baselines.balance import RateProfile, _batch, _bucket
+from rlboost_runtime.core.window.seeding_window import StepObservation, useful_instances
+from rlboost_runtime.sim.baselines.dispatch import RateProfile, _batch, _bucket
 from rlboost_runtime.sim.baselines.windows import PublishedWindow
 from rlboost_runtime.sim.policies import (
     CLOSED,

@@ -22,8 +22,7 @@ import msgspec
 
 from rlboost_runtime.coordinator.driver.totals import Observer, Recovered
 from rlboost_runtime.coordinator.storage.columns import renumbered
-from rlboost_runtime.coordinator.storage.event_log import EventLog
-from rlboost_runtime.coordinator.storage.journal import Journal
+from rlboost_runtime.coordinator.storage.journal import EventLog, Journal
 from rlboost_runtime.coordinator.storage.token_store import TokenStore
 from rlboost_runtime.core.base.messages import (
     Abort,

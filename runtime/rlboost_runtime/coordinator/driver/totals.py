@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from rlboost_runtime.coordinator.storage.event_log import read_events
+from rlboost_runtime.coordinator.storage.journal import read_events
 from rlboost_runtime.core.base.messages import (
     Assign,
     Command,

@@ -33,10 +33,9 @@ from rlboost_providers.base.provider import (
     Provider,
 )
 from rlboost_providers.base.traits import provider_traits
-from rlboost_runtime.billing.budget import least_micro_usd
-from rlboost_runtime.billing.launch_records import LaunchRecords
+from rlboost_runtime.billing.accounts import least_micro_usd
+from rlboost_runtime.billing.launch_records import LaunchRecords, MachineRecord, end_of, price_paid, start_of
 from rlboost_runtime.billing.ledger import Ledger
-from rlboost_runtime.billing.machine_record import MachineRecord, end_of, price_paid, start_of
 from rlboost_runtime.coordinator.driver.core_driver import CoreDriver
 from rlboost_runtime.coordinator.fleet.offer_choice import ELSEWHERE_S, OfferChoice
 from rlboost_runtime.coordinator.fleet.provider_calls import ProviderThreads, keep_console

@@ -21,7 +21,7 @@ from rlboost_runtime.core.base.messages import (
     TrainerLost,
     VersionPublished,
 )
-from rlboost_runtime.core.window.gpu_lease import LeaseState
+from rlboost_runtime.core.lease_controller import LeaseState
 from rlboost_runtime.errors import ProtocolError
 from rlboost_runtime.logs import event as log_event
 from rlboost_runtime.protocol.messages import (

@@ -11,7 +11,7 @@ from rlboost_runtime.coordinator.driver.core_driver import OpenStep
 from rlboost_runtime.coordinator.storage.token_store import TokenStore
 from rlboost_runtime.core.base.messages import Command, CoordinatorRestarted, Event, Pool, StepStarted
 from rlboost_runtime.core.core import Core
-from rlboost_runtime.core.window.gpu_lease import LeaseState
+from rlboost_runtime.core.lease_controller import LeaseState
 from rlboost_runtime.protocol.reward_failures import FailureCount, RewardFailure, count_failures
 
 
