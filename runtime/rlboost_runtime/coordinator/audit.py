@@ -137,7 +137,7 @@ def _audit_step(
         for first in header.carried_from:
             found.carried_to[first + response - header.first_response] = response
         result.tokens[response] = store.token_ids(response)
-        result.prompts[response] = opened.prompts[opened.group_of(response)]
+        result.prompts[response] = opened.prompt_of(response)
         result.instances[response] = [segment.instance for segment in segments]
     return result
 

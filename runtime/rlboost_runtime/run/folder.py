@@ -78,7 +78,7 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Paths of one run."""
+    """Paths of one run: the files of the table above."""
 
     path: Path
 
@@ -97,17 +97,12 @@ class RunFolder:
         return f"{url.rstrip('/')}/{self.name}"
 
     job_yaml = _Place("job.yaml")
-    """The job file as given."""
     job_source = _Place("job_source")
-    """Where the job file was."""
     job_json = _Place("job.json")
-    """The resolved job."""
     files = _Place("files")
-    """Copies of the user's files, under the names that the job uses."""
     token = _Place("secrets/token")
     """The run's bearer token."""
     key = _Place("secrets/key.pem")
-    """TLS private key."""
     certificate = _Place("secrets/cert.pem")
     """TLS certificate; clients trust this one and no other."""
     environment = _Place("secrets/environment.json")
@@ -115,49 +110,30 @@ class RunFolder:
     head = _Place("head.json")
     """Where the run's head is; absent where it is this machine."""
     mirror = _Place("mirror.json")
-    """What was last fetched from a head elsewhere."""
     head_machines = _Place("rentals.json")
-    """The machines that were bought for the run's head."""
     safe = _Place("safe.json")
-    """There once all of the ended run is at the job's `output`."""
     endpoint = _Place("endpoint.json")
-    """Where the coordinator listens."""
     weights_endpoint = _Place("weights_endpoint.json")
-    """Where the weight server listens."""
     reserved = _Place("reserved")
-    """Working folders of the reserved agents."""
     wanted = _Place("wanted.json")
     """What the supervisor is to run; absent means everything but the trainer."""
     status = _Place("status.json")
-    """Last status."""
     ending = _Place("ending.json")
     """How the run is to end, from the decision on; without an outcome it is still being wound up."""
     outcome = _Place("outcome.json")
     """How the run ended; absent while it is open."""
     ledger = _Place("ledger.sqlite")
-    """SQLite file of machines, steps and events."""
     events = _Place("events.log")
-    """The core's event log."""
     journal = _Place("journal")
-    """Token segments."""
     weights = _Place("weights")
-    """Weight versions."""
     checkpoints = _Place("checkpoints")
-    """Checkpoints, and the final model in `model/`."""
     metrics = _Place("metrics.jsonl")
-    """JSON lines, one per step."""
     samples = _Place("samples.jsonl")
-    """JSON lines, a few responses per step."""
     tensorboard = _Place("tensorboard")
-    """TensorBoard's event files."""
     preparing = _Place("preparing.json")
-    """What the trainer does before its first step."""
     processes = _Place("processes")
-    """One JSON file per process of ours on the head."""
     logs = _Place("logs")
-    """Log files."""
     cloud = _Place("cloud")
-    """State of the local provider."""
 
 
 def write_atomically(path: Path, data: bytes, *, mode: int = 0o600, durably: bool = False) -> None:

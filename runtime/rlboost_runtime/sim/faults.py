@@ -66,7 +66,6 @@ class Referee:
 
     def __init__(self) -> None:
         self.num_finished = 0
-        self.num_asked = 0
         self.num_events = 0
         self._version = -1
         self._group: dict[int, int] = {}
@@ -145,7 +144,6 @@ class Referee:
         self._open = set(self._group)
         self._tokens = dict.fromkeys(self._group, 0)
         self._delivered.clear()
-        self.num_asked += len(self._group)
         for assignment in list(self._holder):
             self._let_go(assignment)
 

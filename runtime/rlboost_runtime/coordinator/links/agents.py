@@ -90,7 +90,6 @@ class LinkStats:
     """What status shows of an instance beyond what the core knows."""
 
     tokens_per_s: float = 0.0
-    engine: str = ""
     pull_s: float = 0.0
     apply_s: float = 0.0
     load_s: float = 0.0
@@ -124,9 +123,9 @@ class InstanceStats:
         """Return the stats of an instance, new ones if need be."""
         return self._of.setdefault(instance, LinkStats())
 
-    def reset(self, instance: str, engine: str) -> None:
+    def reset(self, instance: str) -> None:
         """Start the stats of an instance anew."""
-        self._of[instance] = LinkStats(engine=engine)
+        self._of[instance] = LinkStats()
 
     def observe(self, event: Event, commands: Sequence[Command], core: Core) -> None:
         """Forget the instances that the core lost, and estimate what they had generated and not sent yet."""
@@ -362,7 +361,6 @@ class AgentLinks:
         epoch = known.epoch if resumed and known is not None else driver.totals.next_epoch
         link = AgentLink(hello, epoch, transport)
         self.links[hello.instance] = link
-        self.stats.of(hello.instance).engine = hello.engine
         link.send(
             Welcome(
                 epoch=epoch,
@@ -376,7 +374,7 @@ class AgentLinks:
         if resumed:
             driver.apply(Reconnected(driver.now(), hello.instance, epoch, hello.assignments))
         else:
-            self.stats.reset(hello.instance, hello.engine)
+            self.stats.reset(hello.instance)
             joined_at = driver.now()
             driver.apply(
                 InstanceJoined(
