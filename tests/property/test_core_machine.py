@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from rlboost_runtime.coordinator.storage.journal import decode_event, encode_command, encode_event
 from rlboost_runtime.core.base.messages import (
     Abort,
     Assign,
@@ -60,7 +61,6 @@ from rlboost_runtime.core.base.messages import (
 )
 from rlboost_runtime.core.core import Core
 from rlboost_runtime.core.lease_controller import LeaseState
-from rlboost_runtime.core.replay import decode_event, encode_command, encode_event
 from rlboost_runtime.core.state.machines import REJOIN_S
 
 pytestmark = pytest.mark.property

@@ -1,8 +1,8 @@
 """The core: every scheduling decision of a run, as a pure function of events and their times.
 
 `Core.handle` takes one event and returns the commands that follow from it. The live coordinator and the
-simulator drive this same object; a log of events driven through a fresh core gives the same commands
-(`core.replay`). It reads no clock, opens nothing, draws no random number and logs nothing.
+simulator drive this same object; a log of events driven through a fresh core gives the same commands.
+It reads no clock, opens nothing, draws no random number and logs nothing.
 
 After every event, `check` holds. What it promises a run (design, section 4):
 

@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from rlboost_runtime.coordinator.storage.journal import read_events
+from rlboost_runtime.coordinator.storage.journal import (
+    decode_event,
+    encode_command,
+    encode_event,
+    read_events,
+)
 from rlboost_runtime.core.base import messages as m
 from rlboost_runtime.core.core import Core
-from rlboost_runtime.core.replay import decode_event, encode_command, encode_event
 
 EVENTS: list[m.Event] = [
     m.RunStarted(0.0, m.CoreConfig(max_spot_instances=3, seeding_eta=math.pi, affinity_slack=0.1 + 0.2)),

@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 
+from rlboost_runtime.coordinator.storage.journal import decode_event, encode_event
 from rlboost_runtime.core.base.messages import (
     RLBOOST,
     Abort,
@@ -26,7 +27,6 @@ from rlboost_runtime.core.base.messages import (
 )
 from rlboost_runtime.core.core import Core
 from rlboost_runtime.core.lease_controller import LOADING_S, LeaseState
-from rlboost_runtime.core.replay import decode_event, encode_event
 from rlboost_runtime.core.state.eligible import LoadIndex
 from rlboost_runtime.core.state.instance_states import InstanceState
 from rlboost_runtime.core.state.instances import Instance

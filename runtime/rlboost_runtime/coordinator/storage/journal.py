@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import struct
 import threading
@@ -31,12 +32,48 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import get_args
 
-from rlboost_runtime.core.base.messages import Event
-from rlboost_runtime.core.replay import decode_event, encode_event
+import msgspec
+
+from rlboost_runtime.core.base.messages import Command, Event, Heartbeat
 from rlboost_runtime.errors import RuntimeFault
 from rlboost_runtime.run.folder import sync_path
 from rlboost_runtime.seams import Disk
+
+_EVENTS: dict[str, type[Event]] = {kind.__name__: kind for kind in get_args(Event)} | {"Beat": Heartbeat}
+"""By the name in the log; earlier versions logged a heartbeat as `Beat`."""
+
+
+def encode_event(event: Event) -> bytes:
+    """Return the event as one line of JSON, newline included; `decode_event` returns it exactly."""
+    return _line("event", event)
+
+
+def encode_command(command: Command) -> bytes:
+    """Return the command as one line of JSON, newline included."""
+    return _line("command", command)
+
+
+def decode_event(line: bytes | str) -> Event:
+    """Return the event on a line. Raises `ValueError` for anything else.
+
+    Unknown keys are ignored and missing ones take their default, so that a log of an older version can be
+    read.
+    """
+    plain = json.loads(line.decode() if isinstance(line, bytes) else line)  # of bytes it guesses the coding
+    if not isinstance(plain, dict) or "event" not in plain:
+        raise ValueError(f"not an event: {line[:200]!r}")
+    kind = _EVENTS.get(plain["event"])
+    if kind is None:
+        raise ValueError(f"unknown event {plain['event']!r}")
+    return msgspec.convert(plain, kind, strict=False)
+
+
+def _line(key: str, message: Event | Command) -> bytes:
+    plain = {key: type(message).__name__, **msgspec.to_builtins(message)}
+    return json.dumps(plain, separators=(",", ":")).encode() + b"\n"
+
 
 GATHER_S = 0.01
 """How long the writer lets records gather after the first one. It bounds the commits (thread switches, syncs)
