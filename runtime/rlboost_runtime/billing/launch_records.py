@@ -250,7 +250,7 @@ class LaunchBackup:
 
         assert self._output is not None
         place = f"file://{self._output}" if self._output.startswith("/") else self._output
-        url = f"{place.rstrip('/')}/{self._run.name}"
+        url = self._run.place_in(place)
         if url.startswith("file:"):
             return from_url(url, mkdir=True)
         seconds = datetime.timedelta(seconds=PUT_S)

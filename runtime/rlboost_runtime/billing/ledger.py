@@ -191,8 +191,7 @@ class Ledger(StepLedger, NoteLedger, EgressLedger):
 
     def running_machines(self) -> set[str]:
         """Return the machines that are being billed."""
-        rows = self._rows("SELECT machine FROM machines WHERE state = ?", (BilledState.RUNNING,))
-        return {str(row[0]) for row in rows}
+        return set(self.running_prices())
 
     def running_prices(self) -> dict[str, int]:
         """Return the hourly price of each machine that is being billed, in micro-dollars."""

@@ -55,7 +55,7 @@ from rlboost_runtime.core.check import check_core
 from rlboost_runtime.core.dispatch.assignments import Assignments
 from rlboost_runtime.core.instance_controller import InstanceController
 from rlboost_runtime.core.lease_controller import LeaseController, LeaseState
-from rlboost_runtime.core.rules import LIVE_RULES, Rules
+from rlboost_runtime.core.rules import LIVE_RULES, Rules, named
 from rlboost_runtime.core.state.eligible import EligibleSet, Terms
 from rlboost_runtime.core.state.instances import Instance, InstanceTable
 from rlboost_runtime.core.state.machines import Machine, MachineState, MachineTable
@@ -99,12 +99,16 @@ class Core:
         self._eligible = EligibleSet(self._instance_table)
         lengths = Lengths()
         eligible = self._eligible.eligible
-        dispatcher = self._rules.dispatcher(context, self._instance_table, eligible)
-        balancer = self._rules.balancer(config, eligible, dispatcher.load_index, lengths)
+        rules, policy = self._rules, config.policy
+        dispatcher_of = named("dispatch", rules.dispatch, policy.dispatch)
+        dispatcher = dispatcher_of(context, self._instance_table, eligible)
+        balancer_of = named("balance", rules.balance, policy.balance)
+        balancer = balancer_of(eligible, dispatcher.load_index, lengths)
         self._work = Assignments(context, self._instance_table, eligible, lengths, dispatcher, balancer)
         self._fleet = MachineTable(config.boot_deadline_s, context.timers, context.emit)
         self._controller = InstanceController(context, self._instance_table, self._work, self._fleet)
-        self._seeding = self._rules.window(config, lengths, self._work.pace, balancer.step_times)
+        window_of = named("window", rules.windows, policy.window)
+        self._seeding = window_of(config, lengths, self._work.pace, balancer.step_times)
         self._lease_controller = LeaseController(
             context, self._instance_table, self._work, self._controller, self._seeding
         )
@@ -319,7 +323,7 @@ class Core:
             case NoticeReceived():
                 self._controller.noticed(instance, event)
             case InstanceLeft():
-                self._controller.left(instance, event)
+                self._controller.lose(instance, event.cause)
             case _:
                 assert_never(event)
 

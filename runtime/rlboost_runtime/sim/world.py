@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlboost_runtime.core.base.messages import (
     Abort,
@@ -42,7 +42,7 @@ from rlboost_runtime.sim.oracle import simulate_oracle
 from rlboost_runtime.sim.policies import ORACLE, PolicySetup, Switches, policy_setup
 from rlboost_runtime.sim.presets import MachineShape, Preset
 from rlboost_runtime.sim.responses import ResponseStore
-from rlboost_runtime.sim.result import RESERVED, Activity, Kill, Recorder, SimResult, StepRow
+from rlboost_runtime.sim.result import RESERVED, Activity, Kill, Recorder, SimResult, StepRow, summed_up
 from rlboost_runtime.sim.trainer_model import SimTrainer
 from rlboost_runtime.traces import Trace
 
@@ -407,27 +407,13 @@ def simulate(
     end_s = hours * 3600.0
     world = World(preset, trace, setup, seed, watch=watch)
     world.run(end_s, max_steps, progress)
-    return _summed_up(world, preset, trace, policy, seed, hours)
-
-
-def _summed_up(world: World, preset: Preset, trace: Trace, policy: str, seed: int, hours: float) -> SimResult:
-    rows = tuple(world.recorder.rows)
-    seconds = rows[-1].started_s + rows[-1].seconds
-    tokens, usd = sum(row.tokens for row in rows), sum(row.usd for row in rows)
-    return SimResult(
-        preset=preset.name,
-        trace=trace.name,
-        policy=policy,
-        seed=seed,
-        hours=hours,
-        tokens_per_s=tokens / seconds,
-        usd_per_hour=3600.0 * usd / seconds,
-        tokens_per_usd=tokens / usd,
-        steps=len(rows),
+    summed = summed_up(preset.name, trace.name, policy, seed, hours, world.recorder.rows)
+    seconds = summed.rows[-1].started_s + summed.rows[-1].seconds
+    return replace(
+        summed,
         preemptions=len(world.recorder.kills),
         tokens_lost=world.tokens_lost(),
         mean_spot_machines=world.mean_spot_machines,
-        rows=rows,
         timeline=tuple(world.recorder.intervals),
         throughput=world.recorder.throughput(),
         kills=tuple(world.recorder.kills),

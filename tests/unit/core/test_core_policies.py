@@ -307,7 +307,7 @@ def test_the_published_memory_holds_the_window_of_the_peak() -> None:
 def test_a_memory_that_is_off_is_not_used() -> None:
     config = CoreConfig(max_spot_instances=2, seeding_initial_s=30.0, policy=PAPER)
     rules = baseline_rules({1: 99.0}, has_memory=False)
-    seeding = rules.window(config, Lengths(), GenerationRate(), StepTimes())
+    seeding = rules.windows[PAPER.window](config, Lengths(), GenerationRate(), StepTimes())
     seeding.learn(seen(3.0, 0.0, 1))
     assert seeding.t_seed_s == 31.0
 

@@ -353,19 +353,12 @@ class AgentLinks:
             driver.apply(Reconnected(driver.now(), hello.instance, epoch, hello.assignments))
         else:
             self.stats.reset(hello.instance)
-            joined_at = driver.now()
-            driver.apply(
-                InstanceJoined(
-                    joined_at,
-                    hello.instance,
-                    hello.machine,
-                    Pool(hello.pool),
-                    epoch,
-                    hello.max_running,
-                    hello.kv_tokens,
-                )
+            at, pool = driver.now(), Pool(hello.pool)
+            joined = InstanceJoined(
+                at, hello.instance, hello.machine, pool, epoch, hello.max_running, hello.kv_tokens
             )
-            self.boot_times.joined(hello, joined_at)
+            driver.apply(joined)
+            self.boot_times.joined(hello, at)
         log_event(log, "instance.joined", instance=hello.instance, epoch=epoch, resumed=resumed)
         return link
 

@@ -65,16 +65,10 @@ class DealtDispatcher(Dispatcher):
 
     may_stall = True
 
-    def __init__(
-        self, context: Context, instance_table: InstanceTable, eligible: Mapping[str, Instance]
-    ) -> None:
-        super().__init__(context, instance_table, eligible)
-        self._reserved = instance_table.reserved
-
     def place(self, book: StepResponses, place: Place) -> None:
         """Place everything, or nothing while a reserved engine is still to come."""
         names = sorted(self.eligible)
-        if not names or not self.eligible.keys() >= self._reserved.keys():
+        if not names or not self.eligible.keys() >= self._instance_table.reserved.keys():
             return
         waiting = sorted(self.queue.all(), key=lambda r: r.order)
         self.queue.clear()
@@ -93,7 +87,6 @@ class PacedDispatcher(Dispatcher):
         self, context: Context, instance_table: InstanceTable, eligible: Mapping[str, Instance]
     ) -> None:
         super().__init__(context, instance_table, eligible)
-        self._clock = context
         self._look_at = 0.0
         self._left = 0
         self._free = _Ring(eligible)
@@ -120,7 +113,7 @@ class PacedDispatcher(Dispatcher):
 
     def place(self, book: StepResponses, place: Place) -> None:
         """Place as many groups as may go in this second; the rest waits for the next look."""
-        now = self._clock.now
+        now = self._context.now
         if now >= self._look_at:
             self._look_at = now + PACE_S
             self._left = GROUPS_PER_LOOK
@@ -143,7 +136,7 @@ class PacedDispatcher(Dispatcher):
                     member.drop_tokens_beyond(kept)
                 place(member, choice, self.kv_estimate(member))
         if self._parked or self.queue.peek() is not None:
-            self._clock.timers.set(Timer.PACE, "", self._look_at)
+            self._context.timers.set(Timer.PACE, "", self._look_at)
 
     def _waiting_aside(self) -> list[Response]:
         return [entry[1] for entry in self._parked if is_current(*entry)]
