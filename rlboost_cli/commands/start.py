@@ -92,9 +92,8 @@ def _prepared(job_or_run: str, question: str, *, resume: bool, yes: bool) -> Run
     from rlboost_cli.views import screens
 
     target = find_target(job_or_run, resume=resume, say=output.progress)
-    agree(planned(target.name, target.job), question, yes=yes)
     extras.require(target.job)
-    agree(planned(target.name, target.job), "launch?", yes=yes)
+    agree(planned(target.name, target.job), question, yes=yes)
     with output.working("copying the job's files"):
         found = target.prepare(resume=resume, say=output.progress)
     screens.found_run(found)

@@ -20,12 +20,12 @@ from rlboost_runtime.billing.launch_records import (
     HeadMachine,
     LaunchBackup,
     LaunchRecords,
+    MachineRecord,
     current_head_machine,
     keep_head_machine,
     kept_head_machines,
 )
 from rlboost_runtime.billing.ledger import Ledger
-from rlboost_runtime.billing.machine_record import MachineRecord
 from rlboost_runtime.deploy.bootstrap import RESERVED_MACHINE
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.run.create import stored_job

@@ -24,10 +24,10 @@ from rlboost_providers.registry import head_provider
 from rlboost_runtime.billing.launch_records import (
     HeadMachine,
     current_head_machine,
+    end_of,
     keep_head_machine,
     kept_head_machines,
 )
-from rlboost_runtime.billing.machine_record import end_of
 from rlboost_runtime.errors import (
     ConfigError,
     CredentialsRejected,

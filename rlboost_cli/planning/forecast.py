@@ -7,9 +7,9 @@ a seeding window of T seconds and then trains for B seconds while the instances 
     r T + n s (T + B) = W   so   T = max(0, (W - n s B) / (r + n s)),   step = T + B + overhead
 
 With n = 0 that is rollout and training one after the other, as without spot machines. How many instances are
-useful is not computed here: the core's own rule is asked (`core.window.sizing`, `core.base.cost_model`), the
-one that the run will follow: what gives the most tokens per dollar, weights' egress included, or, without
-prices, the paper's N_prem.
+useful is not computed here: the core's own rule is asked (`core.window.seeding_window`,
+`core.base.cost_model`), the one that the run will follow: what gives the most tokens per dollar, weights'
+egress included, or, without prices, the paper's N_prem.
 
 The arithmetic leaves out the tail of the last, longest responses, hand-overs and machines that are taken
 away. So it is held against the very run that the rates are from: what that run's steps took longer is added
@@ -23,8 +23,11 @@ from dataclasses import dataclass
 from rlboost_cli.planning.rates import Rates, makes_like_responses
 from rlboost_runtime.core.base.cost_model import Prices, StepRates
 from rlboost_runtime.core.base.messages import CoreConfig
-from rlboost_runtime.core.window.seeding_window import StepObservation, instances_to_keep_up
-from rlboost_runtime.core.window.sizing import worthwhile_instances
+from rlboost_runtime.core.window.seeding_window import (
+    StepObservation,
+    instances_to_keep_up,
+    worthwhile_instances,
+)
 from rlboost_runtime.job import Job
 from rlboost_runtime.money import MICRO_USD_PER_USD
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rlboost_runtime.billing.ledger import Ledger
-from rlboost_runtime.billing.ledger_steps import StepRecord
+from rlboost_runtime.billing.ledger_file import StepRecord
 from rlboost_runtime.errors import RLBoostError
 from rlboost_runtime.job import Job
 from rlboost_runtime.run.create import stored_job

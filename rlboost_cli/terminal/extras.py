@@ -35,7 +35,7 @@ def require(job: Job) -> None:
     """Raise `ConfigError` where this machine is to be the job's head and lacks what a head runs."""
     if job.trainer.is_elsewhere:
         return
-    needed = {"run": ("aiohttp", "cryptography", "numba", "uvicorn")}
+    needed: dict[str, tuple[str, ...]] = {"run": ("aiohttp", "cryptography", "numba", "uvicorn")}
     if job.trainer.script is None:
         needed["train"] = ("torch", "transformers", "peft")
     for extra, modules in reversed(needed.items()):

@@ -5,10 +5,8 @@ RLBOOST_MACHINE, one under the supervisor RLBOOST_ROLE; children inherit the tag
 own. Only processes of this user are looked at. A process is signalled only while it is the one that was found
 (by its pid and start).
 
-Ending what is left of a run on this machine: politely first, then for certain.
-
-Processes are found by their tag (`process_tags`), whoever started them and also after their parent is gone.
-The caller and its ancestors are never touched.
+`end_all` ends what is left of a run on this machine, also after the parents are gone: politely first, then
+for certain. The caller and its ancestors are never touched.
 """
 
 from __future__ import annotations
@@ -82,11 +80,9 @@ def kill_tagged(
                 f"processes {pids} outlive SIGKILL", "see what the system says about them: ps -l"
             )
         for process in left:
-            try:
+            with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-            except psutil.NoSuchProcess:
-                continue
-            killed.add(process.pid)
+                killed.add(process.pid)
         time.sleep(_RESCAN_S)
     return len(killed)
 
@@ -173,9 +169,6 @@ def _matches(environment: Mapping[str, str], machine: str | None, role: str | No
     )
 
 
-__all__ = ["end_all", "run_environment", "tagged"]
-
-
 def run_environment(run_folder: Path) -> dict[str, str]:
     """Return this process's environment with the run's tag: what a process of the run is started with."""
     return os.environ | tags(run_folder)
@@ -192,16 +185,10 @@ def end_all(run_folder: Path, grace_s: float) -> list[int]:
     while (processes := tagged(run_folder)) and time.monotonic() < deadline:
         for process in processes:
             if process.pid not in found:  # a second SIGTERM would mean "now"
-                _terminate(process)
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.terminate()
         found.update(dict.fromkeys(p.pid for p in processes))
         psutil.wait_procs(processes, timeout=max(0.0, deadline - time.monotonic()))
     found.update(dict.fromkeys(p.pid for p in tagged(run_folder)))
     kill_tagged(run_folder)
     return list(found)
-
-
-def _terminate(process: psutil.Process) -> None:
-    try:
-        process.terminate()
-    except psutil.NoSuchProcess:
-        return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from rlboost_runtime.billing.ledger import Ledger
-from rlboost_runtime.billing.ledger_steps import GB
+from rlboost_runtime.billing.ledger_file import GB
 
 _transfers = itertools.count()
 

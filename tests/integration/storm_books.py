@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from rlboost_runtime.billing.accounts import to_ns
-from rlboost_runtime.billing.budget import room_micro_usd
+from rlboost_runtime.billing.accounts import room_micro_usd, to_ns
 from tests.unit.coordinator.test_fleet import Made
 
 

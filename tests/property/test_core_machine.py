@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from rlboost_runtime.coordinator.storage.journal import decode_event, encode_command, encode_event
 from rlboost_runtime.core.base.messages import (
     Abort,
     Assign,
@@ -59,9 +60,8 @@ from rlboost_runtime.core.base.messages import (
     Wake,
 )
 from rlboost_runtime.core.core import Core
-from rlboost_runtime.core.replay import decode_event, encode_command, encode_event
+from rlboost_runtime.core.lease_controller import LeaseState
 from rlboost_runtime.core.state.machines import REJOIN_S
-from rlboost_runtime.core.window.gpu_lease import LeaseState
 
 pytestmark = pytest.mark.property
 
@@ -643,7 +643,7 @@ class CoreRun(RuleBasedStateMachine):
         assert view is not None
         done = {r for r in self.requests if self.core.response(r).finish_reason is not None}
         assert done == set(self.requests) - self.unfinished(), "finished by one and not by the other"
-        assert view.finished == len(done)
+        assert view.num_finished == len(done)
 
     @invariant()
     def machines_stay_within_the_cap(self) -> None:

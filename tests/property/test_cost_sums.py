@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from rlboost_cli.views.cost import COLUMNS, WASTE, WIDTH, cost_csv, cost_lines
 from rlboost_runtime.billing.accounts import WasteKind, to_ns
+from rlboost_runtime.billing.launch_records import MachineRecord
 from rlboost_runtime.billing.ledger import Ledger
-from rlboost_runtime.billing.machine_record import MachineRecord
 from rlboost_runtime.billing.report import cost_report
 from rlboost_runtime.job import Budget
 from tests.fakes.books import bill_egress

@@ -25,6 +25,7 @@ from rlboost_providers.base.provider import (
     PollTimer,
     absent,
 )
+from rlboost_providers.base.traits import egress_micro_usd_per_gb
 from rlboost_providers.ssh.connection import SshHost
 from rlboost_runtime.errors import ConfigError, NoCapacity, ProviderError
 from rlboost_runtime.job import SshOffer

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlboost_providers.base.provider import MachineStatus, MachineView
+from rlboost_runtime.billing.launch_records import end_of
 from rlboost_runtime.billing.ledger import Ledger
-from rlboost_runtime.billing.machine_record import end_of
 from rlboost_runtime.billing.report import CostReport, cost_report
 from rlboost_runtime.deploy.bootstrap import RESERVED_MACHINE
 from rlboost_runtime.job import Budget

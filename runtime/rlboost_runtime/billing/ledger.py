@@ -34,8 +34,8 @@ from rlboost_runtime.billing.accounts import (
     to_ns,
     to_seconds,
 )
-from rlboost_runtime.billing.ledger_steps import EgressLedger, NoteLedger, StepLedger
-from rlboost_runtime.billing.machine_record import MachineRecord
+from rlboost_runtime.billing.launch_records import MachineRecord
+from rlboost_runtime.billing.ledger_file import EgressLedger, NoteLedger, StepLedger
 from rlboost_runtime.errors import NotFound
 
 _MACHINES = """
@@ -43,8 +43,10 @@ SELECT machine, provider, zone, accelerator, price_micro_usd_per_hour, price_sou
     ended_at, detail, pool, state
 FROM machines WHERE {which}
 """
+_OPEN_STATES = (BilledState.INTENDED, BilledState.RUNNING)
 _OPEN, _CLOSED = "state IN ('intended', 'running')", "state IN ('failed', 'gone')"
 
+_FIRST_HOLDS = "INSERT INTO {} VALUES (:machine, {}) ON CONFLICT (machine) DO NOTHING"
 _USAGE = "SELECT at, kind, micro_usd FROM usage"
 _NO_USAGE = f"{_USAGE} WHERE false"
 
@@ -73,17 +75,9 @@ class Ledger(StepLedger, NoteLedger, EgressLedger):
                 row,
             )
             if record.storage_micro_usd_per_hour:
-                db.execute(
-                    "INSERT INTO storage_prices VALUES (:machine, :storage_micro_usd_per_hour)"
-                    " ON CONFLICT (machine) DO NOTHING",
-                    row,
-                )
+                db.execute(_FIRST_HOLDS.format("storage_prices", ":storage_micro_usd_per_hour"), row)
             if record.min_billed_s is not None:
-                db.execute(
-                    "INSERT INTO billing_minimums VALUES (:machine, :min_billed_s)"
-                    " ON CONFLICT (machine) DO NOTHING",
-                    row,
-                )
+                db.execute(_FIRST_HOLDS.format("billing_minimums", ":min_billed_s"), row)
 
     def launched(self, machine: str, at: float) -> None:
         """Note that the provider accepted the launch at `at`: billing starts.
@@ -159,15 +153,7 @@ class Ledger(StepLedger, NoteLedger, EgressLedger):
             db.execute(
                 "UPDATE machines SET state = ?, ended_at = max(?, coalesce(launched_at, ?)), detail = ?"
                 " WHERE machine = ? AND state IN (?, ?)",
-                (
-                    BilledState.GONE,
-                    to_ns(at),
-                    to_ns(at),
-                    detail,
-                    machine,
-                    BilledState.INTENDED,
-                    BilledState.RUNNING,
-                ),
+                (BilledState.GONE, to_ns(at), to_ns(at), detail, machine, *_OPEN_STATES),
             )
 
     def prolonged(self, machine: str, until: float) -> None:
@@ -199,14 +185,13 @@ class Ledger(StepLedger, NoteLedger, EgressLedger):
         """Return the machines that are not known to be gone, oldest intent first."""
         rows = self._rows(
             "SELECT machine FROM machines WHERE state IN (?, ?) ORDER BY intended_at, machine",
-            (BilledState.INTENDED, BilledState.RUNNING),
+            _OPEN_STATES,
         )
         return [str(row[0]) for row in rows]
 
     def running_machines(self) -> set[str]:
         """Return the machines that are being billed."""
-        rows = self._rows("SELECT machine FROM machines WHERE state = ?", (BilledState.RUNNING,))
-        return {str(row[0]) for row in rows}
+        return set(self.running_prices())
 
     def running_prices(self) -> dict[str, int]:
         """Return the hourly price of each machine that is being billed, in micro-dollars."""

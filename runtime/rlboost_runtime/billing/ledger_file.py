@@ -1,16 +1,25 @@
-"""The ledger's SQLite file (WAL): its schema, opening it, and changing it safely from several threads."""
+"""The ledger's SQLite file (WAL): its schema, opening it, and changing it safely from several threads.
+
+Three of its books: trained steps, what moving weights cost, and what happened in words.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
 import re
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from rlboost_runtime.billing.accounts import Row
+from rlboost_runtime.billing.accounts import Row, UsageKind, to_ns
 from rlboost_runtime.errors import NotFound, RuntimeFault
+from rlboost_runtime.logs import event as log_event
 
 SCHEMA_VERSION = 1
 
@@ -144,3 +153,215 @@ class LedgerFile:
     def _rows(self, query: str, parameters: tuple[object, ...] = ()) -> list[Row]:
         with self._lock:
             return self._db.execute(query, parameters).fetchall()
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One trained step. Times in nanoseconds since the Unix epoch; `tokens` are those trained on."""
+
+    step: int
+    started_ns: int
+    ended_ns: int
+    tokens: int
+    reward_mean: float | None
+    metrics: dict[str, float]
+
+
+class StepSummary(NamedTuple):
+    """All trained steps in three figures."""
+
+    num_steps: int
+    tokens: int
+    """Trained on, in all steps."""
+    reward_means: list[float | None]
+    """Of the last steps, oldest first."""
+
+
+class StepLedger(LedgerFile):
+    """Trained steps. A recorded step has committed to stable storage."""
+
+    def record_step(
+        self,
+        step: int,
+        *,
+        started_at: float,
+        ended_at: float,
+        tokens: int,
+        reward_mean: float | None,
+        metrics: Mapping[str, float],
+    ) -> None:
+        """Note a trained step. A step trained again keeps its first start; otherwise the last record
+        holds."""
+        with self._transaction() as db:
+            db.execute(
+                "INSERT INTO steps (step, started_at, ended_at, tokens, reward_mean, metrics)"
+                " VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (step) DO UPDATE SET"
+                " started_at = min(started_at, excluded.started_at), ended_at = excluded.ended_at,"
+                " tokens = excluded.tokens, reward_mean = excluded.reward_mean, metrics = excluded.metrics",
+                (step, to_ns(started_at), to_ns(ended_at), tokens, reward_mean, json.dumps(dict(metrics))),
+            )
+
+    def steps(self) -> list[StepRecord]:
+        """Return the trained steps in order."""
+        rows = self._rows(
+            "SELECT step, started_at, ended_at, tokens, reward_mean, metrics FROM steps ORDER BY step"
+        )
+        return [
+            StepRecord(int(step), int(start), int(end), int(tokens), reward, json.loads(metrics))
+            for step, start, end, tokens, reward, metrics in rows
+        ]
+
+    def step_summary(self, last: int) -> StepSummary:
+        """Return how many steps were trained, on how many tokens, and the rewards of the `last` ones.
+
+        Costs little however many there are, unlike `steps`.
+        """
+        (totals,) = self._rows("SELECT count(*), coalesce(sum(tokens), 0) FROM steps")
+        rewards = self._rows("SELECT reward_mean FROM steps ORDER BY step DESC LIMIT ?", (last,))
+        return StepSummary(int(totals[0]), int(totals[1]), [row[0] for row in reversed(rewards)])
+
+
+GB = 10**9
+PEERS = "peers"
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """All that was billed from `source` ("head", "bucket") to the machines of `zone`."""
+
+    source: str
+    zone: str
+    num_bytes: int
+    micro_usd: int
+
+
+class EgressLedger(LedgerFile):
+    """Transfers and their prices.
+
+    A transfer is billed once, however often it is reported, also by the next coordinator; what a machine owes
+    is exact to the micro-dollar over all its transfers. Bytes from a bucket are billed at the head's price,
+    because the job gives no other. Peers are in the machine's own zone and cost nothing.
+    """
+
+    def set_egress_price(self, machine: str, micro_usd_per_gb: int) -> None:
+        """Note what a gigabyte from the head to `machine` costs; the first record holds."""
+        with self._transaction() as db:
+            db.execute(
+                "INSERT INTO egress_prices (machine, micro_usd_per_gb) VALUES (?, ?)"
+                " ON CONFLICT (machine) DO NOTHING",
+                (machine, micro_usd_per_gb),
+            )
+
+    def zone_of(self, machine: str) -> str:
+        """Return a machine's place as PROVIDER/ZONE; empty if unknown."""
+        rows = self._rows("SELECT provider, zone FROM machines WHERE machine = ?", (machine,))
+        return f"{rows[0][0]}/{rows[0][1]}" if rows else ""
+
+    def add_egress(self, transfer: str, machine: str, source: str, num_bytes: int, at: float) -> int:
+        """Bill bytes that `machine` received from "head", "bucket" or "peers"; return the micro-dollars.
+
+        `transfer`: an id, unique in the run.
+        """
+        rows = self._rows("SELECT micro_usd_per_gb FROM egress_prices WHERE machine = ?", (machine,))
+        price = int(rows[0][0]) if rows else 0
+        if source == PEERS or price == 0 or num_bytes == 0:
+            return 0
+        zone = self.zone_of(machine)
+        with self._transaction() as db:
+            if db.execute("SELECT 1 FROM egress WHERE transfer = ?", (transfer,)).fetchone() is not None:
+                return 0
+            moved, billed = db.execute(
+                "SELECT coalesce(sum(num_bytes), 0), coalesce(sum(micro_usd), 0) FROM egress"
+                " WHERE machine = ?",
+                (machine,),
+            ).fetchone()
+            due = (int(moved) + num_bytes) * price // GB - int(billed)
+            db.execute(
+                "INSERT INTO egress (transfer, machine, source, zone, num_bytes, micro_usd)"
+                " VALUES (?, ?, ?, ?, ?, ?)",
+                (transfer, machine, source, zone, num_bytes, due),
+            )
+            if due:
+                basis = f"weights, {source} -> {zone}: {num_bytes} bytes at ${price / 1e6:g} per GB"
+                db.execute(
+                    "INSERT INTO usage (at, kind, micro_usd, basis) VALUES (?, ?, ?, ?)",
+                    (to_ns(at), UsageKind.EGRESS, due, basis),
+                )
+        return due
+
+    def egress_routes(self) -> list[Route]:
+        """Return what was billed, by where from and where to, the dearest first."""
+        rows = self._rows(
+            "SELECT source, zone, sum(num_bytes), sum(micro_usd) FROM egress"
+            " GROUP BY source, zone ORDER BY sum(micro_usd) DESC, source, zone"
+        )
+        return [Route(str(s), str(z), int(num), int(cost)) for s, z, num, cost in rows]
+
+
+log = logging.getLogger(__name__)
+
+MAX_WAITING_NOTES = 10_000
+"""Notes kept in memory while they cannot be written; then the oldest are dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class BookEvent:
+    """Something that happened, in words. `at` in seconds since the Unix epoch."""
+
+    at: float
+    kind: str
+    text: str
+    data: dict[str, object]
+
+
+class NoteLedger(LedgerFile):
+    """Things that happened, oldest first. Notes wait in memory for `write_notes`: no caller waits for the
+    disk."""
+
+    def __init__(self, path: Path, *, read_only: bool = False) -> None:
+        self._notes: deque[tuple[int, str, str, str]] = deque(maxlen=MAX_WAITING_NOTES)
+        super().__init__(path, read_only=read_only)
+
+    def close(self) -> None:
+        """Write what waits and close the file."""
+        self.write_notes()
+        super().close()
+
+    def note(self, at: float, kind: str, text: str, **data: object) -> None:
+        """Note something that happened; touches no disk: `write_notes` does, now and then.
+
+        `data` must be JSON values and hold no secret.
+        """
+        with self._lock:
+            self._notes.append((to_ns(at), kind, text, json.dumps(data)))
+
+    def write_notes(self) -> None:
+        """Write the notes that wait, all at once. Where that fails it is logged and they wait on."""
+        with self._lock:
+            waiting = list(self._notes)
+        if not waiting:
+            return
+        try:
+            with self._transaction(durable=False) as db:
+                db.executemany("INSERT INTO events (at, kind, text, data) VALUES (?, ?, ?, ?)", waiting)
+        except sqlite3.Error as problem:
+            log_event(log, "notes.write_failed", problem=str(problem), waiting=len(waiting))
+            return
+        with self._lock:
+            for note in waiting:
+                if self._notes and self._notes[0] is note:  # not dropped meanwhile
+                    self._notes.popleft()
+
+    def events(self, last: int | None = None) -> list[BookEvent]:
+        """Return what happened, oldest first, also what waits to be written; only the `last` ones where
+        given."""
+        with self._lock:
+            rows: list[Row] = self._db.execute(
+                "SELECT at, kind, text, data FROM events ORDER BY id DESC LIMIT ?",
+                (-1 if last is None else last,),
+            ).fetchall()
+            rows = [*reversed(rows), *self._notes]
+        return [
+            BookEvent(int(at) / 1e9, str(kind), str(text), json.loads(data))
+            for at, kind, text, data in (rows if last is None else rows[max(0, len(rows) - last) :])
+        ]

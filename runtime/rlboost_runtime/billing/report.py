@@ -28,7 +28,7 @@ import msgspec
 
 from rlboost_runtime.billing.accounts import BillParts, MachineBill, Spending, WasteKind, to_seconds
 from rlboost_runtime.billing.ledger import Ledger
-from rlboost_runtime.billing.ledger_steps import StepRecord
+from rlboost_runtime.billing.ledger_file import StepRecord
 from rlboost_runtime.job import Budget
 from rlboost_runtime.money import MICRO_USD_PER_USD, cost_micro_usd, format_usd, parse_usd
 from rlboost_runtime.protocol.reward_failures import count_failures

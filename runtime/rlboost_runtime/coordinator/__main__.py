@@ -10,13 +10,12 @@ from __future__ import annotations
 import logging
 import sqlite3
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import uvloop
 
 from rlboost_runtime.coordinator.driver import ingest as gc_tuning
-from rlboost_runtime.coordinator.service import Coordinator, DiskPatienceOver
+from rlboost_runtime.coordinator.service import Coordinator, DiskPatienceOver, leaves
 from rlboost_runtime.errors import DISK_ERRNOS, RLBoostError, RuntimeFault
 from rlboost_runtime.job import read_resolved
 from rlboost_runtime.logs import explain, setup
@@ -47,7 +46,7 @@ def main() -> int:
     try:
         uvloop.run(_serve(run))
     except (RLBoostError, OSError, sqlite3.OperationalError, ExceptionGroup) as error:
-        problems = list(_leaves(error))
+        problems = list(leaves(error))
         if any(isinstance(problem, DiskPatienceOver) for problem in problems):
             return EX_IOERR
         disk = next((problem for problem in problems if _is_of_disk(problem)), None)
@@ -60,15 +59,6 @@ def main() -> int:
         explain(log, first)
         return EX_CONFIG if first.exit_code == 2 else 1
     return 0
-
-
-def _leaves(error: Exception) -> Iterator[Exception]:
-    """Yield the problems in `error`, out of however many groups."""
-    if isinstance(error, ExceptionGroup):
-        for inner in error.exceptions:
-            yield from _leaves(inner)
-    else:
-        yield error
 
 
 def _is_of_disk(problem: Exception) -> bool:

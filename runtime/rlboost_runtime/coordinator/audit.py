@@ -8,7 +8,6 @@ counted in `unfinished`; in a run that is done they are a problem.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -19,12 +18,10 @@ import msgspec
 
 from rlboost_runtime.coordinator.driver.core_driver import OpenStep, StepHeader
 from rlboost_runtime.coordinator.driver.totals import RunTotals
-from rlboost_runtime.coordinator.storage.event_log import read_events
-from rlboost_runtime.coordinator.storage.journal import Journal
+from rlboost_runtime.coordinator.storage.journal import Journal, read_events
 from rlboost_runtime.coordinator.storage.token_store import TokenStore
 from rlboost_runtime.core.base.messages import Assign, Finished
 from rlboost_runtime.core.core import Core
-from rlboost_runtime.core.replay import encode_command
 from rlboost_runtime.run.folder import RunFolder, read_json
 
 
@@ -72,7 +69,7 @@ class Audit:
 def audit(run: RunFolder) -> Audit:
     """Read everything and return what was found."""
     found = Audit()
-    core, totals, digest = Core(), RunTotals(), hashlib.blake2b(digest_size=16)
+    core, totals = Core(), RunTotals()
     finished: Counter[int] = Counter()
     response_of: dict[int, int] = {}
     for event in read_events(run.events):
@@ -82,11 +79,10 @@ def audit(run: RunFolder) -> Audit:
         if isinstance(event, Finished):
             finished[event.response] += 1
         for command in commands:
-            digest.update(encode_command(command))
             if isinstance(command, Assign):
                 found.assignments[command.response] += 1
                 response_of[command.assignment] = command.response
-    found.commands_digest = digest.hexdigest()
+    found.commands_digest = totals.commands_digest
     found.requested = totals.requested
     finished.update(core.counters.quarantined)
     found.finished = len(finished)
@@ -94,7 +90,7 @@ def audit(run: RunFolder) -> Audit:
     is_done = (read_json(run.outcome) or {}).get("state", "done") == "done"
     open_step = None if is_done or core.step is None else core.step.step
     if open_step is not None and core.step is not None:
-        found.unfinished = core.step.requested - core.step.finished
+        found.unfinished = core.step.num_unfinished
     if found.requested != found.finished + found.cancelled + found.unfinished:
         found.problems.append(
             f"{found.requested} responses requested, {found.finished} finished, {found.cancelled} cancelled"
@@ -141,7 +137,7 @@ def _audit_step(
         for first in header.carried_from:
             found.carried_to[first + response - header.first_response] = response
         result.tokens[response] = store.token_ids(response)
-        result.prompts[response] = opened.prompts[opened.group_of(response)]
+        result.prompts[response] = opened.prompt_of(response)
         result.instances[response] = [segment.instance for segment in segments]
     return result
 

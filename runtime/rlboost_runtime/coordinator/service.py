@@ -13,18 +13,21 @@ import logging
 import signal
 import socket
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import msgspec
 
 from rlboost_providers.base.provider import Provider
 from rlboost_providers.registry import cheapest_offer, prices_of, provider_for
-from rlboost_runtime.billing.accounts import to_ns
-from rlboost_runtime.billing.budget import room_micro_usd, stay_micro_usd
-from rlboost_runtime.billing.launch_records import LaunchBackup, LaunchRecords, own_head_machine
+from rlboost_runtime.billing.accounts import room_micro_usd, stay_micro_usd, to_ns
+from rlboost_runtime.billing.launch_records import (
+    LaunchBackup,
+    LaunchRecords,
+    MachineRecord,
+    own_head_machine,
+)
 from rlboost_runtime.billing.ledger import Ledger
-from rlboost_runtime.billing.machine_record import MachineRecord
 from rlboost_runtime.coordinator.driver.core_driver import CoreDriver
 from rlboost_runtime.coordinator.driver.ingest import Ingest
 from rlboost_runtime.coordinator.driver.totals import recover
@@ -40,21 +43,11 @@ from rlboost_runtime.coordinator.observers.waste import WasteMeter
 from rlboost_runtime.coordinator.status import StatusSources, build_status
 from rlboost_runtime.core.base.messages import (
     DEFAULT_BOOT_S,
-    Abort,
-    Assign,
     Command,
     CoreConfig,
     Event,
-    Evict,
-    GrantLease,
-    LaunchMachine,
-    LoadVersion,
     Pool,
-    RecallLease,
     RunEnding,
-    Sleep,
-    TerminateMachine,
-    Wake,
 )
 from rlboost_runtime.core.core import Core
 from rlboost_runtime.deploy.bootstrap import RESERVED_MACHINE, instances_of, make_bootstrap
@@ -63,7 +56,6 @@ from rlboost_runtime.errors import NotFound, RLBoostError, RuntimeFault
 from rlboost_runtime.job import Job, LocalOffer
 from rlboost_runtime.logs import event as log_event
 from rlboost_runtime.money import parse_usd
-from rlboost_runtime.protocol.messages import DeliverGroupMessage, WorkItem
 from rlboost_runtime.run.folder import RunFolder, give_up_reserve, read_json, write_json
 from rlboost_runtime.run.security import read_token
 from rlboost_runtime.seams import Clock, Disk
@@ -125,7 +117,7 @@ def core_config(job: Job) -> CoreConfig:
 
 
 class Coordinator:
-    """Everything of one run on the head node."""
+    """Everything of one run on the head node; the `Outlet` of the core's commands."""
 
     def __init__(self, run: RunFolder, job: Job, clock: Clock, disk: Disk) -> None:
         self._run = run
@@ -163,6 +155,8 @@ class Coordinator:
             frozenset({RESERVED_MACHINE}),
         )
         self._trainer = TrainerLink(self._driver, self._ledger, clock, weights, reserved, self.end_run)
+        self.to_agent, self.work = self._agents.carry_out, self._agents.work
+        self.deliver, self.lease = self._trainer.deliver, self._trainer.lease
         provider: Provider = provider_for(job, run)
         cap = job.budget.max_usd_per_hour
         self._fleet = FleetController(
@@ -177,6 +171,7 @@ class Coordinator:
             LaunchRecords(run.cloud / "bought.json"),
             LaunchBackup(run, job.output).put if _launches_elsewhere(job) else None,
         )
+        self.fleet = self._fleet.carry_out
         self._sources = StatusSources(
             job, run.name, clock.wall(), self._driver, self._agents, self._trainer, self._ledger
         )
@@ -190,42 +185,20 @@ class Coordinator:
     def _bill_egress(self, transfer: str, machine: str, source: str, num_bytes: int) -> None:
         self._ledger.add_egress(transfer, machine, source, num_bytes, self._clock.wall())
 
-    # --- the core's commands ------------------------------------------------------------------------------
-
-    def to_agent(self, command: Abort | LoadVersion | Sleep | Wake | Evict) -> None:
-        """Send a command to an agent."""
-        self._agents.carry_out(command)
-
-    def work(self, command: Assign, item: WorkItem) -> None:
-        """Send work to an agent."""
-        self._agents.work(command, item)
-
-    def deliver(self, group: DeliverGroupMessage) -> None:
-        """Hand a finished group to the trainer."""
-        self._trainer.deliver(group)
-
-    def lease(self, command: GrantLease | RecallLease) -> None:
-        """Grant the GPU to the trainer, or recall it."""
-        self._trainer.lease(command)
-
-    def fleet(self, command: LaunchMachine | TerminateMachine) -> None:
-        """Start or end a machine."""
-        self._fleet.carry_out(command)
+    # --- life ---------------------------------------------------------------------------------------------
 
     def observe(self, event: Event, commands: Sequence[Command], core: Core) -> None:
         """Wake the timer: the core's next deadline may have changed."""
         self._changed.set()
-
-    # --- life ---------------------------------------------------------------------------------------------
 
     async def serve(self) -> None:
         """Serve until the run has ended or SIGTERM asks to leave it open. Raises `RLBoostError`."""
         try:
             await self._serve()
         except ExceptionGroup as group:
-            cause = _only_cause(group)
-            if isinstance(cause, RLBoostError):
-                raise cause from group
+            first, *others = leaves(group)
+            if isinstance(first, RLBoostError) and not others:
+                raise first from group
             raise
 
     async def _serve(self) -> None:
@@ -491,9 +464,10 @@ def _state_of(ending: RunEnd) -> str:
     return "stopped" if ending.state == "budget" else ending.state
 
 
-def _only_cause(group: ExceptionGroup) -> Exception | None:
-    """Return the only exception in the group and the groups within it; None if there are several."""
-    inner = group.exceptions[0]
-    if len(group.exceptions) > 1:
-        return None
-    return _only_cause(inner) if isinstance(inner, ExceptionGroup) else inner
+def leaves(error: Exception) -> Iterator[Exception]:
+    """Yield the problems in `error`, out of however many groups."""
+    if isinstance(error, ExceptionGroup):
+        for inner in error.exceptions:
+            yield from leaves(inner)
+    else:
+        yield error

@@ -14,7 +14,7 @@ from rlboost_runtime.coordinator.driver.core_driver import CoreDriver
 from rlboost_runtime.coordinator.links.agents import AgentLinks
 from rlboost_runtime.coordinator.links.trainer import TrainerLink
 from rlboost_runtime.core.base.messages import LossCause, Pool
-from rlboost_runtime.core.window.gpu_lease import LeaseState
+from rlboost_runtime.core.lease_controller import LeaseState
 from rlboost_runtime.job import Job
 from rlboost_runtime.protocol.status import (
     CostSoFar,
@@ -96,7 +96,7 @@ def build_status(sources: StatusSources, now_wall: float) -> dict[str, Any]:
         preparing=preparing,
         step=num_steps,
         steps=sources.job.algorithm.steps,
-        step_responses=None if step is None else StepProgress(step.finished, step.requested),
+        step_responses=None if step is None else StepProgress(step.num_finished, len(step.responses)),
         policy_version=core.newest_version,
         reward_mean=rewards[-1] if rewards else None,
         reward_history=rewards,
@@ -191,7 +191,7 @@ def _phase(sources: StatusSources, preparing: Preparation | None) -> str:
         return preparing.doing
     if core.step is None:
         return _before_the_first_step(sources)
-    done = f"{core.step.finished} of {core.step.requested} responses"
+    done = f"{core.step.num_finished} of {len(core.step.responses)} responses"
     match core.lease:
         case LeaseState.TRAINER:
             return f"training, {done} finished"

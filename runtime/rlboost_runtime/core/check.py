@@ -5,11 +5,11 @@ from __future__ import annotations
 from rlboost_runtime.core.base.messages import Pool
 from rlboost_runtime.core.base.timers import Context, Timer, Timers
 from rlboost_runtime.core.dispatch.assignments import Assignments
+from rlboost_runtime.core.lease_controller import GpuLease, LeaseState
 from rlboost_runtime.core.state.instance_states import InstanceState
 from rlboost_runtime.core.state.instances import Instance, InstanceTable
 from rlboost_runtime.core.state.machines import MachineTable
 from rlboost_runtime.core.state.responses import ResponseState
-from rlboost_runtime.core.window.gpu_lease import GpuLease, LeaseState
 
 
 def check_core(

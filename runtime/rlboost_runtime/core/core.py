@@ -1,8 +1,8 @@
 """The core: every scheduling decision of a run, as a pure function of events and their times.
 
 `Core.handle` takes one event and returns the commands that follow from it. The live coordinator and the
-simulator drive this same object; a log of events driven through a fresh core gives the same commands
-(`core.replay`). It reads no clock, opens nothing, draws no random number and logs nothing.
+simulator drive this same object; a log of events driven through a fresh core gives the same commands.
+It reads no clock, opens nothing, draws no random number and logs nothing.
 
 After every event, `check` holds. What it promises a run (design, section 4):
 
@@ -54,16 +54,17 @@ from rlboost_runtime.core.base.timers import INSTANCE_TIMERS, Context, Counters,
 from rlboost_runtime.core.check import check_core
 from rlboost_runtime.core.dispatch.assignments import Assignments
 from rlboost_runtime.core.instance_controller import InstanceController
-from rlboost_runtime.core.lease_controller import LeaseController
-from rlboost_runtime.core.rules import LIVE_RULES, Rules
+from rlboost_runtime.core.lease_controller import LeaseController, LeaseState
+from rlboost_runtime.core.rules import LIVE_RULES, Rules, named
 from rlboost_runtime.core.state.eligible import EligibleSet, Terms
 from rlboost_runtime.core.state.instances import Instance, InstanceTable
 from rlboost_runtime.core.state.machines import Machine, MachineState, MachineTable
 from rlboost_runtime.core.state.rates import Lengths
-from rlboost_runtime.core.state.responses import Response, ResponseState, StepView
-from rlboost_runtime.core.window.gpu_lease import LeaseState
-from rlboost_runtime.core.window.seeding_window import CountMeter, SeedingWindow, StepObservation
-from rlboost_runtime.core.window.sizing import (
+from rlboost_runtime.core.state.responses import Response, ResponseState, StepResponses
+from rlboost_runtime.core.window.seeding_window import (
+    CountMeter,
+    SeedingWindow,
+    StepObservation,
     SurplusWatch,
     desired_machines,
     useful_instances,
@@ -98,12 +99,16 @@ class Core:
         self._eligible = EligibleSet(self._instance_table)
         lengths = Lengths()
         eligible = self._eligible.eligible
-        dispatcher = self._rules.dispatcher(context, self._instance_table, eligible)
-        balancer = self._rules.balancer(config, eligible, dispatcher.load_index, lengths)
+        rules, policy = self._rules, config.policy
+        dispatcher_of = named("dispatch", rules.dispatch, policy.dispatch)
+        dispatcher = dispatcher_of(context, self._instance_table, eligible)
+        balancer_of = named("balance", rules.balance, policy.balance)
+        balancer = balancer_of(eligible, dispatcher.load_index, lengths)
         self._work = Assignments(context, self._instance_table, eligible, lengths, dispatcher, balancer)
         self._fleet = MachineTable(config.boot_deadline_s, context.timers, context.emit)
         self._controller = InstanceController(context, self._instance_table, self._work, self._fleet)
-        self._seeding = self._rules.window(config, lengths, self._work.pace, balancer.step_times)
+        window_of = named("window", rules.windows, policy.window)
+        self._seeding = window_of(config, lengths, self._work.pace, balancer.step_times)
         self._lease_controller = LeaseController(
             context, self._instance_table, self._work, self._controller, self._seeding
         )
@@ -157,9 +162,9 @@ class Core:
         return self._context.config
 
     @property
-    def step(self) -> StepView | None:
-        """The open step in numbers; it stays open, all finished, until the next one."""
-        return None if self._work.book is None else self._work.book.view()
+    def step(self) -> StepResponses | None:
+        """The open step; it stays open, all finished, until the next one."""
+        return self._work.book
 
     @property
     def is_ending(self) -> bool:
@@ -318,7 +323,7 @@ class Core:
             case NoticeReceived():
                 self._controller.noticed(instance, event)
             case InstanceLeft():
-                self._controller.left(instance, event)
+                self._controller.lose(instance, event.cause)
             case _:
                 assert_never(event)
 

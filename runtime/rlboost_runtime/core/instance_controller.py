@@ -14,7 +14,6 @@ from rlboost_runtime.core.base.messages import (
     FinishReason,
     Heartbeat,
     InstanceJoined,
-    InstanceLeft,
     InstanceReady,
     LoadVersion,
     LossCause,
@@ -86,10 +85,6 @@ class InstanceController:
         if self._context.config.policy.loads_any_time or not self._work.num_unfinished:
             self._awaits_order[instance.instance] = None
         self.changed[instance.instance] = None
-
-    def left(self, instance: Instance, event: InstanceLeft) -> None:
-        """A goodbye."""
-        self.lose(instance, event.cause)
 
     def disconnected(self, instance: Instance, event: Disconnected) -> None:
         """Its connection closed: it has a grace period to come back."""

@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from rlboost_runtime.core.base.messages import CoreConfig
-from rlboost_runtime.core.base.scheduling_policy import BOOKED, EVEN, PREDICTED
+from rlboost_runtime.core.base.messages import BOOKED, EVEN, PREDICTED, CoreConfig
 from rlboost_runtime.core.base.timers import Context
 from rlboost_runtime.core.dispatch.balance import Balancer
 from rlboost_runtime.core.dispatch.dispatcher import Dispatcher
@@ -35,32 +34,9 @@ class Rules:
     balance: Mapping[str, BalanceFactory]
     windows: Mapping[str, WindowFactory]
 
-    def dispatcher(
-        self, context: Context, instance_table: InstanceTable, eligible: Mapping[str, Instance]
-    ) -> Dispatcher:
-        """Return the dispatcher of a run's policy. Raises `ValueError` for an unknown rule."""
-        factory = _named("dispatch", self.dispatch, context.config.policy.dispatch)
-        return factory(context, instance_table, eligible)
 
-    def balancer(
-        self,
-        config: CoreConfig,
-        eligible: Mapping[str, Instance],
-        load_index: LoadIndex,
-        lengths: Lengths,
-    ) -> Balancer:
-        """Return the balancer of a run's policy. Raises `ValueError` for an unknown rule."""
-        return _named("balance", self.balance, config.policy.balance)(eligible, load_index, lengths)
-
-    def window(
-        self, config: CoreConfig, lengths: Lengths, pace: GenerationRate, step_times: StepTimes
-    ) -> SeedingWindow:
-        """Return the seeding window of a run's policy. Raises `ValueError` for an unknown rule."""
-        factory = _named("window", self.windows, config.policy.window)
-        return factory(config, lengths, pace, step_times)
-
-
-def _named(kind: str, factories: Mapping[str, Factory], name: str) -> Factory:
+def named(kind: str, factories: Mapping[str, Factory], name: str) -> Factory:
+    """Return the factory of a rule. Raises `ValueError` for an unknown one."""
     if name not in factories:
         raise ValueError(f"unknown {kind} rule {name!r}; there are {', '.join(factories)}")
     return factories[name]

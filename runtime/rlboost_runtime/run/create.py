@@ -12,8 +12,6 @@ Guarantees:
 
 A run is open until its outcome is written.
 
-`env` and `secrets` of a job: what the processes on the head have in their environment.
-
 Secrets are named in the job and taken from the environment of whoever types; their values lie in the run's
 `secrets/environment.json` (mode 600) on the head, so that the run goes on after a restart of the machine.
 Neither reaches a spot machine, a log or an argument.
@@ -217,8 +215,7 @@ def _renew_files(run: RunFolder, job_file: Path, job: Job) -> None:
     fresh = Path(tempfile.mkdtemp(dir=run.path, prefix=".files-"))
     former = _former_files(run)
     try:
-        for name in files_of(job):
-            _copy(job_file.parent, name, fresh)
+        copy_files(job, job_file.parent, fresh)
         shutil.rmtree(former, ignore_errors=True)
         os.rename(run.files, former)
         os.rename(fresh, run.files)

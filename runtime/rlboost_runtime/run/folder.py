@@ -68,8 +68,18 @@ def home() -> Path:
 
 
 @dataclass(frozen=True, slots=True)
+class _Place:
+    """A path in a run's folder, as an attribute of `RunFolder`."""
+
+    name: str
+
+    def __get__(self, run: RunFolder, owner: type[RunFolder]) -> Path:
+        return run.path / self.name
+
+
+@dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Paths of one run."""
+    """Paths of one run: the files of the table above."""
 
     path: Path
 
@@ -87,160 +97,44 @@ class RunFolder:
         """Return the URL of the run's own place in a bucket, which other runs may use, too."""
         return f"{url.rstrip('/')}/{self.name}"
 
-    @property
-    def job_yaml(self) -> Path:
-        """The job file as given."""
-        return self.path / "job.yaml"
-
-    @property
-    def job_source(self) -> Path:
-        """Where the job file was."""
-        return self.path / "job_source"
-
-    @property
-    def job_json(self) -> Path:
-        """The resolved job."""
-        return self.path / "job.json"
-
-    @property
-    def files(self) -> Path:
-        """Copies of the user's files, under the names that the job uses."""
-        return self.path / "files"
-
-    @property
-    def token(self) -> Path:
-        """The run's bearer token."""
-        return self.path / "secrets" / "token"
-
-    @property
-    def key(self) -> Path:
-        """TLS private key."""
-        return self.path / "secrets" / "key.pem"
-
-    @property
-    def certificate(self) -> Path:
-        """TLS certificate; clients trust this one and no other."""
-        return self.path / "secrets" / "cert.pem"
-
-    @property
-    def environment(self) -> Path:
-        """Environment variables of the run's processes, secrets among them."""
-        return self.path / "secrets" / "environment.json"
-
-    @property
-    def head(self) -> Path:
-        """Where the run's head is; absent where it is this machine."""
-        return self.path / "head.json"
-
-    @property
-    def mirror(self) -> Path:
-        """What was last fetched from a head elsewhere."""
-        return self.path / "mirror.json"
-
-    @property
-    def head_machines(self) -> Path:
-        """The machines that were bought for the run's head."""
-        return self.path / "rentals.json"
-
-    @property
-    def safe(self) -> Path:
-        """There once all of the ended run is at the job's `output`."""
-        return self.path / "safe.json"
-
-    @property
-    def endpoint(self) -> Path:
-        """Where the coordinator listens."""
-        return self.path / "endpoint.json"
-
-    @property
-    def weights_endpoint(self) -> Path:
-        """Where the weight server listens."""
-        return self.path / "weights_endpoint.json"
-
-    @property
-    def reserved(self) -> Path:
-        """Working folders of the reserved agents."""
-        return self.path / "reserved"
-
-    @property
-    def wanted(self) -> Path:
-        """What the supervisor is to run; absent means everything but the trainer."""
-        return self.path / "wanted.json"
-
-    @property
-    def status(self) -> Path:
-        """Last status."""
-        return self.path / "status.json"
-
-    @property
-    def ending(self) -> Path:
-        """How the run is to end, from the decision on; without an outcome it is still being wound up."""
-        return self.path / "ending.json"
-
-    @property
-    def outcome(self) -> Path:
-        """How the run ended; absent while it is open."""
-        return self.path / "outcome.json"
-
-    @property
-    def ledger(self) -> Path:
-        """SQLite file of machines, steps and events."""
-        return self.path / "ledger.sqlite"
-
-    @property
-    def events(self) -> Path:
-        """The core's event log."""
-        return self.path / "events.log"
-
-    @property
-    def journal(self) -> Path:
-        """Token segments."""
-        return self.path / "journal"
-
-    @property
-    def weights(self) -> Path:
-        """Weight versions."""
-        return self.path / "weights"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Checkpoints, and the final model in `model/`."""
-        return self.path / "checkpoints"
-
-    @property
-    def metrics(self) -> Path:
-        """JSON lines, one per step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def samples(self) -> Path:
-        """JSON lines, a few responses per step."""
-        return self.path / "samples.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        """TensorBoard's event files."""
-        return self.path / "tensorboard"
-
-    @property
-    def preparing(self) -> Path:
-        """What the trainer does before its first step."""
-        return self.path / "preparing.json"
-
-    @property
-    def processes(self) -> Path:
-        """One JSON file per process of ours on the head."""
-        return self.path / "processes"
-
-    @property
-    def logs(self) -> Path:
-        """Log files."""
-        return self.path / "logs"
-
-    @property
-    def cloud(self) -> Path:
-        """State of the local provider."""
-        return self.path / "cloud"
+    job_yaml = _Place("job.yaml")
+    job_source = _Place("job_source")
+    job_json = _Place("job.json")
+    files = _Place("files")
+    token = _Place("secrets/token")
+    """The run's bearer token."""
+    key = _Place("secrets/key.pem")
+    certificate = _Place("secrets/cert.pem")
+    """TLS certificate; clients trust this one and no other."""
+    environment = _Place("secrets/environment.json")
+    """Environment variables of the run's processes, secrets among them."""
+    head = _Place("head.json")
+    """Where the run's head is; absent where it is this machine."""
+    mirror = _Place("mirror.json")
+    head_machines = _Place("rentals.json")
+    safe = _Place("safe.json")
+    endpoint = _Place("endpoint.json")
+    weights_endpoint = _Place("weights_endpoint.json")
+    reserved = _Place("reserved")
+    wanted = _Place("wanted.json")
+    """What the supervisor is to run; absent means everything but the trainer."""
+    status = _Place("status.json")
+    ending = _Place("ending.json")
+    """How the run is to end, from the decision on; without an outcome it is still being wound up."""
+    outcome = _Place("outcome.json")
+    """How the run ended; absent while it is open."""
+    ledger = _Place("ledger.sqlite")
+    events = _Place("events.log")
+    journal = _Place("journal")
+    weights = _Place("weights")
+    checkpoints = _Place("checkpoints")
+    metrics = _Place("metrics.jsonl")
+    samples = _Place("samples.jsonl")
+    tensorboard = _Place("tensorboard")
+    preparing = _Place("preparing.json")
+    processes = _Place("processes")
+    logs = _Place("logs")
+    cloud = _Place("cloud")
 
 
 def write_atomically(path: Path, data: bytes, *, mode: int = 0o600, durably: bool = False) -> None:

@@ -1,10 +1,6 @@
 """Which runs there are, by name: read off the folders of `$RLBOOST_HOME`, without reading a job.
 
 Cheap on purpose: commands that only look at a run load no more than this. `run.create` makes runs.
-
-Whether somebody looks after a run: read off its files and the process table, quickly.
-
-Of a run whose head is elsewhere: whether that was so when the head was last seen.
 """
 
 from __future__ import annotations
@@ -48,7 +44,7 @@ def _is_plain(name: str) -> bool:
 
 
 def is_supervised(run: RunFolder) -> bool:
-    """Return True if the run's supervisor lives."""
+    """Return True if the run's supervisor lives; of a head elsewhere, if it did when last seen."""
     if run.head.exists():
         return bool((read_json(run.mirror) or {}).get("supervised"))
     noted = read_json(run.processes / "supervisor.json")

@@ -82,9 +82,7 @@ def client_context(certificate_pem: str) -> ssl.SSLContext:
     try:
         context.load_verify_locations(cadata=certificate_pem)
     except (ssl.SSLError, ValueError, TypeError) as exc:
-        raise ProtocolError(
-            "the run's certificate cannot be read", "give the text of secrets/cert.pem of the run"
-        ) from exc
+        raise _unreadable() from exc
     return context
 
 
@@ -100,10 +98,14 @@ def fingerprint(certificate_pem: str) -> str:
     try:
         der = ssl.PEM_cert_to_DER_cert(certificate_pem.strip())
     except ValueError as exc:
-        raise ProtocolError(
-            "the run's certificate cannot be read", "give the text of secrets/cert.pem of the run"
-        ) from exc
+        raise _unreadable() from exc
     return hashlib.sha256(der).hexdigest()
+
+
+def _unreadable() -> ProtocolError:
+    return ProtocolError(
+        "the run's certificate cannot be read", "give the text of secrets/cert.pem of the run"
+    )
 
 
 def _create(path: Path, data: bytes) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from rlboost_runtime.sim.policies import POLICIES, Switches
 from rlboost_runtime.sim.presets import Preset, presets
 from rlboost_runtime.sim.result import Activity, Interval, Kill, SimResult, StepRow
-from rlboost_runtime.sim.simulation import simulate
+from rlboost_runtime.sim.world import simulate
 
 __all__ = [
     "POLICIES",

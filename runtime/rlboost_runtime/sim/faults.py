@@ -2,19 +2,229 @@
 
 Connections are reset and come back, or not; agents fall silent; engines crash and hang; the trainer and the
 coordinator restart; the market takes and gives machines at random, with and without notice.
+
+`Referee` keeps books of its own and never asks the core. Promises (design, section 4): (1) every response
+that was asked for ends exactly once, or is cancelled by another step; (2) each assignment is current or over,
+one per response at a time, and tokens never go back except where the policy restarts them; (3, 4) work goes
+only to an instance that proved the step's version in its present life; (5) what is finished is never resumed;
+(8) nothing launched is forgotten. A group is delivered exactly when its last response has ended.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from random import Random
 
-from rlboost_runtime.core.base.messages import Command, Event
+from rlboost_runtime.core.base.messages import (
+    Abort,
+    Assign,
+    Command,
+    DeliverGroup,
+    Event,
+    Evict,
+    Finished,
+    GrantLease,
+    InstanceJoined,
+    InstanceLeft,
+    InstanceReady,
+    LaunchFailed,
+    LaunchMachine,
+    LeaseReturned,
+    MachineGone,
+    Pool,
+    RecallLease,
+    Reconnected,
+    Released,
+    Sleep,
+    StepStarted,
+    StepTrained,
+    TerminateMachine,
+    Wake,
+)
 from rlboost_runtime.sim.policies import ORACLE, POLICIES, Switches, policy_setup
 from rlboost_runtime.sim.presets import Preset, Workload, presets
-from rlboost_runtime.sim.referee import Referee
 from rlboost_runtime.sim.world import World
 from rlboost_runtime.traces import Trace, TraceEvent
+
+
+@dataclass(slots=True)
+class _Life:
+    """One registration of an instance."""
+
+    epoch: int
+    machine: str
+    pool: Pool
+    version: int | None = None
+    is_asleep: bool = False
+    """Ordered to sleep: an earlier report that it serves means nothing."""
+    holds: set[int] = field(default_factory=set)
+    """Current assignments."""
+
+
+class Referee:
+    """Call with each event and its commands. Raises `AssertionError` as soon as a promise is broken."""
+
+    def __init__(self) -> None:
+        self.num_finished = 0
+        self.num_events = 0
+        self._version = -1
+        self._group: dict[int, int] = {}
+        """Group by response of the open step."""
+        self._open: set[int] = set()
+        self._ended: set[int] = set()
+        self._tokens: dict[int, int] = {}
+        self._delivered: set[int] = set()
+        self._lives: dict[str, _Life] = {}
+        self._holder: dict[int, tuple[str, int]] = {}
+        """Instance and response by current assignment."""
+        self._current: dict[int, int] = {}
+        """Current assignment by response."""
+        self._used: set[int] = set()
+        self._has_gpu = True
+        """The trainer has the reserved GPUs."""
+        self._machines: set[str] = set()
+
+    def __call__(self, event: Event, commands: list[Command]) -> None:
+        """Take in what happened and what followed."""
+        self.num_events += 1
+        self._take_in(event)
+        for command in commands:
+            self._see(command)
+
+    def check_done(self) -> None:
+        """A step is trained: nothing of it may be left."""
+        assert not self._open, f"responses {sorted(self._open)[:5]} were asked for and never ended"
+        assert set(self._group.values()) == self._delivered, "a group was not delivered"
+
+    # --- events -------------------------------------------------------------------------------------------
+
+    def _take_in(self, event: Event) -> None:
+        match event:
+            case StepStarted():
+                self._has_gpu = False
+                if event.policy_version != self._version or not self._group:
+                    self._open_step(event)
+                else:
+                    self._delivered.clear()
+            case StepTrained():
+                self.check_done()
+            case LeaseReturned():
+                self._has_gpu = False
+            case InstanceJoined():
+                self._lose(event.instance)
+                self._lives[event.instance] = _Life(event.epoch, event.machine, event.pool)
+            case InstanceReady():
+                life = self._lives.get(event.instance)
+                if life is not None and life.epoch == event.epoch and not life.is_asleep:
+                    life.version = event.version
+            case InstanceLeft():
+                life = self._lives.get(event.instance)
+                if life is not None and life.epoch == event.epoch:
+                    self._lose(event.instance)
+            case Reconnected():
+                life = self._lives.get(event.instance)
+                if life is not None and life.epoch == event.epoch:
+                    for assignment in life.holds - set(event.assignments):
+                        self._let_go(assignment)
+            case Finished():
+                self._end(event)
+            case Released():
+                response = self._let_go(event.assignment)
+                if response is not None:
+                    self._tokens[response] = event.num_tokens
+            case LaunchFailed() | MachineGone():
+                self._machines.discard(event.machine)
+            case _:
+                pass
+
+    def _open_step(self, event: StepStarted) -> None:
+        self._version = event.policy_version
+        self._group = {r.response: r.group for r in event.requests}
+        assert not self._ended & self._group.keys(), "a response's number was used twice"
+        self._open = set(self._group)
+        self._tokens = dict.fromkeys(self._group, 0)
+        self._delivered.clear()
+        for assignment in list(self._holder):
+            self._let_go(assignment)
+
+    def _end(self, event: Finished) -> None:
+        if event.response not in self._open:
+            assert event.response in self._ended, f"response {event.response} was never asked for"
+            return
+        assert event.num_tokens >= self._tokens[event.response], "a response became shorter"
+        self._open.discard(event.response)
+        self._ended.add(event.response)
+        self.num_finished += 1
+        if event.response in self._current:
+            self._let_go(self._current[event.response])
+
+    def _let_go(self, assignment: int) -> int | None:
+        instance, response = self._holder.pop(assignment, ("", -1))
+        if not instance:
+            return None
+        self._lives[instance].holds.discard(assignment)
+        del self._current[response]
+        return response
+
+    def _lose(self, instance: str) -> None:
+        life = self._lives.get(instance)
+        for assignment in set() if life is None else set(life.holds):
+            self._let_go(assignment)
+        self._lives.pop(instance, None)
+
+    # --- commands -----------------------------------------------------------------------------------------
+
+    def _see(self, command: Command) -> None:
+        match command:
+            case Assign():
+                self._assigned(command)
+            case Abort():
+                assert command.assignment in self._used, "aborts what was never assigned"
+            case Evict():
+                self._lose(command.instance)
+            case Sleep():
+                life = self._lives[command.instance]
+                life.version, life.is_asleep = None, True
+            case Wake():
+                assert not self._has_gpu, f"{command.instance} is woken on the trainer's GPU"
+                self._lives[command.instance].is_asleep = False
+            case DeliverGroup(group=group):
+                left = [r for r in self._open if self._group[r] == group]
+                assert not left, f"group {group} is delivered without {left}"
+                assert group not in self._delivered, f"group {group} is delivered twice"
+                self._delivered.add(group)
+            case GrantLease():
+                awake = [
+                    n for n, i in self._lives.items() if i.pool is Pool.RESERVED and i.version is not None
+                ]
+                assert not awake, f"the GPU is granted while {awake} serve"
+                self._has_gpu = True
+            case RecallLease():
+                assert self._has_gpu, "recalls what the trainer does not have"
+            case LaunchMachine(machine=machine):
+                assert machine not in self._machines, f"{machine} is launched twice"
+                self._machines.add(machine)
+            case TerminateMachine(machine=machine):
+                assert machine in self._machines, f"{machine} is ended and not ours"
+            case _:
+                pass
+
+    def _assigned(self, command: Assign) -> None:
+        life, response = self._lives.get(command.instance), command.response
+        assert life is not None, f"work for {command.instance}, which does not exist"
+        assert life.epoch == command.epoch, f"work for a former life of {command.instance}"
+        assert life.version == self._version, f"{command.instance} has not proved version {self._version}"
+        assert response in self._open, f"response {response} is over, or of another step"
+        assert command.assignment not in self._used, "an assignment's number was used twice"
+        assert life.pool is Pool.SPOT or not self._has_gpu, "work on the trainer's GPU"
+        assert response not in self._current, f"response {response} is generated twice"
+        if command.keep_tokens is not None:
+            self._tokens[response] = min(self._tokens[response], command.keep_tokens)
+        self._used.add(command.assignment)
+        self._holder[command.assignment] = command.instance, response
+        self._current[response] = command.assignment
+        life.holds.add(command.assignment)
+
 
 RUN_S = 400.0
 """Simulated seconds of a run; about eight steps."""

@@ -19,12 +19,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlboost_runtime.sim.engine_model import EngineSpeed, engine_speed
 from rlboost_runtime.sim.presets import MachineShape, Preset
 from rlboost_runtime.sim.responses import StepLengths, draw_lengths
-from rlboost_runtime.sim.result import SimResult, StepRow
+from rlboost_runtime.sim.result import SimResult, StepRow, summed_up
 from rlboost_runtime.sim.trainer_model import train_s
 from rlboost_runtime.traces import Trace
 
@@ -93,7 +93,8 @@ def simulate_oracle(preset: Preset, trace: Trace, seed: int, hours: float) -> Si
         ahead = _from(machines, now)
         seconds = oracle_step_s(demand, [(at, count * fleet.rate) for at, count in ahead])
         if rows and now + seconds > hours * 3600.0:
-            return _result(preset, trace, seed, hours, rows, machine_s)
+            summed = summed_up(preset.name, trace.name, "oracle", seed, hours, rows)
+            return replace(summed, mean_spot_machines=machine_s / now)
         used_s = integral(ahead, seconds)
         usd = (preset.reserved_usd_per_hour * seconds + fleet.shape.usd_per_hour * used_s) / 3600.0
         rows.append(_row(len(rows), now, seconds, lengths, demand, used_s * fleet.shape.engines, usd))
@@ -183,26 +184,4 @@ def _row(
         usd=usd,
         migrations=0,
         tokens_redone=0,
-    )
-
-
-def _result(
-    preset: Preset, trace: Trace, seed: int, hours: float, rows: list[StepRow], machine_s: float
-) -> SimResult:
-    seconds = sum(row.seconds for row in rows)
-    tokens, usd = sum(row.tokens for row in rows), sum(row.usd for row in rows)
-    return SimResult(
-        preset=preset.name,
-        trace=trace.name,
-        policy="oracle",
-        seed=seed,
-        hours=hours,
-        tokens_per_s=tokens / seconds,
-        usd_per_hour=3600.0 * usd / seconds,
-        tokens_per_usd=tokens / usd,
-        steps=len(rows),
-        preemptions=0,
-        tokens_lost=0,
-        mean_spot_machines=machine_s / seconds,
-        rows=tuple(rows),
     )

@@ -10,14 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from rlboost_runtime.core.base.cost_model import Prices
-from rlboost_runtime.core.base.messages import CoreConfig
-from rlboost_runtime.core.base.scheduling_policy import PREDICTED, RLBOOST, SchedulingPolicy, SizeRule
-from rlboost_runtime.core.rules import LIVE_RULES, Rules
-from rlboost_runtime.core.state.rates import GenerationRate, Lengths, StepTimes
+from rlboost_runtime.core.base.messages import PREDICTED, RLBOOST, CoreConfig, SchedulingPolicy, SizeRule
+from rlboost_runtime.core.rules import LIVE_RULES, Rules, WindowFactory
 from rlboost_runtime.core.window.seeding_window import SeedingWindow
 from rlboost_runtime.sim.agents import BEAT_S
-from rlboost_runtime.sim.baselines.balance import IdleBalancer
-from rlboost_runtime.sim.baselines.dispatch import DealtDispatcher, PacedDispatcher, PendingDispatcher
+from rlboost_runtime.sim.baselines.dispatch import (
+    DealtDispatcher,
+    IdleBalancer,
+    PacedDispatcher,
+    PendingDispatcher,
+)
 from rlboost_runtime.sim.baselines.windows import Algorithm1Window, ClosedWindow, PublishedWindow
 from rlboost_runtime.sim.presets import Preset
 
@@ -152,19 +154,15 @@ def baseline_rules(memory: Mapping[int, float] | None = None, *, has_memory: boo
             has_memory=has_memory,
         )
 
-    def algorithm_1(config: CoreConfig, _: Lengths, __: GenerationRate, ___: StepTimes) -> SeedingWindow:
-        return remembering(Algorithm1Window, config)
-
-    def published(config: CoreConfig, _: Lengths, __: GenerationRate, ___: StepTimes) -> SeedingWindow:
-        return remembering(PublishedWindow, config)
-
-    def closed(config: CoreConfig, _: Lengths, __: GenerationRate, ___: StepTimes) -> SeedingWindow:
-        return ClosedWindow(0.0, config.reserved_instances)
-
+    windows: dict[str, WindowFactory] = {
+        ALGORITHM_1: lambda config, *_: remembering(Algorithm1Window, config),
+        PUBLISHED_CODE: lambda config, *_: remembering(PublishedWindow, config),
+        CLOSED: lambda config, *_: ClosedWindow(0.0, config.reserved_instances),
+    }
     return Rules(
         {**LIVE_RULES.dispatch, PENDING: PendingDispatcher, DEALT: DealtDispatcher, PACED: PacedDispatcher},
         {**LIVE_RULES.balance, IDLE: IdleBalancer},
-        {**LIVE_RULES.windows, ALGORITHM_1: algorithm_1, PUBLISHED_CODE: published, CLOSED: closed},
+        {**LIVE_RULES.windows, **windows},
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -83,10 +84,10 @@ class SimResult:
     tokens_per_usd: float
     steps: int
     """Whole steps finished."""
-    preemptions: int
-    tokens_lost: int
+    preemptions: int = 0
+    tokens_lost: int = 0
     """Tokens that were generated, lost with a machine, and had to be generated again."""
-    mean_spot_machines: float
+    mean_spot_machines: float = 0.0
     """Time average of billed spot machines."""
     rows: tuple[StepRow, ...] = ()
     timeline: tuple[Interval, ...] = ()
@@ -100,6 +101,26 @@ class SimResult:
     overheads_s: dict[str, float] = field(default_factory=dict)
     """Seconds of the reserved node in hand-over, and of spot instances in prefills that repeat work, by
     name."""
+
+
+def summed_up(
+    preset: str, trace: str, policy: str, seed: int, hours: float, rows: Sequence[StepRow]
+) -> SimResult:
+    """Return the result that follows from the steps alone."""
+    seconds = rows[-1].started_s + rows[-1].seconds
+    tokens, usd = sum(row.tokens for row in rows), sum(row.usd for row in rows)
+    return SimResult(
+        preset=preset,
+        trace=trace,
+        policy=policy,
+        seed=seed,
+        hours=hours,
+        tokens_per_s=tokens / seconds,
+        usd_per_hour=3600.0 * usd / seconds,
+        tokens_per_usd=tokens / usd,
+        steps=len(rows),
+        rows=tuple(rows),
+    )
 
 
 BIN_S = 60.0

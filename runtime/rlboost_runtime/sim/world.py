@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlboost_runtime.core.base.messages import (
     Abort,
@@ -33,15 +33,16 @@ from rlboost_runtime.core.base.messages import (
     Wake,
 )
 from rlboost_runtime.core.core import Core
-from rlboost_runtime.core.window.gpu_lease import LeaseState
+from rlboost_runtime.core.lease_controller import LeaseState
 from rlboost_runtime.sim.agents import AgentCosts, SimAgent
 from rlboost_runtime.sim.clock import Agenda, SharedLink
 from rlboost_runtime.sim.cloud import RentedMachine, SimCloud
 from rlboost_runtime.sim.engine_model import EngineSpeed, engine_speed
-from rlboost_runtime.sim.policies import PolicySetup
+from rlboost_runtime.sim.oracle import simulate_oracle
+from rlboost_runtime.sim.policies import ORACLE, PolicySetup, Switches, policy_setup
 from rlboost_runtime.sim.presets import MachineShape, Preset
 from rlboost_runtime.sim.responses import ResponseStore
-from rlboost_runtime.sim.result import RESERVED, Activity, Kill, Recorder, StepRow
+from rlboost_runtime.sim.result import RESERVED, Activity, Kill, Recorder, SimResult, StepRow, summed_up
 from rlboost_runtime.sim.trainer_model import SimTrainer
 from rlboost_runtime.traces import Trace
 
@@ -382,3 +383,47 @@ class World:
 
 def _fingerprint(command: Command) -> bytes:
     return repr(command).encode()
+
+
+def simulate(
+    preset: Preset,
+    trace: Trace,
+    policy: str,
+    *,
+    seed: int,
+    hours: float,
+    max_steps: int | None = None,
+    switches: Switches | None = None,
+    progress: Callable[[float], None] | None = None,
+    watch: Watch | None = None,
+) -> SimResult:
+    """Simulate `hours` of a policy on a trace, or `max_steps` if they take less; at least one step is
+    finished, even if it takes longer.
+
+    `seed` decides the responses' lengths, the same for every policy. `progress` receives the simulated
+    seconds, `watch` every event and the core's commands. After the trace's end its last nodes stay. Raises
+    `ValueError` for an unknown policy and for a model that its machines cannot hold.
+    """
+    if policy == ORACLE:
+        return simulate_oracle(preset, trace, seed, hours)
+    setup = policy_setup(policy, preset, Switches() if switches is None else switches)
+    end_s = hours * 3600.0
+    world = World(preset, trace, setup, seed, watch=watch)
+    world.run(end_s, max_steps, progress)
+    summed = summed_up(preset.name, trace.name, policy, seed, hours, world.recorder.rows)
+    seconds = summed.rows[-1].started_s + summed.rows[-1].seconds
+    return replace(
+        summed,
+        preemptions=len(world.recorder.kills),
+        tokens_lost=world.tokens_lost(),
+        mean_spot_machines=world.mean_spot_machines,
+        timeline=tuple(world.recorder.intervals),
+        throughput=world.recorder.throughput(),
+        kills=tuple(world.recorder.kills),
+        events=world.num_events,
+        commands_digest=world.digest,
+        overheads_s={
+            "hand-over": world.recorder.reserved_s("hand-over", seconds),
+            "repeated prefill": world.repeated_prefill_s(),
+        },
+    )

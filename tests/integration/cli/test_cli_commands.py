@@ -16,8 +16,8 @@ from typer.testing import CliRunner, Result
 from rlboost_cli.main import app
 from rlboost_cli.runs.supervision import bring_up
 from rlboost_cli.views.live import follow, outcome_of
+from rlboost_runtime.billing.launch_records import MachineRecord
 from rlboost_runtime.billing.ledger import Ledger
-from rlboost_runtime.billing.machine_record import MachineRecord
 from rlboost_runtime.errors import RuntimeFault
 from rlboost_runtime.job import Job
 from rlboost_runtime.job.file.load import load_job

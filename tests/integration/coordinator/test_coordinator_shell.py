@@ -21,7 +21,7 @@ from rlboost_runtime.coordinator.links.trainer import TrainerLink
 from rlboost_runtime.coordinator.links.weights import WeightTracker
 from rlboost_runtime.coordinator.observers.boot_times import BootTimes
 from rlboost_runtime.coordinator.observers.steps import ReservedMeter
-from rlboost_runtime.coordinator.storage.event_log import read_events
+from rlboost_runtime.coordinator.storage.journal import read_events
 from rlboost_runtime.core.base.messages import (
     Assign,
     CoreConfig,
@@ -30,7 +30,6 @@ from rlboost_runtime.core.base.messages import (
     RunEnding,
     StepTrained,
 )
-from rlboost_runtime.core.replay import replay
 from rlboost_runtime.protocol.messages import (
     SCHEMA,
     AbortMessage,
@@ -389,9 +388,9 @@ async def test_what_was_acknowledged_survives_a_restart_and_goes_on_elsewhere(tm
         await agent.say(frame(0, [(item.assignment, 2, [3, 9])], AssignmentEnd(item.assignment, "stop")))
         group = await trainer.hear(DeliverGroupMessage)
         assert texts(group) == [[1, 2, 3, 9], [5, 9]]
-    core, _ = replay((tmp_path / "events.log").read_bytes().splitlines(keepends=True))
+    core, _ = recover(tmp_path / "events.log")
     assert core.step is not None
-    assert core.step.finished == 2
+    assert core.step.num_finished == 2
 
 
 async def test_an_agent_resumes_after_a_restart_and_resends_without_doubling(tmp_path: Path) -> None:

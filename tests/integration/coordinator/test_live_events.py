@@ -17,6 +17,7 @@ import pytest
 from rlboost_runtime.agent.bootstrap import Bootstrap
 from rlboost_runtime.agent.service import Agent, Seams
 from rlboost_runtime.agent.weight_children import Puller
+from rlboost_runtime.coordinator.storage.journal import decode_event
 from rlboost_runtime.core.base.messages import (
     Event,
     Heartbeat,
@@ -26,7 +27,6 @@ from rlboost_runtime.core.base.messages import (
     Released,
     Slept,
 )
-from rlboost_runtime.core.replay import decode_event
 from rlboost_runtime.engines.base import EngineSettings, EngineSpec, KvCache
 from rlboost_runtime.engines.emulated import EmulatedEngine
 from rlboost_runtime.protocol.messages import (

@@ -17,8 +17,8 @@ import time
 import psutil
 import pytest
 
+from rlboost_runtime.billing.launch_records import MachineRecord
 from rlboost_runtime.billing.ledger import Ledger
-from rlboost_runtime.billing.machine_record import MachineRecord
 from rlboost_runtime.deploy.bootstrap import RESERVED_MACHINE
 from rlboost_runtime.job import Job, ReasoningGym, TinyModel
 from rlboost_runtime.processes import kill_tagged, tagged

@@ -6,17 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from rlboost_runtime.billing.accounts import to_ns
-from rlboost_runtime.billing.budget import (
+from rlboost_runtime.billing.accounts import (
     CLOUD_WIND_DOWN_S,
     LOCAL_WIND_DOWN_S,
     committed_micro_usd,
     least_micro_usd,
     stay_micro_usd,
+    to_ns,
 )
-from rlboost_runtime.billing.launch_records import HeadMachine
+from rlboost_runtime.billing.launch_records import HeadMachine, MachineRecord
 from rlboost_runtime.billing.ledger import Ledger
-from rlboost_runtime.billing.machine_record import MachineRecord
 
 A_DOLLAR_A_SECOND = 3_600_000_000
 

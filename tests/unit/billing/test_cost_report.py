@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from rlboost_runtime.billing.accounts import WasteKind
+from rlboost_runtime.billing.launch_records import MachineRecord
 from rlboost_runtime.billing.ledger import Ledger
-from rlboost_runtime.billing.machine_record import MachineRecord
 from rlboost_runtime.billing.report import cost_report as typed_report
 from rlboost_runtime.job import Budget
 from tests.fakes.books import bill_egress

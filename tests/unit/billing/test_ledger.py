@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from rlboost_runtime.billing.accounts import BilledState, UsageKind, WasteKind
+from rlboost_runtime.billing.launch_records import MachineRecord
 from rlboost_runtime.billing.ledger import Ledger
-from rlboost_runtime.billing.machine_record import MachineRecord
 from rlboost_runtime.errors import NotFound, RuntimeFault
 from rlboost_runtime.money import NS_PER_HOUR
 from tests.fakes.books import bill_egress
@@ -220,7 +220,7 @@ def test_what_was_committed_survives_a_killed_writer(tmp_path: Path) -> None:
     writer = f"""
 import os, signal, pathlib
 from rlboost_runtime.billing.ledger import Ledger
-from rlboost_runtime.billing.machine_record import MachineRecord
+from rlboost_runtime.billing.launch_records import MachineRecord
 books = Ledger(pathlib.Path({str(path)!r}))
 books.intend(MachineRecord("a", "local", "z", "cpu", 1, "s", {T0}))
 os.kill(os.getpid(), signal.SIGKILL)

@@ -12,8 +12,8 @@ import pytest
 
 from rlboost_cli.views.cost import MAX_STEP_LINES, cost_csv, cost_lines
 from rlboost_runtime.billing.accounts import WasteKind
+from rlboost_runtime.billing.launch_records import MachineRecord
 from rlboost_runtime.billing.ledger import Ledger
-from rlboost_runtime.billing.machine_record import MachineRecord
 from rlboost_runtime.billing.report import CostReport, cost_report
 from rlboost_runtime.job import Budget
 from tests.fakes.books import bill_egress

@@ -18,9 +18,8 @@ from rlboost_providers.base.multi import MultiProvider
 from rlboost_providers.base.provider import LaunchRequest, MachineStatus, MachineView, Offer, Provider
 from rlboost_providers.base.traits import ProviderTraits
 from rlboost_runtime.billing.accounts import BilledState
-from rlboost_runtime.billing.launch_records import LaunchRecords
+from rlboost_runtime.billing.launch_records import LaunchRecords, MachineRecord
 from rlboost_runtime.billing.ledger import Ledger
-from rlboost_runtime.billing.machine_record import MachineRecord
 from rlboost_runtime.coordinator.driver.core_driver import CoreDriver
 from rlboost_runtime.coordinator.driver.totals import recover
 from rlboost_runtime.coordinator.fleet import controller as fleet_module

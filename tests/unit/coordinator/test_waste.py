@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from rlboost_runtime.billing.launch_records import MachineRecord
 from rlboost_runtime.billing.ledger import Ledger
-from rlboost_runtime.billing.machine_record import MachineRecord
 from rlboost_runtime.coordinator.driver.totals import RunTotals
 from rlboost_runtime.coordinator.observers.waste import WasteMeter
 from rlboost_runtime.core.base.messages import Disconnected, LossCause, MachineGone, Pool, StepTrained

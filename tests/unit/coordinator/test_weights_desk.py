@@ -7,9 +7,9 @@ import string
 from pathlib import Path
 
 from rlboost_runtime.billing.accounts import UsageKind
+from rlboost_runtime.billing.launch_records import MachineRecord
 from rlboost_runtime.billing.ledger import Ledger
-from rlboost_runtime.billing.ledger_steps import Route
-from rlboost_runtime.billing.machine_record import MachineRecord
+from rlboost_runtime.billing.ledger_file import Route
 from rlboost_runtime.coordinator.links.weights import MAX_PEERS, WeightTracker
 from rlboost_runtime.protocol.messages import (
     InstanceReadyMessage,

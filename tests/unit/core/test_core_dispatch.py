@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from rlboost_runtime.core.base.messages import (
+    RLBOOST,
     Abort,
     Heartbeat,
     InstanceLeft,
@@ -13,7 +14,6 @@ from rlboost_runtime.core.base.messages import (
     Released,
     ReleaseReason,
 )
-from rlboost_runtime.core.base.scheduling_policy import RLBOOST
 from rlboost_runtime.core.dispatch import dispatcher as dispatch
 
 

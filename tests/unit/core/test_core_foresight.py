@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from rlboost_runtime.core.base.messages import Abort, Heartbeat, Pool, ResponseRequest, StepStarted
-from rlboost_runtime.core.base.scheduling_policy import RLBOOST
+from rlboost_runtime.core.base.messages import RLBOOST, Abort, Heartbeat, Pool, ResponseRequest, StepStarted
 from rlboost_runtime.core.dispatch.balance import Balancer
 from rlboost_runtime.core.state.eligible import LoadIndex
 from rlboost_runtime.core.state.instances import Instance

@@ -21,7 +21,7 @@ from rlboost_runtime.core.base.messages import (
     TrainerLost,
     Wake,
 )
-from rlboost_runtime.core.window.gpu_lease import LeaseState
+from rlboost_runtime.core.lease_controller import LeaseState
 
 
 @pytest.fixture

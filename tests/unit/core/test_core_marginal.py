@@ -15,9 +15,8 @@ from rlboost_runtime.core.base.cost_model import (
     step_s,
     step_usd,
 )
-from rlboost_runtime.core.base.messages import CoreConfig
-from rlboost_runtime.core.base.scheduling_policy import RLBOOST, SizeRule
-from rlboost_runtime.core.window.sizing import useful_instances, worthwhile_instances
+from rlboost_runtime.core.base.messages import RLBOOST, CoreConfig, SizeRule
+from rlboost_runtime.core.window.seeding_window import useful_instances, worthwhile_instances
 
 RATES = StepRates(tokens=1e6, shared_s=800.0, reserved_engines=4.0, train_s=100.0)
 PRICES = Prices(reserved_usd_per_hour=40.0, spot_usd_per_hour=4.0)

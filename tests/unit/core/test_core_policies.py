@@ -8,7 +8,9 @@ from random import Random
 
 import pytest
 
+from rlboost_runtime.coordinator.storage.journal import decode_event, encode_event
 from rlboost_runtime.core.base.messages import (
+    RLBOOST,
     Abort,
     Assign,
     CoreConfig,
@@ -21,19 +23,16 @@ from rlboost_runtime.core.base.messages import (
     Pool,
     RecallLease,
     RunStarted,
+    SizeRule,
 )
-from rlboost_runtime.core.base.scheduling_policy import RLBOOST, SizeRule
 from rlboost_runtime.core.core import Core
-from rlboost_runtime.core.lease_controller import LOADING_S
-from rlboost_runtime.core.replay import decode_event, encode_event
+from rlboost_runtime.core.lease_controller import LOADING_S, LeaseState
 from rlboost_runtime.core.state.eligible import LoadIndex
 from rlboost_runtime.core.state.instance_states import InstanceState
 from rlboost_runtime.core.state.instances import Instance
 from rlboost_runtime.core.state.rates import GenerationRate, Lengths, StepTimes
-from rlboost_runtime.core.window.gpu_lease import LeaseState
-from rlboost_runtime.core.window.seeding_window import StepObservation
-from rlboost_runtime.core.window.sizing import useful_instances
-from rlboost_runtime.sim.baselines.balance import RateProfile, _batch, _bucket
+from rlboost_runtime.core.window.seeding_window import StepObservation, useful_instances
+from rlboost_runtime.sim.baselines.dispatch import RateProfile, _batch, _bucket
 from rlboost_runtime.sim.baselines.windows import PublishedWindow
 from rlboost_runtime.sim.policies import (
     CLOSED,
@@ -308,7 +307,7 @@ def test_the_published_memory_holds_the_window_of_the_peak() -> None:
 def test_a_memory_that_is_off_is_not_used() -> None:
     config = CoreConfig(max_spot_instances=2, seeding_initial_s=30.0, policy=PAPER)
     rules = baseline_rules({1: 99.0}, has_memory=False)
-    seeding = rules.window(config, Lengths(), GenerationRate(), StepTimes())
+    seeding = rules.windows[PAPER.window](config, Lengths(), GenerationRate(), StepTimes())
     seeding.learn(seen(3.0, 0.0, 1))
     assert seeding.t_seed_s == 31.0
 

@@ -10,8 +10,13 @@ from rlboost_runtime.core.base.messages import (
     Reconnected,
     StepTrained,
 )
-from rlboost_runtime.core.window.seeding_window import CountMeter, StepObservation
-from rlboost_runtime.core.window.sizing import SurplusWatch, desired_machines, useful_instances
+from rlboost_runtime.core.window.seeding_window import (
+    CountMeter,
+    StepObservation,
+    SurplusWatch,
+    desired_machines,
+    useful_instances,
+)
 from rlboost_runtime.sim.baselines.windows import Algorithm1Window
 from rlboost_runtime.sim.policies import PAPER
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from rlboost_runtime.sim import POLICIES, Preset, SimResult, Switches, presets, simulate
+from rlboost_runtime.sim.faults import Referee
 from rlboost_runtime.sim.presets import Workload
-from rlboost_runtime.sim.referee import Referee
 from rlboost_runtime.sim.responses import draw_lengths
 from rlboost_runtime.sim.trainer_model import train_s
 from rlboost_runtime.traces import Trace, TraceEvent

@@ -11,8 +11,8 @@ import pytest
 from benchmarks.learning.analysis import MIN_KILLS_IN_ROLLOUT, difference, summary, verdicts, void_reason
 from benchmarks.learning.conditions import QUIET, STORMY, planned
 from benchmarks.learning.evidence import RunRecord, interruptions
+from rlboost_runtime.coordinator.storage.journal import encode_event
 from rlboost_runtime.core.base.messages import Disconnected, NoticeReceived, RunEnding, RunStarted
-from rlboost_runtime.core.replay import encode_event
 from rlboost_runtime.run.folder import RunFolder
 
 

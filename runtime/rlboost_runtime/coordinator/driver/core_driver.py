@@ -15,15 +15,14 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import msgspec
 
 from rlboost_runtime.coordinator.driver.totals import Observer, Recovered
 from rlboost_runtime.coordinator.storage.columns import renumbered
-from rlboost_runtime.coordinator.storage.event_log import EventLog
-from rlboost_runtime.coordinator.storage.journal import Journal
+from rlboost_runtime.coordinator.storage.journal import EventLog, Journal
 from rlboost_runtime.coordinator.storage.token_store import TokenStore
 from rlboost_runtime.core.base.messages import (
     Abort,
@@ -117,19 +116,13 @@ class RunClock:
         return self._clock.now() - self._origin
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class OpenStep:
-    """The step being rolled out: what was asked, and which number its first response has."""
+    """The step being rolled out: what was asked, and which number its first response has. Its groups are
+    0, 1, 2, ... (`links.trainer` refuses others)."""
 
     request: StepStartedMessage
     first_response: int
-    prompts: dict[int, bytes] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.prompts = {p.group: p.token_ids for p in self.request.prompts}
-        self._groups = [p.group for p in self.request.prompts]
-
-    _groups: list[int] = field(init=False)
 
     def requests(self) -> tuple[ResponseRequest, ...]:
         """Return one request per response, siblings next to each other."""
@@ -147,12 +140,16 @@ class OpenStep:
 
     def group_of(self, response: int) -> int:
         """Return the group of a response of this step."""
-        return self._groups[(response - self.first_response) // self.request.group_size]
+        return (response - self.first_response) // self.request.group_size
+
+    def prompt_of(self, response: int) -> bytes:
+        """Return the token ids (i32) of a response's prompt."""
+        return self.request.prompts[self.group_of(response)].token_ids
 
     def responses_of(self, group: int) -> range:
         """Return the responses of a group."""
         size = self.request.group_size
-        start = self.first_response + self._groups.index(group) * size
+        start = self.first_response + group * size
         return range(start, start + size)
 
     def all_responses(self) -> range:
@@ -162,7 +159,7 @@ class OpenStep:
     @property
     def num_responses(self) -> int:
         """Responses of the whole step."""
-        return len(self._groups) * self.request.group_size
+        return len(self.request.prompts) * self.request.group_size
 
 
 class CoreDriver:
@@ -260,7 +257,7 @@ class CoreDriver:
         request = self.step.request
         item = WorkItem(
             assignment=command.assignment,
-            token_ids=self.step.prompts[self.step.group_of(response)] + self.store.token_ids(response),
+            token_ids=self.step.prompt_of(response) + self.store.token_ids(response),
             offset=offset,
             max_new_tokens=request.max_response_tokens - offset,
             policy_version=request.policy_version,

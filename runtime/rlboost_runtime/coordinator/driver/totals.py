@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from rlboost_runtime.coordinator.storage.event_log import read_events
+from rlboost_runtime.coordinator.storage.journal import encode_command, read_events
 from rlboost_runtime.core.base.messages import (
     Assign,
     Command,
@@ -23,7 +23,6 @@ from rlboost_runtime.core.base.messages import (
     StepTrained,
 )
 from rlboost_runtime.core.core import Core
-from rlboost_runtime.core.replay import encode_command
 
 
 class Observer(Protocol):

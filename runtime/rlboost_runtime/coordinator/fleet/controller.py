@@ -33,12 +33,11 @@ from rlboost_providers.base.provider import (
     Provider,
 )
 from rlboost_providers.base.traits import provider_traits
-from rlboost_runtime.billing.budget import least_micro_usd
-from rlboost_runtime.billing.launch_records import LaunchRecords
+from rlboost_runtime.billing.accounts import least_micro_usd
+from rlboost_runtime.billing.launch_records import LaunchRecords, MachineRecord, end_of, price_paid, start_of
 from rlboost_runtime.billing.ledger import Ledger
-from rlboost_runtime.billing.machine_record import MachineRecord, end_of, price_paid, start_of
 from rlboost_runtime.coordinator.driver.core_driver import CoreDriver
-from rlboost_runtime.coordinator.fleet.offer_choice import ELSEWHERE_S, OfferChoice
+from rlboost_runtime.coordinator.fleet.offer_choice import ELSEWHERE_S, OfferChoice, problem_of
 from rlboost_runtime.coordinator.fleet.provider_calls import ProviderThreads, keep_console
 from rlboost_runtime.core.base.messages import (
     LaunchFailed,
@@ -271,9 +270,9 @@ class FleetController:
             view = await self._in_thread(machine, lambda: self._provider.launch(request))
         except (RLBoostError, OSError) as error:
             if isinstance(error, _REFUSALS):
-                self._ledger.failed(machine, self._clock.wall(), _problem(error))
+                self._ledger.failed(machine, self._clock.wall(), problem_of(error))
             else:
-                self._doubtful[machine] = self._clock.now(), _problem(error)
+                self._doubtful[machine] = self._clock.now(), problem_of(error)
             self._choice.failed(offer, error, self._clock.now())
             self._launch_failed(machine, error, self._next_launch_s(machine, offers))
             return
@@ -307,7 +306,7 @@ class FleetController:
             log_event(log, "machine.launch_ended", machine=machine, problem=repr(call.exception()))
 
     def _launch_failed(self, machine: str, error: RLBoostError | OSError, retry_after_s: float) -> None:
-        problem = _problem(error)
+        problem = problem_of(error)
         log_event(log, "machine.launch_failed", machine=machine, problem=problem)
         self._state.apply(LaunchFailed(self._state.now(), machine, problem, retry_after_s))
 
@@ -533,10 +532,6 @@ def _unaffordable(problem: str, remedy: str) -> NoCapacity:
     refusal = NoCapacity(problem, remedy)
     refusal.retry_after_s = RETRY_ERROR_S
     return refusal
-
-
-def _problem(error: RLBoostError | OSError) -> str:
-    return error.problem if isinstance(error, RLBoostError) else repr(error)
 
 
 def _retry_after(error: RLBoostError | OSError) -> float:

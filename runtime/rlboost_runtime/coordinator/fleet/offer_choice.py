@@ -86,8 +86,7 @@ class OfferChoice:
         place: Place = (offer.provider,) if is_of_cloud else offer.place
         before = self._paused.get(place)
         seconds = _pause_s(error, None if before is None else before.seconds)
-        problem = error.problem if isinstance(error, RLBoostError) else repr(error)
-        self._paused[place] = _Pause(now + seconds, seconds, problem)
+        self._paused[place] = _Pause(now + seconds, seconds, problem_of(error))
 
     def came(self, offer: Offer) -> None:
         """Forget what was held against the place of a machine that came."""
@@ -99,6 +98,11 @@ class OfferChoice:
 
     def _pauses(self, offer: Offer) -> list[_Pause]:
         return [self._paused[key] for key in ((offer.provider,), offer.place) if key in self._paused]
+
+
+def problem_of(error: RLBoostError | OSError) -> str:
+    """Return what is wrong, in words."""
+    return error.problem if isinstance(error, RLBoostError) else repr(error)
 
 
 def _pause_s(error: RLBoostError | OSError, before_s: float | None) -> float:

@@ -43,29 +43,7 @@ from rlboost_runtime.core.base.messages import (
 from rlboost_runtime.core.core import Core
 from rlboost_runtime.errors import ProtocolError
 from rlboost_runtime.logs import event as log_event
-from rlboost_runtime.protocol.messages import (
-    AbortMessage,
-    Ack,
-    AgentHello,
-    AssignMessage,
-    Frame,
-    Goodbye,
-    HeartbeatMessage,
-    InstanceReadyMessage,
-    Message,
-    NoticeReceivedMessage,
-    PeerListening,
-    Refused,
-    SleepMessage,
-    SleptMessage,
-    Stop,
-    VersionRefusedMessage,
-    WakeMessage,
-    Welcome,
-    WorkItem,
-    agent_message_decoder,
-    encode,
-)
+from rlboost_runtime.protocol import messages as wire
 from rlboost_runtime.protocol.session import accept
 from rlboost_runtime.run.head import url_for
 from rlboost_runtime.seams import Transport
@@ -90,7 +68,6 @@ class LinkStats:
     """What status shows of an instance beyond what the core knows."""
 
     tokens_per_s: float = 0.0
-    engine: str = ""
     pull_s: float = 0.0
     apply_s: float = 0.0
     load_s: float = 0.0
@@ -98,7 +75,7 @@ class LinkStats:
     start_s: dict[str, float] = field(default_factory=dict)
     counts_sent_at: float = -1e9
     kv_block_tokens: int = 0
-    beat: HeartbeatMessage | None = None
+    beat: wire.HeartbeatMessage | None = None
     """The last heartbeat."""
     pulling: tuple[int, int, int] | None = None
     """As in the last heartbeat."""
@@ -127,9 +104,9 @@ class InstanceStats:
         """Return the stats of an instance, new ones if need be."""
         return self._of.setdefault(instance, LinkStats())
 
-    def reset(self, instance: str, engine: str) -> None:
+    def reset(self, instance: str) -> None:
         """Start the stats of an instance anew."""
-        self._of[instance] = LinkStats(engine=engine)
+        self._of[instance] = LinkStats()
 
     def observe(self, event: Event, commands: Sequence[Command], core: Core) -> None:
         """Forget the instances that the core lost, and estimate what they had generated and not sent yet."""
@@ -146,7 +123,7 @@ class InstanceStats:
 class AgentLink:
     """One agent's open connection."""
 
-    def __init__(self, hello: AgentHello, epoch: int, transport: Transport) -> None:
+    def __init__(self, hello: wire.AgentHello, epoch: int, transport: Transport) -> None:
         self.instance = hello.instance
         self.machine = hello.machine
         self.epoch = epoch
@@ -154,8 +131,8 @@ class AgentLink:
         self.failed = False
         """The peer broke the protocol."""
         self._transport = transport
-        self._outgoing: deque[Message] = deque()
-        self._items: list[WorkItem] = []
+        self._outgoing: deque[wire.Message] = deque()
+        self._items: list[wire.WorkItem] = []
         self._aborts: list[int] = []
         self._ack = -1
         self._acked = -1
@@ -163,13 +140,13 @@ class AgentLink:
         self._ack_timer: asyncio.TimerHandle | None = None
         self._wake = asyncio.Event()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: wire.Message) -> None:
         """Queue a message."""
         self._settle()
         self._outgoing.append(message)
         self._wake.set()
 
-    def work(self, item: WorkItem) -> None:
+    def work(self, item: wire.WorkItem) -> None:
         """Queue work; items queued in one turn of the loop travel together."""
         if self._aborts:
             self._settle()
@@ -194,7 +171,7 @@ class AgentLink:
     def answer(self) -> None:
         """Show the peer that we live: acknowledge again if nothing was sent since the last answer."""
         if not self._has_sent:
-            self.send(Ack(self._ack))
+            self.send(wire.Ack(self._ack))
         self._has_sent = False
 
     async def write(self) -> None:
@@ -207,7 +184,7 @@ class AgentLink:
             while self._outgoing:
                 self._has_sent = True
                 async with asyncio.timeout(SEND_TIMEOUT_S):
-                    await self._transport.send(encode(self._outgoing.popleft()))
+                    await self._transport.send(wire.encode(self._outgoing.popleft()))
             if self.closed:
                 raise ConnectionError("closed by us")
 
@@ -228,14 +205,14 @@ class AgentLink:
             self._ack_timer = None
         if self._ack > self._acked:
             self._acked = self._ack
-            self._outgoing.appendleft(Ack(self._ack))
+            self._outgoing.appendleft(wire.Ack(self._ack))
 
     def _settle(self) -> None:
         if self._items:
-            self._outgoing.append(AssignMessage(tuple(self._items)))
+            self._outgoing.append(wire.AssignMessage(tuple(self._items)))
             self._items = []
         if self._aborts:
-            self._outgoing.append(AbortMessage(tuple(self._aborts)))
+            self._outgoing.append(wire.AbortMessage(tuple(self._aborts)))
             self._aborts = []
 
 
@@ -276,7 +253,7 @@ class AgentLinks:
 
     # --- commands out -------------------------------------------------------------------------------------
 
-    def work(self, command: Assign, item: WorkItem) -> None:
+    def work(self, command: Assign, item: wire.WorkItem) -> None:
         """Send work to the instance."""
         link = self._link(command.instance, command.epoch)
         if link is not None:
@@ -294,9 +271,9 @@ class AgentLinks:
                 self.boot_times.load_sent(link.machine, self._driver.now())
                 link.send(self.weights.load(link.instance, link.machine, version))
             case Sleep():
-                link.send(SleepMessage())
+                link.send(wire.SleepMessage())
             case Wake():
-                link.send(WakeMessage())
+                link.send(wire.WakeMessage())
             case Evict(cause=cause):
                 log_event(log, "instance.evicted", instance=command.instance, cause=str(cause))
                 self._drop(link)
@@ -305,7 +282,7 @@ class AgentLinks:
         """Stop every agent, and refuse every later one."""
         self.stopping = reason
         for link in self.links.values():
-            link.send(Stop(reason))
+            link.send(wire.Stop(reason))
 
     def _link(self, instance: str, epoch: int) -> AgentLink | None:
         link = self.links.get(instance)
@@ -321,7 +298,7 @@ class AgentLinks:
     async def serve(self, transport: Transport) -> None:
         """Serve one connection until it ends."""
         run = self._driver.run.name
-        hello = await accept(transport, agent_message_decoder, AgentHello, run, self._refusal)
+        hello = await accept(transport, wire.agent_message_decoder, wire.AgentHello, run, self._refusal)
         if hello is None:
             return
         link = self._register(hello, transport)
@@ -343,18 +320,18 @@ class AgentLinks:
                 else:
                     self._driver.apply(Disconnected(now, link.instance, link.epoch))
 
-    def _refusal(self, hello: AgentHello) -> Refused | None:
+    def _refusal(self, hello: wire.AgentHello) -> wire.Refused | None:
         if self.stopping is not None:
-            return Refused(f"the run is ending: {self.stopping}")
+            return wire.Refused(f"the run is ending: {self.stopping}")
         machines = self._driver.core.machines
         if hello.pool == Pool.RESERVED and hello.machine in self._reserved:
             return None
         machine = machines.get(hello.machine)
         if machine is None or not machine.is_alive:
-            return Refused(f"machine {hello.machine} is not one of this run's, or was given up")
+            return wire.Refused(f"machine {hello.machine} is not one of this run's, or was given up")
         return None
 
-    def _register(self, hello: AgentHello, transport: Transport) -> AgentLink:
+    def _register(self, hello: wire.AgentHello, transport: Transport) -> AgentLink:
         driver = self._driver
         known = driver.core.instances.get(hello.instance)
         former = self.links.pop(hello.instance, None)
@@ -365,9 +342,8 @@ class AgentLinks:
         epoch = known.epoch if resumed and known is not None else driver.totals.next_epoch
         link = AgentLink(hello, epoch, transport)
         self.links[hello.instance] = link
-        self.stats.of(hello.instance).engine = hello.engine
         link.send(
-            Welcome(
+            wire.Welcome(
                 epoch=epoch,
                 resumed=resumed,
                 lease_s=self._timing.lease_s,
@@ -379,62 +355,55 @@ class AgentLinks:
         if resumed:
             driver.apply(Reconnected(driver.now(), hello.instance, epoch, hello.assignments))
         else:
-            self.stats.reset(hello.instance, hello.engine)
-            joined_at = driver.now()
-            driver.apply(
-                InstanceJoined(
-                    joined_at,
-                    hello.instance,
-                    hello.machine,
-                    Pool(hello.pool),
-                    epoch,
-                    hello.max_running,
-                    hello.kv_tokens,
-                )
+            self.stats.reset(hello.instance)
+            at, pool = driver.now(), Pool(hello.pool)
+            joined = InstanceJoined(
+                at, hello.instance, hello.machine, pool, epoch, hello.max_running, hello.kv_tokens
             )
-            self.boot_times.joined(hello, joined_at)
+            driver.apply(joined)
+            self.boot_times.joined(hello, at)
         log_event(log, "instance.joined", instance=hello.instance, epoch=epoch, resumed=resumed)
         return link
 
-    def _weights_url(self, hello: AgentHello) -> str:
+    def _weights_url(self, hello: wire.AgentHello) -> str:
         if not self.weights_endpoint:
             return ""
         return url_for(self.weights_endpoint, on_head=hello.machine in self._reserved)
 
     async def _read(self, link: AgentLink, transport: Transport) -> None:
         while not link.closed:
-            message = agent_message_decoder.decode(await transport.receive())
+            message = wire.agent_message_decoder.decode(await transport.receive())
             if link.closed:
                 break
-            if isinstance(message, Frame):
+            if isinstance(message, wire.Frame):
                 self.ingest.take(link, message)
                 continue
-            if isinstance(message, HeartbeatMessage):
+            if isinstance(message, wire.HeartbeatMessage):
                 self._on_beat(link, message)
                 continue
             self.ingest.settle()  # the peer sent this after its frames
             match message:
-                case InstanceReadyMessage():
+                case wire.InstanceReadyMessage():
                     self._on_version_ready(link, message)
-                case VersionRefusedMessage(version=version, problem=problem):
+                case wire.VersionRefusedMessage(version=version, problem=problem):
                     log_event(log, "instance.version_refused", instance=link.instance, problem=problem)
                     self._driver.apply(
                         VersionRefused(self._driver.now(), link.instance, link.epoch, version, problem)
                     )
-                case PeerListening():
+                case wire.PeerListening():
                     self.weights.listening(link.instance, link.machine, message)
-                case SleptMessage():
+                case wire.SleptMessage():
                     self._driver.apply(Slept(self._driver.now(), link.instance, link.epoch))
-                case NoticeReceivedMessage(seconds=seconds, source=source):
+                case wire.NoticeReceivedMessage(seconds=seconds, source=source):
                     log_event(log, "instance.noticed", instance=link.instance, seconds=seconds, source=source)
                     self._driver.apply(NoticeReceived(self._driver.now(), link.instance, link.epoch, seconds))
-                case Goodbye(reason=reason):
+                case wire.Goodbye(reason=reason):
                     self._on_goodbye(link, reason)
-                case AgentHello():
+                case wire.AgentHello():
                     raise ProtocolError("a second AgentHello on one connection", "deploy the agent again")
         raise ConnectionError("closed by us")
 
-    def _on_beat(self, link: AgentLink, beat: HeartbeatMessage) -> None:
+    def _on_beat(self, link: AgentLink, beat: wire.HeartbeatMessage) -> None:
         driver = self._driver
         stats = self.stats.of(link.instance)
         stats.tokens_per_s, stats.pulling, stats.beat = beat.tokens_per_s, beat.pulling, beat
@@ -448,7 +417,7 @@ class AgentLinks:
         driver.apply(Heartbeat(now, link.instance, link.epoch, beat.engine_progress, counts, beat.waiting))
         link.answer()
 
-    def _on_version_ready(self, link: AgentLink, message: InstanceReadyMessage) -> None:
+    def _on_version_ready(self, link: AgentLink, message: wire.InstanceReadyMessage) -> None:
         stats = self.stats.of(link.instance)
         stats.pull_s, stats.apply_s = message.pull_s, message.apply_s
         stats.load_s, stats.pause_s = message.load_s, message.pause_s

@@ -21,27 +21,10 @@ from rlboost_runtime.core.base.messages import (
     TrainerLost,
     VersionPublished,
 )
-from rlboost_runtime.core.window.gpu_lease import LeaseState
+from rlboost_runtime.core.lease_controller import LeaseState
 from rlboost_runtime.errors import ProtocolError
 from rlboost_runtime.logs import event as log_event
-from rlboost_runtime.protocol.messages import (
-    Checkpointed,
-    DeliverGroupMessage,
-    GrantLeaseMessage,
-    LeaseReturnedMessage,
-    Message,
-    RecallLeaseMessage,
-    Refused,
-    RunFailed,
-    RunFinished,
-    StepStartedMessage,
-    StepTrainedMessage,
-    TrainerHello,
-    TrainerWelcome,
-    VersionPublishedMessage,
-    encode,
-    trainer_message_decoder,
-)
+from rlboost_runtime.protocol import messages as wire
 from rlboost_runtime.protocol.session import accept, refuse
 from rlboost_runtime.seams import Clock, Transport
 
@@ -73,7 +56,7 @@ class TrainerLink:
         self._weights = weights
         self._reserved = reserved
         self._end_run = end_run
-        self._outgoing: deque[Message] = deque()
+        self._outgoing: deque[wire.Message] = deque()
         self._wake = asyncio.Event()
         self._generation = 0
         self._resumes_lease = False
@@ -84,7 +67,7 @@ class TrainerLink:
 
     # --- commands out -------------------------------------------------------------------------------------
 
-    def deliver(self, group: DeliverGroupMessage) -> None:
+    def deliver(self, group: wire.DeliverGroupMessage) -> None:
         """Hand over a finished group; without a trainer it is delivered on the next request."""
         self._send(group)
 
@@ -92,11 +75,11 @@ class TrainerLink:
         """Grant the GPU to the trainer, or recall it."""
         match command:
             case GrantLease(step=step):
-                self._send(GrantLeaseMessage(step))
+                self._send(wire.GrantLeaseMessage(step))
             case RecallLease(step=step):
-                self._send(RecallLeaseMessage(step))
+                self._send(wire.RecallLeaseMessage(step))
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: wire.Message) -> None:
         if self.connected:
             self._outgoing.append(message)
             self._wake.set()
@@ -105,13 +88,14 @@ class TrainerLink:
 
     async def serve(self, transport: Transport) -> None:
         """Serve one connection until it ends or a newer trainer takes its place."""
-        hello = await accept(transport, trainer_message_decoder, TrainerHello, self._driver.run.name)
+        run = self._driver.run.name
+        hello = await accept(transport, wire.trainer_message_decoder, wire.TrainerHello, run)
         if hello is None:
             return
         self._generation += 1
         generation = self._generation
         self._wake.set()  # the writer of a former connection sees that it is replaced
-        self._outgoing = deque([TrainerWelcome(self._driver.core.newest_version)])
+        self._outgoing = deque([wire.TrainerWelcome(self._driver.core.newest_version)])
         self._wake = asyncio.Event()
         self._wake.set()
         self._resumes_lease = hello.holds_lease
@@ -125,7 +109,7 @@ class TrainerLink:
             log_event(log, "trainer.disconnected", problem=repr(group.exceptions[0]))
         except* (ProtocolError, msgspec.DecodeError) as group:
             log_event(log, "trainer.protocol_error", problem=str(group.exceptions[0]))
-            await refuse(transport, Refused(str(group.exceptions[0])))
+            await refuse(transport, wire.Refused(str(group.exceptions[0])))
         finally:
             if generation == self._generation:
                 self.connected = False
@@ -133,7 +117,7 @@ class TrainerLink:
 
     async def _read(self, transport: Transport, generation: int) -> None:
         while True:
-            message = trainer_message_decoder.decode(await transport.receive())
+            message = wire.trainer_message_decoder.decode(await transport.receive())
             if generation != self._generation:
                 raise ConnectionError("a newer trainer took over")
             await self._handle(message)
@@ -147,34 +131,34 @@ class TrainerLink:
                 raise ConnectionError("a newer trainer took over")
             while outgoing:
                 async with asyncio.timeout(SEND_TIMEOUT_S):
-                    await transport.send(encode(outgoing.popleft()))
+                    await transport.send(wire.encode(outgoing.popleft()))
 
     async def _handle(self, message: object) -> None:
         driver = self._driver
         match message:
-            case StepStartedMessage():
+            case wire.StepStartedMessage():
                 await self._on_step_request(message)
-            case VersionPublishedMessage(version=version, num_bytes=num_bytes, publish_s=publish_s):
+            case wire.VersionPublishedMessage(version=version, num_bytes=num_bytes, publish_s=publish_s):
                 self._weights.published(message)
                 log_event(log, "version.published", version=version, bytes=num_bytes, seconds=publish_s)
                 driver.apply(VersionPublished(driver.now(), version, message.delta_bytes or num_bytes))
-            case LeaseReturnedMessage():
+            case wire.LeaseReturnedMessage():
                 driver.apply(LeaseReturned(driver.now()))
-            case StepTrainedMessage():
+            case wire.StepTrainedMessage():
                 self._on_trained(message)
-            case Checkpointed(step=step):
+            case wire.Checkpointed(step=step):
                 driver.step_checkpointed(step)
-            case RunFinished(model_path=path):
+            case wire.RunFinished(model_path=path):
                 log_event(log, "run.trained", model=path)
                 self._end_run("done", "", "", 0)
-            case RunFailed(problem=problem, remedy=remedy, exit_code=exit_code):
+            case wire.RunFailed(problem=problem, remedy=remedy, exit_code=exit_code):
                 self._end_run("failed", problem, remedy, exit_code)
             case _:
                 raise ProtocolError(
                     f"unexpected {type(message).__name__} from the trainer", "install one version of rlboost"
                 )
 
-    async def _on_step_request(self, request: StepStartedMessage) -> None:
+    async def _on_step_request(self, request: wire.StepStartedMessage) -> None:
         driver = self._driver
         _check(request, driver.core.newest_version)
         keeps_lease = request.keeps_lease
@@ -192,7 +176,7 @@ class TrainerLink:
             return
         await driver.open_step(request, keeps_lease=keeps_lease)
 
-    def _on_trained(self, message: StepTrainedMessage) -> None:
+    def _on_trained(self, message: wire.StepTrainedMessage) -> None:
         driver, now = self._driver, self._clock.wall()
         step = driver.core.step
         is_ahead = step is not None and step.step > message.step  # a later one is rolled out meanwhile
@@ -221,7 +205,7 @@ class TrainerLink:
             driver.step_checkpointed(message.step)
         log_event(log, "step.trained", step=message.step, reward=message.reward_mean)
 
-    def _measured(self, message: StepTrainedMessage) -> dict[str, float]:
+    def _measured(self, message: wire.StepTrainedMessage) -> dict[str, float]:
         """Return the trainer's metrics and what the report needs besides."""
         driver = self._driver
         metrics = dict(message.metrics)
@@ -237,7 +221,7 @@ class TrainerLink:
         return metrics
 
 
-def _check(request: StepStartedMessage, newest_version: int | None) -> None:
+def _check(request: wire.StepStartedMessage, newest_version: int | None) -> None:
     """Raise `ProtocolError` for a step that cannot be rolled out: nothing of it may reach the event log."""
     groups = [prompt.group for prompt in request.prompts]
     problem = None

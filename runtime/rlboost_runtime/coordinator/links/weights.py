@@ -12,7 +12,7 @@ then all of them pull from the head.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rlboost_runtime.protocol.messages import (
@@ -52,17 +52,9 @@ class VersionFigures:
 
     def as_json(self) -> dict[str, Any]:
         """Return the figures as plain JSON values."""
-        return {
-            "version": self.version,
-            "full_bytes": self.full_bytes,
-            "delta_bytes": self.delta_bytes,
-            "stop_s": round(self.stop_s, 4),
-            "publish_s": round(self.publish_s, 4),
-            "wire_bytes": dict(self.wire_bytes),
-            "pulls": dict(self.pulls),
-            "slowest_pull_s": round(self.slowest_pull_s, 4),
-            "longest_pause_s": round(self.longest_pause_s, 4),
-        }
+        figures = {name: value for name, value in asdict(self).items() if name not in ("digest", "facts")}
+        seconds = {name: round(value, 4) for name, value in figures.items() if name.endswith("_s")}
+        return figures | seconds
 
 
 @dataclass(slots=True)

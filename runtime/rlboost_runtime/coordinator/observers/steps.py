@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from rlboost_runtime.coordinator.driver.core_driver import OpenStep
+from rlboost_runtime.coordinator.observers.timeline import Line
 from rlboost_runtime.coordinator.storage.token_store import TokenStore
 from rlboost_runtime.core.base.messages import Command, CoordinatorRestarted, Event, Pool, StepStarted
 from rlboost_runtime.core.core import Core
-from rlboost_runtime.core.window.gpu_lease import LeaseState
+from rlboost_runtime.core.lease_controller import LeaseState
 from rlboost_runtime.protocol.reward_failures import FailureCount, RewardFailure, count_failures
 
 
@@ -56,10 +57,6 @@ class ReservedMeter:
         )
         seconds = self._seconds + (0.0 if self._since is None else core.now - self._since)
         return {"reserved_tokens": float(tokens), "reserved_rollout_s": seconds}
-
-
-Line = tuple[str, str]
-"""(kind, text) of an event in words."""
 
 
 class StepWarnings:

@@ -59,8 +59,8 @@ from rlboost_runtime.core.base.messages import (
     TrainerLost,
 )
 from rlboost_runtime.core.core import Core
+from rlboost_runtime.core.lease_controller import LeaseState
 from rlboost_runtime.core.state.instances import Instance
-from rlboost_runtime.core.window.gpu_lease import LeaseState
 from rlboost_runtime.deploy.bootstrap import RESERVED_MACHINE
 from rlboost_runtime.logs import event as log_event
 

@@ -71,13 +71,7 @@ class JournalRecord(msgspec.Struct, frozen=True, array_like=True):
     endings: tuple[tuple[int, str], ...]
 
 
-_record_encoder = msgspec.msgpack.Encoder()
 _record_decoder = msgspec.msgpack.Decoder(JournalRecord)
-
-
-def encode_record(record: JournalRecord) -> bytes:
-    """Return `record` as bytes."""
-    return _record_encoder.encode(record)
 
 
 def decode_record(data: bytes) -> JournalRecord:
@@ -92,7 +86,7 @@ def renumbered(data: bytes, shift: int) -> bytes:
     """Return a journal record with `shift` added to the numbers of its responses."""
     record = decode_record(data)
     responses = np.frombuffer(record.responses, U32) + np.uint32(shift % 2**32)
-    return encode_record(
+    return msgspec.msgpack.encode(
         msgspec.structs.replace(
             record,
             responses=responses.tobytes(),

@@ -12,12 +12,18 @@ Guarantees:
 Group commit: the writer takes everything that is queued, writes it at once and syncs once.
 
 A record in a segment: u32 length (> 0), u32 crc32 of the bytes, the bytes; little-endian.
+
+Beside it the core's events, a line each, written before any command that follows from them is carried out
+(`EventLog`). A coordinator that died is rebuilt by driving these lines through a new core. The lines are
+handed to the kernel at once but not synced: they survive the process, not the loss of the head machine, after
+which a run starts again from its checkpoint anyway.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import struct
 import threading
@@ -26,10 +32,48 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import get_args
 
+import msgspec
+
+from rlboost_runtime.core.base.messages import Command, Event, Heartbeat
 from rlboost_runtime.errors import RuntimeFault
 from rlboost_runtime.run.folder import sync_path
 from rlboost_runtime.seams import Disk
+
+_EVENTS: dict[str, type[Event]] = {kind.__name__: kind for kind in get_args(Event)} | {"Beat": Heartbeat}
+"""By the name in the log; earlier versions logged a heartbeat as `Beat`."""
+
+
+def encode_event(event: Event) -> bytes:
+    """Return the event as one line of JSON, newline included; `decode_event` returns it exactly."""
+    return _line("event", event)
+
+
+def encode_command(command: Command) -> bytes:
+    """Return the command as one line of JSON, newline included."""
+    return _line("command", command)
+
+
+def decode_event(line: bytes | str) -> Event:
+    """Return the event on a line. Raises `ValueError` for anything else.
+
+    Unknown keys are ignored and missing ones take their default, so that a log of an older version can be
+    read.
+    """
+    plain = json.loads(line.decode() if isinstance(line, bytes) else line)  # of bytes it guesses the coding
+    if not isinstance(plain, dict) or "event" not in plain:
+        raise ValueError(f"not an event: {line[:200]!r}")
+    kind = _EVENTS.get(plain["event"])
+    if kind is None:
+        raise ValueError(f"unknown event {plain['event']!r}")
+    return msgspec.convert(plain, kind, strict=False)
+
+
+def _line(key: str, message: Event | Command) -> bytes:
+    plain = {key: type(message).__name__, **msgspec.to_builtins(message)}
+    return json.dumps(plain, separators=(",", ":")).encode() + b"\n"
+
 
 GATHER_S = 0.01
 """How long the writer lets records gather after the first one. It bounds the commits (thread switches, syncs)
@@ -315,3 +359,56 @@ class Journal:
 def segment_path(folder: Path, step: int) -> Path:
     """Return where the segment of `step` lies."""
     return folder / f"step-{step:06d}.seg"
+
+
+class EventLog:
+    """Append-only; one writer."""
+
+    def __init__(self, path: Path, disk: Disk) -> None:
+        self._disk = disk
+        self._path = path
+        drop_torn_tail(path)
+        self._fd = disk.append(path)
+
+    def append(self, event: Event) -> None:
+        """Write one event. Raises `OSError` when the disk refuses; the event then did not happen."""
+        size = os.fstat(self._fd).st_size
+        try:
+            self._disk.write(self._fd, encode_event(event))
+        except OSError:
+            os.ftruncate(self._fd, size)
+            raise
+
+    def close(self) -> None:
+        """Close the file."""
+        self._disk.close(self._fd)
+
+
+def read_events(path: Path) -> Iterator[Event]:
+    """Yield the events of a log; a torn last line is not an event."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                yield decode_event(line)
+
+
+def drop_torn_tail(path: Path) -> None:
+    """Cut a last line that a crash left without its end."""
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        block = 4096
+        end = size
+        while end > 0:
+            start = max(0, end - block)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                end = start + newline + 1
+                break
+            end = start
+        if end != size:
+            file.truncate(end)

@@ -19,6 +19,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -32,7 +33,6 @@ from rlboost_runtime.coordinator.storage.columns import (
     TokenDeltas,
     TokenMatrix,
     decode_record,
-    encode_record,
     frame_deltas,
     record_deltas,
     spans,
@@ -360,7 +360,7 @@ class TokenStore:
         openings: tuple[tuple[int, int, str], ...],
         finishes: tuple[tuple[int, str], ...],
     ) -> bytes:
-        return encode_record(
+        return msgspec.msgpack.encode(
             JournalRecord(
                 self._step,
                 policy_version,

@@ -93,19 +93,6 @@ class Response:
         return self.lifecycle.state
 
 
-@dataclass(frozen=True, slots=True)
-class StepView:
-    """The open step in numbers, for status."""
-
-    step: int
-    policy_version: int
-    started_at: float
-    requested: int
-    finished: int
-    in_flight: int
-    trained: bool
-
-
 class StepResponses:
     """The responses of one step."""
 
@@ -135,18 +122,6 @@ class StepResponses:
     def num_unfinished(self) -> int:
         """Responses still to be finished."""
         return len(self.responses) - self.num_finished
-
-    def view(self) -> StepView:
-        """Return the numbers."""
-        return StepView(
-            step=self.step,
-            policy_version=self.policy_version,
-            started_at=self.started_at,
-            requested=len(self.responses),
-            finished=self.num_finished,
-            in_flight=self.num_running,
-            trained=self.trained,
-        )
 
     def members_of(self, group: int) -> Sequence[Response]:
         """Return a group's responses, in the order of the request."""
