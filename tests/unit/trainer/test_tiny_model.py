@@ -133,7 +133,7 @@ def test_it_stays_off_the_gpu_until_that_is_ours(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         policy = Policy(make_model(SMALL, 64), make_tokenizer())
-    assert (policy.device.type, policy.accelerator.type) == ("cpu", "cuda")
+    assert (policy.device.type, policy.mover.device.type) == ("cpu", "cuda")
     optimizer = Adam(policy.model.parameters(), lr=1e-3, betas=(0.9, 0.95))
     Residency(policy, optimizer).free()
     assert policy.probe([1], "float32").next_token_ids
@@ -146,7 +146,7 @@ def test_the_optimizer_s_state_moves_as_a_whole(policy):
     optimizer = Adam(policy.model.parameters(), lr=1e-3, betas=(0.9, 0.95))
     policy.forward([[1]], [[2, 3]], 1.0).logprobs.sum().backward()
     optimizer.update()
-    optimizer.move(torch.device("meta"))
+    optimizer.move(lambda tensor: tensor.to("meta"))
     moved = {value.device.type for state in optimizer.state.values() for value in state.values()}
     assert moved == {"meta"}
 
