@@ -311,7 +311,7 @@ class Residency:
         """Move everything. The scorer is moved, not the model inside it: FSDP notices that its shards have
         moved only in the `_apply` of the module that it shards, and the scorer owns embedding, norm and
         head."""
-        self._policy.scorer._apply(how)
+        self._policy.scorer._apply(how)  # type: ignore[no-untyped-call]
         if not self._optimizer.offload:  # else its state is never here but for a step
             self._optimizer.move(how)
 
