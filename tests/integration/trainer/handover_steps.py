@@ -40,6 +40,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "tied": (10, {}, {}),
     "untied": (3, {}, {"optimizer_offload": True}),
     "lora": (2, {"lora": Lora(rank=4)}, {}),
+    "bfloat16": (2, {}, {"dtype": "bfloat16"}),
 }
 """Number of cycles, changes of the algorithm and of the trainer."""
 

@@ -14,8 +14,9 @@ from tests.integration.trainer.test_ranks import run_two_ranks
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 SCRIPT = Path(__file__).with_name("handover_steps.py")
-CYCLES = {"tied": 10, "untied": 3, "lora": 2}
-WITHIN = 1e-5
+CYCLES = {"tied": 10, "untied": 3, "lora": 2, "bfloat16": 2}
+WITHIN = {"bfloat16": 0.02}
+"""Nats; else 1e-5."""
 
 
 @pytest.fixture(scope="module")
@@ -29,13 +30,10 @@ def apart(one: np.ndarray, other: np.ndarray) -> float:
     return float(np.abs(one - other).max())
 
 
-def agree(cycle: dict[str, Any]) -> bool:
-    return bool(
-        apart(cycle["trainer"], cycle["fresh"]) < WITHIN
-        and apart(cycle["probe"], cycle["trainer_probe"]) < WITHIN
-        and apart(cycle["probe"], cycle["fresh_probe"]) < WITHIN
-        and cycle["greedy"]
-    )
+def agree(cycle: dict[str, Any], within: float = 1e-5) -> bool:
+    """Trainer, probe and a fresh load of the version in float32 compute the same."""
+    pairs = (("trainer", "fresh"), ("probe", "trainer_probe"), ("probe", "fresh_probe"))
+    return all(apart(cycle[one], cycle[other]) < within for one, other in pairs)
 
 
 @pytest.mark.parametrize("case", list(CYCLES))
@@ -43,7 +41,8 @@ def test_trainer_probe_and_published_version_agree_after_every_hand_over(found, 
     cycles = found[case]["cycles"]
     assert len(cycles) == 1 + CYCLES[case], "one publication is before the first step"
     for cycle in cycles:
-        assert agree(cycle), cycle
+        assert agree(cycle, WITHIN.get(case, 1e-5)), cycle
+        assert cycle["greedy"] or case in WITHIN
     for before, after in itertools.pairwise(cycles):
         assert apart(before["fresh"], after["fresh"]) > 1e-3, "training changes the policy"
 

@@ -143,7 +143,7 @@ class Policy:
                 f"algorithm.lora: {self._adapter_folder} has adapters, but the job asks for none",
                 "go on with the `lora` that the run began with",
             )
-        if trainer.dtype == "bfloat16":
+        if trainer.dtype == "bfloat16" or (trainer.dtype == "auto" and self.mover.device.type == "cuda"):
             self.scorer.compute_dtype = torch.bfloat16
             self.scorer.autocast = ranks.num == 1
         if trainer.nodes > 1:
@@ -217,6 +217,7 @@ class Policy:
 
     def probe(self, token_ids: list[int], dtype: str) -> Probe:
         """Return the greedy continuation of `token_ids` with logprobs at temperature 1, up to end-of-text.
+        `dtype` is the engines'; the coarser one of theirs and the trainer's sets the tolerance.
 
         While the GPU is not ours, rank 0 of several computes it alone on the gathered weights: the forward
         pass of a sharded model gathers them on the GPU.
@@ -231,7 +232,8 @@ class Policy:
             log_1V, _ = scorer(pack([sequence], [[0]]).to(self.device), 1.0, whole=True)
             return log_1V[0]  # type: ignore[no-any-return]
 
-        return greedy_probe(next_logprobs, token_ids, self.stop_token_ids, dtype)
+        coarser = dtype if self.scorer.compute_dtype is torch.float32 else "bfloat16"
+        return greedy_probe(next_logprobs, token_ids, self.stop_token_ids, coarser)
 
     def _unsharded(self) -> LogprobModel:
         """Return a whole model with the present weights, in main memory; only rank 0 may call this."""
