@@ -85,8 +85,9 @@ class Trainer(Model):
     """Machines over which it is sharded; on all but the head runs rlboost_runtime.trainer.node."""
     node_address: str | None = Field(default=None, pattern=r"^[^\s:]+:[0-9]+$")
     """`HOST:PORT` of the head as the other nodes reach it. Traffic there is plain: a network of their own."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the trainer's arithmetic; weights, gradients' sums and optimizer stay float32."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of the trainer's arithmetic; auto: bfloat16 on GPUs, float32 on CPUs. Weights, gradients'
+    sums and optimizer stay float32."""
     micro_batch_tokens: int = Field(default=8192, ge=1)
     """Tokens of one forward and backward pass: responses are packed up to this; a longer one goes alone."""
     activation_checkpointing: bool = False

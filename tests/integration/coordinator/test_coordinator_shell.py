@@ -30,6 +30,7 @@ from rlboost_runtime.core.base.messages import (
     RunEnding,
     StepTrained,
 )
+from rlboost_runtime.core.lease_controller import LeaseState
 from rlboost_runtime.protocol.messages import (
     SCHEMA,
     AbortMessage,
@@ -363,6 +364,54 @@ async def test_a_trainer_that_lost_its_last_checkpoint_is_given_that_step_again(
     assert found.problems == []
     assert [step.step for step in found.steps] == [0, 1]
     assert found.carried_to
+
+
+async def test_a_restarted_trainer_is_not_given_what_was_decided_for_the_former_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It requests the same step and would take the GPU while that request wakes the engines."""
+    async with shell(tmp_path) as made:
+        trainer = made.trainers()
+        agent = await join(made, trainer)
+        a, b = await begin_step(agent, trainer)
+        await agent.say(
+            frame(0, [(a, 0, [9]), (b, 0, [9])], AssignmentEnd(a, "stop"), AssignmentEnd(b, "stop"))
+        )
+        await trainer.hear(DeliverGroupMessage)
+        await agent.hear(SleepMessage)
+        await trainer.hang_up()
+
+        again = made.trainers()
+        await again.say(TrainerHello(SCHEMA, "job", "another boot"))
+        await again.hear(TrainerWelcome)
+        await again.say(VersionPublishedMessage(1, "digest", 1, 0.0))
+        writing = asyncio.Event()
+        flushed = made.driver.journal.flushed
+
+        async def slowly() -> None:
+            await writing.wait()
+            await flushed()
+
+        monkeypatch.setattr(made.driver.journal, "flushed", slowly)
+        await again.say(request(version=1))
+        await agent.say(SleptMessage())  # of the first request: the core grants the GPU
+        await asyncio.sleep(0.1)
+        assert made.driver.core.lease is LeaseState.TRAINER
+        assert again.end.inbox.empty(), "the second request is not open yet"
+        writing.set()
+        await agent.hear(WakeMessage)
+        await agent.say(InstanceReadyMessage(1))
+        a, b = [item.assignment for item in (await agent.hear(AssignMessage)).items]
+        assert again.end.inbox.empty()
+        await agent.say(
+            frame(
+                1, [(a, 0, [9]), (b, 0, [9])], AssignmentEnd(a, "stop"), AssignmentEnd(b, "stop"), version=1
+            )
+        )
+        await again.hear(DeliverGroupMessage)
+        await agent.hear(SleepMessage)
+        await agent.say(SleptMessage())
+        assert (await again.hear(GrantLeaseMessage)).step == 0
 
 
 async def test_what_was_acknowledged_survives_a_restart_and_goes_on_elsewhere(tmp_path: Path) -> None:

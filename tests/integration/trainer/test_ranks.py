@@ -37,10 +37,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What two processes found, for all cases."""
-    path = tmp_path_factory.mktemp("ranks") / "found.pt"
+def run_two_ranks(script: Path, path: Path) -> dict[str, Any]:
+    """Run `script PATH` as two ranks; return what it wrote there."""
     common = {
         **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2",
@@ -50,7 +48,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     try:
         for rank, log in enumerate(logs):
             with log.open("wb") as file:
-                command = [sys.executable, str(SCRIPT), str(path)]
+                command = [sys.executable, str(script), str(path)]
                 processes.append(subprocess.Popen(command, env={**common, "RANK": str(rank)}, stderr=file))
         codes = [process.wait(timeout=240) for process in processes]
     finally:
@@ -59,6 +57,12 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             process.wait()
     assert codes == [0, 0], "\n".join(log.read_text() for log in logs)
     return torch.load(path, weights_only=False)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What two processes found, for all cases."""
+    return run_two_ranks(SCRIPT, tmp_path_factory.mktemp("ranks") / "found.pt")
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor, relative: float = 1e-5) -> bool:

@@ -8,10 +8,11 @@ import torch
 from safetensors.torch import load_file
 
 from rlboost_runtime.errors import ConfigError
-from rlboost_runtime.job import Job, PromptFile, TinyModel, Warmup
+from rlboost_runtime.job import Algorithm, Job, PromptFile, TinyModel, Trainer, Warmup
 from rlboost_runtime.trainer.artifacts.publisher import WeightsCopy
 from rlboost_runtime.trainer.data.prompts import Example
-from rlboost_runtime.trainer.learn.model_files import next_logprobs, version_configs
+from rlboost_runtime.trainer.learn.model_files import PROBE_TOLERANCE, next_logprobs, version_configs
+from rlboost_runtime.trainer.learn.mover import Mover
 from rlboost_runtime.trainer.learn.policy import Policy, Residency
 from rlboost_runtime.trainer.learn.ranks import Adam
 from rlboost_runtime.trainer.models import warmup
@@ -133,7 +134,7 @@ def test_it_stays_off_the_gpu_until_that_is_ours(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         policy = Policy(make_model(SMALL, 64), make_tokenizer())
-    assert (policy.device.type, policy.accelerator.type) == ("cpu", "cuda")
+    assert (policy.device.type, policy.mover.device.type) == ("cpu", "cuda")
     optimizer = Adam(policy.model.parameters(), lr=1e-3, betas=(0.9, 0.95))
     Residency(policy, optimizer).free()
     assert policy.probe([1], "float32").next_token_ids
@@ -141,12 +142,30 @@ def test_it_stays_off_the_gpu_until_that_is_ours(monkeypatch):
         Residency(policy, optimizer).take()
 
 
+@pytest.mark.parametrize(
+    ("asked", "has_gpu", "used"),
+    [
+        ("auto", True, torch.bfloat16), ("auto", False, torch.float32),
+        ("float32", True, torch.float32), ("bfloat16", False, torch.bfloat16),
+    ],
+)  # fmt: skip
+def test_arithmetic_is_bfloat16_on_gpus_unless_the_job_says_otherwise(asked, has_gpu, used):
+    mover = Mover(torch.device("cuda" if has_gpu else "cpu"))
+    policy = Policy(make_model(SMALL, 64), make_tokenizer(), mover=mover)
+    policy.set_up(Trainer(dtype=asked), Algorithm())
+    assert policy.scorer.compute_dtype is used
+    assert policy.model.dtype is torch.float32, "weights stay as they are"
+    coarser = "float32" if used is torch.float32 else "bfloat16"
+    assert policy.probe([1], "float32").tolerance == PROBE_TOLERANCE[coarser]
+    assert policy.probe([1], "bfloat16").tolerance == PROBE_TOLERANCE["bfloat16"]
+
+
 def test_the_optimizer_s_state_moves_as_a_whole(policy):
     """The fused kernel reads step counts on the device of the moments."""
     optimizer = Adam(policy.model.parameters(), lr=1e-3, betas=(0.9, 0.95))
     policy.forward([[1]], [[2, 3]], 1.0).logprobs.sum().backward()
     optimizer.update()
-    optimizer.move(torch.device("meta"))
+    optimizer.move(lambda tensor: tensor.to("meta"))
     moved = {value.device.type for state in optimizer.state.values() for value in state.values()}
     assert moved == {"meta"}
 

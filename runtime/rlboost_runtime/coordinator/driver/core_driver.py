@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -266,8 +266,15 @@ class CoreDriver:
 
     # --- steps --------------------------------------------------------------------------------------------
 
-    async def open_step(self, request: StepStartedMessage, *, keeps_lease: bool = False) -> None:
+    async def open_step(
+        self,
+        request: StepStartedMessage,
+        *,
+        keeps_lease: bool = False,
+        on_open: Callable[[], None] = lambda: None,
+    ) -> None:
         """Open the step that the trainer requests; a request for the open step only delivers it again.
+        `on_open` is called right before the core learns of it.
 
         A step is applied to the core only once its header is on stable storage: whatever a later coordinator
         finds in the event log, it finds the prompts for. A run that is ending opens none, so that its last
@@ -289,6 +296,7 @@ class CoreDriver:
                     carried=len(finished),
                 )  # fmt: skip
             requests = self.step.requests()
+            on_open()
             self.apply(StepStarted(self.now(), request.step, request.policy_version, requests, keeps_lease))
             for response, reason in finished.items():
                 if self.core.response(response).finish_reason is None:

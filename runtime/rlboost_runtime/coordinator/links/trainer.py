@@ -38,7 +38,12 @@ EndRun = Callable[[str, str, str, int], None]
 
 
 class TrainerLink:
-    """The one trainer's connection; a newer one replaces it."""
+    """The one trainer's connection; a newer one replaces it.
+
+    A trainer receives groups and the lease only for the request that it has made on this connection. What
+    the core decides before then is for the request of a former process: a restarted trainer that requests the
+    same step would take that lease for its own, while the request wakes the reserved engines.
+    """
 
     def __init__(
         self,
@@ -59,7 +64,7 @@ class TrainerLink:
         self._outgoing: deque[wire.Message] = deque()
         self._wake = asyncio.Event()
         self._generation = 0
-        self._resumes_lease = False
+        self._resumes_lease = self._has_requested = False
         self._last_trained = max((record.step for record in ledger.steps()), default=-1)
         self._trained_at: float | None = None
         self.connected = False
@@ -80,7 +85,7 @@ class TrainerLink:
                 self._send(wire.RecallLeaseMessage(step))
 
     def _send(self, message: wire.Message) -> None:
-        if self.connected:
+        if self.connected and self._has_requested:
             self._outgoing.append(message)
             self._wake.set()
 
@@ -98,7 +103,7 @@ class TrainerLink:
         self._outgoing = deque([wire.TrainerWelcome(self._driver.core.newest_version)])
         self._wake = asyncio.Event()
         self._wake.set()
-        self._resumes_lease = hello.holds_lease
+        self._resumes_lease, self._has_requested = hello.holds_lease, False
         self.connected = True
         log_event(log, "trainer.connected", boot_id=hello.boot_id, holds_lease=hello.holds_lease)
         try:
@@ -168,13 +173,17 @@ class TrainerLink:
         if same and resumes and driver.core.lease in (LeaseState.TRAINER, LeaseState.RECALLING):
             # It never stopped training: hand over what it may have missed, and leave the GPU with it.
             assert driver.step is not None
+            self._has_requested = True
             for group in driver.core.complete_groups():
                 self.deliver(driver.finished_group(group))
             self.lease(GrantLease(request.step))
             if driver.core.lease is LeaseState.RECALLING:
                 self.lease(RecallLease(request.step))
             return
-        await driver.open_step(request, keeps_lease=keeps_lease)
+        await driver.open_step(request, keeps_lease=keeps_lease, on_open=self._requested)
+
+    def _requested(self) -> None:
+        self._has_requested = True
 
     def _on_trained(self, message: wire.StepTrainedMessage) -> None:
         driver, now = self._driver, self._clock.wall()

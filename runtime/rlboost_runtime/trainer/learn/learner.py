@@ -103,6 +103,7 @@ class Learner:
         self.optimizer = Adam(
             [parameter for parameter in policy.model.parameters() if parameter.requires_grad],
             lr=algorithm.learning_rate, betas=BETAS, ranks=ranks, offload=trainer.optimizer_offload,
+            mover=policy.mover,
         )  # fmt: skip
         self.sums = StepSums()
         self._algorithm = algorithm

@@ -10,10 +10,10 @@ Shape suffixes: B responses, T tokens of the longest one.
 
 from __future__ import annotations
 
-import gc
+import copy
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +39,7 @@ from rlboost_runtime.trainer.learn.model_files import (
     small_files,
     stop_token_ids,
 )
+from rlboost_runtime.trainer.learn.mover import Mover
 from rlboost_runtime.trainer.learn.packing import Ids, pack
 from rlboost_runtime.trainer.learn.ranks import (
     ALONE,
@@ -71,15 +72,22 @@ class Policy:
     """The model that is trained. Not thread-safe."""
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str | Path | None = None
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        folder: str | Path | None = None,
+        mover: Mover | None = None,
     ) -> None:
-        """`folder`: the folder that the model was loaded from, or its hub name; it may hold adapters."""
+        """`folder`: the folder that the model was loaded from, or its hub name; it may hold adapters.
+        `mover`: None for this process's GPU, if it has one."""
         self.source = folder
         self.model = model
         self.tokenizer = tokenizer
-        self.accelerator = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        """The device to compute on while we hold the lease. The model starts in main memory: engines may be
-        using the GPU."""
+        self.mover = Mover.to_accelerator() if mover is None else mover
+        """Moves the model to the device to compute on while we hold the lease."""
+        self.is_away = self.mover.moves
+        """True while the model must stay in main memory: engines may be using the GPU. It starts there, also
+        with several ranks and on resume; `Residency` moves it."""
         torch.nn.Module.to(model, torch.float32)
         torch.nn.Module.eval(model)  # no dropout: engine and trainer must compute the same function
         self.stop_token_ids = stop_token_ids(model, tokenizer)
@@ -135,7 +143,7 @@ class Policy:
                 f"algorithm.lora: {self._adapter_folder} has adapters, but the job asks for none",
                 "go on with the `lora` that the run began with",
             )
-        if trainer.dtype == "bfloat16":
+        if trainer.dtype == "bfloat16" or (trainer.dtype == "auto" and self.mover.device.type == "cuda"):
             self.scorer.compute_dtype = torch.bfloat16
             self.scorer.autocast = ranks.num == 1
         if trainer.nodes > 1:
@@ -143,7 +151,7 @@ class Policy:
         if trainer.activation_checkpointing:
             _checkpoint_activations(self.model)
         if ranks.num > 1:
-            shard(self.scorer, ranks, self.accelerator)
+            shard(self.scorer, ranks, self.mover.device)
 
     def _attach(self, lora: Lora, seed: int) -> None:
         adapters.attach(self.model, lora, seed)
@@ -208,14 +216,38 @@ class Policy:
         )
 
     def probe(self, token_ids: list[int], dtype: str) -> Probe:
-        """Return the greedy continuation of `token_ids` with logprobs at temperature 1, up to end-of-text."""
-        self._ranks.broadcast(ProbeCommand(token_ids, dtype))
+        """Return the greedy continuation of `token_ids` with logprobs at temperature 1, up to end-of-text.
+        `dtype` is the engines'; the coarser one of theirs and the trainer's sets the tolerance.
+
+        While the GPU is not ours, rank 0 of several computes it alone on the gathered weights: the forward
+        pass of a sharded model gathers them on the GPU.
+        """
+        if self._ranks.num > 1 and self.is_away:
+            scorer = self._unsharded()
+        else:
+            scorer = self.scorer
+            self._ranks.broadcast(ProbeCommand(token_ids, dtype))
 
         def next_logprobs(sequence: list[int]) -> Tensor:
-            log_1V, _ = self.scorer(pack([sequence], [[0]]).to(self.device), 1.0, whole=True)
+            log_1V, _ = scorer(pack([sequence], [[0]]).to(self.device), 1.0, whole=True)
             return log_1V[0]  # type: ignore[no-any-return]
 
-        return greedy_probe(next_logprobs, token_ids, self.stop_token_ids, dtype)
+        coarser = dtype if self.scorer.compute_dtype is torch.float32 else "bfloat16"
+        return greedy_probe(next_logprobs, token_ids, self.stop_token_ids, coarser)
+
+    def _unsharded(self) -> LogprobModel:
+        """Return a whole model with the present weights, in main memory; only rank 0 may call this."""
+        weights = {name: tensor.to("cpu") for name, tensor in self.weights()}
+        weights |= {entry.name: weights[entry.same_as] for entry in self._tied}
+        with torch.device("meta"):
+            model = type(self.model)(copy.deepcopy(self.model.config))
+        model.load_state_dict(weights, assign=True)
+        _copy_buffers(self.model, model)
+        torch.nn.Module.eval(model)
+        scorer = LogprobModel(model)
+        scorer.compute_dtype = self.scorer.compute_dtype
+        scorer.autocast = scorer.compute_dtype is not torch.float32
+        return scorer
 
     def weights(self, *, frozen: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights that engines compute with, by name, whole, tied ones once, one at a time.
@@ -243,43 +275,47 @@ class Policy:
 class Residency:
     """Moves model and optimizer to the accelerator, and away while another process has the lease.
 
-    On a CPU there is nothing to move.
+    Both begin in main memory: nothing is on the accelerator before the first `take`, nor after a `free`. On a
+    CPU there is nothing to move.
     """
 
     def __init__(self, policy: Policy, optimizer: Adam, ranks: Ranks = ALONE) -> None:
         self._policy = policy
+        self._mover = policy.mover
         self._optimizer = optimizer
         self._ranks = ranks
-        self._resident = policy.device.type == policy.accelerator.type
         self.awake_s = self.asleep_s = 0.0
         """Total seconds that `take` and `free` took in this process: the trainer's share of hand-overs."""
 
     def free(self) -> None:
         """Leave the accelerator; idempotent. Accumulated gradients move along."""
         self._ranks.broadcast(Free())
-        if self._resident and self._policy.accelerator.type != "cpu":
-            started = time.monotonic()
-            self._move(torch.device("cpu"))
-            gc.collect()
-            torch.cuda.empty_cache()
-            self.asleep_s += time.monotonic() - started
-        self._resident = False
+        if self._policy.is_away or not self._mover.moves:
+            return
+        started = time.monotonic()
+        self._move(self._mover.off)
+        self._mover.release()
+        self._policy.is_away = True
+        self.asleep_s += time.monotonic() - started
 
     def take(self) -> None:
-        """Come back to the accelerator; idempotent."""
+        """Come back to the accelerator; idempotent. Only the holder of the lease may call this."""
         self._ranks.broadcast(Take())
-        if not self._resident and self._policy.accelerator.type != "cpu":
-            started = time.monotonic()
-            self._move(self._policy.accelerator)
-            self.awake_s += time.monotonic() - started
-        self._resident = True
+        if not self._policy.is_away:
+            return
+        started = time.monotonic()
+        self._move(self._mover.onto)
+        self._mover.wait()
+        self._policy.is_away = False
+        self.awake_s += time.monotonic() - started
 
-    def _move(self, device: torch.device) -> None:
-        torch.nn.Module.to(self._policy.model, device)
+    def _move(self, how: Callable[[Tensor], Tensor]) -> None:
+        """Move everything. The scorer is moved, not the model inside it: FSDP notices that its shards have
+        moved only in the `_apply` of the module that it shards, and the scorer owns embedding, norm and
+        head."""
+        self._policy.scorer._apply(how)  # type: ignore[no-untyped-call]
         if not self._optimizer.offload:  # else its state is never here but for a step
-            self._optimizer.move(device)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+            self._optimizer.move(how)
 
 
 def _adapter_folder(folder: str | Path | None) -> Path | None:
@@ -298,3 +334,10 @@ def _checkpoint_activations(model: PreTrainedModel) -> None:
             setattr(module, "attention_dropout", 0.0)  # noqa: B010 - nn.Module declares no such attribute
     model.gradient_checkpointing_enable({"use_reentrant": False})
     torch.nn.Module.train(model)
+
+
+def _copy_buffers(source: PreTrainedModel, target: PreTrainedModel) -> None:
+    """Give `target` the buffers that no checkpoint has, such as rotary frequencies."""
+    for name, buffer in source.named_buffers():
+        module, _, attribute = name.rpartition(".")
+        setattr(target.get_submodule(module), attribute, buffer)

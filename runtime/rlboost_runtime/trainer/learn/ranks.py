@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -29,9 +29,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from rlboost_runtime.trainer.learn.logprobs import LogprobModel
+from rlboost_runtime.trainer.learn.mover import IN_MAIN_MEMORY, Mover
 from rlboost_runtime.trainer.learn.sample import Sample
 
 if TYPE_CHECKING:
@@ -228,15 +229,46 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+@torch.no_grad()
 def shard(scorer: LogprobModel, ranks: Ranks, device: torch.device) -> None:
-    """Shard the model's weights over the ranks, which must all hold the same ones."""
+    """Shard the model's weights over the ranks, which must all hold the same ones, to compute on `device`.
+
+    The shards stay in main memory. (FSDP puts what it is given onto the device; it leaves alone what is on
+    the meta device.)
+    """
     mesh = init_device_mesh(device.type, (ranks.num,))
     precision = MixedPrecisionPolicy()
     if scorer.compute_dtype is not torch.float32:
         precision = MixedPrecisionPolicy(param_dtype=scorer.compute_dtype, reduce_dtype=torch.float32)
+    weights = {name: parameter.detach() for name, parameter in scorer.named_parameters()}
+    buffers = _leave_for_meta(scorer)
     for block in _blocks(scorer):
         fully_shard(block, mesh=mesh, mp_policy=precision)
     fully_shard(scorer, mesh=mesh, mp_policy=precision)
+    torch.nn.Module.to_empty(scorer, device="cpu")
+    for module, name, buffer in buffers:
+        setattr(module, name, buffer)
+    for name, parameter in scorer.named_parameters():
+        _local(parameter).copy_(rows_by_rank(weights.pop(name), ranks)[ranks.rank])
+
+
+def _leave_for_meta(scorer: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+    """Replace parameters and buffers by empty ones on the meta device; return the buffers with their places.
+
+    Parameters that were shared are shared afterwards.
+    """
+    parameters: dict[nn.Parameter, nn.Parameter] = {}
+    buffers = []
+    for module in scorer.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if parameter not in parameters:
+                empty = torch.empty_like(parameter, device="meta")
+                parameters[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            setattr(module, name, parameters[parameter])
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            buffers.append((module, name, buffer))
+            setattr(module, name, torch.empty_like(buffer, device="meta"))
+    return buffers
 
 
 def _blocks(scorer: LogprobModel) -> list[nn.Module]:
@@ -263,26 +295,28 @@ class Adam(torch.optim.AdamW):
         betas: tuple[float, float],
         ranks: Ranks = ALONE,
         offload: bool = False,
+        mover: Mover = IN_MAIN_MEMORY,
     ) -> None:
+        """`mover`: where `offload` takes the moments for a step."""
         super().__init__(parameters, lr=lr, betas=betas, weight_decay=0.0, fused=True)
         self.offload = offload
         self._ranks = ranks
+        self._mover = mover
 
     def update(self) -> None:
         """Take a step with the gradients as they are."""
-        device = self._parameters[0].device
         if self.offload:
-            self.move(device)
+            self.move(self._mover.onto)
         self.step()
         if self.offload:
-            self.move(torch.device("cpu"))
+            self.move(self._mover.off)
 
-    def move(self, device: torch.device) -> None:
-        """Move the state to `device`."""
+    def move(self, how: Callable[[Tensor], Tensor]) -> None:
+        """Move the state, one tensor at a time."""
         for state in self.state.values():
             for name, value in state.items():  # step counts too: the fused kernel reads them on the device
                 if isinstance(value, Tensor):
-                    state[name] = value.to(device)
+                    state[name] = how(value)
 
     @property
     def _parameters(self) -> list[nn.Parameter]:
@@ -322,6 +356,7 @@ class Adam(torch.optim.AdamW):
         """Receive this rank's part of what rank 0 loads."""
         self._scatter(steps, {})
 
+    @torch.no_grad()
     def _scatter(self, steps: list[float | None], states: dict[int, dict[str, Tensor]]) -> None:
         for number, (parameter, step) in enumerate(zip(self._parameters, steps, strict=True)):
             if step is None:
@@ -329,16 +364,39 @@ class Adam(torch.optim.AdamW):
             whole_state = states.get(number, {})
             state: dict[str, Tensor] = {"step": torch.tensor(step, device=parameter.device)}
             for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = _part(whole_state.get(name), parameter)
+                state[name] = _part(whole_state.get(name), parameter, self._ranks)
             self.state[parameter] = state
         if self.offload:
-            self.move(torch.device("cpu"))
+            self.move(self._mover.off)
 
 
-def _part(tensor: Tensor | None, parameter: nn.Parameter) -> Tensor:
-    """Return this rank's part of rank 0's whole tensor, sharded like the parameter."""
-    assert isinstance(parameter, DTensor)
-    mesh = parameter.device_mesh
-    if tensor is None:
-        tensor = torch.zeros(parameter.shape, dtype=torch.float32)
-    return distribute_tensor(tensor.to(parameter.device), mesh, parameter.placements)
+def _part(tensor: Tensor | None, parameter: nn.Parameter, ranks: Ranks) -> Tensor:
+    """Return this rank's part of rank 0's whole tensor, sharded like the parameter and where it is.
+
+    It travels through main memory. (`distribute_tensor` would put it on the device of the mesh.)
+    """
+    part = torch.zeros_like(parameter, dtype=torch.float32)
+    rows = -(-parameter.shape[0] // ranks.num)
+    mine = torch.zeros(rows, *parameter.shape[1:])
+    sent = None
+    if tensor is not None:
+        sent = [_padded(each, rows) for each in rows_by_rank(tensor.float(), ranks)]
+    dist.scatter(mine, sent)
+    local = _local(part)
+    local.copy_(mine[: len(local)])
+    return part
+
+
+def _padded(rows: Tensor, num: int) -> Tensor:
+    return torch.cat([rows, rows.new_zeros(num - len(rows), *rows.shape[1:])])
+
+
+def rows_by_rank(whole: Tensor, ranks: Ranks) -> list[Tensor]:
+    """Return the rows of `whole` that FSDP gives to each rank."""
+    chunks = list(torch.chunk(whole, ranks.num))
+    return chunks + [whole[:0]] * (ranks.num - len(chunks))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local()

@@ -1,0 +1,291 @@
+"""Not a test: the hand-overs that `test_handovers.py` judges, run as one of two ranks.
+
+`python handover_steps.py FILE` (with torchrun's environment) writes what rank 0 found. The accelerator is
+`FakeDevice`: memory of this process that only a mover may fill.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rank_steps import samples
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3ForCausalLM
+
+from rlboost_runtime.job import Algorithm, Lora, TinyModel, Trainer
+from rlboost_runtime.trainer.artifacts.publisher import Publisher, VersionContent
+from rlboost_runtime.trainer.learn.learner import Learner
+from rlboost_runtime.trainer.learn.model_files import version_configs
+from rlboost_runtime.trainer.learn.mover import Mover
+from rlboost_runtime.trainer.learn.policy import Policy, Residency
+from rlboost_runtime.trainer.learn.rank_worker import serve
+from rlboost_runtime.trainer.learn.ranks import End, Ranks
+from rlboost_runtime.trainer.learn.sample import Sample
+from rlboost_runtime.trainer.models.tiny import make_model, make_tokenizer
+from rlboost_runtime.weights.manifest import read_manifest
+from rlboost_runtime.weights.store.store import WeightStore
+
+CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "tied": (10, {}, {}),
+    "untied": (3, {}, {"optimizer_offload": True}),
+    "lora": (2, {"lora": Lora(rank=4)}, {}),
+    "bfloat16": (2, {}, {"dtype": "bfloat16"}),
+}
+"""Number of cycles, changes of the algorithm and of the trainer."""
+
+OLD_MOVER = "old mover"
+PROBE_IDS = [1, 2, 3]
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+class FakeDevice(TorchDispatchMode, Mover):
+    """A device in main memory. What is moved gets fresh memory and the old memory is overwritten, so that a
+    stale reference reads NaN. It knows what lies on it: what was moved there, and every tensor that was made
+    while the policy was there."""
+
+    def __init__(self) -> None:
+        TorchDispatchMode.__init__(self)
+        Mover.__init__(self, torch.device("cpu"))
+        self.is_ours = False
+        self.num_moved = 0
+        self._held: set[StorageWeakRef] = set()
+
+    @property
+    def moves(self) -> bool:
+        return True
+
+    def onto(self, tensor: Tensor) -> Tensor:
+        self.num_moved += 1
+        return tensor if self._holds(tensor) else self._copy(tensor, onto=True)
+
+    def off(self, tensor: Tensor) -> Tensor:
+        return self._copy(tensor, onto=False) if self._holds(tensor) else tensor
+
+    def release(self) -> None:
+        pass  # `live_bytes` collects garbage
+
+    def live_bytes(self) -> int:
+        gc.collect()
+        gc.freeze()  # what is left stays; the next look is quicker for it
+        self._held = {each for each in self._held if not each.expired()}
+        found = [torch.UntypedStorage._new_with_weak_ptr(each.cdata) for each in self._held]
+        return sum(storage.nbytes() for storage in found if storage is not None)
+
+    @contextmanager
+    def in_main_memory(self) -> Iterator[None]:
+        before, self.is_ours = self.is_ours, False
+        yield
+        self.is_ours = before
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self.is_ours:
+            self._held |= self._refs([result]) - self._refs(args)  # a view is where its base is
+        return result
+
+    def _refs(self, values: Any) -> set[StorageWeakRef]:
+        flat = [each for value in values for each in (value if isinstance(value, list | tuple) else [value])]
+        return {self._ref(each) for each in flat if isinstance(each, Tensor)}
+
+    def _ref(self, tensor: Tensor) -> StorageWeakRef:
+        return StorageWeakRef(local_part(tensor).untyped_storage())
+
+    def _holds(self, tensor: Tensor) -> bool:
+        return self._ref(tensor) in self._held
+
+    def _copy(self, tensor: Tensor, *, onto: bool) -> Tensor:
+        with self.in_main_memory():
+            copy = tensor.detach().clone()
+            if tensor.is_floating_point():
+                local_part(tensor).fill_(torch.nan)
+        if onto:
+            self._held.add(self._ref(copy))
+        return copy
+
+
+class WatchedResidency(Residency):
+    """Asserts, on every rank, that nothing is left on the device."""
+
+    def __init__(self, policy: Policy, learner: Learner, ranks: Ranks, device: FakeDevice) -> None:
+        super().__init__(policy, learner.optimizer, ranks)
+        self._device = device
+        assert device.num_moved == device.live_bytes() == 0, "it begins in main memory"
+
+    def take(self) -> None:
+        self._device.is_ours = True
+        super().take()
+
+    def free(self) -> None:
+        super().free()
+        self._device.is_ours = False
+        assert self._device.live_bytes() == 0, "something stayed on the device"
+
+
+class OldResidency(WatchedResidency):
+    """Moves the model inside FSDP's root, as versions up to 14388ed did."""
+
+    def free(self) -> None:
+        Residency.free(self)
+        self._device.is_ours = False
+
+    def _move(self, how: Callable[[Tensor], Tensor]) -> None:
+        self._policy.model._apply(how)
+        self._optimizer.move(how)
+
+
+class Run:
+    """A trainer's life as far as `Residency` is concerned."""
+
+    def __init__(self, case: str, ranks: Ranks, model: PreTrainedModel, source: Path | None = None) -> None:
+        _, changes, setup = CASES.get(case, (0, {}, {}))
+        algorithm = Algorithm(
+            learning_rate=1e-2, learning_rate_warmup_steps=0, max_response_tokens=8, **changes
+        )
+        trainer = Trainer(micro_batch_tokens=60, **setup)
+        self.ranks, self.device = ranks, FakeDevice()
+        self.device.__enter__()
+        self.policy = Policy(model, make_tokenizer(), source, mover=self.device)
+        self.policy.set_up(trainer, algorithm, ranks)
+        self.learner = Learner(self.policy, algorithm, trainer, ranks)
+        kind = OldResidency if case == OLD_MOVER else WatchedResidency
+        self.residency = kind(self.policy, self.learner, ranks, self.device)
+        self.policy.scorer.register_forward_pre_hook(self._require_device)
+
+    def _require_device(self, module: torch.nn.Module, arguments: object) -> None:
+        assert not self.policy.is_away, "FSDP would gather weights on the device"
+
+    def end(self) -> None:
+        """End rank 0's part, or serve until it does."""
+        if self.ranks.leads:
+            self.ranks.broadcast(End())
+        else:
+            serve(self.ranks, self.policy, self.learner, self.residency)
+        self.device.__exit__(None, None, None)
+
+    def train(self, step: int, *, recalled: bool) -> None:
+        self.residency.take()
+        self.learner.begin_step(step)
+        self.learner.accumulate(samples(2 * step, 5))
+        if recalled:  # gradients move along
+            self.residency.free()
+            self.residency.take()
+        self.learner.accumulate(samples(2 * step + 1, 5))
+        self.learner.apply()
+
+    def publish(self, store: WeightStore, version: int) -> dict[str, Any]:
+        """Publish; return what the trainer, the manifest and a fresh load of the version compute."""
+        probe = self.policy.probe(PROBE_IDS, "float32")
+        content = VersionContent(
+            self.policy.weights,
+            lambda: version_configs(self.policy.model, "float32"),
+            lambda: probe,
+            self.policy.tied(),
+        )
+        with self.device.in_main_memory(), Publisher(store, "float32", lambda done: None) as publisher:
+            publisher.begin(version, content)
+        folder = store.path(version)
+        stored = read_manifest(folder).probe
+        asked = [*samples(99, 4), Sample.of(stored.token_ids, stored.next_token_ids, stored.logprobs, 0.0)]
+        self.residency.take()
+        self.learner.begin_step(version)
+        trained = [each.old_logprobs.copy() for each in self.learner.recompute(asked) if each.usable]
+        with self.device.in_main_memory():
+            fresh = Policy(
+                AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), make_tokenizer()
+            )
+            loaded = [logprobs_of(fresh, each) for each in asked if each.usable]
+        return {
+            "trainer": np.concatenate(trained), "fresh": np.concatenate(loaded),
+            "probe": np.array(stored.logprobs), "trainer_probe": trained[-1], "fresh_probe": loaded[-1],
+            "greedy": fresh.probe(PROBE_IDS, "float32").next_token_ids == stored.next_token_ids,
+        }  # fmt: skip
+
+
+@torch.no_grad()
+def logprobs_of(policy: Policy, sample: Sample) -> np.ndarray:
+    return policy.forward([sample.prompt_ids], [sample.token_ids], 1.0).logprobs[0].numpy()
+
+
+def new_model(case: str) -> PreTrainedModel:
+    model = make_model(TinyModel(init="tiny", hidden_size=32, num_layers=2), 64)
+    if case != "untied":
+        return model
+    model.config.tie_word_embeddings = False
+    torch.manual_seed(0)
+    untied = Qwen3ForCausalLM(model.config)
+    untied.generation_config = model.generation_config
+    return untied
+
+
+def cycles(case: str, ranks: Ranks, num: int, folder: Path) -> list[dict[str, Any]]:
+    """free -> take -> train -> publish, the GPU being ours or not; the first publication is before any."""
+    run, found = Run(case, ranks, new_model(case)), []
+    if ranks.leads:
+        store = WeightStore(folder / "versions", keep=2)
+        found.append(run.publish(store, 0))
+        for step in range(num):
+            run.residency.free()
+            run.train(step, recalled=step % 3 == 1)
+            if step % 2:
+                run.residency.free()
+            found.append(run.publish(store, step + 1))
+        run.residency.free()
+        run.policy.save(folder)
+        torch.save(run.learner.optimizer.state_dict(), folder / "optimizer.pt")
+        run.train(num, recalled=False)
+        torch.save(run.policy.full_state(), folder / "next.pt")
+    run.end()
+    return found
+
+
+def resumed(case: str, ranks: Ranks, folder: Path) -> dict[str, Any]:
+    """Resume from what `cycles` saved; return the first publication and the distance after one step."""
+    names = [str(folder)]
+    torch.distributed.broadcast_object_list(names)
+    source = Path(names[0])
+    run = Run(case, ranks, AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32), source)
+    found: dict[str, Any] = {}
+    if ranks.leads:
+        run.learner.optimizer.load_state_dict(torch.load(source / "optimizer.pt"))
+        run.residency.free()
+        with_probe = run.policy.probe(PROBE_IDS, "float32")
+        assert with_probe.next_token_ids
+        assert run.device.num_moved == run.device.live_bytes() == 0, "nothing there before the first take"
+        run.train(CASES[case][0], recalled=True)
+        state, wanted = run.policy.full_state(), torch.load(source / "next.pt")
+        found["distance"] = max(float((state[name] - wanted[name]).abs().max()) for name in wanted)
+    run.end()
+    return found
+
+
+def main(path: str) -> None:
+    torch.set_num_threads(1)
+    ranks = Ranks.join()
+    found: dict[str, Any] = {}
+    for case, (num, _, _) in CASES.items():
+        with tempfile.TemporaryDirectory(dir=Path(path).parent) as name:
+            cycle = cycles(case, ranks, num, Path(name))
+            found[case] = {"cycles": cycle, **resumed(case, ranks, Path(name))}
+    with tempfile.TemporaryDirectory(dir=Path(path).parent) as name:
+        found[OLD_MOVER] = {"cycles": cycles(OLD_MOVER, ranks, 2, Path(name))}
+    if ranks.leads:
+        torch.save(found, path)
+    ranks.leave()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
