@@ -17,18 +17,23 @@ from rlboost_runtime.errors import ConfigError
 if TYPE_CHECKING:
     from rlboost_runtime.job import Job
 
-_PACKAGES = {"botocore": "boto3", "google": "google-cloud-compute"}
-"""Packages by the name of a module, where the two differ."""
-_ORDER = ("run", "ssh", "aws", "gcp", "sky", "train", "track", "plot")
-"""Extras for users; where several bring a package, the first is named."""
+_PACKAGES = {"botocore": "boto3"}
+"""Packages by the name of a module, where that does not begin the package's."""
+_FIRST = "run"
+"""The extra that is named where several bring a package: whoever is to run anything needs it."""
+_INTERNAL = frozenset({"dev", "vllm"})
+"""Extras that bring no command anything."""
 _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+).*extra == ['\"](\w+)['\"]")
 
 
 def explained(error: ModuleNotFoundError) -> ConfigError | None:
     """Return the explanation of a missing package; None where none of our extras would bring it."""
     module = (error.name or "").partition(".")[0]
-    extra = _extras().get(_PACKAGES.get(module, module).replace("_", "-").lower())
-    return None if extra is None else _missing("this command", module, extra)
+    name = _PACKAGES.get(module, module).replace("_", "-").lower()
+    for package, extra in _extras().items():
+        if package == name or package.startswith(f"{name}-"):
+            return _missing("this command", module, extra)
+    return None
 
 
 def require(job: Job) -> None:
@@ -58,4 +63,5 @@ def _extras() -> dict[str, str]:
     except PackageNotFoundError:  # run from a checkout that is not installed
         return {}
     found = [(match[2], match[1].lower()) for match in map(_REQUIREMENT.match, lines) if match is not None]
-    return {package: extra for known in reversed(_ORDER) for extra, package in found if extra == known}
+    named = sorted((extra != _FIRST, extra, package) for extra, package in found if extra not in _INTERNAL)
+    return {package: extra for _, extra, package in reversed(named)}

@@ -121,8 +121,9 @@ def test_whatever_the_sign_in_fails_with_is_a_refusal_of_the_credentials(kind):
 
 
 def test_a_short_outage_is_waited_out_and_a_long_one_is_said_in_bounded_time(gce, provider, monkeypatch):
-    waits_out = gcp._retry()._predicate
-    monkeypatch.setattr(gcp, "_retry", lambda: GoogleRetry(predicate=waits_out, initial=0.01, timeout=1.0))
+    patience = gcp._patience()
+    short = GoogleRetry(predicate=patience["retry"]._predicate, initial=0.01, timeout=1.0)
+    monkeypatch.setattr(gcp, "_patience", lambda: patience | {"retry": short})
     gce.refusals.append(HttpRefusal("", 503, "backendError", times=3))
     assert provider.describe(RUN) == []
     gce.refusals.append(HttpRefusal("", 503, "backendError", times=10_000))
