@@ -57,7 +57,7 @@ async def servers(request, tmp_path_factory, vllm_is_here):
 def flags_and_an_unknown_one(spec, *rest) -> list[command.Flag]:
     """What vLLM is asked for; one server also for what no version knows."""
     found = FLAGS(spec, *rest)
-    return found if spec.vllm.speculative is None else [*found, command.Flag(UNKNOWN_FLAG, "7")]
+    return found if spec.vllm.speculative is None else [*found, (UNKNOWN_FLAG, "7")]
 
 
 async def no_gate(*_) -> None:

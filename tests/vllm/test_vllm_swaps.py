@@ -27,6 +27,7 @@ STREAMS = 8
 LENGTH = 600
 ENDLESS = 900
 """As many as fit beside the longest prompt."""
+STEPS_PER_S = 30.0
 
 
 @pytest.mark.parametrize("server", [MAIN, LLAMA_TIED, QWEN, LLAMA], indirect=True)
@@ -45,6 +46,8 @@ async def test_an_engine_over_two_devices_takes_versions_as_one_does(server):
     assert server.engine.server.has_flag("--tensor-parallel-size")
     tokens = server.engine.kv_cache.capacity_tokens
     assert tokens == pytest.approx(2 * 65_536, rel=0.01), "each keeps half of every token's cache"
+    pace = str(STEPS_PER_S)  # else all tokens may be there before the first swap
+    await server.engine.server.api.rpc("rlboost_pace", steps_per_s=pace)
     async with Reader.of(server.engine) as reader:
         swaps = 2
         asked = await swap_under_load(server.engine, reader, server.versions, swaps, ENDLESS)
