@@ -53,7 +53,7 @@ def test_silence_and_its_end_are_told_once() -> None:
 
 
 def test_a_step_is_told_as_a_step_and_not_as_an_event_again() -> None:
-    event = {"at": 5.0, "kind": "step", "text": "step 1 trained, policy version 1 published"}
+    event = {"at": 5.0, "kind": "step", "text": "step 1 trained from policy version 0"}
     (line,) = NewLines().of(live(step=1, steps=5, at=5.0, reward_history=[0.25], events=[event]))
     assert line.endswith("step 1/5  reward 0.250  0 tokens/s  -")
     assert line[2] == line[5] == ":", "each line has its time"

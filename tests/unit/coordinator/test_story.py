@@ -157,13 +157,31 @@ def test_no_capacity_is_told_once_per_step(told: Told) -> None:
     assert told.lines() == ["no new spot machine for now: none to be had"]
 
 
-def test_a_step_is_told_with_the_version_it_made(told: Told) -> None:
+def test_a_step_is_told_with_the_version_that_it_was_trained_from(told: Told) -> None:
     run = rolling_out(told, size=1)
     told.lines()
     run.finish(0)
     run.publish(1)
     run.send(StepTrained(run.now, 0, 0.0, 1.0))
-    assert "step 1 trained, policy version 1 published" in told.lines()
+    assert "step 1 trained from policy version 0" in told.lines()
+
+
+def test_a_step_keeps_its_version_when_the_next_one_starts_before_it_is_trained(told: Told) -> None:
+    run = rolling_out(told, size=1)
+    run.finish(0)
+    run.publish(1)
+    run.step(1, 1, ahead=True)
+    told.lines()
+    run.send(StepTrained(run.now, 0, 0.0, 1.0))
+    assert "step 1 trained from policy version 0" in told.lines()
+
+
+def test_a_restarted_coordinator_knows_the_version_of_the_open_step(told: Told, tmp_path: Path) -> None:
+    run = rolling_out(told, size=1)
+    told.lines()
+    again = Timeline(told.books, Clock(), run.core)
+    again.observe(StepTrained(run.now, 0, 0.0, 1.0), [], run.core)
+    assert told.lines() == ["step 1 trained from policy version 0"]
 
 
 def test_nothing_is_told_of_the_winding_up(told: Told) -> None:
