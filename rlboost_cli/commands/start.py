@@ -63,11 +63,17 @@ def launch(
     Example: rlboost launch job.yaml
     """
     from rlboost_cli.runs.supervision import bring_up, want_training
+    from rlboost_cli.runs.target import NothingLeft
     from rlboost_cli.terminal import output
     from rlboost_cli.views import screens
     from rlboost_cli.views.live import follow
 
-    run = _prepared(job_or_run, "launch?", resume=resume, yes=yes)
+    try:
+        run = _prepared(job_or_run, "launch?", resume=resume, yes=yes)
+    except NothingLeft as done:
+        output.progress(f"{done.problem}; {done.remedy}")
+        _finish(done.run)
+        return
     try:
         want_training(run)
         with output.working() as say:

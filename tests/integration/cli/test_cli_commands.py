@@ -172,9 +172,12 @@ def test_a_damaged_run_hides_no_other(run: RunFolder, tmp_path: Path, damage: st
 def test_a_run_that_is_done_is_not_resumed_for_nothing(run: RunFolder) -> None:
     write_json(run.outcome, {"state": "done", "exit_code": 0})
     write_json(run.status, {"run": "demo", "state": "done", "step": 200, "steps": 200})
-    done = rlboost("launch", "demo", "--resume", "--yes", code=2)
-    assert "demo is done: all of its 200 steps are trained" in done.stderr
-    assert "raise algorithm.steps in its job file" in done.stderr
+    for words in (["demo"], ["demo", "--resume"]):
+        done = rlboost("launch", *words, "--yes", code=0)
+        assert "demo is done: all of its 200 steps are trained" in done.stderr
+        assert "raise algorithm.steps in its job file" in done.stderr
+        assert "demo is done: 200 of 200 steps" in done.stdout
+        assert run.outcome.exists()
 
 
 def test_an_argument_that_no_file_can_be_called_is_no_run(run: RunFolder) -> None:
@@ -263,9 +266,9 @@ def test_watching_ends_with_the_run(run: RunFolder) -> None:
 
 
 def test_an_ended_run_is_launched_only_on_purpose(run: RunFolder) -> None:
-    write_json(run.outcome, {"state": "done", "exit_code": 0})
+    write_json(run.outcome, {"state": "stopped", "exit_code": 0})
     done = rlboost("launch", "demo", code=2)
-    assert "has ended: done" in done.stderr
+    assert "has ended: stopped" in done.stderr
     assert "--resume" in done.stderr
     assert "has ended" in rlboost("preempt", "demo", "spot-1", code=3).stderr
 
