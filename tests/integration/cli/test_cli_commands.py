@@ -208,17 +208,22 @@ def test_logs_of_processes_and_of_machines_that_are_gone(run: RunFolder) -> None
     (run.logs / "coordinator.log").write_text("one\ntwo\nthree\n")
     (machine / "agent-0.log").write_text("first agent\n")
     (machine / "agent-1.log").write_text("second agent\n")
-    assert rlboost("logs", "demo").stdout == "one\ntwo\nthree\n"
-    assert rlboost("logs", "demo", "coordinator", "-n", "1").stdout == "three\n"
-    assert rlboost("logs", "demo", "spot-1").stdout == "first agent\nsecond agent\n"
-    assert rlboost("logs", "demo", "spot-1/1").stdout == "second agent\n"
+
+    def raw(*arguments: str) -> str:
+        return rlboost("logs", "demo", "--json", *arguments).stdout
+
+    assert raw() == "one\ntwo\nthree\n"
+    assert raw("coordinator", "-n", "1") == "three\n"
+    assert raw("spot-1") == "first agent\nsecond agent\n"
+    assert raw("spot-1/1") == "second agent\n"
+    assert rlboost("logs", "demo", "spot-1/1").stdout == "         spot-1/agent-1  second agent\n"
     assert "coordinator, spot-1" in rlboost("logs", "demo", "spot-7", code=3).stderr
 
 
 def test_following_logs_ends_with_the_run(run: RunFolder) -> None:
     (run.logs / "coordinator.log").write_text("one\n")
     write_json(run.outcome, {"state": "done"})
-    assert rlboost("logs", "demo", "-f").stdout == "one\n"
+    assert rlboost("logs", "demo", "-f", "--json").stdout == "one\n"
 
 
 def test_down_ends_what_a_dead_coordinator_left_and_closes_the_books(
@@ -293,6 +298,9 @@ def test_what_costs_money_is_shown_and_asked_about_before_anything_is_made(
 
 def test_a_run_without_logs_says_so(run: RunFolder) -> None:
     assert "run demo has no logs yet" in rlboost("logs", "demo").stderr
+    run.logs.mkdir(exist_ok=True)
+    (run.logs / "reward.log").touch()
+    assert "the logs of reward of demo are empty" in rlboost("logs", "demo", "reward").stderr
 
 
 def test_prices_of_now_of_a_cloud_that_is_not_asked_are_the_offline_ones(run: RunFolder) -> None:
