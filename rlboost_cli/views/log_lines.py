@@ -1,7 +1,7 @@
 """Log lines for a person: of all files in the order of time, each as when, who and what.
 
 `19:00:23 trainer  step 9 trained  reward 0.339`. Steps count from 1, as everywhere on the screen; in the
-files they count from 0. A line that is not ours (a library's warning) keeps its place below the line before it.
+files they count from 0. A line that is not ours (a library's warning) stays below the line before it.
 """
 
 from __future__ import annotations

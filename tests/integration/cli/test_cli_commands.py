@@ -220,6 +220,16 @@ def test_logs_of_processes_and_of_machines_that_are_gone(run: RunFolder) -> None
     assert "coordinator, spot-1" in rlboost("logs", "demo", "spot-7", code=3).stderr
 
 
+def test_samples_count_steps_from_1_as_all_commands_do(run: RunFolder) -> None:
+    sample = {"step": 24.0, "prompt": "p", "response": "r", "reward": 1.0, "tokens": 3}
+    sample["finish_reason"] = "stop"
+    run.samples.write_text(json.dumps(sample) + "\n")
+    printed = rlboost("samples", "demo", "--json").stdout
+    assert json.loads(printed)["samples"][0]["step"] == json.loads(printed)["step"] == 25
+    assert ".0" not in printed.replace('"reward": 1.0', "")
+    assert "step 25  prompt" in rlboost("samples", "demo").stdout
+
+
 def test_following_logs_ends_with_the_run(run: RunFolder) -> None:
     (run.logs / "coordinator.log").write_text("one\n")
     write_json(run.outcome, {"state": "done"})
