@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from rlboost_cli.runs.run_status import RunStatus
+import pytest
+
+from rlboost_cli.runs.run_status import RunStatus, run_status
 from rlboost_cli.views.live import HEARTBEAT_S, NewLines
+from rlboost_runtime.run.folder import RunFolder, write_json
 
 
 def live(**data: Any) -> RunStatus:
@@ -50,6 +54,24 @@ def test_silence_and_its_end_are_told_once() -> None:
     assert new.of(silent()) == ["the coordinator is silent; it is started again"]
     assert new.of(silent()) == []
     assert new.of(live()) == ["the coordinator answers again"]
+
+
+def test_a_coordinator_that_leaves_at_a_normal_end_is_no_alarm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunFolder(tmp_path / "demo")
+    run.path.mkdir()
+    write_json(run.job_json, {})
+    write_json(run.status, {"run": "demo", "state": "training", "step": 1})
+    monkeypatch.setattr("rlboost_cli.runs.run_status.is_supervised", lambda run: True)
+    assert "is not answering" in (run_status(run).problem or "")
+    write_json(run.ending, {"state": "done"})
+    found = run_status(run)
+    assert found.problem is None
+    assert not found.has_ended
+    assert not any("coordinator" in line for line in NewLines().of(found))
+    monkeypatch.setattr("rlboost_cli.runs.run_status.is_supervised", lambda run: False)
+    assert run_status(run).problem, "nobody ends it any more"
 
 
 def test_a_step_is_told_as_a_step_and_not_as_an_event_again() -> None:
