@@ -43,14 +43,15 @@ _MOST_TARGETS = 3
 Line = tuple[str, str]
 """(kind, text)."""
 
+# one word each: it vanished, its provider reported that it was preempted, or it left
 _HOW_LOST = {
-    LossCause.RESET: ("preempted", "{who} vanished without notice"),
-    LossCause.MACHINE_GONE: ("preempted", "{who} was preempted without notice"),
-    LossCause.SILENT: ("preempted", "{who} fell silent and is taken for gone"),
+    LossCause.RESET: ("preempted", "{who} vanished: its connection was reset"),
+    LossCause.MACHINE_GONE: ("preempted", "{who} was preempted"),
+    LossCause.SILENT: ("preempted", "{who} vanished: no sign of life"),
     LossCause.NOTICED: ("left", "{who} left after its notice"),
     LossCause.HUNG: ("lost", "{who} hung and was dropped"),
     LossCause.REPLACED: ("lost", "{who} started anew"),
-    LossCause.STOPPED: ("left", "{who} was ended, not needed any more"),
+    LossCause.STOPPED: ("left", "{who} left, not needed any more"),
 }
 
 
