@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlboost_cli.runs.run_status import RunStatus, run_status
+from rlboost_cli.terminal import output
+from rlboost_cli.views import screens
 from rlboost_cli.views.live import HEARTBEAT_S, NewLines
 from rlboost_runtime.run.folder import RunFolder, write_json
 
@@ -111,3 +115,30 @@ def test_a_quiet_run_shows_that_it_lives() -> None:
     assert new.of(status) == []
     clock.now = 2 * HEARTBEAT_S - 1
     assert new.of(status) == []
+
+
+@pytest.mark.parametrize(("infra", "costs"), [("local", False), ("ssh", False), ("aws/us-east-2", True)])
+def test_a_second_interrupt_does_not_hide_that_the_run_goes_on(
+    infra: str,
+    costs: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = RunFolder(tmp_path / "demo")
+    run.path.mkdir()
+    write_json(run.job_json, {"rollout": {"spot": {"any_of": [{"infra": infra}]}}})
+    said = output.progress
+
+    def interrupted(words: str) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        said(words)
+
+    monkeypatch.setattr(output, "progress", interrupted)
+    assert screens.left_alone(run)
+    shown = capsys.readouterr().err
+    assert "detached; demo goes on" in shown
+    assert ("costs money" in shown) == costs
+    assert "rlboost down demo             ends it" in shown
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
