@@ -39,6 +39,12 @@ class Target:
         """What the run is called, or would be."""
         return self.job.name if self.run is None else self.run.name
 
+    @property
+    def is_to_start(self) -> bool:
+        """True unless an open run goes on, with the files that it has: its processes may run already."""
+        known = self.run or newest_run(self.job.name)
+        return known is None or not is_open(known)
+
     def prepare(self, *, resume: bool, say: Callable[[str], None] = lambda words: None) -> FoundRun:
         """Return the run, made or opened again where that is needed; a run whose head is elsewhere is looked
         at first.
