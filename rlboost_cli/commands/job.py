@@ -115,8 +115,11 @@ def plan(
     from rlboost_cli.planning.plan import describe_plan, plan_json
     from rlboost_cli.terminal import output
     from rlboost_runtime.job.file.load import load_job
+    from rlboost_runtime.job.file.places import place_hints
 
     loaded = load_job(job)
+    for hint in place_hints(loaded):
+        output.progress(f"note: {hint}")
     if probe:
         from rlboost_cli.planning.agreement import probe as measure
 

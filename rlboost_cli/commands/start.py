@@ -9,6 +9,7 @@ import typer
 from rlboost_cli.terminal import completion
 
 if TYPE_CHECKING:
+    from rlboost_cli.runs.target import Target
     from rlboost_runtime.run.folder import RunFolder
 
 
@@ -57,17 +58,26 @@ def launch(
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue a run that has ended, from its last checkpoint")
     ] = False,
+    no_doctor: Annotated[
+        bool, typer.Option("--no-doctor", help="Do not check data, reward, engine and secrets first")
+    ] = False,
 ) -> None:
     """Start or continue a run and watch it; Ctrl-C detaches
 
     Example: rlboost launch job.yaml
     """
     from rlboost_cli.runs.supervision import bring_up, want_training
+    from rlboost_cli.runs.target import NothingLeft
     from rlboost_cli.terminal import output
     from rlboost_cli.views import screens
     from rlboost_cli.views.live import follow
 
-    run = _prepared(job_or_run, "launch?", resume=resume, yes=yes)
+    try:
+        run = _prepared(job_or_run, "launch?", resume=resume, yes=yes, checks=not no_doctor)
+    except NothingLeft as done:
+        output.progress(f"{done.problem}; {done.remedy}")
+        _finish(done.run)
+        return
     try:
         want_training(run)
         with output.working() as say:
@@ -84,7 +94,7 @@ def launch(
         _finish(run)
 
 
-def _prepared(job_or_run: str, question: str, *, resume: bool, yes: bool) -> RunFolder:
+def _prepared(job_or_run: str, question: str, *, resume: bool, yes: bool, checks: bool = False) -> RunFolder:
     """Return the run that was named, made or opened again where needed, once its plan was agreed to."""
     from rlboost_cli.planning.agreement import agree, planned
     from rlboost_cli.runs.target import find_target
@@ -93,11 +103,24 @@ def _prepared(job_or_run: str, question: str, *, resume: bool, yes: bool) -> Run
 
     target = find_target(job_or_run, resume=resume, say=output.progress)
     extras.require(target.job)
+    if checks and target.is_to_start:
+        with output.working("checking data, reward and secrets"):
+            _check(target)
     agree(planned(target.name, target.job), question, yes=yes)
     with output.working("copying the job's files"):
         found = target.prepare(resume=resume, say=output.progress)
     screens.found_run(found)
     return found.run
+
+
+def _check(target: Target) -> None:
+    from rlboost_cli.doctor.findings import DoctorContext
+    from rlboost_cli.doctor.preflight import require_launchable
+    from rlboost_cli.terminal import output
+    from rlboost_runtime.run.folder import home
+
+    file = target.job_file or (target.run and target.run.files / target.run.job_json.name)
+    require_launchable(DoctorContext(home(), target.job, file), output.progress)
 
 
 def _finish(run: RunFolder) -> None:

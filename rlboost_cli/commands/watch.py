@@ -79,6 +79,7 @@ def logs(
     lines: Annotated[
         int, typer.Option("--lines", "-n", min=0, help="Last lines of each file; 0 for all")
     ] = 100,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the lines as they are in the files")] = False,
 ) -> None:
     """Show a run's logs, also of machines that are gone
 
@@ -86,25 +87,32 @@ def logs(
     """
     import time
 
-    from rlboost_cli.runs.files import Tail
+    from rlboost_cli.runs.files import Tail, log_files
     from rlboost_cli.runs.refresh import looking_at
     from rlboost_cli.terminal import output
+    from rlboost_cli.views.log_lines import LogLines
     from rlboost_runtime.run.index import find_run, is_open
 
     folder = find_run(run)
-    tail = Tail(folder, instance, lines)
+    tail, merged = Tail(folder, instance, lines), LogLines(folder.logs)
     try:
         with looking_at(folder, output.progress, logs=True) as look:
             has_any = False
             while True:
                 look()
                 ended = not is_open(folder)  # before reading: what was written by then is shown
-                has_any = output.log_text(tail.read(), folder.logs) or has_any
+                parts = list(tail.read())
+                if parts:
+                    has_any = True
+                    raw = [line for _, text in parts for line in text.splitlines()]
+                    output.show("\n".join(raw if as_json else merged.of(parts)))
                 if not follow or ended:
                     break
                 time.sleep(0.25)
         if not has_any:
-            output.progress(f"run {run} has no logs yet")
+            is_empty = bool(log_files(folder, instance))
+            what = run if instance is None else f"{instance} of {run}"
+            output.progress(f"the logs of {what} are empty" if is_empty else f"run {run} has no logs yet")
     except KeyboardInterrupt:
         raise typer.Exit(0) from None
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from rlboost_cli.doctor import clouds, head, local, machine
+from rlboost_cli.doctor import clouds, head, local, machine, preflight
 from rlboost_cli.doctor.findings import Check, DoctorContext, Finding
 from rlboost_runtime.job import Job
 
@@ -24,6 +24,7 @@ MACHINE: Sequence[Check] = (
 )
 LAPTOP: Sequence[Check] = (Check(machine.python), Check(machine.home), Check(machine.clock))
 """What a machine needs that only types."""
+TOOLS: Sequence[Check] = (Check(preflight.engine), Check(preflight.tracker))
 SECRETS = Check(head.secrets)
 HEAD: Sequence[Check] = (Check(head.head, announce="looking at the head over SSH"),)
 BOUGHT: Sequence[Check] = (
@@ -61,6 +62,7 @@ def checks_for(job: Job | None) -> Iterator[Check]:
     if job is None:
         return
     yield from job_checks()
+    yield from TOOLS
     places = dict.fromkeys(infra.partition("/")[0] for infra in _infras(job))
     for place in places:
         yield from PLACES.get(place, ())

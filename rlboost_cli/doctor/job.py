@@ -54,6 +54,16 @@ def prompts(context: DoctorContext) -> Iterator[Finding]:
     yield judge_lengths(lengths, len(examples), job)
 
 
+def data(context: DoctorContext) -> Iterator[Finding]:
+    """Check only that the data can be read."""
+    try:
+        examples = read_examples(context.wanted.data, context.folder)
+    except ConfigError as error:
+        yield failed("prompts", error)
+    else:
+        yield ok("prompts", f"{len(examples):,} read")
+
+
 def judge_lengths(lengths: Sequence[int], num_examples: int, job: Job) -> Finding:
     """Judge the lengths in tokens of (some of) `num_examples` prompts."""
     limit = job.algorithm.max_prompt_tokens

@@ -94,7 +94,7 @@ def samples_of(run: RunFolder, step: int | None) -> dict[str, Any]:
         raise NotFound(
             f"run {run.name} has no samples of step {wanted}", f"there are steps {steps[0]} to {steps[-1]}"
         )
-    return {"run": run.name, "step": wanted, "samples": found}
+    return {"run": run.name, "step": wanted, "samples": [line | {"step": wanted} for line in found]}
 
 
 def sample_lines(found: dict[str, Any]) -> Iterator[str]:

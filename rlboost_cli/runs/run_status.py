@@ -72,7 +72,8 @@ def run_status(run: RunFolder, timeout_s: float = 2.0, head: Head | None = None)
             return RunStatus(data, is_live=True, has_ended=False, age_s=0.0, is_supervised=is_supervised(run))
         except client.NotAnswering as silence:
             ended = run.outcome.exists()  # it may have ended this very moment
-            problem = None if ended else silence.problem
+            is_ending = run.ending.exists() and is_supervised(run)  # then its coordinator leaves on purpose
+            problem = None if ended or is_ending else silence.problem
     return RunStatus(
         _stored(run),
         is_live=False,
@@ -129,7 +130,7 @@ def _status_elsewhere(run: RunFolder, head: Head | None) -> RunStatus:
         silence = asked_of_its_cloud(run, lambda words: None, silence)
     ended, live = run.outcome.exists(), silence is None and is_live(run)
     problem = silence
-    if silence is None and not ended and not live:
+    if silence is None and not ended and not live and not run.ending.exists():
         problem = f"the coordinator of {run.name} does not answer on its head"
     return RunStatus(
         _stored(run),

@@ -39,6 +39,12 @@ class Target:
         """What the run is called, or would be."""
         return self.job.name if self.run is None else self.run.name
 
+    @property
+    def is_to_start(self) -> bool:
+        """True unless an open run goes on, with the files that it has: its processes may run already."""
+        known = self.run or newest_run(self.job.name)
+        return known is None or not is_open(known)
+
     def prepare(self, *, resume: bool, say: Callable[[str], None] = lambda words: None) -> FoundRun:
         """Return the run, made or opened again where that is needed; a run whose head is elsewhere is looked
         at first.
@@ -63,9 +69,21 @@ class Target:
         return FoundRun(self.run, self.job, is_new=False)
 
 
+class NothingLeft(ConfigError):
+    """A run that is done was named, and all of its steps are trained: it would rent machines for nothing."""
+
+    def __init__(self, run: RunFolder, num_steps: int) -> None:
+        super().__init__(
+            f"{run.name} is done: all of its {num_steps} steps are trained",
+            "raise algorithm.steps in its job file and add --resume to go on; another name there starts a"
+            " new run",
+        )
+        self.run = run
+
+
 def find_target(argument: str, *, resume: bool, say: Callable[[str], None] = lambda words: None) -> Target:
     """Return what `argument` means: an ended run is resumed with its job file as that is now, if it is there
-    still. Raises `ConfigError` (bad job file, ended run) and `NotFound`."""
+    still. Raises `NothingLeft`, `ConfigError` (bad job file, ended run) and `NotFound`."""
     path = Path(argument)
     if _is_file(path, argument):
         job = _load(path)
@@ -76,6 +94,7 @@ def find_target(argument: str, *, resume: bool, say: Callable[[str], None] = lam
     run = _find_run(argument)
     look_at(run, say)
     if not is_open(run) and not resume:
+        _require_steps_left(run, stored_job(run))
         state = (read_json(run.outcome) or {}).get("state", "ended")
         raise ConfigError(
             f"run {run.name} has ended: {state}",
@@ -88,14 +107,11 @@ def find_target(argument: str, *, resume: bool, say: Callable[[str], None] = lam
 
 
 def _require_steps_left(run: RunFolder, job: Job) -> None:
-    """Raise `ConfigError` where a resumed run has nothing left to do: it would rent machines for that."""
+    """Raise `NothingLeft` where the run has trained all steps that `job` wants."""
     trained = (read_json(run.status) or {}).get("step")
     is_done = (read_json(run.outcome) or {}).get("state") == "done"
     if is_done and isinstance(trained, int) and trained >= job.algorithm.steps:
-        raise ConfigError(
-            f"{run.name} is done: all of its {trained} steps are trained",
-            "raise algorithm.steps in its job file to go on; another name there starts a new run",
-        )
+        raise NothingLeft(run, trained)
 
 
 def find_job(argument: str) -> tuple[Job, Path]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
@@ -13,8 +13,6 @@ from rlboost_cli.terminal import text
 from rlboost_cli.terminal.screen import between_words, can_redraw
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from rlboost_cli.terminal.working import Working
 
 
@@ -86,13 +84,3 @@ def working(words: str = "") -> Working:
     width = shutil.get_terminal_size().columns
     _waiting = Working(sys.stderr, words, can_redraw=can_redraw(sys.stderr), width=width)
     return _waiting
-
-
-def log_text(parts: Iterable[tuple[Path, str]], root: Path) -> bool:
-    """Print pieces of log files, each under its file's name; return whether there were any."""
-    has_any = False
-    for path, words in parts:
-        has_any = True
-        progress(f"==> {path.relative_to(root)} <==")
-        print(words, end="", flush=True)
-    return has_any

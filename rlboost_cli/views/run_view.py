@@ -28,6 +28,8 @@ _FEWEST_EVENTS = 3
 _FULL_EVENTS = 12
 _ROOMY_HEIGHT = 18
 """Lines from which on there is room for empty ones."""
+_COMPARED_STEPS = 10
+"""Steps after which the cost is compared with that on demand; a shorter run is compared at its end."""
 _FOOT = "Ctrl-C detaches; the run goes on"
 _FOOTED_ROOM = 4
 """Lines below the head from which on there is room for the foot."""
@@ -209,21 +211,28 @@ def _cost(status: Status) -> list[str]:
     budget = "" if cost.budget_usd is None else f" of {usd(cost.budget_usd, 2)}"
     going = " in all" if status.state in ENDED else f" so far, {usd(cost.rate_usd_per_hour, 2)} per hour"
     found = cost.counterfactual
-    compared = _on_demand(found, cost.rate_usd_per_hour) if found else ""
+    compared = _on_demand(found) if found and _has_enough_steps(status) else ""
     first = f"{usd(cost.spent_usd, 2)}{budget}{going}"
     return [first, compared] if compared else [first]
 
 
-def _on_demand(found: OnDemandFigures, rate_usd_per_hour: float) -> str:
-    """Return what the same tokens would cost with reserved machines only; empty where that is not known."""
-    saving = found.saving_fraction
-    if saving is None or saving >= 1:
+def _has_enough_steps(status: Status) -> bool:
+    """Return True if the comparison is no accident of the first steps, in which machines still boot."""
+    return status.state in ENDED or status.step >= min(_COMPARED_STEPS, status.steps or _COMPARED_STEPS)
+
+
+def _on_demand(found: OnDemandFigures) -> str:
+    """Return what the same tokens cost and would cost with reserved machines only; empty where not known.
+
+    Both are of the same steps: those that measured what the comparison needs.
+    """
+    saving, alone = found.saving_fraction, found.usd_per_million_tokens
+    if saving is None or alone is None:
         return ""
     basis = re.split(r"[,:;]", found.basis)[0]
-    hourly = f"{usd(rate_usd_per_hour / (1 - saving), 2)} per hour" if rate_usd_per_hour else ""
-    million = f"{usd(found.usd_per_million_tokens, 2)} per million"
-    words = f"{saving:.0%} saved" if saving >= 0 else f"spot costs {-saving:.0%} more"
-    return f"on demand only ({basis}): {hourly or million}, {words}"
+    words = f"{saving:.0%} saved" if saving >= 0 else f"{-saving:.0%} more"
+    ours = usd(alone * (1 - saving), 2)
+    return f"{ours} per million tokens, {usd(alone, 2)} on demand only ({basis}): {words}"
 
 
 # --- what happened -----------------------------------------------------------------------------------------

@@ -67,7 +67,8 @@ def found_run(found: FoundRun) -> None:
 
 def detached(run: RunFolder) -> None:
     """Print that the run goes on, and which commands apply to it."""
-    output.progress(f"detached; {run.name} goes on")
+    costs = ", and costs money until it ends" if _costs_money(run) else ""
+    output.progress(f"detached; {run.name} goes on{costs}")
     output.progress(f"  rlboost launch {run.name}           watches it again")
     output.progress(f"  rlboost status {run.name} --watch   only looks")
     output.progress(f"  rlboost down {run.name}             ends it")
@@ -75,14 +76,27 @@ def detached(run: RunFolder) -> None:
 
 def left_alone(run: RunFolder) -> bool:
     """Print, after an interrupt, whether the run goes on by itself, and return that. With a head elsewhere it
-    does so only once it was started there."""
-    from rlboost_cli.head.mirror import was_started
+    does so only once it was started there. A second interrupt meanwhile does not keep the lines back."""
+    import signal
 
-    if not run.head.exists() or was_started(run):
-        detached(run)
-        return True
-    _not_started(run)
-    return False
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        from rlboost_cli.head.mirror import was_started
+
+        goes_on = not run.head.exists() or was_started(run)
+        (detached if goes_on else _not_started)(run)
+        return goes_on
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _costs_money(run: RunFolder) -> bool:
+    """Return True if a cloud sends a bill for machines of the run."""
+    from rlboost_runtime.run.folder import read_json
+
+    job = read_json(run.job_json) or {}
+    offers = [job.get("trainer", {}), *job.get("rollout", {}).get("spot", {}).get("any_of", [])]
+    return any(offer.get("infra", "local") not in ("local", "ssh") for offer in offers)
 
 
 def _not_started(run: RunFolder) -> None:

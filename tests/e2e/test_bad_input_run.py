@@ -80,7 +80,10 @@ def error_of(text: str) -> tuple[str, str]:
 
 def test_a_broken_reward_is_corrected_and_what_still_fails_is_scored_and_counted(cli: Any) -> None:
     job = write_inputs(cli, BROKEN)
-    done = cli("launch", job, "--yes", expect=1)
+    refused = cli("launch", job, "--yes", expect=2)
+    assert "KeyError: 'answr'" in refused.stderr
+    assert not cli.run_folder("demo").path.exists(), "nothing was started"
+    done = cli("launch", job, "--yes", "--no-doctor", expect=1)
     problem, hint = error_of(done.stderr)
     assert problem == (
         "demo failed: reward rewards.py:score failed for the first 16 responses;"
@@ -91,7 +94,7 @@ def test_a_broken_reward_is_corrected_and_what_still_fails_is_scored_and_counted
     cli.assert_gone("demo")
 
     write_inputs(cli, MOODY)
-    done = cli("launch", "demo", "--resume", "--yes")
+    done = cli("launch", "demo", "--resume", "--yes", "--no-doctor")
     assert "note: rewards.py has changed since; the run goes on with the new one" in done.stderr
     assert "1 prompt is longer than algorithm.max_prompt_tokens and left out" in done.stdout
     count = cli.json("status", "demo")["rewards"]

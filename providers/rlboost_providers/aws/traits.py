@@ -67,6 +67,16 @@ _ROLE = MachineIdentity(
     session_headers={"X-aws-ec2-metadata-token-ttl-seconds": "60"},
     session_token_header="X-aws-ec2-metadata-token",  # noqa: S106 a header's name
 )
+_REGIONS = (
+    *("us-east-1", "us-east-2", "us-west-1", "us-west-2", "ca-central-1", "ca-west-1", "mx-central-1"),
+    *("eu-central-1", "eu-central-2", "eu-west-1", "eu-west-2", "eu-west-3", "eu-north-1"),
+    *("eu-south-1", "eu-south-2", "il-central-1", "me-central-1", "me-south-1", "af-south-1", "sa-east-1"),
+    *("ap-east-1", "ap-east-2", "ap-south-1", "ap-south-2"),
+    *("ap-northeast-1", "ap-northeast-2", "ap-northeast-3"),
+    *("ap-southeast-1", "ap-southeast-2", "ap-southeast-3", "ap-southeast-4", "ap-southeast-5"),
+    *("ap-southeast-6", "ap-southeast-7", "us-gov-east-1", "us-gov-west-1", "cn-north-1", "cn-northwest-1"),
+)
+"""As of 2026: https://docs.aws.amazon.com/global-infrastructure/latest/regions/aws-regions.html"""
 _CLOUD = CloudTraits(
     name=NAME,
     min_billed_s=MIN_BILLED_S,
@@ -82,6 +92,7 @@ _CLOUD = CloudTraits(
     disk_usd_per_gb_month=0.08,
     address_usd_per_hour=0.005,
     is_direct=True,
+    regions=_REGIONS,
     zone_pattern="([a-z]|-[a-z0-9-]+)",  # us-east-2a, us-west-2-lax-1a
     first_zone="a",
     head_ends_itself=True,

@@ -81,6 +81,8 @@ class CloudTraits:
     """Share of that price which a spot machine pays."""
     is_direct: bool = False
     """Machines are bought from the cloud's own API, too (`via: direct`)."""
+    regions: tuple[str, ...] = ()
+    """All that it has, the usual ones first; empty: not listed here."""
     zone_pattern: str | None = None
     """What follows the region in a zone's name, as a pattern; None: not checked."""
     first_zone: str = ""

@@ -61,6 +61,19 @@ _DELETION = SelfDeletion(
     name_paths={"project": "project/project-id", "zone": "instance/zone", "name": "instance/name"},
     url="https://compute.googleapis.com/compute/v1/projects/{project}/zones/{zone}/instances/{name}",
 )
+_REGIONS = (
+    *("us-central1", "us-central2", "us-east1", "us-east4", "us-east5", "us-east7", "us-south1"),
+    *("us-west1", "us-west2", "us-west3", "us-west4", "us-west8"),
+    *("northamerica-northeast1", "northamerica-northeast2", "northamerica-south1"),
+    *("southamerica-east1", "southamerica-west1", "africa-south1"),
+    *("europe-central2", "europe-north1", "europe-north2", "europe-southwest1"),
+    *("europe-west1", "europe-west2", "europe-west3", "europe-west4", "europe-west6", "europe-west8"),
+    *("europe-west9", "europe-west10", "europe-west12", "me-central1", "me-central2", "me-west1"),
+    *("asia-east1", "asia-east2", "asia-northeast1", "asia-northeast2", "asia-northeast3"),
+    *("asia-south1", "asia-south2", "asia-southeast1", "asia-southeast2", "asia-southeast3"),
+    *("australia-southeast1", "australia-southeast2"),
+)
+"""As of 2026: https://cloud.google.com/compute/docs/regions-zones"""
 _CLOUD = CloudTraits(
     name=NAME,
     min_billed_s=MIN_BILLED_S,
@@ -78,6 +91,7 @@ _CLOUD = CloudTraits(
     address_usd_per_hour=0.005,
     spot_address_share=0.5,
     is_direct=True,
+    regions=_REGIONS,
     zone_pattern="-[a-z0-9]+",  # us-central1-a
     first_zone="-a",
     head_may_name_zone=True,

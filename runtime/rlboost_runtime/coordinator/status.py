@@ -15,6 +15,7 @@ from rlboost_runtime.coordinator.links.agents import AgentLinks
 from rlboost_runtime.coordinator.links.trainer import TrainerLink
 from rlboost_runtime.core.base.messages import LossCause, Pool
 from rlboost_runtime.core.lease_controller import LeaseState
+from rlboost_runtime.core.state.instance_states import InstanceState
 from rlboost_runtime.job import Job
 from rlboost_runtime.protocol.status import (
     CostSoFar,
@@ -241,6 +242,12 @@ def _has_joined(sources: StatusSources, machine: str) -> bool:
     return known is not None and known.has_joined
 
 
+def shown_state(state: str, lease: LeaseState) -> str:
+    """Return an instance's state for people: an engine sleeps because the trainer has its GPU."""
+    trains = lease in (LeaseState.TRAINER, LeaseState.RECALLING)
+    return "training" if trains and state == InstanceState.ASLEEP else str(state)
+
+
 def _instances(sources: StatusSources) -> list[InstanceRow]:
     now = sources.state.now()
     rows = []
@@ -249,7 +256,7 @@ def _instances(sources: StatusSources) -> list[InstanceRow]:
             id=name,
             machine=instance.machine,
             pool=str(Pool(instance.pool)),
-            state=str(instance.shown_state),
+            state=shown_state(instance.shown_state, sources.state.core.lease),
             policy_version=instance.version,
             in_flight=instance.num_assigned,
             uptime_s=round(now - instance.joined_at, 1),

@@ -172,9 +172,12 @@ def test_a_damaged_run_hides_no_other(run: RunFolder, tmp_path: Path, damage: st
 def test_a_run_that_is_done_is_not_resumed_for_nothing(run: RunFolder) -> None:
     write_json(run.outcome, {"state": "done", "exit_code": 0})
     write_json(run.status, {"run": "demo", "state": "done", "step": 200, "steps": 200})
-    done = rlboost("launch", "demo", "--resume", "--yes", code=2)
-    assert "demo is done: all of its 200 steps are trained" in done.stderr
-    assert "raise algorithm.steps in its job file" in done.stderr
+    for words in (["demo"], ["demo", "--resume"]):
+        done = rlboost("launch", *words, "--yes", code=0)
+        assert "demo is done: all of its 200 steps are trained" in done.stderr
+        assert "raise algorithm.steps in its job file" in done.stderr
+        assert "demo is done: 200 of 200 steps" in done.stdout
+        assert run.outcome.exists()
 
 
 def test_an_argument_that_no_file_can_be_called_is_no_run(run: RunFolder) -> None:
@@ -205,17 +208,32 @@ def test_logs_of_processes_and_of_machines_that_are_gone(run: RunFolder) -> None
     (run.logs / "coordinator.log").write_text("one\ntwo\nthree\n")
     (machine / "agent-0.log").write_text("first agent\n")
     (machine / "agent-1.log").write_text("second agent\n")
-    assert rlboost("logs", "demo").stdout == "one\ntwo\nthree\n"
-    assert rlboost("logs", "demo", "coordinator", "-n", "1").stdout == "three\n"
-    assert rlboost("logs", "demo", "spot-1").stdout == "first agent\nsecond agent\n"
-    assert rlboost("logs", "demo", "spot-1/1").stdout == "second agent\n"
+
+    def raw(*arguments: str) -> str:
+        return rlboost("logs", "demo", "--json", *arguments).stdout
+
+    assert raw() == "one\ntwo\nthree\n"
+    assert raw("coordinator", "-n", "1") == "three\n"
+    assert raw("spot-1") == "first agent\nsecond agent\n"
+    assert raw("spot-1/1") == "second agent\n"
+    assert rlboost("logs", "demo", "spot-1/1").stdout == "         spot-1/agent-1  second agent\n"
     assert "coordinator, spot-1" in rlboost("logs", "demo", "spot-7", code=3).stderr
+
+
+def test_samples_count_steps_from_1_as_all_commands_do(run: RunFolder) -> None:
+    sample = {"step": 24.0, "prompt": "p", "response": "r", "reward": 1.0, "tokens": 3}
+    sample["finish_reason"] = "stop"
+    run.samples.write_text(json.dumps(sample) + "\n")
+    printed = rlboost("samples", "demo", "--json").stdout
+    assert json.loads(printed)["samples"][0]["step"] == json.loads(printed)["step"] == 25
+    assert ".0" not in printed.replace('"reward": 1.0', "")
+    assert "step 25  prompt" in rlboost("samples", "demo").stdout
 
 
 def test_following_logs_ends_with_the_run(run: RunFolder) -> None:
     (run.logs / "coordinator.log").write_text("one\n")
     write_json(run.outcome, {"state": "done"})
-    assert rlboost("logs", "demo", "-f").stdout == "one\n"
+    assert rlboost("logs", "demo", "-f", "--json").stdout == "one\n"
 
 
 def test_down_ends_what_a_dead_coordinator_left_and_closes_the_books(
@@ -263,9 +281,9 @@ def test_watching_ends_with_the_run(run: RunFolder) -> None:
 
 
 def test_an_ended_run_is_launched_only_on_purpose(run: RunFolder) -> None:
-    write_json(run.outcome, {"state": "done", "exit_code": 0})
+    write_json(run.outcome, {"state": "stopped", "exit_code": 0})
     done = rlboost("launch", "demo", code=2)
-    assert "has ended: done" in done.stderr
+    assert "has ended: stopped" in done.stderr
     assert "--resume" in done.stderr
     assert "has ended" in rlboost("preempt", "demo", "spot-1", code=3).stderr
 
@@ -290,6 +308,9 @@ def test_what_costs_money_is_shown_and_asked_about_before_anything_is_made(
 
 def test_a_run_without_logs_says_so(run: RunFolder) -> None:
     assert "run demo has no logs yet" in rlboost("logs", "demo").stderr
+    run.logs.mkdir(exist_ok=True)
+    (run.logs / "reward.log").touch()
+    assert "the logs of reward of demo are empty" in rlboost("logs", "demo", "reward").stderr
 
 
 def test_prices_of_now_of_a_cloud_that_is_not_asked_are_the_offline_ones(run: RunFolder) -> None:

@@ -253,7 +253,7 @@ def test_the_exit_code_says_whose_fault_it_is() -> None:
 
 def test_a_place_adds_its_checks_by_the_first_word_of_infra(monkeypatch: pytest.MonkeyPatch) -> None:
     here = list(checks.checks_for(job()))
-    assert here == [*checks.MACHINE, *checks.job_checks(), *checks.PLACES["local"]]
+    assert here == [*checks.MACHINE, *checks.job_checks(), *checks.TOOLS, *checks.PLACES["local"]]
     assert list(checks.checks_for(None)) == list(checks.MACHINE)
     elsewhere = checks.Check(lambda patient: iter([ok("cloud", "there")]))
     monkeypatch.setattr(checks, "PLACES", {"local": (elsewhere,)})

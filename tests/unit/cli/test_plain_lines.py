@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from pathlib import Path
 from typing import Any
 
-from rlboost_cli.runs.run_status import RunStatus
+import pytest
+
+from rlboost_cli.runs.run_status import RunStatus, run_status
+from rlboost_cli.terminal import output
+from rlboost_cli.views import screens
 from rlboost_cli.views.live import HEARTBEAT_S, NewLines
+from rlboost_runtime.run.folder import RunFolder, write_json
 
 
 def live(**data: Any) -> RunStatus:
@@ -52,8 +60,26 @@ def test_silence_and_its_end_are_told_once() -> None:
     assert new.of(live()) == ["the coordinator answers again"]
 
 
+def test_a_coordinator_that_leaves_at_a_normal_end_is_no_alarm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunFolder(tmp_path / "demo")
+    run.path.mkdir()
+    write_json(run.job_json, {})
+    write_json(run.status, {"run": "demo", "state": "training", "step": 1})
+    monkeypatch.setattr("rlboost_cli.runs.run_status.is_supervised", lambda run: True)
+    assert "is not answering" in (run_status(run).problem or "")
+    write_json(run.ending, {"state": "done"})
+    found = run_status(run)
+    assert found.problem is None
+    assert not found.has_ended
+    assert not any("coordinator" in line for line in NewLines().of(found))
+    monkeypatch.setattr("rlboost_cli.runs.run_status.is_supervised", lambda run: False)
+    assert run_status(run).problem, "nobody ends it any more"
+
+
 def test_a_step_is_told_as_a_step_and_not_as_an_event_again() -> None:
-    event = {"at": 5.0, "kind": "step", "text": "step 1 trained, policy version 1 published"}
+    event = {"at": 5.0, "kind": "step", "text": "step 1 trained from policy version 0"}
     (line,) = NewLines().of(live(step=1, steps=5, at=5.0, reward_history=[0.25], events=[event]))
     assert line.endswith("step 1/5  reward 0.250  0 tokens/s  -")
     assert line[2] == line[5] == ":", "each line has its time"
@@ -89,3 +115,30 @@ def test_a_quiet_run_shows_that_it_lives() -> None:
     assert new.of(status) == []
     clock.now = 2 * HEARTBEAT_S - 1
     assert new.of(status) == []
+
+
+@pytest.mark.parametrize(("infra", "costs"), [("local", False), ("ssh", False), ("aws/us-east-2", True)])
+def test_a_second_interrupt_does_not_hide_that_the_run_goes_on(
+    infra: str,
+    costs: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = RunFolder(tmp_path / "demo")
+    run.path.mkdir()
+    write_json(run.job_json, {"rollout": {"spot": {"any_of": [{"infra": infra}]}}})
+    said = output.progress
+
+    def interrupted(words: str) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        said(words)
+
+    monkeypatch.setattr(output, "progress", interrupted)
+    assert screens.left_alone(run)
+    shown = capsys.readouterr().err
+    assert "detached; demo goes on" in shown
+    assert ("costs money" in shown) == costs
+    assert "rlboost down demo             ends it" in shown
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)

@@ -86,7 +86,6 @@ def test_the_view_shows_all_that_was_promised() -> None:
         "1,234 tokens/s",
         "3 preemptions survived: 8 responses migrated, about 4 tokens lost",
         "$1.50 of $10.00 so far, $18.00 per hour",
-        "on demand only (computed): $30.00 per hour, 40% saved",
         "reserved-0/0  reserved  reserved-0  ready        4          8     96  2m",
         "spot-1 was preempted without notice",
         "Ctrl-C detaches; the run goes on",
@@ -94,15 +93,23 @@ def test_the_view_shows_all_that_was_promised() -> None:
         assert piece in text, f"{piece} is not in\n{text}"
 
 
+def test_the_comparison_is_of_prices_per_token_and_waits_for_enough_steps() -> None:
+    text = "\n".join(shown(found(step=10)))
+    assert "$21.72 per million tokens, $36.20 on demand only (computed): 40% saved" in text
+    for step, steps in ((9, 12), (5, 6)):
+        assert "on demand" not in "\n".join(shown(found(step=step, steps=steps)))
+    assert "on demand" in "\n".join(shown(found(step=6, steps=6)))
+
+
 def test_dearer_than_on_demand_is_said_as_it_is() -> None:
     cost = {**STATUS["cost"]["counterfactual"], "saving_fraction": -0.5}
-    text = "\n".join(shown(found(cost={**STATUS["cost"], "counterfactual": cost})))
-    assert "$12.00 per hour, spot costs 50% more" in text
+    text = "\n".join(shown(found(step=10, cost={**STATUS["cost"], "counterfactual": cost})))
+    assert "$54.30 per million tokens, $36.20 on demand only (computed): 50% more" in text
 
 
 def test_no_comparison_without_its_figures() -> None:
     unknown = {"usd_per_million_tokens": None, "saving_fraction": None, "basis": "not known: no step"}
-    text = "\n".join(shown(found(cost={**STATUS["cost"], "counterfactual": unknown})))
+    text = "\n".join(shown(found(step=10, cost={**STATUS["cost"], "counterfactual": unknown})))
     assert "on demand" not in text
     assert "on demand" not in "\n".join(shown(found(cost={"spent_usd": 0.1})))
 
@@ -205,7 +212,7 @@ def test_an_ended_run_needs_no_detaching_and_costs_nothing_more() -> None:
     assert "$1.50 of $10.00 in all" in text
     stopped = {**STATUS["cost"], "rate_usd_per_hour": 0.0}
     text = "\n".join(shown(found(has_ended=True, state="done", cost=stopped)))
-    assert "on demand only (computed): $36.20 per million, 40% saved" in text
+    assert "$36.20 on demand only (computed): 40% saved" in text
 
 
 def test_a_status_of_nothing_but_a_name_can_be_shown() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlboost_cli.runs.target import find_target
+from rlboost_cli.runs.target import NothingLeft, find_target
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.run.create import prepare_run
 from rlboost_runtime.run.folder import RunFolder, write_json
@@ -84,3 +84,15 @@ def test_an_open_run_goes_on_with_its_own_job_whatever_became_of_the_file(job_fi
 def test_an_ended_run_is_not_started_by_its_name_alone(ended: RunFolder) -> None:
     with pytest.raises(ConfigError, match="run demo has ended: failed"):
         find_target("demo", resume=False)
+
+
+def test_a_run_that_is_done_has_nothing_left_to_launch(job_file: Path, ended: RunFolder) -> None:
+    write_json(ended.outcome, {"state": "done", "exit_code": 0})
+    write_json(ended.status, {"run": "demo", "state": "done", "step": 3, "steps": 3})
+    for name, resume in (("demo", False), ("demo", True), (str(job_file), True)):
+        with pytest.raises(NothingLeft, match="all of its 3 steps") as found:
+            find_target(name, resume=resume)
+        assert found.value.run == ended
+    assert find_target(str(job_file), resume=False).run is None, "a job file starts a new run"
+    job_file.write_text(JOB.replace("steps: 3", "steps: 9"))
+    assert find_target("demo", resume=True).job.algorithm.steps == 9

@@ -10,6 +10,7 @@ import pytest
 
 from rlboost_runtime.billing.ledger import Ledger
 from rlboost_runtime.coordinator.observers.timeline import Timeline
+from rlboost_runtime.coordinator.status import shown_state
 from rlboost_runtime.core.base.messages import (
     Command,
     Disconnected,
@@ -21,6 +22,7 @@ from rlboost_runtime.core.base.messages import (
     NoticeReceived,
     StepTrained,
 )
+from rlboost_runtime.core.lease_controller import LeaseState
 
 
 class Clock:
@@ -101,7 +103,7 @@ def test_a_killed_machine_is_two_lines_whoever_reports_it(told: Told) -> None:
     run.send(MachineGone(run.now, "spot-1"))
     lines = [line for line in told.lines() if "spot-1" in line]
     assert lines == [
-        "spot-1 was preempted without notice; its 2 responses go on elsewhere",
+        "spot-1 was preempted; its 2 responses go on elsewhere",
         "2 responses of spot-1 migrated to spot-0 (1) and spot-2 (1)",
     ]
     run.until(run.now + 5, beating=("spot-0/0", "spot-2/0"))
@@ -113,9 +115,24 @@ def test_a_reset_without_word_from_the_cloud_is_told_after_the_grace(told: Told)
     told.lines()
     run.send(Disconnected(run.now, "spot-1/0", run.epoch("spot-1/0")))
     run.until(run.now + 1)
-    assert told.lines()[0] == "spot-1 vanished without notice; its 2 responses go on elsewhere"
+    assert told.lines()[0] == "spot-1 vanished: its connection was reset; its 2 responses go on elsewhere"
     run.send(MachineGone(run.now, "spot-1"))
     assert not [line for line in told.lines() if "spot-1" in line]
+
+
+def test_silence_is_the_same_word_as_a_reset(told: Told) -> None:
+    run = rolling_out(told)
+    told.lines()
+    run.until(run.now + 120, beating=("spot-0/0", "spot-2/0"))
+    (line,) = [line for line in told.lines() if line.startswith("spot-1 ")]
+    assert line == "spot-1 vanished: no sign of life; its 2 responses go on elsewhere"
+
+
+def test_a_gpu_on_which_the_trainer_works_is_not_asleep() -> None:
+    for lease in (LeaseState.TRAINER, LeaseState.RECALLING):
+        assert shown_state("asleep", lease) == "training"
+        assert shown_state("ready", lease) == "ready"
+    assert shown_state("asleep", LeaseState.CLOSING) == "asleep"
 
 
 def test_a_notice_a_migration_and_a_goodbye(told: Told) -> None:
@@ -157,13 +174,31 @@ def test_no_capacity_is_told_once_per_step(told: Told) -> None:
     assert told.lines() == ["no new spot machine for now: none to be had"]
 
 
-def test_a_step_is_told_with_the_version_it_made(told: Told) -> None:
+def test_a_step_is_told_with_the_version_that_it_was_trained_from(told: Told) -> None:
     run = rolling_out(told, size=1)
     told.lines()
     run.finish(0)
     run.publish(1)
     run.send(StepTrained(run.now, 0, 0.0, 1.0))
-    assert "step 1 trained, policy version 1 published" in told.lines()
+    assert "step 1 trained from policy version 0" in told.lines()
+
+
+def test_a_step_keeps_its_version_when_the_next_one_starts_before_it_is_trained(told: Told) -> None:
+    run = rolling_out(told, size=1)
+    run.finish(0)
+    run.publish(1)
+    run.step(1, 1, ahead=True)
+    told.lines()
+    run.send(StepTrained(run.now, 0, 0.0, 1.0))
+    assert "step 1 trained from policy version 0" in told.lines()
+
+
+def test_a_restarted_coordinator_knows_the_version_of_the_open_step(told: Told, tmp_path: Path) -> None:
+    run = rolling_out(told, size=1)
+    told.lines()
+    again = Timeline(told.books, Clock(), run.core)
+    again.observe(StepTrained(run.now, 0, 0.0, 1.0), [], run.core)
+    assert told.lines() == ["step 1 trained from policy version 0"]
 
 
 def test_nothing_is_told_of_the_winding_up(told: Told) -> None:

@@ -694,6 +694,52 @@ def test_an_offer_of_a_cloud_is_checked_as_what_it_was_meant_to_be(
     assert check(GOOD + f"rollout: {{spot: {{any_of: [{offer}]}}}}\n") == [f"job.yaml:4: {line}"]
 
 
+@pytest.mark.parametrize(
+    ("infra", "gpus", "field", "words"),
+    [
+        ("aws/us-esat-1", "H100:8", "infra", "aws has no region us-esat-1; did you mean us-east-1"),
+        ("aws/us-east1", "H100:8", "infra", "aws has no region us-east1; did you mean us-east-1"),
+        ("gcp/us-east-1", "H100:8", "infra", "gcp has no region us-east-1; did you mean us-east1"),
+        ("aws/atlantis", "H100:8", "infra", "aws has no region atlantis; write one such as us-east-1"),
+        ("aws/us-east-1", "H1000:8", "accelerators", "no GPU is called H1000; did you mean H100"),
+        ("runpod/US", "A100-40GB", "accelerators", "no GPU is called A100-40GB; did you mean A100-80GB"),
+    ],
+)  # fmt: skip
+def test_regions_and_gpus_that_do_not_exist_are_refused_with_the_nearest(
+    check: Check, infra: str, gpus: str, field: str, words: str
+) -> None:
+    offer = f"{{infra: {infra}, accelerators: '{gpus}'}}"
+    (line,) = check(GOOD + REACHED + f"rollout: {{spot: {{any_of: [{offer}]}}}}\n")
+    assert f"rollout.spot.any_of[0].{field}: {words}" in line
+
+
+def test_the_head_s_region_is_checked_too(check: Check) -> None:
+    head = "trainer: {infra: aws/us-esat-1, accelerators: 'H100:8'}\noutput: s3://b/p\n"
+    spot = "rollout: {spot: {any_of: [{infra: aws/us-east-1, accelerators: 'H100:8'}]}}\n"
+    (line,) = check(GOOD + head + spot)
+    assert "trainer.infra: aws has no region us-esat-1; did you mean us-east-1" in line
+
+
+@pytest.mark.parametrize(
+    ("infra", "gpus", "hint"),
+    [
+        ("runpod/US", "H100:8", "infra: the regions of runpod are not listed in this version: not checked"),
+        ("aws/us-east-3", "H100:8", "infra: aws has no region us-east-3 that this version knows; did you mean"),
+        ("aws", "Z9000:8", "accelerators: Z9000 is no GPU that this version knows: not checked"),
+        ("aws/us-east-2", "h100:8", None),
+        ("lambda", "tpu-v6e-8", None),
+    ],
+)  # fmt: skip
+def test_what_may_be_newer_than_the_lists_passes_with_a_note(
+    check: Check, tmp_path: Path, infra: str, gpus: str, hint: str | None
+) -> None:
+    text = GOOD + REACHED + f"rollout: {{spot: {{any_of: [{{infra: {infra}, accelerators: '{gpus}'}}]}}}}\n"
+    assert check(text) == []
+    found = [each for each in hints(load_job(tmp_path / "job.yaml")) if "any_of" in each]
+    assert len(found) == (hint is not None)
+    assert not hint or found[0].startswith(f"rollout.spot.any_of[0].{hint}")
+
+
 def test_offers_of_several_kinds_stand_side_by_side(check: Check) -> None:
     offers = (
         "[{infra: local}, {infra: ssh, hosts: [me@a]}, {infra: gcp/us-central1, accelerators: L4},"

@@ -43,14 +43,15 @@ _MOST_TARGETS = 3
 Line = tuple[str, str]
 """(kind, text)."""
 
+# one word each: it vanished, its provider reported that it was preempted, or it left
 _HOW_LOST = {
-    LossCause.RESET: ("preempted", "{who} vanished without notice"),
-    LossCause.MACHINE_GONE: ("preempted", "{who} was preempted without notice"),
-    LossCause.SILENT: ("preempted", "{who} fell silent and is taken for gone"),
+    LossCause.RESET: ("preempted", "{who} vanished: its connection was reset"),
+    LossCause.MACHINE_GONE: ("preempted", "{who} was preempted"),
+    LossCause.SILENT: ("preempted", "{who} vanished: no sign of life"),
     LossCause.NOTICED: ("left", "{who} left after its notice"),
     LossCause.HUNG: ("lost", "{who} hung and was dropped"),
     LossCause.REPLACED: ("lost", "{who} started anew"),
-    LossCause.STOPPED: ("left", "{who} was ended, not needed any more"),
+    LossCause.STOPPED: ("left", "{who} left, not needed any more"),
 }
 
 
@@ -66,6 +67,10 @@ class Timeline:
         self._served = {(name, i.epoch) for name, i in core.instances.items() if i.has_served}
         self._leaving: set[str] = set()
         """Machines whose end has been reported."""
+        self._versions: dict[int, int] = {}
+        """The policy version under which each step that is not trained yet was started."""
+        if core.step is not None:
+            self._versions[core.step.step] = core.step.policy_version
         self._no_capacity = False
         self._is_over = False
 
@@ -106,15 +111,24 @@ class Timeline:
                 return None if self._is_reported(machine) else ("preempted", f"{machine} was preempted")
             case VersionPublished(version=version) if core.step is None:
                 return "published", f"policy version {version} published"
+            case StepStarted(step=step, policy_version=version):
+                self._versions[step] = version
+                return None
             case StepTrained(step=step):
                 self._no_capacity = False
-                return "step", f"step {step + 1} trained, policy version {core.newest_version} published"
+                return "step", self._trained(step)
             case TrainerLost():
                 return "trainer", "the trainer is gone; it is started again and goes on from its checkpoint"
             case CoordinatorRestarted():
                 return "coordinator", "the coordinator was started again; nothing that it knew is lost"
             case _:
                 return None
+
+    def _trained(self, step: int) -> str:
+        """Name the version that generated the step: by now the next one may be published, or not yet."""
+        version = self._versions.get(step)
+        self._versions = {later: v for later, v in self._versions.items() if later > step}
+        return f"step {step + 1} trained" + ("" if version is None else f" from policy version {version}")
 
     def _noticed(self, instance: str, seconds: float, core: Core) -> Line | None:
         held = self._migrations.leave(instance)

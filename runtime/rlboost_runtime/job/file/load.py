@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import IMPORTANCE_CAPS, HttpReward, Job, num_devices
 from rlboost_runtime.job.file.disk import check_disk, find_model
+from rlboost_runtime.job.file.places import check_places, place_hints
 from rlboost_runtime.job.file.shape import field_type, sections, validate
 from rlboost_runtime.job.file.tree import FieldPath, Mistake, SyntaxMistake, Tree, dotted, parse
 
@@ -44,7 +45,7 @@ def load_job(path: Path) -> Job:
         raise _errors(path, [f"{path}:{exc.line}: {exc.problem}"]) from exc
     job, mistakes = validate(tree.data)
     mistakes = [*tree.mistakes, *mistakes, *check_sense(tree.data), *check_disk(tree.data, path.parent)]
-    mistakes += check_reach(job) if job is not None else []
+    mistakes += [*check_reach(job), *check_places(job)] if job is not None else []
     if job is None or mistakes:
         raise _errors(path, _lines(path, tree, mistakes))
     return _with_absolute_model(job, path.parent)
@@ -72,8 +73,7 @@ def hints(job: Job) -> list[str]:
             f"algorithm.top_p: with {job.algorithm.top_p} engines sample from a part of the vocabulary, the"
             " trainer's logprobs are of all of it: probability ratios are biased"
         )
-    found += _idle_gpus(job)
-    return found
+    return [*found, *_idle_gpus(job), *place_hints(job)]
 
 
 def _idle_gpus(job: Job) -> list[str]:

@@ -1,0 +1,22 @@
+"""Names of accelerators that clouds rent out, as SkyPilot's catalogues and ours write them.
+
+Used to tell a misspelling from a GPU that is newer than this list; being in it says nothing about where, or
+whether now, a machine has one.
+"""
+
+from __future__ import annotations
+
+KNOWN_ACCELERATORS = (
+    *("A10", "A10G", "A16", "A30", "A40", "A4000", "A5000", "A6000", "A4500"),
+    *("A100", "A100-80GB", "A100-80GB-SXM", "A800"),
+    *("B100", "B200", "B300", "GB200", "GB300", "GH200"),
+    *("H20", "H100", "H100-SXM", "H100-NVL", "H100-MEGA-80GB", "H200", "H200-SXM", "H200-NVL", "H800"),
+    *("K80", "M4000", "M60", "P4", "P4000", "P40", "P100"),
+    *("L4", "L40", "L40S"),
+    *("RTX3060", "RTX3070", "RTX3080", "RTX3090", "RTX4080", "RTX4090", "RTX5000-Ada", "RTX5080", "RTX5090"),
+    *("RTX4000-Ada", "RTX6000", "RTX6000-Ada", "RTXA4000", "RTXA5000", "RTXA6000"),
+    *("RTXPRO4500", "RTXPRO6000"),
+    *("T4", "T4g", "V100", "V100-32GB"),
+    *("Gaudi", "HL-205", "Inferentia", "Inferentia2", "Trainium", "Trainium2", "Trainium3"),
+    *("MI25", "MI100", "MI200", "MI210", "MI250", "MI250X", "MI300X", "MI325X", "MI350X", "MI355X"),
+)
