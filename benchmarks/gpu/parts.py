@@ -14,8 +14,8 @@ CORE = (
 ENGINE = "transformers:ContinuousBatchingConfig"
 WEIGHTS = (*CORE, "zstandard")
 HEAD = (
-    *WEIGHTS, ENGINE, "numba", "aiohttp", "cryptography", "fastapi", "uvicorn", "uvloop", "websockets", "obstore",
-    "rich", "ruamel.yaml", "typer", "reasoning_gym",
+    *WEIGHTS, ENGINE, "numba", "aiohttp", "cryptography", "fastapi", "uvicorn", "uvloop", "websockets",
+    "obstore", "rich", "ruamel.yaml", "typer", "reasoning_gym",
 )  # fmt: skip
 
 

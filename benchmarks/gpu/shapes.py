@@ -14,6 +14,7 @@ WEIGHT, GRADIENT, MOMENTS, CAST = 4, 4, 8, 2
 CHUNK_COPIES, CHUNK_BYTES = 4, 64 * 1024**2
 """A chunk of logits, its softmax, its gradient and a cast (`trainer/learn/logprobs.py`)."""
 KEEP_BYTES = 128 * 1024**2
+"""All logits are kept where they take no more."""
 USABLE = 0.90
 """Share of the device's memory that the arithmetic may fill: the context and fragments take the rest."""
 USABLE_HOST = 0.70
@@ -89,13 +90,15 @@ def peak_flops(device: str) -> float | None:
 
 
 def saved_bytes(shape: ModelShape, tokens: int, *, checkpointing: bool) -> int:
-    """Return what a forward pass of the layers keeps for the backward pass, under autocast to bfloat16.
+    """Return what a forward pass keeps for the backward pass, under autocast to bfloat16.
 
     The residual stream and the norms are float32, everything from a matrix is bfloat16.
     """
+    logits = 4 * tokens * shape.vocabulary
+    after = tokens * 10 * shape.hidden + (logits if logits <= KEEP_BYTES else 0)  # last norm, its cast
     if checkpointing:
-        return shape.layers * tokens * 4 * shape.hidden
-    return shape.layers * (tokens * _layer_bytes(shape) + CAST * shape.layer_parameters)
+        return after + shape.layers * tokens * 4 * shape.hidden
+    return after + shape.layers * (tokens * _layer_bytes(shape) + CAST * shape.layer_parameters)
 
 
 def _layer_bytes(shape: ModelShape) -> int:
@@ -122,13 +125,12 @@ def step_bytes(shape: ModelShape, tokens: int, *, checkpointing: bool) -> dict[s
 
 
 def _transient_bytes(shape: ModelShape, tokens: int, *, checkpointing: bool) -> int:
-    """Return what comes and goes above the rest: the head's, with checkpointing also a layer's or the casts."""
+    """Return what comes and goes above the rest: the head's; checkpointed, a layer's or the casts."""
     table = shape.vocabulary * shape.hidden
     logits = 4 * tokens * shape.vocabulary
     head = (
         (2 + 2 + 4) * table  # its cast, a chunk's product, the new gradient before it is added
         + CHUNK_COPIES * min(CHUNK_BYTES, logits)
-        + (logits if logits <= KEEP_BYTES else 0)
         + 3 * 4 * tokens * shape.hidden
     )
     if not checkpointing:

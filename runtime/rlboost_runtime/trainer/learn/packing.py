@@ -225,8 +225,8 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) ->
 
 
 def _as_computed(*heads: Tensor) -> tuple[Tensor, ...]:
-    """Return the heads in the dtype that attention computes in: under autocast rotary embeddings leave queries
-    and keys in float32, which the variable-length kernel refuses."""
+    """Return the heads in the dtype that attention computes in: under autocast rotary embeddings leave
+    queries and keys in float32, which the variable-length kernel refuses."""
     device = heads[0].device.type
     if not torch.is_autocast_enabled(device):
         return heads
