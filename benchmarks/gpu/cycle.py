@@ -21,7 +21,7 @@ from rlboost_runtime.trainer.learn.model_files import version_configs
 from rlboost_runtime.weights.store.store import WeightStore
 
 CYCLES = 3
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 90.0
 SLEEPING_BYTES = 2.0e9
 """What a sleeping engine and our own context may have grown by: contexts, kernels and workspaces. Awake the
 engine has over 4 GB, of weights and KV cache."""

@@ -104,7 +104,7 @@ def _measure_steps(
         torch.cuda.reset_peak_memory_stats()
     seconds = []
     for number in range(1, 1 + STEPS):
-        seconds.append(_timed(lambda number=number: trained.step(number)))  # type: ignore[misc]
+        seconds.append(_timed(lambda number=number: trained.step(number)))
         if report.left_s < 30 and not report.tiny:
             break
     metrics = trained.learner.sums.metrics()

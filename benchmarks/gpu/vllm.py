@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
+import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -13,15 +16,16 @@ from benchmarks.gpu.report import PartReport
 from rlboost_runtime.engines.base import EngineSpec, VllmOptions
 from rlboost_runtime.engines.vllm.engine import VllmServerEngine
 from rlboost_runtime.errors import ConfigError
-from rlboost_runtime.run.engine_python import find_engine_python
+from rlboost_runtime.run.engine_python import PYTHON_VARIABLE, find_engine_python
 from rlboost_runtime.trainer.artifacts.publisher import Publisher
 from rlboost_runtime.weights.store.store import WeightStore
 
 
 def run(report: PartReport) -> None:
     """Measure."""
+    own = sys.executable if importlib.util.find_spec("vllm") and not os.environ.get(PYTHON_VARIABLE) else None
     try:
-        python = find_engine_python(None)
+        python = find_engine_python(own)
     except ConfigError as exc:
         report.skip(f"no vLLM: {exc}; name its Python in RLBOOST_VLLM_PYTHON")
         return
@@ -39,7 +43,9 @@ def run(report: PartReport) -> None:
         with Publisher(published.store, "bfloat16", published.done.append) as publisher:
             publisher.begin(0, published.content(trained))
         # nvcc may be missing, and a compilation would take the time: no graphs, no torch.compile
-        options = VllmOptions(enforce_eager=True, gpu_memory_utilization=0.5, may_sleep=True)
+        options = VllmOptions(
+            python=str(python.path), enforce_eager=True, gpu_memory_utilization=0.5, may_sleep=True
+        )
         log = Path(name) / "vllm.log"
         started = spec("vllm", report.size, log, use_all_cores(report.tiny), options)
         try:

@@ -111,7 +111,7 @@ def _judge(report: PartReport, folder: RunFolder) -> None:
     rewards = status["reward_history"]
     report.add(
         outcome=outcome, steps=status["step"], rewards=[round(each, 4) for each in rewards],
-        preemptions=status["preemptions"], responses=status["responses"], lost_tokens_checked=True,
+        preemptions=status["preemptions"], responses=status["responses"],
     )  # fmt: skip
     report.check("ended_well", outcome["exit_code"] == 0)
     report.check("nothing_lost_or_doubled", audit(folder).problems == [])

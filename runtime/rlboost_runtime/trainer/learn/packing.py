@@ -234,7 +234,7 @@ def _as_computed(*heads: Tensor) -> tuple[Tensor, ...]:
 
 
 @cache
-def varlen_attention() -> Callable[..., Tensor] | None:
+def varlen_attention() -> Callable[..., object] | None:
     """Return torch's variable-length attention; None where this torch has none with a window and grouped
     heads: attention then runs on padded rows."""
     try:
