@@ -210,6 +210,10 @@ bench-trainer: $(DEV) ## one GRPO step, forward to optimizer: our trainer agains
 bench-paper: $(DEV) ## the simulator against the paper, ours against the paper's policy (70 min; may be stopped)
 	@$(BIN)/python -m benchmarks.paper
 
+.PHONY: gpu-check
+gpu-check: ## the training half on one NVIDIA GPU, offline, 10 min: with PYTHON's own torch (ARGS=--tiny: a CPU)
+	@PYTHONPATH=.:runtime:providers:templates$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m benchmarks.gpu $(ARGS)
+
 .PHONY: bench-weights
 bench-weights: $(DEV) ## weight transfer beside raw TCP, curl, aria2c and nginx; shaped links as root
 	@$(BIN)/python -m benchmarks.weights

@@ -11,10 +11,12 @@ the longest response's tokens, H heads, D width of a head.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -198,7 +200,8 @@ def _attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
         )
         return found, None
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+    query, key, value = _as_computed(query, key, value)
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and varlen_attention() is not None:
         return _varlen(query, key, value, packing, scaling).unsqueeze(0), None
     if packing.num == 1:
         found = _causal(query, key, value, scaling).transpose(1, 2)
@@ -221,9 +224,30 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) ->
     )
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn  # flash attention, on GPUs only
+def _as_computed(*heads: Tensor) -> tuple[Tensor, ...]:
+    """Return the heads in the dtype that attention computes in: under autocast rotary embeddings leave
+    queries and keys in float32, which the variable-length kernel refuses."""
+    device = heads[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return heads
+    return tuple(each.to(torch.get_autocast_dtype(device)) for each in heads)
 
+
+@cache
+def varlen_attention() -> Callable[..., object] | None:
+    """Return torch's variable-length attention; None where this torch has none with a window and grouped
+    heads: attention then runs on padded rows."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn  # flash attention, on GPUs only
+    except ImportError:
+        return None
+    wanted = {"scale", "window_size", "enable_gqa"}
+    return varlen_attn if wanted <= set(inspect.signature(varlen_attn).parameters) else None
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None) -> Tensor:
+    varlen_attn = varlen_attention()
+    assert varlen_attn is not None
     query_SHD, key_SHD, value_SHD = (each[0].transpose(0, 1) for each in (query, key, value))
     found = varlen_attn(
         query_SHD, key_SHD, value_SHD, packing.starts, packing.starts, packing.longest, packing.longest,
