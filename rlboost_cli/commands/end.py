@@ -158,6 +158,8 @@ def gc(
         output.table(("run", "machine", "cloud", "place", "why"), rows)
     for problem in found.silent:
         output.progress(f"note: not everything could be asked: {problem.problem}")
+    for line in sweep.still_open() if found.silent else ():
+        output.progress(f"note: may still cost money: {line}")
     if wanted and not (dry_run or yes or output.is_terminal()):
         raise ConfigError(
             f"{_question(wanted)} nobody is here to be asked", "add --yes to end them, --dry-run to look only"

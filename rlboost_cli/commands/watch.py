@@ -62,6 +62,8 @@ def status(
         output.as_json(status_json(folder, found))
     else:
         screens.status(found)
+        if found.has_ended:
+            screens.left(folder)
 
 
 def logs(

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from rlboost_cli.head.head_books import find_out
+from rlboost_cli.terminal.text import left_lines
 from rlboost_providers.base.provider import (
     CanSweep,
     MachineStatus,
@@ -25,10 +26,11 @@ from rlboost_providers.base.provider import (
     Provider,
 )
 from rlboost_providers.base.terminate import PATIENCE_S
+from rlboost_runtime.billing.books import close_books, unsettled
 from rlboost_runtime.errors import NotYet, ProviderError, RLBoostError
 from rlboost_runtime.run.create import stored_job
 from rlboost_runtime.run.folder import RunFolder, home
-from rlboost_runtime.run.index import all_runs, is_open
+from rlboost_runtime.run.index import all_runs, is_open, is_supervised
 
 Found = TypeVar("Found")
 
@@ -116,6 +118,22 @@ def end(strays: Iterable[Stray], say: Callable[[str], None]) -> list[tuple[Stray
     return left
 
 
+def still_open() -> list[str]:
+    """Return a line per machine that the books of an ended run have open: it may still cost money."""
+    lines = []
+    for run in all_runs():
+        with contextlib.suppress(RLBoostError):  # `look` reports what cannot be read
+            if not is_open(run):
+                lines += [f"{run.name} {line}" for line in left_lines(unsettled(run))]
+    return lines
+
+
+def _settle(run: RunFolder, views: Sequence[MachineView]) -> None:
+    """Close the books of an ended run on what its clouds no longer list."""
+    if unsettled(run) and not run.head.exists() and not is_supervised(run):
+        close_books(run, views, "found gone by rlboost gc")
+
+
 def _clouds_of(run: RunFolder) -> set[str]:
     """Return who finds machines of the run's job by their tags: clouds' own APIs, SkyPilot."""
     from rlboost_providers.registry import head_offer
@@ -137,13 +155,15 @@ def _swept(cloud: CanSweep, say: Callable[[str], None], silent: list[RLBoostErro
 
 
 def _described(
-    provider: Provider, run: str, say: Callable[[str], None], silent: list[RLBoostError]
+    provider: Provider, run: RunFolder, say: Callable[[str], None], silent: list[RLBoostError]
 ) -> Sequence[MachineView]:
     try:
-        return _patiently(lambda: provider.describe(run), say)
+        views = _patiently(lambda: provider.describe(run.name), say)
     except PartlyListed as partly:
         silent.append(partly)
         return partly.views
+    _settle(run, views)
+    return views
 
 
 def _left_of(run: RunFolder, say: Callable[[str], None], silent: list[RLBoostError]) -> list[Stray]:
@@ -163,7 +183,7 @@ def _left_of(run: RunFolder, say: Callable[[str], None], silent: list[RLBoostErr
             True,
             lambda machine=view.machine: provider.terminate(run.name, machine),  # type: ignore[misc]
         )
-        for view in _described(provider, run.name, say, silent)
+        for view in _described(provider, run, say, silent)
         if view.state is not MachineStatus.GONE
     ]
 

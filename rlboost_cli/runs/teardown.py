@@ -1,7 +1,8 @@
 """Ending a run for certain: ask its coordinator, then end whatever is left, then look again.
 
-Guarantees once `end_run` returns: no process of the run lives on this machine, no provider lists a machine of
-it, its ledger has no open machine, and its outcome is written. Doing it again changes nothing.
+Guarantees once `end_run` returns: no process of the run lives on this machine, no provider at which it was
+about to launch one lists a machine of it, its ledger has no open machine, and its outcome is written. Doing
+it again changes nothing. Where a cloud does not answer, the error names what may still cost money.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from dataclasses import dataclass
 import psutil
 
 from rlboost_cli.runs import client
-from rlboost_providers.base.terminate import terminate_all
-from rlboost_runtime.billing.books import close_books
+from rlboost_cli.terminal.text import left_lines
+from rlboost_runtime.billing.books import close_books, unsettled
+from rlboost_runtime.errors import RLBoostError
 from rlboost_runtime.processes import end_all, tagged
 from rlboost_runtime.run.create import stored_job
 from rlboost_runtime.run.folder import RunFolder, write_json
@@ -74,12 +76,29 @@ def _end_here(run: RunFolder, progress: Callable[[str], None]) -> Teardown:
     progress(f"ending the processes of {run.name} that are left")
     processes = end_all(run.path, TERM_GRACE_S)
     progress(f"ending the machines of {run.name} that are left")
-    from rlboost_providers.registry import provider_for
+    from rlboost_runtime.supervisor.machines import end_machines
 
-    ended = terminate_all(provider_for(stored_job(run), run), run.name, say=progress)
+    try:
+        ended = end_machines(stored_job(run), run, progress)
+    except RLBoostError as error:
+        raise _naming_machines(run, error) from error
     close_books(run, ended.views, "ended by rlboost down")
     _note_stopped(run)
     return Teardown(tuple(processes), ended.machines)
+
+
+def _naming_machines(run: RunFolder, error: RLBoostError) -> RLBoostError:
+    """Return `error` with the machines that may still cost money, and what to do about them."""
+    left = left_lines(unsettled(run))
+    if not left:
+        return error
+    lines = "\n".join(f"  {line}" for line in left)
+    fuller = RLBoostError(
+        f"{error.problem}\nmay still cost money:\n{lines}",
+        f"{error.remedy}; then type rlboost down {run.name}",
+    )
+    fuller.exit_code = error.exit_code
+    return fuller
 
 
 def _note_stopped(run: RunFolder) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlboost_runtime.billing.launch_records import MachineRecord
 
 ENDED = ("done", "failed", "stopped")
 
@@ -63,6 +66,15 @@ def duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def left_lines(machines: Iterable[MachineRecord]) -> list[str]:
+    """Return a line per machine that may still cost money: what it is, where, and its hourly price."""
+    return [
+        f"{each.machine}  {each.accelerator} in {each.provider} {each.zone},"
+        f" {usd(each.all_micro_usd_per_hour / 1e6, 2)} per hour"
+        for each in machines
+    ]
 
 
 # --- runs ---------------------------------------------------------------------------------

@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from rlboost_cli.terminal.text import counted, duration, labelled, usd
+from rlboost_cli.terminal.text import counted, duration, labelled, left_lines, usd
 from rlboost_runtime.protocol.reward_failures import FailureCount
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rlboost_runtime.billing.launch_records import MachineRecord
     from rlboost_runtime.billing.report import CostReport
     from rlboost_runtime.protocol.status import Status
 
@@ -33,6 +36,17 @@ def next_lines(name: str, state: str, model: str, num_steps: int) -> list[str]:
     width = max(len(typed) for typed, _ in choices)
     lines = labelled("model", model) if state == "done" else []
     return [*lines, *labelled("next", *(f"{typed:<{width}}  {does}" for typed, does in choices))]
+
+
+def warning_lines(name: str, warning: str, left: Sequence[MachineRecord]) -> list[str]:
+    """Return what may still cost money after the end of a run, and why; empty if that is nothing."""
+    if not left:
+        return []
+    return [
+        f"warning: {warning or 'not every machine is known to be gone'}",
+        *labelled("left", *left_lines(left)),
+        f"hint: rlboost down {name} asks the cloud again; rlboost gc does so for all runs",
+    ]
 
 
 def _how_far(status: Status) -> str:

@@ -181,6 +181,8 @@ class Outcome:
     problem: str
     remedy: str
     exit_code: int
+    warning: str = ""
+    """Why machines may still cost money."""
 
 
 def outcome_of(run: RunFolder) -> Outcome:
@@ -188,7 +190,8 @@ def outcome_of(run: RunFolder) -> Outcome:
     data: dict[str, Any] = read_json(run.outcome) or {}
     state = str(data.get("state", "stopped"))
     exit_code = int(data.get("exit_code", 0 if state == "done" else 1))
-    return Outcome(state, str(data.get("problem") or ""), str(data.get("remedy") or ""), exit_code)
+    problem, remedy, warning = (str(data.get(name) or "") for name in ("problem", "remedy", "warning"))
+    return Outcome(state, problem, remedy, exit_code, warning)
 
 
 def _abandoned(run: RunFolder) -> RuntimeFault:

@@ -113,6 +113,7 @@ def outcome(run: RunFolder, ended: Outcome, status: Status, report: CostReport) 
     output.show("\n".join(["", *ending_text.ended_lines(run.name, ended.state, status, report)]))
     model = text.tilde(run.checkpoints / "model")
     output.show("\n".join(ending_text.next_lines(run.name, ended.state, model, status.step)))
+    left(run)
     if ended.state == "done":
         return
     mark = "error: " if ended.exit_code else ""
@@ -120,6 +121,16 @@ def outcome(run: RunFolder, ended: Outcome, status: Status, report: CostReport) 
     hint = f"\nhint: {ended.remedy or f'rlboost logs {run.name} shows what happened'}"
     for words in (why, hint):
         output.progress(words)
+
+
+def left(run: RunFolder) -> None:
+    """Print a warning with the machines that may still cost money after a run's end, if there are any."""
+    from rlboost_cli.views.ending import warning_lines
+    from rlboost_cli.views.live import outcome_of
+    from rlboost_runtime.billing.books import unsettled
+
+    if lines := warning_lines(run.name, outcome_of(run).warning, unsettled(run)):
+        output.progress("\n".join(["", *lines]))
 
 
 def ending(run: RunFolder, ended: Teardown) -> None:

@@ -81,9 +81,23 @@ class Explanation(NamedTuple):
 
 
 def last_line(path: Path, offset: int = 0) -> str:
-    """Return the last line near the end of the log file `path` that says anything, "" where there is none."""
-    lines = [line.decode(errors="replace").strip() for line in _tail(path, offset)]
-    return next((line for line in reversed(lines) if line), "")
+    """Return the last line near the end of the log file `path` that a person can read, "" if there is none.
+
+    Of our own JSON lines that is the problem, or the last line of the traceback; others are skipped.
+    """
+    lines = (_readable(line.decode(errors="replace").strip()) for line in reversed(_tail(path, offset)))
+    return next((line for line in lines if line), "")
+
+
+def _readable(line: str) -> str:
+    if not line.startswith("{"):
+        return line
+    try:
+        fields = json.loads(line)
+    except ValueError:  # cut off
+        return ""
+    problem = fields.get("problem") or fields.get("traceback") or ""
+    return str(problem).strip().rpartition("\n")[2]
 
 
 def last_explanation(path: Path, offset: int = 0) -> Explanation | None:

@@ -43,6 +43,17 @@ class MultiProvider:
         """Clouds that have listed their machines; a launch alone does not reveal the others."""
         self._lock = threading.Lock()
 
+    def only(self, clouds: Collection[str]) -> MultiProvider | None:
+        """Return the same without the clouds that are not in `clouds`; None if none is left."""
+        kept = {name: provider for name, provider in self._providers.items() if name in clouds}
+        if not kept:
+            return None
+        fewer = MultiProvider(kept)
+        with self._lock:
+            fewer._seen = {name: dict(views) for name, views in self._seen.items() if name in kept}
+            fewer._described = self._described & set(kept)
+        return fewer
+
     @property
     def abilities(self) -> frozenset[Ability]:
         """What all of them can do."""
@@ -144,6 +155,14 @@ class MultiProvider:
     def _last(self) -> list[MachineView]:
         with self._lock:
             return [view for views in self._seen.values() for view in views.values()]
+
+
+def narrowed(provider: Provider, clouds: Collection[str]) -> Provider | None:
+    """Return `provider` without the clouds in which nothing was launched, those not in `clouds`; None if
+    nothing is left to ask."""
+    if isinstance(provider, MultiProvider):
+        return provider.only(clouds)
+    return provider if clouds else None
 
 
 Place = TypeVar("Place")

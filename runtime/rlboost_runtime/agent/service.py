@@ -3,7 +3,8 @@
 `Agent.run` owns everything here through one task group: the connection (`link`), the engine and its version
 (`engine_host`), what is not yet acknowledged (`outbox`), the heartbeat, and the watch for notices. It ends
 
-- with 0 when the coordinator sends `Stop`, or after a preemption notice once everything is handed over,
+- with 0 when the coordinator sends `Stop` or refuses it because the run ends, or after a preemption notice
+  once everything is handed over,
 - with 1 when the engine keeps dying, or the coordinator sent nothing for a quarter of an hour,
 - with 3 when the coordinator refuses it for good.
 """
@@ -54,7 +55,7 @@ from rlboost_runtime.protocol.messages import (
     WorkItem,
     agent_command_decoder,
 )
-from rlboost_runtime.protocol.session import Conversation, CoordinatorSession
+from rlboost_runtime.protocol.session import Conversation, CoordinatorSession, RunIsOver
 from rlboost_runtime.protocol.transport import connect
 from rlboost_runtime.seams import Clock, SystemClock, Transport
 from rlboost_runtime.weights.child_pipe import PullRequest, PullSource, SourceKind, TransferSettings
@@ -435,6 +436,9 @@ def _exit_code(group: ExceptionGroup[Exception]) -> ExitCode:
     match reasons.exceptions[0]:
         case _AgentEnd(code=code):
             return code
+        case RunIsOver() as over:
+            event(log, "agent.stopped", reason=over.problem)
+            return ExitCode.DONE
         case ProtocolError() as refusal:
             event(log, "agent.refused", level=logging.ERROR, problem=refusal.problem)
             return ExitCode.REFUSED

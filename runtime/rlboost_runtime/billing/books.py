@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlboost_providers.base.provider import MachineStatus, MachineView
+from rlboost_runtime.billing.accounts import MachineBill
 from rlboost_runtime.billing.launch_records import end_of
 from rlboost_runtime.billing.ledger import Ledger
 from rlboost_runtime.billing.report import CostReport, cost_report
@@ -42,6 +43,33 @@ def close_books(run: RunFolder, views: Sequence[MachineView] | None, detail: str
             is_there = views is None if found is None else found.state is not MachineStatus.GONE
             if not is_there or name == RESERVED_MACHINE:
                 ledger.ended(name, end_of(found, time.time()), detail)
+    finally:
+        ledger.close()
+
+
+def launched_in(run: RunFolder) -> set[str] | None:
+    """Return the providers at which the run was ever about to launch a machine; None if the books are absent.
+
+    An intent is in the books before its provider is asked: no machine of the run is at any other. Raises
+    `RuntimeFault` where the ledger cannot be used.
+    """
+    if not run.ledger.exists():
+        return None
+    ledger = Ledger(run.ledger, read_only=True)
+    try:
+        return ledger.clouds()
+    finally:
+        ledger.close()
+
+
+def unsettled(run: RunFolder) -> list[MachineBill]:
+    """Return the spot machines that are open in the books: they may cost money. Raises like `launched_in`."""
+    if not run.ledger.exists():
+        return []
+    ledger = Ledger(run.ledger, read_only=True)
+    try:
+        is_open = set(ledger.open_machines()) - {RESERVED_MACHINE}
+        return [bill for bill in ledger.machines(time.time()) if bill.machine in is_open]
     finally:
         ledger.close()
 

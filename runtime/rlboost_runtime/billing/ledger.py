@@ -36,6 +36,7 @@ from rlboost_runtime.billing.accounts import (
 )
 from rlboost_runtime.billing.launch_records import MachineRecord
 from rlboost_runtime.billing.ledger_file import EgressLedger, NoteLedger, StepLedger
+from rlboost_runtime.core.base.messages import Pool
 from rlboost_runtime.errors import NotFound
 
 _MACHINES = """
@@ -188,6 +189,11 @@ class Ledger(StepLedger, NoteLedger, EgressLedger):
             _OPEN_STATES,
         )
         return [str(row[0]) for row in rows]
+
+    def clouds(self) -> set[str]:
+        """Return the providers at which a spot machine was ever about to be launched."""
+        rows = self._rows("SELECT DISTINCT provider FROM machines WHERE pool = ?", (Pool.SPOT,))
+        return {str(row[0]) for row in rows}
 
     def running_machines(self) -> set[str]:
         """Return the machines that are being billed."""

@@ -1,7 +1,8 @@
 """The coordinator process: one asyncio loop that owns the core, the tokens, the books and every connection.
 
 It ends in one way: `end_run` writes `ending.json`, the fleet is taken down, the books are closed,
-`outcome.json` is written, and the loop returns; a coordinator that finds an ending goes on with that. A
+`outcome.json` is written, and the loop returns; a coordinator that finds an ending goes on with that. How the
+run ended is decided by `end_run` alone: machines that could not be ended add a warning to the outcome. A
 SIGTERM instead leaves the run open: all is on disk, and the next coordinator goes on with it.
 """
 
@@ -71,7 +72,7 @@ LAG_PROBE_S = 0.02
 VLLM_BOOT_S = 1200.0
 """Time to dial in for a machine that has to fetch vLLM first, some 5 GB with its CUDA."""
 END_TIMEOUT_S = 120.0
-"""Longest wait for the provider to report that the fleet is gone; then the outcome names what is left."""
+"""Longest wait for the provider to report that the fleet is gone; then the outcome has a warning."""
 DISK_PATIENCE_S = 900.0
 """Longest pause because the journal cannot be written: time to make room. After it the run ends, so that no
 idle fleet is paid for until somebody looks; nothing that was trained or acknowledged is lost."""
@@ -90,6 +91,8 @@ class RunEnd:
     problem: str
     remedy: str
     exit_code: int
+    warning: str = ""
+    """Why machines of the run may still cost money; which ones is in the books."""
 
 
 def core_config(job: Job) -> CoreConfig:
@@ -278,12 +281,8 @@ class Coordinator:
         self._agents.stop_all(ending.state)
         left = await self._fleet.end_all(END_TIMEOUT_S)
         if left:
-            self._ending = RunEnd(
-                "failed",
-                f"machines still listed by the provider: {', '.join(left)}",
-                f"rlboost down {self._run.name}",
-                1,
-            )
+            self._ending = replace(ending, warning=_warning(left, self._fleet.silence))
+            log_event(log, "machines.left", machines=left, problem=str(self._fleet.silence))
         self._ledger.ended(RESERVED_MACHINE, self._clock.wall())
         self._waste.flush()
         self._sources.ended = _state_of(self._ending or ending)
@@ -458,6 +457,17 @@ def _own_machine(job: Job, now: float) -> MachineRecord:
         intended_at=now,
         pool=Pool.RESERVED,
     )
+
+
+def _warning(left: Sequence[str], silence: RLBoostError | OSError | None) -> str:
+    """Return why the machines `left` may still cost money."""
+    names = ", ".join(left)
+    match silence:
+        case None:
+            return f"the cloud has not ended {names} yet"
+        case RLBoostError(problem=problem):
+            return f"the cloud could not be asked about {names}: {problem}"
+    return f"the cloud could not be asked about {names}: {silence}"
 
 
 def _state_of(ending: RunEnd) -> str:

@@ -22,7 +22,7 @@ from typing import TypeVar
 
 import msgspec
 
-SCHEMA = (2, 1)
+SCHEMA = (2, 2)
 """(major, minor). Peers of the same major understand each other; a higher minor only adds fields."""
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -204,6 +204,8 @@ class Refused(Message, frozen=True, omit_defaults=True):
 
     problem: str
     retry: bool = False
+    is_run_over: bool = False
+    """The run ends: nothing is wrong with the peer."""
 
 
 class Ack(Message, frozen=True, omit_defaults=True):

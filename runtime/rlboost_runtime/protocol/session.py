@@ -26,6 +26,11 @@ from rlboost_runtime.seams import Backoff, Clock, Transport
 
 log = logging.getLogger(__name__)
 
+
+class RunIsOver(ProtocolError):
+    """The coordinator refused a peer because the run ends: a normal end for that peer."""
+
+
 DIAL_TIMEOUT_S = 10.0
 WELCOME_TIMEOUT_S = 10.0
 HELLO_TIMEOUT_S = 10.0
@@ -145,6 +150,8 @@ class CoordinatorSession(Generic[W, C]):
         if isinstance(answer, Refused):
             if answer.retry:
                 raise ConnectionError(f"refused for now: {answer.problem}")
+            if answer.is_run_over:
+                raise RunIsOver(answer.problem, "nothing to do")
             raise ProtocolError(
                 f"the coordinator refused us: {answer.problem}", "install one version of rlboost"
             )

@@ -17,7 +17,8 @@ there is named below; everybody else only reads it.
     status.json       last status, once a second and at the end             coordinator
     ending.json       {"state", "problem", "remedy", "exit_code"} once it is decided how the run ends; its
                       machines are ended then                               coordinator
-    outcome.json      {"state", "problem", "remedy", "exit_code"} once the run has ended   coordinator
+    outcome.json      {"state", "problem", "remedy", "exit_code", "warning"} once the run has ended; the
+                      warning: why machines may still cost money, or ""     coordinator
     ledger.sqlite     machines, steps, events in words                      coordinator
     events.log        the core's events                                     coordinator
     journal/          step-000012.seg: tokens                               coordinator

@@ -7,6 +7,8 @@ Guarantees:
   takes over from a killed one adopts the living processes instead of starting second ones;
 - whatever a role leaves behind (children in sessions of their own) is gone before it is started again;
 - a role that no restart can help ends the run, with an outcome that states why;
+- once it is decided how the run ends (`ending.json`), only the coordinator is started again, and no process
+  changes that decision;
 - once `outcome.json` exists, and also on SIGTERM (the run then stays open), no machine and no process of the
   run is left, and only then does the supervisor exit.
 """
@@ -30,8 +32,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from rlboost_providers.base.terminate import terminate_all
-from rlboost_providers.registry import provider_for
+from rlboost_providers.base.provider import MachineView
 from rlboost_runtime.billing.books import close_books
 from rlboost_runtime.errors import DISK_ERRNOS, RLBoostError, RuntimeFault
 from rlboost_runtime.job import read_resolved
@@ -48,6 +49,7 @@ from rlboost_runtime.run.folder import (
     write_outcome,
 )
 from rlboost_runtime.run.security import client_context, read_token
+from rlboost_runtime.supervisor.machines import end_machines, list_machines
 from rlboost_runtime.supervisor.roles import Role, roles_of
 from rlboost_runtime.supervisor.watched import (
     EX_CONFIG,
@@ -120,22 +122,32 @@ class Supervisor:
         while True:
             if process is None:  # nothing to adopt, or ended
                 process = await self._start(role)
+            if process is None:
+                return
             status, lived_s = await _end_of(process)
             event(log, "process.ended", process=role.name, status=status, lived_s=round(lived_s, 3))
             pause_s = attempts.ended(status, lived_s, role.progress())
+            if self._is_over_for(role):
+                return
             if attempts.is_hopeless(status):
                 offset = process.log_offset if isinstance(process, Watched) else 0
                 await self._fail(role, _why_hopeless(role, self._run, status, attempts, offset))
             process = None
             await asyncio.sleep(pause_s)
 
-    async def _start(self, role: Role) -> Watched | int:
+    def _is_over_for(self, role: Role) -> bool:
+        """Return True if the run is ending and does not need `role` for that."""
+        return role.name != "coordinator" and self._run.ending.exists()
+
+    async def _start(self, role: Role) -> Watched | int | None:
         """Start `role` as soon as it may; what a former process of it left behind is ended first.
 
-        If it could not be started, return the exit status that this amounts to.
+        If it could not be started, return the exit status that this amounts to; None: the run is ending.
         """
-        while not role.may_start():  # noqa: ASYNC110 it depends on files of other processes
+        while not role.may_start() and not self._is_over_for(role):  # noqa: ASYNC110 others' files
             await asyncio.sleep(self._tuning.look_s)
+        if self._is_over_for(role):
+            return None
         try:
             await asyncio.to_thread(kill_tagged, self._run.path, role=role.name)
             process = start(role, self._run)
@@ -162,10 +174,17 @@ class Supervisor:
                 async with asyncio.timeout(self._tuning.stop_timeout_s):
                     while not self._run.outcome.exists():  # noqa: ASYNC110 written by another process
                         await asyncio.sleep(self._tuning.look_s)
-        if not self._run.outcome.exists() and not write_outcome(
-            self._run, {"state": "failed", **why._asdict()}
-        ):
+        if not self._run.outcome.exists() and not write_outcome(self._run, self._outcome(role, why)):
             self.stop()
+
+    def _outcome(self, role: Role, why: Explanation) -> dict[str, object]:
+        """Return how the run ended: as was decided, or else failed because `role` did."""
+        decided: dict[str, object] | None = read_json(self._run.ending)
+        if decided is None:
+            return {"state": "failed", **why._asdict()}
+        if decided["state"] == "budget":
+            decided["state"] = "stopped"
+        return decided | {"warning": why.problem} if role.name == "coordinator" else decided
 
     # --- the end ------------------------------------------------------------------------------------------
 
@@ -193,9 +212,9 @@ class Supervisor:
         """Close in the ledger what the coordinator had no time to close."""
         if not self._run.ledger.exists():
             return
-        views = None
+        views: Sequence[MachineView] | None = None
         try:
-            views = provider_for(read_resolved(self._run.job_json), self._run).describe(self._run.name)
+            views = list_machines(read_resolved(self._run.job_json), self._run)
         except (RLBoostError, OSError, ValueError) as error:
             event(log, "machines.not_described", level=logging.ERROR, problem=str(error))
         try:
@@ -274,7 +293,7 @@ async def serve(run: RunFolder) -> bool:
     Returns False if it failed and the disk had no room for the outcome.
     """
     job = read_resolved(run.job_json)
-    supervisor = Supervisor(run, roles_of(job, run), lambda: terminate_all(provider_for(job, run), run.name))
+    supervisor = Supervisor(run, roles_of(job, run), lambda: end_machines(job, run))
     for name in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(name, supervisor.stop)
     await supervisor.serve()

@@ -9,15 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from rlboost_runtime.billing.launch_records import HeadMachine
+from rlboost_providers.local.provider import LocalProvider
+from rlboost_runtime.agent.service import ExitCode, _exit_code
+from rlboost_runtime.billing.books import unsettled
+from rlboost_runtime.billing.launch_records import HeadMachine, MachineRecord
 from rlboost_runtime.billing.ledger import Ledger
 from rlboost_runtime.coordinator.service import Coordinator
-from rlboost_runtime.errors import RuntimeFault
+from rlboost_runtime.errors import CredentialsRejected, RuntimeFault
 from rlboost_runtime.job import Job, LocalOffer, ReasoningGym, Rollout, Spot, TinyModel
 from rlboost_runtime.processes import kill_tagged
+from rlboost_runtime.protocol.session import RunIsOver
 from rlboost_runtime.run.folder import RunFolder, read_json, write_json
 from rlboost_runtime.run.security import create_secrets
 from rlboost_runtime.seams import SystemClock, SystemDisk
+from rlboost_runtime.supervisor.machines import end_machines
 
 pytestmark = pytest.mark.integration
 
@@ -41,6 +46,18 @@ def coordinator_of(run: RunFolder, max_instances: int) -> Coordinator:
     )
     run.job_json.write_text(job.canonical_json())
     return Coordinator(run, job, SystemClock(), SystemDisk())
+
+
+def intent(machine: str, provider: str) -> MachineRecord:
+    return MachineRecord(
+        machine,
+        provider,
+        "zone",
+        "cpu",
+        price_micro_usd_per_hour=1,
+        price_source="test",
+        intended_at=time.time(),
+    )
 
 
 def books_opened(run: RunFolder) -> None:
@@ -81,6 +98,7 @@ async def test_a_restart_while_the_run_ends_only_winds_up(run: RunFolder) -> Non
         "problem": "spent",
         "remedy": "raise it",
         "exit_code": 5,
+        "warning": "",
     }
     assert not (run.cloud / "machines").exists()
     books = Ledger(run.ledger, read_only=True)
@@ -97,6 +115,51 @@ async def test_the_decision_to_end_is_on_disk_before_anything_is_ended(run: RunF
     async with asyncio.timeout(30):
         await coordinator.serve()
     assert read_json(run.outcome)["state"] == "done"
+
+
+@pytest.mark.parametrize(("state", "exit_code"), [("done", 0), ("budget", 5), ("failed", 1)])
+async def test_a_cloud_that_cannot_be_asked_is_a_warning_and_not_the_outcome(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, state: str, exit_code: int
+) -> None:
+    def rejected(self: object, run: str) -> None:
+        raise CredentialsRejected("the credentials have expired", "renew them")
+
+    coordinator = coordinator_of(run, 0)
+    monkeypatch.setattr(LocalProvider, "describe", rejected)
+    monkeypatch.setattr("rlboost_runtime.coordinator.fleet.controller.REJECTED_S", 0.2)
+    coordinator._ledger.intend(intent("spot-0", "local"))
+    coordinator._ledger.launched("spot-0", time.time())
+    coordinator.end_run(state, "", "")
+    async with asyncio.timeout(30):
+        await coordinator.serve()
+    outcome = read_json(run.outcome)
+    assert (outcome["state"], outcome["exit_code"]) == ("stopped" if state == "budget" else state, exit_code)
+    assert outcome["warning"] == "the cloud could not be asked about spot-0: the credentials have expired"
+    assert [bill.machine for bill in unsettled(run)] == ["spot-0"]
+
+
+async def test_a_cloud_without_any_intent_is_not_asked_at_the_end(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    coordinator = coordinator_of(run, 0)
+    monkeypatch.setattr(LocalProvider, "describe", lambda self, run: asked.append(run))
+    coordinator.end_run("done", "", "")
+    async with asyncio.timeout(30):
+        await coordinator.serve()
+    assert read_json(run.outcome)["warning"] == ""
+    assert end_machines(coordinator._job, run).machines == ()
+    assert asked == []
+
+
+async def test_an_agent_is_refused_at_the_end_without_an_error(run: RunFolder) -> None:
+    coordinator = coordinator_of(run, 0)
+    coordinator._agents.stop_all("done")
+    refusal = coordinator._agents._refusal(None)
+    assert refusal.is_run_over
+    assert not refusal.retry
+    coordinator._ledger.close()
+    assert _exit_code(ExceptionGroup("", [RunIsOver(refusal.problem, "")])) == ExitCode.DONE
 
 
 async def test_an_error_that_can_be_explained_leaves_as_itself(

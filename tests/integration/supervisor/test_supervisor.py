@@ -320,6 +320,36 @@ def test_a_role_that_crashes_again_and_again_ends_the_run(run, supervise):
     assert tagged(run.path) == []
 
 
+def test_only_the_coordinator_is_started_again_while_the_run_ends(run, supervise):
+    decided = {"state": "done", "problem": "", "remedy": "", "exit_code": 0, "warning": ""}
+    supervised = supervise(coordinator=NAP, agent="import sys, time; time.sleep(1.5); sys.exit(3)")
+    wait_for(run, "agent")
+    coordinator = wait_for(run, "coordinator")
+    write_json(run.ending, decided)
+    coordinator.kill()
+    wait_for(run, "coordinator", other_than=coordinator.pid)
+    wait_until(lambda: "agent" in [end["process"] for end in supervised.events("process.ended")])
+    time.sleep(1.0)
+    assert tagged(run.path, role="agent") == []
+    assert not run.outcome.exists()
+    write_json(run.outcome, decided)
+    assert supervised.process.wait(timeout=30) == 0
+    assert read_json(run.outcome) == decided
+
+
+def test_a_coordinator_that_cannot_wind_up_does_not_change_how_the_run_ended(run, supervise):
+    write_json(run.ending, {"state": "done", "problem": "", "remedy": "", "exit_code": 0, "warning": ""})
+    line = json.dumps(
+        {"at": 1.5, "level": "error", "event": "fleet.broken", "problem": "the fleet is broken"}
+    )
+    supervised = supervise(coordinator=f"import sys; print({line!r}); sys.exit(3)")
+    assert supervised.process.wait(timeout=60) == 0
+    outcome = read_json(run.outcome)
+    assert (outcome["state"], outcome["exit_code"]) == ("done", 0)
+    assert "exit status 3: the fleet is broken; its log" in outcome["warning"]
+    assert "{" not in outcome["warning"]
+
+
 def test_a_role_that_no_restart_can_help_ends_the_run_in_its_own_words(run, supervise):
     code = (
         "import logging; from rlboost_runtime.logs import explain, setup\n"

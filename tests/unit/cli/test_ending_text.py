@@ -4,7 +4,8 @@ from typing import Any
 
 import msgspec
 
-from rlboost_cli.views.ending import ended_lines, next_lines
+from rlboost_cli.views.ending import ended_lines, next_lines, warning_lines
+from rlboost_runtime.billing.launch_records import MachineRecord
 from rlboost_runtime.billing.report import BudgetState, CostReport, Counterfactual, OutsideSteps
 from rlboost_runtime.protocol.status import Status, read_status
 
@@ -69,3 +70,13 @@ def test_what_to_type_next_depends_on_the_end() -> None:
     ]
     assert next_lines("r", "failed", "~/model", 3)[-1].endswith("--resume  goes on from the last checkpoint")
     assert next_lines("r", "failed", "~/model", 0)[-1].endswith("--resume  begins again")
+
+
+def test_a_machine_that_may_still_cost_money_is_named_with_its_price_and_what_to_type() -> None:
+    machine = MachineRecord("spot-1", "aws", "us-east-1a", "H100:8", 98_320_000, "list", intended_at=0.0)
+    assert warning_lines("mine", "no usable AWS credentials", [machine]) == [
+        "warning: no usable AWS credentials",
+        "left     spot-1  H100:8 in aws us-east-1a, $98.32 per hour",
+        "hint: rlboost down mine asks the cloud again; rlboost gc does so for all runs",
+    ]
+    assert warning_lines("mine", "no usable AWS credentials", []) == []

@@ -9,6 +9,7 @@ Guarantees:
 - a machine that the provider started is billed from then on, even if its launch was never confirmed, and at a
   changed price from the list on that reported it;
 - a machine that the provider has and the core does not want is ended;
+- at the run's end, a cloud in which no launch was ever intended is not asked;
 - no launch brings what an hour costs above the cap, or what is committed above the budget;
 - a place that had nothing is left alone for a while (`offer_choice`), and the next one is asked at once;
 - a launch that may have been asked for before a restart is asked for again only where it was;
@@ -23,6 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlboost_providers.base.multi import narrowed
 from rlboost_providers.base.provider import (
     CanPreempt,
     LaunchRequest,
@@ -31,6 +33,7 @@ from rlboost_providers.base.provider import (
     Offer,
     PartlyListed,
     Provider,
+    retry_of,
 )
 from rlboost_providers.base.traits import provider_traits
 from rlboost_runtime.billing.accounts import least_micro_usd
@@ -53,6 +56,7 @@ from rlboost_runtime.errors import (
     NotFound,
     ProviderError,
     QuotaExceeded,
+    Retry,
     RLBoostError,
 )
 from rlboost_runtime.logs import event as log_event
@@ -69,6 +73,8 @@ MIN_CALL_S = 0.1
 """Time that a provider call gets even when the run's end is overdue."""
 END_AGAIN_S = 0.1
 """Pause between two looks at what is left while the run ends."""
+REJECTED_S = 10.0
+"""How long a cloud that rejects our credentials is asked at the run's end: they may just be renewed."""
 CONSOLE_S = 20.0
 """Longest wait for the console of a machine that never dialled in: it costs money meanwhile."""
 RETRY_ERROR_S = 10.0
@@ -105,6 +111,8 @@ class _Listed:
     views: Sequence[MachineView]
     silent: frozenset[str] = frozenset()
     """Clouds that did not answer: machines there may exist although they are not listed."""
+    problem: RLBoostError | OSError | None = None
+    """Why they did not answer."""
 
 
 class FleetController:
@@ -149,6 +157,8 @@ class FleetController:
         """Open machines that are no longer wanted: since when, and the problem of their launch."""
         self._bought = LaunchRecords(None) if bought is None else bought
         self._tell_intent = tell_intent
+        self.silence: RLBoostError | OSError | None = None
+        """Why not every cloud answered when the fleet was last listed by `end_all`."""
 
     def carry_out(self, command: LaunchMachine | TerminateMachine) -> None:
         """Queue a command."""
@@ -182,43 +192,52 @@ class FleetController:
     async def end_all(self, timeout_s: float) -> list[str]:
         """End every machine of the run; return those that may still exist at the deadline.
 
-        Launches nothing any more. While the provider does not answer nothing is known, and it is asked again.
+        Launches nothing any more. While the provider does not answer nothing is known, and it is asked again,
+        for at most `REJECTED_S` where it rejects our credentials.
         """
         self.close()
+        provider = narrowed(self._provider, self._ledger.clouds())
+        if provider is None:
+            return []
         deadline = self._clock.now() + timeout_s
+        rejected_until = min(deadline, self._clock.now() + REJECTED_S)
         while True:
-            left, is_all = await self._end_once(deadline)
-            if is_all and not left:
+            left = await self._end_once(provider, deadline)
+            if self.silence is None and not left:
                 self._end_unlisted()
                 return []
-            if self._clock.now() > deadline:
+            now, is_rejected = self._clock.now(), _is_final(self.silence) and not self._coming
+            if now > deadline or (is_rejected and now > rejected_until):
                 return sorted(left)
             await self._clock.sleep(END_AGAIN_S)
 
-    async def _end_once(self, deadline: float) -> tuple[set[str], bool]:
-        """List the machines and terminate them; return those that exist or may come, and True if every cloud
-        answered."""
+    async def _end_once(self, provider: Provider, deadline: float) -> set[str]:
+        """List the machines and terminate them; return those that exist or may come, and note in `silence`
+        whether every cloud answered."""
         busy = self._coming
         look = self._look()
         try:
-            listed = await self._describe(max(MIN_CALL_S, deadline - self._clock.now()))
+            timeout_s = max(MIN_CALL_S, deadline - self._clock.now())
+            listed = await self._describe(provider, timeout_s)
         except (RLBoostError, OSError) as error:
             log_event(log, "provider.describe_failed", problem=repr(error))
-            return self._open_machines() | self._coming, False
+            self.silence = error
+            return self._open_machines() | self._coming
+        self.silence = listed.problem
         self._settle(listed, look)
         alive = {view.machine for view in listed.views if view.state is not MachineStatus.GONE}
         async with asyncio.TaskGroup() as tasks:  # side by side: some clouds take half a minute for each
             for machine in sorted(alive - self._busy):
-                tasks.create_task(self._end_by(machine, deadline))
+                tasks.create_task(self._end_by(provider, machine, deadline))
         is_open = self._open_machines()
         unsaid = {machine for machine in is_open if self._may_be_in(machine, listed.silent)}
         unsaid |= self._too_young(is_open - {view.machine for view in listed.views})
-        return alive | busy | self._coming | set(self._doubtful) | unsaid, not listed.silent
+        return alive | busy | self._coming | set(self._doubtful) | unsaid
 
-    async def _end_by(self, machine: str, deadline: float) -> None:
+    async def _end_by(self, provider: Provider, machine: str, deadline: float) -> None:
         try:
             async with asyncio.timeout(max(MIN_CALL_S, deadline - self._clock.now())):
-                await self._threads.call(lambda: self._provider.terminate(self._maker.run, machine))
+                await self._threads.call(lambda: provider.terminate(self._maker.run, machine))
         except (RLBoostError, OSError) as error:
             log_event(log, "machine.terminate_failed", machine=machine, problem=repr(error))
 
@@ -401,8 +420,8 @@ class FleetController:
                     self._settle(listed, look)
             await self._clock.sleep(DESCRIBE_EVERY_S)
 
-    async def _describe(self, timeout_s: float) -> _Listed:
-        listed = await self._listed(self._provider.describe, min(CALL_TIMEOUT_S, timeout_s))
+    async def _describe(self, provider: Provider, timeout_s: float) -> _Listed:
+        listed = await self._listed(provider.describe, min(CALL_TIMEOUT_S, timeout_s))
         assert listed is not None
         return listed
 
@@ -415,7 +434,7 @@ class FleetController:
                 views = await self._threads.call(lambda: ask(self._maker.run))
         except PartlyListed as partly:
             log_event(log, "provider.describe_failed", problem=repr(partly))
-            return _Listed(partly.views, partly.silent)
+            return _Listed(partly.views, partly.silent, partly)
         return None if views is None else _Listed(views)
 
     def _look(self) -> _Look:
@@ -526,6 +545,11 @@ class FleetController:
         """Close the books of what the provider no longer lists, or never did."""
         for machine in self._open_machines():
             self._ledger.ended(machine, self._clock.wall())
+
+
+def _is_final(silence: RLBoostError | OSError | None) -> bool:
+    """Return True if a cloud will not answer until a person acts."""
+    return isinstance(silence, RLBoostError) and retry_of(silence) is Retry.NEVER
 
 
 def _unaffordable(problem: str, remedy: str) -> NoCapacity:

@@ -322,7 +322,7 @@ class AgentLinks:
 
     def _refusal(self, hello: wire.AgentHello) -> wire.Refused | None:
         if self.stopping is not None:
-            return wire.Refused(f"the run is ending: {self.stopping}")
+            return wire.Refused(f"the run is ending: {self.stopping}", is_run_over=True)
         machines = self._driver.core.machines
         if hello.pool == Pool.RESERVED and hello.machine in self._reserved:
             return None

@@ -124,8 +124,9 @@ class OutputCopies:
                 self._say_failed("model", exc)
                 if time.monotonic() + pause_s > until:
                     raise RuntimeFault(
-                        f"the final model cannot be written to output {self.url}: {first_line(exc)}",
-                        f"it lies in {model}; see that {self.url} can be written, then type"
+                        "every step is trained, but the final model cannot be written to output"
+                        f" {self.url}: {first_line(exc)}",
+                        f"it is kept in {model}; see that {self.url} can be written, then type"
                         f" rlboost launch {self._run.name} --resume: only what is missing is sent",
                     ) from exc
                 time.sleep(pause_s)
