@@ -57,7 +57,8 @@ IT_LEARNS = """\
 WARNINGS_INTRODUCTION = """\
 A warning begins after several bad steps in a row and ends after as many by a milder limit, so it neither
 flickers nor repeats. `rlboost status` (key `warnings` with `--json`), the live view and the end of `launch`
-show the warnings in force; the beginning and the end of each are events of the run. Warnings never end a run."""
+show the warnings in force; the beginning and the end of each are events of the run. A warning never ends a
+run."""
 
 
 def metrics_page() -> str:

@@ -48,7 +48,7 @@ _TABLE: tuple[Metric, ...] = (
     ),
     Metric(
         "reward_mean", _REWARD, "", "Mean reward of the step's responses, without the overlong penalty.",
-        "rising; away from the ends of its range", "Flat: see the warnings reward_zero and zero_variance.", "high",
+        "rising; away from the ends of its range", "Flat: see reward_zero and zero_variance.", "high",
     ),
     Metric("reward_std", _REWARD, "", "Standard deviation of these rewards.", "clearly above 0",
            "0: all responses score alike; check the reward."),
@@ -121,8 +121,7 @@ _TABLE: tuple[Metric, ...] = (
            "below 3; warned from 8", "As for mismatch_kl; check that the engine has the same model.", "low"),
     Metric("effective_sample_share", _MISMATCH, "share", "Effective sample size of the importance weights.",
            "above 0.9", "As for mismatch_kl, and lower max_staleness.", "high"),
-    Metric("rollout_wait_s", _TIME, "s", "The trainer's wait, for responses and for the GPUs, while it did not"
-           " hold them."),
+    Metric("rollout_wait_s", _TIME, "s", "The trainer's wait while others held the GPUs."),
     Metric("train_wait_s", _TIME, "s", "Its wait while it held them: idle reserved GPUs.",
            "below half of step_s", "Larger fleet, shorter responses, or max_staleness: 1.", "low"),
     Metric("reward_wait_s", _TIME, "s", "Its wait for rewards.", "near 0",

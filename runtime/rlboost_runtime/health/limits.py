@@ -29,12 +29,12 @@ length; with more than a few tenths of them, this noise dominates (arXiv 2503.14
 TRUNCATED_ENDS = 0.2
 
 MISMATCH_KL = 0.01
-"""Nats per token between engine and trainer. bfloat16 engines are at 0.0001 to 0.003; beyond 0.01, capped
-importance weights no longer correct the bias, and reported runs became unstable."""
+"""Nats per token between engine and trainer. Rounding in bfloat16 gives some 0.001; ten times as much points
+to another cause. A rule of thumb: no bound is known from which on training fails."""
 MISMATCH_KL_ENDS = 0.005
 MISMATCH_ABS = 8.0
 """Largest difference of one token's log-probability. Rare tokens differ by 1 to 3 nats in bfloat16; 8 nats
-(a factor of 3,000) in each of several steps come from other weights, another template or another sampler."""
+(a factor of 3,000) in each of several steps come from other weights or another sampler. A rule of thumb."""
 MISMATCH_ABS_ENDS = 6.0
 
 ENTROPY_RATIO = 0.1
@@ -55,7 +55,10 @@ GRAD_NORM_FACTOR = 10.0
 that stays at ten times the usual one is the start of a divergence."""
 GRAD_NORM_FACTOR_ENDS = 5.0
 GRAD_NORM_WINDOW = 50
-"""Steps whose median is the usual norm; steps beyond the limit are left out."""
+"""Steps whose median is the usual norm; steps beyond the milder limit are left out."""
+GRAD_NORM_LEAST = 1.0
+"""Smaller norms are never reported: the default grad_clip leaves them as they are, and a run that finds its
+first rewards goes from nearly no gradient to a usual one."""
 GRAD_NORM_FIRST_STEPS = 5
 """Steps before there is a usual norm."""
 
@@ -65,12 +68,12 @@ machines of a run: beyond one half they cost more waiting than working."""
 IDLE_RESERVED_ENDS = 0.4
 
 FLEET_SHARE = 0.5
-"""Connected spot instances relative to the useful number. Preemptions cost a few at a time; below half, steps
-take about twice as long as planned."""
+"""Connected spot instances relative to the useful number. Preemptions cost a few at a time; at half, the
+rollout takes up to twice as long as planned."""
 FLEET_SHARE_ENDS = 0.75
 FLEET_LONG_S = 900.0
-"""Seconds below `FLEET_SHARE` before the warning begins. A machine has 600 s to boot and connect, so
-that after 900 s a replacement has failed too."""
+"""Seconds below `FLEET_SHARE` before the warning begins. A boot takes minutes, and a machine that has
+not connected after 600 s is replaced: a shorter time would report what repairs itself."""
 FLEET_RECOVERED_S = 60.0
 """Seconds at `FLEET_SHARE_ENDS` or more before it ends."""
 

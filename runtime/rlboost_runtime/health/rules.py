@@ -101,11 +101,10 @@ def from_level(level: float) -> Callable[[Row], float | None]:
     """Return a measure of how far a step's rewards are from all being `level`."""
 
     def measure(row: Row) -> float | None:
-        mean = finite(row, "reward_mean")
-        if mean is None:
+        mean, std = finite(row, "reward_mean"), finite(row, "reward_std")
+        if mean is None or std is None:  # without its spread, a mean of 0 may be that of centred rewards
             return None
-        spread = row.get("reward_std", 0.0) / limits.FLAT_REWARD_STD_FACTOR
-        return max(abs(mean - level), spread)
+        return max(abs(mean - level), std / limits.FLAT_REWARD_STD_FACTOR)
 
     return measure
 
@@ -171,9 +170,9 @@ class GradNormRatio:
         ratio = None
         if len(self._usual) >= limits.GRAD_NORM_FIRST_STEPS:
             ratio = norm / statistics.median(self._usual)
-        if ratio is None or ratio < limits.GRAD_NORM_FACTOR:
+        if ratio is None or ratio < limits.GRAD_NORM_FACTOR_ENDS:
             self._usual.append(norm)
-        return ratio
+        return ratio if ratio is None or norm >= limits.GRAD_NORM_LEAST else min(ratio, 1.0)
 
 
 # --- the kinds ---------------------------------------------------------------------------------------------
