@@ -26,9 +26,8 @@ def full_warnings(warnings: Sequence[HealthWarning], width: int) -> list[str]:
     room = max(40, width - _LABEL)
     lines: list[str] = []
     for number, warning in enumerate(warnings):
-        since = "" if warning.since_step is None else f" Since step {warning.since_step}."
         words = [
-            *textwrap.wrap(warning.text + since, room),
+            *textwrap.wrap(warning.text, room),
             *textwrap.wrap(f"{warning.reason} {warning.advice}", room, break_on_hyphens=False),
         ]
         lines += labelled("" if number else "warning", *words)

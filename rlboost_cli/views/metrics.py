@@ -94,7 +94,7 @@ def _entry(metric: Metric, values: list[float | None]) -> dict[str, Any]:
 
 
 def _meaning(metric: Metric) -> str:
-    unit = f" [{metric.unit}]" if metric.unit else ""
+    unit = f" Unit: {metric.unit}." if metric.unit else ""
     healthy = f" Healthy: {metric.healthy}." if metric.healthy else ""
     return f"{metric.meaning}{unit}{healthy}"
 

@@ -25,7 +25,7 @@ class Kind:
     ends: float
     """Values on the good side of this limit are good; between the limits nothing changes."""
     text: str
-    """Sentence with `{value}`, `{limit}` and `{steps}`."""
+    """Sentence with `{value}`, `{limit}` and `{since}`, the first bad step."""
     reason: str
     advice: str
     quantity: str
@@ -46,7 +46,7 @@ class Kind:
         """Return the warning with the measured value."""
         return HealthWarning(
             code=self.code,
-            text=self.text.format(value=value, limit=self.begins, steps=self.steps),
+            text=self.text.format(value=value, limit=self.begins, since=since_step),
             reason=self.reason,
             advice=self.advice,
             value=value,
@@ -179,7 +179,7 @@ class GradNormRatio:
 
 REWARD_ZERO = Kind(
     "reward_zero", limits.FLAT_REWARD, limits.FLAT_REWARD_ENDS,
-    "Rewards are flat at 0: mean within {value:.3f} of 0 for {steps} steps (limit {limit:.2f}).",
+    "Rewards flat at 0: mean within {value:.3f} since step {since} (limit {limit:.2f}).",
     "Without two different rewards in a group, every advantage is 0 and nothing is learnt.",
     "Read responses with `rlboost samples`; check the reward function and the prompt format, or begin with"
     " easier prompts.",
@@ -187,14 +187,14 @@ REWARD_ZERO = Kind(
 )  # fmt: skip
 REWARD_ONE = Kind(
     "reward_one", limits.FLAT_REWARD, limits.FLAT_REWARD_ENDS,
-    "Rewards are flat at 1: mean within {value:.3f} of 1 for {steps} steps (limit {limit:.2f}).",
+    "Rewards flat at 1: mean within {value:.3f} since step {since} (limit {limit:.2f}).",
     "The policy solves every prompt, so that further steps cost money and teach nothing.",
     "Use harder prompts or end the run; check with `rlboost samples` that the reward is not being gamed.",
     "distance of the mean reward from 1", is_low_bad=True,
 )  # fmt: skip
 ZERO_VARIANCE = Kind(
     "zero_variance", limits.ZERO_VARIANCE, limits.ZERO_VARIANCE_ENDS,
-    "Equal rewards in {value:.0%} of the groups for {steps} steps (limit {limit:.0%}).",
+    "Equal rewards in {value:.0%} of the groups since step {since} (limit {limit:.0%}).",
     "Such groups have advantage 0: they are paid for and teach nothing.",
     "Raise algorithm.group_size, choose prompts of medium difficulty, or set"
     " algorithm.zero_variance_groups: replace with spare_prompts.",
@@ -202,7 +202,7 @@ ZERO_VARIANCE = Kind(
 )  # fmt: skip
 TRUNCATED = Kind(
     "truncated", limits.TRUNCATED, limits.TRUNCATED_ENDS,
-    "Length limit reached by {value:.0%} of the responses for {steps} steps (limit {limit:.0%}).",
+    "Length limit reached by {value:.0%} of responses since step {since} (limit {limit:.0%}).",
     "A truncated response has no answer, so its reward measures length.",
     "Raise algorithm.max_response_tokens, or set overlong_penalty_tokens or mask_truncated; check that the"
     " model ends its responses.",
@@ -210,49 +210,49 @@ TRUNCATED = Kind(
 )  # fmt: skip
 MISMATCH_KL = Kind(
     "mismatch_kl", limits.MISMATCH_KL, limits.MISMATCH_KL_ENDS,
-    "Engine and trainer differ by {value:.3f} nats per token for {steps} steps (limit {limit:.2f}).",
+    "Engine-trainer mismatch {value:.3f} nats/token since step {since} (limit {limit:.2f}).",
     "Samples then come from another policy than the one trained, which biases the gradient.",
     "Give engine and trainer the same dtype, avoid fp8, and keep algorithm.importance_sampling on.",
     "mismatch_kl",
 )  # fmt: skip
 MISMATCH_TOKEN = Kind(
     "mismatch_token", limits.MISMATCH_ABS, limits.MISMATCH_ABS_ENDS,
-    "One token's logprob differs by {value:.1f} nats for {steps} steps (limit {limit:.0f}).",
+    "One token's logprob differs by {value:.1f} nats since step {since} (limit {limit:.0f}).",
     "Rounding does not explain this: the engine has other weights or another sampler.",
     "Compare mismatch_kl with `rlboost metrics`; check engine_args and custom model code.",
     "mismatch_abs_max",
 )  # fmt: skip
 ENTROPY = Kind(
     "entropy_collapse", limits.ENTROPY_RATIO, limits.ENTROPY_RATIO_ENDS,
-    "Entropy is at {value:.0%} of that of the first steps for {steps} steps (limit {limit:.0%}).",
+    "Entropy at {value:.0%} of that of the first steps since step {since} (limit {limit:.0%}).",
     "Nearly equal responses leave nothing to compare, so that learning stops.",
     "Raise algorithm.clip_high or the temperature, or lower learning_rate, from an earlier checkpoint.",
     "entropy / mean of the first 5 steps", is_low_bad=True,
 )  # fmt: skip
 NOT_FINITE = Kind(
     "grad_not_finite", 1.0, 1.0,
-    "The gradient was not finite in {value:.0f} updates of a step (limit {limit:.0f}).",
+    "Gradient not finite in {value:.0f} updates of a step, since step {since} (limit {limit:.0f}).",
     "These updates were skipped; their responses were paid for and not learnt from.",
     "Lower learning_rate or set trainer.dtype: float32; check the rewards for extreme values.",
     "minibatches_not_finite", steps=1, steps_to_end=limits.NOT_FINITE_ENDS_AFTER,
 )  # fmt: skip
 GRAD_NORM = Kind(
     "grad_exploding", limits.GRAD_NORM_FACTOR, limits.GRAD_NORM_FACTOR_ENDS,
-    "The gradient norm is {value:.0f} times the usual one for {steps} steps (limit {limit:.0f}).",
+    "The gradient norm is {value:.0f} times the usual one since step {since} (limit {limit:.0f}).",
     "Clipping bounds the size of an update, not its wrong direction: training may diverge.",
     "Lower learning_rate and resume from an earlier checkpoint; look at mismatch_kl and length_max.",
     "grad_norm / median of the steps before",
 )  # fmt: skip
 IDLE_RESERVED = Kind(
     "idle_reserved_gpu", limits.IDLE_RESERVED, limits.IDLE_RESERVED_ENDS,
-    "The reserved GPU waited {value:.0%} of each step for {steps} steps (limit {limit:.0%}).",
+    "The reserved GPU waits {value:.0%} of a step since step {since} (limit {limit:.0%}).",
     "It is the dearest machine of the run, and waiting is billed like working.",
     "Raise rollout.spot.max_instances, lower max_response_tokens, or allow algorithm.max_staleness: 1.",
     "train_wait_s / step_s",
 )  # fmt: skip
 SAVING = Kind(
     "spot_does_not_pay", limits.SAVING, limits.SAVING_ENDS,
-    "Spot does not pay: saving {value:.0%} over on-demand for {steps} steps (limit {limit:.0%}).",
+    "Spot does not pay: saving {value:.0%} since step {since} (limit {limit:.0%}).",
     "Boots, preemptions or egress cost more than the lower price saves.",
     "See waste by cause in `rlboost cost`; try another region or GPU (`rlboost prices`), or no spot.",
     "saving over on-demand", is_low_bad=True,

@@ -150,7 +150,7 @@ def test_a_warning_has_value_limit_reason_and_advice() -> None:
     driven = Driven()
     driven.steps(STEPS, truncated_share=0.9)
     (warning,) = driven.monitor.active
-    assert warning.text == "Length limit reached by 90% of the responses for 3 steps (limit 30%)."
+    assert warning.text == "Length limit reached by 90% of responses since step 6 (limit 30%)."
     assert (warning.value, warning.limit, warning.since_step) == (0.9, 0.3, REFERENCE_STEPS + 1)
     assert warning.reason.endswith(".")
     assert "max_response_tokens" in warning.advice
@@ -163,8 +163,8 @@ def test_every_kind_is_one_plain_sentence_that_fits_a_line() -> None:
     kinds = [*(rule.kind for rule in step_rules()), SAVING, FLEET]
     assert len({kind.code for kind in kinds}) == len(kinds)
     for kind in kinds:
-        text = kind.text.format(value=0.123, limit=kind.begins, steps=kind.steps, minutes=15)
-        assert len(text) <= 90, text
+        text = kind.text.format(value=0.123, limit=kind.begins, since=123, minutes=15)
+        assert len(text) <= 70, text  # 80 columns less the label and the last one
         assert text.endswith(".")
         assert kind.reason.endswith(".")
         assert kind.advice.endswith(".")
