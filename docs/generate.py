@@ -6,6 +6,9 @@ import sys
 from pathlib import Path
 
 import rlboost_templates
+from rlboost_runtime.health import limits
+from rlboost_runtime.health.glossary import GLOSSARY, Metric
+from rlboost_runtime.health.rules import FLEET, SAVING, Kind, step_rules
 from rlboost_runtime.job.file.load import FieldDoc, describe_fields
 
 DOCS = Path(__file__).resolve().parent
@@ -40,7 +43,71 @@ def job_file_page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-PAGES = {"job-file.md": job_file_page}
+METRICS_INTRODUCTION = """\
+The trainer adds a line of JSON per step to `metrics.jsonl` in the run's folder. `rlboost metrics RUN` shows
+the important metrics with a chart of each, `rlboost metrics RUN NAME` any other; `--json` and `--csv` are for
+programs.
+Steps count from 0 in the file and from 1 in every command."""
+IT_LEARNS = """\
+1. `reward_mean` rises over tens of steps, and `eval_reward_mean` with it. A single step is noise.
+2. `zero_variance_share` stays below a half: most groups have something to compare.
+3. `truncated_share` is small, and `length_mean` does not run into the limit.
+4. `entropy` falls slowly. `grad_norm` is steady. `mismatch_kl` is below 0.003.
+5. `rlboost samples RUN` shows responses that deserve their reward."""
+WARNINGS_INTRODUCTION = """\
+A warning begins after several bad steps in a row and ends after as many by a milder limit, so it neither
+flickers nor repeats. `rlboost status` (key `warnings` with `--json`), the live view and the end of `launch`
+show the warnings in force; the beginning and the end of each are events of the run. A warning never ends a
+run."""
+
+
+def metrics_page() -> str:
+    """Return docs/metrics.md."""
+    sections = dict.fromkeys(metric.section for metric in GLOSSARY.values())
+    parts = [
+        "# Metrics and warnings",
+        "<!-- Written by docs/generate.py from runtime/rlboost_runtime/health/: do not edit. -->",
+        METRICS_INTRODUCTION,
+        "## How to see that it learns",
+        IT_LEARNS,
+        "## Warnings",
+        WARNINGS_INTRODUCTION,
+        _warnings_table(),
+        "## Metrics",
+    ]
+    for section in sections:
+        rows = [_metric_row(metric) for metric in GLOSSARY.values() if metric.section == section]
+        head = ["| metric | unit | meaning | healthy | otherwise |", "|---|---|---|---|---|"]
+        parts += [f"### {section}", "\n".join([*head, *rows])]
+    return "\n\n".join(parts) + "\n"
+
+
+def _warnings_table() -> str:
+    kinds = [*(rule.kind for rule in step_rules()), SAVING, FLEET]
+    head = ["| warning | begins | ends | why | what to do |", "|---|---|---|---|---|"]
+    return "\n".join([*head, *(_warning_row(kind) for kind in kinds)])
+
+
+def _warning_row(kind: Kind) -> str:
+    begins, ends = ("<=", ">") if kind.is_low_bad else (">=", "<")
+    first = f"{kind.steps} step{'s' * (kind.steps > 1)}"
+    last = f"{kind.steps_to_end} steps"
+    if kind is FLEET:
+        first, last = f"{limits.FLEET_LONG_S / 60:.0f} min", f"{limits.FLEET_RECOVERED_S:.0f} s"
+    return (
+        f"| `{kind.code}` | {kind.quantity} {begins} {kind.begins:g} for {first}"
+        f" | {ends} {kind.ends:g} for {last} | {_cell(kind.reason)} | {_cell(kind.advice)} |"
+    )
+
+
+def _metric_row(metric: Metric) -> str:
+    return (
+        f"| `{metric.name}` | {metric.unit} | {_cell(metric.meaning)} | {_cell(metric.healthy)} |"
+        f" {_cell(metric.advice)} |"
+    )
+
+
+PAGES = {"job-file.md": job_file_page, "metrics.md": metrics_page}
 
 
 def outdated() -> list[str]:

@@ -77,6 +77,7 @@ _MODULES: dict[str, dict[str, str]] = {
         "status": "Show all runs, or how one of them is doing",
         "logs": "Show a run's logs, also of machines that are gone",
         "samples": "Show what the policy said: a step's best, worst and middling response",
+        "metrics": "Show how a run's metrics go, with a chart of each",
         "cost": "Show what a run costs, on what, and what it would have cost on demand",
         "audit": "Check a run against what RLBoost promises, from its event log and token journal",
     },

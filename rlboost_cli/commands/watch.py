@@ -1,4 +1,4 @@
-"""Commands that show a run and change nothing: `status`, `logs`, `samples`, `cost` and `audit`."""
+"""Commands that show a run and change nothing: `status`, `logs`, `samples`, `metrics`, `cost`, `audit`."""
 
 from __future__ import annotations
 
@@ -145,6 +145,46 @@ def samples(
         output.as_json(found)
     else:
         output.show("\n".join(sample_lines(found)))
+
+
+def metrics(
+    run: RunName,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Metrics to show; without any, the important ones",
+            metavar="[NAME]...",
+            show_default=False,
+            autocompletion=completion.metrics,
+        ),
+    ] = None,
+    as_json: AsJson = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print a CSV table with a row per step")] = False,
+) -> None:
+    """Show how a run's metrics go, with a chart of each
+
+    Example: rlboost metrics quickstart reward_mean entropy
+    """
+    from rlboost_cli.runs.metrics import history_of
+    from rlboost_cli.runs.refresh import look_at
+    from rlboost_cli.terminal import output
+    from rlboost_cli.views import metrics as view
+    from rlboost_cli.views import screens
+    from rlboost_runtime.errors import ConfigError
+    from rlboost_runtime.run.index import find_run
+
+    if as_json and as_csv:
+        raise ConfigError("both --json and --csv were given", "leave one of them out")
+    folder = find_run(run)
+    look_at(folder, output.progress, logs=True)
+    history = history_of(folder)
+    chosen = history.chosen(names or [], every=as_json or as_csv)
+    if as_json:
+        output.as_json(view.metrics_json(history, chosen))
+    elif as_csv:
+        output.show(view.metrics_csv(history, chosen))
+    else:
+        screens.metrics(history, chosen)
 
 
 def cost(

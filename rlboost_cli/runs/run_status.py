@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _ALWAYS = (
     *("step", "steps", "policy_version", "reward_mean", "reward_history", "tokens", "responses"),
-    *("preemptions", "seeding", "machines", "instances", "cost"),
+    *("preemptions", "seeding", "machines", "instances", "cost", "warnings"),
 )
 """Keys of `status --json` that are there also before the coordinator has written its first status."""
 

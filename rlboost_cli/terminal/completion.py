@@ -74,6 +74,18 @@ def logs(ctx: typer.Context, incomplete: str) -> list[str]:
     return sorted(name for name in names if name.startswith(incomplete))
 
 
+def metrics(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+    """Return the metrics whose name begins so, each with its meaning."""
+    from rlboost_runtime.health.glossary import GLOSSARY
+
+    typed = ctx.params.get("names") or ()
+    return [
+        (m.name, m.meaning)
+        for m in GLOSSARY.values()
+        if m.name.startswith(incomplete) and m.name not in typed
+    ]
+
+
 def _status(ctx: typer.Context) -> Status:
     from rlboost_runtime.protocol.status import Status, read_status
     from rlboost_runtime.run.folder import read_json

@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from rlboost_cli.terminal.text import counted, duration, labelled, left_lines, usd
+from rlboost_cli.views.health import evaluation_course, full_warnings
 from rlboost_runtime.protocol.reward_failures import FailureCount
 
 if TYPE_CHECKING:
@@ -15,14 +16,20 @@ if TYPE_CHECKING:
     from rlboost_runtime.billing.report import CostReport
     from rlboost_runtime.protocol.status import Status
 
+WIDTH = 80
+"""Columns of the summary."""
+
 
 def ended_lines(name: str, state: str, status: Status, report: CostReport) -> list[str]:
     """Return a summary and a short cost report."""
     lines = [f"{name} {'is ' if state == 'done' else ''}{state}{_how_far(status)}"]
     if learnt := _reward([r for r in status.reward_history if r is not None]):
         lines += labelled("reward", learnt)
+    if status.evaluation is not None:
+        lines += labelled("eval", evaluation_course(status.evaluation))
     if failures := _reward_failures(report.rewards):
         lines += labelled("", failures)
+    lines += full_warnings(status.warnings, WIDTH)
     return [*lines, *labelled("spot", *_survived(status)), *labelled("cost", *_cost(report))]
 
 

@@ -14,6 +14,7 @@ from rlboost_cli.terminal.screen import Glyphs, Line, Size
 from rlboost_cli.terminal.text import ENDED, counted, duration, labelled, table, usd
 from rlboost_cli.views.events import event_line, merged
 from rlboost_cli.views.fleet_table import fleet_rows, fleet_table
+from rlboost_cli.views.health import evaluation_words, full_warnings, short_warnings
 
 if TYPE_CHECKING:
     from rlboost_cli.runs.run_status import RunStatus
@@ -33,7 +34,10 @@ _COMPARED_STEPS = 10
 _FOOT = "Ctrl-C detaches; the run goes on"
 _FOOTED_ROOM = 4
 """Lines below the head from which on there is room for the foot."""
-_LOUD_KINDS = {"preempted", "noticed", "lost", "no capacity", "refused", "recalled", "trainer", "coordinator"}
+_LOUD_KINDS = {
+    *("preempted", "noticed", "lost", "no capacity", "refused", "recalled", "trainer", "coordinator"),
+    "warning",
+}
 
 
 def live_lines(found: RunStatus, size: Size, glyphs: Glyphs, *, is_last: bool = False) -> list[Line]:
@@ -44,7 +48,8 @@ def live_lines(found: RunStatus, size: Size, glyphs: Glyphs, *, is_last: bool = 
     width = min(size.width - 1, WIDEST)  # a sign in the last column may wrap
     room = max(1, size.height - 1)
     status = found.status
-    head = [*_head(status, width, glyphs), *(Line(text, "warn") for text in staleness(found))][:room]
+    warnings = [*short_warnings(status), *staleness(found)]
+    head = [*_head(status, width, glyphs), *(Line(text, "warn") for text in warnings)][:room]
     rows, events = fleet_rows(status), _events(status, _MOST_EVENTS)
     gap = [Line("")] if size.height >= _ROOMY_HEIGHT else []
     left = room - len(head)
@@ -61,6 +66,7 @@ def status_lines(found: RunStatus, glyphs: Glyphs, width: int = WIDEST) -> list[
     """Return one run's status in full: every instance, whatever the height."""
     status = found.status
     lines = [line.text for line in _head(status, width, glyphs)]
+    lines += full_warnings(status.warnings, width)
     rows = fleet_rows(status)
     if rows:
         lines += ["", *(line.text for line in fleet_table(rows, len(rows) + 1, width))]
@@ -104,6 +110,7 @@ def _head(status: Status, width: int, glyphs: Glyphs) -> list[Line]:
         "step": [_step(status, width, glyphs)],
         "phase": _phase(status, width, glyphs),
         "reward": _rewards(status, width, glyphs),
+        "eval": [] if status.evaluation is None else [evaluation_words(status.evaluation)],
         "rollout": _rollout(status),
         "cost": _cost(status),
     }

@@ -15,6 +15,7 @@ from rlboost_cli.terminal import output, text
 from rlboost_cli.terminal.screen import can_redraw, glyphs_for
 
 if TYPE_CHECKING:
+    from rlboost_cli.runs.metrics import MetricHistory
     from rlboost_cli.runs.run_status import RunStatus
     from rlboost_cli.runs.teardown import Teardown
     from rlboost_cli.views.live import Outcome
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from rlboost_runtime.protocol.status import Status
     from rlboost_runtime.run.create import FoundRun
     from rlboost_runtime.run.folder import RunFolder
+
+METRICS_WIDTH = 80
+"""Most columns of the table of metrics."""
 
 
 def status(found: RunStatus) -> None:
@@ -31,6 +35,14 @@ def status(found: RunStatus) -> None:
     staleness(found)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else run_view.WIDEST
     output.show("\n".join(run_view.status_lines(found, glyphs_for(sys.stdout), width)))
+
+
+def metrics(history: MetricHistory, chosen: list[str]) -> None:
+    """Print a table of a run's metrics, each with its course."""
+    from rlboost_cli.views.metrics import metric_lines
+
+    width = min(shutil.get_terminal_size().columns, METRICS_WIDTH) if sys.stdout.isatty() else METRICS_WIDTH
+    output.show("\n".join(metric_lines(history, chosen, glyphs_for(sys.stdout), width)))
 
 
 def staleness(found: RunStatus) -> None:

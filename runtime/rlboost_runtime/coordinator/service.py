@@ -41,7 +41,7 @@ from rlboost_runtime.coordinator.observers.boot_times import BootTimes
 from rlboost_runtime.coordinator.observers.steps import ReservedMeter
 from rlboost_runtime.coordinator.observers.timeline import Timeline
 from rlboost_runtime.coordinator.observers.waste import WasteMeter
-from rlboost_runtime.coordinator.status import StatusSources, build_status
+from rlboost_runtime.coordinator.status import StatusSources, build_status, fleet_facts
 from rlboost_runtime.core.base.messages import (
     DEFAULT_BOOT_S,
     Command,
@@ -381,6 +381,7 @@ class Coordinator:
             self._ledger.write_notes()
             self._check_disk(now)
             self._check_budget()
+            self._check_health()
             self._write_status()
             self._learn_weights_url()
             await self._clock.sleep(HOUSEKEEPING_S)
@@ -419,6 +420,14 @@ class Coordinator:
                 f"the budget of ${budget:.2f} is spent after {self._ledger.step_summary(0).num_steps} steps",
                 f"raise budget.max_usd in the job file and type: rlboost launch {self._run.name} --resume",
             )
+
+    def _check_health(self) -> None:
+        """Note warnings on the fleet and the bill that begin or end; none while the run is wound up."""
+        if self._ending is not None:
+            return
+        now = self._clock.wall()
+        for change in self._trainer.health.look(fleet_facts(self._sources, now)):
+            self._ledger.note(now, change.kind, change.text)
 
     def _room_micro_usd(self) -> int:
         """Return the part of the budget that is neither spent nor committed."""

@@ -16,6 +16,7 @@ from rlboost_runtime.coordinator.links.trainer import TrainerLink
 from rlboost_runtime.core.base.messages import LossCause, Pool
 from rlboost_runtime.core.lease_controller import LeaseState
 from rlboost_runtime.core.state.instance_states import InstanceState
+from rlboost_runtime.health.monitor import FleetFacts
 from rlboost_runtime.job import Job
 from rlboost_runtime.protocol.status import (
     CostSoFar,
@@ -127,6 +128,8 @@ def build_status(sources: StatusSources, now_wall: float) -> dict[str, Any]:
         started_at=sources.started_at,
         at=now_wall,
         trainer=TrainerStatus(sources.trainer.connected),
+        warnings=sources.trainer.health.active,
+        evaluation=sources.trainer.health.evaluation,
         events=[RecentEvent(e.at, e.kind, e.text) for e in ledger.events(LAST_EVENTS)],
         replay=ReplayDigest(totals.num_events, totals.num_commands, totals.commands_digest),
         journal_problem=state.journal_problem,
@@ -134,6 +137,21 @@ def build_status(sources: StatusSources, now_wall: float) -> dict[str, Any]:
     )
     found: dict[str, Any] = msgspec.to_builtins(status)
     return found
+
+
+def fleet_facts(sources: StatusSources, now_wall: float) -> FleetFacts:
+    """Return what the health warnings on the fleet and the bill are derived from."""
+    core, ledger = sources.state.core, sources.ledger
+    num_steps = ledger.step_summary(0).num_steps
+    figures = sources.on_demand.figures(ledger, sources.run, num_steps, now_wall)
+    return FleetFacts(
+        now=sources.state.now(),
+        steps=num_steps,
+        connected=sum(i.is_alive and i.pool is Pool.SPOT for i in core.instances.values()),
+        useful=core.useful_instances,
+        is_rolling_out=core.step is not None,
+        saving_fraction=None if figures is None else figures.saving_fraction,
+    )
 
 
 def _unfinished_tokens(state: CoreDriver) -> int:

@@ -161,6 +161,35 @@ class RecentEvent(msgspec.Struct):
     text: str = ""
 
 
+class HealthWarning(msgspec.Struct):
+    """Something about the run that a person should look at, as long as it lasts."""
+
+    code: str = ""
+    """Stable name, such as zero_variance (docs/metrics.md)."""
+    text: str = ""
+    """One sentence with the measured value and the limit."""
+    reason: str = ""
+    """Why it matters."""
+    advice: str = ""
+    """What to do."""
+    value: float = 0.0
+    limit: float = 0.0
+    since_step: int | None = None
+    """First step that showed it, counted from 1."""
+
+
+class EvaluationStatus(msgspec.Struct):
+    """The newest evaluation on held-out prompts."""
+
+    step: int = 0
+    """Step whose weights were evaluated, counted from 1: those before its update."""
+    reward_mean: float = 0.0
+    reward_best: float | None = None
+    """Mean over prompts of the best response's reward."""
+    first_reward_mean: float = 0.0
+    """Of the run's first evaluation."""
+
+
 class TrainerStatus(msgspec.Struct):
     """Whether the trainer is connected."""
 
@@ -204,6 +233,10 @@ class Status(msgspec.Struct, kw_only=True):
     started_at: float | None = None
     at: float | None = None
     trainer: TrainerStatus = msgspec.field(default_factory=TrainerStatus)
+    warnings: list[HealthWarning] = []
+    """Warnings in force."""
+    evaluation: EvaluationStatus | None = None
+    """None before the first evaluation, and without one in the job."""
     events: list[RecentEvent] = []
     replay: ReplayDigest = msgspec.field(default_factory=ReplayDigest)
     journal_problem: str | None = None

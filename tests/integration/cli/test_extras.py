@@ -35,6 +35,7 @@ COMMANDS = (
     ("status",),
     ("logs", "nothing"),
     ("samples", "nothing"),
+    ("metrics", "nothing"),
     ("cost", "nothing"),
     ("audit", "nothing"),
     ("preempt", "nothing", "spot-0"),

@@ -15,7 +15,9 @@ from rlboost_runtime.billing.books import unsettled
 from rlboost_runtime.billing.launch_records import HeadMachine, MachineRecord
 from rlboost_runtime.billing.ledger import Ledger
 from rlboost_runtime.coordinator.service import Coordinator
+from rlboost_runtime.coordinator.status import fleet_facts
 from rlboost_runtime.errors import CredentialsRejected, RuntimeFault
+from rlboost_runtime.health.monitor import FleetFacts
 from rlboost_runtime.job import Job, LocalOffer, ReasoningGym, Rollout, Spot, TinyModel
 from rlboost_runtime.processes import kill_tagged
 from rlboost_runtime.protocol.session import RunIsOver
@@ -172,3 +174,28 @@ async def test_an_error_that_can_be_explained_leaves_as_itself(
     async with asyncio.timeout(30):
         with pytest.raises(RuntimeFault, match="the fleet is broken"):
             await coordinator_of(run, 0).serve()
+
+
+async def test_warnings_on_the_bill_are_noted_and_shown_until_the_run_ends(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator = coordinator_of(run, 2)
+    real = fleet_facts(coordinator._sources, time.time())
+    assert (real.steps, real.connected, real.is_rolling_out, real.saving_fraction) == (0, 0, False, None)
+    steps = iter(range(10, 100))
+
+    def losing(sources: object, now: float) -> FleetFacts:
+        return replace(real, steps=next(steps), saving_fraction=-0.4)
+
+    monkeypatch.setattr("rlboost_runtime.coordinator.service.fleet_facts", losing)
+    for _ in range(6):
+        coordinator._check_health()
+    coordinator._write_status()
+    noted = [event.text for event in coordinator._ledger.events() if event.kind == "warning"]
+    assert noted == ["warning spot_does_not_pay: Spot does not pay: saving -40% since step 10 (limit 0%)."]
+    (warning,) = read_json(run.status)["warnings"]
+    assert warning["code"] == "spot_does_not_pay"
+    coordinator.end_run("done", "", "")
+    coordinator._check_health()
+    assert next(steps) == 16, "a run that is wound up has no fleet to judge"
+    coordinator._ledger.close()

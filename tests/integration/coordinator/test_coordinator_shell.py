@@ -288,8 +288,12 @@ async def test_a_step_flows_from_request_to_delivery_and_lease(tmp_path: Path) -
         await agent.hear(SleepMessage)
         await agent.say(SleptMessage())
         assert (await trainer.hear(GrantLeaseMessage)).step == 0
-        await trainer.say(StepTrainedMessage(0, 0.0, 0.1, 7, 0.5, {"loss": 1.0, "handover_s": 2.5}))
+        metrics = {"loss": 1.0, "handover_s": 2.5, "minibatches_not_finite": 2.0}
+        await trainer.say(StepTrainedMessage(0, 0.0, 0.1, 7, 0.5, metrics))
         await asyncio.sleep(0.05)
+        (warned,) = [event.text for event in made.ledger.events() if event.kind == "warning"]
+        assert warned.startswith("warning grad_not_finite: Gradient not finite in 2 updates")
+        assert [each.code for each in made.trainer.health.active] == ["grad_not_finite"]
         assert [row.tokens for row in made.ledger.steps()] == [7]
         trained = [each for each in read_events(made.driver.run.events) if isinstance(each, StepTrained)]
         assert [each.handover_s for each in trained] == [2.5], "the brain hears what the trainer measured"

@@ -19,7 +19,10 @@ from safetensors.torch import load_file
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 
+from rlboost_cli.runs.metrics import history_of
 from rlboost_runtime.errors import RLBoostError, RuntimeFault
+from rlboost_runtime.health.glossary import GLOSSARY
+from rlboost_runtime.health.monitor import HealthMonitor
 from rlboost_runtime.job import Job
 from rlboost_runtime.protocol.messages import (
     Checkpointed,
@@ -41,6 +44,7 @@ from rlboost_runtime.protocol.messages import (
     encode,
     trainer_message_decoder,
 )
+from rlboost_runtime.protocol.status import EvaluationStatus
 from rlboost_runtime.run import security
 from rlboost_runtime.run.folder import RunFolder, write_json
 from rlboost_runtime.trainer.__main__ import EXIT_CANNOT_GO_ON, train
@@ -364,6 +368,22 @@ def test_groups_without_anything_to_learn_are_replaced_by_spares(tmp_path):
         assert 0 < line["tokens_trained"] <= line["groups_trained"] * SIZE * 6
 
 
+def test_a_run_that_learns_nothing_is_reported_from_its_own_metrics(tmp_path):
+    run = make_run(
+        tmp_path, reward="def score(response, row): return 0.0", evaluation={"every_steps": 1, "prompts": 3}
+    )
+    with Coordinator(run) as coordinator:
+        go(run)
+    trained = coordinator.of(StepTrainedMessage)
+    health = HealthMonitor((message.step, message.metrics) for message in trained)
+    assert "reward_zero" in [warning.code for warning in health.active]
+    assert "grad_not_finite" not in [warning.code for warning in health.active]
+    assert health.evaluation == EvaluationStatus(STEPS, 0.0, 0.0, 0.0)
+    history = history_of(run)
+    assert history.steps == list(range(1, STEPS + 1))
+    assert all(value > 0 for value in history.values("tokens_per_s"))
+
+
 def test_held_out_prompts_are_answered_and_never_trained(tmp_path):
     run = make_run(tmp_path, evaluation={"every_steps": 2, "prompts": 3})
     with Coordinator(run) as coordinator:
@@ -376,6 +396,7 @@ def test_held_out_prompts_are_answered_and_never_trained(tmp_path):
     assert len(set(tails)) == 1, "the same ones each time"
     assert not {p.token_ids for m in asked for p in m.prompts[:GROUPS]} & set(tails[0])
     table = lines(run)
+    assert set().union(*table) == GLOSSARY.keys() - {"tokens_per_s"}
     assert ["eval_reward_mean" in line for line in table] == [True, False, True, True]
     assert all(line["eval_reward_best"] >= line["eval_reward_mean"] for line in table if len(line) > 60)
     assert {line["responses_scored"] for line in table} == {GROUPS * SIZE}

@@ -84,6 +84,12 @@ def test_logs_offer_what_there_are_logs_of(home: Path) -> None:
     assert completed(home, "rlboost logs slow ") == ["coordinator", "spot-7"]
 
 
+def test_metrics_are_offered_by_name_each_once(home: Path) -> None:
+    offered = completed(home, "rlboost metrics slow eval_")
+    assert offered == ["eval_reward_mean", "eval_reward_best"]
+    assert completed(home, "rlboost metrics slow eval_reward_mean eval_") == ["eval_reward_best"]
+
+
 def test_a_broken_home_offers_nothing_and_says_nothing(home: Path) -> None:
     RunFolder(home / "runs" / "slow").status.write_text("{")
     assert completed(home, "rlboost preempt slow ") == []

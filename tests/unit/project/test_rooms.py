@@ -28,7 +28,10 @@ MAY_KNOW = {
     "weights": set[str](),
 }
 """Which role may use which other: nobody knows the agent or the coordinator."""
-NO_TORCH = ("agent", "billing", "coordinator", "core", "errors", "job", "protocol", "run", "seams", "sim")
+NO_TORCH = (
+    *("agent", "billing", "coordinator", "core", "errors", "health", "job", "protocol", "run", "seams"),
+    "sim",
+)
 TORCH = {"torch", "transformers", "safetensors", "vllm"}
 
 

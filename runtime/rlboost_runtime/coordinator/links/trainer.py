@@ -23,6 +23,7 @@ from rlboost_runtime.core.base.messages import (
 )
 from rlboost_runtime.core.lease_controller import LeaseState
 from rlboost_runtime.errors import ProtocolError
+from rlboost_runtime.health.monitor import HealthMonitor
 from rlboost_runtime.logs import event as log_event
 from rlboost_runtime.protocol import messages as wire
 from rlboost_runtime.protocol.session import accept, refuse
@@ -69,6 +70,7 @@ class TrainerLink:
         self._trained_at: float | None = None
         self.connected = False
         self.warnings = StepWarnings(record.metrics for record in ledger.steps())
+        self.health = HealthMonitor((record.step, record.metrics) for record in ledger.steps())
 
     # --- commands out -------------------------------------------------------------------------------------
 
@@ -210,6 +212,8 @@ class TrainerLink:
         driver.apply(StepTrained(driver.now(), message.step, message.wait_s, message.busy_s, handover_s))
         for kind, text in self.warnings.trained(message.step, message.metrics):
             self._ledger.note(self._clock.wall(), kind, text)
+        for change in self.health.trained(message.step, message.metrics):
+            self._ledger.note(self._clock.wall(), change.kind, change.text)
         if message.checkpointed:
             driver.step_checkpointed(message.step)
         log_event(log, "step.trained", step=message.step, reward=message.reward_mean)

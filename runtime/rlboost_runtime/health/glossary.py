@@ -1,0 +1,164 @@
+"""Every metric of `metrics.jsonl`, in words: unit, meaning, healthy range and what to do.
+
+docs/metrics.md is written from this table. A test compares it with what the trainer writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Literal
+
+from rlboost_runtime.protocol.reward_failures import WORDS, RewardFailure, metric_of
+
+Unit = Literal["", "share", "tokens", "s", "nats", "count", "bytes", "tokens/s"]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A metric of a step."""
+
+    name: str
+    section: str
+    unit: Unit
+    meaning: str
+    healthy: str = ""
+    """Empty: depends on the job."""
+    advice: str = ""
+    """What to do outside the healthy range; empty: nothing."""
+    better: Literal["high", "low", ""] = ""
+    """Which value is the best of a run; empty: neither."""
+
+
+_REWARD, _LENGTH, _GROUPS = "Reward", "Length and ending", "Groups"
+_UPDATE, _MISMATCH, _TIME, _STEP = "Update", "Engine and trainer", "Time", "Step"
+
+_TABLE: tuple[Metric, ...] = (
+    Metric("step", _STEP, "count", "Step; from 0 in the file, from 1 in every command."),
+    Metric("policy_version", _STEP, "count", "Weight version that generated the responses."),
+    Metric(
+        "staleness", _STEP, "count", "Updates between the weights that generated and those that are trained.",
+        "0, at most algorithm.max_staleness", better="low",
+    ),
+    Metric("learning_rate", _STEP, "", "Learning rate of the step, warm-up included."),
+    Metric(
+        "prompts_skipped", _STEP, "count", "Prompts left out so far because they are too long.",
+        "0", "Raise algorithm.max_prompt_tokens, or shorten the prompts.", "low",
+    ),
+    Metric(
+        "reward_mean", _REWARD, "", "Mean reward of the step's responses, without the overlong penalty.",
+        "rising; away from the ends of its range", "Flat: see reward_zero and zero_variance.", "high",
+    ),
+    Metric("reward_std", _REWARD, "", "Standard deviation of these rewards.", "clearly above 0",
+           "0: all responses score alike; check the reward."),
+    Metric("reward_max", _REWARD, "", "Highest reward of the step.", "above reward_mean", better="high"),
+    Metric("group_reward_std", _REWARD, "", "Standard deviation within a group, averaged over groups.",
+           "clearly above 0", "It is what advantages are made of; at 0 nothing is learnt."),
+    Metric("group_reward_min", _REWARD, "", "Mean reward of the worst group.", better="high"),
+    Metric("group_reward_max", _REWARD, "", "Mean reward of the best group.", better="high"),
+    Metric("eval_reward_mean", _REWARD, "", "Mean reward on held-out prompts, in evaluated steps only.",
+           "rising with reward_mean", "Falls while reward_mean rises: the policy overfits its prompts.",
+           "high"),
+    Metric("eval_reward_best", _REWARD, "", "Best response per held-out prompt, averaged.",
+           "at or above eval_reward_mean", better="high"),
+    Metric("responses_scored", _REWARD, "count", "Responses that got a reward.",
+           "prompts x group_size"),
+    *(
+        Metric(metric_of(kind), _REWARD, "count", f"Responses scored 0 because their reward {WORDS[kind]}.",
+               "0", "See `rlboost logs RUN reward`; correct the reward function.", "low")
+        for kind in RewardFailure
+    ),
+    Metric("zero_variance_share", _GROUPS, "share", "Groups whose rewards are all equal.", "below 0.5",
+           "Choose prompts of medium difficulty, raise group_size, or replace such groups.", "low"),
+    Metric("groups_trained", _GROUPS, "count", "Groups that were trained on.", "prompts_per_step"),
+    Metric("groups_flat", _GROUPS, "count", "Groups whose rewards are all equal, also among spares.",
+           "fewer than half", "As for zero_variance_share.", "low"),
+    Metric("groups_replaced", _GROUPS, "count", "Spare groups that took the place of flat ones.",
+           "at most spare_prompts"),
+    Metric("groups_spare_unused", _GROUPS, "count", "Spare groups that were rolled out and thrown away.",
+           "few", "Lower algorithm.spare_prompts.", "low"),
+    Metric("truncated_share", _LENGTH, "share", "Responses cut at max_response_tokens.", "below 0.1",
+           "Raise max_response_tokens, or penalise length.", "low"),
+    Metric("quarantined_share", _LENGTH, "share", "Responses given up because engines failed on them.",
+           "0", "See the engines' logs.", "low"),
+    Metric("migrated_share", _LENGTH, "share", "Responses that more than one instance worked on.",
+           "any: migration costs little"),
+    Metric("not_finite_share", _LENGTH, "share", "Responses with a logprob or reward that is not finite.",
+           "0", "Check the engine's dtype and the reward.", "low"),
+    Metric("length_mean", _LENGTH, "tokens", "Mean length of a response.", "steady or slowly rising",
+           "A jump to the limit or to a few tokens: read `rlboost samples`."),
+    Metric("length_p10", _LENGTH, "tokens", "Length that 10 % of the responses do not exceed."),
+    Metric("length_p50", _LENGTH, "tokens", "Median length of a response."),
+    Metric("length_p90", _LENGTH, "tokens", "Length that 90 % of the responses do not exceed."),
+    Metric("length_max", _LENGTH, "tokens", "Length of the longest response.",
+           "below max_response_tokens"),
+    Metric("loss", _UPDATE, "", "Mean loss of the step's updates.",
+           "near 0; it does not show progress: use reward_mean"),
+    Metric("tokens_trained", _UPDATE, "tokens", "Response tokens that the step trained on."),
+    Metric("tokens_per_s", _TIME, "tokens/s", "Tokens trained on per second of the step (computed:"
+           " tokens_trained / step_s).", better="high"),
+    Metric("clip_share", _UPDATE, "share", "Tokens whose probability ratio was clipped.",
+           "0 with one update per step, else below 0.2", "Lower learning_rate or minibatches_per_step.",
+           "low"),
+    Metric("importance_clip_share", _UPDATE, "share", "Tokens whose importance weight was capped or dropped.",
+           "below 0.01", "See mismatch_kl.", "low"),
+    Metric("entropy", _UPDATE, "nats", "Entropy of the policy per token.",
+           "falls slowly; above a tenth of its first value",
+           "Collapse: raise clip_high or the temperature, lower learning_rate."),
+    Metric("grad_norm", _UPDATE, "", "Norm of the gradient before clipping, averaged over updates.",
+           "steady; below ten times its median", "Lower learning_rate; look at mismatch_kl."),
+    Metric("minibatches_empty", _UPDATE, "count", "Updates skipped because no token was left to train on.",
+           "0", "See zero_variance_share and mask_truncated.", "low"),
+    Metric("minibatches_not_finite", _UPDATE, "count", "Updates skipped because the gradient was not finite.",
+           "0", "Lower learning_rate; use trainer.dtype: float32.", "low"),
+    Metric("mismatch_tokens", _MISMATCH, "tokens", "Tokens that the mismatch metrics compare."),
+    Metric("mismatch_kl", _MISMATCH, "nats", "KL of engine against trainer per token (k3 estimate).",
+           "below 0.003; warned from 0.01", "Same dtype in both, no fp8, importance_sampling on.", "low"),
+    Metric("mismatch_abs_mean", _MISMATCH, "nats", "Mean difference of the two log-probabilities.",
+           "below 0.03", "As for mismatch_kl.", "low"),
+    Metric("mismatch_abs_max", _MISMATCH, "nats", "Largest difference of a single token.",
+           "below 3; warned from 8", "As for mismatch_kl; check that the engine has the same model.", "low"),
+    Metric("effective_sample_share", _MISMATCH, "share", "Effective sample size of the importance weights.",
+           "above 0.9", "As for mismatch_kl, and lower max_staleness.", "high"),
+    Metric("rollout_wait_s", _TIME, "s", "The trainer's wait while others held the GPUs."),
+    Metric("train_wait_s", _TIME, "s", "Its wait while it held them: idle reserved GPUs.",
+           "below half of step_s", "Larger fleet, shorter responses, or max_staleness: 1.", "low"),
+    Metric("reward_wait_s", _TIME, "s", "Its wait for rewards.", "near 0",
+           "Raise reward_processes, or make the function faster.", "low"),
+    Metric("train_s", _TIME, "s", "Forward and backward passes and updates.", better="low"),
+    Metric("lease_wait_s", _TIME, "s", "Its wait until the engines had freed the GPUs.", "seconds",
+           better="low"),
+    Metric("handover_s", _TIME, "s", "Moving weights and optimizer state onto the GPUs.",
+           "seconds", better="low"),
+    Metric("handover_asleep_s", _TIME, "s", "Moving them back to main memory.",
+           better="low"),
+    Metric("publish_s", _TIME, "s", "Copying the new version for publication.", "seconds", better="low"),
+    Metric("checkpoint_s", _TIME, "s", "Copying the checkpoint while training waits.", "seconds",
+           better="low"),
+    Metric("checkpoint_write_s", _TIME, "s", "Writing the previous checkpoint, beside the rollout.",
+           "below step_s", "Raise checkpoint_every_steps, or use a faster disk.", "low"),
+    Metric("step_s", _TIME, "s", "The whole step.", better="low"),
+    Metric("gpu_peak_bytes", _TIME, "bytes", "Most GPU memory that the trainer has held.",
+           "below the GPU's memory"),
+)  # fmt: skip
+
+GLOSSARY: dict[str, Metric] = {metric.name: metric for metric in _TABLE}
+"""By name."""
+
+IMPORTANT = (
+    *("reward_mean", "eval_reward_mean", "length_mean", "truncated_share", "zero_variance_share", "entropy"),
+    *("grad_norm", "mismatch_kl", "tokens_per_s"),
+)
+"""Shown where no name is given."""
+
+
+def described(name: str) -> Metric:
+    """Return the entry of a metric; one without meaning for a metric of somebody's own trainer."""
+    return GLOSSARY.get(name) or Metric(name, "", "", "A metric of this run's own trainer.")
+
+
+def similar(name: str, known: Iterable[str]) -> list[str]:
+    """Return the known names most like `name`."""
+    names = sorted({*known, *GLOSSARY})
+    return get_close_matches(name, names, n=3, cutoff=0.4) or [each for each in names if name in each][:3]

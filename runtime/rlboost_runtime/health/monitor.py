@@ -1,0 +1,153 @@
+"""The health of one run: takes steps and facts about the fleet, and holds the warnings in force.
+
+A warning begins after several bad steps in a row (or, for the fleet, a long time) and ends after as many good
+ones by a milder limit. So it neither flickers nor repeats while its cause lasts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rlboost_runtime.health import limits
+from rlboost_runtime.health.rules import FLEET, SAVING, Row, Rule, finite, step_rules
+from rlboost_runtime.protocol.status import EvaluationStatus, HealthWarning
+
+
+@dataclass(frozen=True, slots=True)
+class HealthChange:
+    """A warning that began or ended."""
+
+    warning: HealthWarning
+    has_begun: bool
+
+    @property
+    def kind(self) -> str:
+        """Kind of the run's event."""
+        return "warning" if self.has_begun else "recovered"
+
+    @property
+    def text(self) -> str:
+        """Text of the run's event."""
+        warning = self.warning
+        if self.has_begun:
+            return f"warning {warning.code}: {warning.text}"
+        return f"warning {warning.code} has ended"
+
+
+@dataclass(frozen=True, slots=True)
+class FleetFacts:
+    """What the fleet and the bill look like at one moment."""
+
+    now: float
+    """Seconds on any steady clock."""
+    steps: int
+    """Trained steps."""
+    connected: int
+    """Spot instances that are connected."""
+    useful: int
+    """Spot instances from which on another one does not pay."""
+    is_rolling_out: bool = True
+    """False while no step is open: then nobody needs a fleet."""
+    saving_fraction: float | None = None
+    """Saving over on-demand machines alone, as of the last trained step; None: not known."""
+
+
+class HealthMonitor:
+    """Feed it every trained step and, about once a second, the fleet."""
+
+    def __init__(self, before: Iterable[tuple[int, Row]] = ()) -> None:
+        """`before`: (step from 0, metrics) of steps that were reported earlier; their warnings are in force,
+        and are not reported again."""
+        self._rules = step_rules()
+        self._saving = Rule(SAVING, lambda row: None)
+        self._judged_steps = 0
+        self._fleet: HealthWarning | None = None
+        self._short_since: float | None = None
+        self._enough_since: float | None = None
+        self.evaluation: EvaluationStatus | None = None
+        """The newest evaluation; None before the first."""
+        for step, row in before:
+            self.trained(step, row)
+
+    @property
+    def active(self) -> list[HealthWarning]:
+        """Warnings in force."""
+        held = [*(rule.active for rule in (*self._rules, self._saving)), self._fleet]
+        return [warning for warning in held if warning is not None]
+
+    def trained(self, step: int, row: Row) -> list[HealthChange]:
+        """Take in the metrics of a step, counted from 0; return what began or ended."""
+        self._evaluated(step + 1, row)
+        changes = []
+        for rule in self._rules:
+            was = rule.active
+            if rule.step(step + 1, row):
+                changes.append(_change(was, rule.active))
+        return changes
+
+    def look(self, facts: FleetFacts) -> list[HealthChange]:
+        """Take in the fleet and the bill; return what began or ended."""
+        changes = []
+        was = self._saving.active
+        if self._is_new_saving(facts) and self._saving.take(facts.steps, facts.saving_fraction or 0.0):
+            changes.append(_change(was, self._saving.active))
+        held = self._fleet
+        self._fleet = self._fleet_now(facts)
+        if (held is None) != (self._fleet is None):
+            changes.append(_change(held, self._fleet))
+        return changes
+
+    def _evaluated(self, step: int, row: Row) -> None:
+        mean = finite(row, "eval_reward_mean")
+        if mean is not None:
+            first = mean if self.evaluation is None else self.evaluation.first_reward_mean
+            best = finite(row, "eval_reward_best")
+            self.evaluation = EvaluationStatus(step, mean, best, first)
+
+    def _is_new_saving(self, facts: FleetFacts) -> bool:
+        """Return True once per trained step whose comparison counts."""
+        if facts.saving_fraction is None or facts.steps == self._judged_steps:
+            return False
+        self._judged_steps = facts.steps
+        return facts.steps >= limits.SAVING_FROM_STEP
+
+    def _fleet_now(self, facts: FleetFacts) -> HealthWarning | None:
+        if not facts.is_rolling_out or facts.useful <= 0:
+            self._short_since = self._enough_since = None
+            return self._fleet
+        share = facts.connected / facts.useful
+        self._short_since = _since(self._short_since, facts.now, is_so=FLEET.is_bad(share))
+        is_enough = share >= limits.FLEET_SHARE_ENDS
+        self._enough_since = _since(self._enough_since, facts.now, is_so=is_enough)
+        if self._enough_since is not None and facts.now - self._enough_since >= limits.FLEET_RECOVERED_S:
+            return None
+        if self._short_since is not None and facts.now - self._short_since >= limits.FLEET_LONG_S:
+            since = facts.steps + 1 if self._fleet is None else self._fleet.since_step
+            return _fleet_warning(share, facts.now - self._short_since, since)
+        return self._fleet
+
+
+def _since(since: float | None, now: float, *, is_so: bool) -> float | None:
+    if not is_so:
+        return None
+    return now if since is None else since
+
+
+def _fleet_warning(share: float, seconds: float, since_step: int | None) -> HealthWarning:
+    text = FLEET.text.format(value=share, minutes=seconds / 60, limit=FLEET.begins)
+    return HealthWarning(
+        code=FLEET.code,
+        text=text,
+        reason=FLEET.reason,
+        advice=FLEET.advice,
+        value=share,
+        limit=FLEET.begins,
+        since_step=since_step,
+    )
+
+
+def _change(was: HealthWarning | None, now: HealthWarning | None) -> HealthChange:
+    warning = now if now is not None else was
+    assert warning is not None
+    return HealthChange(warning, has_begun=now is not None)
