@@ -119,7 +119,9 @@ def _check(target: Target) -> None:
     from rlboost_cli.terminal import output
     from rlboost_runtime.run.folder import home
 
-    file = target.job_file or (target.run and target.run.files / target.run.job_json.name)
+    file = target.job_file
+    if file is None and target.run is not None:
+        file = target.run.files / target.run.job_json.name
     require_launchable(DoctorContext(home(), target.job, file), output.progress)
 
 

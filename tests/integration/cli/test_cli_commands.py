@@ -297,6 +297,7 @@ def test_what_costs_money_is_shown_and_asked_about_before_anything_is_made(
     command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RLBOOST_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HF_TOKEN", "x")
     job = str(tmp_path / "job.yaml")
     rlboost("init", job, "--template", "aws")
     said = rlboost(*command, job, code=2)
