@@ -36,9 +36,3 @@ def test_training_deltas_and_hand_overs_run_in_miniature(tmp_path: Path) -> None
     assert set(line["parts"]) == set(IN_PROCESS)
     assert line["parts"]["training"]["figures"]["tokens_per_s"] > 0
     assert line["parts"]["cycle"]["figures"]["engine_tokens_per_s"] > 0
-
-
-def test_a_whole_run_in_miniature(tmp_path: Path) -> None:
-    line = check(tmp_path / "result.json", "whole_run")
-    assert line["pass"] is True
-    assert line["parts"]["whole_run"]["figures"]["steps"] == 2
