@@ -106,5 +106,6 @@ def test_a_small_cache_is_known_and_bounds_what_is_sent(cli: Cli) -> None:
     assert num_tokens < 16 * SMALL_CONTEXT / 2, "or slots bound more than the cache does"
     assert {row["kv_block_tokens"] for row in seen} == {32}
     assert [row["kv_tokens"] for row in seen] == pytest.approx([num_tokens] * len(seen), rel=0.01)
-    assert any(row["kv_free_tokens"] < num_tokens / 2 for row in seen), "it was full, or nothing is shown"
+    free = [row["kv_free_tokens"] for row in seen if row["kv_free_tokens"] is not None]
+    assert min(free) < num_tokens / 2, "it was full at some time"
     assert 0 < max(row["in_flight"] for row in seen) < 16, "slots alone would let 16 in"

@@ -58,12 +58,18 @@ async def test_an_engine_over_two_devices_takes_versions_as_one_does(server):
 
 
 async def swap_under_load(engine, reader, versions, swaps: int, length: int) -> dict[int, list[int]]:
-    """Swap while responses of `length` tokens are generated; return their prompts by number."""
-    asked = dict(enumerate(prompts(STREAMS, seed=11)))
-    engine.submit([Request(i, p, length) for i, p in asked.items()])
-    await reader.until(lambda: reader.responses.keys() >= asked.keys())
+    """Swap while responses of `length` tokens are generated; return their prompts by number.
+
+    On quick cores they end before the last swap: others take their place.
+    """
+    asked: dict[int, list[int]] = {}
     number = 1000
     for k in range(1, swaps + 1):
+        if sum(i in asked for i in engine.streams.open) < STREAMS // 2:
+            more = dict(enumerate(prompts(STREAMS, seed=10 + k), len(asked)))
+            engine.submit([Request(i, p, length) for i, p in more.items()])
+            asked |= more
+            await reader.until(lambda more=more: reader.responses.keys() >= more.keys())
         version, source = 10 + k, k % 2
         versions.models[version] = versions[source]
         before = longest(reader)
@@ -81,9 +87,9 @@ async def swap_under_load(engine, reader, versions, swaps: int, length: int) -> 
 
 def check_all(versions, asked, responses, swaps: int) -> None:
     """Every version generated a part of them, and every token is the one that its version gives."""
+    assert {response.versions[0] for response in responses[:STREAMS]} == {0}
     for prompt, response in zip(asked.values(), responses, strict=True):
         assert response.versions == sorted(response.versions)
-        assert response.versions[0] == 0
         check_each_version(versions, prompt, response)
     assert {v for r in responses for v in r.versions} >= set(range(11, 11 + swaps - 1))
 
