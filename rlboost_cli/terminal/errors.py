@@ -21,7 +21,6 @@ import typer
 
 from rlboost_cli.terminal.screen import between_words
 from rlboost_runtime.errors import ConfigError, RLBoostError, RuntimeFault
-from rlboost_runtime.run.folder import home
 
 _UNUSABLE = {
     errno.EROFS: "its disk is read-only",
@@ -44,6 +43,8 @@ MIN_ROOM_BYTES = 4 << 20
 
 def explain_disk(error: OSError) -> RLBoostError | None:
     """Return the explanation where `error` is about `$RLBOOST_HOME` or its disk; None for any other."""
+    from rlboost_runtime.run.folder import home
+
     folder = home()
     paths = [Path(str(name)).absolute() for name in (error.filename, error.filename2) if name is not None]
     is_ours = any(path.is_relative_to(folder) or folder.is_relative_to(path) for path in paths)
@@ -186,6 +187,8 @@ def _write_traceback(error: Exception) -> Path:
     import tempfile
     import time
     import traceback
+
+    from rlboost_runtime.run.folder import home
 
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
     text = "".join(traceback.format_exception(error))
