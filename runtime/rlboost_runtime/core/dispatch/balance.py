@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from rlboost_runtime.core.base.messages import Pool
 from rlboost_runtime.core.state.eligible import LoadIndex, Rank
 from rlboost_runtime.core.state.instances import Instance
-from rlboost_runtime.core.state.rates import Kind, Lengths, StepTimes
+from rlboost_runtime.core.state.rates import Lengths, StepTimes
 from rlboost_runtime.core.state.responses import Response
 
 UNEVEN_SHARE = 0.05
@@ -82,7 +82,7 @@ class Balancer:
         """Take in what each response that was there all the time gained: a token in each decode step."""
         num_steps = sorted(gains)[len(gains) // 2]
         if num_steps > 0:
-            self.step_times.learn(kind_of(instance), kv_tokens, seconds / num_steps)
+            self.step_times.learn(instance.kind, kv_tokens, seconds / num_steps)
 
     def close_step(self) -> None:
         """The step is over: its measurements are used in the next one."""
@@ -95,7 +95,7 @@ class Balancer:
             return None
         if not self._lengths.is_known or source.share - target.share < UNEVEN_SHARE:
             return None
-        line = self.step_times.line(kind_of(source))
+        line = self.step_times.line(source.kind)
         if line is None or now < self._even_at:
             return None
         excess = (source.share - target.share) / (
@@ -166,8 +166,3 @@ def _emptiest_of(pool: Pool) -> Callable[[Instance], Rank | None]:
 
 def _most_pending(instance: Instance) -> Rank | None:
     return (-instance.num_queued, 0.0, instance.instance) if instance.num_queued else None
-
-
-def kind_of(instance: Instance) -> Kind:
-    """Return the kind of engine that an instance is."""
-    return instance.kv_tokens, instance.max_running

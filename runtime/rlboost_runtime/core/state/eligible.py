@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from rlboost_runtime.core.base.messages import Pool
 from rlboost_runtime.core.state.instances import Instance, InstanceTable
+from rlboost_runtime.core.state.rates import Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,7 @@ class LoadIndex:
     def __init__(self, eligible: Mapping[str, Instance], rank: Callable[[Instance], Rank | None]) -> None:
         self._eligible = eligible
         self._rank = rank
-        self._heaps: dict[tuple[int, int], list[Rank]] = {}
+        self._heaps: dict[Kind, list[Rank]] = {}
         self._touched: dict[str, None] = {}
 
     def touch(self, name: str) -> None:
@@ -158,15 +159,13 @@ class LoadIndex:
                 found = top
         return None if found is None else found[1]
 
-    def _top(
-        self, kind: tuple[int, int], heap: list[Rank], avoid: Collection[str]
-    ) -> tuple[Rank, Instance] | None:
+    def _top(self, kind: Kind, heap: list[Rank], avoid: Collection[str]) -> tuple[Rank, Instance] | None:
         avoided: list[Rank] = []
         found = None
         while heap and found is None:
             rank = heap[0]
             instance = self._eligible.get(rank[2])
-            if instance is None or _kind(instance) != kind or self._rank(instance) != rank:
+            if instance is None or instance.kind != kind or self._rank(instance) != rank:
                 heapq.heappop(heap)
             elif rank[2] in avoid:
                 avoided.append(heapq.heappop(heap))
@@ -185,18 +184,14 @@ class LoadIndex:
             rank = None if instance is None else self._rank(instance)
             if instance is None or rank is None:
                 continue
-            kind = _kind(instance)
+            kind = instance.kind
             heap = self._heaps.setdefault(kind, [])
             heapq.heappush(heap, rank)
             if len(heap) > VOID_SHARE * len(self._eligible) + VOID_SLACK:
                 self._rebuild(kind)
 
-    def _rebuild(self, kind: tuple[int, int]) -> None:
-        members = (i for i in self._eligible.values() if _kind(i) == kind)
+    def _rebuild(self, kind: Kind) -> None:
+        members = (i for i in self._eligible.values() if i.kind == kind)
         heap = [rank for i in members if (rank := self._rank(i)) is not None]
         heapq.heapify(heap)
         self._heaps[kind] = heap
-
-
-def _kind(instance: Instance) -> tuple[int, int]:
-    return instance.kv_tokens, instance.max_running

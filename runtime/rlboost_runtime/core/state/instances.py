@@ -23,6 +23,7 @@ from rlboost_runtime.core.state.instance_states import (
     InstanceFlag,
     InstanceState,
 )
+from rlboost_runtime.core.state.rates import Kind
 from rlboost_runtime.core.state.responses import Response
 
 
@@ -182,6 +183,11 @@ class Instance:
     def num_executing(self) -> int:
         """Assignments that it decodes, as far as is known, and that were not taken away."""
         return max(0, len(self.assignments) - self.num_queued - len(self.aborting))
+
+    @property
+    def kind(self) -> Kind:
+        """What kind of engine it is."""
+        return self.kv_tokens, self.max_running
 
     @property
     def share(self) -> float:

@@ -25,7 +25,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Collection, Mapping
 
 from rlboost_runtime.core.base.timers import Context, Timer
-from rlboost_runtime.core.dispatch.balance import Balancer, Rebalance, kind_of
+from rlboost_runtime.core.dispatch.balance import Balancer, Rebalance
 from rlboost_runtime.core.dispatch.dispatcher import Dispatcher, Place
 from rlboost_runtime.core.state.eligible import LoadIndex, Rank
 from rlboost_runtime.core.state.instances import Instance, InstanceTable
@@ -196,7 +196,7 @@ class RateProfile:
 
     def learn(self, instance: Instance, batch: int, num_tokens: int, seconds: float) -> None:
         """Take in `num_tokens` generated within `seconds` by `batch` responses together."""
-        table = self._sums.setdefault(kind_of(instance), {})
+        table = self._sums.setdefault(instance.kind, {})
         bucket = _bucket(batch)
         tokens, time = table.get(bucket, (0.0, 0.0))
         table[bucket] = tokens + num_tokens, time + seconds
@@ -212,7 +212,7 @@ class RateProfile:
 
     def plateau(self, instance: Instance) -> int | None:
         """Return B of that kind of instance, None while no step has shown it."""
-        return self._plateaus.get(kind_of(instance))
+        return self._plateaus.get(instance.kind)
 
 
 class IdleBalancer(Balancer):
