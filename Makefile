@@ -96,8 +96,15 @@ test-vllm: $(DEV) $(VLLM) ## the engine tests on a real vLLM; none may be skippe
 	RLBOOST_REQUIRE_VLLM=1 RLBOOST_VLLM_PYTHON=$(abspath $(VLLM_VENV)/bin/python) \
 		$(BIN)/python -m pytest -q -m vllm tests/vllm
 
+.PHONY: chromium
+chromium:
+	@command -v chromium > /dev/null || { \
+		echo "installing Chromium, for tests of the page (once, some minutes)"; \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+			chromium > /dev/null; }
+
 .PHONY: e2e-local
-e2e-local: $(DEV) sshd ## the CLI from launch to down, with real kills
+e2e-local: $(DEV) sshd chromium ## the CLI from launch to down, with real kills
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m e2e tests/e2e
 
 .PHONY: cloudlab

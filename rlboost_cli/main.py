@@ -81,6 +81,10 @@ _MODULES: dict[str, dict[str, str]] = {
         "cost": "Show what a run costs, on what, and what it would have cost on demand",
         "audit": "Check a run against what RLBoost promises, from its event log and token journal",
     },
+    "share": {
+        "dashboard": "Show runs in a browser: curves, machines, samples and the bill, live",
+        "report": "Write a run's curves, machines, samples and bill into one HTML file",
+    },
     "end": {
         "preempt": "Take one instance away on purpose, as its cloud would",
         "down": "End a run for certain and show what it cost",

@@ -6,6 +6,7 @@ A run's `samples.jsonl`: a few responses per step, as data and as lines for a pe
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +36,13 @@ def log_files(run: RunFolder, instance: str | None = None) -> list[Path]:
             f"run {run.name} has no logs of {instance}", f"there are logs of: {known or 'nothing yet'}"
         )
     return found
+
+
+def log_names(run: RunFolder) -> list[str]:
+    """Return what `log_files` can be asked for: processes of the head, then machines."""
+    names = [path.relative_to(run.logs).with_suffix("").as_posix() for path in log_files(run)]
+    machines = sorted(path.name for path in (run.logs / _MACHINES).glob("*") if path.is_dir())
+    return [*names, *machines]
 
 
 @dataclass(slots=True)
@@ -95,6 +103,19 @@ def samples_of(run: RunFolder, step: int | None) -> dict[str, Any]:
             f"run {run.name} has no samples of step {wanted}", f"there are steps {steps[0]} to {steps[-1]}"
         )
     return {"run": run.name, "step": wanted, "samples": [line | {"step": wanted} for line in found]}
+
+
+def sample_rows(run: RunFolder, limit: int, text: str = "", step: int | None = None) -> list[dict[str, Any]]:
+    """Return the newest `limit` samples, oldest first, whose prompt or response contains `text` (in any case)
+    and that are of `step`, where given. Steps count from 1."""
+    wanted, newest = text.casefold(), deque[dict[str, Any]](maxlen=limit)
+    for line in _lines(run):
+        row = line | {"step": int(line["step"]) + 1}
+        if step not in (None, row["step"]):
+            continue
+        if not wanted or any(wanted in str(row.get(name, "")).casefold() for name in ("prompt", "response")):
+            newest.append(row)
+    return list(newest)
 
 
 def sample_lines(found: dict[str, Any]) -> Iterator[str]:

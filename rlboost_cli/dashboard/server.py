@@ -1,0 +1,199 @@
+"""Serves the page of every run of this machine to browsers; it reads runs and can change nothing.
+
+Nobody without the key sees anything: it comes with the address that `rlboost dashboard` prints, and stays in
+the browser as a cookie. All viewers of a run share one reading of it, so that its coordinator is asked once
+a second at most, however many look.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from http.cookies import CookieError, SimpleCookie
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from rlboost_cli.dashboard.data import MAX_SAMPLES, encoded, run_data
+from rlboost_cli.dashboard.page import SCRIPTS, SERVED_POLICY, STYLES, asset, runs_page, served_page
+from rlboost_cli.runs.files import Tail, log_files, log_names, sample_rows
+from rlboost_cli.runs.refresh import look_at
+from rlboost_cli.runs.run_status import runs_table
+from rlboost_cli.views.log_lines import LogLines
+from rlboost_runtime.errors import RLBoostError
+from rlboost_runtime.run.folder import RunFolder
+from rlboost_runtime.run.index import find_run
+
+EVERY_S = 1.0
+"""Shortest time between two readings of a run."""
+ALIVE_EVERY_S = 15.0
+"""A silent stream sends a comment this often, so that a viewer who left is noticed."""
+LOG_LINES = 500
+_COOKIE = "rlboost"
+_TYPES = {"css": "text/css", "js": "text/javascript"}
+
+
+@dataclass
+class _Reading:
+    """A run as it was when it was last read: each part of its figures as JSON."""
+
+    run: RunFolder
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    read_at: float = -EVERY_S
+    parts: dict[str, bytes] = field(default_factory=dict)
+
+    def now(self) -> dict[str, bytes]:
+        """Return the parts, at most `EVERY_S` old. An ended run is read once."""
+        with self.lock:
+            if time.monotonic() - self.read_at < EVERY_S or self.parts.get("has_ended") == b"true":
+                return self.parts
+            look_at(self.run, lambda words: None, ledger=True, logs=True)
+            self.parts = {name: encoded(part) for name, part in run_data(self.run).items()}
+            self.read_at = time.monotonic()
+            return self.parts
+
+
+class DashboardServer(ThreadingHTTPServer):
+    """The server. `url` is where it listens, with the key; `serve_forever` serves until `shutdown`."""
+
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(self, host: str, port: int) -> None:
+        """Raises `OSError` where the address cannot be taken. Port 0 takes a free one."""
+        if ":" in host:
+            self.address_family = socket.AF_INET6
+        super().__init__((host, port), _Handler)
+        self._host = host
+        self.key = secrets.token_urlsafe(24)
+        self._readings: dict[str, _Reading] = {}
+        self._lock = threading.Lock()
+
+    def url(self, run: str | None = None) -> str:
+        """Return the address of a run's page, or of the list, with the key."""
+        shown = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{shown}:{self.server_port}/{f'runs/{run}/' if run else ''}?key={self.key}"
+
+    def reading(self, name: str) -> _Reading:
+        """Return the shared reading of a run. Raises `NotFound`."""
+        run = find_run(name)
+        with self._lock:
+            return self._readings.setdefault(run.name, _Reading(run))
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A viewer who went away is no error; anything else has been answered already."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: DashboardServer
+    protocol_version = "HTTP/1.1"
+    timeout = 60
+
+    def do_GET(self) -> None:
+        """Answer one request."""
+        url = urlsplit(self.path)
+        asked = {name: values[-1] for name, values in parse_qs(url.query).items()}
+        if self._is_key(asked.get("key", "")):
+            return self._let_in(url.path)
+        if not self._is_key(self._cookie()):
+            return self._send(
+                HTTPStatus.UNAUTHORIZED,
+                "text/plain",
+                b"The address needs the key that rlboost dashboard printed.\n",
+            )
+        try:
+            self._answer(url.path.strip("/").split("/"), asked)
+        except RLBoostError as error:
+            self._send(HTTPStatus.NOT_FOUND, "text/plain", f"{error.problem}\n".encode())
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Requests are not logged: the first one has the key in it."""
+
+    def _answer(self, parts: list[str], asked: dict[str, str]) -> None:
+        match parts:
+            case [""]:
+                self._send_page(runs_page(runs_table()))
+            case ["static", *rest] if "/".join(rest) in {*STYLES, *SCRIPTS}:
+                name = "/".join(rest)
+                self._send(HTTPStatus.OK, _TYPES[name.rpartition(".")[2]], asset(name).encode())
+            case ["runs", name]:
+                self._send_page(served_page(find_run(name).name))
+            case ["runs", name, "events"]:
+                self._stream(self.server.reading(name))
+            case ["runs", name, "samples"]:
+                self._send_json(sample_rows(find_run(name), MAX_SAMPLES, asked.get("text", "")))
+            case ["runs", name, "logs"] if "name" in asked:
+                self._send_json(_log_lines(find_run(name), asked["name"]))
+            case ["runs", name, "logs"]:
+                self._send_json(log_names(find_run(name)))
+            case _:
+                self._send(HTTPStatus.NOT_FOUND, "text/plain", b"There is no such page.\n")
+
+    def _stream(self, reading: _Reading) -> None:
+        """Send the figures, then each part that changes, until the viewer leaves or the run's end is sent."""
+        self._send(HTTPStatus.OK, "text/event-stream", None)
+        sent: dict[str, bytes] = {}
+        silent_since = time.monotonic()
+        while True:
+            parts = reading.now()
+            changed = {name: part for name, part in parts.items() if sent.get(name) != part}
+            if changed.keys() - {"at"}:
+                body = b",".join(b'"%s":%s' % (name.encode(), part) for name, part in changed.items())
+                self.wfile.write(b"data: {%s}\n\n" % body)
+                sent, silent_since = parts, time.monotonic()
+            elif time.monotonic() - silent_since > ALIVE_EVERY_S:
+                self.wfile.write(b": alive\n\n")
+                silent_since = time.monotonic()
+            self.wfile.flush()
+            time.sleep(EVERY_S)
+
+    def _let_in(self, path: str) -> None:
+        """Keep the key in the browser and out of its address line."""
+        self.send_response(HTTPStatus.SEE_OTHER)
+        self.send_header("Set-Cookie", f"{_COOKIE}={self.server.key}; HttpOnly; SameSite=Strict; Path=/")
+        self.send_header("Location", "/" + path.lstrip("/"))
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def _is_key(self, given: str) -> bool:
+        return hmac.compare_digest(given.encode(), self.server.key.encode())
+
+    def _cookie(self) -> str:
+        try:
+            found = SimpleCookie(self.headers.get("Cookie", "")).get(_COOKIE)
+        except CookieError:
+            return ""
+        return "" if found is None else found.value
+
+    def _send_page(self, text: str) -> None:
+        self._send(HTTPStatus.OK, "text/html", text.encode())
+
+    def _send_json(self, value: Any) -> None:
+        self._send(HTTPStatus.OK, "application/json", json.dumps(value).encode())
+
+    def _send(self, status: HTTPStatus, kind: str, body: bytes | None) -> None:
+        """Send an answer; without a `body` only its head: a stream follows, which ends the connection."""
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Security-Policy", SERVED_POLICY)
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Referrer-Policy", "no-referrer")
+        self.send_header("Cache-Control", "no-store")
+        if body is None:
+            self.send_header("Connection", "close")
+        else:
+            self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if body is not None:
+            self.wfile.write(body)
+
+
+def _log_lines(run: RunFolder, name: str) -> list[str]:
+    parts = list(Tail(run, name, LOG_LINES).read()) if log_files(run, name) else []
+    return LogLines(run.logs).of(parts)[-LOG_LINES:] if parts else []

@@ -1,0 +1,135 @@
+"""The page of a run in a real browser: live from `rlboost dashboard`, and frozen by `rlboost report`."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import browser
+from tests.e2e.e2e_rig import PATIENCE, Cli
+
+pytestmark = pytest.mark.e2e
+
+HOSTILE = "</script><img src=x onerror=\"document.title='broken in'\">"
+TILES = (
+    "Object.fromEntries([...document.querySelectorAll('.tile')]"
+    ".map(tile => [tile.children[0].innerText, tile.children[1].innerText]))"
+)
+PAINTED = "performance.getEntriesByName('first-contentful-paint')[0].startTime"
+UNNAMED = (
+    "[...document.querySelectorAll('button, input, select, svg[role=img], [role=region]')]"
+    ".filter(e => !(e.innerText || e.getAttribute('aria-label') || e.closest('label')?.innerText)).length"
+)
+
+
+@contextmanager
+def dashboard(cli: Cli, *arguments: str) -> Iterator[str]:
+    """Serve; yields the address with the key."""
+    process = cli.start("dashboard", *arguments, "--port", "0", "--no-open")
+    try:
+        assert process.stdout is not None
+        yield process.stdout.readline().strip()
+    finally:
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+        assert process.returncode == 0, errors
+        assert "Traceback" not in errors
+
+
+def check_page(page: browser.Page, host: str) -> None:
+    assert page.problems == []
+    assert all(url.startswith((host, "data:")) for url in page.requested), page.requested
+    assert page.evaluate(UNNAMED) == 0, "every control and picture has a name for screen readers"
+
+
+def test_the_page_follows_a_run_and_ends_with_its_figures(cli: Cli, tmp_path: Path) -> None:
+    job = cli.job("face", algorithm={"steps": 5})
+    launched = cli.start("launch", job, "--yes")
+    cli.wait("face", lambda status: status["step"] >= 1, 120)
+    with dashboard(cli, "face") as address, browser.page() as page:
+        page.open(address)
+        page.wait("!!document.querySelector('.tile')", PATIENCE * 5)
+        assert page.evaluate(PAINTED) < PATIENCE * 1000
+        assert "key=" not in page.evaluate("location.href"), "the key does not stay in the address"
+        step = cli.wait("face", lambda status: status["step"] >= 2, 120)["step"]
+        page.wait(f"parseInt({TILES}['Step']) >= {step}", PATIENCE * 2)
+        launched.communicate(timeout=PATIENCE * 120)
+        page.wait("document.querySelector('.state').innerText == 'done'", PATIENCE * 2)
+        check_page(page, address.partition("/runs")[0])
+        check_figures(cli, page.evaluate(TILES), page.text())
+        page.evaluate("document.querySelector('summary').click()")
+        assert page.evaluate("document.querySelectorAll('details tbody tr').length") == len(
+            cli.json("cost", "face")["machines"]
+        )
+        page.picture(tmp_path / "page.png", 1440, 1400)
+        page.picture(tmp_path / "narrow.png", 390, 1400, is_dark=True)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390, "a phone scrolls down only"
+    frozen_report(cli, tmp_path)
+
+
+def check_figures(cli: Cli, tiles: dict[str, str], text: str) -> None:
+    status, cost = cli.json("status", "face"), cli.json("cost", "face")
+    assert tiles["Step"] == f"{status['step']} / {status['steps']}"
+    assert tiles["Spent"] == f"${cost['total_usd']:.2f}"
+    assert tiles["Responses"] == f"{status['responses']['finished']:,}"
+    assert tiles["Tokens"] == f"{status['tokens']['trained']:,}"
+    assert float(tiles["Mean reward"]) == pytest.approx(status["reward_mean"], rel=0.01)
+    assert f"policy version {status['policy_version']}" in text
+
+
+def frozen_report(cli: Cli, tmp_path: Path) -> None:
+    """With the server gone: a file that says the same, and shows hostile text as text."""
+    run = cli.run_folder("face")
+    with run.samples.open("a") as file:
+        file.write(
+            json.dumps({"step": 4, "prompt": HOSTILE, "response": HOSTILE, "reward": 0, "tokens": 1}) + "\n"
+        )
+    path = tmp_path / "face.html"
+    cli("report", "face", "-o", path)
+    with browser.page() as page:
+        page.call(
+            "Network.emulateNetworkConditions",
+            offline=True,
+            latency=0,
+            downloadThroughput=-1,
+            uploadThroughput=-1,
+        )
+        page.open(f"file://{path}")
+        page.wait("!!document.querySelector('.tile')", PATIENCE * 5)
+        check_page(page, "file://")
+        check_figures(cli, page.evaluate(TILES), page.text())
+        assert HOSTILE in page.text()
+        assert page.evaluate("document.title").startswith("face: done")
+        page.evaluate("document.querySelector('input[type=search]').focus()")
+        page.call("Input.insertText", text="no such text")
+        page.wait("document.body.innerText.includes('0 found')", PATIENCE * 2)
+    long_report(path)
+
+
+def long_report(path: Path) -> None:
+    """Open 500 steps, 200 machines and 600 samples, made up from the rows of the report."""
+    found = re.search(r'id="data">(.*?)</script>', path.read_text())
+    assert found is not None
+    data = json.loads(found[1])
+    values, steps, machine = data["metrics"]["values"], data["cost"]["steps"], data["cost"]["machines"][-1]
+    data["metrics"]["steps"] = list(range(1, 501))
+    data["metrics"]["values"] = {
+        name: [n % 7 + (row[0] or 0) for n in range(500)] for name, row in values.items()
+    }
+    data["cost"]["steps"] = [steps[0] | {"step": n} for n in range(500)]
+    data["cost"]["machines"] = [machine | {"id": f"spot-{n}"} for n in range(200)]
+    data["samples"] = [data["samples"][0] | {"step": n} for n in range(600)]
+    long = path.read_text().replace(found[1], json.dumps(data).replace("<", "\\u003c"))
+    path.write_text(long)
+    with browser.page() as page:
+        page.open(f"file://{path}")
+        assert page.wait("!!document.querySelector('.tile')", 3 * PATIENCE) < 3 * PATIENCE
+        assert page.problems == []
+        page.call("HeapProfiler.collectGarbage")
+        assert page.call("Runtime.getHeapUsage")["usedSize"] < 100e6
