@@ -19,7 +19,9 @@ from rlboost_runtime.errors import RLBoostError, RuntimeFault, is_disk_full
 from rlboost_runtime.job import TinyModel, read_resolved
 from rlboost_runtime.run.folder import RunFolder
 from rlboost_runtime.trainer.artifacts import checkpoint
-from rlboost_runtime.trainer.data.prompts import Example, PromptSource, read_examples
+from rlboost_runtime.trainer.data.chat import PromptEncoder
+from rlboost_runtime.trainer.data.prompts import PromptSource
+from rlboost_runtime.trainer.data.reading import Example, read_examples
 from rlboost_runtime.trainer.learn.policy import Policy
 from rlboost_runtime.trainer.learn.rank_worker import run_worker
 from rlboost_runtime.trainer.learn.ranks import ALONE, End, LoadPolicy, Ranks
@@ -110,7 +112,7 @@ def train(client: RolloutClient, ranks: Ranks = ALONE) -> Path:
         policy = load_policy(client, examples, scorer, progress)
         progress.report("encoding the prompts")
         source = PromptSource(
-            examples, policy.encode, prompts_per_step=job.algorithm.prompts_asked_per_step,
+            examples, PromptEncoder(policy.tokenizer), prompts_per_step=job.algorithm.prompts_asked_per_step,
             max_prompt_tokens=job.algorithm.max_prompt_tokens, seed=job.algorithm.seed,
             num_held_out=0 if job.evaluation is None else job.evaluation.prompts,
         )  # fmt: skip
@@ -151,9 +153,9 @@ def _tiny_policy(
     watch = RewardWatch(scorer.name)
 
     def score(pairs: list[tuple[Example, str]]) -> list[float]:
-        calls = [RewardCall(example.text, text, example.row) for example, text in pairs]
+        calls = [(RewardCall(each.text, text, each.row), each.reward) for each, text in pairs]
         values = []
-        for future in [scorer.submit(call) for call in calls]:
+        for future in [scorer.submit(*call) for call in calls]:
             reward = future.result()
             watch.saw([reward])
             values.append(reward.value)

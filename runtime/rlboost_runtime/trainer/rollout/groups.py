@@ -184,8 +184,8 @@ class GroupScorer:
         token_ids = np.frombuffer(response.token_ids, "<i4")
         logprobs = np.frombuffer(response.logprobs, "<f4")
         _check(response, len(token_ids), len(logprobs), version, f"step {step}")
-        call = RewardCall(prompt.text, self._decode(token_ids), prompt.row)
-        return _PendingResponse(response, token_ids, logprobs, self._scorer.submit(call))
+        call = RewardCall(prompt.question or prompt.text, self._decode(token_ids), prompt.row)
+        return _PendingResponse(response, token_ids, logprobs, self._scorer.submit(call, prompt.reward))
 
     def finish(self, pending: PendingGroup, between: Callable[[], None]) -> ScoredGroup:
         """Return the scored group; waits for its rewards, calling `between` now and then meanwhile.
