@@ -7,7 +7,7 @@ The resolved job is stored as JSON beside the run and read back with `read_resol
 
 from __future__ import annotations
 
-from rlboost_runtime.job.algorithm import IMPORTANCE_CAPS, Algorithm, Lora
+from rlboost_runtime.job.algorithm import IMPORTANCE_CAPS, Algorithm, EntropyBonus, Kl, Lora
 from rlboost_runtime.job.base import Model
 from rlboost_runtime.job.data import (
     CHAT_TEMPLATES,
@@ -32,8 +32,10 @@ __all__ = [
     "Algorithm",
     "Budget",
     "CloudOffer",
+    "EntropyBonus",
     "HttpReward",
     "Job",
+    "Kl",
     "LocalOffer",
     "Lora",
     "Market",

@@ -6,6 +6,7 @@ Ids of messages are exactly those of `tokenizer.apply_chat_template`; no prompt 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
@@ -51,11 +52,12 @@ class PromptEncoder:
         messages = list(example.messages or ({"role": "user", "content": example.text},))
         if chat.system_prompt is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": chat.system_prompt})
+        variables: dict[str, Any] = dict(chat.args)
         goes_on = messages[-1]["role"] == "assistant"
         return str(
             self.tokenizer.apply_chat_template(
                 messages, chat_template=chat.template, tokenize=False, add_generation_prompt=not goes_on,
-                continue_final_message=goes_on, **chat.args,
+                continue_final_message=goes_on, **variables,
             )
         )  # fmt: skip
 

@@ -60,8 +60,17 @@ def footprint(job: Job, facts: ModelFacts) -> Footprint:
     return Footprint(
         checkpoint=facts.num_parameters * WEIGHT_BYTES + trained * ADAM_BYTES,
         version=version,
-        trainer=job.trainer.ranks * (PROCESS_BYTES + LOGITS_COPIES * logits)
+        trainer=_reference(job, facts)
+        + job.trainer.ranks * (PROCESS_BYTES + LOGITS_COPIES * logits)
         + facts.num_parameters * WEIGHT_BYTES
         + trained * (GRADIENT_BYTES + ADAM_BYTES),
         engine=PROCESS_BYTES + version + engine.max_running * context * facts.kv_elements_per_token * element,
     )
+
+
+def _reference(job: Job, facts: ModelFacts) -> int:
+    """Return the bytes of a KL's reference in main memory, taken to be as large as the policy."""
+    kl = job.algorithm.kl
+    if kl is None or (kl.reference == "start" and job.algorithm.lora is not None):
+        return 0
+    return facts.num_parameters * (2 if job.trainer.dtype == "bfloat16" else 4)
