@@ -20,10 +20,12 @@ YAML 1.2 `yes` is text (write `true`), `8.0` is no whole number, and quotes make
 ABOUT = {
     "": "The whole file. Fields without a default must be given.",
     "model": "With `{init: tiny}` instead of a folder.",
-    "data": "Either `source` with its fields, or `reasoning_gym` with its fields.",
+    "data": "One of `source`, `dataset` and `reasoning_gym` with its fields, or a list of such sections"
+    " ([Data and chat templates](data.md)).",
     "reward": "With `{http: URL}` instead of a function.",
     "rollout.spot.any_of[]": "One entry per kind of machine.",
 }
+SAME_AS = {"data.reward": "reward"}
 
 
 def job_file_page() -> str:
@@ -143,6 +145,8 @@ def _section_parts(section: str, fields: list[FieldDoc]) -> list[str]:
     ]
     heading = f"### `{section}`" if section else "### Top level"
     table = "\n".join(["| field | value | default | meaning |", "|---|---|---|---|", *rows])
+    if section in SAME_AS:
+        return [heading, f"The fields of [`{SAME_AS[section]}`](#{SAME_AS[section]})."]
     about = ABOUT.get(section)
     return [heading, about, table] if about else [heading, table]
 

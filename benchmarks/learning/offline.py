@@ -29,12 +29,9 @@ import transformers
 from ruamel.yaml import YAML
 
 from rlboost_runtime.job import Algorithm, Job, TinyModel
-from rlboost_runtime.trainer.data.prompts import (
-    Example,
-    Prompt,
-    PromptSource,
-    read_examples,
-)
+from rlboost_runtime.trainer.data.chat import PromptEncoder
+from rlboost_runtime.trainer.data.prompts import Prompt, PromptSource
+from rlboost_runtime.trainer.data.reading import Example, read_examples
 from rlboost_runtime.trainer.learn.learner import Learner, recomputes_old
 from rlboost_runtime.trainer.learn.losses import group_advantages, overlong_penalty
 from rlboost_runtime.trainer.learn.policy import Policy
@@ -153,7 +150,8 @@ def train(policy: Policy, job: Job, files: Path, scorer: RewardScorer) -> list[d
     """Train all of the job's steps; return their metrics."""
     algorithm = job.algorithm
     source = PromptSource(
-        read_examples(job.data, files), policy.encode, prompts_per_step=algorithm.prompts_per_step,
+        read_examples(job.data, files), PromptEncoder(policy.tokenizer),
+        prompts_per_step=algorithm.prompts_per_step,
         max_prompt_tokens=algorithm.max_prompt_tokens, seed=algorithm.seed,
     )  # fmt: skip
     learner = Learner(policy, algorithm)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from rlboost_cli.doctor.findings import DoctorContext, Finding, fail, failed, ok, warn
 from rlboost_runtime.errors import ConfigError, RLBoostError
-from rlboost_runtime.job import Job, TinyModel
+from rlboost_runtime.job import Job, TinyModel, data_sources
 from rlboost_runtime.run.create import copy_files
-from rlboost_runtime.trainer.data.prompts import Example, read_examples
+from rlboost_runtime.trainer.data.reading import Example, read_examples
 from rlboost_runtime.trainer.rewards.outcome import Reward
 from rlboost_runtime.trainer.rewards.scorer import RewardCall, RewardScorer
 
@@ -50,8 +50,24 @@ def prompts(context: DoctorContext) -> Iterator[Finding]:
         )
         return
     every = max(1, -(-len(examples) // MAX_PROMPTS_MEASURED))
-    lengths = [len(facts.encode(example.text)) for example in examples[::every]]
+    try:
+        lengths = [len(facts.encode(example)[1]) for example in examples[::every]]
+    except ConfigError as error:
+        yield failed("prompts", error)
+        return
     yield judge_lengths(lengths, len(examples), job)
+    sources = data_sources(job.data)
+    if facts.has_chat_template and any(
+        example.messages is None
+        and not example.chat.takes_text
+        and sources[example.source].chat_template == "auto"
+        for example in examples[::every]
+    ):
+        yield warn(
+            "chat template",
+            "the model's tokenizer has one, but prompts are text and are read without it",
+            "write data.chat_template: tokenizer; or none, which says that it is meant so",
+        )
 
 
 def data(context: DoctorContext) -> Iterator[Finding]:
@@ -100,18 +116,18 @@ def reward(context: DoctorContext) -> Iterator[Finding]:
             files, log = Path(folder) / "files", Path(folder) / "reward.log"
             files.mkdir()
             copy_files(job, context.folder, files)
-            example = read_examples(job.data, files)[0]
+            examples = read_examples(job.data, files)
+            firsts = {example.source: example for example in reversed(examples)}
             with RewardScorer.for_job(job, files, log) as scorer:
-                yield judge_reward(_score(scorer, example), example)
+                for _, example in sorted(firsts.items()):
+                    yield judge_reward(_score(scorer, example), example)
     except ConfigError as error:
         yield failed("reward", error)
-    except IndexError:
-        yield fail("reward", "not called: the data set is empty", "see prompts above")
 
 
 def _score(scorer: RewardScorer, example: Example) -> Reward:
     response = "" if example.answer is None else example.answer
-    return scorer.score([RewardCall(example.text, response, example.row)])[0]
+    return scorer.submit(RewardCall(example.text, response, example.row), example.reward).result()
 
 
 def judge_reward(scored: Reward, example: Example) -> Finding:

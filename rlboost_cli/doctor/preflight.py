@@ -15,7 +15,7 @@ from pathlib import Path
 from rlboost_cli.doctor import head
 from rlboost_cli.doctor.findings import DoctorContext, Finding, Verdict, fail, failed, ok, warn
 from rlboost_runtime.errors import ConfigError, RLBoostError
-from rlboost_runtime.job import PromptFile
+from rlboost_runtime.job import PromptFile, data_sources
 from rlboost_runtime.run.engine_python import find_engine_python
 
 _WANDB_HOST = "api.wandb.ai"
@@ -45,7 +45,8 @@ def _findings(context: DoctorContext) -> Iterator[Finding]:
     yield from head.secrets(context)
     yield from engine(context)
     yield from tracker(context)
-    if is_here or (importlib.util.find_spec("aiohttp") is not None and isinstance(job.data, PromptFile)):
+    are_files = all(isinstance(source, PromptFile) for source in data_sources(job.data))
+    if is_here or (importlib.util.find_spec("aiohttp") is not None and are_files):
         from rlboost_cli.doctor import job as of_job
 
         if is_here:  # elsewhere it may need packages and hosts that only the head has

@@ -7,27 +7,41 @@ The resolved job is stored as JSON beside the run and read back with `read_resol
 
 from __future__ import annotations
 
-from rlboost_runtime.job.algorithm import IMPORTANCE_CAPS, Algorithm, Lora
+from rlboost_runtime.job.algorithm import IMPORTANCE_CAPS, Algorithm, EntropyBonus, Kl, Lora
 from rlboost_runtime.job.base import Model
+from rlboost_runtime.job.data import (
+    CHAT_TEMPLATES,
+    PromptData,
+    PromptDataset,
+    PromptFile,
+    ReasoningGym,
+    data_files,
+    data_sources,
+)
 from rlboost_runtime.job.rollout import CloudOffer, LocalOffer, Market, Rollout, Spot, SshOffer, num_devices
 from rlboost_runtime.job.run import Budget, Job, Wandb, read_resolved
-from rlboost_runtime.job.task import BUILT_IN_REWARDS, HttpReward, PromptFile, ReasoningGym, TinyModel, Warmup
+from rlboost_runtime.job.task import BUILT_IN_REWARDS, HttpReward, TinyModel, Warmup
 from rlboost_runtime.job.trainer import BOUGHT_MACHINE, After, Trainer
 
 __all__ = [
     "BOUGHT_MACHINE",
     "BUILT_IN_REWARDS",
+    "CHAT_TEMPLATES",
     "IMPORTANCE_CAPS",
     "After",
     "Algorithm",
     "Budget",
     "CloudOffer",
+    "EntropyBonus",
     "HttpReward",
     "Job",
+    "Kl",
     "LocalOffer",
     "Lora",
     "Market",
     "Model",
+    "PromptData",
+    "PromptDataset",
     "PromptFile",
     "ReasoningGym",
     "Rollout",
@@ -37,6 +51,8 @@ __all__ = [
     "Trainer",
     "Wandb",
     "Warmup",
+    "data_files",
+    "data_sources",
     "num_devices",
     "read_resolved",
 ]

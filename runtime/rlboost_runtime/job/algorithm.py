@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+import math
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, create_model, model_validator
 
 from rlboost_runtime.job.base import Model, Seed
 
@@ -22,6 +23,47 @@ class Lora(Model):
     def scaled_by(self) -> int:
         """`alpha`, its default filled in."""
         return 2 * self.rank if self.alpha is None else self.alpha
+
+
+_IN: dict[str, Any] = {
+    "in": (
+        Literal["loss", "reward"],
+        Field(
+            default="loss",
+            description="loss: coef x KL of each token is added to its term, with a gradient; reward: coef x"
+            " the sum over the response's tokens, without one, is subtracted from its reward.",
+        ),
+    )
+}
+_Place: Any = create_model("_Place", __base__=Model, **_IN)  # no class body can have `in`, a keyword
+
+
+class Kl(_Place):  # type: ignore[misc]
+    """A penalty on the distance from a reference policy."""
+
+    coef: float = Field(default=0.001, ge=0)
+    """Weight of the penalty."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Per token, with d = log pi_ref - log pi: k1: -d; k2: d^2 / 2; k3: exp(d) - d - 1, never negative, also
+    called low_var_kl. k1 in the loss has a gradient of mean 0: use it in the reward."""
+    reference: str = "start"
+    """start: the model that the run began with; under adapters the frozen weights serve and take no memory.
+    Else a model's folder, or the id of one of the hub with the same tokenizer."""
+
+    @property
+    def is_in_reward(self) -> bool:
+        """True if the penalty is part of the reward."""
+        return bool(getattr(self, "in") == "reward")
+
+
+class EntropyBonus(Model):
+    """Rewards the policy for staying undecided: coef x entropy in nats, per token, is added to the
+    objective."""
+
+    coef: float = Field(default=0.001, ge=0)
+    """Weight in the first step."""
+    final_coef: float | None = Field(default=None, ge=0)
+    """Weight in the last step, reached linearly; null: it stays the same."""
 
 
 IMPORTANCE_CAPS = {"token": 2.0, "icepop": 5.0, "sequence_mask": 3.0}
@@ -46,6 +88,25 @@ class Algorithm(Model):
     """Peak learning rate."""
     learning_rate_warmup_steps: int = Field(default=5, ge=0)
     """Steps over which the learning rate rises to its peak."""
+    learning_rate_schedule: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = "constant"
+    """After the warm-up. linear, cosine: falls until the run ends; warmup_stable_decay: constant, then falls
+    linearly over the last learning_rate_decay_steps."""
+    learning_rate_floor: float = Field(default=0.0, ge=0, le=1)
+    """Share of the peak to which a falling learning rate falls by the end of the run."""
+    learning_rate_decay_steps: int | None = Field(default=None, ge=1)
+    """warmup_stable_decay: the last steps, in which it falls; null: a tenth of all."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's decoupled weight decay of matrices; vectors (norms, biases) have none."""
+    adam_betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
+        default=[0.9, 0.95], min_length=2, max_length=2
+    )
+    """AdamW's decay rates of the moments."""
+    adam_eps: float = Field(default=1.0e-8, gt=0)
+    """AdamW's term against division by zero."""
+    kl: Kl | None = None
+    """Penalty on the distance from a reference policy; null: none."""
+    entropy_bonus: EntropyBonus | None = None
+    """Bonus for entropy; null: none."""
     minibatches_per_step: int = Field(default=1, ge=1)
     """Optimizer steps per step; must divide prompts_per_step."""
     clip_low: float | None = Field(default=None, gt=0, lt=1)
@@ -68,8 +129,9 @@ class Algorithm(Model):
     recompute: a forward pass beforehand, for which all later mini-batches wait; auto: recompute for gspo,
     whose clip is narrower than the mismatch, else engine."""
     zero_variance_groups: Literal["keep", "drop", "replace"] = "keep"
-    """Groups whose rewards are all equal teach nothing. keep: they count in the mean; drop: they do not;
-    replace: spare prompts of the same step take their places (arXiv 2503.14476)."""
+    """Groups whose rewards are all equal, before penalties for length and KL, teach nothing of the task.
+    keep: they count in the mean; drop: they do not; replace: spare prompts of the same step take their places
+    (arXiv 2503.14476)."""
     spare_prompts: int = Field(default=0, ge=0)
     """Further prompts per step, rolled out as replacements; what is not needed is thrown away, and
     counted."""
@@ -116,6 +178,45 @@ class Algorithm(Model):
                 f" write at most {self.max_response_tokens - 1}"
             )
         return self
+
+    @model_validator(mode="after")
+    def _terms_can_be_summed(self) -> Self:
+        if self.loss == "reinforce_pp":  # divided by a std that is known only once all is summed
+            if self.kl is not None and not self.kl.is_in_reward:
+                raise ValueError("kl is in the loss, which reinforce_pp has in the reward; write in: reward")
+            if self.entropy_bonus is not None:
+                raise ValueError(
+                    "entropy_bonus does not go with reinforce_pp; remove it, or write loss: grpo"
+                )
+        if self.learning_rate_decay_steps and self.learning_rate_schedule != "warmup_stable_decay":
+            raise ValueError(
+                "learning_rate_decay_steps is for warmup_stable_decay, but learning_rate_schedule is"
+                f" {self.learning_rate_schedule}; write that, or remove it"
+            )
+        return self
+
+    def learning_rate_at(self, step: int) -> float:
+        """Return the learning rate of `step`, from 0: a linear warm-up, then the schedule of that name in
+        `transformers`."""
+        start, steps = self.learning_rate_warmup_steps, self.steps
+        if step < start:
+            return self.learning_rate * (step + 1) / start
+        if self.learning_rate_schedule == "constant":
+            return self.learning_rate
+        if self.learning_rate_schedule == "warmup_stable_decay":
+            start = max(start, steps - (self.learning_rate_decay_steps or max(1, steps // 10)))
+        done = min(1.0, max(0.0, (step - start) / max(1, steps - start)))
+        is_cosine = self.learning_rate_schedule == "cosine"
+        share = (1 + math.cos(math.pi * done)) / 2 if is_cosine else 1 - done
+        return self.learning_rate * (self.learning_rate_floor + (1 - self.learning_rate_floor) * share)
+
+    def entropy_coef_at(self, step: int) -> float:
+        """Return the weight of the entropy in `step`, from 0."""
+        bonus = self.entropy_bonus
+        if bonus is None:
+            return 0.0
+        final = bonus.coef if bonus.final_coef is None else bonus.final_coef
+        return bonus.coef + (final - bonus.coef) * min(1.0, step / max(1, self.steps - 1))
 
     @property
     def prompts_asked_per_step(self) -> int:

@@ -9,8 +9,9 @@ from pydantic import Field, model_validator
 
 from rlboost_runtime.job.algorithm import Algorithm
 from rlboost_runtime.job.base import MAX_USD, Model
+from rlboost_runtime.job.data import PromptData, ReasoningGym
 from rlboost_runtime.job.rollout import Rollout
-from rlboost_runtime.job.task import HttpReward, PromptFile, ReasoningGym, TinyModel
+from rlboost_runtime.job.task import HttpReward, TinyModel
 from rlboost_runtime.job.trainer import After, Trainer
 
 _BUCKET = r"^((s3|gs|az)://[a-z0-9]([a-z0-9._-]{{0,220}}[a-z0-9])?(/.*)?{})$"
@@ -94,8 +95,8 @@ class Job(Model):
     """Lower-case letters, digits and dashes; also the run's name."""
     model: str | TinyModel
     """Folder in Hugging Face format, id of a model of its hub, such as Qwen/Qwen3-8B, or {init: tiny}."""
-    data: PromptFile | ReasoningGym
-    """Where the prompts come from."""
+    data: PromptData | Annotated[list[PromptData], Field(min_length=1)]
+    """Where the prompts come from: one source, or a list of several that are mixed."""
     reward: str | HttpReward = "reasoning_gym"
     """`file.py:function` relative to the job file; or built in: `reasoning_gym` the data sets' scorers,
     `math` the row's `answer` compared as mathematics (math-verify), `exact` the same as text."""

@@ -19,10 +19,13 @@ from rlboost_runtime.errors import RLBoostError, RuntimeFault, is_disk_full
 from rlboost_runtime.job import TinyModel, read_resolved
 from rlboost_runtime.run.folder import RunFolder
 from rlboost_runtime.trainer.artifacts import checkpoint
-from rlboost_runtime.trainer.data.prompts import Example, PromptSource, read_examples
+from rlboost_runtime.trainer.data.chat import PromptEncoder
+from rlboost_runtime.trainer.data.prompts import PromptSource
+from rlboost_runtime.trainer.data.reading import Example, read_examples
 from rlboost_runtime.trainer.learn.policy import Policy
 from rlboost_runtime.trainer.learn.rank_worker import run_worker
 from rlboost_runtime.trainer.learn.ranks import ALONE, End, LoadPolicy, Ranks
+from rlboost_runtime.trainer.learn.reference import Reference
 from rlboost_runtime.trainer.loop import TrainerLoop
 from rlboost_runtime.trainer.models.hub import StartupProgress, fetch
 from rlboost_runtime.trainer.models.tiny import WarmupReport, prepare
@@ -110,15 +113,22 @@ def train(client: RolloutClient, ranks: Ranks = ALONE) -> Path:
         policy = load_policy(client, examples, scorer, progress)
         progress.report("encoding the prompts")
         source = PromptSource(
-            examples, policy.encode, prompts_per_step=job.algorithm.prompts_asked_per_step,
+            examples, PromptEncoder(policy.tokenizer), prompts_per_step=job.algorithm.prompts_asked_per_step,
             max_prompt_tokens=job.algorithm.max_prompt_tokens, seed=job.algorithm.seed,
             num_held_out=0 if job.evaluation is None else job.evaluation.prompts,
         )  # fmt: skip
-        files = policy.small_files() if job.trainer.nodes > 1 else {}
-        ranks.broadcast(LoadPolicy(str(policy.source), job.canonical_json(), files))
+        other = load_reference(client, examples, scorer, progress)
+        are_apart = job.trainer.nodes > 1
+        files = policy.small_files() if are_apart else {}
+        others = {} if other is None or not are_apart else other.small_files()
+        folder = None if other is None else str(other.source)
+        ranks.broadcast(LoadPolicy(str(policy.source), job.canonical_json(), files, folder, others))
         policy.set_up(job.trainer, job.algorithm, ranks)
+        reference = None
+        if job.algorithm.kl is not None:
+            reference = Reference(policy, other, ranks, nodes=job.trainer.nodes)
         progress.finish()
-        final = TrainerLoop(client, policy, source, scorer, ranks).train()
+        final = TrainerLoop(client, policy, source, scorer, ranks, reference).train()
         ranks.broadcast(End())
         return final
 
@@ -131,6 +141,28 @@ def load_policy(
     progress.report("loading the checkpoint" if saved else "loading the model")
     if saved:
         return Policy.load(checkpoint.step_folder(client.run.checkpoints, saved[-1]))
+    return _start_policy(client, examples, scorer, progress)
+
+
+def load_reference(
+    client: RolloutClient, examples: list[Example], scorer: RewardScorer, progress: StartupProgress
+) -> Policy | None:
+    """Return the model of the KL's reference; None where there is no KL, or adapters serve."""
+    kl = client.job.algorithm.kl
+    if kl is None or (kl.reference == "start" and client.job.algorithm.lora is not None):
+        return None
+    progress.report("loading the reference model")
+    if kl.reference == "start":
+        return _start_policy(client, examples, scorer, progress)
+    if not Path(kl.reference).is_dir():
+        fetch(kl.reference, progress)
+    return Policy.load(kl.reference)
+
+
+def _start_policy(
+    client: RolloutClient, examples: list[Example], scorer: RewardScorer, progress: StartupProgress
+) -> Policy:
+    """Return the policy that the run begins with."""
     if isinstance(client.job.model, TinyModel):
         return _tiny_policy(client, client.job.model, examples, scorer, progress)
     model = client.model()
@@ -151,9 +183,9 @@ def _tiny_policy(
     watch = RewardWatch(scorer.name)
 
     def score(pairs: list[tuple[Example, str]]) -> list[float]:
-        calls = [RewardCall(example.text, text, example.row) for example, text in pairs]
+        calls = [(RewardCall(each.text, text, each.row), each.reward) for each, text in pairs]
         values = []
-        for future in [scorer.submit(call) for call in calls]:
+        for future in [scorer.submit(*call) for call in calls]:
             reward = future.result()
             watch.saw([reward])
             values.append(reward.value)

@@ -45,6 +45,7 @@ from rlboost_runtime.trainer.learn.learner import Learner, recomputes_old
 from rlboost_runtime.trainer.learn.model_files import version_configs
 from rlboost_runtime.trainer.learn.policy import Policy, Residency
 from rlboost_runtime.trainer.learn.ranks import ALONE, Ranks
+from rlboost_runtime.trainer.learn.reference import Reference
 from rlboost_runtime.trainer.learn.sample import GroupSelection, Sample
 from rlboost_runtime.trainer.rewards.outcome import require_some_reward
 from rlboost_runtime.trainer.rewards.scorer import RewardScorer
@@ -94,15 +95,17 @@ class TrainerLoop:
         source: PromptSource,
         scorer: RewardScorer,
         ranks: Ranks = ALONE,
+        reference: Reference | None = None,
     ) -> None:
-        """`policy` is set up; with several ranks this is rank 0."""
+        """`policy` is set up; with several ranks this is rank 0. `reference`: for a KL penalty."""
         self._client = client
         self._run, self._job = client.run, client.job
         algorithm, trainer = self._job.algorithm, self._job.trainer
         self._policy = policy
+        self._has_reference = reference is not None
         self._source = source
         self._reward_name = scorer.name
-        self._learner = Learner(policy, algorithm, trainer, ranks)
+        self._learner = Learner(policy, algorithm, trainer, ranks, reference)
         self._residency = Residency(policy, self._learner.optimizer, ranks)
         self._scorer = GroupScorer(policy.decode, scorer, algorithm)
         client.stream.on_recall(self._residency.free)
@@ -313,7 +316,7 @@ class TrainerLoop:
         self._learner.begin_step(requested.step)
         groups: list[ScoredGroup] = []
         held_out: list[ScoredGroup] = []
-        chosen = self._chosen(requested, selection, groups, held_out)
+        chosen = self._chosen(requested, selection, groups, held_out, seconds)
         must_recompute = recomputes_old(algorithm)
         for size in micro_batch_sizes(
             algorithm.prompts_per_step,
@@ -342,11 +345,12 @@ class TrainerLoop:
         selection: GroupSelection,
         arrived: list[ScoredGroup],
         held_out: list[ScoredGroup],
+        seconds: Seconds,
     ) -> Iterator[list[Sample]]:
         """Yield the samples of each group to train as soon as it is chosen; add all groups to `arrived` or
         `held_out`."""
         waiting: dict[int, ScoredGroup] = {}
-        for pending in self._completion_order(requested):
+        for pending in self._completion_order(requested, seconds):
             group = self._scorer.finish(pending, self._stream.answer_recall)
             number = group.group
             if number >= self._job.algorithm.prompts_asked_per_step:
@@ -357,15 +361,28 @@ class TrainerLoop:
             for each in selection.arrived(number, flat=group.zero_variance):
                 yield [response.sample for response in waiting.pop(each).responses]
 
-    def _completion_order(self, requested: RequestedStep[PendingGroup]) -> Iterator[PendingGroup]:
+    def _completion_order(
+        self, requested: RequestedStep[PendingGroup], seconds: Seconds
+    ) -> Iterator[PendingGroup]:
         """Yield groups as they finish, waiting for a micro-batch's worth at a time."""
         given = 0
         while given < len(requested.prompts):
             if given == len(requested.arrived):
                 self._receive(requested.step, self._job.algorithm.micro_batch_responses)
             arrived = requested.arrived[given:]
-            yield from arrived
             given += len(arrived)
+            yield from self._with_reference(arrived, seconds) if self._has_reference else arrived
+
+    def _with_reference(self, arrived: list[PendingGroup], seconds: Seconds) -> list[PendingGroup]:
+        """Return the groups with the reference's logprobs: in one pass for all that have arrived, while their
+        rewards may still be computed."""
+        asked = self._job.algorithm.prompts_asked_per_step
+        samples = [sample for each in arrived if each.group < asked for sample in each.samples()]
+        if not samples:
+            return arrived
+        with self._on_gpu(seconds):
+            scored = iter(self._learner.score_reference(samples))
+        return [each.with_reference(scored) if each.group < asked else each for each in arrived]
 
     @contextmanager
     def _on_gpu(self, seconds: Seconds) -> Iterator[None]:

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlboost_runtime.job import Algorithm, Lora, TinyModel, Trainer
+from rlboost_runtime.job import Algorithm, EntropyBonus, Kl, Lora, TinyModel, Trainer
 from rlboost_runtime.trainer.learn.learner import Learner
 from rlboost_runtime.trainer.learn.policy import Policy, Residency
 from rlboost_runtime.trainer.learn.rank_worker import serve
 from rlboost_runtime.trainer.learn.ranks import ALONE, End, Ranks, full_tensor
+from rlboost_runtime.trainer.learn.reference import Reference
 from rlboost_runtime.trainer.learn.sample import Sample
 from rlboost_runtime.trainer.models.tiny import make_model, make_tokenizer
 
@@ -24,6 +25,11 @@ LOSSES = ["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp"]
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     **{loss: ({"loss": loss}, {}) for loss in LOSSES},
     "lora": ({"lora": Lora(rank=4)}, {}),
+    "kl": (
+        {"kl": Kl(coef=0.3), "entropy_bonus": EntropyBonus(coef=0.1), "weight_decay": 0.1},
+        {},
+    ),
+    "kl_lora": ({"lora": Lora(rank=4), "kl": Kl(coef=0.3, estimator="k2")}, {}),
     "checkpointing": ({}, {"activation_checkpointing": True}),
 }
 """Changes of the algorithm and of the trainer."""
@@ -61,7 +67,12 @@ def run_case(case: str, ranks: Ranks, seed: int | None) -> dict[str, Any]:
     trainer = Trainer(micro_batch_tokens=1000 if seed is None else 25, **setup)
     policy = Policy(make_model(TinyModel(init="tiny", hidden_size=32, num_layers=2), 64), make_tokenizer())
     policy.set_up(trainer, algorithm, ranks)
-    learner = Learner(policy, algorithm, trainer, ranks)
+    reference = None
+    if algorithm.kl is not None:
+        model = make_model(TinyModel(init="tiny", hidden_size=32, num_layers=2, seed=5), 64)
+        other = None if algorithm.lora is not None else Policy(model, make_tokenizer())
+        reference = Reference(policy, other, ranks)
+    learner = Learner(policy, algorithm, trainer, ranks, reference)
     gradients: list[torch.Tensor] = []
     step = learner.optimizer.update
 
@@ -78,7 +89,7 @@ def run_case(case: str, ranks: Ranks, seed: int | None) -> dict[str, Any]:
     old = learner.recompute(samples(1))
     for number, batch in enumerate((samples(0), old)):
         for part in [batch] if seed is None else split(batch, seed + number):
-            learner.accumulate(part)
+            learner.accumulate(part if reference is None else learner.score_reference(part))
         learner.apply()
     state = learner.optimizer.state_dict()
     result = {

@@ -71,7 +71,7 @@ def test_all_mistakes_are_told_at_once_and_in_the_order_of_their_lines(rlboost: 
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        ("", "found prompts.jsonl, which is empty; write a JSON-lines file"),
+        ("", "found prompts.jsonl, which is empty; write a JSON-lines or .parquet file"),
         ("\n\n  \n", "found prompts.jsonl without a single prompt; write one JSON object per line"),
         ('{"prompt": ""}\n', "found prompts.jsonl:1: no text in field prompt (fields: prompt); set"),
     ],
@@ -97,13 +97,18 @@ def test_a_missing_job_file_is_told_with_where_to_get_one(rlboost: Any) -> None:
 def test_a_prompt_over_the_limit_is_left_out_and_counted(tmp_path: Path) -> None:
     from rlboost_runtime.coordinator.observers.steps import StepWarnings
     from rlboost_runtime.job import PromptFile
-    from rlboost_runtime.trainer.data.prompts import PromptSource, read_examples
+    from rlboost_runtime.trainer.data.prompts import PromptSource
+    from rlboost_runtime.trainer.data.reading import read_examples
 
     rows = [{"prompt": "short"}, {"prompt": "x" * 500}]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     examples = read_examples(PromptFile(source="p.jsonl"), tmp_path)
     source = PromptSource(
-        examples, lambda text: list(text.encode()), prompts_per_step=4, max_prompt_tokens=64, seed=0
+        examples,
+        lambda each: (each.text, list(each.text.encode())),
+        prompts_per_step=4,
+        max_prompt_tokens=64,
+        seed=0,
     )
     assert {prompt.text for prompt in source.batch(0)} == {"short"}
     told = StepWarnings([]).trained(0, {"prompts_skipped": float(source.num_skipped)})

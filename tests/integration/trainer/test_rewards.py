@@ -8,7 +8,7 @@ import pytest
 
 from rlboost_runtime.errors import ConfigError, RuntimeFault
 from rlboost_runtime.protocol.reward_failures import RewardFailure
-from rlboost_runtime.trainer.data.prompts import generate_examples
+from rlboost_runtime.trainer.data.reading import generate_examples
 from rlboost_runtime.trainer.rewards.outcome import Reward, failure_metrics, require_some_reward
 from rlboost_runtime.trainer.rewards.pool import OUTPUT_LIMIT_BYTES
 from rlboost_runtime.trainer.rewards.scorer import RewardCall, RewardScorer

@@ -266,6 +266,35 @@ def test_coming_back_continues_bit_for_bit(tmp_path, quiet):
     ]  # version 2 had the same content
 
 
+@pytest.mark.parametrize(
+    ("where", "more"), [("loss", {}), ("reward", {}), ("loss", {"lora": {"rank": 4}, "learning_rate": 0.1})]
+)
+def test_kl_and_schedules_continue_bit_for_bit(tmp_path, where, more):
+    """The reference is the start, not what the trainer came back with."""
+    changes = {
+        **JOB["algorithm"],
+        "kl": {"coef": 0.1, "in": where},
+        "entropy_bonus": {"coef": 0.1, "final_coef": 0.0},
+        "learning_rate_schedule": "cosine",
+        "weight_decay": 0.1,
+        **more,
+    }
+    whole, run = (make_run(tmp_path, name, algorithm=changes) for name in ("whole", "r"))
+    with Coordinator(whole):
+        wanted = go(whole)
+    with Coordinator(run) as coordinator:
+        coordinator.refuse_step = 2
+        with pytest.raises(RLBoostError, match="enough"):
+            go(run)
+        coordinator.refuse_step = None
+        final = go(run)
+    assert weights(final) == weights(wanted)
+    table, reference = lines(run), [line["reference_kl"] for line in lines(whole)]
+    assert [line["reference_kl"] for line in table] == reference
+    assert reference[-1] > reference[0] >= 0
+    assert table[-1]["learning_rate"] == pytest.approx(lines(whole)[-1]["learning_rate"])
+
+
 def test_a_lost_weight_store_is_published_again_under_an_unused_number(tmp_path, quiet):
     run = make_run(tmp_path)
     with Coordinator(run) as coordinator:

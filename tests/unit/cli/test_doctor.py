@@ -31,7 +31,7 @@ from rlboost_providers.skypilot import session
 from rlboost_runtime.errors import CredentialsRejected, ProviderError, QuotaExceeded
 from rlboost_runtime.job import Job
 from rlboost_runtime.run.create import prepare_run
-from rlboost_runtime.trainer.data.prompts import Example
+from rlboost_runtime.trainer.data.reading import Example
 from rlboost_runtime.trainer.models.footprint import Footprint
 from rlboost_runtime.trainer.rewards.outcome import Reward, RewardFailure
 from tests.fakes.skypilot import FakeSkyPilot

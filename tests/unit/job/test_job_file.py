@@ -341,7 +341,7 @@ def test_model_has_one_message(check: Check, model: str, line: str) -> None:
     assert check(GOOD.replace("{init: tiny}", model)) == [f"job.yaml:2: {line}"]
 
 
-DATA_FORMS = "{source: FILE.jsonl}, or {reasoning_gym: [NAME, ...]}"
+DATA_FORMS = "{source: FILE}, {dataset: ID}, {reasoning_gym: [NAME, ...]}, or a list of them"
 
 
 @pytest.mark.parametrize(
@@ -812,8 +812,8 @@ def test_fields_that_disagree_show_the_arithmetic(check: Check, text: str, line:
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (None, "found 'mine.jsonl', which does not exist; write a JSON-lines file"),
-        ("", "found mine.jsonl, which is empty; write a JSON-lines file"),
+        (None, "found 'mine.jsonl', which does not exist; write a JSON-lines or .parquet file"),
+        ("", "found mine.jsonl, which is empty; write a JSON-lines or .parquet file"),
         ("\n \n", "found mine.jsonl without a single prompt; write one JSON object per line"),
         ('{"prompt": "a"}\nb\n', "found mine.jsonl:2: not JSON; write one JSON object per line"),
         ('"a"\n', "found mine.jsonl:1: 'a'; write one JSON object per line"),
@@ -825,16 +825,43 @@ def test_fields_that_disagree_show_the_arithmetic(check: Check, text: str, line:
             '{"prompt": 1}\n',
             "found mine.jsonl:1: no text in field prompt (fields: prompt); set data.prompt_field",
         ),
+        ('{"prompt": "", "messages": [{"role": "user", "content": "a"}]}\n', None),
+        (
+            '{"chat": [{"role": "user", "content": "a"}]}\n',
+            "found mine.jsonl:1: no prompt in field prompt (fields: chat); write messages_field: chat",
+        ),
         ('{"q": "a"}\n', "found mine.jsonl:1: no text in field prompt (fields: q); set data.prompt_field"),
     ],
 )
 def test_a_prompt_file_must_hold_prompts(
-    check: Check, folder: Path, content: str | None, problem: str
+    check: Check, folder: Path, content: str | None, problem: str | None
 ) -> None:
     if content is not None:
         (folder / "mine.jsonl").write_text(content)
     text = "name: a\nmodel: {init: tiny}\ndata:\n  source: mine.jsonl\nreward: rewards.py:score\n"
-    assert check(text) == [f"job.yaml:4: data.source: {problem}"]
+    assert check(text) == ([f"job.yaml:4: data.source: {problem}"] if problem else [])
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("{source: prompts.jsonl, weight: 2, reward: math}", None),
+        ("{source: prompts.jsonl, wieght: 2}", "data[1].wieght: unknown field; did you mean weight?"),
+        ("{source: no.jsonl}", "data[1].source: found 'no.jsonl', which does not exist; write a JSON-lines"),
+        (
+            "{source: prompts.jsonl, chat_template: tokeniser}",
+            "data[1].chat_template: found tokeniser, which",
+        ),
+        ("{source: prompts.jsonl, chat_template: none, system_prompt: x}", "data[1].system_prompt: is for a"),
+        ("{dataset: ./nowhere}", "data[1].dataset: found ./nowhere, which is no folder here"),
+        ("nothing", "data[1]: found 'nothing' (text); write {source: FILE}, {dataset: ID} or"),
+    ],
+)
+def test_several_sources_are_checked_each(check: Check, source: str, problem: str | None) -> None:
+    text = f"name: a\nmodel: {{init: tiny}}\ndata:\n- {{dataset: me/mine, subset: main}}\n- {source}\n"
+    found = check(text + "reward: rewards.py:score\n")
+    assert len(found) == (0 if problem is None else 1)
+    assert problem is None or found[0].startswith(f"job.yaml:5: {problem}")
 
 
 def test_own_prompts_need_an_own_reward(check: Check) -> None:

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import Job, Lora, TinyModel
+from rlboost_runtime.trainer.data.reading import Example
 from rlboost_runtime.trainer.models.facts import look_at_model
 from rlboost_runtime.trainer.models.footprint import LOGITS_COPIES, PROCESS_BYTES, ModelFacts, footprint
 from rlboost_runtime.trainer.models.tiny import make_model, make_tokenizer
@@ -41,17 +42,17 @@ def test_the_tiny_model_is_as_large_as_it_is_made() -> None:
     assert facts.num_parameters == 328_704
     assert facts.vocabulary == 258
     assert facts.kv_elements_per_token == 2 * 2 * 2 * 32  # keys and values, layers, heads, head size
-    assert len(facts.encode("abc")) == 3  # bytes
+    assert len(facts.encode(Example("abc", None, {}))[1]) == 3  # bytes
 
 
 def test_a_folder_is_looked_at_without_its_weights(folder: Path) -> None:
     facts = look_at_model(job(str(folder)))
     assert facts.num_parameters == 328_704  # tied embeddings count once and are stored once
-    assert len(facts.encode("abc")) == 3
+    assert len(facts.encode(Example("abc", None, {}))[1]) == 3
 
 
 def test_sizes_by_hand() -> None:
-    facts = ModelFacts(1000, vocabulary=10, kv_elements_per_token=8, encode=lambda text: [])
+    facts = ModelFacts(1000, vocabulary=10, kv_elements_per_token=8, encode=lambda example: ("", []))
     small = job(
         {"init": "tiny"},
         algorithm={"max_prompt_tokens": 5, "max_response_tokens": 15, "learning_rate": 1.0e-4},

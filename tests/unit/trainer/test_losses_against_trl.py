@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from rlboost_runtime.job import Algorithm, TinyModel
+from rlboost_runtime.job import Algorithm, Kl, TinyModel
 from rlboost_runtime.trainer.learn.learner import Learner, Sample
 from rlboost_runtime.trainer.learn.policy import Policy
+from rlboost_runtime.trainer.learn.reference import Reference
 from rlboost_runtime.trainer.models.tiny import PAD_ID, make_model, make_tokenizer
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(300)]  # TRL's import takes its time
@@ -61,6 +62,17 @@ def samples(policy: Policy) -> list[Sample]:
         engine = old + draw.normal(0, 0.15, len(old))
         noisy.append(replace(sample, old_logprobs=old.astype("f4"), logprobs=engine.astype("f4")))
     return noisy
+
+
+BETA = 0.3
+
+
+def with_reference(found: list[Sample]) -> list[Sample]:
+    """The samples with logprobs of another model."""
+    policy = Policy(make_model(TINY, 64), make_tokenizer())
+    other = Policy(make_model(TINY.model_copy(update={"seed": 9}), 64), make_tokenizer())
+    algorithm = Algorithm(temperature=TEMPERATURE, kl=Kl())
+    return Learner(policy, algorithm, reference=Reference(policy, other)).score_reference(found)
 
 
 def ours(policy: Policy, found: list[Sample], **changes: Any) -> tuple[float, torch.Tensor]:
@@ -132,7 +144,7 @@ def trl() -> Any:
 
 
 def theirs(
-    trl: Any, model: Any, found: list[Sample], loss: str, correction: str, folder: Path
+    trl: Any, model: Any, found: list[Sample], loss: str, correction: str, folder: Path, beta: float = 0.0
 ) -> tuple[float, torch.Tensor]:
     from datasets import Dataset
 
@@ -142,15 +154,20 @@ def theirs(
         args=trl.GRPOConfig(
             output_dir=str(folder), per_device_train_batch_size=len(found), num_generations=len(found),
             gradient_accumulation_steps=1, max_completion_length=MAX_TOKENS, temperature=TEMPERATURE,
-            beta=0.0, report_to=[], use_cpu=True, bf16=False, gradient_checkpointing=False, **LOSSES[loss],
+            beta=0.0, use_bias_correction_kl=False, report_to=[], use_cpu=True,
+            bf16=False, gradient_checkpointing=False, **LOSSES[loss],
         ),
         train_dataset=Dataset.from_dict({"prompt": ["a"] * len(found)}),
         processing_class=make_tokenizer(),
     )  # fmt: skip
     trainer.current_gradient_accumulation_steps = 1
+    inputs = trl_inputs(found, correction)
+    if beta:  # set here, as the constructor would fetch a reference by the model's name
+        trainer.beta = beta
+        inputs["ref_per_token_logps"] = padded([s.reference_logprobs for s in found], 0.0)
     if correction != "none":  # what a TRL run with vLLM multiplies with
         trainer.use_vllm = trainer.vllm_importance_sampling_correction = True
-    value = trainer._compute_loss(trainer.model, trl_inputs(found, correction))
+    value = trainer._compute_loss(trainer.model, inputs)
     value.backward()
     return value.item(), flat(trainer.model)
 
@@ -169,6 +186,21 @@ def test_value_and_gradient_agree_with_trl(trl, tmp_path, loss, correction):
     assert wanted_gradient.norm() > 1e-4
     assert value == pytest.approx(wanted, rel=1e-5, abs=1e-7)
     assert (gradient - wanted_gradient).norm() <= 1e-5 * wanted_gradient.norm()
+
+
+@pytest.mark.parametrize(
+    ("loss", "correction"), [("dapo", "token"), ("grpo", "none"), ("dr_grpo", "none"), ("gspo", "none")]
+)
+def test_the_kl_term_agrees_with_trl(trl, tmp_path, loss, correction):
+    policy = Policy(make_model(TINY, 64), make_tokenizer())
+    found = with_reference(samples(policy))
+    settings = CORRECTIONS[correction]
+    value, gradient = ours(policy, found, loss=loss, kl=Kl(coef=BETA), **settings)
+    wanted, wanted_gradient = theirs(trl, make_model(TINY, 64), found, loss, correction, tmp_path, BETA)
+    assert value == pytest.approx(wanted, rel=1e-5, abs=1e-7)
+    assert (gradient - wanted_gradient).norm() <= 1e-5 * wanted_gradient.norm()
+    _, without = ours(Policy(make_model(TINY, 64), make_tokenizer()), found, loss=loss, **settings)
+    assert (without - gradient).norm() > 1e-3 * gradient.norm()
 
 
 def test_the_comparison_would_notice_another_loss(trl, tmp_path):

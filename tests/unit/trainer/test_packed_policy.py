@@ -139,7 +139,14 @@ def test_chunked_logprobs_and_their_gradients_are_exact(monkeypatch, keep, chunk
     torch.testing.assert_close(entropy.double(), -(log.exp() * log).sum(-1), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(by_hidden, wanted_hidden, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(by_head, wanted_head, rtol=1e-5, atol=1e-5)
-    assert not entropy.requires_grad
+    found, entropy = token_logprobs(hidden, head, targets, 0.6)
+    by_both = torch.autograd.grad((found * upstream).sum() + (entropy * upstream).sum(), (hidden, head))
+    log = torch.log_softmax(hidden @ head.T / 0.6, -1)
+    both = log.gather(1, targets[:, None]).squeeze(1) - (log.exp() * log).sum(-1)
+    for mine, plain in zip(
+        by_both, torch.autograd.grad((both * upstream).sum(), (hidden, head)), strict=True
+    ):
+        torch.testing.assert_close(mine, plain, rtol=1e-5, atol=1e-5)
 
 
 def test_a_frozen_head_gets_no_gradient_and_costs_none():

@@ -11,7 +11,7 @@ def test_compiling_reasoning_gym_says_nothing(tmp_path: Path) -> None:
     (tmp_path / "reasoning_gym.py").write_text("made = 1 is 'dubious'\n")
     code = (
         "import warnings\n"
-        "from rlboost_runtime.trainer.data.prompts import import_reasoning_gym\n"
+        "from rlboost_runtime.trainer.data.reading import import_reasoning_gym\n"
         "before = list(warnings.filters)\n"
         "assert import_reasoning_gym().made is False\n"
         "assert warnings.filters == before, 'only for that import'\n"

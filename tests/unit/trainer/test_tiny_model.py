@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import Algorithm, Job, PromptFile, TinyModel, Trainer, Warmup
 from rlboost_runtime.trainer.artifacts.publisher import WeightsCopy
-from rlboost_runtime.trainer.data.prompts import Example
+from rlboost_runtime.trainer.data.reading import Example
 from rlboost_runtime.trainer.learn.model_files import PROBE_TOLERANCE, next_logprobs, version_configs
 from rlboost_runtime.trainer.learn.mover import Mover
 from rlboost_runtime.trainer.learn.policy import Policy, Residency
@@ -218,7 +218,7 @@ def test_held_out_lines_are_not_learnt():
 
 
 def test_without_answers_there_is_nothing_to_warm_up_with():
-    with pytest.raises(ConfigError, match=r"0 lines of p.jsonl have an `answer`"):
+    with pytest.raises(ConfigError, match=r"0 rows of the data have an `answer`"):
         warmup_data(PromptFile(source="p.jsonl"), [Example("q", None, {})] * 5)
 
 

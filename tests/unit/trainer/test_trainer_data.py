@@ -6,11 +6,12 @@ import pytest
 
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import PromptFile, ReasoningGym
-from rlboost_runtime.trainer.data.prompts import Example, PromptSource, read_examples
+from rlboost_runtime.trainer.data.prompts import PromptSource
+from rlboost_runtime.trainer.data.reading import Example, read_examples
 
 
-def encode(text: str) -> list[int]:
-    return list(text.encode())
+def encode(example: Example) -> tuple[str, list[int]]:
+    return example.text, list(example.text.encode())
 
 
 def source(num: int = 10, *, per_step: int = 4, seed: int = 0, longest: int = 99) -> PromptSource:
@@ -75,7 +76,7 @@ def test_a_text_may_hold_line_breaks_that_are_none_in_json_lines(tmp_path, mark)
     [
         ('{"prompt": "a"}\n{', "p.jsonl:2: not JSON"),
         ("[1]", "p.jsonl:1: a list"),
-        ('{"text": "a"}', r"no text in field 'prompt' \(fields: text\)"),
+        ('{"text": "a"}', r"no text in field prompt \(fields: text\)"),
         ('{"prompt": ""}', "no text in field"),
         (b"\xff", "not UTF-8"),
         (None, "does not exist"),

@@ -2,13 +2,14 @@
 
 import json
 from concurrent.futures import Future
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from rlboost_runtime.errors import ProtocolError
-from rlboost_runtime.job import Algorithm, TinyModel
+from rlboost_runtime.job import Algorithm, Kl, TinyModel
 from rlboost_runtime.protocol.messages import DeliverGroupMessage, FinishedResponse, Segment
 from rlboost_runtime.protocol.reward_failures import RewardFailure
 from rlboost_runtime.trainer.artifacts import checkpoint
@@ -20,7 +21,7 @@ from rlboost_runtime.trainer.loop import micro_batch_sizes
 from rlboost_runtime.trainer.models.tiny import make_model, make_tokenizer
 from rlboost_runtime.trainer.rewards.outcome import Reward
 from rlboost_runtime.trainer.rewards.scorer import RewardCall
-from rlboost_runtime.trainer.rollout.groups import GroupScorer, ScoredGroup
+from rlboost_runtime.trainer.rollout.groups import GroupScorer, ScoredGroup, score_group
 from rlboost_runtime.trainer.rollout.metrics import MetricsLog, group_metrics, percentile
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -161,7 +162,7 @@ class Scorer:
 
     name = "rewards.py:score"
 
-    def submit(self, call: RewardCall) -> Future[Reward]:
+    def submit(self, call: RewardCall, reward: str | None = None) -> Future[Reward]:
         future: Future[Reward] = Future()
         failed = call.response.startswith("!")
         future.set_result(
@@ -225,6 +226,26 @@ def test_failed_rewards_count_as_zero_and_equal_rewards_teach_nothing():
     assert group.zero_variance
     metrics = group_metrics([group])
     assert (metrics["reward_failures_raised"], metrics["zero_variance_share"]) == (2, 1)
+
+
+def test_zero_variance_is_judged_before_the_penalty_for_length():
+    group = scored(scorer(), DeliverGroupMessage(3, 0, (response("!x"), response("!abcdefg", "length"))))
+    assert group.zero_variance
+    assert group.responses[1].sample.advantage < 0 < group.responses[0].sample.advantage
+
+
+def test_kl_in_the_reward_is_subtracted_before_the_advantages():
+    algorithm = ALGORITHM.model_copy(update={"kl": Kl(**{"in": "reward", "coef": 0.5, "estimator": "k1"})})
+    pending = scorer().start(DeliverGroupMessage(3, 0, (response("ab"), response("abc"))))
+    reference = [np.array([-2.0, -1.5], "f4"), np.array([-1.0, -1.0, -4.0], "f4")]
+    samples = iter(
+        [replace(s, reference_logprobs=r) for s, r in zip(pending.samples(), reference, strict=True)]
+    )
+    group = score_group(pending.with_reference(samples), algorithm)
+    shaped = np.array([2 - 0.5 * (1 + 0.5), 3 - 0.5 * 3])  # log pi - log pi_ref, summed over tokens
+    expected = (shaped - shaped.mean()) / (shaped.std(ddof=1) + 1e-6)
+    assert [r.sample.advantage for r in group.responses] == pytest.approx(expected.tolist(), rel=1e-5)
+    assert [r.reward.value for r in group.responses] == [2, 3]
 
 
 @pytest.mark.parametrize(

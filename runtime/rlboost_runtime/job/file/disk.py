@@ -20,7 +20,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rlboost_runtime.errors import ConfigError
-from rlboost_runtime.job import BUILT_IN_REWARDS
+from rlboost_runtime.job import BUILT_IN_REWARDS, CHAT_TEMPLATES
+from rlboost_runtime.job.data import prompt_problem
 from rlboost_runtime.job.file.shape import close_match, shown
 from rlboost_runtime.job.file.tree import FieldPath, Mistake
 from rlboost_runtime.traces import load_trace
@@ -87,25 +88,43 @@ def _check_model(data: dict[str, Any], base: Path) -> Iterator[Mistake]:
         yield Mistake(("model",), f"found {shown(model)}, which does not exist; {MODEL_FOLDER}")
 
 
+def _sources(data: dict[str, Any]) -> Iterator[tuple[FieldPath, Any]]:  # any JSON value
+    """Yield the sources of prompts with their paths."""
+    found = _at(data, "data")
+    if isinstance(found, list):
+        yield from ((("data", number), one) for number, one in enumerate(found))
+    else:
+        yield ("data",), found
+
+
 def _check_prompts(data: dict[str, Any], base: Path) -> Iterator[Mistake]:
-    source = _at(data, "data", "source")
-    if not isinstance(source, str):
+    for path, source in _sources(data):
+        yield from _check_source(path, source, base)
+    source, held_out = _at(data, "data", "source"), _at(data, "evaluation", "prompts")
+    if not isinstance(source, str) or source.endswith(".parquet") or not isinstance(held_out, int):
         return
-    path: FieldPath = ("data", "source")
-    problem = _file_problem(source, base, "a JSON-lines file")
-    if problem is None:
-        field = _at(data, "data", "prompt_field")
-        problem = _prompt_file_problem(base / source, source, field if isinstance(field, str) else "prompt")
-    if problem:
-        yield Mistake(path, problem)
-        return
-    held_out = _at(data, "evaluation", "prompts")
-    if not isinstance(held_out, int):
+    if _file_problem(source, base, ""):
         return
     num = _num_prompts(base / source)
     if num is not None and held_out >= num:
         problem = f"found {held_out}, which leaves none of the {num} in {source} to train on; write less"
         yield Mistake(("evaluation", "prompts"), problem)
+
+
+def _check_source(path: FieldPath, source: Any, base: Path) -> Iterator[Mistake]:  # any JSON value
+    file, folder, template = (_at(source, key) for key in ("source", "dataset", "chat_template"))
+    if isinstance(file, str):
+        problem = _file_problem(file, base, "a JSON-lines or .parquet file")
+        if problem is None and not file.endswith(".parquet"):
+            problem = _prompt_file_problem(base / file, file, source)
+        if problem:
+            yield Mistake((*path, "source"), problem)
+    if isinstance(folder, str) and folder.startswith("./") and not (base / folder).is_dir():
+        yield Mistake((*path, "dataset"), f"found {folder}, which is no folder here; write a folder's path")
+    if isinstance(template, str) and template not in CHAT_TEMPLATES:
+        hint = _hint(template, CHAT_TEMPLATES) or f"write {', '.join(CHAT_TEMPLATES)} or a Jinja file"
+        if _file_problem(template, base, "a Jinja file"):
+            yield Mistake((*path, "chat_template"), f"found {template}, which is no file here; {hint}")
 
 
 def _num_prompts(path: Path) -> int | None:
@@ -119,7 +138,7 @@ def _num_prompts(path: Path) -> int | None:
     return num
 
 
-def _prompt_file_problem(path: Path, name: str, field: str) -> str | None:
+def _prompt_file_problem(path: Path, name: str, source: Any) -> str | None:  # any JSON object
     num_prompts = 0
     try:
         with path.open(encoding="utf-8") as file:
@@ -128,26 +147,28 @@ def _prompt_file_problem(path: Path, name: str, field: str) -> str | None:
                     break
                 if line.strip():
                     num_prompts += 1
-                    if problem := _prompt_line_problem(line, field):
+                    if problem := _prompt_line_problem(line, source):
                         return f"found {name}:{number}: {problem}"
     except UnicodeDecodeError:
         return f"found {name}, which is not UTF-8 text; write a JSON-lines file"
     return None if num_prompts else f"found {name} without a single prompt; write one JSON object per line"
 
 
-def _prompt_line_problem(line: str, field: str) -> str | None:
+def _prompt_line_problem(line: str, source: Any) -> str | None:  # any JSON object
     try:
         row = json.loads(line)
     except ValueError:
         return "not JSON; write one JSON object per line"
     if not isinstance(row, dict):
         return f"{shown(row)}; write one JSON object per line"
-    if not isinstance(row.get(field), str) or not row[field]:
-        close = close_match(field, list(row))
-        fields = ", ".join(row) or "none"
-        remedy = f"set prompt_field: {close}" if close and close != field else "set data.prompt_field"
-        return f"no text in field {field} (fields: {fields}); {remedy}"
-    return None
+    field, messages = (_at(source, key) for key in ("prompt_field", "messages_field"))
+    field = field if isinstance(field, str) else "prompt"
+    problem = prompt_problem(row, field, messages if isinstance(messages, str) else None)
+    if problem is None:
+        return None
+    close = close_match(field, list(row))
+    is_misspelt = problem[1] == "set data.prompt_field" and close and close != field
+    return f"{problem[0]}; {f'set prompt_field: {close}' if is_misspelt else problem[1]}"
 
 
 def _check_gym(data: dict[str, Any]) -> Iterator[Mistake]:
@@ -219,16 +240,25 @@ def _gym_options() -> dict[str, set[str]]:
 def _check_reward(data: dict[str, Any], base: Path) -> Iterator[Mistake]:
     if _at(data, "trainer", "script") is not None and _at(data, "reward") is None:
         return  # it scores by itself
+    for path, source in _sources(data):
+        if (own := _at(source, "reward")) is not None:
+            yield from _check_one_reward((*path, "reward"), own, [source], base)
     reward = _at(data, "reward") if isinstance(data, dict) and "reward" in data else "reasoning_gym"
+    scored = [source for _, source in _sources(data) if _at(source, "reward") is None]
+    if scored:
+        yield from _check_one_reward(("reward",), reward, scored, base)
+
+
+def _check_one_reward(path: FieldPath, reward: Any, sources: list[Any], base: Path) -> Iterator[Mistake]:
     if isinstance(reward, dict):
         url = reward.get("http")
         if isinstance(url, str) and not _is_http_url(url):
-            yield Mistake(("reward", "http"), f"found {shown(url)}; write a URL such as https://HOST/score")
+            yield Mistake((*path, "http"), f"found {shown(url)}; write a URL such as https://HOST/score")
         elif isinstance(url, str) and urlsplit(url).password:
             problem = "found a URL with a password, which everybody sees; name its variable: key_variable"
-            yield Mistake(("reward", "http"), problem)
-    elif isinstance(reward, str) and (wrong := _reward_problem(reward, data, base)):
-        yield Mistake(("reward",), wrong)
+            yield Mistake((*path, "http"), problem)
+    elif isinstance(reward, str) and (wrong := _reward_problem(reward, sources, base)):
+        yield Mistake(path, wrong)
 
 
 def _is_http_url(url: str) -> bool:
@@ -239,18 +269,19 @@ def _is_http_url(url: str) -> bool:
         return False
 
 
-def _reward_problem(reward: str, data: dict[str, Any], base: Path) -> str | None:
+def _reward_problem(reward: str, sources: list[Any], base: Path) -> str | None:
+    files = [file for source in sources if isinstance(file := _at(source, "source"), str)]
     if reward == "reasoning_gym":
-        source = _at(data, "data", "source")
-        if isinstance(source, str) and _first_lacks(base / source, "metadata", "source_dataset"):
-            return (
-                f"reasoning_gym cannot score {source}, whose lines name no data set; write FILE.py:FUNCTION"
-            )
+        for file in files:
+            if _first_lacks(base / file, "metadata", "source_dataset"):
+                return (
+                    f"reasoning_gym cannot score {file}, whose lines name no data set; write FILE.py:FUNCTION"
+                )
         return None
     if reward in {"math", "exact"}:
-        source = _at(data, "data", "source")
-        if isinstance(source, str) and _first_lacks(base / source, "answer"):
-            return f"{reward} compares with the field answer, which {source} lacks; add it to every line"
+        for file in files:
+            if _first_lacks(base / file, "answer"):
+                return f"{reward} compares with the field answer, which {file} lacks; add it to every line"
         return None
     file, colon, function = reward.rpartition(":")
     if not colon and not reward.endswith(".py"):

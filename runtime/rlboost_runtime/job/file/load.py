@@ -68,6 +68,8 @@ def hints(job: Job) -> list[str]:
             f"algorithm.learning_rate: {job.algorithm.learning_rate:g} is little for adapters, which start"
             f" at 0; {LORA_LEARNING_RATE:g} or more is usual"
         )
+    if (kl := job.algorithm.kl) is not None and kl.estimator == "k1" and not kl.is_in_reward:
+        found.append("algorithm.kl: k1 in the loss has a gradient of mean 0; write in: reward, or k3")
     if job.algorithm.top_p < 1:
         found.append(
             f"algorithm.top_p: with {job.algorithm.top_p} engines sample from a part of the vocabulary, the"
@@ -154,6 +156,10 @@ def _errors(path: Path, lines: list[str]) -> JobErrors:
 
 
 def _with_absolute_model(job: Job, base: Path) -> Job:
+    kl = job.algorithm.kl
+    if kl is not None and (folder := find_model(kl.reference, base)).is_dir() and kl.reference != "start":
+        kl = kl.model_copy(update={"reference": str(folder.resolve())})
+        job = job.model_copy(update={"algorithm": job.algorithm.model_copy(update={"kl": kl})})
     if isinstance(job.model, str) and (folder := find_model(job.model, base)).is_dir():
         return job.model_copy(update={"model": str(folder.resolve())})
     return job

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
 from pydantic import ValidationError
@@ -44,7 +44,8 @@ EXAMPLES = {
 FORMS = {
     "name": "lower-case letters, digits and dashes (at most 63), such as my-run",
     "model": "a folder in HF format, a Hugging Face id, or {init: tiny}",
-    "data": "{source: FILE.jsonl}, or {reasoning_gym: [NAME, ...]}",
+    "data": "{source: FILE}, {dataset: ID}, {reasoning_gym: [NAME, ...]}, or a list of them",
+    "data[]": "{source: FILE}, {dataset: ID} or {reasoning_gym: [NAME, ...]}",
     "reward": "FILE.py:FUNCTION, reasoning_gym, math, exact, or {http: URL}",
     "output": "s3://BUCKET/PREFIX, gs://..., az://..., or a folder by its whole path, such as /mnt/runs",
     "weights.bucket": "s3://BUCKET/PREFIX, gs://... or az://...",
@@ -97,8 +98,10 @@ def shown(value: Any) -> str:  # any JSON value
 
 def alternatives(annotation: Any) -> list[Any]:  # any type expression
     """Return the types that `annotation` allows, null left out."""
+    if get_origin(annotation) is Annotated:
+        return alternatives(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
-        return [each for each in get_args(annotation) if each is not NoneType]
+        return [each for one in get_args(annotation) if one is not NoneType for each in alternatives(one)]
     return [annotation]
 
 
@@ -116,7 +119,7 @@ def sections(model: type[Model] = Job, path: FieldPath = ()) -> Iterator[tuple[F
                 yield from sections(each, (*path, name))
             elif get_origin(each) is list:
                 for entry in alternatives(get_args(each)[0]):
-                    if is_section(entry):
+                    if is_section(entry) and entry not in alternatives(field.annotation):
                         yield from sections(entry, (*path, f"{name}[]"))
 
 
@@ -187,7 +190,8 @@ def _follow(loc: tuple[int | str, ...], data: Any) -> _Place | None:
             if chosen is None:
                 place.is_unclear = True
                 return place
-            if not re.fullmatch(rf"(.*, )?{chosen.__name__}\]?", str(part)):  # or function-after[f(), NAME]
+            name = r"list\[.*" if get_origin(chosen) is list else chosen.__name__
+            if not re.fullmatch(rf"(.*, )?{name}\]?", str(part)):  # or function-after[f(), NAME]
                 return None
             place.annotation = chosen
             continue
@@ -214,6 +218,8 @@ def _choose(options: list[Any], value: Any) -> Any:
     """Return the form that `value` was meant to have: None if that cannot be told."""
     if isinstance(value, str):
         return str if str in options else None
+    if isinstance(value, list):
+        return next((option for option in options if get_origin(option) is list), None)
     if not isinstance(value, dict):
         return None
     models = [option for option in options if is_section(option)]

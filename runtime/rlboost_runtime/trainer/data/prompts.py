@@ -1,117 +1,44 @@
-"""Where prompts come from, and which ones a step gets.
+"""Which prompts a step gets.
 
 The prompts of step k are a pure function of (data, seed, k): the data cursor *is* the step, so nothing has to
-be saved for a resume. Each epoch visits every usable prompt once, in an order drawn from (seed, epoch).
+be saved for a resume. Each epoch of a source visits every usable prompt once, in an order drawn from (seed,
+epoch), or in its own. Several sources are interleaved as evenly as their weights allow.
 Prompts longer than `max_prompt_tokens` are skipped, counted and logged; a data set without any usable prompt
 is a `ConfigError`.
 """
 
 from __future__ import annotations
 
-import importlib
-import json
 import logging
 import random
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 from rlboost_runtime.errors import ConfigError
-from rlboost_runtime.job import PromptFile, ReasoningGym
+from rlboost_runtime.job import HttpReward
 from rlboost_runtime.logs import event
+from rlboost_runtime.trainer.data.reading import Example, Row
 
 log = logging.getLogger(__name__)
 
-Row = dict[str, Any]  # any JSON object: a line of the user's file, or a reasoning-gym entry
-Encode = Callable[[str], list[int]]
+Encode = Callable[[Example], tuple[str, list[int]]]
+"""What the model reads, as text and as token ids."""
+
+CYCLE = 1000
+"""Sources take turns in a pattern of so many prompts: weights are exact to a thousandth."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt: `index` in the data set, what the model reads, and the row that the reward function
-    gets."""
+    """One prompt: `index` in the data set, what the model reads (`text`), the question that the reward
+    function gets with the row, and the reward; None: the job's."""
 
     index: int
     text: str
     token_ids: tuple[int, ...]
     row: Row
-
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """A prompt's text with its row; `answer` is None where the data has none."""
-
-    text: str
-    answer: str | None
-    row: Row
-
-
-def read_examples(data: PromptFile | ReasoningGym, files: Path) -> list[Example]:
-    """Return the data set. A `PromptFile` lies in `files` under the name that the job uses.
-
-    Raises `ConfigError` for a file that is missing, empty or not JSON lines, for a line without the prompt
-    field, and for an unknown reasoning-gym data set or option.
-    """
-    if isinstance(data, PromptFile):
-        return list(_read_prompt_file(files / data.source, data))
-    return generate_examples(data, seed=data.seed, size=data.size)
-
-
-def generate_examples(data: ReasoningGym, *, seed: int, size: int) -> list[Example]:
-    """Return `size` reasoning-gym examples drawn from `seed`, the named data sets taking turns.
-
-    The prompt is the question and a newline. Raises `ConfigError` for an unknown data set or option.
-    """
-    reasoning_gym = import_reasoning_gym()
-    names = data.reasoning_gym
-    per_set = -(-size // len(names))
-    columns = []
-    for name in names:
-        try:
-            entries = reasoning_gym.create_dataset(name, size=per_set, seed=seed, **data.config)
-            columns.append([entries[i] for i in range(per_set)])
-        except (ValueError, TypeError, AssertionError) as exc:
-            raise ConfigError(
-                f"data.reasoning_gym: data set {name} cannot be made with config {data.config}: {exc}",
-                "see https://github.com/open-thought/reasoning-gym for the names and options of data sets",
-            ) from exc
-    entries = [entry for turn in zip(*columns, strict=True) for entry in turn][:size]
-    return [Example(f"{entry['question']}\n", str(entry["answer"]), entry) for entry in entries]
-
-
-def _read_prompt_file(path: Path, data: PromptFile) -> Iterator[Example]:
-    try:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield _parse_line(line, number, data)
-    except FileNotFoundError:
-        raise ConfigError(f"data.source: {data.source} does not exist", "give a JSON-lines file") from None
-    except UnicodeDecodeError as exc:
-        raise ConfigError(
-            f"data.source: {data.source} is not UTF-8: {exc}", "give a JSON-lines file"
-        ) from exc
-
-
-def _parse_line(line: str, number: int, data: PromptFile) -> Example:
-    where = f"{data.source}:{number}"
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as exc:
-        raise ConfigError(f"{where}: not JSON: {exc}", "each line must be one JSON object") from exc
-    if not isinstance(row, dict):
-        raise ConfigError(f"{where}: a {type(row).__name__}", "each line must be one JSON object")
-    text = row.get(data.prompt_field)
-    if not isinstance(text, str) or not text:
-        found = ", ".join(sorted(row)) or "nothing"
-        raise ConfigError(
-            f"{where}: no text in field {data.prompt_field!r} (fields: {found})", "set data.prompt_field"
-        )
-    answer = row.get("answer")
-    return Example(text, None if answer is None else str(answer), row)
+    question: str = ""
+    reward: str | HttpReward | None = None
 
 
 class PromptSource:
@@ -127,26 +54,27 @@ class PromptSource:
         seed: int,
         num_held_out: int = 0,
     ) -> None:
-        """The last `num_held_out` usable prompts are in no step. Raises `ConfigError`."""
-        usable, self.num_skipped = _usable(examples, encode, max_prompt_tokens)
+        """The last `num_held_out` usable prompts of every source's share are in no step. Raises
+        `ConfigError`."""
+        usable, self.num_skipped = usable_prompts(examples, encode, max_prompt_tokens)
         if num_held_out >= len(usable):
             raise ConfigError(
                 f"evaluation.prompts: {num_held_out} of {len(usable)} usable prompts leave none to train",
                 f"write at most {len(usable) - 1}, or add prompts",
             )
-        cut = len(usable) - num_held_out
-        self._prompts, self.held_out = usable[:cut], usable[cut:]
+        by_source = _by_source(examples, usable)
+        self.held_out = _hold_out(by_source, num_held_out)
+        self._sources = [source for source in by_source if source]
         self._per_step = prompts_per_step
         self._seed = seed
-        self._epoch_order: tuple[int, list[int]] | None = None
-        if self.num_skipped:
-            event(
-                log, "data.prompts_skipped", level=logging.WARNING,
-                skipped=self.num_skipped, of=len(examples), max_prompt_tokens=max_prompt_tokens,
-            )  # fmt: skip
+        weights = [examples[source[0].index].weight for source in self._sources]
+        sizes = [len(s) if w is None else w for s, w in zip(self._sources, weights, strict=True)]
+        self._turns = _turns(sizes)
+        self._shuffled = [examples[source[0].index].shuffle for source in self._sources]
+        self._epoch_orders: dict[int, tuple[int, list[int]]] = {}
 
     def __len__(self) -> int:
-        return len(self._prompts)
+        return sum(map(len, self._sources))
 
     def batch(self, step: int) -> list[Prompt]:
         """Return the prompts of `step`: the same ones for the same step, always."""
@@ -154,41 +82,74 @@ class PromptSource:
         return [self._at(position) for position in range(start, start + self._per_step)]
 
     def _at(self, position: int) -> Prompt:
-        epoch, place = divmod(position, len(self._prompts))
-        return self._prompts[self._order(epoch)[place]]
+        cycle, turn = divmod(position, len(self._turns))
+        number, before, per_cycle = self._turns[turn]
+        source = self._sources[number]
+        epoch, place = divmod(cycle * per_cycle + before, len(source))
+        return source[self._order(number, epoch)[place]]
 
-    def _order(self, epoch: int) -> list[int]:
-        if self._epoch_order is None or self._epoch_order[0] != epoch:
-            order = list(range(len(self._prompts)))
-            random.Random(f"{self._seed}/{epoch}").shuffle(order)  # noqa: S311 - not for secrets
-            self._epoch_order = (epoch, order)
-        return self._epoch_order[1]
+    def _order(self, number: int, epoch: int) -> list[int]:
+        known = self._epoch_orders.get(number)
+        if known is None or known[0] != epoch:
+            order = list(range(len(self._sources[number])))
+            if self._shuffled[number]:
+                of_source = f"/{number}" if number else ""
+                random.Random(f"{self._seed}{of_source}/{epoch}").shuffle(order)  # noqa: S311 - no secret
+            known = self._epoch_orders[number] = (epoch, order)
+        return known[1]
 
 
-def _usable(examples: Sequence[Example], encode: Encode, max_prompt_tokens: int) -> tuple[list[Prompt], int]:
+def _turns(weights: Sequence[float]) -> list[tuple[int, int, int]]:
+    """Return whose turn it is at each place of the pattern: a source's number, how many turns it has had in
+    the pattern before, and how many it has in all. Each source has one at least."""
+    counts = [max(1, round(CYCLE * weight / sum(weights))) for weight in weights]
+    turns = [((i + 0.5) / count, number, i) for number, count in enumerate(counts) for i in range(count)]
+    return [(number, i, counts[number]) for _, number, i in sorted(turns)]
+
+
+def _by_source(examples: Sequence[Example], usable: Sequence[Prompt]) -> list[list[Prompt]]:
+    found: dict[int, list[Prompt]] = {}
+    for prompt in usable:
+        found.setdefault(examples[prompt.index].source, []).append(prompt)
+    return list(found.values())
+
+
+def _hold_out(sources: list[list[Prompt]], num: int) -> list[Prompt]:
+    """Take `num` prompts from the sources' ends, of each about its share; none is emptied while another has
+    more than one."""
+    total = sum(map(len, sources))
+    taken: list[list[Prompt]] = [[] for _ in sources]
+    for i, source in enumerate(sources):
+        share = min(len(source) - 1, num * len(source) // total)
+        taken[i] = [source.pop() for _ in range(share)]
+    while sum(map(len, taken)) < num:
+        longest = max(range(len(sources)), key=lambda i: len(sources[i]))
+        taken[longest].append(sources[longest].pop())
+    return [prompt for each in taken for prompt in reversed(each)]
+
+
+def usable_prompts(
+    examples: Sequence[Example], encode: Encode, max_prompt_tokens: int
+) -> tuple[list[Prompt], int]:
+    """Return the prompts that are neither empty nor too long, and how many are. Raises `ConfigError`."""
     if not examples:
         raise ConfigError("data: the data set is empty", "give at least one prompt")
-    prompts = []
-    shortest: int | None = None
+    prompts, lengths = [], []
     for index, example in enumerate(examples):
-        token_ids = tuple(encode(example.text))
-        shortest = len(token_ids) if shortest is None else min(shortest, len(token_ids))
-        if 0 < len(token_ids) <= max_prompt_tokens:
-            prompts.append(Prompt(index, example.text, token_ids, example.row))
+        text, ids = encode(example)
+        lengths.append(len(ids))
+        if 0 < len(ids) <= max_prompt_tokens:
+            prompts.append(Prompt(index, text, tuple(ids), example.row, example.text, example.reward))
     if not prompts:
         raise ConfigError(
             f"data: none of {len(examples)} prompts has 1 to max_prompt_tokens {max_prompt_tokens} tokens"
-            f" (the shortest has {shortest})",
+            f" (the shortest has {min(lengths)})",
             "raise algorithm.max_prompt_tokens or shorten the prompts",
         )
+    if skipped := len(examples) - len(prompts):
+        event(
+            log, "data.prompts_skipped", level=logging.WARNING,
+            skipped=skipped, of=len(examples), too_long=sum(n > max_prompt_tokens for n in lengths),
+            empty=lengths.count(0), longest=max(lengths), max_prompt_tokens=max_prompt_tokens,
+        )  # fmt: skip
     return prompts, len(examples) - len(prompts)
-
-
-def import_reasoning_gym() -> ModuleType:
-    """Return reasoning-gym, whose import takes seconds.
-
-    Where its installer compiled nothing (uv), the first import does, with warnings of a dependency's syntax.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)
-        return importlib.import_module("reasoning_gym")

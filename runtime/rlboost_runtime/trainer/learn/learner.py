@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 
 from rlboost_runtime.job import IMPORTANCE_CAPS, Algorithm, Trainer
+from rlboost_runtime.trainer.learn.logprobs import LogprobModel
 from rlboost_runtime.trainer.learn.losses import (
     LossConfig,
     MismatchSums,
     Totals,
     divisor,
+    kl_terms,
     mismatch,
     policy_loss,
 )
@@ -36,11 +38,11 @@ from rlboost_runtime.trainer.learn.ranks import (
     BeginStep,
     Ranks,
     Recompute,
+    ScoreReference,
     full_tensor,
 )
+from rlboost_runtime.trainer.learn.reference import Reference
 from rlboost_runtime.trainer.learn.sample import NOTHING, Logprobs, Sample
-
-BETAS = (0.9, 0.95)
 
 
 @dataclass(slots=True)
@@ -51,6 +53,7 @@ class PartSums:
     clipped: int = 0
     corrected: int = 0
     entropy: float = 0.0
+    kl: float = 0.0
     mismatch: MismatchSums = field(default_factory=MismatchSums)
 
 
@@ -63,6 +66,7 @@ class StepSums:
     clipped: int = 0
     corrected: int = 0
     entropy: float = 0.0
+    kl: float = 0.0
     grad_norms: list[float] = field(default_factory=list)
     empty_minibatches: int = 0
     not_finite_minibatches: int = 0
@@ -74,6 +78,7 @@ class StepSums:
         self.clipped += part.clipped
         self.corrected += part.corrected
         self.entropy += part.entropy
+        self.kl += part.kl
         self.mismatch += part.mismatch
 
     def metrics(self) -> dict[str, float]:
@@ -85,6 +90,7 @@ class StepSums:
             "clip_share": self.clipped / n,
             "importance_clip_share": self.corrected / n,
             "entropy": self.entropy / n,
+            "reference_kl": self.kl / n,
             "grad_norm": sum(self.grad_norms) / max(len(self.grad_norms), 1),
             "minibatches_empty": float(self.empty_minibatches),
             "minibatches_not_finite": float(self.not_finite_minibatches),
@@ -96,14 +102,22 @@ class Learner:
     """Trains a policy: `begin_step`, then `accumulate` and `apply` per mini-batch."""
 
     def __init__(
-        self, policy: Policy, algorithm: Algorithm, trainer: Trainer | None = None, ranks: Ranks = ALONE
+        self,
+        policy: Policy,
+        algorithm: Algorithm,
+        trainer: Trainer | None = None,
+        ranks: Ranks = ALONE,
+        reference: Reference | None = None,
     ) -> None:
+        """`reference`: where the job has a KL penalty."""
         trainer = Trainer() if trainer is None else trainer
         self.policy = policy
+        self._reference = reference
         self.optimizer = Adam(
             [parameter for parameter in policy.model.parameters() if parameter.requires_grad],
-            lr=algorithm.learning_rate, betas=BETAS, ranks=ranks, offload=trainer.optimizer_offload,
-            mover=policy.mover,
+            lr=algorithm.learning_rate, betas=(algorithm.adam_betas[0], algorithm.adam_betas[1]),
+            eps=algorithm.adam_eps, weight_decay=algorithm.weight_decay, ranks=ranks,
+            offload=trainer.optimizer_offload, mover=policy.mover,
         )  # fmt: skip
         self.sums = StepSums()
         self._algorithm = algorithm
@@ -120,9 +134,8 @@ class Learner:
         return divisor(self._totals, self._config)
 
     def learning_rate(self, step: int) -> float:
-        """Return the learning rate of `step`: a linear ramp, then constant."""
-        ramp = self._algorithm.learning_rate_warmup_steps
-        return self._algorithm.learning_rate * (min(1.0, (step + 1) / ramp) if ramp else 1.0)
+        """Return the learning rate of `step`."""
+        return self._algorithm.learning_rate_at(step)
 
     def begin_step(self, step: int) -> None:
         """Reset sums and gradients; the weights are the step's policy until the first `apply`."""
@@ -130,6 +143,7 @@ class Learner:
         self.sums = StepSums()
         self._reset()
         self._updated = False
+        self._config = replace(self._config, entropy_coef=self._algorithm.entropy_coef_at(step))
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(step)
 
@@ -144,15 +158,34 @@ class Learner:
         """Return the samples with old logprobs from the current weights; only before the first `apply`."""
         assert not self._updated, "old logprobs are those of the step's policy"
         self._ranks.broadcast(Recompute(list(samples)))
+        return [
+            sample if values is None else replace(sample, old_logprobs=values)
+            for sample, values in zip(samples, self._scored(samples, self.policy.scorer), strict=True)
+        ]
+
+    @torch.no_grad()
+    def score_reference(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Return the samples with the reference's logprobs; only where there is a reference."""
+        assert self._reference is not None
+        self._ranks.broadcast(ScoreReference(list(samples)))
+        with self._reference.ready() as scorer:
+            found = self._scored(samples, scorer)
+        return [
+            sample if values is None else replace(sample, reference_logprobs=values)
+            for sample, values in zip(samples, found, strict=True)
+        ]
+
+    def _scored(self, samples: Sequence[Sample], scorer: LogprobModel) -> list[Logprobs | None]:
+        """Return the logprobs of each sample's tokens; None for those that are not trained."""
         order: list[int] = []
         found = [torch.empty(0)]
         for numbers, batch in self._my_batches(samples):
-            logprobs_BT = self._forward(batch).logprobs.cpu()
+            logprobs_BT = self._forward(batch, scorer).logprobs.cpu()
             for number, sample, logprobs_T in zip(numbers, batch, logprobs_BT, strict=False):
                 order.append(number)
                 found.append(logprobs_T[: len(sample.token_ids)])
         orders = self._ranks.gather(torch.tensor(order, dtype=torch.long))
-        return _with_old(samples, orders, self._ranks.gather(torch.cat(found)))
+        return _by_sample(samples, orders, self._ranks.gather(torch.cat(found)))
 
     def _my_batches(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], list[Sample]]]:
         """Yield this rank's share, a forward pass at a time, with the samples' numbers.
@@ -167,11 +200,12 @@ class Learner:
             numbers = batches[mine] if mine < len(batches) else []
             yield numbers, [samples[i] for i in numbers] or [NOTHING]
 
-    def _forward(self, samples: Sequence[Sample]) -> Forward:
+    def _forward(self, samples: Sequence[Sample], scorer: LogprobModel | None = None) -> Forward:
         result = self.policy.forward(
             [sample.prompt_ids for sample in samples],
             [sample.token_ids for sample in samples],
             self._algorithm.temperature,
+            scorer,
         )
         if samples[0].usable:
             return result
@@ -182,15 +216,29 @@ class Learner:
         mu = _table([sample.logprobs for sample in samples], result)
         old, bypass = self._old(samples, mu, result)
         advantages = torch.tensor([sample.advantage for sample in samples], device=mu.device)
-        sums = policy_loss(result.logprobs, old, mu, advantages, result.mask, self._config, bypass=bypass)
+        reference = self._reference_table(samples, result)
+        sums = policy_loss(
+            result.logprobs, old, mu, advantages, result.mask, self._config, bypass=bypass,
+            reference_BT=reference, entropy_BT=result.entropy,
+        )  # fmt: skip
         sums.loss.backward()  # type: ignore[no-untyped-call]
         self._totals += sums.totals
         self._part.loss += float(sums.loss.detach())
         self._part.clipped += sums.clipped
         self._part.corrected += sums.corrected
-        self._part.entropy += float((result.entropy * result.mask).sum())
+        self._part.entropy += float((result.entropy.detach() * result.mask).sum())
+        if reference is not None:
+            kl = kl_terms(result.logprobs.detach(), reference, self._config.kl_estimator)
+            self._part.kl += float((kl * result.mask).sum())
         if not bypass:
             self._part.mismatch += mismatch(old, mu, result.mask)
+
+    def _reference_table(self, samples: Sequence[Sample], like: Forward) -> Tensor | None:
+        if self._algorithm.kl is None:
+            return None
+        known = [sample.reference_logprobs for sample in samples if sample.reference_logprobs is not None]
+        assert len(known) == len(samples) or not samples[0].usable, "score_reference comes first"
+        return _table(known, like) if len(known) == len(samples) else torch.zeros_like(like.mask)
 
     def _old(self, samples: Sequence[Sample], mu: Tensor, result: Forward) -> tuple[Tensor, bool]:
         """Return the old logprobs, and True if they are the engine's; losses.py defines "old"."""
@@ -231,12 +279,15 @@ class Learner:
         totals, part, far = self._totals, self._part, self._part.mismatch
         values = self._ranks.sum(
             [totals.tokens, totals.responses, totals.advantage_squares, part.loss, part.clipped,
-             part.corrected, part.entropy, far.tokens, far.k3, far.absolute, far.weight, far.weight_squared]
+             part.corrected, part.entropy, part.kl, far.tokens, far.k3, far.absolute, far.weight,
+             far.weight_squared]
         )  # fmt: skip
         (largest,) = self._ranks.largest([far.largest])
-        tokens, k3, absolute, weight, squares = values[7:]
+        kl, tokens, k3, absolute, weight, squares = values[7:]
         mismatches = MismatchSums(int(tokens), k3, absolute, largest, weight, squares)
-        return Totals(*values[:3]), PartSums(values[3], int(values[4]), int(values[5]), values[6], mismatches)
+        return Totals(*values[:3]), PartSums(
+            values[3], int(values[4]), int(values[5]), values[6], kl, mismatches
+        )
 
     def _reset(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -265,6 +316,9 @@ def loss_config(algorithm: Algorithm) -> LossConfig:
         importance="token" if importance == "none" else importance,
         importance_floor=algorithm.importance_floor,
         max_response_tokens=algorithm.max_response_tokens,
+        kl_coef=0.0 if algorithm.kl is None or algorithm.kl.is_in_reward else algorithm.kl.coef,
+        kl_estimator="k3" if algorithm.kl is None else algorithm.kl.estimator,
+        entropy_coef=algorithm.entropy_coef_at(0),
     )
 
 
@@ -287,13 +341,15 @@ def _table(values: Sequence[Logprobs], like: Forward) -> Tensor:
     return torch.from_numpy(table).to(like.logprobs.device, like.logprobs.dtype)
 
 
-def _with_old(samples: Sequence[Sample], orders: Sequence[Tensor], values: Sequence[Tensor]) -> list[Sample]:
-    """Return the samples with their old logprobs: per rank, numbers of samples and their values in a row."""
-    found = list(samples)
+def _by_sample(
+    samples: Sequence[Sample], orders: Sequence[Tensor], values: Sequence[Tensor]
+) -> list[Logprobs | None]:
+    """Return each sample's logprobs: per rank, numbers of samples and their values in a row."""
+    found: list[Logprobs | None] = [None] * len(samples)
     for order, flat in zip(orders, values, strict=True):
         start = 0
         for number in order.tolist():
-            end = start + len(found[number].token_ids)
-            found[number] = replace(found[number], old_logprobs=flat[start:end].numpy())
+            end = start + len(samples[number].token_ids)
+            found[number] = flat[start:end].numpy()
             start = end
     return found

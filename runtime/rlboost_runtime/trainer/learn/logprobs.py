@@ -50,6 +50,8 @@ class LogprobModel(nn.Module):
         """bfloat16 runs the arithmetic in it and leaves the weights as they are."""
         self.autocast = False
         """True if this module casts; a sharded model's weights are cast by FSDP."""
+        self.entropy_has_gradient = False
+        """True where entropies are trained: on padded rows that takes the logits' memory twice more."""
         self.why_not_packed = _odd_head(model) or use_packed_attention(model)
         if self.why_not_packed:
             event(log, "policy.padded", why=self.why_not_packed)
@@ -57,7 +59,8 @@ class LogprobModel(nn.Module):
     def forward(
         self, batch: PackedBatch, temperature: float, *, whole: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Return logprobs_N (with gradient) and entropies_N of the batch's predicted tokens, in float32.
+        """Return logprobs_N and entropies_N, both with gradient, of the batch's predicted tokens, in
+        float32.
 
         `whole`: log_NV of the whole vocabulary instead of logprobs_N.
         """
@@ -71,7 +74,7 @@ class LogprobModel(nn.Module):
             logits_NV = hidden_NE @ self._head().to(hidden_NE.dtype).T
         log_NV = torch.log_softmax(logits_NV.float() / temperature, dim=-1)
         logprobs = log_NV if whole else log_NV.gather(1, batch.targets_N.unsqueeze(1)).squeeze(1)
-        with torch.no_grad():
+        with torch.set_grad_enabled(self.entropy_has_gradient and torch.is_grad_enabled()):
             return logprobs, -(log_NV.exp() * log_NV).sum(dim=-1)
 
     def _hidden(self, batch: PackedBatch) -> Tensor | None:
@@ -130,8 +133,8 @@ CHUNK_BYTES = 64 * 1024 * 1024
 def token_logprobs(
     hidden_NE: Tensor, head_VE: Tensor, targets_N: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Return logprobs_N of the targets under softmax(hidden @ head.T / temperature), with gradient by hidden
-    states and head, and the entropies_N in nats, without. Both float32.
+    """Return logprobs_N of the targets under softmax(hidden @ head.T / temperature), and the
+    entropies_N in nats, both with gradient by hidden states and head, in float32.
 
     The products run in the hidden states' dtype; the head is cast to it.
     """
@@ -163,21 +166,26 @@ class _TokenLogprobs(torch.autograd.Function):
                 kept.append(log_CV)
         ctx.save_for_backward(hidden_NE, head_VE, targets_N, *kept)
         ctx.temperature = temperature
-        ctx.mark_non_differentiable(entropies_N)
+        ctx.set_materialize_grads(False)
         return logprobs_N, entropies_N
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # autograd's context
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # autograd's context
         hidden_NE, head_VE, targets_N, *kept = ctx.saved_tensors
         needs_hidden, needs_head = ctx.needs_input_grad[:2]
         head = head_VE.detach().to(hidden_NE.dtype)
-        gradient_N = gradients[0] / ctx.temperature
+        by_logprob_N = torch.zeros(hidden_NE.shape[:1], device=hidden_NE.device)
+        gradient_N = (by_logprob_N if gradients[0] is None else gradients[0]) / ctx.temperature
+        by_entropy_N = None if gradients[1] is None else gradients[1] / ctx.temperature
         by_hidden = torch.empty_like(hidden_NE) if needs_hidden else None
         by_head = torch.zeros_like(head_VE, dtype=torch.float32) if needs_head else None
         for number, rows in enumerate(_chunks(hidden_NE.shape[0], head.shape[0])):
             log_CV = kept[number] if kept else _log_softmax(hidden_NE[rows], head, ctx.temperature)
             by_logits = log_CV.exp().mul_(-gradient_N[rows].unsqueeze(1))
             by_logits.scatter_add_(1, targets_N[rows].unsqueeze(1), gradient_N[rows].unsqueeze(1))
+            if by_entropy_N is not None:  # dH / dz = -p (log p + H)
+                spread_CV = log_CV - torch.linalg.vecdot(log_CV.exp(), log_CV).unsqueeze(1)
+                by_logits -= log_CV.exp() * spread_CV * by_entropy_N[rows].unsqueeze(1)
             by_logits = by_logits.to(hidden_NE.dtype)
             if by_hidden is not None:
                 by_hidden[rows] = by_logits @ head

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -42,6 +43,20 @@ def attach(model: PreTrainedModel, lora: Lora, seed: int) -> None:
         inject_adapter_in_model(config, model, adapter_name=_NAME)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)
+
+
+@contextmanager
+def disabled(model: PreTrainedModel) -> Iterator[None]:
+    """Within it, the model computes with its own weights alone."""
+    layers = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
+    assert layers, "there are no adapters"
+    for layer in layers:  # peft's enable_adapters() would also change which weights are trained
+        setattr(layer, "_disable_adapters", True)  # noqa: B010 - nn.Module declares no such attribute
+    try:
+        yield
+    finally:
+        for layer in layers:
+            setattr(layer, "_disable_adapters", False)  # noqa: B010
 
 
 def adapters(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ policy, A the advantage, T_i a response's length, N the mini-batch's tokens, R i
 
 | kind | advantage | term of a token | divided by | source |
 |---|---|---|---|---|
-| grpo | group mean, std | min(r A, clip(r) A) / T_i | R | arXiv 2402.03300, without its KL term |
+| grpo | group mean, std | min(r A, clip(r) A) / T_i | R | arXiv 2402.03300 |
 | dapo | group mean, std | min(r A, clip(r) A), upper clip 1.28 | N | arXiv 2503.14476 |
 | dr_grpo | group mean | min(r A, clip(r) A) | R x max_response_tokens | arXiv 2503.20783 |
 | gspo | group mean, std | min(s A, clip(s) A) / T_i, s_i = exp(mean_t log r) | R | arXiv 2507.18071 |
@@ -34,6 +34,10 @@ term of a token is multiplied with a constant (arXiv 2505.24034):
 - icepop: w where floor <= w <= cap, else 0 (arXiv 2510.18855);
 - sequence_mask: W_i = exp(sum_t log w) where W_i <= cap, else 0, for the whole response.
 
+KL and entropy: - coef x KL to a reference and + coef x entropy are added to each token's term, after the
+correction and before the division, as in TRL and verl. Not with reinforce_pp, whose division is by the
+advantages' std. In the reward, KL is subtracted before the advantages (`rollout/groups.py`).
+
 Which policy is "old"? Before the first optimizer step of a step the trainer's own forward pass *is* old, at
 no cost. After it there are two ways, and `learner.py` chooses: old recomputed beforehand, or old := mu
 ("bypass"). With bypass the ratio is that of the current policy to what was really sampled and is clipped as a
@@ -55,6 +59,7 @@ from torch import Tensor
 
 LossKind = Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp"]
 ImportanceKind = Literal["token", "icepop", "sequence_mask"]
+KlEstimator = Literal["k1", "k2", "k3"]
 
 STD_EPSILON = 1e-6
 """Added to a standard deviation before dividing by it."""
@@ -79,6 +84,10 @@ class LossConfig:
     importance: ImportanceKind = "token"
     importance_floor: float = 0.5
     max_response_tokens: int = 1
+    kl_coef: float = 0.0
+    """Of the KL to the reference, per token; 0: no such term."""
+    kl_estimator: KlEstimator = "k3"
+    entropy_coef: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,12 +212,15 @@ def policy_loss(
     config: LossConfig,
     *,
     bypass: bool = False,
+    reference_BT: Tensor | None = None,
+    entropy_BT: Tensor | None = None,
 ) -> LossSums:
     """Return the un-normalised policy loss of a micro-batch.
 
-    `logprobs_BT` carry the gradient; `old`, `mu`, advantages and mask are constants. `bypass` means that old
-    is mu. Rows without a generated token (a response quarantined before its first) add nothing, also not to
-    the totals.
+    `logprobs_BT` and `entropy_BT` carry the gradient; `old`, `mu`, `reference`, advantages and mask are
+    constants. `bypass` means that old is mu. With `kl_coef` or `entropy_coef`, the reference's logprobs or
+    the entropies must be given. Rows without a generated token (a response quarantined before its first) add
+    nothing, also not to the totals.
     """
     chosen_BT = mask_BT > 0
     current_BT = _only(chosen_BT, logprobs_BT)
@@ -223,7 +235,15 @@ def policy_loss(
     if bypass:
         weights_BT = (weights_BT > 0).to(weights_BT.dtype)
         corrected_BT = weights_BT == 0
-    terms_BT = _only(chosen_BT, terms_BT * weights_BT)
+    terms_BT = terms_BT * weights_BT  # the engine's mismatch does not weigh what follows, as in TRL
+    if config.kl_coef:
+        assert reference_BT is not None
+        reference_BT = _only(chosen_BT, reference_BT)
+        terms_BT = terms_BT - config.kl_coef * kl_terms(current_BT, reference_BT, config.kl_estimator)
+    if config.entropy_coef:
+        assert entropy_BT is not None
+        terms_BT = terms_BT + config.entropy_coef * _only(chosen_BT, entropy_BT)
+    terms_BT = _only(chosen_BT, terms_BT)
     if config.kind in ("grpo", "gspo"):
         terms_BT = terms_BT / tokens_B.clamp(min=1).unsqueeze(1)
     squares_B = torch.where(tokens_B > 0, advantages_B.detach().double().square(), 0.0)
@@ -237,6 +257,21 @@ def policy_loss(
     ).tolist()  # one wait for the device
     totals = Totals(float(counts[0]), float(counts[1]), float(squares_B.sum()))
     return LossSums(-terms_BT.sum(), totals, counts[2], counts[3])
+
+
+def kl_terms(logprobs: Tensor, reference: Tensor, estimator: KlEstimator) -> Tensor:
+    """Return each token's estimate of KL(policy || reference) in nats, with gradient by `logprobs`
+    (http://joschu.net/blog/kl-approx.html)."""
+    ahead = (reference - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    match estimator:
+        case "k1":
+            return -ahead
+        case "k2":
+            return ahead.square() / 2
+        case "k3":
+            return torch.exp(ahead) - ahead - 1
+        case _:
+            assert_never(estimator)
 
 
 def divisor(totals: Totals, config: LossConfig) -> float:

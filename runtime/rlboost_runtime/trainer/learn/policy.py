@@ -63,7 +63,7 @@ class Forward:
     logprobs: Tensor
     """Natural logs under the tempered distribution, with gradient."""
     entropy: Tensor
-    """Nats, without gradient."""
+    """Nats; with gradient where the job has an entropy bonus."""
     mask: Tensor
     """1.0 where there is a token, else 0.0."""
 
@@ -136,6 +136,7 @@ class Policy:
         """Set up adapters, precision, memory and ranks as the job wants them. Call this once, before the
         optimizer is created. Raises `ConfigError`."""
         self._ranks = ranks
+        self.scorer.entropy_has_gradient = algorithm.entropy_bonus is not None
         if algorithm.lora is not None:
             self._attach(algorithm.lora, algorithm.seed)
         elif self._adapter_folder is not None:
@@ -206,11 +207,17 @@ class Policy:
         state = self.full_state()
         return state if self._lora is None else adapters.merged(state, self._lora)
 
-    def forward(self, prompts: Sequence[Ids], responses: Sequence[Ids], temperature: float) -> Forward:
+    def forward(
+        self,
+        prompts: Sequence[Ids],
+        responses: Sequence[Ids],
+        temperature: float,
+        scorer: LogprobModel | None = None,
+    ) -> Forward:
         """Return logprobs of the responses, each after its prompt (at least one token). `temperature` 0 reads
-        as 1."""
+        as 1. `scorer`: another model's, on the same device."""
         batch = pack(prompts, responses).to(self.device)
-        logprobs_N, entropies_N = self.scorer(batch, temperature or 1.0)
+        logprobs_N, entropies_N = (scorer or self.scorer)(batch, temperature or 1.0)
         return Forward(
             batch.table(logprobs_N), batch.table(entropies_N), batch.table(torch.ones_like(entropies_N))
         )

@@ -23,19 +23,26 @@ from rlboost_runtime.trainer.learn.ranks import (
     Recompute,
     RunProbe,
     ScatterOptimizer,
+    ScoreReference,
     Take,
 )
+from rlboost_runtime.trainer.learn.reference import Reference
 
 
 def run_worker(ranks: Ranks) -> None:
     """Load the model and serve rank 0's commands; return when rank 0 is done."""
     match ranks.receive():
-        case LoadPolicy(source=source, job=text, files=files):
+        case LoadPolicy(source=source, job=text, files=files) as command:
             job = Job.model_validate_json(text)
             torch.set_num_threads(job.trainer.threads)
             policy = Policy.bare(files) if files else Policy.load(source)
             policy.set_up(job.trainer, job.algorithm, ranks)
-            learner = Learner(policy, job.algorithm, job.trainer, ranks)
+            reference = None
+            if job.algorithm.kl is not None:
+                few, folder = command.reference_files, command.reference
+                other = None if folder is None else Policy.bare(few) if few else Policy.load(folder)
+                reference = Reference(policy, other, ranks, nodes=job.trainer.nodes)
+            learner = Learner(policy, job.algorithm, job.trainer, ranks, reference)
             serve(ranks, policy, learner, Residency(policy, learner.optimizer))
         case End():
             return
@@ -57,6 +64,8 @@ def _execute(command: RankCommand, policy: Policy, learner: Learner, residency: 
             learner.accumulate(samples)
         case Recompute(samples=samples):
             learner.recompute(samples)
+        case ScoreReference(samples=samples):
+            learner.score_reference(samples)
         case Apply():
             learner.apply()
         case GatherModel():

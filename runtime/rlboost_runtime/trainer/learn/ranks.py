@@ -57,6 +57,9 @@ class LoadPolicy(msgspec.Struct, tag="load", frozen=True):
     source: str
     job: str
     files: dict[str, bytes] = {}
+    reference: str | None = None
+    """The reference's model, where it is one of its own; `reference_files` as `files`."""
+    reference_files: dict[str, bytes] = {}
 
 
 class BeginStep(msgspec.Struct, tag="begin_step", frozen=True):
@@ -73,6 +76,12 @@ class Accumulate(msgspec.Struct, tag="accumulate", frozen=True):
 
 class Recompute(msgspec.Struct, tag="recompute", frozen=True):
     """`Learner.recompute`."""
+
+    samples: list[Sample]
+
+
+class ScoreReference(msgspec.Struct, tag="reference", frozen=True):
+    """`Learner.score_reference`."""
 
     samples: list[Sample]
 
@@ -115,8 +124,8 @@ class End(msgspec.Struct, tag="end", frozen=True):
 
 
 RankCommand = (
-    LoadPolicy | BeginStep | Accumulate | Recompute | Apply | GatherModel | GatherOptimizer | ScatterOptimizer
-    | RunProbe | Free | Take | End
+    LoadPolicy | BeginStep | Accumulate | Recompute | ScoreReference | Apply | GatherModel | GatherOptimizer
+    | ScatterOptimizer | RunProbe | Free | Take | End
 )  # fmt: skip
 
 
@@ -277,6 +286,15 @@ def _blocks(scorer: LogprobModel) -> list[nn.Module]:
     return [module for module in scorer.modules() if type(module).__name__ in names]
 
 
+def _decayed_apart(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:  # torch's format
+    """Return two groups: matrices, and vectors without weight decay."""
+    every = list(parameters)
+    return [
+        {"params": [parameter for parameter in every if parameter.ndim > 1]},
+        {"params": [parameter for parameter in every if parameter.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
 class Adam(torch.optim.AdamW):
     """AdamW whose `state_dict` holds whole tensors, so that it does not depend on the number of ranks.
 
@@ -293,12 +311,17 @@ class Adam(torch.optim.AdamW):
         *,
         lr: float,
         betas: tuple[float, float],
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
         ranks: Ranks = ALONE,
         offload: bool = False,
         mover: Mover = IN_MAIN_MEMORY,
     ) -> None:
-        """`mover`: where `offload` takes the moments for a step."""
-        super().__init__(parameters, lr=lr, betas=betas, weight_decay=0.0, fused=True)
+        """`mover`: where `offload` takes the moments for a step. `weight_decay` is for matrices alone."""
+        super().__init__(
+            _decayed_apart(parameters) if weight_decay else parameters, lr=lr, betas=betas, eps=eps,
+            weight_decay=weight_decay, fused=True,
+        )  # fmt: skip
         self.offload = offload
         self._ranks = ranks
         self._mover = mover

@@ -36,7 +36,8 @@ class Sample:
     """A finished response with what the learner needs of it.
 
     `logprobs`: the engine's, one per token of `token_ids`. `old_logprobs`: the trainer's under the step's
-    policy, where they were recomputed. `usable` False (quarantined) masks it out.
+    policy, where they were recomputed; `reference_logprobs`: the reference policy's, where there is one.
+    `usable` False (quarantined) masks it out.
     """
 
     prompt_ids: TokenIds
@@ -45,6 +46,7 @@ class Sample:
     advantage: float
     usable: bool = True
     old_logprobs: Logprobs | None = None
+    reference_logprobs: Logprobs | None = None
 
     @classmethod
     def of(

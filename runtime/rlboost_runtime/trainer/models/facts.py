@@ -20,6 +20,7 @@ from transformers import (
 
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import Job, TinyModel
+from rlboost_runtime.trainer.data.chat import PromptEncoder
 from rlboost_runtime.trainer.models.footprint import ModelFacts
 from rlboost_runtime.trainer.models.tiny import make_model, make_tokenizer
 
@@ -35,7 +36,8 @@ def look_at_model(job: Job) -> ModelFacts:
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         vocabulary=model.config.get_text_config().vocab_size,
         kv_elements_per_token=_kv_elements(model),
-        encode=lambda text: list(tokenizer.encode(text)),
+        encode=PromptEncoder(tokenizer),
+        has_chat_template=tokenizer.chat_template is not None,
     )
 
 

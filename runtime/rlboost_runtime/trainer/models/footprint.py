@@ -5,10 +5,14 @@ Sizes are estimates and lean upwards; what they are made of stands beside each f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rlboost_runtime.job import Job
+
+if TYPE_CHECKING:
+    from rlboost_runtime.trainer.data.reading import Example
 
 WEIGHT_BYTES, GRADIENT_BYTES, ADAM_BYTES = 4, 4, 8
 """Per parameter, in float32: itself, its gradient, AdamW's two moments. Adapters (`lora`) are too small to
@@ -29,8 +33,9 @@ class ModelFacts:
     vocabulary: int
     kv_elements_per_token: int
     """Keys and values of all layers."""
-    encode: Callable[[str], list[int]]
-    """Token ids of a prompt."""
+    encode: Callable[[Example], tuple[str, Sequence[int]]]
+    """What the model reads of a prompt, and its token ids."""
+    has_chat_template: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +60,17 @@ def footprint(job: Job, facts: ModelFacts) -> Footprint:
     return Footprint(
         checkpoint=facts.num_parameters * WEIGHT_BYTES + trained * ADAM_BYTES,
         version=version,
-        trainer=job.trainer.ranks * (PROCESS_BYTES + LOGITS_COPIES * logits)
+        trainer=_reference(job, facts)
+        + job.trainer.ranks * (PROCESS_BYTES + LOGITS_COPIES * logits)
         + facts.num_parameters * WEIGHT_BYTES
         + trained * (GRADIENT_BYTES + ADAM_BYTES),
         engine=PROCESS_BYTES + version + engine.max_running * context * facts.kv_elements_per_token * element,
     )
+
+
+def _reference(job: Job, facts: ModelFacts) -> int:
+    """Return the bytes of a KL's reference in main memory, taken to be as large as the policy."""
+    kl = job.algorithm.kl
+    if kl is None or (kl.reference == "start" and job.algorithm.lora is not None):
+        return 0
+    return facts.num_parameters * (2 if job.trainer.dtype == "bfloat16" else 4)

@@ -24,7 +24,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from rlboost_runtime.job import HttpReward, Job, PromptFile, TinyModel
+from rlboost_runtime.job import HttpReward, Job, TinyModel, data_files, data_sources
 from rlboost_runtime.run.folder import home, read_json, write_json
 from rlboost_runtime.trainer.learn.policy import Policy
 
@@ -140,7 +140,7 @@ def _digest(job: Job, tiny: TinyModel, files: Path) -> str:
     }
     if tiny.warmup is not None:
         parts |= {
-            "data": job.data.model_dump(),
+            "data": _data_of(job),
             "reward": job.reward.model_dump() if isinstance(job.reward, HttpReward) else job.reward,
             "files": _digest_of_files(job, files),
             "max_prompt_tokens": algorithm.max_prompt_tokens,
@@ -150,10 +150,14 @@ def _digest(job: Job, tiny: TinyModel, files: Path) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
+def _data_of(job: Job) -> object:
+    """Return the job's data, without what it does not say: a field that is new makes no other model."""
+    return [source.model_dump(exclude_defaults=True) for source in data_sources(job.data)]
+
+
 def _digest_of_files(job: Job, files: Path) -> dict[str, str]:
     names = list(job.files)
-    if isinstance(job.data, PromptFile):
-        names.append(job.data.source)
+    names += data_files(job.data)
     if isinstance(job.reward, str) and ":" in job.reward:
         names.append(job.reward.rpartition(":")[0])
     found = {name: files / name for name in names}

@@ -23,9 +23,10 @@ from dataclasses import dataclass
 import torch
 
 from rlboost_runtime.errors import ConfigError
-from rlboost_runtime.job import PromptFile, ReasoningGym, Warmup
+from rlboost_runtime.job import PromptData, ReasoningGym, Warmup
 from rlboost_runtime.logs import event
-from rlboost_runtime.trainer.data.prompts import Example, generate_examples
+from rlboost_runtime.trainer.data.chat import PromptEncoder
+from rlboost_runtime.trainer.data.reading import Example, generate_examples
 from rlboost_runtime.trainer.learn.policy import Policy
 from rlboost_runtime.trainer.models.tiny import WarmupReport
 
@@ -57,21 +58,22 @@ class WarmupData:
     held_out: list[Example]
 
 
-def warmup_data(data: PromptFile | ReasoningGym, examples: list[Example]) -> WarmupData:
+def warmup_data(data: PromptData | list[PromptData], examples: list[Example]) -> WarmupData:
     """Split what the warm-up learns from; `examples` is the run's own data set.
 
     Raises `ConfigError` for prompts without answers.
     """
     if isinstance(data, ReasoningGym):
+        seed, size, chat = data.seed, max(data.size, BATCH), examples[0].chat
         return WarmupData(
-            generate_examples(data, seed=data.seed + _POOL_SEED_OFFSET, size=max(data.size, BATCH)),
-            generate_examples(data, seed=data.seed + _HELD_OUT_SEED_OFFSET, size=NUM_HELD_OUT),
+            generate_examples(data, seed=seed + _POOL_SEED_OFFSET, size=size, chat=chat),
+            generate_examples(data, seed=seed + _HELD_OUT_SEED_OFFSET, size=NUM_HELD_OUT, chat=chat),
         )
     answered = [example for example in examples if example.answer is not None]
     if len(answered) < 2:
         raise ConfigError(
-            f"model.warmup: {len(answered)} lines of {data.source} have an `answer` field to learn from",
-            "add an `answer` to the lines, or set model.warmup to null to start from random weights",
+            f"model.warmup: {len(answered)} rows of the data have an `answer` field to learn from",
+            "add an `answer` to the rows, or set model.warmup to null to start from random weights",
         )
     num_held_out = min(NUM_HELD_OUT, max(1, len(answered) // 5))
     return WarmupData(answered[:-num_held_out], answered[-num_held_out:])
@@ -100,8 +102,10 @@ def warm_up(
             "model.warmup: no example fits max_prompt_tokens and max_response_tokens", "raise them"
         )
 
+    encode = PromptEncoder(policy.tokenizer)
+
     def evaluate(temperature: float, step: int) -> float:
-        prompts = [policy.encode(example.text)[-max_prompt_tokens:] for example in data.held_out]
+        prompts = [encode(example)[1][-max_prompt_tokens:] for example in data.held_out]
         responses = sample(
             policy, prompts, max_new_tokens=max_response_tokens, temperature=temperature, seed=step
         )
@@ -136,8 +140,9 @@ def warm_up(
 def _encode(
     policy: Policy, examples: list[Example], max_prompt_tokens: int, max_response_tokens: int
 ) -> list[tuple[list[int], list[int]]]:
+    encode = PromptEncoder(policy.tokenizer)
     end = sorted(policy.stop_token_ids)[:1]
-    pairs = [(policy.encode(e.text), policy.encode(e.answer or "") + end) for e in examples]
+    pairs = [(encode(e)[1], policy.encode(e.answer or "") + end) for e in examples]
     return [(p, a) for p, a in pairs if 0 < len(p) <= max_prompt_tokens and len(a) <= max_response_tokens]
 
 

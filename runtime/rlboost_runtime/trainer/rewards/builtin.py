@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from rlboost_runtime.trainer.data.prompts import import_reasoning_gym
+from rlboost_runtime.trainer.data.reading import import_reasoning_gym
 
 if TYPE_CHECKING:
     from rlboost_runtime.trainer.rewards.outcome import RewardCall, Score

@@ -16,7 +16,7 @@ from typing import Self
 import psutil
 
 from rlboost_runtime.errors import ConfigError
-from rlboost_runtime.job import BUILT_IN_REWARDS, HttpReward, Job
+from rlboost_runtime.job import BUILT_IN_REWARDS, HttpReward, Job, data_sources
 from rlboost_runtime.trainer.rewards.http import HttpRewards
 from rlboost_runtime.trainer.rewards.outcome import Reward, RewardCall, Setup
 from rlboost_runtime.trainer.rewards.pool import RewardPool
@@ -40,17 +40,25 @@ class RewardScorer:
         log_file: Path,
         num_children: int = 1,
         memory_bytes: int | None = None,
+        others: Iterable[str | HttpReward] = (),
     ) -> None:
-        """`timeout_s` and `memory_bytes` are for one call and one process. Raises `ConfigError`."""
-        self.name = reward.http if isinstance(reward, HttpReward) else reward
-        self._backend: RewardPool | HttpRewards
-        if isinstance(reward, HttpReward):
-            self._backend = HttpRewards(reward, timeout_s=timeout_s)
-        else:
-            setup = _setup(reward, files, memory_bytes)
-            self._backend = RewardPool(
-                setup, self.name, timeout_s=timeout_s, log_file=log_file, num_children=num_children
-            )
+        """`timeout_s` and `memory_bytes` are for one call and one process. `others`: what `submit` may name
+        instead of `reward`. Raises `ConfigError`."""
+        self.name = name_of(reward)
+        self._reward = reward
+        self._backends: dict[str | HttpReward, RewardPool | HttpRewards] = {}
+        try:
+            for each in dict.fromkeys([reward, *others]):
+                if isinstance(each, HttpReward):
+                    self._backends[each] = HttpRewards(each, timeout_s=timeout_s)
+                else:
+                    self._backends[each] = RewardPool(
+                        _setup(each, files, memory_bytes), each, timeout_s=timeout_s, log_file=log_file,
+                        num_children=num_children,
+                    )  # fmt: skip
+        except ConfigError:
+            self.close()
+            raise
 
     @classmethod
     def for_job(cls, job: Job, files: Path, log_file: Path) -> RewardScorer:
@@ -60,6 +68,7 @@ class RewardScorer:
             job.reward, files, timeout_s=job.reward_timeout_s, log_file=log_file,
             num_children=job.reward_processes or max(1, min(8, (os.cpu_count() or 1) // 4)),
             memory_bytes=None if memory is None else memory << 20,
+            others=[each.reward for each in data_sources(job.data) if each.reward is not None],
         )  # fmt: skip
 
     def __enter__(self) -> Self:
@@ -68,9 +77,9 @@ class RewardScorer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def submit(self, call: RewardCall) -> Future[Reward]:
-        """Score in the background; the future never raises."""
-        return self._backend.submit(call)
+    def submit(self, call: RewardCall, reward: str | HttpReward | None = None) -> Future[Reward]:
+        """Score in the background, with the job's reward where `reward` is None; the future never raises."""
+        return self._backends[self._reward if reward is None else reward].submit(call)
 
     def score(self, calls: Iterable[RewardCall]) -> list[Reward]:
         """Score all and wait."""
@@ -78,7 +87,13 @@ class RewardScorer:
 
     def close(self) -> None:
         """End processes and connections; what still waits is dropped."""
-        self._backend.close()
+        for backend in self._backends.values():
+            backend.close()
+
+
+def name_of(reward: str | HttpReward) -> str:
+    """Return the reward's name, as people know it."""
+    return reward.http if isinstance(reward, HttpReward) else reward
 
 
 def _setup(reward: str, files: Path, memory_bytes: int | None) -> Setup:

@@ -46,7 +46,7 @@ from rlboost_runtime.protocol.messages import (
 from rlboost_runtime.run.folder import RunFolder
 from rlboost_runtime.trainer.artifacts.output import OutputCopies
 from rlboost_runtime.trainer.artifacts.publisher import Publication, Publisher, VersionContent
-from rlboost_runtime.trainer.data.prompts import Example, read_examples
+from rlboost_runtime.trainer.data.reading import Example, read_examples
 from rlboost_runtime.trainer.learn.model_files import (
     find_tied,
     greedy_probe,

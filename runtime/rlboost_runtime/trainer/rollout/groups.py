@@ -15,9 +15,9 @@ requested ahead.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -28,7 +28,7 @@ from rlboost_runtime.errors import ProtocolError
 from rlboost_runtime.job import Algorithm
 from rlboost_runtime.protocol.messages import DeliverGroupMessage, FinishedResponse
 from rlboost_runtime.trainer.data.prompts import Prompt
-from rlboost_runtime.trainer.learn.losses import group_advantages, overlong_penalty
+from rlboost_runtime.trainer.learn.losses import KlEstimator, group_advantages, kl_terms, overlong_penalty
 from rlboost_runtime.trainer.learn.sample import Logprobs, Sample, TokenIds
 from rlboost_runtime.trainer.rewards.outcome import Reward, RewardWatch
 from rlboost_runtime.trainer.rewards.scorer import RewardCall, RewardScorer
@@ -56,10 +56,9 @@ class ScoredGroup:
     group: int
     responses: tuple[ScoredResponse, ...]
 
-    @property
-    def zero_variance(self) -> bool:
-        """True if nothing can be learnt from it."""
-        return all(response.sample.advantage == 0 for response in self.responses)
+    zero_variance: bool
+    """True if its rewards, before penalties for length and KL, are all equal or fewer than two count: it
+    teaches nothing of the task."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +67,22 @@ class _PendingResponse:
     token_ids: TokenIds
     logprobs: Logprobs
     reward: Future[Reward]
+    reference_logprobs: Logprobs | None = None
+
+    @property
+    def is_finite(self) -> bool:
+        return bool(np.isfinite(self.logprobs).all())
+
+    @property
+    def is_usable(self) -> bool:
+        return self.is_finite and self.response.finish_reason != FinishReason.QUARANTINED
+
+    def kl(self, estimator: KlEstimator) -> float:
+        """Return the sum of KL(policy || reference) over the tokens, as the engine sampled them."""
+        if self.reference_logprobs is None:
+            return 0.0
+        engine, reference = (torch.tensor(each) for each in (self.logprobs, self.reference_logprobs))
+        return float(kl_terms(engine.double(), reference.double(), estimator).sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +92,21 @@ class PendingGroup:
     group: int
     prompt: Prompt
     responses: Sequence[_PendingResponse]
+
+    def samples(self) -> list[Sample]:
+        """Return the responses without their advantages."""
+        prompt_ids = np.array(self.prompt.token_ids, np.int32)
+        return [
+            Sample(prompt_ids, entry.token_ids, entry.logprobs, 0.0, entry.is_usable)
+            for entry in self.responses
+        ]
+
+    def with_reference(self, samples: Iterator[Sample]) -> PendingGroup:
+        """Return it with the reference's logprobs of the next of `samples`."""
+        responses = [
+            replace(entry, reference_logprobs=next(samples).reference_logprobs) for entry in self.responses
+        ]
+        return replace(self, responses=responses)
 
 
 Group = TypeVar("Group")
@@ -184,8 +214,8 @@ class GroupScorer:
         token_ids = np.frombuffer(response.token_ids, "<i4")
         logprobs = np.frombuffer(response.logprobs, "<f4")
         _check(response, len(token_ids), len(logprobs), version, f"step {step}")
-        call = RewardCall(prompt.text, self._decode(token_ids), prompt.row)
-        return _PendingResponse(response, token_ids, logprobs, self._scorer.submit(call))
+        call = RewardCall(prompt.question or prompt.text, self._decode(token_ids), prompt.row)
+        return _PendingResponse(response, token_ids, logprobs, self._scorer.submit(call, prompt.reward))
 
     def finish(self, pending: PendingGroup, between: Callable[[], None]) -> ScoredGroup:
         """Return the scored group; waits for its rewards, calling `between` now and then meanwhile.
@@ -223,16 +253,15 @@ def score_group(pending: PendingGroup, algorithm: Algorithm) -> ScoredGroup:
     """Return the group with its advantages; all its rewards are there."""
     decoded = pending.responses
     rewards = [entry.reward.result() for entry in decoded]
-    finite = [bool(np.isfinite(entry.logprobs).all()) for entry in decoded]
-    usable = [
-        ok and entry.response.finish_reason != FinishReason.QUARANTINED
-        for ok, entry in zip(finite, decoded, strict=True)
-    ]
+    usable = [entry.is_usable for entry in decoded]
+    kl = algorithm.kl
+    kl_coef = kl.coef if kl is not None and kl.is_in_reward else 0.0
     shaped = [
         reward.value
         + overlong_penalty(
             len(entry.token_ids), algorithm.max_response_tokens, algorithm.overlong_penalty_tokens
         )
+        - (kl_coef * entry.kl(kl.estimator) if kl is not None else 0.0)
         for reward, entry in zip(rewards, decoded, strict=True)
     ]
     prompt_ids = np.array(pending.prompt.token_ids, np.int32)
@@ -243,16 +272,25 @@ def score_group(pending: PendingGroup, algorithm: Algorithm) -> ScoredGroup:
         ok and not (algorithm.mask_truncated and entry.response.finish_reason == FinishReason.LENGTH)
         for ok, entry in zip(usable, decoded, strict=True)
     ]
+    plain = [reward.value for reward, ok in zip(rewards, usable, strict=True) if ok]
     return ScoredGroup(
         pending.group,
         tuple(
             ScoredResponse(
-                Sample(prompt_ids, entry.token_ids, entry.logprobs, advantages[i], trained[i]),
+                Sample(
+                    prompt_ids,
+                    entry.token_ids,
+                    entry.logprobs,
+                    advantages[i],
+                    trained[i],
+                    reference_logprobs=entry.reference_logprobs,
+                ),
                 rewards[i],
                 entry.response.finish_reason,
                 len(entry.response.segments),
-                finite[i],
+                entry.is_finite,
             )
             for i, entry in enumerate(decoded)
         ),
+        len(plain) < 2 or max(plain) - min(plain) <= 1e-9,
     )
