@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from rlboost_runtime.core.base.messages import RLBOOST, Abort, InstanceLeft, LossCause
+from rlboost_runtime.core.base.messages import RLBOOST, Abort, InstanceLeft, InstanceReady, LossCause
 from rlboost_runtime.core.dispatch.assignments import YIELD_S
 
 PLAIN = replace(RLBOOST, fits_small_caches=False, fill_limit=1.0)
@@ -17,7 +17,8 @@ def test_a_small_cache_is_booked_for_whole_responses_and_a_large_one_for_a_part_
 ) -> None:
     run = new_run(policy=replace(RLBOOST, fill_limit=1.0))
     run.publish()
-    run.spot("a", max_running=99, kv_tokens=4 * 112)  # 10 + 100 tokens are seven blocks of 16
+    run.join("a", max_running=99, kv_tokens=4 * 112)
+    run.send(InstanceReady(run.now, "a", run.epoch("a"), 0, 4 * 112, 16))  # 110 tokens: seven blocks of 16
     assert len(run.assigned(run.step(0, groups=99, prompt=10, limit=100))) == 4
     assert len(run.assigned(run.finish(0, 20))) == 1, "one ends, one begins"
     run.ready("a", kv_tokens=16 * 112)

@@ -285,11 +285,13 @@ class InstanceJoined(_Timed):
 class InstanceReady(_OfInstance):
     """The instance proved (digests and probe) that it holds and serves `version`.
 
-    `kv_tokens`: KV capacity as its engine allocated it; 0: not reported, as it registered.
+    `kv_tokens`: KV capacity as its engine allocated it, in blocks of `kv_block_tokens`; 0: not reported, as
+    it registered.
     """
 
     version: int
     kv_tokens: int = 0
+    kv_block_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,8 @@ class Instance:
     flags: Flags = NO_FLAGS
     version: int | None = None
     """The version that it proved and serves."""
+    kv_block_tokens: int = 0
+    """Tokens of a block of its KV cache; 0: not known."""
     ordered_version: int | None = None
     """The version that it was last ordered to load; None: the order must be given (again)."""
     failed_loads: int = 0
@@ -223,14 +225,17 @@ class Instance:
         always takes one."""
         if not self.assignments:
             return True
-        return (
-            len(self.assignments) < self.max_running and self.kv_limit + response.kv_limit <= self.kv_tokens
-        )
+        return self.num_assigned < self.max_running and self.whole_blocks(response) <= self.kv_room
 
     @property
-    def kv_limit(self) -> int:
-        """KV tokens that its assignments take at most. Looks at all of them."""
-        return sum(response.kv_limit for response in self.assignments.values())
+    def kv_room(self) -> int:
+        """KV tokens left even if all assignments become as long as they may. Looks at all of them."""
+        return self.kv_tokens - sum(map(self.whole_blocks, self.assignments.values()))
+
+    def whole_blocks(self, response: Response) -> int:
+        """Return the KV tokens that a response takes at most: an engine allocates whole blocks."""
+        block = max(1, self.kv_block_tokens)
+        return -(-response.kv_limit // block) * block
 
     def hold(self, assignment: int, response: Response, kv_estimate: int) -> None:
         """Book an assignment."""

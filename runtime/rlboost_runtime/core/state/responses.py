@@ -19,9 +19,6 @@ from enum import StrEnum
 from rlboost_runtime.core.base.messages import FinishReason, ResponseRequest, StepStarted
 from rlboost_runtime.core.base.state_machine import StateMachine
 
-KV_BLOCK = 16
-"""Tokens of a block of vLLM's KV cache, by default: an engine allocates whole ones."""
-
 
 class ResponseState(StrEnum):
     """Where a response is in its life."""
@@ -86,8 +83,8 @@ class Response:
 
     @property
     def kv_limit(self) -> int:
-        """KV tokens that it takes at most, in whole blocks."""
-        return -(-(self.request.prompt_tokens + self.request.max_tokens) // KV_BLOCK) * KV_BLOCK
+        """KV tokens that it takes at most."""
+        return self.request.prompt_tokens + self.request.max_tokens
 
     @property
     def response(self) -> int:
