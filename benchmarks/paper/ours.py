@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from benchmarks.paper.compare import GROUP_PARTS
 from benchmarks.paper.found import Case
 from benchmarks.paper.static import run_static, settled
 from benchmarks.paper.windows import WINDOW_S
@@ -41,7 +42,7 @@ FLEETS = (
     ("paper-32b", 3, ""),
 )
 """Preset, machines, and what is unlike machines of one make that stay."""
-PARTS = ("prediction", "gate", "evening", "fair_fill", "least_first")
+PARTS = ("prediction", "gate", "evening", "fair_fill", "least_first", *GROUP_PARTS)
 DEAR_PART = "gate"
 """The part that is also turned off where hand-overs are dear: it is there for these."""
 DEAR_S = (10.0, 30.0)

@@ -37,11 +37,10 @@ KILLED = 3
 """Of six instances, in the paper's figure 14."""
 
 
-def static(preset: str, machines: int, *, limit: int | None = None, groups: bool = False) -> dict[str, float]:
+def static(preset: str, machines: int, *, limit: int | None = None, groups: bool = True) -> dict[str, float]:
     """Return the settled step of the paper's policy (on demand for no machine)."""
     known = _limited(presets()[preset], limit)
-    if groups:
-        known = replace(known, assumptions=replace(known.assumptions, trains_whole_groups=True))
+    known = replace(known, assumptions=replace(known.assumptions, trains_whole_groups=groups))
     if machines == 0:
         rows = run_static(known, 0, "on_demand", steps=3).rows
         seconds, tokens = sum(r.seconds for r in rows), sum(r.tokens for r in rows)
@@ -152,7 +151,7 @@ CASES: dict[str, Callable[[], dict[str, float]]] = {
     "32b n=3": lambda: static("paper-32b", 3),
     "14b 5K n=0": lambda: static("paper-14b", 0, limit=SHORT_LIMIT),
     "14b 5K n=3": lambda: static("paper-14b", 3, limit=SHORT_LIMIT),
-    "14b n=6 whole groups": lambda: static("paper-14b", 6, groups=True),
+    "14b n=6 single responses": lambda: static("paper-14b", 6, groups=False),
     "kill at 100 s": lambda: kill_overhead(100.0),
     "kill at 200 s": lambda: kill_overhead(200.0),
     "churn": lambda: churn(Switches()),

@@ -47,6 +47,13 @@ def prices(
         output.table(price_views.HEADERS, [price_views.row(quote) for quote in quotes])
 
 
+class MicroBatches(StrEnum):
+    """What the simulated trainer makes micro-batches of."""
+
+    GROUPS = "groups"
+    RESPONSES = "responses"
+
+
 def simulate(
     job: Annotated[
         Path | None, typer.Argument(help="The job file", metavar="[JOB]", show_default=False)
@@ -68,6 +75,9 @@ def simulate(
     policy: Annotated[
         list[str] | None, typer.Option(help="Only this one; may be repeated", metavar="NAME")
     ] = None,
+    micro_batches: Annotated[
+        MicroBatches, typer.Option(help="The trainer takes whole groups, as live, or single responses")
+    ] = MicroBatches.GROUPS,
     as_json: AsJson = False,
     plot: Annotated[
         Path | None, typer.Option(help="Write pictures into this folder, as SVG and PNG", metavar="DIR")
@@ -91,6 +101,7 @@ def simulate(
         seed=seed,
         seeds=seeds,
         policies=policy or (),
+        whole_groups=micro_batches is MicroBatches.GROUPS,
     )
     if plot is not None:
         from rlboost_cli.simulation.plots import needs_matplotlib

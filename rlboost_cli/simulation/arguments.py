@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rlboost_cli.simulation.job import preset_of_job
@@ -26,9 +27,13 @@ def simulation_request(
     seed: int | None,
     seeds: int | None,
     policies: Sequence[str],
+    whole_groups: bool = True,
 ) -> SimulationRequest:
     """Return what the command line of `rlboost simulate` asks for. Raises `ConfigError`."""
     machines, notes = _preset(job, preset)
+    machines = replace(machines, assumptions=replace(machines.assumptions, trains_whole_groups=whole_groups))
+    if whole_groups:
+        notes = (*notes, "micro-batches are of whole groups, as in live runs")
     all_seeds, wanted = _seeds(seed, seeds), _policies(policies)
     if not 0 < sample <= 1:
         raise ConfigError(f"--sample {sample:g} is no share of nodes", "write a share such as 0.5")

@@ -65,7 +65,6 @@ def preset_of_job(path: Path) -> tuple[Preset, tuple[str, ...]]:
         spot_memory_share=share,
         reserved_memory_share=share,
         micro_batch_responses=job.algorithm.micro_batch_responses,
-        trains_whole_groups=True,
     )
     spread = f"responses are taken to spread as the paper's do, up to {limit:,} tokens"
     notes = [*machines.notes, spread]

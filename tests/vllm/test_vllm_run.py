@@ -109,3 +109,4 @@ def test_a_small_cache_is_known_and_bounds_what_is_sent(cli: Cli) -> None:
     free = [row["kv_free_tokens"] for row in seen if row["kv_free_tokens"] is not None]
     assert min(free) < num_tokens / 2, "it was full at some time"
     assert 0 < max(row["in_flight"] for row in seen) < 16, "slots alone would let 16 in"
+    assert max(row["engine_preemptions"] for row in seen) == 0, "few responses are booked whole"

@@ -158,6 +158,7 @@ class InstanceController:
         if not instance.accepts(InstanceEvent.PROVED):
             return
         instance.kv_tokens = event.kv_tokens or instance.kv_tokens
+        instance.kv_block_tokens = event.kv_block_tokens or instance.kv_block_tokens
         instance.apply(InstanceEvent.PROVED, event.at, f"version {event.version}", version=event.version)
         self._context.timers.cancel(Timer.PAUSE, instance.instance)
         self._context.timers.cancel(Timer.RELOAD, instance.instance)

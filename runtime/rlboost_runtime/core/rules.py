@@ -52,6 +52,7 @@ def _predicted(
         pace=pace,
         step_times=step_times,
         has_gate=config.policy.has_gate,
+        feeds_trainer=config.policy.feeds_trainer,
     )
 
 

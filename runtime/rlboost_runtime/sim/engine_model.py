@@ -133,6 +133,8 @@ class EngineModel:
         self.repeated_prefill_s = 0.0
         """Time in prefills of responses that had been begun before."""
         self.num_running = 0
+        self.preemptions = 0
+        """Running sequences that were sent back to the queue because the KV cache was full."""
         self.sequences: dict[int, Sequence] = {}
         """Running and waiting ones, by key."""
         self._waiting: deque[Sequence] = deque()
@@ -253,6 +255,7 @@ class EngineModel:
             order, sequence = heapq.heappop(self._youngest)
             if self._is_current(-order, sequence):
                 break
+        self.preemptions += 1
         self._stop(sequence, self.tokens_of(sequence))
         self._waiting.appendleft(sequence)
 

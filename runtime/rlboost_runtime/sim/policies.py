@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from rlboost_runtime.core.base.cost_model import Prices
+from rlboost_runtime.core.base.cost_model import SAME_COST, Prices
 from rlboost_runtime.core.base.messages import PREDICTED, RLBOOST, CoreConfig, SchedulingPolicy, SizeRule
 from rlboost_runtime.core.rules import LIVE_RULES, Rules, WindowFactory
 from rlboost_runtime.core.window.seeding_window import SeedingWindow
@@ -38,8 +38,19 @@ PUBLISHED_CODE = "published_code"
 CLOSED = "closed"
 """No window while any spot instance is there: the ablation without seeding."""
 
-PAPER = SchedulingPolicy(
+SINGLE = replace(
+    RLBOOST,
+    nearest_group_first=False,
+    yields=False,
+    fill_limit=1.0,
+    feeds_trainer=False,
+    cost_slack=SAME_COST,
+)
+"""`rlboost` for a trainer that takes single responses: without the rules about groups."""
+PAPER = replace(
+    SINGLE,
     name="paper",
+    fits_small_caches=False,
     dispatch=PENDING,
     least_first=False,
     booked_growth_share=0.5,
@@ -48,16 +59,20 @@ PAPER = SchedulingPolicy(
     sizing=SizeRule.N_PREM_FROM_RESERVED,
 )
 RECOMPUTE = replace(PAPER, name="recompute", keeps_tokens=False)
-POLYRL = SchedulingPolicy(
+POLYRL = replace(
+    SINGLE,
     name="polyrl",
+    fits_small_caches=False,
     dispatch=PACED,
     least_first=False,
     window=PUBLISHED_CODE,
     sizing=SizeRule.CAP,
     balances=False,
 )
-ON_DEMAND = SchedulingPolicy(
+ON_DEMAND = replace(
+    SINGLE,
     name="on_demand",
+    fits_small_caches=False,
     dispatch=DEALT,
     sizing=SizeRule.N_PREM,
     least_first=False,
@@ -91,6 +106,14 @@ class Switches:
     """At a step's begin the first instance ready leaves work for the others."""
     least_first: bool = True
     """Of waiting responses the one that got least far is placed first."""
+    nearest_group_first: bool = True
+    """Before that, those of groups with the fewest unfinished ones."""
+    yields: bool = True
+    """Running responses give way to those of nearer groups."""
+    fill_limit: bool = True
+    """Engines are not filled entirely, so that groups end sooner."""
+    feeds_trainer: bool = True
+    """The window stays open longer where the trainer waited for groups."""
 
 
 ORACLE = "oracle"
@@ -123,6 +146,8 @@ def policy_setup(name: str, preset: Preset, switches: Switches) -> PolicySetup:
     known = CORE_POLICIES.get(name)
     if known is None:
         raise ValueError(f"unknown policy {name!r}; there are {', '.join(POLICIES)}")
+    if known is RLBOOST and not preset.assumptions.trains_whole_groups:
+        known = SINGLE
     is_published = name == POLYRL.name
     memory = PUBLISHED_WINDOWS.get(preset.model.name) if is_published else None
     rules = baseline_rules(memory, has_memory=switches.memory)
@@ -177,6 +202,10 @@ def _without(policy: SchedulingPolicy, switches: Switches) -> SchedulingPolicy:
         balance=policy.balance if switches.evening else IDLE,
         fills_fairly=policy.fills_fairly and switches.fair_fill,
         least_first=policy.least_first and switches.least_first,
+        nearest_group_first=policy.nearest_group_first and switches.nearest_group_first,
+        yields=policy.yields and switches.yields,
+        fill_limit=policy.fill_limit if switches.fill_limit else 1.0,
+        feeds_trainer=policy.feeds_trainer and switches.feeds_trainer,
     )
 
 

@@ -55,9 +55,9 @@ class Assumptions:
     scripts for 8B."""
     micro_batch_responses: int = 16
     """`min_stream_batch_size` of the authors' scripts."""
-    trains_whole_groups: bool = False
-    """Micro-batches are made of complete groups, as in our live trainer and the published code. The paper's
-    are of single responses in the order in which they finish (section 4.1)."""
+    trains_whole_groups: bool = True
+    """Micro-batches are made of complete groups, as in our live trainer and the published code; else of
+    single responses in the order in which they finish, as the paper says (section 4.1)."""
     wake_s: float = 6.0
     """Trainer's memory out, engines' in: weights and KV cache of a sleeping engine."""
     sleep_s: float = 4.0

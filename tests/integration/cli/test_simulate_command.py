@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 
 import rlboost_templates
 from rlboost_cli.main import app
+from rlboost_cli.simulation.arguments import simulation_request
 from rlboost_cli.simulation.job import model_of_config
 from rlboost_runtime.sim.presets import MODELS
 from rlboost_runtime.traces import PROFILES, generate_trace, load_trace
@@ -116,6 +117,20 @@ def test_a_sample_and_a_window_are_replayed_and_reported() -> None:
     assert data["window"] == {"start_h": 0.05, "end_h": pytest.approx(0.1)}
     assert data["window_h"] == pytest.approx(0.05)
     assert (data["sample"], data["seed"]) == (0.5, 3)
+
+
+def test_the_trainer_takes_whole_groups_as_live_unless_told_otherwise() -> None:
+    asked = {"job": None, "preset": "paper-8b", "trace": "market.csv", "window": None, "sample": 1.0}
+    asked |= {"seed": 0, "seeds": None, "policies": ("paper",)}
+    default, single = simulation_request(**asked), simulation_request(**asked, whole_groups=False)
+    assert default.preset.assumptions.trains_whole_groups
+    assert not single.preset.assumptions.trains_whole_groups
+    assert "micro-batches are of whole groups, as in live runs" in simulated("--policy", "oracle")["notes"]
+    assert not [
+        note
+        for note in simulated("--policy", "oracle", "--micro-batches", "responses")["notes"]
+        if "whole groups" in note
+    ]
 
 
 def test_pictures_are_drawn_as_svg_and_png(folder: Path) -> None:

@@ -117,7 +117,7 @@ async def live_run(folder: Path) -> list[Event]:
         agent = asyncio.create_task(live_agent(made, agent_folder).run(asyncio.Event()))
         prompt = np.arange(3, dtype="<i4").tobytes()
         prompts = tuple(PromptSpec(group, prompt) for group in range(4))
-        await trainer.say(StepStartedMessage(0, 1, prompts, 2, 400, ()))
+        await trainer.say(StepStartedMessage(0, 1, prompts, 2, 120, ()))
         try:
             async with asyncio.timeout(20):
                 while True:

@@ -60,8 +60,12 @@ def test_what_nobody_can_admit_waits_for_room(new_run) -> None:
     assert run.assigned(run.finish(0)) == {2: "a"}
 
 
+LARGE = replace(RLBOOST, fill_limit=1.0, fits_small_caches=False)
+"""Books a small cache as if it were a large one, so that few responses show the rule."""
+
+
 def test_kv_capacity_bounds_as_well(new_run) -> None:
-    run = new_run()
+    run = new_run(policy=LARGE)
     run.publish()
     run.spot("a", max_running=99, kv_tokens=100)
     given = run.assigned(run.step(groups=9, prompt=10, limit=100))  # 10 + 50 / 4: 22 each
@@ -69,7 +73,7 @@ def test_kv_capacity_bounds_as_well(new_run) -> None:
 
 
 def test_the_capacity_that_the_engine_measured_counts_not_the_promised_one(new_run) -> None:
-    run = new_run()
+    run = new_run(policy=LARGE)
     run.publish()
     run.join("a", max_running=99, kv_tokens=99 * 110)
     run.ready("a", kv_tokens=100)
@@ -170,7 +174,7 @@ def test_a_second_end_is_counted_and_ignored(new_run) -> None:
 
 
 def test_the_expected_length_is_learned_from_the_former_step(new_run) -> None:
-    run = new_run()
+    run = new_run(policy=LARGE)
     run.publish()
     run.spot("a", max_running=99, kv_tokens=1_000)
     assert len(run.assigned(run.step(0, groups=30, prompt=0, limit=400))) == 20  # 200 / 4 each

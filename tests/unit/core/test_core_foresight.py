@@ -262,7 +262,7 @@ def crowded(new_run, policy):
 
 
 def test_running_responses_move_until_both_are_as_full(new_run) -> None:
-    run, commands = crowded(new_run, RLBOOST)
+    run, commands = crowded(new_run, replace(RLBOOST, fits_small_caches=False))
     taken = [c.assignment for c in commands if isinstance(c, Abort)]
     assert 2 <= len(taken) <= 4, "not more than half of eight"
     responses = [run.core.instances["a"].assignments[a].response for a in taken]

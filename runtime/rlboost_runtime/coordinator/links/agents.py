@@ -426,7 +426,8 @@ class AgentLinks:
         self.weights.ready(link.instance, link.machine, message)
         now = self._driver.now()
         self.boot_times.ready(link.instance, link.machine, message, now)
-        self._driver.apply(InstanceReady(now, link.instance, link.epoch, message.version, message.kv_tokens))
+        kv = message.kv_tokens, message.kv_block_tokens
+        self._driver.apply(InstanceReady(now, link.instance, link.epoch, message.version, *kv))
 
     def _on_goodbye(self, link: AgentLink, reason: str) -> None:
         log_event(log, "instance.left", instance=link.instance, reason=reason)

@@ -58,10 +58,20 @@ class SchedulingPolicy:
     are at different points of their growth and end one after the other, so they never need all of it
     together. With 0.5 a fifth of an engine's cache is left empty (up to 3 % slower in simulation), with 0 it
     overflows."""
+    fits_small_caches: bool = True
+    """A cache that holds few responses is booked for their whole length, so that no engine preempts."""
     least_first: bool = True
-    """Of waiting responses the one with the fewest tokens is placed first; else the one with the most. In
-    simulation 1 to 2 % faster where the trainer takes single responses, up to 0.7 % slower where it waits for
-    whole groups, as the live one does."""
+    """Of waiting responses the one with the fewest tokens is placed first; else the one with the most."""
+    nearest_group_first: bool = True
+    """Of waiting responses those go first whose groups have the fewest unfinished ones, because the trainer
+    takes whole groups; `least_first` decides among equals."""
+    yields: bool = True
+    """A running response gives its place to a waiting one whose group is much nearer to its end."""
+    fill_limit: float = 0.65
+    """Share of its KV capacity up to which an instance is given work. A full engine generates the most, but
+    the emptier one is, the sooner each of its responses, and so its groups, end."""
+    feeds_trainer: bool = True
+    """`PREDICTED`: after a step in which the trainer waited for groups, the window stays open longer."""
     fills_fairly: bool = True
     """`BOOKED`: at a step's begin no instance is filled more than all will be once all are there."""
     window: str = PREDICTED
@@ -69,6 +79,8 @@ class SchedulingPolicy:
     has_gate: bool = True
     """`PREDICTED`: no window where waking the reserved engines costs more than they help."""
     sizing: SizeRule = SizeRule.MARGINAL
+    cost_slack: float = 0.02
+    """`MARGINAL`: of fleets whose tokens cost at most this share more than the cheapest, the fastest."""
     balances: bool = True
     """Move responses between instances while these run (CONTINUOUSLB of Algorithm 2)."""
     balance: str = EVEN
@@ -273,11 +285,13 @@ class InstanceJoined(_Timed):
 class InstanceReady(_OfInstance):
     """The instance proved (digests and probe) that it holds and serves `version`.
 
-    `kv_tokens`: KV capacity as its engine allocated it; 0: not reported, as it registered.
+    `kv_tokens`: KV capacity as its engine allocated it, in blocks of `kv_block_tokens`; 0: not reported, as
+    it registered.
     """
 
     version: int
     kv_tokens: int = 0
+    kv_block_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,13 @@ run."""
 
 BALANCE_S = 1.0
 """Least pause between two moves of running responses: the first must show in heartbeats before the second."""
+YIELD_S = 2.0
+"""Least pause between two looks at whether running responses should give way."""
+YIELD_LOOK = 128
+"""Running responses that are looked at per pause; with more of them the pauses are longer."""
+YIELD_MARGIN = 2
+"""A response gives way to one whose group lacks this many fewer. With 1 to 4 the gain is 1.2 to 3.6 %, and
+with 2 the greatest (simulated)."""
 SMALL_FLEET = 16
 """Eligible instances that share one move per pause; the pauses of a larger fleet are shorter."""
 
@@ -94,6 +101,7 @@ class Assignments:
         if not self._context.config.policy.balances or not self.num_unfinished:
             return
         if self.dispatcher.has_waiting():
+            self._yield_to_nearer_groups()
             return
         now = self._context.now
         if now < self._balance_at:
@@ -107,6 +115,33 @@ class Assignments:
             rebalance.source.assignments[assignment].meant_for = rebalance.target.instance
             self.abort(rebalance.source, assignment)
         self.touch(rebalance.source)
+
+    def _yield_to_nearer_groups(self) -> None:
+        """Take away running responses of groups that lack much where some of groups that lack little wait."""
+        book, now = self.book, self._context.now
+        if not self._context.config.policy.yields or book is None:
+            return
+        if now < self._balance_at:
+            self._context.timers.set(Timer.BALANCE, "", self._balance_at)
+            return
+        instances = list(self._eligible.values())
+        if any(instance.aborting for instance in instances):
+            return
+        waiting = sorted(book.unfinished_of(response.group) for response in self.dispatcher.queued())
+        running = sorted(
+            (-book.unfinished_of(r.group), r.num_tokens, assignment, instance.instance)
+            for instance in instances
+            for assignment, r in instance.assignments.items()
+            if not r.has_yielded
+        )
+        for lacks, (minus_lacks, _, assignment, name) in zip(waiting, running, strict=False):
+            if -minus_lacks - lacks < YIELD_MARGIN:
+                break
+            self.current[assignment].has_yielded = True
+            self.abort(self._eligible[name], assignment)
+            self.touch_name(name)
+        self._balance_at = now + YIELD_S * max(1.0, len(running) / YIELD_LOOK)
+        self._context.timers.set(Timer.BALANCE, "", self._balance_at)
 
     def touch(self, instance: Instance) -> None:
         """Note that the load or eligibility of an instance may have changed."""
@@ -124,6 +159,7 @@ class Assignments:
         if reason is FinishReason.QUARANTINED:
             self._context.counters.quarantined.append(response.response)
         is_complete = self.book.finish(response, num_tokens, reason, self._context.now)
+        self.dispatcher.finished(response)
         if is_complete:
             self._context.emit(DeliverGroup(self.book.step, response.group))
 

@@ -101,10 +101,14 @@ class Balancer:
         excess = (source.share - target.share) / (
             1.0 / max(1, source.kv_tokens) + 1.0 / max(1, target.kv_tokens)
         )
+        room = target.kv_room
         moved, load_index, guests = [], source.num_assigned, target.num_assigned
         for assignment, response in sorted(
             source.assignments.items(), key=lambda item: (item[1].num_tokens, item[1].order)
         ):
+            room -= target.whole_blocks(response)
+            if room < 0 and target.is_small_for(response):
+                break
             if response.kv_estimate > excess or not self._pays(response, load_index, guests, line):
                 break
             moved.append(assignment)

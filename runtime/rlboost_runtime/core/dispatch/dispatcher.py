@@ -1,9 +1,13 @@
 """Which instance generates which response: join the emptiest, and wait rather than overfill (paper,
 Algorithm 2).
 
-- The response with the fewest tokens goes first (`SchedulingPolicy.least_first`): it has most to come, and a
-  step ends with those that began last. The paper's and the baselines' rule is the contrary, continuations
-  before fresh ones and the longest first.
+- The trainer takes whole groups, so a response of the group with the fewest unfinished ones goes first, and
+  a running one of a group that lacks many more gives way to it (`Assignments`). Among equals the response
+  with the fewest tokens goes first (`SchedulingPolicy.least_first`): it has most to come. The paper's and the
+  baselines' rule is the contrary, continuations before fresh ones and the longest first.
+- An instance is filled up to `SchedulingPolicy.fill_limit`: a full one generates the most, but each of its
+  responses, and so its groups, end later. Where a cache holds only a few responses at their limit, all of
+  their growth is booked: with few of them it does not even out, and an engine that preempts computes twice.
 - The emptiest instance by booked KV share gets the next response, unless one that has a sibling's prompt in
   its cache is at most `affinity_slack` fuller. At a step's begin no instance is filled more than all will be
   once those that still load its version are there.
@@ -26,7 +30,12 @@ from rlboost_runtime.core.base.messages import Pool
 from rlboost_runtime.core.base.timers import Context, Timer
 from rlboost_runtime.core.state.eligible import LoadIndex, Rank
 from rlboost_runtime.core.state.instances import Instance, InstanceTable
-from rlboost_runtime.core.state.responses import Response, StepResponses, WaitingQueue
+from rlboost_runtime.core.state.responses import (
+    Response,
+    ResponseState,
+    StepResponses,
+    WaitingQueue,
+)
 
 COMING_S = {Pool.SPOT: 20.0, Pool.RESERVED: 60.0}
 """An instance that loads a step's version, or wakes for it, is waited for so long after the step's begin.
@@ -64,6 +73,9 @@ class Dispatcher:
         self.eligible = eligible
         self._expected_tokens: float | None = None
         self._book: StepResponses | None = None
+        self._by_group = config.policy.nearest_group_first
+        self._fill_limit = config.policy.fill_limit
+        self._fits_small_caches = config.policy.fits_small_caches
         self.queue = WaitingQueue(least_first=config.policy.least_first)
         self.fills_fairly = config.policy.fills_fairly
         self._fair_share = math.inf
@@ -83,7 +95,16 @@ class Dispatcher:
 
     def enqueue(self, response: Response) -> None:
         """Queue a waiting response by the tokens that it keeps."""
-        self.queue.add(response)
+        book = self._book if self._by_group else None
+        self.queue.add(response, 0 if book is None else book.unfinished_of(response.group))
+
+    def finished(self, response: Response) -> None:
+        """A response is over: those of its group that wait come earlier."""
+        if not self._by_group or self._book is None:
+            return
+        for sibling in self._book.members_of(response.group):
+            if sibling.state is ResponseState.WAITING:
+                self.enqueue(sibling)
 
     def queued(self) -> list[Response]:
         """Return what is queued, in no order. Looks at all of it: for checks."""
@@ -136,14 +157,23 @@ class Dispatcher:
     def choose(self, response: Response, estimate: int, avoid: Collection[str]) -> Instance | None:
         """Return the instance for the next response, none of `avoid`; None if it fits nowhere."""
         emptiest = self.load_index.best(
-            lambda i: i.can_admit(estimate) and i.share <= self._fair_share, avoid
+            lambda i: self._admits(i, response, estimate) and i.share <= self._fair_share, avoid
         )
         if emptiest is None:
             return None
         limit = min(emptiest.share + self._affinity_slack, self._fair_share)
         near = (self.eligible.get(i) for i in self._ran_on.get(response.group, ()) if i not in avoid)
-        siblings = [i for i in near if i is not None and i.share <= limit and i.can_admit(estimate)]
+        siblings = [
+            i for i in near if i is not None and i.share <= limit and self._admits(i, response, estimate)
+        ]
         return min(siblings, key=_rank) if siblings else emptiest
+
+    def _admits(
+        self, instance: Instance, response: Response, estimate: int, fill_limit: float | None = None
+    ) -> bool:
+        if self._fits_small_caches and instance.is_small_for(response):
+            return instance.can_hold(response)
+        return instance.can_admit(estimate, self._fill_limit if fill_limit is None else fill_limit)
 
     def _chosen(self, response: Response, estimate: int) -> Instance | None:
         avoid: set[str] = set()
@@ -152,7 +182,7 @@ class Dispatcher:
             if len(avoid) == len(self.eligible):
                 avoid = set()  # better to try again where it failed than not at all
         meant = None if response.meant_for is None else self.eligible.get(response.meant_for)
-        if meant is not None and meant.can_admit(estimate) and meant.instance not in avoid:
+        if meant is not None and self._admits(meant, response, estimate, 1.0) and meant.instance not in avoid:
             return meant
         return self.choose(response, estimate, avoid)
 

@@ -26,6 +26,9 @@ from rlboost_runtime.core.state.instance_states import (
 from rlboost_runtime.core.state.rates import Kind
 from rlboost_runtime.core.state.responses import Response
 
+FEW = 16
+"""Responses at their limit. In a cache for fewer, growth does not even out: it is booked whole."""
+
 
 @dataclass(slots=True, eq=False)
 class Instance:
@@ -42,6 +45,8 @@ class Instance:
     flags: Flags = NO_FLAGS
     version: int | None = None
     """The version that it proved and serves."""
+    kv_block_tokens: int = 0
+    """Tokens of a block of its KV cache; 0: not known."""
     ordered_version: int | None = None
     """The version that it was last ordered to load; None: the order must be given (again)."""
     failed_loads: int = 0
@@ -203,11 +208,34 @@ class Instance:
         """Return True if it may be given work under `version` as far as it alone is concerned."""
         return self.is_present and self.is_connected and self.version == version
 
-    def can_admit(self, kv_estimate: int) -> bool:
-        """Return True if one more response of that size fits; an empty instance always takes one."""
+    def can_admit(self, kv_estimate: int, fill_limit: float = 1.0) -> bool:
+        """Return True if one more response of that size fits into `fill_limit` of the KV capacity; an empty
+        instance always takes one."""
         if not self.assignments:
             return True
-        return len(self.assignments) < self.max_running and self.kv_load + kv_estimate <= self.kv_tokens
+        room = fill_limit * self.kv_tokens - self.kv_load
+        return len(self.assignments) < self.max_running and kv_estimate <= room
+
+    def is_small_for(self, response: Response) -> bool:
+        """Return True if its cache holds only a few responses that become as long as this one may."""
+        return self.kv_tokens < FEW * response.kv_limit
+
+    def can_hold(self, response: Response) -> bool:
+        """Return True if one more response fits even if all become as long as they may; an empty instance
+        always takes one."""
+        if not self.assignments:
+            return True
+        return self.num_assigned < self.max_running and self.whole_blocks(response) <= self.kv_room
+
+    @property
+    def kv_room(self) -> int:
+        """KV tokens left even if all assignments become as long as they may. Looks at all of them."""
+        return self.kv_tokens - sum(map(self.whole_blocks, self.assignments.values()))
+
+    def whole_blocks(self, response: Response) -> int:
+        """Return the KV tokens that a response takes at most: an engine allocates whole blocks."""
+        block = max(1, self.kv_block_tokens)
+        return -(-response.kv_limit // block) * block
 
     def hold(self, assignment: int, response: Response, kv_estimate: int) -> None:
         """Book an assignment."""

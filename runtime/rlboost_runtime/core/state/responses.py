@@ -4,7 +4,9 @@ Guarantees: a response ends once; a group is complete exactly when all its respo
 agree with the states (`StepResponses.check`).
 
 The queue is ordered by the tokens that responses keep: the most first, as the published code has it, or the
-fewest first (`SchedulingPolicy.least_first`). An entry that no longer waits is dropped when it comes up.
+fewest first (`SchedulingPolicy.least_first`); before that, if the trainer takes whole groups, by the
+unfinished responses of the group (`nearest_group_first`). An entry that no longer waits is dropped when it
+comes up.
 """
 
 from __future__ import annotations
@@ -69,6 +71,8 @@ class Response:
     finish_reason: FinishReason | None = None
     keep_tokens: int | None = None
     """The next assignment continues after so many tokens only; None: after all there are."""
+    has_yielded: bool = False
+    """It gave its place to one of a nearer group: once at most, as each time costs a prefill."""
     meant_for: str | None = None
     """The instance that it was taken away for: a preference of the next assignment only."""
 
@@ -76,6 +80,11 @@ class Response:
         """Have the next assignment generate again what is beyond `kept` tokens."""
         self.num_tokens = min(self.num_tokens, kept)
         self.keep_tokens = kept if self.keep_tokens is None else min(self.keep_tokens, kept)
+
+    @property
+    def kv_limit(self) -> int:
+        """KV tokens that it takes at most."""
+        return self.request.prompt_tokens + self.request.max_tokens
 
     @property
     def response(self) -> int:
@@ -126,6 +135,10 @@ class StepResponses:
     def members_of(self, group: int) -> Sequence[Response]:
         """Return a group's responses, in the order of the request."""
         return self._members[group]
+
+    def unfinished_of(self, group: int) -> int:
+        """Return how many responses of a group are to be finished."""
+        return self._unfinished_of[group]
 
     def is_for(self, step: int, policy_version: int) -> bool:
         """Return True if this is that step under that version."""
@@ -211,30 +224,31 @@ def _check_response(response: Response) -> None:
 
 
 class WaitingQueue:
-    """Waiting responses by the tokens that they keep, then in the order of the step's request."""
+    """Waiting responses by what their groups lack, if that counts, by the tokens that they keep, then in the
+    order of the step's request."""
 
     def __init__(self, *, least_first: bool = False) -> None:
         self._sign = 1 if least_first else -1
-        self._heap: list[tuple[int, int, int, Response]] = []
+        self._heap: list[tuple[int, int, int, int, Response]] = []
 
-    def add(self, response: Response) -> None:
-        """Queue a waiting response."""
-        rank = self._sign * response.num_tokens
-        heapq.heappush(self._heap, (rank, response.order, response.num_assignments, response))
+    def add(self, response: Response, num_unfinished: int = 0) -> None:
+        """Queue a waiting response, or again under another `num_unfinished` of its group."""
+        rank = num_unfinished, self._sign * response.num_tokens, response.order
+        heapq.heappush(self._heap, (*rank, response.num_assignments, response))
 
     def peek(self) -> Response | None:
         """Return the first that waits."""
-        while self._heap and not is_current(*self._heap[0][2:]):
+        while self._heap and not is_current(*self._heap[0][3:]):
             heapq.heappop(self._heap)  # it ended, or was given out, while it was here
-        return self._heap[0][3] if self._heap else None
+        return self._heap[0][4] if self._heap else None
 
     def pop(self) -> Response:
         """Take out the one that `peek` returned."""
-        return heapq.heappop(self._heap)[3]
+        return heapq.heappop(self._heap)[4]
 
     def all(self) -> list[Response]:
         """Return all that wait, in no order. Looks at everything: for checks and whole-step decisions."""
-        return [entry[3] for entry in self._heap if is_current(*entry[2:])]
+        return list({id(e[4]): e[4] for e in self._heap if is_current(*e[3:])}.values())
 
     def clear(self) -> None:
         """Forget everything."""
