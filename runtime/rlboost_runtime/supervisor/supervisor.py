@@ -200,6 +200,7 @@ class Supervisor:
             self._report()
         for role in self._roles:
             role.identity(self._run).unlink(missing_ok=True)
+        (self._run.processes / ".starting").unlink(missing_ok=True)
         event(log, "teardown.finished", processes=len(ended))
 
     def _try_to_end_machines(self) -> None:
@@ -263,10 +264,15 @@ def _why_hopeless(
         )
     if status == -signal.SIGKILL:
         return Explanation(
-            f"the {role.name} was killed {attempts.kills} times in a row without progress (SIGKILL, most"
-            f" likely for want of memory); its log is {path}",
-            "free some memory, or lower algorithm.micro_batch_responses or rollout.engine_args.max_running,"
-            f" then type rlboost launch {run.name} --resume",
+            f"the {role.name} was killed {attempts.kills} times in a row without progress (SIGKILL"
+            f"{', most likely for want of memory' if role.needs_memory else ''}); its log is {path}",
+            (
+                "free some memory, or lower algorithm.micro_batch_responses or"
+                " rollout.engine_args.max_running,"
+                if role.needs_memory
+                else "`dmesg` tells whether this machine had no memory left; find what kills the process,"
+            )
+            + f" then type rlboost launch {run.name} --resume",
         )
     explanation = last_explanation(path, log_offset)
     if explanation is not None:

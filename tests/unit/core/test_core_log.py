@@ -199,16 +199,9 @@ def test_a_finished_response_whose_tokens_were_lost_begins_again() -> None:
     assert core.complete_groups() == []
     assert core.response(7).finish_reason is None
     core.handle(m.EventsLost(3.5, 1000, 7, 64))
-    name = "reserved-0/0"
-    commands = []
-    for event in (
-        m.InstanceJoined(4.0, name, "reserved-0", m.Pool.RESERVED, 7, 8, 9999),
-        m.Slept(4.5, name, 7),
-        m.LeaseReturned(5.0),  # the trainer had it, as all was finished
-        m.InstanceReady(5.5, name, 7, 0),
-    ):
-        commands += core.handle(event)
-    assert m.Assign("reserved-0/0", 7, 1000, 7) in commands
+    core.handle(m.InstanceJoined(4.0, "spot-1/0", "spot-1", m.Pool.SPOT, 7, 8, 9999))
+    commands = core.handle(m.InstanceReady(5.5, "spot-1/0", 7, 0))
+    assert m.Assign("spot-1/0", 7, 1000, 7) in commands
     (delivered,) = core.handle(m.Finished(6.0, 7, 12, m.FinishReason.STOP))[:1]
     assert delivered == m.DeliverGroup(1, 0)
     core.check()
