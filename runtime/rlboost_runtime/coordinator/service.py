@@ -221,7 +221,7 @@ class Coordinator:
         self._write_status()
         if self._ending is not None and not self._leave.is_set():
             outcome = replace(self._ending, state=_state_of(self._ending))
-            write_json(self._run.outcome, asdict(outcome))
+            write_json(self._run.outcome, asdict(outcome), durably=True)
         self._ledger.close()
 
     async def _serve_on(self, listener: socket.socket) -> None:
@@ -260,7 +260,7 @@ class Coordinator:
             self._timeline.end()
             give_up_reserve(self._run)
             try:
-                write_json(self._run.ending, asdict(self._ending))
+                write_json(self._run.ending, asdict(self._ending), durably=True)
             except OSError as error:  # only a crash from here on to the outcome would miss it
                 log_event(log, "ending.write_failed", problem=str(error))
             self._end_asked.set()

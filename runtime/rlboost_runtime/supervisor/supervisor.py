@@ -45,10 +45,11 @@ from rlboost_runtime.run.folder import (
     locked,
     read_json,
     reserve,
+    restore_outcome,
     write_json,
     write_outcome,
 )
-from rlboost_runtime.run.security import client_context, read_token
+from rlboost_runtime.run.security import client_context, read_token, repair_secrets
 from rlboost_runtime.supervisor.machines import end_machines, list_machines
 from rlboost_runtime.supervisor.roles import Role, roles_of
 from rlboost_runtime.supervisor.watched import (
@@ -329,6 +330,8 @@ def _supervise(run: RunFolder) -> int:
             return 0
         identity = run.processes / "supervisor.json"
         write_identity(identity, os.getpid(), psutil.Process().create_time())
+        restore_outcome(run)
+        repair_secrets(run)
         os.environ.update(kept(run))  # for the run's processes, which inherit it
         try:
             is_complete = asyncio.run(serve(run))
