@@ -125,11 +125,11 @@ def _audit_step(
     problems = found.problems
     reader = Journal.read(run.journal, step)
     records = iter(reader)
-    first = next(records, None)
-    if first is None:
+    opening = next(records, None)
+    if opening is None:
         problems.append(reader.problem or f"{reader.path} is empty")
         return StepAudit(step, -1)
-    header = msgspec.msgpack.decode(first[1:], type=StepHeader)
+    header = msgspec.msgpack.decode(opening[1:], type=StepHeader)
     opened = OpenStep(header.request, header.first_response)
     store = TokenStore()
     store.open_step(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import random
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -529,6 +532,8 @@ async def work(agent: Peer) -> None:
                     seq += 1
 
 
+FLIPS = int(os.environ.get("RLBOOST_FLIPS", "8"))
+
 DAMAGES: dict[str, Any] = {
     "a byte flipped": lambda path: flip(path, path.stat().st_size // 2),
     "a byte of the header flipped": lambda path: flip(path, 20),
@@ -560,6 +565,54 @@ async def test_a_finished_response_that_the_journal_lost_is_generated_again(
         working.cancel()
     assert recover(tmp_path / "events.log").totals.commands_digest == digest
     assert audit(RunFolder(tmp_path)).problems == []
+
+
+def spoil(path: Path, rng: random.Random) -> None:
+    """Flip a bit, cut the end off, zero the end, or delete the file."""
+    data = bytearray(path.read_bytes())
+    at = rng.randrange(len(data))
+    match rng.randrange(8):
+        case 0:
+            path.unlink()
+            return
+        case 1:
+            del data[at:]
+        case 2:
+            data[at:] = bytes(len(data) - at)
+        case _:
+            data[at] ^= 1 << rng.randrange(8)
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["journal/step-000000.seg", "events.log"])
+async def test_no_damage_of_journal_or_event_log_has_wrong_tokens_trained(tmp_path: Path, name: str) -> None:
+    """Seeded; FLIPS tries per file (`make soak-corruption`)."""
+    intact = tmp_path / "intact" / "job"
+    intact.mkdir(parents=True)
+    await finish_step(intact)
+    rng, said = random.Random(23), 0
+    for i in range(FLIPS):
+        folder = tmp_path / str(i) / "job"
+        shutil.copytree(intact, folder)
+        spoil(folder / name, rng)
+        async with shell(folder) as made:
+            trainer = made.trainers()
+            await trainer.say(TrainerHello(SCHEMA, "job", "again"))
+            await trainer.say(VersionPublishedMessage(0, "digest", 1, 0.0))
+            await trainer.say(request())
+            agent = made.agent()
+            await agent.say(hello())
+            working = asyncio.create_task(work(agent))
+            found = texts(await trainer.hear(DeliverGroupMessage))
+            working.cancel()
+            assert found[0] in ([1, 2, 9], [7, 7, 9])
+            assert found[1] in ([5, 9], [7, 7, 9])
+            if name.startswith("journal"):  # a damage that cost nothing needs no word: a torn last write
+                assert made.driver.repairs or found == [[1, 2, 9], [5, 9]]
+            said += bool(made.driver.repairs)
+            made.driver.core.check()
+    assert said > FLIPS // 2
+    print(json.dumps({"pass": True, "file": name, "flips": FLIPS, "repaired": said}))
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "deleted"])
