@@ -2,8 +2,8 @@
 
 Each row has a checksum in the table `checks`, written by triggers in the same transaction. They are compared
 when the file is opened, so that a changed digit is an error that names table and row, never another bill.
-Beside the file, `ledger.mark` has the number of durable transactions: a ledger with fewer has lost some. The
-rows of a ledger of an earlier version get their checksums when a coordinator first opens it.
+A file beside it has the number of durable transactions: a ledger with fewer has lost some. The rows of a
+ledger of an earlier version get their checksums when a coordinator first opens it.
 
 Three of its books: trained steps, what moving weights cost, and what happened in words.
 """

@@ -20,6 +20,7 @@ there is named below; everybody else only reads it.
     outcome.json      {"state", "problem", "remedy", "exit_code", "warning"} once the run has ended; the
                       warning: why machines may still cost money, or ""     coordinator
     ledger.sqlite     machines, steps, events in words                      coordinator
+    ledger.mark       how many durable transactions the ledger has had      coordinator
     events.log        the core's events                                     coordinator
     journal/          step-000012.seg: tokens                               coordinator
     weights/          v000012/: immutable versions                          trainer

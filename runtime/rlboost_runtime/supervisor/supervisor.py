@@ -263,17 +263,19 @@ def _why_hopeless(
             f"make room there, then type rlboost launch {run.name} --resume: it goes on from its last"
             " checkpoint",
         )
+    if status == -signal.SIGKILL and not role.needs_memory:
+        return Explanation(
+            f"the {role.name} was killed {attempts.kills} times in a row without progress (SIGKILL); its log"
+            f" is {path}",
+            "see with `dmesg` whether this machine had no memory left, and else find what kills it; then type"
+            f" rlboost launch {run.name} --resume",
+        )
     if status == -signal.SIGKILL:
         return Explanation(
-            f"the {role.name} was killed {attempts.kills} times in a row without progress (SIGKILL"
-            f"{', most likely for want of memory' if role.needs_memory else ''}); its log is {path}",
-            (
-                "free some memory, or lower algorithm.micro_batch_responses or"
-                " rollout.engine_args.max_running,"
-                if role.needs_memory
-                else "`dmesg` tells whether this machine had no memory left; find what kills the process,"
-            )
-            + f" then type rlboost launch {run.name} --resume",
+            f"the {role.name} was killed {attempts.kills} times in a row without progress (SIGKILL, most"
+            f" likely for want of memory); its log is {path}",
+            "free some memory, or lower algorithm.micro_batch_responses or rollout.engine_args.max_running,"
+            f" then type rlboost launch {run.name} --resume",
         )
     explanation = last_explanation(path, log_offset)
     if explanation is not None:
