@@ -192,6 +192,11 @@ soak: $(DEV) ## 10,000 simulated runs with random faults; then all tests $(ROUND
 	RLBOOST_FAULT_SEEDS=200 $(BIN)/python -m pytest -q tests/integration/providers/test_cloud_faults.py
 	@$(MAKE) soak-cloud
 
+.PHONY: soak-corruption
+soak-corruption: $(DEV) ## FLIPS=200 random flips, cuts and deletions of each: journal, event log, ledger (last line JSON)
+	@RLBOOST_FLIPS=$(or $(FLIPS),200) $(BIN)/python -m pytest -q -rP -k "no_damage_of or any_damage_of" --timeout 1800 \
+		tests/unit/billing/test_ledger.py tests/integration/coordinator/test_coordinator_shell.py
+
 .PHONY: soak-cloud
 soak-cloud: cloudlab ## seeded storms over the real SkyPilot, machines of a head that is gone, a machine from EC2 itself
 	RLBOOST_SKY_SEEDS=5 $(BIN)/python -m pytest -q -rP --durations=0 -m "cloud and soak" tests/cloud

@@ -16,6 +16,7 @@ from rlboost_runtime.billing.launch_records import end_of
 from rlboost_runtime.billing.ledger import Ledger
 from rlboost_runtime.billing.report import CostReport, cost_report
 from rlboost_runtime.deploy.bootstrap import RESERVED_MACHINE
+from rlboost_runtime.errors import RuntimeFault
 from rlboost_runtime.job import Budget
 from rlboost_runtime.run.folder import RunFolder, read_json
 
@@ -48,14 +49,17 @@ def close_books(run: RunFolder, views: Sequence[MachineView] | None, detail: str
 
 
 def launched_in(run: RunFolder) -> set[str] | None:
-    """Return the providers at which the run was ever about to launch a machine; None if the books are absent.
+    """Return the providers at which the run was ever about to launch a machine; None if the books are absent
+    or damaged.
 
-    An intent is in the books before its provider is asked: no machine of the run is at any other. Raises
-    `RuntimeFault` where the ledger cannot be used.
+    An intent is in the books before its provider is asked: no machine of the run is at any other.
     """
     if not run.ledger.exists():
         return None
-    ledger = Ledger(run.ledger, read_only=True)
+    try:
+        ledger = Ledger(run.ledger, read_only=True)
+    except RuntimeFault:  # machines have to be ended all the same
+        return None
     try:
         return ledger.clouds()
     finally:

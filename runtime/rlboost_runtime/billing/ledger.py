@@ -310,11 +310,6 @@ class Ledger(StepLedger, NoteLedger, EgressLedger):
             return {}
         return dict(self._db.execute(f"SELECT machine, {column} FROM {table}").fetchall())  # noqa: S608
 
-    def _has(self, table: str) -> bool:
-        """Return True if the file has a table: one made by an older version, and only read, lacks later
-        ones."""
-        return bool(self._db.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (table,)).fetchone())
-
     def _purchases(self, usage: str = _NO_USAGE) -> Spending:
         """Return what was bought as of one moment; rows of closed machines are read once."""
         with self._snapshot():

@@ -1,5 +1,10 @@
 """The ledger's SQLite file (WAL): its schema, opening it, and changing it safely from several threads.
 
+Each row has a checksum in the table `checks`, written by triggers in the same transaction. They are compared
+when the file is opened, so that a changed digit is an error that names table and row, never another bill.
+A file beside it has the number of durable transactions: a ledger with fewer has lost some. The rows of a
+ledger of an earlier version get their checksums when a coordinator first opens it.
+
 Three of its books: trained steps, what moving weights cost, and what happened in words.
 """
 
@@ -7,9 +12,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import sqlite3
+import struct
 import threading
+import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -66,7 +74,28 @@ CREATE TABLE IF NOT EXISTS waste (
 CREATE TABLE IF NOT EXISTS boots (
     machine TEXT PRIMARY KEY, boot TEXT NOT NULL
 ) STRICT;
+CREATE TABLE IF NOT EXISTS checks (
+    name TEXT NOT NULL, id INTEGER NOT NULL, crc INTEGER NOT NULL, PRIMARY KEY (name, id)
+) STRICT, WITHOUT ROWID;
 """
+_TABLES = tuple(name for name in re.findall(r"EXISTS (\w+)", _SCHEMA) if name != "checks")
+_CHECKED = """
+CREATE TEMP TRIGGER checked_{event}_{table} AFTER {event} ON main.{table} BEGIN
+    DELETE FROM checks WHERE name = '{table}' AND id = {old}.rowid;
+    {insert}
+END
+"""
+_INSERT_CHECK = (
+    "INSERT INTO checks VALUES ('{table}', NEW.rowid, row_check('{table}', NEW.rowid, {columns}));"
+)
+_WRONG = """
+SELECT t.rowid FROM {table} t LEFT JOIN checks c ON c.name = '{table}' AND c.id = t.rowid
+WHERE c.crc IS NOT row_check('{table}', t.rowid, {columns})
+UNION ALL SELECT id FROM checks WHERE name = '{table}' AND id NOT IN (SELECT rowid FROM {table}) LIMIT 1
+"""
+_COUNT = "INSERT INTO checks VALUES (?, 0, 1) ON CONFLICT DO UPDATE SET crc = crc + 1 RETURNING crc"
+_MARK = struct.Struct("<QI")
+_COMMITS = "commits"  # the row of `checks` that counts durable transactions
 
 
 class LedgerFile:
@@ -89,36 +118,94 @@ class LedgerFile:
             isolation_level=None,
             check_same_thread=False,
         )
+        self._path = path
+        self._mark: int | None = None
         try:
             self._prepare(read_only)
-        except sqlite3.DatabaseError as exc:
+            self._verify()
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as exc:
             self._db.close()
-            raise RuntimeFault(f"{path} is not a ledger: {exc}", "restore it from a backup") from exc
+            raise RuntimeFault(f"{path} is not a ledger: {exc}", _remedy(path)) from exc
         except RuntimeFault:
             self._db.close()
             raise
         if not read_only:
             path.chmod(0o600)
+            self._mark = os.open(_mark_path(path), os.O_WRONLY | os.O_CREAT, 0o600)
 
     def close(self) -> None:
         """Close the file."""
         with self._lock:
             self._db.close()
+            if self._mark is not None:
+                os.close(self._mark)
+                self._mark = None
 
     def _prepare(self, read_only: bool) -> None:
+        self._db.create_function("row_check", -1, _row_check, deterministic=True)
         if not read_only:
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = FULL")  # a commit survives a power cut, not only a crash
+            self._db.execute("PRAGMA recursive_triggers = ON")  # a row that is replaced counts as deleted
         version = int(self._db.execute("PRAGMA user_version").fetchone()[0])
         if version not in (0, SCHEMA_VERSION):
             raise RuntimeFault(
                 f"the ledger has schema version {version}, this program knows {SCHEMA_VERSION}",
                 "use the RLBoost version that the run was started with",
             )
-        if not read_only and not self._has_all_tables():
+        if read_only:
+            return
+        is_old = version > 0 and not self._has("checks")
+        if not self._has_all_tables():
             self._db.executescript(
                 f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
             )
+        for table in _TABLES:
+            self._watch(table)
+            if is_old:
+                columns = self._columns(table)
+                self._db.execute(
+                    f"INSERT INTO checks SELECT '{table}', rowid, row_check('{table}', rowid, {columns})"  # noqa: S608
+                    f" FROM {table}"
+                )
+        if is_old:
+            log_event(log, "ledger.unchecked", why="it is of an earlier version: checked from now on")
+
+    def _has(self, table: str) -> bool:
+        """Return True if the file has a table: one made by an older version, and only read, lacks later
+        ones."""
+        return bool(self._db.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (table,)).fetchone())
+
+    def _columns(self, table: str, row: str = "") -> str:
+        names = [str(info[1]) for info in self._db.execute(f"PRAGMA table_info({table})")]
+        return ", ".join(f"{row}{name}" for name in names)
+
+    def _watch(self, table: str) -> None:
+        """Have this connection keep the checksums of a table's rows."""
+        insert = _INSERT_CHECK.format(table=table, columns=self._columns(table, "NEW."))
+        for event, old, new in (("INSERT", "NEW", insert), ("UPDATE", "OLD", insert), ("DELETE", "OLD", "")):
+            self._db.execute(_CHECKED.format(event=event, table=table, old=old, insert=new))
+
+    def _verify(self) -> None:
+        """Raise `RuntimeFault` for the first row that is not as it was written, or where commits are lost."""
+        marked = _read_mark(_mark_path(self._path))
+        with self._snapshot():
+            if not self._has("checks"):
+                if marked:
+                    raise _damaged(self._path, "its tables are gone")
+                return  # of an earlier version, and only read
+            commits = self._db.execute("SELECT crc FROM checks WHERE name = ?", (_COMMITS,)).fetchone()
+            if (commits is not None and commits[0] < marked) or (commits is None and marked):
+                lost = f"it has {0 if commits is None else commits[0]} transactions, {marked} were committed"
+                raise _damaged(self._path, lost)
+            for table in _TABLES:
+                if not self._has(table):  # of an earlier version, and only read: then it has no rows
+                    query = f"SELECT id FROM checks WHERE name = '{table}' LIMIT 1"  # noqa: S608
+                else:
+                    query = _WRONG.format(table=table, columns=self._columns(table, "t."))
+                wrong = self._db.execute(query).fetchone()
+                if wrong is not None:
+                    raise _damaged(self._path, f"row {wrong[0]} of table {table} is not as it was written")
 
     def _has_all_tables(self) -> bool:
         """Return True if no table is missing: a file made by an older version lacks later tables, and a full
@@ -134,11 +221,16 @@ class LedgerFile:
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield self._db
+                if durable:
+                    ((commits,),) = self._db.execute(_COUNT, (_COMMITS,)).fetchall()
                 self._db.execute("COMMIT")
             except BaseException:
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
                 raise
+            if durable and self._mark is not None:  # after the commit: never ahead of it
+                count = commits.to_bytes(8, "little")
+                os.pwrite(self._mark, _MARK.pack(commits, zlib.crc32(count)), 0)
 
     @contextmanager
     def _snapshot(self) -> Iterator[None]:
@@ -153,6 +245,37 @@ class LedgerFile:
     def _rows(self, query: str, parameters: tuple[object, ...] = ()) -> list[Row]:
         with self._lock:
             return self._db.execute(query, parameters).fetchall()
+
+
+def _row_check(*values: object) -> int:
+    return zlib.crc32(repr(values).encode())
+
+
+def _mark_path(path: Path) -> Path:
+    return path.with_suffix(".mark")
+
+
+def _read_mark(path: Path) -> int:
+    """Return how many durable transactions were committed at least; 0 where that is unknown."""
+    try:
+        commits, crc = _MARK.unpack(path.read_bytes())
+    except (OSError, struct.error):
+        return 0
+    if zlib.crc32(int(commits).to_bytes(8, "little")) == crc:
+        return int(commits)
+    log_event(log, "ledger.mark_damaged", path=str(path), why="lost transactions would not be noticed")
+    return 0
+
+
+def _damaged(path: Path, problem: str) -> RuntimeFault:
+    return RuntimeFault(f"{path} is damaged: {problem}", _remedy(path))
+
+
+def _remedy(path: Path) -> str:
+    return (
+        f"restore {path.name} from a backup; or move {path.stem}.* out of {path.parent}: the bill then begins"
+        " anew, and for what was spent before there is only the cloud's own"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import msgspec
 
-from rlboost_runtime.coordinator.driver.core_driver import OpenStep, StepHeader
+from rlboost_runtime.coordinator.driver.core_driver import FORGOTTEN, OpenStep, StepHeader
 from rlboost_runtime.coordinator.driver.totals import RunTotals
-from rlboost_runtime.coordinator.storage.journal import Journal, read_events
+from rlboost_runtime.coordinator.storage.journal import EventReader, Journal
 from rlboost_runtime.coordinator.storage.token_store import TokenStore
-from rlboost_runtime.core.base.messages import Assign, Finished
+from rlboost_runtime.core.base.messages import Assign, Finished, TokensLost
 from rlboost_runtime.core.core import Core
 from rlboost_runtime.run.folder import RunFolder, read_json
 
@@ -62,6 +62,8 @@ class Audit:
     lost: dict[int, int] = field(default_factory=dict)
     """Tokens per response that an engine generated and the coordinator did not accept; only responses that
     lost any."""
+    said: dict[int, int] = field(default_factory=dict)
+    """Tokens per finished response, as the event log has them."""
     commands_digest: str = ""
     steps: list[StepAudit] = field(default_factory=list)
 
@@ -72,16 +74,23 @@ def audit(run: RunFolder) -> Audit:
     core, totals = Core(), RunTotals()
     finished: Counter[int] = Counter()
     response_of: dict[int, int] = {}
-    for event in read_events(run.events):
+    events = EventReader(run.events)
+    for event in events:
         commands = core.handle(event)
         core.check()
         totals.observe(event, commands, core)
         if isinstance(event, Finished):
             finished[event.response] += 1
+            found.said[event.response] = event.num_tokens
+        if isinstance(event, TokensLost):
+            finished[event.response] -= 1
         for command in commands:
             if isinstance(command, Assign):
                 found.assignments[command.response] += 1
                 response_of[command.assignment] = command.response
+    if events.problem:
+        found.problems.append(events.problem)
+    finished = +finished
     found.commands_digest = totals.commands_digest
     found.requested = totals.requested
     finished.update(core.counters.quarantined)
@@ -114,17 +123,27 @@ def _audit_step(
     is_open: bool,
 ) -> StepAudit:
     problems = found.problems
-    records = Journal.read(run.journal, step)
-    header = msgspec.msgpack.decode(next(records)[1:], type=StepHeader)
+    reader = Journal.read(run.journal, step)
+    records = iter(reader)
+    opening = next(records, None)
+    if opening is None:
+        problems.append(reader.problem or f"{reader.path} is empty")
+        return StepAudit(step, -1)
+    header = msgspec.msgpack.decode(opening[1:], type=StepHeader)
     opened = OpenStep(header.request, header.first_response)
     store = TokenStore()
     store.open_step(
         step, opened.all_responses(), header.request.max_response_tokens, header.request.stop_token_ids
     )
     for record in records:
-        if record:
+        if record.startswith(FORGOTTEN):
+            for response in msgspec.msgpack.decode(record[1:], type=list[int]):
+                store.forget(response)
+        else:
             store.restore(record[1:])
     store.check()
+    if reader.problem and not (reader.is_torn and is_open):
+        problems.append(reader.problem)
     result = StepAudit(step, header.request.policy_version)
     for response in opened.all_responses():
         if finished[response] == 0 and not is_open:
@@ -134,6 +153,9 @@ def _audit_step(
         if versions - {header.request.policy_version}:
             problems.append(f"step {step}: response {response} has tokens of versions {sorted(versions)}")
         lengths[response] = store.length(response)
+        if finished[response] and found.said.get(response, lengths[response]) != lengths[response]:
+            said = f"{found.said[response]} tokens said, {lengths[response]} in the journal"
+            problems.append(f"step {step}: response {response}: {said}")
         for first in header.carried_from:
             found.carried_to[first + response - header.first_response] = response
         result.tokens[response] = store.token_ids(response)

@@ -130,7 +130,7 @@ class Coordinator:
         self._ledger = Ledger(run.ledger)
         self._config = core_config(job)
         self._changed = asyncio.Event()
-        core, totals = recovered = recover(run.events)
+        core, totals, _ = recovered = recover(run.events)
         timing = Timing(lease_s=self._config.lease_s)
         weights = WeightTracker(self._ledger.zone_of, self._bill_egress)
         stats = InstanceStats(weights, timing.flush_s)
@@ -221,7 +221,7 @@ class Coordinator:
         self._write_status()
         if self._ending is not None and not self._leave.is_set():
             outcome = replace(self._ending, state=_state_of(self._ending))
-            write_json(self._run.outcome, asdict(outcome))
+            write_json(self._run.outcome, asdict(outcome), durably=True)
         self._ledger.close()
 
     async def _serve_on(self, listener: socket.socket) -> None:
@@ -230,6 +230,9 @@ class Coordinator:
         self._open_books()
         self._go_on_ending()
         self._driver.begin(self._config)
+        for text in self._driver.repairs:
+            log_event(log, "storage.repaired", level=logging.WARNING, problem=text)
+            self._ledger.note(self._clock.wall(), "storage", text)
         log_event(log, "coordinator.started", url=str(read_json(self._run.endpoint)))
         async with asyncio.TaskGroup() as tasks:
             serving = tasks.create_task(server.serve(sockets=[listener]))
@@ -257,7 +260,7 @@ class Coordinator:
             self._timeline.end()
             give_up_reserve(self._run)
             try:
-                write_json(self._run.ending, asdict(self._ending))
+                write_json(self._run.ending, asdict(self._ending), durably=True)
             except OSError as error:  # only a crash from here on to the outcome would miss it
                 log_event(log, "ending.write_failed", problem=str(error))
             self._end_asked.set()

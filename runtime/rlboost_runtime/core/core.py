@@ -26,6 +26,7 @@ from rlboost_runtime.core.base.messages import (
     CoreConfig,
     Disconnected,
     Event,
+    EventsLost,
     Finished,
     Heartbeat,
     InstanceJoined,
@@ -46,6 +47,7 @@ from rlboost_runtime.core.base.messages import (
     StepStarted,
     StepTrained,
     Tick,
+    TokensLost,
     TrainerLost,
     VersionPublished,
     VersionRefused,
@@ -284,6 +286,10 @@ class Core:
                 self._controller.joined(event)
             case Finished():
                 self._on_finished(event)
+            case TokensLost():
+                self._on_tokens_lost(event)
+            case EventsLost():
+                self._on_events_lost(event)
             case Released():
                 self._controller.released(event)
             case MachineLaunched() | LaunchFailed() | MachineGone():
@@ -345,7 +351,7 @@ class Core:
             self._context.counters.stale_events += 1
             return
         book = self._work.book
-        if book is not None and book.is_for(event.step, event.policy_version):
+        if book is not None and book.is_for(event):
             book.was_reopened = True
             self._work.deliver_again()
         else:
@@ -405,6 +411,18 @@ class Core:
         else:
             self._controller.finished_on(response.holder)
             self._work.finish(response, event.num_tokens, event.reason)
+
+    def _on_tokens_lost(self, event: TokensLost) -> None:
+        response = self._work.response(event.response)
+        if response is None or response.state is not ResponseState.FINISHED:
+            self._context.counters.stale_events += 1
+        else:
+            self._work.begin_again(response)
+
+    def _on_events_lost(self, event: EventsLost) -> None:
+        for instance in list(self._instance_table.instances.values()):
+            self._controller.lose(instance, LossCause.RESET, evict=True)
+        self._work.skip_to(event.next_assignment)
 
     def _on_machine_message(self, event: MachineMessage) -> None:
         machine = self._fleet.machines.get(event.machine)

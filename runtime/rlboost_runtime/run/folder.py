@@ -20,6 +20,7 @@ there is named below; everybody else only reads it.
     outcome.json      {"state", "problem", "remedy", "exit_code", "warning"} once the run has ended; the
                       warning: why machines may still cost money, or ""     coordinator
     ledger.sqlite     machines, steps, events in words                      coordinator
+    ledger.mark       how many durable transactions the ledger has had      coordinator
     events.log        the core's events                                     coordinator
     journal/          step-000012.seg: tokens                               coordinator
     weights/          v000012/: immutable versions                          trainer
@@ -59,7 +60,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlboost_runtime.errors import DISK_ERRNOS
+from rlboost_runtime.errors import DISK_ERRNOS, RuntimeFault
 from rlboost_runtime.logs import event
 
 
@@ -187,12 +188,45 @@ def write_json(path: Path, value: Any, *, durably: bool = False) -> None:  # any
     write_atomically(path, json.dumps(value, indent=1).encode(), durably=durably)
 
 
+_RENEWED = frozenset(
+    f"{name}.json"
+    for name in (
+        *("endpoint", "weights_endpoint", "wanted", "status", "ending", "outcome"),
+        *("preparing", "mirror", "safe"),
+    )
+)
+"""Files that are written anew where they are absent, as are all in `processes`."""
+
+
 def read_json(path: Path) -> Any | None:  # any JSON value
-    """Return the JSON in `path`, or None where there is no such file."""
+    """Return the JSON in `path`, or None where there is no such file.
+
+    One that is no JSON counts as absent where it is written anew then, and is kept as NAME.damaged. Raises
+    `RuntimeFault` for any other.
+    """
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
+    except ValueError as problem:
+        if path.name not in _RENEWED and path.parent.name != "processes":
+            raise RuntimeFault(
+                f"{path} is damaged: {problem}", "restore it from a backup, or start the run anew"
+            ) from problem
+        event(log, "file.damaged", level=logging.WARNING, path=str(path), problem=str(problem))
+        with contextlib.suppress(OSError):
+            os.replace(path, path.with_name(f"{path.name}.damaged"))
+        return None
+
+
+def restore_outcome(run: RunFolder) -> None:
+    """Where the outcome is damaged, take it from what was decided before it was written; where that is gone,
+    too, the run is open and comes to its end again."""
+    if not run.outcome.exists() or read_json(run.outcome) is not None:
+        return
+    decided = read_json(run.ending)
+    if decided is not None:
+        write_json(run.outcome, decided | ({"state": "stopped"} if decided["state"] == "budget" else {}))
 
 
 log = logging.getLogger(__name__)
@@ -222,7 +256,7 @@ def give_up_reserve(run: RunFolder) -> None:
 def write_outcome(run: RunFolder, outcome: Mapping[str, object]) -> bool:
     """Write how the run ended, giving up the reserve where it must; return whether that could be done."""
     try:
-        write_json(run.outcome, dict(outcome))
+        write_json(run.outcome, dict(outcome), durably=True)
     except OSError as problem:
         if problem.errno not in DISK_ERRNOS:
             raise
@@ -230,7 +264,7 @@ def write_outcome(run: RunFolder, outcome: Mapping[str, object]) -> bool:
         return True
     give_up_reserve(run)
     try:
-        write_json(run.outcome, dict(outcome))
+        write_json(run.outcome, dict(outcome), durably=True)
     except OSError as problem:
         event(log, "outcome.not_written", level=logging.ERROR, problem=str(problem))
         return False

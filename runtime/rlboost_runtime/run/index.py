@@ -9,7 +9,7 @@ import os
 
 from rlboost_runtime.errors import NotFound
 from rlboost_runtime.processes import identify
-from rlboost_runtime.run.folder import RunFolder, home, read_json
+from rlboost_runtime.run.folder import RunFolder, home, read_json, restore_outcome
 
 _NAMES_TOLD = 8  # of the runs there are, in an error
 
@@ -36,6 +36,7 @@ def all_runs() -> list[RunFolder]:
 
 def is_open(run: RunFolder) -> bool:
     """Return True if the run has not ended yet."""
+    restore_outcome(run)
     return not run.outcome.exists()
 
 

@@ -1,11 +1,11 @@
 """Who may talk to a run, and how a peer knows that it talks to the right one.
 
 Each run has one bearer token and one self-signed certificate, both made on the head and kept in the run's
-`secrets/` folder. Guarantees: neither is ever replaced once it exists; nobody but the owner can read them; a
-client context trusts exactly the certificate that it was given, nothing that the machine trusts otherwise and
-nothing that this certificate might sign; tokens are compared in constant time.
+`secrets/` folder. Guarantees: neither is replaced once it exists, unless it is damaged; nobody but the owner
+can read them; a client context trusts exactly the certificate that it was given, nothing that the machine
+trusts otherwise and nothing that this certificate might sign; tokens are compared in constant time.
 
-Only `create_secrets` needs the `cryptography` package, and imports it when called.
+Only `create_secrets` and `repair_secrets` need the `cryptography` package; they import it when called.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import datetime
 import hashlib
 import hmac
 import ipaddress
+import logging
 import os
 import secrets
 import socket
@@ -22,12 +23,15 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlboost_runtime.errors import ProtocolError, RuntimeFault
+from rlboost_runtime.errors import DISK_ERRNOS, ProtocolError, RuntimeFault
+from rlboost_runtime.logs import event
 from rlboost_runtime.run.folder import RunFolder
 
 if TYPE_CHECKING:
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+
+log = logging.getLogger(__name__)
 
 _VALIDITY = datetime.timedelta(days=3650)
 _CLOCK_SKEW = datetime.timedelta(days=1)
@@ -54,6 +58,31 @@ def create_secrets(run: RunFolder) -> None:
         _create(run.key, _new_key())
     if not run.certificate.exists():
         _create(run.certificate, _self_signed(run.key.read_bytes()))
+
+
+def repair_secrets(run: RunFolder) -> bool:
+    """Replace token, key or certificate where they are damaged; return whether they were.
+
+    Machines of the run that live trust the former ones: they cannot dial in any more and end themselves.
+    """
+    from cryptography import x509
+
+    try:
+        server_context(run)  # the key must fit the certificate
+        certificate = x509.load_pem_x509_certificate(run.certificate.read_bytes())
+        certificate.verify_directly_issued_by(certificate)
+        damaged = [] if read_token(run) else [run.token]
+    except Exception as problem:  # whatever OpenSSL makes of damaged bytes
+        if isinstance(problem, OSError) and problem.errno in DISK_ERRNOS:
+            raise
+        damaged = [run.key, run.certificate]
+    for path in damaged:
+        if path.exists():
+            os.replace(path, path.with_name(f"{path.name}.damaged"))
+    if damaged:
+        event(log, "secrets.renewed", level=logging.WARNING, damaged=[path.name for path in damaged])
+        create_secrets(run)
+    return bool(damaged)
 
 
 def read_token(run: RunFolder) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from rlboost_providers.registry import has_market
@@ -28,17 +29,15 @@ class Role:
     may_start: Callable[[], bool] = lambda: True
     prepare: Callable[[], None] = lambda: None
     """Called right before each start."""
-    progress_of: Callable[[], int] | None = None
-    """Returns a number that grows with the role's work; None: living long enough is progress."""
+    progress: Callable[[], int] = lambda: 0
+    """Returns a number that changes with every progress that is not to count against the role."""
+    measures_progress: bool = False
+    """True if only that is progress; else living long enough is, too."""
 
     @property
-    def measures_progress(self) -> bool:
-        """True if progress is measured by its work rather than by its lifetime."""
-        return self.progress_of is not None
-
-    def progress(self) -> int:
-        """Return how far its work has come."""
-        return 0 if self.progress_of is None else self.progress_of()
+    def needs_memory(self) -> bool:
+        """True if it holds a model, so that a SIGKILL most likely means that there was no memory left."""
+        return self.name.startswith(("trainer", "agent-"))
 
     def identity(self, run: RunFolder) -> Path:
         """Return the file that identifies its process: {"pid", "started_at"}."""
@@ -51,6 +50,7 @@ class Role:
 
 def roles_of(job: Job, run: RunFolder) -> list[Role]:
     """Return the roles of `job`, in the order in which they are started."""
+    shared = partial(_run_progress, run)
     roles = [
         _module("coordinator", "rlboost_runtime.coordinator", run),
         _module("weights", "rlboost_runtime.weights.serve.server", run),
@@ -65,9 +65,20 @@ def roles_of(job: Job, run: RunFolder) -> list[Role]:
         if script is None
         else (sys.executable, str(run.files / script)),
         may_start=lambda: bool((read_json(run.wanted) or {}).get("train")),
-        progress_of=lambda: _num_lines(run.metrics),
+        progress=lambda: _num_lines(run.metrics),
+        measures_progress=True,
     )
-    return [*roles, trainer]
+    return [*(replace(role, progress=shared) for role in roles), trainer]
+
+
+def _run_progress(run: RunFolder) -> int:
+    """Return a number that changes when any role gets on: steps are trained, or tokens are journalled."""
+    segments = (path.stat().st_size for path in run.journal.glob("*.seg"))
+    try:
+        num_bytes = sum(segments)
+    except FileNotFoundError:  # a step's was dropped this moment: it is trained
+        num_bytes = 0
+    return hash((num_bytes, _num_lines(run.metrics)))
 
 
 def _module(name: str, module: str, run: RunFolder) -> Role:

@@ -45,10 +45,11 @@ from rlboost_runtime.run.folder import (
     locked,
     read_json,
     reserve,
+    restore_outcome,
     write_json,
     write_outcome,
 )
-from rlboost_runtime.run.security import client_context, read_token
+from rlboost_runtime.run.security import client_context, read_token, repair_secrets
 from rlboost_runtime.supervisor.machines import end_machines, list_machines
 from rlboost_runtime.supervisor.roles import Role, roles_of
 from rlboost_runtime.supervisor.watched import (
@@ -200,6 +201,7 @@ class Supervisor:
             self._report()
         for role in self._roles:
             role.identity(self._run).unlink(missing_ok=True)
+        (self._run.processes / ".starting").unlink(missing_ok=True)
         event(log, "teardown.finished", processes=len(ended))
 
     def _try_to_end_machines(self) -> None:
@@ -260,6 +262,13 @@ def _why_hopeless(
             f" ({free:.2f} GB free now)",
             f"make room there, then type rlboost launch {run.name} --resume: it goes on from its last"
             " checkpoint",
+        )
+    if status == -signal.SIGKILL and not role.needs_memory:
+        return Explanation(
+            f"the {role.name} was killed {attempts.kills} times in a row without progress (SIGKILL); its log"
+            f" is {path}",
+            "see with `dmesg` whether this machine had no memory left, and else find what kills it; then type"
+            f" rlboost launch {run.name} --resume",
         )
     if status == -signal.SIGKILL:
         return Explanation(
@@ -323,6 +332,8 @@ def _supervise(run: RunFolder) -> int:
             return 0
         identity = run.processes / "supervisor.json"
         write_identity(identity, os.getpid(), psutil.Process().create_time())
+        restore_outcome(run)
+        repair_secrets(run)
         os.environ.update(kept(run))  # for the run's processes, which inherit it
         try:
             is_complete = asyncio.run(serve(run))

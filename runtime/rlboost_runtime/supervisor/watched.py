@@ -133,7 +133,7 @@ class Tuning:
     backoff_limit_s: float = 10.0
     """Longest pause; also the one after a role ended of its own accord (exit status 0)."""
     healthy_after_s: float = 30.0
-    """After a process that lived this long, pauses start small again."""
+    """After a process that lived this long, or in whose life there was progress, pauses start small again."""
     crashes: int = 6
     """Crashes in a row without progress after which the run has failed."""
     kills: int = 20
@@ -153,7 +153,7 @@ class Tuning:
 
 @dataclass(slots=True)
 class Attempts:
-    """The processes of one role so far. `measures_progress`: by its work, not by its lifetime.
+    """The processes of one role so far. `measures_progress`: by its work alone, not by its lifetime.
 
     A crash is an end that counts against the role itself: not status 0, `EX_TEMPFAIL` or SIGKILL, which is
     always sent by something else; the latter two have bounds of their own.
@@ -172,7 +172,7 @@ class Attempts:
         """Record the end of a process; return the pause before the next, in seconds."""
         healthy = lived_s >= self.tuning.healthy_after_s
         if progress != self.progress or (healthy and not self.measures_progress):
-            self.crashes = self.kills = 0
+            self.crashes = self.kills = self.restarts = 0
             self.refused_s = 0.0
         if healthy:
             self.restarts = 0

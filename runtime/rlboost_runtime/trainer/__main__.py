@@ -136,11 +136,13 @@ def train(client: RolloutClient, ranks: Ranks = ALONE) -> Path:
 def load_policy(
     client: RolloutClient, examples: list[Example], scorer: RewardScorer, progress: StartupProgress
 ) -> Policy:
-    """Return the policy to go on with: of the newest checkpoint, else the job's model."""
-    saved = checkpoint.saved_steps(client.run.checkpoints)
-    progress.report("loading the checkpoint" if saved else "loading the model")
-    if saved:
-        return Policy.load(checkpoint.step_folder(client.run.checkpoints, saved[-1]))
+    """Return the policy to go on with: of the newest checkpoint that is intact, else the job's model."""
+    if checkpoint.saved_steps(client.run.checkpoints):
+        progress.report("loading the checkpoint")
+    saved = checkpoint.newest_intact(client.run.checkpoints)
+    if saved is not None:
+        return Policy.load(saved)
+    progress.report("loading the model")
     return _start_policy(client, examples, scorer, progress)
 
 

@@ -341,6 +341,25 @@ def describe_file(path: Path, chunk_bytes: int) -> File:
     return File(path.name, size, tuple(chunks))
 
 
+def damage(folder: Path, manifest: Manifest) -> str | None:
+    """Return which file of the version in `folder`, and where, is not as the manifest has it; None: all are.
+
+    Reads and hashes everything, like `describe_file`.
+    """
+    for file in manifest.all_files:
+        path = folder / file.name
+        try:
+            found = describe_file(path, file.chunks[0].length if file.chunks else 1)
+        except FileNotFoundError:
+            return f"{path} is missing"
+        if found.size != file.size:
+            return f"{path} has {found.size} bytes instead of {file.size}"
+        wrong = [i for i, chunk in enumerate(file.chunks) if chunk != found.chunks[i]]
+        if wrong:
+            return f"chunk {wrong[0]} of {path} (from byte {file.chunks[wrong[0]].offset} on) is damaged"
+    return None
+
+
 def _describe_chunk(fd: int, offset: int, length: int) -> Chunk:
     data = os.pread(fd, length, offset)
     if len(data) != length:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import random
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -441,7 +445,7 @@ async def test_what_was_acknowledged_survives_a_restart_and_goes_on_elsewhere(tm
         await agent.say(frame(0, [(item.assignment, 2, [3, 9])], AssignmentEnd(item.assignment, "stop")))
         group = await trainer.hear(DeliverGroupMessage)
         assert texts(group) == [[1, 2, 3, 9], [5, 9]]
-    core, _ = recover(tmp_path / "events.log")
+    core, *_ = recover(tmp_path / "events.log")
     assert core.step is not None
     assert core.step.num_finished == 2
 
@@ -486,6 +490,157 @@ async def test_a_finish_in_the_journal_that_the_core_never_heard_of_is_made_good
     (tmp_path / "events.log").write_bytes(b"".join(events[:first_finish]) + b'{"torn')
     async with shell(tmp_path) as made:
         assert made.driver.core.complete_groups() == [0]
+
+
+async def finish_step(folder: Path) -> bytes:
+    """Have a coordinator finish step 0 as [1, 2, 9], [5, 9]; return its event log before the finishes."""
+    async with shell(folder) as made:
+        trainer = made.trainers()
+        agent = await join(made, trainer)
+        a, b = await begin_step(agent, trainer)
+        events = (folder / "events.log").read_bytes()
+        await agent.say(frame(0, [(a, 0, [1, 2]), (b, 0, [5])]))
+        await agent.hear(Ack)
+        ends = AssignmentEnd(a, "stop"), AssignmentEnd(b, "stop")
+        await agent.say(frame(1, [(a, 2, [9]), (b, 1, [9])], *ends))
+        await trainer.hear(DeliverGroupMessage)
+    return events
+
+
+def flip(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 4
+    path.write_bytes(data)
+
+
+async def work(agent: Peer) -> None:
+    """Answer every order; each response begins anew and becomes [7, 7, 9]."""
+    await agent.hear(Welcome)
+    await agent.say(InstanceReadyMessage(0))
+    seq = 0
+    while True:
+        match await agent.hear(object):
+            case SleepMessage():
+                await agent.say(SleptMessage())
+            case WakeMessage():
+                await agent.say(InstanceReadyMessage(0))
+            case AssignMessage(items=items):
+                for item in items:
+                    assert item.offset == 0
+                    end = AssignmentEnd(item.assignment, "stop")
+                    await agent.say(frame(seq, [(item.assignment, 0, [7, 7, 9])], end))
+                    seq += 1
+
+
+FLIPS = int(os.environ.get("RLBOOST_FLIPS", "8"))
+
+DAMAGES: dict[str, Any] = {
+    "a byte flipped": lambda path: flip(path, path.stat().st_size // 2),
+    "a byte of the header flipped": lambda path: flip(path, 20),
+    "150 bytes off the end": lambda path: os.truncate(path, path.stat().st_size - 150),
+    "the last record's end zeroed": lambda path: path.write_bytes(path.read_bytes()[:-40] + bytes(40)),
+    "deleted": lambda path: path.unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+async def test_a_finished_response_that_the_journal_lost_is_generated_again(
+    tmp_path: Path, damage: str
+) -> None:
+    await finish_step(tmp_path)
+    DAMAGES[damage](segments(tmp_path)[0])
+    async with shell(tmp_path) as made:
+        trainer = made.trainers()
+        await trainer.say(TrainerHello(SCHEMA, "job", "again"))
+        await trainer.say(request())
+        agent = made.agent()
+        await agent.say(hello())
+        working = asyncio.create_task(work(agent))
+        whole = await trainer.hear(DeliverGroupMessage)
+        assert set(map(tuple, texts(whole))) <= {(7, 7, 9), (5, 9), (1, 2, 9)}
+        assert [7, 7, 9] in texts(whole)
+        assert any("generated again" in text for text in made.driver.repairs)
+        digest = made.driver.totals.commands_digest
+        made.driver.core.check()
+        working.cancel()
+    assert recover(tmp_path / "events.log").totals.commands_digest == digest
+    assert audit(RunFolder(tmp_path)).problems == []
+
+
+def spoil(path: Path, rng: random.Random) -> None:
+    """Flip a bit, cut the end off, zero the end, or delete the file."""
+    data = bytearray(path.read_bytes())
+    at = rng.randrange(len(data))
+    match rng.randrange(8):
+        case 0:
+            path.unlink()
+            return
+        case 1:
+            del data[at:]
+        case 2:
+            data[at:] = bytes(len(data) - at)
+        case _:
+            data[at] ^= 1 << rng.randrange(8)
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["journal/step-000000.seg", "events.log"])
+async def test_no_damage_of_journal_or_event_log_has_wrong_tokens_trained(tmp_path: Path, name: str) -> None:
+    """Seeded; FLIPS tries per file (`make soak-corruption`)."""
+    intact = tmp_path / "intact" / "job"
+    intact.mkdir(parents=True)
+    await finish_step(intact)
+    rng, said = random.Random(23), 0
+    for i in range(FLIPS):
+        folder = tmp_path / str(i) / "job"
+        shutil.copytree(intact, folder)
+        spoil(folder / name, rng)
+        async with shell(folder) as made:
+            trainer = made.trainers()
+            await trainer.say(TrainerHello(SCHEMA, "job", "again"))
+            await trainer.say(VersionPublishedMessage(0, "digest", 1, 0.0))
+            await trainer.say(request())
+            agent = made.agent()
+            await agent.say(hello())
+            working = asyncio.create_task(work(agent))
+            found = texts(await trainer.hear(DeliverGroupMessage))
+            working.cancel()
+            assert found[0] in ([1, 2, 9], [7, 7, 9])
+            assert found[1] in ([5, 9], [7, 7, 9])
+            if name.startswith("journal"):  # a damage that cost nothing needs no word: a torn last write
+                assert made.driver.repairs or found == [[1, 2, 9], [5, 9]]
+            said += bool(made.driver.repairs)
+            made.driver.core.check()
+    assert said > FLIPS // 2
+    print(json.dumps({"pass": True, "file": name, "flips": FLIPS, "repaired": said}))
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "deleted"])
+async def test_an_event_log_that_lost_its_end_gives_no_number_out_twice(tmp_path: Path, damage: str) -> None:
+    before = await finish_step(tmp_path)
+    log = tmp_path / "events.log"
+    last = recover(log)
+    if damage == "cut":  # as after a power cut: the journal is synced, the event log is not
+        log.write_bytes(before)
+    elif damage == "flipped":
+        flip(log, before.index(b"StepStarted") + 20)
+    else:
+        log.unlink()
+    async with shell(tmp_path) as made:
+        assert made.driver.repairs
+        trainer = made.trainers()
+        await trainer.say(TrainerHello(SCHEMA, "job", "again"))
+        if damage != "cut":
+            await trainer.say(VersionPublishedMessage(0, "digest", 1, 0.0))
+        agent = made.agent()
+        await agent.say(hello(epoch=last.totals.next_epoch - 1, assignments=(0, 1)))
+        assert not (await agent.hear(Welcome)).resumed, "what it holds may have another number by now"
+        await trainer.say(request())
+        assert texts(await trainer.hear(DeliverGroupMessage)) == [[1, 2, 9], [5, 9]], "the journal has it"
+        assert made.driver.totals.next_epoch > last.totals.next_epoch
+        assert made.driver.totals.next_response >= 2
+    found = audit(RunFolder(tmp_path))
+    assert [problem for problem in found.problems if "responses requested" not in problem] == []
 
 
 async def test_a_coordinator_killed_while_it_opens_a_step_goes_on(tmp_path: Path) -> None:

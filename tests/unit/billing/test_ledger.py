@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import os
 import random
+import shutil
 import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -439,3 +442,99 @@ def test_a_machine_that_was_there_longer_is_billed_longer_and_never_shorter(ledg
         assert ledger.total_micro_usd(T0 + 100) == 10_000_000
     with pytest.raises(NotFound):
         ledger.prolonged("nobody", T0)
+
+
+def _filled(path: Path) -> None:
+    with closing(Ledger(path)) as ledger:
+        for name in ("a", "b"):
+            intend(ledger, name, at=50.0)
+            ledger.launched(name, 100.0)
+        ledger.repriced("a", 7, 150.0)
+        ledger.keep_boots({"a": "one"})
+        ledger.keep_boots({"a": "two"})
+        ledger.note(1.0, "kind", "text")
+        ledger.ended("b", 200.0)
+
+
+def test_a_changed_digit_is_found_and_named(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    _filled(path)
+    with closing(Ledger(path, read_only=True)) as ledger:
+        assert ledger.kept_boots() == {"a": "two"}
+    with sqlite3.connect(path) as db:
+        db.execute("UPDATE machines SET launched_at = launched_at + 1 WHERE machine = 'b'")
+    for read_only in (True, False):
+        with pytest.raises(RuntimeFault, match="row 2 of table machines is not as it was written"):
+            Ledger(path, read_only=read_only)
+    with sqlite3.connect(path) as db:
+        db.execute("UPDATE machines SET launched_at = launched_at - 1 WHERE machine = 'b'")
+        db.execute("DELETE FROM former_prices")
+    with pytest.raises(RuntimeFault, match="row 1 of table former_prices"):
+        Ledger(path)
+
+
+def test_any_damage_of_a_ledgers_file_is_an_error_or_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    _filled(path)
+    good = path.read_bytes()
+    with closing(Ledger(path, read_only=True)) as ledger:
+        whole = ledger.machines(300.0), ledger.steps(), ledger.events()
+    rng = random.Random(23)
+    found = 0
+    flips = int(os.environ.get("RLBOOST_FLIPS", "150"))
+    for _ in range(flips):
+        bad = bytearray(good)
+        at = rng.randrange(len(bad))
+        match rng.randrange(3):
+            case 0:
+                bad[at] ^= 1 << rng.randrange(8)
+            case 1:
+                bad[at : at + 6000] = rng.randbytes(min(6000, len(bad) - at))
+            case 2:
+                del bad[at:]
+        path.write_bytes(bad)
+        try:
+            ledger = Ledger(path, read_only=True)
+        except RuntimeFault:
+            found += 1
+            continue
+        with closing(ledger):
+            assert (ledger.machines(300.0), ledger.steps(), ledger.events()) == whole
+    assert found > flips // 2
+
+
+def test_a_ledger_that_lost_transactions_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    ledger = Ledger(path)
+    intend(ledger, "a", at=50.0)
+    ledger._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    ledger.launched("a", 100.0)
+    wal = path.with_name("ledger.sqlite-wal")
+    for damaged in (b"", wal.read_bytes()[:40] + b"x" + wal.read_bytes()[41:]):
+        copy = tmp_path / "copy"
+        shutil.rmtree(copy, ignore_errors=True)
+        copy.mkdir()
+        shutil.copy(path, copy)
+        shutil.copy(path.with_suffix(".mark"), copy)
+        (copy / wal.name).write_bytes(damaged)
+        with pytest.raises(RuntimeFault, match="it has 1 transactions, 2 were committed"):
+            Ledger(copy / path.name)
+    (copy / path.name).unlink()
+    (copy / wal.name).unlink(missing_ok=True)
+    with pytest.raises(RuntimeFault, match="it has 0 transactions"):
+        Ledger(copy / path.name)
+    ledger.close()
+
+
+def test_a_ledger_of_an_earlier_version_is_checked_from_now_on(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    _filled(path)
+    path.with_suffix(".mark").unlink()
+    with sqlite3.connect(path) as db:
+        db.execute("DROP TABLE checks")
+    Ledger(path, read_only=True).close()
+    Ledger(path).close()
+    with sqlite3.connect(path) as db:
+        db.execute("UPDATE machines SET price_micro_usd_per_hour = 1")
+    with pytest.raises(RuntimeFault, match="table machines"):
+        Ledger(path)

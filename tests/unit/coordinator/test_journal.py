@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import struct
 import threading
 import zlib
 from collections.abc import AsyncIterator, Callable
@@ -113,7 +114,7 @@ async def test_callbacks_wait_for_stable_storage_and_run_on_the_loop(tmp_path: P
         bench.disk.may_sync.clear()
         threads: list[threading.Thread] = []
         bench.journal.append(b"abc", lambda: threads.append(threading.current_thread()))
-        await until(lambda: segment_path(tmp_path, 1).stat().st_size > 3)
+        await until(lambda: segment_path(tmp_path, 1).stat().st_size > 8)
         await asyncio.sleep(0.02)
         assert threads == []
         assert bench.journal.pending_bytes == 3
@@ -129,7 +130,7 @@ async def test_what_queues_during_a_sync_is_committed_with_one_more(tmp_path: Pa
         await bench.journal.flushed()
         bench.disk.may_sync.clear()
         bench.append(b"bb")
-        await until(lambda: segment_path(tmp_path, 1).stat().st_size > 9)
+        await until(lambda: segment_path(tmp_path, 1).stat().st_size > 25)
         for size in range(3, 100):
             bench.append(b"c" * size)
         bench.disk.synced.clear()
@@ -278,8 +279,34 @@ async def test_a_damaged_record_ends_the_reading(tmp_path: Path):
     assert data.count(b"second") == 1
     data[data.index(b"second")] ^= 1
     path.write_bytes(data)
-    assert bench.read(1) == [b"first"]
-    assert int.from_bytes(data[4:8], "little") == zlib.crc32(b"first")
+    reader = Journal.read(tmp_path, 1)
+    assert list(reader) == [b"first"]
+    assert reader.problem.startswith(f"{path}: record 1 at byte 29 is damaged")
+    assert not reader.is_torn
+
+
+async def test_a_record_at_another_place_is_damaged(tmp_path: Path):
+    async with started(tmp_path) as bench:
+        bench.journal.open_step(1)
+        for record in (b"aaaa", b"bbbb", b"cccc"):
+            bench.append(record)
+    path = segment_path(tmp_path, 1)
+    data = path.read_bytes()
+    path.write_bytes(data[:8] + data[28:48] + data[8:28] + data[48:])  # the first two change places
+    assert bench.read(1) == []
+    path.write_bytes(data[:28] + data[48:])  # the second is cut out
+    assert bench.read(1) == [b"aaaa"]
+
+
+async def test_a_segment_of_an_older_version_is_read_and_goes_on_as_it_is(tmp_path: Path):
+    old = b"".join(struct.pack("<II", len(r), zlib.crc32(r)) + r for r in (b"one", b"three"))
+    segment_path(tmp_path, 1).write_bytes(old)
+    reader = Journal.read(tmp_path, 1)
+    assert (list(reader), reader.is_old, reader.problem) == ([b"one", b"three"], True, "")
+    async with started(tmp_path) as bench:
+        bench.journal.open_step(1)
+        bench.append(b"next")
+    assert bench.read(1) == [b"one", b"three", b"next"]
 
 
 async def test_a_fresh_step_starts_empty_and_an_opened_one_goes_on(tmp_path: Path):

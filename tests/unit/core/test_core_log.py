@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from rlboost_runtime.coordinator.storage.journal import (
+    EventLog,
+    EventReader,
     decode_event,
     encode_command,
     encode_event,
@@ -15,6 +17,8 @@ from rlboost_runtime.coordinator.storage.journal import (
 )
 from rlboost_runtime.core.base import messages as m
 from rlboost_runtime.core.core import Core
+from rlboost_runtime.errors import RuntimeFault
+from rlboost_runtime.seams import SystemDisk
 
 EVENTS: list[m.Event] = [
     m.RunStarted(0.0, m.CoreConfig(max_spot_instances=3, seeding_eta=math.pi, affinity_slack=0.1 + 0.2)),
@@ -35,6 +39,8 @@ EVENTS: list[m.Event] = [
     m.NoticeReceived(8.0, "a", 3, 120.0),
     m.InstanceLeft(8.5, "a", 3, m.LossCause.NOTICED),
     m.Finished(9.0, 7, 0, m.FinishReason.LENGTH),
+    m.TokensLost(9.1, 7, 40),
+    m.EventsLost(9.2, 100, 7, 64),
     m.Released(9.5, "a", 0, 4, m.ReleaseReason.ENGINE_FAILED),
     m.MachineLaunched(10.0, "spot-0"),
     m.LaunchFailed(10.5, "spot-0", "no capacity", 2.5),
@@ -137,5 +143,65 @@ def test_a_replay_gives_the_same_commands_and_survives_a_torn_last_line(tmp_path
 
 def test_a_broken_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
     lines = [encode_event(e) for e in EVENTS[:3]]
-    with pytest.raises(ValueError, match="column"):
+    with pytest.raises(RuntimeFault, match=f"line 2 at byte {len(lines[0])} is damaged"):
         replay(tmp_path, [lines[0], lines[1][:9] + b"\n", lines[2]])
+
+
+def test_any_flipped_bit_of_a_log_is_found_at_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "events.log"
+    written = EventLog(path, SystemDisk())
+    for event in EVENTS:
+        written.append(event)
+    written.close()
+    good = path.read_bytes()
+    lines = good.splitlines(keepends=True)
+    assert list(read_events(path)) == EVENTS
+    assert json.loads(lines[1])["event"] == "CoordinatorRestarted", "each line is JSON by itself"
+    for place in range(0, len(good) - 1, 7):
+        line = good[:place].count(b"\n")
+        path.write_bytes(good[:place] + bytes([good[place] ^ 2]) + good[place + 1 :])
+        reader = EventReader(path)
+        assert list(reader) == EVENTS[:line]
+        assert f"line {line + 1} at byte {sum(map(len, lines[:line]))} is damaged" in reader.problem
+    path.write_bytes(b"".join([lines[0], lines[2], *lines[3:]]))  # one is missing
+    reader = EventReader(path)
+    assert list(reader) == EVENTS[:1]
+    assert reader.problem
+
+
+def test_a_log_of_an_older_version_is_read_and_goes_on_with_checksums(tmp_path: Path) -> None:
+    path = tmp_path / "events.log"
+    path.write_bytes(b"".join(map(encode_event, EVENTS[:3])))
+    going_on = EventLog(path, SystemDisk())
+    going_on.append(EVENTS[3])
+    reader = EventReader(path)
+    assert (list(reader), reader.num_unchecked, reader.problem) == (EVENTS[:4], 3, "")
+    path.write_bytes(path.read_bytes() + encode_event(EVENTS[4]))  # none without one comes after that
+    assert "line 5" in (next(r.problem for r in [EventReader(path)] if len(list(r)) == 4))
+
+
+def test_a_finished_response_whose_tokens_were_lost_begins_again() -> None:
+    core = Core()
+    requests = tuple(m.ResponseRequest(number, 0, 11, 99) for number in (7, 8))
+    events: list[m.Event] = [
+        m.RunStarted(0.0, m.CoreConfig(max_spot_instances=0)),
+        m.VersionPublished(0.5, 0),
+        m.StepStarted(1.0, 1, 0, requests),
+        m.Finished(2.0, 7, 40, m.FinishReason.STOP),
+        m.Finished(2.0, 8, 40, m.FinishReason.STOP),
+    ]
+    for event in events:
+        core.handle(event)
+    assert core.complete_groups() == [0]
+    core.handle(m.TokensLost(3.0, 7, 40))
+    core.handle(m.TokensLost(3.0, 99, 40))  # of another step: nothing
+    core.check()
+    assert core.complete_groups() == []
+    assert core.response(7).finish_reason is None
+    core.handle(m.EventsLost(3.5, 1000, 7, 64))
+    core.handle(m.InstanceJoined(4.0, "spot-1/0", "spot-1", m.Pool.SPOT, 7, 8, 9999))
+    commands = core.handle(m.InstanceReady(5.5, "spot-1/0", 7, 0))
+    assert m.Assign("spot-1/0", 7, 1000, 7) in commands
+    (delivered,) = core.handle(m.Finished(6.0, 7, 12, m.FinishReason.STOP))[:1]
+    assert delivered == m.DeliverGroup(1, 0)
+    core.check()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from rlboost_runtime.job import Job, ReasoningGym, Rollout, Spot, TinyModel, Trainer
+from rlboost_runtime.run.folder import RunFolder
+from rlboost_runtime.supervisor.roles import roles_of
 from rlboost_runtime.supervisor.watched import EX_CONFIG, EX_IOERR, EX_TEMPFAIL, Attempts, Tuning
 
 
@@ -105,3 +108,31 @@ def test_a_full_disk_between_crashes_neither_counts_nor_excuses_them():
         assert not role.is_hopeless(status)
     role.ended(1, 0.1, 0)
     assert role.is_hopeless(1)
+
+
+def test_a_role_that_got_on_is_started_again_at_once_however_often_it_is_killed():
+    role = attempts()
+    assert {role.ended(-9, 4.0, tokens) for tokens in range(1, 40)} == {0.2}
+    assert not role.is_hopeless(-9)
+    assert [role.ended(-9, 1.0, 39) for _ in range(3)] == [0.4, 0.8, 1.6]
+
+
+def test_tokens_and_steps_of_any_role_are_progress_of_the_coordinator(tmp_path):
+    run = RunFolder(tmp_path)
+    run.journal.mkdir()
+    job = Job(
+        name="job", model=TinyModel(init="tiny"), data=ReasoningGym(reasoning_gym=["basic_arithmetic"]),
+        trainer=Trainer(local_engines=1), rollout=Rollout(spot=Spot(max_instances=0)),
+    )  # fmt: skip
+    roles = {role.name: role for role in roles_of(job, run)}
+    seen = set()
+    for write in (
+        lambda: (run.journal / "step-000001.seg").write_bytes(b"12"),
+        lambda: (run.journal / "step-000001.seg").write_bytes(b"123"),
+        lambda: run.metrics.write_bytes(b"{}\n"),
+    ):
+        write()
+        seen.add(roles["coordinator"].progress())
+    assert len(seen) == 3
+    assert roles["trainer"].progress() == 1
+    assert roles["trainer"].measures_progress

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from rlboost_runtime.errors import RuntimeFault
 from rlboost_runtime.trainer.artifacts import checkpoint
 from rlboost_runtime.trainer.artifacts.checkpoint import Checkpoint, CheckpointWriter, TrainedState
 from rlboost_runtime.trainer.learn.model_files import ModelSnapshot
@@ -57,6 +59,48 @@ def test_what_goes_wrong_is_raised_at_the_next_checkpoint_and_nothing_is_said(
     with pytest.raises(OSError, match="No space left"):  # the last one's mistake is raised at the end
         write_one(CheckpointWriter(tmp_path, keep=2, on_durable=durable.append))
     assert durable == []
+
+
+def damaged(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("optimizer.pt", damaged),
+        ("state.json", damaged),
+        ("config.json", damaged),
+        ("digests.json", damaged),
+        ("state.json", lambda path: path.write_bytes(path.read_bytes()[:20])),
+        ("optimizer.pt", lambda path: path.unlink()),
+    ],
+)
+def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_is_used(
+    tmp_path: Path, name: str, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert checkpoint.newest_intact(tmp_path) is None
+    for step in (1, 2):
+        checkpoint.write(tmp_path, taken(step), keep=2)
+    newest, before = (checkpoint.step_folder(tmp_path, step) for step in (2, 1))
+    assert checkpoint.newest_intact(tmp_path) == newest
+    damage(newest / name)
+    assert checkpoint.newest_intact(tmp_path) == before
+    assert str(newest) in str([record.__dict__ for record in caplog.records])
+    assert checkpoint.saved_steps(tmp_path) == [1]
+    damage(before / name)
+    with pytest.raises(RuntimeFault, match="no checkpoint is intact"):
+        checkpoint.newest_intact(tmp_path)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_used_if_its_state_can_be_read(tmp_path: Path) -> None:
+    for step in (1, 2):
+        (checkpoint.write(tmp_path, taken(step), keep=2) / "digests.json").unlink()
+    assert checkpoint.newest_intact(tmp_path) == checkpoint.step_folder(tmp_path, 2)
+    (checkpoint.step_folder(tmp_path, 2) / "state.json").write_bytes(b'{"step')
+    assert checkpoint.newest_intact(tmp_path) == checkpoint.step_folder(tmp_path, 1)
 
 
 def write_one(writer: CheckpointWriter) -> None:

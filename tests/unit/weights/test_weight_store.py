@@ -16,6 +16,7 @@ import pytest
 from rlboost_runtime.errors import ProtocolError, RuntimeFault
 from rlboost_runtime.weights import manifest as manifests
 from rlboost_runtime.weights.manifest import Probe, Tied
+from rlboost_runtime.weights.pull.sources import link_version
 from rlboost_runtime.weights.store.store import LEASE, VersionGone, WeightStore
 
 PROBE = Probe((1,), (2,), (-0.5,), 0.1)
@@ -246,3 +247,26 @@ def test_what_makes_no_version_is_refused(store: WeightStore) -> None:
     with pytest.raises(ProtocolError):
         store.publish(1, writer(b"a"), Probe((1,), (2,), (float("nan"),), 0.1))
     assert listing(store) == []
+
+
+def test_a_damaged_version_is_neither_linked_nor_kept_and_its_number_is_not_used_again(
+    store: WeightStore, tmp_path: Path
+) -> None:
+    for version in (1, 2):
+        store.publish(version, writer(os.urandom(10_500)), PROBE)
+    assert store.put_damaged_aside() == []
+    assert link_version(store.folder, 2, tmp_path / "here", "") is not None
+    model = store.path(2) / "model.safetensors"
+    data = bytearray(model.read_bytes())
+    data[3_100] ^= 1
+    model.unlink()  # not the linked copy
+    model.write_bytes(data)
+    assert link_version(store.folder, 2, tmp_path / "there", "") is None
+    found = f"chunk 3 of {model} (from byte 3000 on) is damaged"
+    assert manifests.damage(store.path(2), manifests.read_manifest(store.path(2))) == found
+    assert store.put_damaged_aside() == [found]
+    assert store.versions() == [1]
+    assert store.last_number() == 2
+    (store.path(1) / "manifest.json").write_bytes(b"{")
+    assert len(store.put_damaged_aside()) == 1
+    assert store.versions() == []

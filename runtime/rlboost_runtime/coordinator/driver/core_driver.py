@@ -4,7 +4,13 @@ Guarantees:
 
 - an event is in the event log before anything that follows from it happens;
 - tokens are journalled before they are acknowledged and before the core learns that a response ended;
-- a restarted coordinator has the same core, the same tokens and the same assignments as the one that died.
+- a restarted coordinator has the same core, the same tokens and the same assignments as the one that died;
+- where the event log calls a response finished that the journal does not hold as it was finished, it is
+  generated again: journal and event log agree before anything is handed to the trainer;
+- where the event log has lost its end (a power cut, a damaged line), all instances register anew, and no
+  number that they may know is given out again.
+
+What was repaired is in `repairs`, in words.
 
 Nothing here waits: effects are handed to the links and the fleet, which own their tasks.
 """
@@ -13,16 +19,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import msgspec
 
 from rlboost_runtime.coordinator.driver.totals import Observer, Recovered
 from rlboost_runtime.coordinator.storage.columns import renumbered
-from rlboost_runtime.coordinator.storage.journal import EventLog, Journal
+from rlboost_runtime.coordinator.storage.journal import (
+    EventLog,
+    EventReader,
+    Journal,
+    SegmentReader,
+    segment_path,
+)
 from rlboost_runtime.coordinator.storage.token_store import TokenStore
 from rlboost_runtime.core.base.messages import (
     Abort,
@@ -32,6 +46,7 @@ from rlboost_runtime.core.base.messages import (
     CoreConfig,
     DeliverGroup,
     Event,
+    EventsLost,
     Evict,
     Finished,
     FinishReason,
@@ -45,8 +60,12 @@ from rlboost_runtime.core.base.messages import (
     StepStarted,
     TerminateMachine,
     Tick,
+    TokensLost,
+    VersionPublished,
     Wake,
 )
+from rlboost_runtime.core.state.responses import Response
+from rlboost_runtime.errors import RuntimeFault
 from rlboost_runtime.logs import event as log_event
 from rlboost_runtime.protocol.messages import (
     DeliverGroupMessage,
@@ -63,6 +82,8 @@ STEP_HEADER = b"S"
 """First byte of the journal record that opens a step: what was asked for."""
 TOKENS = b"T"
 """First byte of a journal record of accepted tokens."""
+FORGOTTEN = b"F"
+"""First byte of a journal record of responses (u32) whose tokens before it do not count."""
 
 
 class StepHeader(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -179,10 +200,12 @@ class CoreDriver:
         """`recovered`: from the run's event log. Each event reaches `observers`, in their order, once its
         commands have been carried out; nothing reaches them or `outlet` before `begin`."""
         self.run = run
-        self.core, self.totals = recovered
+        self.core, self.totals, _ = recovered
+        self.repairs: list[str] = []
+        """What of event log and journal was lost or damaged when this process began, for people."""
         self.store = TokenStore()
         self.journal_problem: str | None = None
-        self.journal = Journal(run.journal, disk, self._journal_problem)
+        self.journal = Journal(run.journal, disk, self._journal_problem, lambda: self.events.size)
         self.step: OpenStep | None = None
         self._outlet = outlet
         self._observers = tuple(observers)
@@ -192,7 +215,7 @@ class CoreDriver:
         self._opening = asyncio.Lock()
         self._pending: deque[Event] = deque()
         self._handling = False
-        self._recover(clock, disk)
+        self._recover(clock, disk, recovered.log)
 
     # --- events -------------------------------------------------------------------------------------------
 
@@ -297,6 +320,8 @@ class CoreDriver:
                 )  # fmt: skip
             requests = self.step.requests()
             on_open()
+            for lost in self._disagreements():
+                self.apply(lost)
             self.apply(StepStarted(self.now(), request.step, request.policy_version, requests, keeps_lease))
             for response, reason in finished.items():
                 if self.core.response(response).finish_reason is None:
@@ -305,17 +330,18 @@ class CoreDriver:
     async def _carried(self, request: StepStartedMessage) -> Carried:
         """Return what the journal holds of the same request: a trainer that was killed before its checkpoint
         requests an earlier step again, and the step that it had requested ahead."""
-        if self.step is None or self.core.step is None:
-            return NOTHING_CARRIED
         await self.journal.flushed()
-        records = Journal.read(self.run.journal, request.step)
-        first = next(iter(records), None)
+        reader = Journal.read(self.run.journal, request.step)
+        records = iter(reader)
+        first = next(records, None)
         if first is None:
             return NOTHING_CARRIED
         header = msgspec.msgpack.decode(first[1:], type=StepHeader)
         if header.request != request:
             return NOTHING_CARRIED
-        return Carried((header.first_response, *header.carried_from), [record[1:] for record in records])
+        carried = Carried((header.first_response, *header.carried_from), list(records))
+        self._note_damage(reader)
+        return carried
 
     async def _write_header(
         self, request: StepStartedMessage, carried: Carried
@@ -328,13 +354,13 @@ class CoreDriver:
         self.step = None
         self._open_store(step)
         self.journal.open_step(request.step, fresh=True)
-        header = StepHeader(step.first_response, request, carried.openings)
+        openings = tuple(first for first in carried.openings if first != step.first_response)
+        header = StepHeader(step.first_response, request, openings)
         self.journal.append(STEP_HEADER + msgspec.msgpack.encode(header))
-        finished: dict[int, FinishReason] = {}
-        for record in carried.records:
-            moved = renumbered(record, step.first_response - carried.openings[0])
-            finished.update(self.store.restore(moved))
-            self.journal.append(TOKENS + moved)
+        moved = [_moved(record, step.first_response - carried.openings[0]) for record in carried.records]
+        finished = self._restore(moved)
+        for record in moved:
+            self.journal.append(record)
         await self.journal.flushed()
         if lost_header:
             self._restore_assignments()
@@ -359,6 +385,12 @@ class CoreDriver:
     def finished_group(self, group: int) -> DeliverGroupMessage:
         """Return a group all of whose responses are finished."""
         assert self.step is not None
+        for response in map(self.core.response, self.step.responses_of(group)):
+            if not self._holds(response):
+                raise RuntimeFault(
+                    f"the journal does not hold response {response.response} as it was finished",
+                    "the coordinator starts again and has it generated anew",
+                )
         return DeliverGroupMessage(
             step=self.step.request.step,
             group=group,
@@ -376,35 +408,131 @@ class CoreDriver:
 
     # --- restart ------------------------------------------------------------------------------------------
 
-    def _recover(self, clock: Clock, disk: Disk) -> None:
-        known = self.core.now
-        self._is_new = not self.run.events.exists() or self.run.events.stat().st_size == 0
-        away = 0.0 if self._is_new else max(0.0, clock.wall() - self.run.events.stat().st_mtime)
+    def _recover(self, clock: Clock, disk: Disk, read: EventReader) -> None:
+        known, path = self.core.now, self.run.events
+        self._is_new = read.good_bytes == 0
+        away = 0.0 if self._is_new else max(0.0, clock.wall() - path.stat().st_mtime)
         self.clock = RunClock(clock, known + away)
-        self.events = EventLog(self.run.events, disk)
-        self._late: list[Finished] = []
+        if read.problem:
+            shutil.copyfile(path, path.with_name("events.damaged.log"))
+        self.events = EventLog(path, disk, read.good_bytes)
+        self._late: list[Event] = []
+        why = self._why_events_are_lost(read)
+        if why:
+            self.repairs.append(why)
+            self._late += self._events_lost(int(clock.wall()))
+        if read.num_unchecked:
+            log_event(log, "events.unchecked", lines=read.num_unchecked, why="of an earlier version")
         if self.core.step is not None:
-            self._recover_step(self.core.step.step)
+            self._recover_step(self.core.step.step, resumes=not why)
 
-    def _recover_step(self, step: int) -> None:
-        records = Journal.read(self.run.journal, step)
-        header = next(iter(records), None)
+    def _why_events_are_lost(self, read: EventReader) -> str:
+        """Return why the event log may have lost its end, "" where it has not."""
+        if read.problem:
+            return f"{read.problem}; the whole file was kept as events.damaged.log"
+        newest = max(self.run.journal.glob("step-*.seg"), default=None)
+        last_mark = 0
+        if newest is not None:
+            reader = SegmentReader(newest)
+            for _ in reader:
+                last_mark = reader.mark
+        if read.good_bytes < last_mark:
+            found = f"{self.run.events} has {read.good_bytes} bytes, the journal saw {last_mark}"
+            return f"the event log has lost its end: {found}"
+        if self._is_new:
+            has_begun = newest is not None or self.run.checkpoints.exists() or self.run.metrics.exists()
+            return f"{self.run.events} is missing or empty although the run had begun" if has_begun else ""
+        if self.totals.boot not in ("", _boot()):
+            return "the head was started anew: a power cut may have taken the last seconds of its event log"
+        return ""
+
+    def _events_lost(self, floor: int) -> list[Event]:
+        """Return what the core has to know then. `floor`: numbers that grow by less than one a second are
+        below it, as it is the time in seconds."""
+        next_response = self.totals.next_response
+        for path in self.run.journal.glob("step-*.seg"):
+            first = next(iter(SegmentReader(path)), None)
+            if first is not None:
+                header = msgspec.msgpack.decode(first[1:], type=StepHeader)
+                step = OpenStep(header.request, header.first_response)
+                next_response = max(next_response, step.all_responses().stop)
+        events: list[Event] = [
+            EventsLost(0.0, floor, max(floor, self.totals.next_epoch), next_response),
+        ]
+        if versions := [int(path.name[1:]) for path in self.run.weights.glob("v[0-9]*")]:
+            events.append(VersionPublished(0.0, max(versions), self.core.weight_bytes))
+        return events
+
+    def _recover_step(self, step: int, *, resumes: bool) -> None:
+        """Read the tokens of the core's step; `resumes`: assignments go on, too."""
+        reader = Journal.read(self.run.journal, step)
+        records = iter(reader)
+        header = next(records, None)
         if header is None:  # trained and dropped: the trainer asks for the next one
+            self._note_damage(reader)
             return
         opened = msgspec.msgpack.decode(header[1:], type=StepHeader)
         if opened.first_response != self.totals.first_response:  # of an opening whose event was never logged
             return
         self.step = OpenStep(opened.request, opened.first_response)
         self._open_store(self.step)
-        finished: dict[int, FinishReason] = {}
-        for record in records:
-            finished.update(self.store.restore(record[1:]))
-        self._restore_assignments()
+        finished = self._restore(records)
+        self._note_damage(reader)
         self.journal.open_step(step)
+        if self.core.step is not None and not self.core.step.trained:
+            self._late += self._disagreements()
+        if resumes:
+            self._restore_assignments()
         for response, reason in finished.items():
             if self.core.response(response).finish_reason is None:
                 event = Finished(0.0, response, self.store.length(response), reason)
                 self._late.append(event)
+
+    def _restore(self, records: Iterable[bytes]) -> dict[int, FinishReason]:
+        """Apply journal records to the open step's store; return which responses are complete, and why."""
+        finished: dict[int, FinishReason] = {}
+        for record in records:
+            if record.startswith(FORGOTTEN):
+                for response in msgspec.msgpack.decode(record[1:], type=list[int]):
+                    self.store.forget(response)
+                    finished.pop(response, None)
+            else:
+                finished.update(self.store.restore(record[1:]))
+        return finished
+
+    def _holds(self, response: Response) -> bool:
+        """Return True if the journal has what the core says of a finished response."""
+        reason = response.finish_reason
+        if reason is None or reason is FinishReason.QUARANTINED:
+            return True
+        return self.store.holds(response.response, response.num_tokens, reason)
+
+    def _disagreements(self) -> list[TokensLost]:
+        """Forget what the journal has of responses that the core knows otherwise; return what it has to know
+        then."""
+        assert self.step is not None
+        if self.core.step is None or self.step.first_response not in self.core.step.responses:
+            return []
+        known = [self.core.response(response) for response in self.step.all_responses()]
+        lost = [response for response in known if not self._holds(response)]
+        if not lost:
+            return []
+        numbers = [response.response for response in lost]
+        for number in numbers:
+            self.store.forget(number)
+        self.journal.append(FORGOTTEN + msgspec.msgpack.encode(numbers))
+        self.repairs.append(
+            f"step {self.step.request.step}: {len(lost)} finished responses ({numbers[0]}, ...) are not in"
+            f" {segment_path(self.run.journal, self.step.request.step)} as they were finished: they are"
+            " generated again"
+        )
+        return [TokensLost(self.now(), response.response, response.num_tokens) for response in lost]
+
+    def _note_damage(self, reader: SegmentReader) -> None:
+        if reader.problem:
+            log_event(log, "journal.cut", problem=reader.problem)
+        if reader.problem and not reader.is_torn:
+            self.repairs.append(reader.problem)
 
     def _restore_assignments(self) -> None:
         for assignment, response, instance in self.core.assignments():
@@ -413,9 +541,9 @@ class CoreDriver:
     def begin(self, config: CoreConfig) -> None:
         """Start the run with `config`, or go on after a restart with what it was started with."""
         if self._is_new:
-            self.apply(RunStarted(0.0, config))
-            return
-        self.apply(CoordinatorRestarted(self.now()))
+            self.apply(RunStarted(0.0, config, _boot()))
+        else:
+            self.apply(CoordinatorRestarted(self.now(), _boot()))
         for event in self._late:
             self.apply(replace(event, at=self.now()))
 
@@ -423,6 +551,22 @@ class CoreDriver:
         if problem is not None:
             log_event(log, "journal.failed", problem=problem)
         self.journal_problem = problem
+
+
+def _moved(record: bytes, shift: int) -> bytes:
+    """Return a record of a step's segment with `shift` added to the numbers of its responses."""
+    if record.startswith(FORGOTTEN):
+        numbers = msgspec.msgpack.decode(record[1:], type=list[int])
+        return FORGOTTEN + msgspec.msgpack.encode([number + shift for number in numbers])
+    return TOKENS + renumbered(record[1:], shift)
+
+
+def _boot() -> str:
+    """Return what names this boot of the machine; "" where the system has no name for it."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
 
 
 def _key(request: StepStartedMessage) -> tuple[int, int]:

@@ -12,15 +12,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from rlboost_runtime.coordinator.storage.journal import encode_command, read_events
+from rlboost_runtime.coordinator.storage.journal import EventReader, encode_command
 from rlboost_runtime.core.base.messages import (
     Assign,
     Command,
+    CoordinatorRestarted,
     Event,
+    EventsLost,
     Finished,
     InstanceJoined,
+    RunStarted,
     StepStarted,
     StepTrained,
+    TokensLost,
 )
 from rlboost_runtime.core.core import Core
 
@@ -56,6 +60,8 @@ class RunTotals:
     """Number of the next response to be asked for; never reused."""
     next_epoch: int = 1
     """Epoch of the next registration; never reused."""
+    boot: str = ""
+    """The head's boot under which the last coordinator began; empty where it is unknown."""
     num_events: int = 0
     num_commands: int = 0
     _digest: hashlib.blake2b = field(default_factory=lambda: hashlib.blake2b(digest_size=16))
@@ -84,6 +90,15 @@ class RunTotals:
                 self.finished += 1
                 self.tokens_finished += num_tokens
                 self.tokens_in_step += num_tokens
+            case TokensLost(num_tokens=num_tokens):
+                self.finished -= 1
+                self.tokens_finished -= num_tokens
+                self.tokens_in_step -= num_tokens
+            case EventsLost(next_epoch=epoch, next_response=response):
+                self.next_epoch = max(self.next_epoch, epoch)
+                self.next_response = max(self.next_response, response)
+            case RunStarted(boot=boot) | CoordinatorRestarted(boot=boot):
+                self.boot = boot
             case StepTrained(step=step):
                 self.trained_step = step
             case InstanceJoined(epoch=epoch):
@@ -102,11 +117,13 @@ class Recovered(NamedTuple):
 
     core: Core
     totals: RunTotals
+    log: EventReader
+    """How far the log could be read."""
 
 
 def recover(events: Path) -> Recovered:
-    """Replay the event log through a new core."""
-    core, totals = Core(), RunTotals()
-    for event in read_events(events):
+    """Replay the event log through a new core, up to its first damaged line."""
+    core, totals, reader = Core(), RunTotals(), EventReader(events)
+    for event in reader:
         totals.observe(event, core.handle(event), core)
-    return Recovered(core, totals)
+    return Recovered(core, totals, reader)

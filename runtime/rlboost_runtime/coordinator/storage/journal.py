@@ -4,19 +4,23 @@ Guarantees:
 
 - a record's callback runs only once the record, and all appended before it, are on stable storage;
   callbacks run in append order on the event loop;
-- a segment holds whole records in append order. A crash can leave a torn record only at its end: readers
-  stop before it, and it is cut off before the segment is appended to again;
+- a segment holds whole records in append order. Readers stop before the first record that is torn or damaged
+  and say which it is; it and what follows is cut off before the segment is appended to again;
 - a full or failing disk loses and acknowledges nothing: the writer cuts the segment back to its last good
   length, reports the problem once, and tries again each second until it works.
 
 Group commit: the writer takes everything that is queued, writes it at once and syncs once.
 
-A record in a segment: u32 length (> 0), u32 crc32 of the bytes, the bytes; little-endian.
+A segment: `MAGIC`, then records: u32 length (> 0), u32 crc32, u64 mark, the bytes; little-endian. The crc32
+is over length, mark, the record's place in the file, and the bytes. The mark is the length of the event log
+when the record was appended: an event log that is shorter has lost its end. Segments of older versions have
+neither magic nor marks, and the crc32 of the bytes alone; they are read, and appended to, as they are.
 
-Beside it the core's events, a line each, written before any command that follows from them is carried out
-(`EventLog`). A coordinator that died is rebuilt by driving these lines through a new core. The lines are
-handed to the kernel at once but not synced: they survive the process, not the loss of the head machine, after
-which a run starts again from its checkpoint anyway.
+Beside it the core's events, a line of JSON each, written before any command that follows from them is carried
+out (`EventLog`). A coordinator that died is rebuilt by driving these lines through a new core. A line begins
+with the crc32 of its place in the file and of the rest of the line; lines of older versions have none. Lines
+are handed to the kernel at once but not synced: they survive the process; a power cut takes the last seconds
+of them (30 with Linux's defaults), which `CoreDriver` notices by the marks or by the machine's boot.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import struct
 import threading
 import zlib
@@ -32,7 +37,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import get_args
+from typing import BinaryIO, get_args
 
 import msgspec
 
@@ -83,7 +88,11 @@ RETRY_S = 1.0
 MAX_BATCH_BYTES = 16 * 1024 * 1024
 """Most bytes written under one sync, so that a backlog does not hold its first acknowledgements back."""
 
-_HEADER = struct.Struct("<II")
+MAGIC = b"\0\0\0\0RLJ2"
+"""Begins a segment; a record of an older version cannot begin with a length of 0."""
+_HEADER = struct.Struct("<IIQ")
+_OLD_HEADER = struct.Struct("<II")
+_PLACE = struct.Struct("<IQQ")  # what a record's crc32 begins with: length, mark, place
 
 Callback = Callable[[], None]
 
@@ -96,6 +105,7 @@ class _Item:
     step: int
     record: bytes = b""
     on_commit: Callback | None = None
+    mark: int = 0
     opens: bool = False
     fresh: bool = False
 
@@ -103,11 +113,12 @@ class _Item:
 @dataclass(slots=True)
 class _Segment:
     """The open segment. `good_bytes`: length up to which it holds whole records; with `torn` there may be
-    something behind them, which must go before anything is written."""
+    something behind them, which must go before anything is written. `is_old`: of an older version."""
 
     opened_by: _Item
     fd: int
     good_bytes: int
+    is_old: bool
     torn: bool = True
 
     def serves(self, item: _Item) -> bool:
@@ -129,9 +140,17 @@ class _Shared:
 class Journal:
     """Appends records to the segments in one folder. All methods are for the event loop's thread."""
 
-    def __init__(self, folder: Path, disk: Disk, on_problem: Callable[[str | None], None]) -> None:
-        """`on_problem` runs on the event loop: a problem when writing fails, None when it works again."""
+    def __init__(
+        self,
+        folder: Path,
+        disk: Disk,
+        on_problem: Callable[[str | None], None],
+        mark: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """`on_problem` runs on the event loop: a problem when writing fails, None when it works again. `mark`
+        gives the length of the event log."""
         self._folder = folder
+        self._mark = mark
         self._disk = disk
         self._on_problem = on_problem
         self._step = 0
@@ -163,7 +182,7 @@ class Journal:
 
     def append(self, record: bytes, on_commit: Callback | None = None) -> None:
         """Queue a record. An empty one writes nothing; its callback still runs in its turn."""
-        self._put(_Item(self._step, record, on_commit))
+        self._put(_Item(self._step, record, on_commit, self._mark()))
 
     def drop_before(self, step: int) -> None:
         """Delete the segments of earlier steps. What is queued for them is not written; its callbacks run."""
@@ -203,22 +222,9 @@ class Journal:
             )
 
     @staticmethod
-    def read(folder: Path, step: int) -> Iterator[bytes]:
-        """Yield the records of a step's segment up to its end or a torn record; none without a segment."""
-        try:
-            file = open(segment_path(folder, step), "rb")  # noqa: SIM115 - closed below
-        except FileNotFoundError:
-            return
-        with file:
-            size = os.fstat(file.fileno()).st_size
-            while len(header := file.read(_HEADER.size)) == _HEADER.size:
-                length, crc = _HEADER.unpack(header)
-                if not 0 < length <= size - file.tell():  # a crash may leave zeros, too
-                    return
-                record = file.read(length)
-                if len(record) < length or zlib.crc32(record) != crc:
-                    return
-                yield record
+    def read(folder: Path, step: int) -> SegmentReader:
+        """Return the records of a step's segment, one by one; none without a segment."""
+        return SegmentReader(segment_path(folder, step))
 
     def _put(self, item: _Item) -> None:
         with self._shared.changed:
@@ -275,11 +281,7 @@ class Journal:
 
     def _commit(self, batch: list[_Item]) -> None:
         """Write the batch's records with one write and one sync, all or nothing."""
-        parts: list[bytes] = []
-        for item in batch:
-            if item.record:
-                parts += (_HEADER.pack(len(item.record), zlib.crc32(item.record)), item.record)
-        if not parts and not any(item.opens for item in batch):
+        if not any(item.record or item.opens for item in batch):
             return
         segment = self._segment
         if segment is None or not segment.serves(batch[0]):
@@ -287,7 +289,7 @@ class Journal:
         if segment.torn:
             self._disk.truncate(segment.fd, segment.good_bytes)
         segment.torn = True
-        data = b"".join(parts)
+        data = _framed(batch, segment.good_bytes, is_old=segment.is_old)
         self._disk.write(segment.fd, data)
         self._disk.sync(segment.fd)
         segment.good_bytes += len(data)
@@ -330,10 +332,11 @@ class Journal:
 
     def _open_segment(self, item: _Item) -> _Segment:
         self._close_segment()
-        records = () if item.fresh else Journal.read(self._folder, item.step)
-        good_bytes = sum(_HEADER.size + len(record) for record in records)
+        found = Journal.read(self._folder, item.step)
+        if not item.fresh:
+            deque(found, maxlen=0)  # to its end, or to where it is damaged
         fd = self._disk.append(segment_path(self._folder, item.step))
-        self._segment = _Segment(item, fd, good_bytes)
+        self._segment = _Segment(item, fd, found.good_bytes, found.is_old)
         sync_path(self._folder)  # so that the file's name survives a power cut, too
         return self._segment
 
@@ -361,37 +364,199 @@ def segment_path(folder: Path, step: int) -> Path:
     return folder / f"step-{step:06d}.seg"
 
 
+def _framed(batch: list[_Item], place: int, *, is_old: bool) -> bytes:
+    """Return the batch's records as they are written from `place` on."""
+    parts = [] if place or is_old else [MAGIC]
+    place = place or len(MAGIC)
+    for item in batch:
+        if not item.record:
+            continue
+        length = len(item.record)
+        if is_old:
+            header = _OLD_HEADER.pack(length, zlib.crc32(item.record))
+        else:
+            header = _HEADER.pack(length, _crc(item.record, item.mark, place), item.mark)
+        parts += (header, item.record)
+        place += len(header) + length
+    return b"".join(parts)
+
+
+def _crc(record: bytes, mark: int, place: int) -> int:
+    return zlib.crc32(record, zlib.crc32(_PLACE.pack(len(record), mark, place)))
+
+
+class SegmentReader:
+    """Iterates over the records of a segment, up to its end or to the first that is torn or damaged.
+
+    What it tells is right once it has been read to its end.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.good_bytes = 0
+        """Length of the magic and the whole records read so far."""
+        self.is_old = False
+        self.mark = 0
+        """Length of the event log when the last record was appended."""
+        self.problem = ""
+        """Why reading ended before the end of the file, in words."""
+        self.is_torn = False
+        """Such an end is what a crash leaves that interrupts a write."""
+        self._num_read = 0
+        self._records = self._read()
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self._records
+
+    def _read(self) -> Iterator[bytes]:
+        try:
+            file = self.path.open("rb")
+        except FileNotFoundError:
+            return
+        with file:
+            size = os.fstat(file.fileno()).st_size
+            start = file.read(len(MAGIC))
+            if start == MAGIC:
+                self.good_bytes = len(MAGIC)
+            else:
+                self.is_old = any(start[:4])
+                file.seek(0)
+            while self.good_bytes < size:
+                record = self._next(file, size) if self.is_old or self.good_bytes else None
+                if record is None:
+                    file.seek(self.good_bytes)
+                    self._explain(size, file.read(4096))
+                    return
+                self._num_read += 1
+                yield record
+        self.is_old = self.is_old and self.good_bytes > 0
+
+    def _next(self, file: BinaryIO, size: int) -> bytes | None:
+        """Return the next record, None where it is torn or damaged."""
+        layout = _OLD_HEADER if self.is_old else _HEADER
+        header = file.read(layout.size)
+        if len(header) < layout.size:
+            return None
+        length, crc, *marks = layout.unpack(header)
+        if not 0 < length <= size - file.tell():
+            return None
+        record = file.read(length)
+        mark = marks[0] if marks else 0
+        if crc != (_crc(record, mark, self.good_bytes) if marks else zlib.crc32(record)):
+            return None
+        self.good_bytes += layout.size + length
+        self.mark = mark
+        return record
+
+    def _explain(self, size: int, rest: bytes) -> None:
+        left = size - self.good_bytes
+        length = int.from_bytes(rest[:4], "little")
+        self.is_torn = not any(rest) or left < _HEADER.size or (self.good_bytes > 0 and length > left)
+        self.is_old = self.is_old and self.good_bytes > 0  # else there is nothing of any version
+        what = "torn" if self.is_torn else "damaged"
+        self.problem = (
+            f"{self.path}: record {self._num_read} at byte {self.good_bytes} is {what}:"
+            f" it and what follows ({left} bytes) is not used"
+        )
+
+
 class EventLog:
     """Append-only; one writer."""
 
-    def __init__(self, path: Path, disk: Disk) -> None:
+    def __init__(self, path: Path, disk: Disk, good_bytes: int | None = None) -> None:
+        """What is beyond the first `good_bytes` is cut off; None: only a torn last line."""
         self._disk = disk
-        self._path = path
-        drop_torn_tail(path)
+        if good_bytes is None:
+            drop_torn_tail(path)
+        elif path.exists():
+            os.truncate(path, good_bytes)
         self._fd = disk.append(path)
+        self.size = os.fstat(self._fd).st_size
+        """Length of the file in bytes."""
 
     def append(self, event: Event) -> None:
         """Write one event. Raises `OSError` when the disk refuses; the event then did not happen."""
-        size = os.fstat(self._fd).st_size
+        line = _checked(encode_event(event), self.size)
         try:
-            self._disk.write(self._fd, encode_event(event))
+            self._disk.write(self._fd, line)
         except OSError:
-            os.ftruncate(self._fd, size)
+            os.ftruncate(self._fd, self.size)
             raise
+        self.size += len(line)
 
     def close(self) -> None:
         """Close the file."""
         self._disk.close(self._fd)
 
 
+_CHECK = re.compile(rb'\{"crc":"([0-9a-f]{8})",')
+
+
+def _checked(line: bytes, place: int) -> bytes:
+    """Return a line of the event log with its checksum in front."""
+    return b'{"crc":"%08x",%b' % (zlib.crc32(line[1:], place & 0xFFFFFFFF), line[1:])
+
+
+class EventReader:
+    """Iterates over the events of a log, up to its end or to the first line that is torn or damaged.
+
+    What it tells is right once it has been read to its end.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.good_bytes = 0
+        """Length of the whole lines read so far."""
+        self.num_unchecked = 0
+        """Lines of an older version, without a checksum."""
+        self.problem = ""
+        """Why reading ended before the end of the file, in words; a torn last line is no problem."""
+        self._num_read = 0
+
+    def __iter__(self) -> Iterator[Event]:
+        try:
+            file = self.path.open("rb")
+        except FileNotFoundError:
+            return
+        with file:
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                event = self._event(line)
+                if event is None:
+                    left = os.fstat(file.fileno()).st_size - self.good_bytes
+                    self.problem = (
+                        f"{self.path}: line {self._num_read + 1} at byte {self.good_bytes} is damaged:"
+                        f" it and what follows ({left} bytes) is not used"
+                    )
+                    return
+                self._num_read += 1
+                self.good_bytes += len(line)
+                yield event
+
+    def _event(self, line: bytes) -> Event | None:
+        """Return the event on a line, None where it is damaged."""
+        check = _CHECK.match(line)
+        if check is not None:
+            rest = line[check.end() :]
+            if int(check[1], 16) != zlib.crc32(rest, self.good_bytes & 0xFFFFFFFF):
+                return None
+        elif self.num_unchecked < self._num_read or not line.startswith(b'{"event":"'):
+            return None  # no line without a checksum follows one that has one
+        else:
+            self.num_unchecked += 1
+        try:
+            return decode_event(line)
+        except (ValueError, msgspec.ValidationError):
+            return None
+
+
 def read_events(path: Path) -> Iterator[Event]:
-    """Yield the events of a log; a torn last line is not an event."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        for line in file:
-            if line.endswith(b"\n"):
-                yield decode_event(line)
+    """Yield the events of a log; a torn last line is none. Raises `RuntimeFault` at a damaged line."""
+    reader = EventReader(path)
+    yield from reader
+    if reader.problem:
+        raise RuntimeFault(reader.problem, "rlboost launch RUN --resume repairs it")
 
 
 def drop_torn_tail(path: Path) -> None:

@@ -4,7 +4,7 @@ Guarantees (design.md section 4, promises 2 and 5):
 
 - the tokens of a response form one gap-free sequence, and token k is accepted once, whatever is lost, sent
   again, sent late or sent by an instance that no longer has the response;
-- nothing is ever added to a response that is complete, and none exceeds its token limit;
+- nothing is ever added to a response that is complete (before `forget`), and none exceeds its token limit;
 - `restore` of all records, in order, gives what the records' store held.
 
 A frame costs a handful of numpy calls however many responses it moves: ids and logprobs lie in two matrices
@@ -219,6 +219,21 @@ class TokenStore:
         finishes = self._restore_finishes(parts)
         full = self._finish_full(rows_N) if any_full else ()
         return finishes + [(response, self._finished[response - self._first]) for response in full]
+
+    def holds(self, response: int, num_tokens: int, reason: FinishReason) -> bool:
+        """Return True if `response` is complete with so many tokens, for that reason."""
+        found, length = self.is_complete(response), self.length(response)
+        is_full = reason is FinishReason.LENGTH and length == self._max_tokens
+        return length == num_tokens and found is not None and (found is reason or is_full)
+
+    def forget(self, response: int) -> None:
+        """Drop all tokens of `response`, finished or not; whoever had an assignment for it has none now."""
+        row = self._row(response)
+        self._release(row)
+        self._finished.pop(row, None)
+        self._segments.pop(row, None)
+        self._lengths[row] = 0
+        self._open_versions[row] = _NO_VERSION
 
     def check(self) -> None:
         """Assert every invariant."""

@@ -206,11 +206,18 @@ class RunStarted(_Timed):
     """First event of every log."""
 
     config: CoreConfig
+    boot: str = ""
+    """As `CoordinatorRestarted.boot`."""
 
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorRestarted(_Timed):
-    """A new coordinator process replayed the log; every instance gets one fresh lease to come back."""
+    """A new coordinator process replayed the log; every instance gets one fresh lease to come back.
+
+    `boot`: names the head's boot, where the system does; another one may have cost the log its last seconds.
+    """
+
+    boot: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,6 +362,27 @@ class Finished(_Timed):
 
 
 @dataclass(frozen=True, slots=True)
+class TokensLost(_Timed):
+    """The journal does not hold a finished response as its `Finished` said, with `num_tokens` tokens: it is
+    generated again from its start."""
+
+    response: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class EventsLost(_Timed):
+    """The event log may have lost its last events: what instances do, and under which numbers, is unknown.
+
+    All of them are given up and register anew. No number below these three is given out any more.
+    """
+
+    next_assignment: int
+    next_epoch: int
+    next_response: int
+
+
+@dataclass(frozen=True, slots=True)
 class Released(_Timed):
     """The instance let go of the assignment; the response's first `num_tokens` tokens are journalled."""
 
@@ -417,6 +445,8 @@ Event = (
     | NoticeReceived
     | InstanceLeft
     | Finished
+    | TokensLost
+    | EventsLost
     | Released
     | MachineLaunched
     | LaunchFailed

@@ -178,6 +178,16 @@ class Assignments:
                 response.drop_tokens_beyond(0)
             self.take_back(response, why)
 
+    def begin_again(self, response: Response) -> None:
+        """Queue a finished response anew: its tokens were lost."""
+        assert self.book is not None
+        self.book.begin_again(response, self._context.now)
+        self.dispatcher.enqueue(response)
+
+    def skip_to(self, assignment: int) -> None:
+        """Give out no assignment below this number any more."""
+        self._next_assignment = max(self._next_assignment, assignment)
+
     def fail_on(self, instance: Instance, response: Response) -> None:
         """Take back a response that made the instance fail; quarantine it if it did so too often."""
         response.failed_on[instance.instance] = None

@@ -28,7 +28,7 @@ class ResponseState(StrEnum):
     RUNNING = "running"
     """An instance holds an assignment for it."""
     FINISHED = "finished"
-    """Complete, or quarantined; never resumed."""
+    """Complete, or quarantined; never resumed, begun again only where the journal lost its tokens."""
     CANCELLED = "cancelled"
     """Unfinished when the trainer asked for another step."""
 
@@ -40,7 +40,7 @@ LEGAL = {
     ResponseState.RUNNING: frozenset(
         {ResponseState.WAITING, ResponseState.FINISHED, ResponseState.CANCELLED}
     ),
-    ResponseState.FINISHED: frozenset[ResponseState](),
+    ResponseState.FINISHED: frozenset({ResponseState.WAITING}),  # only where its tokens were lost
     ResponseState.CANCELLED: frozenset[ResponseState](),
 }
 
@@ -140,9 +140,10 @@ class StepResponses:
         """Return how many responses of a group are to be finished."""
         return self._unfinished_of[group]
 
-    def is_for(self, step: int, policy_version: int) -> bool:
-        """Return True if this is that step under that version."""
-        return (self.step, self.policy_version) == (step, policy_version)
+    def is_for(self, event: StepStarted) -> bool:
+        """Return True if this is that step under that version, with the same responses."""
+        is_same = (self.step, self.policy_version) == (event.step, event.policy_version)
+        return is_same and (not event.requests or event.requests[0].response in self.responses)
 
     def run(self, response: Response, assignment: int, holder: str, at: float) -> None:
         """Give a waiting response to an instance."""
@@ -170,6 +171,16 @@ class StepResponses:
             return False
         self.complete_groups.append(response.group)
         return True
+
+    def begin_again(self, response: Response, at: float) -> None:
+        """Take back that a response is finished: none of its tokens are left."""
+        response.lifecycle.move(ResponseState.WAITING, "its tokens were lost", at)
+        response.num_tokens, response.finish_reason, response.keep_tokens = 0, None, None
+        self.num_finished -= 1
+        self.was_reopened, self.trained = True, False
+        self._unfinished_of[response.group] += 1
+        if response.group in self.complete_groups:
+            self.complete_groups.remove(response.group)
 
     def cancel(self, response: Response, at: float) -> None:
         """Drop an unfinished response."""

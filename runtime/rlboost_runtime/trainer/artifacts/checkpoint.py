@@ -1,8 +1,10 @@
 """Checkpoints: everything that is needed to go on after step k as if nothing had happened.
 
 `checkpoints/step-000012/` holds the model in HF format (float32, exactly), `optimizer.pt` (AdamW state and
-random number generators) and `state.json`. A folder of that name is complete and durable: it is built under
-another name, synced and renamed. Loading one on a CPU continues bit for bit, and on any number of ranks.
+random number generators), `state.json` and `digests.json`, the BLAKE3 digest of every other file. A folder of
+that name is complete and durable: it is built under another name, synced and renamed. A damaged one is put
+aside when a trainer starts, which goes on from the one before (`newest_intact`). Loading one on a CPU goes on
+bit for bit, and on any number of ranks.
 The data cursor is the step itself (`data/prompts.py`); what the window has learned is in the coordinator's
 event log.
 
@@ -26,7 +28,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
+from blake3 import blake3
 
+from rlboost_runtime.errors import RLBoostError, RuntimeFault
 from rlboost_runtime.logs import event
 from rlboost_runtime.run.folder import read_json, sync_path, write_json
 from rlboost_runtime.trainer.artifacts.publisher import BackgroundWork
@@ -37,6 +41,7 @@ log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"step-([0-9]{6,})")
 _BUILDING = ".building-"
+_DIGESTS = "digests.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +94,65 @@ def write(checkpoints: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
         checkpoint.model.write(folder)
         torch.save(checkpoint.optimizer, folder / "optimizer.pt")
         write_json(folder / "state.json", asdict(checkpoint.state))
+        write_json(folder / _DIGESTS, _digests(folder))
 
     final = step_folder(checkpoints, checkpoint.state.step)
     replace_folder(final, fill)
     for step in saved_steps(checkpoints)[:-keep]:
         _remove(step_folder(checkpoints, step))
     return final
+
+
+def newest_intact(checkpoints: Path) -> Path | None:
+    """Return the newest checkpoint that is as it was written; None where there never was one.
+
+    Damaged ones are renamed to NAME.damaged. Raises `RuntimeFault` where all of them are damaged.
+    """
+    problems = []
+    for step in reversed(saved_steps(checkpoints)):
+        folder = step_folder(checkpoints, step)
+        problem = _problem(folder)
+        if problem is None:
+            return folder
+        problems.append(problem)
+        aside = folder.with_name(f"{folder.name}.damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        os.rename(folder, aside)
+        event(log, "checkpoint.damaged", level=logging.ERROR, problem=problem, then="the one before is used")
+    if problems:
+        raise RuntimeFault(
+            f"no checkpoint is intact: {'; '.join(problems)}",
+            "copy one from the job's `output` to its place, or start a new run",
+        )
+    return None
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != _DIGESTS)
+    return {str(path.relative_to(folder)): _digest(path) for path in files}
+
+
+def _digest(path: Path) -> str:
+    hasher = blake3(max_threads=blake3.AUTO)
+    hasher.update_mmap(path)
+    return hasher.hexdigest()
+
+
+def _problem(folder: Path) -> str | None:
+    """Return what is damaged in a checkpoint; one of an earlier version has no digests: its state must be
+    readable."""
+    try:
+        written = read_json(folder / _DIGESTS)
+        if written is None:
+            read_state(folder)
+            return None
+    except (RLBoostError, TypeError) as problem:
+        return str(problem)
+    found = _digests(folder)
+    wrong = [name for name in written if found.get(name) != written[name]]
+    if not wrong:
+        return None
+    return f"{folder / wrong[0]} is {'damaged' if wrong[0] in found else 'missing'}"
 
 
 def read_state(folder: Path) -> TrainedState:

@@ -198,6 +198,7 @@ class Publisher(BackgroundWork):
 
     def find_stored(self, content: VersionContent) -> Manifest | None:
         """Return the newest stored version with exactly this content: one published by an earlier process."""
+        self._store.put_damaged_aside()
         versions = self._store.versions()
         if not versions:
             return None

@@ -189,7 +189,7 @@ class RolloutClient:
 
         The number is `at_least` so high. `Publisher.ready` waits for the end; see `Publisher`.
         """
-        version = max([at_least, self.version + 1, *(version + 1 for version in self.store.versions())])
+        version = max(at_least, self.version + 1, self.store.last_number() + 1)
         self.publisher.begin(version, content)
         self.version = version
 

@@ -16,6 +16,7 @@ egress, and seconds times the price of the machine that waits. Where neither cos
 from __future__ import annotations
 
 import fcntl
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from rlboost_runtime.errors import ProtocolError
+from rlboost_runtime.logs import event
 from rlboost_runtime.weights import manifest as manifests
 from rlboost_runtime.weights.child_pipe import (
     DEFAULT_BYTES_PER_S,
@@ -38,6 +40,8 @@ from rlboost_runtime.weights.store.store import VersionGone, WeightStore
 
 if TYPE_CHECKING:
     from rlboost_runtime.weights.pull.bucket import BucketSource, BucketStream
+
+log = logging.getLogger(__name__)
 
 PEER_CONNECT_S = 2.0
 """A neighbour answers in milliseconds or not at all."""
@@ -137,6 +141,10 @@ def link_sibling(siblings: Sequence[Path], version: int, folder: Path, digest: s
 def _adopt(source: Path, folder: Path, digest: str) -> Path | None:
     manifest = manifests.read_manifest(source)
     if digest not in ("", manifest.content_digest):
+        return None
+    problem = manifests.damage(source, manifest)
+    if problem is not None:  # as a receiver over the network would find
+        event(log, "weights.damaged", level=logging.ERROR, problem=problem)
         return None
     with part_folder(folder, manifest) as part:
         return part.adopt(source)

@@ -23,6 +23,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -108,11 +109,28 @@ def main(arguments: list[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     try:
-        serve(RunFolder(Path(arguments[0]).absolute()), stop)
+        run = RunFolder(Path(arguments[0]).absolute())
+        problems = WeightStore(run.weights).put_damaged_aside()
+        if problems and _has_old_trainer(run):
+            explain(log, RuntimeFault(problems[-1], f"{_REPUBLISH} rlboost launch {run.name} --resume"))
+            return EX_CONFIG
+        serve(run, stop)
     except RLBoostError as exc:
         explain(log, exc)
         return exc.exit_code
     return 0
+
+
+EX_CONFIG = 78
+"""Another server would not help: only a trainer that starts publishes a version again."""
+_REPUBLISH = "the trainer publishes these weights again when it starts: type"
+_STARTS_WITH_US_S = 30.0
+
+
+def _has_old_trainer(run: RunFolder) -> bool:
+    """Return True if the trainer lives and began well before us: it looked at its versions long ago."""
+    noted = read_json(run.processes / "trainer.json")
+    return noted is not None and noted["started_at"] < time.time() - _STARTS_WITH_US_S
 
 
 POLL_S = 0.5

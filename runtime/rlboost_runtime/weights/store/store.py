@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 LEASE = ".lease"
 CHUNK_BYTES = 4 * 1024 * 1024
 _BUILDING = ".building-"
+_DAMAGED = ".damaged"
 
 
 class VersionGone(LookupError):
@@ -105,6 +106,11 @@ class WeightStore:
         numbers = (manifests.parse_version_name(path.name) for path in self.folder.iterdir())
         return sorted(n for n in numbers if n is not None)
 
+    def last_number(self) -> int:
+        """Return the highest number that a version has or, before it was found damaged, had; -1: none."""
+        names = [path.name.removesuffix(_DAMAGED) for path in self.folder.glob("v*")]
+        return max((n for name in names if (n := manifests.parse_version_name(name)) is not None), default=-1)
+
     def latest(self) -> int | None:
         """Return the highest version, None where there is none."""
         return max(self.versions(), default=None)
@@ -154,6 +160,22 @@ class WeightStore:
             raise
         self.collect()
         return manifest
+
+    def put_damaged_aside(self) -> list[str]:
+        """Rename versions that are not as they were published to NAME.damaged, so that nobody loads them;
+        return what is wrong with each. Reads everything."""
+        problems = []
+        for version in self.versions():
+            with suppress(VersionGone), self.read(version) as hold:
+                problem = _damage(hold.folder)
+                if problem is None:
+                    continue
+                problems.append(problem)
+                event(log, "weights.damaged", level=logging.ERROR, version=version, problem=problem)
+                aside = hold.folder.with_name(f"{hold.folder.name}{_DAMAGED}")
+                shutil.rmtree(aside, ignore_errors=True)
+                os.rename(hold.folder, aside)
+        return problems
 
     def collect(self) -> list[int]:
         """Delete versions beyond the newest `keep` and remains of killed builds, except those in use.
@@ -249,6 +271,13 @@ class WeightStore:
                 "a published version never changes: publish the new weights under the next number",
             )
         return existing
+
+
+def _damage(folder: Path) -> str | None:
+    try:
+        return manifests.damage(folder, manifests.read_manifest(folder))
+    except ProtocolError as problem:
+        return f"{folder / MANIFEST}: {problem.problem}"
 
 
 def _is_mostly_16_bit(manifest: Manifest) -> bool:
