@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -51,8 +51,9 @@ class Trainer(Model):
     """Bought: the cloud's own name of the machine, such as p5.48xlarge; null: one that has these GPUs."""
     image: str | None = None
     """Bought: the cloud's own name of the image; null: the cloud's, with the GPU's driver."""
-    disk_gb: int = Field(default=500, ge=20, le=65_536)
-    """Bought: size of its disk, in GB: weight versions, checkpoints and the token journal lie there."""
+    disk_gb: Literal["auto"] | Annotated[int, Field(ge=20, le=65_536)] = "auto"
+    """Bought: size of its disk, in GB: weight versions, checkpoints and the token journal lie there; auto:
+    what model and keep_checkpoints need, or 500 for a model whose configuration is not known here."""
     max_price_usd_per_hour: float | None = Field(default=None, gt=0, le=MAX_USD)
     """Bought: what costs more is not launched; null: whatever it costs on demand."""
     role: str | None = None
@@ -88,16 +89,39 @@ class Trainer(Model):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the trainer's arithmetic; auto: bfloat16 on GPUs, float32 on CPUs. Weights, gradients'
     sums and optimizer stay float32."""
-    micro_batch_tokens: int = Field(default=8192, ge=1)
-    """Tokens of one forward and backward pass: responses are packed up to this; a longer one goes alone."""
-    activation_checkpointing: bool = False
-    """Keep only the layers' inputs and compute the rest twice: less memory, about a third more arithmetic."""
-    optimizer_offload: bool = False
-    """Keep the optimizer's state in main memory, but for its step."""
+    micro_batch_tokens: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
+    """Tokens of one forward and backward pass: responses are packed up to this; a longer one goes alone.
+    auto: 8192, or up to 32768 where the GPU has room."""
+    activation_checkpointing: Literal["auto"] | bool = "auto"
+    """Keep only the layers' inputs and compute the rest twice: less memory, about a third more arithmetic.
+    auto: where the GPU's memory makes it necessary; on CPUs not."""
+    optimizer_offload: Literal["auto"] | bool = "auto"
+    """Keep the optimizer's state in main memory, but for its step; auto: where that is necessary, or saves
+    activation checkpointing; on CPUs not."""
     checkpoint_every_steps: int = Field(default=1, ge=1)
     """Steps from one checkpoint to the next; a restarted trainer repeats the steps since the last."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Newest checkpoints kept on disk."""
+
+    @property
+    def checkpoints(self) -> bool:
+        """`activation_checkpointing`; what is left to the plan is off."""
+        return self.activation_checkpointing is True
+
+    @property
+    def offloads(self) -> bool:
+        """`optimizer_offload`; what is left to the plan is off."""
+        return self.optimizer_offload is True
+
+    @property
+    def pass_tokens(self) -> int:
+        """`micro_batch_tokens`; what is left to the plan is 8192."""
+        return 8192 if self.micro_batch_tokens == "auto" else self.micro_batch_tokens
+
+    @property
+    def disk_size_gb(self) -> int:
+        """`disk_gb`; what is left to the plan is 500."""
+        return 500 if self.disk_gb == "auto" else self.disk_gb
 
     @property
     def is_elsewhere(self) -> bool:

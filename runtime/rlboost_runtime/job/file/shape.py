@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
 from pydantic import ValidationError
@@ -336,6 +336,8 @@ def _wanted(annotation: Any, field: FieldInfo | None, pattern: str = "") -> str:
 
 
 def _described(annotation: Any, field: FieldInfo | None) -> str:
+    if get_origin(annotation) is Annotated:
+        return _described(*get_args(annotation)[:2])
     if get_origin(annotation) is Literal:
         return " or ".join(str(value) for value in get_args(annotation))
     if is_section(annotation):

@@ -102,12 +102,12 @@ class Learner:
         self.policy = policy
         self.optimizer = Adam(
             [parameter for parameter in policy.model.parameters() if parameter.requires_grad],
-            lr=algorithm.learning_rate, betas=BETAS, ranks=ranks, offload=trainer.optimizer_offload,
+            lr=algorithm.learning_rate, betas=BETAS, ranks=ranks, offload=trainer.offloads,
             mover=policy.mover,
         )  # fmt: skip
         self.sums = StepSums()
         self._algorithm = algorithm
-        self._budget = trainer.micro_batch_tokens
+        self._budget = trainer.pass_tokens
         self._ranks = ranks
         self._config = loss_config(algorithm)
         self._totals = Totals()

@@ -148,7 +148,7 @@ class Policy:
             self.scorer.autocast = ranks.num == 1
         if trainer.nodes > 1:
             broadcast_weights(self.model, ranks)
-        if trainer.activation_checkpointing:
+        if trainer.checkpoints:
             _checkpoint_activations(self.model)
         if ranks.num > 1:
             shard(self.scorer, ranks, self.mover.device)
