@@ -107,16 +107,16 @@ def train(client: RolloutClient, ranks: Ranks = ALONE) -> Path:
     progress.report("reading the prompts")
     examples = read_examples(job.data, run.files)
     with RewardScorer.for_job(job, run.files, run.logs / "reward.log") as scorer:
-        policy = load_policy(client, examples, scorer, progress)
+        policy = load_policy(client, examples, scorer, progress, ranks)
         progress.report("encoding the prompts")
         source = PromptSource(
             examples, policy.encode, prompts_per_step=job.algorithm.prompts_asked_per_step,
             max_prompt_tokens=job.algorithm.max_prompt_tokens, seed=job.algorithm.seed,
             num_held_out=0 if job.evaluation is None else job.evaluation.prompts,
         )  # fmt: skip
-        files = policy.small_files() if job.trainer.nodes > 1 else {}
+        files = policy.small_files() if job.trainer.nodes > 1 or policy.stored is None else {}
         ranks.broadcast(LoadPolicy(str(policy.source), job.canonical_json(), files))
-        policy.set_up(job.trainer, job.algorithm, ranks)
+        policy.set_up(job.trainer, job.algorithm, ranks, is_sent=bool(files))
         progress.finish()
         final = TrainerLoop(client, policy, source, scorer, ranks).train()
         ranks.broadcast(End())
@@ -124,29 +124,33 @@ def train(client: RolloutClient, ranks: Ranks = ALONE) -> Path:
 
 
 def load_policy(
-    client: RolloutClient, examples: list[Example], scorer: RewardScorer, progress: StartupProgress
+    client: RolloutClient,
+    examples: list[Example],
+    scorer: RewardScorer,
+    progress: StartupProgress,
+    ranks: Ranks = ALONE,
 ) -> Policy:
     """Return the policy to go on with: of the newest checkpoint, else the job's model."""
     saved = checkpoint.saved_steps(client.run.checkpoints)
     progress.report("loading the checkpoint" if saved else "loading the model")
     if saved:
-        return Policy.load(checkpoint.step_folder(client.run.checkpoints, saved[-1]))
+        return Policy.load(checkpoint.step_folder(client.run.checkpoints, saved[-1]), ranks)
     if isinstance(client.job.model, TinyModel):
-        return _tiny_policy(client, client.job.model, examples, scorer, progress)
+        return Policy.load(_tiny_folder(client, client.job.model, examples, scorer, progress), ranks)
     model = client.model()
     if model == client.job.model:
         fetch(model, progress)
         progress.report("loading the model")
-    return Policy.load(model)
+    return Policy.load(model, ranks)
 
 
-def _tiny_policy(
+def _tiny_folder(
     client: RolloutClient,
     tiny: TinyModel,
     examples: list[Example],
     scorer: RewardScorer,
     progress: StartupProgress,
-) -> Policy:
+) -> Path:
     job, algorithm = client.job, client.job.algorithm
     watch = RewardWatch(scorer.name)
 
@@ -170,7 +174,7 @@ def _tiny_policy(
     folder, report = prepare(job, tiny, client.run.files, warm)
     what = "tiny model, random init, no warm-up" if report is None else report.describe()
     logs.event(log, "model.ready", what=what, folder=str(folder))
-    return Policy.load(folder)
+    return folder
 
 
 if __name__ == "__main__":

@@ -33,8 +33,8 @@ def run_worker(ranks: Ranks) -> None:
         case LoadPolicy(source=source, job=text, files=files):
             job = Job.model_validate_json(text)
             torch.set_num_threads(job.trainer.threads)
-            policy = Policy.bare(files) if files else Policy.load(source)
-            policy.set_up(job.trainer, job.algorithm, ranks)
+            policy = Policy.bare(files) if files else Policy.load(source, ranks)
+            policy.set_up(job.trainer, job.algorithm, ranks, is_sent=bool(files))
             learner = Learner(policy, job.algorithm, job.trainer, ranks)
             serve(ranks, policy, learner, Residency(policy, learner.optimizer))
         case End():
