@@ -13,7 +13,7 @@ from rlboost_runtime.job.rollout import num_devices
 OWN_MACHINE = ("hosts", "jump_host", "identity_file", "price_usd_per_hour", "location")
 """Fields of `Trainer` that tell of a machine of the user's own."""
 BOUGHT_MACHINE = (
-    *("via", "accelerators", "instance_type", "image", "disk_gb", "max_price_usd_per_hour"),
+    *("via", "instance_type", "image", "disk_gb", "max_price_usd_per_hour"),
     *("role", "private_address", "allow_unended"),
 )
 """Fields of `Trainer` that tell of a machine that is bought for it."""
@@ -46,7 +46,8 @@ class Trainer(Model):
     via: Literal["direct", "skypilot"] = "direct"
     """Bought: direct: from the API of aws or gcp itself; skypilot: from any of its clouds."""
     accelerators: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]+(:[1-9][0-9]{0,3})?$")
-    """Bought: GPU and number of them, such as H100:8."""
+    """GPU and number of them, such as H100:8. Bought: what is bought; local, ssh: what the machine must have,
+    or null: whatever it has."""
     instance_type: str | None = None
     """Bought: the cloud's own name of the machine, such as p5.48xlarge; null: one that has these GPUs."""
     image: str | None = None
@@ -65,6 +66,9 @@ class Trainer(Model):
     allow_unended: bool = False
     """Bought via skypilot: use a cloud in which a head cannot end itself (azure, lambda, nebius): while your
     machine is off it goes on costing money after its run, until you end it."""
+    allow_cpu: bool = False
+    """Go on with CPUs on machines that were bought with GPUs and do not see them, for trials; false: trainer
+    and engines end at once there, and say why."""
     price_usd_per_hour: float = Field(default=0.0, ge=0, le=MAX_USD)
     """What the cost report charges for the machine: `local` and `ssh` have no price list of their own."""
     address: str | None = Field(default=None, pattern=r"^[A-Za-z0-9.-]+$")

@@ -15,8 +15,11 @@ import torch
 import transformers
 
 from rlboost_runtime import logs
-from rlboost_runtime.errors import RLBoostError, RuntimeFault, is_disk_full
-from rlboost_runtime.job import TinyModel, read_resolved
+from rlboost_runtime.errors import GpuMissing, RLBoostError, RuntimeFault, is_disk_full
+from rlboost_runtime.fit.gpus import ask_driver, require_gpus
+from rlboost_runtime.fit.plan import resolved
+from rlboost_runtime.fit.shape import shape_of_config
+from rlboost_runtime.job import Job, TinyModel, num_devices, read_resolved
 from rlboost_runtime.run.folder import RunFolder
 from rlboost_runtime.trainer.artifacts import checkpoint
 from rlboost_runtime.trainer.data.prompts import Example, PromptSource, read_examples
@@ -45,6 +48,11 @@ def main(arguments: list[str]) -> int:
         return 2
     run = RunFolder(Path(arguments[0]).absolute())
     job = read_resolved(run.job_json)
+    if not is_rank():
+        try:
+            look_for_gpus(job)
+        except GpuMissing as missing:
+            return _refuse(run, missing)
     if job.trainer.ranks * job.trainer.nodes == 1:
         return lead(run, ALONE)
     if not is_rank():
@@ -61,6 +69,36 @@ def main(arguments: list[str]) -> int:
         code = 0
     ranks.leave()
     return code
+
+
+def look_for_gpus(job: Job) -> None:
+    """Raise `GpuMissing` where torch sees fewer GPUs than the head was bought with."""
+    accelerators = job.trainer.accelerators or "cpu"
+    if not accelerators.lower().startswith("cpu") and not job.trainer.allow_cpu:
+        seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        require_gpus(num_devices(accelerators), seen, ask_driver(), torch.version.cuda or "")
+
+
+def fit_to_gpu(job: Job, policy: Policy) -> Job:
+    """Return `job` with what it leaves to the plan filled in by this GPU's memory; unchanged on a CPU."""
+    if policy.mover.device.type != "cuda":
+        return job
+    try:
+        shape = shape_of_config(policy.model.config.to_dict())
+    except (KeyError, TypeError, ValueError):
+        return job  # no transformer that the plan can count: as on a CPU
+    found = resolved(job, shape, torch.cuda.mem_get_info()[1])
+    switches = ("activation_checkpointing", "optimizer_offload", "micro_batch_tokens")
+    logs.event(log, "trainer.memory", **{name: getattr(found.trainer, name) for name in switches})
+    return found
+
+
+def _refuse(run: RunFolder, error: RLBoostError) -> int:
+    logs.setup("trainer")
+    logs.explain(log, error)
+    with RolloutClient.of_run(run.path) as client:
+        client.stream.failed(error.problem, error.remedy, error.exit_code)
+    return EXIT_CANNOT_GO_ON
 
 
 def lead(run: RunFolder, ranks: Ranks) -> int:
@@ -114,6 +152,7 @@ def train(client: RolloutClient, ranks: Ranks = ALONE) -> Path:
             max_prompt_tokens=job.algorithm.max_prompt_tokens, seed=job.algorithm.seed,
             num_held_out=0 if job.evaluation is None else job.evaluation.prompts,
         )  # fmt: skip
+        client.job = job = fit_to_gpu(job, policy)
         files = policy.small_files() if job.trainer.nodes > 1 or policy.stored is None else {}
         ranks.broadcast(LoadPolicy(str(policy.source), job.canonical_json(), files))
         policy.set_up(job.trainer, job.algorithm, ranks, is_sent=bool(files))
