@@ -36,9 +36,12 @@ def main() -> int:
     logs.setup("agent")
     try:
         return asyncio.run(_serve(Path(sys.argv[1]).absolute(), sys.argv[2]))
-    except (ConfigError, GpuMissing) as exc:
+    except GpuMissing as exc:
+        logs.explain(log, exc)
+        return ExitCode.GPU_MISSING
+    except ConfigError as exc:
         logs.event(log, "agent.unfit", level=logging.ERROR, problem=exc.problem, remedy=exc.remedy)
-        return ExitCode.GPU_MISSING if isinstance(exc, GpuMissing) else ExitCode.FAILED
+        return ExitCode.FAILED
 
 
 if __name__ == "__main__":

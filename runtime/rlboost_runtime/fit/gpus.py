@@ -42,7 +42,7 @@ def require_gpus(promised: int, seen: int, driver: Driver, cuda: str | None = No
     """
     if seen >= promised:
         return
-    found = f"{promised} GPUs were paid for, but {seen} can be used"
+    found = f"{promised} GPU{' was' if promised == 1 else 's were'} paid for, but {seen} can be used"
     if not driver.version:
         raise GpuMissing(f"{found}: nvidia-smi finds no driver", f"take an image that has one, {_REMEDY}")
     found += f" (driver {driver.version}, which has {driver.num_gpus})"
