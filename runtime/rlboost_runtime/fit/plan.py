@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from rlboost_providers.base.accelerators import memory_bytes
+from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.fit.memory import (
     CAST,
     GRADIENT,
@@ -24,7 +25,7 @@ from rlboost_runtime.fit.memory import (
     peak_bytes,
     step_bytes,
 )
-from rlboost_runtime.fit.shape import TransformerShape
+from rlboost_runtime.fit.shape import TransformerShape, find_shape
 from rlboost_runtime.job import CloudOffer, Job, num_devices
 
 GB = 10**9
@@ -36,7 +37,10 @@ SOFTWARE_BYTES = 20 * GB
 """torch, vLLM and their CUDA, twice, and the system of a machine that is bought. Judged."""
 BESIDE_BYTES = 500 * 2**20
 """Disk for logs, event log, ledger and the journal of a step."""
+PROCESS_BYTES = 400 * 2**20
+"""A process that has imported torch and transformers: 350 MB resident on Linux, CPU build of torch 2.13."""
 LEAST_DISK_GB = 200
+SMALL_PARAMETERS = 20_000_000
 VLLM_SHARE = 0.9
 """vLLM's own `gpu_memory_utilization`."""
 COPY_BYTES_PER_S = 5e9
@@ -62,6 +66,8 @@ class FitPlan:
     version: int
     """One weight version, as engines get it."""
     checkpoint: int
+    engine: int
+    """Main memory of an engine on a CPU: weights, and a whole context for each response that may run."""
     disk: int
     """The run's folder at its fullest, with what is installed on a machine that is bought."""
 
@@ -84,7 +90,8 @@ class FitPlan:
     @property
     def host(self) -> int:
         """Main memory of all ranks, with what rank 0 gathers for a checkpoint and a version."""
-        return self.setup.ranks * self.host_per_rank + self.checkpoint + self.version
+        each = self.host_per_rank if self.setup.on_gpu else sum(self.gpu_parts.values())
+        return self.setup.ranks * (PROCESS_BYTES + each) + self.checkpoint + self.version
 
     @property
     def handover_s(self) -> float:
@@ -121,7 +128,9 @@ class FitPlan:
         }  # fmt: skip
 
     def lines(self) -> list[str]:
-        """Return a compact table for a person."""
+        """Return a compact table for a person; nothing for a model that any machine has room for."""
+        if self.setup.shape.parameters < SMALL_PARAMETERS:
+            return []
         setup, parts = self.setup, self.gpu_parts
         state = sum(parts.pop(name, 0) for name in ("weights", "gradients", "moments"))
         activations = sum(parts.pop(name, 0) for name in ("activations", "one layer redone", "logits chunk"))
@@ -154,6 +163,7 @@ def fit_plan(job: Job, shape: TransformerShape, gpu_has: int | None = None) -> F
     element = CAST if job.rollout.engine_args.dtype == "bfloat16" else WEIGHT
     version = shape.parameters * element
     checkpoint = WEIGHT * setup.all_parameters + MOMENTS * setup.trained
+    context = element * shape.kv_elements_per_token * _largest_pass(job, 0)
     return FitPlan(
         setup,
         (job.trainer.accelerators or "").partition(":")[0] or ("" if has is None else "GPU"),
@@ -161,8 +171,18 @@ def fit_plan(job: Job, shape: TransformerShape, gpu_has: int | None = None) -> F
         tokens,
         version,
         checkpoint,
-        _disk_bytes(job, shape, version, checkpoint),
+        engine=PROCESS_BYTES + version + context * job.rollout.engine_args.max_running,
+        disk=_disk_bytes(job, shape, version, checkpoint),
     )
+
+
+def fit_plan_here(job: Job) -> FitPlan | None:
+    """Return what `job` takes; None where no configuration of its model is on this machine."""
+    try:
+        shape = find_shape(job.model)
+    except ConfigError:
+        return None
+    return None if shape is None else fit_plan(job, shape)
 
 
 def resolved(job: Job, shape: TransformerShape, gpu_has: int | None = None) -> Job:
