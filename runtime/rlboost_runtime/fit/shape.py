@@ -119,7 +119,10 @@ def _qwen3(*numbers: int, tied: bool = False, experts: int = 0, active: int = 1)
 
 def _plain(*numbers: int, tied: bool = False) -> TransformerShape:
     """`numbers`: hidden, intermediate, layers, heads, KV heads, head's width, vocabulary."""
-    return TransformerShape(*numbers, tied, has_qk_norm=False)
+    hidden, intermediate, layers, heads, kv, head_dim, vocabulary = numbers
+    return TransformerShape(
+        hidden, intermediate, layers, heads, kv, head_dim, vocabulary, tied, has_qk_norm=False
+    )
 
 
 KNOWN_MODELS: Mapping[str, TransformerShape] = {

@@ -61,7 +61,7 @@ def hollow_model(folder: str | Path) -> PreTrainedModel:
 
     Raises `OSError` and `ValueError` as `transformers` does.
     """
-    from accelerate import init_empty_weights  # a second to import
+    from accelerate import init_empty_weights  # type: ignore[import-untyped] # ships no types
 
     config = AutoConfig.from_pretrained(folder)
     with init_empty_weights(include_buffers=False), torch.random.fork_rng(devices=[]):
@@ -69,7 +69,7 @@ def hollow_model(folder: str | Path) -> PreTrainedModel:
     assert isinstance(model, PreTrainedModel)
     model.tie_weights()
     with suppress(OSError):  # it has none: what its config says
-        model.generation_config = GenerationConfig.from_pretrained(folder)  # type: ignore[no-untyped-call]
+        model.generation_config = GenerationConfig.from_pretrained(folder)
     empty: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
