@@ -233,8 +233,9 @@ def _setup(job: Job, shape: TransformerShape, *, on_gpu: bool) -> TrainingSetup:
     if trainer.dtype == "bfloat16" or (trainer.dtype == "auto" and on_gpu):
         kind = "autocast" if ranks == 1 else "sharded"
     return TrainingSetup(
-        shape, kind, ranks, tokens=_largest_pass(job, trainer.pass_tokens), checkpointing=trainer.checkpoints,
-        offload=trainer.offloads, lora_rank=0 if job.algorithm.lora is None else job.algorithm.lora.rank,
+        shape, kind, ranks, tokens=_largest_pass(job, trainer.pass_tokens),
+        checkpointing=trainer.checkpoints_activations, offload=trainer.offloads_optimizer,
+        lora_rank=0 if job.algorithm.lora is None else job.algorithm.lora.rank,
         on_gpu=on_gpu, shares_gpu=trainer.local_engines > 0,
     )  # fmt: skip
 

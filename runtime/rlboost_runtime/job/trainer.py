@@ -108,12 +108,12 @@ class Trainer(Model):
     """Newest checkpoints kept on disk."""
 
     @property
-    def checkpoints(self) -> bool:
+    def checkpoints_activations(self) -> bool:
         """`activation_checkpointing`; what is left to the plan is off."""
         return self.activation_checkpointing is True
 
     @property
-    def offloads(self) -> bool:
+    def offloads_optimizer(self) -> bool:
         """`optimizer_offload`; what is left to the plan is off."""
         return self.optimizer_offload is True
 

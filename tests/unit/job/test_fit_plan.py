@@ -107,8 +107,8 @@ def test_nothing_changes_on_a_cpu() -> None:
     assert shape is not None
     plain = resolved(job(), shape)
     assert plain == job()
-    assert not plain.trainer.checkpoints
-    assert not plain.trainer.offloads
+    assert not plain.trainer.checkpoints_activations
+    assert not plain.trainer.offloads_optimizer
     assert plain.trainer.pass_tokens == 8192
     assert misfits(job(), shape) == []
 
@@ -116,8 +116,8 @@ def test_nothing_changes_on_a_cpu() -> None:
 def test_a_gpu_of_this_machine_decides_what_was_left_open() -> None:
     shape = KNOWN_MODELS["Qwen/Qwen3-0.6B"]
     roomy = resolved(job(), shape, 80 * 2**30).trainer
-    assert not roomy.checkpoints
-    assert not roomy.offloads
+    assert not roomy.checkpoints_activations
+    assert not roomy.offloads_optimizer
     assert roomy.micro_batch_tokens == 8192
     tight = resolved(job(activation_checkpointing=True), shape, 24 * 2**30).trainer
     assert (tight.activation_checkpointing, tight.optimizer_offload) == (True, False)

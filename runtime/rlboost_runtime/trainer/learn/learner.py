@@ -102,7 +102,7 @@ class Learner:
         self.policy = policy
         self.optimizer = Adam(
             [parameter for parameter in policy.model.parameters() if parameter.requires_grad],
-            lr=algorithm.learning_rate, betas=BETAS, ranks=ranks, offload=trainer.offloads,
+            lr=algorithm.learning_rate, betas=BETAS, ranks=ranks, offload=trainer.offloads_optimizer,
             mover=policy.mover,
         )  # fmt: skip
         self.sums = StepSums()

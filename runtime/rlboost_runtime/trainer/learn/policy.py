@@ -160,7 +160,7 @@ class Policy:
         if trainer.dtype == "bfloat16" or (trainer.dtype == "auto" and self.mover.device.type == "cuda"):
             self.scorer.compute_dtype = torch.bfloat16
             self.scorer.autocast = ranks.num == 1
-        if trainer.checkpoints:
+        if trainer.checkpoints_activations:
             _checkpoint_activations(self.model)
         if ranks.num > 1:
             shard(self.scorer, ranks, self.mover.device, self._sent_rows if is_sent else self._own_rows)
