@@ -37,7 +37,7 @@ def head_offer(trainer: Trainer) -> CloudOffer:
         via=trainer.via,
         instance_type=trainer.instance_type,
         image=trainer.image,
-        disk_gb=trainer.disk_gb,
+        disk_gb=trainer.disk_size_gb,
         max_price_usd_per_hour=trainer.max_price_usd_per_hour,
     )
 

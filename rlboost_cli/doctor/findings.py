@@ -18,7 +18,7 @@ from rlboost_runtime.errors import ConfigError, CredentialsRejected, RLBoostErro
 from rlboost_runtime.job import Job
 
 if TYPE_CHECKING:
-    from rlboost_runtime.trainer.models.footprint import ModelFacts
+    from rlboost_runtime.trainer.models.facts import ModelFacts
 
 BAD_INPUT = ConfigError.exit_code
 ACCOUNT = CredentialsRejected.exit_code

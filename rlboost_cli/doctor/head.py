@@ -17,18 +17,18 @@ from importlib import resources
 from typing import Any, BinaryIO
 
 from rlboost_cli.doctor.findings import ACCOUNT, DoctorContext, Finding, Verdict, fail, failed, ok, warn
-from rlboost_cli.doctor.local import BESIDE_BYTES, disk_wanted, judge_disk
+from rlboost_cli.doctor.local import judge_disk, judge_gpu_memory
 from rlboost_cli.doctor.machine import OLDEST_PYTHON
 from rlboost_cli.head.connection import ssh_to
 from rlboost_cli.head.deployment import ROOM_BYTES
 from rlboost_providers.base.traits import cloud_traits, known_clouds
 from rlboost_providers.ssh.connection import address_of
 from rlboost_runtime.errors import RLBoostError
+from rlboost_runtime.fit.plan import BESIDE_BYTES, fit_plan_here
 from rlboost_runtime.job import CloudOffer, Job, LocalOffer
 from rlboost_runtime.run.create import gather, kept, newest_run
 from rlboost_runtime.run.head import HeadPlace, kept_place
 from rlboost_runtime.run.index import is_open
-from rlboost_runtime.trainer.models.footprint import Footprint, footprint
 
 Json = Mapping[str, Any]
 
@@ -55,7 +55,9 @@ def head(patient: DoctorContext) -> Iterator[Finding]:
     yield ok("head", f"{place.host} answered in {time.monotonic() - began:.1f} s")
     yield judge_python(facts["python"], place)
     yield judge_gpu(facts["gpu"], facts["python"])
-    yield from judge_room(facts["disk"], _wanted_bytes(patient, facts["python"]))
+    if facts["gpu"]["gpus"] and fit_plan_here(job) is not None:
+        yield judge_gpu_memory(job, facts["gpu"]["gpus"][0]["mib"] << 20, "head gpu memory")
+    yield from judge_room(facts["disk"], _wanted_bytes(job, facts["python"]))
     yield judge_clock(facts["clock"]["ahead_s"], place.host)
     if _is_dialled_by_machines(job):
         yield judge_ports(facts.get("ports"), place)
@@ -294,10 +296,6 @@ def _is_dialled_by_machines(job: Job) -> bool:
     return any(not isinstance(offer, LocalOffer) for offer in _offers(job))
 
 
-def _wanted_bytes(patient: DoctorContext, python: Json) -> int:
-    job, runtime = patient.wanted, 0 if python["is_there"] else ROOM_BYTES
-    facts = patient.model if can_train_here() else None
-    if facts is None or isinstance(facts, RLBoostError):
-        return BESIDE_BYTES + runtime
-    needs: Footprint = footprint(job, facts)
-    return disk_wanted(job, needs) + runtime
+def _wanted_bytes(job: Job, python: Json) -> int:
+    runtime, plan = 0 if python["is_there"] else ROOM_BYTES, fit_plan_here(job)
+    return runtime + (BESIDE_BYTES if plan is None else plan.disk)

@@ -16,19 +16,18 @@ from rlboost_cli.doctor.findings import DoctorContext, Finding, fail, failed, ok
 from rlboost_providers.base.provider import LaunchRequest, MachineStatus
 from rlboost_providers.local.provider import LocalProvider
 from rlboost_runtime.errors import RLBoostError, RuntimeFault
+from rlboost_runtime.fit.memory import USABLE
+from rlboost_runtime.fit.plan import fit_plan, fit_plan_here, misfits
+from rlboost_runtime.fit.shape import find_shape
 from rlboost_runtime.job import Job
+from rlboost_runtime.job.file.tree import dotted
 from rlboost_runtime.processes import kill_tagged
 from rlboost_runtime.run.create import copy_files
 from rlboost_runtime.run.folder import RunFolder, read_json
 from rlboost_runtime.run.index import is_open, is_supervised
-from rlboost_runtime.trainer.models.footprint import Footprint, footprint
 
 THREADS_PER_CPU = 4
 """With more threads than this per CPU steps take several times as long: everybody waits for a CPU."""
-KEPT_VERSIONS = 2 + 1
-"""Weight versions on disk in each place: two, and the next one while it is written."""
-BESIDE_BYTES = 500 * 1024 * 1024
-"""Disk for logs, event log, ledger and the journal of a step."""
 MACHINE_DEADLINE_S = 20.0
 POLL_S = 0.05
 STAND_IN = ["sleep", "60"]
@@ -58,63 +57,62 @@ def judge_cpus(num_cpus: int, threads: int) -> Finding:
 
 def memory(context: DoctorContext) -> Iterator[Finding]:
     """Memory against trainer and engines."""
-    job, needs = context.wanted, _needs(context)
+    job, needs = context.wanted, fit_plan_here(context.wanted)
     if needs is None:
         yield warn("memory", "not estimated: the model is not known", "see model above")
         return
     engines = job.trainer.local_engines + job.rollout.most_spot_engines(here=True)
     found = psutil.virtual_memory()
-    yield judge_memory(found.total, found.available, needs, engines)
+    yield judge_memory(found.total, found.available, needs.host, needs.engine, engines)
 
 
 def gpu(context: DoctorContext) -> Iterator[Finding]:
-    """The GPU's memory, where there is one: trainer and engines of a local run share it."""
-    job, needs = context.wanted, _needs(context)
-    if needs is None:
-        return  # memory has said so
+    """The GPU's memory, where there is one: trainer and engines of a local run take turns on it."""
     import torch  # loaded already: the model was looked at with it
 
-    if torch.cuda.is_available():
-        available, total = torch.cuda.mem_get_info()
-        engines = job.trainer.local_engines + job.rollout.most_spot_engines(here=True)
-        yield judge_memory(total, available, needs, engines, "gpu")
+    if fit_plan_here(context.wanted) is not None and torch.cuda.is_available():
+        yield judge_gpu_memory(context.wanted, torch.cuda.mem_get_info()[1], "gpu")
 
 
-def judge_memory(
-    total: int, available: int, needs: Footprint, engines: int, check: str = "memory"
-) -> Finding:
-    """Judge bytes of memory, of this machine or its GPU, for a trainer and so many engines."""
-    wanted = needs.trainer + engines * needs.engine
-    parts = f"trainer {_gib(needs.trainer)} + {engines} engines x {_gib(needs.engine)}"
+def judge_gpu_memory(job: Job, total: int, check: str) -> Finding:
+    """Judge bytes of memory of one GPU for the trainer of a job whose model's configuration is known."""
+    shape = find_shape(job.model)
+    assert shape is not None
+    words = "; ".join(f"{dotted(path)}: {problem}" for path, problem in misfits(job, shape, total))
+    if words:
+        return fail(check, words, "change the job as said, or take GPUs with more memory")
+    plan = fit_plan(job, shape, total)
+    return ok(
+        check, f"{_gib(plan.gpu_needs)} of {_gib(int(USABLE * total))} computed for the trainer, per GPU"
+    )
+
+
+def judge_memory(total: int, available: int, trainer: int, engine: int, engines: int) -> Finding:
+    """Judge bytes of this machine's memory for a trainer and so many engines, of so many bytes each."""
+    wanted = trainer + engines * engine
+    parts = f"trainer {_gib(trainer)} + {engines} engines x {_gib(engine)}"
     words = f"about {_gib(wanted)} wanted: {parts}"
     remedy = (
-        "lower rollout.spot.max_instances, rollout.engine_args.max_running, algorithm.micro_batch_responses"
+        "lower rollout.spot.max_instances, rollout.engine_args.max_running, trainer.micro_batch_tokens"
         " or algorithm.max_response_tokens, or take a smaller model"
     )
     if wanted > total:
-        return fail(check, f"{words}; there is {_gib(total)}", remedy)
+        return fail("memory", f"{words}; there is {_gib(total)}", remedy)
     if wanted > available:
         return warn(
-            check, f"{words}; {_gib(available)} of {_gib(total)} are free", f"end something, or {remedy}"
+            "memory", f"{words}; {_gib(available)} of {_gib(total)} are free", f"end something, or {remedy}"
         )
-    return ok(check, f"{_gib(available)} free, {words}")
+    return ok("memory", f"{_gib(available)} free, {words}")
 
 
 def disk(context: DoctorContext) -> Iterator[Finding]:
     """Disk against checkpoints and weight versions."""
-    job, needs = context.wanted, _needs(context)
+    needs = fit_plan_here(context.wanted)
     if needs is None:
         yield warn("disk", "not estimated: the model is not known", "see model above")
         return
     place = next(folder for folder in (context.home, *context.home.parents) if folder.exists())
-    yield judge_disk(shutil.disk_usage(place).free, disk_wanted(job, needs), str(context.home))
-
-
-def disk_wanted(job: Job, needs: Footprint) -> int:
-    """Return the bytes of a run's folder at its fullest."""
-    checkpoints = (job.trainer.keep_checkpoints + 2) * needs.checkpoint  # one being written, the final model
-    places = 1 + job.trainer.local_engines + job.rollout.spot.max_instances
-    return checkpoints + places * KEPT_VERSIONS * needs.version + BESIDE_BYTES
+    yield judge_disk(shutil.disk_usage(place).free, needs.disk, str(context.home))
 
 
 def judge_disk(free: int, wanted: int, place: str) -> Finding:
@@ -206,13 +204,6 @@ def _wait_for(provider: LocalProvider, run: str, state: MachineStatus) -> None:
                 "look whether something on this machine ends or hides processes",
             )
         time.sleep(POLL_S)
-
-
-def _needs(context: DoctorContext) -> Footprint | None:
-    facts = context.model
-    if facts is None or isinstance(facts, RLBoostError):
-        return None
-    return footprint(context.wanted, facts)
 
 
 def _port(endpoint: Path) -> int | None:

@@ -16,6 +16,7 @@ from rlboost_cli.planning.forecast import Forecast, ForecastRow, forecast
 from rlboost_cli.planning.rates import measured_rates
 from rlboost_cli.terminal.text import duration, table
 from rlboost_providers.registry import expected_usd_per_hour, head_usd_per_hour, prices_beside
+from rlboost_runtime.fit.plan import FitPlan, fit_plan_here
 from rlboost_runtime.job import Job
 from rlboost_runtime.money import MICRO_USD_PER_USD, format_usd
 
@@ -49,6 +50,8 @@ class LaunchPlan:
     """What becomes of a head that is bought, in words; empty: none is."""
     forecast: Forecast | None = None
     """None: nothing like this job has been measured here."""
+    fit: FitPlan | None = None
+    """None: the model's configuration is not here."""
 
     @property
     def is_charged(self) -> bool:
@@ -97,6 +100,7 @@ def launch_plan(run: str, job: Job) -> LaunchPlan:
         max_usd_per_hour=job.budget.max_usd_per_hour,
         head=_head_in_words(job),
         forecast=None if measured is None else forecast(job, prices_beside(job, head), *measured),
+        fit=fit_plan_here(job),
     )
 
 
@@ -114,6 +118,7 @@ def describe_plan(plan: LaunchPlan) -> list[str]:
     budget = "none: it runs until its steps are done" if plan.max_usd is None else f"${plan.max_usd:,.2f}"
     hourly = "" if plan.max_usd_per_hour is None else f", at most ${plan.max_usd_per_hour:,.2f} per hour"
     lines.append(f"  budget   {budget}{hourly}")
+    lines += [] if plan.fit is None else plan.fit.lines()
     if plan.head:
         lines += wrap(plan.head, 79, initial_indent="  head     ", subsequent_indent=" " * 11)
     if not plan.is_charged:
@@ -175,6 +180,7 @@ def plan_json(plan: LaunchPlan) -> dict[str, Any]:
         "least_usd_per_hour": plan.least_micro_usd_per_hour / MICRO_USD_PER_USD,
         "expected_usd_per_hour": plan.all_micro_usd_per_hour / MICRO_USD_PER_USD,
         "budget": {"max_usd": plan.max_usd, "max_usd_per_hour": plan.max_usd_per_hour},
+        "fit": None if plan.fit is None else plan.fit.json(),
         "forecast": None if plan.forecast is None else _forecast_json(plan.forecast, plan.steps),
     }
 

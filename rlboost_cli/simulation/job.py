@@ -7,14 +7,13 @@ become, and the paper's prices where the job has none.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from rlboost_providers.base.prices import parse_accelerator
 from rlboost_providers.registry import expected_usd_per_hour, head_usd_per_hour, prices_of
 from rlboost_runtime.errors import ConfigError
+from rlboost_runtime.fit.shape import KNOWN_MODELS, TransformerShape, find_shape
 from rlboost_runtime.job import CloudOffer, Job, TinyModel
 from rlboost_runtime.job.file.load import load_job
 from rlboost_runtime.sim.presets import (
@@ -144,52 +143,25 @@ def _as_in_the_paper(job: Job) -> _Machines:
 
 
 def _model(job: Job, path: Path) -> ModelShape:
-    if isinstance(job.model, TinyModel):
-        heads = job.model.hidden_size // 32
-        config = {
-            "hidden_size": job.model.hidden_size,
-            "intermediate_size": 2 * job.model.hidden_size,
-            "num_hidden_layers": job.model.num_layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": max(1, heads // 2),
-            "head_dim": 32,
-            "vocab_size": 258,
-            "tie_word_embeddings": True,
-        }
-        return model_of_config("tiny", config)
-    name = job.model.rstrip("/").rpartition("/")[2]
+    name = "tiny" if isinstance(job.model, TinyModel) else job.model.rstrip("/").rpartition("/")[2]
     if name in MODELS:
         return MODELS[name]
-    config_file = path.parent / job.model / "config.json"
-    try:
-        return model_of_config(name, json.loads(config_file.read_text(encoding="utf-8")))
-    except FileNotFoundError:
+    shape = find_shape(job.model, path.parent)
+    if shape is None:
         raise ConfigError(
             f"{path}: model: the shape of `{job.model}` is not known",
-            f"give a folder with a config.json, or one of {', '.join(MODELS)}",
-        ) from None
-    except (OSError, ValueError, KeyError, TypeError) as exc:
-        raise ConfigError(
-            f"{config_file}: not the configuration of a dense transformer: {exc!r}",
-            "give a folder in HF format",
-        ) from None
+            f"give a folder with a config.json, or one of {', '.join(KNOWN_MODELS)}",
+        )
+    return model_shape(name, shape)
 
 
-def model_of_config(name: str, config: dict[str, Any]) -> ModelShape:
-    """Return the shape in a Hugging Face configuration of a dense transformer with gated MLPs. Raises
-    `KeyError` or `TypeError` where it is none."""
-    hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
-    heads = int(config["num_attention_heads"])
-    kv_heads = int(config.get("num_key_value_heads") or heads)
-    head_size = int(config.get("head_dim") or hidden // heads)
-    attention = 2 * hidden * head_size * (heads + kv_heads)  # query and output; key and value
-    mlp = 3 * hidden * int(config["intermediate_size"])
-    embeddings = hidden * int(config["vocab_size"]) * (1 if config.get("tie_word_embeddings") else 2)
+def model_shape(name: str, shape: TransformerShape) -> ModelShape:
+    """Return what the simulator computes with; a model with experts is taken for a dense one."""
     return ModelShape(
         name=name,
-        parameters=float(layers * (attention + mlp) + embeddings),
-        layers=layers,
-        hidden=heads * head_size,
-        kv_heads=kv_heads,
-        head_size=head_size,
+        parameters=float(shape.parameters),
+        layers=shape.layers,
+        hidden=shape.queries,
+        kv_heads=shape.kv_heads,
+        head_size=shape.head_dim,
     )

@@ -13,7 +13,8 @@
     │   └── NotYet          7  asked too early; ask again
     ├── ProtocolError       1  a peer said something that makes no sense
     └── RuntimeFault        1  one of our processes or a user's function failed
-        └── PortTaken       1  another program has our port
+        ├── PortTaken       1  another program has our port
+        └── GpuMissing      8  a machine that was bought with GPUs has fewer that can be used
 
 `problem` says what is wrong (where, what was found), `remedy` what to type or change next.
 """
@@ -123,6 +124,12 @@ class ProtocolError(RLBoostError):
 
 class RuntimeFault(RLBoostError):
     """One of our processes, or a function of the user's, failed."""
+
+
+class GpuMissing(RuntimeFault):
+    """A machine that was bought with GPUs has fewer that can be used."""
+
+    exit_code = 8
 
 
 class PortTaken(RuntimeFault):

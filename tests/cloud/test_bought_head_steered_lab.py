@@ -16,6 +16,7 @@ BILL_SLACK_S = 15.0
 HEAD: dict[str, Any] = {
     "infra": "aws/us-east-1",
     "accelerators": "A10G:1",
+    "allow_cpu": True,
     "private_address": True,
     "price_usd_per_hour": 0.0,
 }

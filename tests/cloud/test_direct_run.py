@@ -18,7 +18,7 @@ BILL_SLACK_S = 10.0
 
 JOB: dict[str, Any] = {
     "algorithm": {"steps": 4},
-    "trainer": {"address": GATEWAY, "local_engines": 1},
+    "trainer": {"address": GATEWAY, "allow_cpu": True, "local_engines": 1},
     "rollout": {
         "spot": {
             "min_instances": 1,

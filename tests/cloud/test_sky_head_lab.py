@@ -50,6 +50,7 @@ def job_of(laptop: Cli, api: str) -> Path:
             "infra": "aws/us-east-1",
             "via": "skypilot",
             "accelerators": "A10G:1",
+            "allow_cpu": True,
             "role": catalogue.ROLE,
             "private_address": True,
             "price_usd_per_hour": 0.0,

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(900, func_only=True)]
 START_S = 300.0
 
 JOB: dict[str, Any] = {
-    "trainer": {"address": GATEWAY},
+    "trainer": {"address": GATEWAY, "allow_cpu": True},
     "rollout": {
         "spot": {
             "min_instances": 1,

@@ -37,7 +37,7 @@ JOB: dict[str, Any] = {
     "reward": "gate.py:score",
     "reward_timeout_s": UP_S,
     "reward_processes": 1,
-    "trainer": {"address": GATEWAY, "price_usd_per_hour": 1.006, "local_engines": 1},
+    "trainer": {"address": GATEWAY, "allow_cpu": True, "price_usd_per_hour": 1.006, "local_engines": 1},
     "rollout": {
         "engine_args": {"max_running": 4, "tokens_per_s_per_response": 8},
         "spot": {

@@ -202,3 +202,14 @@ def test_a_run_whose_disk_fills_waits_or_fails_in_words_and_loses_nothing(cli: A
     assert [step["step"] for step in steps] == [0, 1, 2]
     assert [step["responses_scored"] for step in steps] == [RESPONSES] * 3
     cli.assert_gone("demo")
+
+
+def test_a_run_whose_gpus_are_missing_ends_at_once_and_trains_on_no_cpu(cli):
+    job = write_inputs(cli, "def score(prompt, response, row):\n    return 1.0\n")
+    job.write_text(job.read_text().replace("price_usd_per_hour: 10.0", 'accelerators: "H100:8"'))
+    done = cli("launch", job, "--yes", "--no-doctor", expect=8)
+    problem, hint = error_of(done.stderr)
+    assert "paid for, but 0 can be used: nvidia-smi finds no driver" in problem
+    assert "take an image that has one, or write trainer.allow_cpu: true" in hint
+    assert not cli.run_folder("demo").metrics.exists()
+    cli.assert_gone("demo")

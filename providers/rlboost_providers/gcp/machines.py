@@ -30,8 +30,9 @@ _STATES = {
     "SUSPENDED": MachineStatus.GONE,
 }
 DEFAULT_IMAGE = (
-    "projects/deeplearning-platform-release/global/images/family/common-cu128-ubuntu-2204-nvidia-570"
+    "projects/deeplearning-platform-release/global/images/family/common-cu129-ubuntu-2204-nvidia-580"
 )
+"""Driver 580 is the oldest that runs CUDA 13, for which PyPI's torch and vLLM are built."""
 ALL_SCOPES = "https://www.googleapis.com/auth/cloud-platform"
 """Its roles alone then say what a service account may do."""
 DISK_TYPE = "pd-balanced"

@@ -14,7 +14,7 @@ from rlboost_runtime import logs
 from rlboost_runtime.agent.bootstrap import read_bootstrap
 from rlboost_runtime.agent.notice import watch_sigterm
 from rlboost_runtime.agent.service import Agent, ExitCode, system_seams
-from rlboost_runtime.errors import ConfigError
+from rlboost_runtime.errors import ConfigError, GpuMissing
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +36,9 @@ def main() -> int:
     logs.setup("agent")
     try:
         return asyncio.run(_serve(Path(sys.argv[1]).absolute(), sys.argv[2]))
+    except GpuMissing as exc:
+        logs.explain(log, exc)
+        return ExitCode.GPU_MISSING
     except ConfigError as exc:
         logs.event(log, "agent.unfit", level=logging.ERROR, problem=exc.problem, remedy=exc.remedy)
         return ExitCode.FAILED

@@ -33,6 +33,7 @@ from rlboost_runtime.agent.weight_children import PeerServer, Puller
 from rlboost_runtime.core.base.messages import LossCause, ReleaseReason
 from rlboost_runtime.engines.base import Engine, EngineOutput, EngineSpec, Request, devices_of
 from rlboost_runtime.errors import ProtocolError
+from rlboost_runtime.fit.gpus import ask_driver, require_gpus
 from rlboost_runtime.logs import event
 from rlboost_runtime.protocol.messages import (
     SCHEMA,
@@ -84,6 +85,8 @@ class ExitCode(IntEnum):
     DONE = 0
     FAILED = 1
     REFUSED = 3
+    GPU_MISSING = 78
+    """EX_CONFIG: a restart would not help."""
 
 
 class _AgentEnd(Exception):
@@ -367,7 +370,11 @@ def own_seed(seed: int, instance: str, process_id: str, start: int) -> int:
 
 
 def system_seams(bootstrap: Bootstrap, instance: str, folder: Path) -> Seams:
-    """Return the live network, engines, puller and clock. Raises `ConfigError` where GPUs are missing."""
+    """Return the live network, engines, puller and clock. Raises `ConfigError` where too few GPUs are visible
+    for its engines, `GpuMissing` where the machine has fewer than were paid for."""
+    if promised := bootstrap.engine.promised_gpus * len(bootstrap.instances):
+        driver = ask_driver()
+        require_gpus(promised, driver.num_gpus, driver)
     url = bootstrap.coordinator_url.rstrip("/") + "/v1/agent"
     weights = _weights(folder, instance)
     weights.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ from rlboost_runtime.agent.bootstrap import Bootstrap
 from rlboost_runtime.core.base.messages import Pool
 from rlboost_runtime.engines.base import EngineSettings, VllmOptions
 from rlboost_runtime.errors import NotYet
-from rlboost_runtime.job import Job
+from rlboost_runtime.job import Job, LocalOffer
 from rlboost_runtime.protocol.messages import Sampling
 from rlboost_runtime.run.folder import RunFolder, read_json
 from rlboost_runtime.run.head import url_for
@@ -66,6 +66,18 @@ def _lora_room(job: Job) -> int:
     return next((rank for rank in VLLM_RANKS if rank >= lora.rank), lora.rank)
 
 
+def _promised_gpus(job: Job, pool: str) -> int:
+    """Return how many GPUs an engine was bought with; 0: none, or not all machines of its pool have any."""
+    if job.trainer.allow_cpu:
+        return 0
+    places: list[str | None] = [job.trainer.accelerators]
+    if pool != Pool.RESERVED:
+        offers = job.rollout.spot.any_of
+        places = [None if isinstance(offer, LocalOffer) else offer.accelerators for offer in offers]
+    has_gpus = all(place is not None and not place.lower().startswith("cpu") for place in places)
+    return job.rollout.tensor_parallel if has_gpus else 0
+
+
 def _engine(job: Job, pool: str) -> EngineSettings:
     algorithm, options = job.algorithm, job.rollout.engine_args
     return EngineSettings(
@@ -79,6 +91,7 @@ def _engine(job: Job, pool: str) -> EngineSettings:
         tokens_per_s_per_response=options.tokens_per_s_per_response,
         count_tokens=job.evidence.count_tokens,
         tensor_parallel=job.rollout.tensor_parallel,
+        promised_gpus=_promised_gpus(job, pool),
         vllm=VllmOptions(
             python=options.python,
             enforce_eager=options.enforce_eager,

@@ -195,6 +195,11 @@ class Algorithm(Model):
             )
         return self
 
+    @property
+    def has_reference_model(self) -> bool:
+        """True if the KL penalty needs a model beside the policy: the base under adapters needs none."""
+        return self.kl is not None and (self.kl.reference != "start" or self.lora is None)
+
     def learning_rate_at(self, step: int) -> float:
         """Return the learning rate of `step`, from 0: a linear warm-up, then the schedule of that name in
         `transformers`."""

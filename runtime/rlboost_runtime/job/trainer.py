@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -13,7 +13,7 @@ from rlboost_runtime.job.rollout import num_devices
 OWN_MACHINE = ("hosts", "jump_host", "identity_file", "price_usd_per_hour", "location")
 """Fields of `Trainer` that tell of a machine of the user's own."""
 BOUGHT_MACHINE = (
-    *("via", "accelerators", "instance_type", "image", "disk_gb", "max_price_usd_per_hour"),
+    *("via", "instance_type", "image", "disk_gb", "max_price_usd_per_hour"),
     *("role", "private_address", "allow_unended"),
 )
 """Fields of `Trainer` that tell of a machine that is bought for it."""
@@ -46,13 +46,15 @@ class Trainer(Model):
     via: Literal["direct", "skypilot"] = "direct"
     """Bought: direct: from the API of aws or gcp itself; skypilot: from any of its clouds."""
     accelerators: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]+(:[1-9][0-9]{0,3})?$")
-    """Bought: GPU and number of them, such as H100:8."""
+    """GPU and number of them, such as H100:8. Bought: what is bought; local, ssh: what the machine must have,
+    or null: whatever it has."""
     instance_type: str | None = None
     """Bought: the cloud's own name of the machine, such as p5.48xlarge; null: one that has these GPUs."""
     image: str | None = None
     """Bought: the cloud's own name of the image; null: the cloud's, with the GPU's driver."""
-    disk_gb: int = Field(default=500, ge=20, le=65_536)
-    """Bought: size of its disk, in GB: weight versions, checkpoints and the token journal lie there."""
+    disk_gb: Literal["auto"] | Annotated[int, Field(ge=20, le=65_536)] = "auto"
+    """Bought: size of its disk, in GB: weight versions, checkpoints and the token journal lie there; auto:
+    what model and keep_checkpoints need, or 500 for a model whose configuration is not known here."""
     max_price_usd_per_hour: float | None = Field(default=None, gt=0, le=MAX_USD)
     """Bought: what costs more is not launched; null: whatever it costs on demand."""
     role: str | None = None
@@ -64,6 +66,9 @@ class Trainer(Model):
     allow_unended: bool = False
     """Bought via skypilot: use a cloud in which a head cannot end itself (azure, lambda, nebius): while your
     machine is off it goes on costing money after its run, until you end it."""
+    allow_cpu: bool = False
+    """Go on with CPUs on machines that were bought with GPUs and do not see them, for trials; false: trainer
+    and engines end at once there, and say why."""
     price_usd_per_hour: float = Field(default=0.0, ge=0, le=MAX_USD)
     """What the cost report charges for the machine: `local` and `ssh` have no price list of their own."""
     address: str | None = Field(default=None, pattern=r"^[A-Za-z0-9.-]+$")
@@ -88,16 +93,39 @@ class Trainer(Model):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the trainer's arithmetic; auto: bfloat16 on GPUs, float32 on CPUs. Weights, gradients'
     sums and optimizer stay float32."""
-    micro_batch_tokens: int = Field(default=8192, ge=1)
-    """Tokens of one forward and backward pass: responses are packed up to this; a longer one goes alone."""
-    activation_checkpointing: bool = False
-    """Keep only the layers' inputs and compute the rest twice: less memory, about a third more arithmetic."""
-    optimizer_offload: bool = False
-    """Keep the optimizer's state in main memory, but for its step."""
+    micro_batch_tokens: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
+    """Tokens of one forward and backward pass: responses are packed up to this; a longer one goes alone.
+    auto: 8192, or up to 32768 where the GPU has room."""
+    activation_checkpointing: Literal["auto"] | bool = "auto"
+    """Keep only the layers' inputs and compute the rest twice: less memory, about a third more arithmetic.
+    auto: where the GPU's memory makes it necessary; on CPUs not."""
+    optimizer_offload: Literal["auto"] | bool = "auto"
+    """Keep the optimizer's state in main memory, but for its step; auto: where that is necessary, or saves
+    activation checkpointing; on CPUs not."""
     checkpoint_every_steps: int = Field(default=1, ge=1)
     """Steps from one checkpoint to the next; a restarted trainer repeats the steps since the last."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Newest checkpoints kept on disk."""
+
+    @property
+    def checkpoints_activations(self) -> bool:
+        """`activation_checkpointing`; what is left to the plan is off."""
+        return self.activation_checkpointing is True
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """`optimizer_offload`; what is left to the plan is off."""
+        return self.optimizer_offload is True
+
+    @property
+    def pass_tokens(self) -> int:
+        """`micro_batch_tokens`; what is left to the plan is 8192."""
+        return 8192 if self.micro_batch_tokens == "auto" else self.micro_batch_tokens
+
+    @property
+    def disk_size_gb(self) -> int:
+        """`disk_gb`; what is left to the plan is 500."""
+        return 500 if self.disk_gb == "auto" else self.disk_gb
 
     @property
     def is_elsewhere(self) -> bool:

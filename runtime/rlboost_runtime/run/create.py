@@ -42,7 +42,8 @@ _WORKSHOP = ".new-"  # beginning of the names of folders in which runs are made
 _MAY_CHANGE = (
     *("budget.", "algorithm.steps:", "reward_timeout_s:", "reward_processes:", "reward_memory_mib:"),
     *("algorithm.micro_batch_responses:", "rollout.engine_args.max_running:"),
-    *("trainer.keep_checkpoints:", "trainer.checkpoint_every_steps:", "output:"),
+    *("trainer.keep_checkpoints:", "trainer.checkpoint_every_steps:", "trainer.disk_gb:", "output:"),
+    *("trainer.activation_checkpointing:", "trainer.optimizer_offload:", "trainer.micro_batch_tokens:"),
     *("env.", "env:", "secrets", "requirements"),
 )
 """Fields that may differ when an ended run is resumed: to spend more, to train longer, to wait longer for a

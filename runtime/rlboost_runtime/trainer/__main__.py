@@ -15,8 +15,11 @@ import torch
 import transformers
 
 from rlboost_runtime import logs
-from rlboost_runtime.errors import RLBoostError, RuntimeFault, is_disk_full
-from rlboost_runtime.job import TinyModel, read_resolved
+from rlboost_runtime.errors import GpuMissing, RLBoostError, RuntimeFault, is_disk_full
+from rlboost_runtime.fit.gpus import ask_driver, require_gpus
+from rlboost_runtime.fit.plan import resolved
+from rlboost_runtime.fit.shape import shape_of_config
+from rlboost_runtime.job import Job, TinyModel, num_devices, read_resolved
 from rlboost_runtime.run.folder import RunFolder
 from rlboost_runtime.trainer.artifacts import checkpoint
 from rlboost_runtime.trainer.data.chat import PromptEncoder
@@ -48,6 +51,11 @@ def main(arguments: list[str]) -> int:
         return 2
     run = RunFolder(Path(arguments[0]).absolute())
     job = read_resolved(run.job_json)
+    if not is_rank():
+        try:
+            look_for_gpus(job)
+        except GpuMissing as missing:
+            return _refuse(run, missing)
     if job.trainer.ranks * job.trainer.nodes == 1:
         return lead(run, ALONE)
     if not is_rank():
@@ -64,6 +72,36 @@ def main(arguments: list[str]) -> int:
         code = 0
     ranks.leave()
     return code
+
+
+def look_for_gpus(job: Job) -> None:
+    """Raise `GpuMissing` where torch sees fewer GPUs than the head was bought with."""
+    accelerators = job.trainer.accelerators or "cpu"
+    if not accelerators.lower().startswith("cpu") and not job.trainer.allow_cpu:
+        seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        require_gpus(num_devices(accelerators), seen, ask_driver(), torch.version.cuda or "")
+
+
+def fit_to_gpu(job: Job, policy: Policy) -> Job:
+    """Return `job` with what it leaves to the plan filled in by this GPU's memory; unchanged on a CPU."""
+    if policy.mover.device.type != "cuda":
+        return job
+    try:
+        shape = shape_of_config(policy.model.config.to_dict())
+    except (KeyError, TypeError, ValueError):
+        return job  # no transformer that the plan can count: as on a CPU
+    found = resolved(job, shape, torch.cuda.mem_get_info()[1])
+    switches = ("activation_checkpointing", "optimizer_offload", "micro_batch_tokens")
+    logs.event(log, "trainer.memory", **{name: getattr(found.trainer, name) for name in switches})
+    return found
+
+
+def _refuse(run: RunFolder, error: RLBoostError) -> int:
+    logs.setup("trainer")
+    logs.explain(log, error)
+    with RolloutClient.of_run(run.path) as client:
+        client.stream.failed(error.problem, error.remedy, error.exit_code)
+    return EXIT_CANNOT_GO_ON
 
 
 def lead(run: RunFolder, ranks: Ranks) -> int:
@@ -110,23 +148,23 @@ def train(client: RolloutClient, ranks: Ranks = ALONE) -> Path:
     progress.report("reading the prompts")
     examples = read_examples(job.data, run.files)
     with RewardScorer.for_job(job, run.files, run.logs / "reward.log") as scorer:
-        policy = load_policy(client, examples, scorer, progress)
+        policy = load_policy(client, examples, scorer, progress, ranks)
         progress.report("encoding the prompts")
         source = PromptSource(
             examples, PromptEncoder(policy.tokenizer), prompts_per_step=job.algorithm.prompts_asked_per_step,
             max_prompt_tokens=job.algorithm.max_prompt_tokens, seed=job.algorithm.seed,
             num_held_out=0 if job.evaluation is None else job.evaluation.prompts,
         )  # fmt: skip
-        other = load_reference(client, examples, scorer, progress)
-        are_apart = job.trainer.nodes > 1
-        files = policy.small_files() if are_apart else {}
-        others = {} if other is None or not are_apart else other.small_files()
+        other = load_reference(client, examples, scorer, progress, ranks)
+        client.job = job = fit_to_gpu(job, policy)
+        files = _files_to_send(policy, job)
+        others = {} if other is None else _files_to_send(other, job)
         folder = None if other is None else str(other.source)
         ranks.broadcast(LoadPolicy(str(policy.source), job.canonical_json(), files, folder, others))
-        policy.set_up(job.trainer, job.algorithm, ranks)
+        policy.set_up(job.trainer, job.algorithm, ranks, is_sent=bool(files))
         reference = None
         if job.algorithm.kl is not None:
-            reference = Reference(policy, other, ranks, nodes=job.trainer.nodes)
+            reference = Reference(policy, other, ranks, is_sent=bool(others))
         progress.finish()
         final = TrainerLoop(client, policy, source, scorer, ranks, reference).train()
         ranks.broadcast(End())
@@ -134,53 +172,70 @@ def train(client: RolloutClient, ranks: Ranks = ALONE) -> Path:
 
 
 def load_policy(
-    client: RolloutClient, examples: list[Example], scorer: RewardScorer, progress: StartupProgress
+    client: RolloutClient,
+    examples: list[Example],
+    scorer: RewardScorer,
+    progress: StartupProgress,
+    ranks: Ranks = ALONE,
 ) -> Policy:
     """Return the policy to go on with: of the newest checkpoint that is intact, else the job's model."""
     if checkpoint.saved_steps(client.run.checkpoints):
         progress.report("loading the checkpoint")
     saved = checkpoint.newest_intact(client.run.checkpoints)
     if saved is not None:
-        return Policy.load(saved)
+        return Policy.load(saved, ranks)
     progress.report("loading the model")
-    return _start_policy(client, examples, scorer, progress)
+    return _start_policy(client, examples, scorer, progress, ranks)
 
 
 def load_reference(
-    client: RolloutClient, examples: list[Example], scorer: RewardScorer, progress: StartupProgress
+    client: RolloutClient,
+    examples: list[Example],
+    scorer: RewardScorer,
+    progress: StartupProgress,
+    ranks: Ranks,
 ) -> Policy | None:
     """Return the model of the KL's reference; None where there is no KL, or adapters serve."""
     kl = client.job.algorithm.kl
-    if kl is None or (kl.reference == "start" and client.job.algorithm.lora is not None):
+    if kl is None or not client.job.algorithm.has_reference_model:
         return None
     progress.report("loading the reference model")
     if kl.reference == "start":
-        return _start_policy(client, examples, scorer, progress)
+        return _start_policy(client, examples, scorer, progress, ranks)
     if not Path(kl.reference).is_dir():
         fetch(kl.reference, progress)
-    return Policy.load(kl.reference)
+    return Policy.load(kl.reference, ranks)
 
 
 def _start_policy(
-    client: RolloutClient, examples: list[Example], scorer: RewardScorer, progress: StartupProgress
+    client: RolloutClient,
+    examples: list[Example],
+    scorer: RewardScorer,
+    progress: StartupProgress,
+    ranks: Ranks,
 ) -> Policy:
     """Return the policy that the run begins with."""
     if isinstance(client.job.model, TinyModel):
-        return _tiny_policy(client, client.job.model, examples, scorer, progress)
+        return Policy.load(_tiny_folder(client, client.job.model, examples, scorer, progress), ranks)
     model = client.model()
     if model == client.job.model:
         fetch(model, progress)
         progress.report("loading the model")
-    return Policy.load(model)
+    return Policy.load(model, ranks)
 
 
-def _tiny_policy(
+def _files_to_send(policy: Policy, job: Job) -> dict[str, bytes]:
+    """Return the files beside the weights where other ranks cannot read the model's folder themselves."""
+    return policy.small_files() if job.trainer.nodes > 1 or policy.stored is None else {}
+
+
+def _tiny_folder(
     client: RolloutClient,
     tiny: TinyModel,
     examples: list[Example],
     scorer: RewardScorer,
     progress: StartupProgress,
-) -> Policy:
+) -> Path:
     job, algorithm = client.job, client.job.algorithm
     watch = RewardWatch(scorer.name)
 
@@ -204,7 +259,7 @@ def _tiny_policy(
     folder, report = prepare(job, tiny, client.run.files, warm)
     what = "tiny model, random init, no warm-up" if report is None else report.describe()
     logs.event(log, "model.ready", what=what, folder=str(folder))
-    return Policy.load(folder)
+    return folder
 
 
 if __name__ == "__main__":

@@ -38,9 +38,21 @@ if ! "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2> /de
 fi
 phase python
 
+# PyPI's torch and vLLM are built for CUDA 13, which needs driver 580. For an older one uv takes torch from PyTorch's own
+# index, built for a CUDA that the driver runs; of vLLM there is no such build.
+driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2> /dev/null | head -n 1 | cut -d . -f 1) || driver=""
+backend=()
+if [ -n "$driver" ] && [ "$driver" -lt 580 ]; then
+  if [ -s "$here/vllm-gpu.txt" ]; then
+    echo "install: driver $driver is too old for vLLM, whose CUDA 13 needs 580; take an image with driver 580 or newer" >&2
+    exit 78
+  fi
+  backend=(--torch-backend auto)
+fi
+
 wanted=$(sha256sum < "$here/machine.txt")
 if [ "$(cat "$root/machine.sha256" 2> /dev/null)" != "$wanted" ]; then
-  "$uv" pip install -q --python "$python" --requirement "$here/machine.txt"
+  "$uv" pip install -q --python "$python" --requirement "$here/machine.txt" ${backend[@]+"${backend[@]}"}
   echo "$wanted" > "$root/machine.sha256"
 fi
 phase requirements

@@ -16,7 +16,8 @@ from typer.testing import CliRunner, Result
 import rlboost_templates
 from rlboost_cli.main import app
 from rlboost_cli.simulation.arguments import simulation_request
-from rlboost_cli.simulation.job import model_of_config
+from rlboost_cli.simulation.job import model_shape
+from rlboost_runtime.fit.shape import shape_of_config
 from rlboost_runtime.sim.presets import MODELS
 from rlboost_runtime.traces import PROFILES, generate_trace, load_trace
 from rlboost_runtime.traces.catalogue import KNOWN
@@ -225,7 +226,7 @@ def test_a_models_shape_comes_from_its_configuration(folder: Path) -> None:
         "vocab_size": 151936,
         "tie_word_embeddings": False,
     }
-    shape, known = model_of_config("Qwen3-8B", config), MODELS["Qwen3-8B"]
+    shape, known = model_shape("Qwen3-8B", shape_of_config(config)), MODELS["Qwen3-8B"]
     assert shape.parameters == pytest.approx(known.parameters, rel=0.002)
     assert (shape.layers, shape.hidden, shape.kv_heads, shape.head_size) == (36, 4096, 8, 128)
     (folder / "model").mkdir()

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -107,10 +109,61 @@ def run_case(case: str, ranks: Ranks, seed: int | None) -> dict[str, Any]:
     return result
 
 
+LOADED = {"stored": None, "adapters": Lora(rank=4), "sent": None, "renamed": None}
+"""Ways in which the weights of a folder reach the ranks, with the job's adapters."""
+
+
+def write_model(folder: Path, case: str) -> None:
+    """A model of 19 M parameters in bfloat16; "renamed": as `transformers` has to read it."""
+    tiny = TinyModel(init="tiny", hidden_size=1024 if case == "stored" else 64, num_layers=2)
+    model = make_model(tiny, 64).to(torch.bfloat16)
+    stored = model.model if case == "renamed" else model
+    stored.save_pretrained(folder, max_shard_size="10MB")
+    make_tokenizer().save_pretrained(folder)
+
+
+def anonymous_bytes() -> int:
+    """This process's memory that is no file's."""
+    (line,) = (row for row in Path("/proc/self/status").read_text().splitlines() if row.startswith("RssAnon"))
+    return 1024 * int(line.split()[1])
+
+
+def load_case(case: str, ranks: Ranks, folder: Path) -> dict[str, Any]:
+    """Load the folder's model as the trainer does; return the weights and the largest growth of a rank."""
+    before, growth, is_over = anonymous_bytes(), [0], threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(0.002):
+            growth[0] = max(growth[0], anonymous_bytes() - before)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    is_sent = case in ("sent", "renamed")
+    files = Policy.load(folder, ranks).small_files() if is_sent else {}
+    policy = Policy.bare(files) if is_sent and not ranks.leads else Policy.load(folder, ranks)
+    policy.set_up(Trainer(), Algorithm(lora=LOADED[case]), ranks, is_sent=is_sent)
+    is_over.set()
+    watcher.join()
+    (largest,) = ranks.largest([growth[0]])
+    if ranks.leads:
+        found = {"hollow": policy.stored is not None, "state": policy.full_state(), "bytes": largest}
+        ranks.broadcast(End())
+        return found
+    learner = Learner(policy, Algorithm(), Trainer(), ranks)
+    serve(ranks, policy, learner, Residency(policy, learner.optimizer))
+    return {}
+
+
 def main(path: str) -> None:
     torch.set_num_threads(1)
     ranks = Ranks.join()
     found = {case: run_case(case, ranks, seed=7) for case in CASES}
+    for case in LOADED:
+        folder = Path(path).parent / case
+        if ranks.leads:
+            write_model(folder, case)
+        ranks.sum([0.0])
+        found[case] = load_case(case, ranks, folder)
     if ranks.leads:
         torch.save(found, path)
     ranks.leave()

@@ -14,6 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from rlboost_runtime.job import Algorithm, Trainer
+from rlboost_runtime.trainer.learn.policy import Policy
+
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 SCRIPT = Path(__file__).with_name("rank_steps.py")
@@ -120,3 +123,22 @@ def test_a_machine_that_vanishes_without_a_word_is_noticed():
         for process in processes:
             process.kill()
             process.wait()
+
+
+@pytest.mark.parametrize("case", list(steps.LOADED))
+def test_each_rank_loads_its_part_of_what_the_folder_has(two_ranks, case, tmp_path):
+    found = two_ranks[case]
+    steps.write_model(tmp_path, case)
+    whole = Policy.load(tmp_path)
+    whole.set_up(Trainer(), Algorithm(lora=steps.LOADED[case]))
+    wanted = whole.full_state()
+    assert found["hollow"] is (case != "renamed")
+    assert found["state"].keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(found["state"][name], tensor), name
+
+
+def test_no_rank_ever_holds_the_whole_model(two_ranks):
+    num_bytes = sum(tensor.nbytes for tensor in two_ranks["stored"]["state"].values())
+    assert num_bytes > 70_000_000
+    assert two_ranks["stored"]["bytes"] < 0.85 * num_bytes  # half of it, the largest tensor, Python's own

@@ -29,10 +29,10 @@ from rlboost_cli.doctor.findings import (
 from rlboost_cli.main import app
 from rlboost_providers.skypilot import session
 from rlboost_runtime.errors import CredentialsRejected, ProviderError, QuotaExceeded
+from rlboost_runtime.fit.plan import BESIDE_BYTES, fit_plan_here
 from rlboost_runtime.job import Job
 from rlboost_runtime.run.create import prepare_run
 from rlboost_runtime.trainer.data.reading import Example
-from rlboost_runtime.trainer.models.footprint import Footprint
 from rlboost_runtime.trainer.rewards.outcome import Reward, RewardFailure
 from tests.fakes.skypilot import FakeSkyPilot
 
@@ -179,19 +179,26 @@ def test_cpus(home: Path) -> None:
 
 
 def test_memory() -> None:
-    needs = Footprint(checkpoint=GIB, version=GIB, trainer=2 * GIB, engine=GIB)
-    judged(local.judge_memory(16 * GIB, 8 * GIB, needs, 4), Verdict.OK, "about 6.0 GiB wanted")
-    judged(local.judge_memory(16 * GIB, 5 * GIB, needs, 4), Verdict.WARN, "5.0 GiB of 16.0 GiB are free")
-    judged(local.judge_memory(4 * GIB, 4 * GIB, needs, 4), Verdict.FAIL, "there is 4.0 GiB", "smaller model")
-    judged(local.judge_memory(4 * GIB, 4 * GIB, needs, 4, "gpu"), Verdict.FAIL, "fail  gpu")
+    trainer, engine = 2 * GIB, GIB
+    judged(local.judge_memory(16 * GIB, 8 * GIB, trainer, engine, 4), Verdict.OK, "about 6.0 GiB wanted")
+    judged(local.judge_memory(16 * GIB, 5 * GIB, trainer, engine, 4), Verdict.WARN, "5.0 GiB of 16.0 GiB")
+    judged(local.judge_memory(4 * GIB, 4 * GIB, trainer, engine, 4), Verdict.FAIL, "there is 4.0", "smaller")
 
 
-def test_disk() -> None:
-    needs = Footprint(checkpoint=10 * GIB, version=2 * GIB, trainer=0, engine=0)
-    wanted = local.disk_wanted(job(rollout={"spot": {"max_instances": 3}}), needs)
-    assert wanted == (2 + 2) * 10 * GIB + 5 * 3 * 2 * GIB + local.BESIDE_BYTES
-    judged(local.judge_disk(wanted, wanted, "/x"), Verdict.OK)
-    judged(local.judge_disk(wanted - 1, wanted, "/x"), Verdict.FAIL, "/x", "keep_checkpoints")
+def test_memory_of_a_gpu() -> None:
+    large = job(model="Qwen/Qwen3-8B")
+    judged(local.judge_gpu_memory(large, 180 * GIB, "gpu"), Verdict.OK, "computed for the trainer, per GPU")
+    judged(local.judge_gpu_memory(large, 80 * GIB, "gpu"), Verdict.FAIL, "model: ", "GB per GPU")
+
+
+def test_disk(home: Path) -> None:
+    plan = fit_plan_here(job(rollout={"spot": {"max_instances": 3}}))
+    assert plan is not None
+    num = plan.setup.shape.parameters
+    assert plan.checkpoint == 12 * num
+    assert plan.disk == 3 * 12 * num + 4 * num + 4 * 3 * 4 * num + BESIDE_BYTES
+    judged(local.judge_disk(plan.disk, plan.disk, "/x"), Verdict.OK)
+    judged(local.judge_disk(plan.disk - 1, plan.disk, "/x"), Verdict.FAIL, "/x", "keep_checkpoints")
 
 
 def test_a_port_that_an_open_run_owns_may_not_be_taken(home: Path, tmp_path: Path) -> None:

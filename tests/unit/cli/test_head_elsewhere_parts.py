@@ -81,6 +81,12 @@ def test_the_job_there_is_one_of_a_run_of_that_machine(here: RunFolder) -> None:
     assert mine.trainer.address is None, "nobody elsewhere needs to reach it"
 
 
+def test_a_head_must_have_the_gpus_that_it_was_bought_with(here: RunFolder) -> None:
+    bought = {"infra": "aws/us-east-1", "accelerators": "H100:8", "ranks": 8}
+    given = job(trainer=bought, after={"done": "stay"})
+    assert deployment.on_its_head(given, Head(here)).trainer.accelerators == "H100:8"
+
+
 def test_machines_elsewhere_reach_the_head_where_we_do_unless_an_address_is_given(here: RunFolder) -> None:
     write_json(here.head, {"host": "me@gpu-1.example.org:2222"})
     cloud = {"spot": {"any_of": [{"infra": "aws/us-east-1", "accelerators": "L4:1"}]}}

@@ -578,8 +578,8 @@ BOUGHT = "trainer: {infra: aws/us-east-1, accelerators: 'H100:8'}\n"
             "4: trainer.price_usd_per_hour: is for a machine of your own, but infra is aws/us-east-1; write infra: ssh, or remove it",
         ),
         (
-            "trainer: {accelerators: 'H100:8'}",
-            "4: trainer.accelerators: is for a head that is bought, but infra is local; write infra: aws/REGION, or remove it",
+            "trainer: {image: ami-1}",
+            "4: trainer.image: is for a head that is bought, but infra is local; write infra: aws/REGION, or remove it",
         ),
         (
             "trainer: {infra: ssh, hosts: [me@a], role: x}",

@@ -30,7 +30,7 @@ MAY_KNOW = {
 """Which role may use which other: nobody knows the agent or the coordinator."""
 NO_TORCH = (
     *("agent", "billing", "coordinator", "core", "errors", "health", "job", "protocol", "run", "seams"),
-    "sim",
+    *("fit", "sim"),
 )
 TORCH = {"torch", "transformers", "safetensors", "vllm"}
 

@@ -26,6 +26,7 @@ import msgspec  # noqa: E402
 
 from rlboost_runtime.engines.base import EngineOutput, EngineSpec, greedy_continuation  # noqa: E402
 from rlboost_runtime.engines.transformers import channel  # noqa: E402
+from rlboost_runtime.fit.gpus import ask_driver, require_gpus  # noqa: E402
 
 if TYPE_CHECKING:
     import torch
@@ -303,6 +304,15 @@ def _import_all(threads: int) -> None:
     logging.set_verbosity_error()  # type: ignore[no-untyped-call] # theirs
 
 
+def _look_for_gpus(promised: int) -> None:
+    """Raise `GpuMissing` where torch sees fewer: the driver may be older than its CUDA wants."""
+    import torch
+
+    if promised:
+        seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        require_gpus(promised, seen, ask_driver(), torch.version.cuda or "")
+
+
 def _first_message(link: Channel) -> channel.Configure:
     while not (messages := link.receive(None)):
         pass
@@ -320,6 +330,7 @@ def main(fd: int) -> None:
         die_with_parent(config.parent_pid)
         began = time.monotonic()
         _import_all(config.spec.threads)
+        _look_for_gpus(config.spec.promised_gpus)
         os.nice(NICENESS)
         imports_s = round(time.monotonic() - began, 3)
         link.send(channel.Ready({"python": round(began - _STARTED_AT, 3), "imports": imports_s}))

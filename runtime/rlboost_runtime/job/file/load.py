@@ -2,7 +2,8 @@
 
 `load_job` tells every mistake of a file at once, in the order of its lines, each as
 `job.yaml:14: rollout.spot.max_instance: unknown field; did you mean max_instances?`: where, which field, what
-was found and what to do. A job that loads names only files, functions and data sets that are there.
+was found and what to do. A job that loads names only files, functions and data sets that are there, and fits
+the machines that it buys; what it leaves to the plan (`auto`) is filled in where these are known.
 
 Settings that are legal one by one and make no sense together.
 
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlboost_runtime.errors import ConfigError
+from rlboost_runtime.fit.plan import misfits, resolved
+from rlboost_runtime.fit.shape import TransformerShape, find_shape
 from rlboost_runtime.job import IMPORTANCE_CAPS, HttpReward, Job, num_devices
 from rlboost_runtime.job.file.disk import check_disk, find_model
 from rlboost_runtime.job.file.places import check_places, place_hints
@@ -46,9 +49,19 @@ def load_job(path: Path) -> Job:
     job, mistakes = validate(tree.data)
     mistakes = [*tree.mistakes, *mistakes, *check_sense(tree.data), *check_disk(tree.data, path.parent)]
     mistakes += [*check_reach(job), *check_places(job)] if job is not None else []
+    shape = None if job is None or mistakes else _shape(job, path.parent)
+    if job is not None and shape is not None:
+        mistakes += [Mistake(*each) for each in misfits(job, shape)]
     if job is None or mistakes:
         raise _errors(path, _lines(path, tree, mistakes))
-    return _with_absolute_model(job, path.parent)
+    return _with_absolute_model(job if shape is None else resolved(job, shape), path.parent)
+
+
+def _shape(job: Job, base: Path) -> TransformerShape | None:
+    try:
+        return find_shape(job.model, base)
+    except ConfigError:
+        return None  # `doctor` and the trainer say what is wrong with it
 
 
 def hints(job: Job) -> list[str]:

@@ -342,6 +342,8 @@ def _wanted(annotation: Any, field: FieldInfo | None, pattern: str = "") -> str:
 
 
 def _described(annotation: Any, field: FieldInfo | None) -> str:
+    if get_origin(annotation) is Annotated:
+        return _described(*get_args(annotation)[:2])
     if get_origin(annotation) is Literal:
         return " or ".join(str(value) for value in get_args(annotation))
     if is_section(annotation):

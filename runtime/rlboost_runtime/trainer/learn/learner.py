@@ -117,11 +117,11 @@ class Learner:
             [parameter for parameter in policy.model.parameters() if parameter.requires_grad],
             lr=algorithm.learning_rate, betas=(algorithm.adam_betas[0], algorithm.adam_betas[1]),
             eps=algorithm.adam_eps, weight_decay=algorithm.weight_decay, ranks=ranks,
-            offload=trainer.optimizer_offload, mover=policy.mover,
+            offload=trainer.offloads_optimizer, mover=policy.mover,
         )  # fmt: skip
         self.sums = StepSums()
         self._algorithm = algorithm
-        self._budget = trainer.micro_batch_tokens
+        self._budget = trainer.pass_tokens
         self._ranks = ranks
         self._config = loss_config(algorithm)
         self._totals = Totals()

@@ -80,10 +80,10 @@ def version_configs(model: PreTrainedModel, dtype: str) -> dict[str, bytes]:
 
 def find_tied(model: PreTrainedModel) -> list[Tied]:
     """Return the parameters that share another one's memory."""
-    first: dict[tuple[int, torch.Size], str] = {}
+    first: dict[torch.nn.Parameter, str] = {}
     found = []
-    for name, tensor in model.state_dict().items():
-        owner = first.setdefault((tensor.data_ptr(), tensor.shape), name)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner = first.setdefault(parameter, name)
         if owner != name:
             found.append(Tied(name, owner))
     return found

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
@@ -31,6 +30,7 @@ from transformers import (
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import Algorithm, Lora, Trainer
 from rlboost_runtime.trainer.learn import lora as adapters
+from rlboost_runtime.trainer.learn.loading import StoredWeights, find_stored, hollow_model
 from rlboost_runtime.trainer.learn.logprobs import LogprobModel
 from rlboost_runtime.trainer.learn.model_files import (
     ModelSnapshot,
@@ -48,8 +48,9 @@ from rlboost_runtime.trainer.learn.ranks import (
     GatherModel,
     Ranks,
     Take,
-    broadcast_weights,
     full_tensor,
+    row_range,
+    scatter_rows,
     shard,
 )
 from rlboost_runtime.trainer.learn.ranks import RunProbe as ProbeCommand
@@ -93,6 +94,8 @@ class Policy:
         self.stop_token_ids = stop_token_ids(model, tokenizer)
         self.scorer = LogprobModel(model)
         self._tied = find_tied(model)
+        self.stored: StoredWeights | None = None
+        """The files from which sharding reads the weights of a hollow model; None: the model has them."""
         self._lora: Lora | None = None
         self._adapter_folder = _adapter_folder(folder)
         self._small_files: dict[str, bytes] = {}
@@ -104,11 +107,19 @@ class Policy:
         return next(self.model.parameters()).device
 
     @classmethod
-    def load(cls, folder: str | Path) -> Policy:
-        """Load from a folder in HF format (or a hub name). Raises `ConfigError`."""
+    def load(cls, folder: str | Path, ranks: Ranks = ALONE) -> Policy:
+        """Load from a folder in HF format (or a hub name). Raises `ConfigError`.
+
+        With several `ranks` the model is hollow until `set_up` reads each rank's part, unless `transformers`
+        has to rename what is stored: then it is whole.
+        """
         try:
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
             tokenizer = AutoTokenizer.from_pretrained(folder)
+            if ranks.num > 1 and (stored := find_stored(folder, hollow := hollow_model(folder))) is not None:
+                policy = cls(hollow, tokenizer, folder)
+                policy.stored = stored
+                return policy
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         except (OSError, ValueError) as exc:
             raise ConfigError(
                 f"model: {folder} cannot be loaded: {str(exc).splitlines()[0]}",
@@ -118,13 +129,11 @@ class Policy:
 
     @classmethod
     def bare(cls, files: Mapping[str, bytes]) -> Policy:
-        """Return a policy of the shape given by `small_files`, with random weights."""
+        """Return a policy of the shape given by `small_files`, without weights: rank 0 sends them."""
         with tempfile.TemporaryDirectory() as name:
             for file, content in files.items():
                 (Path(name) / file).write_bytes(content)
-            config = AutoConfig.from_pretrained(name)
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
-            return cls(model, AutoTokenizer.from_pretrained(name))
+            return cls(hollow_model(name), AutoTokenizer.from_pretrained(name))
 
     def small_files(self) -> dict[str, bytes]:
         """Return the files beside the weights, by name."""
@@ -132,9 +141,14 @@ class Policy:
             self._small_files = small_files(self.model, self.tokenizer)
         return self._small_files
 
-    def set_up(self, trainer: Trainer, algorithm: Algorithm, ranks: Ranks = ALONE) -> None:
+    def set_up(
+        self, trainer: Trainer, algorithm: Algorithm, ranks: Ranks = ALONE, *, is_sent: bool = False
+    ) -> None:
         """Set up adapters, precision, memory and ranks as the job wants them. Call this once, before the
-        optimizer is created. Raises `ConfigError`."""
+        optimizer is created. Raises `ConfigError`.
+
+        `is_sent`: rank 0 alone has the weights, or their files, and sends the others theirs.
+        """
         self._ranks = ranks
         self.scorer.entropy_has_gradient = algorithm.entropy_bonus is not None
         if algorithm.lora is not None:
@@ -147,12 +161,34 @@ class Policy:
         if trainer.dtype == "bfloat16" or (trainer.dtype == "auto" and self.mover.device.type == "cuda"):
             self.scorer.compute_dtype = torch.bfloat16
             self.scorer.autocast = ranks.num == 1
-        if trainer.nodes > 1:
-            broadcast_weights(self.model, ranks)
-        if trainer.activation_checkpointing:
+        if trainer.checkpoints_activations:
             _checkpoint_activations(self.model)
+        self.spread(ranks, is_sent=is_sent)
+
+    def spread(self, ranks: Ranks, *, is_sent: bool) -> None:
+        """Give each rank its rows of the weights; with one rank they stay as they are. `is_sent` as in
+        `set_up`, which calls this."""
+        self._ranks = ranks
         if ranks.num > 1:
-            shard(self.scorer, ranks, self.mover.device)
+            shard(self.scorer, ranks, self.mover.device, self._sent_rows if is_sent else self._own_rows)
+        if self.stored is not None:
+            self.stored.close()
+
+    def _own_rows(self, name: str, weight: Tensor) -> Tensor:
+        """Return this rank's rows of a weight, from the files where these have it."""
+        start, stop = row_range(weight.shape[0], self._ranks.num, self._ranks.rank)
+        return self._stored_rows(name, weight, start, stop)
+
+    def _stored_rows(self, name: str, weight: Tensor, start: int, stop: int) -> Tensor:
+        name = name.removeprefix("model.").replace(".base_layer.", ".")
+        if self.stored is not None and name in self.stored:
+            return self.stored.rows(name, start, stop)
+        return weight[start:stop]
+
+    def _sent_rows(self, name: str, weight: Tensor) -> Tensor:
+        """Return this rank's rows of rank 0's weight, one weight at a time."""
+        whole = self._stored_rows(name, weight, 0, weight.shape[0]).float() if self._ranks.leads else None
+        return scatter_rows(whole, weight.shape, self._ranks)
 
     def _attach(self, lora: Lora, seed: int) -> None:
         adapters.attach(self.model, lora, seed)

@@ -35,13 +35,13 @@ def run_worker(ranks: Ranks) -> None:
         case LoadPolicy(source=source, job=text, files=files) as command:
             job = Job.model_validate_json(text)
             torch.set_num_threads(job.trainer.threads)
-            policy = Policy.bare(files) if files else Policy.load(source)
-            policy.set_up(job.trainer, job.algorithm, ranks)
+            policy = Policy.bare(files) if files else Policy.load(source, ranks)
+            policy.set_up(job.trainer, job.algorithm, ranks, is_sent=bool(files))
             reference = None
             if job.algorithm.kl is not None:
                 few, folder = command.reference_files, command.reference
-                other = None if folder is None else Policy.bare(few) if few else Policy.load(folder)
-                reference = Reference(policy, other, ranks, nodes=job.trainer.nodes)
+                other = None if folder is None else Policy.bare(few) if few else Policy.load(folder, ranks)
+                reference = Reference(policy, other, ranks, is_sent=bool(few))
             learner = Learner(policy, job.algorithm, job.trainer, ranks, reference)
             serve(ranks, policy, learner, Residency(policy, learner.optimizer))
         case End():

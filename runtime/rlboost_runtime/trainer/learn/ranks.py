@@ -50,8 +50,8 @@ COMMAND_TIMEOUT = datetime.timedelta(days=2)
 class LoadPolicy(msgspec.Struct, tag="load", frozen=True):
     """`Policy.load` and `Policy.set_up`: the first command, unless the run ends before it.
 
-    `job`: the resolved job as JSON. `files`: with several nodes, the model's small files; its weights follow
-    from rank 0, since `source` is there only.
+    `job`: the resolved job as JSON. `files`: the model's small files, where its weights follow from rank 0:
+    with several nodes, as `source` is there only, or where only `transformers` can read them.
     """
 
     source: str
@@ -223,28 +223,24 @@ class Ranks:
 ALONE = Ranks()
 
 
-@torch.no_grad()
-def broadcast_weights(model: nn.Module, ranks: Ranks) -> None:
-    """Give every rank the weights of rank 0; all ranks must call this, before the weights are sharded."""
-    for tensor in model.state_dict().values():
-        copy = tensor.detach().to("cpu").contiguous()
-        dist.broadcast(copy, 0)
-        if not ranks.leads:
-            tensor.copy_(copy)
-
-
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return a tensor, gathered if it is sharded; all ranks must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+Rows = Callable[[str, Tensor], Tensor]
+"""Returns this rank's rows of a weight, by its name in the scorer and the weight as it was until then."""
+
+
 @torch.no_grad()
-def shard(scorer: LogprobModel, ranks: Ranks, device: torch.device) -> None:
-    """Shard the model's weights over the ranks, which must all hold the same ones, to compute on `device`.
+def shard(scorer: LogprobModel, ranks: Ranks, device: torch.device, rows: Rows | None = None) -> None:
+    """Shard the model's weights over the ranks, to compute on `device`; `rows`: None where each rank has all.
 
     The shards stay in main memory. (FSDP puts what it is given onto the device; it leaves alone what is on
     the meta device.)
     """
+    if rows is None:
+        rows = lambda name, weight: rows_by_rank(weight, ranks)[ranks.rank]  # noqa: E731
     mesh = init_device_mesh(device.type, (ranks.num,))
     precision = MixedPrecisionPolicy()
     if scorer.compute_dtype is not torch.float32:
@@ -258,7 +254,7 @@ def shard(scorer: LogprobModel, ranks: Ranks, device: torch.device) -> None:
     for module, name, buffer in buffers:
         setattr(module, name, buffer)
     for name, parameter in scorer.named_parameters():
-        _local(parameter).copy_(rows_by_rank(weights.pop(name), ranks)[ranks.rank])
+        _local(parameter).copy_(rows(name, weights.pop(name)))
 
 
 def _leave_for_meta(scorer: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
@@ -399,25 +395,34 @@ def _part(tensor: Tensor | None, parameter: nn.Parameter, ranks: Ranks) -> Tenso
     It travels through main memory. (`distribute_tensor` would put it on the device of the mesh.)
     """
     part = torch.zeros_like(parameter, dtype=torch.float32)
-    rows = -(-parameter.shape[0] // ranks.num)
-    mine = torch.zeros(rows, *parameter.shape[1:])
-    sent = None
-    if tensor is not None:
-        sent = [_padded(each, rows) for each in rows_by_rank(tensor.float(), ranks)]
-    dist.scatter(mine, sent)
-    local = _local(part)
-    local.copy_(mine[: len(local)])
+    _local(part).copy_(scatter_rows(None if tensor is None else tensor.float(), parameter.shape, ranks))
     return part
+
+
+def scatter_rows(whole: Tensor | None, shape: torch.Size, ranks: Ranks) -> Tensor:
+    """Return this rank's rows of rank 0's `whole` tensor in float32, of `shape`; all ranks must call this."""
+    height = -(-shape[0] // ranks.num)
+    mine = torch.zeros(height, *shape[1:])
+    parts = None if whole is None else [_padded(each, height) for each in rows_by_rank(whole, ranks)]
+    dist.scatter(mine, parts)
+    start, stop = row_range(shape[0], ranks.num, ranks.rank)
+    return mine[: stop - start]
 
 
 def _padded(rows: Tensor, num: int) -> Tensor:
     return torch.cat([rows, rows.new_zeros(num - len(rows), *rows.shape[1:])])
 
 
+def row_range(height: int, num_ranks: int, rank: int) -> tuple[int, int]:
+    """Return where the rows that FSDP gives to a rank start and stop."""
+    each = -(-height // num_ranks)
+    return min(height, rank * each), min(height, (rank + 1) * each)
+
+
 def rows_by_rank(whole: Tensor, ranks: Ranks) -> list[Tensor]:
     """Return the rows of `whole` that FSDP gives to each rank."""
-    chunks = list(torch.chunk(whole, ranks.num))
-    return chunks + [whole[:0]] * (ranks.num - len(chunks))
+    ranges = (row_range(len(whole), ranks.num, rank) for rank in range(ranks.num))
+    return [whole[start:stop] for start, stop in ranges]
 
 
 def _local(tensor: Tensor) -> Tensor:

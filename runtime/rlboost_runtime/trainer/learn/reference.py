@@ -18,7 +18,7 @@ from rlboost_runtime.logs import event
 from rlboost_runtime.trainer.learn import lora as adapters
 from rlboost_runtime.trainer.learn.logprobs import LogprobModel
 from rlboost_runtime.trainer.learn.policy import Policy
-from rlboost_runtime.trainer.learn.ranks import ALONE, Ranks, broadcast_weights, shard
+from rlboost_runtime.trainer.learn.ranks import ALONE, Ranks
 
 log = logging.getLogger(__name__)
 
@@ -26,21 +26,20 @@ log = logging.getLogger(__name__)
 class Reference:
     """What the policy is held near. All ranks make one and use it together."""
 
-    def __init__(self, policy: Policy, other: Policy | None, ranks: Ranks = ALONE, *, nodes: int = 1) -> None:
+    def __init__(
+        self, policy: Policy, other: Policy | None, ranks: Ranks = ALONE, *, is_sent: bool = False
+    ) -> None:
         """`policy` is set up. `other`: the reference's model, freshly loaded; None: the weights under the
-        policy's adapters."""
+        policy's adapters. `is_sent`: rank 0 sends the others its weights."""
         self._policy = policy
         self._scorer: LogprobModel | None = None
         if other is None:
             return
         self._scorer = scorer = other.scorer
         torch.nn.Module.requires_grad_(other.model, requires_grad=False)
-        if nodes > 1:
-            broadcast_weights(other.model, ranks)
         scorer.compute_dtype, scorer.autocast = policy.scorer.compute_dtype, policy.scorer.autocast
         torch.nn.Module.to(other.model, scorer.compute_dtype)
-        if ranks.num > 1:
-            shard(scorer, ranks, policy.mover.device)
+        other.spread(ranks, is_sent=is_sent)
         num_bytes = sum(each.numel() * each.element_size() for each in other.model.parameters())
         event(log, "reference.loaded", model=str(other.source), main_memory_bytes=num_bytes, ranks=ranks.num)
 

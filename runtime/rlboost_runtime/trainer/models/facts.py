@@ -6,6 +6,8 @@ The model is built on torch's meta device, so that even a large one costs no mem
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,8 +23,19 @@ from transformers import (
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import Job, TinyModel
 from rlboost_runtime.trainer.data.chat import PromptEncoder
-from rlboost_runtime.trainer.models.footprint import ModelFacts
+from rlboost_runtime.trainer.data.reading import Example
 from rlboost_runtime.trainer.models.tiny import make_model, make_tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """A model as its files describe it."""
+
+    num_parameters: int
+    """Tied ones once."""
+    encode: Callable[[Example], tuple[str, Sequence[int]]]
+    """What the model reads of a prompt, and its token ids."""
+    has_chat_template: bool = False
 
 
 def look_at_model(job: Job) -> ModelFacts:
@@ -34,8 +47,6 @@ def look_at_model(job: Job) -> ModelFacts:
     model, tokenizer = _from_files(job.model) if isinstance(job.model, str) else _tiny(job, job.model)
     return ModelFacts(
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        vocabulary=model.config.get_text_config().vocab_size,
-        kv_elements_per_token=_kv_elements(model),
         encode=PromptEncoder(tokenizer),
         has_chat_template=tokenizer.chat_template is not None,
     )
@@ -111,10 +122,3 @@ def _tied(model: PreTrainedModel) -> list[list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return [group for group in names.values() if len(group) > 1]
-
-
-def _kv_elements(model: PreTrainedModel) -> int:
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * config.num_hidden_layers * heads * size)

@@ -10,10 +10,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from rlboost_runtime.errors import ConfigError
-from rlboost_runtime.job import Job, Lora, TinyModel
+from rlboost_runtime.fit.shape import find_shape
+from rlboost_runtime.job import Job, TinyModel
 from rlboost_runtime.trainer.data.reading import Example
 from rlboost_runtime.trainer.models.facts import look_at_model
-from rlboost_runtime.trainer.models.footprint import LOGITS_COPIES, PROCESS_BYTES, ModelFacts, footprint
 from rlboost_runtime.trainer.models.tiny import make_model, make_tokenizer
 
 
@@ -40,8 +40,10 @@ def copy(folder: Path, target: Path) -> Path:
 def test_the_tiny_model_is_as_large_as_it_is_made() -> None:
     facts = look_at_model(job({"init": "tiny"}))
     assert facts.num_parameters == 328_704
-    assert facts.vocabulary == 258
-    assert facts.kv_elements_per_token == 2 * 2 * 2 * 32  # keys and values, layers, heads, head size
+    shape = find_shape(job({"init": "tiny"}).model)
+    assert shape is not None
+    assert shape.parameters == facts.num_parameters
+    assert shape.kv_elements_per_token == 2 * 2 * 2 * 32  # keys and values, layers, heads, head size
     assert len(facts.encode(Example("abc", None, {}))[1]) == 3  # bytes
 
 
@@ -49,24 +51,6 @@ def test_a_folder_is_looked_at_without_its_weights(folder: Path) -> None:
     facts = look_at_model(job(str(folder)))
     assert facts.num_parameters == 328_704  # tied embeddings count once and are stored once
     assert len(facts.encode(Example("abc", None, {}))[1]) == 3
-
-
-def test_sizes_by_hand() -> None:
-    facts = ModelFacts(1000, vocabulary=10, kv_elements_per_token=8, encode=lambda example: ("", []))
-    small = job(
-        {"init": "tiny"},
-        algorithm={"max_prompt_tokens": 5, "max_response_tokens": 15, "learning_rate": 1.0e-4},
-        trainer={"micro_batch_tokens": 30},
-        rollout={"engine_args": {"max_running": 3, "dtype": "bfloat16"}},
-    )
-    found = footprint(small, facts)
-    assert found.checkpoint == 12_000
-    assert found.version == 2_000
-    assert found.trainer == PROCESS_BYTES + 16_000 + LOGITS_COPIES * 30 * 10 * 4
-    assert found.engine == PROCESS_BYTES + 2_000 + 3 * 20 * 8 * 2
-    adapters = small.model_copy(update={"algorithm": small.algorithm.model_copy(update={"lora": Lora()})})
-    assert footprint(adapters, facts).trainer == found.trainer - 12_000
-    assert footprint(adapters, facts).checkpoint == 4_000
 
 
 def test_weights_that_are_missing_are_named(folder: Path, tmp_path: Path) -> None:

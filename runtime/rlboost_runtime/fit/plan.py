@@ -1,0 +1,370 @@
+"""What a job takes of GPU, main memory, disk and time, and whether its machines have it.
+
+`auto` in the job means: the fastest way that fits. Offloading the moments costs a copy per step,
+checkpointing a third more arithmetic; so they are tried in that order. What is written in the job is kept,
+and refused where nothing fits beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from rlboost_providers.base.accelerators import memory_bytes
+from rlboost_runtime.errors import ConfigError
+from rlboost_runtime.fit.memory import (
+    CAST,
+    GRADIENT,
+    MOMENTS,
+    USABLE,
+    WEIGHT,
+    Arithmetic,
+    TrainingSetup,
+    gpu_bytes,
+    peak_bytes,
+    step_bytes,
+)
+from rlboost_runtime.fit.shape import TransformerShape, find_shape
+from rlboost_runtime.job import CloudOffer, Job, num_devices
+
+GB = 10**9
+PASS_TOKENS = (32_768, 16_384, 8_192)
+"""What `micro_batch_tokens: auto` may be: a larger pass gathers the weights less often."""
+KEPT_VERSIONS = 3
+"""Weight versions on a disk: two, and the next one while it is written."""
+SOFTWARE_BYTES = 20 * GB
+"""torch, vLLM and their CUDA, twice, and the system of a machine that is bought. Judged."""
+BESIDE_BYTES = 500 * 2**20
+"""Disk for logs, event log, ledger and the journal of a step."""
+PROCESS_BYTES = 400 * 2**20
+"""A process that has imported torch and transformers: 350 MB resident on Linux, CPU build of torch 2.13."""
+LEAST_DISK_GB = 200
+SMALL_PARAMETERS = 20_000_000
+VLLM_SHARE = 0.9
+"""vLLM's own `gpu_memory_utilization`."""
+COPY_BYTES_PER_S = 5e9
+"""Pageable copies between a GPU and main memory. Judged; pinned memory reaches ten times as much."""
+CAST_BYTES_PER_S = 6.6e9
+"""Gathering and casting a version in main memory. Judged."""
+PUBLISH_S, CHECKPOINT_S = 30.0, 300.0
+"""Seconds in which a disk should take a version, on which the next step waits, and a checkpoint."""
+
+FieldProblem = tuple[tuple[str | int, ...], str]
+"""The path of a field in the job file; what is wrong and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class FitPlan:
+    """What a job takes. All figures are computed, in bytes and seconds."""
+
+    setup: TrainingSetup
+    accelerator: str
+    gpu_has: int | None
+    """Bytes of one GPU; None: not known, or a CPU."""
+    micro_batch_tokens: int
+    version: int
+    """One weight version, as engines get it."""
+    checkpoint: int
+    engine: int
+    """Main memory of an engine on a CPU: weights, and a whole context for each response that may run."""
+    disk: int
+    """The run's folder at its fullest, with what is installed on a machine that is bought."""
+
+    @property
+    def gpu_parts(self) -> dict[str, int]:
+        """A GPU's memory during the backward pass, by part."""
+        return gpu_bytes(self.setup)
+
+    @property
+    def gpu_needs(self) -> int:
+        """The most that a GPU holds."""
+        return peak_bytes(self.setup)
+
+    @property
+    def host_per_rank(self) -> int:
+        """What a rank parks in main memory while engines have the GPU."""
+        setup = self.setup
+        return (WEIGHT * setup.all_parameters + (GRADIENT + MOMENTS) * setup.trained) // setup.ranks
+
+    @property
+    def host(self) -> int:
+        """Main memory of all ranks, with what rank 0 gathers for a checkpoint and a version."""
+        each = self.host_per_rank if self.setup.on_gpu else sum(self.gpu_parts.values())
+        beside = self.checkpoint + self.version + self.setup.reference
+        return self.setup.ranks * (PROCESS_BYTES + each) + beside
+
+    @property
+    def handover_s(self) -> float:
+        """Seconds to move weights and moments one way."""
+        setup = self.setup
+        moved = WEIGHT * setup.all_parameters + (0 if setup.offload else MOMENTS * setup.trained)
+        return moved / setup.ranks / COPY_BYTES_PER_S
+
+    @property
+    def publication_s(self) -> float:
+        """Seconds to gather and cast a version, and to write it at `disk_bytes_per_s`."""
+        return self.version / CAST_BYTES_PER_S + self.version / self.disk_bytes_per_s
+
+    @property
+    def disk_bytes_per_s(self) -> float:
+        """Throughput that takes a version within `PUBLISH_S` and a checkpoint within `CHECKPOINT_S`."""
+        return max(self.version / PUBLISH_S, self.checkpoint / CHECKPOINT_S)
+
+    def json(self) -> dict[str, object]:
+        """Return it as JSON values; sizes in GB."""
+        parts = {name: round(size / GB, 2) for name, size in self.gpu_parts.items()}
+        return {
+            "basis": "computed from the model's configuration, not measured",
+            "accelerator": self.accelerator, "gpu_parts_gb": parts,
+            "gpu_needs_gb": round(self.gpu_needs / GB, 2),
+            "gpu_step_gb": round(step_bytes(self.setup) / GB, 2),
+            "gpu_usable_gb": None if self.gpu_has is None else round(USABLE * self.gpu_has / GB, 2),
+            "activation_checkpointing": self.setup.checkpointing, "optimizer_offload": self.setup.offload,
+            "micro_batch_tokens": self.micro_batch_tokens, "largest_pass_tokens": self.setup.tokens,
+            "host_gb": round(self.host / GB, 2), "host_per_rank_gb": round(self.host_per_rank / GB, 2),
+            "disk_gb": round(self.disk / GB, 2), "disk_mb_per_s": round(self.disk_bytes_per_s / 1e6, 1),
+            "version_gb": round(self.version / GB, 2), "checkpoint_gb": round(self.checkpoint / GB, 2),
+            "handover_s": round(self.handover_s, 2), "publication_s": round(self.publication_s, 2),
+        }  # fmt: skip
+
+    def lines(self) -> list[str]:
+        """Return a compact table for a person; nothing for a model that any machine has room for."""
+        if self.setup.shape.parameters < SMALL_PARAMETERS:
+            return []
+        setup, parts = self.setup, self.gpu_parts
+        state = sum(parts.pop(name, 0) for name in ("weights", "gradients", "moments"))
+        activations = sum(parts.pop(name, 0) for name in ("activations", "one layer redone", "logits chunk"))
+        switches = (
+            f"checkpointing {'on' if setup.checkpointing else 'off'},"
+            f" moments {'offloaded' if setup.offload else 'on the GPU'}"
+        )
+        has = "" if self.gpu_has is None else f" of {USABLE * self.gpu_has / GB:.1f} GB usable"
+        return [
+            f"  memory   {self.gpu_needs / GB:.1f} GB{has} per {self.accelerator or 'process'}: state"
+            f" {state / GB:.1f}, activations {activations / GB:.1f}, gathered and contexts"
+            f" {sum(parts.values()) / GB:.1f}",
+            f"           passes of up to {setup.tokens:,} tokens; {switches}",
+            f"           main memory {self.host / GB:,.0f} GB, {self.host_per_rank / GB:.1f} GB per rank",
+            f"  disk     {self.disk / GB:,.0f} GB; at {self.disk_bytes_per_s / 1e6:,.0f} MB/s a version of"
+            f" {self.version / GB:.1f} GB takes {self.version / self.disk_bytes_per_s:.0f} s, a checkpoint of"
+            f" {self.checkpoint / GB:.1f} GB {self.checkpoint / self.disk_bytes_per_s:.0f} s",
+            f"  seconds  hand-over {self.handover_s:.1f} each way, publication {self.publication_s:.0f}"
+            " (this and the above: computed from config.json, not measured)",
+        ]
+
+
+def fit_plan(job: Job, shape: TransformerShape, gpu_has: int | None = None) -> FitPlan:
+    """Return what `job` takes; `gpu_has`: bytes of one of its GPUs, None for those of `trainer.accelerators`.
+
+    Where nothing fits, the plan is the one that needs least.
+    """
+    has = memory_bytes(job.trainer.accelerators) if gpu_has is None else gpu_has
+    setup, tokens = _choose(job, shape, has)
+    element = CAST if job.rollout.engine_args.dtype == "bfloat16" else WEIGHT
+    version = shape.parameters * element
+    checkpoint = WEIGHT * setup.all_parameters + MOMENTS * setup.trained
+    context = element * shape.kv_elements_per_token * _largest_pass(job, 0)
+    return FitPlan(
+        setup,
+        (job.trainer.accelerators or "").partition(":")[0] or ("" if has is None else "GPU"),
+        has,
+        tokens,
+        version,
+        checkpoint,
+        engine=PROCESS_BYTES + version + context * job.rollout.engine_args.max_running,
+        disk=_disk_bytes(job, shape, version, checkpoint),
+    )
+
+
+def fit_plan_here(job: Job) -> FitPlan | None:
+    """Return what `job` takes; None where no configuration of its model is on this machine."""
+    try:
+        shape = find_shape(job.model)
+    except ConfigError:
+        return None
+    return None if shape is None else fit_plan(job, shape)
+
+
+def resolved(job: Job, shape: TransformerShape, gpu_has: int | None = None) -> Job:
+    """Return `job` with what it leaves to the plan filled in, as far as its GPUs are known."""
+    plan = fit_plan(job, shape, gpu_has)
+    written = job.trainer
+    found: dict[str, object] = {}
+    if plan.gpu_has is not None:
+        found = {
+            "activation_checkpointing": plan.setup.checkpointing,
+            "optimizer_offload": plan.setup.offload,
+            "micro_batch_tokens": plan.micro_batch_tokens,
+        }
+    if job.trainer.is_bought:
+        found["disk_gb"] = _disk_gb(plan)
+    found = {name: value for name, value in found.items() if getattr(written, name) == "auto"}
+    return job.model_copy(update={"trainer": written.model_copy(update=found)}) if found else job
+
+
+def misfits(job: Job, shape: TransformerShape, gpu_has: int | None = None) -> list[FieldProblem]:
+    """Return what of `job` cannot fit its machines; `gpu_has` as in `fit_plan`. CPUs are not judged."""
+    plan = fit_plan(job, shape, gpu_has)
+    found = []
+    if plan.gpu_has is not None and plan.gpu_needs > USABLE * plan.gpu_has:
+        found.append(_misfit(job, shape, plan))
+    written = job.trainer.disk_gb
+    if job.trainer.is_bought and written != "auto" and plan.disk > written * GB:
+        found.append(
+            (
+                ("trainer", "disk_gb"),
+                f"found {written}, but {plan.disk / GB:,.0f} GB are needed: {job.trainer.keep_checkpoints}"
+                f" checkpoints of {plan.checkpoint / GB:.0f} GB and the next one, the final model,"
+                f" {KEPT_VERSIONS} versions of {plan.version / GB:.0f} GB, and software; write"
+                f" {_disk_gb(plan)} or auto",
+            )
+        )
+    return [*found, *_engine_misfits(job, shape)]
+
+
+def _largest_pass(job: Job, micro_batch_tokens: int) -> int:
+    """Return the positions of the largest forward pass: a response above the budget goes alone."""
+    return max(job.algorithm.max_prompt_tokens + job.algorithm.max_response_tokens, micro_batch_tokens)
+
+
+def _setup(job: Job, shape: TransformerShape, *, on_gpu: bool) -> TrainingSetup:
+    trainer, ranks = job.trainer, job.trainer.ranks * job.trainer.nodes
+    kind: Arithmetic = "float32"
+    if trainer.dtype == "bfloat16" or (trainer.dtype == "auto" and on_gpu):
+        kind = "autocast" if ranks == 1 else "sharded"
+    return TrainingSetup(
+        shape, kind, ranks, tokens=_largest_pass(job, trainer.pass_tokens),
+        checkpointing=trainer.checkpoints_activations, offload=trainer.offloads_optimizer,
+        lora_rank=0 if job.algorithm.lora is None else job.algorithm.lora.rank,
+        on_gpu=on_gpu, shares_gpu=trainer.local_engines > 0, has_reference=job.algorithm.has_reference_model,
+    )  # fmt: skip
+
+
+def _choose(job: Job, shape: TransformerShape, has: int | None) -> tuple[TrainingSetup, int]:
+    """Return the fastest setup that fits, with its `micro_batch_tokens`; where none fits, the smallest."""
+    trainer = job.trainer
+    base = _setup(job, shape, on_gpu=has is not None)
+    if has is None:
+        return base, trainer.pass_tokens
+    checkpointing = _choices(trainer.activation_checkpointing)
+    tried = [
+        replace(base, checkpointing=c, offload=o)
+        for c, o in product(checkpointing, _choices(trainer.optimizer_offload))
+    ]
+    room = USABLE * has
+    found = next((each for each in tried if peak_bytes(each) <= room), min(tried, key=peak_bytes))
+    if trainer.micro_batch_tokens == "auto" and base.ranks > 1:
+        for tokens in PASS_TOKENS:
+            larger = replace(found, tokens=_largest_pass(job, tokens))
+            if peak_bytes(larger) <= room:
+                return larger, tokens
+    return found, trainer.pass_tokens
+
+
+def _choices(written: bool | str) -> tuple[bool, ...]:
+    return (False, True) if isinstance(written, str) else (written,)
+
+
+def _misfit(job: Job, shape: TransformerShape, plan: FitPlan) -> FieldProblem:
+    """Return which field to change: the first whose change alone makes the job fit."""
+    assert plan.gpu_has is not None
+    setup = plan.setup
+    need = (
+        f"{setup.tokens:,} tokens in one pass on {setup.ranks} x {plan.accelerator} need"
+        f" {plan.gpu_needs / GB:.1f} GB per GPU (state {step_bytes(setup) / GB:.1f}, activations"
+        f" {plan.gpu_parts['activations'] / GB:.1f}), but one has {USABLE * plan.gpu_has / GB:.1f} GB to use"
+    )
+    trainer = job.trainer
+    for name in ("micro_batch_tokens", "activation_checkpointing", "optimizer_offload"):
+        if getattr(trainer, name) != "auto" and _fits(_with(job, {name: "auto"}), shape, plan.gpu_has):
+            return ("trainer", name), f"found {_shown(getattr(trainer, name))}: {need}; write auto"
+    free = {"micro_batch_tokens": "auto", "activation_checkpointing": "auto", "optimizer_offload": "auto"}
+    most = num_devices(trainer.accelerators) if trainer.accelerators else trainer.ranks
+    if trainer.ranks < most and _fits(_with(job, {**free, "ranks": most}), shape, plan.gpu_has):
+        return ("trainer", "ranks"), f"found {trainer.ranks}: {need}; write {most}, one rank per GPU"
+    longest = _longest_response(_with(job, free), shape, plan.gpu_has)
+    if longest:
+        found = f"found {job.algorithm.max_response_tokens:,}: {need}"
+        return (
+            ("algorithm", "max_response_tokens"),
+            f"{found}; write at most {longest}, or take larger GPUs",
+        )
+    return ("model",), f"{need}; take more or larger GPUs, a smaller model, or algorithm.lora"
+
+
+def _longest_response(job: Job, shape: TransformerShape, has: int) -> int:
+    """Return the longest responses, in whole 256 tokens, that would fit; 0: none."""
+    low, high = 0, job.algorithm.max_response_tokens // 256
+    while low < high:
+        middle = (low + high + 1) // 2
+        algorithm = job.algorithm.model_copy(update={"max_response_tokens": 256 * middle})
+        if _fits(job.model_copy(update={"algorithm": algorithm}), shape, has):
+            low = middle
+        else:
+            high = middle - 1
+    return 256 * low
+
+
+def _fits(job: Job, shape: TransformerShape, has: int) -> bool:
+    setup, _ = _choose(job, shape, has)
+    return peak_bytes(setup) <= USABLE * has
+
+
+def _with(job: Job, changes: Mapping[str, object]) -> Job:
+    return job.model_copy(update={"trainer": job.trainer.model_copy(update=dict(changes))})
+
+
+def _shown(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value:,}"
+
+
+def _disk_bytes(job: Job, shape: TransformerShape, version: int, checkpoint: int) -> int:
+    """Return the run's folder at its fullest; software and the hub's copy of the model where it is bought.
+
+    Reserved engines read the versions of the head; machines of the local provider have their own.
+    """
+    here = job.rollout.most_spot_engines(here=True) if job.rollout.spot.local_offers else 0
+    versions = (1 + here) * (KEPT_VERSIONS + job.algorithm.max_staleness) * version
+    bought = SOFTWARE_BYTES + CAST * shape.parameters if job.trainer.is_bought else 0
+    kept = (job.trainer.keep_checkpoints + 1) * checkpoint
+    return kept + WEIGHT * shape.parameters + versions + bought + BESIDE_BYTES
+
+
+def _disk_gb(plan: FitPlan) -> int:
+    """Return the size to ask for: a tenth more than is needed, in steps of 50 GB."""
+    return max(LEAST_DISK_GB, -(-plan.disk * 11 // (10 * 50 * GB)) * 50)
+
+
+def _engine_misfits(job: Job, shape: TransformerShape) -> Iterator[FieldProblem]:
+    """Yield the machines on which a vLLM engine has no room for the weights and one longest response."""
+    if job.rollout.engine != "vllm":
+        return
+    parallel, options = job.rollout.tensor_parallel, job.rollout.engine_args
+    element = CAST if options.dtype == "bfloat16" else WEIGHT
+    weights = shape.parameters * (1 if options.fp8 else element)
+    cache = element * shape.kv_elements_per_token * _largest_pass(job, 0)
+    needs = (weights + cache) // parallel
+    for path, accelerators in _engine_places(job):
+        has = memory_bytes(accelerators)
+        share = (options.gpu_memory_utilization or VLLM_SHARE) * (has or 0)
+        if has is not None and needs > share:
+            yield (
+                path,
+                (
+                    f"an engine on {parallel} of {accelerators} needs {needs / GB:.1f} GB per GPU for weights"
+                    f" and a response of {_largest_pass(job, 0):,} tokens, and may use {share / GB:.1f} GB;"
+                    " raise rollout.tensor_parallel, or take larger GPUs"
+                ),
+            )
+
+
+def _engine_places(job: Job) -> Sequence[tuple[tuple[str | int, ...], str | None]]:
+    offers = job.rollout.spot.any_of if job.rollout.spot.max_instances else []
+    reserved = [(("trainer", "accelerators"), job.trainer.accelerators)] if job.trainer.local_engines else []
+    spot = [
+        (("rollout", "spot", "any_of", number, "accelerators"), offer.accelerators)
+        for number, offer in enumerate(offers)
+        if isinstance(offer, CloudOffer)
+    ]
+    return [*reserved, *spot]

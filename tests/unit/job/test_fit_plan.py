@@ -1,0 +1,151 @@
+"""What a job takes is refused before anything is bought, and what it leaves to the plan is filled in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import rlboost_templates
+from rlboost_cli.main import app
+from rlboost_runtime.fit.plan import GB, fit_plan, misfits, resolved
+from rlboost_runtime.fit.shape import KNOWN_MODELS, find_shape
+from rlboost_runtime.job import Job
+from rlboost_runtime.job.file.load import JobErrors, load_job
+
+BOUGHT = ["aws", "gcp", "multi-cloud"]
+SIZES = ["8B", "14B", "32B"]
+
+
+def write(folder: Path, template: str, size: str, trainer: str = "", **replaced: str) -> Path:
+    """A template for another size, with lines added below `trainer:`."""
+    text = rlboost_templates.text(template).replace("Qwen/Qwen3-8B", f"Qwen/Qwen3-{size}")
+    for old, new in replaced.items():
+        text = text.replace(f"{old}: ", f"{old}: {new} # ", 1)
+    text = text.replace("trainer: ", f"trainer:\n  {trainer}\n#", 1) if trainer else text
+    path = folder / "job.yaml"
+    path.write_text(text)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("template", BOUGHT)
+def test_every_template_fits_with_the_models_of_the_paper(template: str, size: str, tmp_path: Path) -> None:
+    job = load_job(write(tmp_path, template, size))
+    assert job.trainer.activation_checkpointing is True
+    assert job.trainer.optimizer_offload is (size == "32B")
+    assert job.trainer.micro_batch_tokens == (16_384 if size == "32B" else 32_768)
+    assert job.trainer.disk_gb == {"8B": 500, "14B": 850, "32B": 1800}[size]
+    plan = fit_plan(job, KNOWN_MODELS[f"Qwen/Qwen3-{size}"])
+    assert plan.gpu_has is not None
+    assert plan.gpu_needs < 0.95 * plan.gpu_has
+    assert plan.disk < job.trainer.disk_size_gb * GB
+
+
+REFUSED = [
+    ("8B", "activation_checkpointing: false", "trainer.activation_checkpointing: found false: 14,848 tokens"),
+    ("8B", "micro_batch_tokens: 900000", "trainer.micro_batch_tokens: found 900,000: 900,000 tokens"),
+    ("32B", "disk_gb: 500", "trainer.disk_gb: found 500, but 1,593 GB are needed"),
+    ("32B", "optimizer_offload: false", "trainer.optimizer_offload: found false"),
+]
+
+
+@pytest.mark.parametrize(("size", "line", "problem"), REFUSED)
+@pytest.mark.parametrize("command", ["check", "plan", "doctor"])
+def test_what_cannot_fit_ends_with_2_the_line_the_need_and_the_remedy(
+    command: str, size: str, line: str, problem: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path, "aws", size, line)
+    number = path.read_text().splitlines().index(f"  {line}") + 1
+    done = CliRunner().invoke(app, [command, str(path)])
+    assert done.exit_code == 2
+    assert f"{path}:{number}: {problem}" in done.stderr
+    assert "write " in done.stderr.split(problem)[1]
+
+
+def test_one_rank_for_32b_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, "aws", "32B", ranks="1")
+    with pytest.raises(JobErrors, match=r"trainer\.ranks: found 1: .* need 52\d\.\d GB .* write 8, one rank"):
+        load_job(path)
+
+
+def test_too_many_tokens_are_refused_with_the_number_that_fits(tmp_path: Path) -> None:
+    path = write(tmp_path, "aws", "8B", max_response_tokens="200000")
+    with pytest.raises(
+        JobErrors, match=r"algorithm\.max_response_tokens: found 200,000: .* write at most "
+    ) as raised:
+        load_job(path)
+    most = int(str(raised.value).split("write at most ")[1].split(",")[0])
+    load_job(write(tmp_path, "aws", "8B", max_response_tokens=str(most)))
+    with pytest.raises(JobErrors):
+        load_job(write(tmp_path, "aws", "8B", max_response_tokens=str(most + 1024)))
+
+
+def test_an_engine_without_room_for_one_response_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, "aws", "32B")
+    path.write_text(
+        path.read_text().replace('        accelerators: "H100:8"', '        accelerators: "L4:8"', 1)
+    )
+    with pytest.raises(JobErrors, match=r"any_of\[0\]\.accelerators: an engine on 2 of L4:8 needs 34\.\d GB"):
+        load_job(path)
+
+
+def job(**trainer: object) -> Job:
+    fields = {"name": "demo", "model": {"init": "tiny"}, "data": {"reasoning_gym": ["basic_arithmetic"]}}
+    return Job.model_validate_json(json.dumps({**fields, "trainer": trainer}))
+
+
+def test_nothing_changes_on_a_cpu() -> None:
+    shape = find_shape(job().model)
+    assert shape is not None
+    plain = resolved(job(), shape)
+    assert plain == job()
+    assert not plain.trainer.checkpoints_activations
+    assert not plain.trainer.offloads_optimizer
+    assert plain.trainer.pass_tokens == 8192
+    assert misfits(job(), shape) == []
+
+
+def test_a_gpu_of_this_machine_decides_what_was_left_open() -> None:
+    shape = KNOWN_MODELS["Qwen/Qwen3-0.6B"]
+    roomy = resolved(job(), shape, 80 * 2**30).trainer
+    assert not roomy.checkpoints_activations
+    assert not roomy.offloads_optimizer
+    assert roomy.micro_batch_tokens == 8192
+    tight = resolved(job(activation_checkpointing=True), shape, 24 * 2**30).trainer
+    assert (tight.activation_checkpointing, tight.optimizer_offload) == (True, False)
+    assert misfits(job(), shape, 8 * 2**30) != []
+
+
+def test_adapters_need_no_moments_for_the_frozen_weights() -> None:
+    shape = KNOWN_MODELS["Qwen/Qwen3-8B"]
+    base = job(ranks=1)
+    adapted = base.model_copy(update={"algorithm": base.algorithm.model_validate({"lora": {"rank": 16}})})
+    whole, small = (fit_plan(each, shape, 80 * 2**30) for each in (base, adapted))
+    assert whole.gpu_needs > 131 * GB
+    assert small.gpu_needs < 80 * GB
+    assert small.checkpoint == 4 * shape.parameters + 12 * shape.adapter_parameters(16)
+
+
+def test_the_hub_cache_and_folders_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {
+        "model_type": "qwen3_moe", "hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 512,
+        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100,
+        "num_experts": 8, "num_experts_per_tok": 2,
+    }  # fmt: skip
+    folder = tmp_path / "models--acme--new" / "snapshots" / "1"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    for name in ("acme/new", str(folder)):
+        shape = find_shape(name)
+        assert shape is not None
+        assert (shape.experts, shape.active_experts, shape.intermediate, shape.head_dim) == (8, 2, 32, 16)
+    assert find_shape("acme/unheard-of") is None
