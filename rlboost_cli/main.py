@@ -67,7 +67,7 @@ _MODULES: dict[str, dict[str, str]] = {
         "init": "Write a commented job file to start from",
         "check": "Validate a job file and print the resolved job",
         "doctor": "Look whether this machine, the job and its head elsewhere are ready to run",
-        "plan": "Predict step time and cost from what this machine measured",
+        "plan": "Simulate the job: its time, its cost, and what else could be done",
     },
     "start": {
         "up": "Start everything of a run but its trainer",

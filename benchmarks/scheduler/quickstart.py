@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.checkout import commit
-from rlboost_cli.planning.rates import Rates, rates_of
+from rlboost_cli.simulation.rates import Rates, rates_of
 from rlboost_runtime.coordinator.audit import audit
 from rlboost_runtime.coordinator.storage.journal import read_events
 from rlboost_runtime.run.create import stored_job

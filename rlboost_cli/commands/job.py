@@ -102,12 +102,12 @@ def doctor(
 def plan(
     job: JobFile,
     probe: Annotated[
-        bool, typer.Option("--probe", help="Run a few steps of the job first, to measure it")
+        bool, typer.Option("--probe", help="Run a few steps of the job first, to calibrate the simulation")
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask before --probe spends")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Predict step time and cost from what this machine measured
+    """Simulate the job: its time, its cost, and what else could be done
 
     Example: rlboost plan job.yaml
     """
@@ -123,13 +123,13 @@ def plan(
     if probe:
         from rlboost_cli.planning.agreement import probe as measure
 
-        agree(planned(loaded.name, loaded), "run a few steps of it?", yes=yes)
+        agree(planned(loaded.name, loaded, job.parent), "run a few steps of it?", yes=yes)
         measure(job, loaded, output.progress)
-    made = planned(loaded.name, loaded)
+    made = planned(loaded.name, loaded, job.parent, with_options=True)
     if as_json:
         output.as_json(plan_json(made))
     else:
         output.show("\n".join(describe_plan(made)))
-    if made.forecast is None:
+    if made.forecast is not None and not made.forecast.is_calibrated:
         cost = ", which costs money" if made.is_charged else ""
-        output.progress(f"\nhint: rlboost plan {job} --probe runs a few steps of it and measures{cost}")
+        output.progress(f"\nhint: rlboost plan {job} --probe measures a few steps and calibrates it{cost}")

@@ -62,8 +62,13 @@ def simulate(
         str | None, typer.Option(help="Instead of a job: paper-8b, paper-14b or paper-32b", metavar="P")
     ] = None,
     trace: Annotated[
-        str, typer.Option(help="A file or a name from `rlboost traces`", metavar="F")
-    ] = "generated-p3",
+        str | None,
+        typer.Option(
+            help="A file or a name from `rlboost traces`; default: the job's own market, or generated-p3",
+            metavar="F",
+            show_default=False,
+        ),
+    ] = None,
     window: Annotated[
         str | None, typer.Option(help="Only these hours of the trace, such as 0:2", metavar="A:B")
     ] = None,

@@ -100,15 +100,21 @@ def _prepared(job_or_run: str, question: str, *, resume: bool, yes: bool, checks
     from rlboost_cli.runs.target import find_target
     from rlboost_cli.terminal import extras, output
     from rlboost_cli.views import screens
+    from rlboost_runtime.billing.planned import keep_plan
 
     target = find_target(job_or_run, resume=resume, say=output.progress)
     extras.require(target.job)
     if checks and target.is_to_start:
         with output.working("checking data, reward and secrets"):
             _check(target)
-    agree(planned(target.name, target.job), question, yes=yes)
+    plan = None
+    if target.is_to_start:
+        plan = planned(target.name, target.job, target.folder)
+        agree(plan, question, yes=yes)
     with output.working("copying the job's files"):
         found = target.prepare(resume=resume, say=output.progress)
+    if plan is not None and plan.forecast is not None:
+        keep_plan(found.run, plan.forecast.parts)
     screens.found_run(found)
     return found.run
 

@@ -14,21 +14,30 @@ import typer
 
 from rlboost_cli.head.control import collect_results
 from rlboost_cli.planning.plan import LaunchPlan, describe_plan, launch_plan
-from rlboost_cli.planning.rates import FIRST_STEPS_LEFT_OUT, MIN_STEPS
 from rlboost_cli.runs.supervision import bring_up, want_training
+from rlboost_cli.simulation.rates import FIRST_STEPS_LEFT_OUT, MIN_STEPS
 from rlboost_cli.terminal import output
 from rlboost_cli.views.live import NewLines, follow, outcome_of
 from rlboost_cli.views.screens import left_alone
-from rlboost_runtime.errors import ConfigError, RuntimeFault
+from rlboost_runtime.errors import ConfigError, RLBoostError, RuntimeFault
 from rlboost_runtime.job import Job
 from rlboost_runtime.run.create import prepare_run
 from rlboost_runtime.run.folder import RunFolder
 
 
-def planned(run: str, job: Job) -> LaunchPlan:
-    """Return the plan of `job` as run `run`, with a sign of life: SkyPilot may have to start for it."""
-    with output.working("looking at what the machines cost"):
-        return launch_plan(run, job)
+def planned(run: str, job: Job, folder: Path, *, with_options: bool = False) -> LaunchPlan:
+    """Return the plan of `job`, whose files are in `folder`, as run `run`, with a sign of life: simulating
+    takes seconds, and SkyPilot may have to start. A job that cannot be simulated has a plan all the same."""
+    from rlboost_cli.planning.projection import project
+
+    forecast, problem = None, ""
+    with output.working("looking at what the machines cost") as say:
+        try:
+            forecast = project(job, folder, say, with_options=with_options)
+        except RLBoostError as error:
+            problem = str(error)
+        say("looking at what the machines cost")
+        return launch_plan(run, job, forecast, problem)
 
 
 def agree(plan: LaunchPlan, question: str, *, yes: bool) -> None:

@@ -1,21 +1,21 @@
 """What a launch may cost and what it will take, before it happens: `rlboost plan` and `launch` show the same.
 
-The machines and where spending ends follow from the job file. The forecast rests on a former run of this home
-with the same model and engine, and is None where there is none: nothing is made up in its place.
+The machines and where spending ends follow from the job file; the forecast is simulated (`projection`).
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from textwrap import wrap
 from typing import Any
 
-from rlboost_cli.planning.forecast import Forecast, ForecastRow, forecast
-from rlboost_cli.planning.rates import measured_rates
-from rlboost_cli.terminal.text import duration, table
-from rlboost_providers.registry import expected_usd_per_hour, head_usd_per_hour, prices_beside
+from msgspec import to_builtins
+
+from rlboost_cli.planning.projection import SEEDS, Option, Projection
+from rlboost_cli.simulation.runs import Estimate
+from rlboost_cli.terminal.text import duration, table, usd
+from rlboost_providers.registry import expected_usd_per_hour, head_usd_per_hour
 from rlboost_runtime.fit.plan import FitPlan, fit_plan_here
 from rlboost_runtime.job import Job
 from rlboost_runtime.money import MICRO_USD_PER_USD, format_usd
@@ -48,8 +48,10 @@ class LaunchPlan:
     max_usd_per_hour: float | None
     head: str = ""
     """What becomes of a head that is bought, in words; empty: none is."""
-    forecast: Forecast | None = None
-    """None: nothing like this job has been measured here."""
+    forecast: Projection | None = None
+    """None: it was not simulated, or could not be."""
+    problem: str = ""
+    """Why it could not be simulated."""
     fit: FitPlan | None = None
     """None: the model's configuration is not here."""
 
@@ -82,9 +84,8 @@ class LaunchPlan:
         return all(line.price_micro_usd_per_hour is not None for line in self.lines)
 
 
-def launch_plan(run: str, job: Job) -> LaunchPlan:
-    """Return the plan of `job` under the name `run`; reads the ledgers of former runs."""
-    measured = measured_rates(job)
+def launch_plan(run: str, job: Job, forecast: Projection | None = None, problem: str = "") -> LaunchPlan:
+    """Return the plan of `job` under the name `run`, with the forecast made for it."""
     spot, head = job.rollout.spot, head_usd_per_hour(job)
     reserved = PlanLine("reserved", job.trainer.infra, 1, _micro_or_none(head))
     offers = [
@@ -99,7 +100,8 @@ def launch_plan(run: str, job: Job) -> LaunchPlan:
         max_usd=job.budget.max_usd,
         max_usd_per_hour=job.budget.max_usd_per_hour,
         head=_head_in_words(job),
-        forecast=None if measured is None else forecast(job, prices_beside(job, head), *measured),
+        forecast=forecast,
+        problem=problem,
         fit=fit_plan_here(job),
     )
 
@@ -111,29 +113,31 @@ def describe_plan(plan: LaunchPlan) -> list[str]:
         count = f"{line.max_machines}" if line.pool == "reserved" else f"up to {line.max_machines}"
         lines.append(f"  {line.pool:<9}{count} x {line.infra}, {_price_in_words(line)}")
     known = "" if plan.is_all_priced else ", and what is not known above"
-    hour = format_usd(plan.all_micro_usd_per_hour, 4)
+    hour = format_usd(plan.all_micro_usd_per_hour)
     if plan.least_micro_usd_per_hour != plan.all_micro_usd_per_hour:
-        hour = f"{format_usd(plan.least_micro_usd_per_hour, 4)} to {hour}"
-    lines.append(f"  expected {hour} per hour with all machines{known}")
+        hour = f"{format_usd(plan.least_micro_usd_per_hour)} to {hour}"
+    lines.append(f"  at most  {hour} per hour with the full fleet{known}")
     budget = "none: it runs until its steps are done" if plan.max_usd is None else f"${plan.max_usd:,.2f}"
     hourly = "" if plan.max_usd_per_hour is None else f", at most ${plan.max_usd_per_hour:,.2f} per hour"
     lines.append(f"  budget   {budget}{hourly}")
     lines += [] if plan.fit is None else plan.fit.lines()
     if plan.head:
-        lines += wrap(plan.head, 79, initial_indent="  head     ", subsequent_indent=" " * 11)
+        lines += _labelled("head", plan.head)
     if not plan.is_charged:
         where = {line.infra for line in plan.lines}
         place = "this machine" if where == {"local"} else "machines of your own"
         lines.append(f"  everything runs on {place} and costs nothing; prices are for the report")
-    if plan.forecast is None:
-        return [*lines, "  forecast none yet: no run with this model and engine has been measured here"]
-    return [*lines, *_describe_forecast(plan.forecast, plan)]
+    if plan.forecast is not None:
+        lines += _describe_projection(plan.forecast, plan)
+    elif plan.problem:
+        lines += _labelled("forecast", f"not possible: {plan.problem}")
+    return lines
 
 
 def _price_in_words(line: PlanLine) -> str:
     if line.price_micro_usd_per_hour is None:
         return "whose price is not known here"
-    return f"{format_usd(line.price_micro_usd_per_hour, 4)} per hour each"
+    return f"{format_usd(line.price_micro_usd_per_hour)} per hour each"
 
 
 def _head_in_words(job: Job) -> str:
@@ -163,7 +167,7 @@ def _head_in_words(job: Job) -> str:
 
 
 def plan_json(plan: LaunchPlan) -> dict[str, Any]:
-    """Return the plan as JSON values; `forecast` is null where nothing was measured."""
+    """Return the plan as JSON values; `forecast` is null where the job cannot be simulated."""
     return {
         "run": plan.run,
         "steps": plan.steps,
@@ -181,86 +185,95 @@ def plan_json(plan: LaunchPlan) -> dict[str, Any]:
         "expected_usd_per_hour": plan.all_micro_usd_per_hour / MICRO_USD_PER_USD,
         "budget": {"max_usd": plan.max_usd, "max_usd_per_hour": plan.max_usd_per_hour},
         "fit": None if plan.fit is None else plan.fit.json(),
-        "forecast": None if plan.forecast is None else _forecast_json(plan.forecast, plan.steps),
+        "forecast": None if plan.forecast is None else _forecast_json(plan.forecast),
+        "problem": plan.problem,
     }
 
 
-def basis_of(found: Forecast) -> str:
-    """Return where a forecast's figures are from, in words."""
-    rates = found.rates
-    day = time.strftime("%Y-%m-%d %H:%M", time.localtime(rates.ended_at))
-    length = f"{rates.tokens_per_response:,.0f} tokens per response"
-    assumed = f"{length} as there" if found.responses_like_before else "every response as long as it may be"
+def _describe_projection(found: Projection, plan: LaunchPlan) -> list[str]:
+    """Return the forecast in lines for a person."""
+    cost = f"{usd(found.usd.mean, 2)}{_half(found.usd, '$')}"
+    if found.hours.mean < 2:
+        took = f"{found.hours.mean * 60:,.1f}{_half(found.hours, '', 60)} min"
+    else:
+        took = f"{found.hours.mean:,.1f}{_half(found.hours)} h"
+    per_million = f"{usd(found.usd_per_million_tokens, 2)} per million tokens"
+    lines = _labelled("forecast", f"{plan.steps} steps in {took} for {cost}, {per_million}")
+    lines += [*_labelled("parts", _parts(found)), *_labelled("spot", _pays(found))]
+    if found.options:
+        rows = [(each.what + (" *" if each.is_job else ""), *_option_cells(each)) for each in found.options]
+        headers = ("alternative", "time", "cost", "per million tokens")
+        lines += [
+            "",
+            *(f"  {line}" for line in table(headers, rows).splitlines()),
+            "  * the job as it is",
+            "",
+        ]
+    return [*lines, *_labelled("basis", basis_of(found))]
+
+
+def _labelled(label: str, words: str) -> list[str]:
+    return wrap(words, 79, initial_indent=f"  {label:<9}", subsequent_indent=" " * 11)
+
+
+def basis_of(found: Projection) -> str:
+    """Return what a forecast rests on, in words."""
+    steps = f"the first {found.simulated_steps} steps" if found.simulated_steps > 1 else "one step"
     return (
-        f"computed from {rates.num_steps} steps of run {rates.run}, measured here {day} with the same model,"
-        f" engine and trainer and {rates.spot_instances:.1f} spot instances on average; {assumed};"
-        f" its own steps took {rates.step_s:.1f} s, of which the rates explain {found.computed_s:.1f} s:"
-        f" {found.left_out_s:.1f} s are added to each step"
+        f"simulated, not measured: {steps} of {SEEDS} runs; 19 of 20 runs would lie within"
+        f" the interval; {'; '.join(found.notes)}"
     )
 
 
-def _describe_forecast(found: Forecast, plan: LaunchPlan) -> list[str]:
-    rows = [
-        (
-            f"{row.instances:g}" + (" (useful)" if row.instances == found.useful_instances else ""),
-            f"{row.seeding_s:.1f} s",
-            f"{row.step_s:.1f} s",
-            format_usd(_micro(row.usd_per_hour)),
-            format_usd(_micro(row.usd_per_million_tokens)),
-        )
-        for row in found.rows
+def _option_cells(option: Option) -> tuple[str, str, str]:
+    return duration(3600 * option.hours), usd(option.usd, 2), usd(option.usd_per_million_tokens, 2)
+
+
+def _half(found: Estimate, unit: str = "", scale: float = 1.0) -> str:
+    places = 2 if unit == "$" else 1
+    return "" if found.half_width is None else f" +- {unit}{found.half_width * scale:,.{places}f}"
+
+
+def _parts(found: Projection) -> str:
+    parts = found.parts
+    shown = (("reserved", parts.reserved_usd), ("spot", parts.spot_usd), ("egress", parts.egress_usd))
+    words = [
+        f"{label} {usd(amount, 2)}" for label, amount in (*shown, ("storage", parts.storage_usd)) if amount
     ]
-    headers = ("instances", "window", "step", "per hour", "per million tokens")
-    lines = ["", *(f"  {line}" for line in table(headers, rows).splitlines()), ""]
-    planned = found.row(found.useful_instances)
-    if planned is not None:
-        took = duration(plan.steps * planned.step_s)
-        cost = format_usd(_micro(_run_usd(planned, plan.steps)))
-        lines.append(f"  forecast {plan.steps} steps in {took} for {cost}, if the instances stay")
-    lines.append(f"  spot     {_pays(found)}")
-    return [*lines, *wrap(basis_of(found), 79, initial_indent="  basis    ", subsequent_indent=" " * 11)]
+    words += [f"before the first step {usd(parts.startup_usd, 2)}", f"spot boots {usd(parts.boot_usd, 2)}"]
+    return f"{', '.join(words[:-2])} ({', '.join(words[-2:])})"
 
 
-def _pays(found: Forecast) -> str:
+def _pays(found: Projection) -> str:
     """Return a clause about whether spot instances pay."""
-    speedup, saving = found.speedup, found.saving_fraction
-    if found.useful_instances == 0:
-        return "no instances are wanted"
+    saving, speedup = found.on_demand.saving_fraction, found.speedup
     if speedup is None:
-        return "whether it pays is not known: only one of the two pools has been measured"
-    faster = f"{speedup:.2f}x as fast as without"
+        return f"whether it pays is {found.on_demand.basis}"
+    faster = f"{speedup:.2f}x as fast as on demand only"
     if saving is None:
         return f"{faster}; the job has no prices to compare"
+    alone = f"{usd(found.on_demand.usd_per_million_tokens, 2)} per million tokens on demand only"
+    alone += f" at {usd(found.on_demand.usd_per_hour, 2)} per hour"
     if saving > 0:
-        return f"pays: {saving:.0%} less per token, {faster}"
-    return f"does not pay: {-saving:.0%} more per token, {faster}"
+        return f"pays: {saving:.0%} less than {alone}; {faster}"
+    return f"does not pay: {-saving:.0%} more than {alone}; {faster}"
 
 
-def _forecast_json(found: Forecast, steps: int) -> dict[str, Any]:
-    planned = found.row(found.useful_instances)
+def _forecast_json(found: Projection) -> dict[str, Any]:
     return {
         "basis": basis_of(found),
-        "measured": asdict(found.rates),
-        "check": {
-            "computed_step_s": found.computed_s,
-            "measured_step_s": found.rates.step_s,
-            "added_s": found.left_out_s,
-        },
-        "tokens_per_step": found.tokens_per_step,
-        "useful_instances": found.useful_instances,
-        "step_s": None if planned is None else planned.step_s,
-        "usd_per_hour": None if planned is None else planned.usd_per_hour,
-        "usd_per_million_tokens": None if planned is None else planned.usd_per_million_tokens,
-        "run_usd": None if planned is None else _run_usd(planned, steps),
-        "spot_pays": None if found.saving_fraction is None else found.saving_fraction > 0,
-        "saving_fraction": found.saving_fraction,
+        "hours": asdict(found.hours),
+        "usd": asdict(found.usd),
+        "tokens": found.tokens,
+        "usd_per_million_tokens": found.usd_per_million_tokens,
+        "preemptions": found.preemptions,
+        "parts": to_builtins(found.parts),
+        "on_demand": to_builtins(found.on_demand),
         "speedup": found.speedup,
-        "rows": [asdict(row) for row in found.rows],
+        "spot_pays": None if found.on_demand.saving_fraction is None else found.on_demand.saving_fraction > 0,
+        "simulated_steps": found.simulated_steps,
+        "alternatives": [asdict(option) for option in found.options],
     }
-
-
-def _run_usd(row: ForecastRow, steps: int) -> float:
-    return row.usd_per_hour * steps * row.step_s / 3600
 
 
 def _micro(usd: float) -> int:

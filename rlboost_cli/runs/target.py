@@ -45,6 +45,14 @@ class Target:
         known = self.run or newest_run(self.job.name)
         return known is None or not is_open(known)
 
+    @property
+    def folder(self) -> Path:
+        """Where the files are that the job names."""
+        if self.job_file is not None:
+            return self.job_file.parent
+        assert self.run is not None
+        return self.run.files
+
     def prepare(self, *, resume: bool, say: Callable[[str], None] = lambda words: None) -> FoundRun:
         """Return the run, made or opened again where that is needed; a run whose head is elsewhere is looked
         at first.

@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rlboost_cli.simulation.job import preset_of_job
+from rlboost_cli.simulation.job import simulated_job
+from rlboost_cli.simulation.market import ASSUMED, has_own_market, market_of
 from rlboost_cli.simulation.runs import SimulatedMarket, SimulationRequest
-from rlboost_cli.simulation.trace_views import trace_of
+from rlboost_cli.simulation.trace_views import cut, trace_of
 from rlboost_runtime.errors import ConfigError
+from rlboost_runtime.job import Job
+from rlboost_runtime.job.file.load import load_job
 from rlboost_runtime.sim import POLICIES, Preset, presets
-from rlboost_runtime.traces import PROFILES, sample_nodes
+from rlboost_runtime.traces import PROFILES, Trace, sample_nodes
 
 MAX_SEEDS = 1000
 """More than anybody waits for."""
@@ -21,7 +24,7 @@ def simulation_request(
     *,
     job: Path | None,
     preset: str | None,
-    trace: str,
+    trace: str | None,
     window: str | None,
     sample: float,
     seed: int | None,
@@ -30,15 +33,18 @@ def simulation_request(
     whole_groups: bool = True,
 ) -> SimulationRequest:
     """Return what the command line of `rlboost simulate` asks for. Raises `ConfigError`."""
-    machines, notes = _preset(job, preset)
+    loaded = None if job is None else load_job(job)
+    machines, notes = _preset(loaded, job, preset)
     machines = replace(machines, assumptions=replace(machines.assumptions, trains_whole_groups=whole_groups))
     if whole_groups:
         notes = (*notes, "micro-batches are of whole groups, as in live runs")
     all_seeds, wanted = _seeds(seed, seeds), _policies(policies)
     if not 0 < sample <= 1:
         raise ConfigError(f"--sample {sample:g} is no share of nodes", "write a share such as 0.5")
-    different = all_seeds if trace in PROFILES else all_seeds[:1]
-    whole = {each: trace_of(trace, window, each) for each in different}
+    own = loaded if trace is None and loaded is not None and has_own_market(loaded) else None
+    named = trace or ASSUMED
+    different = all_seeds if own is not None or named in PROFILES else all_seeds[:1]
+    whole = {each: _trace(own, job, named, window, each) for each in different}
     first = whole[all_seeds[0]]
     return SimulationRequest(
         preset=machines,
@@ -53,14 +59,22 @@ def simulation_request(
     )
 
 
-def _preset(job: Path | None, preset: str | None) -> tuple[Preset, tuple[str, ...]]:
+def _trace(own: Job | None, job: Path | None, named: str, window: str | None, seed: int) -> Trace:
+    if own is None or job is None:
+        return trace_of(named, window, seed)
+    whole = market_of(own, job.parent, seed)
+    return whole if window is None else cut(whole, window)
+
+
+def _preset(loaded: Job | None, job: Path | None, preset: str | None) -> tuple[Preset, tuple[str, ...]]:
     known = presets()
     names = ", ".join(known)
     if (job is None) == (preset is None):
         given = "neither a job file nor --preset" if job is None else "both a job file and --preset"
         raise ConfigError(f"{given} was given", f"give a job file, or one of --preset {names}")
-    if job is not None:
-        return preset_of_job(job)
+    if loaded is not None and job is not None:
+        found = simulated_job(loaded, job.parent)
+        return found.preset, found.notes
     if preset not in known:
         raise ConfigError(f"no preset is called `{preset}`", f"choose one of {names}")
     return known[preset], ()

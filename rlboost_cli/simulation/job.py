@@ -1,27 +1,43 @@
-"""A job file as something to simulate: its model, lengths, prices and offers, on its own machines.
+"""A job file as something to simulate: its model, lengths, prices, market and offers, on its own machines.
 
-The machines are those of the job's cloud offers; a job that names no GPU runs on the paper's. What the job
-does not say is assumed and said in the notes that come with it: the trainer's GPUs, links, how long responses
-become, and the paper's prices where the job has none.
+The machines are those of the job's cloud offers, or this computer's for a small model whose machines are
+all processes here; a job that names no GPU otherwise runs on the paper's. What the job does not say is
+assumed and said in the notes that come with it: the trainer's GPUs, links, boots, how long responses become,
+and the paper's prices where the job has none. Where a run like the job was measured here, `calibration` puts
+its rates in the place of what is assumed.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rlboost_cli.simulation.calibration import calibrated
+from rlboost_cli.simulation.market import has_own_market, market_in_words
+from rlboost_cli.simulation.rates import Rates, boots_here, measured_rates
 from rlboost_providers.base.prices import parse_accelerator
-from rlboost_providers.registry import expected_usd_per_hour, head_usd_per_hour, prices_of
+from rlboost_providers.base.traits import cloud_traits
+from rlboost_providers.registry import (
+    egress_usd_per_gb,
+    expected_usd_per_hour,
+    head_offer,
+    head_usd_per_hour,
+    prices_beside,
+)
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.fit.shape import KNOWN_MODELS, TransformerShape, find_shape
-from rlboost_runtime.job import CloudOffer, Job, TinyModel
-from rlboost_runtime.job.file.load import load_job
+from rlboost_runtime.job import CloudOffer, Job, LocalOffer, SshOffer, TinyModel
+from rlboost_runtime.job.rollout import num_devices
+from rlboost_runtime.money import MICRO_USD_PER_USD
 from rlboost_runtime.sim.presets import (
     GBIT,
     GPUS,
     MODELS,
     RESERVED_8_H100,
     SPOT_2_H100,
+    Assumptions,
+    GpuType,
     MachineShape,
     ModelShape,
     Preset,
@@ -30,19 +46,93 @@ from rlboost_runtime.sim.presets import (
 
 GBIT_PER_GPU = 25.0
 """Network of a cloud's GPU machines, as the paper's: 50 Gbit/s with two H100, 200 with eight."""
+CPU = GpuType("CPU", 200e9, 20e9, 4e9)
+"""Judged, not measured: what a core of a present computer does with a small model."""
+CPU_DECODE_S = 0.004
+"""A decode step of a small model on such a core; a job that paces its engines says it itself."""
+LARGEST_ON_CPU = 1e9
+"""Parameters up to which a job whose machines are all here is taken to run on this computer's cores."""
+LOCAL_BOOT_S = 8.0
+"""A local engine's start, where none was measured here yet."""
+IMAGE_BOOT_S, INSTALL_BOOT_S = 150.0, 300.0
+"""Judged: a cloud machine until its engine is there, from an image that has everything or installed first."""
+LOCAL_STARTUP_S, GPU_STARTUP_S, RENTED_STARTUP_S = 20.0, 240.0, 900.0
+"""Judged: from a launch to the first step: here; with a large model to load; with a head to rent as well."""
 
 
-def preset_of_job(path: Path) -> tuple[Preset, tuple[str, ...]]:
-    """Return what to simulate for the job in `path`, and what was assumed. Raises `ConfigError`."""
-    job = load_job(path)
-    machines = _machines(job, path)
+@dataclass(frozen=True, slots=True)
+class SimulatedJob:
+    """A job as the simulator takes it."""
+
+    preset: Preset
+    notes: tuple[str, ...]
+    """What was assumed, and what was measured."""
+    startup_s: float
+    """From the launch to the first step."""
+    reserved_storage_usd_per_hour: float
+    """Disks and public addresses of the reserved nodes; the price of the machines includes them."""
+    spot_storage_usd_per_hour: float
+    """The same of one spot machine of the first offer."""
+    measured: Rates | None
+    """Of the run whose rates calibrate the simulation."""
+
+
+def simulated_job(job: Job, folder: Path) -> SimulatedJob:
+    """Return what to simulate for `job`, whose files are in `folder`. Raises `ConfigError` where its model or
+    a GPU is not known."""
+    found = measured_rates(job)
+    model = _model(job, folder)
+    head = head_usd_per_hour(job)
+    machines = _machines(job, model.shape, head)
+    preset = _preset(job, model.shape, machines, head)
+    spread = (
+        f"responses are taken to spread as the paper's do, up to {job.algorithm.max_response_tokens:,} tokens"
+    )
+    notes = [*machines.notes, *model.notes, market_in_words(job)]
+    startup_s = _startup_s(job, preset)
+    preset, boot = _with_boots(job, preset)
+    if found is None:
+        notes += [spread, boot, f"the first step is taken to begin {startup_s:,.0f} s after the launch"]
+    else:
+        rates, former = found
+        preset = calibrated(preset, job, rates, former)
+        startup_s = startup_s if rates.startup_s is None else rates.startup_s
+        notes.append(f"calibrated with what {rates.num_steps} steps of run {rates.run} measured here")
+    if job.algorithm.max_staleness:
+        notes.append("steps are simulated one after the other: max_staleness makes the run faster")
+    if isinstance(job.model, TinyModel) and preset.reserved.gpu is not CPU:
+        notes.append("a tiny model on such machines says nothing about this one; it shows the command")
+    head_storage = (
+        _storage_usd_per_hour(head_offer(job.trainer), spot=False) if job.trainer.is_bought else 0.0
+    )
+    return SimulatedJob(
+        preset=preset,
+        notes=tuple(notes),
+        startup_s=startup_s,
+        reserved_storage_usd_per_hour=head_storage,
+        spot_storage_usd_per_hour=_storage_usd_per_hour(job.rollout.spot.any_of[0], spot=True),
+        measured=None if found is None else found[0],
+    )
+
+
+def _preset(job: Job, model: ModelShape, machines: _Machines, head: float | None) -> Preset:
     limit, engine = job.algorithm.max_response_tokens, job.rollout.engine_args
+    known = Assumptions()
+    share = engine.gpu_memory_utilization or known.spot_memory_share
+    on_gpus = Assumptions(
+        # the paper's spread, in proportion to the limit: the share of responses that reach it stays the same
+        length_median=known.length_median * limit / Workload().max_response_tokens,
+        max_running=engine.max_running,
+        spot_memory_share=share,
+        reserved_memory_share=share,
+        micro_batch_responses=job.algorithm.micro_batch_responses,
+    )
     preset = Preset(
         name=job.name,
-        model=_model(job, path),
+        model=model,
         reserved=machines.reserved,
         spot=machines.spot,
-        egress_usd_per_gb=prices_of(job).egress_usd_per_gb,
+        egress_usd_per_gb=prices_beside(job, head).egress_usd_per_gb,
         reserved_nodes=machines.reserved_nodes,
         engines_per_reserved_node=machines.reserved_engines,
         max_spot_instances=job.rollout.spot.max_instances,
@@ -53,23 +143,65 @@ def preset_of_job(path: Path) -> tuple[Preset, tuple[str, ...]]:
             prompt_tokens=max(1, job.algorithm.max_prompt_tokens // 2),
             max_response_tokens=limit,
         ),
+        assumptions=on_gpus,
     )
-    known = preset.assumptions
-    share = engine.gpu_memory_utilization or known.spot_memory_share
-    assumptions = replace(
-        known,
-        # the paper's spread, in proportion to the limit: the share of responses that reach it stays the same
-        length_median=known.length_median * limit / Workload().max_response_tokens,
-        max_running=engine.max_running,
-        spot_memory_share=share,
-        reserved_memory_share=share,
-        micro_batch_responses=job.algorithm.micro_batch_responses,
+    return _on_cores(job, preset) if machines.reserved.gpu is CPU else preset
+
+
+def _on_cores(job: Job, preset: Preset) -> Preset:
+    """Return the preset with the times of a small model: nothing of it waits for gigabytes."""
+    pace = job.rollout.engine_args.tokens_per_s_per_response
+    return replace(
+        preset,
+        calibration=replace(
+            preset.calibration,
+            decode_step_s=CPU_DECODE_S if pace is None else max(CPU_DECODE_S, 1.0 / pace),
+            micro_batch_s=0.02,
+            growth_headroom_tokens=0,
+        ),
+        assumptions=replace(
+            preset.assumptions,
+            wake_s=0.1,
+            sleep_s=0.1,
+            optimizer_s=0.1,
+            gather_s=0.1,
+            apply_s=0.2,
+            retry_s=1.0 if has_own_market(job) else preset.assumptions.retry_s,
+        ),
     )
-    spread = f"responses are taken to spread as the paper's do, up to {limit:,} tokens"
-    notes = [*machines.notes, spread]
-    if isinstance(job.model, TinyModel):
-        notes.append("a tiny model on such machines says nothing about this one; it shows the command")
-    return replace(preset, assumptions=assumptions), tuple(notes)
+
+
+def _with_boots(job: Job, preset: Preset) -> tuple[Preset, str]:
+    """Return the preset with boots as measured here or assumed, and which of the two."""
+    measured = boots_here(job)
+    if measured is not None:
+        boot_s, words = measured, f"machines boot in {measured:.0f} s, as measured here"
+    else:
+        boot_s = max(_boot_s(offer) for offer in job.rollout.spot.any_of)
+        words = f"machines are taken to boot in {boot_s:,.0f} s"
+    return replace(preset, assumptions=replace(preset.assumptions, boot_s=boot_s)), words
+
+
+def _boot_s(offer: LocalOffer | SshOffer | CloudOffer) -> float:
+    match offer:
+        case LocalOffer():
+            return LOCAL_BOOT_S
+        case SshOffer():
+            return IMAGE_BOOT_S
+    return INSTALL_BOOT_S if offer.image is None else IMAGE_BOOT_S
+
+
+def _startup_s(job: Job, preset: Preset) -> float:
+    if job.trainer.is_bought:
+        return RENTED_STARTUP_S
+    return LOCAL_STARTUP_S if preset.reserved.gpu is CPU else GPU_STARTUP_S
+
+
+def _storage_usd_per_hour(offer: LocalOffer | SshOffer | CloudOffer, *, spot: bool) -> float:
+    if not isinstance(offer, CloudOffer):
+        return 0.0
+    micro_usd = cloud_traits(offer.cloud).storage_micro_usd_per_hour(offer.disk_gb, spot=spot)
+    return micro_usd / MICRO_USD_PER_USD
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,18 +215,36 @@ class _Machines:
     reserved_engines: int | None = None
 
 
-def _machines(job: Job, path: Path) -> _Machines:
+def _machines(job: Job, model: ModelShape, head: float | None) -> _Machines:
     offers = [offer for offer in job.rollout.spot.any_of if isinstance(offer, CloudOffer)]
-    return _of_clouds(job, offers, path) if offers else _as_in_the_paper(job)
+    if offers:
+        return _of_clouds(job, offers, head)
+    is_here = has_own_market(job) and job.trainer.infra == "local"
+    if is_here and model.parameters <= LARGEST_ON_CPU:
+        return _on_this_computer(job, head)
+    return _as_in_the_paper(job, head)
 
 
-def _of_clouds(job: Job, offers: list[CloudOffer], path: Path) -> _Machines:
-    """Machines of the job's offers, with as many engines as live; the trainer has such GPUs too."""
+def _on_this_computer(job: Job, head: float | None) -> _Machines:
+    spots = job.rollout.spot.local_offers
+    link = GBIT_PER_GPU * GBIT
+    reserved = MachineShape(CPU, 1, 1, link, head or 0.0)
+    machines = tuple(
+        MachineShape(CPU, num_devices(offer.accelerators), 1, link, offer.price_usd_per_hour)
+        for offer in spots
+    )
+    notes = ("all machines are processes of this computer; prices are the job's",)
+    return _Machines(reserved, machines, notes, 1, job.trainer.local_engines)
+
+
+def _of_clouds(job: Job, offers: list[CloudOffer], head: float | None) -> _Machines:
+    """Machines of the job's offers, with as many engines as live; so has a trainer that names none."""
     parts = [parse_accelerator(offer.accelerators) for offer in offers]
-    unknown = [name for name, _ in parts if name not in GPUS]
+    trainer_gpu = parse_accelerator(job.trainer.accelerators or offers[0].accelerators)[0]
+    unknown = [name for name in (trainer_gpu, *(name for name, _ in parts)) if name not in GPUS]
     if unknown:
         raise ConfigError(
-            f"{path}: rollout.spot.any_of: the speed of a {unknown[0]} is not known here",
+            f"the speed of a {unknown[0]} is not known to the simulator",
             f"simulate with one of {', '.join(GPUS)}",
         )
     parallel = job.rollout.tensor_parallel
@@ -104,34 +254,44 @@ def _of_clouds(job: Job, offers: list[CloudOffer], path: Path) -> _Machines:
             count or 1,
             parallel,
             GBIT_PER_GPU * GBIT * (count or 1),
-            expected_usd_per_hour(offer) or 0.0,
+            _with_storage(offer),
+            egress_usd_per_gb(job, offer),
         )
         for offer, (name, count) in zip(offers, parts, strict=True)
     )
     ranks, nodes = job.trainer.ranks, job.trainer.nodes
+    head_storage = (
+        _storage_usd_per_hour(head_offer(job.trainer), spot=False) if job.trainer.is_bought else 0.0
+    )
     reserved = MachineShape(
-        spot[0].gpu,
+        GPUS[trainer_gpu],
         ranks,
         min(ranks, parallel),
         GBIT_PER_GPU * GBIT * ranks,
-        (head_usd_per_hour(job) or 0.0) / nodes,
+        ((head or 0.0) + head_storage) / nodes,
     )
     names = ", ".join(f"{offer.infra} {offer.accelerators}" for offer in offers)
     notes = [
         f"spot machines are the job's cloud offers: {names}",
-        f"the trainer is taken to have {nodes * ranks} {spot[0].gpu.name}, one per rank",
+        f"the trainer is taken to have {nodes * ranks} {trainer_gpu}, one per rank",
         f"a machine's link is taken to be {GBIT_PER_GPU:g} Gbit/s per GPU",
     ]
-    if not all(shape.usd_per_hour for shape in spot):
+    if any(expected_usd_per_hour(offer) is None for offer in offers):
         notes.append("an offer without a known price counts as free: give it max_price_usd_per_hour")
     if len(offers) < len(job.rollout.spot.any_of):
         notes.append("machines that are not a cloud's are left out: their GPUs are not known")
     return _Machines(reserved, spot, tuple(notes), nodes, job.trainer.local_engines)
 
 
-def _as_in_the_paper(job: Job) -> _Machines:
+def _with_storage(offer: CloudOffer) -> float:
+    """Return the likely price of a machine and what its disk and address cost; 0: nobody knows."""
+    price = expected_usd_per_hour(offer)
+    return 0.0 if price is None else price + _storage_usd_per_hour(offer, spot=True)
+
+
+def _as_in_the_paper(job: Job, head: float | None) -> _Machines:
     spots = [expected_usd_per_hour(offer) or 0.0 for offer in job.rollout.spot.any_of]
-    head = head_usd_per_hour(job) or 0.0
+    head = head or 0.0
     assumed = "machines are taken to be the paper's: 8 H100 reserved, 2 H100 per spot machine"
     if head == 0 and not any(spots):
         note = f"the job has no prices; the paper's are used: ${RESERVED_8_H100.usd_per_hour}"
@@ -142,17 +302,43 @@ def _as_in_the_paper(job: Job) -> _Machines:
     return _Machines(reserved, machines, (assumed, "prices are the job's"))
 
 
-def _model(job: Job, path: Path) -> ModelShape:
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """A model's shape, and what was assumed about it."""
+
+    shape: ModelShape
+    notes: tuple[str, ...] = ()
+
+
+def _model(job: Job, folder: Path) -> _Model:
     name = "tiny" if isinstance(job.model, TinyModel) else job.model.rstrip("/").rpartition("/")[2]
     if name in MODELS:
-        return MODELS[name]
-    shape = find_shape(job.model, path.parent)
+        return _Model(MODELS[name])
+    shape = find_shape(job.model, folder)
     if shape is None:
+        return _by_name(str(job.model), name)
+    return _Model(model_shape(name, shape))
+
+
+def _by_name(model: str, name: str) -> _Model:
+    """Return the shape of a model whose name says how large it is: the nearest known one, scaled."""
+    size = re.search(r"(?:^|[-_])(\d+(?:\.\d+)?)B(?:[-_]|$)", name, re.IGNORECASE)
+    if size is None or re.search(r"-A\d", name):
         raise ConfigError(
-            f"{path}: model: the shape of `{job.model}` is not known",
+            f"model: the shape of `{model}` is not known",
             f"give a folder with a config.json, or one of {', '.join(KNOWN_MODELS)}",
         )
-    return model_shape(name, shape)
+    parameters = float(size[1]) * 1e9
+    like = min(MODELS.values(), key=lambda known: abs(known.parameters - parameters))
+    scale = (parameters / like.parameters) ** (1 / 3)
+    shape = replace(
+        like,
+        name=name,
+        parameters=parameters,
+        layers=max(1, round(like.layers * scale)),
+        hidden=max(1, round(like.hidden * scale)),
+    )
+    return _Model(shape, (f"{name} is taken to be shaped like {like.name}, scaled to its size",))
 
 
 def model_shape(name: str, shape: TransformerShape) -> ModelShape:

@@ -18,7 +18,11 @@ from multiprocessing import active_children, get_context
 from statistics import fmean, stdev
 from typing import Any
 
+from msgspec import to_builtins
+
+from rlboost_runtime.billing.counterfactual import Counterfactual, on_demand_only
 from rlboost_runtime.errors import ConfigError
+from rlboost_runtime.money import parse_usd
 from rlboost_runtime.sim import Preset, SimResult, simulate
 from rlboost_runtime.traces import Trace
 
@@ -103,6 +107,22 @@ class Comparison:
             return None
         return estimate([getattr(ours, name) / getattr(theirs, name) for ours, theirs in pairs])
 
+    def on_demand(self) -> Counterfactual | None:
+        """Return what the tokens of `OURS` would have cost on demand only; None where either is missing."""
+        if OURS not in self.results or BASELINE not in self.results:
+            return None
+        if not all(result.tokens_per_usd for result in self.results[OURS]):
+            return None  # the job has no prices
+        ours, alone = self.results[OURS], self.results[BASELINE]
+        tokens = sum(result.tokens for result in ours)
+        return on_demand_only(
+            tokens=tokens,
+            seconds=tokens * sum(r.seconds for r in alone) / sum(r.tokens for r in alone),
+            reserved_micro_usd_per_hour=parse_usd(round(self.wanted.preset.reserved_usd_per_hour, 6)),
+            spent_micro_usd=round(sum(result.tokens / result.tokens_per_usd for result in ours) * 1e6),
+            basis="simulated, nothing was measured: the same market and lengths, reserved machines alone",
+        )
+
     def as_json(self) -> Json:
         """Return the object that `--json` prints."""
         ratios = {"throughput": "tokens_per_s", "tokens_per_usd": "tokens_per_usd"}
@@ -120,6 +140,7 @@ class Comparison:
             "basis": "simulated, nothing was measured",
             "notes": list(wanted.notes),
             "policies": {policy: self._policy(policy) for policy in self.results},
+            "on_demand": None if (alone := self.on_demand()) is None else to_builtins(alone),
             "ratio": {key: None if ratio is None else ratio.mean for key, ratio in found.items()},
             "ratio_interval": {key: _half_width(ratio) for key, ratio in found.items()},
         }

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from rlboost_cli.simulation.runs import BASELINE, OURS, Comparison, Done, Estimate
 from rlboost_cli.terminal import output
-from rlboost_cli.terminal.text import counted
+from rlboost_cli.terminal.text import counted, usd
 from rlboost_runtime.sim import SimResult
 
 _EVERY_S = 2.0  # a line so often where there is no terminal
@@ -89,7 +89,12 @@ def _verdict(found: Comparison) -> list[str]:
     if speed is None or per_usd is None:
         return []
     pays = "spot pays here" if per_usd.mean > 1 else "spot does not pay here"
-    return ["", f"{OURS}: {speed.text(2)} x the tokens/s, {per_usd.text(2)} x the tokens/$: {pays}"]
+    lines = ["", f"{OURS}: {speed.text(2)} x the tokens/s, {per_usd.text(2)} x the tokens/$: {pays}"]
+    alone = found.on_demand()
+    if alone is not None:
+        million, hour = usd(alone.usd_per_million_tokens), usd(alone.usd_per_hour)
+        lines.append(f"on demand only (simulated): {million} per million tokens at {hour} per hour")
+    return lines
 
 
 @contextmanager

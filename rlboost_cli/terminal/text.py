@@ -56,7 +56,7 @@ def labelled(label: str, *words: str) -> list[str]:
     return [f"{'' if number else label:<9}{line}".rstrip() for number, line in enumerate(words)]
 
 
-def usd(value: float | None, places: int = 4) -> str:
+def usd(value: float | None, places: int = 2) -> str:
     """Return dollars."""
     return "-" if value is None else f"${value:,.{places}f}"
 

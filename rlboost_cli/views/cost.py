@@ -44,10 +44,14 @@ from datetime import UTC, datetime
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import asdict
+
 from rlboost_cli.terminal.text import duration, table, usd
 
 if TYPE_CHECKING:
-    from rlboost_runtime.billing.report import BudgetState, CostReport, Counterfactual, MachineCost, StepCost
+    from rlboost_runtime.billing.counterfactual import Counterfactual
+    from rlboost_runtime.billing.planned import PlanComparison
+    from rlboost_runtime.billing.report import BudgetState, CostReport, MachineCost, StepCost
 
 WIDTH = 80
 MAX_STEP_LINES = 12
@@ -66,6 +70,7 @@ def cost_lines(report: CostReport) -> list[str]:
         _summary(report, money),
         table(("", "reserved", "spot", "total"), _by_cause(report, money)).splitlines(),
         _on_demand(report.counterfactual),
+        _planned(report.plan, money),
         _steps(report, money),
         _offers(report, money),
         [line for note in report.notes for line in _wrapped("note: ", note)],
@@ -74,8 +79,8 @@ def cost_lines(report: CostReport) -> list[str]:
 
 
 def _places(total: float) -> int:
-    """Return decimals that tell amounts of this size apart."""
-    return 6 if total < 1 else 4 if total < 1000 else 2
+    """Return decimals of the amounts of a run: cents, or more for one that cost less than a dollar."""
+    return 4 if total < 1 else 2
 
 
 # --- the whole run -----------------------------------------------------------------------------------------
@@ -83,12 +88,12 @@ def _places(total: float) -> int:
 
 def _summary(report: CostReport, money: Usd) -> list[str]:
     tokens, per_million = report.tokens_trained, report.usd_per_million_tokens
-    price = "" if per_million is None else f", {usd(per_million)} per million"
+    price = "" if per_million is None else f", {usd(per_million, 2)} per million"
     is_open = report.state == "open"
     rate = report.rate_usd_per_hour
-    so_far = f" so far, {usd(rate)} per hour now" if is_open else f" in all, {report.state}"
+    so_far = f" so far, {usd(rate, 2)} per hour now" if is_open else f" in all, {report.state}"
     if not is_open and rate and any(m.pool == "spot" and m.state == "running" for m in report.machines):
-        so_far += f", but machines are left at {usd(rate)} per hour: rlboost down {report.run}"
+        so_far += f", but machines are left at {usd(rate, 2)} per hour: rlboost down {report.run}"
     return [
         line
         for label, words in (
@@ -105,7 +110,11 @@ def _budget(budget: BudgetState) -> str:
     cap = "" if hourly is None else f"; at most {usd(hourly, 2)} per hour"
     if most is None or left is None:
         return f"no limit{cap}"
-    words = f"{usd(most, 2)}, {usd(left)} left" if left >= 0 else f"{usd(most, 2)}, exceeded by {usd(-left)}"
+    words = (
+        f"{usd(most, 2)}, {usd(left, 2)} left"
+        if left >= 0
+        else f"{usd(most, 2)}, exceeded by {usd(-left, 2)}"
+    )
     if budget.hours_left is not None:
         words += f": {duration(3600 * budget.hours_left)} at this rate"
     return words + cap
@@ -135,9 +144,25 @@ def _on_demand(found: Counterfactual) -> list[str]:
     saving = found.saving_fraction
     words = f"{saving:.1%} saved" if saving >= 0 else f"spot cost {-saving:.1%} more"
     return [
-        f"on-demand {usd(found.usd_per_million_tokens)} per million tokens: {words}",
+        f"on-demand {usd(found.usd_per_million_tokens, 2)} per million tokens: {words}",
         *_wrapped(" " * 10, found.basis),
     ]
+
+
+def _planned(found: PlanComparison | None, money: Usd) -> list[str]:
+    """Return what the plan said at the launch, and by what the bill differs."""
+    if found is None:
+        return []
+    more = found.actual_usd - found.planned_usd
+    words = f"{money(found.planned_usd)} in {duration(3600 * found.planned_hours)} at the launch"
+    words += f"; the bill is {money(abs(more))} {'more' if more >= 0 else 'less'}"
+    least = 0.005 * max(found.actual_usd, found.planned_usd)
+    causes = [
+        f"{name.replace('_', ' ')} {'+' if amount >= 0 else '-'}{money(abs(amount))}"
+        for name, amount in asdict(found.difference_usd).items()
+        if abs(amount) > least
+    ]
+    return _wrapped("plan      ", f"{words}: {', '.join(causes)}" if causes else words)
 
 
 # --- steps -------------------------------------------------------------------------------------------------
@@ -169,7 +194,7 @@ def _span(steps: Sequence[StepCost], money: Usd) -> tuple[str, ...]:
         f"{sum(s.seconds for s in steps):,.1f}",
         f"{tokens:,}",
         money(cost),
-        usd(cost / tokens * 1e6) if tokens else "-",
+        usd(cost / tokens * 1e6, 2) if tokens else "-",
         f"{sum(rewards) / len(rewards):.3f}" if rewards else "-",
     )
 
@@ -188,7 +213,7 @@ def _offers(report: CostReport, money: Usd) -> list[str]:
     for (pool, zone, accelerator, price), found in groupby(sorted(launched, key=offer), offer):
         machines = list(found)
         billed, spent = duration(sum(m.billed_s for m in machines)), money(_sum(m.cost_usd for m in machines))
-        rows.append((pool, zone, accelerator, str(len(machines)), billed, usd(price), spent))
+        rows.append((pool, zone, accelerator, str(len(machines)), billed, usd(price, 2), spent))
     headers = ("pool", "zone", "accelerator", "machines", "billed", "per hour", "cost")
     lines = table(headers, rows).splitlines() if rows else []
     refused = sum(m.state == "failed" for m in report.machines)

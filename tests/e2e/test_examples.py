@@ -33,7 +33,8 @@ def shortened(home: Path) -> Path:
 
 def test_own_reward_is_measured_by_a_probe_and_planned_from_it(cli: Any) -> None:
     path = shortened(cli.home)
-    assert cli.json("plan", str(path))["forecast"] is None
+    before = cli.json("plan", str(path))["forecast"]
+    assert "own-reward-probe" not in before["basis"]
     done = cli("plan", path, "--probe", "--json", timeout_s=240)
     assert "measuring: 4 steps of this job as run own-reward-probe" in done.stderr
     status = cli.json("status", "own-reward-probe")
@@ -46,11 +47,7 @@ def test_own_reward_is_measured_by_a_probe_and_planned_from_it(cli: Any) -> None
     found = cli.json("plan", str(path))["forecast"]
     assert found == json.loads(done.stdout)["forecast"]
     assert "run own-reward-probe" in found["basis"]
-    measured = found["measured"]
-    assert measured["num_steps"] == PROBE_STEPS - 1
-    assert measured["step_s"] > 0
-    assert measured["train_s_per_token"] > 0
-    assert found["useful_instances"] <= 1
-    assert found["rows"], "at least one of the pools generated something"
-    assert found["rows"][0]["step_s"] > measured["overhead_s"]
+    assert f"calibrated with what {PROBE_STEPS - 1} steps" in found["basis"]
+    assert found["hours"]["mean"] > 0
+    assert found["hours"] != before["hours"], "the same simulation at measured rates"
     cli.assert_gone("own-reward-probe")

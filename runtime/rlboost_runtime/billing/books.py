@@ -14,7 +14,8 @@ from rlboost_providers.base.provider import MachineStatus, MachineView
 from rlboost_runtime.billing.accounts import MachineBill
 from rlboost_runtime.billing.launch_records import end_of
 from rlboost_runtime.billing.ledger import Ledger
-from rlboost_runtime.billing.report import CostReport, cost_report
+from rlboost_runtime.billing.planned import kept_plan
+from rlboost_runtime.billing.report import CostReport, compared, cost_report
 from rlboost_runtime.deploy.bootstrap import RESERVED_MACHINE
 from rlboost_runtime.errors import RuntimeFault
 from rlboost_runtime.job import Budget
@@ -94,6 +95,8 @@ def _report(ledger: Ledger, run: RunFolder) -> CostReport:
         report = cost_report(ledger, _billed_until(ledger, run), run.name, _budget(run))
     finally:
         ledger.close()
+    if (plan := kept_plan(run)) is not None:
+        report.plan = compared(plan, report)
     outcome = read_json(run.outcome)
     if outcome is not None:
         report.state = str(outcome.get("state", "stopped"))

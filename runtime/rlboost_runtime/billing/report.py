@@ -22,15 +22,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 
 import msgspec
 
 from rlboost_runtime.billing.accounts import BillParts, MachineBill, Spending, WasteKind, to_seconds
+from rlboost_runtime.billing.counterfactual import Counterfactual, on_demand_only
 from rlboost_runtime.billing.ledger import Ledger
 from rlboost_runtime.billing.ledger_file import StepRecord
+from rlboost_runtime.billing.planned import PlanComparison, PlanDifference, PlannedParts
 from rlboost_runtime.job import Budget
-from rlboost_runtime.money import MICRO_USD_PER_USD, cost_micro_usd, format_usd, parse_usd
+from rlboost_runtime.money import MICRO_USD_PER_USD, format_usd, parse_usd
 from rlboost_runtime.protocol.reward_failures import count_failures
 
 _POOLS = ("reserved", "spot")
@@ -44,15 +45,6 @@ class BudgetState(msgspec.Struct):
     hours_left: float | None = None
     """At the present rate; None where no machine costs anything."""
     max_usd_per_hour: float | None = None
-
-
-class Counterfactual(msgspec.Struct):
-    """What the same tokens would have cost on the reserved machine alone; None where that is not known."""
-
-    usd_per_million_tokens: float | None = None
-    saving_fraction: float | None = None
-    basis: str = "estimated"
-    """How it was computed, or why it is not known."""
 
 
 class StepCost(msgspec.Struct):
@@ -120,6 +112,8 @@ class CostReport(msgspec.Struct):
     notes: list[str]
     state: str = "open"
     """How the run ended."""
+    plan: PlanComparison | None = None
+    """What the plan said at the launch, and where the difference comes from; None: no plan was kept."""
 
 
 def cost_report(ledger: Ledger, now_wall: float, run: str, budget: Budget | None = None) -> CostReport:
@@ -235,9 +229,6 @@ def _usd_per_million(micro_usd: int, tokens: int) -> float | None:
     return None if tokens == 0 else round(micro_usd / tokens, 6)
 
 
-_NS_PER_S = 1_000_000_000
-
-
 def counterfactual(
     bills: Sequence[MachineBill], steps: Sequence[StepRecord], spent: Sequence[int]
 ) -> Counterfactual:
@@ -249,16 +240,18 @@ def counterfactual(
         return Counterfactual(basis=f"not known: {reason}")
     rate = measured.reserved_tokens / measured.reserved_rollout_s
     rollout_s = measured.tokens / rate
-    cost = cost_micro_usd(price, round((rollout_s + measured.train_busy_s) * _NS_PER_S))
-    return Counterfactual(
-        usd_per_million_tokens=_usd_per_million(cost, measured.tokens),
-        saving_fraction=float(1 - Fraction(measured.spent_micro_usd, cost)),
+    return on_demand_only(
+        tokens=measured.tokens,
+        seconds=rollout_s + measured.train_busy_s + measured.between_s,
+        reserved_micro_usd_per_hour=price,
+        spent_micro_usd=measured.spent_micro_usd,
         basis=(
             f"computed, not run: the {measured.tokens:,} tokens trained in the {measured.num_steps} measured"
             f" steps at the {rate:,.0f} tokens/s that the reserved machine generated alone in its seeding"
-            f" windows ({rollout_s:,.1f} s), then the {measured.train_busy_s:,.1f} s of training measured,"
-            f" one after the other, at its {format_usd(price, 4)} per hour; compared with the"
-            f" {format_usd(measured.spent_micro_usd, 6)} spent on the same steps. Seeding windows see full"
+            f" windows ({rollout_s:,.1f} s), then the {measured.train_busy_s:,.1f} s of training and the"
+            f" {measured.between_s:,.1f} s between steps as measured, one after the other, at its"
+            f" {format_usd(price, 2)} per hour; compared with the"
+            f" {format_usd(measured.spent_micro_usd, 4)} spent on the same steps. Seeding windows see full"
             " batches and no slow tail, which favours the on-demand figure"
         ),
     )
@@ -271,6 +264,8 @@ class _Measured:
     tokens: int
     spent_micro_usd: int
     train_busy_s: float
+    between_s: float
+    """Neither rollout nor training: publishing, checkpoints, rewards; 0 where steps do not say."""
     reserved_tokens: float
     reserved_rollout_s: float
     num_steps: int
@@ -290,10 +285,18 @@ def _measured(steps: Sequence[StepRecord], spent: Sequence[int]) -> _Measured:
         tokens=sum(step.tokens for step, _ in complete),
         spent_micro_usd=sum(usd for _, usd in complete),
         train_busy_s=total("train_busy_s"),
+        between_s=sum(_between_s(step) for step, _ in complete),
         reserved_tokens=total("reserved_tokens"),
         reserved_rollout_s=total("reserved_rollout_s"),
         num_steps=len(complete),
     )
+
+
+def _between_s(step: StepRecord) -> float:
+    if not {"rollout_wait_s", "train_wait_s"} <= step.metrics.keys():
+        return 0.0
+    known = sum(step.metrics[name] for name in ("rollout_wait_s", "train_wait_s", "train_busy_s"))
+    return max(0.0, (step.ended_ns - step.started_ns) / 1e9 - known)
 
 
 def _why_unknown(bills: Sequence[MachineBill], measured: _Measured, price: int) -> str | None:
@@ -306,3 +309,37 @@ def _why_unknown(bills: Sequence[MachineBill], measured: _Measured, price: int) 
     if measured.reserved_tokens <= 0 or measured.reserved_rollout_s <= 0:
         return "the reserved machine generated nothing, so its speed alone was not measured"
     return None
+
+
+def compared(plan: PlannedParts, report: CostReport) -> PlanComparison:
+    """Return the plan beside the bill, and where the difference comes from."""
+    trained = len(report.steps)
+    body = (plan.total_usd - plan.startup_usd) / plan.steps
+    steps_usd = (trained - plan.steps) * body
+    share = (plan.total_usd + steps_usd) / plan.total_usd if plan.total_usd else 0.0
+    hours = {
+        pool: sum(m.billed_s for m in report.machines if m.pool == pool) / 3600.0
+        for pool in report.compute_usd
+    }
+    booted = sum(m.wasted_usd.get("boot", 0.0) for m in report.machines if m.pool == "spot")
+    boots = booted - share * plan.boot_usd
+    planned = {"reserved": (plan.reserved_usd, plan.hours), "spot": (plan.spot_usd, plan.spot_hours)}
+    prices = time = 0.0
+    for pool, (usd, planned_hours) in planned.items():
+        spent = report.compute_usd.get(pool, 0.0)
+        price = usd / planned_hours if planned_hours else None
+        at_plan = spent if price is None else price * hours.get(pool, 0.0)
+        prices += spent - at_plan
+        time += at_plan - share * usd
+    other = report.other_usd
+    egress, storage = (
+        other.get(kind, 0.0) - share * said
+        for kind, said in (("egress", plan.egress_usd), ("storage", plan.storage_usd))
+    )
+    return PlanComparison(
+        planned_usd=plan.total_usd,
+        planned_hours=plan.hours,
+        actual_usd=report.total_usd,
+        actual_hours=hours.get("reserved", 0.0),
+        difference_usd=PlanDifference(steps_usd, boots, time - boots, prices, egress, storage),
+    )

@@ -13,6 +13,7 @@ there is named below; everybody else only reads it.
     endpoint.json     {"url"}: where the coordinator listens; kept through restarts      coordinator
     weights_endpoint.json  {"url"}: where the weight server listens; likewise       weight server
     reserved/         the reserved agents' working folders                  supervisor
+    plan.json         what the plan said of time and cost at the first launch                 CLI
     wanted.json       {"train": bool}: what the supervisor is to run; watched by it           CLI
     status.json       last status, once a second and at the end             coordinator
     ending.json       {"state", "problem", "remedy", "exit_code"} once it is decided how the run ends; its
@@ -103,6 +104,7 @@ class RunFolder:
     job_source = _Place("job_source")
     job_json = _Place("job.json")
     files = _Place("files")
+    plan = _Place("plan.json")
     token = _Place("secrets/token")
     """The run's bearer token."""
     key = _Place("secrets/key.pem")

@@ -16,8 +16,6 @@ from rlboost_runtime.sim.clock import Agenda
 from rlboost_runtime.sim.presets import MachineShape
 from rlboost_runtime.traces import Trace, TraceEvent
 
-RETRY_S = 10.0
-"""After so long a launch that found no free node is tried again."""
 GONE_AFTER_S = 1.5
 """Until the provider reports that a machine is gone."""
 
@@ -53,10 +51,13 @@ class CloudHost(Protocol):
 class SimCloud:
     """Free and rented nodes."""
 
-    def __init__(self, host: CloudHost, trace: Trace, shapes: tuple[MachineShape, ...]) -> None:
+    def __init__(
+        self, host: CloudHost, trace: Trace, shapes: tuple[MachineShape, ...], retry_s: float
+    ) -> None:
         self._host = host
         self._trace = trace
         self._shapes = shapes
+        self._retry_s = retry_s
         self._free: dict[str, MachineShape] = {}
         self._rented: dict[str, RentedMachine] = {}
         self._machine_of: dict[str, str] = {}
@@ -71,11 +72,12 @@ class SimCloud:
             self._host.agenda.at(event.at_s, self._handler(event))
 
     def launch(self, machine: str) -> None:
-        """Take a free node, if there is one."""
+        """Take the cheapest free node, if there is one."""
         now = self._host.agenda.now
-        node = next((n for n in self._free if n not in self._noticed), None)
+        free = (node for node in self._free if node not in self._noticed)
+        node = min(free, key=lambda node: self._free[node].usd_per_hour, default=None)
         if node is None:
-            self._host.send(LaunchFailed(now, machine, "no spot capacity", RETRY_S))
+            self._host.send(LaunchFailed(now, machine, "no spot capacity", self._retry_s))
             return
         rented = RentedMachine(machine, node, self._free.pop(node), now)
         self._rented[machine] = rented
@@ -89,6 +91,11 @@ class SimCloud:
         if rented is not None:
             self._end(rented, by_cloud=False)
             self._free[rented.node] = rented.shape
+
+    def egress_usd_per_gb(self, machine: str) -> float | None:
+        """Return what weights cost on their way to the machine, where its kind says so."""
+        rented = self._rented.get(machine)
+        return None if rented is None else rented.shape.egress_usd_per_gb
 
     def billed(self) -> tuple[float, float]:
         """Return dollars and machine-seconds until now."""

@@ -160,7 +160,7 @@ def policy_setup(name: str, preset: Preset, switches: Switches) -> PolicySetup:
         prices=Prices(preset.reserved_usd_per_hour, preset.spot[0].usd_per_hour, preset.egress_usd_per_gb),
         policy=_without(known, switches),
     )
-    return PolicySetup(config, rules, FP32_WIRE_SHARE if is_published else 1.0)
+    return PolicySetup(config, rules, FP32_WIRE_SHARE if is_published else preset.assumptions.wire_share)
 
 
 def baseline_rules(memory: Mapping[int, float] | None = None, *, has_memory: bool = True) -> Rules:

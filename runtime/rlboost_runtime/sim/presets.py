@@ -71,6 +71,12 @@ class Assumptions:
     boot_s: float = 60.0
     """From the request to an engine without weights, images and model being cached as on the paper's
     machines."""
+    startup_s: float = 0.0
+    """From the run's begin to its first step: the trainer reads data and model; machines boot meanwhile."""
+    retry_s: float = 10.0
+    """After so long a launch that found no free node is tried again."""
+    wire_share: float = 1.0
+    """Bytes of a version on the wire over the weights' bytes: below 1 with deltas."""
     notice_s: float = 0.0
     """Seconds of warning that a removal brings where the trace has none of its own: the paper relies on
     none."""
@@ -177,6 +183,8 @@ class MachineShape:
     """GPUs of one engine; a machine runs `gpus / tensor_parallel` of them."""
     link_bytes_per_s: float
     usd_per_hour: float
+    egress_usd_per_gb: float | None = None
+    """What weights cost on their way to it; None: the preset's price."""
 
     @property
     def engines(self) -> int:

@@ -98,9 +98,22 @@ class SimResult:
     """Events that the core handled."""
     commands_digest: str = ""
     """Digest of all commands of the core, in order: the same seed gives the same digest."""
+    bill: dict[str, float] = field(default_factory=dict)
+    """Dollars until the last whole step's end: `start-up` (all before the first step), `spot` machines,
+    `egress`; and `spot hours`."""
     overheads_s: dict[str, float] = field(default_factory=dict)
     """Seconds of the reserved node in hand-over, and of spot instances in prefills that repeat work, by
     name."""
+
+    @property
+    def seconds(self) -> float:
+        """From the window's begin to the end of the last whole step."""
+        return self.rows[-1].started_s + self.rows[-1].seconds
+
+    @property
+    def tokens(self) -> int:
+        """Response tokens of all whole steps."""
+        return sum(row.tokens for row in self.rows)
 
 
 def summed_up(
@@ -117,7 +130,7 @@ def summed_up(
         hours=hours,
         tokens_per_s=tokens / seconds,
         usd_per_hour=3600.0 * usd / seconds,
-        tokens_per_usd=tokens / usd,
+        tokens_per_usd=tokens / usd if usd else 0.0,
         steps=len(rows),
         rows=tuple(rows),
     )

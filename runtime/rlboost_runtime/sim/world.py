@@ -84,7 +84,7 @@ class World:
         self.num_events = 0
         self.link = SharedLink(self.agenda, preset.reserved_nodes * preset.reserved.link_bytes_per_s)
         self.responses = ResponseStore(preset.workload.group_size, preset.workload.max_response_tokens)
-        self.cloud = SimCloud(self, trace, preset.spot)
+        self.cloud = SimCloud(self, trace, preset.spot, preset.assumptions.retry_s)
         self._preset = preset
         self._setup = setup
         self.watch = watch
@@ -92,7 +92,7 @@ class World:
         self._agents: dict[str, SimAgent] = {}
         self._of_machine: dict[str, list[SimAgent]] = {}
         self._retired = _Totals()
-        self._pulled_bytes = 0.0
+        self.egress_usd = 0.0
         self._newest_on: dict[str, int] = {}  # by machine: the version that travelled last
         waits_for_weights = not setup.config.policy.loads_any_time
         weight_bytes = round(setup.wire_share * preset.model.weight_bytes)
@@ -107,6 +107,10 @@ class World:
         self._step_began = _Mark()
         self.mean_spot_machines = 0.0
         """Time average of billed spot machines until the end of the last step."""
+        self.startup_usd = 0.0
+        """Spent before the first step."""
+        self.bill: dict[str, float] = {}
+        """Dollars by part until the end of the last step."""
 
     # --- driving ------------------------------------------------------------------------------------------
 
@@ -124,7 +128,10 @@ class World:
             self.agenda.step()
         self.send(RunStarted(0.0, self._setup.config))
         self._start_reserved()
-        self._trainer.begin()
+        if startup_s := self._preset.assumptions.startup_s:
+            self.agenda.after(startup_s, self._trainer.begin)
+        else:
+            self._trainer.begin()
         while not rows or (self.agenda.now < end_s and len(rows) != max_steps):
             when, deadline = self.agenda.next_time(), self.core.next_deadline()
             if deadline is not None and (when is None or deadline <= when):
@@ -200,7 +207,9 @@ class World:
         """An instance has a version, which weighs so much; to a machine it travels once."""
         if self._newest_on.get(machine) != version:
             self._newest_on[machine] = version
-            self._pulled_bytes += num_bytes
+            own = self.cloud.egress_usd_per_gb(machine)
+            price = self._preset.egress_usd_per_gb if own is None else own
+            self.egress_usd += price * num_bytes / 1e9
 
     def all_loaded(self) -> bool:
         """Return True if every spot instance serves the newest version."""
@@ -216,6 +225,8 @@ class World:
         """The trainer asks for a step."""
         self.trainer_activity("hand-over")
         now = self.agenda.now
+        if not self.recorder.rows:
+            self.startup_usd = self._usd()
         self._step_began = _Mark(
             at=now,
             t_seed_s=self.core.seeding.t_seed_s,
@@ -248,11 +259,18 @@ class World:
                 tokens_redone=self.responses.tokens_redone - began.redone,
             )
         )
-        self.mean_spot_machines = self.cloud.billed()[1] / now
+        spot_usd, spot_s = self.cloud.billed()
+        self.mean_spot_machines = spot_s / now
+        self.bill = {
+            "start-up": self.startup_usd,
+            "spot": spot_usd,
+            "egress": self.egress_usd,
+            "spot hours": spot_s / 3600.0,
+        }
 
     def _usd(self) -> float:
         reserved = self._preset.reserved_usd_per_hour * self.agenda.now / 3600.0
-        return self.cloud.billed()[0] + reserved + self._preset.egress_usd_per_gb * self._pulled_bytes / 1e9
+        return self.cloud.billed()[0] + reserved + self.egress_usd
 
     # --- spot machines ------------------------------------------------------------------------------------
 
@@ -422,6 +440,7 @@ def simulate(
         kills=tuple(world.recorder.kills),
         events=world.num_events,
         commands_digest=world.digest,
+        bill=world.bill,
         overheads_s={
             "hand-over": world.recorder.reserved_s("hand-over", seconds),
             "repeated prefill": world.repeated_prefill_s(),

@@ -58,7 +58,7 @@ def rows_of(lines: list[str], first_word: str) -> list[list[str]]:
 
 def test_the_report_says_what_was_spent_on_what(tmp_path: Path) -> None:
     lines = cost_lines(report(tmp_path, max_usd=5000.0, max_usd_per_hour=4000.0))
-    assert lines[0] == "a-run     $4,001.50 so far, $3,600.0000 per hour now"
+    assert lines[0] == "a-run     $4,001.50 so far, $3,600.00 per hour now"
     budget = "budget    $5,000.00, $998.5000 left: 17 min at this rate; at most $4,000.00 per hour"
     assert f"{lines[1]} {lines[2].strip()}" == budget
     assert "tokens    4,000,000 trained, $1,000.3750 per million" in lines
@@ -88,7 +88,7 @@ def test_few_steps_have_a_line_each(tmp_path: Path) -> None:
 
 def test_a_spent_budget_is_said_to_be_exceeded(tmp_path: Path) -> None:
     text = "\n".join(cost_lines(report(tmp_path, num_spot=0, max_usd=1000.0)))
-    assert "budget    $1,000.00, exceeded by $1.5000" in text
+    assert "budget    $1,000.00, exceeded by $1.50" in text
 
 
 def test_machines_that_outlive_their_run_are_named(tmp_path: Path) -> None:

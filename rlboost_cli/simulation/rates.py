@@ -8,8 +8,10 @@ figures (it was made by an older version, or its steps were cut by restarts) is 
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import fmean, median
 
 from rlboost_runtime.billing.ledger import Ledger
 from rlboost_runtime.billing.ledger_file import StepRecord
@@ -23,6 +25,8 @@ MIN_STEPS = 2
 """Steps that a run must have measured: one alone may be all start-up."""
 FIRST_STEPS_LEFT_OUT = 1
 """Steps at the start that are left out where there are enough: machines still boot in them."""
+NEARLY_ALL = 0.7
+"""Share of a step's tokens from which on the reserved engines are taken to have waited for its tail."""
 RUNS_LOOKED_AT = 50
 """Former runs that are opened at most: each costs a few milliseconds before a launch."""
 
@@ -55,6 +59,13 @@ class Rates:
     tokens_per_response: float
     weight_bytes: float = 0.0
     """Of one version as an instance pulled it; 0: not known."""
+    length_spread: float | None = None
+    """Ninth over first decile of the responses' lengths; None: not known."""
+    startup_s: float | None = None
+    """From the run's first launch to its first step; None: not known."""
+    boot_s: float | None = None
+    """Median from a spot machine's request to its first version served, without waiting for that; None: no
+    machine has served."""
 
 
 def measured_rates(job: Job) -> tuple[Rates, Job] | None:
@@ -90,10 +101,45 @@ def rates_of(run: RunFolder, job: Job) -> Rates | None:
     """Return what the run's ledger has measured; None for fewer than `MIN_STEPS` complete steps. Raises
     `NotFound` or `RuntimeFault` where there is no ledger that can be read."""
     with contextlib.closing(Ledger(run.ledger, read_only=True)) as ledger:
-        steps = list(_complete(ledger.steps()))
+        all_steps = ledger.steps()
+        boot_s = _boot_s(ledger)
+        launches = [bill.launched_at for bill in ledger.machines(0.0) if bill.launched_at is not None]
+    steps = list(_complete(all_steps))
     if len(steps) >= MIN_STEPS + FIRST_STEPS_LEFT_OUT:
         steps = steps[FIRST_STEPS_LEFT_OUT:]
-    return _rates(run.name, steps, job) if len(steps) >= MIN_STEPS else None
+    if len(steps) < MIN_STEPS:
+        return None
+    startup_s = max(0.0, all_steps[0].started_ns / 1e9 - min(launches)) if launches else None
+    return replace(_rates(run.name, steps, job), startup_s=startup_s, boot_s=boot_s)
+
+
+def boots_here(job: Job) -> float | None:
+    """Return the median boot of the newest run here on machines of the same kind; None where there is none.
+
+    A boot depends little on the model: it counts also where the run is not like `job` otherwise.
+    """
+    for run in reversed(all_runs()[-RUNS_LOOKED_AT:]):
+        with contextlib.suppress(RLBoostError):
+            if _kinds(stored_job(run)) != _kinds(job):
+                continue
+            with contextlib.closing(Ledger(run.ledger, read_only=True)) as ledger:
+                if (found := _boot_s(ledger)) is not None:
+                    return found
+    return None
+
+
+def _kinds(job: Job) -> tuple[object, ...]:
+    return job.rollout.engine, {(each.infra, getattr(each, "via", "")) for each in job.rollout.spot.any_of}
+
+
+def _boot_s(ledger: Ledger) -> float | None:
+    found = []
+    for kept in ledger.kept_boots().values():
+        boot = json.loads(kept)
+        if boot.get("ready_at") is not None:
+            load_at = max(boot["joined_at"], boot.get("told_at") or 0.0)
+            found.append(boot["joined_at"] - boot["requested_at"] + boot["ready_at"] - load_at)
+    return median(found) if found else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +169,22 @@ def _rates(run: str, steps: Sequence[_Step], job: Job) -> Rates:
     spot_s = sum(s.record.metrics["spot_instances_mean"] * s.record.metrics["rollout_s"] for s in steps)
     spot_tokens = max(0.0, tokens - total("reserved_tokens"))
     waited_s = total("rollout_wait_s") + total("train_wait_s")
+    # where they generated everything they also waited for the last responses: no full batches
+    full = [s for s in steps if s.record.metrics["reserved_tokens"] < NEARLY_ALL * s.record.tokens] or steps
+
+    def reserved(name: str) -> float:
+        return sum(step.record.metrics[name] for step in full)
+
     responses = job.algorithm.prompts_per_step * job.algorithm.group_size * len(steps)
+    deciles = [
+        (s.record.metrics.get("length_p10", 0.0), s.record.metrics.get("length_p90", 0.0)) for s in steps
+    ]
+    spread = [high / low for low, high in deciles if low > 0]
     return Rates(
         run=run,
         ended_at=steps[-1].record.ended_ns / 1e9,
         num_steps=len(steps),
-        reserved_tokens_per_s=_per(total("reserved_tokens"), total("reserved_rollout_s")),
+        reserved_tokens_per_s=_per(reserved("reserved_tokens"), reserved("reserved_rollout_s")),
         spot_tokens_per_s=_per(spot_tokens, spot_s),
         train_s_per_token=busy_s / tokens,
         overhead_s=max(0.0, period_s - waited_s - busy_s) / len(steps),
@@ -136,6 +192,7 @@ def _rates(run: str, steps: Sequence[_Step], job: Job) -> Rates:
         spot_instances=_per(spot_s, total("rollout_s")),
         tokens_per_response=tokens / responses,
         weight_bytes=steps[-1].record.metrics.get("weight_bytes", 0.0),
+        length_spread=fmean(spread) if spread else None,
     )
 
 

@@ -1,0 +1,96 @@
+"""A simulation with the rates that a run measured in the place of those that are assumed: pure.
+
+The model stays the simulator's; a run only says how fast its parts are. `decode`: the reserved engines'
+tokens per second while they generate with full batches, else a spot instance's over its whole rollout.
+`train`: seconds per trained token. What a step takes beside rollout and training is its publication's time.
+Boots, version sizes and the responses' lengths are taken as measured.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from rlboost_cli.simulation.rates import Rates, makes_like_responses
+from rlboost_runtime.job import Job
+from rlboost_runtime.sim.engine_model import engine_speed
+from rlboost_runtime.sim.presets import Preset
+from rlboost_runtime.sim.trainer_model import MAX_SHARE, train_s
+
+DECILES = 2 * 1.2816
+"""From the first to the ninth decile of a normal distribution, in standard deviations."""
+
+
+def calibrated(preset: Preset, job: Job, rates: Rates, former: Job) -> Preset:
+    """Return the preset of `job` at the rates that the run of its like `former` measured."""
+    found = _lengths(preset, rates) if makes_like_responses(job, former) else preset
+    return _training(_decoding(_other(found, rates), rates), rates)
+
+
+def _lengths(preset: Preset, rates: Rates) -> Preset:
+    known = preset.assumptions
+    spread = rates.length_spread
+    sigma = known.length_sigma if spread is None else math.log(max(1.0, spread)) / DECILES
+    limit = preset.workload.max_response_tokens
+    median = min(rates.tokens_per_response / math.exp(sigma**2 / 2), limit)
+    return replace(preset, assumptions=replace(known, length_median=median, length_sigma=sigma))
+
+
+def _other(preset: Preset, rates: Rates) -> Preset:
+    known = preset.assumptions
+    wire_share = rates.weight_bytes / preset.model.weight_bytes if rates.weight_bytes else known.wire_share
+    return replace(
+        preset,
+        assumptions=replace(
+            known,
+            boot_s=known.boot_s if rates.boot_s is None else rates.boot_s,
+            wire_share=wire_share,
+            optimizer_s=0.0,
+            gather_s=rates.overhead_s,
+        ),
+    )
+
+
+def _decoding(preset: Preset, rates: Rates) -> Preset:
+    """Return the preset whose engines generate as fast as measured, at the batch that they had."""
+    known, calibration = preset.assumptions, preset.calibration
+    speed = engine_speed(
+        preset.model, preset.reserved, known.reserved_memory_share, preset.calibration, known
+    )
+    engines = preset.reserved_engines if rates.reserved_tokens_per_s else 1
+    measured = rates.reserved_tokens_per_s or rates.spot_tokens_per_s
+    if not measured or not engines:
+        return preset
+    batch = min(speed.max_running, max(1, preset.workload.responses // engines))
+    context = preset.workload.prompt_tokens + known.length_median / 2
+    step_s = speed.base_s(batch) + speed.kv_token_s * batch * context
+    faster = measured * step_s / (engines * batch)
+    return replace(
+        preset,
+        calibration=replace(
+            calibration,
+            decode_step_s=calibration.decode_step_s / faster,
+            decode_bandwidth_share=calibration.decode_bandwidth_share * faster,
+        ),
+        assumptions=replace(known, decode_flops_share=known.decode_flops_share * faster),
+    )
+
+
+def _training(preset: Preset, rates: Rates) -> Preset:
+    """Return the preset whose trainer takes as long per token as measured."""
+    if not rates.train_s_per_token:
+        return preset
+    workload, known = preset.workload, preset.assumptions
+    most = max(known.micro_batch_responses, int(MAX_SHARE * workload.responses))
+    tokens = max(1, round(min(known.length_median * math.exp(known.length_sigma**2 / 2), 1e9)))
+    assumed_s = train_s(preset, [(workload.prompt_tokens, tokens)] * most)
+    slower = rates.train_s_per_token * tokens * most / assumed_s
+    calibration = preset.calibration
+    return replace(
+        preset,
+        calibration=replace(
+            calibration,
+            train_mfu=calibration.train_mfu / slower,
+            micro_batch_s=calibration.micro_batch_s * slower,
+        ),
+    )
