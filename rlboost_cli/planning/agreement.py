@@ -27,7 +27,7 @@ from rlboost_runtime.run.folder import RunFolder
 
 def planned(run: str, job: Job) -> LaunchPlan:
     """Return the plan of `job` as run `run`, with a sign of life: SkyPilot may have to start for it."""
-    with output.working("looking at what the machines cost"):
+    with output.working("looking up prices"):
         return launch_plan(run, job)
 
 
@@ -42,7 +42,7 @@ def agree(plan: LaunchPlan, question: str, *, yes: bool) -> None:
         return
     if not output.is_terminal():
         raise ConfigError(
-            "this run costs money and nobody is here to be asked", "add --yes to agree to the plan"
+            "this run costs money and there is no terminal to confirm it on", "add --yes to agree to the plan"
         )
     if not output.confirm(question):
         raise typer.Exit(0)

@@ -106,11 +106,11 @@ def describe_plan(plan: LaunchPlan) -> list[str]:
     for line in plan.lines:
         count = f"{line.max_machines}" if line.pool == "reserved" else f"up to {line.max_machines}"
         lines.append(f"  {line.pool:<9}{count} x {line.infra}, {_price_in_words(line)}")
-    known = "" if plan.is_all_priced else ", and what is not known above"
+    known = "" if plan.is_all_priced else ", plus the unknown prices above"
     hour = format_usd(plan.all_micro_usd_per_hour, 4)
     if plan.least_micro_usd_per_hour != plan.all_micro_usd_per_hour:
         hour = f"{format_usd(plan.least_micro_usd_per_hour, 4)} to {hour}"
-    lines.append(f"  expected {hour} per hour with all machines{known}")
+    lines.append(f"  cost     up to {hour} per hour with the full fleet{known}")
     budget = "none: it runs until its steps are done" if plan.max_usd is None else f"${plan.max_usd:,.2f}"
     hourly = "" if plan.max_usd_per_hour is None else f", at most ${plan.max_usd_per_hour:,.2f} per hour"
     lines.append(f"  budget   {budget}{hourly}")
@@ -119,15 +119,15 @@ def describe_plan(plan: LaunchPlan) -> list[str]:
     if not plan.is_charged:
         where = {line.infra for line in plan.lines}
         place = "this machine" if where == {"local"} else "machines of your own"
-        lines.append(f"  everything runs on {place} and costs nothing; prices are for the report")
+        lines.append(f"  everything runs on {place}: nothing is billed, the prices are illustrative")
     if plan.forecast is None:
-        return [*lines, "  forecast none yet: no run with this model and engine has been measured here"]
+        return [*lines, "  forecast none: this model and engine have not been measured yet"]
     return [*lines, *_describe_forecast(plan.forecast, plan)]
 
 
 def _price_in_words(line: PlanLine) -> str:
     if line.price_micro_usd_per_hour is None:
-        return "whose price is not known here"
+        return "price unknown"
     return f"{format_usd(line.price_micro_usd_per_hour, 4)} per hour each"
 
 
@@ -139,22 +139,22 @@ def _head_in_words(job: Job) -> str:
         given_back = " or ".join(words for words, what in ways if what == "down")
         watched = f"a `launch` that you watch {given_back}, or until " if given_back else ""
         return (
-            f"it is bought on demand; it cannot end itself there, and costs until {watched}`rlboost down`;"
-            " what it leaves stays on its disk until then"
+            f"on-demand; it cannot end itself there, and costs until {watched}`rlboost down`;"
+            " results stay on its disk until then"
         )
     idle = duration(job.after.idle_minutes * 60)
     if job.after.done == "stay":
-        done = "stays after a run that is done, and costs, until `rlboost down`"
+        done = "stays up after a finished run, and costs money, until `rlboost down`"
     elif job.output is not None:
-        done = f"ends itself once all of a run that is done is at {job.output}"
+        done = f"shuts down once the results are at {job.output}"
     else:
         done = (
-            f"ends itself {idle} after a run that is done, and what it leaves is lost then: fetch it before"
-            " with `rlboost down`, or stay attached"
+            f"shuts down {idle} after a finished run, and its results are lost: fetch them before with"
+            " `rlboost down`, or stay attached"
         )
     goes = job.after.failed == "down"
-    failed = f"ends itself {idle} after one that failed" if goes else "stays after one that failed"
-    return f"it is bought on demand; it {done}; it {failed}; it ends itself when nothing goes on for {idle}"
+    failed = f"{idle} after a failure" if goes else "stays up after a failure"
+    return f"on-demand; {done}; {failed}; and after {idle} without activity"
 
 
 def plan_json(plan: LaunchPlan) -> dict[str, Any]:

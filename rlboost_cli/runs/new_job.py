@@ -28,7 +28,7 @@ def write_job(path: Path, template: str, *, force: bool) -> Path:
                 file.write(data)
     except FileExistsError:
         raise ConfigError(
-            f"{target} is there already; nothing was written",
+            f"{target} already exists; nothing was written",
             "add --force to replace it, or give another path",
         ) from None
     except OSError as exc:

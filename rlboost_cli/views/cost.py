@@ -193,7 +193,9 @@ def _offers(report: CostReport, money: Usd) -> list[str]:
     lines = table(headers, rows).splitlines() if rows else []
     refused = sum(m.state == "failed" for m in report.machines)
     if refused:
-        lines.append(f"and {refused} {'launch' if refused == 1 else 'launches'} refused, at no cost")
+        lines.append(
+            f"{refused} launch {'attempt' if refused == 1 else 'attempts'} failed (no capacity), not billed"
+        )
     return lines
 
 

@@ -61,7 +61,7 @@ def explained(kind: str, text: str) -> RLBoostError:
     words = _words(text)
     if kind in _CREDENTIAL_KINDS or _CREDENTIALS.search(text):
         return CredentialsRejected(
-            f"SkyPilot may not act in the cloud: {words}", "`sky check` says what is missing"
+            f"SkyPilot lacks permission in this cloud: {words}", "`sky check` says what is missing"
         )
     if kind in _ASKED_WRONGLY:
         return ConfigError(f"SkyPilot cannot use its configuration: {words}", "mend ~/.sky/config.yaml")

@@ -146,7 +146,7 @@ class Spot(Model):
     max_instances: int = Field(default=3, ge=0, le=10_000)
     """Upper bound in machines; the useful number is learned. 0: the reserved node does everything."""
     on_demand_floor: int = Field(default=0, ge=0)
-    """While no spot machine is to be had, machines are bought on demand from the same entries until there are
+    """While there is no spot capacity, machines are bought on demand from the same entries until there are
     so many; at most min_instances. 0: spot machines only."""
 
     @property

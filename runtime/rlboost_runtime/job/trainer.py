@@ -194,7 +194,7 @@ class Trainer(Model):
 
 
 class After(Model):
-    """What becomes of a head that was bought, once its run has ended; also while nobody's machine is on."""
+    """When a rented head shuts down; it does so itself, also while no other machine is on."""
 
     done: Literal["down", "stay"] = "down"
     """down: it ends itself: at once where everything of the run is at `output` by then, or was fetched; else

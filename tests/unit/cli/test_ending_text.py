@@ -65,11 +65,13 @@ def test_what_is_not_known_is_not_said() -> None:
 def test_what_to_type_next_depends_on_the_end() -> None:
     assert next_lines("r", "done", "~/model", 3) == [
         "model    ~/model",
-        "next     rlboost cost r  every step, every machine",
-        "         rlboost logs r  what its processes said",
+        "next     rlboost cost r  cost by step and machine",
+        "         rlboost logs r  process logs",
     ]
-    assert next_lines("r", "failed", "~/model", 3)[-1].endswith("--resume  goes on from the last checkpoint")
-    assert next_lines("r", "failed", "~/model", 0)[-1].endswith("--resume  begins again")
+    assert next_lines("r", "failed", "~/model", 3)[-1].endswith(
+        "--resume  continues from the last checkpoint"
+    )
+    assert next_lines("r", "failed", "~/model", 0)[-1].endswith("--resume  starts over")
 
 
 def test_a_machine_that_may_still_cost_money_is_named_with_its_price_and_what_to_type() -> None:

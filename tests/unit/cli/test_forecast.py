@@ -288,9 +288,9 @@ def test_a_plan_without_a_measurement_makes_nothing_up() -> None:
     assert plan.forecast is None
     assert plan_json(plan)["forecast"] is None
     text = "\n".join(describe_plan(plan))
-    assert "forecast none yet" in text
+    assert "forecast none" in text
     assert "up to 3 x local, $2.0000 per hour each" in text
-    assert "expected $16.0000 per hour with all machines" in text, "a cloud may ask for more"
+    assert "up to $16.0000 per hour with the full fleet" in text, "a cloud may ask for more"
     assert "tokens" not in text
 
 

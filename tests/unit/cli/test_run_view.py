@@ -88,7 +88,7 @@ def test_the_view_shows_all_that_was_promised() -> None:
         "$1.50 of $10.00 so far, $18.00 per hour",
         "reserved-0/0  reserved  reserved-0  ready        4          8     96  2m",
         "spot-1 was preempted without notice",
-        "Ctrl-C detaches; the run goes on",
+        "Ctrl-C detaches; the run continues",
     ):
         assert piece in text, f"{piece} is not in\n{text}"
 
@@ -200,7 +200,7 @@ def test_before_the_first_step_the_preparation_is_shown_with_its_progress() -> N
 
 def test_silence_is_said_calmly_and_the_last_known_stays() -> None:
     lines = shown(found(problem="the coordinator of demo is not answering: connection refused"))
-    assert "the coordinator is silent and is started again; this is 12 s old" in lines
+    assert "the coordinator does not answer and is being restarted; status 12 s old" in lines
     assert lines[0].startswith("demo: rollout")
     styles = {line.style for line in live_lines(found(problem="silence"), Size(80, 24), UNICODE)}
     assert styles <= {"", "title", "header", "warn", "dim"}

@@ -62,7 +62,7 @@ def test_init_never_overwrites_unless_forced(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("mine")
     done = rlboost("init", str(path), code=2)
-    assert "is there already" in done.stderr
+    assert "already exists" in done.stderr
     assert "--force" in done.stderr
     assert path.read_text() == "mine"
     rlboost("init", str(path), "--force")
