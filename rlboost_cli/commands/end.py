@@ -148,7 +148,7 @@ def rm(
         require_removable(folder)
     names = ", ".join(folder.name for folder in folders)
     if not yes and not output.is_terminal():
-        raise ConfigError(f"deleting {names} needs confirmation, and there is no terminal", "add --yes")
+        raise ConfigError(f"delete {names}? there is no terminal to confirm it on", "add --yes")
     if not yes and not output.confirm(f"delete {names} with all checkpoints and logs?"):
         raise typer.Exit(0)
     for folder in folders:

@@ -119,7 +119,7 @@ def describe_plan(plan: LaunchPlan) -> list[str]:
     if not plan.is_charged:
         where = {line.infra for line in plan.lines}
         place = "this machine" if where == {"local"} else "machines of your own"
-        lines.append(f"  everything runs on {place}: nothing is billed, the prices are illustrative")
+        lines.append(f"  runs on {place}: nothing is billed, prices are illustrative")
     if plan.forecast is None:
         return [*lines, "  forecast none: this model and engine have not been measured yet"]
     return [*lines, *_describe_forecast(plan.forecast, plan)]

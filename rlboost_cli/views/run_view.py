@@ -295,7 +295,7 @@ def _whole(machine: MachineRow) -> str | None:
 
 
 def _seconds(seconds: float | None) -> str | None:
-    return None if seconds is None else f"{seconds:.1f}"
+    return None if seconds is None else f"{seconds:.{0 if seconds >= 100 else 1}f}"
 
 
 def engine_times(status: Status) -> list[str]:

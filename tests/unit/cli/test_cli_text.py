@@ -106,5 +106,5 @@ def test_a_cloud_plan_is_asked_about_unless_it_is_free() -> None:
     assert unknown.is_charged, "what nobody knows the price of is no gift"
     said = "\n".join(describe_plan(unknown))
     assert "2 x aws/us-east-2, price unknown" in said
-    assert "$0.0000 per hour with all machines, plus the unknown prices above" in said
+    assert "$0.0000 per hour with the full fleet, plus the unknown prices above" in said
     assert plan_json(unknown)["offers"][1]["price_usd_per_hour"] is None
