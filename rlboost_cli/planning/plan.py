@@ -46,7 +46,7 @@ class LaunchPlan:
     max_usd: float | None
     max_usd_per_hour: float | None
     head: str = ""
-    """What becomes of a head that is bought, in words; empty: none is."""
+    """When the rented head shuts down, in words; empty: none is rented."""
     forecast: Forecast | None = None
     """None: nothing like this job has been measured here."""
 

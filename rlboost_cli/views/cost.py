@@ -86,7 +86,7 @@ def _summary(report: CostReport, money: Usd) -> list[str]:
     price = "" if per_million is None else f", {usd(per_million)} per million"
     is_open = report.state == "open"
     rate = report.rate_usd_per_hour
-    so_far = f" so far, {usd(rate)} per hour now" if is_open else f" in all, {report.state}"
+    so_far = f" so far, {usd(rate)} per hour now" if is_open else f" in total, {report.state}"
     if not is_open and rate and any(m.pool == "spot" and m.state == "running" for m in report.machines):
         so_far += f", but machines are left at {usd(rate)} per hour: rlboost down {report.run}"
     return [

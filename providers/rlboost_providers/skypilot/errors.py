@@ -78,7 +78,7 @@ def explained(kind: str, text: str) -> RLBoostError:
         return problem
     if kind == "ResourcesUnavailableError":
         return NoCapacity(
-            f"no such machine is to be had now: {words}", "wait, or add an entry to rollout.spot.any_of"
+            f"no capacity for this machine now: {words}", "wait, or add an entry to rollout.spot.any_of"
         )
     return ProviderError(
         f"SkyPilot failed ({kind}): {words}", "`sky status` and its log say more; try again later"

@@ -833,7 +833,7 @@ def test_a_refusal_that_is_told_late_is_billed_nothing_and_the_next_zone_is_aske
     let_in(monkeypatch)
     through_skypilot(run, role="rlboost-head")
     launch, look = SkyPilotProvider.launch, renting.view_of
-    none_left, late = "no such machine is to be had now", {"head-1"}
+    none_left, late = "no capacity for this machine now", {"head-1"}
 
     def begun(provider: SkyPilotProvider, request: LaunchRequest) -> MachineView:
         if request.machine not in late:
