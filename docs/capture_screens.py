@@ -154,7 +154,7 @@ def end_runs(environment: dict[str, str]) -> None:
 def quickstart(folder: Path, **changes: str) -> None:
     """Write quickstart.yaml with fewer steps."""
     text = (ROOT / "examples" / "quickstart.yaml").read_text(encoding="utf-8")
-    shorter = {"steps: 34": f"steps: {STEPS}", "mean_lifetime_s: 50": "mean_lifetime_s: 60"}
+    shorter = {"steps: 30": f"steps: {STEPS}", "mean_lifetime_s: 50": "mean_lifetime_s: 60"}
     for old, new in {**shorter, **changes}.items():
         assert old in text, old
         text = text.replace(old, new)
