@@ -154,7 +154,7 @@ def end_runs(environment: dict[str, str]) -> None:
 def quickstart(folder: Path, **changes: str) -> None:
     """Write quickstart.yaml with fewer steps."""
     text = (ROOT / "examples" / "quickstart.yaml").read_text(encoding="utf-8")
-    shorter = {"steps: 50": f"steps: {STEPS}", "mean_lifetime_s: 45": "mean_lifetime_s: 60"}
+    shorter = {"steps: 30": f"steps: {STEPS}", "mean_lifetime_s: 50": "mean_lifetime_s: 60"}
     for old, new in {**shorter, **changes}.items():
         assert old in text, old
         text = text.replace(old, new)
@@ -191,7 +191,7 @@ def survived(text: str) -> bool:
 
 def error_screens(terminal: Terminal, folder: Path) -> Iterator[tuple[str, str]]:
     """Yield (name, title) for three mistakes that everybody makes once."""
-    quickstart(folder, **{"group_size: 8": "group_sise: 8", "max_instances: 3": "max_instances: three"})
+    quickstart(folder, **{"group_size: 8": "group_sise: 8", "max_instances: 2": "max_instances: two"})
     command(terminal, "rlboost launch quickstart.yaml", "did you mean", 30)
     yield "error-job-file", "a typing mistake in the job file"
 
@@ -206,12 +206,12 @@ def error_screens(terminal: Terminal, folder: Path) -> Iterator[tuple[str, str]]
     yield "error-reward", "a reward function that raises"
 
     quickstart(folder)
-    command(terminal, "rlboost launch quickstart.yaml --detach", "ends it", 120)
+    command(terminal, "rlboost launch quickstart.yaml --detach", "stops it", 120)
     quickstart(folder, **{"learning_rate: 5.0e-4": "learning_rate: 1.0e-4"})
     command(terminal, "rlboost launch quickstart.yaml", "hint:", 30)
     yield "error-other-job", "another job under the name of an open run"
     terminal.type("rlboost down quickstart --yes\n")
-    terminal.wait(lambda text: "nothing of quickstart is left" in text and text.endswith("$"), 120)
+    terminal.wait(lambda text: "nothing of quickstart is still" in text and text.endswith("$"), 120)
 
 
 def settle(terminal: Terminal) -> None:

@@ -9,6 +9,7 @@ reached, 6 credentials or quota, 7 cloud unreachable, 130 interrupted before the
 
 from __future__ import annotations
 
+import os
 from collections import UserDict
 from collections.abc import Callable
 from importlib import import_module
@@ -66,29 +67,30 @@ _MODULES: dict[str, dict[str, str]] = {
     "job": {
         "init": "Write a commented job file to start from",
         "check": "Validate a job file and print the resolved job",
-        "doctor": "Look whether this machine, the job and its head elsewhere are ready to run",
+        "doctor": "Check this machine, the job and its remote head",
         "plan": "Simulate the job: its time, its cost, and what else could be done",
     },
     "start": {
-        "up": "Start everything of a run but its trainer",
+        "up": "Start a run without its trainer",
         "launch": "Start or continue a run and watch it; Ctrl-C detaches",
     },
     "watch": {
-        "status": "Show all runs, or how one of them is doing",
-        "logs": "Show a run's logs, also of machines that are gone",
-        "samples": "Show what the policy said: a step's best, worst and middling response",
-        "metrics": "Show how a run's metrics go, with a chart of each",
+        "status": "Show all runs, or one run in detail",
+        "logs": "Show a run's logs, including those of ended machines",
+        "samples": "Show a step's best, median and worst responses",
+        "metrics": "Show a run's metrics, with a chart of each",
         "cost": "Show what a run costs, on what, and what it would have cost on demand",
-        "audit": "Check a run against what RLBoost promises, from its event log and token journal",
+        "audit": "Verify a run's guarantees from its event log and token journal",
     },
     "share": {
         "dashboard": "Show runs in a browser: curves, machines, samples and the bill, live",
         "report": "Write a run's curves, machines, samples and bill into one HTML file",
     },
     "end": {
-        "preempt": "Take one instance away on purpose, as its cloud would",
-        "down": "End a run for certain and show what it cost",
-        "gc": "Find and end machines that no open run owns",
+        "preempt": "Preempt one instance, as its cloud would",
+        "down": "Stop a run, release its machines and show what it cost",
+        "rm": "Delete ended runs, with their checkpoints and logs",
+        "gc": "Find and terminate orphaned machines",
     },
     "market": {
         "prices": "Show what GPU machines cost, spot and on demand, cheapest first",
@@ -125,11 +127,20 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+def _without_color(wanted: bool) -> None:
+    if wanted:
+        os.environ["NO_COLOR"] = "1"
+
+
 @app.callback()
 def _program(
     version: Annotated[
         bool,
         typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit."),
+    ] = False,
+    no_color: Annotated[
+        bool,
+        typer.Option("--no-color", callback=_without_color, is_eager=True, help="Print without colour"),
     ] = False,
 ) -> None:
     """Hold the commands together; typer wants a function for that."""

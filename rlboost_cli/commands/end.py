@@ -1,4 +1,4 @@
-"""Commands that end an instance, a run or what is left over: `preempt`, `down` and `gc`."""
+"""Commands that end an instance, a run or what is left over: `preempt`, `down`, `rm` and `gc`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def preempt(
         typer.Option("--notice", min=0.0, help="Seconds of warning; without it, at once", show_default=False),
     ] = None,
 ) -> None:
-    """Take one instance away on purpose, as its cloud would
+    """Preempt one instance, as its cloud would
 
     Example: rlboost preempt quickstart spot-2 --notice 5
     """
@@ -62,7 +62,7 @@ def preempt(
         instance = _preempt_busiest(folder, notice)
     else:
         client.preempt(folder, instance, notice)
-    output.show(f"{instance} is taken away" + (" now" if notice is None else f" in {notice:g} s"))
+    output.show(f"preempting {instance}" + ("" if notice is None else f" in {notice:g} s"))
 
 
 def _preempt_busiest(run: RunFolder, notice_s: float | None) -> str:
@@ -97,10 +97,11 @@ def down(
     run: RunName,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask")] = False,
     lost_head: Annotated[
-        bool, typer.Option("--lost-head", help="Its head is gone for good: end what it launched from here")
+        bool,
+        typer.Option("--lost-head", help="The head is lost for good: terminate what it launched from here"),
     ] = False,
 ) -> None:
-    """End a run for certain and show what it cost
+    """Stop a run, release its machines and show what it cost
 
     Example: rlboost down quickstart
     """
@@ -120,27 +121,54 @@ def down(
         raise typer.Exit(0)
     with output.working() as say:
         ended = end_without_head(folder, say) if lost_head else end_run(folder, say)
-        say(f"adding up what {run} cost")
+        say(f"computing the cost of {run}")
         report = report_of(folder)
     screens.ending(folder, ended)
     output.show("\n".join(cost_lines(report)))
 
 
+def rm(
+    runs: Annotated[
+        list[str],
+        typer.Argument(help="The runs", metavar="RUN...", show_default=False, autocompletion=completion.runs),
+    ],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation")] = False,
+) -> None:
+    """Delete ended runs, with their checkpoints and logs
+
+    Example: rlboost rm my-run my-run-2
+    """
+    from rlboost_cli.runs.removal import remove, require_removable
+    from rlboost_cli.terminal import output
+    from rlboost_runtime.errors import ConfigError
+    from rlboost_runtime.run.index import find_run
+
+    folders = [find_run(name) for name in dict.fromkeys(runs)]
+    for folder in folders:
+        require_removable(folder)
+    names = ", ".join(folder.name for folder in folders)
+    if not yes and not output.is_terminal():
+        raise ConfigError(f"delete {names}? there is no terminal to confirm it on", "add --yes")
+    if not yes and not output.confirm(f"delete {names} with all checkpoints and logs?"):
+        raise typer.Exit(0)
+    for folder in folders:
+        remove(folder)
+        output.progress(f"deleted {folder.name}")
+
+
 def gc(
     cloud: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Ask this cloud too, though no job here names it: aws, gcp or skypilot", metavar="CLOUD"
-        ),
+        typer.Option(help="Ask this cloud too, even if no job here names it", metavar="CLOUD"),
     ] = None,
     all_owners: Annotated[
-        bool, typer.Option("--all-owners", help="End machines that another RLBOOST_HOME started, too")
+        bool, typer.Option("--all-owners", help="Also terminate machines that another RLBOOST_HOME started")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be ended")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be terminated")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Find and end machines that no open run owns
+    """Find and terminate orphaned machines
 
     Example: rlboost gc --dry-run
     """
@@ -157,12 +185,13 @@ def gc(
         rows = [(s.run, s.machine, s.provider, s.place, s.why) for s in found.strays]
         output.table(("run", "machine", "cloud", "place", "why"), rows)
     for problem in found.silent:
-        output.progress(f"note: not everything could be asked: {problem.problem}")
+        output.progress(f"note: a cloud did not answer: {problem.problem}")
     for line in sweep.still_open() if found.silent else ():
         output.progress(f"note: may still cost money: {line}")
     if wanted and not (dry_run or yes or output.is_terminal()):
         raise ConfigError(
-            f"{_question(wanted)} nobody is here to be asked", "add --yes to end them, --dry-run to look only"
+            f"{_question(wanted)} there is no terminal to confirm it on",
+            "add --yes to end them, --dry-run to look only",
         )
     if wanted and not dry_run and (yes or output.confirm(_question(wanted))):
         with output.working() as say:
@@ -171,7 +200,7 @@ def gc(
         if problems:
             raise sweep.remaining(problems)
     elif not found.strays and not found.silent:
-        output.progress("no machine is left over")
+        output.progress("no orphaned machines")
     if found.silent:
         raise found.silent[0]
 

@@ -75,7 +75,7 @@ def doctor(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Look whether this machine, the job and its head elsewhere are ready to run
+    """Check this machine, the job and its remote head
 
     Example: rlboost doctor job.yaml
     """

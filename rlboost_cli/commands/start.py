@@ -23,9 +23,9 @@ def up(
             autocompletion=completion.jobs_and_runs,
         ),
     ],
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before spending")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation")] = False,
 ) -> None:
-    """Start everything of a run but its trainer
+    """Start a run without its trainer
 
     Example: rlboost up job.yaml
     """
@@ -53,8 +53,8 @@ def launch(
             autocompletion=completion.jobs_and_runs,
         ),
     ],
-    detach: Annotated[bool, typer.Option("--detach", help="Return once the run is under way")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before spending")] = False,
+    detach: Annotated[bool, typer.Option("--detach", help="Return once the run has started")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation")] = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue a run that has ended, from its last checkpoint")
     ] = False,
@@ -144,7 +144,7 @@ def _finish(run: RunFolder) -> None:
 
         with output.working() as say:
             collect_results(run, say)
-    with output.working("adding up what the run cost"):
+    with output.working("computing the cost"):
         report = report_of(run)
     screens.outcome(run, outcome, run_status(run).status, report)
     raise typer.Exit(outcome.exit_code)

@@ -20,10 +20,12 @@ def status(
             autocompletion=completion.runs,
         ),
     ] = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Follow the run until it ends")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Follow the run until it ends; all runs, until Ctrl-C")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show all runs, or how one of them is doing
+    """Show all runs, or one run in detail
 
     Example: rlboost status quickstart --watch
     """
@@ -34,8 +36,14 @@ def status(
     from rlboost_runtime.errors import ConfigError
     from rlboost_runtime.run.index import find_run
 
-    if watch and (run is None or as_json):
-        raise ConfigError("--watch follows one run on the screen", "name the run, and leave --json out")
+    if watch and as_json:
+        raise ConfigError("--watch and --json were given", "leave one of them out")
+    if watch and run is None:
+        try:
+            screens.watch_all(look_at_open)
+        except KeyboardInterrupt:
+            raise typer.Exit(0) from None
+        return
     if run is None:
         with output.working("asking the heads of open runs"):
             look_at_open(output.progress)
@@ -71,19 +79,19 @@ def logs(
     instance: Annotated[
         str | None,
         typer.Argument(
-            help="An instance, a machine or one of our processes, such as coordinator",
+            help="An instance, a machine or a process of the head, such as coordinator",
             metavar="[INSTANCE]",
             show_default=False,
             autocompletion=completion.logs,
         ),
     ] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Read on until the run ends")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow until the run ends")] = False,
     lines: Annotated[
         int, typer.Option("--lines", "-n", min=0, help="Last lines of each file; 0 for all")
     ] = 100,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the lines as they are in the files")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the raw JSON lines")] = False,
 ) -> None:
-    """Show a run's logs, also of machines that are gone
+    """Show a run's logs, including those of ended machines
 
     Example: rlboost logs quickstart coordinator -f
     """
@@ -123,13 +131,11 @@ def samples(
     run: RunName,
     step: Annotated[
         int | None,
-        typer.Option(
-            "--step", min=1, help="The step, from 1 on; without it the last one", show_default=False
-        ),
+        typer.Option("--step", min=1, help="The step, counted from 1; default: the last", show_default=False),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
 ) -> None:
-    """Show what the policy said: a step's best, worst and middling response
+    """Show a step's best, median and worst responses
 
     Example: rlboost samples quickstart --step 10
     """
@@ -161,7 +167,7 @@ def metrics(
     as_json: AsJson = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print a CSV table with a row per step")] = False,
 ) -> None:
-    """Show how a run's metrics go, with a chart of each
+    """Show a run's metrics, with a chart of each
 
     Example: rlboost metrics quickstart reward_mean entropy
     """
@@ -209,7 +215,7 @@ def cost(
         raise ConfigError("both --json and --csv were given", "leave one of them out")
     folder = find_run(run)
     look_at(folder, output.progress, ledger=True)
-    with output.working("adding up what the run cost"):
+    with output.working("computing the cost"):
         report = report_of(folder)
     if as_json:
         output.as_json(to_builtins(report))
@@ -220,7 +226,7 @@ def cost(
 
 
 def audit(run: RunName, as_json: AsJson = False) -> None:
-    """Check a run against what RLBoost promises, from its event log and token journal
+    """Verify a run's guarantees from its event log and token journal
 
     Example: rlboost audit quickstart --json
     """

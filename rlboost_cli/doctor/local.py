@@ -154,7 +154,7 @@ def judge_free_port(port: int | None) -> Finding:
     """Judge what the system gave when asked for a free port."""
     if port is None:
         return fail("ports", "no free port on 127.0.0.1", "end programs that hold many connections")
-    return ok("ports", f"free ones are to be had (such as {port})")
+    return ok("ports", f"available, for example {port}")
 
 
 def machines(context: DoctorContext) -> Iterator[Finding]:

@@ -322,8 +322,8 @@ def _await_it(run: RunFolder, job: Job, provider: Provider, head: HeadMachine, s
             problem = refusal
         if waited_s > BOOT_S:
             raise RuntimeFault(
-                f"{head.machine} of {run.name}{f' at {address}' if address else ''} did not let us in"
-                f" within {BOOT_S:.0f} s{'' if was_started(run) else ' and is given back'}; last:"
+                f"{head.machine} of {run.name}{f' at {address}' if address else ''} was not reached by"
+                f" SSH within {BOOT_S:.0f} s{'' if was_started(run) else ' and is given back'}; last:"
                 f" {problem}{last_words(provider, run, head.machine)}",
                 "see that its image has sshd, python3 and cloud-init (docs/head.md), and that its port 22 is"
                 " reached from here",

@@ -31,12 +31,12 @@ def planned(run: str, job: Job, folder: Path, *, with_options: bool = False) -> 
     from rlboost_cli.planning.projection import project
 
     forecast, problem = None, ""
-    with output.working("looking at what the machines cost") as say:
+    with output.working("looking up prices") as say:
         try:
             forecast = project(job, folder, say, with_options=with_options)
         except RLBoostError as error:
             problem = str(error)
-        say("looking at what the machines cost")
+        say("looking up prices")
         return launch_plan(run, job, forecast, problem)
 
 
@@ -51,7 +51,7 @@ def agree(plan: LaunchPlan, question: str, *, yes: bool) -> None:
         return
     if not output.is_terminal():
         raise ConfigError(
-            "this run costs money and nobody is here to be asked", "add --yes to agree to the plan"
+            "this run costs money and there is no terminal to confirm it on", "add --yes to agree to the plan"
         )
     if not output.confirm(question):
         raise typer.Exit(0)

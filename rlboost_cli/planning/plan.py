@@ -47,7 +47,7 @@ class LaunchPlan:
     max_usd: float | None
     max_usd_per_hour: float | None
     head: str = ""
-    """What becomes of a head that is bought, in words; empty: none is."""
+    """When the rented head shuts down, in words; empty: none is rented."""
     forecast: Projection | None = None
     """None: it was not simulated, or could not be."""
     problem: str = ""
@@ -112,7 +112,7 @@ def describe_plan(plan: LaunchPlan) -> list[str]:
     for line in plan.lines:
         count = f"{line.max_machines}" if line.pool == "reserved" else f"up to {line.max_machines}"
         lines.append(f"  {line.pool:<9}{count} x {line.infra}, {_price_in_words(line)}")
-    known = "" if plan.is_all_priced else ", and what is not known above"
+    known = "" if plan.is_all_priced else ", plus the unknown prices above"
     hour = format_usd(plan.all_micro_usd_per_hour)
     if plan.least_micro_usd_per_hour != plan.all_micro_usd_per_hour:
         hour = f"{format_usd(plan.least_micro_usd_per_hour)} to {hour}"
@@ -126,7 +126,7 @@ def describe_plan(plan: LaunchPlan) -> list[str]:
     if not plan.is_charged:
         where = {line.infra for line in plan.lines}
         place = "this machine" if where == {"local"} else "machines of your own"
-        lines.append(f"  everything runs on {place} and costs nothing; prices are for the report")
+        lines.append(f"  runs on {place}: nothing is billed, prices are illustrative")
     if plan.forecast is not None:
         lines += _describe_projection(plan.forecast, plan)
     elif plan.problem:
@@ -136,7 +136,7 @@ def describe_plan(plan: LaunchPlan) -> list[str]:
 
 def _price_in_words(line: PlanLine) -> str:
     if line.price_micro_usd_per_hour is None:
-        return "whose price is not known here"
+        return "price unknown"
     return f"{format_usd(line.price_micro_usd_per_hour)} per hour each"
 
 
@@ -148,22 +148,22 @@ def _head_in_words(job: Job) -> str:
         given_back = " or ".join(words for words, what in ways if what == "down")
         watched = f"a `launch` that you watch {given_back}, or until " if given_back else ""
         return (
-            f"it is bought on demand; it cannot end itself there, and costs until {watched}`rlboost down`;"
-            " what it leaves stays on its disk until then"
+            f"on-demand; it cannot end itself there, and costs until {watched}`rlboost down`;"
+            " results stay on its disk until then"
         )
     idle = duration(job.after.idle_minutes * 60)
     if job.after.done == "stay":
-        done = "stays after a run that is done, and costs, until `rlboost down`"
+        done = "stays up after a finished run, and costs money, until `rlboost down`"
     elif job.output is not None:
-        done = f"ends itself once all of a run that is done is at {job.output}"
+        done = f"shuts down once the results are at {job.output}"
     else:
         done = (
-            f"ends itself {idle} after a run that is done, and what it leaves is lost then: fetch it before"
-            " with `rlboost down`, or stay attached"
+            f"shuts down {idle} after a finished run, and its results are lost: fetch them before with"
+            " `rlboost down`, or stay attached"
         )
     goes = job.after.failed == "down"
-    failed = f"ends itself {idle} after one that failed" if goes else "stays after one that failed"
-    return f"it is bought on demand; it {done}; it {failed}; it ends itself when nothing goes on for {idle}"
+    failed = f"{idle} after a failure" if goes else "stays up after a failure"
+    return f"on-demand; {done}; {failed}; and after {idle} without activity"
 
 
 def plan_json(plan: LaunchPlan) -> dict[str, Any]:

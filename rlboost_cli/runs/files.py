@@ -17,6 +17,7 @@ from rlboost_runtime.run.folder import RunFolder
 
 _MACHINES = "machines"
 _BLOCK = 1 << 20
+_ENDINGS = {"length": "truncated"}
 
 
 def log_files(run: RunFolder, instance: str | None = None) -> list[Path]:
@@ -126,7 +127,8 @@ def sample_lines(found: dict[str, Any]) -> Iterator[str]:
             prompt = sample["prompt"]
             yield f"step {found['step']}  prompt"
             yield from _indented(prompt)
-        ended = f"{sample['tokens']:.0f} tokens, ended by {sample['finish_reason']}"
+        reason = sample["finish_reason"]
+        ended = f"{sample['tokens']:.0f} tokens, {_ENDINGS.get(reason, reason)}"
         yield f"reward {sample['reward']:.3f}  {ended}"
         yield from _indented(sample["response"])
 

@@ -28,7 +28,7 @@ def write_job(path: Path, template: str, *, force: bool) -> Path:
                 file.write(data)
     except FileExistsError:
         raise ConfigError(
-            f"{target} is there already; nothing was written",
+            f"{target} already exists; nothing was written",
             "add --force to replace it, or give another path",
         ) from None
     except OSError as exc:
@@ -64,7 +64,7 @@ def closing_words(path: Path, template: str) -> list[str]:
             f"         rlboost plan {path}      what it may cost",
             f"         rlboost launch {path}    buys the head, goes on there; this machine may be closed",
         ]
-    if rlboost_templates.ALIASES.get(template, template) != "laptop":
+    if rlboost_templates.ALIASES.get(template, template) not in ("laptop", "quickstart"):
         return [
             f"wrote {path}",
             "  edit   name, model, data, reward, both hosts fields and budget",

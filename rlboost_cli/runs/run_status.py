@@ -187,4 +187,5 @@ def _sound_row(run: RunFolder) -> dict[str, Any]:
         "reward_mean": status.reward_mean,
         "spent_usd": None if spent is None else spent / MICRO_USD_PER_USD,
         "age_s": round(_age_s(run), 1),
+        "started_at": status.started_at,
     }

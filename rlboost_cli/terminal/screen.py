@@ -18,7 +18,7 @@ from typing import NamedTuple, TextIO
 
 
 class Line(NamedTuple):
-    """One line and the name of its style: title, header, warn, dim or none."""
+    """One line and the name of its style: title, header, good, busy, warn, bad, dim or none."""
 
     text: str
     style: str = ""
@@ -110,7 +110,7 @@ def glyphs_for(stream: TextIO) -> Glyphs:
     return UNICODE if encoding.startswith("utf") and not is_plain else ASCII
 
 
-_SGR = {"title": "1", "header": "1", "warn": "33", "dim": "2"}
+_SGR = {"title": "1", "header": "1", "good": "32", "busy": "36", "warn": "33", "bad": "31", "dim": "2"}
 _UP, _DOWN, _COLUMN = "\x1b[{}A", "\x1b[{}B", "\x1b[{}G"
 _CLEAR_LINE, _CLEAR_BELOW = "\x1b[K", "\x1b[J"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,14 +83,16 @@ def left_lines(machines: Iterable[MachineRecord]) -> list[str]:
 
 def runs_table(rows: Sequence[Json]) -> str:
     """Return the list of runs."""
-    return table(("run", "state", "step", "reward", "spent"), (_run(row) for row in rows))
+    return table(("run", "state", "step", "reward", "spent", "started"), (_run(row) for row in rows))
 
 
 def _run(row: Json) -> tuple[object, ...]:
     lives = row["running"] or row["state"] in ENDED
     state = row["state"] + ("" if lives else " (not running)")
     step = f"{row['step']}/{dash(row['steps'])}"
-    return row["run"], state, step, _figure(row["reward_mean"]), usd(row["spent_usd"])
+    at = row.get("started_at")
+    started = None if at is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
+    return row["run"], state, step, _figure(row["reward_mean"]), usd(row["spent_usd"], 2), started
 
 
 def _figure(value: float | None) -> str:

@@ -91,7 +91,7 @@ def _summary(report: CostReport, money: Usd) -> list[str]:
     price = "" if per_million is None else f", {usd(per_million, 2)} per million"
     is_open = report.state == "open"
     rate = report.rate_usd_per_hour
-    so_far = f" so far, {usd(rate, 2)} per hour now" if is_open else f" in all, {report.state}"
+    so_far = f" so far, {usd(rate, 2)} per hour now" if is_open else f" in total, {report.state}"
     if not is_open and rate and any(m.pool == "spot" and m.state == "running" for m in report.machines):
         so_far += f", but machines are left at {usd(rate, 2)} per hour: rlboost down {report.run}"
     return [
@@ -218,7 +218,9 @@ def _offers(report: CostReport, money: Usd) -> list[str]:
     lines = table(headers, rows).splitlines() if rows else []
     refused = sum(m.state == "failed" for m in report.machines)
     if refused:
-        lines.append(f"and {refused} {'launch' if refused == 1 else 'launches'} refused, at no cost")
+        lines.append(
+            f"{refused} launch {'attempt' if refused == 1 else 'attempts'} failed (no capacity), not billed"
+        )
     return lines
 
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from rlboost_runtime.billing.report import CostReport
     from rlboost_runtime.protocol.status import Status
 
+SIMULATED = "rlboost simulate --preset paper-8b"
+"""Compares policies, on-demand machines among them, for machines like the paper's."""
 WIDTH = 80
 """Columns of the summary."""
 
@@ -24,22 +26,25 @@ def ended_lines(name: str, state: str, status: Status, report: CostReport) -> li
     """Return a summary and a short cost report."""
     lines = [f"{name} {'is ' if state == 'done' else ''}{state}{_how_far(status)}"]
     if learnt := _reward([r for r in status.reward_history if r is not None]):
-        lines += labelled("reward", learnt)
+        lines += labelled("learned", learnt)
     if status.evaluation is not None:
         lines += labelled("eval", evaluation_course(status.evaluation))
     if failures := _reward_failures(report.rewards):
         lines += labelled("", failures)
-    lines += full_warnings(status.warnings, WIDTH)
-    return [*lines, *labelled("spot", *_survived(status)), *labelled("cost", *_cost(report))]
+    lines += [*labelled("kept", *_survived(status)), *labelled("cost", *_cost(report))]
+    return [*lines, *full_warnings(status.warnings, WIDTH)]
 
 
-def next_lines(name: str, state: str, model: str, num_steps: int) -> list[str]:
-    """Return what can be typed now, after `num_steps` trained steps."""
-    cost = (f"rlboost cost {name}", "every step, every machine")
-    logs = (f"rlboost logs {name}", "what its processes said")
-    goes_on = "goes on from the last checkpoint" if num_steps else "begins again"
+def next_lines(name: str, state: str, model: str, num_steps: int, *, is_local: bool = False) -> list[str]:
+    """Return what can be typed now, after `num_steps` trained steps. `is_local`: no machine of it was a GPU
+    of a cloud, so its cost says nothing about such machines."""
+    cost = (f"rlboost cost {name}", "cost by step and machine")
+    logs = (f"rlboost logs {name}", "process logs")
+    goes_on = "continues from the last checkpoint" if num_steps else "starts over"
     resume = (f"rlboost launch {name} --resume", goes_on)
     choices = [cost, logs] if state == "done" else [logs, resume]
+    if is_local and state == "done":
+        choices.append((SIMULATED, "larger GPUs, simulated"))
     width = max(len(typed) for typed, _ in choices)
     lines = labelled("model", model) if state == "done" else []
     return [*lines, *labelled("next", *(f"{typed:<{width}}  {does}" for typed, does in choices))]
@@ -71,7 +76,8 @@ def _reward(history: list[float]) -> str:
     span = min(5, len(history) // 2)
     first, last = sum(history[:span]) / span, sum(history[-span:]) / span
     which = f"{span} steps" if span > 1 else "step"
-    return f"{first:.3f} -> {last:.3f} (first and last {which})"
+    gain = f", x{last / first:.2f}" if first > 0 else ""
+    return f"reward {first:.3f} -> {last:.3f}{gain} (first and last {which})"
 
 
 def _reward_failures(rewards: dict[str, int]) -> str:
@@ -84,13 +90,26 @@ def _survived(status: Status) -> list[str]:
         return []
     migrated, lost = status.responses.migrated, status.tokens.lost_estimate
     first = f"{counted(total, 'preemption')} survived, {status.preemptions.noticed:,} with notice"
-    return [first, f"{migrated:,} responses migrated, about {lost:,} tokens lost"] if migrated else [first]
+    of = status.tokens.generated
+    share = f" of {of:,} ({lost / of:.2%})" if of else ""
+    kept = f"{migrated:,} responses migrated, about {lost:,} tokens lost{share}"
+    return [first, kept] if migrated else [first]
+
+
+def _useful(report: CostReport) -> list[str]:
+    """Return the share of the machines' cost that was useful, and what took the most of the rest."""
+    spent = report.useful_usd + sum(report.wasted_usd.values())
+    if spent <= 0 or not report.wasted_usd:
+        return []
+    cause, most = max(report.wasted_usd.items(), key=lambda item: item[1])
+    why = f"; most of the rest is {cause} ({most / spent:.0%})" if most else ""
+    return [f"{report.useful_usd / spent:.0%} useful{why}"]
 
 
 def _cost(report: CostReport) -> list[str]:
     found = report.counterfactual
     pools = ", ".join(f"{pool} {usd(amount, 2)}" for pool, amount in report.compute_usd.items())
-    lines = [f"{usd(report.total_usd, 2)} ({pools})"]
+    lines = [f"{usd(report.total_usd, 2)} ({pools})", *_useful(report)]
     per_million, saving = report.usd_per_million_tokens, found.saving_fraction
     if per_million is not None:
         lines.append(f"{usd(per_million, 2)} per million tokens trained")

@@ -18,7 +18,12 @@ _DROPPED_FIRST = ("machine", "pool", "up", "tok/s")
 """Columns that a narrow terminal does without, in this order."""
 _LEAST_TABLE = 3
 """Lines of the smallest table: its header, a row, and the count of the rest."""
-_STATE_STYLES = {"draining": "warn", "disconnected": "warn", "no contact": "warn", "loading": "dim"}
+_STATE_STYLES = {
+    **dict.fromkeys(("draining", "disconnected", "no contact"), "warn"),
+    **dict.fromkeys(("loading", "booting", "launching", "asleep"), "dim"),
+    "ready": "good",
+    "training": "busy",
+}
 
 
 def fleet_rows(status: Status) -> list[dict[str, str]]:

@@ -86,9 +86,9 @@ class NewLines:
         if (was_silent is None) == (found.problem is None):
             return []
         if found.problem is None:
-            return ["the coordinator answers again"]
+            return ["the coordinator is answering again"]
         is_started = found.is_supervised and found.is_reached
-        return [found.problem + ("; it is started again" if is_started else "")]
+        return [found.problem + ("; it is being restarted" if is_started else "")]
 
     def _phases(self, status: Status) -> list[str]:
         """Return the phase before the first step, when it is new."""
@@ -197,6 +197,6 @@ def outcome_of(run: RunFolder) -> Outcome:
 def _abandoned(run: RunFolder) -> RuntimeFault:
     path = run.logs / "supervisor.log"
     return RuntimeFault(
-        f"nothing runs {run.name} any more, though it has not ended; last lines of {path}:\n{log_tail(path)}",
-        f"rlboost launch {run.name} goes on from its last checkpoint; rlboost down {run.name} ends it",
+        f"{run.name} has not ended, but its processes are gone; last lines of {path}:\n{log_tail(path)}",
+        f"rlboost launch {run.name} continues from its last checkpoint; rlboost down {run.name} ends it",
     )

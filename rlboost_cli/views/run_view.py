@@ -29,9 +29,11 @@ _FEWEST_EVENTS = 3
 _FULL_EVENTS = 12
 _ROOMY_HEIGHT = 18
 """Lines from which on there is room for empty ones."""
+_PACE_STEPS = 3
+"""Trained steps from which on the time left is estimated."""
 _COMPARED_STEPS = 10
 """Steps after which the cost is compared with that on demand; a shorter run is compared at its end."""
-_FOOT = "Ctrl-C detaches; the run goes on"
+_FOOT = "Ctrl-C detaches; the run continues"
 _FOOTED_ROOM = 4
 """Lines below the head from which on there is room for the foot."""
 _LOUD_KINDS = {
@@ -84,20 +86,23 @@ def staleness(found: RunStatus) -> list[str]:
     name = found.status.run
     if found.problem is None and not found.is_supervised:
         return [
-            "the run goes on, but its supervisor is gone: a process that fails now stays down",
-            f"rlboost launch {name} starts the supervisor again; rlboost down {name} ends the run",
+            "the run continues without its supervisor: a process that fails now is not restarted",
+            f"rlboost launch {name} restarts the supervisor; rlboost down {name} ends the run",
         ]
     if found.problem is None:
         return []
     if not found.was_started:
         return [found.problem, f"rlboost launch {name} starts it; rlboost down {name} ends it"]
     if not found.is_reached:
-        return [found.problem, f"the run goes on without this machine; this is {duration(found.age_s)} old"]
+        return [
+            found.problem,
+            f"the run continues without this machine; status {duration(found.age_s)} old",
+        ]
     if found.is_supervised:
-        return [f"the coordinator is silent and is started again; this is {duration(found.age_s)} old"]
+        return [f"the coordinator does not answer and is being restarted; status {duration(found.age_s)} old"]
     return [
-        f"{found.problem}; what follows is {duration(found.age_s)} old",
-        f"rlboost launch {name} starts it again; rlboost down {name} ends the run",
+        f"{found.problem}; the status below is {duration(found.age_s)} old",
+        f"rlboost launch {name} restarts it; rlboost down {name} ends the run",
     ]
 
 
@@ -105,19 +110,21 @@ def staleness(found: RunStatus) -> list[str]:
 
 
 def _head(status: Status, width: int, glyphs: Glyphs) -> list[Line]:
-    lines = [Line(f"{status.run}: {status.state}{_elapsed(status)}", "title")]
+    left_s = seconds_left(status)
+    eta = "" if left_s is None else f", about {duration(left_s)} left"
+    lines = [Line(f"{status.run}: {status.state}{_elapsed(status)}{eta}", "title")]
     summary = {
         "step": [_step(status, width, glyphs)],
         "phase": _phase(status, width, glyphs),
         "reward": _rewards(status, width, glyphs),
         "eval": [] if status.evaluation is None else [evaluation_words(status.evaluation)],
         "rollout": _rollout(status),
-        "cost": _cost(status),
+        "cost": _cost(status, left_s),
     }
     for label, words in summary.items():
         lines += [Line(line) for line in labelled(label, *words)]
     if problem := status.journal_problem:
-        words = labelled("warning", f"the run waits for room on its disk: {problem}")
+        words = labelled("warning", f"the run waits for free disk space: {problem}")
         lines += [Line(line, "warn") for line in words]
     return lines
 
@@ -211,12 +218,26 @@ def tokens_per_s(status: Status) -> str:
     return f"{status.tokens_per_s:,.0f} tokens/s"
 
 
-def _cost(status: Status) -> list[str]:
+def seconds_left(status: Status) -> float | None:
+    """Return how long the remaining steps take at the pace of the recent ones; None where that is not known.
+
+    The pace is that of the newest `Status.events` of kind "step", so that start-up does not count.
+    """
+    trained = [event.at for event in status.events if event.kind == "step"]
+    if status.state in ENDED or status.steps is None or status.at is None or len(trained) < _PACE_STEPS:
+        return None
+    per_step = (trained[-1] - trained[0]) / (len(trained) - 1)
+    return max(0.0, (status.steps - status.step) * per_step - (status.at - trained[-1]))
+
+
+def _cost(status: Status, left_s: float | None) -> list[str]:
     cost = status.cost
     if cost.spent_usd is None:
         return []
     budget = "" if cost.budget_usd is None else f" of {usd(cost.budget_usd, 2)}"
     going = " in all" if status.state in ENDED else f" so far, {usd(cost.rate_usd_per_hour, 2)} per hour"
+    if left_s is not None and cost.rate_usd_per_hour:
+        going += f", about {usd(cost.spent_usd + cost.rate_usd_per_hour * left_s / 3600, 2)} at the end"
     found = cost.counterfactual
     compared = _on_demand(found) if found and _has_enough_steps(status) else ""
     first = f"{usd(cost.spent_usd, 2)}{budget}{going}"
@@ -262,10 +283,10 @@ def boot_times(status: Status) -> list[str]:
     if not booted:
         return []
     rows = [[m.id, *(_seconds(m.boot_s.get(name)) for name in PHASES), _whole(m)] for m in booted[-MOST:]]
-    names = (name.replace("_", " ") for name in PHASES)
+    names = ("token" if name == PHASES[-1] else name.replace("_", " ") for name in PHASES)
     hidden = len(booted) - len(rows)
     more = [f"+ {hidden} earlier machines"] if hidden else []
-    return [*table(["boot, in s", *names, "in all"], rows).splitlines(), *more]
+    return [*table(["boot (s)", *names, "all"], rows).splitlines(), *more]
 
 
 def _whole(machine: MachineRow) -> str | None:
@@ -274,7 +295,7 @@ def _whole(machine: MachineRow) -> str | None:
 
 
 def _seconds(seconds: float | None) -> str | None:
-    return None if seconds is None else f"{seconds:.1f}"
+    return None if seconds is None else f"{seconds:.{0 if seconds >= 100 else 1}f}"
 
 
 def engine_times(status: Status) -> list[str]:

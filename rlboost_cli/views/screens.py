@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from rlboost_cli.terminal import output, text
-from rlboost_cli.terminal.screen import can_redraw, glyphs_for
+from rlboost_cli.terminal.screen import Line, Painter, Size, can_redraw, glyphs_for, has_style
 
 if TYPE_CHECKING:
     from rlboost_cli.runs.metrics import MetricHistory
@@ -66,24 +67,48 @@ def follow(statuses: Iterable[RunStatus]) -> None:
             output.show(line)
 
 
+WATCH_ALL_EVERY_S = 2.0
+
+
+def watch_all(look: Callable[[Callable[[str], None]], object]) -> None:
+    """Show the list of runs until Ctrl-C; `look` asks the heads of open runs first. Raises `ConfigError`
+    where standard output is no terminal."""
+    from rlboost_cli.runs.run_status import runs_table
+    from rlboost_runtime.errors import ConfigError
+
+    if not can_redraw(sys.stdout):
+        raise ConfigError(
+            "--watch without a run needs a terminal", "name a run, or call rlboost status --json repeatedly"
+        )
+    painter, glyphs = Painter(sys.stdout, has_style=has_style(sys.stdout)), glyphs_for(sys.stdout)
+    while True:
+        look(lambda words: None)
+        size = Size(*shutil.get_terminal_size())
+        header, *rows = text.runs_table(runs_table()).splitlines()
+        room = max(1, size.height - 2)
+        lines = [Line(header, "header"), *(Line(row) for row in rows[-room:])]
+        painter.paint([Line(glyphs.cut(line.text, size.width - 1), line.style) for line in lines], size)
+        time.sleep(WATCH_ALL_EVERY_S)
+
+
 def found_run(found: FoundRun) -> None:
     """Print which run was found or made."""
     output.progress(
         f"{'new run' if found.is_new else 'continuing run'} {found.run.name} in {text.tilde(found.run.path)}"
     )
     for name in found.changed_files:
-        output.progress(f"note: {name} has changed since; the run keeps the copy it took")
+        output.progress(f"note: {name} has changed; the run keeps its copy")
     for name in found.renewed_files:
-        output.progress(f"note: {name} has changed since; the run goes on with the new one")
+        output.progress(f"note: {name} has changed; the run continues with the new version")
 
 
 def detached(run: RunFolder) -> None:
     """Print that the run goes on, and which commands apply to it."""
     costs = ", and costs money until it ends" if _costs_money(run) else ""
-    output.progress(f"detached; {run.name} goes on{costs}")
-    output.progress(f"  rlboost launch {run.name}           watches it again")
-    output.progress(f"  rlboost status {run.name} --watch   only looks")
-    output.progress(f"  rlboost down {run.name}             ends it")
+    output.progress(f"detached; {run.name} is still running{costs}")
+    output.progress(f"  rlboost launch {run.name}           re-attaches")
+    output.progress(f"  rlboost status {run.name} --watch   watches without attaching")
+    output.progress(f"  rlboost down {run.name}             stops it")
 
 
 def left_alone(run: RunFolder) -> bool:
@@ -113,7 +138,7 @@ def _costs_money(run: RunFolder) -> bool:
 
 def _not_started(run: RunFolder) -> None:
     output.progress(f"{run.name} has not been started on its head")
-    output.progress(f"  rlboost launch {run.name}           goes on with that")
+    output.progress(f"  rlboost launch {run.name}           starts it")
     if run.head_machines.exists():
         output.progress(f"  rlboost down {run.name}             ends the head, which costs money until then")
 
@@ -124,7 +149,10 @@ def outcome(run: RunFolder, ended: Outcome, status: Status, report: CostReport) 
 
     output.show("\n".join(["", *ending_text.ended_lines(run.name, ended.state, status, report)]))
     model = text.tilde(run.checkpoints / "model")
-    output.show("\n".join(ending_text.next_lines(run.name, ended.state, model, status.step)))
+    is_local = not _costs_money(run)
+    output.show(
+        "\n".join(ending_text.next_lines(run.name, ended.state, model, status.step, is_local=is_local))
+    )
     left(run)
     if ended.state == "done":
         return
@@ -148,7 +176,5 @@ def left(run: RunFolder) -> None:
 def ending(run: RunFolder, ended: Teardown) -> None:
     """Print what had to be ended with a run."""
     if ended.processes or ended.machines:
-        output.progress(
-            f"ended what was left: {len(ended.processes)} processes, {len(ended.machines)} machines"
-        )
-    output.progress(f"nothing of {run.name} is left running")
+        output.progress(f"stopped {len(ended.processes)} processes, {len(ended.machines)} machines")
+    output.progress(f"nothing of {run.name} is still running")

@@ -12,6 +12,7 @@ for certain. The caller and its ancestors are never touched.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import subprocess
 import time
@@ -121,6 +122,34 @@ def await_tags(pid: int, timeout_s: float = TAG_SEEN_S) -> None:
             if process.status() == psutil.STATUS_ZOMBIE:
                 return
             time.sleep(_TAG_POLL_S)
+
+
+ENGINE_SOCKET = "RLBOOST_ENGINE_SOCKET"
+"""Environment of a local agent: the socket of the process that forks engines."""
+_ROOM_NAME, _ROOM = "RLBOOST_STANDBY", "x" * 80  # as long a name as `MACHINE_TAG`
+_ENV_START, _ENV_END = 47, 48  # fields 50 and 51 of /proc/PID/stat, counted after the command's name
+
+
+def room_for_tag() -> dict[str, str]:
+    """Return the environment of a process whose forked children call `tag_as_machine`."""
+    return {_ROOM_NAME: _ROOM}
+
+
+def tag_as_machine(machine: str) -> None:
+    """Overwrite the room in this process's environment, as others read it, by the machine's tag. Linux only.
+
+    Raises `ValueError`.
+    """
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[_ENV_START]), int(fields[_ENV_END])
+    entry = f"{_ROOM_NAME}={_ROOM}".encode()
+    at = ctypes.string_at(start, end - start).index(entry)
+    tag = f"{MACHINE_TAG}={machine}".encode() + b"\0_="  # a second entry: two zeros would end the block
+    tag += b"x" * (len(entry) - len(tag))
+    if len(tag) != len(entry):
+        raise ValueError(f"machine id {machine} is too long")
+    ctypes.memmove(start + at, tag, len(tag))
+    os.environ[MACHINE_TAG] = machine
 
 
 def identify(pid: int, started_at: float, run: Path) -> psutil.Process | None:

@@ -1,6 +1,7 @@
 """Sample job files, shipped as data: `names()` lists them, `text(name)` returns one with its comments.
 
-`laptop` runs as it is, `own-machines` once its hosts are set, the others once their roles and buckets are.
+`laptop` and `quickstart` run as they are, `own-machines` once its hosts are set, the others once
+their roles and buckets are.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def names() -> list[str]:
 
 def needs_cloud(name: str) -> bool:
     """Whether the template's machines are bought from a cloud."""
-    return ALIASES.get(name, name) not in ALIASES.values()
+    return ALIASES.get(name, name) not in (*ALIASES.values(), "quickstart")
 
 
 def text(name: str) -> str:

@@ -66,7 +66,7 @@ def test_with_the_laptop_dead_the_run_ends_and_so_do_its_fleet_and_its_head(
     assert {"runs/far/model/model.safetensors", "runs/far/report/outcome.json"} <= names_at_bucket(lab)
     laptop("down", "far", "--yes")
     assert laptop.json("cost", "far")["total_usd"] == cost["total_usd"]
-    assert "no machine is left over" in laptop("gc", "--dry-run", timeout_s=UP_S).stderr
+    assert "no orphaned machines" in laptop("gc", "--dry-run", timeout_s=UP_S).stderr
 
 
 def test_two_commands_rent_one_head_and_a_head_whose_runtime_was_killed_ends_itself(

@@ -64,7 +64,7 @@ def test_down_ends_a_run_that_is_training_with_its_head_and_keeps_what_it_has(la
     assert laptop.json("status", "cut")["state"] == "stopped"
     assert list(laptop.run_folder("cut").checkpoints.glob("*")), "its newest checkpoint came home"
     check_bill(laptop, "cut", head)
-    assert "no machine is left over" in laptop("gc", "--dry-run", timeout_s=UP_S).stderr
+    assert "no orphaned machines" in laptop("gc", "--dry-run", timeout_s=UP_S).stderr
 
 
 def test_a_run_goes_on_on_its_head_after_a_crash_and_after_it_was_ended_there(lab: Lab, laptop: Cli) -> None:

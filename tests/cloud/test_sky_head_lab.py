@@ -79,7 +79,7 @@ def test_where_our_part_of_a_head_is_dead_autodown_of_skypilot_ends_it(
     (head,) = lab.machines()[before:]
     (billed,) = laptop.json("cost", "skyfar")["machines"]
     assert billed["billed_s"] >= seconds_of(head) - BILL_SLACK_S
-    assert "no machine is left over" in laptop("gc", "--dry-run", timeout_s=UP_S).stderr
+    assert "no orphaned machines" in laptop("gc", "--dry-run", timeout_s=UP_S).stderr
 
 
 def test_with_the_laptop_dead_a_head_of_skypilot_ends_its_run_its_fleet_and_itself(
@@ -129,4 +129,4 @@ def test_with_the_laptop_dead_a_head_of_skypilot_ends_its_run_its_fleet_and_itse
     assert {"runs/skyfar/model/model.safetensors", "runs/skyfar/report/outcome.json"} <= names_at_bucket(lab)
     laptop("down", "skyfar", "--yes", timeout_s=UP_S)
     assert laptop.json("cost", "skyfar")["total_usd"] == cost["total_usd"]
-    assert "no machine is left over" in laptop("gc", "--dry-run", timeout_s=UP_S).stderr
+    assert "no orphaned machines" in laptop("gc", "--dry-run", timeout_s=UP_S).stderr

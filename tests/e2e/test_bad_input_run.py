@@ -95,7 +95,7 @@ def test_a_broken_reward_is_corrected_and_what_still_fails_is_scored_and_counted
 
     write_inputs(cli, MOODY)
     done = cli("launch", "demo", "--resume", "--yes", "--no-doctor")
-    assert "note: rewards.py has changed since; the run goes on with the new one" in done.stderr
+    assert "note: rewards.py has changed; the run continues with the new version" in done.stderr
     assert "1 prompt is longer than algorithm.max_prompt_tokens and left out" in done.stdout
     count = cli.json("status", "demo")["rewards"]
     assert count["scored"] == 3 * RESPONSES

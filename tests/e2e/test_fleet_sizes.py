@@ -38,7 +38,7 @@ def test_all_spot_machines_lost_at_once_and_back_two_steps_later(cli: Any) -> No
     lit = cli.wait("blackout", lambda s: _spot(s, "ready") >= 1, timeout_s=120)
     assert lit["preemptions"]["reset"] >= 2
     lost = [e for e in lit["events"] if e["kind"] in ("preempted", "lost")]
-    assert any("go on elsewhere" in e["text"] for e in lost), f"not in the middle of a step: {lost}"
+    assert any("; moving its " in e["text"] for e in lost), f"not in the middle of a step: {lost}"
     came = [e["at"] for e in lit["events"] if e["kind"] == "ready" and "spot" in e["text"]]
     back_at = next(at for at in came if at > lost[-1]["at"])
     meanwhile = [e for e in lit["events"] if e["kind"] == "step" and lost[-1]["at"] < e["at"] <= back_at]

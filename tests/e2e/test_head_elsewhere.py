@@ -86,7 +86,7 @@ def test_the_run_goes_on_with_the_laptop_off_and_is_all_there_when_it_is_back(
     assert status["live"], status
     assert any(machine["id"] == "reserved-0" for machine in status["machines"])
     laptop.wait("far", lambda s: laptop.json("status", "far") and has_spot(s), 120, 1.0)
-    assert "is taken away now" in laptop("preempt", "far", "spot-0").stdout
+    assert "preempting " in laptop("preempt", "far", "spot-0").stdout
     assert "coordinator" in laptop("logs", "far").stdout
 
     server.stop()  # nobody can even ask any more: the laptop is closed

@@ -123,7 +123,7 @@ class PriceBook:
         found = {q.instance_type for q in self.find(accelerator=name, count=count or 1, infra=cloud)}
         if not found:
             raise ConfigError(
-                f"which machine of {cloud} has {wanted.accelerators} is not known to this version",
+                f"no known {cloud} machine type has {wanted.accelerators}",
                 "write instance_type, such as instance_type: p5.48xlarge",
             )
         return tuple(sorted(found))

@@ -15,6 +15,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,8 +25,10 @@ import psutil
 
 from rlboost_runtime.errors import ConfigError, ProviderError, RuntimeFault
 from rlboost_runtime.processes import (
+    ENGINE_SOCKET,
     identify,
     kill_tagged,
+    room_for_tag,
     start_session,
     tagged,
     tagged_by_machine,
@@ -43,6 +46,9 @@ _INHERITED = re.compile(
 
 _SECRETS = frozenset({"TOKEN", "KEY", "SECRET", "PASSWORD"})
 """Words in the names of variables that a machine does not inherit: it has its own token, in its bootstrap."""
+
+_PRELOADED = "preloaded"
+_LONGEST_SOCKET_PATH = 107  # bytes; Linux
 
 _children: dict[
     int, subprocess.Popen[bytes]
@@ -139,13 +145,20 @@ class LocalMachines:
         write_atomically(self.folder(record.machine) / "machine.json", msgspec.json.encode(record))
         return record
 
-    def start(self, record: LocalMachine, commands: Mapping[str, list[str]]) -> tuple[Launched, ...]:
-        """Start the machine's processes, one command per instance; all or, on `ProviderError`, none."""
+    def start(
+        self, record: LocalMachine, commands: Mapping[str, list[str]], *, preload: bool = False
+    ) -> tuple[Launched, ...]:
+        """Start the machine's processes, one command per instance; all or, on `ProviderError`, none.
+
+        `preload`: engines are forked from a process of the run that has everything imported.
+        """
         folder, logs = self.folder(record.machine), self.logs(record.machine)
         logs.mkdir(mode=0o700, parents=True, exist_ok=True)
         environment = {**inherited_environment(), **tags(self.run.path, machine=record.machine)}
         launched = []
         try:
+            if preload and sys.platform == "linux":
+                environment |= self._preloaded()
             for instance, command in commands.items():
                 log = logs / f"agent-{instance.rpartition('/')[2]}.log"
                 launched.append(Launched(instance, *start_detached(command, environment, folder, log)))
@@ -155,6 +168,21 @@ class LocalMachines:
                 f"cannot start {record.machine}: {exc}", "free some processes or memory"
             ) from exc
         return tuple(launched)
+
+    def _preloaded(self) -> dict[str, str]:
+        """Return how agents reach the process that forks engines; start it unless it lives."""
+        path = self.run.cloud / "engine.sock"
+        if len(os.fsencode(path)) > _LONGEST_SOCKET_PATH:
+            return {}
+        if not tagged(self.run.path, role=_PRELOADED):
+            environment = {
+                **inherited_environment(),
+                **tags(self.run.path, role=_PRELOADED),
+                **room_for_tag(),
+            }
+            command = [sys.executable, "-m", "rlboost_runtime.engines.transformers.preloaded", str(path)]
+            start_detached(command, environment, self.run.cloud, self.run.logs / "preloaded.log")
+        return {ENGINE_SOCKET: str(path)}
 
     def living(self) -> set[str]:
         """Return the machines of which a process lives."""

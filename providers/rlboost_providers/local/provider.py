@@ -48,6 +48,7 @@ class Zone:
     price_micro_usd_per_hour: int
     plan: MarketPlan | None
     accelerator: str
+    preload: bool = False
 
 
 def zones_of(offers: Sequence[LocalOffer], max_instances: int, files: Path) -> dict[str, Zone]:
@@ -56,7 +57,8 @@ def zones_of(offers: Sequence[LocalOffer], max_instances: int, files: Path) -> d
     for index, offer in enumerate(offers):
         plan = None if offer.market is None else plan_for(offer.market, max_instances, files)
         name = f"local-{index}"
-        zones[name] = Zone(name, round(offer.price_usd_per_hour * 1_000_000), plan, offer.accelerators)
+        price = round(offer.price_usd_per_hour * 1_000_000)
+        zones[name] = Zone(name, price, plan, offer.accelerators, offer.preload)
     return zones
 
 
@@ -174,7 +176,7 @@ class LocalProvider:
         self._machines.kill(record.machine)
         bootstrap = self._machines.folder(record.machine) / "bootstrap.json"
         commands = {instance: self._command(bootstrap, instance) for instance in record.instances}
-        processes = self._machines.start(record, commands)
+        processes = self._machines.start(record, commands, preload=zone.preload)
         now = time.time()
         record = msgspec.structs.replace(record, launched_at=now, processes=processes)
         if zone.plan is not None and record.node is not None:

@@ -61,7 +61,7 @@ def explained(kind: str, text: str) -> RLBoostError:
     words = _words(text)
     if kind in _CREDENTIAL_KINDS or _CREDENTIALS.search(text):
         return CredentialsRejected(
-            f"SkyPilot may not act in the cloud: {words}", "`sky check` says what is missing"
+            f"SkyPilot lacks permission in this cloud: {words}", "`sky check` says what is missing"
         )
     if kind in _ASKED_WRONGLY:
         return ConfigError(f"SkyPilot cannot use its configuration: {words}", "mend ~/.sky/config.yaml")
@@ -78,7 +78,7 @@ def explained(kind: str, text: str) -> RLBoostError:
         return problem
     if kind == "ResourcesUnavailableError":
         return NoCapacity(
-            f"no such machine is to be had now: {words}", "wait, or add an entry to rollout.spot.any_of"
+            f"no capacity for this machine now: {words}", "wait, or add an entry to rollout.spot.any_of"
         )
     return ProviderError(
         f"SkyPilot failed ({kind}): {words}", "`sky status` and its log say more; try again later"

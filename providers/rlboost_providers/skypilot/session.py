@@ -211,7 +211,7 @@ class Session:
         try:
             return starting.result(self._answer_s)
         except FutureTimeout:
-            raise NotYet("SkyPilot is still starting", "wait; it is asked again") from None
+            raise NotYet("SkyPilot is still starting", "wait; the request is retried") from None
         except BaseException:
             with self._lock:
                 if self._starting is starting and starting.done():

@@ -232,10 +232,10 @@ def _explained(host: str) -> Iterator[None]:
         raise _not_let_in(host, str(error)) from error
     except (paramiko.SSHException, OSError, EOFError) as error:
         if str(error) == _NO_KEY:
-            raise _not_let_in(host, "we have no key to show") from error
+            raise _not_let_in(host, "no SSH key was found") from error
         reason = "no such name" if isinstance(error, socket.gaierror) else str(error) or type(error).__name__
         raise NoCapacity(
-            f"{host} cannot be reached: {reason}", "see whether the machine is up; it is asked again"
+            f"{host} cannot be reached: {reason}", "check that the machine is up; the connection is retried"
         ) from error
     except ValueError as error:
         raise ProviderError(
@@ -245,7 +245,7 @@ def _explained(host: str) -> Iterator[None]:
 
 def _not_let_in(host: str, why: str) -> CredentialsRejected:
     return CredentialsRejected(
-        f"{host} does not let us in: {why}",
+        f"{host} refused the SSH login: {why}",
         f"see that `ssh -o BatchMode=yes {host} true` works: add your key there, or to ssh-agent",
     )
 

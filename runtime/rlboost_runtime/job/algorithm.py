@@ -156,9 +156,9 @@ class Algorithm(Model):
     """Train adapters instead of all weights; null: all weights. Learning rates are higher then: 1e-5 to
     2e-5."""
     max_staleness: int = Field(default=0, ge=0, le=8)
-    """Updates by which the weights that make a token may be older than those that are trained with it. 0:
-    synchronous. From 1 on, spot machines roll out the next steps while one is trained; a response is never
-    cut for a new version, it goes on under the one that it began with."""
+    """Maximum policy lag, in updates, between sampling and training. 0: synchronous. From 1 on,
+    spot machines roll out the next steps while one is trained; a response is never cut for a new version, it
+    finishes under the one that it began with."""
     seed: Seed = 0
     """Seed of prompt order and sampling."""
 

@@ -47,6 +47,10 @@ class LocalOffer(Model):
     """What a machine stands for; cpu:2 is one with two devices, hence two engines."""
     price_usd_per_hour: float = Field(default=0.0, ge=0, le=MAX_USD)
     """What the cost report charges for one machine."""
+    preload: bool = False
+    """Fork engines from one process that has torch imported, so that a machine boots in about a second. For
+    demonstrations: machines elsewhere import it themselves. Engine transformers on CPUs, Linux; elsewhere it
+    changes nothing."""
     market: Market | None = None
     """null: machines stay until they are preempted by hand."""
 
@@ -146,7 +150,7 @@ class Spot(Model):
     max_instances: int = Field(default=3, ge=0, le=10_000)
     """Upper bound in machines; the useful number is learned. 0: the reserved node does everything."""
     on_demand_floor: int = Field(default=0, ge=0)
-    """While no spot machine is to be had, machines are bought on demand from the same entries until there are
+    """While there is no spot capacity, machines are bought on demand from the same entries until there are
     so many; at most min_instances. 0: spot machines only."""
 
     @property

@@ -101,11 +101,12 @@ class Job(Model):
     """`file.py:function` relative to the job file; or built in: `reasoning_gym` the data sets' scorers,
     `math` the row's `answer` compared as mathematics (math-verify), `exact` the same as text."""
     reward_timeout_s: float = Field(default=10.0, gt=0)
-    """Longest time one call of the reward function may take."""
+    """Timeout of one call of the reward function."""
     reward_processes: int | None = Field(default=None, ge=1)
-    """Processes that compute rewards side by side; null: a quarter of the cores, from 1 to 8."""
+    """Number of reward worker processes; null: a quarter of the cores, from 1 to 8."""
     reward_memory_mib: int | None = Field(default=None, ge=256)
-    """Most address space of one reward process, in MiB; null: half the machine's memory, at least 4096."""
+    """Memory limit (address space) of one reward process, in MiB; null: half the machine's memory, at least
+    4096."""
     algorithm: Algorithm = Algorithm()
     """The RL algorithm."""
     trainer: Trainer = Trainer()
@@ -129,7 +130,7 @@ class Job(Model):
     budget: Budget = Budget()
     """When to stop spending."""
     after: After = After()
-    """What becomes of a head that was bought."""
+    """When a rented head shuts down."""
     evaluation: Evaluation | None = None
     """Held-out prompts; null: none."""
     tracking: Tracking = Tracking()

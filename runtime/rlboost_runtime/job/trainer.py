@@ -58,8 +58,8 @@ class Trainer(Model):
     max_price_usd_per_hour: float | None = Field(default=None, gt=0, le=MAX_USD)
     """Bought: what costs more is not launched; null: whatever it costs on demand."""
     role: str | None = None
-    """Bought: whom the cloud takes it for when it launches spot machines: aws: an instance profile; gcp: a
-    service account; null: nobody: it has the keys that `secrets` names, if any."""
+    """Bought: the head's IAM instance profile (aws) or service account (gcp), with which it launches spot
+    machines; null: none, it has the keys that `secrets` names, if any."""
     private_address: bool = False
     """Bought: reach it at its address in the cloud's own network, which you are in (a VPN); false: at its
     public one."""
@@ -222,7 +222,7 @@ class Trainer(Model):
 
 
 class After(Model):
-    """What becomes of a head that was bought, once its run has ended; also while nobody's machine is on."""
+    """When a rented head shuts down; it does so itself, also while no other machine is on."""
 
     done: Literal["down", "stay"] = "down"
     """down: it ends itself: at once where everything of the run is at `output` by then, or was fetched; else

@@ -5,6 +5,7 @@ Cheap on purpose: commands that only look at a run load no more than this. `run.
 
 from __future__ import annotations
 
+import difflib
 import os
 
 from rlboost_runtime.errors import NotFound
@@ -19,8 +20,11 @@ def find_run(name: str) -> RunFolder:
     run = RunFolder.named(name)
     if _is_plain(name) and os.path.exists(run.job_json):  # pathlib raises where no file can have such a name
         return run
-    others = ", ".join(r.name for r in all_runs()[-_NAMES_TOLD:])
-    raise NotFound(f"no run {name} in {home() / 'runs'}", f"runs there: {others or 'none'}")
+    names = [r.name for r in all_runs()]
+    close = difflib.get_close_matches(name, names, n=1)
+    meant = f"did you mean {close[0]}? " if close else ""
+    others = ", ".join(names[-_NAMES_TOLD:])
+    raise NotFound(f"no run {name} in {home() / 'runs'}", f"{meant}runs there: {others or 'none'}")
 
 
 def all_runs() -> list[RunFolder]:

@@ -302,7 +302,7 @@ def test_what_costs_money_is_shown_and_asked_about_before_anything_is_made(
     rlboost("init", job, "--template", "aws")
     said = rlboost(*command, job, code=2)
     assert "per hour each" in said.stderr
-    assert "nobody is here to be asked" in said.stderr
+    assert "there is no terminal to confirm it on" in said.stderr
     assert "add --yes" in said.stderr
     assert not list((tmp_path / "home").glob("runs/*"))
 

@@ -103,7 +103,7 @@ def test_orphans_are_ended_and_what_open_runs_and_other_people_own_is_not(home, 
 def test_a_home_without_any_run_finds_what_its_head_left_where_it_is_told_the_cloud(home, ec2):
     launch(ec2, owner_of(home), "lost", "spot-3")
     shutil.rmtree(home / "runs")
-    assert "no machine is left over" in gc("--yes").stderr
+    assert "no orphaned machines" in gc("--yes").stderr
     done = gc("--yes", "--cloud", "aws")
     assert done.returncode == 0, done.stderr
     assert alive(ec2) == []

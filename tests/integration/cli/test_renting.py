@@ -243,10 +243,10 @@ def test_ctrl_c_while_the_head_boots_says_that_nothing_goes_on(
         assert said.exit_code == 130
         assert "far has not been started on its head" in said.output
         assert "ends the head, which costs money until then" in said.output
-        assert "goes on\n" not in said.output
+        assert "is still running\n" not in said.output
     open_mirror(run)
     said = CliRunner().invoke(app, ["launch", "far", "--yes"])
-    assert (said.exit_code, "detached; far goes on" in said.output) == (0, True)
+    assert (said.exit_code, "detached; far is still running" in said.output) == (0, True)
 
 
 def test_ctrl_c_while_a_job_is_measured_says_what_goes_on(
@@ -261,7 +261,7 @@ def test_ctrl_c_while_a_job_is_measured_says_what_goes_on(
     job.write_text("name: near\nmodel: {init: tiny}\ndata: {reasoning_gym: [spell_backward]}\n")
     said = CliRunner().invoke(app, ["plan", str(job), "--probe", "--yes"])
     assert said.exit_code == 130
-    assert "near-probe goes on" in said.output
+    assert "near-probe is still running" in said.output
     assert "rlboost down near-probe" in said.output
 
 
@@ -327,7 +327,7 @@ def test_a_machine_that_never_lets_us_in_is_given_back_and_billed_and_the_next_t
     monkeypatch.setattr(renting, "BOOT_S", 0.2)
     let_in(monkeypatch, *["no way to port 22"] * 1000)
     ec2.console = "".join(f"line {n}\r\n" for n in range(30)) + "\x1b[31msshd: no host key\x1b[0m\x07\r\n"
-    with pytest.raises(RuntimeFault, match=r"did not let us in within .* no way to port 22") as failure:
+    with pytest.raises(RuntimeFault, match=r"was not reached by SSH within .* no way to port 22") as failure:
         rent(run, silently)
     log = run.logs / "machines" / "head-1" / "console.log"
     *_, told = failure.value.problem.partition(f"; its console ({log}) ends with:\n")
@@ -396,7 +396,7 @@ def test_a_head_on_which_the_run_was_started_is_not_given_back_because_we_cannot
     open_mirror(run)
     monkeypatch.setattr(renting, "BOOT_S", 0.2)
     let_in(monkeypatch, *["no way to port 22"] * 1000)
-    with pytest.raises(RuntimeFault, match="did not let us in") as failure:
+    with pytest.raises(RuntimeFault, match="was not reached by SSH") as failure:
         rent(run, silently)
     assert "given back" not in failure.value.problem
     assert len(ec2.instances()) == 1
@@ -445,7 +445,7 @@ def test_a_run_whose_head_was_never_bought_is_shown_as_such_and_ended_without_as
     monkeypatch.setattr(AwsProvider, "terminate", is_asked)
     said = CliRunner().invoke(app, ["status", "far"])
     assert "far was not started on its head yet" in said.output
-    assert "goes on" not in said.output
+    assert "still running" not in said.output
     said = CliRunner().invoke(app, ["down", "far", "--yes"])
     assert (said.exit_code, is_complete(run)) == (0, True), said.output
 
@@ -833,7 +833,7 @@ def test_a_refusal_that_is_told_late_is_billed_nothing_and_the_next_zone_is_aske
     let_in(monkeypatch)
     through_skypilot(run, role="rlboost-head")
     launch, look = SkyPilotProvider.launch, renting.view_of
-    none_left, late = "no such machine is to be had now", {"head-1"}
+    none_left, late = "no capacity for this machine now", {"head-1"}
 
     def begun(provider: SkyPilotProvider, request: LaunchRequest) -> MachineView:
         if request.machine not in late:

@@ -117,7 +117,7 @@ def test_a_host_that_does_not_know_our_key_says_what_to_try(server, home, make):
     for name in ("id_ed25519", "id_ed25519.pub"):
         (home / ".ssh" / name).unlink()
     make_key(home / ".ssh" / "id_ed25519")
-    with pytest.raises(CredentialsRejected, match="does not let us in") as refusal:
+    with pytest.raises(CredentialsRejected, match="refused the SSH login") as refusal:
         make(server.host).offers()
     assert "ssh -o BatchMode=yes" in refusal.value.remedy
     assert refusal.value.exit_code == 6

@@ -51,7 +51,7 @@ def test_a_local_plan_costs_nothing_and_says_so() -> None:
     plan = launch_plan("demo", job)
     assert not plan.is_charged
     assert plan.all_micro_usd_per_hour == 10_900_000
-    assert any("costs nothing" in line for line in describe_plan(plan))
+    assert any("nothing is billed" in line for line in describe_plan(plan))
 
 
 def test_a_plan_says_where_a_head_goes_on_costing_until_somebody_ends_it() -> None:
@@ -75,7 +75,7 @@ def test_a_plan_says_where_a_head_goes_on_costing_until_somebody_ends_it() -> No
     assert both in head(**unended)
     assert "costs until a `launch` that you watch has failed, or until" in head({"done": "stay"}, **unended)
     assert "costs until `rlboost down`" in head({"done": "stay", "failed": "stay"}, **unended)
-    assert "ends itself once all of a run that is done is at s3://bucket/runs" in head(infra="aws")
+    assert "shuts down once the results are at s3://bucket/runs" in head(infra="aws")
 
 
 def test_money_is_never_spent_without_a_yes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,11 +100,11 @@ def test_a_cloud_plan_is_asked_about_unless_it_is_free() -> None:
     assert plan(1).is_charged
     assert not plan(0).is_charged
     assert any("$3.00" in line for line in describe_plan(plan(1)))
-    assert not any("costs nothing" in line for line in describe_plan(plan(1)))
+    assert not any("nothing is billed" in line for line in describe_plan(plan(1)))
 
     unknown = plan(None)
     assert unknown.is_charged, "what nobody knows the price of is no gift"
     said = "\n".join(describe_plan(unknown))
-    assert "2 x aws/us-east-2, whose price is not known here" in said
-    assert "$0.00 per hour with the full fleet, and what is not known above" in said
+    assert "2 x aws/us-east-2, price unknown" in said
+    assert "$0.00 per hour with the full fleet, plus the unknown prices above" in said
     assert plan_json(unknown)["offers"][1]["price_usd_per_hour"] is None

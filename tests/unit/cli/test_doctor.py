@@ -205,7 +205,7 @@ def test_a_port_that_an_open_run_owns_may_not_be_taken(home: Path, tmp_path: Pat
     path = tmp_path / "job.yaml"
     path.write_text("x")
     patient = DoctorContext(home, job(), path)
-    judged(only(local.ports(patient)), Verdict.OK, "free ones")
+    judged(only(local.ports(patient)), Verdict.OK, "available")
     run = prepare_run(path, job()).run
     judged(only(local.ports(patient)), Verdict.OK, "those of run demo")
     with socket.create_server(("127.0.0.1", 0)) as other:
@@ -214,7 +214,7 @@ def test_a_port_that_an_open_run_owns_may_not_be_taken(home: Path, tmp_path: Pat
         judged(only(local.ports(patient)), Verdict.FAIL, f"{port} (coordinator)", "rlboost down demo")
     judged(only(local.ports(patient)), Verdict.OK)
     run.outcome.write_text("{}")
-    judged(only(local.ports(patient)), Verdict.OK, "free ones")
+    judged(only(local.ports(patient)), Verdict.OK, "available")
 
 
 # --- the job -----------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ STATUS = read_status(
         "reward_history": [0.1] * 5 + [0.4] * 5,
         "preemptions": {"noticed": 3, "silent": 0, "reset": 15},
         "responses": {"migrated": 34},
-        "tokens": {"lost_estimate": 15},
+        "tokens": {"lost_estimate": 15, "generated": 30_000},
     }
 )
 ON_DEMAND = Counterfactual(
@@ -42,9 +42,9 @@ def test_the_end_is_a_summary_on_eighty_columns() -> None:
     lines = ended_lines("quickstart", "done", STATUS, report())
     assert lines == [
         "quickstart is done: 10 of 10 steps in 5 min",
-        "reward   0.100 -> 0.400 (first and last 5 steps)",
-        "spot     18 preemptions survived, 3 with notice",
-        "         34 responses migrated, about 15 tokens lost",
+        "learned  reward 0.100 -> 0.400, x4.00 (first and last 5 steps)",
+        "kept     18 preemptions survived, 3 with notice",
+        "         34 responses migrated, about 15 tokens lost of 30,000 (0.05%)",
         "cost     $1.55 (reserved $0.94, spot $0.61)",
         "         $170.23 per million tokens trained",
         "         on demand only (computed): $232.14 per million, 27% saved",
@@ -62,14 +62,26 @@ def test_what_is_not_known_is_not_said() -> None:
     assert ended_lines("r", "done", STATUS, dearer)[-1].endswith("spot cost 50% more")
 
 
+def test_the_cost_comes_with_its_reason() -> None:
+    wasteful = report(useful_usd=0.6, wasted_usd={"boot": 0.3, "idle": 0.1})
+    assert "         60% useful; most of the rest is boot (30%)" in ended_lines("r", "done", STATUS, wasteful)
+
+
+def test_a_run_without_gpus_points_to_the_simulator() -> None:
+    last = next_lines("r", "done", "~/model", 3, is_local=True)[-1]
+    assert last == "         rlboost simulate --preset paper-8b  larger GPUs, simulated"
+
+
 def test_what_to_type_next_depends_on_the_end() -> None:
     assert next_lines("r", "done", "~/model", 3) == [
         "model    ~/model",
-        "next     rlboost cost r  every step, every machine",
-        "         rlboost logs r  what its processes said",
+        "next     rlboost cost r  cost by step and machine",
+        "         rlboost logs r  process logs",
     ]
-    assert next_lines("r", "failed", "~/model", 3)[-1].endswith("--resume  goes on from the last checkpoint")
-    assert next_lines("r", "failed", "~/model", 0)[-1].endswith("--resume  begins again")
+    assert next_lines("r", "failed", "~/model", 3)[-1].endswith(
+        "--resume  continues from the last checkpoint"
+    )
+    assert next_lines("r", "failed", "~/model", 0)[-1].endswith("--resume  starts over")
 
 
 def test_a_machine_that_may_still_cost_money_is_named_with_its_price_and_what_to_type() -> None:

@@ -55,9 +55,9 @@ def test_a_late_watcher_is_not_told_the_whole_past() -> None:
 
 def test_silence_and_its_end_are_told_once() -> None:
     new = NewLines()
-    assert new.of(silent()) == ["the coordinator is silent; it is started again"]
+    assert new.of(silent()) == ["the coordinator is silent; it is being restarted"]
     assert new.of(silent()) == []
-    assert new.of(live()) == ["the coordinator answers again"]
+    assert new.of(live()) == ["the coordinator is answering again"]
 
 
 def test_a_coordinator_that_leaves_at_a_normal_end_is_no_alarm(
@@ -137,8 +137,8 @@ def test_a_second_interrupt_does_not_hide_that_the_run_goes_on(
     monkeypatch.setattr(output, "progress", interrupted)
     assert screens.left_alone(run)
     shown = capsys.readouterr().err
-    assert "detached; demo goes on" in shown
+    assert "detached; demo is still running" in shown
     assert ("costs money" in shown) == costs
-    assert "rlboost down demo             ends it" in shown
+    assert "rlboost down demo             stops it" in shown
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)

@@ -8,7 +8,7 @@ import pytest
 from rlboost_cli.runs.run_status import RunStatus
 from rlboost_cli.terminal.screen import ASCII, UNICODE, Glyphs, Size
 from rlboost_cli.views.fleet_table import fleet_rows
-from rlboost_cli.views.run_view import live_lines, status_lines
+from rlboost_cli.views.run_view import PHASES, boot_times, live_lines, status_lines
 from rlboost_runtime.protocol.status import read_status
 
 STATUS: dict[str, Any] = {
@@ -88,7 +88,7 @@ def test_the_view_shows_all_that_was_promised() -> None:
         "$1.50 of $10.00 so far, $18.00 per hour",
         "reserved-0/0  reserved  reserved-0  ready        4          8     96  2m",
         "spot-1 was preempted without notice",
-        "Ctrl-C detaches; the run goes on",
+        "Ctrl-C detaches; the run continues",
     ):
         assert piece in text, f"{piece} is not in\n{text}"
 
@@ -99,6 +99,21 @@ def test_the_comparison_is_of_prices_per_token_and_waits_for_enough_steps() -> N
     for step, steps in ((9, 12), (5, 6)):
         assert "on demand" not in "\n".join(shown(found(step=step, steps=steps)))
     assert "on demand" in "\n".join(shown(found(step=6, steps=6)))
+
+
+def test_the_time_and_cost_that_are_left_follow_the_pace_of_recent_steps() -> None:
+    events = [{"at": 1000.0 + 10 * n, "kind": "step", "text": f"step {n} trained"} for n in range(4)]
+    lines = shown(found(events=events, at=1035.0, started_at=500.0))
+    assert lines[0].endswith(", about 75 s left"), "8 steps of 10 s, 5 s of them are gone"
+    assert "$18.00 per hour, about $1.88 at the end" in "\n".join(lines)
+    assert " left" not in shown(found(events=events[:2], at=1015.0))[0], "two steps are no pace"
+
+
+def test_boots_fit_eighty_columns() -> None:
+    boot = dict.fromkeys(PHASES, 1234.5)
+    machine = {"id": "spot-100", "pool": "spot", "state": "running", "boot_s": boot}
+    lines = boot_times(read_status({"machines": [machine]}))
+    assert all(len(line) <= 80 for line in lines), lines
 
 
 def test_dearer_than_on_demand_is_said_as_it_is() -> None:
@@ -200,10 +215,10 @@ def test_before_the_first_step_the_preparation_is_shown_with_its_progress() -> N
 
 def test_silence_is_said_calmly_and_the_last_known_stays() -> None:
     lines = shown(found(problem="the coordinator of demo is not answering: connection refused"))
-    assert "the coordinator is silent and is started again; this is 12 s old" in lines
+    assert "the coordinator does not answer and is being restarted; status 12 s old" in lines
     assert lines[0].startswith("demo: rollout")
     styles = {line.style for line in live_lines(found(problem="silence"), Size(80, 24), UNICODE)}
-    assert styles <= {"", "title", "header", "warn", "dim"}
+    assert styles <= {"", "title", "header", "good", "warn", "dim"}
 
 
 def test_an_ended_run_needs_no_detaching_and_costs_nothing_more() -> None:
@@ -275,8 +290,8 @@ def test_status_says_how_machines_came_into_service() -> None:
         {"id": "spot-1", "pool": "spot", "state": "running", "boot_s": {"request": 2.5}},
     ]
     lines = status_lines(found(machines=machines), ASCII)
-    head = next(i for i, line in enumerate(lines) if line.startswith("boot, in s"))
-    assert lines[head].split("  ")[-1] == "in all"
+    head = next(i for i, line in enumerate(lines) if line.startswith("boot (s)"))
+    assert lines[head].split()[-1] == "all"
     assert re.sub(" +", " ", lines[head + 1]) == "spot-0 3.2 61.0 15.1 1.9 0.0 0.1 9.7 0.4 91.4"
     assert lines[head + 2].split() == ["spot-1", "2.5", *"--------"]
     many = [{**machines[1], "id": f"spot-{i}"} for i in range(11)]

@@ -103,7 +103,7 @@ def test_a_killed_machine_is_two_lines_whoever_reports_it(told: Told) -> None:
     run.send(MachineGone(run.now, "spot-1"))
     lines = [line for line in told.lines() if "spot-1" in line]
     assert lines == [
-        "spot-1 was preempted; its 2 responses go on elsewhere",
+        "spot-1 was preempted; moving its 2 responses",
         "2 responses of spot-1 migrated to spot-0 (1) and spot-2 (1)",
     ]
     run.until(run.now + 5, beating=("spot-0/0", "spot-2/0"))
@@ -115,7 +115,7 @@ def test_a_reset_without_word_from_the_cloud_is_told_after_the_grace(told: Told)
     told.lines()
     run.send(Disconnected(run.now, "spot-1/0", run.epoch("spot-1/0")))
     run.until(run.now + 1)
-    assert told.lines()[0] == "spot-1 vanished: its connection was reset; its 2 responses go on elsewhere"
+    assert told.lines()[0] == "spot-1 was preempted: connection reset; moving its 2 responses"
     run.send(MachineGone(run.now, "spot-1"))
     assert not [line for line in told.lines() if "spot-1" in line]
 
@@ -125,7 +125,7 @@ def test_silence_is_the_same_word_as_a_reset(told: Told) -> None:
     told.lines()
     run.until(run.now + 120, beating=("spot-0/0", "spot-2/0"))
     (line,) = [line for line in told.lines() if line.startswith("spot-1 ")]
-    assert line == "spot-1 vanished: no sign of life; its 2 responses go on elsewhere"
+    assert line == "spot-1 was preempted: no heartbeat; moving its 2 responses"
 
 
 def test_a_gpu_on_which_the_trainer_works_is_not_asleep() -> None:
@@ -141,14 +141,14 @@ def test_a_notice_a_migration_and_a_goodbye(told: Told) -> None:
     epoch = run.epoch("spot-2/0")
     mine = run.core.responses_on("spot-2/0")
     run.send(NoticeReceived(run.now, "spot-2/0", epoch, 30.0))
-    assert told.lines() == ["spot-2 has 30 s of notice; its 2 responses go on elsewhere"]
+    assert told.lines() == ["spot-2 has 30 s of notice; moving its 2 responses"]
     run.release(mine[0])
     assert told.lines() == [], "one of two is still to come"
     run.release(mine[1])
     (moved,) = told.lines()
     assert moved.startswith("2 responses of spot-2 migrated to ")
     run.send(InstanceLeft(run.now, "spot-2/0", epoch, LossCause.NOTICED))
-    assert told.lines() == ["spot-2 left after its notice"]
+    assert told.lines() == ["spot-2 was preempted, as announced"]
     run.send(MachineGone(run.now, "spot-2"))
     assert told.lines() == []
 
@@ -161,7 +161,7 @@ def test_what_finishes_before_it_moves_did_not_migrate(told: Told) -> None:
             continue
         run.finish(response)
     run.send(NoticeReceived(run.now, "spot-2/0", run.epoch("spot-2/0"), 5.0))
-    assert told.lines() == ["spot-2 has 5 s of notice; its 1 response goes on elsewhere"]
+    assert told.lines() == ["spot-2 has 5 s of notice; moving its 1 response"]
     (last,) = run.core.responses_on("spot-2/0")
     run.finish(last)
     assert not [line for line in told.lines() if "migrated" in line]
@@ -171,7 +171,7 @@ def test_no_capacity_is_told_once_per_step(told: Told) -> None:
     run = told.run
     for machine in sorted(run.core.machines)[:2]:
         run.send(LaunchFailed(run.now, machine, "none to be had", 1.0))
-    assert told.lines() == ["no new spot machine for now: none to be had"]
+    assert told.lines() == ["no spot capacity, retrying: none to be had"]
 
 
 def test_a_step_is_told_with_the_version_that_it_was_trained_from(told: Told) -> None:

@@ -134,7 +134,7 @@ class FleetController:
         """`room_micro_usd` returns what of the budget is neither spent nor committed; None: no budget.
 
         `tell_intent` copies what was bought to another machine; it may block for seconds and raises nothing.
-        `on_demand_floor`: below so many machines, one is bought on demand where no spot machine is to be had.
+        `on_demand_floor`: below so many machines, one is bought on demand while there is no spot capacity.
         """
         self._state = state
         self._ledger = ledger

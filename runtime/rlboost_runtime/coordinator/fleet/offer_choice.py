@@ -65,9 +65,7 @@ class OfferChoice:
             if self._open_at(offer) <= now:
                 return offer
         if not listed:
-            refusal = NoCapacity(
-                "no spot machine is to be had now", "wait, or add an entry to rollout.spot.any_of"
-            )
+            refusal = NoCapacity("no offer is open", "wait, or add an entry to rollout.spot.any_of")
             refusal.retry_after_s = NOTHING_PAUSE_S
             raise refusal
         first = min(listed, key=self._open_at)

@@ -43,15 +43,15 @@ _MOST_TARGETS = 3
 Line = tuple[str, str]
 """(kind, text)."""
 
-# one word each: it vanished, its provider reported that it was preempted, or it left
+# a machine that its cloud takes was preempted, however that was learnt; one that we end is released
 _HOW_LOST = {
-    LossCause.RESET: ("preempted", "{who} vanished: its connection was reset"),
+    LossCause.RESET: ("preempted", "{who} was preempted: connection reset"),
     LossCause.MACHINE_GONE: ("preempted", "{who} was preempted"),
-    LossCause.SILENT: ("preempted", "{who} vanished: no sign of life"),
-    LossCause.NOTICED: ("left", "{who} left after its notice"),
-    LossCause.HUNG: ("lost", "{who} hung and was dropped"),
-    LossCause.REPLACED: ("lost", "{who} started anew"),
-    LossCause.STOPPED: ("left", "{who} left, not needed any more"),
+    LossCause.SILENT: ("preempted", "{who} was preempted: no heartbeat"),
+    LossCause.NOTICED: ("left", "{who} was preempted, as announced"),
+    LossCause.HUNG: ("lost", "{who} hung and was evicted"),
+    LossCause.REPLACED: ("lost", "{who} restarted"),
+    LossCause.STOPPED: ("left", "{who} released: no longer needed"),
 }
 
 
@@ -106,7 +106,7 @@ class Timeline:
                 return "refused", f"{_short(instance, core)} cannot serve policy version {version}: {problem}"
             case LaunchFailed(problem=problem):
                 is_known, self._no_capacity = self._no_capacity, True
-                return None if is_known else ("no capacity", f"no new spot machine for now: {problem}")
+                return None if is_known else ("no capacity", f"no spot capacity, retrying: {problem}")
             case MachineGone(machine=machine):
                 return None if self._is_reported(machine) else ("preempted", f"{machine} was preempted")
             case VersionPublished(version=version) if core.step is None:
@@ -118,9 +118,9 @@ class Timeline:
                 self._no_capacity = False
                 return "step", self._trained(step)
             case TrainerLost():
-                return "trainer", "the trainer is gone; it is started again and goes on from its checkpoint"
+                return "trainer", "trainer restarting from its last checkpoint"
             case CoordinatorRestarted():
-                return "coordinator", "the coordinator was started again; nothing that it knew is lost"
+                return "coordinator", "coordinator restarted; its state is recovered"
             case _:
                 return None
 
@@ -161,9 +161,9 @@ class Timeline:
     def _command(self, command: Command, core: Core) -> Line | None:
         match command:
             case TerminateMachine(machine=machine, reason=reason):
-                return None if self._is_reported(machine) else ("ended", f"{machine} is given back: {reason}")
+                return None if self._is_reported(machine) else ("ended", f"{machine} released: {reason}")
             case RecallLease():
-                return "recalled", "no spot instance is left: the trainer lends its GPU again"
+                return "recalled", "no spot instances left; rolling out on the reserved GPU"
             case _:
                 return None
 
@@ -188,7 +188,7 @@ def _migrated(migration: Migration, core: Core) -> Line | None:
 
 
 def _go_on(held: int) -> str:
-    return "" if held == 0 else f"; its {_responses(held)} {'goes' if held == 1 else 'go'} on elsewhere"
+    return "" if held == 0 else f"; moving its {_responses(held)}"
 
 
 def _responses(count: int) -> str:

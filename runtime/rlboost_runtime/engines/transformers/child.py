@@ -294,14 +294,22 @@ def die_with_parent(parent_pid: int) -> None:
         raise ParentGone
 
 
-def _import_all(threads: int) -> None:
+def import_engine() -> None:
     """Do the slow imports now, so that the first load is quick."""
+    import transformers.modeling_utils
+    from transformers.utils import logging
+
+    from rlboost_runtime.engines.transformers import continuous_batch, model_loading
+
+    del transformers, continuous_batch, model_loading  # importing is all
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call] # theirs
+
+
+def _import_all(threads: int) -> None:
+    import_engine()
     import torch
 
     torch.set_num_threads(threads)
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call] # theirs
 
 
 def _look_for_gpus(promised: int) -> None:
@@ -321,19 +329,26 @@ def _first_message(link: Channel) -> channel.Configure:
     return config
 
 
-def main(fd: int) -> None:
-    """Serve the parent on socket `fd` until told to end or the parent is gone."""
+def main(fd: int, *, is_forked: bool = False) -> None:
+    """Serve the agent on socket `fd` until told to end or the agent is gone.
+
+    `is_forked`: from `preloaded`, so the agent is not our parent; its end shows at the socket alone.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the agent decides when we end
     link = Channel(socket.socket(fileno=fd))
     try:
         config = _first_message(link)
-        die_with_parent(config.parent_pid)
+        if not is_forked:
+            die_with_parent(config.parent_pid)
         began = time.monotonic()
         _import_all(config.spec.threads)
         _look_for_gpus(config.spec.promised_gpus)
         os.nice(NICENESS)
         imports_s = round(time.monotonic() - began, 3)
-        link.send(channel.Ready({"python": round(began - _STARTED_AT, 3), "imports": imports_s}))
+        phases = {"fork": imports_s}
+        if not is_forked:
+            phases = {"python": round(began - _STARTED_AT, 3), "imports": imports_s}
+        link.send(channel.Ready(phases))
         Child(link, config.spec).serve()
     except ParentGone:
         return

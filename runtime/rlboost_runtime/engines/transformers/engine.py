@@ -8,8 +8,10 @@ sides.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
+import signal
 import socket
 import sys
 from collections import deque
@@ -29,9 +31,10 @@ from rlboost_runtime.engines.base import (
     Request,
     device_environment,
 )
-from rlboost_runtime.engines.transformers import channel
+from rlboost_runtime.engines.transformers import channel, preloaded
 from rlboost_runtime.errors import RuntimeFault
 from rlboost_runtime.logs import event
+from rlboost_runtime.processes import ENGINE_SOCKET, MACHINE_TAG
 
 log = logging.getLogger(__name__)
 
@@ -45,12 +48,53 @@ STOP_GRACE_S = 1.0
 """Time the child gets to end by itself before it is killed."""
 
 
+class ForkedProcess:
+    """A child that is not ours to reap, with what is needed of `asyncio.subprocess.Process`."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._pidfd = os.pidfd_open(pid)  # names this process for ever, also once its number is reused
+        self.returncode: int | None = None
+
+    def kill(self) -> None:
+        """Send SIGKILL, if it still runs."""
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    async def wait(self) -> int:
+        """Wait for its end; its exit status is its parent's."""
+        loop = asyncio.get_running_loop()
+        while self.returncode is None:
+            ended = asyncio.Event()
+            loop.add_reader(self._pidfd, ended.set)
+            try:
+                await ended.wait()
+            finally:
+                loop.remove_reader(self._pidfd)
+            self.returncode = 0
+            os.close(self._pidfd)
+        return self.returncode
+
+
+async def _forked(link_fd: int, log_fd: int) -> ForkedProcess | None:
+    """Return a child forked by `preloaded`; None where that process is not there."""
+    path, machine = os.environ.get(ENGINE_SOCKET), os.environ.get(MACHINE_TAG)
+    if path is None or machine is None:
+        return None
+    try:
+        pid = await asyncio.to_thread(preloaded.ask, Path(path), machine, link_fd, log_fd)
+        return ForkedProcess(pid)
+    except (preloaded.NoChild, ProcessLookupError):
+        return None
+
+
 class TransformersEngine(asyncio.Protocol):
     """See `engines.base.Engine` for the contract. It is also the protocol of its end of the socket pair."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: asyncio.subprocess.Process | ForkedProcess | None = None
         self._link: asyncio.Transport | None = None
         self._unpacker = channel.Unpacker()
         self._ready = asyncio.Event()
@@ -229,7 +273,7 @@ class TransformersEngine(asyncio.Protocol):
         self._holding = on
         self._send(channel.Hold(on))
 
-    async def _spawn(self, fd: int) -> asyncio.subprocess.Process:
+    async def _spawn(self, fd: int) -> asyncio.subprocess.Process | ForkedProcess:
         environment = os.environ | {
             "OMP_NUM_THREADS": str(self._spec.threads),
             "HF_HUB_OFFLINE": "1",  # everything comes in the version's folder
@@ -237,6 +281,8 @@ class TransformersEngine(asyncio.Protocol):
             **device_environment(self._spec.devices),
         }
         with self._spec.log.open("ab") as log_file:
+            if (forked := await _forked(fd, log_file.fileno())) is not None:
+                return forked
             return await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",

@@ -68,12 +68,9 @@ def hints(job: Job) -> list[str]:
     """Return what is legal but may surprise, a sentence each."""
     found = []
     if isinstance(job.model, str) and not Path(job.model).is_dir():
-        found.append(
-            f"model: {job.model} is no folder here, so it is taken as a Hugging Face id:"
-            " it must be in the local cache, or this machine must reach the hub"
-        )
+        found.append(f"model: {job.model} is not a local folder; it is loaded from the Hugging Face Hub")
     if isinstance(job.reward, HttpReward) and job.reward.http.startswith("http://"):
-        found.append(f"reward: {job.reward.http} is not encrypted: everybody on the way reads your prompts")
+        found.append(f"reward: {job.reward.http} is plain HTTP: prompts are sent unencrypted")
     if job.algorithm.temperature == 0:
         found.append("algorithm.temperature: 0 makes all responses of a group the same: nothing is learnt")
     if job.algorithm.lora is not None and job.algorithm.learning_rate < LORA_LEARNING_RATE:

@@ -117,8 +117,7 @@ def _broken(name: str, what: str, last: Reward) -> RuntimeFault:
     assert last.failure is not None
     return RuntimeFault(
         f"reward {name} {what}; the last one {WORDS[last.failure]}: {last.problem.strip()}",
-        "correct it, then resume the run, which takes the changed file; what the function printed is in the"
-        " run's log named reward",
+        "correct it, then launch the run again with --resume; its output is in the run's reward log",
     )
 
 
