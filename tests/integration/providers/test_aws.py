@@ -370,7 +370,9 @@ def test_a_head_is_reached_by_ssh_and_on_its_runs_ports_and_runs_its_own_script(
     assert base64.b64decode(str(template["UserData"])).decode() == script
     assert template["InstanceInitiatedShutdownBehavior"] == "terminate"
     rules = ec2.backend.get_security_group_from_id(template["SecurityGroupIds"][0]).ingress_rules
-    assert {(int(rule.from_port), int(rule.to_port)) for rule in rules} == {(22, 22), (32768, 60999)}
+    opened = sorted((int(rule.from_port), int(rule.to_port), rule.ip_protocol) for rule in rules)
+    assert opened == [(port, port, "tcp") for port in (22, 7410, 7411)]
+    assert {each.get("CidrIp") for rule in rules for each in rule.ip_ranges} == {"0.0.0.0/0"}
     assert ec2.templates[2]["SecurityGroupIds"] != template["SecurityGroupIds"], "workers stay closed"
     assert ec2.calls.count("AuthorizeSecurityGroupIngress") == 1
     (view, *_) = provider.describe(RUN)
