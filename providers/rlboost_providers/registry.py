@@ -51,13 +51,18 @@ def head_provider(job: Job, run: RunFolder | None) -> Provider:
         from rlboost_providers.skypilot.provider import HeadTerms, SkyPilotProvider
 
         return SkyPilotProvider(
-            home() / "sweep" if run is None else run.path, [offer], head=HeadTerms(trainer.role)
+            home() / "sweep" if run is None else run.path,
+            [offer],
+            head=HeadTerms(trainer.role, trainer.head_ports),
         )
     if offer.cloud == "aws":
-        from rlboost_providers.aws.machines import head_pool
+        from rlboost_providers.aws.machines import head_pool, inbound_to
         from rlboost_providers.aws.provider import AwsProvider
 
-        return AwsProvider([head_pool(offer, trainer.role)], owner_of(home()))
+        return AwsProvider(
+            [head_pool(offer, trainer.role, inbound_to(trainer.head_ports, trainer.ssh_from))],
+            owner_of(home()),
+        )
     from rlboost_providers.gcp.machines import pools_of
     from rlboost_providers.gcp.provider import GcpProvider
 

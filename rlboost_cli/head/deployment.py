@@ -93,6 +93,10 @@ def on_its_head(job: Job, head: Head) -> Job:
         "python": None,
         "folder": "~/.rlboost",
         **{name: Trainer.model_fields[name].default for name in BOUGHT_MACHINE},
+        **{
+            name: port or None
+            for name, port in zip(("control_port", "bytes_port"), job.trainer.head_ports, strict=True)
+        },
     }
     if (bought := current_head_machine(head.run)) is not None:
         plain["price_usd_per_hour"] = bought.price_micro_usd_per_hour / 1e6

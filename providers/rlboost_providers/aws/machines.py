@@ -7,6 +7,7 @@ Two first callers at once end with the same group.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -61,6 +62,8 @@ class AwsPool:
     subnets: tuple[str, ...] = ()
     """Empty: the default network's, in every zone."""
     instance_profile: str | None = None
+    inbound: tuple[tuple[int, str], ...] = ()
+    """For a head: (TCP port, network) pairs that are let in."""
     disk_gb: int = 200
     install: str = ""
     """Shell text for `startup.startup_script`."""
@@ -84,7 +87,13 @@ def pools_of(offers: Sequence[CloudOffer], *, spot: bool = True, head: str | Non
     return [_pool(book, offer, spot, head) for offer in offers]
 
 
-def head_pool(offer: CloudOffer, role: str | None) -> AwsPool:
+def inbound_to(ports: tuple[int, int], ssh_from: Sequence[str]) -> tuple[tuple[int, str], ...]:
+    """Return what a head lets in: SSH from `ssh_from`; its two ports from anywhere, over IPv4 only, because
+    its servers listen on IPv4 only."""
+    return (*((SSH_PORT, network) for network in ssh_from), *((port, "0.0.0.0/0") for port in ports))
+
+
+def head_pool(offer: CloudOffer, role: str | None, inbound: tuple[tuple[int, str], ...]) -> AwsPool:
     """Return the pool that a job's head is bought from, with `role` as its instance profile. Raises
     `ConfigError` where its machine type or price is not known."""
     (pool,) = pools_of([offer], spot=False)
@@ -94,7 +103,7 @@ def head_pool(offer: CloudOffer, role: str | None) -> AwsPool:
             f"no price of {offer.accelerators} in {offer.infra} is known to this version",
             "write trainer.max_price_usd_per_hour: what such a machine costs; the books will have that",
         )
-    return replace(pool, on_demand_micro_usd_per_hour=price, instance_profile=role)
+    return replace(pool, on_demand_micro_usd_per_hour=price, instance_profile=role, inbound=inbound)
 
 
 def _pool(book: PriceBook, offer: CloudOffer, spot: bool, head: str | None) -> AwsPool:
@@ -249,8 +258,6 @@ def _when(told: str) -> float | None:
 WORKERS = "rlboost-outbound-only"
 HEADS = "rlboost-head"
 SSH_PORT = 22
-RUN_PORTS = (32768, 60999)
-"""Where Linux takes free ports from, and so a run its two: TLS that wants the run's token guards both."""
 
 _ABOUT = {
     WORKERS: "RLBoost workers: they dial out, nothing comes in",
@@ -258,25 +265,29 @@ _ABOUT = {
 }
 
 
-def security_group(ec2: Any, subnets: Sequence[str], *, for_head: bool = False) -> str:
+def security_group(ec2: Any, subnets: Sequence[str], inbound: Sequence[tuple[int, str]] = ()) -> str:
     """Return the id of the group in the subnets' network, by default the default one.
 
-    Workers only dial out; to a head SSH comes in, and the agents of its run.
+    Workers only dial out. To a head `inbound` comes in, (TCP port, network) pairs. Each set of them has a
+    group of its own, so that no other job's rules, nor an earlier version's, open more.
     """
-    group = _group(ec2, HEADS if for_head else WORKERS, _network(ec2, subnets))
-    if for_head and not group["IpPermissions"]:
-        _open(ec2, str(group["GroupId"]))
+    if not inbound:
+        return str(_group(ec2, WORKERS, _ABOUT[WORKERS], _network(ec2, subnets))["GroupId"])
+    rules = hashlib.sha256(repr(sorted(inbound)).encode()).hexdigest()[:12]
+    group = _group(ec2, f"{HEADS}-{rules}", _ABOUT[HEADS], _network(ec2, subnets))
+    if not group["IpPermissions"]:
+        _open(ec2, str(group["GroupId"]), inbound)
     return str(group["GroupId"])
 
 
-def _group(ec2: Any, name: str, vpc: str) -> dict[str, Any]:
+def _group(ec2: Any, name: str, about: str, vpc: str) -> dict[str, Any]:
     which = [{"Name": "group-name", "Values": [name]}, {"Name": "vpc-id", "Values": [vpc]}]
     for _ in range(3):
         found: list[dict[str, Any]] = ec2.describe_security_groups(Filters=which)["SecurityGroups"]
         if found:
             return found[0]
         try:
-            ec2.create_security_group(GroupName=name, Description=_ABOUT[name], VpcId=vpc)
+            ec2.create_security_group(GroupName=name, Description=about, VpcId=vpc)
         except ec2.exceptions.ClientError as error:
             if code_of(error) != "InvalidGroup.Duplicate":
                 raise
@@ -294,10 +305,13 @@ def _network(ec2: Any, subnets: Sequence[str]) -> str:
     return str(default[0]["VpcId"])
 
 
-def _open(ec2: Any, group: str) -> None:
-    anywhere = [{"CidrIp": "0.0.0.0/0"}]
-    ports = [(SSH_PORT, SSH_PORT), RUN_PORTS]
-    rules = [{"IpProtocol": "tcp", "FromPort": a, "ToPort": b, "IpRanges": anywhere} for a, b in ports]
+def _open(ec2: Any, group: str, inbound: Sequence[tuple[int, str]]) -> None:
+    rules = []
+    for port, network in inbound:
+        where: dict[str, Any] = (
+            {"Ipv6Ranges": [{"CidrIpv6": network}]} if ":" in network else {"IpRanges": [{"CidrIp": network}]}
+        )
+        rules.append({"IpProtocol": "tcp", "FromPort": port, "ToPort": port, **where})
     try:
         ec2.authorize_security_group_ingress(GroupId=group, IpPermissions=rules)
     except ec2.exceptions.ClientError as error:

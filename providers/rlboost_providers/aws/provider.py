@@ -105,7 +105,7 @@ class AwsProvider:
         self._make_client = ec2_client if client is None else client
         self._clients: dict[str, tuple[float, Any]] = {}  # boto3 has no types of its own
         self._prices: dict[str, SpotPrices] = {}
-        self._groups: dict[tuple[str, bool], str] = {}
+        self._groups: dict[tuple[str, tuple[tuple[int, str], ...]], str] = {}
         self._recent: dict[tuple[str, str], _Sighting] = {}
         """By run and machine, of those that were launched or listed as alive lately."""
         self._ends: dict[str, float] = {}
@@ -268,7 +268,7 @@ class AwsProvider:
                         pool,
                         base64.b64encode(script.encode()).decode(),
                         marks,
-                        group=self._group(pool, for_head=request.head_script is not None),
+                        group=self._group(pool, pool.inbound if request.head_script is not None else ()),
                         device=root_device(ec2, pool.image),
                     ),
                     TagSpecifications=[
@@ -519,12 +519,12 @@ class AwsProvider:
         with self._lock:
             self._groups = {key: group for key, group in self._groups.items() if key[0] != region}
 
-    def _group(self, pool: AwsPool, *, for_head: bool) -> str:
+    def _group(self, pool: AwsPool, inbound: tuple[tuple[int, str], ...]) -> str:
         """Return the machine's security group, made where it is not there."""
         with self._lock:
-            key = (pool.region, for_head)
+            key = (pool.region, inbound)
             if key not in self._groups:
-                self._groups[key] = security_group(self._ec2(pool.region), pool.subnets, for_head=for_head)
+                self._groups[key] = security_group(self._ec2(pool.region), pool.subnets, inbound)
             return self._groups[key]
 
 

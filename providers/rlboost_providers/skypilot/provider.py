@@ -67,8 +67,6 @@ SILENT_S = 120.0
 network between may have been away for a moment, and a new machine takes minutes."""
 AUTODOWN_MINUTES = 20
 """SkyPilot's second line, after the agents' own 15 minutes."""
-HEAD_PORTS = "32768-60999"
-"""What a head lets in beside SSH: a run's two ports are among them."""
 _LONGEST_NAME = 40  # SkyPilot appends the user's hash, and clouds allow some 60 characters
 _CAUSE = re.compile(r"an error occurred|handler error|exhausted|quota|limit", re.IGNORECASE)
 _REQUEST = "request "
@@ -82,6 +80,8 @@ class HeadTerms:
 
     role: str | None
     """AWS: its instance profile; None: that of spot machines, which may do nothing."""
+    ports: tuple[int, int]
+    """The two that it lets in beside SSH."""
 
 
 class SkyPilotProvider:
@@ -260,7 +260,7 @@ class SkyPilotProvider:
         labels = tags(self._told_run, record.machine, self._owner)
         resources: dict[str, object] = {"disk_size": entry.disk_gb, "labels": labels}
         if self._head is not None:
-            resources["ports"] = [HEAD_PORTS]
+            resources["ports"] = list(self._head.ports)
         resources["accelerators"] = entry.accelerators
         if entry.image is not None:
             resources["image_id"] = entry.image

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -14,11 +15,13 @@ OWN_MACHINE = ("hosts", "jump_host", "identity_file", "price_usd_per_hour", "loc
 """Fields of `Trainer` that tell of a machine of the user's own."""
 BOUGHT_MACHINE = (
     *("via", "instance_type", "image", "disk_gb", "max_price_usd_per_hour"),
-    *("role", "private_address", "allow_unended"),
+    *("role", "private_address", "allow_unended", "ssh_from"),
 )
 """Fields of `Trainer` that tell of a machine that is bought for it."""
 HEAD_ELSEWHERE = ("hosts", "jump_host", "identity_file", "python", "folder", *BOUGHT_MACHINE)
 """Fields of `Trainer` that say where a head elsewhere is."""
+HEAD_PORTS = (7410, 7411)
+"""Control port and bytes port of a head that is bought: below the range from which Linux takes free ports."""
 _HEAD_CLOUDS = tuple(name for name, traits in known_clouds().items() if traits.can_host_head)
 
 
@@ -72,8 +75,16 @@ class Trainer(Model):
     price_usd_per_hour: float = Field(default=0.0, ge=0, le=MAX_USD)
     """What the cost report charges for the machine: `local` and `ssh` have no price list of their own."""
     address: str | None = Field(default=None, pattern=r"^[A-Za-z0-9.-]+$")
-    """Name or IP address at which spot machines elsewhere reach the machine, on two TLS ports that the run
-    picks; null: for ssh the host's own, for local only this machine is served."""
+    """Name or IP address at which spot machines elsewhere reach the machine, on `control_port` and
+    `bytes_port`; null: for ssh the host's own, for local only this machine is served."""
+    control_port: int | None = Field(default=None, ge=1024, le=65_535)
+    """TCP port of the head where agents dial the coordinator; null: on a head that is bought 7410, else a
+    free one."""
+    bytes_port: int | None = Field(default=None, ge=1024, le=65_535)
+    """TCP port of the head where agents fetch weights; null: on a head that is bought 7411, else a free
+    one."""
+    ssh_from: list[str] = Field(default=["0.0.0.0/0"])
+    """aws, direct: networks (CIDR, IPv4 or IPv6) from which SSH reaches a head that is bought."""
     location: str | None = Field(default=None, pattern=rf"^({'|'.join(known_clouds())})/[^/\s]+(/[^/\s]+)?$")
     """local, ssh: the cloud that the machine is in, as CLOUD/REGION, such as aws/us-east-2, which bills the
     weights that leave it; null: it is in no cloud."""
@@ -138,6 +149,12 @@ class Trainer(Model):
         return self.infra not in ("local", "ssh")
 
     @property
+    def head_ports(self) -> tuple[int, int]:
+        """Control port and bytes port; 0: any that is free."""
+        control, served = HEAD_PORTS if self.is_bought else (0, 0)
+        return self.control_port or control, self.bytes_port or served
+
+    @property
     def cloud(self) -> str:
         """The first part of `infra`: where a head that is bought is."""
         return self.infra.partition("/")[0]
@@ -158,6 +175,13 @@ class Trainer(Model):
             raise ValueError(f"nodes is {self.nodes}, but a head elsewhere is one machine; write 1")
         if self.location is not None:
             check_zone(self.location)
+        if self.head_ports[0] == self.head_ports[1] != 0:
+            raise ValueError(f"control_port and bytes_port are both {self.head_ports[0]}; write two ports")
+        for network in self.ssh_from:
+            try:
+                ipaddress.ip_network(network)
+            except ValueError as problem:
+                raise ValueError(f"ssh_from: {problem}; write a network such as 203.0.113.7/32") from None
         if self.is_bought:
             if self.accelerators is None:
                 raise ValueError(

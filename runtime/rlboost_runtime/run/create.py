@@ -321,7 +321,7 @@ def _fill(draft: RunFolder, job_file: Path, job: Job) -> None:
         keep_place(draft, job)  # the rest is made there
         return
     if job.trainer.address is not None:
-        write_address(draft, HeadAddress(job.trainer.address))
+        write_address(draft, HeadAddress(job.trainer.address, *job.trainer.head_ports))
     create_secrets(draft)
 
 

@@ -24,11 +24,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil
+from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from rlboost_runtime import logs
 from rlboost_runtime.logs import event
+from rlboost_runtime.run.head import LOOPBACK
 
 log = logging.getLogger(__name__)
 
@@ -140,13 +142,15 @@ def run_ranks(name: str, command: list[str], place: TrainerNode, final_codes: tu
     other nodes.
     """
     among_nodes = place.nodes > 1
-    if among_nodes:
-        _use_interface_facing(place)
+    address = place.address if among_nodes and place.address else f"{LOOPBACK}:0"
+    _use_interface_facing(address.rpartition(":")[0])
+    store = None
+    if place.number == 0:
+        address, store = _store_at(address)
     config = LaunchConfig(
         min_nodes=place.nodes, max_nodes=place.nodes, nproc_per_node=place.ranks, run_id=name,
-        rdzv_backend="static" if among_nodes else "c10d",
-        rdzv_endpoint=place.address or "localhost:0",
-        rdzv_configs={"rank": place.number, "timeout": RENDEZVOUS_S} if among_nodes else {},
+        rdzv_backend="static", rdzv_endpoint=address, local_addr=address.rpartition(":")[0],
+        rdzv_configs={"rank": place.number, "timeout": RENDEZVOUS_S},
         max_restarts=0, monitor_interval=0.2,
     )  # fmt: skip
     try:
@@ -154,13 +158,33 @@ def run_ranks(name: str, command: list[str], place: TrainerNode, final_codes: tu
     except ChildFailedError as exc:
         codes = {failure.exitcode for failure in exc.failures.values()}
         return next((code for code in final_codes if code in codes), 1)
+    finally:
+        del store
     return 0
 
 
-def _use_interface_facing(place: TrainerNode) -> None:
-    """Make gloo and NCCL use the interface that faces the other nodes, unless one is configured."""
-    assert place.address is not None
-    host = place.address.rpartition(":")[0]
+def _store_at(address: str) -> tuple[str, TCPStore]:
+    """Return HOST:PORT and the ranks' store there; torch alone would listen on every address of the machine.
+
+    The rendezvous in this process finds the store by its port (`multi_tenant`). Raises `OSError` where
+    `address` is not one of this machine's.
+    """
+    host, _, port = address.rpartition(":")
+    listener = socket.create_server((host, int(port)))
+    port = listener.getsockname()[1]
+    store = TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),
+    )
+    return f"{host}:{port}", store
+
+
+def _use_interface_facing(host: str) -> None:
+    """Make gloo and NCCL listen on the interface that faces `host` only, unless one is configured."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # sends nothing: asks the kernel for the route
         own = probe.getsockname()[0]

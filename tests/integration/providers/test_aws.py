@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from rlboost_cli.main import app
 from rlboost_providers.aws.errors import fleet_problem
-from rlboost_providers.aws.machines import AwsPool
+from rlboost_providers.aws.machines import AwsPool, inbound_to
 from rlboost_providers.aws.prices import PriceHistory, SpotPrices
 from rlboost_providers.aws.provider import AwsProvider
 from rlboost_providers.base.prices import ShippedTable, price_book
@@ -39,7 +39,8 @@ pytestmark = pytest.mark.integration
 KIND = "g5.xlarge"
 A, B = f"{REGION}a", f"{REGION}b"
 RUN, OWNER = "r1", "0123456789ab"
-POOL = AwsPool(REGION, "A10G:1", (KIND,), IMAGE, 500_000, 1_006_000)
+INBOUND = inbound_to((7410, 7411), ("0.0.0.0/0",))
+POOL = AwsPool(REGION, "A10G:1", (KIND,), IMAGE, 500_000, 1_006_000, inbound=INBOUND)
 
 
 @pytest.fixture
@@ -370,7 +371,9 @@ def test_a_head_is_reached_by_ssh_and_on_its_runs_ports_and_runs_its_own_script(
     assert base64.b64decode(str(template["UserData"])).decode() == script
     assert template["InstanceInitiatedShutdownBehavior"] == "terminate"
     rules = ec2.backend.get_security_group_from_id(template["SecurityGroupIds"][0]).ingress_rules
-    assert {(int(rule.from_port), int(rule.to_port)) for rule in rules} == {(22, 22), (32768, 60999)}
+    opened = sorted((int(rule.from_port), int(rule.to_port), rule.ip_protocol) for rule in rules)
+    assert opened == [(port, port, "tcp") for port in (22, 7410, 7411)]
+    assert {each.get("CidrIp") for rule in rules for each in rule.ip_ranges} == {"0.0.0.0/0"}
     assert ec2.templates[2]["SecurityGroupIds"] != template["SecurityGroupIds"], "workers stay closed"
     assert ec2.calls.count("AuthorizeSecurityGroupIngress") == 1
     (view, *_) = provider.describe(RUN)

@@ -133,7 +133,7 @@ def test_where_a_cloud_sells_no_spot_machines_the_pool_gets_those_on_demand(tmp_
 def test_a_head_is_a_machine_on_demand_of_its_own_that_no_fleet_meets(make, tmp_path, sky, role, given):
     fleet = make()
     offer = CloudOffer(infra="aws", accelerators="A10G:1", disk_gb=500)
-    heads = SkyPilotProvider(tmp_path / RUN, [offer], head=HeadTerms(role), skypilot=sky)
+    heads = SkyPilotProvider(tmp_path / RUN, [offer], head=HeadTerms(role, (7410, 7411)), skypilot=sky)
     assert {each.spot for each in heads.offers()} == {False}
     script = "#!/bin/bash\n# a private key\n"
     asked = LaunchRequest(head_of(RUN), "head-1", heads.offers()[0], {}, script)
@@ -147,7 +147,7 @@ def test_a_head_is_a_machine_on_demand_of_its_own_that_no_fleet_meets(make, tmp_
     assert task.with_name("start.sh").stat().st_mode & 0o77 == 0
     for line in (
         '"use_spot": false',
-        '"ports": ["32768-60999"]',
+        '"ports": [7410, 7411]',
         '"rlboost-run": "sky_head"',
         '"disk_size": 500',
     ):

@@ -119,6 +119,10 @@ def cpu_cache_bytes(spec: EngineSpec, folder: Path) -> int:
     return blocks * CPU_BLOCK_TOKENS * kv_bytes_per_token(read_config(folder), spec.dtype)
 
 
+_ON_LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+"""An engine is on one machine: what its processes say to one another stays there."""
+
+
 def environment(
     inherited: Mapping[str, str], spec: EngineSpec, is_cpu: bool, key: str, cache: Path
 ) -> dict[str, str]:
@@ -138,6 +142,7 @@ def environment(
         "HF_HUB_OFFLINE": "1",  # everything comes in the version's folder
         "TOKENIZERS_PARALLELISM": "false",
         "SPT_NOENV": "1",  # or a process's title is written over its environment, by whose tags we end it
+        **{name: inherited.get(name, value) for name, value in _ON_LOOPBACK.items()},
         **device_environment(spec.devices),
     }
     if is_cpu:
