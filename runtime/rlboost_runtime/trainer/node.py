@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is there
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
