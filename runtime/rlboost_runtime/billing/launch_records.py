@@ -162,7 +162,7 @@ def own_head_machine(run: RunFolder) -> HeadMachine | None:
     try:
         told = read_json(_own(run))
         return None if told is None else msgspec.convert(told, HeadMachine)
-    except ValueError as problem:
+    except (ValueError, RuntimeFault) as problem:
         event(log, "rental.unreadable", level=logging.WARNING, path=str(_own(run)), problem=str(problem))
         return None
 

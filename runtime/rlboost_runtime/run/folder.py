@@ -194,10 +194,10 @@ _RENEWED = frozenset(
     f"{name}.json"
     for name in (
         *("endpoint", "weights_endpoint", "wanted", "status", "ending", "outcome"),
-        *("preparing", "mirror", "safe"),
+        *("preparing", "mirror", "safe", "plan", "install"),
     )
 )
-"""Files that are written anew where they are absent, as are all in `processes`."""
+"""Files that are written anew where they are absent, or can be missed, as can all in `processes`."""
 
 
 def read_json(path: Path) -> Any | None:  # any JSON value
@@ -215,7 +215,7 @@ def read_json(path: Path) -> Any | None:  # any JSON value
             raise RuntimeFault(
                 f"{path} is damaged: {problem}", "restore it from a backup, or start the run anew"
             ) from problem
-        event(log, "file.damaged", level=logging.WARNING, path=str(path), problem=str(problem))
+        event(log, "file.damaged", path=str(path), problem=str(problem))
         with contextlib.suppress(OSError):
             os.replace(path, path.with_name(f"{path.name}.damaged"))
         return None

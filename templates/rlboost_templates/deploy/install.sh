@@ -40,7 +40,7 @@ phase python
 
 # PyPI's torch and vLLM are built for CUDA 13, which needs driver 580. For an older one uv takes torch from PyTorch's own
 # index, built for a CUDA that the driver runs; of vLLM there is no such build.
-driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2> /dev/null | head -n 1 | cut -d . -f 1) || driver=""
+driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2> /dev/null | awk -F . 'NR == 1 { print $1 }') || driver=""
 backend=()
 if [ -n "$driver" ] && [ "$driver" -lt 580 ]; then
   if [ -s "$here/vllm-gpu.txt" ]; then

@@ -110,7 +110,7 @@ def test_a_quiet_run_shows_that_it_lives() -> None:
     assert new.of(status) == []
     clock.now = HEARTBEAT_S
     (line,) = new.of(status)
-    for piece in ("step 2/9", "1 of 8 responses", "1 instances ready", "12 tokens/s", "$0.5000"):
+    for piece in ("step 2/9", "1 of 8 responses", "1 instances ready", "12 tokens/s", "$0.50"):
         assert piece in line
     assert new.of(status) == []
     clock.now = 2 * HEARTBEAT_S - 1

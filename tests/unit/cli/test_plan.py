@@ -450,7 +450,7 @@ def test_a_job_that_cannot_be_simulated_says_why_and_can_still_be_launched(home:
 
 
 def test_a_model_that_says_its_size_is_simulated(home: Path) -> None:
-    found = simulated_job(job(model="Qwen/Qwen2.5-7B-Instruct"), home)
+    found = simulated_job(job(model="someone/Made-7B-Instruct"), home)
     assert found.preset.model.parameters == 7e9
     assert any("taken to be shaped like Qwen3-8B" in note for note in found.notes)
 
