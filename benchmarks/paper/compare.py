@@ -11,7 +11,7 @@ from benchmarks.paper.windows import WINDOW_S, WITHOUT
 
 MODELS = ("8b", "14b", "32b")
 BASELINES = ("recompute", "polyrl")
-GROUP_PARTS = ("nearest_group_first", "yields", "fill_limit", "feeds_trainer")
+GROUP_PARTS = ("nearest_group_first", "yields", "fill_limit")
 PARTS = ("prediction", "evening", "fair_fill", "least_first", *GROUP_PARTS)
 """Of `rlboost`; the gate shows only where hand-overs are dear (`ours`)."""
 

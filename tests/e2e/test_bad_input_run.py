@@ -89,7 +89,7 @@ def test_a_broken_reward_is_corrected_and_what_still_fails_is_scored_and_counted
         "demo failed: reward rewards.py:score failed for the first 16 responses;"
         " the last one raised an error: rewards.py:2: KeyError: 'answr'"
     )
-    assert hint.startswith("correct it, then resume the run, which takes the changed file")
+    assert hint.startswith("correct it, then launch the run again with --resume")
     assert "rlboost launch demo --resume  begins again" in done.stdout
     cli.assert_gone("demo")
 

@@ -39,4 +39,4 @@ def test_a_trained_run_is_done_though_its_cloud_has_no_credentials(cli: Cli, tmp
     assert "{" not in shown.stdout + shown.stderr
     assert "warning" not in shown.stderr, "nothing was ever launched there"
     cli.assert_gone("ends")
-    assert "nothing of ends is left running" in cli("down", "ends", "--yes").stderr
+    assert "nothing of ends is still running" in cli("down", "ends", "--yes").stderr

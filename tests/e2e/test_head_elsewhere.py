@@ -103,7 +103,7 @@ def test_the_run_goes_on_with_the_laptop_off_and_is_all_there_when_it_is_back(
     with switched_on_again(server):
         assert laptop.json("status", "far")["state"] == "done"
         ended = laptop("down", "far", "--yes")
-        assert "nothing of far is left running" in ended.stderr
+        assert "nothing of far is still running" in ended.stderr
     here = laptop.run_folder("far")
     model = here.checkpoints / "model" / "model.safetensors"
     assert model.read_bytes() == (far.checkpoints / "model" / "model.safetensors").read_bytes()

@@ -138,9 +138,9 @@ def kept_head_machines(run: RunFolder) -> list[HeadMachine]:
             f"{path} does not say what was rented for {run.name}: {error}",
             "use the RLBoost version that the run was started with; rlboost gc finds the machine itself",
         ) from error
-    except ValueError as error:
+    except RuntimeFault as error:
         raise RuntimeFault(
-            f"{path} is cut off or no JSON, and does not say what was rented for {run.name}: {error}",
+            f"{error.problem}; it does not say what was rented for {run.name}",
             "rlboost gc finds the machine itself; once it has ended that, remove the file",
         ) from error
 

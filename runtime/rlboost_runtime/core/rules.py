@@ -52,7 +52,6 @@ def _predicted(
         pace=pace,
         step_times=step_times,
         has_gate=config.policy.has_gate,
-        feeds_trainer=config.policy.feeds_trainer,
     )
 
 

@@ -43,7 +43,6 @@ SINGLE = replace(
     nearest_group_first=False,
     yields=False,
     fill_limit=1.0,
-    feeds_trainer=False,
     cost_slack=SAME_COST,
 )
 """`rlboost` for a trainer that takes single responses: without the rules about groups."""
@@ -112,8 +111,6 @@ class Switches:
     """Running responses give way to those of nearer groups."""
     fill_limit: bool = True
     """Engines are not filled entirely, so that groups end sooner."""
-    feeds_trainer: bool = True
-    """The window stays open longer where the trainer waited for groups."""
 
 
 ORACLE = "oracle"
@@ -205,7 +202,6 @@ def _without(policy: SchedulingPolicy, switches: Switches) -> SchedulingPolicy:
         nearest_group_first=policy.nearest_group_first and switches.nearest_group_first,
         yields=policy.yields and switches.yields,
         fill_limit=policy.fill_limit if switches.fill_limit else 1.0,
-        feeds_trainer=policy.feeds_trainer and switches.feeds_trainer,
     )
 
 

@@ -341,13 +341,17 @@ def describe_file(path: Path, chunk_bytes: int) -> File:
     return File(path.name, size, tuple(chunks))
 
 
-def damage(folder: Path, manifest: Manifest) -> str | None:
+def damage(folder: Path, manifest: Manifest, *, has_all_deltas: bool = True) -> str | None:
     """Return which file of the version in `folder`, and where, is not as the manifest has it; None: all are.
 
-    Reads and hashes everything, like `describe_file`.
+    Reads and hashes everything, like `describe_file`. `has_all_deltas`: False for a receiver's folder, which
+    has the deltas that it pulled.
     """
+    needed = {file.name for file in (manifest.all_files if has_all_deltas else manifest.files)}
     for file in manifest.all_files:
         path = folder / file.name
+        if file.name not in needed and not path.exists():
+            continue
         try:
             found = describe_file(path, file.chunks[0].length if file.chunks else 1)
         except FileNotFoundError:

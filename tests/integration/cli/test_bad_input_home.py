@@ -148,11 +148,11 @@ def test_a_run_lives_through_killed_commands_and_mistakes_and_goes_down_once(rlb
     both = [rlboost.start("down", "demo", "--yes") for _ in range(2)]
     told = [process.communicate(timeout=100) for process in both]
     assert [process.returncode for process in both] == [0, 0], told
-    assert all("nothing of demo is left running" in err for _, err in told), told
+    assert all("nothing of demo is still running" in err for _, err in told), told
     rlboost.assert_nothing_left()
     before = {p: p.read_bytes() for p in (rlboost.run().outcome, rlboost.run().job_json)}
     again = rlboost("down", "demo")
-    assert (again.code, "nothing of demo is left running" in again.err) == (0, True)
+    assert (again.code, "nothing of demo is still running" in again.err) == (0, True)
     assert {p: p.read_bytes() for p in before} == before
     said = rlboost("preempt", "demo", "spot-0")
     assert said.err.startswith("error: run demo has ended and has no instance spot-0\n\nhint: ")
@@ -177,4 +177,4 @@ def test_down_while_up_is_under_way_ends_both(rlboost: Any) -> None:
         assert "hint: " in err
     rlboost.assert_nothing_left()
     again = rlboost("down", "demo", "--yes")
-    assert (again.code, "nothing of demo is left running" in again.err) == (0, True)
+    assert (again.code, "nothing of demo is still running" in again.err) == (0, True)

@@ -160,13 +160,21 @@ def test_the_list_of_runs_shows_what_does_not_run(run: RunFolder) -> None:
     assert "rollout (not running)" in rlboost("status").stdout
 
 
-@pytest.mark.parametrize("damage", ["status.json", "job.json", "ledger.sqlite", "outcome.json"])
+@pytest.mark.parametrize("damage", ["job.json", "ledger.sqlite"])
 def test_a_damaged_run_hides_no_other(run: RunFolder, tmp_path: Path, damage: str) -> None:
     other = prepare_run(tmp_path / "job.yaml", load_job(tmp_path / "job.yaml")).run
     (other.path / damage).write_text("{" if damage.endswith("json") else "no ledger")
     rows = {row["run"]: row["state"] for row in json.loads(rlboost("status", "--json").stdout)["runs"]}
     assert rows == {run.name: "provisioning", other.name: "damaged"}
     assert "damaged" in rlboost("status").stdout
+
+
+@pytest.mark.parametrize("damage", ["status.json", "outcome.json"])
+def test_a_run_whose_state_is_damaged_is_open(run: RunFolder, damage: str) -> None:
+    (run.path / damage).write_text("{")
+    [row] = json.loads(rlboost("status", "--json").stdout)["runs"]
+    assert row["state"] == "provisioning", "its coordinator writes the file anew"
+    assert (run.path / f"{damage}.damaged").exists()
 
 
 def test_a_run_that_is_done_is_not_resumed_for_nothing(run: RunFolder) -> None:
@@ -243,7 +251,7 @@ def test_down_ends_what_a_dead_coordinator_left_and_closes_the_books(
     done = rlboost("down", "demo")
     assert tagged(run.path) == []
     sleeper.wait(5)
-    assert "nothing of demo is left running" in done.stderr
+    assert "nothing of demo is still running" in done.stderr
     assert "in all" in done.stdout
     assert read_json(run.outcome)["state"] == "stopped"
     first = json.loads(rlboost("cost", "demo", "--json").stdout)
@@ -268,7 +276,7 @@ def test_a_run_that_nobody_runs_is_not_watched_forever(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rlboost_cli.views.live.ABANDONED_S", 0.0)
-    with pytest.raises(RuntimeFault, match="nothing runs demo any more"):
+    with pytest.raises(RuntimeFault, match="its processes are gone"):
         list(follow(run, every_s=0.01))
 
 

@@ -114,7 +114,7 @@ def test_a_cloud_that_refuses_to_answer_is_told_with_its_exit_code(home, ec2):
     ec2.refusals.append(Refusal("", "RequestExpired", 401, times=1000))
     done = gc("--yes")
     assert done.returncode == 6
-    assert "not everything could be asked" in done.stderr
+    assert "a cloud did not answer" in done.stderr
     assert "aws sts get-caller-identity" in done.stderr
 
 
@@ -127,7 +127,7 @@ def test_what_other_regions_have_is_ended_where_one_is_denied_and_that_is_told(h
     )
     done = gc("--yes")
     assert done.returncode == 6
-    assert "not everything could be asked: cannot list the machines in us-west-2" in done.stderr
+    assert "a cloud did not answer: cannot list the machines in us-west-2" in done.stderr
     assert "ended 2 machines" in done.stderr
     assert alive(ec2) == []
 

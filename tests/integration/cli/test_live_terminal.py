@@ -124,7 +124,7 @@ def test_the_view_is_painted_in_place_and_left_by_ctrl_c(
     assert any(line.startswith("+ ") and " ready" in line for line in lines), shown
     assert "▁▃█" in shown
     assert "4 responses of spot-9 migrated to spot-1" in shown
-    assert "is started again" in shown, "the coordinator's silence is told calmly"
+    assert "is being restarted" in shown, "the coordinator's silence is told calmly"
 
     def sent_while(seconds: float) -> int:
         before, until = shell.sent, time.monotonic() + seconds

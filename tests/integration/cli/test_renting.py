@@ -681,7 +681,7 @@ def test_down_gives_a_head_back_that_cannot_tell_its_books_unless_its_model_is_n
 @pytest.mark.parametrize("content", [b"", b'[{"machine": "head-1", "pro', b"\x00\xff"])
 def test_a_rental_file_that_was_cut_off_is_named(run: RunFolder, content: bytes) -> None:
     run.head_machines.write_bytes(content)
-    with pytest.raises(RuntimeFault, match=r"rentals\.json is cut off or no JSON") as fault:
+    with pytest.raises(RuntimeFault, match=r"rentals\.json is damaged") as fault:
         current_head_machine(run)
     assert "rlboost gc finds the machine" in fault.value.remedy
     assert CliRunner().invoke(app, ["down", "far", "--yes"]).exit_code == 1

@@ -373,7 +373,7 @@ def test_a_head_is_reached_by_ssh_and_on_its_runs_ports_and_runs_its_own_script(
     rules = ec2.backend.get_security_group_from_id(template["SecurityGroupIds"][0]).ingress_rules
     opened = sorted((int(rule.from_port), int(rule.to_port), rule.ip_protocol) for rule in rules)
     assert opened == [(port, port, "tcp") for port in (22, 7410, 7411)]
-    assert {each.get("CidrIp") for rule in rules for each in rule.ip_ranges} == {"0.0.0.0/0"}
+    assert {rule.ip_range["CidrIp"] for rule in rules} == {"0.0.0.0/0"}
     assert ec2.templates[2]["SecurityGroupIds"] != template["SecurityGroupIds"], "workers stay closed"
     assert ec2.calls.count("AuthorizeSecurityGroupIngress") == 1
     (view, *_) = provider.describe(RUN)

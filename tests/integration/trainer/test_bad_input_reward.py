@@ -97,7 +97,7 @@ def test_a_reward_that_fails_scores_by_the_rule_and_says_where(
         require_some_reward([reward, reward], f"rewards.py:{function}")
     assert f"reward rewards.py:{function} failed for all 2 responses of the step" in error.value.problem
     assert told in error.value.problem
-    assert error.value.remedy.startswith("correct it, then resume the run")
+    assert error.value.remedy.startswith("correct it, then launch the run again with --resume")
     assert error.value.remedy.endswith("the run's log named reward")
 
 

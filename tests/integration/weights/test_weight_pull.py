@@ -357,9 +357,10 @@ def test_a_wrong_token_is_told_at_once_and_never_shown(run: RunFolder, folder: P
 
 def test_a_file_cut_short_in_the_store_is_an_error(run: RunFolder, folder: Path) -> None:
     publish(run, 1, 1_000_000)
-    os.truncate(run.weights / "v000001" / "model.safetensors", 700_000)
-    with real_server(run) as (_, url), puller(run, folder, url) as process:
-        code, lines = outcome(process)
+    with real_server(run) as (_, url):
+        os.truncate(run.weights / "v000001" / "model.safetensors", 700_000)
+        with puller(run, folder, url) as process:
+            code, lines = outcome(process)
     assert code == 1
     assert "came wrong 3 times" in lines[-1]["problem"]
     assert not (folder / "v000001").exists()
@@ -367,16 +368,31 @@ def test_a_file_cut_short_in_the_store_is_an_error(run: RunFolder, folder: Path)
 
 def test_a_byte_changed_in_the_store_is_an_error(run: RunFolder, folder: Path) -> None:
     publish(run, 1, 1_000_000)
+    with real_server(run) as (_, url):
+        flip_a_byte(run)
+        with puller(run, folder, url) as process:
+            code, lines = outcome(process)
+    assert code == 1
+    assert "came wrong 3 times" in lines[-1]["problem"]
+    assert not (folder / "v000001").exists()
+
+
+def test_a_version_that_is_damaged_when_the_server_starts_is_not_served(run: RunFolder, folder: Path) -> None:
+    publish(run, 1, 1_000_000)
+    flip_a_byte(run)
+    with real_server(run) as (_, url), puller(run, folder, url) as process:
+        code, lines = outcome(process)
+    assert code == 1
+    assert "does not have version 1" in lines[-1]["problem"]
+    assert (run.weights / "v000001.damaged").is_dir()
+
+
+def flip_a_byte(run: RunFolder) -> None:
     with (run.weights / "v000001" / "model.safetensors").open("r+b") as file:
         file.seek(500_000)
         byte = file.read(1)[0]
         file.seek(500_000)
         file.write(bytes([byte ^ 1]))
-    with real_server(run) as (_, url), puller(run, folder, url) as process:
-        code, lines = outcome(process)
-    assert code == 1
-    assert "came wrong 3 times" in lines[-1]["problem"]
-    assert not (folder / "v000001").exists()
 
 
 # --- faults on the wire ----------------------------------------------------------------------------------

@@ -67,11 +67,9 @@ class SchedulingPolicy:
     takes whole groups; `least_first` decides among equals."""
     yields: bool = True
     """A running response gives its place to a waiting one whose group is much nearer to its end."""
-    fill_limit: float = 0.65
+    fill_limit: float = 0.8
     """Share of its KV capacity up to which an instance is given work. A full engine generates the most, but
     the emptier one is, the sooner each of its responses, and so its groups, end."""
-    feeds_trainer: bool = True
-    """`PREDICTED`: after a step in which the trainer waited for groups, the window stays open longer."""
     fills_fairly: bool = True
     """`BOOKED`: at a step's begin no instance is filled more than all will be once all are there."""
     window: str = PREDICTED

@@ -29,10 +29,6 @@ So where waking and sleeping take more than `DEAR_SHARE` of a step, and doing wi
 much worse, one step tries it, for each number of spot instances; from then on the faster way is taken, by
 the seconds per token that steps of both kinds took.
 
-The trainer takes whole groups, and most groups are complete late: it may wait for them although rollout as a
-whole ends in time. Where it waited, the next window with as many spot instances is longer by a half of that
-(`feeds_trainer`).
-
 Until a step has taught the rates the window is the job's initial one; one that outlasts a whole rollout
 teaches nothing and is cut to half of it. N_prem is the paper's.
 """
@@ -79,10 +75,6 @@ DEAR_SHARE = 0.05
 """Of a step: waking and sleeping that take more are worth a trial without."""
 TRY_SHARE = 1.2
 """A step is tried without a window if it should take at most so many times what it takes with one."""
-WAIT_SHARE = 0.03
-"""Of training: a trainer that waits longer for groups gets a longer window next time, else a shorter one."""
-WAIT_GAIN = 0.5
-"""By this share of the difference: engines that help for so long also end the groups earlier."""
 STARVED_SHARE = 0.02
 """A trainer that waited longer than this share of its training time was waiting for the last responses."""
 
@@ -109,7 +101,6 @@ class PredictedWindow(SeedingWindow):
     pace: GenerationRate = field(default_factory=GenerationRate)
     step_times: StepTimes = field(default_factory=StepTimes)
     has_gate: bool = True
-    feeds_trainer: bool = False
     train_s_per_token: float | None = None
     busy_s_per_token: float | None = None
     """From the closing to the end without waiting and hand-over."""
@@ -131,8 +122,6 @@ class PredictedWindow(SeedingWindow):
     """Seconds per token of steps with so many spot instances from begin to end."""
     _without: dict[int, float] = field(default_factory=dict)
     """The same of steps that skipped the window."""
-    _least_s: dict[int, float] = field(default_factory=dict)
-    """By number of spot instances: the window below which the trainer waits for groups."""
     _look_at: float = -math.inf
     _looked_at: float = -math.inf
     _looked_with: int = -1
@@ -187,8 +176,6 @@ class PredictedWindow(SeedingWindow):
         if self.skips_window:
             rest_s = 0.0
         planned_s = window.now - window.opened_at + rest_s
-        if not self.skips_window:
-            planned_s = max(planned_s, self._least_s.get(n, 0.0))
         self.t_seed_s = min(planned_s, LONGEST * max(roll.whole_s for roll in self._rollouts))
         self._look_at = window.now + max(LOOK_S, rest_s / 2.0)
         self._looked_at, self._looked_with = window.now, n
@@ -212,9 +199,6 @@ class PredictedWindow(SeedingWindow):
         if self._closings != 1 or self._closed_at is None:
             return  # no window at all, or several: the rates of such a step are not those of a plain one
         self._compare(seen)
-        if self.feeds_trainer and not self.skips_window:
-            late_s = seen.t_train_wait - WAIT_SHARE * seen.t_train
-            self._least_s[seen.n_hat] = self._closed_at - self._opened_at + WAIT_GAIN * late_s
         rest_s = seen.ended_at - seen.t_remote_wait - self._closed_at
         left = seen.num_tokens - self._tokens_at_close
         if rest_s <= 0 or left <= 0:

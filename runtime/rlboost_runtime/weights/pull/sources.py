@@ -142,7 +142,7 @@ def _adopt(source: Path, folder: Path, digest: str) -> Path | None:
     manifest = manifests.read_manifest(source)
     if digest not in ("", manifest.content_digest):
         return None
-    problem = manifests.damage(source, manifest)
+    problem = manifests.damage(source, manifest, has_all_deltas=False)
     if problem is not None:  # as a receiver over the network would find
         event(log, "weights.damaged", level=logging.ERROR, problem=problem)
         return None
