@@ -9,7 +9,8 @@ from benchmarks.scheduler.fleet_size import Setting
 
 pytestmark = pytest.mark.property
 
-DEARER = 0.03
+DEARER = 0.035
+"""With whole groups, as live runs train; 0.03 held with single responses."""
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from rlboost_runtime.core.base.cost_model import SAME_COST, Prices
+from rlboost_runtime.core.base.cost_model import Prices
 from rlboost_runtime.core.base.messages import PREDICTED, RLBOOST, CoreConfig, SchedulingPolicy, SizeRule
 from rlboost_runtime.core.rules import LIVE_RULES, Rules, WindowFactory
 from rlboost_runtime.core.window.seeding_window import SeedingWindow
@@ -43,7 +43,6 @@ SINGLE = replace(
     nearest_group_first=False,
     yields=False,
     fill_limit=1.0,
-    cost_slack=SAME_COST,
 )
 """`rlboost` for a trainer that takes single responses: without the rules about groups."""
 PAPER = replace(

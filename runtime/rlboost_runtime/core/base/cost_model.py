@@ -115,20 +115,14 @@ def step_usd(rates: StepRates, prices: Prices, machines: int, per_machine: int, 
 
 
 def cheapest_machines(
-    rates: StepRates,
-    prices: Prices,
-    most: int,
-    per_machine: int,
-    weight_bytes: float,
-    slack: float = SAME_COST,
+    rates: StepRates, prices: Prices, most: int, per_machine: int, weight_bytes: float
 ) -> int:
     """Return how many machines, from 0 to `most`, give the most tokens per dollar.
 
-    Of fleets whose tokens cost at most `slack` more than the cheapest it is the fastest, and of those the
-    smallest.
+    Of fleets whose tokens cost the same, to `SAME_COST`, it is the fastest, and of those the smallest.
     """
     usd = [step_usd(rates, prices, n, per_machine, weight_bytes) for n in range(most + 1)]
     seconds = [step_s(rates, n * per_machine) for n in range(most + 1)]
-    enough = min(usd) * (1.0 + slack)
+    enough = min(usd) * (1.0 + SAME_COST)
     cheap = [n for n in range(most + 1) if usd[n] <= enough]
     return min(cheap, key=lambda n: (seconds[n], n))

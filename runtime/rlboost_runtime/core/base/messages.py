@@ -77,8 +77,6 @@ class SchedulingPolicy:
     has_gate: bool = True
     """`PREDICTED`: no window where waking the reserved engines costs more than they help."""
     sizing: SizeRule = SizeRule.MARGINAL
-    cost_slack: float = 0.02
-    """`MARGINAL`: of fleets whose tokens cost at most this share more than the cheapest, the fastest."""
     balances: bool = True
     """Move responses between instances while these run (CONTINUOUSLB of Algorithm 2)."""
     balance: str = EVEN

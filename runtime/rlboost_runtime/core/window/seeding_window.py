@@ -164,9 +164,7 @@ def worthwhile_instances(
         return useful
     per_machine = max(1, config.instances_per_machine)
     most = desired_machines(config.max_spot_instances, config)
-    machines = cheapest_machines(
-        rates, config.prices, most, per_machine, weight_bytes, config.policy.cost_slack
-    )
+    machines = cheapest_machines(rates, config.prices, most, per_machine, weight_bytes)
     return min(config.max_spot_instances, max(1, machines) * per_machine)
 
 
