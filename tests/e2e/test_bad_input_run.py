@@ -90,7 +90,7 @@ def test_a_broken_reward_is_corrected_and_what_still_fails_is_scored_and_counted
         " the last one raised an error: rewards.py:2: KeyError: 'answr'"
     )
     assert hint.startswith("correct it, then launch the run again with --resume")
-    assert "rlboost launch demo --resume  begins again" in done.stdout
+    assert "rlboost launch demo --resume  starts over" in done.stdout
     cli.assert_gone("demo")
 
     write_inputs(cli, MOODY)

@@ -252,7 +252,7 @@ def test_down_ends_what_a_dead_coordinator_left_and_closes_the_books(
     assert tagged(run.path) == []
     sleeper.wait(5)
     assert "nothing of demo is still running" in done.stderr
-    assert "in all" in done.stdout
+    assert "in total" in done.stdout
     assert read_json(run.outcome)["state"] == "stopped"
     first = json.loads(rlboost("cost", "demo", "--json").stdout)
     assert (first["machines"][0]["state"], first["rate_usd_per_hour"]) == ("gone", 0)
