@@ -199,6 +199,10 @@ def _describe_projection(found: Projection, plan: LaunchPlan) -> list[str]:
         took = f"{found.hours.mean:,.1f}{_half(found.hours)} h"
     per_million = f"{usd(found.usd_per_million_tokens, 2)} per million tokens"
     lines = _labelled("forecast", f"{plan.steps} steps in {took} for {cost}, {per_million}")
+    if plan.max_usd is not None and found.usd.mean > plan.max_usd:
+        done = int(plan.steps * plan.max_usd / found.usd.mean)
+        words = f"too small: {usd(plan.max_usd, 2)} ends the run after about {done} of {plan.steps} steps"
+        lines += _labelled("budget", words)
     lines += [*_labelled("parts", _parts(found)), *_labelled("spot", _pays(found))]
     if found.options:
         rows = [(each.what + (" *" if each.is_job else ""), *_option_cells(each)) for each in found.options]

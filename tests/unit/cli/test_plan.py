@@ -58,7 +58,7 @@ def job(**changes: Any) -> Job:
         },
     }
     for section, values in changes.items():
-        fields[section] = {**fields[section], **values} if isinstance(values, dict) else values
+        fields[section] = {**fields.get(section, {}), **values} if isinstance(values, dict) else values
     return Job.model_validate_json(json.dumps(fields))
 
 
@@ -424,6 +424,15 @@ def test_a_plan_of_a_job_that_nobody_measured_is_simulated(home: Path) -> None:
     parts = found["parts"]
     total = parts["reserved_usd"] + parts["spot_usd"] + parts["egress_usd"] + parts["storage_usd"]
     assert total == pytest.approx(found["usd"]["mean"])
+
+
+def test_a_budget_that_ends_the_run_early_is_told(home: Path) -> None:
+    whole = planned("demo", job(), home)
+    assert whole.forecast is not None
+    text = describe_plan(planned("demo", job(budget={"max_usd": whole.forecast.usd.mean / 2}), home))
+    assert any("ends the run after about 10 of 20 steps" in line for line in text)
+    enough = describe_plan(planned("demo", job(budget={"max_usd": whole.forecast.usd.mean * 2}), home))
+    assert not any("too small" in line for line in enough)
 
 
 def test_a_cloud_plan_counts_egress_storage_and_start_up_and_offers_other_places(home: Path) -> None:
