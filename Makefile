@@ -107,7 +107,7 @@ chromium:
 
 .PHONY: e2e-local
 e2e-local: $(DEV) sshd chromium ## the CLI from launch to down, with real kills
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m e2e tests/e2e
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m e2e tests
 
 .PHONY: cloudlab
 cloudlab: $(DEV) ## tools, machine image and SkyPilot for e2e (root, Linux; once, 3 GB)
