@@ -29,6 +29,7 @@ def check(out: Path, *parts: str) -> dict[str, Any]:
     return line
 
 
+@pytest.mark.e2e  # half a minute
 def test_training_deltas_and_hand_overs_run_in_miniature(tmp_path: Path) -> None:
     line = check(tmp_path / "result.json", *IN_PROCESS)
     assert line["pass"] is True

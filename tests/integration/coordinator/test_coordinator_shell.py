@@ -7,7 +7,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -127,6 +127,18 @@ def tmp_path(tmp_path: Path) -> Path:
     return folder
 
 
+_tasks: set[asyncio.Task[None]] = set()
+
+
+def kept(serving: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """Start a task that lives until the loop ends: one that was collected as garbage would note its end in an
+    event log that another coordinator writes by then, which no killed process can."""
+    task = asyncio.create_task(serving)
+    _tasks.add(task)
+    task.add_done_callback(_tasks.discard)
+    return task
+
+
 class Shell:
     """Everything of a coordinator but its port and its fleet."""
 
@@ -186,11 +198,11 @@ class Shell:
 
     def agent(self) -> Peer:
         ours, theirs = pipe()
-        return Peer(theirs, agent_command_decoder, asyncio.create_task(self.agents.serve(ours)))
+        return Peer(theirs, agent_command_decoder, kept(self.agents.serve(ours)))
 
     def trainers(self) -> Peer:
         ours, theirs = pipe()
-        return Peer(theirs, trainer_command_decoder, asyncio.create_task(self.trainer.serve(ours)))
+        return Peer(theirs, trainer_command_decoder, kept(self.trainer.serve(ours)))
 
 
 @asynccontextmanager

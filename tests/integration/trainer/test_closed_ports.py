@@ -42,6 +42,7 @@ ranks.leave()
 """
 
 
+@pytest.mark.e2e
 def test_the_ranks_of_a_trainer_listen_on_loopback_only(tmp_path: Path) -> None:
     script, found = tmp_path / "rank.py", tmp_path / "found.json"
     script.write_text(RANK)

@@ -590,6 +590,7 @@ def flat(value: object, name: str = "") -> dict:
     return {name: value if isinstance(value, torch.Tensor) else torch.tensor(value)}
 
 
+@pytest.mark.e2e
 @pytest.mark.timeout(300)
 def test_twenty_kills_at_random_moments_leave_no_trace(tmp_path):
     steps = 24
