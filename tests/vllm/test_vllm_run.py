@@ -88,7 +88,7 @@ def test_a_small_cache_is_known_and_bounds_what_is_sent(cli: Cli) -> None:
         rollout={
             "engine": "vllm",
             "spot": {"max_instances": 0},
-            "engine_args": {"max_running": 16, "kv_cache_mib": 1},
+            "engine_args": {"max_running": 16, "kv_cache_mib": 1, "tokens_per_s_per_response": 60},
         },
     )
     seen: list[dict[str, Any]] = []
