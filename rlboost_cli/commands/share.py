@@ -85,9 +85,8 @@ def report(
     look_at(folder, output.progress, ledger=True, logs=True)
     if is_markdown:
         from rlboost_cli.dashboard.summary import markdown
-        from rlboost_runtime.billing.books import report_of
 
-        output.show(markdown(run_data(folder), report_of(folder)))
+        output.show(markdown(run_data(folder)))
         return
     path = Path(f"{folder.name}.html") if path is None else path
     try:

@@ -22,7 +22,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from rlboost_cli.dashboard.data import MAX_SAMPLES, encoded, run_data
 from rlboost_cli.dashboard.page import SCRIPTS, SERVED_POLICY, STYLES, asset, runs_page, served_page
-from rlboost_cli.runs.files import Tail, log_files, log_names, sample_rows
+from rlboost_cli.runs.files import Tail, log_names, sample_rows
 from rlboost_cli.runs.refresh import look_at
 from rlboost_cli.runs.run_status import runs_table
 from rlboost_cli.views.log_lines import LogLines
@@ -195,5 +195,5 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _log_lines(run: RunFolder, name: str) -> list[str]:
-    parts = list(Tail(run, name, LOG_LINES).read()) if log_files(run, name) else []
+    parts = list(Tail(run, name, LOG_LINES).read())
     return LogLines(run.logs).of(parts)[-LOG_LINES:] if parts else []

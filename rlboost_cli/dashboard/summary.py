@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlboost_cli.terminal.text import duration, usd
+import msgspec
+
+from rlboost_cli.terminal.text import duration, saving_in_words, usd
 from rlboost_runtime.billing.report import CostReport
 from rlboost_runtime.protocol.status import Status, read_status
 
 
-def markdown(data: dict[str, Any], report: CostReport) -> str:
-    """Return the summary of the run whose `run_data` and cost report are given."""
-    status = read_status(data["status"])
+def markdown(data: dict[str, Any]) -> str:
+    """Return the summary of the run whose `run_data` is given."""
+    status, report = read_status(data["status"]), msgspec.convert(data["cost"], CostReport)
     rows = [*_progress(status), *_money(report), *_fleet(status, len(report.machines))]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     warnings = "".join(f"\n- {each.text}" for each in status.warnings)
@@ -38,8 +40,7 @@ def _money(report: CostReport) -> list[tuple[str, str]]:
         rows.append(("per million tokens", usd(report.usd_per_million_tokens, 2)))
     other = report.counterfactual
     if other.usd_per_million_tokens is not None and other.saving_fraction is not None:
-        saving = other.saving_fraction
-        words = f"{saving:.0%} saved" if saving >= 0 else f"spot cost {-saving:.0%} more"
+        words = saving_in_words(other.saving_fraction)
         rows.append(
             ("on demand only", f"{usd(other.usd_per_million_tokens, 2)} per million ({words}; estimate)")
         )

@@ -97,3 +97,8 @@ def _run(row: Json) -> tuple[object, ...]:
 
 def _figure(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
+
+
+def saving_in_words(saving: float) -> str:
+    """Return a share of the on-demand cost: what is saved or, where negative, what spot costs more."""
+    return f"{saving:.0%} saved" if saving >= 0 else f"spot cost {-saving:.0%} more"

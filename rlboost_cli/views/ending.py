@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from rlboost_cli.terminal.text import counted, duration, labelled, left_lines, usd
+from rlboost_cli.terminal.text import counted, duration, labelled, left_lines, saving_in_words, usd
 from rlboost_cli.views.health import evaluation_course, full_warnings
 from rlboost_runtime.protocol.reward_failures import FailureCount
 
@@ -115,7 +115,6 @@ def _cost(report: CostReport) -> list[str]:
         lines.append(f"{usd(per_million, 2)} per million tokens trained")
     if saving is not None:
         basis = re.split(r"[,:;]", found.basis)[0]
-        words = f"{saving:.0%} saved" if saving >= 0 else f"spot cost {-saving:.0%} more"
         alone = usd(found.usd_per_million_tokens, 2)
-        lines.append(f"on demand only ({basis}): {alone} per million, {words}")
+        lines.append(f"on demand only ({basis}): {alone} per million, {saving_in_words(saving)}")
     return lines
