@@ -240,6 +240,10 @@ bench-delta: $(DEV) ## deltas between versions that Adam really trains: size, sp
 bench-learning: $(DEV) ## quiet against stormy runs, six seeds each (an hour or more; may be stopped)
 	@$(BIN)/python -m benchmarks.learning
 
+.PHONY: soak-quickstart
+soak-quickstart: $(DEV) ## the quickstart over SEEDS=5 seeds: time, useful share, reward, kills, plan against bill (20 min)
+	$(BIN)/python -m benchmarks.quickstart --seeds $(or $(SEEDS),5)
+
 .PHONY: soak-learning
 soak-learning: $(DEV) ## learning curves: each loss over 3 seeds, staleness 0 and 1 over 5 (40 min; may be stopped)
 	@for what in losses staleness; do \

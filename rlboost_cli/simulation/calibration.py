@@ -4,6 +4,9 @@ The model stays the simulator's; a run only says how fast its parts are. `decode
 tokens per second while they generate with full batches, else a spot instance's over its whole rollout.
 `train`: seconds per trained token. What a step takes beside rollout and training is its publication's time.
 Boots, version sizes and the responses' lengths are taken as measured.
+
+Spot engines may be slower than the reserved ones by what no ledger tells: they share cores, links or caches.
+`spot_pace` finds by how much: the former run is simulated until its steps last as long as measured.
 """
 
 from __future__ import annotations
@@ -11,12 +14,22 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from rlboost_cli.simulation.rates import Rates, makes_like_responses
+from rlboost_cli.simulation.rates import FIRST_STEPS_LEFT_OUT, Rates, makes_like_responses
+from rlboost_cli.simulation.runs import OURS
 from rlboost_runtime.job import Job
+from rlboost_runtime.sim import simulate
 from rlboost_runtime.sim.engine_model import engine_speed
 from rlboost_runtime.sim.presets import Preset
 from rlboost_runtime.sim.trainer_model import MAX_SHARE, train_s
+from rlboost_runtime.traces import Trace
 
+TRIES = 4
+CLOSE = 0.02
+"""Share of a step's time by which the simulated step may differ from the measured one."""
+SLOWEST, FASTEST = 0.1, 4.0
+"""Bounds of a spot engine's pace: what lies beyond has another reason than its speed."""
+FEWEST_STEPS, MOST_RESPONSES = 4, 7_000
+"""Simulated for one pace: about a second of a core."""
 DECILES = 2 * 1.2816
 """From the first to the ninth decile of a normal distribution, in standard deviations."""
 
@@ -25,6 +38,28 @@ def calibrated(preset: Preset, job: Job, rates: Rates, former: Job) -> Preset:
     """Return the preset of `job` at the rates that the run of its like `former` measured."""
     found = _lengths(preset, rates) if makes_like_responses(job, former) else preset
     return _training(_decoding(_other(found, rates), rates), rates)
+
+
+def with_engine_pace(preset: Preset, pace: float) -> Preset:
+    """Return the preset whose spot engines run at `pace` times the calibrated speed."""
+    return replace(preset, spot=tuple(replace(shape, engine_pace=pace) for shape in preset.spot))
+
+
+def spot_pace(preset: Preset, market: Trace, rates: Rates) -> float:
+    """Return the pace of spot engines at which a simulated step lasts as long as the measured one, within `CLOSE`.
+
+    `preset` and `market` are those that the former run had. First steps are left out as in `rates`.
+    """
+    steps = min(rates.num_steps, max(FEWEST_STEPS, MOST_RESPONSES // preset.workload.responses))
+    pace = 1.0
+    for _ in range(TRIES):
+        run = with_engine_pace(preset, pace)
+        found = simulate(run, market, OURS, seed=0, hours=1e6, max_steps=FIRST_STEPS_LEFT_OUT + steps)
+        ratio = (found.seconds - found.rows[FIRST_STEPS_LEFT_OUT].started_s) / steps / rates.step_s
+        if abs(ratio - 1.0) <= CLOSE:
+            break
+        pace = min(max(pace * ratio, SLOWEST), FASTEST)
+    return pace
 
 
 def _lengths(preset: Preset, rates: Rates) -> Preset:

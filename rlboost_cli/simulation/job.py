@@ -13,8 +13,8 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rlboost_cli.simulation.calibration import calibrated
-from rlboost_cli.simulation.market import has_own_market, market_in_words
+from rlboost_cli.simulation.calibration import calibrated, spot_pace, with_engine_pace
+from rlboost_cli.simulation.market import has_own_market, market_in_words, market_of
 from rlboost_cli.simulation.rates import Rates, boots_here, measured_rates
 from rlboost_providers.base.prices import parse_accelerator
 from rlboost_providers.base.traits import cloud_traits
@@ -56,6 +56,8 @@ LOCAL_BOOT_S = 8.0
 """A local engine's start, where none was measured here yet."""
 IMAGE_BOOT_S, INSTALL_BOOT_S = 150.0, 300.0
 """Judged: a cloud machine until its engine is there, from an image that has everything or installed first."""
+FEWEST_INSTANCES = 0.2
+"""Mean spot instances of a run from which on its steps say how fast these are."""
 LOCAL_STARTUP_S, GPU_STARTUP_S, RENTED_STARTUP_S = 20.0, 240.0, 900.0
 """Judged: from a launch to the first step: here; with a large model to load; with a head to rent as well."""
 
@@ -96,6 +98,10 @@ def simulated_job(job: Job, folder: Path) -> SimulatedJob:
     else:
         rates, former = found
         preset = calibrated(preset, job, rates, former)
+        pace = _spot_pace(former, model.shape, rates, folder)
+        if pace is not None:
+            preset = with_engine_pace(preset, pace)
+            notes.append(f"spot engines are taken to run at {pace:.0%} of the calibrated speed")
         startup_s = startup_s if rates.startup_s is None else rates.startup_s
         notes.append(f"calibrated with what {rates.num_steps} steps of run {rates.run} measured here")
     if job.algorithm.max_staleness:
@@ -113,6 +119,20 @@ def simulated_job(job: Job, folder: Path) -> SimulatedJob:
         spot_storage_usd_per_hour=_storage_usd_per_hour(job.rollout.spot.any_of[0], spot=True),
         measured=None if found is None else found[0],
     )
+
+
+def _spot_pace(former: Job, model: ModelShape, rates: Rates, folder: Path) -> float | None:
+    """Return how fast the former run's spot engines were; None where it says nothing: without its market, or
+    with hardly a spot machine."""
+    if not has_own_market(former) or rates.spot_instances < FEWEST_INSTANCES:
+        return None
+    head = head_usd_per_hour(former)
+    preset, _ = _with_boots(former, _preset(former, model, _machines(former, model, head), head))
+    try:
+        market = market_of(former, folder, 0)
+    except ConfigError:  # a trace that is no longer there
+        return None
+    return spot_pace(calibrated(preset, former, rates, former), market, rates)
 
 
 def _preset(job: Job, model: ModelShape, machines: _Machines, head: float | None) -> Preset:

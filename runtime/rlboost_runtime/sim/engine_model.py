@@ -74,8 +74,8 @@ def engine_speed(
     """Return the roofline of one engine. Raises `ValueError` where the weights leave no room for a KV
     cache."""
     gpus = shape.tensor_parallel
-    bandwidth = gpus * shape.gpu.bandwidth * calibration.decode_bandwidth_share
-    flops = gpus * shape.gpu.flops
+    bandwidth = gpus * shape.gpu.bandwidth * calibration.decode_bandwidth_share * shape.engine_pace
+    flops = gpus * shape.gpu.flops * shape.engine_pace
     free_bytes = gpus * shape.gpu.memory_bytes * memory_share - model.weight_bytes
     if free_bytes <= 0:
         raise ValueError(
@@ -86,7 +86,7 @@ def engine_speed(
         weights_s=model.weight_bytes / bandwidth,
         sequence_s=2.0 * model.parameters / (flops * assumptions.decode_flops_share),
         kv_token_s=model.kv_bytes_per_token / bandwidth,
-        fixed_s=calibration.decode_step_s,
+        fixed_s=calibration.decode_step_s / shape.engine_pace,
         prefill_token_s=2.0 * model.parameters / (flops * assumptions.prefill_flops_share),
         prefill_square_s=2.0 * model.hidden * model.layers / (flops * assumptions.prefill_flops_share),
         kv_tokens=int(free_bytes / model.kv_bytes_per_token),

@@ -185,6 +185,8 @@ class MachineShape:
     usd_per_hour: float
     egress_usd_per_gb: float | None = None
     """What weights cost on their way to it; None: the preset's price."""
+    engine_pace: float = 1.0
+    """Speed of its engines over that of the calibrated roofline: below 1 where engines share their cores."""
 
     @property
     def engines(self) -> int:

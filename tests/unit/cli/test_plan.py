@@ -171,6 +171,17 @@ def within(share: float, ours: float, theirs: float) -> bool:
     return abs(ours - theirs) <= share * theirs
 
 
+def test_plan_knows_spot_engines_that_are_slower_than_the_reserved_one(home: Path) -> None:
+    """They share its cores. Without the measured step's time the plan is a quarter too cheap."""
+    full = job(algorithm={"group_size": 16, "steps": 12})
+    machine = slow(full, home)
+    crowded = replace(machine, spot=tuple(replace(each, engine_pace=0.4) for each in machine.spot))
+    bill = report_of(lived(crowded, full, home, seed=0, name="first"))
+    plan = project(full, home)
+    assert within(0.15, plan.usd.mean, bill.total_usd), (plan.usd, bill.total_usd)
+    assert any("of the calibrated speed" in note for note in plan.notes)
+
+
 def test_plan_live_view_bill_and_simulation_of_one_run_agree(home: Path) -> None:
     """Stated bounds: 15 % of dollars and hours, 20 % of dollars per token on demand only."""
     full = job(algorithm={"group_size": 16, "steps": 12})  # short steps would be all tail, which no bill sees
