@@ -46,7 +46,7 @@ def with_engine_pace(preset: Preset, pace: float) -> Preset:
 
 
 def spot_pace(preset: Preset, market: Trace, rates: Rates) -> float:
-    """Return the pace of spot engines at which a simulated step lasts as long as the measured one, within `CLOSE`.
+    """Return the pace of spot engines at which a simulated step lasts as long as measured, within `CLOSE`.
 
     `preset` and `market` are those that the former run had. First steps are left out as in `rates`.
     """

@@ -8,7 +8,7 @@ import pytest
 
 from rlboost_providers.registry import provider_for
 from rlboost_runtime.coordinator.audit import audit
-from rlboost_runtime.job import read_resolved
+from rlboost_runtime.run.resolved import read_resolved
 
 pytestmark = pytest.mark.e2e
 

@@ -19,9 +19,9 @@ from pathlib import Path
 from rlboost_providers.local.machines import LocalMachine, LocalMachines
 from rlboost_providers.local.provider import Zone, zones_of
 from rlboost_runtime.errors import RLBoostError
-from rlboost_runtime.job import read_resolved
 from rlboost_runtime.logs import event, explain, setup
 from rlboost_runtime.run.folder import RunFolder
+from rlboost_runtime.run.resolved import read_resolved
 
 log = logging.getLogger(__name__)
 

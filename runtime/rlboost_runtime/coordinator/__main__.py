@@ -17,9 +17,9 @@ import uvloop
 from rlboost_runtime.coordinator.driver import ingest as gc_tuning
 from rlboost_runtime.coordinator.service import Coordinator, DiskPatienceOver, leaves
 from rlboost_runtime.errors import DISK_ERRNOS, RLBoostError, RuntimeFault
-from rlboost_runtime.job import read_resolved
 from rlboost_runtime.logs import explain, setup
 from rlboost_runtime.run.folder import RunFolder
+from rlboost_runtime.run.resolved import read_resolved
 from rlboost_runtime.seams import SystemClock, SystemDisk
 
 log = logging.getLogger(__name__)

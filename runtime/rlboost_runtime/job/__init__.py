@@ -2,7 +2,7 @@
 
 `job.file.load.load_job` turns a YAML file into a `Job` or raises `JobErrors`, one line per mistake:
 `job.yaml:14: rollout.spot.max_instance: unknown field; did you mean max_instances?`
-The resolved job is stored as JSON beside the run and read back with `read_resolved`.
+The resolved job is stored as JSON beside the run and read back with `run.resolved.read_resolved`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlboost_runtime.job.data import (
     data_sources,
 )
 from rlboost_runtime.job.rollout import CloudOffer, LocalOffer, Market, Rollout, Spot, SshOffer, num_devices
-from rlboost_runtime.job.run import Budget, Job, Wandb, read_resolved
+from rlboost_runtime.job.run import Budget, Job, Wandb
 from rlboost_runtime.job.task import BUILT_IN_REWARDS, HttpReward, TinyModel, Warmup
 from rlboost_runtime.job.trainer import BOUGHT_MACHINE, After, Trainer
 
@@ -54,5 +54,4 @@ __all__ = [
     "data_files",
     "data_sources",
     "num_devices",
-    "read_resolved",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -197,8 +196,3 @@ class Job(Model):
     def canonical_json(self) -> str:
         """Return the resolved job as JSON: equal text means the same job."""
         return self.model_dump_json(indent=1)
-
-
-def read_resolved(path: Path) -> Job:
-    """Return the resolved job stored in `path`."""
-    return Job.model_validate_json(path.read_bytes())

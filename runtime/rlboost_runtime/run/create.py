@@ -30,11 +30,12 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from rlboost_runtime.errors import DISK_ERRNOS, ConfigError, NotFound, RuntimeFault
-from rlboost_runtime.job import Job, data_files, data_sources, read_resolved
+from rlboost_runtime.job import Job, data_files, data_sources
 from rlboost_runtime.run.engine_python import find_engine_python
-from rlboost_runtime.run.folder import RunFolder, read_json, write_atomically, write_json
+from rlboost_runtime.run.folder import RunFolder, read_json, write_json
 from rlboost_runtime.run.head import HeadAddress, keep_place, write_address
 from rlboost_runtime.run.index import is_open
+from rlboost_runtime.run.resolved import read_resolved, write_resolved
 from rlboost_runtime.run.security import create_secrets
 
 _MAX_NAME = 63  # as `job.Name` allows
@@ -195,7 +196,7 @@ def _continue(run: RunFolder, job_file: Path, job: Job, *, resume: bool) -> Foun
     wanted = job.model_copy(update={"name": run.name})
     different = differences(stored, wanted)
     if different and resume and not is_open(run) and all(d.startswith(_MAY_CHANGE) for d in different):
-        write_atomically(run.job_json, wanted.canonical_json().encode())
+        write_resolved(run.job_json, wanted)
         stored, different = wanted, []
     if different:
         told = "; ".join(different[:_TOLD_DIFFERENCES])
@@ -314,7 +315,7 @@ def _fill(draft: RunFolder, job_file: Path, job: Job) -> None:
     shutil.copyfile(job_file, draft.job_yaml)
     draft.job_source.write_text(f"{job_file.absolute()}\n")
     copy_files(job, job_file.parent, draft.files)
-    draft.job_json.write_text(job.model_copy(update={"name": draft.name}).canonical_json())
+    write_resolved(draft.job_json, job.model_copy(update={"name": draft.name}))
     read_resolved(draft.job_json)  # what cannot be read back must not become a run
     _keep_environment(draft, job)
     if job.trainer.is_elsewhere:

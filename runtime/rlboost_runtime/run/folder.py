@@ -56,6 +56,7 @@ import json
 import logging
 import os
 import tempfile
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,8 +187,23 @@ def sync_path(path: Path) -> None:
 
 
 def write_json(path: Path, value: Any, *, durably: bool = False) -> None:  # any JSON value
-    """Replace `path` by `value` as JSON, like `write_atomically`."""
-    write_atomically(path, json.dumps(value, indent=1).encode(), durably=durably)
+    """Replace `path` by `value` as JSON, like `write_atomically`; an object gets a checksum."""
+    written = {**value, _CHECKSUM: _checksum(value)} if isinstance(value, dict) else value
+    write_atomically(path, json.dumps(written, indent=1).encode(), durably=durably)
+
+
+_CHECKSUM = "crc32"
+
+
+def _checksum(value: dict[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(value).encode()):08x}"
+
+
+def _checked(value: Any) -> Any:  # any JSON value
+    """Return the value without its checksum, which files of earlier versions lack. Raises `ValueError`."""
+    if isinstance(value, dict) and (written := value.pop(_CHECKSUM, None)) not in (None, _checksum(value)):
+        raise ValueError(f"its checksum is {_checksum(value)}, not {written}: it is not as it was written")
+    return value
 
 
 _RENEWED = frozenset(
@@ -203,11 +219,11 @@ _RENEWED = frozenset(
 def read_json(path: Path) -> Any | None:  # any JSON value
     """Return the JSON in `path`, or None where there is no such file.
 
-    One that is no JSON counts as absent where it is written anew then, and is kept as NAME.damaged. Raises
-    `RuntimeFault` for any other.
+    One that is damaged (no JSON, or not as `write_json` wrote it) counts as absent where it is written anew
+    then, and is kept as NAME.damaged. Raises `RuntimeFault` for any other.
     """
     try:
-        return json.loads(path.read_bytes())
+        return _checked(json.loads(path.read_bytes()))
     except FileNotFoundError:
         return None
     except ValueError as problem:

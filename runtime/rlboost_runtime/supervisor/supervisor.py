@@ -35,7 +35,6 @@ import psutil
 from rlboost_providers.base.provider import MachineView
 from rlboost_runtime.billing.books import close_books
 from rlboost_runtime.errors import DISK_ERRNOS, RLBoostError, RuntimeFault
-from rlboost_runtime.job import read_resolved
 from rlboost_runtime.logs import Explanation, event, explain, last_explanation, last_line, setup
 from rlboost_runtime.processes import end_all, kill_tagged
 from rlboost_runtime.run.create import kept
@@ -49,6 +48,7 @@ from rlboost_runtime.run.folder import (
     write_json,
     write_outcome,
 )
+from rlboost_runtime.run.resolved import read_resolved
 from rlboost_runtime.run.security import client_context, read_token, repair_secrets
 from rlboost_runtime.supervisor.machines import end_machines, list_machines
 from rlboost_runtime.supervisor.roles import Role, roles_of

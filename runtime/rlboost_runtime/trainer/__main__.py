@@ -19,8 +19,9 @@ from rlboost_runtime.errors import GpuMissing, RLBoostError, RuntimeFault, is_di
 from rlboost_runtime.fit.gpus import ask_driver, require_gpus
 from rlboost_runtime.fit.plan import resolved
 from rlboost_runtime.fit.shape import shape_of_config
-from rlboost_runtime.job import Job, TinyModel, num_devices, read_resolved
+from rlboost_runtime.job import Job, TinyModel, num_devices
 from rlboost_runtime.run.folder import RunFolder
+from rlboost_runtime.run.resolved import read_resolved
 from rlboost_runtime.trainer.artifacts import checkpoint
 from rlboost_runtime.trainer.data.chat import PromptEncoder
 from rlboost_runtime.trainer.data.prompts import PromptSource

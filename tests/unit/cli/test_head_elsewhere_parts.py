@@ -27,7 +27,7 @@ from rlboost_runtime.errors import ProtocolError, RuntimeFault
 from rlboost_runtime.job import Job
 from rlboost_runtime.job.file.load import load_job
 from rlboost_runtime.remote import head as program
-from rlboost_runtime.run.folder import RunFolder, write_json
+from rlboost_runtime.run.folder import RunFolder, read_json, write_json
 from rlboost_runtime.run.head import kept_place
 from rlboost_runtime.run.index import is_supervised
 
@@ -147,7 +147,7 @@ def test_only_what_is_new_is_fetched_and_nothing_is_lost_or_doubled(here: RunFol
         write_json(there / "status.json", {"step": len(written)})
         refresh(here, head, logs=True)
         assert (here.logs / "machines/spot-0/agent-0.log").read_text() == written
-        assert json.loads(here.status.read_text()) == {"step": len(written)}
+        assert read_json(here.status) == {"step": len(written)}
     answer, blob = head.ask(
         "mirror", known=json.loads(here.mirror.read_text())["marks"], ledger=True, logs=True
     )
@@ -171,7 +171,7 @@ def test_the_end_that_a_run_is_resumed_after_is_not_taken_for_its_next_one(
     refresh(here, head)
     write_json(there / "outcome.json", {"state": "done"})
     refresh(here, head)
-    assert json.loads(here.outcome.read_text()) == {"state": "done"}
+    assert read_json(here.outcome) == {"state": "done"}
 
 
 def test_a_log_longer_than_one_answer_comes_in_several(

@@ -11,10 +11,11 @@ import pytest
 from rlboost_providers.base.provider import Offer
 from rlboost_runtime.billing.launch_records import HeadMachine, LaunchRecords, keep_head_machine
 from rlboost_runtime.errors import ConfigError, NotFound, RuntimeFault
-from rlboost_runtime.job import Job, read_resolved
+from rlboost_runtime.job import Job
 from rlboost_runtime.run.create import differences, files_of, prepare_run, reopen, stored_job
 from rlboost_runtime.run.folder import RunFolder, home, write_json
 from rlboost_runtime.run.index import all_runs, find_run, is_open
+from rlboost_runtime.run.resolved import read_resolved
 
 
 @pytest.fixture(autouse=True)

@@ -35,7 +35,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlboost_runtime.errors import ConfigError, RuntimeFault
-from rlboost_runtime.job import Job, TinyModel, read_resolved
+from rlboost_runtime.job import Job, TinyModel
 from rlboost_runtime.protocol.messages import (
     DeliverGroupMessage,
     FinishedResponse,
@@ -44,6 +44,7 @@ from rlboost_runtime.protocol.messages import (
     VersionPublishedMessage,
 )
 from rlboost_runtime.run.folder import RunFolder
+from rlboost_runtime.run.resolved import read_resolved
 from rlboost_runtime.trainer.artifacts.output import OutputCopies
 from rlboost_runtime.trainer.artifacts.publisher import Publication, Publisher, VersionContent
 from rlboost_runtime.trainer.data.reading import Example, read_examples
