@@ -301,8 +301,10 @@ class VllmServerEngine:
         return phases
 
     def _measured(self, cache: KvCache | None) -> KvCache | None:
-        """Leave out the block that vLLM gives to no request (`BlockPool.null_block`): a small cache would miss it.
-        Add how many requests are decoded at once, where that follows from the cache."""
+        """Leave out the null block, which vLLM gives to no request: a small cache would miss it.
+
+        Add how many requests are decoded at once, where that follows from the cache.
+        """
         if cache is None:
             return None
         capacity = cache.capacity_tokens - cache.block_tokens
