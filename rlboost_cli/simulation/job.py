@@ -142,7 +142,7 @@ def _preset(job: Job, model: ModelShape, machines: _Machines, head: float | None
     on_gpus = Assumptions(
         # the paper's spread, in proportion to the limit: the share of responses that reach it stays the same
         length_median=known.length_median * limit / Workload().max_response_tokens,
-        max_running=engine.max_running,
+        max_running=known.max_running if engine.max_running == "auto" else engine.max_running,
         spot_memory_share=share,
         reserved_memory_share=share,
         micro_batch_responses=job.algorithm.micro_batch_responses,

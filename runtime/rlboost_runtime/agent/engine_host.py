@@ -16,6 +16,8 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from typing import Protocol
 
+import msgspec
+
 from rlboost_runtime.engines.base import (
     NO_PROGRESS,
     Engine,
@@ -308,7 +310,7 @@ class EngineHost:
             pulled.full_bytes,
             pulled.sources,
             pulled.complaints,
-            *((cache.capacity_tokens, cache.block_tokens) if (cache := engine.kv_cache) else ()),
+            *(msgspec.structs.astuple(cache) if (cache := engine.kv_cache) else ()),
         )
         event(
             log,

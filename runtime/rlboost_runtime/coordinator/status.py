@@ -288,6 +288,7 @@ def _instances(sources: StatusSources) -> list[InstanceRow]:
             row.pull_s, row.apply_s, row.load_s = stats.pull_s, stats.apply_s, stats.load_s
             row.pause_s, row.start_s = stats.pause_s, stats.start_s
             row.kv_block_tokens = stats.kv_block_tokens or None
+            row.max_running_measured = stats.is_running_measured
             if (beat := stats.beat) is not None:
                 row.running, row.queued = beat.running, beat.waiting
                 row.engine_preemptions, row.kv_free_tokens = beat.preempted, beat.kv_free_tokens

@@ -159,6 +159,8 @@ class InstanceController:
             return
         instance.kv_tokens = event.kv_tokens or instance.kv_tokens
         instance.kv_block_tokens = event.kv_block_tokens or instance.kv_block_tokens
+        if event.max_running:
+            instance.max_running = max(event.max_running, instance.num_assigned)
         instance.apply(InstanceEvent.PROVED, event.at, f"version {event.version}", version=event.version)
         self._context.timers.cancel(Timer.PAUSE, instance.instance)
         self._context.timers.cancel(Timer.RELOAD, instance.instance)

@@ -51,6 +51,8 @@ class VllmOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     kv_cache_mib: int | None = None
     fp8: bool = False
     speculative: str | None = None
+    args: dict[str, Any] = {}  # values of vLLM's own options
+    """`rollout.vllm_args`."""
     max_lora_rank: int = 0
     """Largest rank of adapter-only versions; 0: there will be none."""
     may_sleep: bool = False
@@ -66,7 +68,8 @@ class EngineSettings(msgspec.Struct, frozen=True, omit_defaults=True):
     kind: str
     sampling: Sampling
     max_context_tokens: int
-    max_running: int
+    max_running: int | None
+    """Requests that are decoded at once; None: what its measured cache is good for."""
     dtype: str
     seed: int
     threads: int = 1
@@ -79,6 +82,10 @@ class EngineSettings(msgspec.Struct, frozen=True, omit_defaults=True):
     promised_gpus: int = 0
     """GPUs that each engine must see, as they were paid for; 0: it may run on CPUs."""
     vllm: VllmOptions = DEFAULT_VLLM_OPTIONS
+
+    def most_running(self, *, is_cpu: bool = False) -> int:
+        """Return the most requests that may be decoded at once, before a cache is measured."""
+        return self.max_running or (AUTO_ON_CPU if is_cpu else AUTO_ON_GPU)
 
 
 class EngineSpec(EngineSettings, frozen=True, kw_only=True):
@@ -97,6 +104,22 @@ class KvCache(msgspec.Struct, frozen=True, array_like=True):
     capacity_tokens: int
     block_tokens: int
     """The cache is allocated in blocks of so many tokens."""
+    max_running: int = 0
+    """Requests decoded at once, as follows from the cache; 0: as the settings say."""
+
+
+AUTO_ON_CPU = 16
+"""Most requests that a CPU decodes at once where the job leaves it open: more share the same few cores."""
+AUTO_ON_GPU = 512
+"""The same of a GPU: the largest batch that vLLM captures in CUDA graphs by default."""
+SHORTEST_SHARE = 16
+"""Responses are taken to be at most this many times shorter than their limit. The coordinator books KV cache
+for what it sends, so this only bounds a start with far too low an estimate."""
+
+
+def running_of(capacity_tokens: int, max_context_tokens: int, most: int) -> int:
+    """Return the requests to decode at once in a cache of that capacity, at most `most`."""
+    return max(1, min(most, SHORTEST_SHARE * capacity_tokens // max_context_tokens))
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):

@@ -86,7 +86,7 @@ class EmulatedEngine:
     def kv_cache(self) -> KvCache:
         """Slots, and one full context for each of them."""
         spec = self._spec
-        return KvCache(spec.max_running * spec.max_context_tokens, 1)
+        return KvCache(spec.most_running() * spec.max_context_tokens, 1)
 
     @property
     def version(self) -> int | None:
@@ -179,7 +179,7 @@ class EmulatedEngine:
         return bool(self._running or self._waiting) and has_room
 
     def _admit(self) -> None:
-        while self._waiting and len(self._running) < self._spec.max_running:
+        while self._waiting and len(self._running) < self._spec.most_running():
             request = self._waiting.pop(next(iter(self._waiting)))
             self._running[request.request_id] = _Running(request, list(request.token_ids))
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from rlboost_providers.base.accelerators import memory_bytes
+from rlboost_runtime.engines.base import AUTO_ON_CPU
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.fit.memory import (
     CAST,
@@ -172,9 +173,15 @@ def fit_plan(job: Job, shape: TransformerShape, gpu_has: int | None = None) -> F
         tokens,
         version,
         checkpoint,
-        engine=PROCESS_BYTES + version + context * job.rollout.engine_args.max_running,
+        engine=PROCESS_BYTES + version + context * _running(job),
         disk=_disk_bytes(job, shape, version, checkpoint),
     )
+
+
+def _running(job: Job) -> int:
+    """Return the responses that an engine on CPUs decodes at once."""
+    written = job.rollout.engine_args.max_running
+    return AUTO_ON_CPU if written == "auto" else written
 
 
 def fit_plan_here(job: Job) -> FitPlan | None:

@@ -5,7 +5,7 @@ Generation: the engines and the machines that they run on.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -176,8 +176,8 @@ class Spot(Model):
 class EngineArgs(Model):
     """Options of the engine."""
 
-    max_running: int = Field(default=16, ge=1)
-    """Responses that one engine decodes at once."""
+    max_running: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Responses that one engine decodes at once; auto: follows from its measured KV cache."""
     tokens_per_s_per_response: float | None = Field(default=None, gt=0)
     """Paces generation so that a tiny model takes as long as a large one; null: as fast as it goes."""
     threads: int = Field(default=1, ge=1)
@@ -212,6 +212,8 @@ class Rollout(Model):
     own; the reserved node runs trainer.local_engines of them."""
     engine_args: EngineArgs = EngineArgs()
     """Options of the engine."""
+    vllm_args: dict[str, Any] = Field(default={})  # values of vLLM's own options
+    """vllm: more options of its EngineArgs, by their names there; those that RLBoost sets are refused."""
     spot: Spot = Spot()
     """The preemptible pool."""
     seeding_initial_s: float = Field(default=10.0, ge=0)
@@ -246,6 +248,11 @@ class Rollout(Model):
             raise ValueError(
                 f"tensor_parallel is {self.tensor_parallel}, but the engine {self.engine} uses one device;"
                 " write engine: vllm, or remove it"
+            )
+        if self.vllm_args:
+            raise ValueError(
+                f"vllm_args has options of vllm, but the engine is {self.engine};"
+                " write engine: vllm, or remove them"
             )
         defaults = EngineArgs()
         for name in VLLM_OPTIONS:

@@ -151,6 +151,8 @@ class InstanceReadyMessage(Message, frozen=True, omit_defaults=True):
     kv_tokens: int = 0
     """KV cache capacity as the engine allocated it; 0: it does not report it."""
     kv_block_tokens: int = 0
+    max_running: int = 0
+    """Responses decoded at once, as the engine chose by its cache; 0: as in the hello."""
 
 
 class PeerListening(Message, frozen=True, omit_defaults=True):

@@ -119,6 +119,9 @@ class InstanceRow(msgspec.Struct):
     start_s: dict[str, float] = {}
     """Seconds by phase of the engine's start."""
     max_running: int = 0
+    """Responses decoded at once: as configured, or with `auto` as it follows from the measured KV cache."""
+    max_running_measured: bool = False
+    """True once it follows from the measured KV cache; with `auto` it is an upper bound until then."""
     running: int = 0
     queued: int = 0
     """Responses that its engine has accepted and does not execute yet."""

@@ -53,13 +53,14 @@ def find_engine_python(configured: str | None) -> EnginePython:
 
     Blocks for a moment: Python is started once. Raises `ConfigError`, saying what to install or to set.
     """
-    path, source = _candidate(configured)
+    path, source = engine_python_path(configured)
     if not os.access(path, os.X_OK):
         raise ConfigError(f"{source}: there is no Python at {path}", _remedy())
     return _ask(path, source)
 
 
-def _candidate(configured: str | None) -> tuple[Path, str]:
+def engine_python_path(configured: str | None) -> tuple[Path, str]:
+    """Return where the engine's Python is looked for, and what says so; nothing need be there."""
     if configured is not None:
         return Path(configured).expanduser(), "rollout.engine_args.python"
     if named := os.environ.get(PYTHON_VARIABLE):

@@ -8,7 +8,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
@@ -18,15 +18,7 @@ from rlboost_runtime.agent.bootstrap import Bootstrap
 from rlboost_runtime.agent.service import Agent, Seams
 from rlboost_runtime.agent.weight_children import Puller
 from rlboost_runtime.coordinator.storage.journal import decode_event
-from rlboost_runtime.core.base.messages import (
-    Event,
-    Heartbeat,
-    InstanceJoined,
-    InstanceReady,
-    NoticeReceived,
-    Released,
-    Slept,
-)
+from rlboost_runtime.core.base.messages import Event
 from rlboost_runtime.engines.base import EngineSettings, EngineSpec, KvCache
 from rlboost_runtime.engines.emulated import EmulatedEngine
 from rlboost_runtime.protocol.messages import (
@@ -39,7 +31,7 @@ from rlboost_runtime.protocol.messages import (
     VersionPublishedMessage,
 )
 from rlboost_runtime.seams import SystemClock
-from rlboost_runtime.sim import simulate
+from rlboost_runtime.sim import agents, simulate
 from rlboost_runtime.weights.child_pipe import PullRequest
 from tests.integration.agent.test_agent_service import PULLER, write_version
 from tests.integration.coordinator.test_coordinator_shell import Shell, pipe, shell
@@ -47,11 +39,11 @@ from tests.unit.sim.test_sim_run import HOURS, churn, small
 
 pytestmark = pytest.mark.integration
 
-OF_AGENTS = (InstanceJoined, InstanceReady, Heartbeat, Slept, Released, NoticeReceived)
-"""Events that agents cause."""
+OF_AGENTS = tuple(kind for kind in get_args(Event) if vars(agents).get(kind.__name__) is kind)
+"""Events that the simulator's agents cause."""
 SLOTS = 2
 """Fewer than the agent's hello promises: only what the engine itself reports can show it."""
-KV = KvCache(640, 16)
+KV = KvCache(640, 16, 5)
 
 
 @pytest.fixture
@@ -126,7 +118,7 @@ async def live_run(folder: Path) -> list[Event]:
                     if any(i.num_queued and i.num_executing == SLOTS for i in instances):
                         break
             (instance,) = instances
-            assert instance.kv_tokens == KV.capacity_tokens
+            assert (instance.kv_tokens, instance.max_running) == (KV.capacity_tokens, KV.max_running)
             assert instance.num_assigned > SLOTS
         finally:
             agent.cancel()
@@ -150,4 +142,4 @@ def test_live_agents_fill_what_simulated_agents_fill(tmp_path: Path) -> None:
     assert "kv_tokens" in expected["InstanceJoined"]
     for kind in ("InstanceJoined", "InstanceReady", "Heartbeat", "Slept"):
         assert expected[kind] <= live[kind], f"{kind}: the simulator fills {expected[kind] - live[kind]}"
-    assert "kv_tokens" in live["InstanceReady"], "measured by the engine, not promised by the hello"
+    assert {"kv_tokens", "kv_block_tokens", "max_running"} <= live["InstanceReady"], "measured by the engine"

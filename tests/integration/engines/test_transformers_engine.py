@@ -411,3 +411,15 @@ async def test_a_response_ends_at_the_stop_token_of_the_models_own_configuration
     ids, _, finished, _ = (await collect(greedy_engine, 1))[7002]
     assert finished == "stop"
     assert ids == free[: free.index(stop) + 1]
+
+
+async def test_an_engine_left_to_choose_reports_what_it_chose(models, tmp_path):
+    engine = make_engine(spec_for(tmp_path, max_running=None))
+    await engine.start(60)
+    try:
+        await engine.load(0, models[0][1])
+        assert engine.kv_cache is not None
+        assert engine.kv_cache.max_running == 16, "of so small a model a CPU holds its upper bound"
+        assert engine.kv_cache.capacity_tokens == 16 * 1024
+    finally:
+        await engine.stop()

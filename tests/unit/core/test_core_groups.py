@@ -26,6 +26,26 @@ def test_a_small_cache_is_booked_for_whole_responses_and_a_large_one_for_a_part_
     assert held.num_assigned > 16, "sixteen fit at their limit, and more than that are booked"
 
 
+def test_a_cache_for_four_whole_responses_holds_four_below_the_usual_fill_limit(new_run) -> None:
+    run = new_run()
+    run.publish()
+    run.join("a", max_running=99, kv_tokens=99 * 112)
+    run.send(InstanceReady(run.now, "a", run.epoch("a"), 0, 4 * 112, 16))
+    assert run.core.config.policy.fill_limit < 1
+    assert len(run.assigned(run.step(0, groups=99, prompt=10, limit=100))) == 4
+    assert run.core.instances["a"].kv_room == 0
+
+
+def test_what_an_engine_runs_at_once_follows_from_its_report(new_run) -> None:
+    run = new_run()
+    run.publish()
+    run.join("a", max_running=512, kv_tokens=512_000)
+    run.send(InstanceReady(run.now, "a", run.epoch("a"), 0, 256_000, 16, 3))
+    assert len(run.assigned(run.step(0, groups=9, prompt=10, limit=100))) == 3
+    run.ready("a")
+    assert run.core.instances["a"].max_running == 3, "a report without it changes nothing"
+
+
 def test_a_fill_limit_leaves_room(new_run) -> None:
     run = new_run(policy=replace(PLAIN, fill_limit=0.5))
     run.publish()

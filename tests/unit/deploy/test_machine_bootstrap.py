@@ -43,7 +43,7 @@ def test_agents_are_told_what_the_job_says(run):
     assert told.certificate.startswith("-----BEGIN CERTIFICATE-----")
     limit = job.algorithm.max_prompt_tokens + job.algorithm.max_response_tokens
     assert told.engine.max_context_tokens == limit
-    assert told.engine.max_running == job.rollout.engine_args.max_running
+    assert told.engine.max_running is None, "auto is the default"
     as_plain_data = msgspec.to_builtins(told)
     assert msgspec.convert(as_plain_data, Bootstrap) == told
 

@@ -12,9 +12,18 @@ import tempfile
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from rlboost_runtime.engines.base import EngineDied, EngineSpec, KvCache, Request, VllmOptions
+from rlboost_runtime.engines.base import (
+    AUTO_ON_CPU,
+    AUTO_ON_GPU,
+    EngineDied,
+    EngineSpec,
+    KvCache,
+    Request,
+    VllmOptions,
+)
 from rlboost_runtime.engines.model_folder import Unreadable, kv_bytes_per_token, read_header
 from rlboost_runtime.engines.vllm import metrics
 from rlboost_runtime.engines.vllm.api import StreamBroken, TokenApi, VllmApi, _chunk, request_body
@@ -415,3 +424,26 @@ def test_what_is_submitted_after_a_sample_counts_as_waiting() -> None:
         return found
 
     assert asyncio.run(scenario()) == [6, 3, 7]
+
+
+def test_options_of_vllm_itself_come_last_so_that_they_hold(folder):
+    args = {"block_size": 64, "async_scheduling": False, "enable_dbo": True, "hf_overrides": {"a": 1}}
+    found = words(folder, is_cpu=True, args=args)
+    assert found[-6:] == ["--block-size", "64", "--no-async-scheduling", "--enable-dbo", *found[-2:]]
+    assert found[-2:] == ["--hf-overrides", '{"a": 1}']
+
+
+@pytest.mark.parametrize(
+    ("is_cpu", "args", "most"),
+    [(False, {}, AUTO_ON_GPU), (True, {}, AUTO_ON_CPU), (False, {"max_num_seqs": 9}, 9)],
+)
+def test_auto_leaves_room_that_the_measured_cache_then_bounds(folder, is_cpu, args, most):
+    auto = msgspec.structs.replace(spec(folder, args=args), max_running=None)
+    found = command(EnginePython(Path("/p"), "1", is_cpu), flags(auto, is_cpu, folder, folder / "s"))
+    assert found.count("--max-num-seqs") == 1
+    assert found[found.index("--max-num-seqs") + 1] == str(most)
+    engine = VllmServerEngine(auto)
+    engine._python = EnginePython(Path("/p"), "1", is_cpu)
+    assert engine._measured(KvCache(66, 16)) == KvCache(50, 16, min(8, most)), "100 tokens: a whole response"
+    assert engine._measured(KvCache(10**6 + 16, 16)) == KvCache(10**6, 16, most)
+    assert VllmServerEngine(spec(folder))._measured(KvCache(66, 16)) == KvCache(50, 16), "as configured"

@@ -75,6 +75,7 @@ class LinkStats:
     start_s: dict[str, float] = field(default_factory=dict)
     counts_sent_at: float = -1e9
     kv_block_tokens: int = 0
+    is_running_measured: bool = False
     beat: wire.HeartbeatMessage | None = None
     """The last heartbeat."""
     pulling: tuple[int, int, int] | None = None
@@ -426,7 +427,8 @@ class AgentLinks:
         self.weights.ready(link.instance, link.machine, message)
         now = self._driver.now()
         self.boot_times.ready(link.instance, link.machine, message, now)
-        kv = message.kv_tokens, message.kv_block_tokens
+        stats.is_running_measured = message.max_running > 0
+        kv = message.kv_tokens, message.kv_block_tokens, message.max_running
         self._driver.apply(InstanceReady(now, link.instance, link.epoch, message.version, *kv))
 
     def _on_goodbye(self, link: AgentLink, reason: str) -> None:

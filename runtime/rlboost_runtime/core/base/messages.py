@@ -273,8 +273,8 @@ class TrainerLost(_Timed):
 
 @dataclass(frozen=True, slots=True)
 class InstanceJoined(_Timed):
-    """An agent registered. `max_running`: responses its engine decodes at once; `kv_tokens`: KV capacity, an
-    upper bound where the engine has not started yet."""
+    """An agent registered. `max_running`: responses its engine decodes at once; `kv_tokens`: KV capacity;
+    both are upper bounds where the engine has not started yet."""
 
     instance: str
     machine: str
@@ -289,12 +289,14 @@ class InstanceReady(_OfInstance):
     """The instance proved (digests and probe) that it holds and serves `version`.
 
     `kv_tokens`: KV capacity as its engine allocated it, in blocks of `kv_block_tokens`; 0: not reported, as
-    it registered.
+    it registered. `max_running`: responses decoded at once, as the engine chose by its cache; 0: as it
+    registered.
     """
 
     version: int
     kv_tokens: int = 0
     kv_block_tokens: int = 0
+    max_running: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,7 +142,12 @@ class StepTimes:
     def _known_kind(self, kind: Kind) -> Kind:
         """Return the known kind that this one is: engines on equal GPUs differ by a few blocks of cache."""
         tokens, max_running = kind
-        alike = (k for k in self._lines if k[1] == max_running and abs(k[0] - tokens) <= SAME_KV * k[0])
+        alike = (
+            known
+            for known in self._lines
+            if abs(known[0] - tokens) <= SAME_KV * known[0]
+            and abs(known[1] - max_running) <= SAME_KV * known[1]
+        )
         return kind if kind in self._lines else next(alike, kind)
 
 

@@ -247,7 +247,10 @@ class Child:
         model = model_loading.build_model(folder, getattr(torch, spec.dtype), device)
         stops = {*spec.sampling.stop_token_ids, *model_folder.stop_token_ids(folder)}
         sampling = msgspec.structs.replace(spec.sampling, stop_token_ids=tuple(sorted(stops)))
-        batch = continuous_batch.ContinuousBatch(model, sampling, spec.max_running, spec.max_context_tokens)
+        running = spec.max_running or continuous_batch.running_in_memory(model, spec, folder)
+        batch = continuous_batch.ContinuousBatch(
+            model, sampling, running, spec.max_context_tokens, is_measured=spec.max_running is None
+        )
         return model, batch
 
     def _probe(self, token_ids: list[int], num_new: int) -> tuple[list[int], list[float]]:

@@ -27,8 +27,10 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import cast
 
+import psutil
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 from transformers.generation.continuous_batching import (
@@ -38,11 +40,16 @@ from transformers.generation.continuous_batching import (
 )
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
-from rlboost_runtime.engines.base import EngineOutput, KvCache, Request
+from rlboost_runtime.engines.base import EngineOutput, EngineSpec, KvCache, Request
+from rlboost_runtime.engines.model_folder import Unreadable, kv_bytes_per_token, read_config
 from rlboost_runtime.protocol.messages import Sampling
 
 PAGE_TOKENS = 32
 """Cache is allocated in pages of so many tokens: what a response wastes at most."""
+GPU_MEMORY_SHARE = 0.7
+"""Of the GPU's free memory, once the model is there; the rest is for activations and what is fragmented."""
+CPU_MEMORY_SHARE = 0.1
+"""Of the machine's free memory: engines on CPUs share it with each other and with the trainer."""
 PREFILL_TOKENS = 512
 """Prompt tokens per step, of all requests together: bounds a step's time, and the mask at so many rows."""
 
@@ -59,8 +66,15 @@ class ContinuousBatch:
     """Waiting and running requests on one model, whose weights may be changed while it is empty."""
 
     def __init__(
-        self, model: PreTrainedModel, sampling: Sampling, max_running: int, max_context_tokens: int
+        self,
+        model: PreTrainedModel,
+        sampling: Sampling,
+        max_running: int,
+        max_context_tokens: int,
+        *,
+        is_measured: bool = False,
     ) -> None:
+        self._is_measured = is_measured
         self._stop_ids = frozenset(sampling.stop_token_ids)
         self._vocabulary = model.config.get_text_config().vocab_size
         self._max_running = max_running
@@ -92,7 +106,8 @@ class ContinuousBatch:
     @property
     def kv_cache(self) -> KvCache:
         """The paged cache, as the library allocated it."""
-        return KvCache(self._cache.num_blocks * PAGE_TOKENS, PAGE_TOKENS)
+        running = self._max_running if self._is_measured else 0
+        return KvCache(self._cache.num_blocks * PAGE_TOKENS, PAGE_TOKENS, running)
 
     @property
     def kv_free_tokens(self) -> int:
@@ -168,6 +183,23 @@ class ContinuousBatch:
 
     def _forget(self, request_id: int) -> None:
         del self._held[self._key_of.pop(request_id)]
+
+
+def running_in_memory(model: PreTrainedModel, spec: EngineSpec, folder: Path) -> int:
+    """Return how many whole contexts the free memory holds, with room for activations and neighbours.
+
+    The memory of the GPU that `model` is on, else of the machine; at most `EngineSpec.most_running`. Of a
+    model whose cache cannot be computed, what a CPU runs at most.
+    """
+    is_cpu = model.device.type == "cpu"
+    free = psutil.virtual_memory().available if is_cpu else torch.cuda.mem_get_info(model.device)[0]
+    share = CPU_MEMORY_SHARE if is_cpu else GPU_MEMORY_SHARE
+    pages = math.ceil(spec.max_context_tokens / PAGE_TOKENS)
+    try:
+        context = pages * PAGE_TOKENS * kv_bytes_per_token(read_config(folder), spec.dtype)
+    except Unreadable:
+        return spec.most_running(is_cpu=True)
+    return max(1, min(spec.most_running(is_cpu=is_cpu), int(share * free / context)))
 
 
 def run_step(manager: ContinuousBatchingManager) -> None:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from rlboost_runtime.engines.base import EngineSpec, device_environment
 from rlboost_runtime.engines.model_folder import kv_bytes_per_token, read_config
@@ -62,12 +63,40 @@ def flags(spec: EngineSpec, is_cpu: bool, folder: Path, socket: Path) -> list[Fl
         ("--dtype", spec.dtype),
         ("--seed", str(spec.seed % 2**31)),
         ("--max-model-len", str(spec.max_context_tokens)),
-        ("--max-num-seqs", str(spec.max_running)),
+        ("--max-num-seqs", str(most_running(spec, is_cpu))),
         ("--worker-extension-cls", WORKER_EXTENSION),
         ("--weight-transfer-config", json.dumps({"backend": BACKEND})),
         *_optional(spec),
         *(_for_cpu(spec, folder) if is_cpu else _for_gpu(spec)),
+        *(_passed_through(name, value) for name, value in spec.vllm.args.items() if name != MOST_RUNNING),
     ]
+
+
+MOST_RUNNING = "max_num_seqs"
+"""The one option of vLLM that bounds what we choose ourselves."""
+
+
+def most_running(spec: EngineSpec, is_cpu: bool) -> int:
+    """Return the most requests that the server decodes at once."""
+    return int(spec.vllm.args.get(MOST_RUNNING) or spec.most_running(is_cpu=is_cpu))
+
+
+def _passed_through(name: str, value: Any) -> Flag:  # any JSON value
+    """Return an option of vLLM as its command line takes it; of two the last one holds."""
+    match value:
+        case bool():
+            return (option(name, is_on=value),)
+        case dict():
+            return (option(name), json.dumps(value))
+        case list():
+            return (option(name), *map(str, value))
+        case _:
+            return (option(name), str(value))
+
+
+def option(name: str, *, is_on: bool = True) -> str:
+    """Return the word on vLLM's command line for a field of its EngineArgs."""
+    return f"--{'' if is_on else 'no-'}{name.replace('_', '-')}"
 
 
 def _optional(spec: EngineSpec) -> list[Flag]:
@@ -115,7 +144,7 @@ def _for_cpu(spec: EngineSpec, folder: Path) -> list[Flag]:
 
 def cpu_cache_bytes(spec: EngineSpec, folder: Path) -> int:
     """Return the bytes of one full context for each running response and one more for the probe."""
-    blocks = -(-spec.max_context_tokens // CPU_BLOCK_TOKENS) * (spec.max_running + 1)
+    blocks = -(-spec.max_context_tokens // CPU_BLOCK_TOKENS) * (most_running(spec, is_cpu=True) + 1)
     return blocks * CPU_BLOCK_TOKENS * kv_bytes_per_token(read_config(folder), spec.dtype)
 
 

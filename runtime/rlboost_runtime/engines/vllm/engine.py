@@ -35,9 +35,11 @@ from rlboost_runtime.engines.base import (
     LoadFailed,
     LoadTimes,
     Request,
+    running_of,
 )
 from rlboost_runtime.engines.model_folder import Unreadable
 from rlboost_runtime.engines.vllm.api import ApiError, StreamBroken, TokenApi, request_body
+from rlboost_runtime.engines.vllm.command import most_running
 from rlboost_runtime.engines.vllm.drafts import gate_drafts
 from rlboost_runtime.engines.vllm.metrics import PATH as METRICS
 from rlboost_runtime.engines.vllm.metrics import kv_cache, watch_load
@@ -272,7 +274,7 @@ class VllmServerEngine:
             await swapper.name_version(version)
             dialect, first_token_s = await self._find_dialect(server)
             await self._set_pace(server)
-            cache = kv_cache(await server.api.text(METRICS))
+            cache = self._measured(kv_cache(await server.api.text(METRICS)))
         except (ApiError, EngineDied) as exc:
             await server.kill()
             self._declare_dead(exc.problem)
@@ -297,6 +299,21 @@ class VllmServerEngine:
             kv_tokens=tokens,
         )
         return phases
+
+    def _measured(self, cache: KvCache | None) -> KvCache | None:
+        """Leave out the null block, which vLLM gives to no request: a small cache would miss it.
+
+        Add how many requests are decoded at once, where that follows from the cache.
+        """
+        if cache is None:
+            return None
+        capacity = cache.capacity_tokens - cache.block_tokens
+        cache = msgspec.structs.replace(cache, capacity_tokens=capacity)
+        if self._spec.max_running is not None:
+            return cache
+        most = most_running(self._spec, self._is_cpu)
+        running = running_of(capacity, self._spec.max_context_tokens, most)
+        return msgspec.structs.replace(cache, max_running=running)
 
     async def _end_former_server(self) -> None:
         if self._serving is None:

@@ -93,6 +93,12 @@ class VllmServer:
         while not await self._try_start(deadline):
             unknown = command.unknown_flags(self._log_text())
             known = [flag for flag in self.flags if flag[0] not in unknown]
+            if wrong := sorted(
+                name
+                for name in self._spec.vllm.args
+                if {command.option(name), command.option(name, is_on=False)} & unknown
+            ):
+                raise self._failure(f"rollout.vllm_args: this vLLM does not know {', '.join(wrong)}")
             if len(known) == len(self.flags):
                 raise self._failure("the server ended while it started")
             event(log, "engine.flags_unknown", level=logging.WARNING, flags=sorted(unknown))

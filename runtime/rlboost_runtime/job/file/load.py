@@ -25,6 +25,7 @@ from rlboost_runtime.job.file.disk import check_disk, find_model
 from rlboost_runtime.job.file.places import check_places, place_hints
 from rlboost_runtime.job.file.shape import field_type, sections, validate
 from rlboost_runtime.job.file.tree import FieldPath, Mistake, SyntaxMistake, Tree, dotted, parse
+from rlboost_runtime.job.file.vllm_args import check_vllm_args, vllm_args_hint
 
 LORA_LEARNING_RATE = 1e-5
 """Below this, adapters learn hardly anything in a run of usual length (peers use 1e-5 to 2e-5)."""
@@ -48,6 +49,7 @@ def load_job(path: Path) -> Job:
         raise _errors(path, [f"{path}:{exc.line}: {exc.problem}"]) from exc
     job, mistakes = validate(tree.data)
     mistakes = [*tree.mistakes, *mistakes, *check_sense(tree.data), *check_disk(tree.data, path.parent)]
+    mistakes += check_vllm_args(tree.data)
     mistakes += [*check_reach(job), *check_places(job)] if job is not None else []
     shape = None if job is None or mistakes else _shape(job, path.parent)
     if job is not None and shape is not None:
@@ -85,7 +87,7 @@ def hints(job: Job) -> list[str]:
             f"algorithm.top_p: with {job.algorithm.top_p} engines sample from a part of the vocabulary, the"
             " trainer's logprobs are of all of it: probability ratios are biased"
         )
-    return [*found, *_idle_gpus(job), *place_hints(job)]
+    return [*found, *_idle_gpus(job), *vllm_args_hint(job), *place_hints(job)]
 
 
 def _idle_gpus(job: Job) -> list[str]:
