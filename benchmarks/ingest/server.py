@@ -152,6 +152,7 @@ async def serve(run: RunFolder, num_responses: int, num_agents: int, max_tokens:
         preempt=_refuse,
         stop=lambda *_: None,
         runtime=_nothing,
+        is_live=lambda _: True,
     )
     server = make_server(make_app(handlers, read_token(run)), run)
     gc_tuning.relax()

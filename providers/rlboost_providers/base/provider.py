@@ -104,7 +104,7 @@ class LaunchRequest:
     run: str
     machine: str
     offer: Offer
-    bootstrap: dict[str, object] = field(repr=False)  # holds the run's token: never logged
+    bootstrap: dict[str, object] = field(repr=False)  # holds a credential: never logged
     """What its agents need to dial in (`rlboost_runtime.agent.bootstrap`)."""
     head_script: str | None = field(default=None, repr=False)  # holds a private key: never logged
     """For a head: what it runs as root when it boots, instead of agents. SSH and the ports of a run are let

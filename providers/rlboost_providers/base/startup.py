@@ -1,7 +1,7 @@
 """The script that a machine of a direct provider runs at its first boot: it dials out and needs no way in.
 
-The bootstrap travels in it, and so does the run's token: clouds show a machine's start-up script to whoever
-may describe the machine, and to the machine itself. Nothing else of the user's is in it.
+The bootstrap travels in it, and so does the machine's credential: clouds show a machine's start-up script to
+whoever may describe the machine, and to the machine itself. Nothing else of the user's is in it.
 """
 
 from __future__ import annotations

@@ -386,7 +386,7 @@ def system_seams(bootstrap: Bootstrap, instance: str, folder: Path) -> Seams:
     peers = None
     if bootstrap.weight_peers:
         log_path = folder / f"peer-{weights.name}.log"
-        peers = PeerServer(weights, bootstrap.token, bootstrap.coordinator_url, log_path)
+        peers = PeerServer(weights, bootstrap.coordinator_url, log_path)
     clock = SystemClock()
     devices = devices_of(
         bootstrap.instances.index(instance),

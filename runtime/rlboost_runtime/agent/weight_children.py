@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import socket
 import sys
 from collections.abc import AsyncIterator
@@ -155,7 +156,9 @@ class Puller:
         order = self._order
         if order.version != version:
             return request
-        peers = (PullSource(p.instance, SourceKind.PEER, p.url, p.certificate) for p in order.peers)
+        peers = (
+            PullSource(p.instance, SourceKind.PEER, p.url, p.certificate, token=p.token) for p in order.peers
+        )
         return msgspec.structs.replace(
             request, digest=order.digest, part=order.part, extra_sources=(*peers, *request.extra_sources)
         )
@@ -180,9 +183,9 @@ class Puller:
 class PeerServer:
     """Serves what lies in `folder`; `head_url` decides which of our addresses the zone is given."""
 
-    def __init__(self, folder: Path, token: str, head_url: str, log_path: Path) -> None:
+    def __init__(self, folder: Path, head_url: str, log_path: Path) -> None:
         self._folder = folder
-        self._token = token
+        self._token = secrets.token_urlsafe(32)
         self._head_url = head_url
         self._log_path = log_path
 

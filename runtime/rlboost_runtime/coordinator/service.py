@@ -51,12 +51,14 @@ from rlboost_runtime.core.base.messages import (
     RunEnding,
 )
 from rlboost_runtime.core.core import Core
+from rlboost_runtime.core.state.machines import MachineState
 from rlboost_runtime.deploy.bootstrap import RESERVED_MACHINE, instances_of, make_bootstrap
 from rlboost_runtime.deploy.shipment import Software, archive, common_part
 from rlboost_runtime.errors import NotFound, RLBoostError, RuntimeFault
 from rlboost_runtime.job import Job, LocalOffer
 from rlboost_runtime.logs import event as log_event
 from rlboost_runtime.money import parse_usd
+from rlboost_runtime.run.credentials import Revocations
 from rlboost_runtime.run.folder import RunFolder, give_up_reserve, read_json, write_json
 from rlboost_runtime.run.security import read_token
 from rlboost_runtime.seams import Clock, Disk
@@ -181,6 +183,7 @@ class Coordinator:
         head = own_head_machine(run)
         self._stay_micro_usd = 0 if head is None else stay_micro_usd(head)
         self._ending: RunEnd | None = None
+        self._revoked, self._known_revoked = Revocations(run), frozenset[str]()
         self._paused_since: float | None = None
         self._end_asked = asyncio.Event()
         self._leave = asyncio.Event()
@@ -233,6 +236,7 @@ class Coordinator:
         for text in self._driver.repairs:
             log_event(log, "storage.repaired", level=logging.WARNING, problem=text)
             self._ledger.note(self._clock.wall(), "storage", text)
+        self._revoke()
         log_event(log, "coordinator.started", url=str(read_json(self._run.endpoint)))
         async with asyncio.TaskGroup() as tasks:
             serving = tasks.create_task(server.serve(sockets=[listener]))
@@ -330,6 +334,7 @@ class Coordinator:
             preempt=self._preempt,
             stop=self.end_run,
             runtime=self._runtime,
+            is_live=self._is_live,
         )
 
     async def _runtime(self) -> bytes:
@@ -386,6 +391,7 @@ class Coordinator:
             self._check_budget()
             self._check_health()
             self._write_status()
+            self._revoke()
             self._learn_weights_url()
             await self._clock.sleep(HOUSEKEEPING_S)
 
@@ -444,6 +450,30 @@ class Coordinator:
 
     def _status(self) -> dict[str, object]:
         return build_status(self._sources, self._clock.wall())
+
+    def _is_live(self, machine: str) -> bool:
+        """Return True for a machine whose credential is good: one of this run's, not ended, never revoked."""
+        return self._agents.is_live(machine) and machine not in self._ended() | self._known_revoked
+
+    def _ended(self) -> set[str]:
+        """Return the machines that we have asked to end, or that are gone, as far as the core remembers."""
+        machines = self._driver.core.machines.items()
+        return {
+            name for name, each in machines if each.state in (MachineState.TERMINATING, MachineState.GONE)
+        }
+
+    def _revoke(self) -> None:
+        """Revoke the credentials of machines that ended, for this process, the weight server and later
+        coordinators. What the core forgot, or lost in a power cut, the ledger still names."""
+        billed = self._ledger.machines(self._clock.wall())
+        ended = {each.machine for each in billed if each.ended_at is not None} | self._ended()
+        ended -= {RESERVED_MACHINE}
+        try:
+            self._revoked.add(ended)
+            self._known_revoked = self._revoked.machines()
+        except (OSError, RuntimeFault) as problem:  # tried again a second later
+            self._known_revoked |= ended
+            log_event(log, "credentials.not_revoked", problem=str(problem))
 
     def _write_status(self) -> None:
         try:

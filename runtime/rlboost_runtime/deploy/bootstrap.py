@@ -8,6 +8,7 @@ from rlboost_runtime.engines.base import EngineSettings, VllmOptions
 from rlboost_runtime.errors import NotYet
 from rlboost_runtime.job import Job, LocalOffer
 from rlboost_runtime.protocol.messages import Sampling
+from rlboost_runtime.run.credentials import make_credential
 from rlboost_runtime.run.folder import RunFolder, read_json
 from rlboost_runtime.run.head import url_for
 from rlboost_runtime.run.security import read_token
@@ -43,7 +44,7 @@ def make_bootstrap(
         pool=str(pool),
         instances=instances,
         coordinator_url=url_for(endpoint, on_head=pool == Pool.RESERVED),
-        token=read_token(run),
+        token=make_credential(read_token(run), machine),
         certificate=run.certificate.read_text(),
         engine=_engine(job, pool),
         weight_streams=job.weights.streams,

@@ -160,6 +160,8 @@ class PeerListening(Message, frozen=True, omit_defaults=True):
 
     url: str
     certificate: str
+    token: str = ""
+    """Opens this instance's server and nothing else."""
 
 
 class VersionRefusedMessage(Message, frozen=True, omit_defaults=True):
@@ -234,6 +236,7 @@ class Peer(msgspec.Struct, frozen=True, array_like=True):
     instance: str
     url: str
     certificate: str
+    token: str = ""
 
 
 class LoadVersionMessage(Message, frozen=True, omit_defaults=True):

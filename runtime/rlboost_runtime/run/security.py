@@ -1,9 +1,10 @@
 """Who may talk to a run, and how a peer knows that it talks to the right one.
 
 Each run has one bearer token and one self-signed certificate, both made on the head and kept in the run's
-`secrets/` folder. Guarantees: neither is replaced once it exists, unless it is damaged; nobody but the owner
-can read them; a client context trusts exactly the certificate that it was given, nothing that the machine
-trusts otherwise and nothing that this certificate might sign; tokens are compared in constant time.
+`secrets/` folder; agents have credentials of their own (`run/credentials.py`). Guarantees: neither is
+replaced once it exists, unless it is damaged; nobody but the owner can read them; a client context trusts
+exactly the certificate that it was given, nothing that the machine trusts otherwise and nothing that this
+certificate might sign; tokens are compared in constant time.
 
 Only `create_secrets` and `repair_secrets` need the `cryptography` package; they import it when called.
 """

@@ -42,6 +42,8 @@ class PullSource(msgspec.Struct, frozen=True, omit_defaults=True):
     url: str
     certificate: str = ""
     usd_per_gb: float = 0.0
+    token: str = ""
+    """A peer's own; the head's never goes to a peer."""
 
 
 class TransferSettings(StrEnum):

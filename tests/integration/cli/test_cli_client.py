@@ -76,6 +76,7 @@ def calls(run: RunFolder) -> Iterator[Calls]:
         preempt=calls.preempt,
         stop=calls.stop,
         runtime=calls.runtime,
+        is_live=lambda machine: True,
     )
     listener = bind(run)
     server = make_server(make_app(handlers, read_token(run)), run)

@@ -769,12 +769,38 @@ async def test_strangers_are_refused_in_words(tmp_path: Path) -> None:
             ({"schema": (9, 0)}, "schema"),
             ({"schema": (1, 0)}, "schema"),
             ({"machine": "spot-7", "pool": "spot"}, "spot-7"),
+            ({"instance": "spot-7/0"}, "not for instance spot-7/0"),
         ]:
             agent = made.agent()
             await agent.say(hello(**change))
             refused = await agent.hear(Refused)
             assert word in refused.problem
             assert not refused.retry
+
+
+async def test_a_credential_is_for_its_own_machine(tmp_path: Path) -> None:
+    async with shell(tmp_path) as made:
+        theirs, ours = pipe()
+        task = asyncio.create_task(made.agents.serve(ours, "spot-3"))
+        agent = Peer(theirs, agent_command_decoder, task)
+        await agent.say(hello())
+        assert "not for instance reserved-0/0" in (await agent.hear(Refused)).problem
+        assert not made.agents.links
+
+
+async def test_tokens_for_anothers_assignment_cost_the_sender_its_connection(tmp_path: Path) -> None:
+    async with shell(tmp_path) as made:
+        trainer = made.trainers()
+        agent = await join(made, trainer)
+        a, _ = await begin_step(agent, trainer)
+        thief = made.agent()
+        await thief.say(hello(instance="reserved-0/1"))
+        await thief.say(frame(0, [(a, 0, [1])]))
+        await asyncio.wait_for(thief.task, 5)
+        assert made.driver.store.length(made.driver.step.first_response) == 0
+        await agent.say(frame(0, [(a, 0, [1])]))
+        await agent.hear(Ack)
+        assert made.driver.store.length(made.driver.step.first_response) == 1
 
 
 async def test_a_contradictory_frame_costs_the_sender_its_connection_only(tmp_path: Path) -> None:

@@ -92,9 +92,12 @@ class Lab:
     def serving(
         self, name: str, kind: SourceKind, identity: RunFolder, catalog: Catalog
     ) -> Iterator[PullSource]:
-        with serve(security.server_context(identity), security.read_token(self.run), catalog) as server:
+        is_peer = kind is SourceKind.PEER
+        token = f"{name}'s own" if is_peer else security.read_token(self.run)
+        with serve(security.server_context(identity), token, catalog) as server:
             url = f"https://127.0.0.1:{server.server_address[1]}"
-            yield PullSource(name, kind, url, identity.certificate.read_text())
+            certificate = identity.certificate.read_text()
+            yield PullSource(name, kind, url, certificate, token=token if is_peer else "")
 
     def pull(self, machine: str, head: PullSource, version: int, **changes: Any) -> PullReport:
         fields: dict[str, Any] = {

@@ -235,7 +235,8 @@ class Storm:
         proxy = Proxy(port, self.host, self._seed + len(self.proxies))
         self._stack.callback(proxy.close)
         self.proxies.append(proxy)
-        return PullSource(name, kind, f"https://{self.host}:{proxy.port}", identity.certificate.read_text())
+        url, certificate = f"https://{self.host}:{proxy.port}", identity.certificate.read_text()
+        return PullSource(name, kind, url, certificate, token=self.token)
 
     def kill_and_revive(self, rng: random.Random, stop: threading.Event) -> None:
         """Take holders away for a moment, one after the other."""

@@ -101,6 +101,18 @@ def test_a_new_assignment_makes_the_former_stale():
     assert segments(store, 100) == [("i-a", 5, 2), ("i-b", 5, 1)]
 
 
+def test_another_instances_assignment_is_foreign_and_a_stale_one_is_not():
+    store = make_store()
+    store.assign(11, 100, "i-a")
+    store.assign(12, 101, "i-b")
+    assert not store.is_foreign(make_frame((11, 0, [1]), (99, 0, [1])), "i-a")
+    assert store.is_foreign(make_frame((11, 0, [1]), (12, 0, [1])), "i-a")
+    assert store.is_foreign(make_frame(endings=(wire.AssignmentEnd(12, "stop"),)), "i-a")
+    assert store.is_foreign(make_frame((11, 0, [1])), "never seen")
+    store.assign(13, 100, "i-b")
+    assert not store.is_foreign(make_frame((11, 0, [1])), "i-a")
+
+
 def test_nothing_is_accepted_after_unassign():
     store = make_store()
     store.assign(11, 100, "i-a")

@@ -10,6 +10,7 @@ from rlboost_runtime.core.base.messages import Pool
 from rlboost_runtime.deploy.bootstrap import instances_of, make_bootstrap
 from rlboost_runtime.errors import NotYet
 from rlboost_runtime.job import Job, LocalOffer, Lora, Market, ReasoningGym, Rollout, Spot, TinyModel, Trainer
+from rlboost_runtime.run.credentials import make_credential
 from rlboost_runtime.run.folder import RunFolder, write_json
 from rlboost_runtime.run.security import create_secrets, read_token
 from rlboost_runtime.supervisor.roles import roles_of
@@ -39,7 +40,7 @@ def test_agents_are_told_what_the_job_says(run):
     told = make_bootstrap(job, run, "spot-3", Pool.SPOT, ("spot-3/0",))
     assert (told.run, told.machine, told.pool, told.instances) == ("told", "spot-3", "spot", ("spot-3/0",))
     assert told.coordinator_url == "https://127.0.0.1:4711"
-    assert told.token == read_token(run)
+    assert told.token == make_credential(read_token(run), "spot-3")
     assert told.certificate.startswith("-----BEGIN CERTIFICATE-----")
     limit = job.algorithm.max_prompt_tokens + job.algorithm.max_response_tokens
     assert told.engine.max_context_tokens == limit

@@ -90,7 +90,19 @@ class Ingest:
         self._timer = loop.call_later(0, self._accept_some) if self._arrived else None
 
     def _accept_batch(self) -> None:
-        self._accept_merged(self._take_batch())
+        batch = [arrived for arrived in self._take_batch() if self._is_own(*arrived)]
+        if batch:
+            self._accept_merged(batch)
+
+    def _is_own(self, sender: Sender, frame: Frame) -> bool:
+        """Fail a sender that answers for another: no honest agent knows another's assignments."""
+        try:
+            if self._driver.store.is_foreign(frame, sender.instance):
+                raise ProtocolError("a frame holds another instance's assignment", "deploy the agent again")
+        except ProtocolError as problem:
+            sender.fail(problem)
+            return False
+        return True
 
     def _take_batch(self) -> list[Arrived]:
         """Take the first frame of each sender, all under the policy version of the very first one."""

@@ -296,10 +296,17 @@ class AgentLinks:
 
     # --- serving a connection -----------------------------------------------------------------------------
 
-    async def serve(self, transport: Transport) -> None:
-        """Serve one connection until it ends."""
+    async def serve(self, transport: Transport, machine: str | None = None) -> None:
+        """Serve one connection until it ends. `machine`: whose agents its token is for; None: a connection
+        within this process, which needed none."""
         run = self._driver.run.name
-        hello = await accept(transport, wire.agent_message_decoder, wire.AgentHello, run, self._refusal)
+
+        def refusal_of(hello: wire.AgentHello) -> wire.Refused | None:
+            if machine not in (None, hello.machine) or not hello.instance.startswith(f"{hello.machine}/"):
+                return wire.Refused(f"this token is not for instance {hello.instance} of {hello.machine}")
+            return self._refusal(hello)
+
+        hello = await accept(transport, wire.agent_message_decoder, wire.AgentHello, run, refusal_of)
         if hello is None:
             return
         link = self._register(hello, transport)
@@ -321,14 +328,17 @@ class AgentLinks:
                 else:
                     self._driver.apply(Disconnected(now, link.instance, link.epoch))
 
+    def is_live(self, machine: str) -> bool:
+        """Return True for a machine of the run that may still exist."""
+        known = self._driver.core.machines.get(machine)
+        return machine in self._reserved or (known is not None and known.is_alive)
+
     def _refusal(self, hello: wire.AgentHello) -> wire.Refused | None:
         if self.stopping is not None:
             return wire.Refused(f"the run is ending: {self.stopping}", is_run_over=True)
-        machines = self._driver.core.machines
-        if hello.pool == Pool.RESERVED and hello.machine in self._reserved:
-            return None
-        machine = machines.get(hello.machine)
-        if machine is None or not machine.is_alive:
+        if (hello.pool == Pool.RESERVED) != (hello.machine in self._reserved):
+            return wire.Refused(f"machine {hello.machine} is not of pool {hello.pool}")
+        if not self.is_live(hello.machine):
             return wire.Refused(f"machine {hello.machine} is not one of this run's, or was given up")
         return None
 

@@ -1,10 +1,11 @@
-"""The coordinator's one public port: TLS, bearer token, two WebSockets and four requests."""
+"""The coordinator's one public port: TLS, bearer tokens, two WebSockets and four requests."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import errno
+import json
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -12,16 +13,19 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request, Response, WebSocket, WebSocketDisconnect
+from fastapi.responses import JSONResponse
 
 from rlboost_runtime.errors import NotFound, ProviderError, RLBoostError, port_taken
 from rlboost_runtime.protocol.messages import MAX_MESSAGE_BYTES
+from rlboost_runtime.run.credentials import DENIED, RUN, holder_of
 from rlboost_runtime.run.folder import RunFolder, read_json, write_json
 from rlboost_runtime.run.head import endpoint, listen_host, read_address
-from rlboost_runtime.run.security import authorised
 from rlboost_runtime.seams import Transport
 
 CLOSE_TIMEOUT_S = 2.0
 """Longest wait for a peer to close its connection."""
+MAX_BODY_BYTES = 64 * 1024
+"""Longest body of a request."""
 _NOT_AN_OBJECT = {"problem": "the body is not a JSON object", "remedy": "send a JSON object"}
 
 
@@ -29,7 +33,8 @@ _NOT_AN_OBJECT = {"problem": "the body is not a JSON object", "remedy": "send a 
 class Handlers:
     """Who serves which path."""
 
-    agent: Callable[[Transport], Awaitable[None]]
+    agent: Callable[[Transport, str | None], Awaitable[None]]
+    """Takes the machine whose credential it is; None: the run's own token."""
     trainer: Callable[[Transport], Awaitable[None]]
     status: Callable[[], dict[str, Any]]
     preempt: Callable[[str, float | None], Awaitable[None]]
@@ -37,6 +42,8 @@ class Handlers:
     """State, problem, remedy, and the exit code where it is not that of the state."""
     runtime: Callable[[], Awaitable[bytes]]
     """Returns what a machine that has only dialled out installs: a tar file."""
+    is_live: Callable[[str], bool]
+    """True for a machine of this run that may still exist and is not revoked."""
 
 
 class ServedConnection:
@@ -71,34 +78,44 @@ class ServedConnection:
 
 
 def make_app(handlers: Handlers, token: str) -> FastAPI:
-    """Return the application. Every path requires `Authorization: Bearer <the run's token>`."""
-    app = FastAPI(openapi_url=None)
+    """Return the application. Every path requires `Authorization: Bearer TOKEN`: the run's token opens all,
+    an agent's credential `/v1/agent` and `/v1/runtime`. An unknown token gets 401, a known one without the
+    right 403, both with the same text (docs/security.md)."""
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
 
-    def demand(authorization: str | None) -> None:
-        if not authorised(authorization, token):
-            raise HTTPException(401, "wrong or missing run token")
+    def judge(header: str | None, for_agents: bool) -> tuple[int, str | None]:
+        holder = holder_of(header, token)
+        allowed = holder == RUN or (for_agents and holder is not None and handlers.is_live(holder))
+        return 401 if holder is None else 200 if allowed else 403, holder or None
+
+    def demand(request: Request, *, for_agents: bool = False) -> None:
+        status, _ = judge(request.headers.get("authorization"), for_agents)
+        if status != 200:
+            raise HTTPException(status, DENIED)
 
     @app.websocket("/v1/agent")
     async def agent(websocket: WebSocket) -> None:
-        await _serve(websocket, handlers.agent, token)
+        status, machine = judge(websocket.headers.get("authorization"), True)
+        await _serve(websocket, lambda transport: handlers.agent(transport, machine), status)
 
     @app.websocket("/v1/trainer")
     async def trainer(websocket: WebSocket) -> None:
-        await _serve(websocket, handlers.trainer, token)
+        status, _ = judge(websocket.headers.get("authorization"), False)
+        await _serve(websocket, handlers.trainer, status)
 
     @app.get("/v1/status")
     async def status(request: Request) -> dict[str, Any]:
-        demand(request.headers.get("authorization"))
+        demand(request)
         return handlers.status()
 
     @app.get("/v1/runtime")
     async def runtime(request: Request) -> Response:
-        demand(request.headers.get("authorization"))
+        demand(request, for_agents=True)
         return Response(await handlers.runtime(), media_type="application/x-tar")
 
     @app.post("/v1/preempt")
     async def preempt(request: Request) -> dict[str, Any]:
-        demand(request.headers.get("authorization"))
+        demand(request)
         body = await _json(request)
         notice_s = body.get("notice_s")
         if notice_s is not None and not (isinstance(notice_s, int | float) and 0 <= notice_s < 1e6):
@@ -114,7 +131,7 @@ def make_app(handlers: Handlers, token: str) -> FastAPI:
 
     @app.post("/v1/stop", status_code=202)
     async def stop(request: Request) -> dict[str, Any]:
-        demand(request.headers.get("authorization"))
+        demand(request)
         body = await _json(request)
         code = body.get("exit_code")
         handlers.stop(
@@ -128,9 +145,9 @@ def make_app(handlers: Handlers, token: str) -> FastAPI:
     return app
 
 
-async def _serve(websocket: WebSocket, handler: Callable[[Transport], Awaitable[None]], token: str) -> None:
-    if not authorised(websocket.headers.get("authorization"), token):
-        await websocket.close(4401)  # before accept: the peer sees HTTP 403
+async def _serve(websocket: WebSocket, handler: Callable[[Transport], Awaitable[None]], status: int) -> None:
+    if status != 200:
+        await websocket.send_denial_response(JSONResponse({"detail": DENIED}, status))
         return
     await websocket.accept()
     connection = ServedConnection(websocket)
@@ -141,12 +158,16 @@ async def _serve(websocket: WebSocket, handler: Callable[[Transport], Awaitable[
 
 
 async def _json(request: Request) -> dict[str, Any]:
-    body = await request.body()
+    body = b""
+    async for piece in request.stream():
+        body += piece
+        if len(body) > MAX_BODY_BYTES:
+            raise HTTPException(413, "the body is too long")
     if not body:
         return {}
     try:
-        value = await request.json()
-    except ValueError as problem:
+        value = json.loads(body)
+    except (ValueError, RecursionError) as problem:
         raise HTTPException(400, _NOT_AN_OBJECT) from problem
     if not isinstance(value, dict):
         raise HTTPException(400, _NOT_AN_OBJECT)

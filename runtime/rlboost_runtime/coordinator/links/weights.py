@@ -91,7 +91,7 @@ class WeightTracker:
 
     def listening(self, instance: str, machine: str, message: PeerListening) -> None:
         """Record that an instance listens for the others of its zone."""
-        peer = Peer(instance, message.url, message.certificate)
+        peer = Peer(instance, message.url, message.certificate, message.token)
         known = self._listeners.get(instance)
         if known is None or known.peer != peer:
             self._listeners[instance] = _Listener(self._zone_of(machine), machine, peer)

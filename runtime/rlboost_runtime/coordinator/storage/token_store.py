@@ -112,6 +112,8 @@ class TokenStore:
         self._segments: dict[int, list[tuple[int, str, int]]] = {}  # row -> (start, instance, policy version)
         self._finished: dict[int, FinishReason] = {}  # row -> reason
         self._current: dict[int, tuple[int, str]] = {}  # row -> assignment and its instance
+        self._instances: dict[str, int] = {}  # instance -> its number in `_holders`
+        self._holders: Ints = np.zeros(num_rows + 1, np.int64)  # who had the row's last assignment
         self._mute: dict[int, int] = {}  # assignment that may only end -> row
         self._owed: dict[int, int] = {}  # assignment -> end of the furthest delta that left a gap
 
@@ -129,6 +131,7 @@ class TokenStore:
             return length
         self._release(row)
         self._current[row] = (assignment, instance)
+        self._holders[row] = self._instances.setdefault(instance, len(self._instances) + 1)
         if self.is_complete(response):
             self._mute[assignment] = row
         else:
@@ -142,6 +145,14 @@ class TokenStore:
         row = self._row_of(assignment)
         if row != self._assignments.nowhere:
             self._release(row)
+
+    def is_foreign(self, frame: wire.Frame, instance: str) -> bool:
+        """Return True if `frame` holds a current assignment of another than `instance`."""
+        rows_N = self._assignments.rows(frame_deltas(frame).owners_N)
+        ended = np.array([self._row_of(ending.assignment) for ending in frame.endings], np.int64)
+        rows_N = np.concatenate([rows_N, ended]) if len(ended) else rows_N
+        strange_N = self._holders[rows_N] != self._instances.get(instance, 0)
+        return bool(np.any(strange_N & (rows_N != self._assignments.nowhere)))
 
     def accept(self, frame: wire.Frame) -> Accepted:
         """Add what `frame` brings under current assignments: first its tokens, then its endings.

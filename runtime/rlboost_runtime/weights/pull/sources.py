@@ -64,6 +64,7 @@ def open_source(
 
         return BucketSource(source.url, version, idle_s)
     connect_s = PEER_CONNECT_S if source.kind is SourceKind.PEER else None
+    token = source.token if source.kind is SourceKind.PEER else token
     return WeightSource(source.url, version, token, source.certificate, idle_s, receiver, connect_s)
 
 

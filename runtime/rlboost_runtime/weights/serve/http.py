@@ -9,7 +9,7 @@
 Threads, because sending is the kernel's and OpenSSL's work, which holds no lock of the interpreter: one
 process uses several cores, and a slow receiver blocks its own thread only.
 
-Guarantees: without the token every answer is 401; only what the catalog finds is reachable; receivers share
+Guarantees: without a token every answer is 401; only what the catalog finds is reachable; receivers share
 the link, and one that shows no token, or reads next to nothing, is cut off (`weights.serve.connections`).
 Files are read, not mapped: one that is truncated meanwhile ends a response, not the process.
 """
@@ -26,6 +26,7 @@ import ssl
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -35,6 +36,7 @@ from typing import Any
 from rlboost_runtime.errors import ProtocolError
 from rlboost_runtime.logs import event
 from rlboost_runtime.run import security
+from rlboost_runtime.run.credentials import DENIED
 from rlboost_runtime.weights.manifest import MANIFEST
 from rlboost_runtime.weights.pull.range_client import LEFT_HEADER, RECEIVER_HEADER
 from rlboost_runtime.weights.serve.catalog import Catalog, Entry
@@ -66,12 +68,17 @@ class WeightHttpServer(ThreadingMixIn, BaseServer):
     block_on_close = False
 
     def __init__(
-        self, listener: socket.socket, tls: ssl.SSLContext | None, token: str, catalog: Catalog
+        self,
+        listener: socket.socket,
+        tls: ssl.SSLContext | None,
+        access: str | Callable[[str | None], int],
+        catalog: Catalog,
     ) -> None:
+        """`access`: the one token that opens it, or what judges an `Authorization` header: 200, 401, 403."""
         super().__init__(listener.getsockname(), _Handler)
         self.socket = listener
         self.tls = tls
-        self.token = token
+        self.status_for = _only(access) if isinstance(access, str) else access
         self.catalog = catalog
         self.shares = FairShare()
         self.connections = Connections()
@@ -124,6 +131,10 @@ class WeightHttpServer(ThreadingMixIn, BaseServer):
             log.exception("a connection failed")
 
 
+def _only(token: str) -> Callable[[str | None], int]:
+    return lambda header: 200 if security.authorised(header, token) else 401
+
+
 class _Handler(BaseHTTPRequestHandler):
     """One connection."""
 
@@ -153,8 +164,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Serve the newest version's number, a file, or the marks of a version."""
-        if not security.authorised(self.headers.get("Authorization"), self.server.token):
-            self._send_json(401, {"error": "no or wrong token"})
+        status = self.server.status_for(self.headers.get("Authorization"))
+        if status != 200:
+            self._send_json(status, {"error": DENIED})
             return
         self._connection.is_authorised = True
         catalog = self.server.catalog

@@ -46,7 +46,7 @@ def main() -> int:
         server = WeightHttpServer(listener, security.server_context(identity), request.token, catalog)
         threading.Thread(target=_wait_for_end, args=(stdin, stop), daemon=True).start()
         port = listener.getsockname()[1]
-        send(PeerListening(f"https://{request.host}:{port}", identity.certificate.read_text()))
+        send(PeerListening(f"https://{request.host}:{port}", identity.certificate.read_text(), request.token))
         server.serve_until(stop)  # here: if it fails, the process ends, and the agent sees it
     return 0
 

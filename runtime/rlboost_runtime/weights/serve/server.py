@@ -32,6 +32,7 @@ from urllib.parse import urlsplit
 from rlboost_runtime.errors import ProtocolError, RLBoostError, RuntimeFault, port_taken
 from rlboost_runtime.logs import event, explain, setup
 from rlboost_runtime.run import security
+from rlboost_runtime.run.credentials import Readers
 from rlboost_runtime.run.folder import RunFolder, read_json, write_json
 from rlboost_runtime.run.head import endpoint, listen_host, read_address
 from rlboost_runtime.run.resolved import read_resolved
@@ -53,7 +54,7 @@ def serve(run: RunFolder, stop: threading.Event, linger_s: float = LINGER_S) -> 
     """Serve the run's versions until `stop` is set. Raises `PortTaken`."""
     listener = bind(run)
     catalog = StoreCatalog(WeightStore(run.weights), linger_s)
-    server = WeightHttpServer(listener, security.server_context(run), security.read_token(run), catalog)
+    server = WeightHttpServer(listener, security.server_context(run), Readers(run).status_for, catalog)
     port = listener.getsockname()[1]
     write_json(run.weights_endpoint, endpoint(port, read_address(run)))
     event(log, "weights.server_started", port=port)
