@@ -196,7 +196,8 @@ _CHECKSUM = "crc32"
 
 
 def _checksum(value: dict[str, Any]) -> str:
-    return f"{zlib.crc32(json.dumps(value).encode()):08x}"
+    plain = {name: each for name, each in value.items() if name != _CHECKSUM}
+    return f"{zlib.crc32(json.dumps(plain).encode()):08x}"
 
 
 def _checked(value: Any) -> Any:  # any JSON value

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
-from rlboost_runtime.errors import RuntimeFault
 from rlboost_runtime.job import Job
 from rlboost_runtime.run.folder import read_json, write_json
 
@@ -18,9 +19,10 @@ def write_resolved(path: Path, job: Job) -> None:
 def read_resolved(path: Path) -> Job:
     """Return the resolved job stored in `path`.
 
-    Raises `RuntimeFault` where the file is missing or damaged, `ValueError` where it is another version's.
+    Raises `FileNotFoundError`, `RuntimeFault` where the file is damaged, `ValueError` where it is another
+    version's.
     """
     found = read_json(path)
     if found is None:
-        raise RuntimeFault(f"{path} is missing", "restore it from a backup, or start the run anew")
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     return Job.model_validate_json(json.dumps(found))

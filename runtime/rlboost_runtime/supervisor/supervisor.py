@@ -229,7 +229,7 @@ class Supervisor:
         no longer waits to be fetched from. A failed copy keeps no run from ending."""
         try:
             job = read_resolved(self._run.job_json)
-        except (OSError, ValueError) as error:
+        except (RLBoostError, OSError, ValueError) as error:
             event(log, "report.no_job", level=logging.ERROR, problem=str(error))
             return
         if job.output is None:

@@ -609,7 +609,7 @@ def test_the_report_of_the_end_before_a_resumption_says_nothing_of_a_head_that_i
 
 
 def test_the_report_of_the_end_after_a_resumption_is_taken(run: RunFolder, tmp_path: Path) -> None:
-    write_json(run.job_json, json.loads(run.job_json.read_text()) | {"output": str(tmp_path / "bucket")})
+    write_json(run.job_json, (read_json(run.job_json) or {}) | {"output": str(tmp_path / "bucket")})
     on_head = RunFolder(tmp_path / "head" / run.name)
     on_head.logs.mkdir(parents=True)
     write_json(on_head.outcome, {"state": "done"})

@@ -20,7 +20,7 @@ from obstore import exceptions
 
 from rlboost_runtime.errors import ProtocolError, RuntimeFault
 from rlboost_runtime.logs import event
-from rlboost_runtime.run.folder import RunFolder, write_atomically
+from rlboost_runtime.run.folder import RunFolder, read_json, write_atomically
 from rlboost_runtime.weights.pull.bucket import first_line, open_output
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ def put_report(run: RunFolder, output: str) -> bool:
             obstore.put(bucket, f"{_FOLDER}/{_LEDGER}", _in_one_file(run.ledger))
         for path in _files(run):
             obstore.put(bucket, f"{_FOLDER}/{path.relative_to(run.path).as_posix()}", path)
-        outcome = {**json.loads(run.outcome.read_bytes()), _ENDED: run.outcome.stat().st_mtime_ns}
+        outcome = {**(read_json(run.outcome) or {}), _ENDED: run.outcome.stat().st_mtime_ns}
         obstore.put(bucket, f"{_FOLDER}/{_LAST}", json.dumps(outcome).encode())
     except _FAILURES as problem:
         event(log, "report.not_copied", level=logging.WARNING, output=output, problem=first_line(problem))
