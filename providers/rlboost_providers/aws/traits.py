@@ -87,8 +87,8 @@ _GP3 = DiskThroughput(
     included=125, most=1000, usd_per_mib_per_s=0.04,
     included_iops=3000, iops_per_mib_per_s=4, usd_per_iops=0.005,
 )  # fmt: skip
-"""List prices of us-east-1: https://aws.amazon.com/ebs/pricing/. `most` is what gp3 has had since 2020; newer
-limits are not used, since not all places have them. EC2 wants 4 IOPS for each MiB/s."""
+"""List prices of us-east-1: https://aws.amazon.com/ebs/pricing/. They were not checked against
+an account. `most` is what gp3 had from 2020 on; higher limits are not used. It takes 4 IOPS per MiB/s."""
 _CLOUD = CloudTraits(
     name=NAME,
     min_billed_s=MIN_BILLED_S,
