@@ -38,6 +38,7 @@ def head_offer(trainer: Trainer) -> CloudOffer:
         instance_type=trainer.instance_type,
         image=trainer.image,
         disk_gb=trainer.disk_size_gb,
+        disk_mib_per_s=None if trainer.disk_mib_per_s == "auto" else trainer.disk_mib_per_s,
         max_price_usd_per_hour=trainer.max_price_usd_per_hour,
     )
 

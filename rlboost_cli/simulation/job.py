@@ -220,7 +220,8 @@ def _startup_s(job: Job, preset: Preset) -> float:
 def _storage_usd_per_hour(offer: LocalOffer | SshOffer | CloudOffer, *, spot: bool) -> float:
     if not isinstance(offer, CloudOffer):
         return 0.0
-    micro_usd = cloud_traits(offer.cloud).storage_micro_usd_per_hour(offer.disk_gb, spot=spot)
+    traits = cloud_traits(offer.cloud)
+    micro_usd = traits.storage_micro_usd_per_hour(offer.disk_gb, spot=spot, mib_per_s=offer.disk_mib_per_s)
     return micro_usd / MICRO_USD_PER_USD
 
 

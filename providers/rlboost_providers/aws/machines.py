@@ -65,6 +65,8 @@ class AwsPool:
     inbound: tuple[tuple[int, str], ...] = ()
     """For a head: (TCP port, network) pairs that are let in."""
     disk_gb: int = 200
+    disk_mib_per_s: int | None = None
+    """Throughput that is asked for; None: the volume's own."""
     install: str = ""
     """Shell text for `startup.startup_script`."""
     egress_micro_usd_per_gb: int = 0
@@ -119,9 +121,12 @@ def _pool(book: PriceBook, offer: CloudOffer, spot: bool, head: str | None) -> A
         on_demand_micro_usd_per_hour=_micro(on_demand),
         spot=spot,
         disk_gb=offer.disk_gb,
+        disk_mib_per_s=offer.disk_mib_per_s,
         install=install,
         egress_micro_usd_per_gb=egress_micro_usd_per_gb(head, offer.infra, offer.egress_usd_per_gb),
-        storage_micro_usd_per_hour=traits.storage_micro_usd_per_hour(offer.disk_gb, spot=spot),
+        storage_micro_usd_per_hour=traits.storage_micro_usd_per_hour(
+            offer.disk_gb, spot=spot, mib_per_s=offer.disk_mib_per_s
+        ),
         zone=offer.zone,
     )
 
@@ -203,10 +208,7 @@ def template_data(
             "InstanceMetadataTags": "disabled",
         },
         "BlockDeviceMappings": [
-            {
-                "DeviceName": device,
-                "Ebs": {"VolumeSize": pool.disk_gb, "VolumeType": "gp3", "DeleteOnTermination": True},
-            }
+            {"DeviceName": device, "Ebs": _volume(pool)},
         ],
         "TagSpecifications": [
             {"ResourceType": "instance", "Tags": named},
@@ -216,6 +218,14 @@ def template_data(
     if pool.instance_profile is not None:
         data["IamInstanceProfile"] = {"Name": pool.instance_profile}
     return data
+
+
+def _volume(pool: AwsPool) -> dict[str, Any]:
+    volume: dict[str, Any] = {"VolumeSize": pool.disk_gb, "VolumeType": "gp3", "DeleteOnTermination": True}
+    sold = cloud_traits(NAME).disk_throughput
+    if pool.disk_mib_per_s is not None and sold is not None:
+        volume |= {"Throughput": pool.disk_mib_per_s, "Iops": sold.iops(pool.disk_mib_per_s)}
+    return volume
 
 
 def _machine(instance: Mapping[str, Any], region: str) -> Ec2Machine:

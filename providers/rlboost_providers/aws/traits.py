@@ -11,7 +11,13 @@ import urllib.error
 
 from rlboost_providers.base.egress import EgressOrigin, EgressPrices
 from rlboost_providers.base.metadata import LINK_LOCAL, Announcement, get, seconds_until, service_url
-from rlboost_providers.base.traits import CloudTraits, CredentialPlaces, MachineIdentity, ProviderTraits
+from rlboost_providers.base.traits import (
+    CloudTraits,
+    CredentialPlaces,
+    DiskThroughput,
+    MachineIdentity,
+    ProviderTraits,
+)
 
 NAME = "aws"
 MIN_BILLED_S = 60
@@ -77,6 +83,12 @@ _REGIONS = (
     *("ap-southeast-6", "ap-southeast-7", "us-gov-east-1", "us-gov-west-1", "cn-north-1", "cn-northwest-1"),
 )
 """As of 2026: https://docs.aws.amazon.com/global-infrastructure/latest/regions/aws-regions.html"""
+_GP3 = DiskThroughput(
+    included=125, most=1000, usd_per_mib_per_s=0.04,
+    included_iops=3000, iops_per_mib_per_s=4, usd_per_iops=0.005,
+)  # fmt: skip
+"""List prices of us-east-1: https://aws.amazon.com/ebs/pricing/. They were not checked against
+an account. `most` is what gp3 had from 2020 on; higher limits are not used. It takes 4 IOPS per MiB/s."""
 _CLOUD = CloudTraits(
     name=NAME,
     min_billed_s=MIN_BILLED_S,
@@ -90,6 +102,7 @@ _CLOUD = CloudTraits(
         source="https://aws.amazon.com/ec2/pricing/on-demand/ (Data Transfer)",
     ),
     disk_usd_per_gb_month=0.08,
+    disk_throughput=_GP3,
     address_usd_per_hour=0.005,
     is_direct=True,
     regions=_REGIONS,

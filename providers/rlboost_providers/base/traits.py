@@ -65,6 +65,29 @@ class SelfDeletion:
 
 
 @dataclass(frozen=True, slots=True)
+class DiskThroughput:
+    """What a cloud sells of a disk's throughput, in MiB/s, and the IOPS for it; list prices per month."""
+
+    included: int
+    most: int
+    usd_per_mib_per_s: float
+    """For what is above `included`."""
+    included_iops: int
+    iops_per_mib_per_s: int
+    usd_per_iops: float
+    """For what is above `included_iops`."""
+
+    def iops(self, mib_per_s: int) -> int:
+        """Return the IOPS to ask for with this throughput."""
+        return max(self.included_iops, self.iops_per_mib_per_s * mib_per_s)
+
+    def usd_per_month(self, mib_per_s: int) -> float:
+        """Return what it costs beside the disk's size."""
+        above, iops = mib_per_s - self.included, self.iops(mib_per_s) - self.included_iops
+        return self.usd_per_mib_per_s * max(0, above) + self.usd_per_iops * iops
+
+
+@dataclass(frozen=True, slots=True)
 class CloudTraits:
     """One cloud, under the name that `infra` of a job file begins with."""
 
@@ -75,6 +98,8 @@ class CloudTraits:
     """What it bills for traffic that leaves its machines."""
     disk_usd_per_gb_month: float = 0.0
     """List price of a machine's disk; 0: nothing is billed beside the machine."""
+    disk_throughput: DiskThroughput | None = None
+    """Throughput of disks bought direct; None: it goes with the size, or we do not ask for it."""
     address_usd_per_hour: float = 0.0
     """List price of a public IPv4 address in use."""
     spot_address_share: float = 1.0
@@ -104,10 +129,15 @@ class CloudTraits:
     metadata: Callable[[], MetadataService] | None = None
     """Makes what reads the cloud's notices of reclaims on a machine; None: the cloud gives none."""
 
-    def storage_micro_usd_per_hour(self, disk_gb: int, *, spot: bool) -> int:
-        """Return micro-dollars per machine-hour for disk and public address, at list prices."""
+    def storage_micro_usd_per_hour(self, disk_gb: int, *, spot: bool, mib_per_s: int | None = None) -> int:
+        """Return micro-dollars per machine-hour for disk and public address, at list prices.
+
+        `mib_per_s`: throughput that is asked for; None: what the disk has without.
+        """
+        sold = self.disk_throughput
+        extra = 0.0 if sold is None or mib_per_s is None else sold.usd_per_month(mib_per_s)
         address = self.address_usd_per_hour * (self.spot_address_share if spot else 1.0)
-        return parse_usd(self.disk_usd_per_gb_month * disk_gb / HOURS_PER_MONTH + address)
+        return parse_usd((self.disk_usd_per_gb_month * disk_gb + extra) / HOURS_PER_MONTH + address)
 
 
 @dataclass(frozen=True, slots=True)

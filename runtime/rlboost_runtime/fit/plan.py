@@ -7,11 +7,13 @@ and refused where nothing fits beside it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
 from rlboost_providers.base.accelerators import memory_bytes
+from rlboost_providers.base.traits import cloud_traits
 from rlboost_runtime.engines.base import AUTO_ON_CPU
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.fit.memory import (
@@ -27,9 +29,10 @@ from rlboost_runtime.fit.memory import (
     step_bytes,
 )
 from rlboost_runtime.fit.shape import TransformerShape, find_shape
-from rlboost_runtime.job import CloudOffer, Job, num_devices
+from rlboost_runtime.job import CloudOffer, Job, Trainer, num_devices
 
 GB = 10**9
+MIB = 2**20
 PASS_TOKENS = (32_768, 16_384, 8_192)
 """What `micro_batch_tokens: auto` may be: a larger pass gathers the weights less often."""
 KEPT_VERSIONS = 3
@@ -71,6 +74,8 @@ class FitPlan:
     """Main memory of an engine on a CPU: weights, and a whole context for each response that may run."""
     disk: int
     """The run's folder at its fullest, with what is installed on a machine that is bought."""
+    disk_range: tuple[float, float] = (0.0, math.inf)
+    """Least and most throughput that its disk can have, in bytes per second; without limits if not known."""
 
     @property
     def gpu_parts(self) -> dict[str, int]:
@@ -109,8 +114,10 @@ class FitPlan:
 
     @property
     def disk_bytes_per_s(self) -> float:
-        """Throughput that takes a version within `PUBLISH_S` and a checkpoint within `CHECKPOINT_S`."""
-        return max(self.version / PUBLISH_S, self.checkpoint / CHECKPOINT_S)
+        """Throughput that takes a version within `PUBLISH_S` and a checkpoint within `CHECKPOINT_S`, within
+        what the disk can have."""
+        least, most = self.disk_range
+        return min(max(self.version / PUBLISH_S, self.checkpoint / CHECKPOINT_S, least), most)
 
     def json(self) -> dict[str, object]:
         """Return it as JSON values; sizes in GB."""
@@ -175,6 +182,7 @@ def fit_plan(job: Job, shape: TransformerShape, gpu_has: int | None = None) -> F
         checkpoint,
         engine=PROCESS_BYTES + version + context * _running(job),
         disk=_disk_bytes(job, shape, version, checkpoint),
+        disk_range=_disk_range(job.trainer),
     )
 
 
@@ -206,6 +214,8 @@ def resolved(job: Job, shape: TransformerShape, gpu_has: int | None = None) -> J
         }
     if job.trainer.is_bought:
         found["disk_gb"] = _disk_gb(plan)
+        if plan.disk_range[1] < math.inf:
+            found["disk_mib_per_s"] = math.ceil(plan.disk_bytes_per_s / MIB)
     found = {name: value for name, value in found.items() if getattr(written, name) == "auto"}
     return job.model_copy(update={"trainer": written.model_copy(update=found)}) if found else job
 
@@ -336,6 +346,16 @@ def _disk_bytes(job: Job, shape: TransformerShape, version: int, checkpoint: int
     bought = SOFTWARE_BYTES + CAST * shape.parameters if job.trainer.is_bought else 0
     kept = (job.trainer.keep_checkpoints + 1) * checkpoint
     return kept + WEIGHT * shape.parameters + versions + bought + BESIDE_BYTES
+
+
+def _disk_range(trainer: Trainer) -> tuple[float, float]:
+    """Return least and most bytes per second of a bought head's disk, which are the same if it is written."""
+    sold = cloud_traits(trainer.infra.partition("/")[0]).disk_throughput
+    if not trainer.is_bought or trainer.via != "direct" or sold is None:
+        return 0.0, math.inf
+    if trainer.disk_mib_per_s != "auto":
+        return MIB * trainer.disk_mib_per_s, MIB * trainer.disk_mib_per_s
+    return MIB * sold.included, MIB * sold.most
 
 
 def _disk_gb(plan: FitPlan) -> int:

@@ -82,6 +82,18 @@ class SshOffer(Model):
         return self
 
 
+def throughput_problem(cloud: str, via: str, mib_per_s: int | None) -> str | None:
+    """Return why a disk of `cloud` cannot have this throughput, with what to do; None: it can."""
+    if mib_per_s is None:
+        return None
+    sold = cloud_traits(cloud).disk_throughput
+    if sold is None or via != "direct":
+        return f"disk_mib_per_s is not asked for in {cloud} via {via}; remove it"
+    if sold.included <= mib_per_s <= sold.most:
+        return None
+    return f"disk_mib_per_s is {mib_per_s}; {cloud} has {sold.included} to {sold.most}; write one of these"
+
+
 class CloudOffer(Model):
     """Spot machines of a cloud."""
 
@@ -101,6 +113,8 @@ class CloudOffer(Model):
     cloud's own, onto which it is installed; skypilot: null is its own."""
     disk_gb: int = Field(default=200, ge=20, le=65_536)
     """Size of the machine's disk, in GB."""
+    disk_mib_per_s: int | None = Field(default=None, ge=1)
+    """aws, direct: throughput of the disk, 125 to 1000 MiB/s; null: the disk's own 125."""
     egress_usd_per_gb: float | None = Field(default=None, ge=0, le=MAX_USD)
     """What a gigabyte from the head to such a machine costs; null: the list price of the head's cloud
     for the way from its region to this one (docs/cost-report.md)."""
@@ -115,6 +129,8 @@ class CloudOffer(Model):
             raise ValueError(
                 f"infra {self.infra} cannot be used direct; write aws/REGION or gcp/REGION, or via: skypilot"
             )
+        if problem := throughput_problem(cloud, self.via, self.disk_mib_per_s):
+            raise ValueError(problem)
         return self
 
     @property

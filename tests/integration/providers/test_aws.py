@@ -380,6 +380,18 @@ def test_a_head_is_reached_by_ssh_and_on_its_runs_ports_and_runs_its_own_script(
     assert view.private_address == ec2.machine("head-1").private_ip
 
 
+@pytest.mark.parametrize(
+    ("mib_per_s", "asked"),
+    [(None, {}), (521, {"Throughput": 521, "Iops": 3000}), (1000, {"Throughput": 1000, "Iops": 4000})],
+)
+def test_a_disk_is_asked_for_with_its_throughput(ec2, mib_per_s, asked):
+    provider = AwsProvider([replace(POOL, disk_gb=500, disk_mib_per_s=mib_per_s)], OWNER, client=ec2.client)
+    provider.launch(request(provider))
+    (disk,) = ec2.templates[0]["BlockDeviceMappings"]
+    ebs = {name: value for name, value in disk["Ebs"].items() if name in ("Throughput", "Iops")}
+    assert {name: int(value) for name, value in ebs.items()} == asked
+
+
 @pytest.mark.parametrize("old_kinds", [False, True])
 def test_what_a_machine_wrote_to_its_console_is_read_of_new_and_old_kinds(ec2, provider, old_kinds):
     ec2.console, ec2.old_kinds = "Booting Linux\n\u00fcber: out of memory\n", old_kinds

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 import rlboost_templates
 from rlboost_cli.main import app
+from rlboost_providers.registry import head_offer
 from rlboost_runtime.fit.plan import GB, fit_plan, misfits, resolved
 from rlboost_runtime.fit.shape import KNOWN_MODELS, find_shape
 from rlboost_runtime.job import Job
@@ -43,10 +44,35 @@ def test_every_template_fits_with_the_models_of_the_paper(template: str, size: s
     assert job.trainer.optimizer_offload is (size == "32B")
     assert job.trainer.micro_batch_tokens == (16_384 if size == "32B" else 32_768)
     assert job.trainer.disk_gb == {"8B": 500, "14B": 850, "32B": 1800}[size]
+    throughput = {"8B": 521, "14B": 939, "32B": 1000}[size]
+    assert job.trainer.disk_mib_per_s == (throughput if template == "aws" else "auto")
+    assert head_offer(job.trainer).disk_mib_per_s == (throughput if template == "aws" else None)
     plan = fit_plan(job, KNOWN_MODELS[f"Qwen/Qwen3-{size}"])
     assert plan.gpu_has is not None
     assert plan.gpu_needs < 0.95 * plan.gpu_has
     assert plan.disk < job.trainer.disk_size_gb * GB
+
+
+def test_the_plan_counts_with_the_throughput_that_is_written(tmp_path: Path) -> None:
+    job = load_job(write(tmp_path, "aws", "8B", "disk_mib_per_s: 125"))
+    plan = fit_plan(job, KNOWN_MODELS["Qwen/Qwen3-8B"])
+    assert plan.disk_bytes_per_s == 125 * 2**20
+    assert plan.publication_s > plan.version / (125 * 2**20) > 120
+
+
+@pytest.mark.parametrize(
+    ("template", "written", "problem"),
+    [
+        ("aws", "1200", "disk_mib_per_s: is 1200; aws has 125 to 1000; write one of these"),
+        ("aws", "100", "disk_mib_per_s: is 100; aws has 125 to 1000; write one of these"),
+        ("gcp", "500", "disk_mib_per_s: is not asked for in gcp via direct; remove it"),
+    ],
+)
+def test_throughput_that_a_disk_cannot_have_is_refused(
+    template: str, written: str, problem: str, tmp_path: Path
+) -> None:
+    with pytest.raises(JobErrors, match=problem):
+        load_job(write(tmp_path, template, "8B", f"disk_mib_per_s: {written}"))
 
 
 REFUSED = [

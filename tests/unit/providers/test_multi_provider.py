@@ -255,6 +255,8 @@ def job(*offers: LocalOffer | SshOffer | CloudOffer) -> Job:
 def test_pools_know_what_disk_and_address_cost_beside_the_price():
     (aws,) = aws_pools([offer(disk_gb=730)])
     assert aws.storage_micro_usd_per_hour == 80_000 + 5000
+    (fast,) = aws_pools([offer(disk_gb=730, disk_mib_per_s=1000)])  # 875 MiB/s and 1,000 IOPS more
+    assert fast.storage_micro_usd_per_hour == aws.storage_micro_usd_per_hour + round(40e6 / 730)
     (gcp,) = gcp_pools([offer(infra="gcp/us-central1", disk_gb=730)])
     assert gcp.storage_micro_usd_per_hour == 100_000 + 2500
     (head,) = gcp_pools([offer(infra="gcp/us-central1", disk_gb=730)], spot=False)
