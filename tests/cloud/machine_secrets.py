@@ -21,23 +21,29 @@ exit 0
 """
 
 
-def check_credentials(lab: Lab, id: str, token: str) -> None:
+def check_credentials(lab: Lab, id: str, credential: str, run_token: str) -> None:
     """List every credential on machine `id` and compare it with what has to be there.
 
-    The host key is the machine's own; the run's `token` is the agents', and readable by their user alone. Of
-    the user's account there is nothing: no key, no role that may do anything, no way to other machines.
+    The host key is the machine's own, and so is the `credential` of its agents, readable by their user alone.
+    The run has no token there. Of the account there is nothing: no key, no role that may do anything,
+    no way to other machines.
     """
-    key = catalogue.SECRET_KEY
-    script = _FIND.format(
-        token=token, key=key, token_head=token[0], token_rest=token[1:], key_head=key[0], key_rest=key[1:]
-    )
-    found = sorted(line for line in lab.ask("shell", id=id, script=script).splitlines() if "|" in line)
-    assert found == sorted(
-        [
-            "PRIVATE KEY|600 root|/etc/ssh/ssh_host_ed25519_key",
-            f"{token}|600 ubuntu|/home/ubuntu/.rlboost/machine/bootstrap.json",
-        ]
-    )
+    for key in (catalogue.SECRET_KEY, run_token):
+        script = _FIND.format(
+            token=credential,
+            key=key,
+            token_head=credential[0],
+            token_rest=credential[1:],
+            key_head=key[0],
+            key_rest=key[1:],
+        )
+        found = sorted(line for line in lab.ask("shell", id=id, script=script).splitlines() if "|" in line)
+        assert found == sorted(
+            [
+                "PRIVATE KEY|600 root|/etc/ssh/ssh_host_ed25519_key",
+                f"{credential}|600 ubuntu|/home/ubuntu/.rlboost/machine/bootstrap.json",
+            ]
+        )
     (record,) = [m for m in lab.machines() if m["id"] == id]
     assert record["role"] == catalogue.ROLE, "the user's own, which may do nothing; not SkyPilot's"
     assert lab.ask("roles") == {catalogue.ROLE: []}

@@ -19,6 +19,7 @@ from machine_secrets import check_credentials
 
 from rlboost_cli.views.run_view import PHASES, boot_times
 from rlboost_runtime.protocol.status import read_status
+from rlboost_runtime.run.credentials import make_credential
 from tests.cloud.conftest import members_of, skypilot_sessions
 from tests.e2e.conftest import Cli
 
@@ -150,7 +151,8 @@ def test_a_run_loses_machines_finds_others_ends_and_is_billed_to_the_second(
         return lab.machines()[began:]
 
     (bare,) = [m for m in spots() if m["is_bare"]]
-    check_credentials(lab, bare["id"], cloud_cli.run_folder("cloud").token.read_text().strip())
+    token = cloud_cli.run_folder("cloud").token.read_text().strip()
+    check_credentials(lab, bare["id"], make_credential(token, bare["tags"]["rlboost-machine"]), token)
     spot_machines = {m["tags"]["rlboost-machine"] for m in spots()}
     cloud_cli.wait("cloud", lambda s: serving(s) >= spot_machines, UP_S)
     clock.say("all of them serve")
