@@ -8,7 +8,7 @@ from pathlib import Path
 import rlboost_templates
 from rlboost_runtime.health import limits
 from rlboost_runtime.health.glossary import GLOSSARY, Metric
-from rlboost_runtime.health.rules import FLEET, SAVING, Kind, step_rules
+from rlboost_runtime.health.rules import FLEET, FLEET_KINDS, STORM, STUCK, Kind, step_rules
 from rlboost_runtime.job.file.load import FieldDoc, describe_fields
 
 DOCS = Path(__file__).resolve().parent
@@ -85,7 +85,7 @@ def metrics_page() -> str:
 
 
 def _warnings_table() -> str:
-    kinds = [*(rule.kind for rule in step_rules()), SAVING, FLEET]
+    kinds = [*(rule.kind for rule in step_rules()), *FLEET_KINDS]
     head = ["| warning | begins | ends | why | what to do |", "|---|---|---|---|---|"]
     return "\n".join([*head, *(_warning_row(kind) for kind in kinds)])
 
@@ -96,6 +96,9 @@ def _warning_row(kind: Kind) -> str:
     last = f"{kind.steps_to_end} steps"
     if kind is FLEET:
         first, last = f"{limits.FLEET_LONG_S / 60:.0f} min", f"{limits.FLEET_RECOVERED_S:.0f} s"
+    elif kind in (STORM, STUCK):
+        since = f"losses of {limits.STORM_S / 60:.0f} min" if kind is STORM else "one look"
+        first, last = since, since
     return (
         f"| `{kind.code}` | {kind.quantity} {begins} {kind.begins:g} for {first}"
         f" | {ends} {kind.ends:g} for {last} | {_cell(kind.reason)} | {_cell(kind.advice)} |"
