@@ -44,11 +44,11 @@ _MAY_CHANGE = (
     *("algorithm.micro_batch_responses:", "rollout.engine_args.max_running:"),
     *("trainer.keep_checkpoints:", "trainer.checkpoint_every_steps:", "trainer.disk_gb:", "output:"),
     *("trainer.activation_checkpointing:", "trainer.optimizer_offload:", "trainer.micro_batch_tokens:"),
-    *("env.", "env:", "secrets", "requirements"),
+    *("env.", "env:", "secrets", "requirements", "notify"),
 )
 """Fields that may differ when an ended run is resumed: to spend more, to train longer, to wait longer for a
-reward, to need less memory or disk, to keep copies elsewhere, and for what rewards need. None of them changes
-what was trained so far."""
+reward, to need less memory or disk, to keep copies elsewhere, to tell others, and for what rewards need. None
+of them changes what was trained so far."""
 _TOLD_DIFFERENCES = 5
 
 
