@@ -10,6 +10,7 @@ from rlboost_runtime.health import limits
 from rlboost_runtime.health.glossary import GLOSSARY, Metric
 from rlboost_runtime.health.rules import FLEET, FLEET_KINDS, STORM, STUCK, Kind, step_rules
 from rlboost_runtime.job.file.load import FieldDoc, describe_fields
+from rlboost_runtime.protocol.prometheus import PROM_METRICS
 
 DOCS = Path(__file__).resolve().parent
 INTRODUCTION = """\
@@ -62,6 +63,23 @@ flickers nor repeats. `rlboost status` (key `warnings` with `--json`), the live 
 show the warnings in force; the beginning and the end of each are events of the run. A warning never ends a
 run."""
 
+PROMETHEUS_INTRODUCTION = """\
+The coordinator answers `/metrics` on its port, over TLS and with the run's token, like everything there. The
+figures are those of `rlboost status --json`. This goes into `scrape_configs` of a Prometheus on the head;
+HOME is your home folder, and PORT, which stays the same through restarts, is in the run's `endpoint.json`:
+
+```yaml
+- job_name: rlboost
+  scheme: https
+  static_configs: [{targets: ["127.0.0.1:PORT"]}]
+  authorization: {credentials_file: HOME/.rlboost/runs/RUN/secrets/token}
+  tls_config: {ca_file: HOME/.rlboost/runs/RUN/secrets/cert.pem}
+```
+
+[grafana-dashboard.json](grafana-dashboard.json) is a dashboard on these metrics: import it in Grafana under
+Dashboards > New > Import. Each metric has the label `run`. Cost and generated tokens are gauges, because the
+books may correct the one and a lost machine takes the last of the other."""
+
 
 def metrics_page() -> str:
     """Return docs/metrics.md."""
@@ -81,7 +99,16 @@ def metrics_page() -> str:
         rows = [_metric_row(metric) for metric in GLOSSARY.values() if metric.section == section]
         head = ["| metric | unit | meaning | healthy | otherwise |", "|---|---|---|---|---|"]
         parts += [f"### {section}", "\n".join([*head, *rows])]
+    parts += ["## Prometheus", PROMETHEUS_INTRODUCTION, _prometheus_table()]
     return "\n\n".join(parts) + "\n"
+
+
+def _prometheus_table() -> str:
+    rows = [
+        f"| `{each.full_name}` | {each.type} | {', '.join(each.labels)} | {each.help} |"
+        for each in PROM_METRICS
+    ]
+    return "\n".join(["| metric | type | labels | meaning |", "|---|---|---|---|", *rows])
 
 
 def _warnings_table() -> str:
