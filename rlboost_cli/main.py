@@ -80,6 +80,7 @@ _MODULES: dict[str, dict[str, str]] = {
         "samples": "Show a step's best, median and worst responses",
         "metrics": "Show a run's metrics, with a chart of each",
         "cost": "Show what a run costs, on what, and what it would have cost on demand",
+        "compare": "Compare runs: changed job fields, and reward, speed and dollars at the same step",
         "audit": "Verify a run's guarantees from its event log and token journal",
     },
     "share": {

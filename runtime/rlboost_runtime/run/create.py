@@ -164,8 +164,8 @@ def copy_files(job: Job, source: Path, target: Path) -> None:
 
 def differences(old: Job, new: Job) -> list[str]:
     """Return what differs, one `field: old there, new here` per field; empty where the jobs are the same."""
-    before = dict(_flat(json.loads(old.canonical_json())))
-    after = dict(_flat(json.loads(new.canonical_json())))
+    before = dict(flat_fields(json.loads(old.canonical_json())))
+    after = dict(flat_fields(json.loads(new.canonical_json())))
     fields = dict.fromkeys([*before, *after])
     return [
         f"{field}: {_shown(before, field)} there, {_shown(after, field)} here"
@@ -245,13 +245,14 @@ def _has_changed(original: Path, copy: Path) -> bool:
         return True
 
 
-def _flat(value: object, at: str = "") -> Iterator[tuple[str, object]]:
+def flat_fields(value: object, at: str = "") -> Iterator[tuple[str, object]]:
+    """Yield the fields of a job that was read as JSON, each with its path."""
     if isinstance(value, dict) and value:
         for key, inner in value.items():
-            yield from _flat(inner, f"{at}.{key}" if at else str(key))
+            yield from flat_fields(inner, f"{at}.{key}" if at else str(key))
     elif isinstance(value, list) and value:
         for index, inner in enumerate(value):
-            yield from _flat(inner, f"{at}[{index}]")
+            yield from flat_fields(inner, f"{at}[{index}]")
     else:
         yield at, value
 
