@@ -17,7 +17,12 @@ INTRODUCTION = """\
 A job is one YAML 1.2 file. It is checked strictly before anything starts: `rlboost check JOB` lists every
 mistake as `file:line: field: what was found; what to do` and exits with 2. File names are relative to the
 job file and must lie below its folder, because a run keeps copies of them; a model folder may be anywhere. In
-YAML 1.2 `yes` is text (write `true`), `8.0` is no whole number, and quotes make text of a number."""
+YAML 1.2 `yes` is text (write `true`), `8.0` is no whole number, and quotes make text of a number.
+
+Editors complete and check a job file with its JSON Schema: type `rlboost schema > job.schema.json` beside
+it, and write `# yaml-language-server: $schema=job.schema.json` as its first line (VS Code with the YAML
+extension, Neovim, and others with yaml-language-server). The schema knows fields, types and bounds; what
+fields ask of one another, and whether files are there, only `rlboost check` knows."""
 ABOUT = {
     "": "The whole file. Fields without a default must be given.",
     "model": "With `{init: tiny}` instead of a folder.",

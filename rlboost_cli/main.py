@@ -67,6 +67,7 @@ _MODULES: dict[str, dict[str, str]] = {
     "job": {
         "init": "Write a commented job file to start from",
         "check": "Validate a job file and print the resolved job",
+        "schema": "Print the JSON Schema of job files, for editors",
         "doctor": "Check this machine, the job and its remote head",
         "plan": "Simulate the job: its time, its cost, and what else could be done",
     },
