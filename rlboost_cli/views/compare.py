@@ -23,7 +23,9 @@ def compare_lines(found: RunComparison) -> Iterator[str]:
     """Yield what differs between the jobs, each run as it is now, and all of them at the same points."""
     names = [column.run for column in found.runs]
     if found.changed:
-        rows = [(field, *(_value(values, name) for name in names)) for field, values in found.changed.items()]
+        rows: list[tuple[object, ...]] = [
+            (field, *(_value(values, name) for name in names)) for field, values in found.changed.items()
+        ]
         yield table(("job field", *names), rows)
     else:
         yield "The jobs are the same but for their names."
@@ -38,9 +40,9 @@ def compare_lines(found: RunComparison) -> Iterator[str]:
     yield from _by_step(found.runs, int(found.same["steps"].at))
     yield ""
     rows = [
-        (words if first else "", *_point_cells(run, at))
+        ("" if index else words, *_point_cells(run, at))
         for axis, words in _same_words(found).items()
-        for first, (run, at) in _with_first(found.same[axis].runs)
+        for index, (run, at) in enumerate(found.same[axis].runs.items())
     ]
     yield table(("at the same", "run", "step", "reward", "tokens", "time", "dollars"), rows)
 
@@ -68,7 +70,7 @@ def _by_step(columns: Sequence[RunColumn], last: int) -> Iterator[str]:
     for step in shown:
         points = [at_value(column.curves, "steps", step) for column in columns]
         cells = [
-            *(_figure(at and at.reward_mean) for at in points),
+            *(_figure(at.reward_mean if at else None) for at in points),
             *(None if at is None else _rate(at) for at in points),
             *(None if at is None else _money(at.usd) for at in points),
         ]
@@ -86,11 +88,6 @@ def _same_words(found: RunComparison) -> dict[str, str]:
     }
 
 
-def _with_first(runs: dict[str, RunPoint | None]) -> Iterator[tuple[bool, tuple[str, RunPoint | None]]]:
-    for index, item in enumerate(runs.items()):
-        yield index == 0, item
-
-
 def _point_cells(run: str, at: RunPoint | None) -> tuple[object, ...]:
     if at is None:
         return run, None, None, None, None, None
@@ -100,8 +97,9 @@ def _point_cells(run: str, at: RunPoint | None) -> tuple[object, ...]:
 def _value(values: dict[str, object], name: str) -> str:
     if name not in values:
         return "-"
-    text = values[name] if isinstance(values[name], str) else json.dumps(values[name])
-    return text if len(str(text)) <= _MAX_VALUE else f"{str(text)[: _MAX_VALUE - 3]}..."
+    value = values[name]
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= _MAX_VALUE else f"{text[: _MAX_VALUE - 3]}..."
 
 
 def _rate(at: RunPoint) -> str:
