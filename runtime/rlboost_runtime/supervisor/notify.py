@@ -103,11 +103,18 @@ class Notifier:
             event(log, "notifications.look_failed", level=logging.ERROR, exc_info=True)
 
     async def finish(self) -> None:
-        """Send what is left: within `END_WAIT_S` if the run has ended, else what is on its way now."""
+        """Send what is left: within `END_WAIT_S` if the run has ended by itself, else what is on its way now.
+
+        Returns at once where the run is resumed: the next supervisor goes on with the rest.
+        """
         self.look()
-        if self._sending:
-            has_ended = self.run.outcome.exists()
-            await asyncio.wait(self._sending, timeout=END_WAIT_S if has_ended else self.deadline_s)
+        outcome = read_json(self.run.outcome)
+        by_itself = outcome is not None and (outcome.get("state"), outcome.get("exit_code")) != ("stopped", 0)
+        deadline = time.monotonic() + (END_WAIT_S if by_itself else self.deadline_s)
+        while self._sending and time.monotonic() < deadline:
+            if outcome is not None and not self.run.outcome.exists():
+                break
+            await asyncio.wait(self._sending, timeout=0.2)
         for task in self._sending:
             task.cancel()
         await asyncio.gather(*self._sending, return_exceptions=True)

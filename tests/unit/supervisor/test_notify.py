@@ -197,6 +197,23 @@ async def test_an_answer_that_does_not_come_is_final_and_delays_nobody(run, hook
     assert len(hook.got) == 1
 
 
+async def test_a_run_that_is_resumed_does_not_wait_for_what_its_last_end_had_to_tell(run, hook):
+    hook.answers = [500] * 9
+    sender = notifier(run, WebhookTarget(webhook=hook.url), pause_s=60.0)
+    status(run, "stuck")
+    write_json(run.outcome, {"state": "failed", "exit_code": 1})
+    finishing = asyncio.create_task(sender.finish())
+    await asyncio.sleep(0.5)
+    assert not finishing.done()
+    run.outcome.unlink()
+    await asyncio.wait_for(finishing, 5.0)
+    assert states(run) == [{"0": "waiting"}, {"0": "waiting"}]
+    again = notifier(run, WebhookTarget(webhook=hook.url))
+    await again.finish()
+    assert states(run) == [{"0": "failed"}], "the warning was tried on; how the run had ended is no news now"
+    assert len(hook.got) == 2 + notify.TRIES - 1
+
+
 async def test_a_command_that_hangs_is_ended_with_its_children(run, tmp_path):
     pid = tmp_path / "pid"
     command = ["sh", "-c", f"sleep 60 & echo $! > {pid}; wait"]
