@@ -195,9 +195,10 @@ soak: $(DEV) ## 10,000 simulated runs with random faults; then all tests $(ROUND
 	@$(MAKE) soak-cloud
 
 .PHONY: soak-corruption
-soak-corruption: $(DEV) ## FLIPS=200 random flips, cuts and deletions of each: journal, event log, ledger (last line JSON)
+soak-corruption: $(DEV) ## FLIPS=200 random flips, cuts and deletions of each: journal, event log, ledger, version, checkpoint
 	@RLBOOST_FLIPS=$(or $(FLIPS),200) $(BIN)/python -m pytest -q -rP -k "no_damage_of or any_damage_of" --timeout 1800 \
-		tests/unit/billing/test_ledger.py tests/integration/coordinator/test_coordinator_shell.py
+		tests/unit/billing/test_ledger.py tests/integration/coordinator/test_coordinator_shell.py \
+		tests/unit/weights/test_weight_store.py tests/unit/trainer/test_checkpoint_writer.py
 
 .PHONY: soak-cloud
 soak-cloud: cloudlab ## seeded storms over the real SkyPilot, machines of a head that is gone, a machine from EC2 itself

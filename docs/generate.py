@@ -8,15 +8,21 @@ from pathlib import Path
 import rlboost_templates
 from rlboost_runtime.health import limits
 from rlboost_runtime.health.glossary import GLOSSARY, Metric
-from rlboost_runtime.health.rules import FLEET, SAVING, Kind, step_rules
+from rlboost_runtime.health.rules import FLEET, FLEET_KINDS, STORM, STUCK, Kind, step_rules
 from rlboost_runtime.job.file.load import FieldDoc, describe_fields
+from rlboost_runtime.protocol.prometheus import PROM_METRICS
 
 DOCS = Path(__file__).resolve().parent
 INTRODUCTION = """\
 A job is one YAML 1.2 file. It is checked strictly before anything starts: `rlboost check JOB` lists every
 mistake as `file:line: field: what was found; what to do` and exits with 2. File names are relative to the
 job file and must lie below its folder, because a run keeps copies of them; a model folder may be anywhere. In
-YAML 1.2 `yes` is text (write `true`), `8.0` is no whole number, and quotes make text of a number."""
+YAML 1.2 `yes` is text (write `true`), `8.0` is no whole number, and quotes make text of a number.
+
+Editors complete and check a job file with its JSON Schema: type `rlboost schema > job.schema.json` beside
+it, and write `# yaml-language-server: $schema=job.schema.json` as its first line (VS Code with the YAML
+extension, Neovim, and others with yaml-language-server). The schema knows fields, types and bounds; what
+fields ask of one another, and whether files are there, only `rlboost check` knows."""
 ABOUT = {
     "": "The whole file. Fields without a default must be given.",
     "model": "With `{init: tiny}` instead of a folder.",
@@ -62,6 +68,23 @@ flickers nor repeats. `rlboost status` (key `warnings` with `--json`), the live 
 show the warnings in force; the beginning and the end of each are events of the run. A warning never ends a
 run."""
 
+PROMETHEUS_INTRODUCTION = """\
+The coordinator answers `/metrics` on its port, over TLS and with the run's token, like everything there. The
+figures are those of `rlboost status --json`. This goes into `scrape_configs` of a Prometheus on the head;
+HOME is your home folder, and PORT, which stays the same through restarts, is in the run's `endpoint.json`:
+
+```yaml
+- job_name: rlboost
+  scheme: https
+  static_configs: [{targets: ["127.0.0.1:PORT"]}]
+  authorization: {credentials_file: HOME/.rlboost/runs/RUN/secrets/token}
+  tls_config: {ca_file: HOME/.rlboost/runs/RUN/secrets/cert.pem}
+```
+
+[grafana-dashboard.json](grafana-dashboard.json) is a dashboard on these metrics: import it in Grafana under
+Dashboards > New > Import. Each metric has the label `run`. Cost and generated tokens are gauges, because the
+books may correct the one and a lost machine takes the last of the other."""
+
 
 def metrics_page() -> str:
     """Return docs/metrics.md."""
@@ -81,11 +104,20 @@ def metrics_page() -> str:
         rows = [_metric_row(metric) for metric in GLOSSARY.values() if metric.section == section]
         head = ["| metric | unit | meaning | healthy | otherwise |", "|---|---|---|---|---|"]
         parts += [f"### {section}", "\n".join([*head, *rows])]
+    parts += ["## Prometheus", PROMETHEUS_INTRODUCTION, _prometheus_table()]
     return "\n\n".join(parts) + "\n"
 
 
+def _prometheus_table() -> str:
+    rows = [
+        f"| `{each.full_name}` | {each.type} | {', '.join(each.labels)} | {each.help} |"
+        for each in PROM_METRICS
+    ]
+    return "\n".join(["| metric | type | labels | meaning |", "|---|---|---|---|", *rows])
+
+
 def _warnings_table() -> str:
-    kinds = [*(rule.kind for rule in step_rules()), SAVING, FLEET]
+    kinds = [*(rule.kind for rule in step_rules()), *FLEET_KINDS]
     head = ["| warning | begins | ends | why | what to do |", "|---|---|---|---|---|"]
     return "\n".join([*head, *(_warning_row(kind) for kind in kinds)])
 
@@ -96,6 +128,9 @@ def _warning_row(kind: Kind) -> str:
     last = f"{kind.steps_to_end} steps"
     if kind is FLEET:
         first, last = f"{limits.FLEET_LONG_S / 60:.0f} min", f"{limits.FLEET_RECOVERED_S:.0f} s"
+    elif kind in (STORM, STUCK):
+        since = f"losses of {limits.STORM_S / 60:.0f} min" if kind is STORM else "one look"
+        first, last = since, since
     return (
         f"| `{kind.code}` | {kind.quantity} {begins} {kind.begins:g} for {first}"
         f" | {ends} {kind.ends:g} for {last} | {_cell(kind.reason)} | {_cell(kind.advice)} |"

@@ -67,6 +67,7 @@ _MODULES: dict[str, dict[str, str]] = {
     "job": {
         "init": "Write a commented job file to start from",
         "check": "Validate a job file and print the resolved job",
+        "schema": "Print the JSON Schema of job files, for editors",
         "doctor": "Check this machine, the job and its remote head",
         "plan": "Simulate the job: its time, its cost, and what else could be done",
     },
@@ -80,6 +81,7 @@ _MODULES: dict[str, dict[str, str]] = {
         "samples": "Show a step's best, median and worst responses",
         "metrics": "Show a run's metrics, with a chart of each",
         "cost": "Show what a run costs, on what, and what it would have cost on demand",
+        "compare": "Compare runs: changed job fields, and reward, speed and dollars at the same step",
         "audit": "Verify a run's guarantees from its event log and token journal",
     },
     "share": {

@@ -1,4 +1,4 @@
-"""Commands about a job file: `init`, `check`, `doctor` and `plan`."""
+"""Commands about a job file: `init`, `check`, `schema`, `doctor` and `plan`."""
 
 from __future__ import annotations
 
@@ -61,6 +61,17 @@ def check(job: JobFile, as_json: AsJson = False) -> None:
         output.as_json(resolved)
     else:
         output.as_yaml(resolved)
+
+
+def schema() -> None:
+    """Print the JSON Schema of job files, for editors
+
+    Example: rlboost schema > job.schema.json
+    """
+    from rlboost_cli.terminal import output
+    from rlboost_runtime.job.file.schema import job_schema
+
+    output.as_json(job_schema())
 
 
 def doctor(

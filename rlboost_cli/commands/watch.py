@@ -1,4 +1,4 @@
-"""Commands that show a run and change nothing: `status`, `logs`, `samples`, `metrics`, `cost`, `audit`."""
+"""Commands that show runs and change nothing, such as `status`, `logs`, `metrics`, `cost` and `compare`."""
 
 from __future__ import annotations
 
@@ -223,6 +223,37 @@ def cost(
         output.show(cost_csv(report))
     else:
         output.show("\n".join(cost_lines(report)))
+
+
+def compare(
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            help="Two or more runs", metavar="RUN RUN...", show_default=False, autocompletion=completion.runs
+        ),
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Compare runs: changed job fields, and reward, speed and dollars at the same step
+
+    Example: rlboost compare quickstart quickstart-2
+    """
+    from msgspec import to_builtins
+
+    from rlboost_cli.runs.compare import compare_runs
+    from rlboost_cli.runs.refresh import look_at
+    from rlboost_cli.terminal import output
+    from rlboost_cli.views.compare import compare_lines
+    from rlboost_runtime.run.index import find_run
+
+    folders = [find_run(run) for run in runs]
+    for folder in folders:
+        look_at(folder, output.progress, ledger=True, logs=True)
+    found = compare_runs(folders)
+    if as_json:
+        output.as_json(to_builtins(found))
+    else:
+        output.show("\n".join(compare_lines(found)))
 
 
 def audit(run: RunName, as_json: AsJson = False) -> None:

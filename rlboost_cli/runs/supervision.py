@@ -55,6 +55,8 @@ def bring_up(run: RunFolder, progress: Callable[[str], None]) -> dict[str, Any]:
                 return client.get_status(run)
             except client.NotAnswering as silence:
                 _give_up_if_hopeless(run, child, deadline, silence)
+            if child is None and not is_supervised(run):  # it was that of the run's former end
+                child = _start(run)
             time.sleep(_POLL_S)
     return {}
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import http.server
+import json
 import signal
+import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,8 +17,34 @@ from rlboost_runtime.coordinator.audit import audit
 pytestmark = pytest.mark.e2e
 
 
-def test_every_process_may_be_killed_once(cli: Any) -> None:
-    job = cli.job("kills", algorithm={"steps": 10, "max_response_tokens": 48})
+@pytest.fixture
+def told() -> Iterator[list[str]]:
+    """What a webhook was told; its URL is in the environment variable HOOK."""
+    got: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            got.append(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["text"])
+            self.send_response(200)
+            self.end_headers()
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOOK", f"http://127.0.0.1:{server.server_port}/T0")
+        yield got
+    server.shutdown()
+    server.server_close()
+
+
+def test_every_process_may_be_killed_once(told: list[str], cli: Any) -> None:
+    """Each notification of the run arrives once."""
+    job = cli.job(
+        "kills",
+        algorithm={"steps": 10, "max_response_tokens": 48},
+        secrets=["HOOK"],
+        notify=[{"webhook": "${HOOK}", "on": ["done", "failed"]}],
+    )
     attached = cli.start("launch", job, "--yes")
     cli.wait("kills", lambda s: s["step"] >= 1, timeout_s=180)
 
@@ -46,6 +76,7 @@ def test_every_process_may_be_killed_once(cli: Any) -> None:
     assert audit(cli.run_folder("kills")).problems == []
     cli("down", "kills", "--yes")
     assert cli.processes("kills") == []
+    assert [text.split(":")[0] for text in told] == ["kills is done"]
 
 
 def test_down_in_the_middle_leaves_nothing_and_the_run_can_be_resumed(cli: Any) -> None:

@@ -151,6 +151,9 @@ def fleet_facts(sources: StatusSources, now_wall: float) -> FleetFacts:
         useful=core.useful_instances,
         is_rolling_out=core.step is not None,
         saving_fraction=None if figures is None else figures.saving_fraction,
+        lost=_preemptions(core.counters.preemptions).total,
+        tokens=sources.agents.ingest.tokens_accepted,
+        is_progress_due=core.step is not None or (_wants_trainer(sources) and _preparing(sources) is None),
     )
 
 
@@ -221,12 +224,16 @@ def _phase(sources: StatusSources, preparing: Preparation | None) -> str:
 
 
 def _before_the_first_step(sources: StatusSources) -> str:
-    if not (read_json(sources.state.run.wanted) or {}).get("train"):
+    if not _wants_trainer(sources):
         return "up, without a trainer"
     if not sources.trainer.connected:
         return "starting the trainer"
     newest = sources.state.core.newest_version
     return "publishing the first policy version" if newest is None else "asking for the first step"
+
+
+def _wants_trainer(sources: StatusSources) -> bool:
+    return bool((read_json(sources.state.run.wanted) or {}).get("train"))
 
 
 def _egress(ledger: Ledger) -> list[dict[str, Any]]:

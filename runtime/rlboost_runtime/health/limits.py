@@ -82,3 +82,19 @@ SAVING = 0.0
 SAVING_ENDS = 0.05
 SAVING_FROM_STEP = 10
 """Trained steps before the comparison is judged: until then, boots and start-up dominate the bill."""
+
+STORM_SHARE = 0.5
+"""Spot instances lost within `STORM_S`, relative to these and those that are connected. Single preemptions
+are usual and cost a boot each; at half of the fleet the run waits for machines."""
+STORM_SHARE_ENDS = 0.25
+STORM_LEAST = 3
+"""Fewer losses within `STORM_S` are no storm, however small the fleet."""
+STORM_S = 600.0
+"""Seconds over which losses are counted: about a boot and the wait for it."""
+
+STUCK_S = 1800.0
+"""Seconds without a new token or a trained step while the run is open. Machines that are replaced and a
+restarted coordinator take minutes; after half an hour somebody has to look."""
+STUCK_FACTOR = 3.0
+"""A run whose longest step took more than a third of `STUCK_S` gets this many of such steps instead: training
+alone produces no token."""

@@ -6,11 +6,12 @@ ones by a milder limit. So it neither flickers nor repeats while its cause lasts
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlboost_runtime.health import limits
-from rlboost_runtime.health.rules import FLEET, SAVING, Row, Rule, finite, step_rules
+from rlboost_runtime.health.rules import FLEET, SAVING, STORM, STUCK, Kind, Row, Rule, finite, step_rules
 from rlboost_runtime.protocol.status import EvaluationStatus, HealthWarning
 
 
@@ -51,6 +52,12 @@ class FleetFacts:
     """False while no step is open: then nobody needs a fleet."""
     saving_fraction: float | None = None
     """Saving over on-demand machines alone, as of the last trained step; None: not known."""
+    lost: int = 0
+    """Spot instances lost since the run began."""
+    tokens: int = 0
+    """Tokens accepted since the coordinator started."""
+    is_progress_due: bool = True
+    """False while the trainer is not wanted yet, or loads something before its first step."""
 
 
 class HealthMonitor:
@@ -65,6 +72,12 @@ class HealthMonitor:
         self._fleet: HealthWarning | None = None
         self._short_since: float | None = None
         self._enough_since: float | None = None
+        self._storm: HealthWarning | None = None
+        self._lost: deque[tuple[float, int]] = deque()
+        self._stuck: HealthWarning | None = None
+        self._last_progress: tuple[int, int] | None = None
+        self._progress_at = 0.0
+        self._longest_step_s = 0.0
         self.evaluation: EvaluationStatus | None = None
         """The newest evaluation; None before the first."""
         for step, row in before:
@@ -73,12 +86,18 @@ class HealthMonitor:
     @property
     def active(self) -> list[HealthWarning]:
         """Warnings in force."""
-        held = [*(rule.active for rule in (*self._rules, self._saving)), self._fleet]
+        held = [
+            *(rule.active for rule in (*self._rules, self._saving)),
+            self._fleet,
+            self._storm,
+            self._stuck,
+        ]
         return [warning for warning in held if warning is not None]
 
     def trained(self, step: int, row: Row) -> list[HealthChange]:
         """Take in the metrics of a step, counted from 0; return what began or ended."""
         self._evaluated(step + 1, row)
+        self._longest_step_s = max(self._longest_step_s, finite(row, "step_s") or 0.0)
         changes = []
         for rule in self._rules:
             was = rule.active
@@ -92,10 +111,14 @@ class HealthMonitor:
         was = self._saving.active
         if self._is_new_saving(facts) and self._saving.take(facts.steps, facts.saving_fraction or 0.0):
             changes.append(_change(was, self._saving.active))
-        held = self._fleet
+        held = (self._fleet, self._storm, self._stuck)
         self._fleet = self._fleet_now(facts)
-        if (held is None) != (self._fleet is None):
-            changes.append(_change(held, self._fleet))
+        self._storm = self._storm_now(facts)
+        self._stuck = self._stuck_now(facts)
+        now = (self._fleet, self._storm, self._stuck)
+        changes += [
+            _change(was, is_) for was, is_ in zip(held, now, strict=True) if (was is None) != (is_ is None)
+        ]
         return changes
 
     def _evaluated(self, step: int, row: Row) -> None:
@@ -124,8 +147,32 @@ class HealthMonitor:
             return None
         if self._short_since is not None and facts.now - self._short_since >= limits.FLEET_LONG_S:
             since = facts.steps + 1 if self._fleet is None else self._fleet.since_step
-            return _fleet_warning(share, facts.now - self._short_since, since)
+            return _fleet_warning(FLEET, share, since, minutes=(facts.now - self._short_since) / 60)
         return self._fleet
+
+    def _storm_now(self, facts: FleetFacts) -> HealthWarning | None:
+        """Return the warning on instances lost within `STORM_S`, those before the first look left out."""
+        self._lost.append((facts.now, facts.lost))
+        while facts.now - self._lost[0][0] > limits.STORM_S:
+            self._lost.popleft()
+        lost = facts.lost - self._lost[0][1]
+        share = lost / (lost + facts.connected) if lost else 0.0
+        if self._storm is not None:
+            return self._storm if share >= STORM.ends else None
+        if lost < limits.STORM_LEAST or not STORM.is_bad(share):
+            return None
+        return _fleet_warning(STORM, share, facts.steps + 1, minutes=limits.STORM_S / 60, count=lost)
+
+    def _stuck_now(self, facts: FleetFacts) -> HealthWarning | None:
+        progress = (facts.tokens, facts.steps)
+        if progress != self._last_progress or not facts.is_progress_due:
+            self._last_progress, self._progress_at = progress, facts.now
+        limit_s = max(limits.STUCK_S, limits.STUCK_FACTOR * self._longest_step_s)
+        silent_s = facts.now - self._progress_at
+        if silent_s < limit_s:
+            return None
+        kind = replace(STUCK, begins=limit_s / 60)
+        return _fleet_warning(kind, silent_s / 60, facts.steps + 1, minutes=silent_s / 60)
 
 
 def _since(since: float | None, now: float, *, is_so: bool) -> float | None:
@@ -134,15 +181,17 @@ def _since(since: float | None, now: float, *, is_so: bool) -> float | None:
     return now if since is None else since
 
 
-def _fleet_warning(share: float, seconds: float, since_step: int | None) -> HealthWarning:
-    text = FLEET.text.format(value=share, minutes=seconds / 60, limit=FLEET.begins)
+def _fleet_warning(
+    kind: Kind, value: float, since_step: int | None, *, minutes: float, count: int = 0
+) -> HealthWarning:
+    text = kind.text.format(value=value, minutes=minutes, count=count, limit=kind.begins)
     return HealthWarning(
-        code=FLEET.code,
+        code=kind.code,
         text=text,
-        reason=FLEET.reason,
-        advice=FLEET.advice,
-        value=share,
-        limit=FLEET.begins,
+        reason=kind.reason,
+        advice=kind.advice,
+        value=value,
+        limit=kind.begins,
         since_step=since_step,
     )
 

@@ -265,6 +265,23 @@ FLEET = Kind(
     "connected / useful spot instances", is_low_bad=True,
 )  # fmt: skip
 
+STORM = Kind(
+    "preemption_storm", limits.STORM_SHARE, limits.STORM_SHARE_ENDS,
+    "{count} spot instances ({value:.0%}) lost within {minutes:.0f} min (limit {limit:.0%}).",
+    "Every lost machine is replaced, and boots are billed; until then the rollout is slower.",
+    "Wait, or add regions or GPU types to rollout.spot.any_of, raise the bid, or set on_demand_floor.",
+    "lost / (lost + connected) spot instances",
+)  # fmt: skip
+STUCK = Kind(
+    "stuck", limits.STUCK_S / 60, limits.STUCK_S / 60,
+    "Stuck: no new token or step for {minutes:.0f} min (limit {limit:.0f} min).",
+    "The head and every living machine are billed while nothing is produced.",
+    "See what the run waits for with `rlboost status` and `rlboost logs`; `rlboost down` ends it.",
+    "minutes without a new token or step",
+)  # fmt: skip
+FLEET_KINDS = (SAVING, FLEET, STORM, STUCK)
+"""Kinds that are judged on the fleet and the bill, not on a step's metrics."""
+
 
 def step_rules() -> list[Rule]:
     """Return the rules on a step's metrics, which have seen nothing yet."""

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from rlboost_runtime.job.algorithm import Algorithm
 from rlboost_runtime.job.base import MAX_USD, Model
 from rlboost_runtime.job.data import PromptData, ReasoningGym
+from rlboost_runtime.job.notify import NotifyTarget, variables_of
 from rlboost_runtime.job.rollout import Rollout
 from rlboost_runtime.job.task import HttpReward, TinyModel
 from rlboost_runtime.job.trainer import After, Trainer
@@ -128,6 +129,8 @@ class Job(Model):
     are copied there, under the run's name; null: they stay in the run's folder."""
     budget: Budget = Budget()
     """When to stop spending."""
+    notify: list[NotifyTarget] = Field(default=[])
+    """Who is told, once each, when the run ends, spends its budget or needs a look."""
     after: After = After()
     """When a rented head shuts down."""
     evaluation: Evaluation | None = None
@@ -161,6 +164,12 @@ class Job(Model):
             raise ValueError(f"env has {broken[0]} with a NUL, which ends every value; remove it")
         if twice := [name for name in self.secrets if name in self.env]:
             raise ValueError(f"secrets has {twice[0]}, and so has env; remove one of them")
+        for target in self.notify:
+            for name in variables_of(target):
+                if name not in self.secrets and name not in self.env:
+                    raise ValueError(
+                        f"notify has ${{{name}}}, which neither secrets nor env has; write secrets: [{name}]"
+                    )
         return self
 
     @model_validator(mode="after")

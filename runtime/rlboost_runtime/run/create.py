@@ -45,11 +45,11 @@ _MAY_CHANGE = (
     *("algorithm.micro_batch_responses:", "rollout.engine_args.max_running:", "rollout.vllm_args"),
     *("trainer.keep_checkpoints:", "trainer.checkpoint_every_steps:", "trainer.disk_gb:", "output:"),
     *("trainer.activation_checkpointing:", "trainer.optimizer_offload:", "trainer.micro_batch_tokens:"),
-    *("env.", "env:", "secrets", "requirements"),
+    *("env.", "env:", "secrets", "requirements", "notify"),
 )
 """Fields that may differ when an ended run is resumed: to spend more, to train longer, to wait longer for a
-reward, to need less memory or disk, to keep copies elsewhere, and for what rewards need. None of them changes
-what was trained so far."""
+reward, to need less memory or disk, to keep copies elsewhere, to tell others, and for what rewards need. None
+of them changes what was trained so far."""
 _TOLD_DIFFERENCES = 5
 
 
@@ -165,8 +165,8 @@ def copy_files(job: Job, source: Path, target: Path) -> None:
 
 def differences(old: Job, new: Job) -> list[str]:
     """Return what differs, one `field: old there, new here` per field; empty where the jobs are the same."""
-    before = dict(_flat(json.loads(old.canonical_json())))
-    after = dict(_flat(json.loads(new.canonical_json())))
+    before = dict(flat_fields(json.loads(old.canonical_json())))
+    after = dict(flat_fields(json.loads(new.canonical_json())))
     fields = dict.fromkeys([*before, *after])
     return [
         f"{field}: {_shown(before, field)} there, {_shown(after, field)} here"
@@ -246,13 +246,14 @@ def _has_changed(original: Path, copy: Path) -> bool:
         return True
 
 
-def _flat(value: object, at: str = "") -> Iterator[tuple[str, object]]:
+def flat_fields(value: object, at: str = "") -> Iterator[tuple[str, object]]:
+    """Yield the fields of a job that was read as JSON, each with its path."""
     if isinstance(value, dict) and value:
         for key, inner in value.items():
-            yield from _flat(inner, f"{at}.{key}" if at else str(key))
+            yield from flat_fields(inner, f"{at}.{key}" if at else str(key))
     elif isinstance(value, list) and value:
         for index, inner in enumerate(value):
-            yield from _flat(inner, f"{at}[{index}]")
+            yield from flat_fields(inner, f"{at}[{index}]")
     else:
         yield at, value
 

@@ -20,6 +20,7 @@ there is named below; everybody else only reads it.
                       machines are ended then                               coordinator
     outcome.json      {"state", "problem", "remedy", "exit_code", "warning"} once the run has ended; the
                       warning: why machines may still cost money, or ""     coordinator
+    notified.json     which notifications were sent to whom                 supervisor
     ledger.sqlite     machines, steps, events in words                      coordinator
     ledger.mark       how many durable transactions the ledger has had      coordinator
     events.log        the core's events                                     coordinator
@@ -128,6 +129,7 @@ class RunFolder:
     """How the run is to end, from the decision on; without an outcome it is still being wound up."""
     outcome = _Place("outcome.json")
     """How the run ended; absent while it is open."""
+    notified = _Place("notified.json")
     ledger = _Place("ledger.sqlite")
     events = _Place("events.log")
     journal = _Place("journal")
@@ -211,7 +213,7 @@ _RENEWED = frozenset(
     f"{name}.json"
     for name in (
         *("endpoint", "weights_endpoint", "wanted", "status", "ending", "outcome"),
-        *("preparing", "mirror", "safe", "plan", "install"),
+        *("preparing", "mirror", "safe", "plan", "install", "notified"),
     )
 )
 """Files that are written anew where they are absent, or can be missed, as can all in `processes`."""

@@ -51,6 +51,7 @@ from rlboost_runtime.run.folder import (
 from rlboost_runtime.run.resolved import read_resolved
 from rlboost_runtime.run.security import client_context, read_token, repair_secrets
 from rlboost_runtime.supervisor.machines import end_machines, list_machines
+from rlboost_runtime.supervisor.notify import notifying
 from rlboost_runtime.supervisor.roles import Role, roles_of
 from rlboost_runtime.supervisor.watched import (
     EX_CONFIG,
@@ -305,7 +306,8 @@ async def serve(run: RunFolder) -> bool:
     supervisor = Supervisor(run, roles_of(job, run), lambda: end_machines(job, run))
     for name in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(name, supervisor.stop)
-    await supervisor.serve()
+    async with notifying(job, run):
+        await supervisor.serve()
     return not supervisor.has_unwritten_outcome
 
 

@@ -7,9 +7,12 @@ import contextlib
 import json
 import os
 import socket
+import ssl
 import subprocess
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -95,6 +98,18 @@ def test_status_comes_from_the_living_coordinator(run: RunFolder, calls: Calls) 
     assert (status["step"], len(status["long"])) == (3, 200_000)
     found = run_status(run, 10.0)
     assert (found.is_live, found.has_ended, found.problem, found.age_s) == (True, False, None, 0.0)
+
+
+def test_metrics_for_prometheus_need_the_token(run: RunFolder, calls: Calls) -> None:
+    url = read_json(run.endpoint)["url"] + "/metrics"
+    context = ssl.create_default_context(cafile=str(run.certificate))
+    with pytest.raises(urllib.error.HTTPError, match="401") as refused:
+        urllib.request.urlopen(url, context=context, timeout=10)
+    refused.value.close()
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {read_token(run)}"})
+    with urllib.request.urlopen(request, context=context, timeout=10) as answer:
+        assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+        assert 'rlboost_steps_total{run="demo"} 3\n' in answer.read().decode()
 
 
 def test_preempt_reaches_the_instance_or_says_why_not(run: RunFolder, calls: Calls) -> None:

@@ -772,7 +772,14 @@ def sky(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSkyPilot]:
 
 def through_skypilot(run: RunFolder, **changes: object) -> None:
     job = json.loads(run.job_json.read_text())
-    job["trainer"] |= {"infra": "aws", "via": "skypilot", "image": None, "private_address": False, **changes}
+    job["trainer"] |= {
+        "infra": "aws",
+        "via": "skypilot",
+        "image": None,
+        "disk_mib_per_s": "auto",
+        "private_address": False,
+        **changes,
+    }
     write_json(run.job_json, job)
 
 

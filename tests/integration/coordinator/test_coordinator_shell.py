@@ -65,6 +65,7 @@ from rlboost_runtime.protocol.messages import (
 )
 from rlboost_runtime.run.folder import RunFolder
 from rlboost_runtime.seams import SystemClock, SystemDisk
+from tests.fakes.damage import spoil
 
 pytestmark = pytest.mark.integration
 
@@ -577,23 +578,6 @@ async def test_a_finished_response_that_the_journal_lost_is_generated_again(
         working.cancel()
     assert recover(tmp_path / "events.log").totals.commands_digest == digest
     assert audit(RunFolder(tmp_path)).problems == []
-
-
-def spoil(path: Path, rng: random.Random) -> None:
-    """Flip a bit, cut the end off, zero the end, or delete the file."""
-    data = bytearray(path.read_bytes())
-    at = rng.randrange(len(data))
-    match rng.randrange(8):
-        case 0:
-            path.unlink()
-            return
-        case 1:
-            del data[at:]
-        case 2:
-            data[at:] = bytes(len(data) - at)
-        case _:
-            data[at] ^= 1 << rng.randrange(8)
-    path.write_bytes(data)
 
 
 @pytest.mark.parametrize("name", ["journal/step-000000.seg", "events.log"])

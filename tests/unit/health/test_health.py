@@ -10,7 +10,7 @@ import pytest
 
 from rlboost_runtime.health import limits
 from rlboost_runtime.health.monitor import FleetFacts, HealthMonitor
-from rlboost_runtime.health.rules import FLEET, SAVING, step_rules
+from rlboost_runtime.health.rules import FLEET_KINDS, step_rules
 
 HEALTHY = {
     "reward_mean": 0.4,
@@ -160,10 +160,10 @@ def test_a_warning_has_value_limit_reason_and_advice() -> None:
 
 
 def test_every_kind_is_one_plain_sentence_that_fits_a_line() -> None:
-    kinds = [*(rule.kind for rule in step_rules()), SAVING, FLEET]
+    kinds = [*(rule.kind for rule in step_rules()), *FLEET_KINDS]
     assert len({kind.code for kind in kinds}) == len(kinds)
     for kind in kinds:
-        text = kind.text.format(value=0.123, limit=kind.begins, since=123, minutes=15)
+        text = kind.text.format(value=0.123, limit=kind.begins, since=123, minutes=15, count=64)
         assert len(text) <= 70, text  # 80 columns less the label and the last one
         assert text.endswith(".")
         assert kind.reason.endswith(".")
@@ -174,7 +174,9 @@ def test_every_kind_is_one_plain_sentence_that_fits_a_line() -> None:
 
 
 def facts(now: float, connected: int = 4, **changes: Any) -> FleetFacts:
-    return FleetFacts(**{"now": now, "steps": 3, "connected": connected, "useful": 8} | changes)
+    return FleetFacts(
+        **{"now": now, "steps": 3, "connected": connected, "useful": 8, "tokens": int(now)} | changes
+    )
 
 
 def looks(
@@ -243,3 +245,32 @@ def test_evaluations_are_remembered() -> None:
     found = monitor.evaluation
     assert found is not None
     assert (found.step, found.reward_mean, found.reward_best, found.first_reward_mean) == (3, 0.3, None, 0.1)
+
+
+def test_a_fleet_that_is_half_lost_is_a_storm_once_and_usual_losses_are_none() -> None:
+    calm = looks(HealthMonitor(), 7200, lambda now: facts(now, 8, lost=int(now / 600)))
+    assert calm == [], "one of eight every ten minutes"
+    assert looks(HealthMonitor(), 800, lambda now: facts(now, 0, lost=2 * (now > 100))) == [], "too few"
+    assert looks(HealthMonitor(), 60, lambda now: facts(now, 0, lost=40)) == [], "lost before the first look"
+    monitor = HealthMonitor()
+    (text,) = looks(monitor, 300, lambda now: facts(now, 4, lost=4 * (now > 100)))
+    assert "4 spot instances (50%) lost within 10 min (limit 50%)." in text
+    assert looks(monitor, 700, lambda now: facts(now, 8, lost=4), since=310) == [], "4 of 12: between"
+    assert looks(monitor, 900, lambda now: facts(now, 8, lost=4), since=710) == [
+        "warning preemption_storm has ended"
+    ]
+
+
+def test_no_token_for_half_an_hour_is_stuck_unless_none_is_due() -> None:
+    def silent(now: float, **changes: Any) -> FleetFacts:
+        return facts(now, 8, tokens=7, **changes)
+
+    monitor = HealthMonitor()
+    (text,) = looks(monitor, 3000, silent)
+    assert "Stuck: no new token or step for 30 min (limit 30 min)." in text
+    assert looks(monitor, 3010, lambda now: facts(now, 8), since=3010) == ["warning stuck has ended"]
+    assert looks(HealthMonitor(), 9000, lambda now: silent(now, is_progress_due=False)) == []
+    slow = HealthMonitor([(0, {"step_s": 2000.0})])
+    assert looks(slow, 5990, silent) == [], "its steps take that long"
+    assert [w.code for w in slow.active] == []
+    assert "limit 100 min" in looks(slow, 6010, silent, since=6000)[0]

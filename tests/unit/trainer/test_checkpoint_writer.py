@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import random
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +16,7 @@ from rlboost_runtime.errors import RuntimeFault
 from rlboost_runtime.trainer.artifacts import checkpoint
 from rlboost_runtime.trainer.artifacts.checkpoint import Checkpoint, CheckpointWriter, TrainedState
 from rlboost_runtime.trainer.learn.model_files import ModelSnapshot
+from tests.fakes.damage import spoil
 
 
 def taken(step: int) -> Checkpoint:
@@ -106,3 +111,28 @@ def test_a_checkpoint_of_an_earlier_version_is_used_if_its_state_can_be_read(tmp
 def write_one(writer: CheckpointWriter) -> None:
     with writer:
         writer.submit(taken(2))
+
+
+FLIPS = int(os.environ.get("RLBOOST_FLIPS", "4"))
+
+
+def test_no_damage_of_a_checkpoint_is_resumed_from(tmp_path: Path) -> None:
+    """Seeded; FLIPS tries per file (`make soak-corruption`)."""
+    for step in (0, 1):
+        checkpoint.write(tmp_path, taken(step), keep=2)
+    before, newest = (checkpoint.step_folder(tmp_path, step) for step in (0, 1))
+    rng, intact, found = random.Random(23), tmp_path / "intact", 0
+    shutil.copytree(newest, intact)
+    content = {path.name: path.read_bytes() for path in intact.iterdir()}
+    for name in sorted(content) * FLIPS:
+        shutil.rmtree(newest, ignore_errors=True)
+        shutil.copytree(intact, newest)
+        spoil(newest / name, rng)
+        if checkpoint.newest_intact(tmp_path) == before:
+            found += 1
+        else:
+            served = {path.name: path.read_bytes() for path in newest.iterdir()}
+            assert served | {"digests.json": b""} == content | {"digests.json": b""}, name
+        for aside in tmp_path.glob("*damaged*"):
+            shutil.rmtree(aside)
+    print(json.dumps({"pass": True, "files": sorted(content), "flips": FLIPS * len(content), "found": found}))

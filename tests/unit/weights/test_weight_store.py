@@ -4,7 +4,9 @@ import errno
 import itertools
 import json
 import os
+import random
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +20,7 @@ from rlboost_runtime.weights import manifest as manifests
 from rlboost_runtime.weights.manifest import Probe, Tied
 from rlboost_runtime.weights.pull.sources import link_version
 from rlboost_runtime.weights.store.store import LEASE, VersionGone, WeightStore
+from tests.fakes.damage import spoil
 
 PROBE = Probe((1,), (2,), (-0.5,), 0.1)
 
@@ -270,3 +273,27 @@ def test_a_damaged_version_is_neither_linked_nor_kept_and_its_number_is_not_used
     (store.path(1) / "manifest.json").write_bytes(b"{")
     assert len(store.put_damaged_aside()) == 1
     assert store.versions() == []
+
+
+FLIPS = int(os.environ.get("RLBOOST_FLIPS", "4"))
+
+
+def test_no_damage_of_a_versions_files_is_served(store: WeightStore) -> None:
+    """Seeded; FLIPS tries per file (`make soak-corruption`)."""
+    store.publish(1, writer(os.urandom(10_500)), PROBE)
+    rng, intact, found = random.Random(23), store.path(1).with_name("intact"), 0
+    shutil.copytree(store.path(1), intact)
+    manifest = manifests.read_manifest(intact)
+    names = sorted(path.name for path in intact.iterdir() if path.stat().st_size)
+    for name in names * FLIPS:
+        shutil.rmtree(store.path(1), ignore_errors=True)
+        shutil.copytree(intact, store.path(1))
+        spoil(store.path(1) / name, rng)
+        if store.put_damaged_aside():
+            found += 1
+            assert store.versions() == []
+        else:
+            served = [each for each in names if each != "manifest.json"]
+            assert manifests.read_manifest(store.path(1)) == manifest, name
+            assert all((store.path(1) / each).read_bytes() == (intact / each).read_bytes() for each in served)
+    print(json.dumps({"pass": True, "files": names, "flips": FLIPS * len(names), "found": found}))

@@ -1,4 +1,4 @@
-"""The coordinator's one public port: TLS, bearer tokens, two WebSockets and four requests."""
+"""The coordinator's one public port: TLS, bearer tokens, two WebSockets and five requests."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from fastapi.responses import JSONResponse
 
 from rlboost_runtime.errors import NotFound, ProviderError, RLBoostError, port_taken
 from rlboost_runtime.protocol.messages import MAX_MESSAGE_BYTES
+from rlboost_runtime.protocol.prometheus import CONTENT_TYPE, exposition
+from rlboost_runtime.protocol.status import read_status
 from rlboost_runtime.run.credentials import DENIED, RUN, holder_of
 from rlboost_runtime.run.folder import RunFolder, read_json, write_json
 from rlboost_runtime.run.head import endpoint, listen_host, read_address
@@ -107,6 +109,11 @@ def make_app(handlers: Handlers, token: str) -> FastAPI:
     async def status(request: Request) -> dict[str, Any]:
         demand(request)
         return handlers.status()
+
+    @app.get("/metrics")
+    async def metrics(request: Request) -> Response:
+        demand(request)
+        return Response(exposition(read_status(handlers.status())), media_type=CONTENT_TYPE)
 
     @app.get("/v1/runtime")
     async def runtime(request: Request) -> Response:

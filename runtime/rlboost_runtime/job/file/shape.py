@@ -36,6 +36,8 @@ EXAMPLES = {
     "init": "init: tiny",
     "http": "http: https://HOST/score",
     "infra": "infra: local",
+    "webhook": "webhook: ${SLACK_URL}",
+    "command": "command: [PROGRAM]",
     "accelerators": 'accelerators: "H100:8"',
     "hosts": "hosts: [ME@MACHINE]",
 }
@@ -48,6 +50,8 @@ FORMS = {
     "data[]": "{source: FILE}, {dataset: ID} or {reasoning_gym: [NAME, ...]}",
     "reward": "FILE.py:FUNCTION, reasoning_gym, math, exact, or {http: URL}",
     "output": "s3://BUCKET/PREFIX, gs://..., az://..., or a folder by its whole path, such as /mnt/runs",
+    "notify[]": "{webhook: URL} or {command: [PROGRAM, ...]}",
+    "notify[].webhook": "https://..., or ${NAME} with NAME in secrets",
     "weights.bucket": "s3://BUCKET/PREFIX, gs://... or az://...",
     "trainer.infra": "local, ssh, aws/REGION or gcp/REGION; with via: skypilot also azure, lambda or nebius",
     "trainer.accelerators": "a GPU and how many of them, such as H100:8",
