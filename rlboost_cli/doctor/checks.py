@@ -9,9 +9,10 @@ asked, and those of the spot machines.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from rlboost_cli.doctor import clouds, head, local, machine, preflight
-from rlboost_cli.doctor.findings import Check, DoctorContext, Finding
+from rlboost_cli.doctor.findings import Check, DoctorContext, Finding, Verdict
 from rlboost_runtime.job import Job
 
 MACHINE: Sequence[Check] = (
@@ -26,9 +27,9 @@ LAPTOP: Sequence[Check] = (Check(machine.python), Check(machine.home), Check(mac
 """What a machine needs that only types."""
 TOOLS: Sequence[Check] = (Check(preflight.engine), Check(preflight.tracker))
 SECRETS = Check(head.secrets)
-HEAD: Sequence[Check] = (Check(head.head, announce="looking at the head over SSH"),)
+HEAD: Sequence[Check] = (Check(head.head, announce="checking the head over SSH"),)
 BOUGHT: Sequence[Check] = (
-    Check(clouds.offer, announce="asking the cloud for the head's machine"),
+    Check(clouds.offer, announce="looking up the head's machine in its cloud"),
     Check(clouds.identity),
 )
 PLACES: Mapping[str, Sequence[Check]] = {
@@ -42,7 +43,7 @@ PLACES: Mapping[str, Sequence[Check]] = {
     )
 }
 """By the word before the slash of an `infra`."""
-ELSEWHERE = Check(clouds.offers, announce="asking the job's clouds and hosts what they would sell now")
+ELSEWHERE = Check(clouds.offers, announce="querying the job's clouds and hosts for their current offers")
 
 
 def checks_for(job: Job | None) -> Iterator[Check]:
@@ -74,19 +75,23 @@ def job_checks() -> Iterator[Check]:
     """What a job needs wherever it runs; loads what trains."""
     from rlboost_cli.doctor import job as of_job
 
-    yield Check(of_job.model, announce="looking at the model (importing torch takes seconds)")
+    yield Check(of_job.model, announce="checking the model (importing torch takes seconds)")
     yield Check(of_job.prompts, announce="reading the prompts")
-    yield Check(of_job.reward, announce="calling the reward")
+    yield Check(of_job.reward, announce="calling the reward function")
 
 
 def examine(
     context: DoctorContext, announce: Callable[[str], None] = lambda words: None
 ) -> Iterator[Finding]:
-    """Yield each finding as it is made."""
+    """Yield each finding as it is made; a problem that was found before is not explained again."""
+    before: dict[tuple[str, str], str] = {}
     for check in checks_for(context.job):
         if check.announce:
             announce(check.announce)
-        yield from check.examine(context)
+        for finding in check.examine(context):
+            first = before.setdefault((finding.found, finding.remedy), finding.check)
+            is_new = first == finding.check or finding.verdict is not Verdict.FAIL
+            yield finding if is_new else replace(finding, found=f"see {first} above", remedy="")
 
 
 def _infras(job: Job) -> Iterator[str]:

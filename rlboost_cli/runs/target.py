@@ -83,7 +83,7 @@ class NothingLeft(ConfigError):
     def __init__(self, run: RunFolder, num_steps: int) -> None:
         super().__init__(
             f"{run.name} is done: all of its {num_steps} steps are trained",
-            "raise algorithm.steps in its job file and add --resume to go on; another name there starts a"
+            "raise algorithm.steps in its job file and add --resume to continue; another name there starts a"
             " new run",
         )
         self.run = run

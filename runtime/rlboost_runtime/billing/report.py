@@ -210,7 +210,7 @@ def _notes(bills: Sequence[MachineBill]) -> list[str]:
     notes = []
     if any(b.provider == "local" for b in bills):
         notes.append(
-            "prices of local machines are the job file's own (price_usd_per_hour): nobody is charged for them"
+            "prices of local machines are the job file's own (price_usd_per_hour): illustrative, not billed"
         )
     if any(b.state == "intended" for b in bills):
         notes.append("machines whose launch is not confirmed yet are listed at no cost")

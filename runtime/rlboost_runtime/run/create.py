@@ -203,7 +203,7 @@ def _continue(run: RunFolder, job_file: Path, job: Job, *, resume: bool) -> Foun
         raise ConfigError(
             f"{job_file}: run {run.name} has another job: {told}"
             + (f"; and {more} more" if more > 0 else ""),
-            f"go on with the run as it is: rlboost launch {run.name}; or end it: rlboost down {run.name};"
+            f"continue the run as it is: rlboost launch {run.name}; or end it: rlboost down {run.name};"
             f" or give {job_file.name} another name"
             if is_open(run)
             else f"undo the changes in {job_file.name}, or leave --resume out to start a new run",
@@ -364,7 +364,7 @@ def gather(job: Job, known: Mapping[str, str] | None = None) -> dict[str, str]:
     found = {**(known or {}), **os.environ}
     if missing := [name for name in job.secrets if name not in found]:
         raise ConfigError(
-            f"secrets: {', '.join(missing)}: not set in the environment",
+            f"{', '.join(missing)}: not set in the environment",
             f"type: export {missing[0]}=..., or remove it from the job's secrets",
         )
     return {**job.env, **{name: found[name] for name in job.secrets}}

@@ -167,9 +167,7 @@ def test_a_role_that_is_killed_again_and_again_ends_the_run(run: RunFolder) -> N
     code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     supervise(run, trainer=python(code), weights=python(NAP))
     outcome = read_json(run.outcome)
-    told = (
-        "the trainer was killed 4 times in a row without progress (SIGKILL, most likely for want of memory)"
-    )
+    told = "the trainer was killed 4 times in a row without progress (SIGKILL, most likely out of memory)"
     assert outcome["problem"].startswith(told)
     assert outcome["remedy"].startswith("free some memory, or lower algorithm.micro_batch_responses")
     assert outcome["remedy"].endswith(f"rlboost launch {run.name} --resume")

@@ -592,8 +592,8 @@ BOUGHT = "trainer: {infra: aws/us-east-1, accelerators: 'H100:8'}\n"
         (
             BOUGHT + "output: /mnt/runs",
             "5: output: is /mnt/runs, and the head ends itself after the run, with the model on its disk; write output:"
-            " s3://BUCKET/PREFIX, or how long it is to wait until you fetch it with rlboost down: after:"
-            " {idle_minutes: 240}, or that it stays: after: {done: stay}",
+            " s3://BUCKET/PREFIX; or leave time to fetch it with rlboost down: after: {idle_minutes: 240};"
+            " or keep the head: after: {done: stay}",
         ),
     ],
 )  # fmt: skip
@@ -798,7 +798,7 @@ def test_gpus_of_a_bought_head_that_would_do_nothing_are_named(
         ),
         (
             "{trainer: {local_engines: 0}, rollout: {spot: {max_instances: 0}}}",
-            "trainer.local_engines: 0 reserved engines + 0 rollout.spot.max_instances = nobody generates;"
+            "trainer.local_engines: 0 reserved engines + 0 rollout.spot.max_instances = no engine generates;"
             " raise one of them",
         ),
     ],
@@ -1022,12 +1022,12 @@ def test_what_ssh_takes_for_a_host_is_one(check: Check, host: str) -> None:
         ),
         (
             "reward: {http: 'http://u:p@h/x'}\n",
-            "4: reward.http: found a URL with a password, which everybody sees; name its variable: key_variable",
+            "4: reward.http: found a URL with a password, which everyone can read; name its variable: key_variable",
         ),
         ("secrets: [A, A]\n", "4: secrets: has A twice; remove one"),
         (
             "env: {RLBOOST_HOME: x}\n",
-            "4: env: has RLBOOST_HOME, by which RLBoost's own processes are told; remove it",
+            "4: env: has RLBOOST_HOME, which RLBoost sets for its own processes; remove it",
         ),
         (
             "rollout: {spot: {max_instances: 1000000000}}\n",

@@ -255,7 +255,7 @@ def _check_one_reward(path: FieldPath, reward: Any, sources: list[Any], base: Pa
         if isinstance(url, str) and not _is_http_url(url):
             yield Mistake((*path, "http"), f"found {shown(url)}; write a URL such as https://HOST/score")
         elif isinstance(url, str) and urlsplit(url).password:
-            problem = "found a URL with a password, which everybody sees; name its variable: key_variable"
+            problem = "found a URL with a password, which everyone can read; name its variable: key_variable"
             yield Mistake((*path, "http"), problem)
     elif isinstance(reward, str) and (wrong := _reward_problem(reward, sources, base)):
         yield Mistake(path, wrong)
@@ -384,7 +384,7 @@ def _check_somebody_generates(data: dict[str, Any]) -> Iterator[Mistake]:
     engines = _at(data, "trainer", "local_engines")
     machines = _at(data, "rollout", "spot", "max_instances")
     if engines == 0 and machines == 0:
-        problem = "0 reserved engines + 0 rollout.spot.max_instances = nobody generates; raise one of them"
+        problem = "0 reserved engines + 0 rollout.spot.max_instances = no engine generates; raise one of them"
         yield Mistake(("trainer", "local_engines"), problem)
 
 
