@@ -267,7 +267,9 @@ def test_a_region_that_is_denied_keeps_nothing_from_being_done_in_the_others(ec2
     ec2.refusals.append(Refusal("", "UnauthorizedOperation", 403, times=1000, region="ca-west-1"))
     assert [offer.zone for offer in provider.offers()] == [REGION]
     assert provider.launch(request(provider)).state is MachineStatus.RUNNING
-    with pytest.raises(PartlyListed, match="left in aws is unknown: cannot list the machines in ca-west-1") as told:
+    with pytest.raises(
+        PartlyListed, match="left in aws is unknown: cannot list the machines in ca-west-1"
+    ) as told:
         provider.describe(RUN)
     assert [view.machine for view in told.value.views] == ["spot-0"]
     assert (told.value.silent, told.value.exit_code) == ({"aws"}, CredentialsRejected.exit_code)

@@ -71,7 +71,7 @@ def test_gpus_driver_and_torch() -> None:
     none = {"gpus": [], "driver": "", "problem": ""}
     judged(head.judge_gpu(none, GOOD_PYTHON), Verdict.WARN, "CPUs")
     mismatch = {**none, "problem": "Failed to initialize NVML: Driver/library version mismatch"}
-    judged(head.judge_gpu(mismatch, GOOD_PYTHON), Verdict.FAIL, "version mismatch", "restarted")
+    judged(head.judge_gpu(mismatch, GOOD_PYTHON), Verdict.FAIL, "version mismatch", "reboot")
 
 
 def test_disk() -> None:
