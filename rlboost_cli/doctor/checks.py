@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from rlboost_cli.doctor import clouds, head, local, machine, preflight
-from rlboost_cli.doctor.findings import Check, DoctorContext, Finding, Verdict
+from rlboost_cli.doctor.findings import Check, DoctorContext, Finding, Verdict, failed
+from rlboost_cli.terminal import extras
 from rlboost_runtime.job import Job
 
 MACHINE: Sequence[Check] = (
@@ -62,7 +63,7 @@ def checks_for(job: Job | None) -> Iterator[Check]:
     yield from MACHINE
     if job is None:
         return
-    yield from job_checks()
+    yield from job_checks() if head.can_train_here() else ()  # MACHINE has named what is missing
     yield from TOOLS
     places = dict.fromkeys(infra.partition("/")[0] for infra in _infras(job))
     for place in places:
@@ -88,10 +89,21 @@ def examine(
     for check in checks_for(context.job):
         if check.announce:
             announce(check.announce)
-        for finding in check.examine(context):
+        for finding in _found(check, context):
             first = before.setdefault((finding.found, finding.remedy), finding.check)
             is_new = first == finding.check or finding.verdict is not Verdict.FAIL
             yield finding if is_new else replace(finding, found=f"see {first} above", remedy="")
+
+
+def _found(check: Check, context: DoctorContext) -> Iterator[Finding]:
+    """Yield what a check finds; a package that it lacks is a finding too, and the other checks are made."""
+    try:
+        yield from check.examine(context)
+    except ModuleNotFoundError as absent:
+        missing = extras.explained(absent)
+        if missing is None:
+            raise
+        yield failed("packages", missing)
 
 
 def _infras(job: Job) -> Iterator[str]:

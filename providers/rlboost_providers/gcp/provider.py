@@ -170,7 +170,7 @@ class GcpProvider:
             time.sleep(min(pause_s, left_s))
             pause_s = min(2 * pause_s, LOOK_EVERY_S)
             try:
-                with explained(f"see whether Google could {what}"):
+                with explained(f"check whether Google could {what}"):
                     operation = self._clients.zone_operations.get(
                         project=self._clients.project,
                         zone=zone,

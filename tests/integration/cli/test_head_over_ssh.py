@@ -141,7 +141,7 @@ def test_a_run_that_never_came_to_its_head_is_ended_without_a_trace(server: Sshd
 
 
 @pytest.mark.parametrize(
-    ("is_known", "why"), [(False, "the host key of"), (True, "cannot do it: ")], ids=["key", "folder"]
+    ("is_known", "why"), [(False, "the host key of"), (True, ": Not a directory")], ids=["key", "folder"]
 )
 def test_a_head_that_refuses_does_not_keep_us_from_what_is_known_of_it_or_of_other_runs(
     server: Sshd, tmp_path: Path, is_known: bool, why: str

@@ -217,7 +217,7 @@ def test_a_port_that_is_taken_ends_the_run_and_a_resumed_one_takes_another(
         supervise(run, it=(sys.executable, "-m", module, str(run.path)))
         outcome = read_json(run.outcome)
         assert outcome["problem"] == f"port {port} of the {name} of run demo is taken by another program"
-        assert outcome["remedy"].startswith("type rlboost launch demo --resume: it goes on")
+        assert outcome["remedy"].startswith("type rlboost launch demo --resume: it continues")
         assert (outcome["state"], outcome["exit_code"]) == ("failed", 1)
 
         reopen(run)

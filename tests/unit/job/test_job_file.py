@@ -964,15 +964,30 @@ def test_every_field_is_described_with_a_type_and_a_default() -> None:
     for field in fields:
         assert field.doc.endswith("."), f"{field.path} needs a docstring"
         assert field.type
-    assert len({field.path for field in fields}) == len(fields)
+    assert len({(field.path, field.form) for field in fields}) == len(fields)
     by_path = {field.path: field for field in fields}
-    assert by_path["algorithm.group_size"] == (
+    assert by_path["algorithm.group_size"][:4] == (
         "algorithm.group_size", "a whole number of at least 2, at most 10000", "8", "Responses per prompt."
     )  # fmt: skip
     assert by_path["name"].default == "required"
     assert by_path["rollout.spot.any_of[].market.seed"].default == "0"
     names = {(*path, name) for path, model in sections() for name in model.model_fields}
-    assert len(names) == len(fields)
+    assert len(names) == len(by_path)
+
+
+def test_forms_of_a_section_are_described_apart() -> None:
+    """Nothing of an SSH host is said of a machine of this computer."""
+    path = "rollout.spot.any_of[].accelerators"
+    forms = {field.form: field for field in describe_fields() if field.path == path}
+    assert [(field.default, field.doc.split()[0]) for field in forms.values()] == [
+        ("cpu", "What"),
+        ("null", "GPU"),
+        ("required", "GPU"),
+    ]
+    page = (ROOT / "docs" / "job-file.md").read_text(encoding="utf-8")
+    kinds = page.partition("### `rollout.spot.any_of[]`")[2].partition("###")[0]
+    assert kinds.count("| `accelerators` |") == 3
+    assert kinds.count("| field | value |") == 3
 
 
 SSH = "rollout: {spot: {any_of: [{infra: ssh, hosts: [HOSTS]}]}}\n"
