@@ -121,8 +121,8 @@ def logs(
                 time.sleep(0.25)
         if not has_any:
             is_empty = bool(log_files(folder, instance))
-            what = run if instance is None else f"{instance} of {run}"
-            output.progress(f"the logs of {what} are empty" if is_empty else f"run {run} has no logs yet")
+            what = f"run {run}" if instance is None else f"{instance} of run {run}"
+            output.progress(f"{what} has logged nothing" if is_empty else f"run {run} has no logs yet")
     except KeyboardInterrupt:
         raise typer.Exit(0) from None
 

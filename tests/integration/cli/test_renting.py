@@ -673,7 +673,7 @@ def test_down_gives_a_head_back_that_cannot_tell_its_books_unless_its_model_is_n
         return
     with pytest.raises(RuntimeFault, match="its model is still on its head, which costs money") as refusal:
         end_run(run, silently)
-    assert "--lost-head` gives the head back" in refusal.value.remedy
+    assert "--lost-head` releases the head" in refusal.value.remedy
     assert len(ec2.instances()) == 1
     end_without_head(run, silently)
     assert ec2.instances() == []
