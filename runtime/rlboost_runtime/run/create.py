@@ -81,8 +81,7 @@ def prepare_run(job_file: Path, job: Job, *, resume: bool = False) -> FoundRun:
             return resume_run(newest, job_file, job)
         if newest is not None and is_open(newest):
             return _continue(newest, job_file, job, resume=False)
-        name = job.name if newest is None else _numbered(job.name, len(existing) + 1)
-        run = _create(RunFolder.named(name), job_file, job)
+        run = _create(RunFolder.named(name_of_run(job.name)), job_file, job)
         if run is not None:
             return FoundRun(run, read_resolved(run.job_json), is_new=True)
 
@@ -100,6 +99,14 @@ def resume_run(run: RunFolder, job_file: Path, job: Job) -> FoundRun:
 def newest_run(name: str) -> RunFolder | None:
     """Return the newest run of a job called `name`; None where there is none."""
     return next(iter([*_runs_named(name)][::-1]), None)
+
+
+def name_of_run(name: str, *, resume: bool = False) -> str:
+    """Return the name of the run that a job called `name` continues, or that is made for it."""
+    existing = list(_runs_named(name))
+    if existing and (resume or is_open(existing[-1])):
+        return existing[-1].name
+    return _numbered(name, len(existing) + 1) if existing else name
 
 
 def source_of(run: RunFolder) -> Path | None:

@@ -975,6 +975,12 @@ def test_every_field_is_described_with_a_type_and_a_default() -> None:
     assert len(names) == len(by_path)
 
 
+def test_prompts_elsewhere_may_be_read_in_place(check: Check) -> None:
+    text = GOOD.replace("{reasoning_gym: [spell_backward]}", "{source: /data/prompts.jsonl}")
+    (line,) = check(text)
+    assert "put it there, or write dataset: FOLDER, which is read in place" in line
+
+
 def test_forms_of_a_section_are_described_apart() -> None:
     """Nothing of an SSH host is said of a machine of this computer."""
     path = "rollout.spot.any_of[].accelerators"

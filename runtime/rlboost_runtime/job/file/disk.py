@@ -29,6 +29,7 @@ from rlboost_runtime.traces import load_trace
 PROMPT_LINES_CHECKED = 1000
 """Lines of a prompt file that are parsed before a run: more would make a large file slow to launch."""
 
+PROMPTS = "a JSON-lines or .parquet file"
 MODEL_FOLDER = "write a folder in HF format"
 TRACE_FILE = "a file of `time_ms,add|remove,node` rows"
 
@@ -114,7 +115,7 @@ def _check_prompts(data: dict[str, Any], base: Path) -> Iterator[Mistake]:
 def _check_source(path: FieldPath, source: Any, base: Path) -> Iterator[Mistake]:  # any JSON value
     file, folder, template = (_at(source, key) for key in ("source", "dataset", "chat_template"))
     if isinstance(file, str):
-        problem = _file_problem(file, base, "a JSON-lines or .parquet file")
+        problem = _file_problem(file, base, PROMPTS)
         if problem is None and not file.endswith(".parquet"):
             problem = _prompt_file_problem(base / file, file, source)
         if problem:
@@ -392,7 +393,8 @@ def _file_problem(name: str, base: Path, wanted: str) -> str | None:
     """Return why `name` cannot be copied to the run's folder under its own name; None if it can."""
     pure = PurePosixPath(name)
     if pure.is_absolute() or ".." in pure.parts or name.startswith("~"):
-        return f"found {shown(name)}, which is not below the job file's folder; put it there"
+        told = f"found {shown(name)}, which is not below the job file's folder; put it there"
+        return f"{told}, or write dataset: FOLDER, which is read in place" if wanted == PROMPTS else told
     path = base / name  # os.path, as pathlib raises where no file can have such a name
     if os.path.isfile(path):
         return None if path.stat().st_size else f"found {name}, which is empty; write {wanted}"
