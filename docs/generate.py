@@ -29,7 +29,7 @@ ABOUT = {
     "data": "One of `source`, `dataset` and `reasoning_gym` with its fields, or a list of such sections"
     " ([Data and chat templates](data.md)).",
     "reward": "With `{http: URL}` instead of a function.",
-    "rollout.spot.any_of[]": "One entry per kind of machine.",
+    "rollout.spot.any_of[]": "A list of machines of these kinds, in any mixture.",
 }
 SAME_AS = {"data.reward": "reward"}
 
@@ -174,16 +174,24 @@ def _section(field: FieldDoc) -> str:
 
 
 def _section_parts(section: str, fields: list[FieldDoc]) -> list[str]:
+    heading = f"### `{section}`" if section else "### Top level"
+    if section in SAME_AS:
+        return [heading, f"The fields of [`{SAME_AS[section]}`](#{SAME_AS[section]})."]
+    parts = [heading, ABOUT[section]] if section in ABOUT else [heading]
+    once = list(dict.fromkeys(field._replace(form="") for field in fields))
+    if len({field.path for field in once}) == len(once):  # its forms describe what they share alike
+        return [*parts, _table(once)]
+    for form in dict.fromkeys(field.form for field in fields):
+        parts += [form, _table([field for field in fields if field.form == form])]
+    return parts
+
+
+def _table(fields: list[FieldDoc]) -> str:
     rows = [
         f"| `{field.path.rpartition('.')[2]}` | {field.type} | {_code(field.default)} | {_cell(field.doc)} |"
         for field in fields
     ]
-    heading = f"### `{section}`" if section else "### Top level"
-    table = "\n".join(["| field | value | default | meaning |", "|---|---|---|---|", *rows])
-    if section in SAME_AS:
-        return [heading, f"The fields of [`{SAME_AS[section]}`](#{SAME_AS[section]})."]
-    about = ABOUT.get(section)
-    return [heading, about, table] if about else [heading, table]
+    return "\n".join(["| field | value | default | meaning |", "|---|---|---|---|", *rows])
 
 
 def _code(default: str) -> str:

@@ -28,6 +28,10 @@ SETTINGS: dict[str, Any] = {"rich_markup_mode": None, "pretty_exceptions_enable"
 """Of the program and of each command: plain help, and no tracebacks with local variables."""
 
 
+_ELSEWHERE = {"attach": "launch", "run": "launch", "stop": "down", "ls": "status", "ps": "status"}
+"""What other programs call a command of ours that is spelled quite differently."""
+
+
 def lazy_group(commands: dict[str, str]) -> type[TyperGroup]:
     """Return a group of `commands`: name to sentence; `name` is function `name` of its module."""
 
@@ -35,6 +39,11 @@ def lazy_group(commands: dict[str, str]) -> type[TyperGroup]:
         def __init__(self, **attributes: Any) -> None:
             super().__init__(**attributes | {"commands": {}})
             self.commands = _Commands(dict.fromkeys(commands))
+
+        def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]
+            if meant := _ELSEWHERE.get(args[0]):
+                ctx.fail(f"No such command '{args[0]}'. Did you mean '{meant}'?")
+            return super().resolve_command(ctx, args)
 
         def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]  # their Context
             return list(commands)
@@ -69,7 +78,7 @@ _MODULES: dict[str, dict[str, str]] = {
         "check": "Validate a job file and print the resolved job",
         "schema": "Print the JSON Schema of job files, for editors",
         "doctor": "Check this machine, the job and its remote head",
-        "plan": "Simulate the job: its time, its cost, and what else could be done",
+        "plan": "Forecast a job's time and cost, and compare alternatives",
     },
     "start": {
         "up": "Start a run without its trainer",

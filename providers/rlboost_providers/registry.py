@@ -200,7 +200,7 @@ def require_ends(name: str, provider: Provider, *, allowed: bool) -> None:
     if provider.abilities & {Ability.FINDS_BY_TAG, Ability.TIME_TO_LIVE} or allowed:
         return
     raise ConfigError(
-        f"{name} can neither list machines by tag nor give them a time to live: what a crash leaves there"
-        " would go on costing money unseen",
+        f"{name} can neither list machines by tag nor give them a time to live: machines that a crash"
+        " leaves there would keep costing money unnoticed",
         "use another cloud, or accept it by allow_unlisted: true in its entry of rollout.spot.any_of",
     )

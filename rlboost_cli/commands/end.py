@@ -95,10 +95,10 @@ def _preempt_busiest(run: RunFolder, notice_s: float | None) -> str:
 
 def down(
     run: RunName,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation")] = False,
     lost_head: Annotated[
         bool,
-        typer.Option("--lost-head", help="The head is lost for good: terminate what it launched from here"),
+        typer.Option("--lost-head", help="The head is lost for good: terminate its machines from here"),
     ] = False,
 ) -> None:
     """Stop a run, release its machines and show what it cost
@@ -116,7 +116,7 @@ def down(
     folder = find_run(run)
     if lost_head and not folder.head.exists():
         raise ConfigError(f"the head of {run} is this machine", "leave --lost-head out")
-    question = f"end {run}? its checkpoints stay" if not lost_head else f"end {run} without its head?"
+    question = f"stop {run}? its checkpoints are kept" if not lost_head else f"stop {run} without its head?"
     if is_open(folder) and not yes and output.is_terminal() and not output.confirm(question):
         raise typer.Exit(0)
     with output.working() as say:
@@ -159,13 +159,13 @@ def rm(
 def gc(
     cloud: Annotated[
         list[str] | None,
-        typer.Option(help="Ask this cloud too, even if no job here names it", metavar="CLOUD"),
+        typer.Option(help="Also ask this cloud, even if no run here uses it", metavar="CLOUD"),
     ] = None,
     all_owners: Annotated[
         bool, typer.Option("--all-owners", help="Also terminate machines that another RLBOOST_HOME started")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be terminated")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Find and terminate orphaned machines
@@ -184,21 +184,22 @@ def gc(
     elif found.strays:
         rows = [(s.run, s.machine, s.provider, s.place, s.why) for s in found.strays]
         output.table(("run", "machine", "cloud", "place", "why"), rows)
-    for problem in found.silent:
-        output.progress(f"note: a cloud did not answer: {problem.problem}")
+    problems = list(dict.fromkeys(each.problem for each in found.silent))
+    for problem in problems[1:]:  # the first is the error that the command ends with
+        output.progress(f"note: a cloud did not answer: {problem}")
     for line in sweep.still_open() if found.silent else ():
         output.progress(f"note: may still cost money: {line}")
     if wanted and not (dry_run or yes or output.is_terminal()):
         raise ConfigError(
             f"{_question(wanted)} there is no terminal to confirm it on",
-            "add --yes to end them, --dry-run to look only",
+            "add --yes to terminate them, or --dry-run to only list them",
         )
     if wanted and not dry_run and (yes or output.confirm(_question(wanted))):
         with output.working() as say:
-            problems = sweep.end(wanted, say)
-        output.progress(f"ended {counted(len(wanted) - len(problems), 'machine')}")
-        if problems:
-            raise sweep.remaining(problems)
+            left = sweep.end(wanted, say)
+        output.progress(f"terminated {counted(len(wanted) - len(left), 'machine')}")
+        if left:
+            raise sweep.remaining(left)
     elif not found.strays and not found.silent:
         output.progress("no orphaned machines")
     if found.silent:
@@ -206,7 +207,7 @@ def gc(
 
 
 def _question(strays: list[Stray]) -> str:
-    return f"end {counted(len(strays), 'machine')}?"
+    return f"terminate {counted(len(strays), 'machine')}?"
 
 
 def _plain(stray: Stray, is_wanted: bool) -> dict[str, object]:

@@ -21,12 +21,12 @@ def _templates(incomplete: str) -> list[tuple[str, str]]:
 def init(
     path: Annotated[Path, typer.Argument(help="The file to write, or a folder for it")] = Path("job.yaml"),
     template: Annotated[
-        str, typer.Option("--template", help="Which one; --list shows them", autocompletion=_templates)
+        str, typer.Option("--template", help="The template; --list shows them all", autocompletion=_templates)
     ] = "laptop",
     list_templates: Annotated[
         bool, typer.Option("--list", help="List the templates and write nothing")
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file")] = False,
 ) -> None:
     """Write a commented job file to start from
 
@@ -36,7 +36,7 @@ def init(
     from rlboost_cli.terminal import output, text
 
     if list_templates:
-        output.show(text.table(("template", "what it is"), new_job.template_rows()))
+        output.show(text.table(("template", "description"), new_job.template_rows()))
         return
     written = new_job.write_job(path, template, force=force)
     for line in new_job.closing_words(written, template):
@@ -78,8 +78,8 @@ def doctor(
     job_or_run: Annotated[
         str | None,
         typer.Argument(
-            help="A job file, or the name of a run, to look at too",
-            metavar="[JOB_OR_RUN]",
+            help="A job file or a run to check as well",
+            metavar="JOB_OR_RUN",
             show_default=False,
             autocompletion=completion.jobs_and_runs,
         ),
@@ -93,7 +93,7 @@ def doctor(
     from rlboost_cli.doctor.checks import examine
     from rlboost_cli.doctor.findings import Diagnosis, DoctorContext, Verdict, lines_of
     from rlboost_cli.runs.target import find_job
-    from rlboost_cli.terminal import output
+    from rlboost_cli.terminal import output, text
     from rlboost_runtime.run.folder import home
 
     job, job_file = (None, None) if job_or_run is None else find_job(job_or_run)
@@ -106,7 +106,7 @@ def doctor(
         output.as_json(diagnosis.as_json(patient))
     else:
         failures, warnings = diagnosis.count(Verdict.FAIL), diagnosis.count(Verdict.WARN)
-        output.progress(f"\n{failures} failed, {warnings} warnings")
+        output.progress(f"\n{failures} failed, {text.counted(warnings, 'warning')}")
     raise typer.Exit(diagnosis.exit_code)
 
 
@@ -115,10 +115,10 @@ def plan(
     probe: Annotated[
         bool, typer.Option("--probe", help="Run a few steps of the job first, to calibrate the simulation")
     ] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before --probe spends")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation before --probe")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Simulate the job: its time, its cost, and what else could be done
+    """Forecast a job's time and cost, and compare alternatives
 
     Example: rlboost plan job.yaml
     """

@@ -16,10 +16,11 @@ def prices(
         str | None, typer.Option(help="Only this GPU, such as H100, or H100:8 per machine", metavar="GPU")
     ] = None,
     infra: Annotated[
-        str | None, typer.Option(help="Only there, such as aws or gcp/us-east4", metavar="CLOUD[/REGION]")
+        str | None,
+        typer.Option(help="Only this cloud or region, such as aws or gcp/us-east4", metavar="CLOUD[/REGION]"),
     ] = None,
     live: Annotated[
-        bool, typer.Option("--live", help="Ask EC2 what spot machines cost now; takes some seconds")
+        bool, typer.Option("--live", help="Ask EC2 for current spot prices; takes a few seconds")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -45,6 +46,8 @@ def prices(
         output.as_json(price_views.as_json(book, quotes))
     else:
         output.table(price_views.HEADERS, [price_views.row(quote) for quote in quotes])
+    if live and book.silent:  # a script must not take shipped prices for live ones
+        raise book.silent[0]
 
 
 class MicroBatches(StrEnum):
@@ -56,10 +59,11 @@ class MicroBatches(StrEnum):
 
 def simulate(
     job: Annotated[
-        Path | None, typer.Argument(help="The job file", metavar="[JOB]", show_default=False)
+        Path | None, typer.Argument(help="The job file", metavar="JOB", show_default=False)
     ] = None,
     preset: Annotated[
-        str | None, typer.Option(help="Instead of a job: paper-8b, paper-14b or paper-32b", metavar="P")
+        str | None,
+        typer.Option(help="A preset instead of a job: paper-8b, paper-14b or paper-32b", metavar="P"),
     ] = None,
     trace: Annotated[
         str | None,
@@ -75,17 +79,18 @@ def simulate(
     sample: Annotated[float, typer.Option(help="Share of the trace's nodes, drawn by seed")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Seed of lengths, sample and generated trace")] = None,
     seeds: Annotated[
-        int | None, typer.Option(help="So many seeds from 0, with intervals", metavar="K")
+        int | None, typer.Option(help="Simulate K seeds, from 0, and show intervals", metavar="K")
     ] = None,
     policy: Annotated[
-        list[str] | None, typer.Option(help="Only this one; may be repeated", metavar="NAME")
+        list[str] | None, typer.Option(help="Only this policy; may be repeated", metavar="NAME")
     ] = None,
     micro_batches: Annotated[
-        MicroBatches, typer.Option(help="The trainer takes whole groups, as live, or single responses")
+        MicroBatches,
+        typer.Option(help="The trainer takes whole groups, as in live runs, or single responses"),
     ] = MicroBatches.GROUPS,
     as_json: AsJson = False,
     plot: Annotated[
-        Path | None, typer.Option(help="Write pictures into this folder, as SVG and PNG", metavar="DIR")
+        Path | None, typer.Option(help="Write charts into this folder, as SVG and PNG", metavar="DIR")
     ] = None,
 ) -> None:
     """Replay a spot market under a virtual clock and compare policies
@@ -136,14 +141,14 @@ class Action(StrEnum):
 
 
 def traces(
-    action: Annotated[Action, typer.Argument(help="What to do", metavar="[list|show|fetch]")] = Action.list,
+    action: Annotated[Action, typer.Argument(help="What to do", metavar="list|show|fetch")] = Action.list,
     trace: Annotated[
         str | None,
         typer.Argument(help="A listed name, or (show) a file", metavar="TRACE", show_default=False),
     ] = None,
     origin: Annotated[
         str | None,
-        typer.Option("--from", help="fetch: the web address of the same file elsewhere", metavar="URL"),
+        typer.Option("--from", help="fetch: another URL of the same file", metavar="URL"),
     ] = None,
     seed: Annotated[int, typer.Option(help="show: seed of a generated trace")] = 0,
     window: Annotated[

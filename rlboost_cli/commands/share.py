@@ -16,7 +16,7 @@ def dashboard(
         str | None,
         typer.Argument(
             help="The run to open; without it, the list of all runs",
-            metavar="[RUN]",
+            metavar="RUN",
             show_default=False,
             autocompletion=completion.runs,
         ),

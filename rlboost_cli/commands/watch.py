@@ -15,7 +15,7 @@ def status(
         str | None,
         typer.Argument(
             help="The run; without it, all runs",
-            metavar="[RUN]",
+            metavar="RUN",
             show_default=False,
             autocompletion=completion.runs,
         ),
@@ -45,7 +45,7 @@ def status(
             raise typer.Exit(0) from None
         return
     if run is None:
-        with output.working("asking the heads of open runs"):
+        with output.working("querying the heads of open runs"):
             look_at_open(output.progress)
         rows = runs_table()
         if as_json:
@@ -80,7 +80,7 @@ def logs(
         str | None,
         typer.Argument(
             help="An instance, a machine or a process of the head, such as coordinator",
-            metavar="[INSTANCE]",
+            metavar="INSTANCE",
             show_default=False,
             autocompletion=completion.logs,
         ),
@@ -121,8 +121,8 @@ def logs(
                 time.sleep(0.25)
         if not has_any:
             is_empty = bool(log_files(folder, instance))
-            what = run if instance is None else f"{instance} of {run}"
-            output.progress(f"the logs of {what} are empty" if is_empty else f"run {run} has no logs yet")
+            what = f"run {run}" if instance is None else f"{instance} of run {run}"
+            output.progress(f"{what} has logged nothing" if is_empty else f"run {run} has no logs yet")
     except KeyboardInterrupt:
         raise typer.Exit(0) from None
 
@@ -158,8 +158,8 @@ def metrics(
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Metrics to show; without any, the important ones",
-            metavar="[NAME]...",
+            help="Metrics to show; default: the important ones",
+            metavar="NAME...",
             show_default=False,
             autocompletion=completion.metrics,
         ),

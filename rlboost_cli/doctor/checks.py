@@ -9,9 +9,11 @@ asked, and those of the spot machines.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from rlboost_cli.doctor import clouds, head, local, machine, preflight
-from rlboost_cli.doctor.findings import Check, DoctorContext, Finding
+from rlboost_cli.doctor.findings import Check, DoctorContext, Finding, Verdict, failed
+from rlboost_cli.terminal import extras
 from rlboost_runtime.job import Job
 
 MACHINE: Sequence[Check] = (
@@ -26,9 +28,9 @@ LAPTOP: Sequence[Check] = (Check(machine.python), Check(machine.home), Check(mac
 """What a machine needs that only types."""
 TOOLS: Sequence[Check] = (Check(preflight.engine), Check(preflight.tracker))
 SECRETS = Check(head.secrets)
-HEAD: Sequence[Check] = (Check(head.head, announce="looking at the head over SSH"),)
+HEAD: Sequence[Check] = (Check(head.head, announce="checking the head over SSH"),)
 BOUGHT: Sequence[Check] = (
-    Check(clouds.offer, announce="asking the cloud for the head's machine"),
+    Check(clouds.offer, announce="looking up the head's machine in its cloud"),
     Check(clouds.identity),
 )
 PLACES: Mapping[str, Sequence[Check]] = {
@@ -42,7 +44,7 @@ PLACES: Mapping[str, Sequence[Check]] = {
     )
 }
 """By the word before the slash of an `infra`."""
-ELSEWHERE = Check(clouds.offers, announce="asking the job's clouds and hosts what they would sell now")
+ELSEWHERE = Check(clouds.offers, announce="querying the job's clouds and hosts for their current offers")
 
 
 def checks_for(job: Job | None) -> Iterator[Check]:
@@ -61,7 +63,7 @@ def checks_for(job: Job | None) -> Iterator[Check]:
     yield from MACHINE
     if job is None:
         return
-    yield from job_checks()
+    yield from job_checks() if head.can_train_here() else ()  # MACHINE has named what is missing
     yield from TOOLS
     places = dict.fromkeys(infra.partition("/")[0] for infra in _infras(job))
     for place in places:
@@ -74,19 +76,34 @@ def job_checks() -> Iterator[Check]:
     """What a job needs wherever it runs; loads what trains."""
     from rlboost_cli.doctor import job as of_job
 
-    yield Check(of_job.model, announce="looking at the model (importing torch takes seconds)")
+    yield Check(of_job.model, announce="checking the model (importing torch takes seconds)")
     yield Check(of_job.prompts, announce="reading the prompts")
-    yield Check(of_job.reward, announce="calling the reward")
+    yield Check(of_job.reward, announce="calling the reward function")
 
 
 def examine(
     context: DoctorContext, announce: Callable[[str], None] = lambda words: None
 ) -> Iterator[Finding]:
-    """Yield each finding as it is made."""
+    """Yield each finding as it is made; a problem that was found before is not explained again."""
+    before: dict[tuple[str, str], str] = {}
     for check in checks_for(context.job):
         if check.announce:
             announce(check.announce)
+        for finding in _found(check, context):
+            first = before.setdefault((finding.found, finding.remedy), finding.check)
+            is_new = first == finding.check or finding.verdict is not Verdict.FAIL
+            yield finding if is_new else replace(finding, found=f"see {first} above", remedy="")
+
+
+def _found(check: Check, context: DoctorContext) -> Iterator[Finding]:
+    """Yield what a check finds; a package that it lacks is a finding too, and the other checks are made."""
+    try:
         yield from check.examine(context)
+    except ModuleNotFoundError as absent:
+        missing = extras.explained(absent)
+        if missing is None:
+            raise
+        yield failed("packages", missing)
 
 
 def _infras(job: Job) -> Iterator[str]:

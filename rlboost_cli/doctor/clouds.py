@@ -40,11 +40,13 @@ def offer(patient: DoctorContext) -> Iterator[Finding]:
             "head",
             f"{job.trainer.accelerators} in {job.trainer.infra}"
             f" {'costs more than max_price_usd_per_hour' if is_dear else 'is not sold'}",
-            "raise it, or write another region" if is_dear else "write another region, or other accelerators",
+            "raise it, or choose another region"
+            if is_dear
+            else "choose another region or other accelerators",
         )
         return
     price = format_usd(offers[0].price_micro_usd_per_hour, 4)
-    untried = "; `sky check` says whether it may buy there" if job.trainer.via == "skypilot" else ""
+    untried = "; `sky check` shows whether it may launch there" if job.trainer.via == "skypilot" else ""
     yield ok(
         "head",
         f"{job.trainer.accelerators} in {offers[0].zone}: {price} per hour ({offers[0].source}){untried}",
@@ -66,16 +68,17 @@ def judge_identity(job: Job) -> Finding:
     if not unknown and ends_by_itself and not _is_known_to(own, job):
         return warn(
             "identity",
-            "the head may not end itself: it stops after its run, and its disk costs until a command looks",
+            "the head may not delete itself: it stops after its run, and its disk costs money until"
+            " you type a command",
             "name trainer.role, or scoped keys in secrets (docs/head.md)",
         )
     if unknown:
         return warn(
             "identity",
-            f"the head is nobody to {', '.join(unknown)}: it could not launch spot machines there",
+            f"the head has no identity in {', '.join(unknown)}: it could not launch spot machines there",
             "name trainer.role for its own cloud, or scoped keys in secrets (docs/head.md)",
         )
-    who = "nobody in its cloud"
+    who = "without a role in its cloud"
     if job.trainer.role:
         who = f"{job.trainer.role} in {own}"
     elif _has_skypilots_role(job):
@@ -112,9 +115,13 @@ def offers(patient: DoctorContext) -> Iterator[Finding]:
     job = patient.wanted
     if not job.rollout.spot.max_instances:
         return
+    told: list[Finding] = []
     for part in places_of(job):
         with tempfile.TemporaryDirectory(prefix="rlboost-doctor-") as folder:
-            yield from _offers_of(part, RunFolder(Path(folder) / job.name))
+            for finding in _offers_of(part, RunFolder(Path(folder) / job.name)):
+                if finding not in told:  # entries of one cloud fail alike
+                    yield finding
+                told.append(finding)
 
 
 def _offers_of(job: Job, run: RunFolder) -> Iterator[Finding]:
@@ -156,7 +163,7 @@ def judge_offers(name: str, found: Sequence[Offer], seconds: float) -> Finding:
     if not found:
         return warn(
             name,
-            f"answered in {seconds:.1f} s, but has nothing that the job wants, at the prices that it allows",
+            f"answered in {seconds:.1f} s, but offers no machine that the job accepts at its price limit",
             "name more regions or accelerators, or raise max_price_usd_per_hour; a run would wait for offers",
         )
     first = found[0]

@@ -87,8 +87,8 @@ def not_here(patient: DoctorContext) -> Iterator[Finding]:
     """In place of a look at model, prompts and reward."""
     yield warn(
         "job",
-        "model, prompts and reward were not looked at: what trains is not installed on this machine",
-        "pip install 'rlboost[train]' here to have them looked at before the head is paid for",
+        "model, prompts and reward were not checked: the training packages are not installed on this machine",
+        "pip install 'rlboost[train]' here to check them before you pay for the head",
     )
 
 
@@ -147,7 +147,7 @@ def _hear(said: BinaryIO, dial: Callable[[int], str]) -> dict[str, Any]:
                 facts[what] = told
         if time.monotonic() > deadline:
             break
-    raise ValueError("it stopped in the middle of its answer")
+    raise ValueError("its answer was cut off")
 
 
 def _dial(place: HeadPlace, port: int) -> str:
@@ -170,11 +170,11 @@ def judge_python(said: Json, place: HeadPlace) -> Finding:
                 "name a Python 3.11 there that has rlboost[train], or remove trainer.python to have it"
                 " installed",
             )
-        return ok(check, f"{said['system']} for a first word; `rlboost up` installs RLBoost with its own")
+        return ok(check, f"{said['system']} runs these checks; `rlboost up` installs RLBoost with its own")
     remedy = (
         "remove trainer.python to have one installed"
         if place.python is not None
-        else f"remove {place.folder}/venv there: the next `rlboost up` installs it anew"
+        else f"remove {place.folder}/venv there: the next `rlboost up` reinstalls it"
     )
     if said.get("problem"):
         return fail(check, f"{said['path']} does not work: {said['problem']}", remedy)
@@ -191,17 +191,17 @@ def judge_gpu(said: Json, python: Json) -> Finding:
     if said["problem"]:
         return fail(
             check,
-            f"nvidia-smi says: {said['problem']}",
-            "mend the driver there; after an update of it the machine often has to be restarted",
+            f"nvidia-smi failed: {said['problem']}",
+            "repair the driver there; after a driver update the machine often needs a reboot",
         )
     gpus = said["gpus"]
     if not gpus:
         return warn(
-            check, "none: it would train on its CPUs", "fine for a small model, else take another one"
+            check, "none: it would train on its CPUs", "fine for a small model; otherwise use another machine"
         )
     words = f"{len(gpus)} x {gpus[0]['name']} ({gpus[0]['mib'] / 1024:.0f} GiB), driver {said['driver']}"
     if not python["is_there"] or python.get("problem"):
-        return ok(check, f"{words}; torch is not there yet")
+        return ok(check, f"{words}; torch is not installed yet")
     if not python["gpus"]:
         built = f"CUDA {python['cuda']}" if python["cuda"] else "CPUs only"
         return fail(
@@ -213,7 +213,7 @@ def judge_gpu(said: Json, python: Json) -> Finding:
         )
     if python["gpus"] != len(gpus):
         return warn(
-            check, f"{words}; torch sees {python['gpus']}", "look at CUDA_VISIBLE_DEVICES of that account"
+            check, f"{words}; torch sees {python['gpus']}", "check CUDA_VISIBLE_DEVICES of that account"
         )
     return ok(check, f"{words}; torch sees them")
 
@@ -224,12 +224,12 @@ def judge_room(said: Json, wanted: int) -> Iterator[Finding]:
         yield fail(
             "head disk",
             f"{said['place']} cannot be written",
-            "name a folder in trainer.folder that you may write to",
+            "set trainer.folder to a folder that you may write to",
         )
         return
     found = judge_disk(said["free_bytes"], wanted, f"{said['place']} of the head")
     if found.verdict is Verdict.FAIL:
-        remedy = "free some there, name a folder on a larger disk in trainer.folder, or lower"
+        remedy = "free disk space there, set trainer.folder to a folder on a larger disk, or lower"
         yield fail("head disk", found.found, f"{remedy} trainer.keep_checkpoints")
     else:
         yield ok("head disk", found.found)
@@ -240,7 +240,8 @@ def judge_clock(ahead_s: float, host: str) -> Finding:
     check = "head clock"
     off = f"{abs(ahead_s):,.0f} s {'ahead of' if ahead_s > 0 else 'behind'} this machine's"
     remedy = (
-        f"set the wrong one (timedatectl set-ntp true, here or on {host}): bills and certificates go by it"
+        f"set the wrong one (timedatectl set-ntp true, here or on {host}):"
+        " billing and certificates depend on it"
     )
     if abs(ahead_s) > CLOCK_SLACK_S:
         return fail(check, off, remedy)
@@ -254,7 +255,9 @@ def judge_ports(said: Json | None, place: HeadPlace) -> Finding:
     check = "head ports"
     if said is None:
         return warn(
-            check, "not tried: it is reached through a jump host", "see that spot machines can dial the head"
+            check,
+            "not tested: the head is reached through a jump host",
+            "make sure that spot machines can connect to the head",
         )
     if said["was_dialled"]:
         return ok(check, "one was opened there and reached from here")
@@ -273,7 +276,7 @@ def judge_credentials(found: Json, job: Job) -> Iterator[Finding]:
         variables = cloud_traits(cloud).credential_variables
         keys = [name for name in variables if name in job.secrets]
         if not variables:
-            yield warn(check, f"{cloud}: not looked at", f"see that the head has credentials for {cloud}")
+            yield warn(check, f"{cloud}: not checked", f"make sure that the head has credentials for {cloud}")
         elif keys:
             yield ok(check, f"{cloud}: {', '.join(keys)} of this machine, named in secrets")
         elif found[cloud]:

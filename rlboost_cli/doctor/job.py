@@ -27,8 +27,8 @@ def model(context: DoctorContext) -> Iterator[Finding]:
     elif facts is None:
         yield warn(
             "model",
-            f"{job.model} is not on this machine: not looked at",
-            f"fetch it first (hf download {job.model}), or it is fetched when the run starts",
+            f"{job.model} is not on this machine: not checked",
+            f"fetch it first (hf download {job.model}), or it is downloaded when the run starts",
         )
     else:
         kind = "made here, random" if isinstance(job.model, TinyModel) else str(job.model)
@@ -65,8 +65,8 @@ def prompts(context: DoctorContext) -> Iterator[Finding]:
     ):
         yield warn(
             "chat template",
-            "the model's tokenizer has one, but prompts are text and are read without it",
-            "write data.chat_template: tokenizer; or none, which says that it is meant so",
+            "the model's tokenizer has one, but text prompts are used without it",
+            "write data.chat_template: tokenizer; or none to keep it that way",
         )
 
 
@@ -137,12 +137,12 @@ def judge_reward(scored: Reward, example: Example) -> Finding:
         return fail(
             "reward",
             f"{scored.failure} for {what}: {scored.problem.strip()}",
-            "correct the function; a run ends where a whole step's rewards fail",
+            "correct the function; a run ends if all rewards of a step fail",
         )
     if example.answer is not None and scored.value <= 0:
         return warn(
             "reward",
             f"{scored.value:g} for {what}",
-            "look whether the function reads the response as it is: no more than the answer's text",
+            "check that the function accepts a response that is the answer's text alone",
         )
     return ok("reward", f"loads in its own process, {scored.value:g} for {what}")

@@ -50,7 +50,7 @@ def judge_cpus(num_cpus: int, threads: int) -> Finding:
         return warn(
             "cpus",
             found,
-            "lower rollout.spot.max_instances or rollout.engine_args.threads: they starve each other",
+            "lower rollout.spot.max_instances or rollout.engine_args.threads: they compete for the CPUs",
         )
     return ok("cpus", found)
 
@@ -80,7 +80,7 @@ def judge_gpu_memory(job: Job, total: int, check: str) -> Finding:
     assert shape is not None
     words = "; ".join(f"{dotted(path)}: {problem}" for path, problem in misfits(job, shape, total))
     if words:
-        return fail(check, words, "change the job as said, or take GPUs with more memory")
+        return fail(check, words, "change the job accordingly, or use GPUs with more memory")
     plan = fit_plan(job, shape, total)
     return ok(
         check, f"{_gib(plan.gpu_needs)} of {_gib(int(USABLE * total))} computed for the trainer, per GPU"
@@ -100,7 +100,7 @@ def judge_memory(total: int, available: int, trainer: int, engine: int, engines:
         return fail("memory", f"{words}; there is {_gib(total)}", remedy)
     if wanted > available:
         return warn(
-            "memory", f"{words}; {_gib(available)} of {_gib(total)} are free", f"end something, or {remedy}"
+            "memory", f"{words}; {_gib(available)} of {_gib(total)} are free", f"free memory, or {remedy}"
         )
     return ok("memory", f"{_gib(available)} free, {words}")
 
@@ -122,7 +122,7 @@ def judge_disk(free: int, wanted: int, place: str) -> Finding:
         return fail(
             "disk",
             words,
-            "free some, set RLBOOST_HOME to a larger disk, or lower trainer.keep_checkpoints and"
+            "free disk space, set RLBOOST_HOME to a larger disk, or lower trainer.keep_checkpoints and"
             " rollout.spot.max_instances",
         )
     return ok("disk", words)
@@ -136,7 +136,7 @@ def ports(context: DoctorContext) -> Iterator[Finding]:
         yield judge_free_port(_free_port())
         return
     if is_supervised(run):
-        yield ok("ports", f"run {run.name} is running and has its own")
+        yield ok("ports", f"run {run.name} is running on its own ports")
         return
     known = {"coordinator": _port(run.endpoint), "weight server": _port(run.weights_endpoint)}
     taken = [f"{port} ({name})" for name, port in known.items() if port is not None and not _can_bind(port)]
@@ -147,7 +147,7 @@ def ports(context: DoctorContext) -> Iterator[Finding]:
             f"end that program (ss -ltnp shows it) and launch {run.name} again; or rlboost down {run.name}",
         )
     else:
-        yield ok("ports", f"those of run {run.name} are free")
+        yield ok("ports", f"the ports of run {run.name} are free")
 
 
 def judge_free_port(port: int | None) -> Finding:
@@ -161,7 +161,7 @@ def machines(context: DoctorContext) -> Iterator[Finding]:
     """Launch a machine of the local provider, see it run, end it, see it gone; traces are read on the way."""
     job = context.wanted
     if not job.rollout.spot.max_instances or not job.rollout.spot.local_offers:
-        yield ok("machines", "no spot machines wanted here")
+        yield ok("machines", "the job has no spot machines here")
         return
     try:
         with tempfile.TemporaryDirectory(prefix="rlboost-doctor-") as folder:
@@ -175,7 +175,7 @@ def machines(context: DoctorContext) -> Iterator[Finding]:
     except RLBoostError as error:
         yield failed("machines", error)
     else:
-        yield ok("machines", f"one was launched, seen and ended in {seconds:.1f} s")
+        yield ok("machines", f"one was launched, listed and terminated in {seconds:.1f} s")
 
 
 def _try_a_machine(run: RunFolder, job: Job) -> float:
@@ -201,7 +201,7 @@ def _wait_for(provider: LocalProvider, run: str, state: MachineStatus) -> None:
         if time.monotonic() > deadline:
             raise RuntimeFault(
                 f"a machine was not {state} in {MACHINE_DEADLINE_S:g} s: {', '.join(views) or 'not listed'}",
-                "look whether something on this machine ends or hides processes",
+                "check whether something on this machine kills or hides processes",
             )
         time.sleep(POLL_S)
 

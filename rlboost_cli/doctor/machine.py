@@ -82,7 +82,7 @@ def judge_packages(wanted: Mapping[str, str], installed: Mapping[str, str | None
     if wrong:
         yield fail("packages", "\n".join(wrong), INSTALL)
     else:
-        yield ok("packages", f"{len(problems)} others as wanted")
+        yield ok("packages", f"{len(problems)} others as required")
 
 
 def _package_problem(name: str, wanted: str, installed: str | None) -> str:
@@ -104,7 +104,7 @@ def _installed(name: str) -> str | None:
 
 def home(context: DoctorContext) -> Iterator[Finding]:
     """Check that runs can be kept: write, sync and rename a file, and make a database like a ledger."""
-    remedy = "set RLBOOST_HOME to a folder on a local disk that you may write to"
+    remedy = "set RLBOOST_HOME to a writable folder on a local disk"
     try:
         context.home.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=context.home, prefix=".doctor-") as folder:
@@ -147,7 +147,7 @@ def judge_clock(now: float, newest: float, path: str) -> Finding:
     if now < newest - CLOCK_SLACK_S:
         behind = f"{shown} is {newest - now:,.0f} s before the date of {path}"
         return fail(
-            "clock", behind, "set the clock (timedatectl set-ntp true): bills and certificates go by it"
+            "clock", behind, "set the clock (timedatectl set-ntp true): billing and certificates depend on it"
         )
     return ok("clock", shown)
 
@@ -170,7 +170,7 @@ def judge_open_files(soft: int, hard: int, agents: int) -> Finding:
         return ok("open files", f"limit {soft:,} (wanted {needed:,})")
     can_raise = hard == resource.RLIM_INFINITY or hard >= needed
     remedy = f"ulimit -n {needed}" if can_raise else f"raise the hard limit {hard:,} in limits.conf"
-    return fail("open files", f"limit {soft:,}, {agents} agents want {needed:,}", remedy)
+    return fail("open files", f"limit {soft:,}, {agents} agents need {needed:,}", remedy)
 
 
 def loopback(context: DoctorContext) -> Iterator[Finding]:
@@ -181,7 +181,7 @@ def loopback(context: DoctorContext) -> Iterator[Finding]:
         yield fail(
             "loopback",
             f"127.0.0.1 cannot be used: {exc.strerror or exc}",
-            "bring it up (ip link set lo up), and let the firewall pass local traffic",
+            "bring it up (ip link set lo up), and allow local traffic in the firewall",
         )
     else:
         yield ok("loopback", f"port {said} of 127.0.0.1 opened, dialled and answered")

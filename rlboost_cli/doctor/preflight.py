@@ -80,10 +80,10 @@ def tracker(context: DoctorContext) -> Iterator[Finding]:
     elif wanted.offline or os.environ.get("WANDB_MODE") in ("offline", "disabled"):
         yield ok("tracker", "offline: kept in the run's folder")
     elif job.trainer.is_elsewhere and "WANDB_API_KEY" not in {*job.secrets, *job.env}:
-        yield warn("tracker", "the head has no key of W&B", "write secrets: [WANDB_API_KEY]")
+        yield warn("tracker", "the head has no W&B key", "write secrets: [WANDB_API_KEY]")
     elif not job.trainer.is_elsewhere and not _has_key():
         remedy = "set WANDB_API_KEY, type `wandb login`, or write tracking.wandb.offline: true"
-        yield fail("tracker", "this machine has no key of W&B", remedy)
+        yield fail("tracker", "this machine has no W&B key", remedy)
     else:
         yield ok("tracker", "W&B has a key")
 

@@ -72,7 +72,7 @@ class Head:
         if not self.place.host:
             raise HeadUnreachable(
                 f"the head of {self.run.name} has not been rented yet",
-                f"rlboost launch {self.run.name} rents it; rlboost down {self.run.name} gives the run up",
+                f"rlboost launch {self.run.name} rents it; rlboost down {self.run.name} abandons the run",
             )
         request = {
             "do": do,
@@ -96,12 +96,12 @@ class Head:
         except ProviderError as error:
             raise HeadUnreachable(
                 f"the head of {self.run.name} does not answer: {error.problem}",
-                f"type the same again once `ssh {self.place.host} true` works; a run that was started goes on"
-                " there by itself",
+                f"repeat the command once `ssh {self.place.host} true` works; a run that has started"
+                " continues there",
             ) from error
         if "problem" in answer:
             raise RuntimeFault(
-                f"{self.place.host} cannot do it: {answer['problem']}", "correct that there, then type again"
+                f"{self.place.host}: {answer['problem']}", "correct that there, then repeat the command"
             )
         return answer, blob
 
@@ -138,7 +138,7 @@ class Head:
         if answer["status"] == _TIMED_OUT:
             return HeadRefused(
                 f"`rlboost {arguments[0]}` on {self.place.host} took more than {seconds:.0f} s",
-                f"rlboost logs {self.run.name} shows what was printed there; type the same again",
+                f"rlboost logs {self.run.name} shows what was printed there; repeat the command",
             )
         printed, code = str(answer["err"]), int(answer["status"])
         error = read_error(printed)
@@ -167,5 +167,5 @@ def _read_answer(output: BinaryIO, say: Say, deadline: float) -> tuple[dict[str,
         if message["say"]:
             say(message["say"])
         if time.monotonic() > deadline:
-            raise RuntimeFault("the head is still busy with it", "type the same again")
+            raise RuntimeFault("the head is still busy with it", "repeat the command")
     raise ValueError("it printed no answer")

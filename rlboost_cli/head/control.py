@@ -58,7 +58,7 @@ def bring_up(run: RunFolder, say: Say) -> dict[str, Any]:
         rent(run, say)
     bought = current_head_machine(run)
     with Head(run) as head:
-        say(f"asking {head.place.host} what is there")
+        say(f"checking what {head.place.host} has")
         there, _ = head.ask("look", rental=None if bought is None else asdict(bought))
         environment: dict[str, str] = {}
         if not there["supervised"]:
@@ -186,9 +186,9 @@ def _end_there(run: RunFolder, say: Say) -> None:
                 say(f"note: {silence.problem}; the run had ended")
                 return
             raise HeadUnreachable(
-                f"{silence.problem}; {run.name} may go on there, and its machines with it",
-                f"type `rlboost down {run.name}` again once it answers; where it is gone for good, add"
-                " --lost-head: what it launched is then ended from here",
+                f"{silence.problem}; {run.name} and its machines may still be running there",
+                f"type `rlboost down {run.name}` again once it answers; if it is lost for good, add"
+                " --lost-head to terminate its machines from here",
             ) from silence
         if there["exists"]:
             say(f"ending {run.name} on {head.place.host}")
@@ -217,19 +217,17 @@ def _fetch_before_it_goes(run: RunFolder, head: Head, say: Say) -> None:
         refresh_and_close(run, head)
         is_refreshed = True
     except (HeadUnreachable, RuntimeFault) as silence:
-        output.progress(
-            f"note: {silence.problem}; books and logs of {run.name} stay as they were fetched last"
-        )
+        output.progress(f"note: {silence.problem}; costs and logs of {run.name} are as of the last fetch")
     try:
         _fetch_model_and_checkpoint(run, head, say)
     except (HeadUnreachable, RuntimeFault) as failure:
         raise RuntimeFault(
-            f"{failure.problem}; {run.name} has ended, but its model is on its head still, which costs money",
+            f"{failure.problem}; {run.name} has ended, but its model is still on its head, which costs money",
             f"correct that, then type `rlboost down {run.name}` again; `rlboost down {run.name} --lost-head`"
-            " gives the head back, and the model up",
+            " releases the head and gives up the model",
         ) from failure
     if not is_refreshed:
-        _note_stopped(run, "ended by `rlboost down`", "its head could not tell more, and was given back")
+        _note_stopped(run, "ended by `rlboost down`", "its head could not report more, and was released")
 
 
 def collect_results(run: RunFolder, say: Say) -> None:
@@ -242,7 +240,7 @@ def collect_results(run: RunFolder, say: Say) -> None:
         deadline = time.monotonic() + TEARDOWN_S
         refresh_and_close(run, head)
         while not is_complete(run) and time.monotonic() < deadline:
-            say(f"waiting until {head.place.host} has ended everything")
+            say(f"waiting until {head.place.host} has stopped everything")
             time.sleep(1)
             refresh_and_close(run, head)
         _fetch_model_and_checkpoint(run, head, say)
@@ -273,11 +271,11 @@ def _stay_in_words(run: RunFolder) -> str:
     until = (
         f"for {duration(job.after.idle_minutes * 60)}"
         if kind == "down" and job.trainer.ends_itself
-        else "until it is ended"
+        else "until you release it"
     )
     return (
-        f"the head of {run.name} stays {until}{price}; rlboost launch {run.name} --resume goes on there,"
-        f" rlboost down {run.name} ends it"
+        f"the head of {run.name} stays {until}{price}; rlboost launch {run.name} --resume continues there,"
+        f" rlboost down {run.name} releases it"
     )
 
 

@@ -141,7 +141,7 @@ def _packed(files: dict[str, Path]) -> Iterator[bytes]:
             while left:
                 block = file.read(min(_BLOCK, left))
                 if not block:
-                    raise RuntimeFault(f"{path} became shorter while it was copied", "type the same again")
+                    raise RuntimeFault(f"{path} shrank while it was copied", "repeat the command")
                 left -= len(block)
                 yield block
             yield bytes(-entry.size % tarfile.BLOCKSIZE)

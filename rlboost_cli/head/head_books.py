@@ -87,7 +87,7 @@ def take_report(run: RunFolder, say: Say) -> None:
             raise ConfigError(
                 f"reading {output} needs obstore, which is not installed", "type: pip install 'rlboost[aws]'"
             ) from missing
-        say(f"looking at {output} for how {run.name} ended")
+        say(f"looking for the outcome of {run.name} at {output}")
         fetch_report(run, output, former_end_ns(run))
 
 
@@ -144,10 +144,10 @@ def _note_lost(run: RunFolder) -> None:
         run.outcome,
         {
             "state": "failed",
-            "problem": f"the head of {run.name}{where} is gone before it was heard how the run ended, and"
-            " with it what was on its disk",
-            "remedy": f"rlboost down {run.name} ends what it may have launched and closes its books; copies"
-            " are at the job's output, where it has one",
+            "problem": f"the head of {run.name}{where} is gone, with everything on its disk, and the outcome"
+            " of the run is unknown",
+            "remedy": f"rlboost down {run.name} terminates what it may have launched and closes its books;"
+            " copies are at the job's output, if it has one",
             "exit_code": 1,
         },
     )

@@ -75,7 +75,7 @@ def refresh_if_elsewhere(
         if "at" not in seen:
             return f"{silence.problem}; nothing was ever fetched from it"
         age_s = max(0.0, time.time() - float(seen["at"]))
-        return f"{silence.problem}; shown is what was known {age_s:.0f} s ago"
+        return f"{silence.problem}; showing the state of {age_s:.0f} s ago"
     return None
 
 
@@ -168,8 +168,8 @@ def _writing(run: RunFolder) -> Iterator[None]:
         while not _locks(fd):
             if time.monotonic() > deadline:
                 raise RuntimeFault(
-                    f"another command has been writing what is known here of {run.name} for {WAIT_S:.0f} s",
-                    "see whether it was stopped (Ctrl-Z), then type the same again",
+                    f"another command has been updating the local copy of {run.name} for {WAIT_S:.0f} s",
+                    "check whether it is suspended (Ctrl-Z), then repeat the command",
                 )
             time.sleep(0.02)
         yield
@@ -193,7 +193,7 @@ def _write_copy(run: RunFolder, entry: dict[str, Any], part: bytes) -> None:
     if name not in _WHOLE and (_GROWING.fullmatch(name) is None or offset is None):
         raise ProtocolError(
             f"the head of {run.name} sends {name!r}, which was not requested",
-            "see that it is the right machine",
+            "check that it is the right machine",
         )
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if name in _WHOLE:
@@ -224,8 +224,9 @@ def fetch_results(run: RunFolder, head: Head, say: Say) -> int:
     free = shutil.disk_usage(run.path).free
     if total > free:
         raise RuntimeFault(
-            f"what {run.name} leaves has {total / 1e9:.2f} GB, the disk here has {free / 1e9:.2f} GB",
-            f"make room, then type the same again; it stays on {head.place.host} until then",
+            f"the results of {run.name} take {total / 1e9:.2f} GB,"
+            f" but this disk has {free / 1e9:.2f} GB free",
+            f"make room, then repeat the command; they stay on {head.place.host} until then",
         )
     moved = 0
     for path, name, size, changed_ns in missing:
@@ -238,7 +239,7 @@ def fetch_results(run: RunFolder, head: Head, say: Say) -> int:
                 )
                 _, block = head.ask("fetch", name=name, offset=offset)
                 if not block:
-                    raise RuntimeFault(f"{name} became shorter on {head.place.host}", "type the same again")
+                    raise RuntimeFault(f"{name} became shorter on {head.place.host}", "repeat the command")
                 file.write(block)
                 moved += len(block)
         os.utime(part, ns=(changed_ns, changed_ns))
@@ -259,6 +260,6 @@ def _path(run: RunFolder, name: str) -> Path:
     if pure.is_absolute() or ".." in pure.parts or pure.parts[:1] != ("checkpoints",):
         raise ProtocolError(
             f"the head of {run.name} offers {name!r}, which is no checkpoint",
-            "see that it is the right machine",
+            "check that it is the right machine",
         )
     return run.path / pure

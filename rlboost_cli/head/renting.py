@@ -78,8 +78,8 @@ def rent(run: RunFolder, say: Say) -> None:
                 give_back(run, say)
             except ProviderError as silence:
                 raise RuntimeFault(
-                    f"{failure.problem}; {head.machine} of {run.name} in {head.zone} could not be given"
-                    f" back and costs money: {silence.problem}",
+                    f"{failure.problem}; {head.machine} of {run.name} in {head.zone} could not be"
+                    f" released and costs money: {silence.problem}",
                     f"type `rlboost down {run.name}`, which ends it",
                 ) from failure
             raise
@@ -95,7 +95,7 @@ def give_back(run: RunFolder, say: Say) -> None:
         if head is None or head.ended_at is not None:
             return
         provider, key = head_provider(stored_job(run), run), head_of(run.name)
-        say(f"giving {head.machine} of {run.name} back to {head.zone}")
+        say(f"releasing {head.machine} of {run.name} in {head.zone}")
         deadline, is_asked = time.monotonic() + GONE_S, False
         while True:
             view = view_of(provider, run, head)
@@ -184,7 +184,9 @@ def require_head(run: RunFolder) -> None:
 
 def ended_meanwhile(run: RunFolder) -> RuntimeFault:
     """Return the error for a run that another command ended while it was being brought up."""
-    return RuntimeFault(f"{run.name} was ended meanwhile", f"rlboost launch {run.name} --resume goes on")
+    return RuntimeFault(
+        f"{run.name} was stopped in the meantime", f"rlboost launch {run.name} --resume continues it"
+    )
 
 
 def rate_of(head: HeadMachine) -> str:
@@ -216,7 +218,7 @@ def _there(run: RunFolder, provider: Provider) -> HeadMachine | None:
 def _offers(job: Job, provider: Provider, say: Say) -> Iterator[Offer]:
     """Yield the offers; requested with the first."""
     if job.trainer.via == "skypilot":
-        say("asking SkyPilot where there is such a machine; its first start takes a minute or two")
+        say("asking SkyPilot for offers; its first start takes a minute or two")
     yield from provider.offers()
 
 
@@ -251,14 +253,14 @@ def _launch(
         if job.trainer.max_price_usd_per_hour is None
         else f"{job.trainer.accelerators} in {job.trainer.infra} costs more than"
         f" trainer.max_price_usd_per_hour, ${job.trainer.max_price_usd_per_hour}",
-        "write another region, or another bound; rlboost prices shows what there is",
+        "choose another region or raise the limit; rlboost prices lists the offers",
     )
 
 
 def _require_ssh() -> None:
     if importlib.util.find_spec("paramiko") is None:
         raise ConfigError(
-            "a head elsewhere is reached with paramiko, which is not installed",
+            "connecting to a head elsewhere needs paramiko, which is not installed",
             "type: pip install 'rlboost[ssh]'",
         )
 
@@ -303,12 +305,12 @@ def _await_it(run: RunFolder, job: Job, provider: Provider, head: HeadMachine, s
                     kept = note_end(run, kept, view)
                     if kept.launched_at is None:
                         return NoCapacity(
-                            view.detail or f"{head.zone} gave no {head.accelerator}",
-                            "try again later, or write another region; rlboost prices shows what there is",
+                            view.detail or f"{head.zone} has no capacity for {head.accelerator}",
+                            "try again later, or choose another region; rlboost prices lists the offers",
                         )
             raise RuntimeFault(
                 f"{head.machine} of {run.name} ended while it booted:"
-                f" {view.detail or 'its cloud says no more'}{last_words(provider, run, head.machine)}",
+                f" {view.detail or 'its cloud gives no reason'}{last_words(provider, run, head.machine)}",
                 f"type rlboost launch {run.name} to rent another",
             )
         address = ""
@@ -323,10 +325,10 @@ def _await_it(run: RunFolder, job: Job, provider: Provider, head: HeadMachine, s
         if waited_s > BOOT_S:
             raise RuntimeFault(
                 f"{head.machine} of {run.name}{f' at {address}' if address else ''} was not reached by"
-                f" SSH within {BOOT_S:.0f} s{'' if was_started(run) else ' and is given back'}; last:"
+                f" SSH within {BOOT_S:.0f} s{'' if was_started(run) else ' and is released'}; last:"
                 f" {problem}{last_words(provider, run, head.machine)}",
-                "see that its image has sshd, python3 and cloud-init (docs/head.md), and that its port 22 is"
-                " reached from here",
+                "check that its image has sshd, python3 and cloud-init (docs/head.md), and that its port 22"
+                " can be reached from here",
             )
         say(f"waiting for {head.machine} in {head.zone} {f'at {address} ' if address else ''}to boot")
         time.sleep(_LOOK_S)
@@ -358,8 +360,8 @@ def _is_let_in(run: RunFolder) -> str | None:
 
 def _lost(run: RunFolder, head: HeadMachine) -> RuntimeFault:
     return RuntimeFault(
-        f"the head of {run.name}, {head.machine} in {head.zone}, is gone, and with it what was on its"
-        f" disk ({head.detail or 'ended'})",
-        f"rlboost down {run.name} closes its books; copies are at the job's output, where it has one; its job"
+        f"the head of {run.name}, {head.machine} in {head.zone}, is gone, with everything on its disk"
+        f" ({head.detail or 'ended'})",
+        f"rlboost down {run.name} closes its books; copies are at the job's output, if it has one; its job"
         " file starts a new run",
     )

@@ -17,15 +17,6 @@ from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
 
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    NoEncryption,
-    PrivateFormat,
-    PublicFormat,
-    load_ssh_private_key,
-)
-
 from rlboost_providers.base.provider import Provider
 from rlboost_providers.base.tags import head_of
 from rlboost_providers.base.traits import cloud_traits
@@ -96,13 +87,17 @@ def _packed(program: bytes) -> str:
 
 
 def _key(path: Path) -> KeyPair:
+    from cryptography.hazmat.primitives import serialization as ssh
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
     if not path.exists():
         path.parent.mkdir(mode=0o700, exist_ok=True)
         made = Ed25519PrivateKey.generate()
-        write_atomically(path, made.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
+        plain = ssh.NoEncryption()
+        write_atomically(path, made.private_bytes(ssh.Encoding.PEM, ssh.PrivateFormat.OpenSSH, plain))
     text = path.read_bytes()
-    public = load_ssh_private_key(text, None).public_key()
-    line = public.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
+    public = ssh.load_ssh_private_key(text, None).public_key()
+    line = public.public_bytes(ssh.Encoding.OpenSSH, ssh.PublicFormat.OpenSSH).decode()
     os.chmod(path, 0o600)
     return KeyPair(path, text.decode(), line)
 

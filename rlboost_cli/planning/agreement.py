@@ -70,7 +70,7 @@ def probe(job_file: Path, job: Job, progress: Callable[[str], None]) -> RunFolde
         update={"name": name, "algorithm": job.algorithm.model_copy(update={"steps": PROBE_STEPS})}
     )
     run = prepare_run(job_file, short).run
-    progress(f"measuring: {PROBE_STEPS} steps of this job as run {run.name}")
+    progress(f"probe: {PROBE_STEPS} steps of this job as run {run.name}")
     want_training(run)
     try:
         bring_up(run, progress)
@@ -86,7 +86,7 @@ def probe(job_file: Path, job: Job, progress: Callable[[str], None]) -> RunFolde
         collect_results(run, progress)
     if ended.state != "done":
         raise RuntimeFault(
-            f"the measuring run {run.name} {ended.state}: {ended.problem or 'no reason given'}",
+            f"the probe {run.name} {ended.state}: {ended.problem or 'no reason given'}",
             ended.remedy or f"rlboost logs {run.name} shows what happened",
         )
     return run

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from rlboost_cli.terminal.text import counted
 from rlboost_providers.base.prices import Quote, parse_accelerator, shipped_book
 from rlboost_runtime.job import CloudOffer, Job
 from rlboost_runtime.sim.presets import GPUS
@@ -25,7 +26,7 @@ def alternatives(job: Job) -> Iterator[Alternative]:
     most = job.rollout.spot.max_instances
     for count in dict.fromkeys((most // 2, 2 * most)):
         if 0 < count != most:
-            yield Alternative(f"at most {count} spot machines", _changed(job, max_instances=count))
+            yield Alternative(f"at most {counted(count, 'spot machine')}", _changed(job, max_instances=count))
     offers = [offer for offer in job.rollout.spot.any_of if isinstance(offer, CloudOffer)]
     if offers:
         yield from _elsewhere(job, offers)

@@ -126,7 +126,8 @@ def describe_plan(plan: LaunchPlan) -> list[str]:
     if not plan.is_charged:
         where = {line.infra for line in plan.lines}
         place = "this machine" if where == {"local"} else "machines of your own"
-        lines.append(f"  runs on {place}: nothing is billed, prices are illustrative")
+        counts = "" if plan.max_usd is None else ", also for the budget"
+        lines.append(f"  runs on {place}: nothing is billed, prices are illustrative{counts}")
     if plan.forecast is not None:
         lines += _describe_projection(plan.forecast, plan)
     elif plan.problem:

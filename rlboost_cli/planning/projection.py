@@ -140,7 +140,7 @@ def _run(job: Job, found: SimulatedJob, market: Trace, policy: str, seed: int, n
         nonlocal turns
         turns += 1
         if turns > most:
-            raise ValueError("no step comes to an end: nothing that lasts rolls out")
+            raise ValueError("no step ends: no instance lives long enough to roll out")
 
     try:
         result = simulate(preset, market, policy, seed=seed, hours=1e6, max_steps=num_steps, progress=turn)

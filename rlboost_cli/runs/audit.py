@@ -31,7 +31,7 @@ def audit_of(run: RunFolder) -> dict[str, Any]:
         )
     if is_open(run):
         raise ConfigError(
-            f"{run.name} goes on: its last step is not complete yet",
+            f"{run.name} is still running: its last step is not complete",
             f"audit it once it has ended; rlboost down {run.name} ends it",
         )
     if run.head.exists():

@@ -59,7 +59,7 @@ def _request(run: RunFolder, method: str, path: str, body: object, timeout_s: fl
     except ValueError as exc:
         raise ProtocolError(
             f"the coordinator of {run.name} answered {status} with something that is not JSON",
-            f"see what listens at the address in {run.endpoint}",
+            f"check what listens at the address in {run.endpoint}",
         ) from exc
     if status >= 400 or not isinstance(value, dict):
         raise _refusal(run, status, value)
@@ -69,7 +69,7 @@ def _request(run: RunFolder, method: str, path: str, body: object, timeout_s: fl
 def _exchange(run: RunFolder, method: str, path: str, body: object, deadline: float) -> tuple[int, bytes]:
     endpoint = read_json(run.endpoint)
     if endpoint is None:
-        raise ConnectionError("it has not listened yet")
+        raise ConnectionError("it is not listening yet")
     url = urlsplit(str(endpoint["url"]))
     connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=_left(deadline))
     try:
@@ -113,11 +113,11 @@ def _left(deadline: float) -> float:
 def _not_answering(run: RunFolder, why: str) -> NotAnswering:
     if full := full_disk(run.path):
         return NotAnswering(
-            f"{full}: {run.name} waits", "make room there: the run goes on by itself, nothing is lost"
+            f"{full}: {run.name} waits", "make room there: the run then continues, and nothing is lost"
         )
     return NotAnswering(
         f"the coordinator of {run.name} is not answering: {why}",
-        f"rlboost launch {run.name} starts it again; rlboost logs {run.name} coordinator shows what it said",
+        f"rlboost launch {run.name} starts it again; rlboost logs {run.name} coordinator shows its log",
     )
 
 

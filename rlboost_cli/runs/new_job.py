@@ -62,14 +62,14 @@ def closing_words(path: Path, template: str) -> list[str]:
             "  edit   name, model, data, reward, role, output, budget and, where you like, infra",
             f"  type   rlboost doctor {path}    credentials, prices, model, data and reward",
             f"         rlboost plan {path}      what it may cost",
-            f"         rlboost launch {path}    buys the head, goes on there; this machine may be closed",
+            f"         rlboost launch {path}    rents the head, runs there without this machine",
         ]
     if rlboost_templates.ALIASES.get(template, template) not in ("laptop", "quickstart"):
         return [
             f"wrote {path}",
             "  edit   name, model, data, reward, both hosts fields and budget",
             f"  type   rlboost check {path}     every mistake, by line",
-            f"         rlboost launch {path}    brings it to its machines, runs and watches it",
+            f"         rlboost launch {path}    starts it on its machines and watches it",
         ]
     return [
         f"wrote {path}",

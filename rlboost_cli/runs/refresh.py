@@ -62,7 +62,7 @@ def asked_of_its_cloud(run: RunFolder, say: Callable[[str], None], silence: str 
     try:
         find_out(run, say)
     except RLBoostError as error:
-        say(f"note: what became of the head of {run.name} is not known: {error.problem}")
+        say(f"note: the state of the head of {run.name} is unknown: {error.problem}")
     return None if run.outcome.exists() else silence
 
 

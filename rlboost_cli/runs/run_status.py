@@ -149,7 +149,7 @@ def _status_before_its_start(run: RunFolder) -> RunStatus:
 
     bought, cost = current_head_machine(run), ""
     if bought is not None and bought.ended_at is None:
-        cost = f"; {bought.machine} in {bought.zone} may be there for it, at {rate_of(bought)}"
+        cost = f"; {bought.machine} in {bought.zone} may be running for it, at {rate_of(bought)}"
     return RunStatus(
         _stored(run),
         is_live=False,

@@ -74,15 +74,15 @@ def look(say: Callable[[str], None], clouds: Iterable[str] = ()) -> Sweep:
         try:
             wanted |= _clouds_of(run)
             if is_open(run) and run.head_machines.exists():
-                say(f"asking for the head of {run.name}")
+                say(f"looking for the head of {run.name}")
                 find_out(run, say)
             if not is_open(run):
-                say(f"asking what is left of {run.name}")
+                say(f"looking for machines of {run.name}")
                 found |= {("", left.run, left.machine): left for left in _left_of(run, say, silent)}
         except RLBoostError as error:
             silent.append(error)
     for name, cloud in _sweepers(wanted, silent):
-        say(f"asking {name} for machines with our tags")
+        say(f"searching {name} for machines with RLBoost's tags")
         try:
             for owned in _swept(cloud, say, silent):
                 stray = _stray(owned, cloud, runs)
@@ -208,17 +208,19 @@ def _stray(owned: Owned, cloud: CanSweep, runs: dict[str, RunFolder]) -> Stray |
     run = runs.get(name)
     if is_ours and run is not None and is_open(run):
         return None
-    why = "its run is not known here" if run is None else "its run has ended"
+    why = "its run is unknown here" if run is None else "its run has ended"
     has_results = run is not None and name != owned.run and _has_no_output(run)
     if has_results:
-        why += f"; what it leaves is on this machine: `rlboost down {name}` fetches it and ends the machine"
+        why += (
+            f"; its results are still on this machine: `rlboost down {name}` fetches it and ends the machine"
+        )
     return Stray(
         name,
         owned.machine,
         owned.provider,
         owned.zone,
         owned.started_at,
-        why if is_ours else f"it is of another owner, {owned.owner or 'unnamed'}",
+        why if is_ours else f"it belongs to another owner, {owned.owner or 'unnamed'}",
         is_ours,
         lambda: cloud.end(owned),
         has_results,

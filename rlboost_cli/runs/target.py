@@ -13,6 +13,7 @@ from rlboost_runtime.errors import ConfigError, NotFound
 from rlboost_runtime.job import Job
 from rlboost_runtime.run.create import (
     FoundRun,
+    name_of_run,
     newest_run,
     prepare_run,
     reopen,
@@ -33,11 +34,12 @@ class Target:
     """The one that was given, or that the named run is resumed from; None where the run's copy is used."""
     run: RunFolder | None
     """The named run; None where a job file was given."""
+    resume: bool = False
 
     @property
     def name(self) -> str:
         """What the run is called, or would be."""
-        return self.job.name if self.run is None else self.run.name
+        return name_of_run(self.job.name, resume=self.resume) if self.run is None else self.run.name
 
     @property
     def is_to_start(self) -> bool:
@@ -83,7 +85,7 @@ class NothingLeft(ConfigError):
     def __init__(self, run: RunFolder, num_steps: int) -> None:
         super().__init__(
             f"{run.name} is done: all of its {num_steps} steps are trained",
-            "raise algorithm.steps in its job file and add --resume to go on; another name there starts a"
+            "raise algorithm.steps in its job file and add --resume to continue; another name there starts a"
             " new run",
         )
         self.run = run
@@ -98,7 +100,7 @@ def find_target(argument: str, *, resume: bool, say: Callable[[str], None] = lam
         if resume and (newest := newest_run(job.name)) is not None:
             look_at(newest, say)
             _require_steps_left(newest, job)
-        return Target(job, path, None)
+        return Target(job, path, None, resume)
     run = _find_run(argument)
     look_at(run, say)
     if not is_open(run) and not resume:

@@ -88,13 +88,14 @@ def simulated_job(job: Job, folder: Path) -> SimulatedJob:
     machines = _machines(job, model.shape, head)
     preset = _preset(job, model.shape, machines, head)
     spread = (
-        f"responses are taken to spread as the paper's do, up to {job.algorithm.max_response_tokens:,} tokens"
+        "response lengths are assumed to be spread as in the paper,"
+        f" up to {job.algorithm.max_response_tokens:,} tokens"
     )
     notes = [*machines.notes, *model.notes, market_in_words(job)]
     startup_s = _startup_s(job, preset)
     preset, boot = _with_boots(job, preset)
     if found is None:
-        notes += [spread, boot, f"the first step is taken to begin {startup_s:,.0f} s after the launch"]
+        notes += [spread, boot, f"the first step is assumed to begin {startup_s:,.0f} s after the launch"]
     else:
         rates, former = found
         preset = calibrated(preset, job, rates, former)
@@ -103,11 +104,11 @@ def simulated_job(job: Job, folder: Path) -> SimulatedJob:
             preset = with_engine_pace(preset, pace)
             notes.append(f"spot engines are taken to run at {pace:.0%} of the calibrated speed")
         startup_s = startup_s if rates.startup_s is None else rates.startup_s
-        notes.append(f"calibrated with what {rates.num_steps} steps of run {rates.run} measured here")
+        notes.append(f"calibrated with {rates.num_steps} measured steps of run {rates.run}")
     if job.algorithm.max_staleness:
         notes.append("steps are simulated one after the other: max_staleness makes the run faster")
     if isinstance(job.model, TinyModel) and preset.reserved.gpu is not CPU:
-        notes.append("a tiny model on such machines says nothing about this one; it shows the command")
+        notes.append("a tiny model on such machines is no forecast: it only demonstrates the command")
     head_storage = (
         _storage_usd_per_hour(head_offer(job.trainer), spot=False) if job.trainer.is_bought else 0.0
     )
@@ -198,7 +199,7 @@ def _with_boots(job: Job, preset: Preset) -> tuple[Preset, str]:
         boot_s, words = measured, f"machines boot in {measured:.0f} s, as measured here"
     else:
         boot_s = max(_boot_s(offer) for offer in job.rollout.spot.any_of)
-        words = f"machines are taken to boot in {boot_s:,.0f} s"
+        words = f"machines are assumed to boot in {boot_s:,.0f} s"
     return replace(preset, assumptions=replace(preset.assumptions, boot_s=boot_s)), words
 
 
@@ -294,8 +295,8 @@ def _of_clouds(job: Job, offers: list[CloudOffer], head: float | None) -> _Machi
     names = ", ".join(f"{offer.infra} {offer.accelerators}" for offer in offers)
     notes = [
         f"spot machines are the job's cloud offers: {names}",
-        f"the trainer is taken to have {nodes * ranks} {trainer_gpu}, one per rank",
-        f"a machine's link is taken to be {GBIT_PER_GPU:g} Gbit/s per GPU",
+        f"the trainer is assumed to have {nodes * ranks} {trainer_gpu}, one per rank",
+        f"a machine's link is assumed to be {GBIT_PER_GPU:g} Gbit/s per GPU",
     ]
     if any(expected_usd_per_hour(offer) is None for offer in offers):
         notes.append("an offer without a known price counts as free: give it max_price_usd_per_hour")
@@ -313,7 +314,7 @@ def _with_storage(offer: CloudOffer) -> float:
 def _as_in_the_paper(job: Job, head: float | None) -> _Machines:
     spots = [expected_usd_per_hour(offer) or 0.0 for offer in job.rollout.spot.any_of]
     head = head or 0.0
-    assumed = "machines are taken to be the paper's: 8 H100 reserved, 2 H100 per spot machine"
+    assumed = "machines are assumed to be the paper's: 8 H100 reserved, 2 H100 per spot machine"
     if head == 0 and not any(spots):
         note = f"the job has no prices; the paper's are used: ${RESERVED_8_H100.usd_per_hour}"
         note += f" and ${SPOT_2_H100.usd_per_hour} per hour"
@@ -359,7 +360,7 @@ def _by_name(model: str, name: str) -> _Model:
         layers=max(1, round(like.layers * scale)),
         hidden=max(1, round(like.hidden * scale)),
     )
-    return _Model(shape, (f"{name} is taken to be shaped like {like.name}, scaled to its size",))
+    return _Model(shape, (f"{name} is assumed to be shaped like {like.name}, scaled to its size",))
 
 
 def model_shape(name: str, shape: TransformerShape) -> ModelShape:

@@ -119,7 +119,7 @@ def description_lines(trace: Trace) -> list[str]:
         f"  taken     {s.removes}, {s.notices} with notice",
     ]
     if s.removes:
-        taken = f"{s.mean_removes_per_tick:.1f} nodes in the mean, {s.max_removes_per_tick} at most"
+        taken = f"{s.mean_removes_per_tick:.1f} nodes on average, {s.max_removes_per_tick} at most"
         lines += [
             f"  reclaims  {s.remove_ticks_per_hour:.2f} per hour, of {taken}",
             f"            {s.mass_share or 0:.0%} of what was taken went two or more at once",

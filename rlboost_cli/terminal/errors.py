@@ -24,11 +24,11 @@ from rlboost_runtime.errors import ConfigError, RLBoostError, RuntimeFault
 
 _UNUSABLE = {
     errno.EROFS: "its disk is read-only",
-    errno.EACCES: "it may not be written",
-    errno.EPERM: "it may not be written",
+    errno.EACCES: "it is not writable",
+    errno.EPERM: "it is not writable",
     errno.ENOTDIR: "a part of it is a file, not a folder",
     errno.EEXIST: "a part of it is a file, not a folder",
-    errno.ENOENT: "it cannot be made there",
+    errno.ENOENT: "it cannot be created there",
     errno.ENAMETOOLONG: "its name is too long",
 }
 _FULL = {
@@ -51,7 +51,7 @@ def explain_disk(error: OSError) -> RLBoostError | None:
     if error.errno in _FULL and (is_ours or not paths):
         return RuntimeFault(
             f"the disk of {folder} {_FULL[error.errno]}{_free(folder)}",
-            "make room there, or set RLBOOST_HOME to a folder on another disk, then type the same again:"
+            "make room there, or set RLBOOST_HOME to a folder on another disk, then repeat the command:"
             " what was trained is kept",
         )
     if error.errno in _UNUSABLE and is_ours:

@@ -32,7 +32,7 @@ def explained(error: ModuleNotFoundError) -> ConfigError | None:
     name = _PACKAGES.get(module, module).replace("_", "-").lower()
     for package, extra in _extras().items():
         if package == name or package.startswith(f"{name}-"):
-            return _missing("this command", module, extra)
+            return _missing("this", module, extra)
     return None
 
 

@@ -113,8 +113,9 @@ def _cost(report: CostReport) -> list[str]:
     per_million, saving = report.usd_per_million_tokens, found.saving_fraction
     if per_million is not None:
         lines.append(f"{usd(per_million, 2)} per million tokens trained")
-    if saving is not None:
+    if saving is not None and per_million is not None:
         basis = re.split(r"[,:;]", found.basis)[0]
-        alone = usd(found.usd_per_million_tokens, 2)
-        lines.append(f"on demand only ({basis}): {alone} per million, {saving_in_words(saving)}")
+        alone = found.usd_per_million_tokens or 0.0
+        lines[-1] += f", {usd(alone * (1 - saving), 2)} in the steps alone"
+        lines.append(f"on demand only ({basis}): {usd(alone, 2)} in the steps, {saving_in_words(saving)}")
     return lines

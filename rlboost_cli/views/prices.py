@@ -35,7 +35,6 @@ def notes(book: PriceBook, quotes: Sequence[Quote]) -> list[str]:
     lines = [] if book.is_live else [_offline(book, days)]
     if book.is_live and (old := sorted({q.cloud for q in quotes if q.as_of != days[-1]})):
         lines.append(f"{', '.join(old)}: from the shipped table, of {days[0]}; only EC2 was asked")
-    lines += [remark for remark in book.remarks if "did not answer" in remark]
     shown = {f"{quote.cloud}/{quote.region} {quote.instance_type}" for quote in quotes}
     return [*lines, *(remark for remark in book.remarks if any(each in remark for each in shown))]
 
@@ -61,12 +60,12 @@ def as_json(book: PriceBook, quotes: Sequence[Quote]) -> Json:
         "is_live": book.is_live,
         "as_of": max(quote.as_of for quote in quotes),
         "offers": [{**asdict(quote), "usd_per_gpu_hour": quote.usd_per_gpu_hour} for quote in quotes],
-        "remarks": list(book.remarks),
+        "remarks": [*(f"no answer: {error.problem}" for error in book.silent), *book.remarks],
     }
 
 
 def _offline(book: PriceBook, days: Sequence[str]) -> str:
-    asked = "answered" if any("did not answer" in remark for remark in book.remarks) else "was asked"
+    asked = "answered" if book.silent else "was asked"
     return f"offline: {book.source}, of {days[0]}; no cloud {asked}, and prices change"
 
 

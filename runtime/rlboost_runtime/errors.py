@@ -140,6 +140,6 @@ def port_taken(port: int, role: str, run: str) -> PortTaken:
     """Return the error of `role`, which cannot listen on the port that it had before."""
     return PortTaken(
         f"port {port} of the {role} of run {run} is taken by another program",
-        f"type rlboost launch {run} --resume: it goes on from its last checkpoint on a free port;"
-        " `ss -ltnp` names the program that has this one",
+        f"type rlboost launch {run} --resume: it continues from its last checkpoint on a free port;"
+        " `ss -ltnp` names the program that uses this one",
     )

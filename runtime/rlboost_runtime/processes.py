@@ -77,9 +77,7 @@ def kill_tagged(
     while left := tagged(run, machine=machine, role=role):
         if time.monotonic() > deadline:
             pids = ", ".join(str(process.pid) for process in left)
-            raise RuntimeFault(
-                f"processes {pids} outlive SIGKILL", "see what the system says about them: ps -l"
-            )
+            raise RuntimeFault(f"processes {pids} outlive SIGKILL", "look at them with ps -l")
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()

@@ -55,7 +55,7 @@ def test_a_machine_of_a_run_that_nobody_remembers_is_found_and_ended(
     found = cloud_cli.json("gc", "--cloud", "skypilot", "--dry-run")["machines"]
     (living,) = [m["tags"]["rlboost-machine"] for m in lab.machines() if m["ended_at"] is None]
     assert [(m["run"], m["machine"], m["to_end"]) for m in found] == [("lost", living, True)]
-    assert found[0]["why"] == "its run is not known here"
+    assert found[0]["why"] == "its run is unknown here"
     cloud_cli("gc", "--cloud", "skypilot", "--yes", timeout_s=START_S)
     until(lambda: all(m["ended_at"] for m in lab.machines()), 30, "nothing is left in the cloud")
     assert cloud_cli.json("gc", "--cloud", "skypilot", "--dry-run")["machines"] == []

@@ -209,7 +209,7 @@ def test_a_run_whose_gpus_are_missing_ends_at_once_and_trains_on_no_cpu(cli):
     job.write_text(job.read_text().replace("price_usd_per_hour: 10.0", 'accelerators: "H100:8"'))
     done = cli("launch", job, "--yes", "--no-doctor", expect=8)
     problem, hint = error_of(done.stderr)
-    assert "paid for, but 0 can be used: nvidia-smi finds no driver" in problem
-    assert "take an image that has one, or write trainer.allow_cpu: true" in hint
+    assert "rented, but 0 can be used: nvidia-smi finds no driver" in problem
+    assert "use an image that has one, or write trainer.allow_cpu: true" in hint
     assert not cli.run_folder("demo").metrics.exists()
     cli.assert_gone("demo")

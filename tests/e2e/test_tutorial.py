@@ -26,6 +26,8 @@ def commands() -> list[tuple[str, int, list[str]]]:
             if line.startswith("$ "):
                 code = EXIT_CODE.search(line)
                 found.append((EXIT_CODE.sub("", line[2:]), int(code[1]) if code else 0, []))
+            elif line.startswith("> "):  # the command goes on
+                found[-1] = (f"{found[-1][0]}\n{line[2:]}", *found[-1][1:])
             else:
                 found[-1][2].append(line)
     return found

@@ -66,8 +66,8 @@ first has deleted the template by then."""
 THROTTLE_PAUSE_S = 15.0
 """Pause after throttling that outlasted the SDK's own retries: EC2's buckets refill within seconds."""
 
-_SIGN_IN = "type `aws sts get-caller-identity` to see who you are, and `aws configure` or `aws sso login`"
-_CLOCK = f"set this machine's clock, if it is wrong (timedatectl set-ntp true); else {_SIGN_IN}"
+_SIGN_IN = "sign in with `aws configure` or `aws sso login`; `aws sts get-caller-identity` shows as whom"
+_CLOCK = f"set this machine's clock if it is wrong (timedatectl set-ntp true); otherwise {_SIGN_IN}"
 _SKEWED = re.compile(r"Request(Expired|InTheFuture|TimeTooSkewed)|Signature (expired|not yet current)")
 """A clock that is wrong looks like wrong credentials: a signature counts for some minutes."""
 
@@ -94,11 +94,12 @@ def explained(what: str) -> Iterator[None]:
     except boto.EndpointConnectionError as error:
         raise ProviderError(
             f"cannot {what}: {error}",
-            "see whether the region in infra exists and this machine has a network; asked again",
+            "check the region in infra and this machine's network; the request is retried",
         ) from error
     except (boto.BotoCoreError, ResponseParserError) as error:  # no answer in time, or a proxy's
         raise ProviderError(
-            f"AWS cannot be reached to {what}: {error}", "see whether this machine has a network; asked again"
+            f"AWS cannot be reached to {what}: {error}",
+            "check this machine's network; the request is retried",
         ) from error
 
 
@@ -122,14 +123,14 @@ def problem_of(what: str, code: str, message: str) -> RLBoostError:
     if code in DENIED:
         return CredentialsRejected(said, "give your user or role the policy in docs/clouds.md")
     if code in THROTTLED:
-        throttled = Throttled(said, "asked again by itself")
+        throttled = Throttled(said, "retried automatically")
         throttled.retry_after_s = THROTTLE_PAUSE_S
         return throttled
     if NOT_SEEN_YET.fullmatch(code):
-        return ProviderError(said, "asked again by itself: EC2 may not know yet what it has just made")
+        return ProviderError(said, "retried automatically: EC2 may not list new machines yet")
     if code.startswith("Invalid") or code in ("MissingParameter", "ValidationError"):
-        return ConfigError(said, "see infra, instance_type and image of this offer in the job file")
-    return ProviderError(said, "asked again by itself; https://health.aws.amazon.com says what AWS knows")
+        return ConfigError(said, "check infra, instance_type and image of this offer in the job file")
+    return ProviderError(said, "retried automatically; https://health.aws.amazon.com shows the status of AWS")
 
 
 def fleet_problem(what: str, errors: Sequence[dict[str, Any]]) -> RLBoostError:

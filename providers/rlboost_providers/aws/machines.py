@@ -103,7 +103,7 @@ def head_pool(offer: CloudOffer, role: str | None, inbound: tuple[tuple[int, str
     if price is None:
         raise ConfigError(
             f"no price of {offer.accelerators} in {offer.infra} is known to this version",
-            "write trainer.max_price_usd_per_hour: what such a machine costs; the books will have that",
+            "set trainer.max_price_usd_per_hour to the price of such a machine; the bill will use it",
         )
     return replace(pool, on_demand_micro_usd_per_hour=price, instance_profile=role, inbound=inbound)
 

@@ -108,7 +108,7 @@ class PriceHistory:
                 )
         if not found:
             raise ProviderError(
-                "EC2 knows no spot price of these machines", "see whether the region has them"
+                "EC2 lists no spot price for these machines", "check that the region has them"
             )
         return found
 

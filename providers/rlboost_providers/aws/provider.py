@@ -193,7 +193,8 @@ class AwsProvider:
         pool = self._pools.get(_place(offer.zone, offer.accelerator, kinds, offer.spot))
         if pool is None or offer.provider != NAME:
             raise ConfigError(
-                f"{offer.zone} with {offer.accelerator} is not of this job", "add it to rollout.spot.any_of"
+                f"{offer.zone} with {offer.accelerator} is not an offer of this job",
+                "add it to rollout.spot.any_of",
             )
         return pool
 
@@ -233,7 +234,7 @@ class AwsProvider:
         reached = self._reached(pool)
         if not reached:
             raise NoCapacity(
-                f"nobody in {pool.place} sells {pool.accelerator} at or below the bid",
+                f"{pool.place} has no {pool.accelerator} at or below the bid",
                 "wait, or raise max_price_usd_per_hour",
             )
         bid = _first_known(pool.max_price_micro_usd_per_hour, pool.on_demand_micro_usd_per_hour)
@@ -317,9 +318,8 @@ class AwsProvider:
                 return _Created(machine.instance, machine.instance_type, machine.zone)
             time.sleep(0.5)
         raise ProviderError(
-            f"the launch of {request.machine} was refused as the second under its id, and the first is not"
-            " there",
-            "asked again by itself, under another id",
+            f"the launch of {request.machine} was refused as a duplicate, but no machine has its id",
+            "retried under another id",
         )
 
     def _view_of_new(self, pool: AwsPool, request: LaunchRequest, created: _Created) -> MachineView:

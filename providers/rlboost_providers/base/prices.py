@@ -106,6 +106,8 @@ class PriceBook:
     source: str
     is_live: bool
     remarks: tuple[str, ...] = ()
+    silent: tuple[ProviderError, ...] = ()
+    """Why sources that come first did not answer."""
 
     def of(self, wanted: WantedMachine) -> tuple[Quote, ...]:
         """Return the quotes that `wanted` stands for, in its region, cheapest first."""
@@ -150,17 +152,17 @@ class PriceBook:
 def price_book(sources: Sequence[PriceSource]) -> PriceBook:
     """Return the checked prices of the first of `sources` that answers; say which ones did not. Raises the
     last one's `ProviderError` where none does."""
-    silent: list[str] = []
+    silent: list[ProviderError] = []
     for number, source in enumerate(sources, 1):
         try:
             quotes = source.quotes()
         except ProviderError as error:
-            silent.append(f"{source.name} did not answer: {error.problem}; {error.remedy}")
+            silent.append(error)
             if number == len(sources):
                 raise
             continue
         checked, remarks = check_quotes(quotes)
-        return PriceBook(tuple(checked), source.name, source.is_live, (*silent, *remarks))
+        return PriceBook(tuple(checked), source.name, source.is_live, tuple(remarks), tuple(silent))
     raise ConfigError("no source of prices was given", "name one")
 
 

@@ -156,7 +156,7 @@ class PartlyListed(ProviderError):
         said = min(problems.values(), key=lambda each: retry_of(each) is not Retry.LATER)
         names = ", ".join(problems)
         is_told = isinstance(said, PartlyListed)
-        text = said.problem if is_told else f"nobody knows what is left in {names}: {said.problem}"
+        text = said.problem if is_told else f"what is left in {names} is unknown: {said.problem}"
         super().__init__(text, said.remedy)
         self.views = tuple(views)
         self.silent = frozenset(problems)
@@ -270,5 +270,5 @@ def check_is_unannounced(cloud: str, notice_s: float | None) -> None:
     """Raise `ProviderError` where notice is asked for, which `cloud` cannot give."""
     if notice_s is not None:
         raise ProviderError(
-            f"{cloud} announces no reclaim on demand", "leave --notice out: the machine goes at once"
+            f"{cloud} cannot announce a preemption on demand", "leave --notice out: the machine goes at once"
         )

@@ -62,7 +62,7 @@ def explained(what: str, *, may_be_absent: bool = False) -> Iterator[None]:
     except (google.RetryError, auth.TransportError, requests.RequestException) as error:
         raise ProviderError(
             f"Google Cloud cannot be reached to {what}: {_first_line(error)}",
-            "see whether this machine has a network; asked again",
+            "check this machine's network; the request is retried",
         ) from error
     except auth.GoogleAuthError as error:
         told = _first_line(error)
@@ -77,7 +77,7 @@ def refused(what: str, error: Any) -> RLBoostError:
     if reasons & QUOTA:
         return QuotaExceeded(said, _QUOTA)
     if reasons & THROTTLED or error.code == 429:
-        throttled = Throttled(said, "asked again by itself")
+        throttled = Throttled(said, "retried automatically")
         throttled.retry_after_s = THROTTLE_PAUSE_S
         return throttled
     if error.code == 401:
@@ -89,9 +89,9 @@ def refused(what: str, error: Any) -> RLBoostError:
             " docs/clouds.md",
         )
     if error.code in (400, 404, 412) and not reasons & NOT_NOW:
-        return ConfigError(said, "see infra, instance_type and image of this offer in the job file")
+        return ConfigError(said, "check infra, instance_type and image of this offer in the job file")
     return ProviderError(
-        said, "asked again by itself; https://status.cloud.google.com says what Google knows"
+        said, "retried automatically; https://status.cloud.google.com shows the status of Google Cloud"
     )
 
 
@@ -104,8 +104,8 @@ def failed(what: str, errors: list[Any]) -> RLBoostError:
     if codes & QUOTA:
         return QuotaExceeded(said, _QUOTA)
     if codes & THROTTLED:
-        return Throttled(said, "asked again by itself")
-    return ProviderError(said, "asked again by itself")
+        return Throttled(said, "retried automatically")
+    return ProviderError(said, "retried automatically")
 
 
 def _first_line(error: BaseException) -> str:

@@ -94,7 +94,7 @@ def _pool(book: PriceBook, offer: CloudOffer, spot: bool, head: str | None) -> G
     if price is None:
         if limit is None:
             raise ConfigError(
-                f"no price of {machine_type} in {offer.infra} is known, and Google's API tells none",
+                f"no price of {machine_type} in {offer.infra} is known, and Google's API has none",
                 "write max_price_usd_per_hour: what such a machine costs at most",
             )
         price, source = limit, "the job file's max_price_usd_per_hour"

@@ -164,13 +164,13 @@ class GcpProvider:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise ProviderError(
-                    f"Google did not say within {self._operation_s:g} s whether it could {what}{refusal}",
-                    "looked for and ended by itself if it comes",
+                    f"Google did not confirm within {self._operation_s:g} s that it could {what}{refusal}",
+                    "terminated automatically if it appears",
                 )
             time.sleep(min(pause_s, left_s))
             pause_s = min(2 * pause_s, LOOK_EVERY_S)
             try:
-                with explained(f"see whether Google could {what}"):
+                with explained(f"check whether Google could {what}"):
                     operation = self._clients.zone_operations.get(
                         project=self._clients.project,
                         zone=zone,
@@ -248,7 +248,8 @@ class GcpProvider:
             if asked == wanted and offer.zone in self._zones_of(pool):
                 return pool, offer.zone
         raise ConfigError(
-            f"{offer.zone} with {offer.accelerator} is not of this job", "add it to rollout.spot.any_of"
+            f"{offer.zone} with {offer.accelerator} is not an offer of this job",
+            "add it to rollout.spot.any_of",
         )
 
     # --- looking ------------------------------------------------------------------------------------------
@@ -333,7 +334,7 @@ class GcpProvider:
             project=clients.project,
             filter=f'targetLink eq ".*/instances/{beginning(run)}.*"',  # a regular expression stands alone
         )
-        with explained("read what became of the machines"):
+        with explained("read past operations of the machines"):
             scopes = list(clients.operations.aggregated_list(ask, **_patience()))
         starts: dict[str, float | None] = {}
         ends: dict[str, tuple[float, str, str]] = {}

@@ -241,7 +241,7 @@ def _started_at(zone: str, records: list[LocalMachine], *, default: float) -> fl
 def _no_capacity(zone: Zone, wait_s: float) -> NoCapacity:
     retry_s = wait_s if math.isfinite(wait_s) else _RETRY_S
     error = NoCapacity(
-        f"the spot market of {zone.name} has no machine to give now",
+        f"the spot market of {zone.name} has no capacity now",
         f"ask again in {retry_s:.1f} s, or add an entry to rollout.spot.any_of",
     )
     error.retry_after_s = retry_s

@@ -52,7 +52,7 @@ class ServerUse:
         deadline = time.monotonic() + timeout_s
         while not self._take(fcntl.LOCK_SH):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"SkyPilot's API server has been about to end for {timeout_s:g} s")
+                raise TimeoutError(f"SkyPilot's API server has been shutting down for {timeout_s:g} s")
             time.sleep(_POLL_S)
 
     def started(self, pid: int) -> None:

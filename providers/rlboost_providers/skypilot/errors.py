@@ -61,19 +61,21 @@ def explained(kind: str, text: str) -> RLBoostError:
     words = _words(text)
     if kind in _CREDENTIAL_KINDS or _CREDENTIALS.search(text):
         return CredentialsRejected(
-            f"SkyPilot lacks permission in this cloud: {words}", "`sky check` says what is missing"
+            f"SkyPilot lacks permission in this cloud: {words}", "`sky check` shows what is missing"
         )
     if kind in _ASKED_WRONGLY:
-        return ConfigError(f"SkyPilot cannot use its configuration: {words}", "mend ~/.sky/config.yaml")
+        return ConfigError(f"SkyPilot cannot use its configuration: {words}", "correct ~/.sky/config.yaml")
     if _THROTTLED.search(text):
-        return Throttled(f"the cloud refuses SkyPilot's requests for now: {words}", "wait; it is tried again")
+        return Throttled(
+            f"the cloud refuses SkyPilot's requests for now: {words}", "wait; the launch is retried"
+        )
     if _QUOTA.search(text):
         return QuotaExceeded(
             f"the account may not have this machine: {words}",
             "ask the cloud for more quota, or add an entry to rollout.spot.any_of",
         )
     if _RACE.search(text):
-        problem = ProviderError(f"two launches were in each other's way: {words}", "asked again by itself")
+        problem = ProviderError(f"two launches collided: {words}", "retried automatically")
         problem.retry_after_s = RACE_PAUSE_S
         return problem
     if kind == "ResourcesUnavailableError":

@@ -376,13 +376,13 @@ class SkyPilotProvider:
         for record in records:
             row = rows.get(record.cluster)
             if row is None and record.running_at is None:
-                self._down(record.machine, "its launch was not heard of again")  # it may still come
+                self._down(record.machine, "its launch was lost")  # it may still come
             elif row is None:
                 self._gone(record)
             elif row["status"] == "UP":
                 self._adopt(record, row)
             elif row["status"] == "STOPPED" or self._silence_s(record.machine) > SILENT_S:
-                self._down(record.machine, f"SkyPilot says {row['status']} and it does not answer")
+                self._down(record.machine, f"SkyPilot reports {row['status']}, and it does not answer")
 
     def _silence_s(self, machine: str) -> float:
         now = time.time()
@@ -391,7 +391,7 @@ class SkyPilotProvider:
     def _gone(self, record: SkyRecord) -> None:
         ended_at = self._silent_since.pop(record.machine, time.time())
         event(log, "machine.gone_at_provider", machine=record.machine, cluster=record.cluster)
-        self._records.change(record.machine, ended_at=ended_at, detail="taken by its cloud")
+        self._records.change(record.machine, ended_at=ended_at, detail="preempted by its cloud")
 
     def _adopt(self, record: SkyRecord, row: Mapping[str, Any]) -> None:
         """Note that a machine is up whose launch another process has waited for."""

@@ -231,7 +231,7 @@ class Session:
                 self._skypilot = SkyPilotProcess(python, self._folder, environment)
             self._skypilot.begin("start", _say).result(START_S)
         except FutureTimeout:
-            starting.set_exception(NotYet(f"SkyPilot has not started in {START_S:g} s", "it is tried again"))
+            starting.set_exception(NotYet(f"SkyPilot has not started in {START_S:g} s", "it is retried"))
         except BaseException as problem:  # noqa: BLE001 whoever asks is told, whatever it is
             starting.set_exception(problem)
         else:
@@ -326,5 +326,5 @@ def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S, check=False)
     if done.returncode:
         raise RuntimeFault(
-            f"SkyPilot cannot be installed: {done.stderr.strip()[-800:]}", "mend that, then try again"
+            f"SkyPilot cannot be installed: {done.stderr.strip()[-800:]}", "correct that, then try again"
         )

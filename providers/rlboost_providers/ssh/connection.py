@@ -153,13 +153,13 @@ class SshHost:
             except ValueError as error:  # perhaps it failed; then it says why
                 nonsense = error
             if not session.status_event.wait(quiet_s):
-                raise TimeoutError("it says nothing more")
+                raise TimeoutError("no further message")
             status = session.recv_exit_status()
             if status != 0:
                 complaint = session.makefile_stderr("rb").read().decode(errors="replace").strip()
                 raise ProviderError(
-                    f"{self.host} could not do it (status {status}): {complaint.splitlines()[-1:]}",
-                    f"see whether `ssh {self.host} python3 --version` says 3.9 or later",
+                    f"{self.host}: a command failed (status {status}): {complaint.splitlines()[-1:]}",
+                    f"check that `ssh {self.host} python3 --version` prints 3.9 or later",
                 )
             if nonsense is not None:
                 raise nonsense
@@ -225,7 +225,7 @@ def _explained(host: str) -> Iterator[None]:
         raise CredentialsRejected(
             f"the host key of {host} has changed: it is {fingerprint(error.key)} now, and was"
             f" {fingerprint(error.expected_key)}",
-            "somebody may be listening in; if the host was set up anew, type:"
+            "the connection may be intercepted; if the host was reinstalled, type:"
             f" ssh-keygen -R {error.hostname}, and connect once by hand",
         ) from error
     except (paramiko.AuthenticationException, paramiko.PasswordRequiredException) as error:
@@ -239,14 +239,14 @@ def _explained(host: str) -> Iterator[None]:
         ) from error
     except ValueError as error:
         raise ProviderError(
-            f"{host} answers nonsense: {error}", "see what its shell prints at login"
+            f"{host} sent an invalid answer: {error}", "check what its shell prints at login"
         ) from error
 
 
 def _not_let_in(host: str, why: str) -> CredentialsRejected:
     return CredentialsRejected(
         f"{host} refused the SSH login: {why}",
-        f"see that `ssh -o BatchMode=yes {host} true` works: add your key there, or to ssh-agent",
+        f"make sure that `ssh -o BatchMode=yes {host} true` works: add your key there, or to ssh-agent",
     )
 
 

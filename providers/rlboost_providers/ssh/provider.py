@@ -93,7 +93,7 @@ class SshProvider:
         """Start the agents on the host; blocks for a second. Raises `NoCapacity` if it is busy or away."""
         host = request.offer.zone
         if request.offer.provider != NAME or host not in self._hosts:
-            raise ConfigError(f"{host} is no host of this job", "add it to hosts in rollout.spot.any_of")
+            raise ConfigError(f"{host} is not a host of this job", "add it to hosts in rollout.spot.any_of")
         if not request.bootstrap.get("instances"):
             raise ConfigError(f"the bootstrap of {request.machine} names no instances", "give one")
         for view in self.describe(request.run):
@@ -101,7 +101,7 @@ class SshProvider:
                 return view
         said = self._ask(host, "launch", request.run, request.machine, bootstrap=request.bootstrap)
         if "busy" in said:
-            refusal = NoCapacity(f"{host} is taken by {said['busy']}", "wait, or add a host")
+            refusal = NoCapacity(f"{host} is in use by {said['busy']}", "wait, or add a host")
             refusal.retry_after_s = _RETRY_S
             raise refusal
         if "problem" in said:

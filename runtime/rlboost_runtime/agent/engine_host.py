@@ -254,7 +254,7 @@ class EngineHost:
         """Report that nothing is served, before the requests that were lost."""
         if self._wanted is not None and not self._sleep_wanted:
             self._owner.post(
-                VersionRefusedMessage(self._wanted, f"the engine died and is started again: {problem}")
+                VersionRefusedMessage(self._wanted, f"the engine died and is being restarted: {problem}")
             )
             self._needs_proof = True
         self._owner.engine_died(problem)

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from itertools import pairwise
 from typing import Any
 
 from rlboost_runtime.billing.launch_records import HeadMachine, MachineRecord
@@ -105,6 +106,11 @@ class Spending:
         """Return all machines, oldest intent first, billed up to `now`."""
         return [account.bill(to_ns(now)) for account in self._accounts]
 
+    def pauses_ns(self) -> list[tuple[int, int]]:
+        """Return when the reserved machine was away between two lives: the run had ended."""
+        reserved = (account for account in self._accounts if account.record.pool == "reserved")
+        return [pause for account in reserved for pause in account.pauses_ns]
+
     def usage(self, now: float) -> dict[UsageKind, int]:
         """Return micro-dollars per kind up to `now`; every kind is present."""
         totals = dict.fromkeys(UsageKind, 0)
@@ -180,6 +186,11 @@ class Account:
         return sum(
             max(0, (until if end is None else min(end, until)) - start) for start, end in self._intervals
         )
+
+    @property
+    def pauses_ns(self) -> list[tuple[int, int]]:
+        """The times between its lives."""
+        return [(end, start) for (_, end), (start, _) in pairwise(self._intervals) if end is not None]
 
     @property
     def is_open(self) -> bool:

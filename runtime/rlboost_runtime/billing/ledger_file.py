@@ -273,8 +273,8 @@ def _damaged(path: Path, problem: str) -> RuntimeFault:
 
 def _remedy(path: Path) -> str:
     return (
-        f"restore {path.name} from a backup; or move {path.stem}.* out of {path.parent}: the bill then begins"
-        " anew, and for what was spent before there is only the cloud's own"
+        f"restore {path.name} from a backup; or move {path.stem}.* out of {path.parent}: the bill then starts"
+        " at 0, and earlier costs are only in the cloud's own bill"
     )
 
 

@@ -55,6 +55,7 @@ class StepCost(msgspec.Struct):
     usd: float
     tokens: int
     seconds: float
+    """Without the time between the end of a run and its resumption, which nothing is billed for."""
     started_at: float
     ended_at: float
     reward_mean: float | None
@@ -140,7 +141,7 @@ def cost_report(ledger: Ledger, now_wall: float, run: str, budget: Budget | None
         tokens_trained=tokens,
         usd_per_million_tokens=_usd_per_million(total, tokens),
         counterfactual=counterfactual(bills, steps, spent),
-        steps=[_step(s, usd) for s, usd in zip(steps, spent, strict=True)],
+        steps=[_step(s, usd, spending.pauses_ns()) for s, usd in zip(steps, spent, strict=True)],
         outside_steps_usd=OutsideSteps(_usd(before), _usd(total - before - sum(spent))),
         machines=[_machine(b, p) for b, p in zip(bills, parts, strict=True)],
         price_sources=sorted({b.price_source for b in bills}),
@@ -173,12 +174,13 @@ def _budget(budget: Budget, total: int, rate: int) -> BudgetState:
     )
 
 
-def _step(step: StepRecord, micro_usd: int) -> StepCost:
+def _step(step: StepRecord, micro_usd: int, pauses_ns: Sequence[tuple[int, int]]) -> StepCost:
+    paused_ns = sum(max(0, min(end, step.ended_ns) - max(start, step.started_ns)) for start, end in pauses_ns)
     return StepCost(
         step=step.step,
         usd=_usd(micro_usd),
         tokens=step.tokens,
-        seconds=(step.ended_ns - step.started_ns) / 1e9,
+        seconds=(step.ended_ns - step.started_ns - paused_ns) / 1e9,
         started_at=to_seconds(step.started_ns),
         ended_at=to_seconds(step.ended_ns),
         reward_mean=step.reward_mean,
@@ -210,7 +212,7 @@ def _notes(bills: Sequence[MachineBill]) -> list[str]:
     notes = []
     if any(b.provider == "local" for b in bills):
         notes.append(
-            "prices of local machines are the job file's own (price_usd_per_hour): nobody is charged for them"
+            "prices of local machines are the job file's own (price_usd_per_hour): illustrative, not billed"
         )
     if any(b.state == "intended" for b in bills):
         notes.append("machines whose launch is not confirmed yet are listed at no cost")

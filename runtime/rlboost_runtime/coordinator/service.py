@@ -409,12 +409,14 @@ class Coordinator:
         """Note when the run waits for the disk and when it goes on; raise once it has waited too long."""
         if self._driver.journal_problem is None:
             if self._paused_since is not None:
-                self._ledger.note(self._clock.wall(), "disk", "the disk takes tokens again: the run goes on")
+                self._ledger.note(
+                    self._clock.wall(), "disk", "the disk can be written again: the run continues"
+                )
             self._paused_since = None
         elif self._paused_since is None:
             self._paused_since = now
             problem = self._driver.journal_problem
-            text = f"the run waits for its disk ({problem}): make room, it goes on by itself"
+            text = f"the run waits for its disk ({problem}): make room, and it continues"
             self._ledger.note(self._clock.wall(), "disk", text)
         elif now - self._paused_since > DISK_PATIENCE_S:
             raise DiskPatienceOver(self._driver.journal_problem)
@@ -506,7 +508,7 @@ def _warning(left: Sequence[str], silence: RLBoostError | OSError | None) -> str
     names = ", ".join(left)
     match silence:
         case None:
-            return f"the cloud has not ended {names} yet"
+            return f"the cloud has not terminated {names} yet"
         case RLBoostError(problem=problem):
             return f"the cloud could not be asked about {names}: {problem}"
     return f"the cloud could not be asked about {names}: {silence}"

@@ -14,7 +14,7 @@ ASK_S = 60.0
 """nvidia-smi takes seconds where the driver is loaded for it."""
 _DRIVER_OF_CUDA = {11: 450, 12: 525, 13: 580}
 """The oldest driver of a major CUDA; each runs all its minor ones (NVIDIA's table of CUDA compatibility)."""
-_REMEDY = "or write trainer.allow_cpu: true to go on with CPUs"
+_REMEDY = "or write trainer.allow_cpu: true to continue on CPUs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,9 @@ def require_gpus(promised: int, seen: int, driver: Driver, cuda: str | None = No
     """
     if seen >= promised:
         return
-    found = f"{promised} GPU{' was' if promised == 1 else 's were'} paid for, but {seen} can be used"
+    found = f"{promised} GPU{' was' if promised == 1 else 's were'} rented, but {seen} can be used"
     if not driver.version:
-        raise GpuMissing(f"{found}: nvidia-smi finds no driver", f"take an image that has one, {_REMEDY}")
+        raise GpuMissing(f"{found}: nvidia-smi finds no driver", f"use an image that has one, {_REMEDY}")
     found += f" (driver {driver.version}, which has {driver.num_gpus})"
     if cuda == "":
         raise GpuMissing(f"{found}: this torch is a build for CPUs", f"install one for CUDA, {_REMEDY}")
@@ -52,6 +52,6 @@ def require_gpus(promised: int, seen: int, driver: Driver, cuda: str | None = No
     if int(driver.version.partition(".")[0]) < oldest:
         raise GpuMissing(
             f"{found}: torch was built for CUDA {cuda}, which needs driver {oldest}",
-            f"take an image with driver {oldest} or newer, {_REMEDY}",
+            f"use an image with driver {oldest} or newer, {_REMEDY}",
         )
-    raise GpuMissing(found, f"look at CUDA_VISIBLE_DEVICES and the machine's type, {_REMEDY}")
+    raise GpuMissing(found, f"check CUDA_VISIBLE_DEVICES and the machine's type, {_REMEDY}")

@@ -94,7 +94,7 @@ class Algorithm(Model):
     learning_rate_floor: float = Field(default=0.0, ge=0, le=1)
     """Share of the peak to which a falling learning rate falls by the end of the run."""
     learning_rate_decay_steps: int | None = Field(default=None, ge=1)
-    """warmup_stable_decay: the last steps, in which it falls; null: a tenth of all."""
+    """warmup_stable_decay: number of last steps in which it falls; null: a tenth of all."""
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's decoupled weight decay of matrices; vectors (norms, biases) have none."""
     adam_betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
@@ -133,8 +133,7 @@ class Algorithm(Model):
     keep: they count in the mean; drop: they do not; replace: spare prompts of the same step take their places
     (arXiv 2503.14476)."""
     spare_prompts: int = Field(default=0, ge=0)
-    """Further prompts per step, rolled out as replacements; what is not needed is thrown away, and
-    counted."""
+    """Spare prompts per step, rolled out as replacements; unused ones are discarded and counted."""
     mask_truncated: bool = False
     """Leave responses that were cut at max_response_tokens out of the loss; their rewards still count in the
     group."""

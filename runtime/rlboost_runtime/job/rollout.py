@@ -25,17 +25,17 @@ class Market(Model):
     """A spot market on this machine: adds capacity and takes machines away by real SIGKILLs."""
 
     trace: str | None = None
-    """File of `time_ms,add|remove,node` rows, relative to the job file; instead of a seed."""
+    """File of `time_ms,add|remove,node` rows, relative to the job file; used instead of the seed."""
     seed: Seed = 0
-    """Seed of the random lifetimes and absences."""
+    """Seed of random lifetimes and absences."""
     mean_lifetime_s: float = Field(default=60.0, gt=0)
-    """Mean time that a machine is left alive."""
+    """Mean time until a machine is preempted."""
     mean_absence_s: float = Field(default=10.0, ge=0)
     """Mean time until its capacity comes back."""
     notice_fraction: float = Field(default=0.2, ge=0, le=1)
-    """Share of reclaims that are announced; exactly, by every n-th."""
+    """Share of preemptions that are announced, spread evenly."""
     notice_s: float = Field(default=5.0, gt=0)
-    """Warning time of an announced reclaim."""
+    """Seconds of notice before an announced preemption."""
 
 
 class LocalOffer(Model):
@@ -44,15 +44,15 @@ class LocalOffer(Model):
     infra: Literal["local"]
     """Where the machines are; local: processes on this machine."""
     accelerators: Accelerators = "cpu"
-    """What a machine stands for; cpu:2 is one with two devices, hence two engines."""
+    """What a machine stands for; cpu:2 has two devices, hence two engines."""
     price_usd_per_hour: float = Field(default=0.0, ge=0, le=MAX_USD)
-    """What the cost report charges for one machine."""
+    """Illustrative hourly price of a machine in the cost report; nothing is billed."""
     preload: bool = False
-    """Fork engines from one process that has torch imported, so that a machine boots in about a second. For
-    demonstrations: machines elsewhere import it themselves. Engine transformers on CPUs, Linux; elsewhere it
-    changes nothing."""
+    """Fork engines from one process that has imported torch, so that a machine boots in about a second. For
+    demonstrations: machines elsewhere import torch themselves. Only for engine transformers on CPUs under
+    Linux; ignored otherwise."""
     market: Market | None = None
-    """null: machines stay until they are preempted by hand."""
+    """A simulated market that adds and preempts machines; null: machines stay until `rlboost preempt`."""
 
 
 class SshOffer(Model):
@@ -65,13 +65,13 @@ class SshOffer(Model):
     accelerators: Accelerators | None = None
     """GPU and number of them per host, such as H100:8; null: one engine for the whole host."""
     price_usd_per_hour: float = Field(default=0.0, ge=0, le=MAX_USD)
-    """What the cost report charges for one machine: nobody sends a bill."""
+    """Hourly price of a machine in the cost report; nothing is billed."""
     jump_host: str | None = None
-    """A host through which the others are reached; null: what ~/.ssh/config says."""
+    """Host through which the others are reached; null: as in ~/.ssh/config."""
     identity_file: str | None = None
-    """A private key; null: the agent's, and those that ssh tries by itself."""
+    """Private key; null: those of ssh-agent and ssh's defaults."""
     python: str = "python3"
-    """The Python on the hosts that has rlboost[run] and the engine installed."""
+    """Python on the hosts that has rlboost[run] and the engine installed."""
     folder: str = "~/.rlboost"
     """Where machines keep their files on the hosts."""
 
@@ -102,25 +102,26 @@ class CloudOffer(Model):
     accelerators: Accelerators
     """GPU and number of them per machine, such as H100:8."""
     via: Literal["skypilot", "direct"] = "skypilot"
-    """skypilot: any cloud that it knows; direct: the API of aws or gcp itself, aws with bids of your own."""
+    """skypilot: any cloud that it supports; direct: the API of aws or gcp itself, on aws with your own
+    bids."""
     max_price_usd_per_hour: float | None = Field(default=None, gt=0, le=MAX_USD)
-    """Most that a machine may cost. aws, direct: your bid, which EC2 holds; else what costs more is not
-    launched. null: up to the on-demand price."""
+    """Highest hourly price of a machine. aws, direct: your bid, enforced by EC2; otherwise dearer machines
+    are not launched. null: up to the on-demand price."""
     instance_type: str | None = None
-    """The cloud's own name of the machine, such as p5.48xlarge; null: one that has these GPUs."""
+    """The cloud's machine type, such as p5.48xlarge; null: one with these GPUs."""
     image: str | None = None
-    """The cloud's own name of the image. direct: one that has rlboost (docs/clouds.md); null: the
-    cloud's own, onto which it is installed; skypilot: null is its own."""
+    """The cloud's machine image. direct: one with rlboost (docs/clouds.md), or null: the cloud's own, onto
+    which rlboost is installed; skypilot: null is SkyPilot's default."""
     disk_gb: int = Field(default=200, ge=20, le=65_536)
     """Size of the machine's disk, in GB."""
     disk_mib_per_s: int | None = Field(default=None, ge=1)
     """aws, direct: throughput of the disk, 125 to 1000 MiB/s; null: the disk's own 125."""
     egress_usd_per_gb: float | None = Field(default=None, ge=0, le=MAX_USD)
-    """What a gigabyte from the head to such a machine costs; null: the list price of the head's cloud
-    for the way from its region to this one (docs/cost-report.md)."""
+    """Price of a gigabyte from the head to such a machine; null: the list price of the head's cloud from its
+    region to this one (docs/cost-report.md)."""
     allow_unlisted: bool = False
-    """Use a cloud that can neither list our machines nor end them by itself: what a crash leaves there, you
-    must find yourself."""
+    """Accept a cloud that can neither list RLBoost's machines nor expire them: you must find what a crash
+    leaves there."""
 
     @model_validator(mode="after")
     def _can_be_direct(self) -> Self:
@@ -160,14 +161,14 @@ class Spot(Model):
     any_of: list[LocalOffer | SshOffer | CloudOffer] = Field(
         default=[LocalOffer(infra="local")], min_length=1
     )
-    """Offers to choose from, the cheapest that can be had first."""
+    """Offers; the cheapest available one is taken first."""
     min_instances: int = Field(default=0, ge=0)
-    """Lower bound in machines while the run generates."""
+    """Fewest machines while the run generates."""
     max_instances: int = Field(default=3, ge=0, le=10_000)
-    """Upper bound in machines; the useful number is learned. 0: the reserved node does everything."""
+    """Most machines; the useful number is learned. 0: the reserved node does everything."""
     on_demand_floor: int = Field(default=0, ge=0)
-    """While there is no spot capacity, machines are bought on demand from the same entries until there are
-    so many; at most min_instances. 0: spot machines only."""
+    """Without spot capacity, on-demand machines from the same entries fill the fleet up to this number; at
+    most min_instances. 0: spot machines only."""
 
     @property
     def local_offers(self) -> list[LocalOffer]:
@@ -195,15 +196,16 @@ class EngineArgs(Model):
     max_running: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Responses that one engine decodes at once; auto: follows from its measured KV cache."""
     tokens_per_s_per_response: float | None = Field(default=None, gt=0)
-    """Paces generation so that a tiny model takes as long as a large one; null: as fast as it goes."""
+    """Slows generation down, so that a tiny model takes as long as a large one; null: full speed."""
     threads: int = Field(default=1, ge=1)
     """CPU threads of one engine."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the engine's weights."""
     python: str | None = None
-    """vllm: the Python that has it installed; null: RLBOOST_VLLM_PYTHON, else the venv beside the agent's."""
+    """vllm: Python in which vLLM is installed; null: RLBOOST_VLLM_PYTHON, else the venv beside the
+    agent's."""
     enforce_eager: bool = False
-    """vllm: compile nothing; starts minutes sooner, decodes slower. Builds for CPUs always do so."""
+    """vllm: compile nothing; starts minutes sooner, decodes more slowly. Always so in builds for CPUs."""
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
     """vllm: share of the GPU's memory for weights and cache; null: vLLM's own default."""
     kv_cache_mib: int | None = Field(default=None, ge=1)
@@ -211,7 +213,7 @@ class EngineArgs(Model):
     fp8: bool = False
     """vllm: weights in fp8; needs a GPU of compute capability 8.9. Watch the mismatch with the trainer."""
     speculative: Literal["ngram", "suffix"] | None = None
-    """vllm: let earlier text propose tokens; turned off by itself while that measures slower."""
+    """vllm: speculative decoding from earlier text; switched off automatically while it measures slower."""
 
 
 VLLM_OPTIONS = ("python", "enforce_eager", "gpu_memory_utilization", "kv_cache_mib", "fp8", "speculative")
@@ -222,7 +224,7 @@ class Rollout(Model):
     """Generation."""
 
     engine: Literal["transformers", "vllm"] = "transformers"
-    """Inference engine on every instance; vllm: has a Python of its own (docs/engines.md)."""
+    """Inference engine on every instance; vllm runs in its own Python (docs/engines.md)."""
     tensor_parallel: int = Field(default=1, ge=1)
     """vllm: GPUs of one engine. A machine runs one engine per so many of its GPUs, each with an agent of its
     own; the reserved node runs trainer.local_engines of them."""
@@ -233,7 +235,7 @@ class Rollout(Model):
     spot: Spot = Spot()
     """The preemptible pool."""
     seeding_initial_s: float = Field(default=10.0, ge=0)
-    """First seeding window (T_init); adapted from then on."""
+    """First seeding window (T_init), in seconds; adapted from then on."""
 
     def engines_on(self, accelerators: str | None) -> int:
         """Return how many engines a spot machine with `accelerators` runs: at least one."""

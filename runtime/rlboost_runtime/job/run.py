@@ -21,37 +21,37 @@ class Weights(Model):
     """How weights reach the instances."""
 
     transfer: Literal["auto", "full", "delta", "lora"] = "auto"
-    """auto: what changed since the last version, where that costs less money and time; full: every version is
-    sent whole; delta: never whole where there is a base; lora: the frozen weights once, then the adapters of
-    `algorithm.lora` alone, which engines add by themselves (with the others merged weights are sent)."""
+    """auto: deltas where they cost less money and time; full: every version whole; delta: deltas wherever
+    there is a base; lora: the frozen weights once, then only the adapters of `algorithm.lora`, which engines
+    add themselves (with the others, merged weights are sent)."""
     max_deltas: int = Field(default=4, ge=1, le=64)
-    """How many versions behind an instance may be and still get only what changed."""
+    """How many versions behind an instance may be and still receive deltas."""
     peers: bool = False
-    """Instances of a zone also pull from one another. They listen on a port for that, which their zone's
-    firewall has to let through; those that cannot be reached only pull."""
+    """Instances of a zone also pull from one another, on a port that the zone's firewall must allow; those
+    that cannot be reached only pull."""
     bucket: str | None = Field(default=None, pattern=_BUCKET.format(r"|file:///.*"))
     """s3://BUCKET/PREFIX, gs://... or az://...: the head also puts every version there, below the
     run's name, for instances to pull from; null: they pull from the head."""
     streams: int = Field(default=4, ge=1, le=32)
     """Parallel range requests per pull."""
     chunk_bytes: int = Field(default=4 * 1024 * 1024, ge=65536, le=256 * 1024 * 1024)
-    """Bytes per chunk: the unit that is requested and checked."""
+    """Bytes per chunk, the unit of requests and checksums."""
 
 
 class Budget(Model):
     """When to stop spending."""
 
     max_usd: float | None = Field(default=None, gt=0, le=MAX_USD)
-    """The run ends when it has cost this much; null: no bound."""
+    """The run ends once it has cost this much; null: no limit."""
     max_usd_per_hour: float | None = Field(default=None, gt=0, le=MAX_USD)
-    """No machine is launched that would take the rate above this; null: no bound."""
+    """No machine is launched that would raise the hourly rate above this; null: no limit."""
 
 
 class Evaluation(Model):
     """Held-out prompts, rolled out beside a step's own and never trained on."""
 
     every_steps: int = Field(default=10, ge=1)
-    """Steps from one evaluation to the next; the first and the last step have one, too."""
+    """Steps between evaluations; the first and the last step are always evaluated."""
     prompts: int = Field(default=32, ge=1)
     """Prompts held out: the last usable ones of the data set. Each is answered group_size times."""
 
@@ -62,9 +62,9 @@ class Wandb(Model):
     project: str
     """Project that the run belongs to."""
     entity: str | None = None
-    """Team or user; null: your default one."""
+    """Team or user; null: your default entity."""
     offline: bool = False
-    """Keep everything in the run's folder; `wandb sync` sends it later."""
+    """Keep everything in the run's folder; `wandb sync` uploads it later."""
 
 
 class Tracking(Model):
@@ -82,7 +82,7 @@ class Evidence(Model):
     keep_journal: bool = False
     """Keep the token journal of trained steps."""
     count_tokens: bool = False
-    """Let every engine keep its own count of the tokens that it generated, beside its log."""
+    """Have every engine count the tokens that it generates, beside its log."""
 
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
@@ -94,12 +94,12 @@ class Job(Model):
     name: Name
     """Lower-case letters, digits and dashes; also the run's name."""
     model: str | TinyModel
-    """Folder in Hugging Face format, id of a model of its hub, such as Qwen/Qwen3-8B, or {init: tiny}."""
+    """Folder in Hugging Face format, id of a model on the Hub, such as Qwen/Qwen3-8B, or {init: tiny}."""
     data: PromptData | Annotated[list[PromptData], Field(min_length=1)]
-    """Where the prompts come from: one source, or a list of several that are mixed."""
+    """Source of the prompts, or a list of sources to mix."""
     reward: str | HttpReward = "reasoning_gym"
-    """`file.py:function` relative to the job file; or built in: `reasoning_gym` the data sets' scorers,
-    `math` the row's `answer` compared as mathematics (math-verify), `exact` the same as text."""
+    """`file.py:function` relative to the job file, or built in: `reasoning_gym` uses the data sets' scorers,
+    `math` compares with the row's `answer` as mathematics (math-verify), `exact` as text."""
     reward_timeout_s: float = Field(default=10.0, gt=0)
     """Timeout of one call of the reward function."""
     reward_processes: int | None = Field(default=None, ge=1)
@@ -118,15 +118,15 @@ class Job(Model):
     files: list[str] = Field(default=[])
     """Further files that the reward function needs, relative to the job file."""
     requirements: list[str] = Field(default=[])
-    """What pip is to install on a head elsewhere for the reward function, such as sympy==1.14."""
+    """pip requirements of the reward function on a head elsewhere, such as sympy==1.14."""
     env: dict[str, str] = Field(default={})
-    """Environment variables of the processes on the head; spot machines are not given them."""
+    """Environment variables of the processes on the head; spot machines do not get them."""
     secrets: list[str] = Field(default=[])
-    """Names of further ones, whose values are taken from the environment in which you type, such as
-    HF_TOKEN; kept beside the run's token, never in the job."""
+    """Names of further variables, such as HF_TOKEN, whose values are read from your environment at launch;
+    kept beside the run's token, never in the job."""
     output: str | None = Field(default=None, pattern=_BUCKET.format(r"|file:///.*|/.*"))
-    """s3://BUCKET/PREFIX, gs://..., az://..., or a folder by its whole path: checkpoints and the final model
-    are copied there, under the run's name; null: they stay in the run's folder."""
+    """s3://BUCKET/PREFIX, gs://..., az://..., or an absolute folder: checkpoints and the final model are
+    copied there, under the run's name; null: they stay in the run's folder."""
     budget: Budget = Budget()
     """When to stop spending."""
     notify: list[NotifyTarget] = Field(default=[])
@@ -134,11 +134,11 @@ class Job(Model):
     after: After = After()
     """When a rented head shuts down."""
     evaluation: Evaluation | None = None
-    """Held-out prompts; null: none."""
+    """Held-out prompts; null: no evaluation."""
     tracking: Tracking = Tracking()
     """Where step metrics go beside `metrics.jsonl`."""
     evidence: Evidence = Evidence()
-    """What is kept so that a run can be audited."""
+    """What is kept so that the run can be audited."""
 
     @model_validator(mode="after")
     def _head_is_told_all(self) -> Self:
@@ -153,7 +153,7 @@ class Job(Model):
                 " there, and remove it"
             )
         if taken := [name for name in self.env if name.startswith("RLBOOST_")]:
-            raise ValueError(f"env has {taken[0]}, by which RLBoost's own processes are told; remove it")
+            raise ValueError(f"env has {taken[0]}, which RLBoost sets for its own processes; remove it")
         if twice := [name for name in self.secrets if self.secrets.count(name) > 1]:
             raise ValueError(f"secrets has {twice[0]} twice; remove one")
         for field, names in (("env", self.env), ("secrets", self.secrets)):
@@ -196,9 +196,8 @@ class Job(Model):
         if not is_kept and after.done == "down" and "idle_minutes" not in after.model_fields_set:
             raise ValueError(
                 f"output is {self.output or 'missing'}, and the head ends itself after the run, with the"
-                " model on its disk; write output: s3://BUCKET/PREFIX, or how long it is to wait until you"
-                " fetch it with rlboost down: after: {idle_minutes: 240}, or that it stays: after: {done:"
-                " stay}"
+                " model on its disk; write output: s3://BUCKET/PREFIX; or leave time to fetch it with"
+                " rlboost down: after: {idle_minutes: 240}; or keep the head: after: {done: stay}"
             )
         return self
 

@@ -37,13 +37,13 @@ class HttpReward(Model):
     """Rewards from an HTTP endpoint."""
 
     http: str
-    """URL that is asked by POST; what it gets and answers, `speaks` says."""
+    """URL for POST requests; `speaks` sets their format."""
     speaks: Literal["plain", "chat", "pooling"] = "plain"
     """plain: gets {"prompt", "response", "row"}, answers {"reward": number}; chat: an OpenAI-compatible
     server's .../v1/chat/completions, whose model is asked `question` and gives a mark; pooling: vLLM's
     .../pooling, where a reward model scores prompt and response."""
     model: str | None = None
-    """chat, pooling: the name under which the server has the model."""
+    """chat, pooling: the model's name on the server."""
     question: str | None = None
     """chat: what the model is asked. {prompt}, {response}, {best_mark} and the names of the row's fields in
     braces are filled in; null: to mark the response to the prompt from 0 to best_mark."""

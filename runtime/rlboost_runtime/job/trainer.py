@@ -31,69 +31,69 @@ class Trainer(Model):
     infra: str = Field(
         default="local", pattern=rf"^(local|ssh|({'|'.join(_HEAD_CLOUDS)})(/[a-z0-9-]+){{0,2}})$"
     )
-    """Where it is; local: this machine; ssh: the host below; aws/REGION, gcp/REGION or gcp/REGION/ZONE: one
-    that is bought there on demand and ends itself; via skypilot also CLOUD alone, and azure, lambda and
-    nebius. To a head elsewhere everything is brought (docs/head.md): this machine may then be off while the
-    run goes on."""
+    """Where it is; local: this machine; ssh: the host below; aws/REGION, gcp/REGION or gcp/REGION/ZONE: a
+    machine bought there on demand that ends itself; via skypilot also CLOUD alone, azure, lambda and nebius.
+    Everything is copied to a head elsewhere (docs/head.md), so this machine may be off while the run
+    continues."""
     hosts: list[Host] = Field(default=[], max_length=1)
     """ssh: the machine, as USER@HOST, USER@HOST:PORT, or a name from ~/.ssh/config."""
     jump_host: str | None = None
-    """ssh: a host through which it is reached; null: what ~/.ssh/config says."""
+    """ssh: host through which it is reached; null: as in ~/.ssh/config."""
     identity_file: str | None = None
-    """ssh: a private key; null: the agent's, and those that ssh tries by itself."""
+    """ssh: private key; null: those of ssh-agent and ssh's defaults."""
     python: str | None = None
-    """Elsewhere: the Python there that has rlboost[train] installed; null: it is installed there, with a
-    Python 3.11 of its own."""
+    """Elsewhere: Python there in which rlboost[train] is installed; null: RLBoost installs itself, with its
+    own Python 3.11."""
     folder: str = "~/.rlboost"
-    """Elsewhere: where everything is kept there."""
+    """Elsewhere: folder there for everything."""
     via: Literal["direct", "skypilot"] = "direct"
-    """Bought: direct: from the API of aws or gcp itself; skypilot: from any of its clouds."""
+    """Bought: direct: through the API of aws or gcp itself; skypilot: in any of its clouds."""
     accelerators: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]+(:[1-9][0-9]{0,3})?$")
-    """GPU and number of them, such as H100:8. Bought: what is bought; local, ssh: what the machine must have,
-    or null: whatever it has."""
+    """GPU and number of them, such as H100:8. Bought: what to buy; local, ssh: what the machine must have, or
+    null: no requirement."""
     instance_type: str | None = None
-    """Bought: the cloud's own name of the machine, such as p5.48xlarge; null: one that has these GPUs."""
+    """Bought: the cloud's machine type, such as p5.48xlarge; null: one with these GPUs."""
     image: str | None = None
-    """Bought: the cloud's own name of the image; null: the cloud's, with the GPU's driver."""
+    """Bought: the cloud's machine image; null: the cloud's default with the GPU's driver."""
     disk_gb: Literal["auto"] | Annotated[int, Field(ge=20, le=65_536)] = "auto"
-    """Bought: size of its disk, in GB: weight versions, checkpoints and the token journal lie there; auto:
-    what model and keep_checkpoints need, or 500 for a model whose configuration is not known here."""
+    """Bought: disk size in GB, for weight versions, checkpoints and the token journal; auto: what model and
+    keep_checkpoints need, or 500 if the model's configuration is unknown here."""
     disk_mib_per_s: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
-    """aws, direct: throughput of its disk, 125 to 1000 MiB/s; auto: what takes a weight version within 30 s
-    and a checkpoint within 5 minutes, as far as the disk can."""
+    """aws, direct: throughput of its disk, 125 to 1000 MiB/s; auto: enough to write a weight version within
+    30 s and a checkpoint within 5 minutes, up to the disk's most."""
     max_price_usd_per_hour: float | None = Field(default=None, gt=0, le=MAX_USD)
-    """Bought: what costs more is not launched; null: whatever it costs on demand."""
+    """Bought: highest hourly price; dearer machines are not launched. null: the on-demand price."""
     role: str | None = None
-    """Bought: the head's IAM instance profile (aws) or service account (gcp), with which it launches spot
-    machines; null: none, it has the keys that `secrets` names, if any."""
+    """Bought: the head's IAM instance profile (aws) or service account (gcp), which launches spot machines;
+    null: none, only the keys that `secrets` names."""
     private_address: bool = False
-    """Bought: reach it at its address in the cloud's own network, which you are in (a VPN); false: at its
-    public one."""
+    """Bought: reach it at its private address, from within the cloud's network (a VPN); false: at its public
+    one."""
     allow_unended: bool = False
-    """Bought via skypilot: use a cloud in which a head cannot end itself (azure, lambda, nebius): while your
-    machine is off it goes on costing money after its run, until you end it."""
+    """Bought via skypilot: accept a cloud in which a head cannot end itself (azure, lambda, nebius): after
+    its run it costs money until you end it."""
     allow_cpu: bool = False
-    """Go on with CPUs on machines that were bought with GPUs and do not see them, for trials; false: trainer
-    and engines end at once there, and say why."""
+    """For trials: continue on CPUs if a machine was bought with GPUs but detects none; false: trainer and
+    engines stop with an error."""
     price_usd_per_hour: float = Field(default=0.0, ge=0, le=MAX_USD)
-    """What the cost report charges for the machine: `local` and `ssh` have no price list of their own."""
+    """Hourly price of the machine in the cost report: `local` and `ssh` have no price list."""
     address: str | None = Field(default=None, pattern=r"^[A-Za-z0-9.-]+$")
-    """Name or IP address at which spot machines elsewhere reach the machine, on `control_port` and
-    `bytes_port`; null: for ssh the host's own, for local only this machine is served."""
+    """Name or IP address at which spot machines elsewhere reach this machine, on `control_port` and
+    `bytes_port`; null: ssh: the host's own; local: only this machine is served."""
     control_port: int | None = Field(default=None, ge=1024, le=65_535)
-    """TCP port of the head where agents dial the coordinator; null: on a head that is bought 7410, else a
+    """TCP port of the head for agents that dial the coordinator; null: 7410 on a head that is bought, else a
     free one."""
     bytes_port: int | None = Field(default=None, ge=1024, le=65_535)
-    """TCP port of the head where agents fetch weights; null: on a head that is bought 7411, else a free
+    """TCP port of the head for agents that fetch weights; null: 7411 on a head that is bought, else a free
     one."""
     ssh_from: list[str] = Field(default=["0.0.0.0/0"])
-    """aws, direct: networks (CIDR, IPv4 or IPv6) from which SSH reaches a head that is bought."""
+    """aws, direct: networks (CIDR, IPv4 or IPv6) that may open SSH to a head that is bought."""
     location: str | None = Field(default=None, pattern=rf"^({'|'.join(known_clouds())})/[^/\s]+(/[^/\s]+)?$")
-    """local, ssh: the cloud that the machine is in, as CLOUD/REGION, such as aws/us-east-2, which bills the
-    weights that leave it; null: it is in no cloud."""
+    """local, ssh: the cloud that the machine is in, as CLOUD/REGION, such as aws/us-east-2, which bills
+    egress of weights; null: in no cloud."""
     script: str | None = None
-    """A trainer of your own instead of ours: a Python file that talks with the fleet (docs/own-trainer.md);
-    most of `algorithm` and `reward` mean then what it makes of them."""
+    """A trainer of your own: a Python file that uses the fleet (docs/own-trainer.md) and decides which fields
+    of `algorithm` and `reward` have an effect."""
     local_engines: int = Field(default=1, ge=0)
     """Engines on the trainer's own GPUs that roll out during the seeding window."""
     threads: int = Field(default=1, ge=1)
@@ -101,21 +101,21 @@ class Trainer(Model):
     ranks: int = Field(default=1, ge=1)
     """Processes of a node over which the policy is sharded (FSDP2), one per GPU; started by torchrun."""
     nodes: int = Field(default=1, ge=1)
-    """Machines over which it is sharded; on all but the head runs rlboost_runtime.trainer.node."""
+    """Machines over which it is sharded; all but the head run rlboost_runtime.trainer.node."""
     node_address: str | None = Field(default=None, pattern=r"^[^\s:]+:[0-9]+$")
-    """`HOST:PORT` of the head as the other nodes reach it. Traffic there is plain: a network of their own."""
+    """`HOST:PORT` of the head for the other nodes. Traffic there is not encrypted: use a private network."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of the trainer's arithmetic; auto: bfloat16 on GPUs, float32 on CPUs. Weights, gradients'
-    sums and optimizer stay float32."""
+    """Precision of the trainer's arithmetic; auto: bfloat16 on GPUs, float32 on CPUs. Weights, summed
+    gradients and optimizer state stay float32."""
     micro_batch_tokens: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
-    """Tokens of one forward and backward pass: responses are packed up to this; a longer one goes alone.
+    """Most tokens of one forward and backward pass: responses are packed up to this; a longer one goes alone.
     auto: 8192, or up to 32768 where the GPU has room."""
     activation_checkpointing: Literal["auto"] | bool = "auto"
-    """Keep only the layers' inputs and compute the rest twice: less memory, about a third more arithmetic.
-    auto: where the GPU's memory makes it necessary; on CPUs not."""
+    """Keep only the layers' inputs and recompute the rest: less memory, about a third more arithmetic. auto:
+    only where GPU memory requires it."""
     optimizer_offload: Literal["auto"] | bool = "auto"
-    """Keep the optimizer's state in main memory, but for its step; auto: where that is necessary, or saves
-    activation checkpointing; on CPUs not."""
+    """Keep the optimizer's state in main memory between its steps; auto: only where GPU memory requires it,
+    or where it saves activation checkpointing."""
     checkpoint_every_steps: int = Field(default=1, ge=1)
     """Steps from one checkpoint to the next; a restarted trainer repeats the steps since the last."""
     keep_checkpoints: int = Field(default=2, ge=1)
@@ -255,10 +255,10 @@ class After(Model):
     """When a rented head shuts down; it does so itself, also while no other machine is on."""
 
     done: Literal["down", "stay"] = "down"
-    """down: it ends itself: at once where everything of the run is at `output` by then, or was fetched; else
-    after idle_minutes. stay: it stays, and costs, until `rlboost down`."""
+    """down: it ends itself as soon as everything of the run is at `output` or was fetched, else after
+    idle_minutes. stay: it stays, and costs money, until `rlboost down`."""
     failed: Literal["down", "stay"] = "down"
-    """The same where the run failed or was stopped; its results are fetched or lost within idle_minutes."""
+    """The same for a run that failed or was stopped; results not fetched within idle_minutes are lost."""
     idle_minutes: float = Field(default=15.0, gt=0)
-    """It ends itself when no run has gone on there for so long, and nobody has asked it anything: after the
-    run, after a crash, and after an `up` that nobody followed by a `launch`."""
+    """It ends itself after this time without a running run and without commands: after the run, after a
+    crash, and after an `up` without a `launch`."""

@@ -82,7 +82,7 @@ def reason_to_end(settings: Json, facts: Facts, quiet_s: float) -> str:
         if facts.is_safe and quiet_s >= min(SAFE_S, settings["idle_s"]):
             return f"its run has ended: {facts.ended}; all of it is at the job's output"
     if quiet_s >= settings["idle_s"]:
-        return f"no run has gone on and nobody has asked anything for {quiet_s:.0f} s"
+        return f"no run and no command for {quiet_s:.0f} s"
     return ""
 
 

@@ -82,8 +82,7 @@ def prepare_run(job_file: Path, job: Job, *, resume: bool = False) -> FoundRun:
             return resume_run(newest, job_file, job)
         if newest is not None and is_open(newest):
             return _continue(newest, job_file, job, resume=False)
-        name = job.name if newest is None else _numbered(job.name, len(existing) + 1)
-        run = _create(RunFolder.named(name), job_file, job)
+        run = _create(RunFolder.named(name_of_run(job.name)), job_file, job)
         if run is not None:
             return FoundRun(run, read_resolved(run.job_json), is_new=True)
 
@@ -101,6 +100,14 @@ def resume_run(run: RunFolder, job_file: Path, job: Job) -> FoundRun:
 def newest_run(name: str) -> RunFolder | None:
     """Return the newest run of a job called `name`; None where there is none."""
     return next(iter([*_runs_named(name)][::-1]), None)
+
+
+def name_of_run(name: str, *, resume: bool = False) -> str:
+    """Return the name of the run that a job called `name` continues, or that is made for it."""
+    existing = list(_runs_named(name))
+    if existing and (resume or is_open(existing[-1])):
+        return existing[-1].name
+    return _numbered(name, len(existing) + 1) if existing else name
 
 
 def source_of(run: RunFolder) -> Path | None:
@@ -204,7 +211,7 @@ def _continue(run: RunFolder, job_file: Path, job: Job, *, resume: bool) -> Foun
         raise ConfigError(
             f"{job_file}: run {run.name} has another job: {told}"
             + (f"; and {more} more" if more > 0 else ""),
-            f"go on with the run as it is: rlboost launch {run.name}; or end it: rlboost down {run.name};"
+            f"continue the run as it is: rlboost launch {run.name}; or end it: rlboost down {run.name};"
             f" or give {job_file.name} another name"
             if is_open(run)
             else f"undo the changes in {job_file.name}, or leave --resume out to start a new run",
@@ -366,7 +373,7 @@ def gather(job: Job, known: Mapping[str, str] | None = None) -> dict[str, str]:
     found = {**(known or {}), **os.environ}
     if missing := [name for name in job.secrets if name not in found]:
         raise ConfigError(
-            f"secrets: {', '.join(missing)}: not set in the environment",
+            f"{', '.join(missing)}: not set in the environment",
             f"type: export {missing[0]}=..., or remove it from the job's secrets",
         )
     return {**job.env, **{name: found[name] for name in job.secrets}}

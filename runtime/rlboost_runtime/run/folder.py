@@ -232,7 +232,7 @@ def read_json(path: Path) -> Any | None:  # any JSON value
     except ValueError as problem:
         if path.name not in _RENEWED and path.parent.name != "processes":
             raise RuntimeFault(
-                f"{path} is damaged: {problem}", "restore it from a backup, or start the run anew"
+                f"{path} is damaged: {problem}", "restore it from a backup, or start a new run"
             ) from problem
         event(log, "file.damaged", path=str(path), problem=str(problem))
         with contextlib.suppress(OSError):

@@ -54,7 +54,7 @@ def create_secrets(run: RunFolder) -> None:
         if run.certificate.exists():
             raise RuntimeFault(
                 f"{run.certificate} exists but its key {run.key.name} does not",
-                "restore the key, or delete both files and start the run's machines anew",
+                "restore the key, or delete both files and launch the run's machines again",
             )
         _create(run.key, _new_key())
     if not run.certificate.exists():

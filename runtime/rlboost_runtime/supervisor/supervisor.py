@@ -261,20 +261,20 @@ def _why_hopeless(
         return Explanation(
             f"the disk of {run.path} is full or fails: the {role.name} could not write for too long"
             f" ({free:.2f} GB free now)",
-            f"make room there, then type rlboost launch {run.name} --resume: it goes on from its last"
-            " checkpoint",
+            f"make room there, then type rlboost launch {run.name} --resume: it continues from its"
+            " last checkpoint",
         )
     if status == -signal.SIGKILL and not role.needs_memory:
         return Explanation(
             f"the {role.name} was killed {attempts.kills} times in a row without progress (SIGKILL); its log"
             f" is {path}",
-            "see with `dmesg` whether this machine had no memory left, and else find what kills it; then type"
+            "check `dmesg` for a lack of memory, otherwise find out what kills it; then type"
             f" rlboost launch {run.name} --resume",
         )
     if status == -signal.SIGKILL:
         return Explanation(
             f"the {role.name} was killed {attempts.kills} times in a row without progress (SIGKILL, most"
-            f" likely for want of memory); its log is {path}",
+            f" likely out of memory); its log is {path}",
             "free some memory, or lower algorithm.micro_batch_responses or rollout.engine_args.max_running,"
             f" then type rlboost launch {run.name} --resume",
         )

@@ -356,10 +356,10 @@ def _read_json(path: Path, lines: list[tuple[int, str]], zone: str) -> History:
         found = json.loads(text)
     except json.JSONDecodeError as exc:
         raise ConfigError(
-            f"{path}:{exc.lineno}: not JSON: {exc.msg}", "fetch or write the file anew"
+            f"{path}:{exc.lineno}: not JSON: {exc.msg}", "fetch or write the file again"
         ) from None
     except (RecursionError, ValueError) as exc:  # ValueError: a number of thousands of digits
-        raise ConfigError(f"{path}: cannot be used: {exc}", "fetch or write the file anew") from None
+        raise ConfigError(f"{path}: cannot be used: {exc}", "fetch or write the file again") from None
     try:
         return _ticks(found, zone)
     except _BadTick as bad:

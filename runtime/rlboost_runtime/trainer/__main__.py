@@ -1,6 +1,6 @@
 """`python -m rlboost_runtime.trainer RUN_FOLDER`: train the run's job to its end.
 
-Exit code 0: all steps are trained and the model is saved. 78: the run cannot go on and a restart would not
+Exit code 0: all steps are trained and the model is saved. 78: the run cannot continue and a restart would not
 help; problem and remedy are in the log and with the coordinator. Anything else: start it again, it resumes.
 """
 
@@ -115,7 +115,7 @@ def lead(run: RunFolder, ranks: Ranks) -> int:
             known = _explained(exc, run)
             if known is None:
                 raise
-            log.info("the run cannot go on", exc_info=True)
+            log.info("the run cannot continue", exc_info=True)
             logs.explain(log, known)
             client.stream.failed(known.problem, known.remedy, known.exit_code)
             ranks.broadcast(End())
@@ -132,8 +132,8 @@ def _explained(error: Exception, run: RunFolder) -> RLBoostError | None:
         )
         return RuntimeFault(
             f"the disk of {run.path} is full ({free:.2f} GB free): {what}",
-            f"make room there, then type rlboost launch {run.name} --resume: it goes on from its last"
-            " checkpoint",
+            f"make room there, then type rlboost launch {run.name} --resume: it continues from its"
+            " last checkpoint",
         )
     return error if isinstance(error, RLBoostError) else None
 

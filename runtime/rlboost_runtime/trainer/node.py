@@ -6,7 +6,7 @@ vanishes silently, the node waits for the next trainer; it ends, with exit code 
 between nodes is neither authenticated nor encrypted: use a private network.
 
 The ranks are started with torchrun's machinery, on one machine or several. The starting process only waits:
-if one rank fails all end, and the exit code is the trainer's own if it reported that the run cannot go on.
+if one rank fails all end, and the exit code is the trainer's own if it reported that the run cannot continue.
 Ranks die with the process that started them, also when that is killed.
 """
 

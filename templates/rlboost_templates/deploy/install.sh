@@ -44,7 +44,7 @@ driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2> /dev/nul
 backend=()
 if [ -n "$driver" ] && [ "$driver" -lt 580 ]; then
   if [ -s "$here/vllm-gpu.txt" ]; then
-    echo "install: driver $driver is too old for vLLM, whose CUDA 13 needs 580; take an image with driver 580 or newer" >&2
+    echo "install: driver $driver is too old for vLLM, whose CUDA 13 needs 580; use an image with driver 580 or newer" >&2
     exit 78
   fi
   backend=(--torch-backend auto)

@@ -97,4 +97,4 @@ def test_it_needs_the_journal_and_says_which_field_keeps_it(run: RunFolder) -> N
 
 def test_it_needs_the_end_of_the_run(run: RunFolder) -> None:
     run.outcome.unlink()
-    assert "job goes on" in audit(code=2).stderr
+    assert "job is still running" in audit(code=2).stderr

@@ -146,7 +146,7 @@ def test_another_runs_certificate_is_not_trusted(run: RunFolder, calls: Calls, t
 
 
 def test_nobody_listening_is_told_at_once_with_what_to_type(run: RunFolder) -> None:
-    with pytest.raises(client.NotAnswering, match="has not listened yet"):
+    with pytest.raises(client.NotAnswering, match="is not listening yet"):
         client.get_status(run)
     with contextlib.closing(bind(run)):
         pass

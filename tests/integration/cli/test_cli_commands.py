@@ -319,7 +319,7 @@ def test_a_run_without_logs_says_so(run: RunFolder) -> None:
     assert "run demo has no logs yet" in rlboost("logs", "demo").stderr
     run.logs.mkdir(exist_ok=True)
     (run.logs / "reward.log").touch()
-    assert "the logs of reward of demo are empty" in rlboost("logs", "demo", "reward").stderr
+    assert "reward of run demo has logged nothing" in rlboost("logs", "demo", "reward").stderr
 
 
 def test_prices_of_now_of_a_cloud_that_is_not_asked_are_the_offline_ones(run: RunFolder) -> None:

@@ -162,6 +162,6 @@ def test_a_laptop_without_torch_asks_the_head_of_a_run_by_its_name(server: Sshd,
     assert done.stdout, done.stderr
     said = json.loads(done.stdout)
     told = {finding["check"]: finding for finding in said["findings"]}
-    assert "were not looked at" in told["job"]["found"]
+    assert "were not checked" in told["job"]["found"]
     assert told["head"]["verdict"] == "ok"
     assert "`rlboost up` installs" in told["head python"]["found"]

@@ -73,7 +73,7 @@ def test_a_cloud_without_credentials_fails_with_the_accounts_exit_code(
 ) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    (found,) = markets.offers(patient(AWS))
+    (found,) = markets.offers(patient(AWS, AWS.model_copy(update={"accelerators": "H100:8"})))
     assert (found.verdict, found.exit_code) == (Verdict.FAIL, ACCOUNT)
     assert "no usable AWS credentials" in found.found
     assert "aws configure" in found.remedy

@@ -14,6 +14,10 @@ from pathlib import Path
 import pytest
 
 import rlboost_templates
+from rlboost_cli import main
+from rlboost_runtime.billing.ledger import Ledger
+from rlboost_runtime.job.file.load import load_job
+from rlboost_runtime.run.folder import RunFolder, write_json
 
 pytestmark = pytest.mark.integration
 
@@ -26,20 +30,24 @@ COMMANDS = (
     ("doctor", "aws.yaml"),
     ("doctor", "gcp.yaml"),
     ("doctor", "own-machines.yaml"),
-    ("plan", "laptop.yaml"),
-    ("plan", "aws.yaml"),
     ("up", "laptop.yaml", "--yes"),
     ("launch", "laptop.yaml", "--yes"),
     ("launch", "aws.yaml", "--yes"),
     ("launch", "own-machines.yaml", "--yes"),
     ("status",),
-    ("logs", "nothing"),
-    ("samples", "nothing"),
-    ("metrics", "nothing"),
-    ("cost", "nothing"),
-    ("audit", "nothing"),
-    ("preempt", "nothing", "spot-0"),
-    ("down", "nothing", "--yes"),
+    *(("status", run) for run in ("old", "left")),
+    *((command, "old") for command in ("logs", "samples", "metrics", "cost", "audit", "launch")),
+    *((command, "old", "--json") for command in ("status", "logs", "samples", "metrics", "cost")),
+    *((command, "old", "--csv") for command in ("metrics", "cost")),
+    ("report", "old"),
+    ("report", "old", "--md"),
+    ("dashboard", "nothing"),
+    ("dashboard", "old", "--port", "99999"),
+    ("doctor", "old"),
+    ("launch", "left", "--yes"),
+    ("preempt", "left", "spot-0"),
+    ("down", "left", "--yes"),
+    ("rm", "old", "--yes"),
     ("gc", "--dry-run"),
     ("gc", "--dry-run", "--cloud", "aws"),
     ("gc", "--dry-run", "--cloud", "gcp"),
@@ -48,7 +56,11 @@ COMMANDS = (
     ("simulate", "--preset", "paper-8b", "--window", "0:0.2", "--policy", "on_demand"),
     ("simulate", "--preset", "paper-8b", "--window", "0:0.2", "--policy", "on_demand", "--plot", "pictures"),
     ("traces",),
+    ("traces", "show", "generated-p3"),
+    ("traces", "fetch", "bamboo-p3", "--from", "https://127.0.0.1:9/none"),
 )
+PLAN = ("plan", "laptop.yaml")
+"""Takes seconds, so it is tried on the bare install only: no extra changes it."""
 BLOCKER = """
 import sys, traceback
 class Absent:
@@ -106,9 +118,25 @@ def absent_with(extra: str) -> set[str]:
     return {m for m, packages in every.items() if packages & ours and not packages & brought}
 
 
+def make_runs(folder: Path) -> None:
+    """Make `old`, a run that is done, and `left`, whose processes are gone."""
+    job = load_job(folder / "laptop.yaml")
+    for name in ("old", "left"):
+        run = RunFolder(folder / "home" / "runs" / name)
+        for made in (run.path, run.files, run.logs, run.processes):
+            made.mkdir(parents=True, exist_ok=True)
+        run.job_json.write_text(job.model_copy(update={"name": name}).canonical_json())
+        Ledger(run.ledger).close()
+        write_json(run.status, {"run": name, "state": "training", "step": 1, "reward_mean": 0.5})
+        run.metrics.write_text('{"step": 0, "reward_mean": 0.5, "entropy": 1.0}\n')
+        (run.logs / "trainer.log").write_text('{"at": 1.0, "level": "info", "event": "began"}\n')
+    write_json(RunFolder(folder / "home" / "runs" / "old").outcome, {"state": "done", "exit_code": 0})
+
+
 def run_all(extra: str, commands: Iterable[tuple[str, ...]], folder: Path) -> str:
     for name in ("laptop", "aws", "gcp", "own-machines"):
         (folder / f"{name}.yaml").write_text(rlboost_templates.text(name))
+    make_runs(folder)
     program = BLOCKER.replace("ABSENT", repr(sorted(absent_with(extra)))).replace("COMMANDS", repr(commands))
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "GOOGLE"))
@@ -136,6 +164,29 @@ def test_no_command_ends_in_a_traceback(extra: str, tmp_path: Path) -> None:
     assert "Traceback" not in said, said
     assert said.count("launch laptop.yaml --yes -> 2") == 1, said
     assert "pip install 'rlboost[train]'" in said, said
+
+
+def test_the_bare_install_plans_and_looks_at_runs(tmp_path: Path) -> None:
+    words = "status logs metrics cost down report gc prices simulate traces rm plan"
+    commands = [each for each in (PLAN, *COMMANDS) if each[0] in words.split()]
+    said = run_all("", commands, tmp_path)
+    needs_more = {("prices", "--live"), *(each for each in commands if {"--cloud", "--plot"} & {*each})}
+    for each in commands:
+        code = 7 if "fetch" in each else 2 if each in needs_more else 0
+        assert f"=== {' '.join(each)} -> {code}\n" in said, said
+
+
+def test_doctor_reports_a_missing_package_and_goes_through_all_checks(tmp_path: Path) -> None:
+    said = run_all("", [("doctor", "aws.yaml"), ("doctor", "laptop.yaml")], tmp_path)
+    assert "error:" not in said, said
+    assert "this needs botocore, which is not installed" in said, said
+    aws, laptop = said.split("=== doctor laptop.yaml")
+    assert "rlboost-head in aws" in aws, "the identity is judged after the offers"
+    assert "machines" in laptop, "those of this machine are tried last"
+
+
+def test_every_command_is_tried() -> None:
+    assert {command for command, *_ in (PLAN, *COMMANDS)} == main.COMMANDS.keys()
 
 
 def test_what_is_missing_is_an_extras_business() -> None:

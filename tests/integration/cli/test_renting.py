@@ -288,10 +288,10 @@ def test_a_run_whose_start_was_never_heard_of_is_not_bought_a_second_time(
         control.bring_up(run, silently)
     assert typed == [("up", "far", "--yes")], "nobody is there to be asked"
     ec2.powered_off("head-1")  # it trained the run to its end
-    with pytest.raises(RuntimeFault, match="is gone, and with it what was on its disk"):
+    with pytest.raises(RuntimeFault, match="is gone, with everything on its disk"):
         rent(run, silently)
     find_out(run, silently)
-    assert "is gone before it was heard how the run ended" in (read_json(run.outcome) or {})["problem"]
+    assert "with everything on its disk, and the outcome" in (read_json(run.outcome) or {})["problem"]
     assert ec2.instances() == []
     (bill,) = to_builtins(report_of(run))["machines"]
     assert bill["ended_at"] is not None
@@ -352,7 +352,7 @@ def test_a_cloud_that_is_silent_for_a_moment_while_the_head_boots_is_asked_again
 
     def now_and_then(*asked: Any) -> Any:
         if next(looks) == 1:
-            raise ProviderError("EC2 cannot be reached: timed out", "wait; it is tried again")
+            raise ProviderError("EC2 cannot be reached: timed out", "wait; the launch is retried")
         return look(*asked)
 
     monkeypatch.setattr(renting, "view_of", now_and_then)
@@ -414,7 +414,7 @@ def test_a_head_on_which_the_run_was_started_stays_where_an_outcome_comes_while_
         return "not yet"
 
     monkeypatch.setattr(renting, "_is_let_in", learns_of_an_end)
-    with pytest.raises(RuntimeFault, match="far was ended meanwhile"):
+    with pytest.raises(RuntimeFault, match="far was stopped in the meantime"):
         rent(run, silently)
     assert len(ec2.instances()) == 1, "its checkpoints are there"
 
@@ -456,7 +456,8 @@ def test_status_names_a_head_that_was_bought_for_a_run_that_never_came_to_it(
     let_in(monkeypatch)
     rent(run, silently)
     assert (
-        "head-1 in us-east-2a may be there for it, at $" in CliRunner().invoke(app, ["status", "far"]).output
+        "head-1 in us-east-2a may be running for it, at $"
+        in CliRunner().invoke(app, ["status", "far"]).output
     )
 
 
@@ -515,7 +516,7 @@ def test_a_run_that_is_ended_while_its_head_boots_leaves_no_head(
         return "not yet"
 
     monkeypatch.setattr(renting, "_is_let_in", ends_it)
-    with pytest.raises(RuntimeFault, match="far was ended meanwhile"):
+    with pytest.raises(RuntimeFault, match="far was stopped in the meantime"):
         rent(run, silently)
     assert ec2.instances() == []
 
@@ -533,7 +534,7 @@ def test_down_ends_a_head_of_which_only_the_intent_is_known_here_and_what_it_lau
     assert found == set(), "its run is open"
     ec2.powered_off("head-1")  # it ended itself, with the laptop off
     find_out(run, silently)
-    assert "is gone before it was heard how the run ended" in (read_json(run.outcome) or {})["problem"]
+    assert "with everything on its disk, and the outcome" in (read_json(run.outcome) or {})["problem"]
     found = {(stray.run, stray.machine) for stray in sweep.look(silently, ["aws"]).strays}
     assert found == {("far", "spot-0")}
     control.end_run(run, silently)
@@ -603,7 +604,7 @@ def test_the_report_of_the_end_before_a_resumption_says_nothing_of_a_head_that_i
     spends(run, "spot-0", "spot-1")  # as it was fetched after the resumption
     ec2.powered_off("head-1")
     find_out(run, silently)
-    assert "is gone before it was heard how the run ended" in (read_json(run.outcome) or {})["problem"]
+    assert "with everything on its disk, and the outcome" in (read_json(run.outcome) or {})["problem"]
     bills = {bill["id"] for bill in to_builtins(report_of(run))["machines"]}
     assert bills == {"reserved-0", "spot-0", "spot-1"}
 
@@ -645,7 +646,7 @@ def test_a_watched_launch_leaves_the_head_of_a_run_that_failed_to_be_looked_at_a
     if is_left:
         said = capsys.readouterr().err
         assert "note: the head of far stays for 15 min at $1.0060 per hour" in said
-        assert "rlboost launch far --resume goes on there" in said
+        assert "rlboost launch far --resume continues there" in said
         find_target("far", resume=True).prepare(resume=True)
 
 
@@ -670,9 +671,9 @@ def test_down_gives_a_head_back_that_cannot_tell_its_books_unless_its_model_is_n
         end_run(run, silently)
         assert (ec2.instances(), is_complete(run)) == ([], True)
         return
-    with pytest.raises(RuntimeFault, match="its model is on its head still, which costs money") as refusal:
+    with pytest.raises(RuntimeFault, match="its model is still on its head, which costs money") as refusal:
         end_run(run, silently)
-    assert "--lost-head` gives the head back" in refusal.value.remedy
+    assert "--lost-head` releases the head" in refusal.value.remedy
     assert len(ec2.instances()) == 1
     end_without_head(run, silently)
     assert ec2.instances() == []
@@ -753,7 +754,7 @@ def test_a_head_that_ended_itself_unseen_is_billed_no_longer_than_it_can_have_be
     find_out(run, silently)
     (bill,) = to_builtins(report_of(run))["machines"]
     assert bill["billed_s"] == 600 + 15 * 60, "its idle_minutes after the run"
-    with pytest.raises(RuntimeFault, match="is gone, and with it what was on its disk"):
+    with pytest.raises(RuntimeFault, match="is gone, with everything on its disk"):
         find_target("far", resume=True).prepare(resume=True)
     assert run.outcome.exists(), "it was not opened again"
 
@@ -877,10 +878,10 @@ def test_a_head_of_skypilot_that_ended_itself_is_noticed_and_its_books_are_close
     sky.reclaim(sky.launched[0])
     monkeypatch.setattr(renting, "provider_traits", lambda name: ProviderTraits(name, launch_lag_s=0.0))
     find_out(run, silently)
-    assert "is gone before it was heard how the run ended" in (read_json(run.outcome) or {})["problem"]
+    assert "with everything on its disk, and the outcome" in (read_json(run.outcome) or {})["problem"]
     head = current_head_machine(run)
     assert head is not None
     assert head.ended_at is not None
-    with pytest.raises(RuntimeFault, match="far was ended meanwhile"):
+    with pytest.raises(RuntimeFault, match="far was stopped in the meantime"):
         rent(run, silently)
     assert len(sky.launched) == 1

@@ -167,9 +167,7 @@ def test_a_role_that_is_killed_again_and_again_ends_the_run(run: RunFolder) -> N
     code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     supervise(run, trainer=python(code), weights=python(NAP))
     outcome = read_json(run.outcome)
-    told = (
-        "the trainer was killed 4 times in a row without progress (SIGKILL, most likely for want of memory)"
-    )
+    told = "the trainer was killed 4 times in a row without progress (SIGKILL, most likely out of memory)"
     assert outcome["problem"].startswith(told)
     assert outcome["remedy"].startswith("free some memory, or lower algorithm.micro_batch_responses")
     assert outcome["remedy"].endswith(f"rlboost launch {run.name} --resume")
@@ -219,7 +217,7 @@ def test_a_port_that_is_taken_ends_the_run_and_a_resumed_one_takes_another(
         supervise(run, it=(sys.executable, "-m", module, str(run.path)))
         outcome = read_json(run.outcome)
         assert outcome["problem"] == f"port {port} of the {name} of run demo is taken by another program"
-        assert outcome["remedy"].startswith("type rlboost launch demo --resume: it goes on")
+        assert outcome["remedy"].startswith("type rlboost launch demo --resume: it continues")
         assert (outcome["state"], outcome["exit_code"]) == ("failed", 1)
 
         reopen(run)

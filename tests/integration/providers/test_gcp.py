@@ -85,7 +85,7 @@ def test_a_quota_of_zero_says_what_to_ask_for(gce, provider):
     ("status", "reason", "kind", "words"),
     [
         (403, "quotaExceeded", QuotaExceeded, "IAM & Admin"),
-        (403, "rateLimitExceeded", Throttled, "asked again"),
+        (403, "rateLimitExceeded", Throttled, "retried automatically"),
         (401, "authError", CredentialsRejected, "gcloud auth application-default login"),
         (403, "accessNotConfigured", CredentialsRejected, "gcloud services enable"),
         (400, "invalid", ConfigError, "instance_type and image"),
@@ -147,7 +147,7 @@ def test_a_launch_repeated_after_a_lost_answer_is_the_same_operation(gce, provid
 def test_an_operation_that_does_not_end_is_given_up_and_its_machine_found(gce):
     gce.never_done = True
     provider = GcpProvider([POOL], OWNER, clients=lambda: gce.clients, operation_s=0.3)
-    with pytest.raises(ProviderError, match="did not say within"):
+    with pytest.raises(ProviderError, match="did not confirm within"):
         provider.launch(request(provider))
     assert [view.state for view in provider.describe(RUN)] == [MachineStatus.RUNNING]
 
@@ -172,7 +172,7 @@ def test_a_refused_look_at_a_launch_under_way_is_not_taken_for_a_refused_launch(
     assert provider.launch(request(provider)).state is MachineStatus.RUNNING
     gce.refusals.append(HttpRefusal("^(GET|POST) .*/operations/operation-", status, reason, times=10_000))
     other = GcpProvider([POOL], OWNER, clients=lambda: gce.clients, operation_s=0.3)
-    with pytest.raises(ProviderError, match=f"did not say within 0.3 s .*{reason}") as told:
+    with pytest.raises(ProviderError, match=f"did not confirm within 0.3 s .*{reason}") as told:
         other.launch(request(other, "spot-1"))
     assert told.value.retry is Retry.LATER
 

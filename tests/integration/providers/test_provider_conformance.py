@@ -357,7 +357,7 @@ def test_a_noticed_machine_lives_through_its_notice_and_not_longer(cloud):
     provider.launch(request_for(provider))
     wait_until(lambda: booted(cloud))
     if not cloud.announces:
-        with pytest.raises(ProviderError, match="announces no reclaim"):
+        with pytest.raises(ProviderError, match="cannot announce a preemption"):
             provider.preempt(RUN, "spot-0", cloud.notice_s)
         assert state(provider) is MachineStatus.RUNNING
         return

@@ -167,7 +167,7 @@ def test_a_busy_host_is_not_offered_and_refuses_a_second_machine(server, make):
     offer = provider.offers()[0]
     provider.launch(request(provider, offer=offer))
     assert provider.offers() == []
-    with pytest.raises(NoCapacity, match="is taken by r1/spot-0"):
+    with pytest.raises(NoCapacity, match="is in use by r1/spot-0"):
         provider.launch(request(provider, "spot-1", offer))
 
 

@@ -162,7 +162,7 @@ def test_whatever_is_answered_or_cannot_be_asked_is_a_failure_of_one_response(se
         asked = [RewardCall("p", "fine", row) for row in ({(1, 2): "no JSON key", "bonus": 1}, {"bonus": 10})]
         unsaid, fine = rewards.score(asked)
     assert unsaid.failure is RewardFailure.RAISED
-    assert "nothing can be made of the row" in unsaid.problem
+    assert "no request can be built from the row" in unsaid.problem
     assert fine == Reward(11.0)
 
 

@@ -92,7 +92,7 @@ def test_a_row_that_cannot_be_handed_over_fails_alone(tmp_path):
     with scorer(tmp_path) as rewards:
         found = rewards.score([RewardCall("p", "ab", {"of the data set": lambda: 1}), *calls("ab")])
     assert found[0].failure is RewardFailure.RAISED
-    assert "cannot be handed over" in found[0].problem
+    assert "cannot be sent to the reward process" in found[0].problem
     assert found[1] == Reward(12.0)
 
 

@@ -51,6 +51,16 @@ def add_step(books: Ledger, step: int, start: float, end: float, tokens: int, **
     )
 
 
+def test_the_time_before_a_resumption_is_not_time_of_a_step(ledger: Ledger) -> None:
+    run_machine(ledger, "reserved-0", "reserved", HOUR_OF_DOLLAR_SECONDS, 0, 12)
+    add_step(ledger, 0, 0, 10, 100)
+    ledger.launched("reserved-0", T0 + 112)  # rlboost launch --resume
+    add_step(ledger, 1, 10, 120, 100)
+    first, second = cost_report(ledger, T0 + 120, "r")["steps"]
+    assert (first["seconds"], first["usd"]) == (10, 10)
+    assert (second["seconds"], second["usd"]) == (10, 10)
+
+
 def micro(usd: float) -> int:
     return round(usd * 1_000_000)
 

@@ -207,7 +207,7 @@ def test_a_port_that_an_open_run_owns_may_not_be_taken(home: Path, tmp_path: Pat
     patient = DoctorContext(home, job(), path)
     judged(only(local.ports(patient)), Verdict.OK, "available")
     run = prepare_run(path, job()).run
-    judged(only(local.ports(patient)), Verdict.OK, "those of run demo")
+    judged(only(local.ports(patient)), Verdict.OK, "the ports of run demo are free")
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         run.endpoint.write_text(json.dumps({"url": f"https://127.0.0.1:{port}"}))
@@ -267,6 +267,16 @@ def test_a_place_adds_its_checks_by_the_first_word_of_infra(monkeypatch: pytest.
     assert list(checks.checks_for(job()))[-1] is elsewhere
 
 
+def test_a_problem_that_several_checks_find_is_explained_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = CredentialsRejected("no credentials", "sign in")
+    each = [checks.Check(lambda patient, name=name: iter([failed(name, error)])) for name in ("head", "aws")]
+    monkeypatch.setattr(checks, "checks_for", lambda job: each)
+    head, aws = checks.examine(DoctorContext(Path("/nowhere")))
+    judged(head, Verdict.FAIL, "no credentials", "sign in")
+    assert (aws.verdict, aws.found, aws.remedy) == (Verdict.FAIL, "see head above", "")
+    assert aws.exit_code == head.exit_code == 6
+
+
 def test_without_a_job_the_machine_is_looked_at(home: Path) -> None:
     done = CliRunner().invoke(app, ["doctor", "--json"])
     assert done.exit_code == 0, done.output
@@ -302,7 +312,7 @@ def test_a_job_with_mistakes_is_told_line_by_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("trainer", "says"),
     [
-        ({"infra": "aws"}, "it stops after its run, and its disk costs until a command looks"),
+        ({"infra": "aws"}, "it stops after its run, and its disk costs money until you type a command"),
         ({"infra": "aws", "role": "rlboost-head"}, "the head is rlboost-head in aws"),
         ({"infra": "gcp"}, "the head is SkyPilot's own service account in gcp"),
     ],
@@ -325,7 +335,9 @@ def test_a_head_of_skypilot_is_not_said_to_be_had_with_credentials_that_nobody_t
     monkeypatch.setattr(session.Session, "sky", lambda self: fake)
     trainer = {"infra": "aws", "accelerators": "A10G:1", "via": "skypilot"}
     found = only(bought.offer(DoctorContext(home, job(trainer=trainer, output="s3://bucket/runs"))))
-    judged(found, Verdict.OK, "$1.0060 per hour (SkyPilot catalogue)", "`sky check` says whether it may buy")
+    judged(
+        found, Verdict.OK, "$1.0060 per hour (SkyPilot catalogue)", "`sky check` shows whether it may launch"
+    )
 
 
 @pytest.mark.parametrize(

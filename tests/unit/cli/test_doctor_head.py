@@ -63,7 +63,7 @@ def test_gpus_driver_and_torch() -> None:
     judged(
         head.judge_gpu(TWO, GOOD_PYTHON), Verdict.OK, "2 x NVIDIA A10G (22 GiB), driver 570.86; torch sees"
     )
-    judged(head.judge_gpu(TWO, BARE), Verdict.OK, "torch is not there yet")
+    judged(head.judge_gpu(TWO, BARE), Verdict.OK, "torch is not installed yet")
     blind = {**GOOD_PYTHON, "gpus": 0}
     judged(head.judge_gpu(TWO, blind), Verdict.FAIL, "(for CUDA 12.8) sees none", "driver there that is new")
     judged(head.judge_gpu(TWO, {**blind, "cuda": ""}), Verdict.FAIL, "for CPUs only", "torch with CUDA")
@@ -71,7 +71,7 @@ def test_gpus_driver_and_torch() -> None:
     none = {"gpus": [], "driver": "", "problem": ""}
     judged(head.judge_gpu(none, GOOD_PYTHON), Verdict.WARN, "CPUs")
     mismatch = {**none, "problem": "Failed to initialize NVML: Driver/library version mismatch"}
-    judged(head.judge_gpu(mismatch, GOOD_PYTHON), Verdict.FAIL, "version mismatch", "restarted")
+    judged(head.judge_gpu(mismatch, GOOD_PYTHON), Verdict.FAIL, "version mismatch", "reboot")
 
 
 def test_disk() -> None:
@@ -106,7 +106,7 @@ def test_credentials_of_every_cloud_that_it_is_to_launch_in() -> None:
     (named,) = head.judge_credentials({"aws": "", "gcp": ""}, on_spot("aws", secrets=keys))
     judged(named, Verdict.OK, "AWS_ACCESS_KEY_ID", "secrets")
     (other,) = head.judge_credentials(found, on_spot("azure"))
-    judged(other, Verdict.WARN, "azure: not looked at")
+    judged(other, Verdict.WARN, "azure: not checked")
     assert list(head.judge_credentials(found, job())) == []
 
 
@@ -124,9 +124,7 @@ def test_a_job_is_looked_at_only_where_what_trains_is_installed(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     found = [check.examine for check in checks.checks_for(job())]
     assert found[-3:] == [head.not_here, head.secrets, head.head]
-    judged(
-        next(head.not_here(DoctorContext(tmp_path, job()))), Verdict.WARN, "not looked at", "rlboost[train]"
-    )
+    judged(next(head.not_here(DoctorContext(tmp_path, job()))), Verdict.WARN, "not checked", "rlboost[train]")
 
 
 def test_a_head_that_is_yet_to_be_bought_is_asked_of_its_cloud_and_so_are_spot_machines(
@@ -145,7 +143,7 @@ def test_a_secret_that_a_run_would_not_find_is_told(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("HF_TOKEN", "of-mine")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     (missing,) = head.secrets(patient)
-    judged(missing, Verdict.FAIL, "secrets: WANDB_API_KEY: not set", "export WANDB_API_KEY")
+    judged(missing, Verdict.FAIL, "WANDB_API_KEY: not set", "export WANDB_API_KEY")
     monkeypatch.setenv("WANDB_API_KEY", "too")
     (there,) = head.secrets(patient)
     judged(there, Verdict.OK, "HF_TOKEN, WANDB_API_KEY: set here")

@@ -46,8 +46,8 @@ def test_the_end_is_a_summary_on_eighty_columns() -> None:
         "kept     18 preemptions survived, 3 with notice",
         "         34 responses migrated, about 15 tokens lost of 30,000 (0.05%)",
         "cost     $1.55 (reserved $0.94, spot $0.61)",
-        "         $170.23 per million tokens trained",
-        "         on demand only (computed): $232.14 per million, 27% saved",
+        "         $170.23 per million tokens trained, $170.16 in the steps alone",
+        "         on demand only (computed): $232.14 in the steps, 27% saved",
     ]
     assert all(len(line) < 80 for line in lines)
 

@@ -223,7 +223,7 @@ def test_a_look_does_not_wait_for_ever_for_another_that_was_stopped(
     here: RunFolder, there: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mirror, "WAIT_S", 0.1)
-    with mirror._writing(here), pytest.raises(RuntimeFault, match="another command has been writing"):
+    with mirror._writing(here), pytest.raises(RuntimeFault, match="another command has been updating"):
         refresh(here, HeadHere(here))
 
 

@@ -15,8 +15,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from rlboost_cli.main import COMMANDS, module_of
+from rlboost_cli.main import COMMANDS, app, module_of
 
 ROOT = Path(__file__).resolve().parents[3]
 PYTHON_PATH = os.pathsep.join(str(ROOT / part) for part in ("", "runtime", "providers", "templates"))
@@ -125,10 +126,20 @@ def test_the_table_of_commands_says_what_their_own_help_says(name: str) -> None:
     assert (function.__doc__ or "").splitlines()[0] == COMMANDS[name]
 
 
-def test_a_misspelt_command_is_answered_with_the_right_one() -> None:
-    done = rlboost("statsu")
-    assert done.returncode == 2
-    assert "Did you mean 'status'?" in done.stderr
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("statsu", "status"), ("attach", "launch"), ("stop", "down"), ("ls", "status")]
+)
+def test_a_misspelt_command_is_answered_with_the_right_one(typed: str, meant: str) -> None:
+    done = CliRunner().invoke(app, [typed])
+    assert done.exit_code == 2
+    assert f"Did you mean '{meant}'?" in done.output
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_optional_arguments_have_one_pair_of_brackets(name: str) -> None:
+    usage = CliRunner().invoke(app, [name, "--help"]).output.partition("\n\n")[0]
+    assert "[OPTIONS]" in usage
+    assert "[[" not in usage
 
 
 def test_a_bad_job_file_is_told_line_by_line_and_exits_2(tmp_path: Path) -> None:

@@ -472,13 +472,13 @@ def test_a_job_that_cannot_be_simulated_says_why_and_can_still_be_launched(home:
 def test_a_model_that_says_its_size_is_simulated(home: Path) -> None:
     found = simulated_job(job(model="someone/Made-7B-Instruct"), home)
     assert found.preset.model.parameters == 7e9
-    assert any("taken to be shaped like Qwen3-8B" in note for note in found.notes)
+    assert any("assumed to be shaped like Qwen3-8B" in note for note in found.notes)
 
 
 def test_a_job_whose_steps_never_end_is_told_so(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MOST_TURNS", 1)
     plan = planned("demo", job(), home)
-    assert "no step comes to an end" in plan.problem
+    assert "no step ends" in plan.problem
 
 
 def test_the_same_job_gets_the_same_plan(home: Path) -> None:

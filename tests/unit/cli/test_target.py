@@ -39,6 +39,17 @@ def ended(job_file: Path) -> RunFolder:
     return run
 
 
+def test_the_plan_names_the_run_that_will_be_made(job_file: Path) -> None:
+    first = find_target(str(job_file), resume=False)
+    assert first.name == "demo"
+    run = first.prepare(resume=False).run
+    assert find_target(str(job_file), resume=False).name == "demo", "it is open"
+    write_json(run.outcome, {"state": "failed", "exit_code": 1})
+    assert find_target(str(job_file), resume=True).name == "demo"
+    second = find_target(str(job_file), resume=False)
+    assert second.name == second.prepare(resume=False).run.name == "demo-2"
+
+
 def test_an_ended_run_is_resumed_by_name_with_its_job_file_as_it_is_now(
     job_file: Path, ended: RunFolder
 ) -> None:

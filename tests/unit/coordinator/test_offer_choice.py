@@ -65,7 +65,7 @@ def test_a_place_that_says_when_to_come_back_is_asked_then() -> None:
     with pytest.raises(NoCapacity) as refusal:
         choice.cheapest([A], 0.1)
     assert refusal.value.retry_after_s == pytest.approx(0.4)
-    assert "a said: said by a test" in refusal.value.problem
+    assert "a: said by a test" in refusal.value.problem
     assert choice.cheapest([A], 0.5) is A
 
 

@@ -85,13 +85,13 @@ def test_a_driver_too_old_for_vllm_ends_the_installation_before_anything_is_fetc
     status, installs, said = install(tmp_path, Software.for_engine("vllm", None), "570.172.08")
     assert (status, installs) == (78, [])
     assert "driver 570 is too old for vLLM" in said
-    assert "take an image with driver 580 or newer" in said
+    assert "use an image with driver 580 or newer" in said
 
 
 @pytest.mark.parametrize(
     ("driver", "seen", "cuda", "problem", "remedy"),
     [
-        (Driver(), 0, "13.0", "nvidia-smi finds no driver", "take an image that has one"),
+        (Driver(), 0, "13.0", "nvidia-smi finds no driver", "use an image that has one"),
         (
             Driver(8, "570.172.08"),
             0,
@@ -104,7 +104,7 @@ def test_a_driver_too_old_for_vllm_ends_the_installation_before_anything_is_fetc
             Driver(8, "580.95.05"),
             4,
             "13.0",
-            "8 GPUs were paid for, but 4 can be used",
+            "8 GPUs were rented, but 4 can be used",
             "CUDA_VISIBLE_DEVICES",
         ),
     ],
@@ -140,7 +140,7 @@ def bought(**changes: object) -> Job:
 
 def test_a_trainer_without_its_gpus_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", fake_driver(tmp_path / "old", "570.172.08"))
-    with pytest.raises(GpuMissing, match="8 GPUs were paid for, but 0 can be used"):
+    with pytest.raises(GpuMissing, match="8 GPUs were rented, but 0 can be used"):
         look_for_gpus(bought())
     look_for_gpus(bought(allow_cpu=True))
     look_for_gpus(job())
@@ -173,7 +173,7 @@ def test_an_agent_without_its_gpus_ends_with_a_status_of_its_own(tmp_path: Path)
     command = [sys.executable, "-m", "rlboost_runtime.agent", str(file), "spot-3/0"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 78, done.stderr
-    assert "2 GPUs were paid for, but 0 can be used: nvidia-smi finds no driver" in done.stderr
+    assert "2 GPUs were rented, but 0 can be used: nvidia-smi finds no driver" in done.stderr
     assert msgspec.json.decode(file.read_bytes(), type=Bootstrap) == told
 
 

@@ -592,8 +592,8 @@ BOUGHT = "trainer: {infra: aws/us-east-1, accelerators: 'H100:8'}\n"
         (
             BOUGHT + "output: /mnt/runs",
             "5: output: is /mnt/runs, and the head ends itself after the run, with the model on its disk; write output:"
-            " s3://BUCKET/PREFIX, or how long it is to wait until you fetch it with rlboost down: after:"
-            " {idle_minutes: 240}, or that it stays: after: {done: stay}",
+            " s3://BUCKET/PREFIX; or leave time to fetch it with rlboost down: after: {idle_minutes: 240};"
+            " or keep the head: after: {done: stay}",
         ),
     ],
 )  # fmt: skip
@@ -798,7 +798,7 @@ def test_gpus_of_a_bought_head_that_would_do_nothing_are_named(
         ),
         (
             "{trainer: {local_engines: 0}, rollout: {spot: {max_instances: 0}}}",
-            "trainer.local_engines: 0 reserved engines + 0 rollout.spot.max_instances = nobody generates;"
+            "trainer.local_engines: 0 reserved engines + 0 rollout.spot.max_instances = no engine generates;"
             " raise one of them",
         ),
     ],
@@ -964,15 +964,36 @@ def test_every_field_is_described_with_a_type_and_a_default() -> None:
     for field in fields:
         assert field.doc.endswith("."), f"{field.path} needs a docstring"
         assert field.type
-    assert len({field.path for field in fields}) == len(fields)
+    assert len({(field.path, field.form) for field in fields}) == len(fields)
     by_path = {field.path: field for field in fields}
-    assert by_path["algorithm.group_size"] == (
+    assert by_path["algorithm.group_size"][:4] == (
         "algorithm.group_size", "a whole number of at least 2, at most 10000", "8", "Responses per prompt."
     )  # fmt: skip
     assert by_path["name"].default == "required"
     assert by_path["rollout.spot.any_of[].market.seed"].default == "0"
     names = {(*path, name) for path, model in sections() for name in model.model_fields}
-    assert len(names) == len(fields)
+    assert len(names) == len(by_path)
+
+
+def test_prompts_elsewhere_may_be_read_in_place(check: Check) -> None:
+    text = GOOD.replace("{reasoning_gym: [spell_backward]}", "{source: /data/prompts.jsonl}")
+    (line,) = check(text)
+    assert "put it there, or write dataset: FOLDER, which is read in place" in line
+
+
+def test_forms_of_a_section_are_described_apart() -> None:
+    """Nothing of an SSH host is said of a machine of this computer."""
+    path = "rollout.spot.any_of[].accelerators"
+    forms = {field.form: field for field in describe_fields() if field.path == path}
+    assert [(field.default, field.doc.split()[0]) for field in forms.values()] == [
+        ("cpu", "What"),
+        ("null", "GPU"),
+        ("required", "GPU"),
+    ]
+    page = (ROOT / "docs" / "job-file.md").read_text(encoding="utf-8")
+    kinds = page.partition("### `rollout.spot.any_of[]`")[2].partition("###")[0]
+    assert kinds.count("| `accelerators` |") == 3
+    assert kinds.count("| field | value |") == 3
 
 
 SSH = "rollout: {spot: {any_of: [{infra: ssh, hosts: [HOSTS]}]}}\n"
@@ -1022,12 +1043,12 @@ def test_what_ssh_takes_for_a_host_is_one(check: Check, host: str) -> None:
         ),
         (
             "reward: {http: 'http://u:p@h/x'}\n",
-            "4: reward.http: found a URL with a password, which everybody sees; name its variable: key_variable",
+            "4: reward.http: found a URL with a password, which everyone can read; name its variable: key_variable",
         ),
         ("secrets: [A, A]\n", "4: secrets: has A twice; remove one"),
         (
             "env: {RLBOOST_HOME: x}\n",
-            "4: env: has RLBOOST_HOME, by which RLBoost's own processes are told; remove it",
+            "4: env: has RLBOOST_HOME, which RLBoost sets for its own processes; remove it",
         ),
         (
             "rollout: {spot: {max_instances: 1000000000}}\n",

@@ -11,6 +11,8 @@ from types import ModuleType
 import pytest
 
 from rlboost_cli.main import COMMANDS
+from rlboost_runtime.billing.report import CostReport
+from rlboost_runtime.protocol.status import Status
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -120,3 +122,10 @@ def test_a_walk_passes_few_files_and_each_exists(name: str, text: str) -> None:
         f for f in files if not any((ROOT / at / f).exists() for at in ("", "runtime/rlboost_runtime"))
     ]
     assert missing == []
+
+
+def test_the_page_on_json_has_every_key_of_status_and_cost() -> None:
+    page = (ROOT / "docs" / "json.md").read_text(encoding="utf-8")
+    status, cost = page.split("## `status RUN --json`")[1].split("## `cost RUN --json`")
+    for section, struct in ((status, Status), (cost, CostReport)):
+        assert [name for name in struct.__struct_fields__ if f"`{name}`" not in section] == []

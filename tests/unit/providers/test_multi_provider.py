@@ -142,7 +142,7 @@ def test_a_cloud_that_was_never_seen_hides_nothing_of_the_others(clouds, refusal
     assert [offer.provider for offer in multi.offers()] == ["aws"]
     dear.views["spot-0"] = MachineView("spot-0", MachineStatus.GONE, 1.0, 2.0)
     for ask in (multi.watch, multi.describe):
-        with pytest.raises(PartlyListed, match=r"in gcp: (signed out|no project)") as told:
+        with pytest.raises(PartlyListed, match=r"in gcp is unknown: (signed out|no project)") as told:
             ask("r")
         assert told.value.views == (dear.views["spot-0"],)
         assert told.value.silent == {"gcp"}

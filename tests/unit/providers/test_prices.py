@@ -68,7 +68,7 @@ def test_impossible_prices_are_left_out_and_named(price: float) -> None:
 def test_the_first_source_that_answers_is_used_and_the_silent_one_named() -> None:
     book = price_book([Source("the live one", None), Source("the other", [QUOTE])])
     assert (book.source, book.is_live, book.quotes) == ("the other", True, (QUOTE,))
-    assert book.remarks == ("the live one did not answer: the live one cannot be reached; try later",)
+    assert [error.problem for error in book.silent] == ["the live one cannot be reached"]
     with pytest.raises(ProviderError, match="a cannot be reached"):
         price_book([Source("a", None)])
 
@@ -100,6 +100,20 @@ def test_every_shipped_price_is_sound_and_has_a_source_and_a_day() -> None:
         assert quote.spot_usd_per_hour is None or quote.spot_usd_per_hour <= quote.on_demand_usd_per_hour
         assert len(quote.as_of) == 10
         assert "catalogue" in quote.source
+
+
+def test_shipped_prices_are_no_success_where_live_ones_were_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nowhere")
+    done = CliRunner().invoke(app, ["prices", "--live", "--gpu", "H100", "--infra", "aws/us-east-2"])
+    assert done.exit_code == 6
+    assert "p5.48xlarge" in done.stdout
+    assert done.stderr.count("no usable AWS credentials") == 1
+    assert "no cloud answered" in done.stderr
 
 
 def test_the_command_works_offline_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -387,7 +387,7 @@ def test_a_machine_can_be_taken_on_purpose_but_not_announced(make):
     provider = make()
     assert isinstance(provider, CanPreempt)
     provider.launch(request_for(provider))
-    with pytest.raises(ProviderError, match="announces no reclaim"):
+    with pytest.raises(ProviderError, match="cannot announce a preemption"):
         provider.preempt(RUN, "spot-0", 5.0)
     provider.preempt(RUN, "spot-0", None)
     assert state(provider) is MachineStatus.GONE

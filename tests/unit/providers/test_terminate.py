@@ -68,7 +68,7 @@ def test_a_cloud_that_rejects_us_is_not_asked_for_minutes():
 def test_what_one_cloud_has_is_ended_before_it_is_said_that_another_rejects_us():
     answering, silent = Cloud("spot-0", "spot-1"), Cloud()
     silent.failures = [CredentialsRejected("expired", "sign in")] * 9
-    with pytest.raises(ProviderError, match="left in gcp: expired") as told:
+    with pytest.raises(ProviderError, match="left in gcp is unknown: expired") as told:
         terminate_all(MultiProvider({"gcp": silent, "aws": answering}), "run", timeout_s=5)
     assert told.value.exit_code == CredentialsRejected.exit_code
     assert answering.alive == set()

@@ -39,7 +39,7 @@ def load(path: Path) -> Job:
 def test_a_secret_that_is_not_set_is_named_before_there_is_a_run(job_file: Path) -> None:
     with pytest.raises(ConfigError) as refusal:
         prepare_run(job_file, load(job_file))
-    assert refusal.value.problem == "secrets: JUDGE_KEY: not set in the environment"
+    assert refusal.value.problem == "JUDGE_KEY: not set in the environment"
     assert refusal.value.remedy == "type: export JUDGE_KEY=..., or remove it from the job's secrets"
     assert not RunFolder.named("demo").path.exists()
 

@@ -145,7 +145,7 @@ def test_a_final_answer_of_the_assistant_is_refused_dropped_or_continued(tmp_pat
         ({"messages": []}, "set data.prompt_field"),
         ({"messages": [{"role": "user"}]}, "message 1 of messages has no text"),
         ({"messages": [{"role": "user", "content": "a"}, "b"]}, "message 2 of messages has no role"),
-        ({"messages": [{"role": "system", "content": "a"}]}, "no message of a user"),
+        ({"messages": [{"role": "system", "content": "a"}]}, "no user message"),
     ],
 )
 def test_a_bad_row_is_told_by_its_place_with_a_remedy(tmp_path: Path, row: dict[str, Any], told: str) -> None:

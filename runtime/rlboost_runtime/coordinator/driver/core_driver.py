@@ -389,7 +389,7 @@ class CoreDriver:
             if not self._holds(response):
                 raise RuntimeFault(
                     f"the journal does not hold response {response.response} as it was finished",
-                    "the coordinator starts again and has it generated anew",
+                    "the coordinator restarts and has it generated again",
                 )
         return DeliverGroupMessage(
             step=self.step.request.step,
@@ -443,7 +443,7 @@ class CoreDriver:
             has_begun = newest is not None or self.run.checkpoints.exists() or self.run.metrics.exists()
             return f"{self.run.events} is missing or empty although the run had begun" if has_begun else ""
         if self.totals.boot not in ("", _boot()):
-            return "the head was started anew: a power cut may have taken the last seconds of its event log"
+            return "the head was rebooted: a power cut may have taken the last seconds of its event log"
         return ""
 
     def _events_lost(self, floor: int) -> list[Event]:

@@ -81,7 +81,7 @@ RETRY_ERROR_S = 10.0
 """Pause after a failure that gives no time to retry."""
 _REFUSALS = (NoCapacity, QuotaExceeded, ConfigError)
 """Errors that mean that no machine was launched; after any other failure there may be one."""
-_NO_OFFERS = ProviderError("no cloud has said what it offers", "asked again by itself")
+_NO_OFFERS = ProviderError("no cloud has listed its offers yet", "retried automatically")
 
 
 @dataclass(frozen=True, slots=True)
@@ -488,7 +488,7 @@ class FleetController:
         for name in self._open_machines() & unlisted - self._coming:
             if name in core and core[name].is_alive:
                 continue
-            since, problem = before.get(name, (asked_at, "nobody knows what became of its launch"))
+            since, problem = before.get(name, (asked_at, "the outcome of its launch is unknown"))
             offer = self._bought.get(name)
             lag_s = provider_traits("" if offer is None else offer.provider).launch_lag_s
             if asked_at - since >= lag_s and not self._may_be_in(name, silent):

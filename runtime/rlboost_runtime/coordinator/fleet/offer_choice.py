@@ -71,7 +71,7 @@ class OfferChoice:
         first = min(listed, key=self._open_at)
         pause = max((self._pauses(first)), key=lambda each: each.until)
         refusal = NoCapacity(
-            f"no place is left to ask: {first.zone} said: {pause.problem}",
+            f"no offer is left to try: {first.zone}: {pause.problem}",
             "wait, or add an entry to rollout.spot.any_of",
         )
         wait_s = self._open_at(first) - now

@@ -62,8 +62,8 @@ def _explained(ask: Callable[[], T]) -> T:
     except Exception as error:
         event(log, "provider.broke", level=logging.ERROR, exc_info=True, problem=repr(error))
         raise ProviderError(
-            f"the provider failed in a way that it does not explain: {type(error).__name__}: {error}",
-            "asked again by itself; the coordinator's log has the traceback, which belongs in a report to us",
+            f"unexpected provider error: {type(error).__name__}: {error}",
+            "retried automatically; please report the traceback in the coordinator's log",
         ) from error
 
 

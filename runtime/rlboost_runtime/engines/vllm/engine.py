@@ -383,7 +383,7 @@ class VllmServerEngine:
         """Return which option this machine cannot serve, or None."""
         options = self._spec.vllm
         if self._spec.promised_gpus and python.is_cpu:
-            return f"the vLLM of {python.path} is a build for CPUs, but GPUs were paid for"
+            return f"the vLLM of {python.path} is a build for CPUs, but GPUs were rented"
         if options.speculative == "suffix" and not python.has_suffix_drafts:
             return f"speculative: suffix needs the package arctic-inference, which {python.path} lacks"
         if options.fp8:

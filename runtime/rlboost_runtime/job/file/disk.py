@@ -29,6 +29,7 @@ from rlboost_runtime.traces import load_trace
 PROMPT_LINES_CHECKED = 1000
 """Lines of a prompt file that are parsed before a run: more would make a large file slow to launch."""
 
+PROMPTS = "a JSON-lines or .parquet file"
 MODEL_FOLDER = "write a folder in HF format"
 TRACE_FILE = "a file of `time_ms,add|remove,node` rows"
 
@@ -114,7 +115,7 @@ def _check_prompts(data: dict[str, Any], base: Path) -> Iterator[Mistake]:
 def _check_source(path: FieldPath, source: Any, base: Path) -> Iterator[Mistake]:  # any JSON value
     file, folder, template = (_at(source, key) for key in ("source", "dataset", "chat_template"))
     if isinstance(file, str):
-        problem = _file_problem(file, base, "a JSON-lines or .parquet file")
+        problem = _file_problem(file, base, PROMPTS)
         if problem is None and not file.endswith(".parquet"):
             problem = _prompt_file_problem(base / file, file, source)
         if problem:
@@ -255,7 +256,7 @@ def _check_one_reward(path: FieldPath, reward: Any, sources: list[Any], base: Pa
         if isinstance(url, str) and not _is_http_url(url):
             yield Mistake((*path, "http"), f"found {shown(url)}; write a URL such as https://HOST/score")
         elif isinstance(url, str) and urlsplit(url).password:
-            problem = "found a URL with a password, which everybody sees; name its variable: key_variable"
+            problem = "found a URL with a password, which everyone can read; name its variable: key_variable"
             yield Mistake((*path, "http"), problem)
     elif isinstance(reward, str) and (wrong := _reward_problem(reward, sources, base)):
         yield Mistake(path, wrong)
@@ -384,7 +385,7 @@ def _check_somebody_generates(data: dict[str, Any]) -> Iterator[Mistake]:
     engines = _at(data, "trainer", "local_engines")
     machines = _at(data, "rollout", "spot", "max_instances")
     if engines == 0 and machines == 0:
-        problem = "0 reserved engines + 0 rollout.spot.max_instances = nobody generates; raise one of them"
+        problem = "0 reserved engines + 0 rollout.spot.max_instances = no engine generates; raise one of them"
         yield Mistake(("trainer", "local_engines"), problem)
 
 
@@ -392,7 +393,8 @@ def _file_problem(name: str, base: Path, wanted: str) -> str | None:
     """Return why `name` cannot be copied to the run's folder under its own name; None if it can."""
     pure = PurePosixPath(name)
     if pure.is_absolute() or ".." in pure.parts or name.startswith("~"):
-        return f"found {shown(name)}, which is not below the job file's folder; put it there"
+        told = f"found {shown(name)}, which is not below the job file's folder; put it there"
+        return f"{told}, or write dataset: FOLDER, which is read in place" if wanted == PROMPTS else told
     path = base / name  # os.path, as pathlib raises where no file can have such a name
     if os.path.isfile(path):
         return None if path.stat().st_size else f"found {name}, which is empty; write {wanted}"

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_origin
 
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.fit.plan import misfits, resolved
@@ -107,7 +107,7 @@ def _idle_gpus(job: Job) -> list[str]:
             f"trainer.local_engines: {engines} of {job.rollout.tensor_parallel} GPUs each are more than"
             f" {trainer.accelerators} has; write at most {num // job.rollout.tensor_parallel}"
         )
-    return found
+    return list(dict.fromkeys(found))
 
 
 class FieldDoc(NamedTuple):
@@ -117,23 +117,20 @@ class FieldDoc(NamedTuple):
     type: str
     default: str
     doc: str
+    form: str
+    """Sentence about the form of the section that has the field: some sections have several forms."""
 
 
 def describe_fields() -> list[FieldDoc]:
-    """Return every field that a job file may have, once each, in the order of the models."""
-    found: dict[str, FieldDoc] = {}
+    """Return every field that a job file may have, in the order of the models, once for each form."""
+    found = []
     for path, model in sections():
+        form = (model.__doc__ or "").partition("\n")[0]
         for name, field in model.model_fields.items():
             where = dotted((*path, name))
-            one = FieldDoc(where, *field_type(where, field), field.description or "")
-            found[where] = _of_both(found[where], one) if where in found else one
-    return list(found.values())
-
-
-def _of_both(first: FieldDoc, other: FieldDoc) -> FieldDoc:
-    """Return what is to be said of a field that two forms of a section have."""
-    doc = first.doc if other.doc in first.doc else f"{first.doc} {other.doc}"
-    return first._replace(doc=doc)
+            pattern = "" if get_origin(field.annotation) is Literal else where
+            found.append(FieldDoc(where, *field_type(pattern, field), field.description or "", form))
+    return list(dict.fromkeys(found))
 
 
 def _read(path: Path) -> str:

@@ -126,7 +126,7 @@ class OutputCopies:
                     raise RuntimeFault(
                         "every step is trained, but the final model cannot be written to output"
                         f" {self.url}: {first_line(exc)}",
-                        f"it is kept in {model}; see that {self.url} can be written, then type"
+                        f"it is kept in {model}; make sure that {self.url} can be written, then type"
                         f" rlboost launch {self._run.name} --resume: only what is missing is sent",
                     ) from exc
                 time.sleep(pause_s)

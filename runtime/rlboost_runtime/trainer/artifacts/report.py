@@ -73,7 +73,7 @@ def take_report(run: RunFolder, output: str, after_ns: int = 0) -> bool:
     except _FAILURES as problem:
         raise RuntimeFault(
             f"the report of {run.name} cannot be read at output {output}: {first_line(problem)}",
-            "see that you may read it from here (the bucket's credentials), then type the same again",
+            "check that you may read it from here (the bucket's credentials), then repeat the command",
         ) from problem
     return True
 

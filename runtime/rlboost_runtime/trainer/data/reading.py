@@ -160,7 +160,7 @@ def _extra(name: str) -> Any:  # a module without types
         return importlib.import_module(name)
     except ImportError:
         raise ConfigError(
-            f"data: {name.partition('.')[0]} is not installed, which reads it",
+            f"data: reading it needs {name.partition('.')[0]}, which is not installed",
             "type: pip install 'rlboost[data]' (on a head elsewhere: requirements: [datasets])",
         ) from None
 
@@ -234,7 +234,7 @@ def _example(where: str, row: Row, data: RowSettings, settings: dict[str, Any]) 
             messages = messages[:-1]
     users = [str(each["content"]) for each in messages if each["role"] == "user"]
     if not users:
-        raise ConfigError(f"{where}: no message of a user in {name}", "give one, or leave the row out")
+        raise ConfigError(f"{where}: no user message in {name}", "give one, or leave the row out")
     return Example(users[-1], told, row, messages=messages, where=where, **settings)
 
 

@@ -113,7 +113,7 @@ def load(model: PreTrainedModel, folder: Path) -> None:
     }:
         raise ConfigError(
             f"algorithm.lora: the adapters in {folder} have other shapes than the job's",
-            "go on with the rank that the run began with",
+            "use the rank that the run began with",
         )
     with torch.no_grad():
         for name, tensor in stored.items():

@@ -156,7 +156,7 @@ class Policy:
         elif self._adapter_folder is not None:
             raise ConfigError(
                 f"algorithm.lora: {self._adapter_folder} has adapters, but the job asks for none",
-                "go on with the `lora` that the run began with",
+                "use the `lora` that the run began with",
             )
         if trainer.dtype == "bfloat16" or (trainer.dtype == "auto" and self.mover.device.type == "cuda"):
             self.scorer.compute_dtype = torch.bfloat16

@@ -89,7 +89,7 @@ class HttpRewards:
         try:
             data = json.dumps(self._dialect.request(call), default=str).encode()
         except (TypeError, ValueError, RecursionError, LookupError) as problem:
-            return failed(RewardFailure.RAISED, f"nothing can be made of the row to ask for: {problem}")
+            return failed(RewardFailure.RAISED, f"no request can be built from the row: {problem}")
         async with self._slots:  # the deadline begins once it is this one's turn
             try:
                 async with asyncio.timeout(self._timeout_s):

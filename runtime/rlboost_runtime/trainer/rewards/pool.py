@@ -90,7 +90,9 @@ class _Child:
         try:
             data = pickle.dumps(call)
         except Exception as problem:  # noqa: BLE001 - whatever the row's objects say to being pickled
-            return failed(RewardFailure.RAISED, f"the row cannot be handed over: {problem!r:.200}")
+            return failed(
+                RewardFailure.RAISED, f"the row cannot be sent to the reward process: {problem!r:.200}"
+            )
         try:
             if self._process is None or self._process.poll() is not None:
                 self.start()

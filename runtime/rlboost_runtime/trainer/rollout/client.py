@@ -306,7 +306,7 @@ class RolloutClient:
         self.stream.finished(str(model_path))
 
     def failed(self, problem: str, remedy: str) -> None:
-        """Report why the run cannot go on and what a person should do; exit with status 78 afterwards."""
+        """Report why the run cannot continue and what a person should do; exit with status 78 afterwards."""
         self.stream.failed(problem, remedy)
 
 

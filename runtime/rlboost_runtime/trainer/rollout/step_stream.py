@@ -236,7 +236,7 @@ class StepStream(Generic[Group]):
         return self._end(RunFinished(model_path), timeout_s)
 
     def failed(self, problem: str, remedy: str, exit_code: int = 1, *, timeout_s: float = 10.0) -> bool:
-        """Report why the run cannot go on; return True if that was sent within `timeout_s`."""
+        """Report why the run cannot continue; return True if that was sent within `timeout_s`."""
         return self._end(RunFailed(problem, remedy, exit_code), timeout_s)
 
     def _end(self, final: RunFinished | RunFailed, timeout_s: float) -> bool:

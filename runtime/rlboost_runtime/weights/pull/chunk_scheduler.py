@@ -234,7 +234,7 @@ class ChunkScheduler:
             if times >= MAX_CORRUPT:
                 self.fail(
                     RuntimeFault(
-                        f"{where} came wrong {times} times", "the stored version is damaged: publish anew"
+                        f"{where} came wrong {times} times", "the stored version is damaged: publish again"
                     )
                 )
 

@@ -154,7 +154,7 @@ class WeightStore:
             if is_disk_full(exc):
                 raise RuntimeFault(
                     f"no space left on disk for weight version {version} in {self.folder}",
-                    "free some disk space, then type rlboost launch RUN --resume: it goes on from its last"
+                    "free some disk space, then type rlboost launch RUN --resume: it continues from its last"
                     " checkpoint",
                 ) from exc
             raise
