@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from rlboost_runtime.coordinator.storage.journal import decode_event, encode_command, encode_event
 from rlboost_runtime.core.base.messages import (
+    FIRST_REQUEST,
     Abort,
     Assign,
     Command,
@@ -23,6 +24,7 @@ from rlboost_runtime.core.base.messages import (
     CoreConfig,
     DeliverGroup,
     Disconnected,
+    EndRequest,
     Event,
     Evict,
     Finished,
@@ -45,6 +47,8 @@ from rlboost_runtime.core.base.messages import (
     Reconnected,
     Released,
     ReleaseReason,
+    RequestArrived,
+    RequestWithdrawn,
     ResponseRequest,
     RunEnding,
     RunStarted,
@@ -113,6 +117,10 @@ class CoreRun(RuleBasedStateMachine):
         self.requests: dict[int, ResponseRequest] = {}
         self.tokens: dict[int, int] = {}
         self.finished: set[int] = set()
+        self.own: dict[int, int] = {}
+        """Tokens of the open requests of their own, outside steps."""
+        self.next_own = FIRST_REQUEST
+        self.num_ended = 0
         self.failed_on: dict[int, set[str]] = {}
         self.inhabited: set[str] = set()
         self.empty_since: dict[str, float] = {}
@@ -195,6 +203,11 @@ class CoreRun(RuleBasedStateMachine):
                 assert group not in self.delivered, "delivered twice"
                 self.finished.update(members)
                 self.delivered.append(group)
+            case EndRequest(response=response, reason=reason):
+                if reason is FinishReason.QUARANTINED:
+                    del self.own[response]
+                assert response not in self.own, "ended before its last token, or twice"
+                self.num_ended += 1
             case GrantLease(step=step):
                 assert step == self.step
                 assert not self.trainer_has_gpu
@@ -223,8 +236,10 @@ class CoreRun(RuleBasedStateMachine):
         assert not self.is_ending
         agent = self.agent_of(command.instance, command.epoch)
         assert agent is not None, "work for nobody"
-        assert command.response in self.unfinished(), "a finished response is resumed, or one of another step"
-        assert agent.proved == self.step_version, "work for an instance that has not proved the version"
+        left = self.unfinished()
+        assert command.response in left | self.own.keys(), "a finished response is resumed, or another step's"
+        wanted = self.step_version if left else self.version
+        assert agent.proved == wanted, "work for an instance that has not proved the version"
         assert not agent.is_noticed, "work for a machine that is going"
         if agent.pool is Pool.RESERVED:
             assert not self.trainer_has_gpu, "work on the trainer's GPU"
@@ -278,10 +293,14 @@ class CoreRun(RuleBasedStateMachine):
             return
         if not agent.is_hung:
             agent.progress += 1
-            for response in self.tokens.keys() & agent.holds.values():
-                self.tokens[response] = min(self.tokens[response] + 1, MAX_TOKENS - 1)
-        counts = tuple((r, self.tokens.get(r, 7)) for r in agent.holds.values())
+            for tokens in (self.tokens, self.own):
+                for response in tokens.keys() & agent.holds.values():
+                    tokens[response] = min(tokens[response] + 1, MAX_TOKENS - 1)
+        counts = tuple((r, self.made(r)) for r in agent.holds.values())
         self.send(Heartbeat(self.now, agent.instance, agent.epoch, agent.progress, counts))
+
+    def made(self, response: int) -> int:
+        return self.own.get(response, self.tokens.get(response, 7))
 
     # --- agents -------------------------------------------------------------------------------------------
 
@@ -332,7 +351,8 @@ class CoreRun(RuleBasedStateMachine):
     def carry_out(self, agent: Agent, command: Command) -> None:
         match command:
             case Assign(assignment=assignment, response=response):
-                if agent.proved != self.step_version or response not in self.requests:
+                is_of_step = response in self.requests and agent.proved == self.step_version
+                if not is_of_step and response not in self.own:
                     self.release(agent, assignment, response, ReleaseReason.ABORTED)
                 else:
                     agent.holds[assignment] = response
@@ -352,7 +372,7 @@ class CoreRun(RuleBasedStateMachine):
                 agent.has_gpu = True
 
     def release(self, agent: Agent, assignment: int, response: int, reason: ReleaseReason) -> None:
-        tokens = self.tokens.get(response, 0)
+        tokens = self.own.get(response, self.tokens.get(response, 0))
         self.send(Released(self.now, agent.instance, assignment, tokens, reason))
 
     def apply_version(self, agent: Agent, refuses: bool) -> None:
@@ -376,6 +396,9 @@ class CoreRun(RuleBasedStateMachine):
     def finish_one(self, agent: Agent, tokens: int) -> None:
         assignment, response = next(iter(agent.holds.items()))
         del agent.holds[assignment]
+        if response in self.own:
+            num_tokens = max(self.own.pop(response), tokens)
+            self.send(Finished(self.now, response, num_tokens, FinishReason.STOP))
         if response not in self.requests:
             return
         assert response in self.unfinished()
@@ -403,7 +426,7 @@ class CoreRun(RuleBasedStateMachine):
             if engine:
                 self.release(agent, assignment, response, ReleaseReason.ENGINE_FAILED)
                 return
-            if response in self.requests:
+            if response in self.requests or response in self.own:
                 self.failed_on.setdefault(response, set()).add(agent.instance)
             self.release(agent, assignment, response, ReleaseReason.RESPONSE_FAILED)
             if len(self.failed_on.get(response, ())) >= self.config.quarantine_after:
@@ -594,6 +617,28 @@ class CoreRun(RuleBasedStateMachine):
         self.trainer_has_gpu = self.is_recalled = False
         self.send(LeaseReturned(self.now))
 
+    # --- requests of their own ----------------------------------------------------------------------------
+
+    @rule(count=st.integers(1, 3))
+    def requests_arrive(self, count: int) -> None:
+        for _ in range(count):
+            number, self.next_own = self.next_own, self.next_own + 1
+            if not self.is_ending:
+                self.own[number] = 0
+            self.send(RequestArrived(self.now, ResponseRequest(number, number, 5, MAX_TOKENS)))
+
+    @rule(pick=PICK)
+    def client_leaves(self, pick: int) -> None:
+        if self.own:
+            response = sorted(self.own)[pick % len(self.own)]
+            del self.own[response]
+            holders = [a for a in self.agents if self.is_current(a) and response in a.holds.values()]
+            self.send(RequestWithdrawn(self.now, response))
+            assert response not in self.core.open_requests
+            for agent in holders:
+                told = {c.assignment for c in agent.inbox if isinstance(c, Abort)}
+                assert not agent.hears or set(agent.holds) & told, "it is generated for nobody"
+
     # --- accidents of the run -----------------------------------------------------------------------------
 
     @rule(pick=PICK)
@@ -637,6 +682,7 @@ class CoreRun(RuleBasedStateMachine):
 
     @invariant()
     def every_response_is_known_once(self) -> None:
+        assert self.core.open_requests.keys() == self.own.keys(), "an open request is lost or doubled"
         if self.step < 0:
             return
         view = self.core.step
@@ -685,6 +731,9 @@ class CoreRun(RuleBasedStateMachine):
             for machine, state in list(self.machines.items()):
                 if state != "gone":
                     self.machine_ends(machine)
+        if not (has_cloud and self.config.max_spot_instances):
+            for _ in range(len(self.own)):  # between windows only spot instances serve them
+                self.client_leaves(0)
         for _ in range(60):
             if self.is_settled():
                 break
@@ -697,7 +746,8 @@ class CoreRun(RuleBasedStateMachine):
     def is_settled(self) -> bool:
         if self.is_ending:
             return all(state == "gone" for state in self.machines.values())
-        return self.step < 0 or (not self.unfinished() and self.core.lease is LeaseState.TRAINER)
+        is_over = not self.unfinished() and self.core.lease is LeaseState.TRAINER
+        return not self.own and (self.step < 0 or is_over)
 
     @rule()
     def quiet_second(self) -> None:
@@ -791,6 +841,8 @@ def weighted_actions(run: CoreRun, rng: Random) -> list[tuple[int, Callable[[], 
         (30, trains),
         (2, restarts),
         (10, answers),
+        (12, lambda: run.requests_arrive(rng.randint(1, 3))),
+        (3, lambda: run.client_leaves(pick())),
         (8, lambda: run.something_is_said_again(pick())),
         (3, lambda: run.coordinator_restarts(pick())),
     ]

@@ -30,14 +30,15 @@ def check_core(
 def _check_work(instance_table: InstanceTable, work: Assignments) -> None:
     held = {a: r for i in instance_table.instances.values() for a, r in i.assignments.items()}
     assert held == work.current, "instances and current assignments disagree"
-    if work.book is None:
-        assert not held, "work without a step"
-        return
-    work.book.check()
+    responses = list(work.requests.responses.values())
+    work.requests.check()
+    if work.book is not None:
+        work.book.check()
+        responses += work.book.responses.values()
     queued = [r.response for r in work.dispatcher.queued()]
-    waiting = [r.response for r in work.book.responses.values() if r.state is ResponseState.WAITING]
+    waiting = [r.response for r in responses if r.state is ResponseState.WAITING]
     assert sorted(queued) == sorted(waiting), f"queued {queued}, waiting {waiting}: one is lost or doubled"
-    for response in work.book.responses.values():
+    for response in responses:
         if response.state is ResponseState.RUNNING:
             lifecycle = response.lifecycle
             assert response.holder in instance_table.instances, f"held by a lost instance, {lifecycle}"

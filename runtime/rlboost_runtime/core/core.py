@@ -6,7 +6,7 @@ It reads no clock, opens nothing, draws no random number and logs nothing.
 
 After every event, `check` holds. What it promises a run (design, section 4):
 
-- every response that was asked for ends exactly once: finished, or cancelled by another step;
+- every response that was asked for ends exactly once: finished, cancelled by another step, or withdrawn;
 - work goes only to an instance that has proved the step's policy version in its present life;
 - a response continues from the tokens it keeps on another instance whenever its own goes;
 - with no spot instance the reserved engines do everything, and get the GPU back from the trainer if need be;
@@ -41,6 +41,8 @@ from rlboost_runtime.core.base.messages import (
     RecallLease,
     Reconnected,
     Released,
+    RequestArrived,
+    RequestWithdrawn,
     RunEnding,
     RunStarted,
     Slept,
@@ -169,6 +171,11 @@ class Core:
         return self._work.book
 
     @property
+    def open_requests(self) -> Mapping[int, Response]:
+        """The requests outside a step that have not ended."""
+        return MappingProxyType(self._work.requests.responses)
+
+    @property
     def is_ending(self) -> bool:
         """True if the run is winding up: no step is opened any more."""
         return self._context.is_ending
@@ -237,7 +244,7 @@ class Core:
         )
 
     def response(self, response: int) -> Response:
-        """Return a response of the open step. Raises `KeyError` for any other."""
+        """Return a response of the open step, or an open request. Raises `KeyError` for any other."""
         known = self._work.response(response)
         if known is None:
             raise KeyError(response)
@@ -274,6 +281,10 @@ class Core:
                 self._on_coordinator_restarted(event)
             case StepStarted():
                 self._on_step_started(event)
+            case RequestArrived():
+                self._on_request(event)
+            case RequestWithdrawn():
+                self._on_withdrawn(event)
             case StepTrained():
                 self._on_step_trained(event)
             case VersionPublished():
@@ -362,6 +373,19 @@ class Core:
             self._lease.open(f"step {event.step} asked for", event.at)
         elif self._lease.state is LeaseState.RECALLING:
             self._context.emit(RecallLease(event.step))  # the recall on its way was of another step
+
+    def _on_request(self, event: RequestArrived) -> None:
+        if self._context.is_ending:
+            self._context.counters.stale_events += 1
+        elif not self._work.request(event.request):
+            self._context.counters.duplicates += 1
+
+    def _on_withdrawn(self, event: RequestWithdrawn) -> None:
+        response = self._work.requests.responses.get(event.response)
+        if response is None:
+            self._context.counters.stale_events += 1
+        else:
+            self._work.withdraw(response)
 
     def _on_step_trained(self, event: StepTrained) -> None:
         book = self._work.book
@@ -507,9 +531,8 @@ class Core:
             self._fleet.grow(self._desired_machines(), self.now)
 
     def _refresh_eligible(self) -> None:
-        book = self._work.book
         terms = Terms(
-            version=None if book is None else book.policy_version,
+            version=self._served_version(),
             reserved_may=self._lease.state is LeaseState.ENGINES,
             is_ending=self._context.is_ending,
         )
@@ -518,6 +541,14 @@ class Core:
             self._work.touch_name(name)
         if self._eligible.num_present_spot != self._presence.count:
             self._presence.set(self._eligible.num_present_spot, self.now)
+
+    def _served_version(self) -> int | None:
+        """The version under which work is given out: the step's; without a step to roll out, requests get
+        the one that the fleet is to load."""
+        book = self._work.book
+        if self._work.requests.responses and (book is None or not book.num_unfinished):
+            return self._target_version()
+        return None if book is None else book.policy_version
 
     def _target_version(self) -> int | None:
         """The version to load: the open step's while it has work left, else the newest."""

@@ -166,7 +166,8 @@ class InstanceController:
         self._context.timers.cancel(Timer.RELOAD, instance.instance)
         self.changed[instance.instance] = None
         book = self._work.book
-        if book is not None and book.policy_version != event.version:
+        wanted = self.target if book is None or not book.num_unfinished else book.policy_version
+        if wanted is not None and wanted != event.version:
             self._work.abort_all(instance)
         if self.target is not None and event.version != self.target:
             self._awaits_order[instance.instance] = None
@@ -310,14 +311,11 @@ class InstanceController:
 
     def _count_tokens(self, instance: Instance, event: Heartbeat) -> None:
         """Take in token counts of what it runs: estimates for booking, and its speed at that batch size."""
-        book = self._work.book
-        if book is None:
-            return
         gained = kv_tokens = batch = 0
         steady: list[int] = []
-        responses, estimate = book.responses, self._work.dispatcher.kv_estimate
+        estimate = self._work.dispatcher.kv_estimate
         for number, num_tokens in event.tokens:
-            response = responses.get(number)
+            response = self._work.response(number)
             if response is not None and response.holder == instance.instance:
                 gain = num_tokens - response.num_tokens
                 batch, gained = batch + 1, gained + gain
@@ -357,6 +355,7 @@ class InstanceController:
         instance.apply(InstanceEvent.LOAD_ORDERED, self._context.now, version=self.target)
         if instance.version != self.target:
             self._context.emit(LoadVersion(instance.instance, instance.epoch, self.target))
+            self._work.abort_requests(instance)
 
     def _repeat_orders(self, instance: Instance) -> None:
         if instance.state is InstanceState.SLEEPING:

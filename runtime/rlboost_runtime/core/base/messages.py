@@ -241,6 +241,27 @@ class StepStarted(_Timed):
     keeps_lease: bool = False
 
 
+FIRST_REQUEST = 2**31
+"""Number of the first response that was requested outside a step; those of steps are below it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestArrived(_Timed):
+    """One response is requested, outside a step. Its prompt and how to sample it are journalled.
+
+    It is generated under whatever version the fleet serves: where that changes, it goes on under the new one.
+    """
+
+    request: ResponseRequest
+
+
+@dataclass(frozen=True, slots=True)
+class RequestWithdrawn(_Timed):
+    """Nobody wants the rest of this response: its client left, or has all that it asked for."""
+
+    response: int
+
+
 @dataclass(frozen=True, slots=True)
 class StepTrained(_Timed):
     """The trainer has trained the step. `wait_s`: idle, holding the lease, for want of
@@ -429,6 +450,8 @@ Event = (
     RunStarted
     | CoordinatorRestarted
     | StepStarted
+    | RequestArrived
+    | RequestWithdrawn
     | StepTrained
     | VersionPublished
     | LeaseReturned
@@ -517,6 +540,14 @@ class DeliverGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class EndRequest:
+    """A request of its own is over, as all its tokens are there or it was quarantined."""
+
+    response: int
+    reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
 class GrantLease:
     """The GPU is the trainer's."""
 
@@ -553,6 +584,7 @@ Command = (
     | Wake
     | Evict
     | DeliverGroup
+    | EndRequest
     | GrantLease
     | RecallLease
     | LaunchMachine

@@ -1,4 +1,4 @@
-"""The assignments of the open step's responses to instances.
+"""The assignments of responses, of the open step and requested on their own, to instances.
 
 Guarantees: an assignment number names one attempt and is never reused; a response has at most one current
 assignment; whatever an instance loses goes back to the queue with the tokens it keeps.
@@ -8,12 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rlboost_runtime.core.base.messages import Abort, Assign, DeliverGroup, FinishReason, StepStarted
+from rlboost_runtime.core.base.messages import (
+    FIRST_REQUEST,
+    Abort,
+    Assign,
+    DeliverGroup,
+    EndRequest,
+    FinishReason,
+    ResponseRequest,
+    StepStarted,
+)
 from rlboost_runtime.core.base.timers import Context, Timer
 from rlboost_runtime.core.dispatch.balance import Balancer
 from rlboost_runtime.core.dispatch.dispatcher import Dispatcher
 from rlboost_runtime.core.state.instances import Instance, InstanceTable
 from rlboost_runtime.core.state.rates import GenerationRate, Lengths
+from rlboost_runtime.core.state.requests import OpenRequests
 from rlboost_runtime.core.state.responses import Response, ResponseState, StepResponses
 
 FAILURES_PER_INSTANCE = 3
@@ -35,7 +45,7 @@ SMALL_FLEET = 16
 
 
 class Assignments:
-    """The open step, its queue, and the current assignments."""
+    """The open step and the open requests, their queue, and the current assignments."""
 
     def __init__(
         self,
@@ -54,6 +64,7 @@ class Assignments:
         """Lengths of finished responses."""
         self.pace = GenerationRate()
         self.book: StepResponses | None = None
+        self.requests = OpenRequests()
         self.current: dict[int, Response] = {}
         """Current assignments."""
         self._next_assignment = 0
@@ -71,8 +82,9 @@ class Assignments:
         former, self.book = self.book, StepResponses(event)
         self.dispatcher.open_step(former, self.book)
         self.balancer.close_step()
-        for response in self.book.responses.values():
-            self.dispatcher.enqueue(response)
+        for response in (*self.book.responses.values(), *self.requests.responses.values()):
+            if response.state is ResponseState.WAITING:
+                self.dispatcher.enqueue(response)
 
     def deliver_again(self) -> None:
         """Hand every complete group over once more, in order of completion."""
@@ -86,19 +98,49 @@ class Assignments:
         return 0 if self.book is None else self.book.num_unfinished
 
     def response(self, number: int) -> Response | None:
-        """Return a response of the open step."""
+        """Return a response of the open step, or an open request."""
+        if number >= FIRST_REQUEST:
+            return self.requests.responses.get(number)
         return None if self.book is None else self.book.responses.get(number)
+
+    # --- requests of their own ----------------------------------------------------------------------------
+
+    def request(self, request: ResponseRequest) -> bool:
+        """Queue a request; return False if it is known."""
+        response = self.requests.open(request, self._context.now)
+        if response is not None:
+            self.dispatcher.enqueue(response)
+        return response is not None
+
+    def withdraw(self, response: Response) -> None:
+        """Forget a request, and have whoever generates it stop."""
+        self._stop(response)
+        self.requests.end(response, self._context.now, response.num_tokens, None)
+        self.dispatcher.forget_group(response.group)
+
+    def abort_requests(self, instance: Instance) -> None:
+        """Ask an instance that is to load another version to release its requests; they go on under it."""
+        for assignment, response in list(instance.assignments.items()):
+            if response.response >= FIRST_REQUEST and assignment not in instance.aborting:
+                self.abort(instance, assignment)
+
+    def _book_of(self, response: Response) -> StepResponses | OpenRequests:
+        if response.response >= FIRST_REQUEST:
+            return self.requests
+        assert self.book is not None
+        return self.book
 
     # --- giving and taking --------------------------------------------------------------------------------
 
     def assign_waiting(self) -> None:
         """Give waiting responses to eligible instances as far as they fit."""
-        if self.book is not None and self.dispatcher.has_waiting():
-            self.dispatcher.place(self.book, self._assign)
+        if self.dispatcher.has_waiting():
+            self.dispatcher.place(self._assign)
 
     def balance(self) -> None:
         """Take responses away from a crowded instance for an idle one, if none waits and that helps."""
-        if not self._context.config.policy.balances or not self.num_unfinished:
+        has_work = self.num_unfinished or self.requests.responses
+        if not self._context.config.policy.balances or not has_work:
             return
         if self.dispatcher.has_waiting():
             self._yield_to_nearer_groups()
@@ -127,9 +169,9 @@ class Assignments:
         instances = list(self._eligible.values())
         if any(instance.aborting for instance in instances):
             return
-        waiting = sorted(book.unfinished_of(response.group) for response in self.dispatcher.queued())
+        waiting = sorted(self.dispatcher.lacks(response) for response in self.dispatcher.queued())
         running = sorted(
-            (-book.unfinished_of(r.group), r.num_tokens, assignment, instance.instance)
+            (-self.dispatcher.lacks(r), r.num_tokens, assignment, instance.instance)
             for instance in instances
             for assignment, r in instance.assignments.items()
             if not r.has_yielded
@@ -154,10 +196,15 @@ class Assignments:
 
     def finish(self, response: Response, num_tokens: int, reason: FinishReason) -> None:
         """End a response, wherever it is, and free its slot."""
-        assert self.book is not None
         self._detach(response)
         if reason is FinishReason.QUARANTINED:
             self._context.counters.quarantined.append(response.response)
+        if response.response >= FIRST_REQUEST:
+            self.requests.end(response, self._context.now, num_tokens, reason)
+            self.dispatcher.forget_group(response.group)
+            self._context.emit(EndRequest(response.response, reason))
+            return
+        assert self.book is not None
         is_complete = self.book.finish(response, num_tokens, reason, self._context.now)
         self.dispatcher.finished(response)
         if is_complete:
@@ -165,9 +212,8 @@ class Assignments:
 
     def take_back(self, response: Response, why: str) -> None:
         """Put a running response back into the queue."""
-        assert self.book is not None
         self._detach(response)
-        self.book.wait(response, why, self._context.now)
+        self._book_of(response).wait(response, why, self._context.now)
         self.dispatcher.enqueue(response)
 
     def take_back_all(self, instance: Instance, why: str) -> None:
@@ -226,7 +272,6 @@ class Assignments:
     # --- helpers ------------------------------------------------------------------------------------------
 
     def _assign(self, response: Response, instance: Instance, kv_estimate: int) -> None:
-        assert self.book is not None
         context, assignment = self._context, self._next_assignment
         self._next_assignment += 1
         if response.num_assignments:
@@ -238,7 +283,7 @@ class Assignments:
         instance.hold(assignment, response, kv_estimate)
         self.touch(instance)
         self.current[assignment] = response
-        self.book.run(response, assignment, instance.instance, context.now)
+        self._book_of(response).run(response, assignment, instance.instance, context.now)
         if was_idle:
             self.expect_progress(instance)
             instance.measured_at = None
@@ -263,9 +308,13 @@ class Assignments:
             if response.state is ResponseState.FINISHED:
                 continue
             self._context.counters.cancelled += 1
-            if response.assignment is not None and response.holder is not None:
-                holder = self._instance_table.instances[response.holder]
-                if holder.is_connected and response.assignment not in holder.aborting:
-                    self._context.emit(Abort(holder.instance, holder.epoch, response.assignment))
-                self._detach(response)
+            self._stop(response)
             book.cancel(response, self._context.now)
+
+    def _stop(self, response: Response) -> None:
+        """Have the instance that runs a response stop, and wait for no answer."""
+        if response.assignment is not None and response.holder is not None:
+            holder = self._instance_table.instances[response.holder]
+            if holder.is_connected and response.assignment not in holder.aborting:
+                self._context.emit(Abort(holder.instance, holder.epoch, response.assignment))
+            self._detach(response)

@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 
-from rlboost_runtime.core.base.messages import Pool
+from rlboost_runtime.core.base.messages import FIRST_REQUEST, Pool
 from rlboost_runtime.core.base.timers import Context, Timer
 from rlboost_runtime.core.state.eligible import LoadIndex, Rank
 from rlboost_runtime.core.state.instances import Instance, InstanceTable
@@ -93,10 +93,19 @@ class Dispatcher:
         self._ran_on.clear()
         self._fair_at = 0.0
 
+    def lacks(self, response: Response) -> int:
+        """Return how many responses of its group are unfinished; 0 for a request of its own."""
+        if self._book is None or response.response >= FIRST_REQUEST:
+            return 0
+        return self._book.unfinished_of(response.group)
+
     def enqueue(self, response: Response) -> None:
         """Queue a waiting response by the tokens that it keeps."""
-        book = self._book if self._by_group else None
-        self.queue.add(response, 0 if book is None else book.unfinished_of(response.group))
+        self.queue.add(response, self.lacks(response) if self._by_group else 0)
+
+    def forget_group(self, group: int) -> None:
+        """Forget where the responses of a group ran."""
+        self._ran_on.pop(group, None)
 
     def finished(self, response: Response) -> None:
         """A response is over: those of its group that wait come earlier."""
@@ -128,7 +137,7 @@ class Dispatcher:
         growth = min(growth, max(0, request.max_tokens - so_far))
         return request.prompt_tokens + so_far + int(self._booked_growth_share * growth)
 
-    def place(self, book: StepResponses, place: Place) -> None:
+    def place(self, place: Place) -> None:
         """Place waiting responses on eligible instances until none waits or nothing fits.
 
         `place` must book the assignment on the instance before it returns, and touch it.

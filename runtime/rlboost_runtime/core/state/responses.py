@@ -30,7 +30,7 @@ class ResponseState(StrEnum):
     FINISHED = "finished"
     """Complete, or quarantined; never resumed, begun again only where the journal lost its tokens."""
     CANCELLED = "cancelled"
-    """Unfinished when the trainer asked for another step."""
+    """Unfinished when the trainer asked for another step, or withdrawn."""
 
 
 LEGAL = {
@@ -76,6 +76,24 @@ class Response:
     meant_for: str | None = None
     """The instance that it was taken away for: a preference of the next assignment only."""
 
+    def begin(self, assignment: int, holder: str, at: float) -> None:
+        """Run it on an instance."""
+        self.lifecycle.move(ResponseState.RUNNING, f"assignment {assignment} on {holder}", at)
+        self.assignment, self.holder = assignment, holder
+        self.num_assignments += 1
+
+    def let_go(self) -> None:
+        """Forget the instance that ran it."""
+        self.last_holder = self.holder
+        self.assignment = self.holder = None
+        self.kv_estimate = 0
+
+    def check(self) -> None:
+        """Assert that it has an assignment exactly while it runs, and a reason exactly once it is finished."""
+        running, timeline = self.state is ResponseState.RUNNING, self.lifecycle
+        assert running == (self.assignment is not None) == (self.holder is not None), timeline
+        assert (self.state is ResponseState.FINISHED) == (self.finish_reason is not None), timeline
+
     def drop_tokens_beyond(self, kept: int) -> None:
         """Have the next assignment generate again what is beyond `kept` tokens."""
         self.num_tokens = min(self.num_tokens, kept)
@@ -110,7 +128,7 @@ class StepResponses:
         self.policy_version = event.policy_version
         self.started_at = event.at
         self.responses = {
-            request.response: Response(request, order, _new_life(request, event.at))
+            request.response: new_response(request, order, event.at)
             for order, request in enumerate(event.requests)
         }
         self.complete_groups: list[int] = []
@@ -147,9 +165,7 @@ class StepResponses:
 
     def run(self, response: Response, assignment: int, holder: str, at: float) -> None:
         """Give a waiting response to an instance."""
-        response.lifecycle.move(ResponseState.RUNNING, f"assignment {assignment} on {holder}", at)
-        response.assignment, response.holder = assignment, holder
-        response.num_assignments += 1
+        response.begin(assignment, holder, at)
         self.num_running += 1
 
     def wait(self, response: Response, why: str, at: float) -> None:
@@ -208,7 +224,7 @@ class StepResponses:
         assert ResponseState.CANCELLED not in states, "a cancelled response is in the open step"
         unfinished = dict.fromkeys(self._unfinished_of, 0)
         for response in self.responses.values():
-            _check_response(response)
+            response.check()
             unfinished[response.group] += response.state is not ResponseState.FINISHED
         assert unfinished == self._unfinished_of, "groups miscounted"
         complete = sorted(group for group, count in unfinished.items() if count == 0)
@@ -217,21 +233,14 @@ class StepResponses:
         )
 
     def _let_go(self, response: Response) -> None:
-        response.last_holder = response.holder
-        response.assignment = response.holder = None
-        response.kv_estimate = 0
+        response.let_go()
         self.num_running -= 1
 
 
-def _new_life(request: ResponseRequest, at: float) -> StateMachine[ResponseState]:
-    return StateMachine(f"response {request.response}", ResponseState.WAITING, LEGAL, at)
-
-
-def _check_response(response: Response) -> None:
-    running = response.state is ResponseState.RUNNING
-    timeline = response.lifecycle
-    assert running == (response.assignment is not None) == (response.holder is not None), timeline
-    assert (response.state is ResponseState.FINISHED) == (response.finish_reason is not None), timeline
+def new_response(request: ResponseRequest, order: int, at: float) -> Response:
+    """Return a response that waits; `order`: its place among those that are requested together."""
+    life = StateMachine(f"response {request.response}", ResponseState.WAITING, LEGAL, at)
+    return Response(request, order, life)
 
 
 class WaitingQueue:

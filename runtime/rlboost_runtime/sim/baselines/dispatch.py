@@ -65,7 +65,7 @@ class DealtDispatcher(Dispatcher):
 
     may_stall = True
 
-    def place(self, book: StepResponses, place: Place) -> None:
+    def place(self, place: Place) -> None:
         """Place everything, or nothing while a reserved engine is still to come."""
         names = sorted(self.eligible)
         if not names or not self.eligible.keys() >= self._instance_table.reserved.keys():
@@ -111,9 +111,11 @@ class PacedDispatcher(Dispatcher):
         super().touch(name)
         self._free.touch(name)
 
-    def place(self, book: StepResponses, place: Place) -> None:
+    def place(self, place: Place) -> None:
         """Place as many groups as may go in this second; the rest waits for the next look."""
-        now = self._context.now
+        book, now = self._book, self._context.now
+        if book is None:
+            return
         if now >= self._look_at:
             self._look_at = now + PACE_S
             self._left = GROUPS_PER_LOOK
