@@ -430,7 +430,11 @@ class CoreRun(RuleBasedStateMachine):
                 self.failed_on.setdefault(response, set()).add(agent.instance)
             self.release(agent, assignment, response, ReleaseReason.RESPONSE_FAILED)
             if len(self.failed_on.get(response, ())) >= self.config.quarantine_after:
-                assert response in self.core.counters.quarantined, "it goes on breaking instances"
+                gone = {
+                    *self.core.counters.quarantined,
+                    *range(FIRST_REQUEST, self.next_own),
+                } - self.own.keys()
+                assert response in gone, "it goes on breaking instances"
 
     # --- agents' accidents --------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from rlboost_runtime.coordinator.driver.core_driver import FORGOTTEN, OpenStep, 
 from rlboost_runtime.coordinator.driver.totals import RunTotals
 from rlboost_runtime.coordinator.storage.journal import EventReader, Journal
 from rlboost_runtime.coordinator.storage.token_store import TokenStore
-from rlboost_runtime.core.base.messages import Assign, Finished, TokensLost
+from rlboost_runtime.core.base.messages import FIRST_REQUEST, Assign, Finished, TokensLost
 from rlboost_runtime.core.core import Core
 from rlboost_runtime.run.folder import RunFolder, read_json
 
@@ -79,7 +79,7 @@ def audit(run: RunFolder) -> Audit:
         commands = core.handle(event)
         core.check()
         totals.observe(event, commands, core)
-        if isinstance(event, Finished):
+        if isinstance(event, Finished) and event.response < FIRST_REQUEST:
             finished[event.response] += 1
             found.said[event.response] = event.num_tokens
         if isinstance(event, TokensLost):

@@ -16,6 +16,7 @@ import socket
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import msgspec
 
@@ -34,6 +35,7 @@ from rlboost_runtime.coordinator.driver.ingest import Ingest
 from rlboost_runtime.coordinator.driver.totals import recover
 from rlboost_runtime.coordinator.fleet.controller import FleetController, MachineMaker
 from rlboost_runtime.coordinator.links.agents import AgentLinks, InstanceStats, Timing
+from rlboost_runtime.coordinator.links.requests import serve_requests
 from rlboost_runtime.coordinator.links.server import Handlers, bind, make_app, make_server
 from rlboost_runtime.coordinator.links.trainer import TrainerLink
 from rlboost_runtime.coordinator.links.weights import WeightTracker
@@ -217,9 +219,9 @@ class Coordinator:
                 await self._serve_on(listener)
         except BaseException:
             with contextlib.suppress(RuntimeFault):  # the first problem is the one that is reported
-                await self._driver.journal.close()
+                await self._driver.close()
             raise
-        await self._driver.journal.close()
+        await self._driver.close()
         self._agents.boot_times.keep(self._ledger)
         self._write_status()
         if self._ending is not None and not self._leave.is_set():
@@ -284,6 +286,7 @@ class Coordinator:
         now = self._clock.wall()
         text = f"run {_state_of(ending)}" + (f": {ending.problem}" if ending.problem else "")
         self._ledger.note(now, "ended", text)
+        self._driver.requests.refuse_all(f"the run has ended: {ending.state}")
         self._driver.apply(RunEnding(self._driver.now(), ending.state))
         self._agents.stop_all(ending.state)
         left = await self._fleet.end_all(END_TIMEOUT_S)
@@ -330,6 +333,7 @@ class Coordinator:
         return Handlers(
             agent=self._agents.serve,
             trainer=self._trainer.serve,
+            requests=partial(serve_requests, self._driver),
             status=self._status,
             preempt=self._preempt,
             stop=self.end_run,
@@ -385,6 +389,7 @@ class Coordinator:
             if span > 0:
                 self._sources.tokens_per_s = (seen[-1][1] - seen[0][1]) / span
             self._waste.advance(now)
+            self._driver.requests.drop_unwanted()
             self._agents.boot_times.keep(self._ledger)
             self._ledger.write_notes()
             self._check_disk(now)

@@ -130,6 +130,8 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     max_new_tokens: int
     priority: int = 0
     """Smaller goes first, and is the last to lose its cache when that is full; engines may ignore it."""
+    sampling: Sampling | None = None
+    """How to sample this one, its stop tokens being all that end it; None: as the settings say."""
 
 
 class RequestEnded(msgspec.Struct, frozen=True, array_like=True):

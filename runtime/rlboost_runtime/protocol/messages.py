@@ -3,7 +3,7 @@
 A message that carries an event or a command of the core (`core.base.messages`) has its name plus `Message`;
 every other message, such as `Frame` or `Ack`, exists on the wire only.
 
-Two conversations with the coordinator, both dialled by the other side, both starting with a hello that
+Three conversations with the coordinator, all dialled by the other side, all starting with a hello that
 carries `SCHEMA`:
 
 - agent (`/v1/agent`): `AgentHello` -> `Welcome` | `Refused`; then `Frame`, `HeartbeatMessage`,
@@ -11,6 +11,8 @@ carries `SCHEMA`:
 - trainer (`/v1/trainer`): `TrainerHello` -> `TrainerWelcome`; then `StepStartedMessage`,
   `VersionPublishedMessage`, `StepTrainedMessage`, ... up and `DeliverGroupMessage`, `GrantLeaseMessage`,
   `RecallLeaseMessage` down.
+- endpoint (`/v1/requests`): `EndpointHello` -> `EndpointWelcome`; then `GenerateMessage`, `WithdrawMessage`
+  up and `TokensMessage` down.
 
 Flat arrays travel as little-endian bytes: token ids i32, logprobs f32, assignments and offsets u32, counts
 u16.
@@ -22,7 +24,7 @@ from typing import TypeVar
 
 import msgspec
 
-SCHEMA = (2, 2)
+SCHEMA = (2, 3)
 """(major, minor). Peers of the same major understand each other; a higher minor only adds fields."""
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -53,6 +55,8 @@ class WorkItem(msgspec.Struct, frozen=True, omit_defaults=True):
     offset: int
     max_new_tokens: int
     policy_version: int
+    sampling: Sampling | None = None
+    """How to sample, its stop tokens being all that end it; None: as the engine was told at its start."""
 
 
 # --- agent -> coordinator --------------------------------------------------------------------------------
@@ -449,7 +453,69 @@ TrainerMessage = (
 TrainerCommand = TrainerWelcome | DeliverGroupMessage | GrantLeaseMessage | RecallLeaseMessage | Refused
 
 
+# --- endpoint -> coordinator -----------------------------------------------------------------------------
+
+
+class EndpointHello(Message, frozen=True, omit_defaults=True):
+    """First message of the endpoint's connection; it then repeats what it still waits for."""
+
+    schema: tuple[int, int]
+    run: str
+
+
+class GenerateMessage(Message, frozen=True, omit_defaults=True):
+    """Generate one response to `token_ids` (i32), of at most `max_tokens` tokens; send it from token `offset`
+    on.
+
+    `request_id` names it: a name that is known continues, whoever asked before and however often the
+    coordinator has died meanwhile. It is kept until `WithdrawMessage`.
+    """
+
+    request_id: str
+    token_ids: bytes
+    max_tokens: int
+    sampling: Sampling
+    offset: int = 0
+
+
+class WithdrawMessage(Message, frozen=True):
+    """Nothing more of this is wanted: it was delivered, or its client left."""
+
+    request_id: str
+
+
+# --- coordinator -> endpoint -----------------------------------------------------------------------------
+
+
+class EndpointWelcome(Message, frozen=True, omit_defaults=True):
+    """Registration accepted. `version`: the newest policy version (None: none yet)."""
+
+    version: int | None = None
+
+
+class TokensMessage(Message, frozen=True, omit_defaults=True):
+    """Tokens of a request from `offset` on, all on stable storage: ids i32, logprobs f32.
+
+    `versions`: (policy version, number of tokens) in order, adding up to them. With a `finish_reason`
+    (FinishReason) they are the last ones. With a `problem` it is over without them: it is not known, or
+    what was sent of it is not.
+    """
+
+    request_id: str
+    offset: int
+    token_ids: bytes = b""
+    logprobs: bytes = b""
+    versions: tuple[tuple[int, int], ...] = ()
+    finish_reason: str = ""
+    problem: str = ""
+
+
+EndpointMessage = EndpointHello | GenerateMessage | WithdrawMessage
+EndpointCommand = EndpointWelcome | TokensMessage | Refused
+
 _encoder = msgspec.msgpack.Encoder()
+endpoint_message_decoder: msgspec.msgpack.Decoder[EndpointMessage] = msgspec.msgpack.Decoder(EndpointMessage)
+endpoint_command_decoder: msgspec.msgpack.Decoder[EndpointCommand] = msgspec.msgpack.Decoder(EndpointCommand)
 agent_message_decoder: msgspec.msgpack.Decoder[AgentMessage] = msgspec.msgpack.Decoder(AgentMessage)
 agent_command_decoder: msgspec.msgpack.Decoder[AgentCommand] = msgspec.msgpack.Decoder(AgentCommand)
 trainer_message_decoder: msgspec.msgpack.Decoder[TrainerMessage] = msgspec.msgpack.Decoder(TrainerMessage)

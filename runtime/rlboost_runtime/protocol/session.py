@@ -21,7 +21,15 @@ import msgspec
 
 from rlboost_runtime.errors import ProtocolError
 from rlboost_runtime.logs import event
-from rlboost_runtime.protocol.messages import SCHEMA, AgentHello, Message, Refused, TrainerHello, encode
+from rlboost_runtime.protocol.messages import (
+    SCHEMA,
+    AgentHello,
+    EndpointHello,
+    Message,
+    Refused,
+    TrainerHello,
+    encode,
+)
 from rlboost_runtime.seams import Backoff, Clock, Transport
 
 log = logging.getLogger(__name__)
@@ -45,7 +53,7 @@ SETTLED_S = 5.0
 
 W = TypeVar("W", bound=Message)
 C = TypeVar("C", bound=Message)
-H = TypeVar("H", AgentHello, TrainerHello)
+H = TypeVar("H", AgentHello, TrainerHello, EndpointHello)
 
 
 def _ignore() -> None:

@@ -25,6 +25,7 @@ there is named below; everybody else only reads it.
     ledger.mark       how many durable transactions the ledger has had      coordinator
     events.log        the core's events                                     coordinator
     journal/          step-000012.seg: tokens                               coordinator
+    requests/         the same of requests to the endpoint, until they are delivered        coordinator
     weights/          v000012/: immutable versions                          trainer
     checkpoints/      step-000012/, and `model/` at the end                 trainer
     metrics.jsonl     a line per step                                       trainer
@@ -133,6 +134,7 @@ class RunFolder:
     ledger = _Place("ledger.sqlite")
     events = _Place("events.log")
     journal = _Place("journal")
+    requests = _Place("requests")
     weights = _Place("weights")
     checkpoints = _Place("checkpoints")
     metrics = _Place("metrics.jsonl")

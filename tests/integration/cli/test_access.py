@@ -67,7 +67,7 @@ async def _nothing(*_: object) -> bytes:
 def coordinator(run: RunFolder) -> Iterator[tuple[int, set[tuple[str, str]]]]:
     """Serve the coordinator's port; yield it and the routes that its router knows."""
     handlers = Handlers(
-        agent=_end, trainer=_end, status=dict, preempt=_nothing, stop=lambda *_: None,
+        agent=_end, trainer=_end, requests=_end, status=dict, preempt=_nothing, stop=lambda *_: None,
         runtime=_nothing, is_live=lambda machine: machine not in Revocations(run).machines(),
     )  # fmt: skip
     listener, app = bind(run), make_app(handlers, security.read_token(run))
@@ -105,7 +105,12 @@ def ask(run: RunFolder, port: int, method: str, path: str, headers: dict[str, st
 
 def test_each_route_of_the_coordinator_opens_to_its_users_alone(run: RunFolder) -> None:
     with coordinator(run) as (port, routes):
-        assert {("GET", "/v1/status"), ("POST", "/v1/stop"), ("WEBSOCKET", "/v1/trainer")} | AGENTS <= routes
+        assert {
+            ("GET", "/v1/status"),
+            ("POST", "/v1/stop"),
+            ("WEBSOCKET", "/v1/trainer"),
+            ("WEBSOCKET", "/v1/requests"),
+        } | AGENTS <= routes
         refusals = set()
         for method, path in sorted(routes):
             for who, headers in headers_of(run).items():

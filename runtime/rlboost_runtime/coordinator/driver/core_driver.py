@@ -28,6 +28,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from rlboost_runtime.coordinator.driver.requests import RequestDesk
 from rlboost_runtime.coordinator.driver.totals import Observer, Recovered
 from rlboost_runtime.coordinator.storage.columns import renumbered
 from rlboost_runtime.coordinator.storage.journal import (
@@ -39,12 +40,14 @@ from rlboost_runtime.coordinator.storage.journal import (
 )
 from rlboost_runtime.coordinator.storage.token_store import TokenStore
 from rlboost_runtime.core.base.messages import (
+    FIRST_REQUEST,
     Abort,
     Assign,
     Command,
     CoordinatorRestarted,
     CoreConfig,
     DeliverGroup,
+    EndRequest,
     Event,
     EventsLost,
     Evict,
@@ -206,6 +209,7 @@ class CoreDriver:
         self.store = TokenStore()
         self.journal_problem: str | None = None
         self.journal = Journal(run.journal, disk, self._journal_problem, lambda: self.events.size)
+        self.requests = RequestDesk(run.requests, lambda folder: Journal(folder, disk, self._journal_problem))
         self.step: OpenStep | None = None
         self._outlet = outlet
         self._observers = tuple(observers)
@@ -259,15 +263,21 @@ class CoreDriver:
             case DeliverGroup(group=group):
                 if self.step is not None:
                     self._outlet.deliver(self.finished_group(group))
+            case EndRequest(response=response, reason=reason):
+                if reason is FinishReason.QUARANTINED:
+                    self.requests.complete(response, reason)
             case GrantLease() | RecallLease():
                 self._outlet.lease(command)
             case LaunchMachine() | TerminateMachine():
                 self._outlet.fleet(command)
 
     def _assign(self, command: Assign) -> None:
+        response = command.response
+        if response >= FIRST_REQUEST:
+            self._assign_request(command)
+            return
         if self.step is None:
             return  # the next step is being opened: it cancels this one's responses
-        response = command.response
         offset = self.store.assign(command.assignment, response, command.instance)
         complete = self.store.is_complete(response)
         if complete is not None:
@@ -286,6 +296,20 @@ class CoreDriver:
             policy_version=request.policy_version,
         )
         self._outlet.work(command, item)
+
+    def _assign_request(self, command: Assign) -> None:
+        version = self.core.instances[command.instance].version
+        item = self.requests.assign(command.assignment, command.response, command.instance, version or 0)
+        if item is None:
+            self.requests.complete(command.response)
+            return
+        if item.offset:
+            self.tokens_migrated += item.offset
+        self._outlet.work(command, item)
+
+    def length(self, response: int) -> int:
+        """Return how many tokens a response of the open step, or an open request, has."""
+        return self.requests.length(response) if response >= FIRST_REQUEST else self.store.length(response)
 
     # --- steps --------------------------------------------------------------------------------------------
 
@@ -425,6 +449,7 @@ class CoreDriver:
             log_event(log, "events.unchecked", lines=read.num_unchecked, why="of an earlier version")
         if self.core.step is not None:
             self._recover_step(self.core.step.step, resumes=not why)
+        self._late += self.requests.recover(self.core, self.totals.next_request, resumes=not why)
 
     def _why_events_are_lost(self, read: EventReader) -> str:
         """Return why the event log may have lost its end, "" where it has not."""
@@ -536,7 +561,8 @@ class CoreDriver:
 
     def _restore_assignments(self) -> None:
         for assignment, response, instance in self.core.assignments():
-            self.store.assign(assignment, response, instance)
+            if response < FIRST_REQUEST:
+                self.store.assign(assignment, response, instance)
 
     def begin(self, config: CoreConfig) -> None:
         """Start the run with `config`, or go on after a restart with what it was started with."""
@@ -544,8 +570,14 @@ class CoreDriver:
             self.apply(RunStarted(0.0, config, _boot()))
         else:
             self.apply(CoordinatorRestarted(self.now(), _boot()))
+        self.requests.begin(self.apply, self.now)
         for event in self._late:
             self.apply(replace(event, at=self.now()))
+
+    async def close(self) -> None:
+        """Write both journals to their ends. Raises `RuntimeFault` when the disk refuses."""
+        await self.journal.close()
+        await self.requests.close()
 
     def _journal_problem(self, problem: str | None) -> None:
         if problem is not None:

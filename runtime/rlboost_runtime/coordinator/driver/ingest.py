@@ -18,6 +18,7 @@ from functools import partial
 from typing import Protocol
 
 from rlboost_runtime.coordinator.driver.core_driver import TOKENS, CoreDriver
+from rlboost_runtime.coordinator.driver.requests import OwnTokens
 from rlboost_runtime.coordinator.storage.columns import merge_frames
 from rlboost_runtime.coordinator.storage.token_store import Accepted, EndedAssignment
 from rlboost_runtime.core.base.messages import Event, Finished, FinishReason, Released, ReleaseReason
@@ -26,6 +27,8 @@ from rlboost_runtime.protocol.messages import Frame
 
 GATHER_S = 0.02
 """How long frames gather after the first one: less than half of the agents' flush interval."""
+
+NO_OWN_TOKENS = OwnTokens()
 
 MAX_MERGED = 64
 """Most frames accepted as one: a few milliseconds of the event loop's time."""
@@ -97,7 +100,9 @@ class Ingest:
     def _is_own(self, sender: Sender, frame: Frame) -> bool:
         """Fail a sender that answers for another: no honest agent knows another's assignments."""
         try:
-            if self._driver.store.is_foreign(frame, sender.instance):
+            requests = self._driver.requests
+            is_foreign = self._driver.store.is_foreign(frame, sender.instance)
+            if is_foreign or requests.holds_foreign(frame, sender.instance):
                 raise ProtocolError("a frame holds another instance's assignment", "deploy the agent again")
         except ProtocolError as problem:
             sender.fail(problem)
@@ -123,27 +128,33 @@ class Ingest:
         merged = merge_frames([frame for _, frame in batch]) if len(batch) > 1 else None
         if merged is not None:
             try:
-                self._journal(batch, self._driver.store.accept(merged))
+                self._accept(batch, merged)
             except ProtocolError:
                 pass  # one frame is to blame: the next lines find out which
             else:
                 return
         for sender, frame in batch:
             try:
-                accepted = self._driver.store.accept(frame)
+                self._accept([(sender, frame)], frame)
             except ProtocolError as problem:
                 sender.fail(problem)
-            else:
-                self._journal([(sender, frame)], accepted)
 
-    def _journal(self, batch: Sequence[Arrived], accepted: Accepted) -> None:
-        self.tokens_accepted += accepted.num_accepted
+    def _accept(self, batch: Sequence[Arrived], frame: Frame) -> None:
+        """Accept the merged `frame` of a batch. Raises `ProtocolError`, and changes nothing then."""
+        requests = self._driver.requests
+        frame, own = requests.split(frame)
+        accepted = self._driver.store.accept(frame)
+        self._journal(batch, accepted, NO_OWN_TOKENS if own is None else requests.accept(own))
+
+    def _journal(self, batch: Sequence[Arrived], accepted: Accepted, own: OwnTokens) -> None:
+        self.tokens_accepted += accepted.num_accepted + own.num_accepted
         self.tokens_dropped += accepted.num_dropped
         self.tokens_duplicate += accepted.num_duplicate
         at = self._driver.now()
         for observer in self._observers:
             observer.observe_tokens(batch, accepted, at)
-        events = self._events(batch, accepted)
+        events = self._events(batch, accepted) + own.events
+        requests = self._driver.requests
 
         def committed() -> None:
             for make in events:
@@ -151,7 +162,9 @@ class Ingest:
             for sender, frame in batch:
                 sender.ack(frame.seq)
 
-        self._driver.journal.append(b"" if accepted.record is None else TOKENS + accepted.record, committed)
+        # Both journals in this order for every frame, so that acknowledgements stay in the frames' order.
+        done = partial(requests.journal, own, committed) if requests.is_used else committed
+        self._driver.journal.append(b"" if accepted.record is None else TOKENS + accepted.record, done)
 
     def _events(self, batch: Sequence[Arrived], accepted: Accepted) -> list[Callable[[float], Event]]:
         """Return makers, by time, of the events that follow once the tokens are journalled."""

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 
 from rlboost_runtime.coordinator.storage.journal import EventReader, encode_command
 from rlboost_runtime.core.base.messages import (
+    FIRST_REQUEST,
     Assign,
     Command,
     CoordinatorRestarted,
@@ -21,6 +22,7 @@ from rlboost_runtime.core.base.messages import (
     EventsLost,
     Finished,
     InstanceJoined,
+    RequestArrived,
     RunStarted,
     StepStarted,
     StepTrained,
@@ -60,6 +62,11 @@ class RunTotals:
     """Number of the next response to be asked for; never reused."""
     next_epoch: int = 1
     """Epoch of the next registration; never reused."""
+    next_request: int = FIRST_REQUEST
+    """Number of the next request outside a step; never reused."""
+    requests_finished: int = 0
+    request_tokens: int = 0
+    """Tokens of the requests that finished."""
     boot: str = ""
     """The head's boot under which the last coordinator began; empty where it is unknown."""
     num_events: int = 0
@@ -86,6 +93,11 @@ class RunTotals:
                     self.next_response = max(self.next_response, requests[-1].response + 1)
                     self.tokens_in_step = 0
                     self.assigned = Counter()
+            case RequestArrived(request=request):
+                self.next_request = max(self.next_request, request.response + 1)
+            case Finished(response=response, num_tokens=num_tokens) if response >= FIRST_REQUEST:
+                self.requests_finished += 1
+                self.request_tokens += num_tokens
             case Finished(num_tokens=num_tokens):
                 self.finished += 1
                 self.tokens_finished += num_tokens

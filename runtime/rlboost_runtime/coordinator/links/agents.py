@@ -424,7 +424,7 @@ class AgentLinks:
         pause_s = max(TOKEN_COUNTS_EVERY_S, TOKEN_COUNTS_S_PER_RESPONSE * len(held))
         if now - stats.counts_sent_at >= pause_s:
             stats.counts_sent_at = now
-            counts = tuple((response, driver.store.length(response)) for response in held)
+            counts = tuple((response, driver.length(response)) for response in held)
         driver.apply(Heartbeat(now, link.instance, link.epoch, beat.engine_progress, counts, beat.waiting))
         link.answer()
 

@@ -1,4 +1,4 @@
-"""The coordinator's one public port: TLS, bearer tokens, two WebSockets and five requests."""
+"""The coordinator's one public port: TLS, bearer tokens, three WebSockets and five requests."""
 
 from __future__ import annotations
 
@@ -38,6 +38,8 @@ class Handlers:
     agent: Callable[[Transport, str | None], Awaitable[None]]
     """Takes the machine whose credential it is; None: the run's own token."""
     trainer: Callable[[Transport], Awaitable[None]]
+    requests: Callable[[Transport], Awaitable[None]]
+    """Takes the endpoint's connection."""
     status: Callable[[], dict[str, Any]]
     preempt: Callable[[str, float | None], Awaitable[None]]
     stop: Callable[[str, str, str, int | None], None]
@@ -104,6 +106,11 @@ def make_app(handlers: Handlers, token: str) -> FastAPI:
     async def trainer(websocket: WebSocket) -> None:
         status, _ = judge(websocket.headers.get("authorization"), False)
         await _serve(websocket, handlers.trainer, status)
+
+    @app.websocket("/v1/requests")
+    async def requests(websocket: WebSocket) -> None:
+        status, _ = judge(websocket.headers.get("authorization"), False)
+        await _serve(websocket, handlers.requests, status)
 
     @app.get("/v1/status")
     async def status(request: Request) -> dict[str, Any]:

@@ -197,13 +197,13 @@ class Assignments:
     def finish(self, response: Response, num_tokens: int, reason: FinishReason) -> None:
         """End a response, wherever it is, and free its slot."""
         self._detach(response)
-        if reason is FinishReason.QUARANTINED:
-            self._context.counters.quarantined.append(response.response)
         if response.response >= FIRST_REQUEST:
             self.requests.end(response, self._context.now, num_tokens, reason)
             self.dispatcher.forget_group(response.group)
             self._context.emit(EndRequest(response.response, reason))
             return
+        if reason is FinishReason.QUARANTINED:
+            self._context.counters.quarantined.append(response.response)
         assert self.book is not None
         is_complete = self.book.finish(response, num_tokens, reason, self._context.now)
         self.dispatcher.finished(response)

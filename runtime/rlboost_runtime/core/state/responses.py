@@ -89,7 +89,7 @@ class Response:
         self.kv_estimate = 0
 
     def check(self) -> None:
-        """Assert that it has an assignment exactly while it runs, and a reason exactly once it is finished."""
+        """Assert that it has an assignment exactly while it runs, and a reason once it is finished."""
         running, timeline = self.state is ResponseState.RUNNING, self.lifecycle
         assert running == (self.assignment is not None) == (self.holder is not None), timeline
         assert (self.state is ResponseState.FINISHED) == (self.finish_reason is not None), timeline
