@@ -92,6 +92,7 @@ def _engine(job: Job, pool: str) -> EngineSettings:
         tokens_per_s_per_response=options.tokens_per_s_per_response,
         count_tokens=job.evidence.count_tokens,
         tensor_parallel=job.rollout.tensor_parallel,
+        samples_per_request=job.endpoint is not None,
         promised_gpus=_promised_gpus(job, pool),
         vllm=VllmOptions(
             python=options.python,

@@ -79,6 +79,8 @@ class EngineSettings(msgspec.Struct, frozen=True, omit_defaults=True):
     """Diagnostics: let the engine child keep a side file of every token that it generated."""
     tensor_parallel: int = 1
     """GPUs of each engine; the machine's first engine has the first of them."""
+    samples_per_request: bool = False
+    """Requests bring a temperature and a top-p of their own, beside those that have the ones above."""
     promised_gpus: int = 0
     """GPUs that each engine must see, as they were paid for; 0: it may run on CPUs."""
     vllm: VllmOptions = DEFAULT_VLLM_OPTIONS

@@ -19,7 +19,7 @@ from rlboost_runtime.job.data import (
     data_sources,
 )
 from rlboost_runtime.job.rollout import CloudOffer, LocalOffer, Market, Rollout, Spot, SshOffer, num_devices
-from rlboost_runtime.job.run import Budget, Job, Wandb
+from rlboost_runtime.job.run import Budget, Endpoint, Job, Wandb
 from rlboost_runtime.job.task import BUILT_IN_REWARDS, HttpReward, TinyModel, Warmup
 from rlboost_runtime.job.trainer import BOUGHT_MACHINE, After, Trainer
 
@@ -32,6 +32,7 @@ __all__ = [
     "Algorithm",
     "Budget",
     "CloudOffer",
+    "Endpoint",
     "EntropyBonus",
     "HttpReward",
     "Job",

@@ -85,6 +85,17 @@ class Evidence(Model):
     """Have every engine count the tokens that it generates, beside its log."""
 
 
+class Endpoint(Model):
+    """An OpenAI-compatible endpoint on the head, served by the run's fleet."""
+
+    port: int = Field(default=0, ge=0, lt=65536)
+    """Port on the head; 0: a free one, kept through restarts (api_endpoint.json in the run's folder)."""
+    max_requests: int = Field(default=256, ge=1, le=65536)
+    """Responses under way at once; further requests get 429 with Retry-After."""
+    trains: bool = True
+    """false: the model is only served (`rlboost serve`): no steps and no reward, until `rlboost down`."""
+
+
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
 
 
@@ -135,6 +146,8 @@ class Job(Model):
     """When a rented head shuts down."""
     evaluation: Evaluation | None = None
     """Held-out prompts; null: no evaluation."""
+    endpoint: Endpoint | None = None
+    """Serve the model to OpenAI clients while the run is open; null: no endpoint."""
     tracking: Tracking = Tracking()
     """Where step metrics go beside `metrics.jsonl`."""
     evidence: Evidence = Evidence()

@@ -12,6 +12,8 @@ there is named below; everybody else only reads it.
     address.json      {"host", ...}: where machines elsewhere reach the head; see `run.head`           CLI
     endpoint.json     {"url"}: where the coordinator listens; kept through restarts      coordinator
     weights_endpoint.json  {"url"}: where the weight server listens; likewise       weight server
+    api_endpoint.json {"url"}: where the endpoint listens; likewise         endpoint
+    tokenizer/        the model's, for the endpoint                         trainer
     reserved/         the reserved agents' working folders                  supervisor
     plan.json         what the plan said of time and cost at the first launch                 CLI
     wanted.json       {"train": bool}: what the supervisor is to run; watched by it           CLI
@@ -122,6 +124,10 @@ class RunFolder:
     safe = _Place("safe.json")
     endpoint = _Place("endpoint.json")
     weights_endpoint = _Place("weights_endpoint.json")
+    api_endpoint = _Place("api_endpoint.json")
+    api_keys = _Place("secrets/api_keys")
+    """Keys of the endpoint's clients, one a line."""
+    tokenizer = _Place("tokenizer")
     reserved = _Place("reserved")
     wanted = _Place("wanted.json")
     """What the supervisor is to run; absent means everything but the trainer."""

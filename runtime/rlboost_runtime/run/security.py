@@ -50,6 +50,8 @@ def create_secrets(run: RunFolder) -> None:
     folder.chmod(0o700)
     if not run.token.exists():
         _create(run.token, secrets.token_urlsafe(32).encode())
+    if not run.api_keys.exists():
+        _create(run.api_keys, f"sk-{secrets.token_urlsafe(32)}\n".encode())
     if not run.key.exists():
         if run.certificate.exists():
             raise RuntimeFault(

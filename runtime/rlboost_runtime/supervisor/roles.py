@@ -56,6 +56,8 @@ def roles_of(job: Job, run: RunFolder) -> list[Role]:
         _module("weights", "rlboost_runtime.weights.serve.server", run),
         *(_reserved_agent(job, run, instance) for instance in reserved_instances(job)),
     ]
+    if job.endpoint is not None:
+        roles.append(_module("endpoint", "rlboost_runtime.inference", run))
     if has_market(job):
         roles.append(_module("market", "rlboost_providers.local.market", run))
     script = job.trainer.script

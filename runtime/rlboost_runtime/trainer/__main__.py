@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 import shutil
 import sys
+import time
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import transformers
@@ -37,7 +39,7 @@ from rlboost_runtime.trainer.models.warmup import warm_up, warmup_data
 from rlboost_runtime.trainer.node import TrainerNode, die_with_launcher, is_rank, run_ranks
 from rlboost_runtime.trainer.rewards.outcome import RewardWatch
 from rlboost_runtime.trainer.rewards.scorer import RewardCall, RewardScorer
-from rlboost_runtime.trainer.rollout.client import RolloutClient
+from rlboost_runtime.trainer.rollout.client import RolloutClient, keep_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -150,6 +152,10 @@ def train(client: RolloutClient, ranks: Ranks = ALONE) -> Path:
     examples = read_examples(job.data, run.files)
     with RewardScorer.for_job(job, run.files, run.logs / "reward.log") as scorer:
         policy = load_policy(client, examples, scorer, progress, ranks)
+        keep_tokenizer(run, policy.tokenizer)
+        if job.endpoint is not None and not job.endpoint.trains:
+            progress.finish()
+            serve_model(client, policy)
         progress.report("encoding the prompts")
         source = PromptSource(
             examples, PromptEncoder(policy.tokenizer), prompts_per_step=job.algorithm.prompts_asked_per_step,
@@ -170,6 +176,14 @@ def train(client: RolloutClient, ranks: Ranks = ALONE) -> Path:
         final = TrainerLoop(client, policy, source, scorer, ranks, reference).train()
         ranks.broadcast(End())
         return final
+
+
+def serve_model(client: RolloutClient, policy: Policy) -> NoReturn:
+    """Publish the model; then there is nothing to do until the supervisor ends this process."""
+    client.publish(policy.model, policy.tokenizer)
+    logs.event(log, "model.served", version=client.version)
+    while True:
+        time.sleep(3600.0)
 
 
 def load_policy(

@@ -28,7 +28,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import psutil
 import torch
@@ -39,11 +39,21 @@ from transformers.generation.continuous_batching import (
     RequestStatus,
 )
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
+from transformers.generation.continuous_batching.cb_logits_processors import (
+    ContinuousBatchingLogitsProcessorList,
+)
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from rlboost_runtime.engines.base import EngineOutput, EngineSpec, KvCache, Request
 from rlboost_runtime.engines.model_folder import Unreadable, kv_bytes_per_token, read_config
 from rlboost_runtime.protocol.messages import Sampling
 
+LIKELIEST = 1e-6
+"""A request's temperature of 0, in a batch that samples: all but the likeliest token have no probability."""
 PAGE_TOKENS = 32
 """Cache is allocated in pages of so many tokens: what a response wastes at most."""
 GPU_MEMORY_SHARE = 0.7
@@ -59,6 +69,7 @@ class _Held:
     """A request and how many of its tokens have been passed on; results are cumulative."""
 
     request_id: int
+    stop_ids: frozenset[int]
     num_passed_on: int = 0
 
 
@@ -73,6 +84,7 @@ class ContinuousBatch:
         max_context_tokens: int,
         *,
         is_measured: bool = False,
+        samples_per_request: bool = False,
     ) -> None:
         self._is_measured = is_measured
         self._stop_ids = frozenset(sampling.stop_token_ids)
@@ -83,6 +95,9 @@ class ContinuousBatch:
         self._manager = generating.init_continuous_batching(
             generation_config(sampling), batching_config(max_running, max_context_tokens)
         )
+        self._has_own_sampling = samples_per_request and sampling.temperature > 0
+        if self._has_own_sampling:
+            self._manager.logit_processor = own_processors(sampling)
         self._manager.warmup()  # allocates the cache
         self._keys = itertools.count()
         self._held: dict[str, _Held] = {}  # by the library's name for it: never the same twice
@@ -142,10 +157,19 @@ class ContinuousBatch:
     def add(self, request: Request) -> None:
         """Queue a request for which `refusal` is None."""
         key = str(next(self._keys))
-        self._held[key] = _Held(request.request_id)
+        own = request.sampling
+        stop_ids = self._stop_ids if own is None else frozenset(own.stop_token_ids)
+        self._held[key] = _Held(request.request_id, stop_ids)
         self._key_of[request.request_id] = key
+        options: dict[str, Any] = {} if own is None else {"eos_token_id": sorted(stop_ids) or -1}
+        if own is not None and self._has_own_sampling:
+            options |= {"temperature": max(own.temperature, LIKELIEST), "top_p": own.top_p}
         self._manager.add_request(
-            request.token_ids, request_id=key, max_new_tokens=request.max_new_tokens, streaming=True
+            request.token_ids,
+            request_id=key,
+            max_new_tokens=request.max_new_tokens,
+            streaming=True,
+            **options,
         )
 
     def drop(self, request_ids: Sequence[int]) -> list[int]:
@@ -173,7 +197,7 @@ class ContinuousBatch:
                 held.num_passed_on += len(token_ids)
                 result.add(held.request_id, token_ids, logprobs)
                 if output.is_finished():
-                    reason = "stop" if output.generated_tokens[-1] in self._stop_ids else "length"
+                    reason = "stop" if output.generated_tokens[-1] in held.stop_ids else "length"
                     self._end(held.request_id, reason, result)
         return result
 
@@ -232,6 +256,12 @@ def generation_config(sampling: Sampling) -> GenerationConfig:
     return GenerationConfig(  # type: ignore[no-untyped-call] # theirs
         do_sample=True, temperature=sampling.temperature, top_p=sampling.top_p, top_k=0, eos_token_id=stop
     )
+
+
+def own_processors(sampling: Sampling) -> ContinuousBatchingLogitsProcessorList:
+    """Return what lets each request have a temperature and a top-p; `sampling` is for those without."""
+    processors = [TemperatureLogitsWarper(sampling.temperature), TopPLogitsWarper(sampling.top_p)]
+    return ContinuousBatchingLogitsProcessorList(LogitsProcessorList(processors), per_request_processors=True)
 
 
 def batching_config(max_running: int, max_context_tokens: int) -> ContinuousBatchingConfig:

@@ -23,6 +23,7 @@ under the same weights it is given what is finished, under others the step is ge
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -172,6 +173,7 @@ class RolloutClient:
         own = {name: tensor.detach() for name, tensor in model.state_dict().items() if name not in names}
         weights = own if state is None else state
         self._stops = stop_token_ids(model, tokenizer)
+        keep_tokenizer(self.run, tokenizer)
         dtype = self.job.rollout.engine_args.dtype
         text = tokenizer.encode("The probe")[:64]
         content = VersionContent(
@@ -317,3 +319,11 @@ def _completion(response: FinishedResponse) -> Completion:
         str(response.finish_reason),
         len({segment.instance for segment in response.segments}),
     )
+
+
+def keep_tokenizer(run: RunFolder, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Leave the model's tokenizer where the endpoint finds it, complete, once."""
+    if not run.tokenizer.exists():
+        with tempfile.TemporaryDirectory(dir=run.path, prefix=".tokenizer.") as folder:
+            tokenizer.save_pretrained(f"{folder}/tokenizer")
+            os.rename(f"{folder}/tokenizer", run.tokenizer)

@@ -1,0 +1,211 @@
+"""What clients send, checked: bodies of the routes, and what they ask of the fleet.
+
+Unknown fields are tolerated, as clients send many. What would change the answer and cannot be done is refused
+by name, never ignored; docs/endpoint.md lists it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
+
+from rlboost_runtime.errors import ConfigError
+
+MAX_CHOICES = 128
+Ids = list[Annotated[int, Field(ge=0, lt=2**31)]]
+
+
+class BadRequest(ConfigError):
+    """The request cannot be served as it is. `param`: the field."""
+
+    def __init__(self, problem: str, remedy: str, param: str | None = None) -> None:
+        super().__init__(problem, remedy)
+        self.param = param
+
+
+class StreamOptions(BaseModel):
+    """How a stream ends."""
+
+    include_usage: bool = False
+
+
+class SamplingBody(BaseModel):
+    """Fields that all three token routes have."""
+
+    temperature: float | None = Field(default=None, ge=0, le=100)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    max_tokens: int | None = Field(default=None, ge=1)
+    stop: str | list[str] | None = None
+    stop_token_ids: Ids | None = None
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    n: int = Field(default=1, ge=1, le=MAX_CHOICES)
+    best_of: int | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    prompt_logprobs: int | None = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structured_outputs: Any = None
+
+    def refuse_unsupported(self) -> None:
+        """Raise `BadRequest` for what is asked for and cannot be done."""
+        harmless: dict[str, tuple[object, ...]] = {
+            "best_of": (self.n,), "top_k": (-1, 0), "min_p": (0,), "min_tokens": (0,),
+            "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,),
+            "logit_bias": ({},), "prompt_logprobs": (), "guided_json": (), "guided_regex": (),
+            "guided_choice": (), "guided_grammar": (), "structured_outputs": (),
+        }  # fmt: skip
+        for name, values in harmless.items():
+            value = getattr(self, name)
+            if value is not None and value not in values:
+                raise BadRequest(f"{name} is not supported", f"leave {name} out", name)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+class GenerateBody(BaseModel):
+    """`POST /inference/v1/generate`: ids in, ids and logprobs out."""
+
+    class Params(SamplingBody):
+        """Its `sampling_params`."""
+
+        logprobs: int | None = None
+
+    model: str | None = None
+    token_ids: Ids = Field(min_length=1)
+    sampling_params: Params = Params()
+    stream: bool = False
+
+    def check(self) -> None:
+        """Raise `BadRequest` for what cannot be done."""
+        self.sampling_params.refuse_unsupported()
+        if self.stream:
+            raise BadRequest(
+                "this route does not stream", "use /v1/completions with return_token_ids", "stream"
+            )
+
+
+class CompletionBody(SamplingBody):
+    """`POST /v1/completions`."""
+
+    model: str | None = None
+    prompt: str | Ids | list[str] | list[Ids]
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    logprobs: int | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    echo: bool = False
+    suffix: str | None = None
+
+    def check(self) -> None:
+        """Raise `BadRequest` for what cannot be done."""
+        self.refuse_unsupported()
+        if self.echo:
+            raise BadRequest(
+                "echo is not supported: engines return no logprobs of prompts", "leave it out", "echo"
+            )
+        if self.suffix:
+            raise BadRequest("suffix is not supported", "leave it out", "suffix")
+        if self.logprobs is not None and not 0 <= self.logprobs <= 1:
+            raise BadRequest(
+                f"logprobs is {self.logprobs}; only that of the sampled token is known", "write 0", "logprobs"
+            )
+
+    def prompts(self) -> list[str | list[int]]:
+        """Return the prompts, one or several."""
+        prompt = self.prompt
+        if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+            return [prompt]  # type: ignore[list-item]  # a string, or the ids of one prompt
+        return list(prompt)  # type: ignore[arg-type]  # several of either
+
+
+class ResponseFormat(BaseModel):
+    """Only text is supported."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+
+
+class ChatBody(SamplingBody):
+    """`POST /v1/chat/completions`."""
+
+    model: str | None = None
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    def check(self) -> None:
+        """Raise `BadRequest` for what cannot be done."""
+        self.refuse_unsupported()
+        if self.top_logprobs:
+            raise BadRequest(
+                "only the sampled token's logprob is known", "write top_logprobs: 0", "top_logprobs"
+            )
+        if self.tool_choice not in (None, "auto", "none"):
+            raise BadRequest(
+                "a tool cannot be forced: guided decoding does not survive a migration",
+                "write auto",
+                "tool_choice",
+            )
+        if self.response_format is not None and self.response_format.type != "text":
+            raise BadRequest(
+                "guided decoding does not survive a migration", "leave response_format out", "response_format"
+            )
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """Return the messages, content parts joined to text."""
+        return [{**message, "content": _text_of(message.get("content"))} for message in self.messages]
+
+
+def _text_of(content: object) -> object:
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for part in content:
+        if (
+            not isinstance(part, dict)
+            or part.get("type", "text") != "text"
+            or not isinstance(part.get("text"), str)
+        ):
+            raise BadRequest("a content part is no text", "send parts of type text only", "messages")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+class TokenizeBody(BaseModel):
+    """`POST /tokenize`: a prompt, or messages."""
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(BaseModel):
+    """`POST /detokenize`."""
+
+    tokens: Ids

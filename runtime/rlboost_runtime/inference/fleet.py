@@ -1,0 +1,170 @@
+"""The endpoint's connection to the coordinator: requests out, their tokens in, whatever happens to either.
+
+Guarantees: the tokens of a request come in order, each once, also through restarts of the coordinator: it is
+asked again from the token after the last that is here; whoever stops reading a request withdraws it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import msgspec
+
+from rlboost_runtime.errors import RuntimeFault
+from rlboost_runtime.protocol.messages import (
+    SCHEMA,
+    EndpointCommand,
+    EndpointHello,
+    EndpointWelcome,
+    GenerateMessage,
+    Message,
+    Refused,
+    TokensMessage,
+    WithdrawMessage,
+    endpoint_command_decoder,
+)
+from rlboost_runtime.protocol.session import Conversation, CoordinatorSession
+from rlboost_runtime.seams import Clock, Transport
+
+
+class RequestLost(RuntimeFault):
+    """The request is over without its last token."""
+
+
+@dataclass(slots=True)
+class Response:
+    """What is here of one response. Shapes: ids and logprobs have the same length."""
+
+    request: GenerateMessage
+    ids: array[int] = field(default_factory=lambda: array("i"))
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
+    versions: list[int] = field(default_factory=list)
+    """Policy versions that made it, in order."""
+    finish_reason: str = ""
+    problem: str = ""
+    is_delivered: bool = False
+    """Its client has all of it."""
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def is_over(self) -> bool:
+        """True if nothing more comes."""
+        return bool(self.finish_reason or self.problem)
+
+    def take(self, message: TokensMessage) -> None:
+        """Add what is new of a message."""
+        new = len(self.ids) - message.offset
+        if new >= 0:
+            self.ids += array("i", message.token_ids)[new:]
+            self.logprobs += array("f", message.logprobs)[new:]
+            self.versions += [v for v, _ in message.versions if v not in self.versions]
+            self.finish_reason, self.problem = message.finish_reason, message.problem
+            self._news.set()
+
+    async def grown(self, beyond: int, timeout_s: float) -> bool:
+        """Wait until there are more than `beyond` tokens or it is over; return False after `timeout_s`.
+
+        Raises `RequestLost`.
+        """
+        while len(self.ids) <= beyond and not self.is_over:
+            self._news.clear()
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._news.wait()
+            except TimeoutError:
+                return False
+        if self.problem and len(self.ids) <= beyond:
+            raise RequestLost(self.problem, "send the request again")
+        return True
+
+
+class Fleet:
+    """All requests of this process."""
+
+    def __init__(self, run: str, dial: Callable[[], Awaitable[Transport]], clock: Clock) -> None:
+        self._run = run
+        self.version: int | None = None
+        """The newest policy version when the coordinator was last reached."""
+        self._open: dict[str, Response] = {}
+        self._readers: dict[str, int] = {}
+        self._withdrawn: list[str] = []  # while there was no connection
+        conversation: Conversation[EndpointWelcome, EndpointCommand] = Conversation(
+            EndpointWelcome, endpoint_command_decoder, self._hello, self._welcomed, self._received
+        )
+        self._session = CoordinatorSession(dial, conversation, clock)
+
+    @property
+    def is_up(self) -> bool:
+        """True while the coordinator is there."""
+        return self._session.is_up
+
+    @property
+    def num_open(self) -> int:
+        """Requests under way."""
+        return len(self._open)
+
+    async def run(self) -> None:
+        """Keep the connection until cancelled. Raises `RLBoostError` when another attempt is pointless."""
+        await self._session.run()
+
+    @asynccontextmanager
+    async def generate(self, request: GenerateMessage, linger_s: float = 0.0) -> AsyncIterator[Response]:
+        """Request a response; it grows within the context, and is withdrawn after the last reader's: if it is
+        not delivered, `linger_s` later, so that its client may ask for it again."""
+        name = request.request_id
+        response = self._open.get(name)
+        if response is not None and response.request != request:
+            raise RequestLost(
+                f"request {name} is known and asks for something else", "give it an id of its own"
+            )
+        if response is None:
+            response = self._open[name] = Response(request)
+            self._session.post(request)
+        self._readers[name] = self._readers.get(name, 0) + 1
+        try:
+            yield response
+        finally:
+            self._readers[name] -= 1
+            if response.is_delivered or response.problem or not linger_s:
+                self._withdraw(name)
+            elif not self._readers[name]:
+                asyncio.get_running_loop().call_later(linger_s, self._withdraw, name)
+
+    def fail_all(self, problem: str) -> None:
+        """End every request with `problem`."""
+        for response in self._open.values():
+            response.take(TokensMessage(response.request.request_id, len(response.ids), problem=problem))
+
+    def _withdraw(self, name: str) -> None:
+        """Forget a request that nobody reads any more."""
+        if self._readers.get(name, 1):
+            return
+        del self._readers[name], self._open[name]
+        if self.is_up:
+            self._session.post(WithdrawMessage(name))
+        else:
+            self._withdrawn.append(name)
+
+    def _hello(self) -> EndpointHello:
+        return EndpointHello(SCHEMA, self._run)
+
+    def _welcomed(self, welcome: EndpointWelcome) -> list[Message]:
+        self.version = welcome.version
+        gone, self._withdrawn = self._withdrawn, []
+        again = (
+            msgspec.structs.replace(response.request, offset=len(response.ids))
+            for response in self._open.values()
+            if not response.is_over
+        )
+        return [*map(WithdrawMessage, gone), *again]
+
+    def _received(self, message: EndpointCommand) -> None:
+        if isinstance(message, Refused | EndpointWelcome):
+            raise ConnectionError(f"unexpected {type(message).__name__}")
+        response = self._open.get(message.request_id)
+        if response is not None:
+            response.take(message)

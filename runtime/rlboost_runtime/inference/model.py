@@ -1,0 +1,95 @@
+"""What the endpoint knows of the run's model: its tokenizer, chat template, stop tokens and context."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlboost_runtime.errors import RuntimeFault
+from rlboost_runtime.inference.bodies import BadRequest
+from rlboost_runtime.job import Job
+from rlboost_runtime.protocol.messages import Sampling
+from rlboost_runtime.run.folder import RunFolder
+
+
+class NotReady(RuntimeFault):
+    """Nothing can be served yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The model under its run's name."""
+
+    name: str
+    tokenizer: Any  # transformers' tokenizers have no common typed base
+    stop_token_ids: tuple[int, ...]
+    max_model_len: int
+    created: int
+    sampling: Sampling
+    """What a request gets that leaves it open: the run's own."""
+    is_greedy_only: bool
+    """The engines take the likeliest token and nothing else."""
+
+    def sampling_of(self, temperature: float | None, top_p: float | None, stops: tuple[int, ...]) -> Sampling:
+        """Return how to sample. Raises `BadRequest` for what the engines cannot do."""
+        own = self.sampling
+        if self.is_greedy_only and (temperature or 0.0) > 0:
+            raise BadRequest(
+                "this run decodes greedily (algorithm.temperature: 0)",
+                "write 0 or leave it out",
+                "temperature",
+            )
+        wanted = own.temperature if temperature is None else temperature
+        return Sampling(wanted, own.top_p if top_p is None else top_p, stops)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of a text."""
+        return [int(i) for i in self.tokenizer.encode(text, add_special_tokens=add_special_tokens)]
+
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> str:
+        """Return the text of ids."""
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+    def render(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, **options: Any
+    ) -> list[int]:
+        """Return the ids of a conversation under the model's chat template. Raises `BadRequest`."""
+        if not self.tokenizer.chat_template:
+            raise BadRequest(f"{self.name} has no chat template", "use /v1/completions", "messages")
+        try:
+            text = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
+        except Exception as problem:  # a template is a program, and the conversation its input
+            raise BadRequest(
+                f"the chat template refuses this: {problem}", "correct messages", "messages"
+            ) from problem
+        return self.encode(str(text), add_special_tokens=False)
+
+
+def load_model(run: RunFolder, job: Job) -> ServedModel:
+    """Return the run's model. Raises `NotReady` before its first version is published."""
+    versions = sorted(run.weights.glob("v[0-9]*"))
+    if not run.tokenizer.is_dir() or not versions:
+        raise NotReady("the model has not been published yet", "try again in a moment")
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(run.tokenizer), local_files_only=True)
+    length = job.algorithm.max_prompt_tokens + job.algorithm.max_response_tokens
+    algorithm = job.algorithm
+    return ServedModel(
+        name=run.name,
+        tokenizer=tokenizer,
+        stop_token_ids=_stops(versions[-1], tokenizer),
+        max_model_len=length,
+        created=int(time.time()),
+        sampling=Sampling(algorithm.temperature, algorithm.top_p),
+        is_greedy_only=job.rollout.engine == "transformers" and algorithm.temperature == 0,
+    )
+
+
+def _stops(folder: Path, tokenizer: Any) -> tuple[int, ...]:
+    from rlboost_runtime.engines.model_folder import stop_token_ids
+
+    ends = {tokenizer.eos_token_id} - {None}
+    return tuple(sorted({*stop_token_ids(folder), *ends}))

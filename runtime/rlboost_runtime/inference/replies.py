@@ -1,0 +1,146 @@
+"""What the routes answer: OpenAI's shapes, with token ids where they are asked for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Json = dict[str, Any]
+LOWEST_LOGPROB = -9999.0
+"""JSON has no infinity."""
+
+
+@dataclass(slots=True)
+class Piece:
+    """What one choice grew by; all of it, where the answer is no stream."""
+
+    index: int
+    text: str = ""
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def add(self, other: Piece) -> None:
+        """Append what came after it."""
+        self.text += other.text
+        self.ids += other.ids
+        self.logprobs += other.logprobs
+        self.finish_reason = other.finish_reason
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How one request wants its answer."""
+
+    request_id: str
+    model: str
+    is_chat: bool
+    has_logprobs: bool
+    has_token_ids: bool
+    token_name: Callable[[int], str]
+    """How a token is shown beside its logprob."""
+    prompt_ids: Sequence[list[int]]
+    """One per prompt."""
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def whole(self, choices: Sequence[Piece], num_choices: int) -> Json:
+        """Return the answer that is no stream; there are `num_choices` per prompt."""
+        kind = "chat.completion" if self.is_chat else "text_completion"
+        shown = [self._choice(piece, num_choices) for piece in choices]
+        answer = self._head(kind) | {"choices": shown, "usage": self.usage(sum(len(c.ids) for c in choices))}
+        if self.has_token_ids and self.is_chat:
+            answer["prompt_token_ids"] = self.prompt_ids[0]
+        return answer
+
+    def chunk(self, piece: Piece, *, is_first: bool) -> Json:
+        """Return one line of a stream."""
+        choice: Json = {"index": piece.index, "finish_reason": piece.finish_reason, "logprobs": None}
+        if self.is_chat:
+            choice["delta"] = ({"role": "assistant"} if is_first else {}) | {"content": piece.text}
+        else:
+            choice["text"] = piece.text
+        self._add_tokens(choice, piece)
+        return self._head("chat.completion.chunk" if self.is_chat else "text_completion") | {
+            "choices": [choice]
+        }
+
+    def usage_chunk(self, num_tokens: int) -> Json:
+        """Return the line of a stream that has its usage."""
+        kind = "chat.completion.chunk" if self.is_chat else "text_completion"
+        return self._head(kind) | {"choices": [], "usage": self.usage(num_tokens)}
+
+    def usage(self, num_tokens: int) -> Json:
+        """Return the numbers of tokens, each prompt counted once."""
+        prompt = sum(map(len, self.prompt_ids))
+        return {"prompt_tokens": prompt, "completion_tokens": num_tokens, "total_tokens": prompt + num_tokens}
+
+    def _head(self, kind: str) -> Json:
+        prefix = "chatcmpl" if self.is_chat else "cmpl"
+        return {
+            "id": f"{prefix}-{self.request_id}",
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+        }
+
+    def _choice(self, piece: Piece, num_choices: int) -> Json:
+        choice: Json = {"index": piece.index, "finish_reason": piece.finish_reason, "logprobs": None}
+        if self.is_chat:
+            choice["message"] = {"role": "assistant", "content": piece.text}
+        else:
+            choice["text"] = piece.text
+            if self.has_token_ids:
+                choice["prompt_token_ids"] = self.prompt_ids[piece.index // num_choices]
+        self._add_tokens(choice, piece)
+        return choice
+
+    def _add_tokens(self, choice: Json, piece: Piece) -> None:
+        if self.has_token_ids:
+            choice["token_ids"] = piece.ids
+        if not self.has_logprobs:
+            return
+        names, logprobs = [self.token_name(i) for i in piece.ids], finite(piece.logprobs)
+        if not self.is_chat:
+            choice["logprobs"] = {
+                "tokens": names,
+                "token_logprobs": logprobs,
+                "top_logprobs": None,
+                "text_offset": [],
+            }
+            return
+        choice["logprobs"] = {"content": [
+            {"token": name, "logprob": logprob, "bytes": list(name.encode()), "top_logprobs": []}
+            for name, logprob in zip(names, logprobs, strict=True)
+        ]}  # fmt: skip
+
+
+def generated(request_id: str, prompt_ids: list[int], choices: Sequence[Piece]) -> Json:
+    """Return the answer of `/inference/v1/generate`."""
+    return {
+        "request_id": request_id,
+        "prompt_token_ids": prompt_ids,
+        "choices": [
+            {
+                "index": piece.index,
+                "token_ids": piece.ids,
+                "finish_reason": piece.finish_reason,
+                "logprobs": {"content": [
+                    {"token": f"token_id:{token}", "logprob": logprob}
+                    for token, logprob in zip(piece.ids, finite(piece.logprobs), strict=True)
+                ]},
+            }
+            for piece in choices
+        ],
+    }  # fmt: skip
+
+
+def finite(logprobs: Sequence[float]) -> list[float]:
+    """Return logprobs that JSON can carry."""
+    return [max(LOWEST_LOGPROB, value) for value in logprobs]
+
+
+def error(message: str, kind: str, param: str | None = None, code: str | None = None) -> Json:
+    """Return an error in OpenAI's shape."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
