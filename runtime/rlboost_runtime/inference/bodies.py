@@ -113,6 +113,8 @@ class CompletionBody(SamplingBody):
     def check(self) -> None:
         """Raise `BadRequest` for what cannot be done."""
         self.refuse_unsupported()
+        if self.prompt == []:
+            raise BadRequest("prompt is an empty list", "send text or token ids", "prompt")
         if self.echo:
             raise BadRequest(
                 "echo is not supported: engines return no logprobs of prompts", "leave it out", "echo"

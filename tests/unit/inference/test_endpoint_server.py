@@ -1,0 +1,419 @@
+"""The endpoint's routes under the unmodified openai client, over a coordinator that the test plays."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from array import array
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from rlboost_runtime.engines.emulated import emulated_response
+from rlboost_runtime.inference import service as service_module
+from rlboost_runtime.inference.fleet import Fleet
+from rlboost_runtime.inference.model import NotReady, ServedModel
+from rlboost_runtime.inference.server import Keys, make_app
+from rlboost_runtime.inference.service import Service
+from rlboost_runtime.protocol.messages import (
+    EndpointHello,
+    EndpointWelcome,
+    GenerateMessage,
+    Sampling,
+    TokensMessage,
+    WithdrawMessage,
+    encode,
+    endpoint_message_decoder,
+)
+from rlboost_runtime.seams import SystemClock
+
+STOP_ID = 10  # a line's end
+LENGTH = 300
+
+
+class Letters:
+    """A tokenizer whose tokens are bytes, with a chat template of one line per message."""
+
+    chat_template = "lines"
+
+    def __len__(self) -> int:
+        return 257
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return bytes(i for i in token_ids if i < 256).decode("latin-1")
+
+    def convert_ids_to_tokens(self, token_ids: Sequence[int]) -> list[str]:
+        return [chr(i) for i in token_ids]
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], *, tools: Any, **options: Any) -> str:
+        if messages[0]["role"] == "nobody":
+            raise ValueError("unknown role")
+        lines = [f"{m['role']}: {m['content']}" for m in messages]
+        return "\n".join([*lines, f"tools: {len(tools or ())}", ""])
+
+
+class Coordinator:
+    """The test's end of the connection: answers like emulated engines, three tokens at a time."""
+
+    def __init__(self) -> None:
+        self.asked: list[GenerateMessage] = []
+        self.open: set[str] = set()
+        self.withdrawn: list[str] = []
+        self.drop_after: int | None = None
+        """Tokens after which the connection is lost, once."""
+        self.problem = ""
+        self.holds = asyncio.Event()
+        self.holds.set()
+
+    async def dial(self) -> Line:
+        return Line(self)
+
+
+class Line:
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._its, self._down = coordinator, asyncio.Queue[bytes | None]()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def send(self, message: bytes) -> None:
+        match endpoint_message_decoder.decode(message):
+            case EndpointHello():
+                self._down.put_nowait(encode(EndpointWelcome(0)))
+            case GenerateMessage() as asked:
+                self._its.asked.append(asked)
+                self._its.open.add(asked.request_id)
+                self._tasks.append(asyncio.create_task(self._answer(asked)))
+            case WithdrawMessage(request_id=name):
+                self._its.open.discard(name)
+                self._its.withdrawn.append(name)
+
+    async def _answer(self, asked: GenerateMessage) -> None:
+        name, its = asked.request_id, self._its
+        if its.problem:
+            self._down.put_nowait(encode(TokensMessage(name, asked.offset, problem=its.problem)))
+            return
+        ids, logprobs = emulated_response(list(array("i", asked.token_ids)), asked.max_tokens, asked.sampling)
+        reason = "stop" if ids[-1] in asked.sampling.stop_token_ids else "length"
+        for at in range(asked.offset, len(ids), 3):
+            await its.holds.wait()
+            await asyncio.sleep(0)
+            if its.drop_after is not None and at >= its.drop_after:
+                its.drop_after = None
+                self._down.put_nowait(None)
+                return
+            end = at + 3
+            self._down.put_nowait(
+                encode(
+                    TokensMessage(
+                        name, at, array("i", ids[at:end]).tobytes(), array("f", logprobs[at:end]).tobytes(),
+                        ((0, len(ids[at:end])),), reason if end >= len(ids) else "",
+                    )
+                )
+            )  # fmt: skip
+
+    async def receive(self) -> bytes:
+        message = await self._down.get()
+        if message is None:
+            raise ConnectionError("cut")
+        return message
+
+    async def close(self) -> None: ...
+
+
+MODEL = ServedModel("tiny", Letters(), (STOP_ID,), LENGTH, 1, Sampling(0.7, 0.9), is_greedy_only=False)
+
+
+class Rig:
+    def __init__(self, coordinator: Coordinator, app: Any, key: str, fleet: Fleet) -> None:
+        self.coordinator, self.fleet = coordinator, fleet
+        transport = httpx.ASGITransport(app)
+        self.http = httpx.AsyncClient(transport=transport, base_url="https://head")
+        self.client = openai.AsyncOpenAI(
+            base_url="https://head/v1",
+            api_key=key,
+            http_client=httpx.AsyncClient(transport=transport),
+            max_retries=0,
+        )
+        self.key = {"Authorization": f"Bearer {key}"}
+
+    async def post(self, path: str, **body: Any) -> httpx.Response:
+        return await self.http.post(path, json=body, headers=self.key)
+
+
+@asynccontextmanager
+async def rig(folder: Path, *, max_requests: int = 8, is_ready: bool = True) -> AsyncIterator[Rig]:
+    keys = folder / "api_keys"
+    keys.write_text("sk-one\nsk-two\n")
+    coordinator = Coordinator()
+    fleet = Fleet("run", coordinator.dial, SystemClock())
+
+    def load() -> ServedModel:
+        if not is_ready:
+            raise NotReady("the model has not been published yet", "try again in a moment")
+        return MODEL
+
+    service = Service(fleet, load, max_requests)
+    linked = asyncio.create_task(fleet.run())
+    while not fleet.is_up:  # noqa: ASYNC110 - two turns of the loop
+        await asyncio.sleep(0)
+    try:
+        yield Rig(coordinator, make_app(service, Keys(keys)), "sk-two", fleet)
+    finally:
+        linked.cancel()
+
+
+def expected(prompt: str, max_tokens: int, stops: tuple[int, ...] = (STOP_ID,)) -> list[int]:
+    return emulated_response(list(prompt.encode()), max_tokens, Sampling(stop_token_ids=stops))[0]
+
+
+def text_of(ids: Sequence[int]) -> str:
+    return bytes(ids).decode("latin-1")
+
+
+async def test_a_completion_streams_the_same_as_it_answers_whole(tmp_path: Path) -> None:
+    wanted = expected("hello", 20)
+    async with rig(tmp_path) as its:
+        ask: dict[str, Any] = {"model": "tiny", "prompt": "hello", "max_tokens": 20}
+        ids = {"return_token_ids": True}
+        whole = await its.client.completions.create(**ask, logprobs=0, extra_body=ids)
+        (choice,) = whole.choices
+        assert choice.text == text_of(wanted)
+        assert choice.finish_reason == "length"
+        assert choice.model_extra["token_ids"] == wanted
+        assert choice.model_extra["prompt_token_ids"] == list(b"hello")
+        assert len(choice.logprobs.token_logprobs) == 20
+        assert (whole.usage.prompt_tokens, whole.usage.completion_tokens, whole.usage.total_tokens) == (
+            5,
+            20,
+            25,
+        )
+        stream = await its.client.completions.create(
+            **ask, stream=True, stream_options={"include_usage": True}, extra_body=ids
+        )
+        chunks = [chunk async for chunk in stream]
+        assert "".join(c.choices[0].text for c in chunks[:-1]) == text_of(wanted)
+        assert [i for c in chunks[:-1] for i in c.choices[0].model_extra["token_ids"]] == wanted
+        assert [c.choices[0].finish_reason for c in chunks[:-1] if c.choices[0].finish_reason] == ["length"]
+        assert chunks[-1].usage == whole.usage
+        assert its.coordinator.asked[0].sampling == Sampling(0.7, 0.9, (STOP_ID,)), "the run's own"
+        assert not its.coordinator.open, "what is delivered is withdrawn"
+
+
+async def test_a_stream_goes_on_where_the_lost_connection_left_it(tmp_path: Path) -> None:
+    async with rig(tmp_path) as its:
+        its.coordinator.drop_after = 9
+        stream = await its.client.completions.create(model="tiny", prompt="hello", max_tokens=20, stream=True)
+        text = "".join([chunk.choices[0].text async for chunk in stream])
+        assert text == text_of(expected("hello", 20))
+        assert [asked.offset for asked in its.coordinator.asked] == [0, 9]
+
+
+async def test_a_response_that_is_lost_ends_its_stream_with_an_error(tmp_path: Path) -> None:
+    async with rig(tmp_path) as its:
+        its.coordinator.problem = "5 tokens of it were delivered, 0 are known"
+        stream = await its.client.completions.create(model="tiny", prompt="hello", stream=True)
+        with pytest.raises(openai.APIError, match="5 tokens of it"):
+            _ = [chunk async for chunk in stream]
+        with pytest.raises(openai.InternalServerError, match="5 tokens of it"):
+            await its.client.completions.create(model="tiny", prompt="hello")
+
+
+async def test_several_prompts_and_choices_keep_their_order(tmp_path: Path) -> None:
+    async with rig(tmp_path) as its:
+        found = await its.client.completions.create(model="tiny", prompt=["one", "two"], n=2, max_tokens=5)
+        assert [c.index for c in found.choices] == [0, 1, 2, 3]
+        wanted = [text_of(expected(p, 5)) for p in ("one", "one", "two", "two")]
+        assert [c.text for c in found.choices] == wanted
+        assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (6, 20)
+        ids = await its.client.completions.create(
+            model="tiny", prompt=[list(b"one"), list(b"two")], max_tokens=5
+        )
+        assert [c.text for c in ids.choices] == wanted[::2]
+
+
+async def test_a_chat_renders_messages_parts_and_tools(tmp_path: Path) -> None:
+    prompt = "system: be short\nuser: hello there\ntools: 1\n"
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    ask: dict[str, Any] = {
+        "model": "tiny",
+        "messages": [
+            {"role": "system", "content": "be short"},
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "hello "}, {"type": "text", "text": "there"}],
+            },
+        ],
+        "tools": [tool],
+        "max_completion_tokens": 12,
+    }
+    wanted = expected(prompt, 12)
+    async with rig(tmp_path) as its:
+        found = await its.client.chat.completions.create(
+            **ask, logprobs=True, top_logprobs=0, extra_body={"return_token_ids": True}
+        )
+        (choice,) = found.choices
+        assert (choice.message.role, choice.message.content) == ("assistant", text_of(wanted))
+        assert choice.model_extra["token_ids"] == wanted
+        assert found.model_extra["prompt_token_ids"] == list(prompt.encode())
+        assert len(choice.logprobs.content) == len(wanted)
+        stream = await its.client.chat.completions.create(**ask, stream=True)
+        chunks = [chunk async for chunk in stream]
+        assert chunks[0].choices[0].delta.role == "assistant"
+        assert "".join(c.choices[0].delta.content for c in chunks) == text_of(wanted)
+        none = await its.client.chat.completions.create(**ask, tool_choice="none")
+        assert none.usage.prompt_tokens == len(prompt)
+        assert (
+            its.coordinator.asked[-1].token_ids
+            == array("i", list(prompt.replace("1", "0").encode())).tobytes()
+        )
+        with pytest.raises(openai.BadRequestError, match="chat template refuses this: unknown role"):
+            await its.client.chat.completions.create(model="tiny", messages=[{"role": "nobody"}])
+
+
+async def test_a_stop_string_ends_a_response_and_frees_its_machine(tmp_path: Path) -> None:
+    text = text_of(expected("hello", 60))
+    stop = text[30:33]
+    async with rig(tmp_path) as its:
+        found = await its.client.completions.create(model="tiny", prompt="hello", max_tokens=60, stop=stop)
+        assert found.choices[0].text == text[: text.index(stop)]
+        assert found.choices[0].finish_reason == "stop"
+        assert found.usage.completion_tokens == text.index(stop) + 3
+        assert its.coordinator.withdrawn
+
+
+async def test_ids_in_ids_and_logprobs_out(tmp_path: Path) -> None:
+    wanted = expected("hello", 9, (7, STOP_ID))
+    params = {"temperature": 0.0, "max_tokens": 9, "stop_token_ids": [7], "logprobs": 1, "seed": 3, "new": 1}
+    async with rig(tmp_path) as its:
+        found = await its.post(
+            "/inference/v1/generate", model="tiny", token_ids=list(b"hello"), sampling_params=params
+        )
+        (choice,) = found.json()["choices"]
+        assert choice["token_ids"] == wanted
+        assert [e["token"] for e in choice["logprobs"]["content"]] == [f"token_id:{i}" for i in wanted]
+        assert all(-100 < e["logprob"] <= 0 for e in choice["logprobs"]["content"])
+        assert its.coordinator.asked[0].sampling == Sampling(0.0, 0.9, (7, STOP_ID))
+        ignoring = params | {"ignore_eos": True, "stop_token_ids": []}
+        await its.post("/inference/v1/generate", token_ids=[1], sampling_params=ignoring)
+        assert its.coordinator.asked[1].sampling.stop_token_ids == ()
+
+
+async def test_a_client_that_left_comes_back_under_its_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_module, "LINGER_S", 0.2)
+    async with rig(tmp_path) as its:
+        its.coordinator.holds.clear()
+
+        async def ask(**headers: str) -> httpx.Response:
+            body = {"prompt": "hello", "max_tokens": 20}
+            return await its.http.post("/v1/completions", json=body, headers=its.key | headers)
+
+        for headers in ({"X-Request-ID": "mine"}, {}):
+            leaving = asyncio.create_task(ask(**headers))
+            while its.fleet.num_open != 1:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            leaving.cancel()
+            await asyncio.gather(leaving, return_exceptions=True)
+            if headers:
+                assert its.fleet.num_open == 1, "it is kept for a while"
+                its.coordinator.holds.set()
+                back = await ask(**headers)
+                assert back.json()["choices"][0]["text"] == text_of(expected("hello", 20))
+                assert len(its.coordinator.asked) == 1, "nothing was generated twice"
+                its.coordinator.holds.clear()
+            assert its.fleet.num_open == 0
+
+
+async def test_errors_have_openais_shape(tmp_path: Path) -> None:
+    async with rig(tmp_path, max_requests=1) as its:
+        ask: dict[str, Any] = {"model": "tiny", "prompt": "hello"}
+        with pytest.raises(openai.NotFoundError, match="'gpt' does not exist"):
+            await its.client.completions.create(model="gpt", prompt="x")
+        with pytest.raises(openai.RateLimitError) as busy:
+            await its.client.completions.create(**ask, n=2)
+        assert busy.value.response.headers["Retry-After"] == "1"
+        refused: list[tuple[str, dict[str, Any]]] = [
+            ("max_tokens", {"max_tokens": LENGTH}), ("prompt", {"prompt": []}), ("prompt", {"prompt": [999]}),
+            ("temperature", {"temperature": -1}), ("echo", {"echo": True}), ("logprobs", {"logprobs": 5}),
+            ("top_k", {"extra_body": {"top_k": 5}}), ("guided_regex", {"extra_body": {"guided_regex": "a"}}),
+            ("logit_bias", {"logit_bias": {"5": 1}}), ("n", {"n": 0}),
+        ]  # fmt: skip
+        for param, change in refused:
+            with pytest.raises(openai.BadRequestError) as bad:
+                await its.client.completions.create(**(ask | change))
+            assert str(bad.value.param).startswith(param), change
+        chat: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
+        for change in (
+            {"response_format": {"type": "json_object"}}, {"tool_choice": "required"},
+            {"logprobs": True, "top_logprobs": 3},
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        ):  # fmt: skip
+            with pytest.raises(openai.BadRequestError):
+                await its.client.chat.completions.create(**(chat | change))
+        assert its.coordinator.asked == [], "nothing of this reached the fleet"
+        for body in (b"", b"{", b"[]", b'"x"', b"[" * 100_000, b"\xff"):
+            answer = await its.http.post("/v1/completions", content=body, headers=its.key)
+            assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+async def test_a_run_without_a_model_asks_to_wait(tmp_path: Path) -> None:
+    async with rig(tmp_path, is_ready=False) as its:
+        assert (await its.http.get("/health")).status_code == 503
+        answer = await its.post("/v1/completions", prompt="x")
+        assert (answer.status_code, answer.headers["Retry-After"]) == (503, "5")
+    async with rig(tmp_path) as its:
+        assert (await its.http.get("/health")).status_code == 200
+
+
+async def test_every_route_but_health_wants_a_key_and_tells_nothing_without(tmp_path: Path) -> None:
+    async with rig(tmp_path) as its:
+        app = its.http._transport.app  # type: ignore[attr-defined]
+        routes = {(method, route.path) for route in app.routes for method in route.methods}
+        assert len(routes) >= 7
+        bodies = set()
+        for method, path in routes - {("GET", "/health")}:
+            for header in ({}, {"Authorization": "Bearer sk-"}, {"Authorization": "Bearer sk-onex"}):
+                answer = await its.http.request(method, path, content=b"nonsense", headers=header)
+                assert answer.status_code == 401, (path, header)
+                bodies.add(answer.content)
+        assert len(bodies) == 1
+        assert (await its.http.get("/v1/models", headers=its.key)).json()["data"][0][
+            "max_model_len"
+        ] == LENGTH
+        (tmp_path / "api_keys").write_text("sk-new\n")
+        assert (await its.http.get("/v1/models", headers=its.key)).status_code == 401, (
+            "a key can be taken out"
+        )
+
+
+async def test_text_becomes_ids_and_back(tmp_path: Path) -> None:
+    async with rig(tmp_path) as its:
+        found = (await its.post("/tokenize", prompt="hey", return_token_strs=True)).json()
+        assert (found["tokens"], found["count"], found["token_strs"]) == (list(b"hey"), 3, ["h", "e", "y"])
+        assert (await its.post("/detokenize", tokens=list(b"hey"))).json() == {"prompt": "hey"}
+        messages = [{"role": "user", "content": "hi"}]
+        assert (await its.post("/tokenize", messages=messages)).json()["count"] == len("user: hi\ntools: 0\n")
+        assert (await its.post("/detokenize", tokens=[999])).status_code == 400
+
+
+async def test_a_stream_that_waits_says_that_it_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_module, "KEEP_ALIVE_S", 0.01)
+    async with rig(tmp_path) as its:
+        its.coordinator.holds.clear()
+        asyncio.get_running_loop().call_later(0.1, its.coordinator.holds.set)
+        answer = await its.post("/v1/completions", prompt="hello", max_tokens=4, stream=True)
+        lines = [line for line in answer.text.split("\n\n") if line]
+        assert lines[0] == ": waiting for tokens"
+        assert lines[-1] == "data: [DONE]"
+        texts = [json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1] if line.startswith("data")]
+        assert "".join(texts) == text_of(expected("hello", 4))
