@@ -148,6 +148,7 @@ async def serve(run: RunFolder, num_responses: int, num_agents: int, max_tokens:
     handlers = Handlers(
         agent=made.agents.serve,
         trainer=_refuse,
+        requests=_refuse,
         status=lambda: {"loop_lag": lag.take(), **made.counts()},
         preempt=_refuse,
         stop=lambda *_: None,

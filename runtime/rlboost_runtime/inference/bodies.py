@@ -130,8 +130,8 @@ class CompletionBody(SamplingBody):
         """Return the prompts, one or several."""
         prompt = self.prompt
         if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
-            return [prompt]  # type: ignore[list-item]  # a string, or the ids of one prompt
-        return list(prompt)  # type: ignore[arg-type]  # several of either
+            return [prompt]
+        return list(prompt)  # type: ignore[arg-type] # several of either
 
 
 class ResponseFormat(BaseModel):

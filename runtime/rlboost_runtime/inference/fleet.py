@@ -36,7 +36,7 @@ class RequestLost(RuntimeFault):
 
 
 @dataclass(slots=True)
-class Response:
+class GrowingResponse:
     """What is here of one response. Shapes: ids and logprobs have the same length."""
 
     request: GenerateMessage
@@ -89,7 +89,7 @@ class Fleet:
         self._run = run
         self.version: int | None = None
         """The newest policy version when the coordinator was last reached."""
-        self._open: dict[str, Response] = {}
+        self._open: dict[str, GrowingResponse] = {}
         self._readers: dict[str, int] = {}
         self._withdrawn: list[str] = []  # while there was no connection
         conversation: Conversation[EndpointWelcome, EndpointCommand] = Conversation(
@@ -112,7 +112,9 @@ class Fleet:
         await self._session.run()
 
     @asynccontextmanager
-    async def generate(self, request: GenerateMessage, linger_s: float = 0.0) -> AsyncIterator[Response]:
+    async def generate(
+        self, request: GenerateMessage, linger_s: float = 0.0
+    ) -> AsyncIterator[GrowingResponse]:
         """Request a response; it grows within the context, and is withdrawn after the last reader's: if it is
         not delivered, `linger_s` later, so that its client may ask for it again."""
         name = request.request_id
@@ -122,7 +124,7 @@ class Fleet:
                 f"request {name} is known and asks for something else", "give it an id of its own"
             )
         if response is None:
-            response = self._open[name] = Response(request)
+            response = self._open[name] = GrowingResponse(request)
             self._session.post(request)
         self._readers[name] = self._readers.get(name, 0) + 1
         try:

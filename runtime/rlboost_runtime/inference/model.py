@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ class NotReady(RuntimeFault):
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel:
+class EndpointModel:
     """The model under its run's name."""
 
     name: str
@@ -67,7 +68,7 @@ class ServedModel:
         return self.encode(str(text), add_special_tokens=False)
 
 
-def load_model(run: RunFolder, job: Job) -> ServedModel:
+def load_model(run: RunFolder, job: Job) -> EndpointModel:
     """Return the run's model. Raises `NotReady` before its first version is published."""
     versions = sorted(run.weights.glob("v[0-9]*"))
     if not run.tokenizer.is_dir() or not versions:
@@ -77,7 +78,7 @@ def load_model(run: RunFolder, job: Job) -> ServedModel:
     tokenizer = AutoTokenizer.from_pretrained(str(run.tokenizer), local_files_only=True)
     length = job.algorithm.max_prompt_tokens + job.algorithm.max_response_tokens
     algorithm = job.algorithm
-    return ServedModel(
+    return EndpointModel(
         name=run.name,
         tokenizer=tokenizer,
         stop_token_ids=_stops(versions[-1], tokenizer),
@@ -89,7 +90,7 @@ def load_model(run: RunFolder, job: Job) -> ServedModel:
 
 
 def _stops(folder: Path, tokenizer: Any) -> tuple[int, ...]:
-    from rlboost_runtime.engines.model_folder import stop_token_ids
-
-    ends = {tokenizer.eos_token_id} - {None}
-    return tuple(sorted({*stop_token_ids(folder), *ends}))
+    """Return what ends a response: what every version's generation configuration says, as engines read it."""
+    found = json.loads((folder / "generation_config.json").read_bytes()).get("eos_token_id")
+    ends = [found] if isinstance(found, int) else found or []
+    return tuple(sorted({*ends, tokenizer.eos_token_id} - {None}))

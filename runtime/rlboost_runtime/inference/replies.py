@@ -13,7 +13,7 @@ LOWEST_LOGPROB = -9999.0
 
 
 @dataclass(slots=True)
-class Piece:
+class ChoicePiece:
     """What one choice grew by; all of it, where the answer is no stream."""
 
     index: int
@@ -22,7 +22,7 @@ class Piece:
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
 
-    def add(self, other: Piece) -> None:
+    def add(self, other: ChoicePiece) -> None:
         """Append what came after it."""
         self.text += other.text
         self.ids += other.ids
@@ -45,7 +45,7 @@ class Form:
     """One per prompt."""
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, choices: Sequence[Piece], num_choices: int) -> Json:
+    def whole(self, choices: Sequence[ChoicePiece], num_choices: int) -> Json:
         """Return the answer that is no stream; there are `num_choices` per prompt."""
         kind = "chat.completion" if self.is_chat else "text_completion"
         shown = [self._choice(piece, num_choices) for piece in choices]
@@ -54,7 +54,7 @@ class Form:
             answer["prompt_token_ids"] = self.prompt_ids[0]
         return answer
 
-    def chunk(self, piece: Piece, *, is_first: bool) -> Json:
+    def chunk(self, piece: ChoicePiece, *, is_first: bool) -> Json:
         """Return one line of a stream."""
         choice: Json = {"index": piece.index, "finish_reason": piece.finish_reason, "logprobs": None}
         if self.is_chat:
@@ -85,7 +85,7 @@ class Form:
             "model": self.model,
         }
 
-    def _choice(self, piece: Piece, num_choices: int) -> Json:
+    def _choice(self, piece: ChoicePiece, num_choices: int) -> Json:
         choice: Json = {"index": piece.index, "finish_reason": piece.finish_reason, "logprobs": None}
         if self.is_chat:
             choice["message"] = {"role": "assistant", "content": piece.text}
@@ -96,7 +96,7 @@ class Form:
         self._add_tokens(choice, piece)
         return choice
 
-    def _add_tokens(self, choice: Json, piece: Piece) -> None:
+    def _add_tokens(self, choice: Json, piece: ChoicePiece) -> None:
         if self.has_token_ids:
             choice["token_ids"] = piece.ids
         if not self.has_logprobs:
@@ -116,7 +116,7 @@ class Form:
         ]}  # fmt: skip
 
 
-def generated(request_id: str, prompt_ids: list[int], choices: Sequence[Piece]) -> Json:
+def generated(request_id: str, prompt_ids: list[int], choices: Sequence[ChoicePiece]) -> Json:
     """Return the answer of `/inference/v1/generate`."""
     return {
         "request_id": request_id,

@@ -33,7 +33,7 @@ from rlboost_runtime.inference.bodies import (
 )
 from rlboost_runtime.inference.fleet import RequestLost
 from rlboost_runtime.inference.model import NotReady
-from rlboost_runtime.inference.replies import Form, Piece
+from rlboost_runtime.inference.replies import ChoicePiece, Form
 from rlboost_runtime.inference.service import DEFAULT_MAX_TOKENS, Busy, Service
 from rlboost_runtime.protocol.messages import GenerateMessage
 
@@ -62,7 +62,10 @@ class Keys:
 
     def opens(self, header: str | None) -> bool:
         """Return True if an `Authorization` header carries a key."""
-        status = self._path.stat()
+        try:
+            status = self._path.stat()
+        except FileNotFoundError:
+            return False
         stamp = (status.st_mtime_ns, status.st_ino)
         if stamp != self._stamp:
             self._keys = [
@@ -238,9 +241,9 @@ def _may_return(request: Request) -> bool:
 
 async def _whole(
     service: Service, request: Request, wanted: list[GenerateMessage], body: SamplingBody
-) -> list[Piece]:
+) -> list[ChoicePiece]:
     """Return all choices, complete. Ends early if the client leaves. Raises `RequestLost`."""
-    choices = [Piece(index) for index in range(len(wanted))]
+    choices = [ChoicePiece(index) for index in range(len(wanted))]
     async with aclosing(service.pieces(wanted, body, may_return=_may_return(request))) as pieces:
         async for piece in pieces:
             if piece is not None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
 from rlboost_runtime.inference.bodies import BadRequest, SamplingBody
 from rlboost_runtime.inference.fleet import Fleet, RequestLost
-from rlboost_runtime.inference.model import NotReady, ServedModel
-from rlboost_runtime.inference.replies import Piece
+from rlboost_runtime.inference.model import EndpointModel, NotReady
+from rlboost_runtime.inference.replies import ChoicePiece
 from rlboost_runtime.inference.text import Words
 from rlboost_runtime.protocol.messages import GenerateMessage
 
@@ -29,11 +29,11 @@ class Busy(NotReady):
 class Service:
     """One model, one fleet."""
 
-    def __init__(self, fleet: Fleet, load: Callable[[], ServedModel], max_requests: int) -> None:
+    def __init__(self, fleet: Fleet, load: Callable[[], EndpointModel], max_requests: int) -> None:
         self._fleet = fleet
         self._load = load
         self._max_requests = max_requests
-        self._model: ServedModel | None = None
+        self._model: EndpointModel | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -44,13 +44,13 @@ class Service:
             return False
         return self._fleet.is_up
 
-    def model(self) -> ServedModel:
+    def model(self) -> EndpointModel:
         """Return what is served. Raises `NotReady`."""
         if self._model is None:
             self._model = self._load()
         return self._model
 
-    def named(self, name: str | None) -> ServedModel:
+    def named(self, name: str | None) -> EndpointModel:
         """Return the model that a request names. Raises `LookupError` for another one."""
         model = self.model()
         if name not in (None, "", model.name):
@@ -70,7 +70,7 @@ class Service:
         ends = () if body.ignore_eos else model.stop_token_ids
         stops = tuple(sorted({*ends, *(body.stop_token_ids or ())}))
         sampling = model.sampling_of(body.temperature, body.top_p, stops)
-        requests = []
+        requests: list[GenerateMessage] = []
         for prompt in prompts:
             room = model.max_model_len - len(prompt)
             limit = room if max_tokens is None else max_tokens
@@ -93,10 +93,10 @@ class Service:
 
     async def pieces(
         self, requests: Sequence[GenerateMessage], body: SamplingBody, *, may_return: bool
-    ) -> AsyncIterator[Piece | None]:
+    ) -> AsyncGenerator[ChoicePiece | None, None]:
         """Yield what the choices grow by, in any order; None: nothing for a while. Closing it withdraws what
         is not delivered: at once, or after `LINGER_S` if the client may return. Raises `RequestLost`."""
-        found: asyncio.Queue[Piece | Exception | None] = asyncio.Queue(maxsize=2 * len(requests))
+        found: asyncio.Queue[ChoicePiece | Exception | None] = asyncio.Queue(maxsize=2 * len(requests))
 
         async def read(index: int, request: GenerateMessage) -> None:
             try:
@@ -124,7 +124,7 @@ class Service:
 
     async def _grow(
         self, index: int, request: GenerateMessage, body: SamplingBody, linger_s: float
-    ) -> AsyncIterator[Piece | None]:
+    ) -> AsyncGenerator[ChoicePiece | None, None]:
         words = Words(self.model(), body.stops, skip_special_tokens=body.skip_special_tokens)
         sent, reason = 0, None
         async with self._fleet.generate(request, linger_s) as response:
@@ -142,5 +142,5 @@ class Service:
                     raise RequestLost("it made several engines fail", "send another request")
                 response.is_delivered = reason is not None
                 logprobs = response.logprobs[sent:end].tolist()
-                yield Piece(index, text, response.ids[sent:end].tolist(), logprobs, reason)
+                yield ChoicePiece(index, text, response.ids[sent:end].tolist(), logprobs, reason)
                 sent = end

@@ -93,7 +93,7 @@ class Endpoint(Model):
     max_requests: int = Field(default=256, ge=1, le=65536)
     """Responses under way at once; further requests get 429 with Retry-After."""
     trains: bool = True
-    """false: the model is only served (`rlboost serve`): no steps and no reward, until `rlboost down`."""
+    """false: the model is only served, without steps or rewards, until `rlboost down`."""
 
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]

@@ -75,6 +75,7 @@ def calls(run: RunFolder) -> Iterator[Calls]:
     handlers = Handlers(
         agent=calls.connect,
         trainer=calls.connect,
+        requests=calls.connect,
         status=calls.status,
         preempt=calls.preempt,
         stop=calls.stop,

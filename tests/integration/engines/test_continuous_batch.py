@@ -154,3 +154,36 @@ def test_equal_seeds_repeat_and_others_do_not():
         batch.add(Request(i, [20], 40))
         drawn.append(run_out(batch)[0][i])
     assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_each_request_is_sampled_as_it_asks():
+    model = make_model()
+    (prompt,) = prompts([12])
+    alone = ContinuousBatch(model, GREEDY, 1, 256)
+    alone.add(Request(0, prompt, 30))
+    likeliest, exact, _ = run_out(alone)
+
+    batch = ContinuousBatch(model, Sampling(temperature=1.0), 8, 256, samples_per_request=True)
+    batch.seed(0)
+    stop = likeliest[0][7]
+    batch.add(Request(0, prompt, 30, sampling=GREEDY))
+    batch.add(Request(1, prompt, 30, sampling=Sampling(0.0, 1.0, (stop,))))
+    batch.add(Request(2, prompt, 30, sampling=Sampling(1.0, 1e-6)))  # of the nucleus one token is left
+    batch.add(Request(3, prompt, 30))
+    batch.add(Request(4, prompt, 30, sampling=Sampling(8.0)))
+    ids, logprobs, ended = run_out(batch)
+    first = likeliest[0].index(stop)
+    assert ids[0] == ids[2] == likeliest[0]
+    assert ids[1] == likeliest[0][: first + 1]
+    assert {end.request_id: end.reason for end in ended}[1] == "stop"
+    assert likeliest[0] not in (ids[3], ids[4])
+    for temperature, number in ((1.0, 3), (8.0, 4)):
+        with torch.no_grad():
+            logits_TV = model(torch.tensor([prompt + ids[number]])).logits[0, 11:-1]
+        wanted_TV = (logits_TV / temperature).log_softmax(-1)
+        chosen = wanted_TV[torch.arange(30), torch.tensor(ids[number])]
+        assert logprobs[number] == pytest.approx(chosen.tolist(), abs=1e-4), (
+            "of the distribution sampled from"
+        )
+    assert logprobs[0] == pytest.approx([0.0] * 30, abs=1e-4)
+    assert exact[0] != pytest.approx([0.0] * 30, abs=1e-4), "a greedy batch gives those at temperature 1"

@@ -17,7 +17,7 @@ import pytest
 from rlboost_runtime.engines.emulated import emulated_response
 from rlboost_runtime.inference import service as service_module
 from rlboost_runtime.inference.fleet import Fleet
-from rlboost_runtime.inference.model import NotReady, ServedModel
+from rlboost_runtime.inference.model import EndpointModel, NotReady
 from rlboost_runtime.inference.server import Keys, make_app
 from rlboost_runtime.inference.service import Service
 from rlboost_runtime.protocol.messages import (
@@ -127,7 +127,7 @@ class Line:
     async def close(self) -> None: ...
 
 
-MODEL = ServedModel("tiny", Letters(), (STOP_ID,), LENGTH, 1, Sampling(0.7, 0.9), is_greedy_only=False)
+MODEL = EndpointModel("tiny", Letters(), (STOP_ID,), LENGTH, 1, Sampling(0.7, 0.9), is_greedy_only=False)
 
 
 class Rig:
@@ -154,7 +154,7 @@ async def rig(folder: Path, *, max_requests: int = 8, is_ready: bool = True) -> 
     coordinator = Coordinator()
     fleet = Fleet("run", coordinator.dial, SystemClock())
 
-    def load() -> ServedModel:
+    def load() -> EndpointModel:
         if not is_ready:
             raise NotReady("the model has not been published yet", "try again in a moment")
         return MODEL
