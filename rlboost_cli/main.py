@@ -83,6 +83,7 @@ _MODULES: dict[str, dict[str, str]] = {
     "start": {
         "up": "Start a run without its trainer",
         "launch": "Start or continue a run and watch it; Ctrl-C detaches",
+        "generate": "Answer a file of requests by a run's fleet, each once",
     },
     "watch": {
         "status": "Show all runs, or one run in detail",

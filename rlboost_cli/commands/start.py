@@ -1,12 +1,14 @@
-"""Commands that start a run or continue it: `up` and `launch`."""
+"""Commands that start a run or continue it, `up` and `launch`, and that use its fleet: `generate`."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rlboost_cli.terminal import completion
+from rlboost_cli.terminal.completion import RunName
 
 if TYPE_CHECKING:
     from rlboost_cli.runs.target import Target
@@ -92,6 +94,40 @@ def launch(
         screens.detached(run)
     else:
         _finish(run)
+
+
+def generate(
+    run: RunName,
+    rows: Annotated[
+        Path, typer.Argument(help="File with a request's body per line", metavar="IN", show_default=False)
+    ],
+    answers: Annotated[
+        Path, typer.Argument(help="File for an answer per line", metavar="OUT", show_default=False)
+    ],
+    parallel: Annotated[
+        int, typer.Option("--parallel", min=1, max=1024, help="Requests under way at once")
+    ] = 32,
+) -> None:
+    """Answer a file of requests by a run's fleet, each once
+
+    Type the same again to go on after it was interrupted.
+
+    Example: rlboost generate served in.jsonl out.jsonl
+    """
+    from rlboost_cli.runs.batch import Batch, read_rows
+    from rlboost_cli.terminal import output
+    from rlboost_runtime.errors import ConfigError
+    from rlboost_runtime.run.index import find_run
+
+    folder = find_run(run)
+    if not folder.api_endpoint.exists():
+        raise ConfigError(f"run {run} has no endpoint", "write endpoint: {} into its job file, and launch it")
+    asked = read_rows(rows)
+    batch = Batch(folder, asked, answers, parallel)
+    with output.working() as say:
+        num_refused = batch.run(lambda done: say(f"{done} of {len(asked)} rows answered"))
+    refused = f", {num_refused} of them with an error" if num_refused else ""
+    output.show(f"{len(asked)} rows answered in {answers}{refused}")
 
 
 def _prepared(job_or_run: str, question: str, *, resume: bool, yes: bool, checks: bool = False) -> RunFolder:

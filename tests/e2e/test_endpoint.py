@@ -114,3 +114,22 @@ def _busy(status: dict[str, Any]) -> str | None:
         if instance["state"] == "ready" and instance["in_flight"]:
             return str(instance["machine"])
     return None
+
+
+def test_a_batch_through_a_kill_of_itself_has_each_row_once(served: openai.OpenAI, cli: Any) -> None:
+    rows, out = cli.home / "in.jsonl", cli.home / "out.jsonl"
+    texts = [f"row {i}" for i in range(16)]
+    rows.write_text("".join(json.dumps({"prompt": text, "max_tokens": 16}) + "\n" for text in texts))
+    first = cli.start("generate", "served", rows, out, "--parallel", "3")
+    while not out.exists() or out.read_bytes().count(b"\n") < 3:
+        assert first.poll() is None, first.communicate()
+        time.sleep(0.05)
+    first.kill()
+    first.communicate()
+    assert out.read_bytes().count(b"\n") < 16
+    cli("generate", "served", rows, out)
+    found = sorted((json.loads(line) for line in out.read_text().splitlines()), key=lambda each: each["row"])
+    assert [each["row"] for each in found] == list(range(16))
+    for text, each in zip(texts[:3], found, strict=False):
+        again = served.completions.create(model="served", prompt=text, max_tokens=16)
+        assert each["response"]["choices"][0]["text"] == again.choices[0].text

@@ -45,7 +45,7 @@ def test_secrets_belong_to_the_owner_alone(run: RunFolder) -> None:
     assert mode(run.token.parent) == 0o700
     assert {mode(p) for p in (run.token, run.key, run.certificate)} == {0o600}
     assert len(security.read_token(run)) >= 43
-    assert sorted(os.listdir(run.token.parent)) == ["cert.pem", "key.pem", "token"]
+    assert sorted(os.listdir(run.token.parent)) == ["api_keys", "cert.pem", "key.pem", "token"]
 
 
 def test_secrets_are_never_replaced(run: RunFolder) -> None:
