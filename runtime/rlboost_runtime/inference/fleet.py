@@ -107,6 +107,11 @@ class Fleet:
         """Requests under way."""
         return len(self._open)
 
+    def is_another(self, request: GenerateMessage) -> bool:
+        """Return True if a request of that name is under way that asks for something else."""
+        known = self._open.get(request.request_id)
+        return known is not None and known.request != request
+
     async def run(self) -> None:
         """Keep the connection until cancelled. Raises `RLBoostError` when another attempt is pointless."""
         await self._session.run()
@@ -119,10 +124,6 @@ class Fleet:
         not delivered, `linger_s` later, so that its client may ask for it again."""
         name = request.request_id
         response = self._open.get(name)
-        if response is not None and response.request != request:
-            raise RequestLost(
-                f"request {name} is known and asks for something else", "give it an id of its own"
-            )
         if response is None:
             response = self._open[name] = GrowingResponse(request)
             self._session.post(request)

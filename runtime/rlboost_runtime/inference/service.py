@@ -65,6 +65,9 @@ class Service:
         model = self.model()
         if not self._fleet.is_up and self._fleet.version is None:
             raise NotReady("the coordinator cannot be reached", "try again in a moment")
+        if len(prompts) * body.n > self._max_requests:
+            text = f"{len(prompts) * body.n} responses are more than this run makes at once"
+            raise BadRequest(text, f"ask for at most {self._max_requests} per request", "n")
         if self._fleet.num_open + len(prompts) * body.n > self._max_requests:
             raise Busy(f"{self._fleet.num_open} requests are under way", "try again later")
         ends = () if body.ignore_eos else model.stop_token_ids
@@ -89,6 +92,10 @@ class Service:
             requests += [
                 GenerateMessage(f"{name}/{len(requests) + i}", data, limit, sampling) for i in range(body.n)
             ]
+        if any(map(self._fleet.is_another, requests)):
+            raise BadRequest(
+                f"request {name} is known and asks for something else", "use another id", "X-Request-ID"
+            )
         return requests
 
     async def pieces(

@@ -325,6 +325,9 @@ async def test_a_client_that_left_comes_back_under_its_id(
             if headers:
                 assert its.fleet.num_open == 1, "it is kept for a while"
                 its.coordinator.holds.set()
+                changed = {"prompt": "another", "max_tokens": 20}
+                answer = await its.http.post("/v1/completions", json=changed, headers=its.key | headers)
+                assert (answer.status_code, answer.json()["error"]["param"]) == (400, "X-Request-ID")
                 back = await ask(**headers)
                 assert back.json()["choices"][0]["text"] == text_of(expected("hello", 20))
                 assert len(its.coordinator.asked) == 1, "nothing was generated twice"
@@ -337,14 +340,22 @@ async def test_errors_have_openais_shape(tmp_path: Path) -> None:
         ask: dict[str, Any] = {"model": "tiny", "prompt": "hello"}
         with pytest.raises(openai.NotFoundError, match="'gpt' does not exist"):
             await its.client.completions.create(model="gpt", prompt="x")
+        its.coordinator.holds.clear()
+        headers = {"X-Request-ID": "first"}
+        first = asyncio.create_task(its.client.completions.create(**ask, extra_headers=headers))
+        while not its.coordinator.asked:  # noqa: ASYNC110
+            await asyncio.sleep(0)
         with pytest.raises(openai.RateLimitError) as busy:
-            await its.client.completions.create(**ask, n=2)
+            await its.client.completions.create(**ask)
+        its.coordinator.holds.set()
+        await first
+        its.coordinator.asked.clear()
         assert busy.value.response.headers["Retry-After"] == "1"
         refused: list[tuple[str, dict[str, Any]]] = [
             ("max_tokens", {"max_tokens": LENGTH}), ("prompt", {"prompt": []}), ("prompt", {"prompt": [999]}),
             ("temperature", {"temperature": -1}), ("echo", {"echo": True}), ("logprobs", {"logprobs": 5}),
             ("top_k", {"extra_body": {"top_k": 5}}), ("guided_regex", {"extra_body": {"guided_regex": "a"}}),
-            ("logit_bias", {"logit_bias": {"5": 1}}), ("n", {"n": 0}),
+            ("logit_bias", {"logit_bias": {"5": 1}}), ("n", {"n": 0}), ("n", {"n": 2}),
         ]  # fmt: skip
         for param, change in refused:
             with pytest.raises(openai.BadRequestError) as bad:
