@@ -99,7 +99,9 @@ def make_app(service: Service, keys: Keys) -> FastAPI:
         body.check()
         service.named(body.model)
         name, params = _request_id(request), body.sampling_params
-        wanted = service.requests(name, [body.token_ids], params, params.max_tokens or DEFAULT_MAX_TOKENS)
+        wanted = service.requests(
+            name, [body.token_ids], params, params.max_tokens or DEFAULT_MAX_TOKENS, _session(request)
+        )
         choices = await _whole(service, request, wanted, params)
         return JSONResponse(replies.generated(name, body.token_ids, choices))
 
@@ -111,7 +113,9 @@ def make_app(service: Service, keys: Keys) -> FastAPI:
         model = service.named(body.model)
         prompts = [model.encode(p) if isinstance(p, str) else p for p in body.prompts()]
         form = _form(request, service, body, prompts, has_logprobs=body.logprobs is not None)
-        wanted = service.requests(form.request_id, prompts, body, body.max_tokens or DEFAULT_MAX_TOKENS)
+        wanted = service.requests(
+            form.request_id, prompts, body, body.max_tokens or DEFAULT_MAX_TOKENS, _session(request)
+        )
         return await _answer(service, request, form, wanted, body)
 
     @app.post("/v1/chat/completions")
@@ -126,9 +130,8 @@ def make_app(service: Service, keys: Keys) -> FastAPI:
         }
         prompt = service.named(body.model).render(body.conversation(), tools, **options)
         form = _form(request, service, body, [prompt], has_logprobs=body.logprobs)
-        wanted = service.requests(
-            form.request_id, [prompt], body, body.max_completion_tokens or body.max_tokens
-        )
+        limit = body.max_completion_tokens or body.max_tokens
+        wanted = service.requests(form.request_id, [prompt], body, limit, _session(request))
         return await _answer(service, request, form, wanted, body)
 
     @app.post("/tokenize")
@@ -179,6 +182,10 @@ async def _read(request: Request, kind: type[Body]) -> Body:
         raise BadRequest(f"{place or 'the body'}: {first['msg']}", "correct it", place or None) from problem
     except (ValueError, RecursionError) as problem:
         raise BadRequest("the body is no JSON", "send a JSON object") from problem
+
+
+def _session(request: Request) -> str:
+    return request.headers.get("x-session-id", "")[:MAX_ID_CHARS]
 
 
 def _request_id(request: Request) -> str:

@@ -58,7 +58,12 @@ class Service:
         return model
 
     def requests(
-        self, name: str, prompts: Sequence[list[int]], body: SamplingBody, max_tokens: int | None
+        self,
+        name: str,
+        prompts: Sequence[list[int]],
+        body: SamplingBody,
+        max_tokens: int | None,
+        session: str = "",
     ) -> list[GenerateMessage]:
         """Return what to ask of the fleet: `body.n` per prompt. `max_tokens` None: what the context has room
         for. Raises `BadRequest`, `Busy` and `NotReady`."""
@@ -90,7 +95,8 @@ class Service:
                 raise BadRequest(f"token id {max(prompt)} is not in the vocabulary", "correct it", "prompt")
             data = array("i", prompt).tobytes()
             requests += [
-                GenerateMessage(f"{name}/{len(requests) + i}", data, limit, sampling) for i in range(body.n)
+                GenerateMessage(f"{name}/{len(requests) + i}", data, limit, sampling, session=session)
+                for i in range(body.n)
             ]
         if any(map(self._fleet.is_another, requests)):
             raise BadRequest(

@@ -476,6 +476,8 @@ class GenerateMessage(Message, frozen=True, omit_defaults=True):
     max_tokens: int
     sampling: Sampling
     offset: int = 0
+    session: str = ""
+    """Requests of one session have a prefix in common: they go where it is cached, if there is room."""
 
 
 class WithdrawMessage(Message, frozen=True):

@@ -149,3 +149,23 @@ def test_a_run_that_ends_takes_no_requests(new_run) -> None:
     arrive(run)
     assert not run.core.open_requests
     assert run.send(Finished(run.now, FIRST, 3, FinishReason.STOP)) == []
+
+
+def test_a_session_stays_where_its_prefix_is_cached(new_run) -> None:
+    run = new_run()
+    run.publish()
+    run.spot("a", "b", max_running=8)
+    session = FIRST + 77_000
+    for number in range(FIRST, FIRST + 4):
+        run.send(RequestArrived(run.now, ResponseRequest(number, session, 10, 100)))
+    assert len(set(run.where().values())) == 1
+    (home,) = set(run.where().values())
+    for number in range(FIRST, FIRST + 4):
+        run.finish(number)
+    arrive(run, FIRST + 4)
+    other = run.where()[FIRST + 4]
+    run.send(RequestArrived(run.now, ResponseRequest(FIRST + 5, session, 10, 100)))
+    assert run.where()[FIRST + 5] == home, "also after the former request of the session has ended"
+    assert other == "a"
+    run.send(InstanceLeft(run.now, home, run.epoch(home), LossCause.NOTICED))
+    assert run.where()[FIRST + 5] != home

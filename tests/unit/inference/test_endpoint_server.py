@@ -263,8 +263,11 @@ async def test_a_chat_renders_messages_parts_and_tools(tmp_path: Path) -> None:
         assert choice.model_extra["token_ids"] == wanted
         assert found.model_extra["prompt_token_ids"] == list(prompt.encode())
         assert len(choice.logprobs.content) == len(wanted)
-        stream = await its.client.chat.completions.create(**ask, stream=True)
+        stream = await its.client.chat.completions.create(
+            **ask, stream=True, extra_headers={"X-Session-ID": "episode 7"}
+        )
         chunks = [chunk async for chunk in stream]
+        assert its.coordinator.asked[-1].session == "episode 7"
         assert chunks[0].choices[0].delta.role == "assistant"
         assert "".join(c.choices[0].delta.content for c in chunks) == text_of(wanted)
         none = await its.client.chat.completions.create(**ask, tool_choice="none")

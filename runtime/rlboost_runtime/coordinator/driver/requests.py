@@ -13,6 +13,7 @@ again. When a segment has `ROTATE_BYTES`, the open requests are written to a new
 from __future__ import annotations
 
 import asyncio
+import zlib
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -384,7 +385,8 @@ class RequestDesk:
 
 def _asked(tokens: RequestTokens) -> ResponseRequest:
     number, request = tokens.response, tokens.request
-    return ResponseRequest(number, number, len(request.token_ids) // 4, request.max_tokens)
+    group = FIRST_REQUEST + zlib.crc32(request.session.encode()) if request.session else number
+    return ResponseRequest(number, group, len(request.token_ids) // 4, request.max_tokens)
 
 
 def _finished(response: int, num_tokens: int, reason: FinishReason, at: float) -> Event:

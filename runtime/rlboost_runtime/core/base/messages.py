@@ -218,7 +218,8 @@ class CoordinatorRestarted(_Timed):
 
 @dataclass(frozen=True, slots=True)
 class ResponseRequest:
-    """One continuation to generate. `response` is unique in the run; lengths in tokens."""
+    """One continuation to generate. `response` is unique in the run; lengths in tokens. Outside a step
+    `group` is the same number, or stands for its session."""
 
     response: int
     group: int

@@ -116,7 +116,7 @@ class Assignments:
         """Forget a request, and have whoever generates it stop."""
         self._stop(response)
         self.requests.end(response, self._context.now, response.num_tokens, None)
-        self.dispatcher.forget_group(response.group)
+        self.dispatcher.ended_request(response)
 
     def abort_requests(self, instance: Instance) -> None:
         """Ask an instance that is to load another version to release its requests; they go on under it."""
@@ -199,7 +199,7 @@ class Assignments:
         self._detach(response)
         if response.response >= FIRST_REQUEST:
             self.requests.end(response, self._context.now, num_tokens, reason)
-            self.dispatcher.forget_group(response.group)
+            self.dispatcher.ended_request(response)
             self._context.emit(EndRequest(response.response, reason))
             return
         if reason is FinishReason.QUARANTINED:

@@ -49,6 +49,9 @@ length."""
 FIRST_LENGTH_SHARE = 0.5
 """Expected length, as a share of the token limit, while no step has been finished."""
 
+MAX_SESSIONS = 65_536
+"""Sessions of requests of which it is remembered where they ran; all are forgotten when a step opens."""
+
 Place = Callable[[Response, Instance, int], None]
 """Carries out one placement: response, instance, KV tokens to book."""
 
@@ -103,9 +106,13 @@ class Dispatcher:
         """Queue a waiting response by the tokens that it keeps."""
         self.queue.add(response, self.lacks(response) if self._by_group else 0)
 
-    def forget_group(self, group: int) -> None:
-        """Forget where the responses of a group ran."""
-        self._ran_on.pop(group, None)
+    def ended_request(self, response: Response) -> None:
+        """Forget where a request ran, unless it was one of a session, whose next one has its prefix."""
+        ran_on = self._ran_on.pop(response.group, None)
+        if ran_on is not None and response.group != response.response:
+            self._ran_on[response.group] = ran_on
+            while len(self._ran_on) > MAX_SESSIONS:
+                del self._ran_on[next(iter(self._ran_on))]
 
     def finished(self, response: Response) -> None:
         """A response is over: those of its group that wait come earlier."""

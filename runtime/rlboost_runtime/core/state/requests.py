@@ -1,8 +1,8 @@
 """Requests that arrived on their own, outside a step: one response each, open until it ends.
 
 They share queue, instances and assignments with the step's responses. Their numbers begin at
-`FIRST_REQUEST`, so that they never meet those of a step; each is a group of its own that lacks nothing else,
-so it goes before the groups of a step.
+`FIRST_REQUEST`, so that they never meet those of a step. None waits for others of its group, so they go
+before the groups of a step; a group only says where a prefix may be cached.
 
 Guarantees: a request ends once, and is then forgotten; the counts agree with the states (`check`).
 """
