@@ -47,7 +47,7 @@ def test_own_reward_is_measured_by_a_probe_and_planned_from_it(cli: Any) -> None
     found = cli.json("plan", str(path))["forecast"]
     assert found == json.loads(done.stdout)["forecast"]
     assert "run own-reward-probe" in found["basis"]
-    assert f"calibrated with what {PROBE_STEPS - 1} steps" in found["basis"]
+    assert f"calibrated with {PROBE_STEPS - 1} measured steps" in found["basis"]
     assert found["hours"]["mean"] > 0
     assert found["hours"] != before["hours"], "the same simulation at measured rates"
     cli.assert_gone("own-reward-probe")
