@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 from operator import itemgetter
 
+from rlboost_providers.base.accelerators import bandwidth
 from rlboost_providers.base.provider import Ability, CanSweep, Provider
 from rlboost_providers.base.tags import owner_of
 from rlboost_providers.base.traits import egress_micro_usd_per_gb
 from rlboost_runtime.core.base.cost_model import Prices
 from rlboost_runtime.errors import ConfigError, RLBoostError
 from rlboost_runtime.job import CloudOffer, Job, LocalOffer, SshOffer, Trainer
+from rlboost_runtime.job.rollout import num_devices
 from rlboost_runtime.money import MICRO_USD_PER_USD
 from rlboost_runtime.run.folder import RunFolder, home
 
@@ -57,24 +59,21 @@ def head_provider(job: Job, run: RunFolder | None) -> Provider:
             head=HeadTerms(trainer.role, trainer.head_ports),
         )
     if offer.cloud == "aws":
-        from rlboost_providers.aws.machines import head_pool, inbound_to
+        from rlboost_providers.aws.machines import head_pool
         from rlboost_providers.aws.provider import AwsProvider
 
-        return AwsProvider(
-            [head_pool(offer, trainer.role, inbound_to(trainer.head_ports, trainer.ssh_from))],
-            owner_of(home()),
-        )
-    from rlboost_providers.gcp.machines import pools_of
+        return AwsProvider([head_pool(offer, trainer)], owner_of(home()))
+    from rlboost_providers.gcp.machines import head_pools
     from rlboost_providers.gcp.provider import GcpProvider
 
-    return GcpProvider(pools_of([offer], spot=False, role=trainer.role), owner_of(home()))
+    return GcpProvider(head_pools(offer, trainer), owner_of(home()))
 
 
 def head_usd_per_hour(job: Job) -> float | None:
     """Return the likely hourly price of the job's head, for plans: as the shipped table has it, or else
     SkyPilot's catalogue where that is to buy it; None where it is not known."""
     trainer = job.trainer
-    if not trainer.is_bought:
+    if not trainer.is_bought or trainer.price_usd_per_hour:
         return trainer.price_usd_per_hour
     from rlboost_providers.base.prices import on_demand_prices
 
@@ -104,10 +103,16 @@ def expected_usd_per_hour(offer: LocalOffer | SshOffer | CloudOffer) -> float | 
 
 
 def cheapest_offer(job: Job) -> LocalOffer | SshOffer | CloudOffer:
-    """Return the offer of the job that is likely to cost least; the first where nobody knows a price."""
-    prices = [(expected_usd_per_hour(offer), offer) for offer in job.rollout.spot.any_of]
-    known = [(price, offer) for price, offer in prices if price is not None]
-    return min(known, key=itemgetter(0), default=prices[0])[1]
+    """Return the offer of the job whose tokens are likely to cost least, by its price and its GPUs' memory
+    bandwidth; the first where nobody knows a price."""
+    offers = job.rollout.spot.any_of
+    known = [
+        (price / (num_devices(gpus) * bandwidth(gpus)), offer)
+        for offer in offers
+        if (price := expected_usd_per_hour(offer)) is not None
+        for gpus in (offer.accelerators or "",)
+    ]
+    return min(known, key=itemgetter(0), default=(0.0, offers[0]))[1]
 
 
 def prices_of(job: Job) -> Prices:
