@@ -130,7 +130,7 @@ class Job(Model):
     budget: Budget = Budget()
     """When to stop spending."""
     notify: list[NotifyTarget] = Field(default=[])
-    """Who is told, once each, when the run ends, spends its budget or needs a look."""
+    """Webhooks and commands to notify, once each, when the run ends, spends its budget or needs attention."""
     after: After = After()
     """When a rented head shuts down."""
     evaluation: Evaluation | None = None

@@ -308,6 +308,7 @@ def test_what_costs_money_is_shown_and_asked_about_before_anything_is_made(
     monkeypatch.setenv("HF_TOKEN", "x")
     job = str(tmp_path / "job.yaml")
     rlboost("init", job, "--template", "aws")
+    Path(job).write_text(Path(job).read_text().replace("my-bucket", "acme-runs"))
     said = rlboost(*command, job, code=2)
     assert "per hour each" in said.stderr
     assert "there is no terminal to confirm it on" in said.stderr

@@ -327,7 +327,7 @@ def test_a_name_that_cannot_be_a_folder_is_refused(check: Check, name: str) -> N
             "model.hidden_size: found 100; write a whole number of at least 32, at most 16384, a multiple of 32",
         ),
         ("{hidden_size: 64}", "model.init: missing; add `init: tiny`"),
-        ("tiny", "model: found 'tiny', which is no folder here; write {init: tiny}"),
+        ("tiny", "model: found 'tiny', which is not a folder here; write {init: tiny}"),
         ("./gone", "model: found './gone', which does not exist; write a folder in HF format"),
         ("models/a/b", "model: found 'models/a/b', which does not exist; write a folder in HF format"),
         (
@@ -853,7 +853,7 @@ def test_a_prompt_file_must_hold_prompts(
             "data[1].chat_template: found tokeniser, which",
         ),
         ("{source: prompts.jsonl, chat_template: none, system_prompt: x}", "data[1].system_prompt: is for a"),
-        ("{dataset: ./nowhere}", "data[1].dataset: found ./nowhere, which is no folder here"),
+        ("{dataset: ./nowhere}", "data[1].dataset: found ./nowhere, which is not a folder here"),
         ("nothing", "data[1]: found 'nothing' (text); write {source: FILE}, {dataset: ID} or"),
     ],
 )

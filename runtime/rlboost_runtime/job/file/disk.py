@@ -81,7 +81,7 @@ def _check_model(data: dict[str, Any], base: Path) -> Iterator[Mistake]:
         yield Mistake(("model",), f"found {shown(model)}, which does not exist; {MODEL_FOLDER}")
         return
     if model == "tiny" and not is_folder:
-        yield Mistake(("model",), "found 'tiny', which is no folder here; write {init: tiny}")
+        yield Mistake(("model",), "found 'tiny', which is not a folder here; write {init: tiny}")
     elif is_folder:
         if not (folder / "config.json").is_file():
             yield Mistake(("model",), f"found folder {model} without config.json; {MODEL_FOLDER}")
@@ -121,7 +121,9 @@ def _check_source(path: FieldPath, source: Any, base: Path) -> Iterator[Mistake]
         if problem:
             yield Mistake((*path, "source"), problem)
     if isinstance(folder, str) and folder.startswith("./") and not (base / folder).is_dir():
-        yield Mistake((*path, "dataset"), f"found {folder}, which is no folder here; write a folder's path")
+        yield Mistake(
+            (*path, "dataset"), f"found {folder}, which is not a folder here; write a folder's path"
+        )
     if isinstance(template, str) and template not in CHAT_TEMPLATES:
         hint = _hint(template, CHAT_TEMPLATES) or f"write {', '.join(CHAT_TEMPLATES)} or a Jinja file"
         if _file_problem(template, base, "a Jinja file"):
