@@ -73,7 +73,7 @@ class Tracking(Model):
     tensorboard: bool = False
     """Event files in the run's folder, under tensorboard/."""
     wandb: Wandb | None = None
-    """Weights & Biases; null: off."""
+    """Weights & Biases, which `pip install 'rlboost[track]'` brings; null: off."""
 
 
 class Evidence(Model):

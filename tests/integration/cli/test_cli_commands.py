@@ -229,7 +229,7 @@ def test_logs_of_processes_and_of_machines_that_are_gone(run: RunFolder) -> None
 
 
 def test_samples_count_steps_from_1_as_all_commands_do(run: RunFolder) -> None:
-    sample = {"step": 24.0, "prompt": "p", "response": "r", "reward": 1.0, "tokens": 3}
+    sample = {"step": 24.0, "prompt": "p", "response": "r", "reward": 1.0, "tokens": 3.0}
     sample["finish_reason"] = "stop"
     run.samples.write_text(json.dumps(sample) + "\n")
     printed = rlboost("samples", "demo", "--json").stdout

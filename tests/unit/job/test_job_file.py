@@ -224,6 +224,7 @@ def test_odd_yaml_is_a_mistake(check: Check, text: str, line: str) -> None:
         ),
         ("algorithm: {group-size: 4}\n", "4: algorithm.group-size: unknown field; did you mean group_size?"),
         ("steps: 3\n", "4: steps: unknown field here; did you mean algorithm.steps?"),
+        ("budget {max_usd: 3}\n", "4: budget {max_usd: a colon is missing after budget; write budget: ..."),
         ("budget: {eur: 3}\n", "4: budget.eur: unknown field; there are max_usd, max_usd_per_hour"),
         ("algorithm: {group_size: '8'}\n", "4: algorithm.group_size: found '8' (text); write 8"),
         (
@@ -829,6 +830,11 @@ def test_fields_that_disagree_show_the_arithmetic(check: Check, text: str, line:
         (
             '{"chat": [{"role": "user", "content": "a"}]}\n',
             "found mine.jsonl:1: no prompt in field prompt (fields: chat); write messages_field: chat",
+        ),
+        (
+            '{"prompt": "a"}\n{"promt": "a"}\n',
+            "found mine.jsonl:2: no text in field prompt (fields: promt); correct this line: those before it"
+            " have prompt",
         ),
         ('{"q": "a"}\n', "found mine.jsonl:1: no text in field prompt (fields: q); set data.prompt_field"),
     ],

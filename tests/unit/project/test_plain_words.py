@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import html
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,9 @@ PHRASES = re.compile(
     re.IGNORECASE,
 )
 """From the review's list of phrases and the pattern words that it names."""
+
+
+SCREENS = sorted(path.stem for path in (ROOT / "docs" / "screens").glob("*.svg"))
 
 
 def strings(source: str) -> Iterator[str]:
@@ -57,6 +61,24 @@ def test_pages_and_templates_are_plain(pattern: str) -> None:
         if PHRASES.search(line)
     ]
     assert found == []
+
+
+def lines_of_screen(path: Path) -> list[str]:
+    """Lines of a captured terminal, which has an element per letter, 12.2 wide."""
+    rows: dict[float, dict[int, str]] = {}
+    letter = r'<text[^>]*\bx="([\d.]+)" y="([\d.]+)" textLength[^>]*>([^<]*)</text>'
+    for x, y, text in re.findall(letter, path.read_text(encoding="utf-8")):
+        rows.setdefault(float(y), {})[round(float(x) / 12.2)] = html.unescape(text)
+    return ["".join(row.get(x, " ") for x in range(max(row) + 1)) for _, row in sorted(rows.items())]
+
+
+@pytest.mark.parametrize("name", SCREENS)
+def test_screens_show_what_is_said_today(name: str) -> None:
+    lines = lines_of_screen(ROOT / "docs" / "screens" / f"{name}.svg")
+    text = " ".join(" ".join(lines).split())
+    assert "quickstart" in text or "rewards.py" in text, "read letter by letter"
+    assert not PHRASES.search(text)
+    assert not re.search(r"\$\d+\.\d{5}", text), "no amount has more than four decimals"
 
 
 def test_the_phrases_are_found_where_they_are() -> None:

@@ -150,14 +150,15 @@ def _prompt_file_problem(path: Path, name: str, source: Any) -> str | None:  # a
                     break
                 if line.strip():
                     num_prompts += 1
-                    if problem := _prompt_line_problem(line, source):
+                    if problem := _prompt_line_problem(line, source, is_first=num_prompts == 1):
                         return f"found {name}:{number}: {problem}"
     except UnicodeDecodeError:
         return f"found {name}, which is not UTF-8 text; write a JSON-lines file"
     return None if num_prompts else f"found {name} without a single prompt; write one JSON object per line"
 
 
-def _prompt_line_problem(line: str, source: Any) -> str | None:  # any JSON object
+def _prompt_line_problem(line: str, source: Any, *, is_first: bool) -> str | None:  # any JSON object
+    """Return what is wrong with a line: with it alone, where the lines before have the field."""
     try:
         row = json.loads(line)
     except ValueError:
@@ -171,6 +172,8 @@ def _prompt_line_problem(line: str, source: Any) -> str | None:  # any JSON obje
         return None
     close = close_match(field, list(row))
     is_misspelt = problem[1] == "set data.prompt_field" and close and close != field
+    if problem[1] == "set data.prompt_field" and not is_first:
+        return f"{problem[0]}; correct this line: those before it have {field}"
     return f"{problem[0]}; {f'set prompt_field: {close}' if is_misspelt else problem[1]}"
 
 
