@@ -93,6 +93,13 @@ def test_the_view_shows_all_that_was_promised() -> None:
         assert piece in text, f"{piece} is not in\n{text}"
 
 
+def test_what_migrated_when_seeding_ended_is_no_preemption() -> None:
+    changes = {"preemptions": {"total": 0}, "responses": {"migrated": 24}, "tokens": {"generated": 9}}
+    text = "\n".join(shown(found(**changes)))
+    assert "24 responses migrated; no preemption so far" in text
+    assert "survived" not in text
+
+
 def test_the_comparison_is_of_prices_per_token_and_waits_for_enough_steps() -> None:
     text = "\n".join(shown(found(step=10)))
     assert "$21.72 per million tokens, $36.20 on demand only (computed): 40% saved" in text
