@@ -41,7 +41,8 @@ def resolves(context: DoctorContext) -> Iterator[Finding]:
         )
     elif status is None or status >= 400:
         answer = "was not reached" if status is None else f"answered HTTP {status}"
-        yield warn(
+        judge = fail if similar else warn  # with such a neighbour it is a typing mistake
+        yield judge(
             "model",
             f"{name} is not on this machine, and the Hugging Face hub {answer}: not checked",
             f"{meant}fetch it first (hf download {name}), or it is downloaded when the run starts",

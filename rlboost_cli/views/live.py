@@ -119,10 +119,11 @@ class NewLines:
 
     def _speed(self, status: Status, num_steps: int) -> float | None:
         """Return the tokens trained per second of the newest step; None where its start was not seen."""
-        last, self._last = self._last, (status.tokens.trained, status.at)
-        if last is None or num_steps != 1 or status.at <= last[1]:
+        now, trained = status.at or 0.0, status.tokens.trained
+        last, self._last = self._last, (trained, now)
+        if last is None or num_steps != 1 or now <= last[1]:
             return None
-        return (status.tokens.trained - last[0]) / (status.at - last[1])
+        return (trained - last[0]) / (now - last[1])
 
 
 def _step(status: Status, number: int, speed: float | None) -> str:

@@ -165,6 +165,19 @@ def test_a_model_that_nobody_has_starts_nothing_and_the_folder_that_was_meant_is
     assert not (job_file.parent / "home" / "runs").exists()
 
 
+def test_without_the_hub_only_a_likely_mistake_starts_nothing(
+    job_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_CACHE", str(job_file.parent / "cache"))
+    (finding,) = model.resolves(named(job_file, "smal-llama"))
+    assert finding.verdict is Verdict.WARN
+    (job_file.parent / "small-llama").mkdir()
+    (finding,) = model.resolves(named(job_file, "smal-llama"))
+    assert finding.verdict is Verdict.FAIL
+    assert finding.remedy.startswith("write model: small-llama")
+
+
 def test_a_cached_model_needs_no_hub(job_file: Path, hub: list[str | None], tmp_path: Path) -> None:
     kept = tmp_path / "cache" / "models--acme--typo" / "snapshots" / "1"
     kept.mkdir(parents=True)
