@@ -103,7 +103,12 @@ def samples_of(run: RunFolder, step: int | None) -> dict[str, Any]:
         raise NotFound(
             f"run {run.name} has no samples of step {wanted}", f"there are steps {steps[0]} to {steps[-1]}"
         )
-    return {"run": run.name, "step": wanted, "samples": [line | {"step": wanted} for line in found]}
+    counts = [{"step": wanted, "tokens": int(line["tokens"])} for line in found]
+    return {
+        "run": run.name,
+        "step": wanted,
+        "samples": [line | each for line, each in zip(found, counts, strict=True)],
+    }
 
 
 def sample_rows(run: RunFolder, limit: int, text: str = "", step: int | None = None) -> list[dict[str, Any]]:

@@ -209,6 +209,8 @@ def _rollout(status: Status) -> list[str]:
     migrated, lost = status.responses.migrated, status.tokens.lost_estimate
     if not preemptions and not migrated and not lost:
         return [first]
+    if not preemptions and not lost:  # when seeding ends, for one
+        return [first, f"{migrated:,} responses migrated; no preemption so far"]
     what = counted(preemptions, "preemption")
     return [first, f"{what} survived: {migrated:,} responses migrated, about {lost:,} tokens lost"]
 

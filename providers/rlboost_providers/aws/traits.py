@@ -100,6 +100,7 @@ _CLOUD = CloudTraits(
             EgressOrigin(r"", 0.1105, 0.1105, 0.12),
         ),
         source="https://aws.amazon.com/ec2/pricing/on-demand/ (Data Transfer)",
+        as_of="2026",
     ),
     disk_usd_per_gb_month=0.08,
     disk_throughput=_GP3,

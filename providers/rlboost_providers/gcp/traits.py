@@ -86,6 +86,7 @@ _CLOUD = CloudTraits(
             EgressOrigin(r"", 0.14, 0.14, 0.19),
         ),
         source="https://cloud.google.com/vpc/network-pricing (Premium Tier)",
+        as_of="2026-09-20",
     ),
     disk_usd_per_gb_month=0.10,
     address_usd_per_hour=0.005,

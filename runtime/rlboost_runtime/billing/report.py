@@ -241,20 +241,19 @@ def counterfactual(
     if reason is not None:
         return Counterfactual(basis=f"not known: {reason}")
     rate = measured.reserved_tokens / measured.reserved_rollout_s
-    rollout_s = measured.tokens / rate
+    rollout_s, spent_all = measured.tokens / rate, measured.spent_micro_usd
     return on_demand_only(
         tokens=measured.tokens,
         seconds=rollout_s + measured.train_busy_s + measured.between_s,
         reserved_micro_usd_per_hour=price,
         spent_micro_usd=measured.spent_micro_usd,
         basis=(
-            f"computed, not run: the {measured.tokens:,} tokens trained in the {measured.num_steps} measured"
-            f" steps at the {rate:,.0f} tokens/s that the reserved machine generated alone in its seeding"
-            f" windows ({rollout_s:,.1f} s), then the {measured.train_busy_s:,.1f} s of training and the"
-            f" {measured.between_s:,.1f} s between steps as measured, one after the other, at its"
-            f" {format_usd(price, 2)} per hour; compared with the"
-            f" {format_usd(measured.spent_micro_usd, 4)} spent on the same steps. Seeding windows see full"
-            " batches and no slow tail, which favours the on-demand figure"
+            f"computed, not run: for the {measured.tokens:,} tokens of {measured.num_steps} measured steps"
+            f" the reserved machine alone would need {rollout_s:,.1f} s of rollout (at {rate:,.0f} tokens/s,"
+            f" as in its seeding windows), {measured.train_busy_s:,.1f} s of training and"
+            f" {measured.between_s:,.1f} s between steps, at {format_usd(price, 2)} per hour; compared with"
+            f" the {format_usd(spent_all, 4 if spent_all < MICRO_USD_PER_USD else 2)} spent on these steps."
+            " Seeding windows have full batches and no slow tail, which favours the on-demand figure"
         ),
     )
 

@@ -267,21 +267,24 @@ def _has_joined(sources: StatusSources, machine: str) -> bool:
     return known is not None and known.has_joined
 
 
-def shown_state(state: str, lease: LeaseState) -> str:
-    """Return an instance's state for people: an engine sleeps because the trainer has its GPU."""
+def shown_state(state: str, lease: LeaseState, newest_version: int | None) -> str:
+    """Return an instance's state for people: an engine sleeps because the trainer has its GPU, and waits
+    while there is no version to load."""
+    if newest_version is None and state == InstanceState.LOADING:
+        return "waiting"
     trains = lease in (LeaseState.TRAINER, LeaseState.RECALLING)
     return "training" if trains and state == InstanceState.ASLEEP else str(state)
 
 
 def _instances(sources: StatusSources) -> list[InstanceRow]:
-    now = sources.state.now()
+    core, now = sources.state.core, sources.state.now()
     rows = []
-    for name, instance in sorted(sources.state.core.instances.items()):
+    for name, instance in sorted(core.instances.items()):
         row = InstanceRow(
             id=name,
             machine=instance.machine,
             pool=str(Pool(instance.pool)),
-            state=shown_state(instance.shown_state, sources.state.core.lease),
+            state=shown_state(instance.shown_state, core.lease, core.newest_version),
             policy_version=instance.version,
             in_flight=instance.num_assigned,
             uptime_s=round(now - instance.joined_at, 1),

@@ -237,7 +237,21 @@ def misfits(job: Job, shape: TransformerShape, gpu_has: int | None = None) -> li
                 f" {_disk_gb(plan)} or auto",
             )
         )
-    return [*found, *_engine_misfits(job, shape)]
+    return [*found, *_engine_misfits(job, shape), *_too_long(job, shape)]
+
+
+def _too_long(job: Job, shape: TransformerShape) -> list[FieldProblem]:
+    prompt, response = job.algorithm.max_prompt_tokens, job.algorithm.max_response_tokens
+    if shape.positions is None or prompt + response <= shape.positions:
+        return []
+    return [
+        (
+            ("algorithm", "max_response_tokens"),
+            f"found {response:,}, but the model's context is {shape.positions:,} tokens"
+            f" (max_position_embeddings in its config.json), and prompts take up to {prompt:,};"
+            f" write at most {max(shape.positions - prompt, 0):,}, or lower max_prompt_tokens",
+        )
+    ]
 
 
 def _largest_pass(job: Job, micro_batch_tokens: int) -> int:

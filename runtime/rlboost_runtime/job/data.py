@@ -58,7 +58,7 @@ class RowSettings(PromptSettings):
     where that is such a list."""
     final_assistant: Literal["refuse", "drop", "continue"] = "refuse"
     """Messages that end with the assistant's: refuse: an error; drop: it is the answer, and left out;
-    continue: the model goes on writing it."""
+    continue: the model continues it."""
     columns: list[str] = Field(default=[])
     """Fields that are kept of each row for the reward function, beside prompt and answer; []: all."""
 
@@ -81,7 +81,7 @@ class PromptDataset(RowSettings):
     split: str = "train"
     """Split, also a part of one: train[:90%]."""
     revision: str | None = None
-    """Hub: commit, tag or branch. Only a commit gives a resumed run the same rows for certain; null: the
+    """Hub: commit, tag or branch. Only a commit gives a resumed run certainly the same rows; null: the
     newest."""
 
     @property

@@ -73,7 +73,7 @@ class Tracking(Model):
     tensorboard: bool = False
     """Event files in the run's folder, under tensorboard/."""
     wandb: Wandb | None = None
-    """Weights & Biases; null: off."""
+    """Weights & Biases, which `pip install 'rlboost[track]'` brings; null: off."""
 
 
 class Evidence(Model):
@@ -130,7 +130,7 @@ class Job(Model):
     budget: Budget = Budget()
     """When to stop spending."""
     notify: list[NotifyTarget] = Field(default=[])
-    """Who is told, once each, when the run ends, spends its budget or needs a look."""
+    """Webhooks and commands to notify, once each, when the run ends, spends its budget or needs attention."""
     after: After = After()
     """When a rented head shuts down."""
     evaluation: Evaluation | None = None

@@ -228,7 +228,7 @@ def test_spot_that_does_not_pay_is_reported_from_the_tenth_step(saving: float | 
 
 def test_spot_that_pays_again_ends_the_warning() -> None:
     monitor = HealthMonitor()
-    savings = [-0.1] * 15 + [0.04] * 5 + [0.06] * 3
+    savings = [-0.1] * 15 + [0.01] * 5 + [0.03] * 3
     texts: list[str] = []
     for step, saving in enumerate(savings, 1):
         looked = monitor.look(facts(0.0, 8, steps=step, saving_fraction=saving))

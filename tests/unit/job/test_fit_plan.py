@@ -159,6 +159,26 @@ def test_too_many_tokens_are_refused_with_the_number_that_fits(tmp_path: Path) -
         load_job(write(tmp_path, "aws", "8B", max_response_tokens=str(most + 1024)))
 
 
+def test_a_response_longer_than_the_models_context_is_refused(tmp_path: Path) -> None:
+    config = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 128, "num_hidden_layers": 2,
+              "vocab_size": 300, "max_position_embeddings": 512}  # fmt: skip
+    text = (
+        "name: demo\nmodel: small\ndata: {reasoning_gym: [basic_arithmetic]}\n"
+        "algorithm: {max_prompt_tokens: 96, max_response_tokens: 417}\n"
+    )
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "job.yaml").write_text(text)
+    with pytest.raises(JobErrors, match=r"yaml:4: algorithm\.max_response_tokens: .* write at most 416,"):
+        load_job(tmp_path / "job.yaml")
+    (tmp_path / "job.yaml").write_text(text.replace("417", "416"))
+    load_job(tmp_path / "job.yaml")
+    config["rope_scaling"] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    (tmp_path / "small" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "job.yaml").write_text(text.replace("417", "1952"))
+    load_job(tmp_path / "job.yaml")
+
+
 def test_an_engine_without_room_for_one_response_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path, "aws", "32B")
     path.write_text(

@@ -224,6 +224,7 @@ def test_odd_yaml_is_a_mistake(check: Check, text: str, line: str) -> None:
         ),
         ("algorithm: {group-size: 4}\n", "4: algorithm.group-size: unknown field; did you mean group_size?"),
         ("steps: 3\n", "4: steps: unknown field here; did you mean algorithm.steps?"),
+        ("budget {max_usd: 3}\n", "4: budget {max_usd: a colon is missing after budget; write budget: ..."),
         ("budget: {eur: 3}\n", "4: budget.eur: unknown field; there are max_usd, max_usd_per_hour"),
         ("algorithm: {group_size: '8'}\n", "4: algorithm.group_size: found '8' (text); write 8"),
         (
@@ -327,7 +328,7 @@ def test_a_name_that_cannot_be_a_folder_is_refused(check: Check, name: str) -> N
             "model.hidden_size: found 100; write a whole number of at least 32, at most 16384, a multiple of 32",
         ),
         ("{hidden_size: 64}", "model.init: missing; add `init: tiny`"),
-        ("tiny", "model: found 'tiny', which is no folder here; write {init: tiny}"),
+        ("tiny", "model: found 'tiny', which is not a folder here; write {init: tiny}"),
         ("./gone", "model: found './gone', which does not exist; write a folder in HF format"),
         ("models/a/b", "model: found 'models/a/b', which does not exist; write a folder in HF format"),
         (
@@ -830,6 +831,11 @@ def test_fields_that_disagree_show_the_arithmetic(check: Check, text: str, line:
             '{"chat": [{"role": "user", "content": "a"}]}\n',
             "found mine.jsonl:1: no prompt in field prompt (fields: chat); write messages_field: chat",
         ),
+        (
+            '{"prompt": "a"}\n{"promt": "a"}\n',
+            "found mine.jsonl:2: no text in field prompt (fields: promt); correct this line: those before it"
+            " have prompt",
+        ),
         ('{"q": "a"}\n', "found mine.jsonl:1: no text in field prompt (fields: q); set data.prompt_field"),
     ],
 )
@@ -853,7 +859,7 @@ def test_a_prompt_file_must_hold_prompts(
             "data[1].chat_template: found tokeniser, which",
         ),
         ("{source: prompts.jsonl, chat_template: none, system_prompt: x}", "data[1].system_prompt: is for a"),
-        ("{dataset: ./nowhere}", "data[1].dataset: found ./nowhere, which is no folder here"),
+        ("{dataset: ./nowhere}", "data[1].dataset: found ./nowhere, which is not a folder here"),
         ("nothing", "data[1]: found 'nothing' (text); write {source: FILE}, {dataset: ID} or"),
     ],
 )

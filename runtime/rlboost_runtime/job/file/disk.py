@@ -81,7 +81,7 @@ def _check_model(data: dict[str, Any], base: Path) -> Iterator[Mistake]:
         yield Mistake(("model",), f"found {shown(model)}, which does not exist; {MODEL_FOLDER}")
         return
     if model == "tiny" and not is_folder:
-        yield Mistake(("model",), "found 'tiny', which is no folder here; write {init: tiny}")
+        yield Mistake(("model",), "found 'tiny', which is not a folder here; write {init: tiny}")
     elif is_folder:
         if not (folder / "config.json").is_file():
             yield Mistake(("model",), f"found folder {model} without config.json; {MODEL_FOLDER}")
@@ -121,7 +121,9 @@ def _check_source(path: FieldPath, source: Any, base: Path) -> Iterator[Mistake]
         if problem:
             yield Mistake((*path, "source"), problem)
     if isinstance(folder, str) and folder.startswith("./") and not (base / folder).is_dir():
-        yield Mistake((*path, "dataset"), f"found {folder}, which is no folder here; write a folder's path")
+        yield Mistake(
+            (*path, "dataset"), f"found {folder}, which is not a folder here; write a folder's path"
+        )
     if isinstance(template, str) and template not in CHAT_TEMPLATES:
         hint = _hint(template, CHAT_TEMPLATES) or f"write {', '.join(CHAT_TEMPLATES)} or a Jinja file"
         if _file_problem(template, base, "a Jinja file"):
@@ -148,14 +150,15 @@ def _prompt_file_problem(path: Path, name: str, source: Any) -> str | None:  # a
                     break
                 if line.strip():
                     num_prompts += 1
-                    if problem := _prompt_line_problem(line, source):
+                    if problem := _prompt_line_problem(line, source, is_first=num_prompts == 1):
                         return f"found {name}:{number}: {problem}"
     except UnicodeDecodeError:
         return f"found {name}, which is not UTF-8 text; write a JSON-lines file"
     return None if num_prompts else f"found {name} without a single prompt; write one JSON object per line"
 
 
-def _prompt_line_problem(line: str, source: Any) -> str | None:  # any JSON object
+def _prompt_line_problem(line: str, source: Any, *, is_first: bool) -> str | None:  # any JSON object
+    """Return what is wrong with a line: with it alone, where the lines before have the field."""
     try:
         row = json.loads(line)
     except ValueError:
@@ -169,6 +172,8 @@ def _prompt_line_problem(line: str, source: Any) -> str | None:  # any JSON obje
         return None
     close = close_match(field, list(row))
     is_misspelt = problem[1] == "set data.prompt_field" and close and close != field
+    if problem[1] == "set data.prompt_field" and not is_first:
+        return f"{problem[0]}; correct this line: those before it have {field}"
     return f"{problem[0]}; {f'set prompt_field: {close}' if is_misspelt else problem[1]}"
 
 

@@ -263,6 +263,9 @@ def _explain(kind: str, place: _Place, error: ErrorDetails) -> tuple[FieldPath, 
 def _unknown(place: _Place) -> str:
     name = str(place.path[-1])
     known = list(place.owner.model_fields) if place.owner else []
+    word = name.partition(" ")[0]
+    if word != name and word in known:
+        return f"a colon is missing after {word}; write {word}: ..."
     if close := close_match(name, known):
         return f"unknown field; did you mean {close}?"
     elsewhere = sorted({dotted((*path, name)) for path, model in sections() if name in model.model_fields})

@@ -227,8 +227,8 @@ def _example(where: str, row: Row, data: RowSettings, settings: dict[str, Any]) 
         if data.final_assistant == "refuse":
             raise ConfigError(
                 f"{where}: the messages in {name} end with the assistant's",
-                "write data.final_assistant: drop where it is the answer, continue where the model is to go"
-                " on writing it",
+                "write data.final_assistant: drop where it is the answer, continue where the model is to"
+                " complete it",
             )
         if data.final_assistant == "drop":
             messages = messages[:-1]
