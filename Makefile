@@ -200,6 +200,10 @@ soak-corruption: $(DEV) ## FLIPS=200 random flips, cuts and deletions of each: j
 		tests/unit/billing/test_ledger.py tests/integration/coordinator/test_coordinator_shell.py \
 		tests/unit/weights/test_weight_store.py tests/unit/trainer/test_checkpoint_writer.py
 
+.PHONY: soak-restarts
+soak-restarts: $(DEV) ## KILLS=50 kills of one run's coordinator: time until tokens flow again; replay of a day (20 min)
+	@$(BIN)/python -m benchmarks.restarts --kills $(or $(KILLS),50) $(ARGS)
+
 .PHONY: soak-cloud
 soak-cloud: cloudlab ## seeded storms over the real SkyPilot, machines of a head that is gone, a machine from EC2 itself
 	RLBOOST_SKY_SEEDS=5 $(BIN)/python -m pytest -q -rP --durations=0 -m "cloud and soak" tests/cloud

@@ -132,7 +132,7 @@ class Coordinator:
         self._ledger = Ledger(run.ledger)
         self._config = core_config(job)
         self._changed = asyncio.Event()
-        core, totals, _ = recovered = recover(run.events)
+        core, totals, *_ = recovered = recover(run.events, run.snapshot)
         timing = Timing(lease_s=self._config.lease_s)
         weights = WeightTracker(self._ledger.zone_of, self._bill_egress)
         stats = InstanceStats(weights, timing.flush_s)

@@ -24,6 +24,7 @@ there is named below; everybody else only reads it.
     ledger.sqlite     machines, steps, events in words                      coordinator
     ledger.mark       how many durable transactions the ledger has had      coordinator
     events.log        the core's events                                     coordinator
+    events.snapshot   the core after some of them; may be deleted           coordinator
     journal/          step-000012.seg: tokens                               coordinator
     weights/          v000012/: immutable versions                          trainer
     checkpoints/      step-000012/, and `model/` at the end                 trainer
@@ -132,6 +133,8 @@ class RunFolder:
     notified = _Place("notified.json")
     ledger = _Place("ledger.sqlite")
     events = _Place("events.log")
+    snapshot = _Place("events.snapshot")
+    """The core as of a place in the event log."""
     journal = _Place("journal")
     weights = _Place("weights")
     checkpoints = _Place("checkpoints")

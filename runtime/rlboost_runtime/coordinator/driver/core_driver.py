@@ -28,7 +28,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from rlboost_runtime.coordinator.driver.totals import Observer, Recovered
+from rlboost_runtime.coordinator.driver.totals import Observer, Recovered, snapshot_code
 from rlboost_runtime.coordinator.storage.columns import renumbered
 from rlboost_runtime.coordinator.storage.journal import (
     EventLog,
@@ -37,6 +37,7 @@ from rlboost_runtime.coordinator.storage.journal import (
     SegmentReader,
     segment_path,
 )
+from rlboost_runtime.coordinator.storage.snapshot import SnapshotWriter
 from rlboost_runtime.coordinator.storage.token_store import TokenStore
 from rlboost_runtime.core.base.messages import (
     Abort,
@@ -200,8 +201,8 @@ class CoreDriver:
         """`recovered`: from the run's event log. Each event reaches `observers`, in their order, once its
         commands have been carried out; nothing reaches them or `outlet` before `begin`."""
         self.run = run
-        self.core, self.totals, _ = recovered
-        self.repairs: list[str] = []
+        self.core, self.totals, *_ = recovered
+        self.repairs: list[str] = [recovered.problem] if recovered.problem else []
         """What of event log and journal was lost or damaged when this process began, for people."""
         self.store = TokenStore()
         self.journal_problem: str | None = None
@@ -216,6 +217,7 @@ class CoreDriver:
         self._pending: deque[Event] = deque()
         self._handling = False
         self._recover(clock, disk, recovered.log)
+        self._snapshots = SnapshotWriter(run.snapshot, snapshot_code(), clock, recovered.num_replayed)
 
     # --- events -------------------------------------------------------------------------------------------
 
@@ -232,6 +234,7 @@ class CoreDriver:
         try:
             while self._pending:
                 self._apply(self._pending.popleft())
+                self._snapshots.after_event((self.core, self.totals), self.events.place)
         finally:
             self._handling = False
 
@@ -415,7 +418,7 @@ class CoreDriver:
         self.clock = RunClock(clock, known + away)
         if read.problem:
             shutil.copyfile(path, path.with_name("events.damaged.log"))
-        self.events = EventLog(path, disk, read.good_bytes)
+        self.events = EventLog(path, disk, read.place)
         self._late: list[Event] = []
         why = self._why_events_are_lost(read)
         if why:

@@ -37,7 +37,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, get_args
+from typing import BinaryIO, NamedTuple, get_args
 
 import msgspec
 
@@ -460,16 +460,27 @@ class SegmentReader:
         )
 
 
+class LogPlace(NamedTuple):
+    """A place between two lines of an event log, and what is before it."""
+
+    num_bytes: int = 0
+    num_lines: int = 0
+    crc: int = 0
+    """crc32 of all bytes before it."""
+
+
+START = LogPlace()
+
+
 class EventLog:
     """Append-only; one writer."""
 
-    def __init__(self, path: Path, disk: Disk, good_bytes: int | None = None) -> None:
-        """What is beyond the first `good_bytes` is cut off; None: only a torn last line."""
+    def __init__(self, path: Path, disk: Disk, end: LogPlace = START) -> None:
+        """What is beyond `end` is cut off."""
         self._disk = disk
-        if good_bytes is None:
-            drop_torn_tail(path)
-        elif path.exists():
-            os.truncate(path, good_bytes)
+        if path.exists():
+            os.truncate(path, end.num_bytes)
+        _, self._num_lines, self._crc = end
         self._fd = disk.append(path)
         self.size = os.fstat(self._fd).st_size
         """Length of the file in bytes."""
@@ -483,6 +494,13 @@ class EventLog:
             os.ftruncate(self._fd, self.size)
             raise
         self.size += len(line)
+        self._num_lines += 1
+        self._crc = zlib.crc32(line, self._crc)
+
+    @property
+    def place(self) -> LogPlace:
+        """The end."""
+        return LogPlace(self.size, self._num_lines, self._crc)
 
     def close(self) -> None:
         """Close the file."""
@@ -503,15 +521,21 @@ class EventReader:
     What it tells is right once it has been read to its end.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, start: LogPlace = START) -> None:
         self.path = path
-        self.good_bytes = 0
-        """Length of the whole lines read so far."""
+        self.good_bytes = start.num_bytes
+        """Where the last whole line that was read ends."""
         self.num_unchecked = 0
         """Lines of an older version, without a checksum."""
         self.problem = ""
         """Why reading ended before the end of the file, in words; a torn last line is no problem."""
-        self._num_read = 0
+        self._num_read = start.num_lines
+        self._crc = start.crc
+
+    @property
+    def place(self) -> LogPlace:
+        """After the last event that was read."""
+        return LogPlace(self.good_bytes, self._num_read, self._crc)
 
     def __iter__(self) -> Iterator[Event]:
         try:
@@ -519,6 +543,7 @@ class EventReader:
         except FileNotFoundError:
             return
         with file:
+            file.seek(self.good_bytes)
             for line in file:
                 if not line.endswith(b"\n"):
                     return
@@ -532,6 +557,7 @@ class EventReader:
                     return
                 self._num_read += 1
                 self.good_bytes += len(line)
+                self._crc = zlib.crc32(line, self._crc)
                 yield event
 
     def _event(self, line: bytes) -> Event | None:
@@ -557,23 +583,3 @@ def read_events(path: Path) -> Iterator[Event]:
     yield from reader
     if reader.problem:
         raise RuntimeFault(reader.problem, "rlboost launch RUN --resume repairs it")
-
-
-def drop_torn_tail(path: Path) -> None:
-    """Cut a last line that a crash left without its end."""
-    if not path.exists():
-        return
-    with path.open("r+b") as file:
-        size = file.seek(0, os.SEEK_END)
-        block = 4096
-        end = size
-        while end > 0:
-            start = max(0, end - block)
-            file.seek(start)
-            newline = file.read(end - start).rfind(b"\n")
-            if newline >= 0:
-                end = start + newline + 1
-                break
-            end = start
-        if end != size:
-            file.truncate(end)

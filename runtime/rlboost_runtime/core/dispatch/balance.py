@@ -17,8 +17,9 @@ Cost: O(log instances) an event; a move looks at the responses of the instance t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from rlboost_runtime.core.base.messages import Pool
 from rlboost_runtime.core.state.eligible import LoadIndex, Rank
@@ -50,7 +51,10 @@ class Balancer:
     def __init__(self, eligible: Mapping[str, Instance], load_index: LoadIndex, lengths: Lengths) -> None:
         self.step_times = StepTimes()
         self._uneven = [
-            (LoadIndex(eligible, _fullest_of(pool)), LoadIndex(eligible, _emptiest_of(pool)))
+            (
+                LoadIndex(eligible, partial(_fullest_first, pool)),
+                LoadIndex(eligible, partial(_emptiest_first, pool)),
+            )
             for pool in (Pool.SPOT, Pool.RESERVED)
         ]
         """By pool: the fullest first, the emptiest first."""
@@ -150,22 +154,16 @@ def _newest(instance: Instance) -> tuple[int, Response]:
     return assignment, instance.assignments[assignment]
 
 
-def _fullest_of(pool: Pool) -> Callable[[Instance], Rank | None]:
-    def rank(instance: Instance) -> Rank | None:
-        if instance.pool is not pool or not instance.assignments:
-            return None
-        return -instance.share, 0.0, instance.instance
-
-    return rank
+def _fullest_first(pool: Pool, instance: Instance) -> Rank | None:
+    if instance.pool is not pool or not instance.assignments:
+        return None
+    return -instance.share, 0.0, instance.instance
 
 
-def _emptiest_of(pool: Pool) -> Callable[[Instance], Rank | None]:
-    def rank(instance: Instance) -> Rank | None:
-        if instance.pool is not pool or instance.num_assigned >= max(1, instance.max_running):
-            return None
-        return instance.share, instance.fill, instance.instance
-
-    return rank
+def _emptiest_first(pool: Pool, instance: Instance) -> Rank | None:
+    if instance.pool is not pool or instance.num_assigned >= max(1, instance.max_running):
+        return None
+    return instance.share, instance.fill, instance.instance
 
 
 def _most_pending(instance: Instance) -> Rank | None:
