@@ -83,3 +83,23 @@ def tokens_of(name: int, start: int, end: int) -> list[int]:
     if start == 0 and tokens:
         tokens[0] = name
     return tokens
+
+
+class Checks:
+    """Finds what is wrong with delivered responses: one token lost, doubled or another's shows."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self._scenario = scenario
+        self._names: set[int] = set()
+
+    def problem(self, prompt: Sequence[int], ids: list[int], num_logprobs: int) -> str | None:
+        """Return what is wrong with one response; None: nothing."""
+        if not ids:
+            return "it is empty"
+        if ids[0] in self._names:
+            return f"{ids[0]} was delivered before"
+        self._names.add(ids[0])
+        length = self._scenario.length(prompt, ids[0])
+        if len(ids) != length or num_logprobs != length:
+            return f"{len(ids)} tokens and {num_logprobs} logprobs instead of {length}"
+        return None if ids == tokens_of(ids[0], 0, length) else "its tokens are not those of one response"

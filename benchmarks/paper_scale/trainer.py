@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.paper_scale.scenario import PROBE, STEPS, Scenario, tokens_of
+from benchmarks.paper_scale.scenario import PROBE, STEPS, Checks, Scenario
 from rlboost_runtime.engines.emulated import emulated_response
 from rlboost_runtime.protocol.messages import DeliverGroupMessage, Sampling, StepTrainedMessage
 from rlboost_runtime.sim.trainer_model import MAX_SHARE, train_s
@@ -46,7 +46,7 @@ class ModelledTrainer:
         self._client = client
         self._scenario = Scenario.of_run()
         self._preset = self._scenario.preset
-        self._names: set[int] = set()
+        self._checks = Checks(self._scenario)
         self._notes = client.run.path / STEPS
 
     def train(self) -> None:
@@ -132,22 +132,10 @@ class ModelledTrainer:
                 ids = np.frombuffer(response.token_ids, "<i4").tolist()
                 lengths.append([len(prompt), len(ids)])
                 lived.migrated += len({segment.instance for segment in response.segments}) > 1
-                if problem := self._problem(prompt, ids, len(response.logprobs) // 4):
+                if problem := self._checks.problem(prompt, ids, len(response.logprobs) // 4):
                     lived.problems.append(f"group {group.group}, response {response.response}: {problem}")
             lived.lengths[group.group] = lengths
             ready.extend(lengths)
-
-    def _problem(self, prompt: list[int], ids: list[int], num_logprobs: int) -> str | None:
-        """Return what is wrong with a response: one token lost, doubled or another's shows."""
-        if not ids:
-            return "it is empty"
-        if ids[0] in self._names:
-            return f"{ids[0]} was delivered before"
-        self._names.add(ids[0])
-        length = self._scenario.length(prompt, ids[0])
-        if len(ids) != length or num_logprobs != length:
-            return f"{len(ids)} tokens and {num_logprobs} logprobs instead of {length}"
-        return None if ids == tokens_of(ids[0], 0, length) else "its tokens are not those of one response"
 
     def _note(self, **values: Any) -> None:
         with self._notes.open("a") as file:
