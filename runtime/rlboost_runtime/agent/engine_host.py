@@ -283,12 +283,15 @@ class EngineHost:
         if self._sleep_wanted:
             await self._go_to_sleep(engine)
             return
+        wanted = self._wanted
+        if wanted is None or not self._needs_proof:
+            return
+        if self._is_asleep and not await self._wake(engine, wanted):  # while the version is fetched
+            return
         pulled = self._pulled
-        if pulled is None or pulled.version != self._wanted or not self._needs_proof:
+        if pulled is None or pulled.version != self._wanted or self._sleep_wanted:
             return
         self._served = None
-        if self._is_asleep and not await self._wake(engine, pulled.version):
-            return
         began = self._clock.now()
         problem, times = await _apply(engine, pulled)
         if self._wanted != pulled.version or self._sleep_wanted or self._engine is not engine:
