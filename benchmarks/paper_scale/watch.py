@@ -16,8 +16,8 @@ from rlboost_runtime.processes import ROLE_TAG, RUN_TAG
 from rlboost_runtime.run.folder import RunFolder
 
 LOOK_S = 5.0
-WARM_UP_S = 300.0
-"""Memory grows while the first step's tokens come in; what grows after that is what would end a long run."""
+WARM_UP_S = 900.0
+"""Memory grows while the first steps' tokens come in; what grows after that is what would end a long run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +39,12 @@ class Watched:
     """All looks, in order of time."""
 
     samples: list[Sample] = field(default_factory=list)
-    spot_by_state: list[dict[str, int]] = field(default_factory=list)
 
     @property
     def growth_mb_per_hour(self) -> float | None:
         """Slope of the coordinator's memory after the warm-up; None: the run was too short."""
         late = [sample for sample in self.samples if sample.at_s >= WARM_UP_S]
-        if len(late) < 20:
+        if len(late) < 20 or late[-1].at_s - late[0].at_s < WARM_UP_S / 3.0:
             return None
         slope, _ = np.polyfit([s.at_s for s in late], [s.rss_mb for s in late], 1)
         return float(3600.0 * slope)
