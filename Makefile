@@ -248,7 +248,7 @@ soak-quickstart: $(DEV) ## the quickstart over SEEDS=5 seeds: time, useful share
 .PHONY: soak-paper-scale
 soak-paper-scale: $(DEV) ## the real stack at the paper's scale, engines and trainer emulated, for MINUTES=30: MODEL=8B, 14B, 32B
 	@$(BIN)/rlboost traces fetch bamboo-p3 >&2
-	@$(BIN)/python -m benchmarks.paper_scale --minutes $(or $(MINUTES),30) --model $(or $(MODEL),8B) $(ARGS)
+	@$(BIN)/python -m benchmarks.paper_scale --minutes $(or $(MINUTES),30) --model $(or $(MODEL),8B) $(if $(OUT),--out $(OUT))
 
 .PHONY: soak-learning
 soak-learning: $(DEV) ## learning curves: each loss over 3 seeds, staleness 0 and 1 over 5 (40 min; may be stopped)
