@@ -249,6 +249,11 @@ bench-learning: $(DEV) ## quiet against stormy runs, six seeds each (an hour or 
 soak-quickstart: $(DEV) ## the quickstart over SEEDS=5 seeds: time, useful share, reward, kills, plan against bill (20 min)
 	$(BIN)/python -m benchmarks.quickstart --seeds $(or $(SEEDS),5)
 
+.PHONY: soak-paper-scale
+soak-paper-scale: $(DEV) ## the real stack at the paper's scale, engines and trainer emulated, for MINUTES=30: MODEL=8B, 14B, 32B
+	@$(BIN)/rlboost traces fetch bamboo-p3 >&2
+	@$(BIN)/python -m benchmarks.paper_scale --minutes $(or $(MINUTES),30) --model $(or $(MODEL),8B) $(if $(OUT),--out $(OUT))
+
 .PHONY: soak-learning
 soak-learning: $(DEV) ## learning curves: each loss over 3 seeds, staleness 0 and 1 over 5 (40 min; may be stopped)
 	@for what in losses staleness; do \
