@@ -1,0 +1,77 @@
+"""docs/python.md, cell by cell in a real Jupyter kernel: `import rlboost` from launch to down."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jupyter_client.manager import KernelManager
+
+from tests.e2e.e2e_rig import PATIENCE, Cli
+
+pytestmark = pytest.mark.e2e
+
+PAGE = Path(__file__).parents[2] / "docs" / "python.md"
+CELLS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), flags=re.M | re.S)
+CELL_S = 120.0 * PATIENCE
+
+
+@pytest.fixture
+def kernel(cli: Cli, tmp_path: Path) -> Iterator[Any]:
+    """A client of a kernel whose working directory is empty."""
+    folder = tmp_path / "notebook"
+    folder.mkdir()
+    manager = KernelManager()
+    manager.start_kernel(env=cli.environment, cwd=str(folder))
+    client = manager.client()
+    client.start_channels()
+    try:
+        client.wait_for_ready(timeout=60 * PATIENCE)
+        yield client
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+
+
+def run_cell(client: Any, code: str) -> tuple[str, list[tuple[str, str]]]:
+    """Return what a cell printed, and what it displayed: kind of message and HTML. Fails on an error."""
+    printed, shown, deadline = "", [], time.monotonic() + CELL_S
+    asked = client.execute(code)
+    while True:
+        message = client.get_iopub_msg(timeout=max(0.1, deadline - time.monotonic()))
+        if message["parent_header"].get("msg_id") != asked:
+            continue
+        kind, content = message["msg_type"], message["content"]
+        assert kind != "error", "\n".join(content["traceback"])
+        if kind == "stream" and content["name"] == "stdout":
+            printed += content["text"]
+        elif "data" in content:
+            shown.append((kind, content["data"].get("text/html", "")))
+        elif kind == "status" and content["execution_state"] == "idle":
+            return printed, shown
+
+
+def test_the_page_on_python_runs_as_written_in_a_notebook(cli: Cli, kernel: Any) -> None:
+    launch, follow, tables, bill, failure = CELLS
+    run_cell(kernel, launch)
+    printed, shown = run_cell(kernel, follow)
+    assert printed.splitlines()[-1] == "done"
+    assert shown[0][0] == "display_data"
+    assert len(shown) > 2, "the view was painted once and then updated"
+    assert {kind for kind, _ in shown[1:]} == {"update_display_data"}
+    assert "from-python" in shown[-1][1]
+    status, cost = cli.json("status", "from-python"), cli.json("cost", "from-python")
+    printed, _ = run_cell(kernel, tables)
+    assert printed.startswith(f"step 3 of 3, mean reward {status['reward_mean']:.3f}\n")
+    assert "reward_mean  length_mean" in printed
+    printed, _ = run_cell(kernel, bill)
+    assert printed.startswith(f"${cost['total_usd']:.2f} for {cost['tokens_trained']:,} tokens\n")
+    printed, _ = run_cell(kernel, failure)
+    assert "did you mean from-python?" in printed
+    _, shown = run_cell(kernel, "run")
+    assert "3/3" in shown[0][1]
+    cli.assert_gone("from-python")
