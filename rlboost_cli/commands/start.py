@@ -58,6 +58,16 @@ def launch(
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue a run that has ended, from its last checkpoint")
     ] = False,
+    start: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            help="Start a new run of the job file from a checkpoint of another; without @STEP, its newest",
+            metavar="RUN@STEP",
+            show_default=False,
+            autocompletion=completion.runs,
+        ),
+    ] = None,
     no_doctor: Annotated[
         bool, typer.Option("--no-doctor", help="Do not check data, reward, engine and secrets first")
     ] = False,
@@ -74,7 +84,7 @@ def launch(
     from rlboost_cli.views.live import follow
 
     try:
-        run = prepared(job_or_run, "launch?", resume=resume, yes=yes, checks=not no_doctor)
+        run = prepared(job_or_run, "launch?", resume=resume, yes=yes, checks=not no_doctor, start=start)
     except NothingLeft as done:
         output.progress(f"{done.problem}; {done.remedy}")
         _finish(done.run)

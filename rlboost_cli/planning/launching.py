@@ -15,21 +15,29 @@ from rlboost_runtime.run.folder import RunFolder, home
 
 
 def prepared(
-    job_or_run: str, question: str | None, *, resume: bool, yes: bool, checks: bool = False
+    job_or_run: str,
+    question: str | None,
+    *,
+    resume: bool,
+    yes: bool,
+    checks: bool = False,
+    start: str | None = None,
 ) -> RunFolder:
     """Return the run that was named, made or opened again where needed, once its plan was agreed to.
 
-    `question`, `yes`: as for `agree`. `checks`: data, reward, engine and secrets are tried first. Raises
-    `ConfigError`, `NotFound`, and `RuntimeFault` where the disk has no room.
+    `question`, `yes`: as for `agree`. `checks`: data, reward, engine and secrets are tried first. `start`:
+    the checkpoint from which a new run goes on. Raises `ConfigError`, `NotFound`, and `RuntimeFault` where
+    the disk has no room.
     """
-    target = find_target(job_or_run, resume=resume, say=output.progress)
+    target = find_target(job_or_run, resume=resume, start=start, say=output.progress)
     extras.require(target.job)
     if checks and target.is_to_start:
         with output.working("checking data, reward and secrets"):
             _check(target)
     plan = None
     if target.is_to_start:
-        plan = planned(target.name, target.job, target.folder)
+        steps = {"algorithm": target.job.algorithm.model_copy(update={"steps": target.num_steps_left})}
+        plan = planned(target.name, target.job.model_copy(update=steps), target.folder)
         agree(plan, question, yes=yes)
     with output.working("copying the job's files"):
         found = target.prepare(resume=resume, say=output.progress)

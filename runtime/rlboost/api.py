@@ -58,6 +58,7 @@ def launch(
     *,
     yes: bool = False,
     resume: bool = False,
+    start: str | None = None,
     checks: bool = True,
 ) -> Run:
     """Start a run, or continue one, and return it once its coordinator answers.
@@ -69,6 +70,7 @@ def launch(
             mapping names are relative to the working directory.
         yes: Agree to the plan, which is printed. Needed where a cloud sends a bill.
         resume: Continue a run that has ended, from its last checkpoint.
+        start: Start a new run from a checkpoint of another, "RUN@STEP" or "RUN" for its newest.
         checks: Try data, reward, engine and secrets first.
 
     Raises:
@@ -81,7 +83,7 @@ def launch(
     from rlboost_cli.runs.supervision import bring_up, want_training
 
     with _job_file(job) as path_or_run:
-        run = prepared(path_or_run, None, resume=resume, yes=yes, checks=checks)
+        run = prepared(path_or_run, None, resume=resume, start=start, yes=yes, checks=checks)
     want_training(run)
     with output.working() as say:
         bring_up(run, say)

@@ -56,7 +56,7 @@ def run_cell(client: Any, code: str) -> tuple[str, list[tuple[str, str]]]:
 
 
 def test_the_page_on_python_runs_as_written_in_a_notebook(cli: Cli, kernel: Any) -> None:
-    launch, follow, tables, bill, failure = CELLS
+    launch, follow, tables, bill, fork, failure = CELLS
     run_cell(kernel, launch)
     printed, shown = run_cell(kernel, follow)
     assert printed.splitlines()[-1] == "done"
@@ -70,8 +70,26 @@ def test_the_page_on_python_runs_as_written_in_a_notebook(cli: Cli, kernel: Any)
     assert "reward_mean  length_mean" in printed
     printed, _ = run_cell(kernel, bill)
     assert printed.startswith(f"${cost['total_usd']:.2f} for {cost['tokens_trained']:,} tokens\n")
+    printed, _ = run_cell(kernel, fork)
+    assert printed == "done ['from-python@2']\n"
+    check_fork(cli)
     printed, _ = run_cell(kernel, failure)
     assert "did you mean from-python?" in printed
     _, shown = run_cell(kernel, "run")
     assert "3/3" in shown[0][1]
     cli.assert_gone("from-python")
+
+
+def check_fork(cli: Cli) -> None:
+    """It trained step 3 alone, from the parent's weights, and only that is on its bill."""
+    assert cli.json("status", "larger-groups")["step"] == 3
+    assert [row["step"] for row in cli.json("cost", "larger-groups")["steps"]] == [2]
+    parent, fork = cli.json("metrics", "from-python"), cli.json("metrics", "larger-groups")
+    assert fork["steps"] == [1, 2, 3]
+    rewards = [found["metrics"]["reward_mean"]["values"] for found in (parent, fork)]
+    assert rewards[0][:2] == rewards[1][:2], "the curve goes on from the parent's"
+    found = cli.json("compare", "from-python", "larger-groups")
+    assert found["changed"] == {"algorithm.group_size": {"from-python": 4, "larger-groups": 8}}
+    assert [column["ancestors"] for column in found["runs"]] == [[], ["from-python@2"]]
+    assert "forked from | from-python@2" in cli("report", "larger-groups", "--md").stdout
+    cli.assert_gone("larger-groups")

@@ -83,10 +83,11 @@
     const lost = status.preemptions ? status.preemptions.noticed + status.preemptions.silent + status.preemptions.reset : 0;
     const other = cost.counterfactual, saving = other.saving_fraction;
     const spent = status.started_at && status.at ? status.at - status.started_at : null;
-    const left = !data.has_ended && status.step > 1 && status.steps ? (spent / status.step) * (status.steps - status.step) : null;
+    const from = status.ancestors?.[0], own = status.step - (from ? Number(from.split("@")[1]) : 0);
+    const left = !data.has_ended && own > 1 && status.steps ? (spent / own) * (status.steps - status.step) : null;
     return html`<div class="tiles">
       <${Tile} name="Step" value=${`${status.step} / ${status.steps ?? "-"}`}
-        note=${`${duration(spent)}${left ? `, about ${duration(left)} left` : ""}; policy version ${status.policy_version ?? "-"}`} />
+        note=${`${duration(spent)}${left ? `, about ${duration(left)} left` : ""}; policy version ${status.policy_version ?? "-"}${from ? `; forked from ${status.ancestors.join(", from ")}` : ""}`} />
       <${Tile} name="Mean reward" value=${number(status.reward_mean)} note=${rewards.length ? `first step ${number(rewards[0])}` : ""} />
       ${status.evaluation && html`<${Tile} name="Held-out reward" value=${number(status.evaluation.reward_mean)}
         note=${`first ${number(status.evaluation.first_reward_mean)}, at step ${status.evaluation.step}`} />`}
