@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 from jupyter_client.manager import KernelManager
 
+from tests.e2e import browser
 from tests.e2e.e2e_rig import PATIENCE, Cli
+from tests.e2e.test_dashboard import check_page, dashboard
 
 pytestmark = pytest.mark.e2e
 
 PAGE = Path(__file__).parents[2] / "docs" / "python.md"
 CELLS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), flags=re.M | re.S)
+COMPARE = "document.querySelector('a[href=\"/compare\"]')"
 CELL_S = 120.0 * PATIENCE
 
 
@@ -92,4 +95,17 @@ def check_fork(cli: Cli) -> None:
     assert found["changed"] == {"algorithm.group_size": {"from-python": 4, "larger-groups": 8}}
     assert [column["ancestors"] for column in found["runs"]] == [[], ["from-python@2"]]
     assert "forked from | from-python@2" in cli("report", "larger-groups", "--md").stdout
+    with dashboard(cli) as address, browser.page() as page:
+        page.open(address)
+        page.wait(f"!!{COMPARE}", PATIENCE * 5)
+        page.evaluate(f"{COMPARE}.click()")
+        page.wait("document.querySelectorAll('input[type=checkbox]').length == 2", PATIENCE * 5)
+        page.evaluate("document.querySelectorAll('input[type=checkbox]').forEach(each => each.click())")
+        page.wait(
+            "document.body.innerText.includes('larger-groups goes on from from-python@2')", PATIENCE * 5
+        )
+        check_page(page, address.partition("/?")[0])
+        assert "algorithm.group_size" in page.text()
+        assert len(page.evaluate("[...document.querySelectorAll('canvas')].map(each => each.width)")) == 1
+        page.picture(cli.home / "compare.png", 1300, 1000)
     cli.assert_gone("larger-groups")
