@@ -141,13 +141,17 @@ format: $(DEV) ## rewrite the sources in the house format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+MKDOCS := NO_MKDOCS_2_WARNING=1 PYTHONPATH=.:runtime:providers:templates $(BIN)/python -m mkdocs -q build --strict
+
 .PHONY: docs
-docs: $(DEV) ## write the generated pages of docs/
+docs: $(DEV) ## write the generated pages of docs/ and build the site in build/site
 	$(BIN)/python docs/generate.py
+	$(MKDOCS)
 
 .PHONY: docs-check
-docs-check: $(DEV) ## fail if a generated page is out of date
+docs-check: $(DEV) ## fail if a generated page is out of date, or the site has a broken link
 	$(BIN)/python docs/generate.py --check
+	$(MKDOCS)
 
 .PHONY: screens
 screens: $(DEV) ## capture docs/screens/*.svg anew: real terminals, a real run (some minutes)

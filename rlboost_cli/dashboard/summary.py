@@ -24,7 +24,8 @@ def _progress(status: Status) -> list[tuple[str, str]]:
     took = ""
     if status.started_at is not None and status.at is not None:
         took = f" in {duration(status.at - status.started_at)}"
-    rows = [("steps", f"{status.step} of {status.steps or '?'}{took}")]
+    rows = [("forked from", ", from ".join(status.ancestors))] if status.ancestors else []
+    rows += [("steps", f"{status.step} of {status.steps or '?'}{took}")]
     rewards = [reward for reward in status.reward_history if reward is not None]
     if rewards:
         rows.append(("mean reward, first and last step", f"{rewards[0]:.3f} -> {rewards[-1]:.3f}"))

@@ -16,6 +16,7 @@ from rlboost_cli.runs.metrics import history_of
 from rlboost_runtime.billing.books import report_of
 from rlboost_runtime.billing.report import CostReport
 from rlboost_runtime.errors import ConfigError
+from rlboost_runtime.run.checkpoints import ancestors_of
 from rlboost_runtime.run.create import flat_fields
 from rlboost_runtime.run.folder import RunFolder, read_json
 
@@ -56,6 +57,8 @@ class RunColumn(msgspec.Struct):
 
     run: str
     state: str
+    ancestors: list[str]
+    """Of a fork: as in its status. Its tokens, seconds and dollars are its own, without its ancestors'."""
     total_usd: float
     """With what was spent after the last step."""
     last: RunPoint | None
@@ -106,7 +109,7 @@ def _column(folder: RunFolder) -> RunColumn:
     held_out = dict(zip(history.steps, history.values("eval_reward_mean"), strict=True))
     curves.eval_reward_mean = [held_out.get(step) for step in curves.steps]
     last = point(curves, len(curves.steps) - 1)
-    return RunColumn(folder.name, report.state, report.total_usd, last, curves)
+    return RunColumn(folder.name, report.state, ancestors_of(folder), report.total_usd, last, curves)
 
 
 def _curves(report: CostReport) -> RunCurves:

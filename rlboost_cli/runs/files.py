@@ -111,9 +111,11 @@ def samples_of(run: RunFolder, step: int | None) -> dict[str, Any]:
     }
 
 
-def sample_rows(run: RunFolder, limit: int, text: str = "", step: int | None = None) -> list[dict[str, Any]]:
-    """Return the newest `limit` samples, oldest first, whose prompt or response contains `text` (in any case)
-    and that are of `step`, where given. Steps count from 1."""
+def sample_rows(
+    run: RunFolder, limit: int | None, text: str = "", step: int | None = None
+) -> list[dict[str, Any]]:
+    """Return the newest `limit` samples (None: all), oldest first, whose prompt or response contains `text`
+    (in any case) and that are of `step`, where given. Steps count from 1."""
     wanted, newest = text.casefold(), deque[dict[str, Any]](maxlen=limit)
     for line in _lines(run):
         row = line | {"step": int(line["step"]) + 1}

@@ -31,6 +31,9 @@ def compare_lines(found: RunComparison) -> Iterator[str]:
         yield "The jobs are the same but for their names."
     yield ""
     yield table(_HEADERS, [_row(c.run, c.last, c.total_usd, c.state) for c in found.runs])
+    for fork in (column for column in found.runs if column.ancestors):
+        ancestors = ", from ".join(fork.ancestors)
+        yield f"{fork.run} goes on from {ancestors}: tokens, time and dollars are its own."
     yield f"reward: mean of the last {REWARD_STEPS} steps. spent: with what came after the last step."
     if not found.same:
         waiting = ", ".join(c.run for c in found.runs if not c.curves.steps)

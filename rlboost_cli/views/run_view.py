@@ -114,6 +114,7 @@ def _head(status: Status, width: int, glyphs: Glyphs) -> list[Line]:
     eta = "" if left_s is None else f", about {duration(left_s)} left"
     lines = [Line(f"{status.run}: {status.state}{_elapsed(status)}{eta}", "title")]
     summary = {
+        "from": [", from ".join(status.ancestors)] if status.ancestors else [],
         "step": [_step(status, width, glyphs)],
         "phase": _phase(status, width, glyphs),
         "reward": _rewards(status, width, glyphs),

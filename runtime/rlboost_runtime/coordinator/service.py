@@ -58,6 +58,7 @@ from rlboost_runtime.errors import NotFound, RLBoostError, RuntimeFault
 from rlboost_runtime.job import Job, LocalOffer
 from rlboost_runtime.logs import event as log_event
 from rlboost_runtime.money import parse_usd
+from rlboost_runtime.run.checkpoints import ancestors_of
 from rlboost_runtime.run.credentials import Revocations
 from rlboost_runtime.run.folder import RunFolder, give_up_reserve, read_json, write_json
 from rlboost_runtime.run.security import read_token
@@ -178,8 +179,9 @@ class Coordinator:
         )
         self.fleet = self._fleet.carry_out
         self._sources = StatusSources(
-            job, run.name, clock.wall(), self._driver, self._agents, self._trainer, self._ledger
-        )
+            job, run.name, clock.wall(), self._driver, self._agents, self._trainer, self._ledger,
+            tuple(ancestors_of(run)),
+        )  # fmt: skip
         head = own_head_machine(run)
         self._stay_micro_usd = 0 if head is None else stay_micro_usd(head)
         self._ending: RunEnd | None = None

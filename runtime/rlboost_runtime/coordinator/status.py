@@ -78,10 +78,17 @@ class StatusSources:
     agents: AgentLinks
     trainer: TrainerLink
     ledger: Ledger
+    ancestors: tuple[str, ...] = ()
+    """Of a fork: see `Status.ancestors`."""
     on_demand: OnDemand = field(default_factory=OnDemand)
     tokens_per_s: float = 0.0
     loop_lag_p99_ms: float = 0.0
     ended: str | None = None
+
+    @property
+    def steps_before(self) -> int:
+        """Steps that a fork has from its ancestors."""
+        return int(self.ancestors[0].rpartition("@")[2]) if self.ancestors else 0
 
 
 def build_status(sources: StatusSources, now_wall: float) -> dict[str, Any]:
@@ -96,7 +103,8 @@ def build_status(sources: StatusSources, now_wall: float) -> dict[str, Any]:
         state=sources.ended or _state_name(sources),
         phase=_phase(sources, preparing),
         preparing=preparing,
-        step=num_steps,
+        ancestors=list(sources.ancestors),
+        step=num_steps + sources.steps_before,
         steps=sources.job.algorithm.steps,
         step_responses=None if step is None else StepProgress(step.num_finished, len(step.responses)),
         policy_version=core.newest_version,

@@ -215,8 +215,10 @@ class Status(msgspec.Struct, kw_only=True):
     """provisioning, training, rollout, or how the run ended: done, failed, stopped."""
     phase: str | None = None
     preparing: Preparation | None = None
+    ancestors: list[str] = []
+    """Of a fork: the checkpoints, RUN@STEP, that it goes back to, the one that it started from first."""
     step: int = 0
-    """Trained steps."""
+    """Trained steps, with those up to the checkpoint that a fork started from."""
     steps: int | None = None
     step_responses: StepProgress | None = None
     policy_version: int | None = None

@@ -29,6 +29,7 @@ there is named below; everybody else only reads it.
     weights/          v000012/: immutable versions                          trainer
     checkpoints/      step-000012/, and `model/` at the end                 trainer
     metrics.jsonl     a line per step                                       trainer
+    forked.json       {"ancestors"}: the checkpoints that a fork goes back to       CLI
     samples.jsonl     a few responses per step, for people                  trainer
     tensorboard/      event files, if the job asks for them                 trainer
     preparing.json    {"doing", "done", "of", "unit", "since"}: what the trainer does before its first step;
@@ -138,6 +139,7 @@ class RunFolder:
     journal = _Place("journal")
     weights = _Place("weights")
     checkpoints = _Place("checkpoints")
+    forked = _Place("forked.json")
     metrics = _Place("metrics.jsonl")
     samples = _Place("samples.jsonl")
     tensorboard = _Place("tensorboard")

@@ -20,6 +20,7 @@ from rlboost_runtime.fit.gpus import ask_driver, require_gpus
 from rlboost_runtime.fit.plan import resolved
 from rlboost_runtime.fit.shape import shape_of_config
 from rlboost_runtime.job import Job, TinyModel, num_devices
+from rlboost_runtime.run.checkpoints import ancestors_of, saved_steps
 from rlboost_runtime.run.folder import RunFolder
 from rlboost_runtime.run.resolved import read_resolved
 from rlboost_runtime.trainer.artifacts import checkpoint
@@ -180,9 +181,14 @@ def load_policy(
     ranks: Ranks = ALONE,
 ) -> Policy:
     """Return the policy to go on with: of the newest checkpoint that is intact, else the job's model."""
-    if checkpoint.saved_steps(client.run.checkpoints):
+    if saved_steps(client.run.checkpoints):
         progress.report("loading the checkpoint")
     saved = checkpoint.newest_intact(client.run.checkpoints)
+    if saved is None and (ancestors := ancestors_of(client.run)):
+        raise RuntimeFault(
+            f"the checkpoint that the run was forked from, {ancestors[0]}, is gone",
+            "start the fork again as a new run, from another checkpoint",
+        )
     if saved is not None:
         return Policy.load(saved, ranks)
     progress.report("loading the model")

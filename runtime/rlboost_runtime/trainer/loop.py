@@ -36,6 +36,7 @@ import torch
 
 from rlboost_runtime.logs import bind, event
 from rlboost_runtime.protocol.messages import StepTrainedMessage
+from rlboost_runtime.run.checkpoints import saved_steps, step_folder
 from rlboost_runtime.trainer.artifacts import checkpoint
 from rlboost_runtime.trainer.artifacts.checkpoint import Checkpoint, CheckpointWriter, TrainedState
 from rlboost_runtime.trainer.artifacts.output import OutputCopies, copying
@@ -134,7 +135,7 @@ class TrainerLoop:
     def train(self) -> Path:
         """Train all remaining steps; return the folder of the final model, saved and reported to the
         coordinator."""
-        is_new = not checkpoint.saved_steps(self._run.checkpoints)
+        is_new = not saved_steps(self._run.checkpoints)
         with (
             copying(self._output, is_new=is_new) as self._copy_out,
             self._writer,
@@ -155,19 +156,19 @@ class TrainerLoop:
     def _durable(self, step: int) -> None:
         """The checkpoint after `step` would survive a power cut; on the writer's thread."""
         self._stream.checkpointed(step)
-        self._copy_out(checkpoint.step_folder(self._run.checkpoints, step))
+        self._copy_out(step_folder(self._run.checkpoints, step))
 
     # --- resuming and publishing --------------------------------------------------------------------------
 
     def _resume(self) -> int:
         """Resume from the newest checkpoint, if any; publish its weights and return the next step."""
-        saved = checkpoint.saved_steps(self._run.checkpoints)
+        saved = saved_steps(self._run.checkpoints)
         if not saved:
             self._client.metrics.rewind(0)
             self._samples.rewind(0)
             self._publish_current(0)
             return 0
-        folder = checkpoint.step_folder(self._run.checkpoints, saved[-1])
+        folder = step_folder(self._run.checkpoints, saved[-1])
         state = checkpoint.read_state(folder)
         checkpoint.restore_optimizer(folder, self._learner.optimizer)
         self._samples.rewind(state.step + 1)

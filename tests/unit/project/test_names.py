@@ -28,7 +28,10 @@ PAGES = [
     *sorted(ROOT.glob("*.md")),
     *(path for path in FILES if path.suffix == ".md" and path.relative_to(ROOT).parts[0] != "tests"),
 ]
-PACKAGES = ("rlboost_cli", "rlboost_runtime", "rlboost_providers", "rlboost_templates", "benchmarks", "tests")
+PACKAGES = (
+    *("rlboost", "rlboost_cli", "rlboost_runtime", "rlboost_providers", "rlboost_templates"),
+    *("benchmarks", "tests"),
+)
 STARTS = ("", "runtime/", "providers/", "templates/", "runtime/rlboost_runtime/")
 """Where a path in prose may start: at the repository, or at what is on Python's path."""
 ALLOWED = {
