@@ -242,6 +242,8 @@ def _check(request: wire.StepStartedMessage, newest_version: int | None) -> None
         problem = f"its groups are not 0, 1, 2, ... but {groups[:5]}"
     elif request.group_size < 1 or request.max_response_tokens < 1:
         problem = f"group_size {request.group_size}, max_response_tokens {request.max_response_tokens}"
+    elif any(prompt.num_responses < 0 or prompt.max_tokens < 0 for prompt in request.prompts):
+        problem = "a prompt asks for fewer than 0 responses or tokens"
     elif any(len(prompt.token_ids) == 0 or len(prompt.token_ids) % 4 for prompt in request.prompts):
         problem = "a prompt has no token ids, or not whole ones"
     elif newest_version is None or request.policy_version > newest_version:
