@@ -18,6 +18,7 @@ from rlboost_runtime.job.data import (
     data_files,
     data_sources,
 )
+from rlboost_runtime.job.evaluation import Evaluation, HeldOut, sources_of
 from rlboost_runtime.job.rollout import CloudOffer, LocalOffer, Market, Rollout, Spot, SshOffer, num_devices
 from rlboost_runtime.job.run import Budget, Job, Wandb
 from rlboost_runtime.job.task import BUILT_IN_REWARDS, HttpReward, TinyModel, Warmup
@@ -33,6 +34,8 @@ __all__ = [
     "Budget",
     "CloudOffer",
     "EntropyBonus",
+    "Evaluation",
+    "HeldOut",
     "HttpReward",
     "Job",
     "Kl",
@@ -54,4 +57,5 @@ __all__ = [
     "data_files",
     "data_sources",
     "num_devices",
+    "sources_of",
 ]

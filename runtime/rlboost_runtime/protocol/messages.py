@@ -384,6 +384,14 @@ class Checkpointed(Message, frozen=True):
     step: int
 
 
+class Evaluated(Message, frozen=True):
+    """The final weights, those after the last `step`, were evaluated: their metrics join the step's.
+    Idempotent."""
+
+    step: int
+    metrics: dict[str, float]
+
+
 class RunFinished(Message, frozen=True, omit_defaults=True):
     """All steps are trained and the final model is saved at `model_path`."""
 
@@ -452,6 +460,7 @@ TrainerMessage = (
     | LeaseReturnedMessage
     | StepTrainedMessage
     | Checkpointed
+    | Evaluated
     | RunFinished
     | RunFailed
 )

@@ -29,6 +29,7 @@ there is named below; everybody else only reads it.
     checkpoints/      step-000012/, and `model/` at the end                 trainer
     metrics.jsonl     a line per step                                       trainer
     samples.jsonl     a few responses per step, for people                  trainer
+    evaluations.jsonl a line per response of an evaluation                  trainer
     tensorboard/      event files, if the job asks for them                 trainer
     preparing.json    {"doing", "done", "of", "unit", "since"}: what the trainer does before its first step;
                       absent otherwise                                      trainer
@@ -137,6 +138,7 @@ class RunFolder:
     checkpoints = _Place("checkpoints")
     metrics = _Place("metrics.jsonl")
     samples = _Place("samples.jsonl")
+    evaluations = _Place("evaluations.jsonl")
     tensorboard = _Place("tensorboard")
     preparing = _Place("preparing.json")
     processes = _Place("processes")

@@ -155,6 +155,9 @@ class TrainerLink:
                 self._on_trained(message)
             case wire.Checkpointed(step=step):
                 driver.step_checkpointed(step)
+            case wire.Evaluated(step=step, metrics=metrics):
+                if self._ledger.add_metrics(step, metrics):
+                    self.health.evaluated(step + 1, metrics)
             case wire.RunFinished(model_path=path):
                 log_event(log, "run.trained", model=path)
                 self._end_run("done", "", "", 0)

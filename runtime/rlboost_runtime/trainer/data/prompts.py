@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rlboost_runtime.errors import ConfigError
-from rlboost_runtime.job import HttpReward
+from rlboost_runtime.job import Evaluation, HttpReward
 from rlboost_runtime.logs import event
 from rlboost_runtime.trainer.data.reading import Example, Row
 
@@ -31,7 +31,8 @@ CYCLE = 1000
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One prompt: `index` in the data set, what the model reads (`text`), the question that the reward
-    function gets with the row, and the reward; None: the job's."""
+    function gets with the row, and the reward; None: the job's. `evaluation`: what it is for, if it is not
+    trained on."""
 
     index: int
     text: str
@@ -39,6 +40,11 @@ class Prompt:
     row: Row
     question: str = ""
     reward: str | HttpReward | None = None
+    evaluation: Evaluation | None = None
+
+    def num_responses(self, group_size: int) -> int:
+        """Return how many responses it gets where those that are trained on get `group_size`."""
+        return (self.evaluation and self.evaluation.samples) or group_size
 
 
 class PromptSource:
@@ -129,11 +135,12 @@ def _hold_out(sources: list[list[Prompt]], num: int) -> list[Prompt]:
 
 
 def usable_prompts(
-    examples: Sequence[Example], encode: Encode, max_prompt_tokens: int
+    examples: Sequence[Example], encode: Encode, max_prompt_tokens: int, what: str = "data"
 ) -> tuple[list[Prompt], int]:
-    """Return the prompts that are neither empty nor too long, and how many are. Raises `ConfigError`."""
+    """Return the prompts that are neither empty nor too long, and how many are; `what` they are for. Raises
+    `ConfigError`."""
     if not examples:
-        raise ConfigError("data: the data set is empty", "give at least one prompt")
+        raise ConfigError(f"{what}: the data set is empty", "give at least one prompt")
     prompts, lengths = [], []
     for index, example in enumerate(examples):
         text, ids = encode(example)
@@ -142,13 +149,13 @@ def usable_prompts(
             prompts.append(Prompt(index, text, tuple(ids), example.row, example.text, example.reward))
     if not prompts:
         raise ConfigError(
-            f"data: none of {len(examples)} prompts has 1 to max_prompt_tokens {max_prompt_tokens} tokens"
+            f"{what}: none of {len(examples)} prompts has 1 to max_prompt_tokens {max_prompt_tokens} tokens"
             f" (the shortest has {min(lengths)})",
             "raise algorithm.max_prompt_tokens or shorten the prompts",
         )
     if skipped := len(examples) - len(prompts):
         event(
-            log, "data.prompts_skipped", level=logging.WARNING,
+            log, "data.prompts_skipped", level=logging.WARNING, what=what,
             skipped=skipped, of=len(examples), too_long=sum(n > max_prompt_tokens for n in lengths),
             empty=lengths.count(0), longest=max(lengths), max_prompt_tokens=max_prompt_tokens,
         )  # fmt: skip

@@ -119,8 +119,7 @@ def prepare(job: Job, tiny: TinyModel, files: Path, warm: Warm | None) -> tuple[
 
 
 def _make(job: Job, tiny: TinyModel, folder: Path, warm: Warm | None) -> None:
-    algorithm = job.algorithm
-    model = make_model(tiny, algorithm.max_prompt_tokens + algorithm.max_response_tokens)
+    model = make_model(tiny, job.max_context_tokens)
     policy = Policy(model, make_tokenizer())
     if tiny.warmup is not None:
         assert warm is not None
@@ -134,7 +133,7 @@ def _digest(job: Job, tiny: TinyModel, files: Path) -> str:
     parts: dict[str, object] = {
         "recipe": _RECIPE,
         "tiny": tiny.model_dump(),
-        "positions": algorithm.max_prompt_tokens + algorithm.max_response_tokens,
+        "positions": job.max_context_tokens,
         "torch": version("torch"),
         "transformers": version("transformers"),
     }

@@ -68,7 +68,9 @@ class RewardScorer:
             job.reward, files, timeout_s=job.reward_timeout_s, log_file=log_file,
             num_children=job.reward_processes or max(1, min(8, (os.cpu_count() or 1) // 4)),
             memory_bytes=None if memory is None else memory << 20,
-            others=[each.reward for each in data_sources(job.data) if each.reward is not None],
+            others=[
+                each.reward for each in [*data_sources(job.data), *job.evaluations] if each.reward is not None
+            ],
         )  # fmt: skip
 
     def __enter__(self) -> Self:

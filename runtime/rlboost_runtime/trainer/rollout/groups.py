@@ -201,12 +201,12 @@ class GroupScorer:
         where = f"group {group.group} of step {group.step}"
         if group.step != step:
             raise ProtocolError(f"{where} came during step {step}", "see the coordinator's log")
-        if len(group.responses) != self._algorithm.group_size:
-            raise ProtocolError(
-                f"{where} has {len(group.responses)} responses, not {self._algorithm.group_size}",
-                "see the coordinator's log",
-            )
         prompt = prompts[group.group]
+        wanted = prompt.num_responses(self._algorithm.group_size)
+        if len(group.responses) != wanted:
+            raise ProtocolError(
+                f"{where} has {len(group.responses)} responses, not {wanted}", "see the coordinator's log"
+            )
         responses = [self._start(prompt, response, version, step) for response in group.responses]
         return PendingGroup(group.group, prompt, responses)
 

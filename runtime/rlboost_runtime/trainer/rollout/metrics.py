@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,32 +58,22 @@ def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     }
 
 
-def evaluation_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Return rewards on held-out prompts: the mean, and that of each prompt's best response."""
-    if not groups:
-        return {}
-    rewards = [[response.reward.value for response in group.responses] for group in groups]
-    return {
-        "eval_reward_mean": statistics.fmean(value for values in rewards for value in values),
-        "eval_reward_best": statistics.fmean(max(values) for values in rewards),
-    }
-
-
 def percentile(ascending: Sequence[int], percent: int) -> float:
     """Return the nearest-rank percentile of a sorted, non-empty sequence."""
     return float(ascending[max(0, -(-len(ascending) * percent // 100) - 1)])
 
 
 class MetricsLog:
-    """`metrics.jsonl`: each step once, ascending. `samples.jsonl` is one, too, with several lines a step."""
+    """`metrics.jsonl`: each step once, ascending. `samples.jsonl` and `evaluations.jsonl` are ones, too, with
+    several lines a step."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def append(self, line: dict[str, Any]) -> None:  # JSON values
-        """Add a step's line."""
+    def append(self, *lines: Mapping[str, Any]) -> None:  # JSON values
+        """Add lines of a step."""
         with self._path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write("".join(json.dumps(line) + "\n" for line in lines))
             file.flush()
             os.fsync(file.fileno())
 
@@ -94,6 +84,10 @@ class MetricsLog:
         if self._path.exists():
             write_atomically(self._path, "".join(json.dumps(line) + "\n" for line in kept).encode())
         return kept[-1]["step"] if kept else None
+
+    def last(self) -> dict[str, Any]:  # JSON values
+        """Return the last line; {} where there is none."""
+        return next(reversed(self._lines()), {})
 
     def _lines(self) -> list[dict[str, Any]]:  # JSON values
         if not self._path.exists():
