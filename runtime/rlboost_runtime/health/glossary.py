@@ -59,6 +59,8 @@ _TABLE: tuple[Metric, ...] = (
            "clearly above 0", "It is what advantages are made of; at 0 nothing is learnt."),
     Metric("group_reward_min", _REWARD, "", "Mean reward of the worst group.", better="high"),
     Metric("group_reward_max", _REWARD, "", "Mean reward of the best group.", better="high"),
+    Metric("reward_NAME_mean", _REWARD, "", "Mean of one of several named rewards, without its weight.",
+           "rising, unless another one is bought with it", better="high"),
     Metric("responses_scored", _REWARD, "count", "Responses that got a reward.",
            "prompts x group_size"),
     *(
@@ -172,6 +174,9 @@ _EVALUATED = re.compile(
 )
 
 
+_NAMED_REWARD = re.compile(r"reward_.+_mean")
+
+
 def evaluation_metric(name: str) -> tuple[str, str] | None:
     """Return evaluation ("" for one without a name) and metric of `eval_NAME_METRIC`; None for others."""
     found = _EVALUATED.fullmatch(name)
@@ -183,12 +188,16 @@ def described(name: str) -> Metric:
     if (parts := evaluation_metric(name)) is not None:
         general = "eval_" + re.sub(r"\d+$", "K", parts[1])
         return replace(GLOSSARY[general], name=name)
+    if name not in GLOSSARY and _NAMED_REWARD.fullmatch(name):
+        return replace(GLOSSARY["reward_NAME_mean"], name=name)
     return GLOSSARY.get(name) or Metric(name, "", "", "A metric of this run's own trainer.")
 
 
 def is_important(name: str) -> bool:
     """Return True for a metric that is shown where no name is given."""
     metric = (evaluation_metric(name) or ("", ""))[1]
+    if name not in GLOSSARY and _NAMED_REWARD.fullmatch(name):
+        return True
     return name in IMPORTANT or metric == "reward_mean" or metric.startswith(("avg_at_", "pass_at_"))
 
 

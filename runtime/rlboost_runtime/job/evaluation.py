@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from rlboost_runtime.job.base import Model, Seed
 from rlboost_runtime.job.data import PromptData, PromptDataset, PromptFile, ReasoningGym
-from rlboost_runtime.job.task import HttpReward
+from rlboost_runtime.job.task import RewardSetting
 
 MAX_SAMPLES = 1024
 
@@ -76,7 +76,7 @@ class HeldOut(EvaluationSettings):
 
     prompts: int = Field(default=32, ge=1)
     """Prompts held out: the last usable ones of the data set."""
-    reward: str | HttpReward | None = None
+    reward: RewardSetting | None = None
     """What scores these prompts, in the form of the job's `reward`; null: that one."""
 
 

@@ -8,11 +8,11 @@ from pydantic import Field, model_validator
 
 from rlboost_runtime.job.algorithm import Algorithm
 from rlboost_runtime.job.base import MAX_USD, Model
-from rlboost_runtime.job.data import PromptData, ReasoningGym
+from rlboost_runtime.job.data import PromptData, ReasoningGym, data_sources
 from rlboost_runtime.job.evaluation import Evaluation, HeldOut
 from rlboost_runtime.job.notify import NotifyTarget, variables_of
 from rlboost_runtime.job.rollout import Rollout
-from rlboost_runtime.job.task import HttpReward, TinyModel
+from rlboost_runtime.job.task import RewardSetting, TinyModel, reward_parts
 from rlboost_runtime.job.trainer import After, Trainer
 
 _BUCKET = r"^((s3|gs|az)://[a-z0-9]([a-z0-9._-]{{0,220}}[a-z0-9])?(/.*)?{})$"
@@ -89,9 +89,10 @@ class Job(Model):
     """Folder in Hugging Face format, id of a model on the Hub, such as Qwen/Qwen3-8B, or {init: tiny}."""
     data: PromptData | Annotated[list[PromptData], Field(min_length=1)]
     """Source of the prompts, or a list of sources to mix."""
-    reward: str | HttpReward = "reasoning_gym"
+    reward: RewardSetting = "reasoning_gym"
     """`file.py:function` relative to the job file, or built in: `reasoning_gym` uses the data sets' scorers,
-    `math` compares with the row's `answer` as mathematics (math-verify), `exact` as text."""
+    `math` compares with the row's `answer` as mathematics (math-verify), `exact` as text; or a list of
+    several, each with a name and a weight."""
     reward_timeout_s: float = Field(default=10.0, gt=0)
     """Timeout of one call of the reward function."""
     reward_processes: int | None = Field(default=None, ge=1)
@@ -181,6 +182,20 @@ class Job(Model):
         """Tokens of the longest prompt and the longest response that an engine is asked for."""
         longest = max((each.max_tokens or 0 for each in self.evaluations), default=0)
         return self.algorithm.max_prompt_tokens + max(self.algorithm.max_response_tokens, longest)
+
+    @property
+    def rewards(self) -> list[RewardSetting]:
+        """All rewards that the job names: its own, then those of sources and evaluations."""
+        sources = [*data_sources(self.data), *self.evaluations]
+        return [self.reward, *(each.reward for each in sources if each.reward is not None)]
+
+    @model_validator(mode="after")
+    def _rewards_can_be_told_apart(self) -> Self:
+        for reward in self.rewards:
+            names = [name for name, _, _ in reward_parts(reward)]
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise ValueError(f"reward has {twice[0]} twice; give each a name of its own")
+        return self
 
     @model_validator(mode="after")
     def _evaluations_can_be_told_apart(self) -> Self:

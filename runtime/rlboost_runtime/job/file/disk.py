@@ -260,7 +260,12 @@ def _check_reward(data: dict[str, Any], base: Path) -> Iterator[Mistake]:
 
 
 def _check_one_reward(path: FieldPath, reward: Any, sources: list[Any], base: Path) -> Iterator[Mistake]:
-    if isinstance(reward, dict):
+    if isinstance(reward, list):
+        for number, one in enumerate(reward):
+            yield from _check_one_reward((*path, number), one, sources, base)
+    elif isinstance(reward, dict) and "python" in reward:
+        yield from _check_one_reward((*path, "python"), reward["python"], sources, base)
+    elif isinstance(reward, dict):
         url = reward.get("http")
         if isinstance(url, str) and not _is_http_url(url):
             yield Mistake((*path, "http"), f"found {shown(url)}; write a URL such as https://HOST/score")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rlboost_runtime.errors import ConfigError
-from rlboost_runtime.job import Evaluation, HttpReward
+from rlboost_runtime.job import Evaluation, RewardSetting
 from rlboost_runtime.logs import event
 from rlboost_runtime.trainer.data.reading import Example, Row
 
@@ -39,7 +39,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     row: Row
     question: str = ""
-    reward: str | HttpReward | None = None
+    reward: RewardSetting | None = None
     evaluation: Evaluation | None = None
 
     def num_responses(self, group_size: int) -> int:

@@ -133,7 +133,7 @@ def evaluated_rows(
     groups: Sequence[ScoredGroup],
     prompts: Sequence[Prompt],
     decode: Callable[[TokenIds], str],
-) -> Iterator[dict[str, str | float]]:
+) -> Iterator[dict[str, str | float | dict[str, float]]]:
     """Yield the lines of `evaluations.jsonl`, one per response. Of each prompt the first response is there as
     text."""
     for group in groups:
@@ -141,6 +141,7 @@ def evaluated_rows(
         assert prompt.evaluation is not None
         for number, response in enumerate(group.responses):
             text = {} if number else {"response": decode(response.sample.token_ids)[:MAX_CHARACTERS]}
+            parts = {"rewards": response.reward.parts} if response.reward.parts else {}
             yield {
                 "step": float(step),
                 "evaluation": prompt.evaluation.name or "",
@@ -150,5 +151,6 @@ def evaluated_rows(
                 "correct": float(is_correct(response, prompt.evaluation)),
                 "tokens": float(len(response.sample.token_ids)),
                 "finish_reason": str(response.finish_reason),
+                **parts,
                 **text,
             }

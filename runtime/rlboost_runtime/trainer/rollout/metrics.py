@@ -21,7 +21,7 @@ from rlboost_runtime.protocol.reward_failures import SCORED_METRIC
 from rlboost_runtime.run.folder import write_atomically
 from rlboost_runtime.trainer.data.prompts import Prompt
 from rlboost_runtime.trainer.learn.sample import TokenIds
-from rlboost_runtime.trainer.rewards.outcome import failure_metrics
+from rlboost_runtime.trainer.rewards.outcome import Reward, failure_metrics
 from rlboost_runtime.trainer.rollout.groups import ScoredGroup, ScoredResponse
 
 
@@ -55,7 +55,17 @@ def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         "length_max": float(lengths[-1]),
         SCORED_METRIC: float(len(responses)),
         **failure_metrics(response.reward for response in responses),
+        **_part_means([response.reward for response in responses]),
     }
+
+
+def _part_means(rewards: Sequence[Reward]) -> dict[str, float]:
+    """Return `reward_NAME_mean` of named rewards, each over the responses that it scored."""
+    values: dict[str, list[float]] = {}
+    for reward in rewards:
+        for name, value in reward.parts.items():
+            values.setdefault(name, []).append(value)
+    return {f"reward_{name}_mean": statistics.fmean(found) for name, found in values.items()}
 
 
 def percentile(ascending: Sequence[int], percent: int) -> float:
@@ -104,7 +114,7 @@ class MetricsLog:
 MAX_CHARACTERS = 2000
 """Of a prompt and of a response, so many are kept: the end of a prompt, the beginning of a response."""
 
-Sample = dict[str, str | float]
+Sample = dict[str, str | float | dict[str, float]]
 
 
 def pick_samples(
@@ -125,6 +135,7 @@ def _entry(step: int, prompt: Prompt, response: ScoredResponse, decode: Callable
         "prompt": prompt.text[-MAX_CHARACTERS:],
         "response": decode(response.sample.token_ids)[:MAX_CHARACTERS],
         "reward": response.reward.value,
+        **({"rewards": response.reward.parts} if response.reward.parts else {}),
         "tokens": float(len(response.sample.token_ids)),
         "finish_reason": str(response.finish_reason),
     }
