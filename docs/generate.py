@@ -29,12 +29,16 @@ ABOUT = {
     "data": "One of `source`, `dataset` and `reasoning_gym` with its fields, or a list of such sections"
     " ([Data and chat templates](data.md)).",
     "reward": "With `{http: URL}` instead of a function.",
+    "reward[]": "Several rewards, each with a name and a weight ([Rewards and evaluation](rewards.md)).",
     "evaluation": "One evaluation, or a list of them. Its prompts come from `source`, `dataset` or"
     " `reasoning_gym`, each with its fields as in [`data`](#data); without, they are held out of the training"
-    " data ([Rewards and evaluation](rewards.md)).",
+    " data. It may have a `reward` of its own ([Rewards and evaluation](rewards.md)).",
     "rollout.spot.any_of[]": "A list of machines of these kinds, in any mixture.",
 }
-SAME_AS = {"data.reward": "reward", "evaluation.reward": "reward"}
+SAME_AS = {
+    **dict.fromkeys(("data.reward", "evaluation.reward"), "reward"),
+    **dict.fromkeys(("data.reward[]", "evaluation.reward[]"), "reward[]"),
+}
 
 
 def job_file_page() -> str:

@@ -434,7 +434,7 @@ def test_held_out_prompts_are_answered_and_never_trained(tmp_path):
     assert len(set(tails)) == 1, "the same ones each time"
     assert not {p.token_ids for m in asked[:STEPS] for p in m.prompts[:GROUPS]} & set(tails[0])
     table = lines(run)
-    general = {"eval_avg_at_K", "eval_pass_at_K"}
+    general = {"eval_avg_at_K", "eval_pass_at_K", "reward_NAME_mean"}
     assert {described(name).name for name in set().union(*table)} == (
         GLOSSARY.keys() - {"tokens_per_s", *general} | {"eval_avg_at_4", "eval_pass_at_2", "eval_pass_at_4"}
     )
@@ -539,6 +539,31 @@ def test_a_trainer_that_comes_back_neither_repeats_nor_loses_an_evaluation(tmp_p
     asked = [message.step for message in coordinator.of(StepStartedMessage)]
     assert asked == [0, 1, 1, 2, 2], "the last process asks for nothing"
     assert [each.metrics for each in coordinator.of(Evaluated)] == [eval_metrics(quiet)[-1]] * 2
+
+
+def test_named_rewards_are_in_metrics_samples_and_evaluations(tmp_path):
+    named = [
+        {"name": "own", "weight": 0.5, "python": "rewards.py:score"},
+        {"name": "even", "weight": 2.0, "python": "rewards.py:even"},
+    ]
+    group = "\ndef even(responses): return [1.0 - len(r) % 2 for r in responses]"
+    algorithm = {**JOB["algorithm"], "steps": 1}
+    run = make_run(
+        tmp_path, reward=REWARD + group, algorithm=algorithm,
+        evaluation={"prompts": 2, "at_start": False, "samples": 2},
+    )  # fmt: skip
+    job = json.loads(run.job_json.read_text()) | {"reward": named}
+    run.job_json.write_text(Job.model_validate_json(json.dumps(job)).canonical_json())
+    with Coordinator(run):
+        go(run)
+    (line,) = lines(run)
+    total = 0.5 * line["reward_own_mean"] + 2.0 * line["reward_even_mean"]
+    assert 0 < line["reward_even_mean"] < 1
+    assert line["reward_mean"] == pytest.approx(total)
+    samples = [json.loads(each) for each in run.samples.read_text().splitlines()]
+    for row in [*samples, *evaluated(run)]:
+        assert row["reward"] == pytest.approx(0.5 * row["rewards"]["own"] + 2.0 * row["rewards"]["even"])
+    assert "reward_even_mean" in history_of(run).chosen([])
 
 
 def test_curves_and_samples_follow_a_run_that_comes_back(tmp_path):

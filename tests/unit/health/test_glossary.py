@@ -46,7 +46,7 @@ def written() -> set[str]:
         *keys_in(of_loop, "_finish"),
         *keys_in(of_groups, "group_metrics"),
         *keys_in(inspect.getsource(evaluation), "_metrics"),
-        *("eval_updates", "eval_avg_at_K", "eval_pass_at_K"),
+        *("eval_updates", "eval_avg_at_K", "eval_pass_at_K", "reward_NAME_mean"),
         *StepSums().metrics(),
         *GroupSelection("keep", 1).metrics(),
         SCORED_METRIC,
@@ -73,6 +73,8 @@ def test_metrics_of_a_named_evaluation_are_described_as_those_of_one_without_a_n
     assert evaluation_metric("eval_reward_mean") == ("", "reward_mean")
     assert evaluation_metric("eval_my_set_avg_at_4") == ("my_set", "avg_at_4")
     assert evaluation_metric("eval_updates") is None
+    assert described("reward_format_mean").meaning == GLOSSARY["reward_NAME_mean"].meaning
+    assert [is_important(name) for name in ("reward_format_mean", "reward_std")] == [True, False]
     assert [is_important(name) for name in ("eval_a_avg_at_4", "eval_a_length_mean")] == [True, False]
 
 

@@ -389,8 +389,14 @@ def test_data_has_one_message(check: Check, data: str, line: str) -> None:
 @pytest.mark.parametrize(
     ("reward", "problem"),
     [
-        ("8", "found 8 (a number); write FILE.py:FUNCTION, reasoning_gym, math, exact, or {http: URL}"),
-        ("{url: x}", "found a section; write FILE.py:FUNCTION, reasoning_gym, math, exact, or {http: URL}"),
+        (
+            "8",
+            "found 8 (a number); write FILE.py:FUNCTION, reasoning_gym, math, exact, {http: URL}, or a list of named ones",
+        ),
+        (
+            "{url: x}",
+            "found a section; write FILE.py:FUNCTION, reasoning_gym, math, exact, {http: URL}, or a list of named ones",
+        ),
         ("reasoning-gym", "found 'reasoning-gym'; did you mean reasoning_gym?"),
         ("score", "found 'score'; write FILE.py:FUNCTION or one of reasoning_gym, math, exact"),
         ("rewards:score", "found 'rewards:score'; write FILE.py:FUNCTION, such as rewards.py:score"),
@@ -1105,6 +1111,25 @@ def test_an_evaluation_leaves_prompts_to_train_on(check: Check) -> None:
 def test_an_evaluation_is_checked_like_the_training_data(check: Check, evaluation: str, problem: str) -> None:
     job = "name: a\nmodel: {init: tiny}\ndata: {reasoning_gym: [spell_backward]}\n"
     assert check(job + f"evaluation: {evaluation}\n") == [f"job.yaml:4: {problem}"]
+
+
+@pytest.mark.parametrize(
+    ("reward", "problem"),
+    [
+        ("[{name: a, python: exact}, {name: a, python: math}]",
+         "reward: has a twice; give each a name of its own"),
+        ("[{name: a, pyton: exact}]", "reward[0].pyton: unknown field; did you mean python?"),
+        ("[{name: A, python: exact}]", "reward[0].name: found 'A'; write lower-case letters, digits, - and _"
+         " (at most 32), a letter first, such as format"),
+        ("[{name: a, python: missing.py:score}]",
+         "reward[0].python: found 'missing.py', which does not exist; write a Python file"),
+        ("[{name: a, http: 'ftp://x'}]",
+         "reward[0].http: found 'ftp://x'; write a URL such as https://HOST/score"),
+    ],
+)  # fmt: skip
+def test_each_of_several_rewards_is_checked(check: Check, reward: str, problem: str) -> None:
+    job = "name: a\nmodel: {init: tiny}\ndata: {reasoning_gym: [spell_backward]}\n"
+    assert check(job + f"reward: {reward}\n") == [f"job.yaml:4: {problem}"]
 
 
 def test_evaluations_are_read_in_every_form() -> None:
