@@ -337,7 +337,7 @@ class TrainerLoop:
             self._client.metrics.rewind(steps - 1)
             self._client.metrics.append(line)
             self._trackers.log({"step": float(steps), **found})
-            event(log, "run.evaluated", **{name: round(value, 4) for name, value in found.items()})
+            event(log, "run.evaluated", found={name: round(value, 4) for name, value in found.items()})
         found = {name: value for name, value in line.items() if name.startswith("eval_")}
         self._stream.evaluated(Evaluated(steps - 1, found))
 

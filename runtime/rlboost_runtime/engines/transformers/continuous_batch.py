@@ -28,7 +28,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import psutil
 import torch
@@ -151,10 +151,10 @@ class ContinuousBatch:
         self._held[key] = _Held(request.request_id)
         self._key_of[request.request_id] = key
         how = request.sampling if self._sampling.temperature > 0 else None
+        own: dict[str, Any] = {} if how is None else {"temperature": how.temperature, "top_p": how.top_p}
         self._manager.add_request(
-            request.token_ids, request_id=key, max_new_tokens=request.max_new_tokens, streaming=True,
-            **({} if how is None else {"temperature": how.temperature, "top_p": how.top_p}),
-        )  # fmt: skip
+            request.token_ids, request_id=key, max_new_tokens=request.max_new_tokens, streaming=True, **own
+        )
 
     def drop(self, request_ids: Sequence[int]) -> list[int]:
         """Forget these; return those that were held."""

@@ -8,10 +8,10 @@ the distribution it is sampled from: 0.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import FloatTensor, Tensor
 from transformers import LogitsProcessorList, TopPLogitsWarper
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.generation.continuous_batching.cb_logits_processors import (
@@ -59,16 +59,17 @@ class _PerRequest(ContinuousBatchingLogitsProcessor):
         self._top_ps = [each.get("top_p", self._default.top_p) for each in asked]
         return torch.zeros(len(asked), dtype=torch.int32)
 
-    def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
+    def __call__(self, scores: FloatTensor, tensor_arg: Tensor) -> FloatTensor:
         """Return the scores_BV to sample from."""
+        kept: Tensor = scores
         temperatures_B = torch.tensor(self._temperatures, device=scores.device)
         if any(each == 0 for each in self._temperatures):
-            beaten_BV = (temperatures_B == 0)[:, None] & (scores < scores.amax(-1, keepdim=True))
-            scores = scores.masked_fill(beaten_BV, -torch.inf)
+            beaten_BV = (temperatures_B == 0)[:, None] & (kept < kept.amax(-1, keepdim=True))
+            kept = kept.masked_fill(beaten_BV, -torch.inf)
             temperatures_B = temperatures_B.where(temperatures_B != 0, 1.0)
         if any(each not in (0, 1) for each in self._temperatures):
-            scores = scores / temperatures_B[:, None]
+            kept = kept / temperatures_B[:, None]
         if any(each < 1 for each in self._top_ps):
             top_ps_B = torch.tensor(self._top_ps, dtype=torch.float32, device=scores.device)
-            scores = self._cut(scores, top_ps_B.view(torch.int32))
-        return scores
+            kept = self._cut(cast("FloatTensor", kept), top_ps_B.view(torch.int32))
+        return cast("FloatTensor", kept)
