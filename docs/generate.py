@@ -195,7 +195,7 @@ def _section(field: FieldDoc) -> str:
 def _section_parts(section: str, fields: list[FieldDoc]) -> list[str]:
     heading = f"### `{section}`" if section else "### Top level"
     if section in SAME_AS:
-        return [heading, f"The fields of [`{SAME_AS[section]}`](#{SAME_AS[section]})."]
+        return [heading, f"The fields of [`{SAME_AS[section]}`](#{SAME_AS[section].rstrip('[]')})."]
     parts = [heading, ABOUT[section]] if section in ABOUT else [heading]
     once = list(dict.fromkeys(field._replace(form="") for field in fields))
     if len({field.path for field in once}) == len(once):  # its forms describe what they share alike

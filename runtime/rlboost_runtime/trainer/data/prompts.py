@@ -135,12 +135,11 @@ def _hold_out(sources: list[list[Prompt]], num: int) -> list[Prompt]:
 
 
 def usable_prompts(
-    examples: Sequence[Example], encode: Encode, max_prompt_tokens: int, what: str = "data"
+    examples: Sequence[Example], encode: Encode, max_prompt_tokens: int
 ) -> tuple[list[Prompt], int]:
-    """Return the prompts that are neither empty nor too long, and how many are; `what` they are for. Raises
-    `ConfigError`."""
+    """Return the prompts that are neither empty nor too long, and how many are. Raises `ConfigError`."""
     if not examples:
-        raise ConfigError(f"{what}: the data set is empty", "give at least one prompt")
+        raise ConfigError("data: the data set is empty", "give at least one prompt")
     prompts, lengths = [], []
     for index, example in enumerate(examples):
         text, ids = encode(example)
@@ -149,13 +148,13 @@ def usable_prompts(
             prompts.append(Prompt(index, text, tuple(ids), example.row, example.text, example.reward))
     if not prompts:
         raise ConfigError(
-            f"{what}: none of {len(examples)} prompts has 1 to max_prompt_tokens {max_prompt_tokens} tokens"
+            f"data: none of {len(examples)} prompts has 1 to max_prompt_tokens {max_prompt_tokens} tokens"
             f" (the shortest has {min(lengths)})",
             "raise algorithm.max_prompt_tokens or shorten the prompts",
         )
     if skipped := len(examples) - len(prompts):
         event(
-            log, "data.prompts_skipped", level=logging.WARNING, what=what,
+            log, "data.prompts_skipped", level=logging.WARNING,
             skipped=skipped, of=len(examples), too_long=sum(n > max_prompt_tokens for n in lengths),
             empty=lengths.count(0), longest=max(lengths), max_prompt_tokens=max_prompt_tokens,
         )  # fmt: skip

@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from rlboost_runtime.core.base.messages import FinishReason
+from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import Algorithm, Evaluation, HeldOut, Job
 from rlboost_runtime.protocol.messages import PromptSpec, Sampling
 from rlboost_runtime.trainer.data.prompts import Encode, Prompt, usable_prompts
@@ -45,9 +46,11 @@ def _prompts(
     if isinstance(evaluation, HeldOut):
         own = evaluation.reward
         return [replace(each, evaluation=evaluation, reward=own or each.reward) for each in held_out]
-    what = f"evaluation {evaluation.name}" if evaluation.name else "evaluation"
-    examples = read_examples(evaluation, files)[: evaluation.prompts]
-    usable, _ = usable_prompts(examples, encode, job.algorithm.max_prompt_tokens, what)
+    try:
+        examples = read_examples(evaluation, files)[: evaluation.prompts]
+        usable, _ = usable_prompts(examples, encode, job.algorithm.max_prompt_tokens)
+    except ConfigError as exc:
+        raise ConfigError(f"evaluation {evaluation.name or ''}: {exc.problem}", exc.remedy) from exc
     return [replace(each, evaluation=evaluation) for each in usable]
 
 
