@@ -316,7 +316,7 @@ def test_a_lost_weight_store_is_published_again_under_an_unused_number(tmp_path,
 def test_dying_between_checkpoint_and_report_loses_and_doubles_nothing(tmp_path, quiet, monkeypatch):
     run = make_run(tmp_path)
 
-    def broken(self: MetricsLog, line: dict) -> None:
+    def broken(self: MetricsLog, *lines: dict) -> None:
         raise KeyboardInterrupt
 
     with Coordinator(run) as coordinator:
