@@ -16,6 +16,7 @@ from rlboost_cli.runs.metrics import history_of
 from rlboost_runtime.billing.books import report_of
 from rlboost_runtime.billing.report import CostReport
 from rlboost_runtime.errors import ConfigError
+from rlboost_runtime.health.glossary import evaluation_metric
 from rlboost_runtime.run.checkpoints import ancestors_of
 from rlboost_runtime.run.create import flat_fields
 from rlboost_runtime.run.folder import RunFolder, read_json
@@ -49,7 +50,7 @@ class RunPoint(msgspec.Struct):
     reward_mean: float | None
     """Mean of the last `REWARD_STEPS` steps."""
     eval_reward_mean: float | None
-    """Of the newest evaluation."""
+    """Of the newest evaluation; of several in a job, of the first."""
 
 
 class RunColumn(msgspec.Struct):
@@ -106,7 +107,9 @@ def _column(folder: RunFolder) -> RunColumn:
     report = report_of(folder)
     curves = _curves(report)
     history = history_of(folder)
-    held_out = dict(zip(history.steps, history.values("eval_reward_mean"), strict=True))
+    rewards = (name for name in history.chosen([], every=True) if evaluation_metric(name))
+    first = next((name for name in rewards if name.endswith("reward_mean")), "eval_reward_mean")
+    held_out = dict(zip(history.steps, history.values(first), strict=True))
     curves.eval_reward_mean = [held_out.get(step) for step in curves.steps]
     last = point(curves, len(curves.steps) - 1)
     return RunColumn(folder.name, report.state, ancestors_of(folder), report.total_usd, last, curves)

@@ -136,7 +136,8 @@ def sample_lines(found: dict[str, Any]) -> Iterator[str]:
             yield from _indented(prompt)
         reason = sample["finish_reason"]
         ended = f"{sample['tokens']:.0f} tokens, {_ENDINGS.get(reason, reason)}"
-        yield f"reward {sample['reward']:.3f}  {ended}"
+        parts = "".join(f", {name} {value:.3f}" for name, value in sample.get("rewards", {}).items())
+        yield f"reward {sample['reward']:.3f}{parts}  {ended}"
         yield from _indented(sample["response"])
 
 

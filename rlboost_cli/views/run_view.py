@@ -118,7 +118,7 @@ def _head(status: Status, width: int, glyphs: Glyphs) -> list[Line]:
         "step": [_step(status, width, glyphs)],
         "phase": _phase(status, width, glyphs),
         "reward": _rewards(status, width, glyphs),
-        "eval": [] if status.evaluation is None else [evaluation_words(status.evaluation)],
+        "eval": [evaluation_words(each) for each in status.evaluations],
         "rollout": _rollout(status),
         "cost": _cost(status, left_s),
     }

@@ -89,8 +89,9 @@
       <${Tile} name="Step" value=${`${status.step} / ${status.steps ?? "-"}`}
         note=${`${duration(spent)}${left ? `, about ${duration(left)} left` : ""}; policy version ${status.policy_version ?? "-"}${from ? `; forked from ${status.ancestors.join(", from ")}` : ""}`} />
       <${Tile} name="Mean reward" value=${number(status.reward_mean)} note=${rewards.length ? `first step ${number(rewards[0])}` : ""} />
-      ${status.evaluation && html`<${Tile} name="Held-out reward" value=${number(status.evaluation.reward_mean)}
-        note=${`first ${number(status.evaluation.first_reward_mean)}, at step ${status.evaluation.step}`} />`}
+      ${(status.evaluations || []).map((each) => html`<${Tile} key=${each.name} name=${`Evaluation ${each.name}`} value=${number(each.values.reward_mean)}
+        note=${[`reward; first ${number(each.first.reward_mean)}; after ${each.updates} updates`, ...Object.keys(each.values)
+          .filter((name) => name.includes("_at_")).map((name) => `${name.replace("_at_", "@")} ${number(each.values[name])}`)].join(", ")} />`)}
       <${Tile} name="Throughput" value=${data.has_ended ? whole(mean(data.metrics.values.tokens_per_s)) : whole(status.tokens_per_s)}
         note=${data.has_ended ? "tokens/s trained, mean of the steps" : "tokens/s generated now"} />
       <${Tile} name="Spent" value=${usd(cost.total_usd)} note=${data.has_ended ? `on ${cost.machines.length} machines` : `${usd(cost.rate_usd_per_hour)} per hour now`} />

@@ -336,6 +336,7 @@ class Agent:
                     _int32s(item.token_ids),
                     item.max_new_tokens,
                     priority=-item.offset,  # a response nearer to its end has a more valuable cache
+                    sampling=item.sampling,
                 )
             )
         if requests:

@@ -137,7 +137,7 @@ def build_status(sources: StatusSources, now_wall: float) -> dict[str, Any]:
         at=now_wall,
         trainer=TrainerStatus(sources.trainer.connected),
         warnings=sources.trainer.health.active,
-        evaluation=sources.trainer.health.evaluation,
+        evaluations=list(sources.trainer.health.evaluations.values()),
         events=[RecentEvent(e.at, e.kind, e.text) for e in ledger.events(LAST_EVENTS)],
         replay=ReplayDigest(totals.num_events, totals.num_commands, totals.commands_digest),
         journal_problem=state.journal_problem,

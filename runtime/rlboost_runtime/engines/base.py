@@ -130,6 +130,14 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     max_new_tokens: int
     priority: int = 0
     """Smaller goes first, and is the last to lose its cache when that is full; engines may ignore it."""
+    sampling: Sampling | None = None
+    """How to sample it; None: as the engine samples."""
+
+    def sampled(self, by_engine: Sampling) -> Sampling:
+        """Return how to sample it, with the engine's stop tokens in either case."""
+        if self.sampling is None:
+            return by_engine
+        return msgspec.structs.replace(self.sampling, stop_token_ids=by_engine.stop_token_ids)
 
 
 class RequestEnded(msgspec.Struct, frozen=True, array_like=True):

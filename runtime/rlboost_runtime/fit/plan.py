@@ -172,7 +172,7 @@ def fit_plan(job: Job, shape: TransformerShape, gpu_has: int | None = None) -> F
     element = CAST if job.rollout.engine_args.dtype == "bfloat16" else WEIGHT
     version = shape.parameters * element
     checkpoint = WEIGHT * setup.all_parameters + MOMENTS * setup.trained
-    context = element * shape.kv_elements_per_token * _largest_pass(job, 0)
+    context = element * shape.kv_elements_per_token * job.max_context_tokens
     return FitPlan(
         setup,
         (job.trainer.accelerators or "").partition(":")[0] or ("" if has is None else "GPU"),
@@ -384,7 +384,7 @@ def _engine_misfits(job: Job, shape: TransformerShape) -> Iterator[FieldProblem]
     parallel, options = job.rollout.tensor_parallel, job.rollout.engine_args
     element = CAST if options.dtype == "bfloat16" else WEIGHT
     weights = shape.parameters * (1 if options.fp8 else element)
-    cache = element * shape.kv_elements_per_token * _largest_pass(job, 0)
+    cache = element * shape.kv_elements_per_token * job.max_context_tokens
     needs = (weights + cache) // parallel
     for path, accelerators in _engine_places(job):
         has = memory_bytes(accelerators)
@@ -394,7 +394,7 @@ def _engine_misfits(job: Job, shape: TransformerShape) -> Iterator[FieldProblem]
                 path,
                 (
                     f"an engine on {parallel} of {accelerators} needs {needs / GB:.1f} GB per GPU for weights"
-                    f" and a response of {_largest_pass(job, 0):,} tokens, and may use {share / GB:.1f} GB;"
+                    f" and a response of {job.max_context_tokens:,} tokens, and may use {share / GB:.1f} GB;"
                     " raise rollout.tensor_parallel, or take larger GPUs"
                 ),
             )

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from rlboost_runtime.health import limits
+from rlboost_runtime.health.glossary import evaluation_metric
 from rlboost_runtime.health.rules import FLEET, SAVING, STORM, STUCK, Kind, Row, Rule, finite, step_rules
 from rlboost_runtime.protocol.status import EvaluationStatus, HealthWarning
 
@@ -78,8 +79,8 @@ class HealthMonitor:
         self._last_progress: tuple[int, int] | None = None
         self._progress_at = 0.0
         self._longest_step_s = 0.0
-        self.evaluation: EvaluationStatus | None = None
-        """The newest evaluation; None before the first."""
+        self.evaluations: dict[str, EvaluationStatus] = {}
+        """The newest results of each evaluation, by its name."""
         for step, row in before:
             self.trained(step, row)
 
@@ -96,7 +97,7 @@ class HealthMonitor:
 
     def trained(self, step: int, row: Row) -> list[HealthChange]:
         """Take in the metrics of a step, counted from 0; return what began or ended."""
-        self._evaluated(step + 1, row)
+        self.evaluated(step + 1, row)
         self._longest_step_s = max(self._longest_step_s, finite(row, "step_s") or 0.0)
         changes = []
         for rule in self._rules:
@@ -121,12 +122,17 @@ class HealthMonitor:
         ]
         return changes
 
-    def _evaluated(self, step: int, row: Row) -> None:
-        mean = finite(row, "eval_reward_mean")
-        if mean is not None:
-            first = mean if self.evaluation is None else self.evaluation.first_reward_mean
-            best = finite(row, "eval_reward_best")
-            self.evaluation = EvaluationStatus(step, mean, best, first)
+    def evaluated(self, step: int, row: Row) -> None:
+        """Take in the evaluations among the metrics of a step, counted from 1."""
+        found: dict[str, dict[str, float]] = {}
+        for key in row:
+            parts, value = evaluation_metric(key), finite(row, key)
+            if parts is not None and value is not None:
+                found.setdefault(parts[0], {})[parts[1]] = value
+        updates = int(finite(row, "eval_updates") or 0)
+        for name, values in found.items():
+            first = self.evaluations[name].first if name in self.evaluations else values
+            self.evaluations[name] = EvaluationStatus(name, step, updates, values, first)
 
     def _is_new_saving(self, facts: FleetFacts) -> bool:
         """Return True once per trained step whose comparison counts."""

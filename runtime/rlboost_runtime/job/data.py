@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from rlboost_runtime.job.base import Model, Seed
-from rlboost_runtime.job.task import HttpReward
+from rlboost_runtime.job.task import RewardSetting
 
 CHAT_TEMPLATES = ("auto", "tokenizer", "none")
 """What `chat_template` may say beside the name of a file."""
@@ -28,7 +28,7 @@ class PromptSettings(Model):
     weight: float | None = Field(default=None, gt=0)
     """In a list of sources: share of the prompts relative to the others' weights; null: the number of its
     prompts."""
-    reward: str | HttpReward | None = None
+    reward: RewardSetting | None = None
     """What scores these prompts, in the form of the job's `reward`; null: that one."""
     shuffle: bool = True
     """Visit the prompts in another random order each epoch; false: always in their own order."""

@@ -22,7 +22,7 @@ from typing import TypeVar
 
 import msgspec
 
-SCHEMA = (2, 2)
+SCHEMA = (2, 3)
 """(major, minor). Peers of the same major understand each other; a higher minor only adds fields."""
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -53,6 +53,8 @@ class WorkItem(msgspec.Struct, frozen=True, omit_defaults=True):
     offset: int
     max_new_tokens: int
     policy_version: int
+    sampling: Sampling | None = None
+    """How to sample it; None: as the engine samples. The engine's stop tokens hold in either case."""
 
 
 # --- agent -> coordinator --------------------------------------------------------------------------------
@@ -306,10 +308,17 @@ class TrainerHello(Message, frozen=True, omit_defaults=True):
 
 
 class PromptSpec(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One prompt of a step: `group` is its index in the step, `token_ids` i32 bytes."""
+    """One prompt of a step: `group` is its index in the step, `token_ids` i32 bytes.
+
+    The rest is for prompts that differ from the others: number of responses and longest response (0: as the
+    step says), and how to sample (None: as the engines do).
+    """
 
     group: int
     token_ids: bytes
+    num_responses: int = 0
+    max_tokens: int = 0
+    sampling: Sampling | None = None
 
 
 class StepStartedMessage(Message, frozen=True, omit_defaults=True, tag="StepRequest"):
@@ -373,6 +382,14 @@ class Checkpointed(Message, frozen=True):
     """
 
     step: int
+
+
+class Evaluated(Message, frozen=True):
+    """The final weights, those after the last `step`, were evaluated: their metrics join the step's.
+    Idempotent."""
+
+    step: int
+    metrics: dict[str, float]
 
 
 class RunFinished(Message, frozen=True, omit_defaults=True):
@@ -443,6 +460,7 @@ TrainerMessage = (
     | LeaseReturnedMessage
     | StepTrainedMessage
     | Checkpointed
+    | Evaluated
     | RunFinished
     | RunFailed
 )

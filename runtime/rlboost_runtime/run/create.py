@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from rlboost_runtime.errors import DISK_ERRNOS, ConfigError, NotFound, RuntimeFault
-from rlboost_runtime.job import Job, data_files, data_sources
+from rlboost_runtime.job import Job, data_files, data_sources, reward_files, sources_of
 from rlboost_runtime.run.checkpoints import ForkPoint
 from rlboost_runtime.run.engine_python import find_engine_python
 from rlboost_runtime.run.folder import RunFolder, read_json, write_json
@@ -155,14 +155,8 @@ def reopen(run: RunFolder) -> None:
 def files_of(job: Job) -> list[str]:
     """Return the files that the job names, as it names them, relative to the job file; each once."""
     names = list(job.files)
-    names += data_files(job.data)
-    names += [
-        source.reward.rsplit(":", 1)[0]
-        for source in data_sources(job.data)
-        if isinstance(source.reward, str) and ":" in source.reward
-    ]
-    if isinstance(job.reward, str) and ":" in job.reward:
-        names.append(job.reward.rsplit(":", 1)[0])
+    names += data_files([*data_sources(job.data), *sources_of(job.evaluations)])
+    names += reward_files(job.rewards)
     if job.trainer.script is not None:
         names.append(job.trainer.script)
     names += [

@@ -31,6 +31,7 @@ there is named below; everybody else only reads it.
     metrics.jsonl     a line per step                                       trainer
     forked.json       {"ancestors"}: the checkpoints that a fork goes back to       CLI
     samples.jsonl     a few responses per step, for people                  trainer
+    evaluations.jsonl a line per response of an evaluation                  trainer
     tensorboard/      event files, if the job asks for them                 trainer
     preparing.json    {"doing", "done", "of", "unit", "since"}: what the trainer does before its first step;
                       absent otherwise                                      trainer
@@ -142,6 +143,7 @@ class RunFolder:
     forked = _Place("forked.json")
     metrics = _Place("metrics.jsonl")
     samples = _Place("samples.jsonl")
+    evaluations = _Place("evaluations.jsonl")
     tensorboard = _Place("tensorboard")
     preparing = _Place("preparing.json")
     processes = _Place("processes")

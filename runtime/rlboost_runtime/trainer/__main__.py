@@ -39,6 +39,7 @@ from rlboost_runtime.trainer.node import TrainerNode, die_with_launcher, is_rank
 from rlboost_runtime.trainer.rewards.outcome import RewardWatch
 from rlboost_runtime.trainer.rewards.scorer import RewardCall, RewardScorer
 from rlboost_runtime.trainer.rollout.client import RolloutClient
+from rlboost_runtime.trainer.rollout.evaluation import evaluation_prompts
 
 log = logging.getLogger(__name__)
 
@@ -155,8 +156,9 @@ def train(client: RolloutClient, ranks: Ranks = ALONE) -> Path:
         source = PromptSource(
             examples, PromptEncoder(policy.tokenizer), prompts_per_step=job.algorithm.prompts_asked_per_step,
             max_prompt_tokens=job.algorithm.max_prompt_tokens, seed=job.algorithm.seed,
-            num_held_out=0 if job.evaluation is None else job.evaluation.prompts,
+            num_held_out=0 if job.held_out is None else job.held_out.prompts,
         )  # fmt: skip
+        evaluated = evaluation_prompts(job, run.files, PromptEncoder(policy.tokenizer), source.held_out)
         other = load_reference(client, examples, scorer, progress, ranks)
         client.job = job = fit_to_gpu(job, policy)
         files = _files_to_send(policy, job)
@@ -168,7 +170,7 @@ def train(client: RolloutClient, ranks: Ranks = ALONE) -> Path:
         if job.algorithm.kl is not None:
             reference = Reference(policy, other, ranks, is_sent=bool(others))
         progress.finish()
-        final = TrainerLoop(client, policy, source, scorer, ranks, reference).train()
+        final = TrainerLoop(client, policy, source, scorer, ranks, reference, evaluated).train()
         ranks.broadcast(End())
         return final
 

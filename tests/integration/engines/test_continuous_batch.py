@@ -85,6 +85,38 @@ def test_stepping_equals_the_librarys_own_thread():
         assert logprobs[i] == pytest.approx(output.logprobs, abs=1e-5)
 
 
+def test_each_request_is_sampled_as_it_asks():
+    """Beside requests of the engine's own sampling: greedily, colder, from a part of the vocabulary."""
+    model = make_model()
+    asked = {0: None, 1: Sampling(0.0), 2: Sampling(0.5), 3: Sampling(1.3, 0.6), 4: None}
+    batch = ContinuousBatch(model, Sampling(1.0), 8, 256)
+    prompt_of = dict(enumerate(prompts([5, 9, 3, 40, 7])))
+    for i, sampling in asked.items():
+        batch.add(Request(i, prompt_of[i], 30, sampling=sampling))
+    ids, logprobs, _ = run_out(batch)
+    alone = ContinuousBatch(model, GREEDY, 8, 256)
+    alone.add(Request(1, prompt_of[1], 30))
+    assert ids[1] == run_out(alone)[0][1]
+    assert logprobs[1] == pytest.approx([0.0] * 30)
+    for i in (0, 2, 3, 4):
+        sampling = asked[i] or Sampling()
+        with torch.no_grad():
+            logits_TV = model(torch.tensor([prompt_of[i] + ids[i]])).logits[0, len(prompt_of[i]) - 1 : -1]
+        probs_TV = (logits_TV / sampling.temperature).softmax(-1)
+        ranked_TV, order_TV = probs_TV.sort(descending=True)
+        out_TV = torch.zeros_like(probs_TV, dtype=torch.bool)
+        out_TV.scatter_(1, order_TV, ranked_TV.cumsum(-1) - ranked_TV >= sampling.top_p)
+        kept_TV = probs_TV.masked_fill(out_TV, 0.0)
+        expected_T = (kept_TV / kept_TV.sum(-1, keepdim=True))[range(30), ids[i]].log()
+        assert logprobs[i] == pytest.approx(expected_T.tolist(), abs=1e-4), i
+
+
+def test_a_greedy_engine_refuses_to_sample():
+    batch = ContinuousBatch(make_model(), GREEDY, 2, 64)
+    assert "temperature 0" in (batch.refusal(Request(0, [20], 5, sampling=Sampling(0.7))) or "")
+    assert batch.refusal(Request(0, [20], 5, sampling=GREEDY)) is None
+
+
 def test_new_weights_meet_no_key_of_the_old_ones():
     """A prompt of many pages, asked again right after its first answer: the likeliest to be found cached."""
     model, other = make_model(0), make_model(1)

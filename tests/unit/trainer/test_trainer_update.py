@@ -163,7 +163,10 @@ class Scorer:
 
     name = "rewards.py:score"
 
-    def submit(self, call: RewardCall, reward: str | None = None) -> Future[Reward]:
+    def submit_group(self, calls: list[RewardCall], reward: str | None = None) -> list[Future[Reward]]:
+        return [self._submit(call) for call in calls]
+
+    def _submit(self, call: RewardCall) -> Future[Reward]:
         future: Future[Reward] = Future()
         failed = call.response.startswith("!")
         future.set_result(

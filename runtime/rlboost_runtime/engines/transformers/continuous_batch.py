@@ -28,7 +28,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import psutil
 import torch
@@ -42,6 +42,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 
 from rlboost_runtime.engines.base import EngineOutput, EngineSpec, KvCache, Request
 from rlboost_runtime.engines.model_folder import Unreadable, kv_bytes_per_token, read_config
+from rlboost_runtime.engines.transformers.per_request import sample_per_request
 from rlboost_runtime.protocol.messages import Sampling
 
 PAGE_TOKENS = 32
@@ -75,6 +76,7 @@ class ContinuousBatch:
         is_measured: bool = False,
     ) -> None:
         self._is_measured = is_measured
+        self._sampling = sampling
         self._stop_ids = frozenset(sampling.stop_token_ids)
         self._vocabulary = model.config.get_text_config().vocab_size
         self._max_running = max_running
@@ -83,6 +85,8 @@ class ContinuousBatch:
         self._manager = generating.init_continuous_batching(
             generation_config(sampling), batching_config(max_running, max_context_tokens)
         )
+        if sampling.temperature > 0:
+            sample_per_request(self._manager, sampling)
         self._manager.warmup()  # allocates the cache
         self._keys = itertools.count()
         self._held: dict[str, _Held] = {}  # by the library's name for it: never the same twice
@@ -135,6 +139,8 @@ class ContinuousBatch:
         total = len(request.token_ids) + request.max_new_tokens
         if total > self._max_context_tokens:
             return f"{total} tokens with the new ones exceed the context of {self._max_context_tokens}"
+        if self._sampling.temperature == 0 and request.sampled(self._sampling).temperature > 0:
+            return "it is to be sampled, but this engine takes the likeliest tokens (temperature 0)"
         if request.request_id in self._key_of:
             return f"request {request.request_id} is already held"
         return None
@@ -144,8 +150,10 @@ class ContinuousBatch:
         key = str(next(self._keys))
         self._held[key] = _Held(request.request_id)
         self._key_of[request.request_id] = key
+        how = request.sampling if self._sampling.temperature > 0 else None
+        own: dict[str, Any] = {} if how is None else {"temperature": how.temperature, "top_p": how.top_p}
         self._manager.add_request(
-            request.token_ids, request_id=key, max_new_tokens=request.max_new_tokens, streaming=True
+            request.token_ids, request_id=key, max_new_tokens=request.max_new_tokens, streaming=True, **own
         )
 
     def drop(self, request_ids: Sequence[int]) -> list[int]:
@@ -225,13 +233,11 @@ def run_step(manager: ContinuousBatchingManager) -> None:
 
 
 def generation_config(sampling: Sampling) -> GenerationConfig:
-    """Return `sampling` as the library's configuration; temperature 0 takes the likeliest token."""
+    """Return the library's configuration; temperature 0 takes the likeliest token, any other is left to
+    `sample_per_request`."""
     stop: list[int] | int = list(sampling.stop_token_ids) or -1  # -1: none
-    if sampling.temperature == 0:
-        return GenerationConfig(do_sample=False, eos_token_id=stop)  # type: ignore[no-untyped-call] # theirs
-    return GenerationConfig(  # type: ignore[no-untyped-call] # theirs
-        do_sample=True, temperature=sampling.temperature, top_p=sampling.top_p, top_k=0, eos_token_id=stop
-    )
+    is_sampled = sampling.temperature > 0
+    return GenerationConfig(do_sample=is_sampled, top_k=0 if is_sampled else None, eos_token_id=stop)  # type: ignore[no-untyped-call] # theirs
 
 
 def batching_config(max_running: int, max_context_tokens: int) -> ContinuousBatchingConfig:

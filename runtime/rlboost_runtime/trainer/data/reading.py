@@ -19,11 +19,11 @@ from typing import Any
 
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import (
-    HttpReward,
     PromptData,
     PromptDataset,
     PromptFile,
     ReasoningGym,
+    RewardSetting,
     data_sources,
 )
 from rlboost_runtime.job.data import PromptSettings, RowSettings, find_prompt, prompt_problem
@@ -62,7 +62,7 @@ class Example:
     source: int = 0
     weight: float | None = None
     shuffle: bool = True
-    reward: str | HttpReward | None = None
+    reward: RewardSetting | None = None
     where: str = field(default="", compare=False)
 
 
