@@ -21,7 +21,7 @@ from rlboost_runtime.engines.emulated import emulated_response
 from rlboost_runtime.protocol.messages import DeliverGroupMessage, Sampling, StepTrainedMessage
 from rlboost_runtime.sim.trainer_model import MAX_SHARE, train_s
 from rlboost_runtime.trainer.artifacts.publisher import VersionContent
-from rlboost_runtime.trainer.rollout.client import RolloutClient
+from rlboost_runtime.trainer.rollout.client import RolloutClient, prompt_specs
 from rlboost_runtime.weights.manifest import Probe
 
 WEIGHTS = 262_144
@@ -74,7 +74,7 @@ class ModelledTrainer:
         prompts = [self._scenario.prompt(step, group) for group in range(workload.prompts)]
         began, began_wall = time.monotonic(), time.time()
         self._client.request_step(
-            step, self._client.version, prompts, group_size=workload.group_size,
+            step, self._client.version, prompt_specs(prompts), group_size=workload.group_size,
             max_response_tokens=workload.max_response_tokens, stop_token_ids=frozenset(),
         )  # fmt: skip
         lived = Lived()

@@ -33,7 +33,7 @@ def compare_lines(found: RunComparison) -> Iterator[str]:
     yield table(_HEADERS, [_row(c.run, c.last, c.total_usd, c.state) for c in found.runs])
     for fork in (column for column in found.runs if column.ancestors):
         ancestors = ", from ".join(fork.ancestors)
-        yield f"{fork.run} goes on from {ancestors}: tokens, time and dollars are its own."
+        yield f"{fork.run} continues from {ancestors}: tokens, time and dollars are its own."
     yield f"reward: mean of the last {REWARD_STEPS} steps. spent: with what came after the last step."
     if not found.same:
         waiting = ", ".join(c.run for c in found.runs if not c.curves.steps)

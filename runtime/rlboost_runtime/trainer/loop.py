@@ -285,9 +285,7 @@ class TrainerLoop:
         if version not in self._client.store.versions():
             version, updates = newest
         steps = self._job.algorithm.steps
-        prompts = (
-            self._source.batch(step) if step < steps else []
-        )  # then only the final weights are evaluated
+        prompts = self._source.batch(step) if step < steps else []  # or the final weights alone
         prompts = prompts + due(self._evaluated, step, steps)
         requested = RequestedStep[PendingGroup](step, version, updates, prompts)
         self._requested.add(requested)

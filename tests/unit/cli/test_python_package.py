@@ -41,7 +41,9 @@ def folder() -> RunFolder:
     write_json(run.status, {"run": "demo", "state": "done", "step": 2, "at": 1100.0, "reward_mean": 0.5})
     write_json(run.outcome, {"state": "done"})
     run.metrics.write_text("".join(json.dumps({"step": s, "reward_mean": s / 2}) + "\n" for s in range(2)))
-    rows = [{"step": n // 2, "prompt": f"p{n}", "response": "<b>", "reward": n} for n in range(4)]
+    rows = [
+        {"step": n // 2, "prompt": f"p{n}", "response": "<b>", "reward": n, "tokens": 1} for n in range(4)
+    ]
     run.samples.write_text("".join(json.dumps(row) + "\n" for row in rows))
     ledger = Ledger(run.ledger)
     ledger.intend(MachineRecord("spot-1", "local", "here", "cpu", 3_600_000_000, "job", 1000.0))

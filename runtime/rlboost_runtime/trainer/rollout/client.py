@@ -231,7 +231,7 @@ class RolloutClient:
             raise RuntimeFault("nothing was published yet", "call publish before roll_out")
         self._began = time.monotonic()
         self.request_step(
-            step, self.version, _specs(prompts), group_size=group_size,
+            step, self.version, prompt_specs(prompts), group_size=group_size,
             max_response_tokens=max_response_tokens, stop_token_ids=self._stops,
         )  # fmt: skip
         done: dict[int, DeliverGroupMessage] = {}
@@ -306,7 +306,8 @@ class RolloutClient:
         self.stream.failed(problem, remedy)
 
 
-def _specs(prompts: Sequence[Sequence[int]]) -> list[PromptSpec]:
+def prompt_specs(prompts: Sequence[Sequence[int]]) -> list[PromptSpec]:
+    """Return prompts that are all answered as their step says."""
     return [PromptSpec(group, np.asarray(ids, dtype="<i4").tobytes()) for group, ids in enumerate(prompts)]
 
 
