@@ -134,7 +134,7 @@ class Coordinator:
         self._config = core_config(job)
         self._changed = asyncio.Event()
         core, totals, *_ = recovered = recover(run.events, run.snapshot)
-        timing = Timing(lease_s=self._config.lease_s)
+        timing = Timing.of(self._config)
         weights = WeightTracker(self._ledger.zone_of, self._bill_egress)
         stats = InstanceStats(weights, timing.flush_s)
         boot_times = BootTimes(lambda: core.machines)

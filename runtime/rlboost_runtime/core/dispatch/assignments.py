@@ -127,13 +127,15 @@ class Assignments:
         instances = list(self._eligible.values())
         if any(instance.aborting for instance in instances):
             return
-        waiting = sorted(book.unfinished_of(response.group) for response in self.dispatcher.queued())
         running = sorted(
             (-book.unfinished_of(r.group), r.num_tokens, assignment, instance.instance)
             for instance in instances
             for assignment, r in instance.assignments.items()
             if not r.has_yielded
         )
+        waiting: list[int] = []
+        if running and -running[0][0] - self.dispatcher.least_lacking() >= YIELD_MARGIN:
+            waiting = sorted(book.unfinished_of(response.group) for response in self.dispatcher.queued())
         for lacks, (minus_lacks, _, assignment, name) in zip(waiting, running, strict=False):
             if -minus_lacks - lacks < YIELD_MARGIN:
                 break

@@ -111,6 +111,12 @@ class Dispatcher:
         """Return what is queued, in no order. Looks at all of it: for checks."""
         return self.queue.all()
 
+    def least_lacking(self) -> int:
+        """Return what the group lacks that lacks the least of those of waiting responses, 0 if that is not
+        known. Does not look at all of them."""
+        first = self.queue.peek() if self._by_group else None
+        return 0 if first is None or self._book is None else self._book.unfinished_of(first.group)
+
     def touch(self, name: str) -> None:
         """Note that an instance's load or eligibility may have changed."""
         self.load_index.touch(name)
