@@ -8,14 +8,12 @@ from __future__ import annotations
 import contextlib
 from operator import itemgetter
 
-from rlboost_providers.base.accelerators import bandwidth
 from rlboost_providers.base.provider import Ability, CanSweep, Provider
 from rlboost_providers.base.tags import owner_of
 from rlboost_providers.base.traits import egress_micro_usd_per_gb
 from rlboost_runtime.core.base.cost_model import Prices
 from rlboost_runtime.errors import ConfigError, RLBoostError
 from rlboost_runtime.job import CloudOffer, Job, LocalOffer, SshOffer, Trainer
-from rlboost_runtime.job.rollout import num_devices
 from rlboost_runtime.money import MICRO_USD_PER_USD
 from rlboost_runtime.run.folder import RunFolder, home
 
@@ -103,16 +101,10 @@ def expected_usd_per_hour(offer: LocalOffer | SshOffer | CloudOffer) -> float | 
 
 
 def cheapest_offer(job: Job) -> LocalOffer | SshOffer | CloudOffer:
-    """Return the offer of the job whose tokens are likely to cost least, by its price and its GPUs' memory
-    bandwidth; the first where nobody knows a price."""
-    offers = job.rollout.spot.any_of
-    known = [
-        (price / (num_devices(gpus) * bandwidth(gpus)), offer)
-        for offer in offers
-        if (price := expected_usd_per_hour(offer)) is not None
-        for gpus in (offer.accelerators or "",)
-    ]
-    return min(known, key=itemgetter(0), default=(0.0, offers[0]))[1]
+    """Return the offer of the job that is likely to cost least; the first where nobody knows a price."""
+    prices = [(expected_usd_per_hour(offer), offer) for offer in job.rollout.spot.any_of]
+    known = [(price, offer) for price, offer in prices if price is not None]
+    return min(known, key=itemgetter(0), default=prices[0])[1]
 
 
 def prices_of(job: Job) -> Prices:

@@ -61,7 +61,7 @@ from rlboost_runtime.core.rules import LIVE_RULES, Rules, named
 from rlboost_runtime.core.state.eligible import EligibleSet, Terms
 from rlboost_runtime.core.state.instances import Instance, InstanceTable
 from rlboost_runtime.core.state.machines import Machine, MachineState, MachineTable
-from rlboost_runtime.core.state.rates import Kind, Lengths
+from rlboost_runtime.core.state.rates import Lengths
 from rlboost_runtime.core.state.responses import Response, ResponseState, StepResponses
 from rlboost_runtime.core.window.seeding_window import (
     CountMeter,
@@ -110,7 +110,6 @@ class Core:
         self._fleet = MachineTable(config.boot_deadline_s, context.timers, context.emit)
         self._controller = InstanceController(context, self._instance_table, self._work, self._fleet)
         window_of = named("window", rules.windows, policy.window)
-        self._step_times = balancer.step_times
         self._seeding = window_of(config, lengths, self._work.pace, balancer.step_times)
         self._lease_controller = LeaseController(
             context, self._instance_table, self._work, self._controller, self._seeding
@@ -208,11 +207,6 @@ class Core:
     def useful_instances(self) -> int:
         """Spot instances worth having."""
         return self._worthwhile
-
-    def full_tokens_per_s(self, kind: Kind) -> float | None:
-        """Return what a full engine of that kind decodes per second; None while nothing has shown it."""
-        lengths = self._work.lengths
-        return self._step_times.full_tokens_per_s(kind, lengths.mean_context) if lengths.is_known else None
 
     @property
     def counters(self) -> Counters:

@@ -72,10 +72,10 @@ class SimCloud:
             self._host.agenda.at(event.at_s, self._handler(event))
 
     def launch(self, machine: str) -> None:
-        """Take the free node whose tokens cost least, if there is one."""
+        """Take the cheapest free node, if there is one."""
         now = self._host.agenda.now
         free = (node for node in self._free if node not in self._noticed)
-        node = min(free, key=lambda node: self._free[node].usd_per_pace, default=None)
+        node = min(free, key=lambda node: self._free[node].usd_per_hour, default=None)
         if node is None:
             self._host.send(LaunchFailed(now, machine, "no spot capacity", self._retry_s))
             return

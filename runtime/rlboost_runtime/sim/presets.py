@@ -20,8 +20,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from rlboost_providers.base.accelerators import bandwidth
-
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
@@ -118,26 +116,21 @@ class GpuType:
 # NVIDIA data sheets: H100 SXM5 (2023), H200 SXM (2024), B200 (2024), GH200 (2023), A100 40GB and 80GB SXM
 # (2021), L40S (2023), L4 (2023), A10 (2021; AWS's A10G has 70 of its 125 Tflop/s), RTX A6000 (2021). Where a
 # sheet quotes bf16 with sparsity this is the dense half. Names are SkyPilot's.
-# Bandwidths are `BANDWIDTH_GB_PER_S`.
-def _gpu(name: str, flops: float, memory_bytes: float) -> GpuType:
-    return GpuType(name, flops, bandwidth(name), memory_bytes)
-
-
-H100 = _gpu("H100", 989e12, 80e9)
-L40S = _gpu("L40S", 362e12, 48e9)
+H100 = GpuType("H100", 989e12, 3.35e12, 80e9)
+L40S = GpuType("L40S", 362e12, 0.864e12, 48e9)
 GPUS = {
     gpu.name: gpu
     for gpu in (
         H100,
         L40S,
-        _gpu("H200", 989e12, 141e9),
-        _gpu("B200", 2_250e12, 180e9),
-        _gpu("GH200", 989e12, 96e9),
-        _gpu("A100-80GB", 312e12, 80e9),
-        _gpu("A100", 312e12, 40e9),
-        _gpu("L4", 121e12, 24e9),
-        _gpu("A10G", 70e12, 24e9),
-        _gpu("A6000", 155e12, 48e9),
+        GpuType("H200", 989e12, 4.8e12, 141e9),
+        GpuType("B200", 2_250e12, 8.0e12, 180e9),
+        GpuType("GH200", 989e12, 4.0e12, 96e9),
+        GpuType("A100-80GB", 312e12, 2.039e12, 80e9),
+        GpuType("A100", 312e12, 1.555e12, 40e9),
+        GpuType("L4", 121e12, 0.3e12, 24e9),
+        GpuType("A10G", 70e12, 0.6e12, 24e9),
+        GpuType("A6000", 155e12, 0.768e12, 48e9),
     )
 }
 
@@ -199,11 +192,6 @@ class MachineShape:
     def engines(self) -> int:
         """Engines (instances) of one machine."""
         return self.gpus // self.tensor_parallel
-
-    @property
-    def usd_per_pace(self) -> float:
-        """What its tokens cost, in a unit that is the same for all machines: decoding reads memory."""
-        return self.usd_per_hour / (self.gpus * self.gpu.bandwidth * self.engine_pace)
 
 
 @dataclass(frozen=True, slots=True)

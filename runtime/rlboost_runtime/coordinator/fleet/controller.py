@@ -40,7 +40,6 @@ from rlboost_runtime.billing.accounts import least_micro_usd
 from rlboost_runtime.billing.launch_records import LaunchRecords, MachineRecord, end_of, price_paid, start_of
 from rlboost_runtime.billing.ledger import Ledger
 from rlboost_runtime.coordinator.driver.core_driver import CoreDriver
-from rlboost_runtime.coordinator.fleet.machine_pace import MachinePace
 from rlboost_runtime.coordinator.fleet.offer_choice import ELSEWHERE_S, OfferChoice, problem_of
 from rlboost_runtime.coordinator.fleet.provider_calls import ProviderThreads, keep_console
 from rlboost_runtime.core.base.messages import (
@@ -145,6 +144,7 @@ class FleetController:
         self._cap = cap_micro_usd_per_hour
         self._room = room_micro_usd
         self._floor = on_demand_floor
+        self._choice = OfferChoice()
         self._threads = ProviderThreads()
         self._is_closed = False
         self._commands: asyncio.Queue[LaunchMachine | TerminateMachine] = asyncio.Queue()
@@ -156,7 +156,6 @@ class FleetController:
         self._doubtful: dict[str, tuple[float, str]] = {}
         """Open machines that are no longer wanted: since when, and the problem of their launch."""
         self._bought = LaunchRecords(None) if bought is None else bought
-        self._choice = OfferChoice(MachinePace(lambda: state.core, self._bought.get).usd_per_token)
         self._tell_intent = tell_intent
         self.silence: RLBoostError | OSError | None = None
         """Why not every cloud answered when the fleet was last listed by `end_all`."""
@@ -331,7 +330,7 @@ class FleetController:
         self._state.apply(LaunchFailed(self._state.now(), machine, problem, retry_after_s))
 
     def _choose(self, machine: str, offers: list[Offer]) -> Offer:
-        """Return the pool's open offer whose tokens cost least; without one, the floor's if machines are few.
+        """Return the pool's cheapest open offer; where there is none and machines are few, the floor's.
 
         Raises `NoCapacity`.
         """
