@@ -62,7 +62,8 @@ class _PerRequest(ContinuousBatchingLogitsProcessor):
     def __call__(self, scores: FloatTensor, tensor_arg: Tensor) -> FloatTensor:
         """Return the scores_BV to sample from."""
         kept: Tensor = scores
-        temperatures_B = torch.tensor(self._temperatures, device=scores.device)
+        others = [1.0] * (len(scores) - len(self._temperatures))  # rows of prompts that are not through yet
+        temperatures_B = torch.tensor(self._temperatures + others, device=scores.device)
         if any(each == 0 for each in self._temperatures):
             beaten_BV = (temperatures_B == 0)[:, None] & (kept < kept.amax(-1, keepdim=True))
             kept = kept.masked_fill(beaten_BV, -torch.inf)
@@ -70,6 +71,6 @@ class _PerRequest(ContinuousBatchingLogitsProcessor):
         if any(each not in (0, 1) for each in self._temperatures):
             kept = kept / temperatures_B[:, None]
         if any(each < 1 for each in self._top_ps):
-            top_ps_B = torch.tensor(self._top_ps, dtype=torch.float32, device=scores.device)
+            top_ps_B = torch.tensor(self._top_ps + others, dtype=torch.float32, device=scores.device)
             kept = self._cut(cast("FloatTensor", kept), top_ps_B.view(torch.int32))
         return cast("FloatTensor", kept)
