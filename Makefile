@@ -96,7 +96,7 @@ test: $(DEV) sshd ## unit, property and integration tests
 .PHONY: test-vllm
 test-vllm: $(DEV) $(VLLM) ## the engine tests on a real vLLM; none may be skipped
 	RLBOOST_REQUIRE_VLLM=1 RLBOOST_VLLM_PYTHON=$(abspath $(VLLM_VENV)/bin/python) \
-		$(BIN)/python -m pytest -q -m vllm tests/vllm
+		$(BIN)/python -m pytest -q -m "vllm and not soak" tests/vllm
 
 .PHONY: chromium
 chromium:
@@ -107,7 +107,7 @@ chromium:
 
 .PHONY: e2e-local
 e2e-local: $(DEV) sshd chromium ## the CLI from launch to down, with real kills
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m e2e tests
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "e2e and not soak" tests
 
 .PHONY: cloudlab
 cloudlab: $(DEV) ## tools, machine image and SkyPilot for e2e (root, Linux; once, 3 GB)
@@ -196,7 +196,13 @@ soak: $(DEV) ## 10,000 simulated runs with random faults; then all tests $(ROUND
 			$(BIN)/python -m pytest -q -m "property or integration or e2e" tests; \
 	done
 	RLBOOST_FAULT_SEEDS=200 $(BIN)/python -m pytest -q tests/integration/providers/test_cloud_faults.py
+	@$(MAKE) soak-vllm
 	@$(MAKE) soak-cloud
+
+.PHONY: soak-vllm
+soak-vllm: $(DEV) $(VLLM) ## tests of a real vLLM that take minutes each
+	RLBOOST_REQUIRE_VLLM=1 RLBOOST_VLLM_PYTHON=$(abspath $(VLLM_VENV)/bin/python) \
+		$(BIN)/python -m pytest -q -m "vllm and soak" tests/vllm
 
 .PHONY: soak-corruption
 soak-corruption: $(DEV) ## FLIPS=200 random flips, cuts and deletions of each: journal, event log, ledger, version, checkpoint

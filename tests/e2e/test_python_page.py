@@ -15,7 +15,7 @@ from tests.e2e import browser
 from tests.e2e.e2e_rig import PATIENCE, Cli
 from tests.e2e.test_dashboard import check_page, dashboard
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.soak]
 
 PAGE = Path(__file__).parents[2] / "docs" / "python.md"
 CELLS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), flags=re.M | re.S)
