@@ -187,7 +187,7 @@ class LoadProcesses:
         deadline = time.monotonic() + 60
         while self.counts()[WORKING] < num_responses:
             if time.monotonic() > deadline or not all(process.is_alive() for process in self._processes):
-                raise RuntimeError(f"{self.counts()[WORKING]} of {NUM_RESPONSES} responses were assigned")
+                raise RuntimeError(f"{self.counts()[WORKING]} of {num_responses} responses were assigned")
             time.sleep(0.05)
 
     def start(self) -> None:

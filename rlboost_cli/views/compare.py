@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rlboost_cli.runs.compare import REWARD_STEPS, at_value
 from rlboost_cli.terminal.text import dash, duration, table, usd
+from rlboost_runtime.money import money_places
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -114,4 +115,4 @@ def _figure(value: float | None) -> str:
 
 
 def _money(value: float) -> str:
-    return usd(value, 2 if value >= 1 else 4)
+    return usd(value, money_places(value))

@@ -457,7 +457,8 @@ class Coordinator:
 
     def _is_live(self, machine: str) -> bool:
         """Return True for a machine whose credential is good: one of this run's, not ended, never revoked."""
-        return self._agents.is_live(machine) and machine not in self._ended() | self._known_revoked
+        is_revoked = machine in self._known_revoked or machine in self._ended()
+        return self._agents.is_live(machine) and not is_revoked
 
     def _ended(self) -> set[str]:
         """Return the machines that we have asked to end, or that are gone, as far as the core remembers."""

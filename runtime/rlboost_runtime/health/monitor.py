@@ -87,12 +87,7 @@ class HealthMonitor:
     @property
     def active(self) -> list[HealthWarning]:
         """Warnings in force."""
-        held = [
-            *(rule.active for rule in (*self._rules, self._saving)),
-            self._fleet,
-            self._storm,
-            self._stuck,
-        ]
+        held = [*(rule.active for rule in (*self._rules, self._saving)), *self._of_fleet]
         return [warning for warning in held if warning is not None]
 
     def trained(self, step: int, row: Row) -> list[HealthChange]:
@@ -112,15 +107,16 @@ class HealthMonitor:
         was = self._saving.active
         if self._is_new_saving(facts) and self._saving.take(facts.steps, facts.saving_fraction or 0.0):
             changes.append(_change(was, self._saving.active))
-        held = (self._fleet, self._storm, self._stuck)
+        held = self._of_fleet
         self._fleet = self._fleet_now(facts)
         self._storm = self._storm_now(facts)
         self._stuck = self._stuck_now(facts)
-        now = (self._fleet, self._storm, self._stuck)
-        changes += [
-            _change(was, is_) for was, is_ in zip(held, now, strict=True) if (was is None) != (is_ is None)
-        ]
-        return changes
+        pairs = zip(held, self._of_fleet, strict=True)
+        return changes + [_change(was, now) for was, now in pairs if (was is None) != (now is None)]
+
+    @property
+    def _of_fleet(self) -> tuple[HealthWarning | None, ...]:
+        return self._fleet, self._storm, self._stuck
 
     def evaluated(self, step: int, row: Row) -> None:
         """Take in the evaluations among the metrics of a step, counted from 1."""

@@ -198,8 +198,8 @@ class Trainer(Model):
             except ValueError as problem:
                 raise ValueError(f"ssh_from: {problem}; write a network such as 203.0.113.7/32") from None
         if self.is_bought:
-            cloud, written = self.infra.partition("/")[0], self.disk_mib_per_s
-            if wrong := throughput_problem(cloud, self.via, None if written == "auto" else written):
+            written = None if self.disk_mib_per_s == "auto" else self.disk_mib_per_s
+            if wrong := throughput_problem(self.cloud, self.via, written):
                 raise ValueError(wrong)
             if self.accelerators is None:
                 raise ValueError(

@@ -147,7 +147,7 @@ def test_snapshots_are_written_now_and_then_and_a_failure_is_no_problem(
     writer.write((state.core, state.totals), places[-1])
     writer.join()
     assert list(path.iterdir()) == []
-    assert not path.with_suffix(".new").exists()
+    assert {each.name for each in tmp_path.iterdir()} == {log.name, path.name}, "nothing half-written is left"
     path.rmdir()
     assert recover(log, path).problem == "", "none is no problem"
 

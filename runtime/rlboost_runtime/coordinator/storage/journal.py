@@ -468,6 +468,10 @@ class LogPlace(NamedTuple):
     crc: int = 0
     """crc32 of all bytes before it."""
 
+    def after(self, line: bytes) -> LogPlace:
+        """Return the place behind one more line."""
+        return LogPlace(self.num_bytes + len(line), self.num_lines + 1, zlib.crc32(line, self.crc))
+
 
 START = LogPlace()
 
@@ -480,10 +484,14 @@ class EventLog:
         self._disk = disk
         if path.exists():
             os.truncate(path, end.num_bytes)
-        _, self._num_lines, self._crc = end
+        self.place = end
+        """Behind the last event."""
         self._fd = disk.append(path)
-        self.size = os.fstat(self._fd).st_size
+
+    @property
+    def size(self) -> int:
         """Length of the file in bytes."""
+        return self.place.num_bytes
 
     def append(self, event: Event) -> None:
         """Write one event. Raises `OSError` when the disk refuses; the event then did not happen."""
@@ -493,14 +501,7 @@ class EventLog:
         except OSError:
             os.ftruncate(self._fd, self.size)
             raise
-        self.size += len(line)
-        self._num_lines += 1
-        self._crc = zlib.crc32(line, self._crc)
-
-    @property
-    def place(self) -> LogPlace:
-        """The end."""
-        return LogPlace(self.size, self._num_lines, self._crc)
+        self.place = self.place.after(line)
 
     def close(self) -> None:
         """Close the file."""
@@ -523,19 +524,17 @@ class EventReader:
 
     def __init__(self, path: Path, start: LogPlace = START) -> None:
         self.path = path
-        self.good_bytes = start.num_bytes
-        """Where the last whole line that was read ends."""
+        self.place = start
+        """Behind the last event that was read."""
         self.num_unchecked = 0
         """Lines of an older version, without a checksum."""
         self.problem = ""
         """Why reading ended before the end of the file, in words; a torn last line is no problem."""
-        self._num_read = start.num_lines
-        self._crc = start.crc
 
     @property
-    def place(self) -> LogPlace:
-        """After the last event that was read."""
-        return LogPlace(self.good_bytes, self._num_read, self._crc)
+    def good_bytes(self) -> int:
+        """Where the last whole line that was read ends."""
+        return self.place.num_bytes
 
     def __iter__(self) -> Iterator[Event]:
         try:
@@ -551,13 +550,11 @@ class EventReader:
                 if event is None:
                     left = os.fstat(file.fileno()).st_size - self.good_bytes
                     self.problem = (
-                        f"{self.path}: line {self._num_read + 1} at byte {self.good_bytes} is damaged:"
+                        f"{self.path}: line {self.place.num_lines + 1} at byte {self.good_bytes} is damaged:"
                         f" it and what follows ({left} bytes) is not used"
                     )
                     return
-                self._num_read += 1
-                self.good_bytes += len(line)
-                self._crc = zlib.crc32(line, self._crc)
+                self.place = self.place.after(line)
                 yield event
 
     def _event(self, line: bytes) -> Event | None:
@@ -567,7 +564,7 @@ class EventReader:
             rest = line[check.end() :]
             if int(check[1], 16) != zlib.crc32(rest, self.good_bytes & 0xFFFFFFFF):
                 return None
-        elif self.num_unchecked < self._num_read or not line.startswith(b'{"event":"'):
+        elif self.num_unchecked < self.place.num_lines or not line.startswith(b'{"event":"'):
             return None  # no line without a checksum follows one that has one
         else:
             self.num_unchecked += 1

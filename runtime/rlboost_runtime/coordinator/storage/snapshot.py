@@ -11,10 +11,8 @@ read from the run's own folder only, whose owner's code runs anyway.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
-import os
 import pickle
 import sys
 import threading
@@ -27,7 +25,7 @@ import msgspec
 import rlboost_runtime.core
 from rlboost_runtime.coordinator.storage.journal import LogPlace
 from rlboost_runtime.logs import event as log_event
-from rlboost_runtime.run.folder import sync_path
+from rlboost_runtime.run.folder import write_atomically
 from rlboost_runtime.seams import Clock
 
 log = logging.getLogger(__name__)
@@ -123,20 +121,8 @@ class SnapshotWriter:
             self._thread.join()
 
     def _store(self, data: bytes) -> None:
-        new = self._path.with_suffix(".new")
+        digest = hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
         try:
-            with open(new, "wb", opener=_private) as file:
-                file.write(hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest())
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            new.replace(self._path)
-            sync_path(self._path.parent)
+            write_atomically(self._path, digest + data, durably=True)
         except OSError as error:
             log_event(log, "snapshot.failed", problem=str(error))
-            with contextlib.suppress(OSError):
-                new.unlink()
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

@@ -219,10 +219,9 @@ class Dispatcher:
         if not coming or first is None or num_waiting <= len(self.eligible) + len(coming):
             return math.inf
         measured = [i.kv_tokens for i in self.eligible.values()]
+        largest = max(measured)
         demand = sum(i.kv_load for i in self.eligible.values()) + num_waiting * self.kv_estimate(first)
-        room = sum(measured) + sum(
-            i.kv_tokens if i.has_served else min(i.kv_tokens, max(measured)) for i in coming
-        )
+        room = sum(measured) + sum(i.kv_tokens if i.has_served else min(i.kv_tokens, largest) for i in coming)
         return demand / max(1, room)
 
     def _is_coming(self, instance: Instance, book: StepResponses) -> bool:

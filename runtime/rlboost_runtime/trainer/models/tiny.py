@@ -140,9 +140,7 @@ def _digest(job: Job, tiny: TinyModel, files: Path) -> str:
     if tiny.warmup is not None:
         parts |= {
             "data": _data_of(job),
-            "reward": job.reward
-            if isinstance(job.reward, str)
-            else json.loads(job.canonical_json())["reward"],
+            "reward": job.model_dump(mode="json")["reward"],
             "files": _digest_of_files(job, files),
             "max_prompt_tokens": algorithm.max_prompt_tokens,
             "max_response_tokens": algorithm.max_response_tokens,

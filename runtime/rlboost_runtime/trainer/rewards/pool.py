@@ -52,9 +52,8 @@ class RewardPool:
     ) -> None:
         """Raises `ConfigError` if the function cannot be loaded."""
         self._children = [_Child(setup, name, timeout_s, log_file) for _ in range(num_children)]
-        self._takes_groups = self._children[
-            0
-        ].start()  # here, so that a function that cannot be loaded is said at once
+        self._children[0].start()  # here, so that a function that cannot be loaded is said at once
+        self._takes_groups = self._children[0].takes_groups
         self._idle: queue.SimpleQueue[_Child] = queue.SimpleQueue()
         for child in self._children:
             self._idle.put(child)
@@ -108,7 +107,8 @@ class _Child:
         self._log_file = log_file
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
-        self._takes_groups = False
+        self.takes_groups = False
+        """True once it has loaded a function that gets all responses to a prompt at once."""
 
     def score(self, calls: Sequence[RewardCall]) -> list[Reward]:
         """Return the rewards of responses to one prompt. Never raises."""
@@ -136,9 +136,8 @@ class _Child:
         except ConfigError as exc:  # it could be loaded before, but not this time
             return failed(RewardFailure.DIED, exc.problem)
 
-    def start(self) -> bool:
-        """Start the process and let it load the function; return whether that takes groups. Raises
-        `ConfigError` if that fails."""
+    def start(self) -> None:
+        """Start the process and let it load the function. Raises `ConfigError` if that fails."""
         self.kill()
         ours, theirs = socket.socketpair()
         with theirs:
@@ -153,8 +152,7 @@ class _Child:
         threading.Thread(
             target=_keep_output, args=(self._process.stdout, self._log_file), daemon=True
         ).start()
-        self._takes_groups = self._load(ours)
-        return self._takes_groups
+        self.takes_groups = self._load(ours)
 
     def _load(self, connection: socket.socket) -> bool:
         try:
@@ -178,7 +176,7 @@ class _Child:
 
     def _exchange(self, calls: bytes) -> list[Answer]:
         assert self._socket is not None
-        self._socket.settimeout(self._timeout_s + GRACE_S * self._takes_groups)
+        self._socket.settimeout(self._timeout_s + GRACE_S * self.takes_groups)
         send(self._socket, calls)
         return _answers.decode(receive(self._socket))
 

@@ -30,9 +30,7 @@ from rlboost_runtime.trainer.data.prompts import Encode, Prompt, usable_prompts
 from rlboost_runtime.trainer.data.reading import read_examples
 from rlboost_runtime.trainer.learn.sample import TokenIds
 from rlboost_runtime.trainer.rollout.groups import ScoredGroup, ScoredResponse
-
-MAX_CHARACTERS = 2000
-"""Of a response that is kept as text, the beginning."""
+from rlboost_runtime.trainer.rollout.metrics import MAX_CHARACTERS
 
 
 def evaluation_prompts(job: Job, files: Path, encode: Encode, held_out: Sequence[Prompt]) -> list[Prompt]:
@@ -63,16 +61,16 @@ def due(prompts: Sequence[Prompt], updates: int, steps: int) -> list[Prompt]:
 
 def prompt_spec(group: int, prompt: Prompt, algorithm: Algorithm) -> PromptSpec:
     """Return how a step's `group` is asked for."""
-    spec, asked = PromptSpec(group, np.asarray(prompt.token_ids, "<i4").tobytes()), prompt.evaluation
+    token_ids, asked = np.asarray(prompt.token_ids, "<i4").tobytes(), prompt.evaluation
     if asked is None:
-        return spec
+        return PromptSpec(group, token_ids)
     sampling = Sampling(
         algorithm.temperature if asked.temperature is None else asked.temperature,
         asked.top_p or algorithm.top_p,
     )
     is_other = sampling != Sampling(algorithm.temperature, algorithm.top_p)
     return PromptSpec(
-        group, spec.token_ids, asked.samples or 0, asked.max_tokens or 0, sampling if is_other else None
+        group, token_ids, asked.samples or 0, asked.max_tokens or 0, sampling if is_other else None
     )
 
 
