@@ -96,7 +96,7 @@ test: $(DEV) sshd ## unit, property and integration tests
 .PHONY: test-vllm
 test-vllm: $(DEV) $(VLLM) ## the engine tests on a real vLLM; none may be skipped
 	RLBOOST_REQUIRE_VLLM=1 RLBOOST_VLLM_PYTHON=$(abspath $(VLLM_VENV)/bin/python) \
-		$(BIN)/python -m pytest -q -m vllm tests/vllm
+		$(BIN)/python -m pytest -q -m "vllm and not soak" tests/vllm
 
 .PHONY: chromium
 chromium:
@@ -107,7 +107,7 @@ chromium:
 
 .PHONY: e2e-local
 e2e-local: $(DEV) sshd chromium ## the CLI from launch to down, with real kills
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m e2e tests
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "e2e and not soak" tests
 
 .PHONY: cloudlab
 cloudlab: $(DEV) ## tools, machine image and SkyPilot for e2e (root, Linux; once, 3 GB)
@@ -141,13 +141,17 @@ format: $(DEV) ## rewrite the sources in the house format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+MKDOCS := NO_MKDOCS_2_WARNING=1 PYTHONPATH=.:runtime:providers:templates $(BIN)/python -m mkdocs -q build --strict
+
 .PHONY: docs
-docs: $(DEV) ## write the generated pages of docs/
+docs: $(DEV) ## write the generated pages of docs/ and build the site in build/site
 	$(BIN)/python docs/generate.py
+	$(MKDOCS)
 
 .PHONY: docs-check
-docs-check: $(DEV) ## fail if a generated page is out of date
+docs-check: $(DEV) ## fail if a generated page is out of date, or the site has a broken link
 	$(BIN)/python docs/generate.py --check
+	$(MKDOCS)
 
 .PHONY: screens
 screens: $(DEV) ## capture docs/screens/*.svg anew: real terminals, a real run (some minutes)
@@ -192,13 +196,23 @@ soak: $(DEV) ## 10,000 simulated runs with random faults; then all tests $(ROUND
 			$(BIN)/python -m pytest -q -m "property or integration or e2e" tests; \
 	done
 	RLBOOST_FAULT_SEEDS=200 $(BIN)/python -m pytest -q tests/integration/providers/test_cloud_faults.py
+	@$(MAKE) soak-vllm
 	@$(MAKE) soak-cloud
+
+.PHONY: soak-vllm
+soak-vllm: $(DEV) $(VLLM) ## tests of a real vLLM that take minutes each
+	RLBOOST_REQUIRE_VLLM=1 RLBOOST_VLLM_PYTHON=$(abspath $(VLLM_VENV)/bin/python) \
+		$(BIN)/python -m pytest -q -m "vllm and soak" tests/vllm
 
 .PHONY: soak-corruption
 soak-corruption: $(DEV) ## FLIPS=200 random flips, cuts and deletions of each: journal, event log, ledger, version, checkpoint
 	@RLBOOST_FLIPS=$(or $(FLIPS),200) $(BIN)/python -m pytest -q -rP -k "no_damage_of or any_damage_of" --timeout 1800 \
 		tests/unit/billing/test_ledger.py tests/integration/coordinator/test_coordinator_shell.py \
 		tests/unit/weights/test_weight_store.py tests/unit/trainer/test_checkpoint_writer.py
+
+.PHONY: soak-restarts
+soak-restarts: $(DEV) ## KILLS=50 kills of one run's coordinator: time until tokens flow again; replay of a day (20 min)
+	@$(BIN)/python -m benchmarks.restarts --kills $(or $(KILLS),50) $(ARGS)
 
 .PHONY: soak-cloud
 soak-cloud: cloudlab ## seeded storms over the real SkyPilot, machines of a head that is gone, a machine from EC2 itself
@@ -244,6 +258,11 @@ bench-learning: $(DEV) ## quiet against stormy runs, six seeds each (an hour or 
 .PHONY: soak-quickstart
 soak-quickstart: $(DEV) ## the quickstart over SEEDS=5 seeds: time, useful share, reward, kills, plan against bill (20 min)
 	$(BIN)/python -m benchmarks.quickstart --seeds $(or $(SEEDS),5)
+
+.PHONY: soak-paper-scale
+soak-paper-scale: $(DEV) ## the real stack at the paper's scale, engines and trainer emulated, for MINUTES=30: MODEL=8B, 14B, 32B
+	@$(BIN)/rlboost traces fetch bamboo-p3 >&2
+	@$(BIN)/python -m benchmarks.paper_scale --minutes $(or $(MINUTES),30) --model $(or $(MODEL),8B) $(if $(OUT),--out $(OUT))
 
 .PHONY: soak-learning
 soak-learning: $(DEV) ## learning curves: each loss over 3 seeds, staleness 0 and 1 over 5 (40 min; may be stopped)

@@ -171,7 +171,7 @@ def run_screens(terminal: Terminal, folder: Path) -> Iterator[tuple[str, str]]:
     terminal.wait(survived, 900)
     yield "preemption", "rlboost launch quickstart.yaml"
     terminal.type("\x03")
-    terminal.wait(lambda text: "ends it" in text and text.endswith("$"), 20)
+    terminal.wait(lambda text: "stops it" in text and text.endswith("$"), 20)
     yield "detached", "Ctrl-C"
     command(terminal, "rlboost launch quickstart", "rlboost cost quickstart", 900)
     yield "end", "rlboost launch quickstart"

@@ -29,14 +29,21 @@ ABOUT = {
     "data": "One of `source`, `dataset` and `reasoning_gym` with its fields, or a list of such sections"
     " ([Data and chat templates](data.md)).",
     "reward": "With `{http: URL}` instead of a function.",
+    "reward[]": "Several rewards, each with a name and a weight ([Rewards and evaluation](rewards.md)).",
+    "evaluation": "One evaluation, or a list of them. Its prompts come from `source`, `dataset` or"
+    " `reasoning_gym`, each with its fields as in [`data`](#data); without, they are held out of the training"
+    " data. It may have a `reward` of its own ([Rewards and evaluation](rewards.md)).",
     "rollout.spot.any_of[]": "A list of machines of these kinds, in any mixture.",
 }
-SAME_AS = {"data.reward": "reward"}
+SAME_AS = {
+    **dict.fromkeys(("data.reward", "evaluation.reward"), "reward"),
+    **dict.fromkeys(("data.reward[]", "evaluation.reward[]"), "reward[]"),
+}
 
 
 def job_file_page() -> str:
     """Return docs/job-file.md."""
-    fields = describe_fields()
+    fields = _without_repetition(describe_fields())
     sections = dict.fromkeys(_section(field) for field in fields)
     parts = [
         "# The job file",
@@ -169,6 +176,18 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
+def _without_repetition(fields: list[FieldDoc]) -> list[FieldDoc]:
+    """Leave out of `evaluation` what is as in `data`, and what its forms have in common but once."""
+    known = {(field.path.partition(".")[2], field.doc) for field in fields if _section(field) == "data"}
+    kept: list[FieldDoc] = []
+    for field in fields:
+        key = field.path.partition(".")[2], field.doc
+        if _section(field) != "evaluation" or key not in known:
+            kept.append(field)
+            known |= {key} if _section(field) == "evaluation" else set()
+    return kept
+
+
 def _section(field: FieldDoc) -> str:
     return field.path.rpartition(".")[0]
 
@@ -176,7 +195,7 @@ def _section(field: FieldDoc) -> str:
 def _section_parts(section: str, fields: list[FieldDoc]) -> list[str]:
     heading = f"### `{section}`" if section else "### Top level"
     if section in SAME_AS:
-        return [heading, f"The fields of [`{SAME_AS[section]}`](#{SAME_AS[section]})."]
+        return [heading, f"The fields of [`{SAME_AS[section]}`](#{SAME_AS[section].rstrip('[]')})."]
     parts = [heading, ABOUT[section]] if section in ABOUT else [heading]
     once = list(dict.fromkeys(field._replace(form="") for field in fields))
     if len({field.path for field in once}) == len(once):  # its forms describe what they share alike

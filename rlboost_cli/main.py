@@ -40,6 +40,13 @@ def lazy_group(commands: dict[str, str]) -> type[TyperGroup]:
             super().__init__(**attributes | {"commands": {}})
             self.commands = _Commands(dict.fromkeys(commands))
 
+        def main(self, *args: Any, **extra: Any) -> Any:
+            try:
+                code = super().main(*args, **extra | {"standalone_mode": False})
+            except _UsageError as mistake:
+                code = _refused(mistake)
+            raise SystemExit(code)
+
         def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]
             if meant := _ELSEWHERE.get(args[0]):
                 ctx.fail(f"No such command '{args[0]}'. Did you mean '{meant}'?")
@@ -53,6 +60,21 @@ def lazy_group(commands: dict[str, str]) -> type[TyperGroup]:
                 formatter.write_dl(list(commands.items()))
 
     return Group
+
+
+_UsageError: Any = typer.BadParameter.__mro__[1]
+"""Any mistake in what was typed; typer 0.2x keeps the class under a private name."""
+
+
+def _refused(mistake: Any) -> int:
+    """Show it as every other error is shown; return the exit code."""
+    if type(mistake).__name__ == "NoArgsIsHelpError":
+        mistake.show()
+    else:
+        words = mistake.format_message().rstrip(".")
+        asked = f"{mistake.ctx.command_path} --help" if mistake.ctx else "rlboost --help"
+        typer.echo(f"error: {words[:1].lower()}{words[1:]}\n\nhint: {asked}", err=True)
+    return int(mistake.exit_code)
 
 
 class _Commands(UserDict[str, "Command"]):

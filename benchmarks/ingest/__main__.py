@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.sharedctypes import SynchronizedArray
 from pathlib import Path
 from typing import Any
@@ -86,20 +86,31 @@ class Measured:
 class Server:
     """The server process and what we can ask it."""
 
-    def __init__(self, run: RunFolder, max_tokens: int, profile: bool) -> None:
+    def __init__(
+        self,
+        run: RunFolder,
+        max_tokens: int,
+        profile: bool,
+        num_responses: int = NUM_RESPONSES,
+        num_agents: int = NUM_AGENTS,
+    ) -> None:
         self.run = run
         command = [
             sys.executable,
             "-m",
             "benchmarks.ingest.server",
             str(run.path),
-            f"--responses={NUM_RESPONSES}",
+            f"--responses={num_responses}",
         ]
-        command += [f"--agents={NUM_AGENTS}", f"--max-tokens={max_tokens}"] + ["--profile"] * profile
+        command += [f"--agents={num_agents}", f"--max-tokens={max_tokens}"] + ["--profile"] * profile
         self._child = subprocess.Popen(command, stdout=sys.stderr, env={**os.environ, "OMP_NUM_THREADS": "1"})
         self._process = psutil.Process(self._child.pid)
         self.url = self._wait_for_url()
         self._context = client_context(run.certificate.read_text())
+
+    def rss_mb(self) -> float:
+        """Return its resident memory in MB."""
+        return float(self._process.memory_info().rss) / 1e6
 
     def cpu_s(self) -> float:
         """Return the CPU-seconds that it has used."""
@@ -137,7 +148,10 @@ class Server:
 class LoadProcesses:
     """The emulated agents, spread over a few processes."""
 
-    def __init__(self, server: Server, num_processes: int, flood: bool) -> None:
+    def __init__(
+        self, server: Server, num_processes: int, flood: bool, num_agents: int = NUM_AGENTS, **shape: Any
+    ) -> None:
+        """`shape`: fields of `Load` that differ from the benchmark's."""
         context = multiprocessing.get_context("spawn")
         self._go, self._end = context.Event(), context.Event()
         self._counters: list[SynchronizedArray[int]] = [
@@ -145,7 +159,7 @@ class LoadProcesses:
         ]
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._results = []
-        for index, agents in enumerate(np.array_split(np.arange(NUM_AGENTS), num_processes)):
+        for index, agents in enumerate(np.array_split(np.arange(num_agents), num_processes)):
             load = Load(
                 url=server.url,
                 token=read_token(server.run),
@@ -159,6 +173,7 @@ class LoadProcesses:
                 window=WINDOW,
                 flood=flood,
             )
+            load = replace(load, **shape)
             receiver, sender = context.Pipe(duplex=False)
             args = (load, self._counters[index], self._go, self._end, sender)
             process = context.Process(target=run_load, args=args, name=f"load-{index}")
@@ -167,12 +182,12 @@ class LoadProcesses:
             self._processes.append(process)
             self._results.append(receiver)
 
-    def wait_until_working(self) -> None:
-        """Return once all responses have been assigned."""
+    def wait_until_working(self, num_responses: int = NUM_RESPONSES) -> None:
+        """Return once so many responses have been assigned."""
         deadline = time.monotonic() + 60
-        while self.counts()[WORKING] < NUM_RESPONSES:
+        while self.counts()[WORKING] < num_responses:
             if time.monotonic() > deadline or not all(process.is_alive() for process in self._processes):
-                raise RuntimeError(f"{self.counts()[WORKING]} of {NUM_RESPONSES} responses were assigned")
+                raise RuntimeError(f"{self.counts()[WORKING]} of {num_responses} responses were assigned")
             time.sleep(0.05)
 
     def start(self) -> None:

@@ -47,6 +47,7 @@ class Load:
     flush_s: float
     window: int  # most unacknowledged frames
     flood: bool  # as fast as acknowledgements come, frames of the same shape
+    spread: bool = False  # responses stop after 10 to 100 % of their limit, so that they do not end together
 
 
 class TokenPool:
@@ -176,7 +177,8 @@ class EmulatedAgent:
         full = self._offsets >= self._limits
         if full.any():
             ended = self._assignments[full].tolist()
-            self._endings += [wire.AssignmentEnd(assignment, "length") for assignment in ended]
+            reason = "stop" if self._load.spread else "length"
+            self._endings += [wire.AssignmentEnd(assignment, reason) for assignment in ended]
             self._keep(~full)
 
     def _keep(self, kept: NDArray[np.bool_]) -> None:
@@ -228,7 +230,10 @@ class EmulatedAgent:
         offsets = np.array([item.offset for item in items], np.int64)
         self._assignments = np.append(self._assignments, np.array([i.assignment for i in items], "<u4"))
         self._offsets = np.append(self._offsets, offsets)
-        self._limits = np.append(self._limits, offsets + [item.max_new_tokens for item in items])
+        limits = np.array([item.max_new_tokens for item in items], np.int64)
+        if self._load.spread:
+            limits = (limits * self._generator.uniform(0.1, 1.0, len(items))).astype(np.int64).clip(1)
+        self._limits = np.append(self._limits, offsets + limits)
         self._due = np.append(self._due, self._generator.random(len(items)))  # out of step with one another
         self._version = items[0].policy_version
         self._counters[WORKING] += len(items)

@@ -3,7 +3,7 @@
 Everything between the socket and the disk is the coordinator's own: TLS, registration, leases, core, event
 log, token store, journal, acknowledgement. Only the fleet and the trainer are stood in for: machines are
 "launched" at once, and one large step is asked for at the start. `GET /v1/status` returns the event loop's
-lag and the counts since it was asked last.
+lag, how long dispatches took, and the counts since it was asked last.
 
     python -m benchmarks.ingest.server FOLDER --responses N --agents N --max-tokens N
 """
@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import cProfile
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from rlboost_runtime.core.base.messages import (
     Abort,
     Assign,
     CoreConfig,
+    Event,
     Evict,
     GrantLease,
     LaunchMachine,
@@ -44,10 +46,17 @@ from rlboost_runtime.core.base.messages import (
     VersionPublished,
     Wake,
 )
-from rlboost_runtime.protocol.messages import DeliverGroupMessage, PromptSpec, StepStartedMessage, WorkItem
+from rlboost_runtime.protocol.messages import (
+    AssignMessage,
+    DeliverGroupMessage,
+    PromptSpec,
+    StepStartedMessage,
+    WorkItem,
+    agent_command_decoder,
+)
 from rlboost_runtime.run.folder import RunFolder
 from rlboost_runtime.run.security import create_secrets, read_token
-from rlboost_runtime.seams import SystemClock, SystemDisk
+from rlboost_runtime.seams import SystemClock, SystemDisk, Transport
 
 _LAG_EVERY_S = 0.005
 _PROMPT = b"\0" * 4 * 16
@@ -79,6 +88,61 @@ class LoopLag:
         self.start()
 
 
+class Dispatches:
+    """Milliseconds from the event that let the core assign a response until its `AssignMessage` was handed to
+    the connection; `cpu_*`: of this process's CPU time, which is what it takes on a core of its own."""
+
+    def __init__(self) -> None:
+        self._applied_at = 0.0, 0.0
+        self._pending: dict[int, tuple[float, float]] = {}
+        self._taken_s: list[tuple[float, float]] = []
+
+    def timed(self, apply: Callable[[Event], None]) -> Callable[[Event], None]:
+        """Return `apply`, which notes when it was called."""
+
+        def noted(event: Event) -> None:
+            self._applied_at = time.perf_counter(), time.process_time()
+            apply(event)
+
+        return noted
+
+    def assigned(self, assignment: int) -> None:
+        """The core has assigned a response."""
+        self._pending[assignment] = self._applied_at
+
+    def sent(self, message: bytes) -> None:
+        """A message was handed to a connection."""
+        if b"AssignMessage" not in message[:32]:
+            return
+        now, cpu_s = time.perf_counter(), time.process_time()
+        command = agent_command_decoder.decode(message)
+        assert isinstance(command, AssignMessage)
+        for item in command.items:
+            applied_at, applied_cpu_s = self._pending.pop(item.assignment)
+            self._taken_s.append((now - applied_at, cpu_s - applied_cpu_s))
+
+    def take(self) -> dict[str, float]:
+        """Return quantiles and the number since the last call."""
+        taken_ms, self._taken_s = 1e3 * np.array(self._taken_s or [(0.0, 0.0)]), []
+        (p50, cpu_p50), (p99, cpu_p99) = np.percentile(taken_ms, [50, 99], axis=0)
+        found = {"p50_ms": p50, "p99_ms": p99, "cpu_p50_ms": cpu_p50, "cpu_p99_ms": cpu_p99}
+        return {**found, "count": len(taken_ms)}
+
+
+class TimedTransport:
+    """A connection whose messages are noted once they are sent."""
+
+    def __init__(self, inner: Transport, dispatches: Dispatches) -> None:
+        self._inner = inner
+        self._dispatches = dispatches
+        self.receive, self.close = inner.receive, inner.close
+
+    async def send(self, message: bytes) -> None:
+        """Send and note it."""
+        await self._inner.send(message)
+        self._dispatches.sent(message)
+
+
 class BenchedCoordinator:
     """A coordinator with real agents; machines appear when asked for, and nobody trains."""
 
@@ -86,13 +150,15 @@ class BenchedCoordinator:
         self._config = CoreConfig(max_spot_instances=num_agents, reserved_instances=0)
         run.journal.mkdir(parents=True)
         recovered = recover(run.events)
-        timing = Timing(self._config.lease_s)
+        timing = Timing.of(self._config)
         weights = WeightTracker()
         stats = InstanceStats(weights, timing.flush_s)
         boot_times = BootTimes(lambda: recovered.core.machines)
         self.driver = CoreDriver(
             run, recovered, SystemClock(), SystemDisk(), self, (stats,), keep_journal=False
         )
+        self.dispatches = Dispatches()
+        self.driver.apply = self.dispatches.timed(self.driver.apply)  # type: ignore[method-assign, assignment]
         ingest = Ingest(self.driver, (boot_times,))
         self.agents = AgentLinks(self.driver, ingest, weights, boot_times, stats, timing, frozenset())
         self._max_pending_bytes = 0
@@ -104,6 +170,11 @@ class BenchedCoordinator:
     def work(self, command: Assign, item: WorkItem) -> None:
         """Send work to an agent."""
         self.agents.work(command, item)
+        self.dispatches.assigned(command.assignment)
+
+    async def agent(self, transport: Transport, machine: str | None = None) -> None:
+        """Serve an agent's connection."""
+        await self.agents.serve(TimedTransport(transport, self.dispatches), machine)
 
     def fleet(self, command: LaunchMachine | TerminateMachine) -> None:
         """Launch at once."""
@@ -146,10 +217,10 @@ async def serve(run: RunFolder, num_responses: int, num_agents: int, max_tokens:
     made = BenchedCoordinator(run, num_agents)
     made.driver.journal.start(loop)
     handlers = Handlers(
-        agent=made.agents.serve,
+        agent=made.agent,
         trainer=_refuse,
         requests=_refuse,
-        status=lambda: {"loop_lag": lag.take(), **made.counts()},
+        status=lambda: {"loop_lag": lag.take(), "dispatch": made.dispatches.take(), **made.counts()},
         preempt=_refuse,
         stop=lambda *_: None,
         runtime=_nothing,

@@ -1,6 +1,6 @@
 """Fits the calibration to the three fitted figures by random draws, and writes every draw down.
 
-    python -m benchmarks.paper.fit --draws 40 --seed 0 --out FILE
+    python -m benchmarks.paper.fit --draws 40 --seed 0 --out FILE [--single-responses]
 
 The ranges are judgements made before the first draw. The loss is the sum of squared relative errors of the
 fitted figures; predicted ones are not computed here.
@@ -30,9 +30,15 @@ RANGES = {
 FITTED = ("8b base tokens/s", "14b n=1 throughput", "14b n=6 throughput")
 
 
-def fitted_figures(calibration: Calibration, seed: int = 0) -> dict[str, float]:
+def in_mode(preset: Preset, calibration: Calibration, *, groups: bool) -> Preset:
+    """Return the preset with these parameters and micro-batches of whole groups, else of single responses."""
+    assumptions = replace(preset.assumptions, trains_whole_groups=groups)
+    return replace(preset, calibration=calibration, assumptions=assumptions)
+
+
+def fitted_figures(calibration: Calibration, seed: int = 0, *, groups: bool = True) -> dict[str, float]:
     """Return what the model gives for the fitted figures."""
-    known = {name: replace(preset, calibration=calibration) for name, preset in presets().items()}
+    known = {name: in_mode(preset, calibration, groups=groups) for name, preset in presets().items()}
     base_8b = _base(known["paper-8b"], seed)
     base_14b = _base(known["paper-14b"], seed)
     one, six = (settled(run_static(known["paper-14b"], n, "paper", seed=seed)).tokens_per_s for n in (1, 6))
@@ -67,6 +73,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--draws", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--single-responses", action="store_true", help="else micro-batches of whole groups")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
     random, best, best_loss = Random(options.seed), PAPER_CALIBRATION, float("inf")
@@ -74,7 +81,7 @@ def main(arguments: list[str]) -> int:
         for number in range(options.draws):
             explores = number and number < options.draws / 3
             tried = draw(random, None if explores else best, 0.25) if number else PAPER_CALIBRATION
-            found = fitted_figures(tried)
+            found = fitted_figures(tried, groups=not options.single_responses)
             error = loss(found)
             line = {"calibration": asdict(tried), "figures": found, "loss": error}
             print(json.dumps(line), file=out, flush=True)

@@ -57,24 +57,21 @@ def head_provider(job: Job, run: RunFolder | None) -> Provider:
             head=HeadTerms(trainer.role, trainer.head_ports),
         )
     if offer.cloud == "aws":
-        from rlboost_providers.aws.machines import head_pool, inbound_to
+        from rlboost_providers.aws.machines import head_pool
         from rlboost_providers.aws.provider import AwsProvider
 
-        return AwsProvider(
-            [head_pool(offer, trainer.role, inbound_to(trainer.head_ports, trainer.ssh_from))],
-            owner_of(home()),
-        )
-    from rlboost_providers.gcp.machines import pools_of
+        return AwsProvider([head_pool(offer, trainer)], owner_of(home()))
+    from rlboost_providers.gcp.machines import head_pools
     from rlboost_providers.gcp.provider import GcpProvider
 
-    return GcpProvider(pools_of([offer], spot=False, role=trainer.role), owner_of(home()))
+    return GcpProvider(head_pools(offer, trainer), owner_of(home()))
 
 
 def head_usd_per_hour(job: Job) -> float | None:
     """Return the likely hourly price of the job's head, for plans: as the shipped table has it, or else
     SkyPilot's catalogue where that is to buy it; None where it is not known."""
     trainer = job.trainer
-    if not trainer.is_bought:
+    if not trainer.is_bought or trainer.price_usd_per_hour:
         return trainer.price_usd_per_hour
     from rlboost_providers.base.prices import on_demand_prices
 

@@ -127,16 +127,18 @@ def plan(
     from rlboost_cli.terminal import output
     from rlboost_runtime.job.file.load import load_job
     from rlboost_runtime.job.file.places import place_hints
+    from rlboost_runtime.run.create import name_of_run
 
     loaded = load_job(job)
+    name = name_of_run(loaded.name)
     for hint in place_hints(loaded):
         output.progress(f"note: {hint}")
     if probe:
         from rlboost_cli.planning.agreement import probe as measure
 
-        agree(planned(loaded.name, loaded, job.parent), "run a few steps of it?", yes=yes)
+        agree(planned(name, loaded, job.parent), "run a few steps of it?", yes=yes)
         measure(job, loaded, output.progress)
-    made = planned(loaded.name, loaded, job.parent, with_options=True)
+    made = planned(name, loaded, job.parent, with_options=True)
     if as_json:
         output.as_json(plan_json(made))
     else:

@@ -11,7 +11,6 @@ from rlboost_cli.terminal import completion
 from rlboost_cli.terminal.completion import RunName
 
 if TYPE_CHECKING:
-    from rlboost_cli.runs.target import Target
     from rlboost_runtime.run.folder import RunFolder
 
 
@@ -31,11 +30,12 @@ def up(
 
     Example: rlboost up job.yaml
     """
+    from rlboost_cli.planning.launching import prepared
     from rlboost_cli.runs.supervision import bring_up
     from rlboost_cli.terminal import output
     from rlboost_cli.views import screens
 
-    run = _prepared(job, "up?", resume=False, yes=yes)
+    run = prepared(job, "up?", resume=False, yes=yes)
     try:
         with output.working() as say:
             bring_up(run, say)
@@ -60,6 +60,16 @@ def launch(
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue a run that has ended, from its last checkpoint")
     ] = False,
+    start: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            help="Start a new run of the job file from a checkpoint of another; without @STEP, its newest",
+            metavar="RUN@STEP",
+            show_default=False,
+            autocompletion=completion.runs,
+        ),
+    ] = None,
     no_doctor: Annotated[
         bool, typer.Option("--no-doctor", help="Do not check data, reward, engine and secrets first")
     ] = False,
@@ -68,6 +78,7 @@ def launch(
 
     Example: rlboost launch job.yaml
     """
+    from rlboost_cli.planning.launching import prepared
     from rlboost_cli.runs.supervision import bring_up, want_training
     from rlboost_cli.runs.target import NothingLeft
     from rlboost_cli.terminal import output
@@ -75,7 +86,7 @@ def launch(
     from rlboost_cli.views.live import follow
 
     try:
-        run = _prepared(job_or_run, "launch?", resume=resume, yes=yes, checks=not no_doctor)
+        run = prepared(job_or_run, "launch?", resume=resume, yes=yes, checks=not no_doctor, start=start)
     except NothingLeft as done:
         output.progress(f"{done.problem}; {done.remedy}")
         _finish(done.run)
@@ -130,56 +141,14 @@ def generate(
     output.show(f"{len(asked)} rows answered in {answers}{refused}")
 
 
-def _prepared(job_or_run: str, question: str, *, resume: bool, yes: bool, checks: bool = False) -> RunFolder:
-    """Return the run that was named, made or opened again where needed, once its plan was agreed to."""
-    from rlboost_cli.planning.agreement import agree, planned
-    from rlboost_cli.runs.target import find_target
-    from rlboost_cli.terminal import extras, output
-    from rlboost_cli.views import screens
-    from rlboost_runtime.billing.planned import keep_plan
-
-    target = find_target(job_or_run, resume=resume, say=output.progress)
-    extras.require(target.job)
-    if checks and target.is_to_start:
-        with output.working("checking data, reward and secrets"):
-            _check(target)
-    plan = None
-    if target.is_to_start:
-        plan = planned(target.name, target.job, target.folder)
-        agree(plan, question, yes=yes)
-    with output.working("copying the job's files"):
-        found = target.prepare(resume=resume, say=output.progress)
-    if plan is not None and plan.forecast is not None:
-        keep_plan(found.run, plan.forecast.parts)
-    screens.found_run(found)
-    return found.run
-
-
-def _check(target: Target) -> None:
-    from rlboost_cli.doctor.findings import DoctorContext
-    from rlboost_cli.doctor.preflight import require_launchable
-    from rlboost_cli.terminal import output
-    from rlboost_runtime.run.folder import home
-
-    file = target.job_file
-    if file is None and target.run is not None:
-        file = target.run.files / target.run.job_json.name
-    require_launchable(DoctorContext(home(), target.job, file), output.progress)
-
-
 def _finish(run: RunFolder) -> None:
+    from rlboost_cli.planning.launching import collected
     from rlboost_cli.runs.run_status import run_status
     from rlboost_cli.terminal import output
     from rlboost_cli.views import screens
-    from rlboost_cli.views.live import outcome_of
     from rlboost_runtime.billing.books import report_of
 
-    outcome = outcome_of(run)
-    if run.head.exists():
-        from rlboost_cli.head.control import collect_results
-
-        with output.working() as say:
-            collect_results(run, say)
+    outcome = collected(run)
     with output.working("computing the cost"):
         report = report_of(run)
     screens.outcome(run, outcome, run_status(run).status, report)

@@ -17,7 +17,7 @@ from rlboost_cli.runs.run_status import run_status, status_json
 from rlboost_runtime.billing.books import report_of
 from rlboost_runtime.billing.ledger import Ledger
 from rlboost_runtime.errors import NotFound
-from rlboost_runtime.health.glossary import GLOSSARY, IMPORTANT
+from rlboost_runtime.health.glossary import described
 from rlboost_runtime.run.folder import RunFolder
 
 MAX_EVENTS = 1000
@@ -55,17 +55,14 @@ def run_data(run: RunFolder, *, has_samples: bool = False) -> dict[str, Any]:
 
 
 def _metrics(history: MetricHistory) -> dict[str, Any]:
-    names = [name for name in history.chosen([], every=True) if name in GLOSSARY]
+    known = {name: described(name) for name in history.chosen([], every=True)}
+    names = [name for name, metric in known.items() if metric.section]
     return {
         "steps": history.steps,
         "values": {name: [_short(value) for value in history.values(name)] for name in names},
-        "important": [name for name in IMPORTANT if name in names],
+        "important": history.chosen([]),
         "about": {
-            name: {
-                "section": GLOSSARY[name].section,
-                "unit": GLOSSARY[name].unit,
-                "meaning": GLOSSARY[name].meaning,
-            }
+            name: {"section": known[name].section, "unit": known[name].unit, "meaning": known[name].meaning}
             for name in names
         },
     }

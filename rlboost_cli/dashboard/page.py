@@ -70,7 +70,8 @@ def runs_page(rows: list[dict[str, Any]]) -> str:
     body = f"<table><thead>{head}</thead><tbody>{lines}</tbody></table>" if rows else "<p>No runs yet.</p>"
     styles = "".join(f'<link rel="stylesheet" href="/static/{name}">\n' for name in STYLES)
     refresh = '<meta http-equiv="refresh" content="5">\n'
-    main = f"<body><main><h1>RLBoost runs</h1><section>{body}</section></main>\n"
+    compare = '<p><a href="/compare">Compare runs</a></p>' if len(rows) > 1 else ""
+    main = f"<body><main><h1>RLBoost runs</h1><section>{body}{compare}</section></main>\n"
     return _head("RLBoost runs") + refresh + styles + "</head>\n" + main + _END
 
 

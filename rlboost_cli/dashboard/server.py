@@ -20,15 +20,18 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from msgspec import to_builtins
+
 from rlboost_cli.dashboard.data import MAX_SAMPLES, encoded, run_data
 from rlboost_cli.dashboard.page import SCRIPTS, SERVED_POLICY, STYLES, asset, runs_page, served_page
+from rlboost_cli.runs.compare import compare_runs
 from rlboost_cli.runs.files import Tail, log_names, sample_rows
 from rlboost_cli.runs.refresh import look_at
 from rlboost_cli.runs.run_status import runs_table
 from rlboost_cli.views.log_lines import LogLines
 from rlboost_runtime.errors import RLBoostError
 from rlboost_runtime.run.folder import RunFolder
-from rlboost_runtime.run.index import find_run
+from rlboost_runtime.run.index import all_runs, find_run
 
 EVERY_S = 1.0
 """Shortest time between two readings of a run."""
@@ -98,7 +101,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answer one request."""
         url = urlsplit(self.path)
-        asked = {name: values[-1] for name, values in parse_qs(url.query).items()}
+        query = parse_qs(url.query)
+        asked = {name: values[-1] for name, values in query.items()}
         if self._is_key(asked.get("key", "")):
             return self._let_in(url.path)
         if not self._is_key(self._cookie()):
@@ -108,7 +112,10 @@ class _Handler(BaseHTTPRequestHandler):
                 b"The address needs the key that rlboost dashboard printed.\n",
             )
         try:
-            self._answer(url.path.strip("/").split("/"), asked)
+            if url.path == "/compare/data":
+                self._send_json(_comparison(query.get("run", [])))
+            else:
+                self._answer(url.path.strip("/").split("/"), asked)
         except RLBoostError as error:
             self._send(HTTPStatus.NOT_FOUND, "text/plain", f"{error.problem}\n".encode())
 
@@ -122,6 +129,8 @@ class _Handler(BaseHTTPRequestHandler):
             case ["static", *rest] if "/".join(rest) in {*STYLES, *SCRIPTS}:
                 name = "/".join(rest)
                 self._send(HTTPStatus.OK, _TYPES[name.rpartition(".")[2]], asset(name).encode())
+            case ["compare"]:
+                self._send_page(served_page("Runs compared"))
             case ["runs", name]:
                 self._send_page(served_page(find_run(name).name))
             case ["runs", name, "events"]:
@@ -192,6 +201,15 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if body is not None:
             self.wfile.write(body)
+
+
+def _comparison(names: list[str]) -> dict[str, Any]:
+    """Return the runs that can be compared, and how those of `names` compare, as `compare --json`."""
+    folders = [find_run(name) for name in dict.fromkeys(names)]
+    for folder in folders:
+        look_at(folder, lambda words: None, ledger=True, logs=True)
+    found = to_builtins(compare_runs(folders)) if len(folders) > 1 else None
+    return {"names": [run.name for run in reversed(all_runs())], "found": found}
 
 
 def _log_lines(run: RunFolder, name: str) -> list[str]:

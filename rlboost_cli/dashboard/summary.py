@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from rlboost_cli.terminal.text import duration, saving_in_words, usd
+from rlboost_cli.views.health import evaluation_course
 from rlboost_runtime.billing.report import CostReport
 from rlboost_runtime.protocol.status import Status, read_status
 
@@ -24,13 +25,12 @@ def _progress(status: Status) -> list[tuple[str, str]]:
     took = ""
     if status.started_at is not None and status.at is not None:
         took = f" in {duration(status.at - status.started_at)}"
-    rows = [("steps", f"{status.step} of {status.steps or '?'}{took}")]
+    rows = [("forked from", ", from ".join(status.ancestors))] if status.ancestors else []
+    rows += [("steps", f"{status.step} of {status.steps or '?'}{took}")]
     rewards = [reward for reward in status.reward_history if reward is not None]
     if rewards:
         rows.append(("mean reward, first and last step", f"{rewards[0]:.3f} -> {rewards[-1]:.3f}"))
-    if status.evaluation is not None:
-        found = status.evaluation
-        rows.append(("held-out reward", f"{found.first_reward_mean:.3f} -> {found.reward_mean:.3f}"))
+    rows += [("evaluation", evaluation_course(each)) for each in status.evaluations]
     return [*rows, ("tokens trained", f"{status.tokens.trained:,}")]
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from rlboost_cli.doctor import clouds, head, local, machine, preflight
+from rlboost_cli.doctor import clouds, head, local, machine, model, preflight
 from rlboost_cli.doctor.findings import Check, DoctorContext, Finding, Verdict, failed
 from rlboost_cli.terminal import extras
 from rlboost_runtime.job import Job
@@ -26,7 +26,7 @@ MACHINE: Sequence[Check] = (
 )
 LAPTOP: Sequence[Check] = (Check(machine.python), Check(machine.home), Check(machine.clock))
 """What a machine needs that only types."""
-TOOLS: Sequence[Check] = (Check(preflight.engine), Check(preflight.tracker))
+TOOLS: Sequence[Check] = (Check(preflight.engine), Check(preflight.tracker), Check(preflight.output))
 SECRETS = Check(head.secrets)
 HEAD: Sequence[Check] = (Check(head.head, announce="checking the head over SSH"),)
 BOUGHT: Sequence[Check] = (
@@ -51,7 +51,8 @@ def checks_for(job: Job | None) -> Iterator[Check]:
     """Yield what is to be looked at."""
     if job is not None and job.trainer.is_elsewhere:
         yield from LAPTOP
-        yield from job_checks() if head.can_train_here() else [Check(head.not_here)]
+        yield Check(preflight.output)
+        yield from job_checks() if head.can_train_here() else [Check(model.resolves), Check(head.not_here)]
         yield SECRETS
         if job.trainer.is_bought:
             yield from BOUGHT

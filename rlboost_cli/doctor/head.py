@@ -87,7 +87,7 @@ def not_here(patient: DoctorContext) -> Iterator[Finding]:
     """In place of a look at model, prompts and reward."""
     yield warn(
         "job",
-        "model, prompts and reward were not checked: the training packages are not installed on this machine",
+        "prompts and reward were not checked: the training packages are not installed on this machine",
         "pip install 'rlboost[train]' here to check them before you pay for the head",
     )
 

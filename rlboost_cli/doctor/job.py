@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rlboost_cli.doctor.findings import DoctorContext, Finding, fail, failed, ok, warn
+from rlboost_cli.doctor.model import resolves
 from rlboost_runtime.errors import ConfigError, RLBoostError
 from rlboost_runtime.job import Job, TinyModel, data_sources
 from rlboost_runtime.run.create import copy_files
@@ -25,11 +26,7 @@ def model(context: DoctorContext) -> Iterator[Finding]:
     if isinstance(facts, RLBoostError):
         yield failed("model", facts)
     elif facts is None:
-        yield warn(
-            "model",
-            f"{job.model} is not on this machine: not checked",
-            f"fetch it first (hf download {job.model}), or it is downloaded when the run starts",
-        )
+        yield from resolves(context)
     else:
         kind = "made here, random" if isinstance(job.model, TinyModel) else str(job.model)
         yield ok("model", f"{facts.num_parameters / 1e6:,.2f} M parameters ({kind}), tokenizer loads")
@@ -102,7 +99,8 @@ def judge_lengths(lengths: Sequence[int], num_examples: int, job: Job) -> Findin
     if num_examples < job.algorithm.prompts_per_step:
         return warn(
             "prompts",
-            f"{found}; a step takes {job.algorithm.prompts_per_step}, so it sees some twice",
+            f"{found}; a step takes {job.algorithm.prompts_per_step:,}, so it has each up to"
+            f" {-(-job.algorithm.prompts_per_step // num_examples):,} times",
             "lower algorithm.prompts_per_step, or add prompts",
         )
     return ok("prompts", found)

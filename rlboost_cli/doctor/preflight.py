@@ -1,7 +1,7 @@
 """The part of `rlboost doctor` that `launch` does before anything is bought or started.
 
 A second or two: the data is read, the reward scores one row, engine, secrets and the tracker's key are looked
-for. Nothing that imports torch, asks a cloud or starts a machine.
+for, and the hub is asked for the model's name. Nothing that imports torch, asks a cloud or starts a machine.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from rlboost_cli.doctor import head
+from rlboost_cli.doctor import head, model
 from rlboost_cli.doctor.findings import DoctorContext, Finding, Verdict, fail, failed, ok, warn
 from rlboost_runtime.errors import ConfigError, RLBoostError
 from rlboost_runtime.job import PromptFile, data_sources
 from rlboost_runtime.run.engine_python import find_engine_python
 
+_BUCKET = "my-bucket/"
 _WANDB_HOST = "api.wandb.ai"
 
 
@@ -45,6 +46,8 @@ def _findings(context: DoctorContext) -> Iterator[Finding]:
     yield from head.secrets(context)
     yield from engine(context)
     yield from tracker(context)
+    yield from output(context)
+    yield from model.resolves(context)
     are_files = all(isinstance(source, PromptFile) for source in data_sources(job.data))
     if is_here or (importlib.util.find_spec("aiohttp") is not None and are_files):
         from rlboost_cli.doctor import job as of_job
@@ -86,6 +89,16 @@ def tracker(context: DoctorContext) -> Iterator[Finding]:
         yield fail("tracker", "this machine has no W&B key", remedy)
     else:
         yield ok("tracker", "W&B has a key")
+
+
+def output(context: DoctorContext) -> Iterator[Finding]:
+    """Look for the bucket that the templates name, which is nobody's."""
+    job = context.wanted
+    fields = {"output": job.output, "weights.bucket": job.weights.bucket}
+    left = [name for name, url in fields.items() if url and url.partition("://")[2].startswith(_BUCKET)]
+    if left:
+        named = f"{' and '.join(left)} still {'name' if left[1:] else 'names'} the template's my-bucket"
+        yield fail("bucket", named, "write the name of a bucket of your own")
 
 
 def _has_key() -> bool:

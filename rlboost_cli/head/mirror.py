@@ -34,7 +34,7 @@ WAIT_S = 30.0
 _WHOLE = frozenset({*program.WHOLE, program.LEDGER})
 _FORMER = frozenset({"outcome.json", "ending.json"})
 """Removed here when a run is resumed; its head has them until the run goes on there."""
-_GROWING = re.compile(r"(metrics|samples)\.jsonl|logs(/[A-Za-z0-9_-][A-Za-z0-9._-]*)+")
+_GROWING = re.compile(r"(metrics|samples|evaluations)\.jsonl|logs(/[A-Za-z0-9_-][A-Za-z0-9._-]*)+")
 
 
 def refresh(run: RunFolder, head: Head, *, ledger: bool = False, logs: bool = False) -> None:

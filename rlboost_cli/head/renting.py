@@ -17,6 +17,7 @@ from dataclasses import replace
 from rlboost_cli.head.connection import Head, HeadUnreachable, Say
 from rlboost_cli.head.mirror import was_started
 from rlboost_cli.head.start_up import ACCOUNT, head_script, host_key, last_words, own_key
+from rlboost_cli.terminal.text import duration
 from rlboost_providers.base.provider import LaunchRequest, MachineStatus, MachineView, Offer, Provider
 from rlboost_providers.base.tags import head_of
 from rlboost_providers.base.traits import provider_traits
@@ -48,6 +49,8 @@ BOOT_S = 600.0
 """Longest wait from the launch until the machine lets us in."""
 GONE_S = 180.0
 """Longest wait until a cloud reports a terminated machine as gone."""
+RETRY_S = 60.0
+"""Pause between two rounds of requests while there is no capacity."""
 _LOOK_S = 2.0
 _JUST_NOW_S = 5.0
 """An end younger than this was only just seen: EC2 does not report when a machine shut itself down."""
@@ -56,19 +59,25 @@ _JUST_NOW_S = 5.0
 def rent(run: RunFolder, say: Say) -> None:
     """Get a machine for the run's head that we can log in to: the existing one, or a new one.
 
-    Raises `NoCapacity`, `QuotaExceeded`, `CredentialsRejected`, `ConfigError`, and `RuntimeFault` if it does
-    not answer in time, or if the run's head is gone with its disk. Before anything is raised while it boots,
-    the machine is given back, unless the run was started on it.
+    Raises `NoCapacity` once the job's longest wait for capacity is over, `QuotaExceeded`,
+    `CredentialsRejected`, `ConfigError`, and `RuntimeFault` if it does not answer in time, or if the run's
+    head is gone with its disk. Before anything is raised while it boots, the machine is given back, unless
+    the run was started on it.
     """
     job = stored_job(run)
     provider = head_provider(job, run)
     offers = _offers(job, provider, say)
+    deadline = time.monotonic() + 60 * job.trainer.max_wait_minutes
     refusal: NoCapacity | QuotaExceeded | None = None
     while True:
         with alone(run, say=say):
             if run.outcome.exists():
                 raise ended_meanwhile(run)
             head = _there(run, provider) or _launch(run, job, provider, offers, refusal, say)
+        if not isinstance(head, HeadMachine):
+            _pause(run, head, deadline, say)
+            offers, refusal = _offers(job, provider, say), None
+            continue
         try:
             refusal = _await_it(run, job, provider, head, say)
         except RLBoostError as failure:
@@ -229,8 +238,11 @@ def _launch(
     offers: Iterator[Offer],
     refusal: NoCapacity | QuotaExceeded | None,
     say: Say,
-) -> HeadMachine:
-    """Launch the first of `offers` that its cloud delivers; `refusal`: the error of the one before them."""
+) -> HeadMachine | NoCapacity | QuotaExceeded:
+    """Launch the first of `offers` that its cloud delivers, or return why the last one was refused.
+
+    `refusal`: the error of the one before them.
+    """
     require_head(run)
     _require_ssh()
     script, told_run = head_script(run, job), head_of(run.name)
@@ -247,7 +259,7 @@ def _launch(
             continue
         return _noted(run, head, view)
     if refusal is not None:
-        raise refusal
+        return refusal
     raise NoCapacity(
         f"{job.trainer.accelerators} is not sold in {job.trainer.infra}"
         if job.trainer.max_price_usd_per_hour is None
@@ -255,6 +267,18 @@ def _launch(
         f" trainer.max_price_usd_per_hour, ${job.trainer.max_price_usd_per_hour}",
         "choose another region or raise the limit; rlboost prices lists the offers",
     )
+
+
+def _pause(run: RunFolder, refusal: NoCapacity | QuotaExceeded, deadline: float, say: Say) -> None:
+    """Wait before the next round of requests. Raises `refusal` where the deadline comes first, or where only
+    a person can do something about it."""
+    left_s = deadline - time.monotonic()
+    if left_s <= 0 or isinstance(refusal, QuotaExceeded):
+        raise refusal
+    say(f"{refusal.problem}; retrying every {RETRY_S:.0f} s for {duration(left_s)} more")
+    resumes_at = time.monotonic() + min(RETRY_S, left_s)
+    while time.monotonic() < resumes_at and not run.outcome.exists():
+        time.sleep(min(_LOOK_S, RETRY_S))
 
 
 def _require_ssh() -> None:

@@ -40,15 +40,18 @@ def planned(run: str, job: Job, folder: Path, *, with_options: bool = False) -> 
         return launch_plan(run, job, forecast, problem)
 
 
-def agree(plan: LaunchPlan, question: str, *, yes: bool) -> None:
+def agree(plan: LaunchPlan, question: str | None, *, yes: bool) -> None:
     """Show the plan and ask the question where it is charged; returns where the answer is yes.
 
-    `yes`: it was given with the command. Raises `ConfigError` where nobody can be asked, `typer.Exit` on no.
+    `yes`: it was given with the command. `question`: None for a program, which is asked nothing. Raises
+    `ConfigError` where nobody can be asked, `typer.Exit` on no.
     """
     for line in describe_plan(plan):
         output.progress(line)
     if yes or not plan.is_charged:
         return
+    if question is None:
+        raise ConfigError("this run costs money", "pass yes=True to agree to the plan")
     if not output.is_terminal():
         raise ConfigError(
             "this run costs money and there is no terminal to confirm it on", "add --yes to agree to the plan"

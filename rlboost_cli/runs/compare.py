@@ -16,6 +16,8 @@ from rlboost_cli.runs.metrics import history_of
 from rlboost_runtime.billing.books import report_of
 from rlboost_runtime.billing.report import CostReport
 from rlboost_runtime.errors import ConfigError
+from rlboost_runtime.health.glossary import evaluation_metric
+from rlboost_runtime.run.checkpoints import ancestors_of
 from rlboost_runtime.run.create import flat_fields
 from rlboost_runtime.run.folder import RunFolder, read_json
 
@@ -48,7 +50,7 @@ class RunPoint(msgspec.Struct):
     reward_mean: float | None
     """Mean of the last `REWARD_STEPS` steps."""
     eval_reward_mean: float | None
-    """Of the newest evaluation."""
+    """Of the newest evaluation; of several in a job, of the first."""
 
 
 class RunColumn(msgspec.Struct):
@@ -56,6 +58,8 @@ class RunColumn(msgspec.Struct):
 
     run: str
     state: str
+    ancestors: list[str]
+    """Of a fork: as in its status. Its tokens, seconds and dollars are its own, without its ancestors'."""
     total_usd: float
     """With what was spent after the last step."""
     last: RunPoint | None
@@ -103,10 +107,12 @@ def _column(folder: RunFolder) -> RunColumn:
     report = report_of(folder)
     curves = _curves(report)
     history = history_of(folder)
-    held_out = dict(zip(history.steps, history.values("eval_reward_mean"), strict=True))
+    rewards = (name for name in history.chosen([], every=True) if evaluation_metric(name))
+    first = next((name for name in rewards if name.endswith("reward_mean")), "eval_reward_mean")
+    held_out = dict(zip(history.steps, history.values(first), strict=True))
     curves.eval_reward_mean = [held_out.get(step) for step in curves.steps]
     last = point(curves, len(curves.steps) - 1)
-    return RunColumn(folder.name, report.state, report.total_usd, last, curves)
+    return RunColumn(folder.name, report.state, ancestors_of(folder), report.total_usd, last, curves)
 
 
 def _curves(report: CostReport) -> RunCurves:

@@ -103,12 +103,19 @@ def samples_of(run: RunFolder, step: int | None) -> dict[str, Any]:
         raise NotFound(
             f"run {run.name} has no samples of step {wanted}", f"there are steps {steps[0]} to {steps[-1]}"
         )
-    return {"run": run.name, "step": wanted, "samples": [line | {"step": wanted} for line in found]}
+    counts = [{"step": wanted, "tokens": int(line["tokens"])} for line in found]
+    return {
+        "run": run.name,
+        "step": wanted,
+        "samples": [line | each for line, each in zip(found, counts, strict=True)],
+    }
 
 
-def sample_rows(run: RunFolder, limit: int, text: str = "", step: int | None = None) -> list[dict[str, Any]]:
-    """Return the newest `limit` samples, oldest first, whose prompt or response contains `text` (in any case)
-    and that are of `step`, where given. Steps count from 1."""
+def sample_rows(
+    run: RunFolder, limit: int | None, text: str = "", step: int | None = None
+) -> list[dict[str, Any]]:
+    """Return the newest `limit` samples (None: all), oldest first, whose prompt or response contains `text`
+    (in any case) and that are of `step`, where given. Steps count from 1."""
     wanted, newest = text.casefold(), deque[dict[str, Any]](maxlen=limit)
     for line in _lines(run):
         row = line | {"step": int(line["step"]) + 1}
@@ -129,7 +136,8 @@ def sample_lines(found: dict[str, Any]) -> Iterator[str]:
             yield from _indented(prompt)
         reason = sample["finish_reason"]
         ended = f"{sample['tokens']:.0f} tokens, {_ENDINGS.get(reason, reason)}"
-        yield f"reward {sample['reward']:.3f}  {ended}"
+        parts = "".join(f", {name} {value:.3f}" for name, value in sample.get("rewards", {}).items())
+        yield f"reward {sample['reward']:.3f}{parts}  {ended}"
         yield from _indented(sample["response"])
 
 

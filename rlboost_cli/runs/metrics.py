@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlboost_runtime.errors import ConfigError
-from rlboost_runtime.health.glossary import GLOSSARY, IMPORTANT, similar
+from rlboost_runtime.health.glossary import GLOSSARY, IMPORTANT, is_important, similar
 from rlboost_runtime.run.folder import RunFolder
 
 COMPUTED = "tokens_per_s"
@@ -43,7 +43,10 @@ class MetricHistory:
                 raise ConfigError(f"there is no metric {name}", f"{hint}docs/metrics.md lists all metrics")
         if names:
             return list(dict.fromkeys(names))
-        return written if every else [name for name in IMPORTANT if name in written]
+        if every:
+            return written
+        others = [name for name in written if is_important(name) and name not in IMPORTANT]
+        return [name for name in IMPORTANT if name in written] + others
 
 
 def history_of(run: RunFolder) -> MetricHistory:

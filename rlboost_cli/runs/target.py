@@ -11,8 +11,10 @@ from rlboost_cli.runs.refresh import look_at
 from rlboost_cli.terminal.errors import require_room
 from rlboost_runtime.errors import ConfigError, NotFound
 from rlboost_runtime.job import Job
+from rlboost_runtime.run.checkpoints import ForkPoint
 from rlboost_runtime.run.create import (
     FoundRun,
+    differences,
     name_of_run,
     newest_run,
     prepare_run,
@@ -35,6 +37,13 @@ class Target:
     run: RunFolder | None
     """The named run; None where a job file was given."""
     resume: bool = False
+    fork: ForkPoint | None = None
+    """The checkpoint that a new run is to start from."""
+
+    @property
+    def num_steps_left(self) -> int:
+        """Steps of the job, without those that a fork has from its checkpoint."""
+        return self.job.algorithm.steps - (0 if self.fork is None else self.fork.step)
 
     @property
     def name(self) -> str:
@@ -71,7 +80,7 @@ class Target:
             require_room(home() / "runs")
         if self.run is None:
             assert self.job_file is not None
-            return prepare_run(self.job_file, self.job, resume=resume)
+            return prepare_run(self.job_file, self.job, resume=resume, fork=self.fork)
         if resume and self.job_file is not None:
             return resume_run(self.run, self.job_file, self.job)
         if resume:
@@ -91,10 +100,57 @@ class NothingLeft(ConfigError):
         self.run = run
 
 
-def find_target(argument: str, *, resume: bool, say: Callable[[str], None] = lambda words: None) -> Target:
+_FORK_KEEPS = ("model:", "model.", "algorithm.lora", "trainer.script")
+"""Fields, or beginnings of fields, that decide which weights and optimizer state there are."""
+
+
+def _fork_target(argument: str, job_file: Path, start: str) -> Target:
+    """Return the new run of a job file from a checkpoint, RUN@STEP. Raises `ConfigError` where the job cannot
+    go on from it, and what `ForkPoint.find` raises."""
+    if not _is_file(job_file, argument):
+        raise ConfigError(
+            f"--from starts a new run, but {argument} is no job file",
+            "give a job file, such as a copy of the run's job.yaml with other fields",
+        )
+    job, fork = _load(job_file), ForkPoint.find(start)
+    parent = stored_job(fork.parent)
+    different = [each for each in differences(parent, job) if each.startswith(_FORK_KEEPS)]
+    decays = parent.algorithm.weight_decay, job.algorithm.weight_decay
+    if (decays[0] == 0) != (decays[1] == 0):  # the optimizer's groups of parameters are others
+        different.append(f"algorithm.weight_decay: {decays[0]:g} there, {decays[1]:g} here, and one is 0")
+    if different:
+        raise ConfigError(
+            f"{job_file}: the checkpoint {fork} is of another model or optimizer: {'; '.join(different)}",
+            "undo these changes, or leave --from out; other fields may differ",
+        )
+    if parent.trainer.script is not None or job.trainer.is_elsewhere:
+        why = "its trainer keeps checkpoints of its own" if parent.trainer.script else "its head is elsewhere"
+        raise ConfigError(
+            f"{job_file}: --from is not possible here: {why}", "leave --from out (docs/limits.md)"
+        )
+    if job.algorithm.steps <= fork.step:
+        raise ConfigError(
+            f"{job_file}: algorithm.steps is {job.algorithm.steps}, and {fork} has {fork.step} steps already",
+            "algorithm.steps counts from the start of the parent: raise it",
+        )
+    return Target(job, job_file, None, fork=fork)
+
+
+def find_target(
+    argument: str,
+    *,
+    resume: bool,
+    start: str | None = None,
+    say: Callable[[str], None] = lambda words: None,
+) -> Target:
     """Return what `argument` means: an ended run is resumed with its job file as that is now, if it is there
-    still. Raises `NothingLeft`, `ConfigError` (bad job file, ended run) and `NotFound`."""
+    still. `start`: the checkpoint, RUN@STEP, from which the job file's new run goes on. Raises `NothingLeft`,
+    `ConfigError` (bad job file, ended run) and `NotFound`."""
     path = Path(argument)
+    if start is not None and resume:
+        raise ConfigError("--from and --resume were given", "--from starts a new run, --resume continues one")
+    if start is not None:
+        return _fork_target(argument, path, start)
     if _is_file(path, argument):
         job = _load(path)
         if resume and (newest := newest_run(job.name)) is not None:

@@ -40,7 +40,7 @@ def simulation_request(
         notes = (*notes, "micro-batches are of whole groups, as in live runs")
     all_seeds, wanted = _seeds(seed, seeds), _policies(policies)
     if not 0 < sample <= 1:
-        raise ConfigError(f"--sample {sample:g} is no share of nodes", "write a share such as 0.5")
+        raise ConfigError(f"--sample {sample:g} is not a share of nodes", "write a share such as 0.5")
     own = loaded if trace is None and loaded is not None and has_own_market(loaded) else None
     named = trace or ASSUMED
     different = all_seeds if own is not None or named in PROFILES else all_seeds[:1]

@@ -165,16 +165,20 @@ def _show_json(error: RLBoostError) -> int:
     return error.exit_code
 
 
-def _explained(error: Exception) -> RLBoostError:
-    known: RLBoostError | None = None
+def known(error: Exception) -> RLBoostError | None:
+    """Return the explanation of a full or unusable disk and of a package that is not installed; else None."""
     if isinstance(error, OSError):
-        known = explain_disk(error)
-    elif isinstance(error, ModuleNotFoundError):
+        return explain_disk(error)
+    if isinstance(error, ModuleNotFoundError):
         from rlboost_cli.terminal import extras
 
-        known = extras.explained(error)
-    if known is not None:
-        return known
+        return extras.explained(error)
+    return None
+
+
+def _explained(error: Exception) -> RLBoostError:
+    if (explanation := known(error)) is not None:
+        return explanation
     where = _write_traceback(error)
     text = str(error).strip().splitlines()
     return RuntimeFault(

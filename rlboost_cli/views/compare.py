@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rlboost_cli.runs.compare import REWARD_STEPS, at_value
 from rlboost_cli.terminal.text import dash, duration, table, usd
+from rlboost_runtime.money import money_places
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,6 +32,9 @@ def compare_lines(found: RunComparison) -> Iterator[str]:
         yield "The jobs are the same but for their names."
     yield ""
     yield table(_HEADERS, [_row(c.run, c.last, c.total_usd, c.state) for c in found.runs])
+    for fork in (column for column in found.runs if column.ancestors):
+        ancestors = ", from ".join(fork.ancestors)
+        yield f"{fork.run} continues from {ancestors}: tokens, time and dollars are its own."
     yield f"reward: mean of the last {REWARD_STEPS} steps. spent: with what came after the last step."
     if not found.same:
         waiting = ", ".join(c.run for c in found.runs if not c.curves.steps)
@@ -111,4 +115,4 @@ def _figure(value: float | None) -> str:
 
 
 def _money(value: float) -> str:
-    return usd(value, 2 if value >= 1 else 4)
+    return usd(value, money_places(value))

@@ -47,6 +47,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import asdict
 
 from rlboost_cli.terminal.text import duration, table, usd
+from rlboost_runtime.money import money_places
 
 if TYPE_CHECKING:
     from rlboost_runtime.billing.counterfactual import Counterfactual
@@ -61,7 +62,7 @@ Usd = Callable[[float], str]
 
 def cost_lines(report: CostReport) -> list[str]:
     """Return the report: what was spent, on what, by step, by offer, and what on-demand would have cost."""
-    places = _places(report.total_usd)
+    places = money_places(report.total_usd)
 
     def money(value: float) -> str:
         return usd(value, places)
@@ -76,11 +77,6 @@ def cost_lines(report: CostReport) -> list[str]:
         [line for note in report.notes for line in _wrapped("note: ", note)],
     ]
     return "\n\n".join("\n".join(block) for block in blocks if block).splitlines()
-
-
-def _places(total: float) -> int:
-    """Return decimals of the amounts of a run: cents, or more for one that cost less than a dollar."""
-    return 4 if total < 1 else 2
 
 
 # --- the whole run -----------------------------------------------------------------------------------------

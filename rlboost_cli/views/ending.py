@@ -27,8 +27,7 @@ def ended_lines(name: str, state: str, status: Status, report: CostReport) -> li
     lines = [f"{name} {'is ' if state == 'done' else ''}{state}{_how_far(status)}"]
     if learnt := _reward([r for r in status.reward_history if r is not None]):
         lines += labelled("learned", learnt)
-    if status.evaluation is not None:
-        lines += labelled("eval", evaluation_course(status.evaluation))
+    lines += labelled("eval", *(evaluation_course(each) for each in status.evaluations))
     if failures := _reward_failures(report.rewards):
         lines += labelled("", failures)
     lines += [*labelled("kept", *_survived(status)), *labelled("cost", *_cost(report))]

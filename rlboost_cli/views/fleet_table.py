@@ -20,7 +20,7 @@ _LEAST_TABLE = 3
 """Lines of the smallest table: its header, a row, and the count of the rest."""
 _STATE_STYLES = {
     **dict.fromkeys(("draining", "disconnected", "no contact"), "warn"),
-    **dict.fromkeys(("loading", "booting", "launching", "asleep"), "dim"),
+    **dict.fromkeys(("loading", "waiting", "booting", "launching", "asleep"), "dim"),
     "ready": "good",
     "training": "busy",
 }
@@ -99,8 +99,10 @@ def _place(row: dict[str, str]) -> tuple[bool, list[tuple[int, str]]]:
 def _fitting(rows: Sequence[dict[str, str]], width: int) -> list[str]:
     """Return the columns that fit; measured over all rows, so that scrolling fleets do not jump."""
     columns = list(_COLUMNS)
+    if all(row["instance"].partition("/")[0] == row["machine"] for row in rows):
+        columns.remove("machine")  # it would say the same again
     widths = {c: max(len(c), *(len(row[c]) for row in rows)) for c in columns}
-    for name in _DROPPED_FIRST:
+    for name in (each for each in _DROPPED_FIRST if each in columns):
         if sum(widths[c] + 2 for c in columns) - 2 <= width:
             break
         columns.remove(name)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rlboost_cli.terminal.text import labelled
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from rlboost_runtime.protocol.status import EvaluationStatus, HealthWarning, Status
 
@@ -35,11 +35,30 @@ def full_warnings(warnings: Sequence[HealthWarning], width: int) -> list[str]:
 
 
 def evaluation_words(found: EvaluationStatus) -> str:
-    """Return the newest evaluation in words."""
-    best = "" if found.reward_best is None else f", best of each prompt {found.reward_best:.3f}"
-    return f"{found.reward_mean:.3f} on held-out prompts at step {found.step}{best}"
+    """Return an evaluation's newest results in words."""
+    rates = "".join(f", {name} {value:.3f}" for name, value in evaluation_rates(found.values).items())
+    lengths = f", {found.values['length_mean']:,.0f} tokens" if "length_mean" in found.values else ""
+    after = f"after {found.updates} update{'s' * (found.updates != 1)}"
+    return f"{_named(found)}reward {found.values.get('reward_mean', 0.0):.3f} {after}{rates}{lengths}"
 
 
 def evaluation_course(found: EvaluationStatus) -> str:
-    """Return how the evaluation changed over the run."""
-    return f"{found.first_reward_mean:.3f} -> {found.reward_mean:.3f} (first and last evaluation)"
+    """Return how an evaluation changed over the run."""
+    before, after = (each.get("reward_mean", 0.0) for each in (found.first, found.values))
+    first = evaluation_rates(found.first)
+    rates = "".join(
+        f", {name} {first[name]:.3f} -> {value:.3f}"
+        for name, value in evaluation_rates(found.values).items()
+        if name in first
+    )
+    return f"{_named(found)}reward {before:.3f} -> {after:.3f}{rates} (first and last evaluation)"
+
+
+def evaluation_rates(values: Mapping[str, float]) -> dict[str, float]:
+    """Return avg@k, and the last pass@k, which is that of the largest k unless the job says otherwise."""
+    last = {name.partition("_at_")[0]: name for name in values if "_at_" in name}
+    return {name.replace("_at_", "@"): values[name] for name in last.values()}
+
+
+def _named(found: EvaluationStatus) -> str:
+    return f"{found.name}: " if found.name else ""

@@ -65,6 +65,8 @@ class NewLines:
 
     clock: Callable[[], float] = time.monotonic
     _steps: int | None = None
+    _last: tuple[int, float] | None = None
+    """Tokens trained when the last step was seen to end, and when."""
     _seen: set[tuple[float, str, str]] = field(default_factory=set)
     _silence: str | None = None
     _phase: str = ""
@@ -112,10 +114,19 @@ class NewLines:
         if self._steps is None:  # attached to a run that has been going on: its past is not new
             self._steps = max(0, trained - 1)
         first, self._steps = self._steps, max(trained, self._steps)
-        return [_step(status, number) for number in range(first + 1, trained + 1)]
+        speed = self._speed(status, trained - first) if trained > first else None
+        return [_step(status, number, speed) for number in range(first + 1, trained + 1)]
+
+    def _speed(self, status: Status, num_steps: int) -> float | None:
+        """Return the tokens trained per second of the newest step; None where its start was not seen."""
+        now, trained = status.at or 0.0, status.tokens.trained
+        last, self._last = self._last, (trained, now)
+        if last is None or num_steps != 1 or now <= last[1]:
+            return None
+        return (trained - last[0]) / (now - last[1])
 
 
-def _step(status: Status, number: int) -> str:
+def _step(status: Status, number: int, speed: float | None) -> str:
     rewards = status.reward_history
     index = len(rewards) - 1 - (status.step - number)
     reward = rewards[index] if 0 <= index < len(rewards) else None
@@ -123,7 +134,8 @@ def _step(status: Status, number: int) -> str:
     if reward is not None:
         parts.append(f"reward {reward:.3f}")
     if number == status.step:
-        parts += [tokens_per_s(status), usd(status.cost.spent_usd)]
+        parts += [] if speed is None else [f"{speed:,.0f} tokens/s"]
+        parts.append(usd(status.cost.spent_usd))
     return _at(status, "  ".join(parts))
 
 

@@ -114,10 +114,11 @@ def _head(status: Status, width: int, glyphs: Glyphs) -> list[Line]:
     eta = "" if left_s is None else f", about {duration(left_s)} left"
     lines = [Line(f"{status.run}: {status.state}{_elapsed(status)}{eta}", "title")]
     summary = {
+        "from": [", from ".join(status.ancestors)] if status.ancestors else [],
         "step": [_step(status, width, glyphs)],
         "phase": _phase(status, width, glyphs),
         "reward": _rewards(status, width, glyphs),
-        "eval": [] if status.evaluation is None else [evaluation_words(status.evaluation)],
+        "eval": [evaluation_words(each) for each in status.evaluations],
         "rollout": _rollout(status),
         "cost": _cost(status, left_s),
     }
@@ -209,6 +210,8 @@ def _rollout(status: Status) -> list[str]:
     migrated, lost = status.responses.migrated, status.tokens.lost_estimate
     if not preemptions and not migrated and not lost:
         return [first]
+    if not preemptions and not lost:  # when seeding ends, for one
+        return [first, f"{migrated:,} responses migrated; no preemption so far"]
     what = counted(preemptions, "preemption")
     return [first, f"{what} survived: {migrated:,} responses migrated, about {lost:,} tokens lost"]
 

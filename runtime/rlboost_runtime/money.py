@@ -22,6 +22,11 @@ def cost_micro_usd(price_micro_usd_per_hour: int, billed_ns: int) -> int:
     return (2 * price_micro_usd_per_hour * billed_ns + NS_PER_HOUR) // (2 * NS_PER_HOUR)
 
 
+def money_places(usd: float) -> int:
+    """Return the decimals of the amounts of a run that has cost `usd`: cents, or more below a dollar."""
+    return 4 if usd < 1 else 2
+
+
 def format_usd(micro_usd: int, places: int = 2) -> str:
     """Return dollars for a person, such as `$1,234.57`, rounded half away from zero to `places` (0 to 6)."""
     if not 0 <= places <= 6:

@@ -36,7 +36,7 @@ def test_own_reward_is_measured_by_a_probe_and_planned_from_it(cli: Any) -> None
     before = cli.json("plan", str(path))["forecast"]
     assert "own-reward-probe" not in before["basis"]
     done = cli("plan", path, "--probe", "--json", timeout_s=240)
-    assert "measuring: 4 steps of this job as run own-reward-probe" in done.stderr
+    assert "probe: 4 steps of this job as run own-reward-probe" in done.stderr
     status = cli.json("status", "own-reward-probe")
     assert (status["state"], status["step"]) == ("done", PROBE_STEPS)
     assert all(0 <= reward <= 1 for reward in status["reward_history"])
@@ -47,7 +47,7 @@ def test_own_reward_is_measured_by_a_probe_and_planned_from_it(cli: Any) -> None
     found = cli.json("plan", str(path))["forecast"]
     assert found == json.loads(done.stdout)["forecast"]
     assert "run own-reward-probe" in found["basis"]
-    assert f"calibrated with what {PROBE_STEPS - 1} steps" in found["basis"]
+    assert f"calibrated with {PROBE_STEPS - 1} measured steps" in found["basis"]
     assert found["hours"]["mean"] > 0
     assert found["hours"] != before["hours"], "the same simulation at measured rates"
     cli.assert_gone("own-reward-probe")

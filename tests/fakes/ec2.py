@@ -81,6 +81,10 @@ class FakeEc2:
     """By zone: why CreateFleet gives nothing there."""
     refusals: deque[Refusal] = field(default_factory=deque)
     calls: list[str] = field(default_factory=list)
+    reservations: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Capacity reservations by id, as DescribeCapacityReservations tells of them."""
+    fleet_kinds: list[str] = field(default_factory=list)
+    """What kind of capacity each CreateFleet asked for."""
     templates: list[dict[str, Any]] = field(default_factory=list)
     """What each launch template said."""
     bids: dict[str, float | None] = field(default_factory=dict)
@@ -193,9 +197,11 @@ class FakeEc2:
         subnet = next(iter(self.backend.subnets[zone]))
         one = {**config, "Overrides": [{"InstanceType": override["InstanceType"], "SubnetId": subnet}]}
         ask = response._get_param
-        response._get_param = lambda name, *a, **k: (
-            [one] if name == "LaunchTemplateConfigs" else ask(name, *a, **k)
-        )
+        target = ask("TargetCapacitySpecification", {})
+        if target["DefaultTargetCapacityType"] == "capacity-block":  # moto knows none
+            target |= {"DefaultTargetCapacityType": "on-demand"}
+        told = {"LaunchTemplateConfigs": [one], "TargetCapacitySpecification": target}
+        response._get_param = lambda name, *a, **k: told[name] if name in told else ask(name, *a, **k)
         result: dict[str, Any] = _original_create_fleet(response).result
         [instance] = [i for i in self.instances() if i.id == result["Instances"][0]["InstanceIds"][0]]
         result["Instances"][0] |= {
@@ -244,6 +250,10 @@ class FakeEc2:
             return [_error.format(code=refusal.code, message=refusal.message).encode()]
         if action == "GetConsoleOutput":
             return self._console(text, start)
+        if action == "DescribeCapacityReservations":
+            return self._capacity_reservations(text, start)
+        if action == "CreateFleet":
+            self.fleet_kinds += re.findall(r"DefaultTargetCapacityType=([a-z-]+)", text)
         if action == "DescribeRegions":
             start("200 OK", [("Content-Type", "text/xml")])
             return [_REGIONS.encode()]
@@ -261,6 +271,20 @@ class FakeEc2:
                 if instance._state.name == "terminated":
                     self._stop(instance)
         return answer
+
+    def _capacity_reservations(self, text: str, start: StartResponse) -> Iterable[bytes]:
+        name = re.findall(r"CapacityReservationId\.1=([\w-]+)", text)[0]
+        if name not in self.reservations:
+            start("400 unknown", [("Content-Type", "text/xml")])
+            code = "InvalidCapacityReservationId.NotFound"
+            return [_error.format(code=code, message=f"{name} does not exist").encode()]
+        told = {"capacityReservationId": name, **self.reservations[name]}
+        row = "".join(f"<{key}>{value}</{key}>" for key, value in told.items())
+        start("200 OK", [("Content-Type", "text/xml")])
+        return [
+            "<DescribeCapacityReservationsResponse><capacityReservationSet><item>"
+            f"{row}</item></capacityReservationSet></DescribeCapacityReservationsResponse>".encode()
+        ]
 
     def _console(self, text: str, start: StartResponse) -> Iterable[bytes]:
         if self.old_kinds and "Latest=true" in text:

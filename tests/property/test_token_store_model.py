@@ -100,7 +100,7 @@ class StoreMatchesModel(RuleBasedStateMachine):
     @staticmethod
     def fresh() -> TokenStore:
         store = TokenStore()
-        store.open_step(1, RESPONSES, MAX_TOKENS, (STOP,))
+        store.open_step(1, RESPONSES, [MAX_TOKENS] * len(RESPONSES), (STOP,))
         return store
 
     @rule(response=st.sampled_from(RESPONSES), instance=st.sampled_from(INSTANCES), skip=st.integers(1, 3))

@@ -80,6 +80,7 @@ def test_a_run_on_vllm_goes_on_through_kills(cli: Cli) -> None:
     cli.assert_gone("on-vllm")
 
 
+@pytest.mark.soak
 def test_a_small_cache_is_known_and_bounds_what_is_sent(cli: Cli) -> None:
     """The server allocates 1 MiB, which holds far fewer responses than there are slots."""
     job = cli.job(

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from rlboost_providers.aws.errors import code_of, explained
+from rlboost_providers.aws.reservations import Reservation
 from rlboost_providers.aws.traits import NAME
 from rlboost_providers.base import tags
 from rlboost_providers.base.prices import PriceBook, on_demand_prices, shipped_book
@@ -22,7 +23,7 @@ from rlboost_providers.base.provider import MachineStatus
 from rlboost_providers.base.startup import software
 from rlboost_providers.base.traits import cloud_traits, egress_micro_usd_per_gb
 from rlboost_runtime.errors import ConfigError, ProviderError
-from rlboost_runtime.job import CloudOffer
+from rlboost_runtime.job import CloudOffer, Trainer
 from rlboost_runtime.money import parse_usd
 
 DEFAULT_IMAGE = (
@@ -62,6 +63,8 @@ class AwsPool:
     subnets: tuple[str, ...] = ()
     """Empty: the default network's, in every zone."""
     instance_profile: str | None = None
+    reservation: str | None = None
+    """Capacity that was reserved before, as `cr-...`."""
     inbound: tuple[tuple[int, str], ...] = ()
     """For a head: (TCP port, network) pairs that are let in."""
     disk_gb: int = 200
@@ -95,17 +98,24 @@ def inbound_to(ports: tuple[int, int], ssh_from: Sequence[str]) -> tuple[tuple[i
     return (*((SSH_PORT, network) for network in ssh_from), *((port, "0.0.0.0/0") for port in ports))
 
 
-def head_pool(offer: CloudOffer, role: str | None, inbound: tuple[tuple[int, str], ...]) -> AwsPool:
-    """Return the pool that a job's head is bought from, with `role` as its instance profile. Raises
-    `ConfigError` where its machine type or price is not known."""
+def head_pool(offer: CloudOffer, trainer: Trainer) -> AwsPool:
+    """Return the pool that a job's head is bought from, by `offer`. Raises `ConfigError` where its machine
+    type or price is not known."""
     (pool,) = pools_of([offer], spot=False)
-    price = pool.on_demand_micro_usd_per_hour or pool.max_price_micro_usd_per_hour
+    paid = _micro(trainer.price_usd_per_hour or None)
+    price = paid or pool.on_demand_micro_usd_per_hour or pool.max_price_micro_usd_per_hour
     if price is None:
         raise ConfigError(
             f"no price of {offer.accelerators} in {offer.infra} is known to this version",
             "set trainer.max_price_usd_per_hour to the price of such a machine; the bill will use it",
         )
-    return replace(pool, on_demand_micro_usd_per_hour=price, instance_profile=role, inbound=inbound)
+    return replace(
+        pool,
+        on_demand_micro_usd_per_hour=price,
+        instance_profile=trainer.role,
+        inbound=inbound_to(trainer.head_ports, trainer.ssh_from),
+        reservation=trainer.reservation,
+    )
 
 
 def _pool(book: PriceBook, offer: CloudOffer, spot: bool, head: str | None) -> AwsPool:
@@ -191,7 +201,13 @@ def list_machines(
 
 
 def template_data(
-    pool: AwsPool, user_data: str, marks: Mapping[str, str], *, group: str, device: str
+    pool: AwsPool,
+    user_data: str,
+    marks: Mapping[str, str],
+    *,
+    group: str,
+    device: str,
+    reserved: Reservation | None = None,
 ) -> dict[str, Any]:
     """Return the `LaunchTemplateData` of one machine; `user_data` in base64."""
     named = [{"Key": key, "Value": value} for key, value in marks.items()]
@@ -217,6 +233,11 @@ def template_data(
     }
     if pool.instance_profile is not None:
         data["IamInstanceProfile"] = {"Name": pool.instance_profile}
+    if reserved is not None:
+        target = {"CapacityReservationId": reserved.name}
+        data["CapacityReservationSpecification"] = {"CapacityReservationTarget": target}
+        if reserved.is_block:
+            data["InstanceMarketOptions"] = {"MarketType": "capacity-block"}
     return data
 
 

@@ -31,6 +31,7 @@ from rlboost_providers.aws.machines import (
     template_data,
 )
 from rlboost_providers.aws.prices import SpotPrice, SpotPrices
+from rlboost_providers.aws.reservations import Reservation, find_reservation
 from rlboost_providers.aws.traits import LIST_LAG_S, MIN_BILLED_S, NAME
 from rlboost_providers.base import tags
 from rlboost_providers.base.multi import ask_all
@@ -157,6 +158,8 @@ class AwsProvider:
     def _offer(self, pool: AwsPool) -> Offer | None:
         price: int | None = pool.on_demand_micro_usd_per_hour
         source, dearest = "on-demand price list", price
+        if (reserved := self._reserved(pool)) is not None:
+            source = f"on-demand price list or job file, for {reserved.name}"
         if pool.spot:
             reached = self._reached(pool)
             price = reached[0].micro_usd_per_hour if reached else None
@@ -203,13 +206,16 @@ class AwsProvider:
         token = tags.client_token(request.run, request.machine, self._owner)
         name = tags.machine_name(request.run, request.machine, self._owner, longest=100)
         what = f"launch {request.machine} in {pool.region}"
-        overrides = self._overrides(pool)
+        reserved = self._reserved(pool)
+        if reserved is not None:
+            reserved.require_free()
+        overrides = self._overrides(pool, reserved)
         ec2 = self._ec2(pool.region)
-        self._make_template(pool, request, name)
+        self._make_template(pool, request, name, reserved)
         try:
             with explained(what):
                 try:
-                    answer = self._create_fleet(ec2, pool, name, token, overrides)
+                    answer = self._create_fleet(ec2, _market_of(pool, reserved), name, token, overrides)
                 except ec2.exceptions.ClientError as error:
                     if code_of(error) not in RACES:
                         raise
@@ -226,7 +232,15 @@ class AwsProvider:
                 )
         raise fleet_problem(what, answer.get("Errors", []))
 
-    def _overrides(self, pool: AwsPool) -> list[dict[str, Any]]:
+    def _reserved(self, pool: AwsPool) -> Reservation | None:
+        if pool.reservation is None:
+            return None
+        ec2 = self._ec2(pool.region)
+        return find_reservation(ec2, pool.region, pool.reservation, pool.instance_types, pool.zone)
+
+    def _overrides(self, pool: AwsPool, reserved: Reservation | None) -> list[dict[str, Any]]:
+        if reserved is not None:
+            return [{"InstanceType": reserved.instance_type, "AvailabilityZone": reserved.zone}]
         if not pool.spot:
             where = {} if pool.zone is None else {"AvailabilityZone": pool.zone}
             return [{"InstanceType": each, **where} for each in pool.instance_types]
@@ -257,7 +271,9 @@ class AwsProvider:
             raise ConfigError(f"no subnet of the pool is in {pool.zone}", "name one, or leave the zone out")
         return inside
 
-    def _make_template(self, pool: AwsPool, request: LaunchRequest, name: str) -> None:
+    def _make_template(
+        self, pool: AwsPool, request: LaunchRequest, name: str, reserved: Reservation | None
+    ) -> None:
         script = script_of(request, NAME, pool.install, MAX_SCRIPT_BYTES)
         ec2 = self._ec2(pool.region)
         marks = tags.tags(request.run, request.machine, self._owner)
@@ -271,6 +287,7 @@ class AwsProvider:
                         marks,
                         group=self._group(pool, pool.inbound if request.head_script is not None else ()),
                         device=root_device(ec2, pool.image),
+                        reserved=reserved,
                     ),
                     TagSpecifications=[
                         {
@@ -284,9 +301,8 @@ class AwsProvider:
                     raise  # an earlier launch that was cut short left it: the same machine's, so it will do
 
     def _create_fleet(
-        self, ec2: Any, pool: AwsPool, name: str, token: str, overrides: list[dict[str, Any]]
+        self, ec2: Any, market: str, name: str, token: str, overrides: list[dict[str, Any]]
     ) -> dict[str, Any]:
-        kind = "spot" if pool.spot else "on-demand"
         answer: dict[str, Any] = ec2.create_fleet(
             Type="instant",
             ClientToken=token,
@@ -294,7 +310,7 @@ class AwsProvider:
                 "AllocationStrategy": "price-capacity-optimized",
                 "InstanceInterruptionBehavior": "terminate",
             },
-            TargetCapacitySpecification={"TotalTargetCapacity": 1, "DefaultTargetCapacityType": kind},
+            TargetCapacitySpecification={"TotalTargetCapacity": 1, "DefaultTargetCapacityType": market},
             LaunchTemplateConfigs=[
                 {
                     "LaunchTemplateSpecification": {"LaunchTemplateName": name, "Version": "$Latest"},
@@ -526,6 +542,13 @@ class AwsProvider:
             if key not in self._groups:
                 self._groups[key] = security_group(self._ec2(pool.region), pool.subnets, inbound)
             return self._groups[key]
+
+
+def _market_of(pool: AwsPool, reserved: Reservation | None) -> str:
+    """Return CreateFleet's `DefaultTargetCapacityType`."""
+    if reserved is not None and reserved.is_block:
+        return "capacity-block"
+    return "spot" if pool.spot else "on-demand"
 
 
 def _place(where: str, accelerator: str, kinds: Sequence[str], spot: bool) -> tuple[str, ...]:

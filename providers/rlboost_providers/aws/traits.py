@@ -100,6 +100,7 @@ _CLOUD = CloudTraits(
             EgressOrigin(r"", 0.1105, 0.1105, 0.12),
         ),
         source="https://aws.amazon.com/ec2/pricing/on-demand/ (Data Transfer)",
+        as_of="2026",
     ),
     disk_usd_per_gb_month=0.08,
     disk_throughput=_GP3,
@@ -108,6 +109,8 @@ _CLOUD = CloudTraits(
     regions=_REGIONS,
     zone_pattern="([a-z]|-[a-z0-9-]+)",  # us-east-2a, us-west-2-lax-1a
     first_zone="a",
+    reservation_pattern="cr-[0-9a-f]{8,17}",
+    reservation_example="cr-0123456789abcdef0",
     head_ends_itself=True,
     skypilot_takes_role=True,
     credential_variables=("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"),

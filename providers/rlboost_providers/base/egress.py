@@ -50,6 +50,8 @@ class EgressPrices:
     """The first that matches counts; none: the cloud bills no traffic."""
     source: str = ""
     """Where the cloud publishes them."""
+    as_of: str = ""
+    """Day, or year, of the price list that they are from."""
 
     def usd_per_gb(self, source: Location, target: Location | None) -> float:
         """Return the price from `source`, which is in this cloud; `target` None: outside all clouds."""

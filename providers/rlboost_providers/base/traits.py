@@ -115,6 +115,11 @@ class CloudTraits:
     can_host_head: bool = True
     head_may_name_zone: bool = False
     """A head that is bought direct may name a zone."""
+    reservation_pattern: str = ""
+    """What names of reserved capacity match in full; empty: none is asked for."""
+    reservation_example: str = ""
+    has_flex_start: bool = False
+    """Machines can be bought for a limited time from a queue for capacity."""
     head_ends_itself: bool = False
     """A head that SkyPilot bought can end itself without a credential of the user's."""
     skypilot_takes_role: bool = False

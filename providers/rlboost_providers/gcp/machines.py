@@ -19,7 +19,7 @@ from rlboost_providers.base.startup import software
 from rlboost_providers.base.traits import cloud_traits, egress_micro_usd_per_gb
 from rlboost_providers.gcp.traits import NAME
 from rlboost_runtime.errors import ConfigError
-from rlboost_runtime.job import CloudOffer
+from rlboost_runtime.job import CloudOffer, Trainer
 from rlboost_runtime.money import parse_usd
 
 _STATES = {
@@ -65,23 +65,44 @@ class GcpPool:
     disk_gb: int = 200
     network: str = "global/networks/default"
     service_account: str | None = None
+    reservation: str | None = None
+    """Capacity that was reserved before: a name, or projects/PROJECT/reservations/NAME."""
+    flex_start_s: int | None = None
+    """Bought by flex-start, for at most so long; None: not."""
     install: str = ""
     """Shell text for `startup.startup_script`."""
     egress_micro_usd_per_gb: int = 0
     storage_micro_usd_per_hour: int = 0
 
 
-def pools_of(
-    offers: Sequence[CloudOffer], *, spot: bool = True, role: str | None = None, head: str | None = None
-) -> list[GcpPool]:
-    """Return the pools of a job's offers of Google Cloud, with `role` as their machines' service account.
-    Raises `ConfigError` where type or price are not known.
+def pools_of(offers: Sequence[CloudOffer], *, spot: bool = True, head: str | None = None) -> list[GcpPool]:
+    """Return the pools of a job's offers of Google Cloud. Raises `ConfigError` where type or price are not
+    known.
 
     `head`: the place of the job's head, as CLOUD/REGION[/ZONE]; None: in no cloud.
     """
     book = shipped_book()
     found = (_pool(book, offer, spot, head) for offer in offers)
-    return [replace(pool, service_account=role) for pool in found if pool is not None]
+    return [pool for pool in found if pool is not None]
+
+
+def head_pools(offer: CloudOffer, trainer: Trainer) -> list[GcpPool]:
+    """Return what a job's head is bought from, by `offer`; empty where it costs more than it may. Raises
+    `ConfigError` where type or price are not known."""
+    hours = trainer.flex_start_hours
+    pools = [
+        replace(
+            pool,
+            service_account=trainer.role,
+            reservation=trainer.reservation,
+            flex_start_s=None if hours is None else round(3600 * hours),
+        )
+        for pool in pools_of([offer], spot=False)
+    ]
+    if trainer.price_usd_per_hour:
+        paid, source = parse_usd(trainer.price_usd_per_hour), "job file: trainer.price_usd_per_hour"
+        pools = [replace(pool, price_micro_usd_per_hour=paid, price_source=source) for pool in pools]
+    return pools
 
 
 def _pool(book: PriceBook, offer: CloudOffer, spot: bool, head: str | None) -> GcpPool | None:
@@ -188,6 +209,11 @@ def instance_resource(
     if pool.spot:
         scheduling.provisioning_model = "SPOT"
         scheduling.instance_termination_action = "DELETE"
+    if pool.flex_start_s is not None:
+        scheduling.automatic_restart = False
+        scheduling.provisioning_model = "FLEX_START"
+        scheduling.instance_termination_action = "DELETE"
+        scheduling.max_run_duration = compute.Duration(seconds=pool.flex_start_s)
     disk = compute.AttachedDiskInitializeParams(
         source_image=pool.image, disk_size_gb=pool.disk_gb, disk_type=f"zones/{zone}/diskTypes/{DISK_TYPE}"
     )
@@ -211,5 +237,21 @@ def instance_resource(
             ]
         ),
         tags=compute.Tags(items=[network_tag]),
+        reservation_affinity=_affinity(pool),
         service_accounts=[compute.ServiceAccount(email=each, scopes=[ALL_SCOPES]) for each in accounts],
     )
+
+
+def _affinity(pool: GcpPool) -> Any:
+    """Return the `compute_v1.ReservationAffinity`; None: Google's default, which takes open reservations."""
+    from google.cloud import compute_v1 as compute
+
+    if pool.reservation is not None:
+        return compute.ReservationAffinity(
+            consume_reservation_type="SPECIFIC_RESERVATION",
+            key="compute.googleapis.com/reservation-name",
+            values=[pool.reservation],
+        )
+    if pool.flex_start_s is not None:  # it must not, or Google refuses the machine
+        return compute.ReservationAffinity(consume_reservation_type="NO_RESERVATION")
+    return None

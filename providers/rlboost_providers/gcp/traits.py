@@ -86,6 +86,7 @@ _CLOUD = CloudTraits(
             EgressOrigin(r"", 0.14, 0.14, 0.19),
         ),
         source="https://cloud.google.com/vpc/network-pricing (Premium Tier)",
+        as_of="2026-09-20",
     ),
     disk_usd_per_gb_month=0.10,
     address_usd_per_hour=0.005,
@@ -95,6 +96,9 @@ _CLOUD = CloudTraits(
     zone_pattern="-[a-z0-9]+",  # us-central1-a
     first_zone="-a",
     head_may_name_zone=True,
+    reservation_pattern=r"[a-z][a-z0-9-]{0,62}|projects/[a-z0-9:.-]+/reservations/[a-z][a-z0-9-]{0,62}",
+    reservation_example="NAME or projects/PROJECT/reservations/NAME",
+    has_flex_start=True,
     head_ends_itself=True,
     skypilot_has_role=True,
     credential_variables=("GOOGLE_APPLICATION_CREDENTIALS",),

@@ -41,7 +41,7 @@ _MACHINE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 # What a machine inherits from its launcher: how to find programs and libraries, not what the launcher knows.
 _INHERITED = re.compile(
     r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LC_\w+|TZ|TMPDIR|VIRTUAL_ENV|PYTHON\w+|LD_LIBRARY_PATH|DYLD_\w+"
-    r"|\w+_NUM_THREADS|CUDA_\w+|NVIDIA_\w+|HF_\w+|TRANSFORMERS_\w+|TOKENIZERS_\w+|VLLM_\w+|RLBOOST_VLLM_PYTHON"
+    r"|\w+_NUM_THREADS|CUDA_\w+|NVIDIA_\w+|HF_\w+|TRANSFORMERS_\w+|TOKENIZERS_\w+|VLLM_\w+|RLBOOST_VLLM_PYTHON|RLBOOST_ENGINE"
 )
 
 _SECRETS = frozenset({"TOKEN", "KEY", "SECRET", "PASSWORD"})

@@ -55,7 +55,14 @@ _AZURE_EGRESS = EgressPrices(
         EgressOrigin(r"", 0.08, 0.08, 0.12),
     ),
     source="https://azure.microsoft.com/pricing/details/bandwidth/",
+    as_of="2026",
 )
+
+
+def _no_egress(source: str, as_of: str) -> EgressPrices:
+    """Return the prices of a cloud whose price list bills no traffic."""
+    return EgressPrices(source=source, as_of=as_of)
+
 
 PROVIDER = ProviderTraits(
     NAME,
@@ -63,9 +70,13 @@ PROVIDER = ProviderTraits(
         CloudTraits("azure", egress=_AZURE_EGRESS, metadata=AzureMetadata),
         CloudTraits("kubernetes", can_host_head=False),
         CloudTraits("k8s", can_host_head=False),
-        CloudTraits("lambda"),
-        CloudTraits("nebius"),
-        CloudTraits("runpod", can_host_head=False),
+        CloudTraits("lambda", egress=_no_egress("https://lambda.ai/instances", "2026-09-20")),
+        CloudTraits("nebius", egress=_no_egress("https://docs.nebius.com/compute/resources/pricing", "2026")),
+        CloudTraits(
+            "runpod",
+            can_host_head=False,
+            egress=_no_egress("https://docs.runpod.io/pods/pricing", "2026"),
+        ),
     ),
     min_billed_s=60,  # books that do not record it are of versions that billed every cloud so
 )

@@ -83,13 +83,15 @@
     const lost = status.preemptions ? status.preemptions.noticed + status.preemptions.silent + status.preemptions.reset : 0;
     const other = cost.counterfactual, saving = other.saving_fraction;
     const spent = status.started_at && status.at ? status.at - status.started_at : null;
-    const left = !data.has_ended && status.step > 1 && status.steps ? (spent / status.step) * (status.steps - status.step) : null;
+    const from = status.ancestors?.[0], own = status.step - (from ? Number(from.split("@")[1]) : 0);
+    const left = !data.has_ended && own > 1 && status.steps ? (spent / own) * (status.steps - status.step) : null;
     return html`<div class="tiles">
       <${Tile} name="Step" value=${`${status.step} / ${status.steps ?? "-"}`}
-        note=${`${duration(spent)}${left ? `, about ${duration(left)} left` : ""}; policy version ${status.policy_version ?? "-"}`} />
+        note=${`${duration(spent)}${left ? `, about ${duration(left)} left` : ""}; policy version ${status.policy_version ?? "-"}${from ? `; forked from ${status.ancestors.join(", from ")}` : ""}`} />
       <${Tile} name="Mean reward" value=${number(status.reward_mean)} note=${rewards.length ? `first step ${number(rewards[0])}` : ""} />
-      ${status.evaluation && html`<${Tile} name="Held-out reward" value=${number(status.evaluation.reward_mean)}
-        note=${`first ${number(status.evaluation.first_reward_mean)}, at step ${status.evaluation.step}`} />`}
+      ${(status.evaluations || []).map((each) => html`<${Tile} key=${each.name} name=${`Evaluation ${each.name}`} value=${number(each.values.reward_mean)}
+        note=${[`reward; first ${number(each.first.reward_mean)}; after ${each.updates} updates`, ...Object.keys(each.values)
+          .filter((name) => name.includes("_at_")).map((name) => `${name.replace("_at_", "@")} ${number(each.values[name])}`)].join(", ")} />`)}
       <${Tile} name="Throughput" value=${data.has_ended ? whole(mean(data.metrics.values.tokens_per_s)) : whole(status.tokens_per_s)}
         note=${data.has_ended ? "tokens/s trained, mean of the steps" : "tokens/s generated now"} />
       <${Tile} name="Spent" value=${usd(cost.total_usd)} note=${data.has_ended ? `on ${cost.machines.length} machines` : `${usd(cost.rate_usd_per_hour)} per hour now`} />
@@ -261,11 +263,47 @@
       ${!frozen && html`<${Logs} />`}<footer class="dim">RLBoost ${data.version}. Prices of local machines are illustrative.</footer></main>`;
   }
 
+  const LINES = ["--accent", "--spot", "--reserved", "--boot", "--warn", "--bad", "--text", "--dim"];
+  const AXES = { steps: "steps", tokens: "tokens", seconds: "seconds", usd: "dollars" };
+  function Comparison() {
+    const [chosen, setChosen] = useState(new URLSearchParams(location.search).getAll("run"));
+    const [{ names, found }, setData] = useState({ names: [], found: null }), [by, setBy] = useState("steps");
+    const query = String(new URLSearchParams(chosen.map((name) => ["run", name])));
+    useEffect(() => {
+      history.replaceState(null, "", `/compare?${query}`);
+      const read = () => fetch(`/compare/data?${query}`).then((answer) => answer.ok && answer.json()).then((data) => data && setData(data)).catch(() => {});
+      read();
+      const timer = setInterval(read, 5000);
+      return () => clearInterval(timer);
+    }, [query]);
+    const curve = (name, about) => {
+      const runs = found.runs.filter((run) => run.curves[name].some(isNumber));
+      if (!runs.length) return null;
+      const [x, ...values] = uPlot.join(runs.map((run) => [run.curves[by], run.curves[name]]));
+      const lines = runs.map((run, i) => ({ name: run.run, values: values[i], color: LINES[found.runs.indexOf(run) % LINES.length] }));
+      return html`<${Chart} key=${name + by + query} title=${name} about=${about} x=${x} lines=${lines} />`;
+    };
+    const cells = (p) => p ? [p.step, number(p.reward_mean), whole(p.tokens), duration(p.seconds), usd(p.usd)] : ["-", "-", "-", "-", "-"];
+    return html`<main><header><h1>Runs compared</h1><span class="grow"></span><a href="/">All runs</a><button type="button" onClick=${toggleTheme}>Light or dark</button></header>
+      <${Section} title="Runs"><div class="row">${names.map((name) => html`<label key=${name}><input type="checkbox" checked=${chosen.includes(name)}
+        onChange=${(e) => { const isChosen = e.target.checked; setChosen((former) => isChosen ? [...former, name] : former.filter((each) => each !== name)); }} /> ${name}</label>`)}</div>
+        ${!found && html`<p role="status">Choose two or more runs.</p>`}
+        ${found?.runs.filter((run) => run.ancestors.length).map((run) => html`<p key=${run.run} class="dim">${run.run} goes on from ${run.ancestors.join(", from ")}: tokens, time and dollars are its own.</p>`)}<//>
+      ${found && html`<${Section} title="Curves"><div class="row"><label>Over <select value=${by} onChange=${(e) => setBy(e.target.value)}>
+          ${Object.entries(AXES).map(([axis, words]) => html`<option key=${axis} value=${axis}>${words}</option>`)}</select></label></div>
+        <div class="charts">${curve("reward_mean", "Mean reward of a step.")}${curve("eval_reward_mean", "Mean reward on held-out prompts.")}</div><//>
+      <${Section} title="At the same point"><${Scroll} label="At the same point"><table><thead><tr>${["At the same", "Run", "Step", "Reward", "Tokens", "Time", "Spent"].map((each) => html`<th scope="col" key=${each}>${each}</th>`)}</tr></thead>
+        <tbody>${Object.entries(found.same).flatMap(([axis, point]) => Object.entries(point.runs).map(([run, at]) => html`<tr key=${axis + run}><td>${AXES[axis]}: ${number(point.at, 6)}</td><td>${run}</td>
+          ${cells(at).map((each, i) => html`<td key=${i}>${each}</td>`)}</tr>`))}</tbody></table><//><//>
+      <${Section} title="Changed fields of the job"><${Scroll} label="Changed fields"><table><thead><tr><th scope="col">Field</th>${found.runs.map((run) => html`<th scope="col" key=${run.run}>${run.run}</th>`)}</tr></thead>
+        <tbody>${Object.entries(found.changed).map(([field, values]) => html`<tr key=${field}><td>${field}</td>${found.runs.map((run) => html`<td key=${run.run}>${run.run in values ? JSON.stringify(values[run.run]) : "-"}</td>`)}</tr>`)}</tbody></table><//><//>`}</main>`;
+  }
+
   class Shell extends Component {
     componentDidCatch(error) { this.setState({ error }); }
     render() {
       const { error } = this.state;
-      return error ? html`<main><section role="alert" class="failed">The page cannot be drawn: ${String(error)}</section></main>` : html`<${Page} />`;
+      return error ? html`<main><section role="alert" class="failed">The page cannot be drawn: ${String(error)}</section></main>` : !frozen && location.pathname === "/compare" ? html`<${Comparison} />` : html`<${Page} />`;
     }
   }
   const root = document.getElementById("app");

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
+from importlib import import_module
 from typing import Protocol
 
 import msgspec
@@ -281,12 +283,15 @@ class EngineHost:
         if self._sleep_wanted:
             await self._go_to_sleep(engine)
             return
+        wanted = self._wanted
+        if wanted is None or not self._needs_proof:
+            return
+        if self._is_asleep and not await self._wake(engine, wanted):  # while the version is fetched
+            return
         pulled = self._pulled
-        if pulled is None or pulled.version != self._wanted or not self._needs_proof:
+        if pulled is None or pulled.version != self._wanted or self._sleep_wanted:
             return
         self._served = None
-        if self._is_asleep and not await self._wake(engine, pulled.version):
-            return
         began = self._clock.now()
         problem, times = await _apply(engine, pulled)
         if self._wanted != pulled.version or self._sleep_wanted or self._engine is not engine:
@@ -429,8 +434,17 @@ async def _apply(engine: Engine, pulled: PullReport) -> tuple[str | None, LoadTi
     return probe_matches(manifest, token_ids, logprobs), times
 
 
+ENGINE = "RLBOOST_ENGINE"
+"""Environment variable: MODULE:CLASS of an `Engine` that takes the place of the job's, for load tests."""
+
+
 def make_engine(spec: EngineSpec) -> Engine:
-    """Return an engine of `spec.kind`, not started. Raises `ConfigError` for an unknown kind."""
+    """Return an engine of `spec.kind`, or that of `ENGINE`, not started. Raises `ConfigError` for an unknown
+    kind."""
+    if other := os.environ.get(ENGINE):
+        module, _, name = other.partition(":")
+        stand_in: Engine = getattr(import_module(module), name)(spec)
+        return stand_in
     match spec.kind:
         case "transformers":
             from rlboost_runtime.engines.transformers.engine import TransformersEngine

@@ -324,6 +324,16 @@ class StepLedger(LedgerFile):
                 (step, to_ns(started_at), to_ns(ended_at), tokens, reward_mean, json.dumps(dict(metrics))),
             )
 
+    def add_metrics(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Add to the metrics of a trained step, or replace them; return False if that changes nothing."""
+        known = next((record.metrics for record in self.steps() if record.step == step), None)
+        if known is None or known.items() >= metrics.items():
+            return False
+        with self._transaction() as db:
+            merged = json.dumps(known | dict(metrics))
+            db.execute("UPDATE steps SET metrics = ? WHERE step = ?", (merged, step))
+        return True
+
     def steps(self) -> list[StepRecord]:
         """Return the trained steps in order."""
         rows = self._rows(

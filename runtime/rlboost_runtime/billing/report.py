@@ -31,7 +31,7 @@ from rlboost_runtime.billing.ledger import Ledger
 from rlboost_runtime.billing.ledger_file import StepRecord
 from rlboost_runtime.billing.planned import PlanComparison, PlanDifference, PlannedParts
 from rlboost_runtime.job import Budget
-from rlboost_runtime.money import MICRO_USD_PER_USD, format_usd, parse_usd
+from rlboost_runtime.money import MICRO_USD_PER_USD, format_usd, money_places, parse_usd
 from rlboost_runtime.protocol.reward_failures import count_failures
 
 _POOLS = ("reserved", "spot")
@@ -126,6 +126,7 @@ def cost_report(ledger: Ledger, now_wall: float, run: str, budget: Budget | None
     steps = ledger.steps()
     total, rate = spending.total_micro_usd(now_wall), spending.rate_micro_usd_per_hour()
     before, spent = _spent_per_step(spending, steps)
+    pauses_ns = spending.pauses_ns()
     tokens = sum(step.tokens for step in steps)
     rewards = count_failures(step.metrics for step in steps)
     return CostReport(
@@ -141,7 +142,7 @@ def cost_report(ledger: Ledger, now_wall: float, run: str, budget: Budget | None
         tokens_trained=tokens,
         usd_per_million_tokens=_usd_per_million(total, tokens),
         counterfactual=counterfactual(bills, steps, spent),
-        steps=[_step(s, usd, spending.pauses_ns()) for s, usd in zip(steps, spent, strict=True)],
+        steps=[_step(s, usd, pauses_ns) for s, usd in zip(steps, spent, strict=True)],
         outside_steps_usd=OutsideSteps(_usd(before), _usd(total - before - sum(spent))),
         machines=[_machine(b, p) for b, p in zip(bills, parts, strict=True)],
         price_sources=sorted({b.price_source for b in bills}),
@@ -241,20 +242,19 @@ def counterfactual(
     if reason is not None:
         return Counterfactual(basis=f"not known: {reason}")
     rate = measured.reserved_tokens / measured.reserved_rollout_s
-    rollout_s = measured.tokens / rate
+    rollout_s, billed = measured.tokens / rate, measured.spent_micro_usd
     return on_demand_only(
         tokens=measured.tokens,
         seconds=rollout_s + measured.train_busy_s + measured.between_s,
         reserved_micro_usd_per_hour=price,
-        spent_micro_usd=measured.spent_micro_usd,
+        spent_micro_usd=billed,
         basis=(
-            f"computed, not run: the {measured.tokens:,} tokens trained in the {measured.num_steps} measured"
-            f" steps at the {rate:,.0f} tokens/s that the reserved machine generated alone in its seeding"
-            f" windows ({rollout_s:,.1f} s), then the {measured.train_busy_s:,.1f} s of training and the"
-            f" {measured.between_s:,.1f} s between steps as measured, one after the other, at its"
-            f" {format_usd(price, 2)} per hour; compared with the"
-            f" {format_usd(measured.spent_micro_usd, 4)} spent on the same steps. Seeding windows see full"
-            " batches and no slow tail, which favours the on-demand figure"
+            f"computed, not run: for the {measured.tokens:,} tokens of {measured.num_steps} measured steps"
+            f" the reserved machine alone would need {rollout_s:,.1f} s of rollout (at {rate:,.0f} tokens/s,"
+            f" as in its seeding windows), {measured.train_busy_s:,.1f} s of training and"
+            f" {measured.between_s:,.1f} s between steps, at {format_usd(price, 2)} per hour; compared with"
+            f" the {format_usd(billed, money_places(_usd(billed)))} spent on these steps."
+            " Seeding windows have full batches and no slow tail, which favours the on-demand figure"
         ),
     )
 

@@ -132,9 +132,7 @@ def _audit_step(
     header = msgspec.msgpack.decode(opening[1:], type=StepHeader)
     opened = OpenStep(header.request, header.first_response)
     store = TokenStore()
-    store.open_step(
-        step, opened.all_responses(), header.request.max_response_tokens, header.request.stop_token_ids
-    )
+    store.open_step(step, opened.all_responses(), opened.limits(), header.request.stop_token_ids)
     for record in records:
         if record.startswith(FORGOTTEN):
             for response in msgspec.msgpack.decode(record[1:], type=list[int]):
@@ -159,7 +157,7 @@ def _audit_step(
         for first in header.carried_from:
             found.carried_to[first + response - header.first_response] = response
         result.tokens[response] = store.token_ids(response)
-        result.prompts[response] = opened.prompt_of(response)
+        result.prompts[response] = opened.prompt_of(response).token_ids
         result.instances[response] = [segment.instance for segment in segments]
     return result
 

@@ -60,6 +60,7 @@ from rlboost_runtime.errors import NotFound, RLBoostError, RuntimeFault
 from rlboost_runtime.job import Job, LocalOffer
 from rlboost_runtime.logs import event as log_event
 from rlboost_runtime.money import parse_usd
+from rlboost_runtime.run.checkpoints import ancestors_of
 from rlboost_runtime.run.credentials import Revocations
 from rlboost_runtime.run.folder import RunFolder, give_up_reserve, read_json, write_json
 from rlboost_runtime.run.security import read_token
@@ -134,8 +135,8 @@ class Coordinator:
         self._ledger = Ledger(run.ledger)
         self._config = core_config(job)
         self._changed = asyncio.Event()
-        core, totals, _ = recovered = recover(run.events)
-        timing = Timing(lease_s=self._config.lease_s)
+        core, totals, *_ = recovered = recover(run.events, run.snapshot)
+        timing = Timing.of(self._config)
         weights = WeightTracker(self._ledger.zone_of, self._bill_egress)
         stats = InstanceStats(weights, timing.flush_s)
         boot_times = BootTimes(lambda: core.machines)
@@ -180,8 +181,9 @@ class Coordinator:
         )
         self.fleet = self._fleet.carry_out
         self._sources = StatusSources(
-            job, run.name, clock.wall(), self._driver, self._agents, self._trainer, self._ledger
-        )
+            job, run.name, clock.wall(), self._driver, self._agents, self._trainer, self._ledger,
+            tuple(ancestors_of(run)),
+        )  # fmt: skip
         head = own_head_machine(run)
         self._stay_micro_usd = 0 if head is None else stay_micro_usd(head)
         self._ending: RunEnd | None = None
@@ -460,7 +462,8 @@ class Coordinator:
 
     def _is_live(self, machine: str) -> bool:
         """Return True for a machine whose credential is good: one of this run's, not ended, never revoked."""
-        return self._agents.is_live(machine) and machine not in self._ended() | self._known_revoked
+        is_revoked = machine in self._known_revoked or machine in self._ended()
+        return self._agents.is_live(machine) and not is_revoked
 
     def _ended(self) -> set[str]:
         """Return the machines that we have asked to end, or that are gone, as far as the core remembers."""

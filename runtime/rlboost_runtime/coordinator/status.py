@@ -78,10 +78,17 @@ class StatusSources:
     agents: AgentLinks
     trainer: TrainerLink
     ledger: Ledger
+    ancestors: tuple[str, ...] = ()
+    """Of a fork: see `Status.ancestors`."""
     on_demand: OnDemand = field(default_factory=OnDemand)
     tokens_per_s: float = 0.0
     loop_lag_p99_ms: float = 0.0
     ended: str | None = None
+
+    @property
+    def steps_before(self) -> int:
+        """Steps that a fork has from its ancestors."""
+        return int(self.ancestors[0].rpartition("@")[2]) if self.ancestors else 0
 
 
 def build_status(sources: StatusSources, now_wall: float) -> dict[str, Any]:
@@ -96,7 +103,8 @@ def build_status(sources: StatusSources, now_wall: float) -> dict[str, Any]:
         state=sources.ended or _state_name(sources),
         phase=_phase(sources, preparing),
         preparing=preparing,
-        step=num_steps,
+        ancestors=list(sources.ancestors),
+        step=num_steps + sources.steps_before,
         steps=sources.job.algorithm.steps,
         step_responses=None if step is None else StepProgress(step.num_finished, len(step.responses)),
         policy_version=core.newest_version,
@@ -129,7 +137,7 @@ def build_status(sources: StatusSources, now_wall: float) -> dict[str, Any]:
         at=now_wall,
         trainer=TrainerStatus(sources.trainer.connected),
         warnings=sources.trainer.health.active,
-        evaluation=sources.trainer.health.evaluation,
+        evaluations=list(sources.trainer.health.evaluations.values()),
         events=[RecentEvent(e.at, e.kind, e.text) for e in ledger.events(LAST_EVENTS)],
         replay=ReplayDigest(totals.num_events, totals.num_commands, totals.commands_digest),
         journal_problem=state.journal_problem,
@@ -267,21 +275,24 @@ def _has_joined(sources: StatusSources, machine: str) -> bool:
     return known is not None and known.has_joined
 
 
-def shown_state(state: str, lease: LeaseState) -> str:
-    """Return an instance's state for people: an engine sleeps because the trainer has its GPU."""
+def shown_state(state: str, lease: LeaseState, newest_version: int | None) -> str:
+    """Return an instance's state for people: an engine sleeps because the trainer has its GPU, and waits
+    while there is no version to load."""
+    if newest_version is None and state == InstanceState.LOADING:
+        return "waiting"
     trains = lease in (LeaseState.TRAINER, LeaseState.RECALLING)
     return "training" if trains and state == InstanceState.ASLEEP else str(state)
 
 
 def _instances(sources: StatusSources) -> list[InstanceRow]:
-    now = sources.state.now()
+    core, now = sources.state.core, sources.state.now()
     rows = []
-    for name, instance in sorted(sources.state.core.instances.items()):
+    for name, instance in sorted(core.instances.items()):
         row = InstanceRow(
             id=name,
             machine=instance.machine,
             pool=str(Pool(instance.pool)),
-            state=shown_state(instance.shown_state, sources.state.core.lease),
+            state=shown_state(instance.shown_state, core.lease, core.newest_version),
             policy_version=instance.version,
             in_flight=instance.num_assigned,
             uptime_s=round(now - instance.joined_at, 1),

@@ -84,7 +84,7 @@ def _engine(job: Job, pool: str) -> EngineSettings:
     return EngineSettings(
         kind=job.rollout.engine,
         sampling=Sampling(temperature=algorithm.temperature, top_p=algorithm.top_p),
-        max_context_tokens=algorithm.max_prompt_tokens + algorithm.max_response_tokens,
+        max_context_tokens=job.max_context_tokens,
         max_running=None if options.max_running == "auto" else options.max_running,
         dtype=options.dtype,
         seed=algorithm.seed,
@@ -92,7 +92,6 @@ def _engine(job: Job, pool: str) -> EngineSettings:
         tokens_per_s_per_response=options.tokens_per_s_per_response,
         count_tokens=job.evidence.count_tokens,
         tensor_parallel=job.rollout.tensor_parallel,
-        samples_per_request=job.endpoint is not None,
         promised_gpus=_promised_gpus(job, pool),
         vllm=VllmOptions(
             python=options.python,

@@ -148,7 +148,7 @@ def _extras_of(job: Job) -> Iterator[str]:
         yield "track"
 
 
-PACKAGES = ("rlboost_cli", "rlboost_providers", "rlboost_runtime", "rlboost_templates")
+PACKAGES = ("rlboost", "rlboost_cli", "rlboost_providers", "rlboost_runtime", "rlboost_templates")
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest time that a zip file can hold
 _LEFT_OUT = ("__pycache__",)
 

@@ -79,8 +79,6 @@ class EngineSettings(msgspec.Struct, frozen=True, omit_defaults=True):
     """Diagnostics: let the engine child keep a side file of every token that it generated."""
     tensor_parallel: int = 1
     """GPUs of each engine; the machine's first engine has the first of them."""
-    samples_per_request: bool = False
-    """Requests bring a temperature and a top-p of their own, beside those that have the ones above."""
     promised_gpus: int = 0
     """GPUs that each engine must see, as they were paid for; 0: it may run on CPUs."""
     vllm: VllmOptions = DEFAULT_VLLM_OPTIONS
@@ -133,7 +131,15 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     priority: int = 0
     """Smaller goes first, and is the last to lose its cache when that is full; engines may ignore it."""
     sampling: Sampling | None = None
-    """How to sample this one, its stop tokens being all that end it; None: as the settings say."""
+    """How to sample it; None: as the engine samples."""
+
+    def sampled(self, by_engine: Sampling) -> Sampling:
+        """Return how to sample it, with the engine's stop tokens unless it ignores them."""
+        if self.sampling is None:
+            return by_engine
+        if self.sampling.ignore_eos:
+            return self.sampling
+        return msgspec.structs.replace(self.sampling, stop_token_ids=by_engine.stop_token_ids)
 
 
 class RequestEnded(msgspec.Struct, frozen=True, array_like=True):

@@ -200,7 +200,7 @@ class EmulatedEngine:
         running.num_new += 1
         self._generated += 1
         output.add(request_id, [token], [logprob])
-        if token in (running.request.sampling or self._spec.sampling).stop_token_ids:
+        if token in running.request.sampled(self._spec.sampling).stop_token_ids:
             output.end(request_id, "stop")
         elif running.num_new >= running.request.max_new_tokens:
             output.end(request_id, "length")

@@ -172,7 +172,7 @@ def fit_plan(job: Job, shape: TransformerShape, gpu_has: int | None = None) -> F
     element = CAST if job.rollout.engine_args.dtype == "bfloat16" else WEIGHT
     version = shape.parameters * element
     checkpoint = WEIGHT * setup.all_parameters + MOMENTS * setup.trained
-    context = element * shape.kv_elements_per_token * _largest_pass(job, 0)
+    context = element * shape.kv_elements_per_token * job.max_context_tokens
     return FitPlan(
         setup,
         (job.trainer.accelerators or "").partition(":")[0] or ("" if has is None else "GPU"),
@@ -237,7 +237,21 @@ def misfits(job: Job, shape: TransformerShape, gpu_has: int | None = None) -> li
                 f" {_disk_gb(plan)} or auto",
             )
         )
-    return [*found, *_engine_misfits(job, shape)]
+    return [*found, *_engine_misfits(job, shape), *_too_long(job, shape)]
+
+
+def _too_long(job: Job, shape: TransformerShape) -> list[FieldProblem]:
+    prompt, response = job.algorithm.max_prompt_tokens, job.algorithm.max_response_tokens
+    if shape.positions is None or prompt + response <= shape.positions:
+        return []
+    return [
+        (
+            ("algorithm", "max_response_tokens"),
+            f"found {response:,}, but the model's context is {shape.positions:,} tokens"
+            f" (max_position_embeddings in its config.json), and prompts take up to {prompt:,};"
+            f" write at most {max(shape.positions - prompt, 0):,}, or lower max_prompt_tokens",
+        )
+    ]
 
 
 def _largest_pass(job: Job, micro_batch_tokens: int) -> int:
@@ -350,7 +364,7 @@ def _disk_bytes(job: Job, shape: TransformerShape, version: int, checkpoint: int
 
 def _disk_range(trainer: Trainer) -> tuple[float, float]:
     """Return least and most bytes per second of a bought head's disk, which are the same if it is written."""
-    sold = cloud_traits(trainer.infra.partition("/")[0]).disk_throughput
+    sold = cloud_traits(trainer.cloud).disk_throughput
     if not trainer.is_bought or trainer.via != "direct" or sold is None:
         return 0.0, math.inf
     if trainer.disk_mib_per_s != "auto":
@@ -370,7 +384,7 @@ def _engine_misfits(job: Job, shape: TransformerShape) -> Iterator[FieldProblem]
     parallel, options = job.rollout.tensor_parallel, job.rollout.engine_args
     element = CAST if options.dtype == "bfloat16" else WEIGHT
     weights = shape.parameters * (1 if options.fp8 else element)
-    cache = element * shape.kv_elements_per_token * _largest_pass(job, 0)
+    cache = element * shape.kv_elements_per_token * job.max_context_tokens
     needs = (weights + cache) // parallel
     for path, accelerators in _engine_places(job):
         has = memory_bytes(accelerators)
@@ -380,7 +394,7 @@ def _engine_misfits(job: Job, shape: TransformerShape) -> Iterator[FieldProblem]
                 path,
                 (
                     f"an engine on {parallel} of {accelerators} needs {needs / GB:.1f} GB per GPU for weights"
-                    f" and a response of {_largest_pass(job, 0):,} tokens, and may use {share / GB:.1f} GB;"
+                    f" and a response of {job.max_context_tokens:,} tokens, and may use {share / GB:.1f} GB;"
                     " raise rollout.tensor_parallel, or take larger GPUs"
                 ),
             )

@@ -39,6 +39,8 @@ class TransformerShape:
     active_experts: int = 1
     """Experts that compute a token."""
     has_qk_norm: bool = True
+    positions: int | None = None
+    """Longest context that its configuration allows, in tokens; None: not known."""
 
     @property
     def queries(self) -> int:
@@ -106,7 +108,16 @@ def shape_of_config(config: Mapping[str, Any]) -> TransformerShape:
         experts=experts,
         active_experts=int(config.get("num_experts_per_tok") or 1) if experts else 1,
         has_qk_norm=str(config.get("model_type", "")).startswith(_WITH_QK_NORM),
+        positions=_positions(config),
     )
+
+
+def _positions(config: Mapping[str, Any]) -> int | None:
+    """Return the longest context, with what scaled rotary embeddings (YaRN and others) add to it."""
+    longest = int(config.get("max_position_embeddings") or 0)
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    original = float(scaling.get("original_max_position_embeddings") or longest)
+    return max(longest, int(original * float(scaling.get("factor") or 1))) or None
 
 
 def _qwen3(*numbers: int, tied: bool = False, experts: int = 0, active: int = 1) -> TransformerShape:
@@ -156,7 +167,7 @@ def find_shape(model: str | TinyModel, base: Path = Path()) -> TransformerShape 
         kv_heads = heads // 2 if heads % 2 == 0 else heads
         return TransformerShape(hidden, 2 * hidden, model.num_layers, heads, kv_heads, 32, 258, tied=True)
     folder = base / os.path.expanduser(model)
-    file = folder / "config.json" if folder.is_dir() else _cached_config(model)
+    file = folder / "config.json" if folder.is_dir() else cached_config(model)
     if file is None:
         return KNOWN_MODELS.get(model.removesuffix("-Base").removesuffix("-Instruct"))
     try:
@@ -169,7 +180,7 @@ def find_shape(model: str | TinyModel, base: Path = Path()) -> TransformerShape 
         ) from exc
 
 
-def _cached_config(model: str) -> Path | None:
+def cached_config(model: str) -> Path | None:
     """Return the config.json of a hub's model in the cache of `huggingface_hub`, which is not imported."""
     home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
     cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")

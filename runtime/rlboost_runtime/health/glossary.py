@@ -5,8 +5,9 @@ docs/metrics.md is written from this table. A test compares it with what the tra
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Literal
 
@@ -33,6 +34,7 @@ class Metric:
 
 _REWARD, _LENGTH, _GROUPS = "Reward", "Length and ending", "Groups"
 _UPDATE, _MISMATCH, _TIME, _STEP = "Update", "Engine and trainer", "Time", "Step"
+_EVALUATION = "Evaluation"
 
 _TABLE: tuple[Metric, ...] = (
     Metric("step", _STEP, "count", "Step; from 0 in the file, from 1 in every command."),
@@ -57,11 +59,8 @@ _TABLE: tuple[Metric, ...] = (
            "clearly above 0", "It is what advantages are made of; at 0 nothing is learnt."),
     Metric("group_reward_min", _REWARD, "", "Mean reward of the worst group.", better="high"),
     Metric("group_reward_max", _REWARD, "", "Mean reward of the best group.", better="high"),
-    Metric("eval_reward_mean", _REWARD, "", "Mean reward on held-out prompts, in evaluated steps only.",
-           "rising with reward_mean", "Falls while reward_mean rises: the policy overfits its prompts.",
-           "high"),
-    Metric("eval_reward_best", _REWARD, "", "Best response per held-out prompt, averaged.",
-           "at or above eval_reward_mean", better="high"),
+    Metric("reward_NAME_mean", _REWARD, "", "Mean of one of several named rewards, without its weight.",
+           "rising, unless another one is bought with it", better="high"),
     Metric("responses_scored", _REWARD, "count", "Responses that got a reward.",
            "prompts x group_size"),
     *(
@@ -69,6 +68,20 @@ _TABLE: tuple[Metric, ...] = (
                "0", "See `rlboost logs RUN reward`; correct the reward function.", "low")
         for kind in RewardFailure
     ),
+    Metric("eval_updates", _EVALUATION, "count", "Updates in the weights that were evaluated."),
+    Metric("eval_reward_mean", _EVALUATION, "", "Mean reward on prompts that are never trained on.",
+           "rising with reward_mean", "Falls while reward_mean rises: the policy overfits its prompts.",
+           "high"),
+    Metric("eval_reward_best", _EVALUATION, "", "Best response per prompt, averaged.",
+           "at or above eval_reward_mean", better="high"),
+    Metric("eval_avg_at_K", _EVALUATION, "share", "Correct ones among the K responses per prompt (avg@K).",
+           "rising with reward_mean", better="high"),
+    Metric("eval_pass_at_K", _EVALUATION, "share",
+           "Chance that at least one of K responses to a prompt is correct (pass@K, unbiased).",
+           "at or above eval_avg_at_K", "Falls while avg@K rises: the policy loses variety.", "high"),
+    Metric("eval_length_mean", _EVALUATION, "tokens", "Mean length of a response."),
+    Metric("eval_truncated_share", _EVALUATION, "share", "Responses cut at the evaluation's max_tokens.",
+           "below 0.1", "Raise max_tokens of the evaluation.", "low"),
     Metric("zero_variance_share", _GROUPS, "share", "Groups whose rewards are all equal.", "below 0.5",
            "Choose prompts of medium difficulty, raise group_size, or replace such groups.", "low"),
     Metric("groups_trained", _GROUPS, "count", "Groups that were trained on.", "prompts_per_step"),
@@ -156,9 +169,36 @@ IMPORTANT = (
 """Shown where no name is given."""
 
 
+_EVALUATED = re.compile(
+    r"eval_(?:(.+)_)?(reward_mean|reward_best|(?:avg|pass)_at_\d+|length_mean|truncated_share)"
+)
+
+
+_NAMED_REWARD = re.compile(r"reward_.+_mean")
+
+
+def evaluation_metric(name: str) -> tuple[str, str] | None:
+    """Return evaluation ("" for one without a name) and metric of `eval_NAME_METRIC`; None for others."""
+    found = _EVALUATED.fullmatch(name)
+    return None if found is None else (found[1] or "", found[2])
+
+
 def described(name: str) -> Metric:
     """Return the entry of a metric; one without meaning for a metric of somebody's own trainer."""
+    if (parts := evaluation_metric(name)) is not None:
+        general = "eval_" + re.sub(r"\d+$", "K", parts[1])
+        return replace(GLOSSARY[general], name=name)
+    if name not in GLOSSARY and _NAMED_REWARD.fullmatch(name):
+        return replace(GLOSSARY["reward_NAME_mean"], name=name)
     return GLOSSARY.get(name) or Metric(name, "", "", "A metric of this run's own trainer.")
+
+
+def is_important(name: str) -> bool:
+    """Return True for a metric that is shown where no name is given."""
+    metric = (evaluation_metric(name) or ("", ""))[1]
+    if name not in GLOSSARY and _NAMED_REWARD.fullmatch(name):
+        return True
+    return name in IMPORTANT or metric == "reward_mean" or metric.startswith(("avg_at_", "pass_at_"))
 
 
 def similar(name: str, known: Iterable[str]) -> list[str]:

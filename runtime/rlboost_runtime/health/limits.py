@@ -79,7 +79,7 @@ FLEET_RECOVERED_S = 60.0
 
 SAVING = 0.0
 """Saving over machines on demand alone, as a fraction of their cost. Below 0, spot costs more."""
-SAVING_ENDS = 0.05
+SAVING_ENDS = 0.02
 SAVING_FROM_STEP = 10
 """Trained steps before the comparison is judged: until then, boots and start-up dominate the bill."""
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from rlboost_runtime.health import limits
+from rlboost_runtime.health.glossary import evaluation_metric
 from rlboost_runtime.health.rules import FLEET, SAVING, STORM, STUCK, Kind, Row, Rule, finite, step_rules
 from rlboost_runtime.protocol.status import EvaluationStatus, HealthWarning
 
@@ -78,25 +79,20 @@ class HealthMonitor:
         self._last_progress: tuple[int, int] | None = None
         self._progress_at = 0.0
         self._longest_step_s = 0.0
-        self.evaluation: EvaluationStatus | None = None
-        """The newest evaluation; None before the first."""
+        self.evaluations: dict[str, EvaluationStatus] = {}
+        """The newest results of each evaluation, by its name."""
         for step, row in before:
             self.trained(step, row)
 
     @property
     def active(self) -> list[HealthWarning]:
         """Warnings in force."""
-        held = [
-            *(rule.active for rule in (*self._rules, self._saving)),
-            self._fleet,
-            self._storm,
-            self._stuck,
-        ]
+        held = [*(rule.active for rule in (*self._rules, self._saving)), *self._of_fleet]
         return [warning for warning in held if warning is not None]
 
     def trained(self, step: int, row: Row) -> list[HealthChange]:
         """Take in the metrics of a step, counted from 0; return what began or ended."""
-        self._evaluated(step + 1, row)
+        self.evaluated(step + 1, row)
         self._longest_step_s = max(self._longest_step_s, finite(row, "step_s") or 0.0)
         changes = []
         for rule in self._rules:
@@ -111,22 +107,28 @@ class HealthMonitor:
         was = self._saving.active
         if self._is_new_saving(facts) and self._saving.take(facts.steps, facts.saving_fraction or 0.0):
             changes.append(_change(was, self._saving.active))
-        held = (self._fleet, self._storm, self._stuck)
+        held = self._of_fleet
         self._fleet = self._fleet_now(facts)
         self._storm = self._storm_now(facts)
         self._stuck = self._stuck_now(facts)
-        now = (self._fleet, self._storm, self._stuck)
-        changes += [
-            _change(was, is_) for was, is_ in zip(held, now, strict=True) if (was is None) != (is_ is None)
-        ]
-        return changes
+        pairs = zip(held, self._of_fleet, strict=True)
+        return changes + [_change(was, now) for was, now in pairs if (was is None) != (now is None)]
 
-    def _evaluated(self, step: int, row: Row) -> None:
-        mean = finite(row, "eval_reward_mean")
-        if mean is not None:
-            first = mean if self.evaluation is None else self.evaluation.first_reward_mean
-            best = finite(row, "eval_reward_best")
-            self.evaluation = EvaluationStatus(step, mean, best, first)
+    @property
+    def _of_fleet(self) -> tuple[HealthWarning | None, ...]:
+        return self._fleet, self._storm, self._stuck
+
+    def evaluated(self, step: int, row: Row) -> None:
+        """Take in the evaluations among the metrics of a step, counted from 1."""
+        found: dict[str, dict[str, float]] = {}
+        for key in row:
+            parts, value = evaluation_metric(key), finite(row, key)
+            if parts is not None and value is not None:
+                found.setdefault(parts[0], {})[parts[1]] = value
+        updates = int(finite(row, "eval_updates") or 0)
+        for name, values in found.items():
+            first = self.evaluations[name].first if name in self.evaluations else values
+            self.evaluations[name] = EvaluationStatus(name, step, updates, values, first)
 
     def _is_new_saving(self, facts: FleetFacts) -> bool:
         """Return True once per trained step whose comparison counts."""

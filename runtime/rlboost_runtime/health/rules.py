@@ -252,7 +252,7 @@ IDLE_RESERVED = Kind(
 )  # fmt: skip
 SAVING = Kind(
     "spot_does_not_pay", limits.SAVING, limits.SAVING_ENDS,
-    "Spot does not pay: saving {value:.0%} since step {since} (limit {limit:.0%}).",
+    "Spot does not pay: saving {value:z.1%} since step {since} (limit {limit:.0%}).",
     "Boots, preemptions or egress cost more than the lower price saves.",
     "See waste by cause in `rlboost cost`; try another region or GPU (`rlboost prices`), or no spot.",
     "saving over on-demand", is_low_bad=True,

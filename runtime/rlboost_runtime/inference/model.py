@@ -43,7 +43,7 @@ class EndpointModel:
                 "temperature",
             )
         wanted = own.temperature if temperature is None else temperature
-        return Sampling(wanted, own.top_p if top_p is None else top_p, stops)
+        return Sampling(wanted, own.top_p if top_p is None else top_p, stops, ignore_eos=True)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a text."""

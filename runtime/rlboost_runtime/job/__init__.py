@@ -18,9 +18,19 @@ from rlboost_runtime.job.data import (
     data_files,
     data_sources,
 )
+from rlboost_runtime.job.evaluation import Evaluation, HeldOut, sources_of
 from rlboost_runtime.job.rollout import CloudOffer, LocalOffer, Market, Rollout, Spot, SshOffer, num_devices
 from rlboost_runtime.job.run import Budget, Endpoint, Job, Wandb
-from rlboost_runtime.job.task import BUILT_IN_REWARDS, HttpReward, TinyModel, Warmup
+from rlboost_runtime.job.task import (
+    BUILT_IN_REWARDS,
+    HttpReward,
+    RewardSetting,
+    RewardSource,
+    TinyModel,
+    Warmup,
+    reward_files,
+    reward_parts,
+)
 from rlboost_runtime.job.trainer import BOUGHT_MACHINE, After, Trainer
 
 __all__ = [
@@ -34,6 +44,8 @@ __all__ = [
     "CloudOffer",
     "Endpoint",
     "EntropyBonus",
+    "Evaluation",
+    "HeldOut",
     "HttpReward",
     "Job",
     "Kl",
@@ -45,6 +57,8 @@ __all__ = [
     "PromptDataset",
     "PromptFile",
     "ReasoningGym",
+    "RewardSetting",
+    "RewardSource",
     "Rollout",
     "Spot",
     "SshOffer",
@@ -55,4 +69,7 @@ __all__ = [
     "data_files",
     "data_sources",
     "num_devices",
+    "reward_files",
+    "reward_parts",
+    "sources_of",
 ]

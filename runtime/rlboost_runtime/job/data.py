@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from rlboost_runtime.job.base import Model, Seed
-from rlboost_runtime.job.task import HttpReward
+from rlboost_runtime.job.task import RewardSetting
 
 CHAT_TEMPLATES = ("auto", "tokenizer", "none")
 """What `chat_template` may say beside the name of a file."""
@@ -28,7 +28,7 @@ class PromptSettings(Model):
     weight: float | None = Field(default=None, gt=0)
     """In a list of sources: share of the prompts relative to the others' weights; null: the number of its
     prompts."""
-    reward: str | HttpReward | None = None
+    reward: RewardSetting | None = None
     """What scores these prompts, in the form of the job's `reward`; null: that one."""
     shuffle: bool = True
     """Visit the prompts in another random order each epoch; false: always in their own order."""
@@ -58,7 +58,7 @@ class RowSettings(PromptSettings):
     where that is such a list."""
     final_assistant: Literal["refuse", "drop", "continue"] = "refuse"
     """Messages that end with the assistant's: refuse: an error; drop: it is the answer, and left out;
-    continue: the model goes on writing it."""
+    continue: the model continues it."""
     columns: list[str] = Field(default=[])
     """Fields that are kept of each row for the reward function, beside prompt and answer; []: all."""
 
@@ -81,7 +81,7 @@ class PromptDataset(RowSettings):
     split: str = "train"
     """Split, also a part of one: train[:90%]."""
     revision: str | None = None
-    """Hub: commit, tag or branch. Only a commit gives a resumed run the same rows for certain; null: the
+    """Hub: commit, tag or branch. Only a commit gives a resumed run certainly the same rows; null: the
     newest."""
 
     @property

@@ -22,7 +22,7 @@ class WebhookTarget(Model):
     """URL that gets {"text": ...} by POST, as Slack and Mattermost take it. It is a secret as a rule: write
     ${SLACK_URL}, and SLACK_URL in `secrets`."""
     on: list[NotifyKind] = Field(default=list(NOTIFY_KINDS), min_length=1)
-    """What is told: done, failed, budget (50, 80 and 100 % of budget.max_usd), preemption_storm, stuck, and
+    """What to report: done, failed, budget (50, 80 and 100 % of budget.max_usd), preemption_storm, stuck, and
     health for every other warning."""
 
 
@@ -33,7 +33,7 @@ class CommandTarget(Model):
     """Program and arguments, started on the head in the folder of the run's `files`, without a shell. The
     text is on its standard input, and in RLBOOST_NOTIFY_TEXT; the kind in RLBOOST_NOTIFY_KIND."""
     on: list[NotifyKind] = Field(default=list(NOTIFY_KINDS), min_length=1)
-    """What is told: done, failed, budget (50, 80 and 100 % of budget.max_usd), preemption_storm, stuck, and
+    """What to report: done, failed, budget (50, 80 and 100 % of budget.max_usd), preemption_storm, stuck, and
     health for every other warning."""
 
 

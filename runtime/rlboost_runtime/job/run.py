@@ -8,10 +8,11 @@ from pydantic import Field, model_validator
 
 from rlboost_runtime.job.algorithm import Algorithm
 from rlboost_runtime.job.base import MAX_USD, Model
-from rlboost_runtime.job.data import PromptData, ReasoningGym
+from rlboost_runtime.job.data import PromptData, ReasoningGym, data_sources
+from rlboost_runtime.job.evaluation import Evaluation, HeldOut
 from rlboost_runtime.job.notify import NotifyTarget, variables_of
 from rlboost_runtime.job.rollout import Rollout
-from rlboost_runtime.job.task import HttpReward, TinyModel
+from rlboost_runtime.job.task import RewardSetting, TinyModel, reward_parts
 from rlboost_runtime.job.trainer import After, Trainer
 
 _BUCKET = r"^((s3|gs|az)://[a-z0-9]([a-z0-9._-]{{0,220}}[a-z0-9])?(/.*)?{})$"
@@ -47,15 +48,6 @@ class Budget(Model):
     """No machine is launched that would raise the hourly rate above this; null: no limit."""
 
 
-class Evaluation(Model):
-    """Held-out prompts, rolled out beside a step's own and never trained on."""
-
-    every_steps: int = Field(default=10, ge=1)
-    """Steps between evaluations; the first and the last step are always evaluated."""
-    prompts: int = Field(default=32, ge=1)
-    """Prompts held out: the last usable ones of the data set. Each is answered group_size times."""
-
-
 class Wandb(Model):
     """Curves at Weights & Biases."""
 
@@ -73,7 +65,7 @@ class Tracking(Model):
     tensorboard: bool = False
     """Event files in the run's folder, under tensorboard/."""
     wandb: Wandb | None = None
-    """Weights & Biases; null: off."""
+    """Weights & Biases, which `pip install 'rlboost[track]'` brings; null: off."""
 
 
 class Evidence(Model):
@@ -108,9 +100,10 @@ class Job(Model):
     """Folder in Hugging Face format, id of a model on the Hub, such as Qwen/Qwen3-8B, or {init: tiny}."""
     data: PromptData | Annotated[list[PromptData], Field(min_length=1)]
     """Source of the prompts, or a list of sources to mix."""
-    reward: str | HttpReward = "reasoning_gym"
+    reward: RewardSetting = "reasoning_gym"
     """`file.py:function` relative to the job file, or built in: `reasoning_gym` uses the data sets' scorers,
-    `math` compares with the row's `answer` as mathematics (math-verify), `exact` as text."""
+    `math` compares with the row's `answer` as mathematics (math-verify), `exact` as text; or a list of
+    several, each with a name and a weight."""
     reward_timeout_s: float = Field(default=10.0, gt=0)
     """Timeout of one call of the reward function."""
     reward_processes: int | None = Field(default=None, ge=1)
@@ -141,11 +134,12 @@ class Job(Model):
     budget: Budget = Budget()
     """When to stop spending."""
     notify: list[NotifyTarget] = Field(default=[])
-    """Who is told, once each, when the run ends, spends its budget or needs a look."""
+    """Webhooks and commands to notify, once each, when the run ends, spends its budget or needs attention."""
     after: After = After()
     """When a rented head shuts down."""
-    evaluation: Evaluation | None = None
-    """Held-out prompts; null: no evaluation."""
+    evaluation: Evaluation | Annotated[list[Evaluation], Field(min_length=1)] | None = None
+    """Prompts that are rolled out beside a step's own and never trained on, or a list of several such
+    evaluations; null: none."""
     endpoint: Endpoint | None = None
     """Serve the model to OpenAI clients while the run is open; null: no endpoint."""
     tracking: Tracking = Tracking()
@@ -185,9 +179,64 @@ class Job(Model):
                     )
         return self
 
+    @property
+    def evaluations(self) -> list[Evaluation]:
+        """All evaluations; none: []."""
+        found = self.evaluation
+        return found if isinstance(found, list) else [] if found is None else [found]
+
+    @property
+    def held_out(self) -> HeldOut | None:
+        """The evaluation on prompts of the training data."""
+        return next((each for each in self.evaluations if isinstance(each, HeldOut)), None)
+
+    @property
+    def max_context_tokens(self) -> int:
+        """Tokens of the longest prompt and the longest response that an engine is asked for."""
+        longest = max((each.max_tokens or 0 for each in self.evaluations), default=0)
+        return self.algorithm.max_prompt_tokens + max(self.algorithm.max_response_tokens, longest)
+
+    @property
+    def rewards(self) -> list[RewardSetting]:
+        """All rewards that the job names: its own, then those of sources and evaluations."""
+        sources = [*data_sources(self.data), *self.evaluations]
+        return [self.reward, *(each.reward for each in sources if each.reward is not None)]
+
+    @model_validator(mode="after")
+    def _rewards_can_be_told_apart(self) -> Self:
+        for reward in self.rewards:
+            names = [name for name, _, _ in reward_parts(reward)]
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise ValueError(f"reward has {twice[0]} twice; give each a name of its own")
+        return self
+
+    @model_validator(mode="after")
+    def _evaluations_can_be_told_apart(self) -> Self:
+        names = [each.name for each in self.evaluations]
+        if len(names) > 1 and None in names:
+            raise ValueError("evaluation has several entries, one of them without a name; add name: NAME")
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"evaluation has {twice[0]} twice; each needs a name of its own")
+        if sum(isinstance(each, HeldOut) for each in self.evaluations) > 1:
+            raise ValueError(
+                "evaluation holds prompts of the training data out twice; give all entries but one a source,"
+                " dataset or reasoning_gym"
+            )
+        for each in self.evaluations:
+            most, has = max(each.pass_at or [0]), each.samples or self.algorithm.group_size
+            if most > has:
+                raise ValueError(f"evaluation asks for pass@{most} of {has} samples; write samples: {most}")
+            greedy = (each.temperature if each.temperature is not None else self.algorithm.temperature) == 0
+            if self.algorithm.temperature == 0 and not greedy and self.rollout.engine == "transformers":
+                raise ValueError(
+                    f"evaluation samples at temperature {each.temperature}, which engines that train greedily"
+                    " (algorithm.temperature 0) cannot; remove it, or write rollout.engine: vllm"
+                )
+        return self
+
     @model_validator(mode="after")
     def _some_prompts_are_trained_on(self) -> Self:
-        data, held_out = self.data, self.evaluation
+        data, held_out = self.data, self.held_out
         if held_out is not None and isinstance(data, ReasoningGym) and held_out.prompts >= data.size:
             raise ValueError(
                 f"evaluation.prompts is {held_out.prompts}, which leaves none of data.size {data.size} to"

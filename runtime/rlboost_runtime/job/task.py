@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from collections.abc import Iterable
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -73,6 +74,47 @@ class HttpReward(Model):
         if self.speaks != "chat" and self.question is not None:
             raise ValueError(f"question is for speaks: chat, but it is {self.speaks}; remove one of them")
         return self
+
+
+class Weighted(Model):
+    """What each of several rewards may say."""
+
+    name: str = Field(pattern=r"^[a-z][a-z0-9_-]{0,31}$")
+    """Name in metrics (reward_NAME_mean) and samples."""
+    weight: float = 1.0
+    """The response's reward is the sum of all, each times its weight; 0: only measured."""
+
+
+class PythonReward(Weighted):
+    """One of several rewards: a function or a built-in one."""
+
+    python: str
+    """`file.py:function` relative to the job file, or built in, as in the job's `reward`."""
+
+
+class WeightedHttpReward(Weighted, HttpReward):
+    """One of several rewards: an HTTP endpoint."""
+
+
+RewardSource = str | HttpReward
+"""What computes one reward."""
+RewardSetting = str | HttpReward | Annotated[list[PythonReward | WeightedHttpReward], Field(min_length=1)]
+"""A reward, or several with names and weights."""
+
+
+def reward_parts(reward: RewardSetting) -> list[tuple[str, float, RewardSource]]:
+    """Return name, weight and source of each reward; a single one has the name "" and the weight 1."""
+    if not isinstance(reward, list):
+        return [("", 1.0, reward)]
+    return [
+        (each.name, each.weight, each.python if isinstance(each, PythonReward) else each) for each in reward
+    ]
+
+
+def reward_files(rewards: Iterable[RewardSetting | None]) -> list[str]:
+    """Return the Python files that the rewards name, relative to the job file."""
+    sources = [source for each in rewards if each is not None for _, _, source in reward_parts(each)]
+    return [each.rpartition(":")[0] for each in sources if isinstance(each, str) and ":" in each]
 
 
 BUILT_IN_REWARDS = ("reasoning_gym", "math", "exact")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -16,6 +17,7 @@ OWN_MACHINE = ("hosts", "jump_host", "identity_file", "price_usd_per_hour", "loc
 BOUGHT_MACHINE = (
     *("via", "instance_type", "image", "disk_gb", "disk_mib_per_s", "max_price_usd_per_hour"),
     *("role", "private_address", "allow_unended", "ssh_from"),
+    *("reservation", "flex_start_hours", "max_wait_minutes"),
 )
 """Fields of `Trainer` that tell of a machine that is bought for it."""
 HEAD_ELSEWHERE = ("hosts", "jump_host", "identity_file", "python", "folder", *BOUGHT_MACHINE)
@@ -63,6 +65,15 @@ class Trainer(Model):
     30 s and a checkpoint within 5 minutes, up to the disk's most."""
     max_price_usd_per_hour: float | None = Field(default=None, gt=0, le=MAX_USD)
     """Bought: highest hourly price; dearer machines are not launched. null: the on-demand price."""
+    reservation: str | None = Field(default=None, pattern=r"^[A-Za-z0-9/_.-]+$")
+    """Bought, direct: capacity that you have reserved. aws: the cr-... of a Capacity Block or of an On-Demand
+    Capacity Reservation; gcp: the reservation's name, or projects/PROJECT/reservations/NAME of another
+    project; null: none."""
+    flex_start_hours: float | None = Field(default=None, ge=1 / 6, le=168)
+    """gcp, direct: buy by flex-start, for at most so many hours, after which Google deletes the machine;
+    null: on demand, for as long as it is needed."""
+    max_wait_minutes: float = Field(default=0.0, ge=0)
+    """Bought: how long a launch tries again while there is no capacity; 0: it ends at once."""
     role: str | None = None
     """Bought: the head's IAM instance profile (aws) or service account (gcp), which launches spot machines;
     null: none, only the keys that `secrets` names."""
@@ -76,7 +87,8 @@ class Trainer(Model):
     """For trials: continue on CPUs if a machine was bought with GPUs but detects none; false: trainer and
     engines stop with an error."""
     price_usd_per_hour: float = Field(default=0.0, ge=0, le=MAX_USD)
-    """Hourly price of the machine in the cost report: `local` and `ssh` have no price list."""
+    """Hourly price of the machine in the cost report: `local` and `ssh` have no price list. With
+    `reservation`: what an hour of it costs you; 0: the on-demand price."""
     address: str | None = Field(default=None, pattern=r"^[A-Za-z0-9.-]+$")
     """Name or IP address at which spot machines elsewhere reach this machine, on `control_port` and
     `bytes_port`; null: ssh: the host's own; local: only this machine is served."""
@@ -186,8 +198,8 @@ class Trainer(Model):
             except ValueError as problem:
                 raise ValueError(f"ssh_from: {problem}; write a network such as 203.0.113.7/32") from None
         if self.is_bought:
-            cloud, written = self.infra.partition("/")[0], self.disk_mib_per_s
-            if wrong := throughput_problem(cloud, self.via, None if written == "auto" else written):
+            written = None if self.disk_mib_per_s == "auto" else self.disk_mib_per_s
+            if wrong := throughput_problem(self.cloud, self.via, written):
                 raise ValueError(wrong)
             if self.accelerators is None:
                 raise ValueError(
@@ -198,8 +210,12 @@ class Trainer(Model):
                     f"ranks is {self.ranks}, one per GPU, but {self.accelerators} has"
                     f" {num_devices(self.accelerators)}; write at most that"
                 )
-            self._refuse(OWN_MACHINE, "a machine of your own", "ssh")
+            reserved = () if self.reservation is None else ("price_usd_per_hour",)
+            self._refuse(
+                tuple(name for name in OWN_MACHINE if name not in reserved), "a machine of your own", "ssh"
+            )
             self._check_seller()
+            self._check_capacity()
         elif self.is_elsewhere:
             if not self.hosts:
                 raise ValueError(f"hosts is missing, but infra is {self.infra}; add hosts: [ME@MACHINE]")
@@ -234,6 +250,26 @@ class Trainer(Model):
                 " which stays on your machine: while that is off it costs until you end it; write"
                 f" {' or '.join(ends_itself)}, or allow_unended: true"
             )
+
+    def _check_capacity(self) -> None:
+        asked = "reservation" if self.reservation is not None else "flex_start_hours"
+        if self.reservation is None and self.flex_start_hours is None:
+            return
+        if self.via != "direct":
+            raise ValueError(
+                f"{asked} is for via: direct; SkyPilot takes reservations from specific_reservations in"
+                " ~/.sky/config.yaml, so remove it here"
+            )
+        if self.reservation is not None and self.flex_start_hours is not None:
+            raise ValueError("reservation and flex_start_hours exclude each other; remove one")
+        traits = cloud_traits(self.cloud)
+        if self.reservation is not None and not re.fullmatch(traits.reservation_pattern, self.reservation):
+            raise ValueError(
+                f"reservation is {self.reservation}; write {traits.reservation_example}, as {self.cloud}"
+                " names it"
+            )
+        if self.flex_start_hours is not None and not traits.has_flex_start:
+            raise ValueError(f"flex_start_hours is not asked for in {self.cloud}; remove it")
 
     def _refuse(self, names: tuple[str, ...], what_for: str, infra: str) -> None:
         for name in names:

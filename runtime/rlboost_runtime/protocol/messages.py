@@ -44,6 +44,8 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     temperature: float = 1.0
     top_p: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    """Of one request: only its `stop_token_ids` end it, else only the engine's."""
 
 
 class WorkItem(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -56,7 +58,7 @@ class WorkItem(msgspec.Struct, frozen=True, omit_defaults=True):
     max_new_tokens: int
     policy_version: int
     sampling: Sampling | None = None
-    """How to sample, its stop tokens being all that end it; None: as the engine was told at its start."""
+    """How to sample it; None: as the engine samples."""
 
 
 # --- agent -> coordinator --------------------------------------------------------------------------------
@@ -310,10 +312,17 @@ class TrainerHello(Message, frozen=True, omit_defaults=True):
 
 
 class PromptSpec(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One prompt of a step: `group` is its index in the step, `token_ids` i32 bytes."""
+    """One prompt of a step: `group` is its index in the step, `token_ids` i32 bytes.
+
+    The rest is for prompts that differ from the others: number of responses and longest response (0: as the
+    step says), and how to sample (None: as the engines do).
+    """
 
     group: int
     token_ids: bytes
+    num_responses: int = 0
+    max_tokens: int = 0
+    sampling: Sampling | None = None
 
 
 class StepStartedMessage(Message, frozen=True, omit_defaults=True, tag="StepRequest"):
@@ -377,6 +386,14 @@ class Checkpointed(Message, frozen=True):
     """
 
     step: int
+
+
+class Evaluated(Message, frozen=True):
+    """The final weights, those after the last `step`, were evaluated: their metrics join the step's.
+    Idempotent."""
+
+    step: int
+    metrics: dict[str, float]
 
 
 class RunFinished(Message, frozen=True, omit_defaults=True):
@@ -447,6 +464,7 @@ TrainerMessage = (
     | LeaseReturnedMessage
     | StepTrainedMessage
     | Checkpointed
+    | Evaluated
     | RunFinished
     | RunFailed
 )

@@ -182,15 +182,18 @@ class HealthWarning(msgspec.Struct):
 
 
 class EvaluationStatus(msgspec.Struct):
-    """The newest evaluation on held-out prompts."""
+    """The newest results of one of the job's evaluations."""
 
+    name: str = ""
+    """Empty: the job names none."""
     step: int = 0
-    """Step whose weights were evaluated, counted from 1: those before its update."""
-    reward_mean: float = 0.0
-    reward_best: float | None = None
-    """Mean over prompts of the best response's reward."""
-    first_reward_mean: float = 0.0
-    """Of the run's first evaluation."""
+    """Step whose metrics have them, counted from 1."""
+    updates: int = 0
+    """Updates in the weights that were evaluated."""
+    values: dict[str, float] = {}
+    """reward_mean, reward_best, avg_at_K, pass_at_K, length_mean, truncated_share (docs/metrics.md)."""
+    first: dict[str, float] = {}
+    """The same of the run's first evaluation."""
 
 
 class TrainerStatus(msgspec.Struct):
@@ -215,8 +218,10 @@ class Status(msgspec.Struct, kw_only=True):
     """provisioning, training, rollout, or how the run ended: done, failed, stopped."""
     phase: str | None = None
     preparing: Preparation | None = None
+    ancestors: list[str] = []
+    """Of a fork: the checkpoints, RUN@STEP, that it goes back to, the one that it started from first."""
     step: int = 0
-    """Trained steps."""
+    """Trained steps, with those up to the checkpoint that a fork started from."""
     steps: int | None = None
     step_responses: StepProgress | None = None
     policy_version: int | None = None
@@ -238,8 +243,8 @@ class Status(msgspec.Struct, kw_only=True):
     trainer: TrainerStatus = msgspec.field(default_factory=TrainerStatus)
     warnings: list[HealthWarning] = []
     """Warnings in force."""
-    evaluation: EvaluationStatus | None = None
-    """None before the first evaluation, and without one in the job."""
+    evaluations: list[EvaluationStatus] = []
+    """Empty before the first evaluation, and without one in the job."""
     events: list[RecentEvent] = []
     replay: ReplayDigest = msgspec.field(default_factory=ReplayDigest)
     journal_problem: str | None = None

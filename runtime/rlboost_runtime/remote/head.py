@@ -369,7 +369,12 @@ def mirror(place: RunPlace, request: Json, source: BinaryIO) -> Answer:
 def growing(run: Path) -> List[str]:  # noqa: UP006
     """Return the names of files that are only added to."""
     logs = (p.relative_to(run).as_posix() for p in sorted((run / "logs").rglob("*")) if p.is_file())
-    return ["metrics.jsonl", "samples.jsonl", *(name for name in logs if PLAIN.fullmatch(name))]
+    return [
+        "metrics.jsonl",
+        "samples.jsonl",
+        "evaluations.jsonl",
+        *(name for name in logs if PLAIN.fullmatch(name)),
+    ]
 
 
 def mark_of(path: Path, wal: bool = False) -> List[int]:  # noqa: UP006

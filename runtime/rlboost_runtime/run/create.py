@@ -30,7 +30,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from rlboost_runtime.errors import DISK_ERRNOS, ConfigError, NotFound, RuntimeFault
-from rlboost_runtime.job import Job, data_files, data_sources
+from rlboost_runtime.job import Job, data_files, data_sources, reward_files, sources_of
+from rlboost_runtime.run.checkpoints import ForkPoint
 from rlboost_runtime.run.engine_python import find_engine_python
 from rlboost_runtime.run.folder import RunFolder, read_json, write_json
 from rlboost_runtime.run.head import HeadAddress, keep_place, write_address
@@ -66,12 +67,13 @@ class FoundRun:
     """Files of the user that had changed and that a resumed run has copied again."""
 
 
-def prepare_run(job_file: Path, job: Job, *, resume: bool = False) -> FoundRun:
+def prepare_run(job_file: Path, job: Job, *, resume: bool = False, fork: ForkPoint | None = None) -> FoundRun:
     """Return the run of `job`, which was read from `job_file`; make it where there is none to continue.
 
-    With `resume` the newest run of the job's name is continued even though it has ended. Raises `ConfigError`
-    where the open run (or the one to resume) has another job, or a file that the job names cannot be copied,
-    and `NotFound` where there is nothing to resume.
+    With `resume` the newest run of the job's name is continued even though it has ended. With `fork` a new
+    run is made, which goes on from that checkpoint. Raises `ConfigError` where the open run (or the one to
+    resume) has another job, a fork would need its name, or a file that the job names cannot be copied, and
+    `NotFound` where there is nothing to resume.
     """
     while True:
         existing = list(_runs_named(job.name))
@@ -81,8 +83,13 @@ def prepare_run(job_file: Path, job: Job, *, resume: bool = False) -> FoundRun:
                 raise NotFound(f"no run {job.name} to resume", "leave --resume out to start one")
             return resume_run(newest, job_file, job)
         if newest is not None and is_open(newest):
+            if fork is not None:
+                raise ConfigError(
+                    f"{job_file}: run {newest.name} is open, and a fork is a new run",
+                    f"give {job_file.name} another name, or end the run: rlboost down {newest.name}",
+                )
             return _continue(newest, job_file, job, resume=False)
-        run = _create(RunFolder.named(name_of_run(job.name)), job_file, job)
+        run = _create(RunFolder.named(name_of_run(job.name)), job_file, job, fork)
         if run is not None:
             return FoundRun(run, read_resolved(run.job_json), is_new=True)
 
@@ -148,14 +155,8 @@ def reopen(run: RunFolder) -> None:
 def files_of(job: Job) -> list[str]:
     """Return the files that the job names, as it names them, relative to the job file; each once."""
     names = list(job.files)
-    names += data_files(job.data)
-    names += [
-        source.reward.rsplit(":", 1)[0]
-        for source in data_sources(job.data)
-        if isinstance(source.reward, str) and ":" in source.reward
-    ]
-    if isinstance(job.reward, str) and ":" in job.reward:
-        names.append(job.reward.rsplit(":", 1)[0])
+    names += data_files([*data_sources(job.data), *sources_of(job.evaluations)])
+    names += reward_files(job.rewards)
     if job.trainer.script is not None:
         names.append(job.trainer.script)
     names += [
@@ -272,7 +273,7 @@ def _shown(values: dict[str, object], field: str) -> str:
 # --- creating ----------------------------------------------------------------------------------------------
 
 
-def _create(run: RunFolder, job_file: Path, job: Job) -> RunFolder | None:
+def _create(run: RunFolder, job_file: Path, job: Job, fork: ForkPoint | None) -> RunFolder | None:
     """Return the run, or None where somebody else made one of that name meanwhile."""
     run.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _alone(run.path.parent) as is_alone:
@@ -281,7 +282,7 @@ def _create(run: RunFolder, job_file: Path, job: Job) -> RunFolder | None:
                 shutil.rmtree(left, ignore_errors=True)  # of a killed command
             if run.job_json.exists():
                 return None  # made while this command waited for its turn
-        return _make(run, job_file, job)
+        return _make(run, job_file, job, fork)
 
 
 @contextlib.contextmanager
@@ -299,11 +300,13 @@ def _alone(runs: Path) -> Iterator[bool]:
         os.close(fd)
 
 
-def _make(run: RunFolder, job_file: Path, job: Job) -> RunFolder | None:
+def _make(run: RunFolder, job_file: Path, job: Job, fork: ForkPoint | None) -> RunFolder | None:
     workshop = Path(tempfile.mkdtemp(dir=run.path.parent, prefix=_WORKSHOP))
     try:
         draft = RunFolder(workshop / run.name)
         _fill(draft, job_file, job)
+        if fork is not None:
+            fork.plant(draft)
         try:
             os.rename(draft.path, run.path)
         except OSError:

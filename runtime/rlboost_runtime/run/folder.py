@@ -26,12 +26,15 @@ there is named below; everybody else only reads it.
     ledger.sqlite     machines, steps, events in words                      coordinator
     ledger.mark       how many durable transactions the ledger has had      coordinator
     events.log        the core's events                                     coordinator
+    events.snapshot   the core after some of them; may be deleted           coordinator
     journal/          step-000012.seg: tokens                               coordinator
     requests/         the same of requests to the endpoint, until they are delivered        coordinator
     weights/          v000012/: immutable versions                          trainer
     checkpoints/      step-000012/, and `model/` at the end                 trainer
     metrics.jsonl     a line per step                                       trainer
+    forked.json       {"ancestors"}: the checkpoints that a fork goes back to       CLI
     samples.jsonl     a few responses per step, for people                  trainer
+    evaluations.jsonl a line per response of an evaluation                  trainer
     tensorboard/      event files, if the job asks for them                 trainer
     preparing.json    {"doing", "done", "of", "unit", "since"}: what the trainer does before its first step;
                       absent otherwise                                      trainer
@@ -139,12 +142,16 @@ class RunFolder:
     notified = _Place("notified.json")
     ledger = _Place("ledger.sqlite")
     events = _Place("events.log")
+    snapshot = _Place("events.snapshot")
+    """The core as of a place in the event log."""
     journal = _Place("journal")
     requests = _Place("requests")
     weights = _Place("weights")
     checkpoints = _Place("checkpoints")
+    forked = _Place("forked.json")
     metrics = _Place("metrics.jsonl")
     samples = _Place("samples.jsonl")
+    evaluations = _Place("evaluations.jsonl")
     tensorboard = _Place("tensorboard")
     preparing = _Place("preparing.json")
     processes = _Place("processes")

@@ -43,7 +43,7 @@ from rlboost_runtime.core.base.messages import (
 )
 from rlboost_runtime.sim.policies import ORACLE, POLICIES, Switches, policy_setup
 from rlboost_runtime.sim.presets import Preset, Workload, presets
-from rlboost_runtime.sim.world import World
+from rlboost_runtime.sim.world import Watch, World
 from rlboost_runtime.traces import Trace, TraceEvent
 
 
@@ -322,8 +322,9 @@ class Faults:
                 self._world.restart_coordinator([self._random.uniform(0.1, 40.0) for _ in agents])
 
 
-def run_with_faults(seed: int, policy: str | None = None) -> FaultReport:
-    """Live through one random run, the core's invariants asserted now and then and at its end.
+def run_with_faults(seed: int, policy: str | None = None, watch: Watch | None = None) -> FaultReport:
+    """Live through one random run, the core's invariants asserted now and then and at its end; `watch` sees
+    every event.
 
     Raises `AssertionError` where a promise or an invariant is broken.
     """
@@ -334,12 +335,14 @@ def run_with_faults(seed: int, policy: str | None = None) -> FaultReport:
     referee = Referee()
     world = World(preset, random_market(random), setup, seed)
 
-    def watch(event: Event, commands: list[Command]) -> None:
+    def check(event: Event, commands: list[Command]) -> None:
         referee(event, commands)
+        if watch is not None:
+            watch(event, commands)
         if referee.num_events % CHECK_EVERY == 0:
             world.core.check()
 
-    world.watch = watch
+    world.watch = check
     faults = Faults(world, random)
     faults.plan()
     world.run(RUN_S)

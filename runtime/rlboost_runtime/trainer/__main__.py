@@ -22,6 +22,7 @@ from rlboost_runtime.fit.gpus import ask_driver, require_gpus
 from rlboost_runtime.fit.plan import resolved
 from rlboost_runtime.fit.shape import shape_of_config
 from rlboost_runtime.job import Job, TinyModel, num_devices
+from rlboost_runtime.run.checkpoints import ancestors_of, saved_steps
 from rlboost_runtime.run.folder import RunFolder
 from rlboost_runtime.run.resolved import read_resolved
 from rlboost_runtime.trainer.artifacts import checkpoint
@@ -40,6 +41,7 @@ from rlboost_runtime.trainer.node import TrainerNode, die_with_launcher, is_rank
 from rlboost_runtime.trainer.rewards.outcome import RewardWatch
 from rlboost_runtime.trainer.rewards.scorer import RewardCall, RewardScorer
 from rlboost_runtime.trainer.rollout.client import RolloutClient, keep_tokenizer
+from rlboost_runtime.trainer.rollout.evaluation import evaluation_prompts
 
 log = logging.getLogger(__name__)
 
@@ -160,8 +162,9 @@ def train(client: RolloutClient, ranks: Ranks = ALONE) -> Path:
         source = PromptSource(
             examples, PromptEncoder(policy.tokenizer), prompts_per_step=job.algorithm.prompts_asked_per_step,
             max_prompt_tokens=job.algorithm.max_prompt_tokens, seed=job.algorithm.seed,
-            num_held_out=0 if job.evaluation is None else job.evaluation.prompts,
+            num_held_out=0 if job.held_out is None else job.held_out.prompts,
         )  # fmt: skip
+        evaluated = evaluation_prompts(job, run.files, PromptEncoder(policy.tokenizer), source.held_out)
         other = load_reference(client, examples, scorer, progress, ranks)
         client.job = job = fit_to_gpu(job, policy)
         files = _files_to_send(policy, job)
@@ -173,7 +176,7 @@ def train(client: RolloutClient, ranks: Ranks = ALONE) -> Path:
         if job.algorithm.kl is not None:
             reference = Reference(policy, other, ranks, is_sent=bool(others))
         progress.finish()
-        final = TrainerLoop(client, policy, source, scorer, ranks, reference).train()
+        final = TrainerLoop(client, policy, source, scorer, ranks, reference, evaluated).train()
         ranks.broadcast(End())
         return final
 
@@ -194,9 +197,14 @@ def load_policy(
     ranks: Ranks = ALONE,
 ) -> Policy:
     """Return the policy to go on with: of the newest checkpoint that is intact, else the job's model."""
-    if checkpoint.saved_steps(client.run.checkpoints):
+    if saved_steps(client.run.checkpoints):
         progress.report("loading the checkpoint")
     saved = checkpoint.newest_intact(client.run.checkpoints)
+    if saved is None and (ancestors := ancestors_of(client.run)):
+        raise RuntimeFault(
+            f"the checkpoint that the run was forked from, {ancestors[0]}, is gone",
+            "start the fork again as a new run, from another checkpoint",
+        )
     if saved is not None:
         return Policy.load(saved, ranks)
     progress.report("loading the model")

@@ -26,7 +26,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -35,7 +35,8 @@ from pathlib import Path
 import torch
 
 from rlboost_runtime.logs import bind, event
-from rlboost_runtime.protocol.messages import StepTrainedMessage
+from rlboost_runtime.protocol.messages import Evaluated, StepTrainedMessage
+from rlboost_runtime.run.checkpoints import saved_steps, step_folder
 from rlboost_runtime.trainer.artifacts import checkpoint
 from rlboost_runtime.trainer.artifacts.checkpoint import Checkpoint, CheckpointWriter, TrainedState
 from rlboost_runtime.trainer.artifacts.output import OutputCopies, copying
@@ -50,6 +51,7 @@ from rlboost_runtime.trainer.learn.sample import GroupSelection, Sample
 from rlboost_runtime.trainer.rewards.outcome import require_some_reward
 from rlboost_runtime.trainer.rewards.scorer import RewardScorer
 from rlboost_runtime.trainer.rollout.client import RolloutClient
+from rlboost_runtime.trainer.rollout.evaluation import due, evaluated_rows, evaluation_metrics, prompt_spec
 from rlboost_runtime.trainer.rollout.groups import (
     GroupScorer,
     PendingGroup,
@@ -59,7 +61,6 @@ from rlboost_runtime.trainer.rollout.groups import (
 )
 from rlboost_runtime.trainer.rollout.metrics import (
     MetricsLog,
-    evaluation_metrics,
     group_metrics,
     pick_samples,
 )
@@ -96,14 +97,17 @@ class TrainerLoop:
         scorer: RewardScorer,
         ranks: Ranks = ALONE,
         reference: Reference | None = None,
+        evaluated: Sequence[Prompt] = (),
     ) -> None:
-        """`policy` is set up; with several ranks this is rank 0. `reference`: for a KL penalty."""
+        """`policy` is set up; with several ranks this is rank 0. `reference`: for a KL penalty. `evaluated`:
+        the prompts of all evaluations."""
         self._client = client
         self._run, self._job = client.run, client.job
         algorithm, trainer = self._job.algorithm, self._job.trainer
         self._policy = policy
         self._has_reference = reference is not None
         self._source = source
+        self._evaluated = evaluated
         self._reward_name = scorer.name
         self._learner = Learner(policy, algorithm, trainer, ranks, reference)
         self._residency = Residency(policy, self._learner.optimizer, ranks)
@@ -122,6 +126,7 @@ class TrainerLoop:
             are_frozen=sends_adapters,
         )
         self._samples = MetricsLog(self._run.samples)
+        self._evaluations = MetricsLog(self._run.evaluations)
         self._output = OutputCopies.for_run(self._run, self._job)
         self._copy_out: Callable[[Path], None] = lambda folder: None
         self._writer = CheckpointWriter(
@@ -134,7 +139,7 @@ class TrainerLoop:
     def train(self) -> Path:
         """Train all remaining steps; return the folder of the final model, saved and reported to the
         coordinator."""
-        is_new = not checkpoint.saved_steps(self._run.checkpoints)
+        is_new = not saved_steps(self._run.checkpoints)
         with (
             copying(self._output, is_new=is_new) as self._copy_out,
             self._writer,
@@ -144,6 +149,7 @@ class TrainerLoop:
             with Trackers(self._run, self._job, first) as self._trackers:
                 for step in range(first, self._job.algorithm.steps):
                     self._step(step)
+                self._evaluate_final()
         final = self._run.checkpoints / "model"
         checkpoint.replace_folder(final, self._policy.export)
         if self._output is not None:
@@ -155,24 +161,26 @@ class TrainerLoop:
     def _durable(self, step: int) -> None:
         """The checkpoint after `step` would survive a power cut; on the writer's thread."""
         self._stream.checkpointed(step)
-        self._copy_out(checkpoint.step_folder(self._run.checkpoints, step))
+        self._copy_out(step_folder(self._run.checkpoints, step))
 
     # --- resuming and publishing --------------------------------------------------------------------------
 
     def _resume(self) -> int:
         """Resume from the newest checkpoint, if any; publish its weights and return the next step."""
-        saved = checkpoint.saved_steps(self._run.checkpoints)
+        saved = saved_steps(self._run.checkpoints)
         if not saved:
-            self._client.metrics.rewind(0)
-            self._samples.rewind(0)
+            for log_file in (self._client.metrics, self._samples, self._evaluations):
+                log_file.rewind(0)
             self._publish_current(0)
             return 0
-        folder = checkpoint.step_folder(self._run.checkpoints, saved[-1])
+        folder = step_folder(self._run.checkpoints, saved[-1])
         state = checkpoint.read_state(folder)
         checkpoint.restore_optimizer(folder, self._learner.optimizer)
         self._samples.rewind(state.step + 1)
         if self._client.metrics.rewind(state.step + 1) != state.step:
             self._client.metrics.append(dict(state.line))
+        if not self._is_evaluated():
+            self._evaluations.rewind(state.step + 1)
         self._requested_before = {step: (version, updates) for step, version, updates in state.ahead}
         event(log, "trainer.resumed", after_step=state.step, policy_version=state.policy_version)
         self._publish_current(state.policy_version)
@@ -213,7 +221,7 @@ class TrainerLoop:
             "staleness": float(requested.staleness),
             **group_metrics(groups),
             **selection.metrics(),
-            **evaluation_metrics(held_out),
+            **self._evaluation(requested, held_out),
             **self._learner.sums.metrics(),
             "learning_rate": self._learner.learning_rate(step),
             "prompts_skipped": float(self._source.num_skipped),
@@ -238,8 +246,7 @@ class TrainerLoop:
             line=line,
             ahead=self._requested.versions(),
         )
-        for sample in pick_samples(step, groups, requested.prompts, self._policy.decode):
-            self._samples.append(sample)
+        self._samples.append(*pick_samples(step, groups, requested.prompts, self._policy.decode))
         self._finish(state, seconds)
 
     def _finish(self, state: TrainedState, seconds: Seconds) -> None:
@@ -277,24 +284,61 @@ class TrainerLoop:
         version, updates = self._requested_before.get(step, newest)
         if version not in self._client.store.versions():
             version, updates = newest
-        prompts = self._source.batch(step) + self._held_out(step)
+        steps = self._job.algorithm.steps
+        prompts = self._source.batch(step) if step < steps else []  # or the final weights alone
+        prompts = prompts + due(self._evaluated, step, steps)
         requested = RequestedStep[PendingGroup](step, version, updates, prompts)
         self._requested.add(requested)
         self._scorer.expect(step, version, requested.prompts)
         self._past_waits += self._stream.waits
         algorithm = self._job.algorithm
         self._client.request_step(
-            step, version, [prompt.token_ids for prompt in requested.prompts],
+            step, version, [prompt_spec(*each, algorithm) for each in enumerate(requested.prompts)],
             group_size=algorithm.group_size, max_response_tokens=algorithm.max_response_tokens,
             stop_token_ids=self._policy.stop_token_ids, keep_lease=step != training,
         )  # fmt: skip
         return requested
 
-    def _held_out(self, step: int) -> list[Prompt]:
-        """Return the held-out prompts, where the step is to evaluate its weights."""
-        wanted, last = self._job.evaluation, self._job.algorithm.steps - 1
-        is_due = wanted is not None and (step % wanted.every_steps == 0 or step == last)
-        return self._source.held_out if is_due else []
+    # --- evaluations ---------------------------------------------------------------------------------------
+
+    def _evaluation(
+        self, requested: RequestedStep[PendingGroup], groups: Sequence[ScoredGroup]
+    ) -> dict[str, float]:
+        """Return the metrics of the evaluations that were requested with a step; keep their responses."""
+        if not groups:
+            return {}
+        self._evaluations.append(
+            *evaluated_rows(requested.step, groups, requested.prompts, self._policy.decode)
+        )
+        return evaluation_metrics(groups, requested.prompts) | {"eval_updates": float(requested.updates)}
+
+    def _is_evaluated(self) -> bool:
+        """Return True if the final weights were evaluated."""
+        return self._client.metrics.last().get("eval_updates") == self._job.algorithm.steps
+
+    def _evaluate_final(self) -> None:
+        """Evaluate the final weights, if the job asks for it; their metrics join those of the last step.
+
+        A trainer that was killed meanwhile requests the same responses again and is given what is finished;
+        what a former process has found is only reported again.
+        """
+        steps = self._job.algorithm.steps
+        if not due(self._evaluated, steps, steps):
+            return
+        line = self._client.metrics.last()
+        if not self._is_evaluated():
+            requested, answer_recall = self._request(steps, steps), self._stream.answer_recall
+            arrived = self._completion_order(requested, Seconds())
+            groups = [self._scorer.finish(each, answer_recall) for each in arrived]
+            found = self._evaluation(requested, groups)
+            self._requested.remove(steps)
+            line |= found
+            self._client.metrics.rewind(steps - 1)
+            self._client.metrics.append(line)
+            self._trackers.log({"step": float(steps), **found})
+            event(log, "run.evaluated", found={name: round(value, 4) for name, value in found.items()})
+        found = {name: value for name, value in line.items() if name.startswith("eval_")}
+        self._stream.evaluated(Evaluated(steps - 1, found))
 
     def _waits(self) -> Waits:
         """Return all waits since this process began."""
@@ -311,7 +355,8 @@ class TrainerLoop:
     def _train_as_they_arrive(
         self, requested: RequestedStep[PendingGroup], selection: GroupSelection, seconds: Seconds
     ) -> tuple[list[ScoredGroup], list[ScoredGroup]]:
-        """Train on a step's groups as they finish; return them all, in that order, and the held-out ones."""
+        """Train on a step's groups as they finish; return them all, in that order, and those of
+        evaluations."""
         algorithm = self._job.algorithm
         self._learner.begin_step(requested.step)
         groups: list[ScoredGroup] = []
@@ -353,7 +398,7 @@ class TrainerLoop:
         for pending in self._completion_order(requested, seconds):
             group = self._scorer.finish(pending, self._stream.answer_recall)
             number = group.group
-            if number >= self._job.algorithm.prompts_asked_per_step:
+            if pending.prompt.evaluation is not None:
                 held_out.append(group)
                 continue
             arrived.append(group)
@@ -376,13 +421,13 @@ class TrainerLoop:
     def _with_reference(self, arrived: list[PendingGroup], seconds: Seconds) -> list[PendingGroup]:
         """Return the groups with the reference's logprobs: in one pass for all that have arrived, while their
         rewards may still be computed."""
-        asked = self._job.algorithm.prompts_asked_per_step
-        samples = [sample for each in arrived if each.group < asked for sample in each.samples()]
+        trained = [each for each in arrived if each.prompt.evaluation is None]
+        samples = [sample for each in trained for sample in each.samples()]
         if not samples:
             return arrived
         with self._on_gpu(seconds):
             scored = iter(self._learner.score_reference(samples))
-        return [each.with_reference(scored) if each.group < asked else each for each in arrived]
+        return [each if each.prompt.evaluation else each.with_reference(scored) for each in arrived]
 
     @contextmanager
     def _on_gpu(self, seconds: Seconds) -> Iterator[None]:

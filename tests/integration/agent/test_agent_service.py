@@ -495,6 +495,18 @@ async def test_sleep_and_wake(tmp_path):
         assert (await head.hear(InstanceReadyMessage)).version == 1
 
 
+async def test_a_woken_engine_takes_its_memory_while_the_version_is_fetched(tmp_path):
+    async with running(tmp_path) as (rig, head):
+        await head.welcome()
+        await head.serve_version(0)
+        head.say(SleepMessage())
+        await head.hear(SleptMessage)
+        head.say(LoadVersionMessage(66))  # its pull hangs
+        head.say(WakeMessage())
+        await eventually(lambda: not rig.engines[0]._asleep)
+        assert rig.engines[0].version is None, "it serves nothing before it has the version"
+
+
 async def test_a_dead_engine_hands_back_its_work_and_proves_itself_anew(tmp_path):
     async with running(tmp_path, rate=100) as (rig, head):
         await head.welcome()

@@ -229,7 +229,7 @@ def test_logs_of_processes_and_of_machines_that_are_gone(run: RunFolder) -> None
 
 
 def test_samples_count_steps_from_1_as_all_commands_do(run: RunFolder) -> None:
-    sample = {"step": 24.0, "prompt": "p", "response": "r", "reward": 1.0, "tokens": 3}
+    sample = {"step": 24.0, "prompt": "p", "response": "r", "reward": 1.0, "tokens": 3.0}
     sample["finish_reason"] = "stop"
     run.samples.write_text(json.dumps(sample) + "\n")
     printed = rlboost("samples", "demo", "--json").stdout
@@ -308,6 +308,7 @@ def test_what_costs_money_is_shown_and_asked_about_before_anything_is_made(
     monkeypatch.setenv("HF_TOKEN", "x")
     job = str(tmp_path / "job.yaml")
     rlboost("init", job, "--template", "aws")
+    Path(job).write_text(Path(job).read_text().replace("my-bucket", "acme-runs"))
     said = rlboost(*command, job, code=2)
     assert "per hour each" in said.stderr
     assert "there is no terminal to confirm it on" in said.stderr

@@ -21,11 +21,12 @@ from rlboost_runtime.run.folder import RunFolder, write_json
 
 pytestmark = pytest.mark.integration
 
-EXTRAS = ("run", "ssh", "aws", "gcp", "sky", "track", "plot")
+EXTRAS = ("run", "ssh", "aws", "gcp", "sky", "data", "track", "plot")
 COMMANDS = (
     ("init", "new.yaml"),
     ("check", "laptop.yaml"),
     ("check", "aws.yaml"),
+    ("schema",),
     ("doctor", "laptop.yaml"),
     ("doctor", "aws.yaml"),
     ("doctor", "gcp.yaml"),
@@ -39,6 +40,7 @@ COMMANDS = (
     *((command, "old") for command in ("logs", "samples", "metrics", "cost", "audit", "launch")),
     *((command, "old", "--json") for command in ("status", "logs", "samples", "metrics", "cost")),
     *((command, "old", "--csv") for command in ("metrics", "cost")),
+    ("compare", "old", "left"),
     ("report", "old"),
     ("report", "old", "--md"),
     ("dashboard", "nothing"),
@@ -167,7 +169,7 @@ def test_no_command_ends_in_a_traceback(extra: str, tmp_path: Path) -> None:
 
 
 def test_the_bare_install_plans_and_looks_at_runs(tmp_path: Path) -> None:
-    words = "status logs metrics cost down report gc prices simulate traces rm plan"
+    words = "schema status logs metrics cost compare down report gc prices simulate traces rm plan"
     commands = [each for each in (PLAN, *COMMANDS) if each[0] in words.split()]
     said = run_all("", commands, tmp_path)
     needs_more = {("prices", "--live"), *(each for each in commands if {"--cloud", "--plot"} & {*each})}

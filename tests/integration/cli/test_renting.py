@@ -138,6 +138,45 @@ def test_the_machine_is_noted_before_it_is_asked_for_and_found_again_by_who_type
     assert secrets == []
 
 
+def waiting(run: RunFolder, minutes: float) -> None:
+    job = json.loads(run.job_json.read_text())
+    job["trainer"]["max_wait_minutes"] = minutes
+    write_json(run.job_json, job)
+
+
+def test_a_launch_waits_for_capacity_as_long_as_the_job_says(
+    ec2: FakeEc2, run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_in(monkeypatch)
+    monkeypatch.setattr(renting, "RETRY_S", 0.1)
+    waiting(run, 0.5)
+    ec2.capacity = {ZONE: 0}
+    said: list[str] = []
+
+    def say(words: str) -> None:
+        said.append(words)
+        if sum("retrying" in each for each in said) == 3:
+            ec2.capacity = {ZONE: 1}
+
+    rent(run, say)
+    assert len(ec2.instances()) == 1
+    assert "InsufficientInstanceCapacity" in said[1]
+    assert "retrying every 0 s for " in said[1]
+    assert [head.launched_at is None for head in kept_head_machines(run)] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("minutes", [0, 0.05])
+def test_a_launch_gives_up_when_its_wait_is_over(
+    ec2: FakeEc2, run: RunFolder, monkeypatch: pytest.MonkeyPatch, minutes: float
+) -> None:
+    monkeypatch.setattr(renting, "RETRY_S", 0.1)
+    waiting(run, minutes)
+    ec2.capacity = {ZONE: 0}
+    with pytest.raises(NoCapacity):
+        rent(run, silently)
+    assert len(kept_head_machines(run)) in ((1,) if minutes == 0 else range(2, 40))
+
+
 def test_two_commands_at_once_rent_one_machine(
     ec2: FakeEc2, run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

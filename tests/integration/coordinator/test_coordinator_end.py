@@ -192,7 +192,7 @@ async def test_warnings_on_the_bill_are_noted_and_shown_until_the_run_ends(
         coordinator._check_health()
     coordinator._write_status()
     noted = [event.text for event in coordinator._ledger.events() if event.kind == "warning"]
-    assert noted == ["warning spot_does_not_pay: Spot does not pay: saving -40% since step 10 (limit 0%)."]
+    assert noted == ["warning spot_does_not_pay: Spot does not pay: saving -40.0% since step 10 (limit 0%)."]
     (warning,) = read_json(run.status)["warnings"]
     assert warning["code"] == "spot_does_not_pay"
     coordinator.end_run("done", "", "")

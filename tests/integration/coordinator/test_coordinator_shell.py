@@ -25,6 +25,7 @@ from rlboost_runtime.coordinator.links.trainer import TrainerLink
 from rlboost_runtime.coordinator.links.weights import WeightTracker
 from rlboost_runtime.coordinator.observers.boot_times import BootTimes
 from rlboost_runtime.coordinator.observers.steps import ReservedMeter
+from rlboost_runtime.coordinator.storage import snapshot
 from rlboost_runtime.coordinator.storage.journal import read_events
 from rlboost_runtime.core.base.messages import (
     Assign,
@@ -151,7 +152,8 @@ class Shell:
         self.ended: list[tuple[str, str, str]] = []
         self.ledger = Ledger(self.run.ledger)
         config = CoreConfig(max_spot_instances=0, reserved_instances=1, seeding_initial_s=0.2)
-        recovered, timing = recover(self.run.events), Timing(lease_s=6.0)
+        recovered, timing = recover(self.run.events, self.run.snapshot), Timing(lease_s=6.0)
+        self.num_replayed = recovered.num_replayed
         weights, reserved = WeightTracker(), ReservedMeter()
         stats = InstanceStats(weights, timing.flush_s)
         boot_times = BootTimes(lambda: recovered.core.machines)
@@ -435,7 +437,12 @@ async def test_a_restarted_trainer_is_not_given_what_was_decided_for_the_former_
         assert (await again.hear(GrantLeaseMessage)).step == 0
 
 
-async def test_what_was_acknowledged_survives_a_restart_and_goes_on_elsewhere(tmp_path: Path) -> None:
+@pytest.mark.parametrize("snapshot_every", [2, snapshot.EVERY_EVENTS])
+async def test_what_was_acknowledged_survives_a_restart_and_goes_on_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot_every: int
+) -> None:
+    monkeypatch.setattr(snapshot, "EVERY_EVENTS", snapshot_every)
+    monkeypatch.setattr(snapshot, "PAUSE_SHARE", 0)
     async with shell(tmp_path) as made:
         trainer = made.trainers()
         agent = await join(made, trainer)
@@ -443,7 +450,10 @@ async def test_what_was_acknowledged_survives_a_restart_and_goes_on_elsewhere(tm
         await agent.say(frame(0, [(a, 0, [1, 2]), (b, 0, [5, 9])], AssignmentEnd(b, "stop")))
         await agent.hear(Ack)
         digest = made.driver.totals.commands_digest
+        num_events = made.driver.totals.num_events
     async with shell(tmp_path) as made:  # a new process would do the same: nothing but the folder is shared
+        assert made.driver.repairs == []
+        assert (made.num_replayed < num_events) == (snapshot_every == 2)
         assert made.driver.totals.commands_digest == digest
         agent = made.agent()
         await agent.say(hello())

@@ -85,6 +85,55 @@ def test_stepping_equals_the_librarys_own_thread():
         assert logprobs[i] == pytest.approx(output.logprobs, abs=1e-5)
 
 
+def test_each_request_is_sampled_as_it_asks():
+    """Beside requests of the engine's own sampling: greedily, colder, from a part of the vocabulary."""
+    model = make_model()
+    asked = {0: None, 1: Sampling(0.0), 2: Sampling(0.5), 3: Sampling(1.3, 0.6), 4: None}
+    batch = ContinuousBatch(model, Sampling(1.0), 8, 256)
+    prompt_of = dict(enumerate(prompts([5, 9, 3, 40, 7])))
+    for i, sampling in asked.items():
+        batch.add(Request(i, prompt_of[i], 30, sampling=sampling))
+    ids, logprobs, _ = run_out(batch)
+    alone = ContinuousBatch(model, GREEDY, 8, 256)
+    alone.add(Request(1, prompt_of[1], 30))
+    assert ids[1] == run_out(alone)[0][1]
+    assert logprobs[1] == pytest.approx([0.0] * 30)
+    for i in (0, 2, 3, 4):
+        sampling = asked[i] or Sampling()
+        with torch.no_grad():
+            logits_TV = model(torch.tensor([prompt_of[i] + ids[i]])).logits[0, len(prompt_of[i]) - 1 : -1]
+        probs_TV = (logits_TV / sampling.temperature).softmax(-1)
+        ranked_TV, order_TV = probs_TV.sort(descending=True)
+        out_TV = torch.zeros_like(probs_TV, dtype=torch.bool)
+        out_TV.scatter_(1, order_TV, ranked_TV.cumsum(-1) - ranked_TV >= sampling.top_p)
+        kept_TV = probs_TV.masked_fill(out_TV, 0.0)
+        expected_T = (kept_TV / kept_TV.sum(-1, keepdim=True))[range(30), ids[i]].log()
+        assert logprobs[i] == pytest.approx(expected_T.tolist(), abs=1e-4), i
+
+
+def test_a_request_ends_by_its_own_stop_tokens():
+    model, (prompt,) = make_model(), prompts([12])
+    alone = ContinuousBatch(model, GREEDY, 1, 256)
+    alone.add(Request(0, prompt, 30))
+    likeliest = run_out(alone)[0][0]
+    stop = likeliest[7]
+    batch = ContinuousBatch(model, Sampling(stop_token_ids=(stop,)), 8, 256)
+    batch.add(Request(0, prompt, 30, sampling=Sampling(0.0)))
+    batch.add(Request(1, prompt, 30, sampling=Sampling(0.0, ignore_eos=True)))
+    batch.add(Request(2, prompt, 30, sampling=Sampling(0.0, 1.0, (likeliest[3],), ignore_eos=True)))
+    ids, _, ended = run_out(batch)
+    reasons = {end.request_id: end.reason for end in ended}
+    assert (ids[0], reasons[0]) == (likeliest[: likeliest.index(stop) + 1], "stop")
+    assert (ids[1], reasons[1]) == (likeliest, "length")
+    assert (ids[2], reasons[2]) == (likeliest[: likeliest.index(likeliest[3]) + 1], "stop")
+
+
+def test_a_greedy_engine_refuses_to_sample():
+    batch = ContinuousBatch(make_model(), GREEDY, 2, 64)
+    assert "temperature 0" in (batch.refusal(Request(0, [20], 5, sampling=Sampling(0.7))) or "")
+    assert batch.refusal(Request(0, [20], 5, sampling=GREEDY)) is None
+
+
 def test_new_weights_meet_no_key_of_the_old_ones():
     """A prompt of many pages, asked again right after its first answer: the likeliest to be found cached."""
     model, other = make_model(0), make_model(1)
@@ -154,36 +203,3 @@ def test_equal_seeds_repeat_and_others_do_not():
         batch.add(Request(i, [20], 40))
         drawn.append(run_out(batch)[0][i])
     assert drawn[0] == drawn[1] != drawn[2]
-
-
-def test_each_request_is_sampled_as_it_asks():
-    model = make_model()
-    (prompt,) = prompts([12])
-    alone = ContinuousBatch(model, GREEDY, 1, 256)
-    alone.add(Request(0, prompt, 30))
-    likeliest, exact, _ = run_out(alone)
-
-    batch = ContinuousBatch(model, Sampling(temperature=1.0), 8, 256, samples_per_request=True)
-    batch.seed(0)
-    stop = likeliest[0][7]
-    batch.add(Request(0, prompt, 30, sampling=GREEDY))
-    batch.add(Request(1, prompt, 30, sampling=Sampling(0.0, 1.0, (stop,))))
-    batch.add(Request(2, prompt, 30, sampling=Sampling(1.0, 1e-6)))  # of the nucleus one token is left
-    batch.add(Request(3, prompt, 30))
-    batch.add(Request(4, prompt, 30, sampling=Sampling(8.0)))
-    ids, logprobs, ended = run_out(batch)
-    first = likeliest[0].index(stop)
-    assert ids[0] == ids[2] == likeliest[0]
-    assert ids[1] == likeliest[0][: first + 1]
-    assert {end.request_id: end.reason for end in ended}[1] == "stop"
-    assert likeliest[0] not in (ids[3], ids[4])
-    for temperature, number in ((1.0, 3), (8.0, 4)):
-        with torch.no_grad():
-            logits_TV = model(torch.tensor([prompt + ids[number]])).logits[0, 11:-1]
-        wanted_TV = (logits_TV / temperature).log_softmax(-1)
-        chosen = wanted_TV[torch.arange(30), torch.tensor(ids[number])]
-        assert logprobs[number] == pytest.approx(chosen.tolist(), abs=1e-4), (
-            "of the distribution sampled from"
-        )
-    assert logprobs[0] == pytest.approx([0.0] * 30, abs=1e-4)
-    assert exact[0] != pytest.approx([0.0] * 30, abs=1e-4), "a greedy batch gives those at temperature 1"

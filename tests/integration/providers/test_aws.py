@@ -347,6 +347,7 @@ def test_the_shipped_policy_allows_what_the_provider_does_and_no_other_call(ec2,
     provider.preempt(RUN, "spot-0", None)
     provider.describe(RUN)
     provider.sweep()
+    reserved(ec2).offers()
     policy = json.loads(
         resources.files("rlboost_templates").joinpath("policies/aws.json").read_text(encoding="utf-8")
     )
@@ -392,6 +393,70 @@ def test_a_disk_is_asked_for_with_its_throughput(ec2, mib_per_s, asked):
     (disk,) = ec2.templates[0]["BlockDeviceMappings"]
     ebs = {name: value for name, value in disk["Ebs"].items() if name in ("Throughput", "Iops")}
     assert {name: int(value) for name, value in ebs.items()} == asked
+
+
+BLOCK = "cr-0123456789abcdef0"
+
+
+def reserved(ec2, **told):
+    """A provider that buys a head in reserved capacity of which EC2 tells so."""
+    ec2.reservations[BLOCK] = {
+        "instanceType": KIND,
+        "availabilityZone": B,
+        "reservationType": "capacity-block",
+        "state": "active",
+        "startDate": "2026-11-24T11:30:00.000Z",
+        "availableInstanceCount": 1,
+        **told,
+    }
+    pool = replace(POOL, spot=False, max_price_micro_usd_per_hour=None, reservation=BLOCK)
+    return AwsProvider([pool], OWNER, client=ec2.client)
+
+
+@pytest.mark.parametrize("kind", ["capacity-block", "default"])
+def test_a_machine_is_launched_into_capacity_that_was_reserved(ec2, kind):
+    provider = reserved(ec2, reservationType=kind)
+    (offer,) = provider.offers()
+    assert BLOCK in offer.source
+    assert provider.launch(request(provider)).zone == B, "the reservation's, though a costs less"
+    (template,) = ec2.templates
+    target = template["CapacityReservationSpecification"]["CapacityReservationTarget"]
+    assert target == {"CapacityReservationId": BLOCK}
+    is_block = kind == "capacity-block"
+    assert ec2.fleet_kinds == ["capacity-block" if is_block else "on-demand"]
+    assert template.get("InstanceMarketOptions") == ({"MarketType": kind} if is_block else None)
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"state": "scheduled"}, "is scheduled, and begins at 2026-11-24 11:30 UTC"),
+        ({"availableInstanceCount": 0}, f"every machine of {BLOCK} is in use"),
+    ],
+)
+def test_reserved_capacity_that_is_not_free_yet_may_be_waited_for(ec2, told, words):
+    provider = reserved(ec2, **told)
+    asked = request(provider)
+    with pytest.raises(NoCapacity, match=words) as refusal:
+        provider.launch(asked)
+    assert "max_wait_minutes" in refusal.value.remedy
+    assert ec2.instances() == []
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"state": "expired"}, "is expired"),
+        ({"instanceType": "p5.48xlarge"}, f"is for p5.48xlarge, but the job wants {KIND}"),
+        (None, "does not exist"),
+    ],
+)
+def test_reserved_capacity_that_cannot_serve_is_refused_before_anything_is_bought(ec2, told, words):
+    provider = reserved(ec2, **(told or {}))
+    if told is None:
+        ec2.reservations.clear()
+    with pytest.raises(ConfigError, match=words):
+        provider.offers()
 
 
 @pytest.mark.parametrize("old_kinds", [False, True])

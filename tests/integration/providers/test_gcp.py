@@ -236,6 +236,39 @@ def test_what_a_machine_is_given(gce, provider):
     assert "ssh-keys" not in items
 
 
+def bought(gce, **changes):
+    """What Google is asked for by a head in the pool with such changes."""
+    pool = replace(POOL, spot=False, **changes)
+    provider = GcpProvider([pool], OWNER, clients=lambda: gce.clients)
+    assert provider.launch(request(provider)).state is MachineStatus.RUNNING
+    (body,) = gce.bodies
+    return body
+
+
+def test_a_machine_is_bought_by_flex_start_for_a_limited_time(gce):
+    body = bought(gce, flex_start_s=7200)
+    scheduling = body["scheduling"]
+    assert (scheduling["provisioningModel"], scheduling["automaticRestart"]) == ("FLEX_START", False)
+    assert scheduling["instanceTerminationAction"] == "DELETE"
+    assert scheduling["maxRunDuration"]["seconds"] == "7200"
+    assert body["reservationAffinity"] == {"consumeReservationType": "NO_RESERVATION"}
+
+
+def test_a_machine_is_launched_into_a_reservation(gce):
+    name = "projects/other/reservations/h100s"
+    assert bought(gce, reservation=name)["reservationAffinity"] == {
+        "consumeReservationType": "SPECIFIC_RESERVATION",
+        "key": "compute.googleapis.com/reservation-name",
+        "values": [name],
+    }
+
+
+def test_a_machine_on_demand_asks_for_neither(gce):
+    body = bought(gce)
+    assert "reservationAffinity" not in body
+    assert "provisioningModel" not in body["scheduling"]
+
+
 def test_a_machine_with_h100s_is_given_a_disk_that_it_takes(gce):
     pool = GcpPool("us-central1", "H100:8", "a3-highgpu-8g", 20_000_000, "test")
     provider = GcpProvider([pool], OWNER, clients=lambda: gce.clients)

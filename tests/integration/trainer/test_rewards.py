@@ -7,6 +7,7 @@ import psutil
 import pytest
 
 from rlboost_runtime.errors import ConfigError, RuntimeFault
+from rlboost_runtime.job.task import PythonReward
 from rlboost_runtime.protocol.reward_failures import RewardFailure
 from rlboost_runtime.trainer.data.reading import generate_examples
 from rlboost_runtime.trainer.rewards.outcome import Reward, failure_metrics, require_some_reward
@@ -131,13 +132,87 @@ def test_only_the_parameters_that_a_function_has_are_passed(tmp_path):
         ("def other(): return 1", "no function score"),
         ("def score(:", "SyntaxError"),
         ("raise RuntimeError('at import')", "at import"),
-        ("async def score(): return 1", "async"),
+        ("def score(responses, answer): return []", "answer are unknown; there are prompt, responses, row"),
         ("import os; os._exit(1)", "its process ended"),
     ],
 )
 def test_a_function_that_cannot_be_loaded_is_said_at_the_start(tmp_path, code, told):
     with pytest.raises(ConfigError, match=told):
         scorer(tmp_path, code)
+
+
+GROUP = """
+def score(prompt, responses, row):
+    if responses[0] == "few": return [1.0]
+    if responses[0] == "one": return 1.0
+    best = max(map(len, responses))
+    return [len(r) / best if r != "nan" else float("nan") for r in responses]
+"""
+
+
+def test_a_function_of_responses_gets_the_whole_group_in_one_call(tmp_path):
+    with scorer(tmp_path, GROUP, timeout_s=10.0) as rewards:
+        found = [future.result() for future in rewards.submit_group(calls("abcd", "ab", "nan"))]
+        assert [(each.value, each.failure) for each in found] == [
+            (1.0, None), (0.5, None), (0.0, RewardFailure.NOT_FINITE),
+        ]  # fmt: skip
+        few = [future.result() for future in rewards.submit_group(calls("few", "x"))]
+        assert {(each.value, each.failure) for each in few} == {(0.0, RewardFailure.RAISED)}
+        assert "returned 1 rewards for 2 responses" in few[1].problem
+        assert "returned a float, not a list" in rewards.submit(calls("one")[0]).result().problem
+        assert rewards.submit(calls("alone")[0]).result() == Reward(1.0)
+
+
+ASYNC = """
+import asyncio
+import time
+running = most = 0
+async def score(response):
+    global running, most
+    if response == "late": await asyncio.sleep(60)
+    if response == "raise": raise KeyError("answer")
+    running += 1
+    most = max(most, running)
+    await asyncio.sleep(0.2)
+    running -= 1
+    return most
+"""
+
+
+def test_an_async_function_scores_a_group_at_the_same_time_each_with_its_deadline(tmp_path):
+    with scorer(tmp_path, ASYNC, timeout_s=3.0) as rewards:
+        futures = rewards.submit_group(calls("a", "late", "b", "raise", "c"))
+        found = [future.result() for future in futures]
+        assert [each.failure for each in found] == [
+            None, RewardFailure.TIMEOUT, None, RewardFailure.RAISED, None,
+        ]  # fmt: skip
+        assert max(each.value for each in found) == 3.0, "three ran at once"
+        assert [f.result() for f in rewards.submit_group(calls("d"))] == [Reward(3.0)], "the process lives on"
+
+
+NAMED = """
+async def judged(responses): return [float(len(r)) for r in responses]
+def formatted(response):
+    if response == "bad": raise ValueError("no")
+    return float(response.startswith("a"))
+"""
+
+
+def test_named_rewards_are_added_by_their_weights_and_kept_apart(tmp_path):
+    (tmp_path / "rewards.py").write_text(NAMED)
+    wanted = [
+        PythonReward(name="length", weight=0.5, python="rewards.py:judged"),
+        PythonReward(name="format", weight=-2.0, python="rewards.py:formatted"),
+        PythonReward(name="exact", weight=0.0, python="exact"),
+    ]
+    rows = [RewardCall("p", text, {"answer": "ab"}) for text in ("ab", "bcde", "bad")]
+    with RewardScorer(wanted, tmp_path, timeout_s=20, log_file=tmp_path / "log") as rewards:
+        assert rewards.name == "rewards.py:judged + rewards.py:formatted + exact"
+        found = [future.result() for future in rewards.submit_group(rows)]
+    assert found[0] == Reward(0.5 * 2 - 2.0, parts={"length": 2.0, "format": 1.0, "exact": 1.0})
+    assert found[1] == Reward(0.5 * 4, parts={"length": 4.0, "format": 0.0, "exact": 0.0})
+    assert (found[2].value, found[2].failure) == (1.5, RewardFailure.RAISED)
+    assert found[2].problem.startswith("format: rewards.py:4: ValueError")
 
 
 @pytest.mark.parametrize("reward", ["rewards.py", "maths", "missing.py:score"])

@@ -21,12 +21,13 @@ from websockets.exceptions import ConnectionClosed
 
 from rlboost_cli.runs.metrics import history_of
 from rlboost_runtime.errors import RLBoostError, RuntimeFault
-from rlboost_runtime.health.glossary import GLOSSARY
+from rlboost_runtime.health.glossary import GLOSSARY, described
 from rlboost_runtime.health.monitor import HealthMonitor
 from rlboost_runtime.job import Job
 from rlboost_runtime.protocol.messages import (
     Checkpointed,
     DeliverGroupMessage,
+    Evaluated,
     FinishedResponse,
     GrantLeaseMessage,
     LeaseReturnedMessage,
@@ -35,6 +36,7 @@ from rlboost_runtime.protocol.messages import (
     Refused,
     RunFailed,
     RunFinished,
+    Sampling,
     Segment,
     StepStartedMessage,
     StepTrainedMessage,
@@ -44,7 +46,6 @@ from rlboost_runtime.protocol.messages import (
     encode,
     trainer_message_decoder,
 )
-from rlboost_runtime.protocol.status import EvaluationStatus
 from rlboost_runtime.run import security
 from rlboost_runtime.run.folder import RunFolder, write_json
 from rlboost_runtime.trainer.__main__ import EXIT_CANNOT_GO_ON, train
@@ -149,7 +150,7 @@ class Coordinator:
     def _group(self, request: StepStartedMessage, group: int) -> DeliverGroupMessage:
         draw = np.random.default_rng([request.step, group])
         responses = []
-        for i in range(request.group_size):
+        for i in range(request.prompts[group].num_responses or request.group_size):
             n = int(draw.integers(1, 7))
             bad = (request.step, group) in self.quarantine and i == 0
             responses.append(
@@ -315,7 +316,7 @@ def test_a_lost_weight_store_is_published_again_under_an_unused_number(tmp_path,
 def test_dying_between_checkpoint_and_report_loses_and_doubles_nothing(tmp_path, quiet, monkeypatch):
     run = make_run(tmp_path)
 
-    def broken(self: MetricsLog, line: dict) -> None:
+    def broken(self: MetricsLog, *lines: dict) -> None:
         raise KeyboardInterrupt
 
     with Coordinator(run) as coordinator:
@@ -407,7 +408,15 @@ def test_a_run_that_learns_nothing_is_reported_from_its_own_metrics(tmp_path):
     health = HealthMonitor((message.step, message.metrics) for message in trained)
     assert "reward_zero" in [warning.code for warning in health.active]
     assert "grad_not_finite" not in [warning.code for warning in health.active]
-    assert health.evaluation == EvaluationStatus(STEPS, 0.0, 0.0, 0.0)
+    (final,) = coordinator.of(Evaluated)
+    health.evaluated(final.step + 1, final.metrics)
+    found = health.evaluations[""]
+    assert (found.step, found.updates, found.values["reward_mean"], found.first["reward_mean"]) == (
+        4,
+        4,
+        0,
+        0,
+    )
     history = history_of(run)
     assert history.steps == list(range(1, STEPS + 1))
     assert all(value > 0 for value in history.values("tokens_per_s"))
@@ -418,20 +427,143 @@ def test_held_out_prompts_are_answered_and_never_trained(tmp_path):
     with Coordinator(run) as coordinator:
         go(run)
     asked = coordinator.of(StepStartedMessage)
-    assert [len(m.prompts) for m in asked] == [GROUPS + 3, GROUPS, GROUPS + 3, GROUPS + 3]
-    tails = [
-        tuple(prompt.token_ids for prompt in m.prompts[GROUPS:]) for m in asked if len(m.prompts) > GROUPS
-    ]
+    assert [(m.step, len(m.prompts)) for m in asked] == [
+        (0, GROUPS + 3), (1, GROUPS), (2, GROUPS + 3), (3, GROUPS), (STEPS, 3),
+    ]  # fmt: skip
+    tails = [tuple(prompt.token_ids for prompt in asked[m].prompts[-3:]) for m in (0, 2, 4)]
     assert len(set(tails)) == 1, "the same ones each time"
-    assert not {p.token_ids for m in asked for p in m.prompts[:GROUPS]} & set(tails[0])
+    assert not {p.token_ids for m in asked[:STEPS] for p in m.prompts[:GROUPS]} & set(tails[0])
     table = lines(run)
-    assert set().union(*table) == GLOSSARY.keys() - {"tokens_per_s"}
+    general = {"eval_avg_at_K", "eval_pass_at_K", "reward_NAME_mean"}
+    assert {described(name).name for name in set().union(*table)} == (
+        GLOSSARY.keys() - {"tokens_per_s", *general} | {"eval_avg_at_4", "eval_pass_at_2", "eval_pass_at_4"}
+    )
+    assert [line.get("eval_updates") for line in table] == [0, None, 2, STEPS]
     assert ["eval_reward_mean" in line for line in table] == [True, False, True, True]
     assert all(line["eval_reward_best"] >= line["eval_reward_mean"] for line in table if len(line) > 60)
     assert {line["responses_scored"] for line in table} == {GROUPS * SIZE}
     plain = make_run(tmp_path, "plain")
     assert all(line["groups_trained"] == GROUPS for line in table)
     assert not plain.samples.exists()
+
+
+EVALUATION = [
+    {"name": "own", "source": "other.jsonl", "every_steps": 2, "samples": 6, "temperature": 0.5,
+     "max_tokens": 9, "correct_from": 0.5, "reward": "other.py:score", "pass_at": [1, 3, 6]},
+    {"name": "held-out", "prompts": 2, "every_steps": None, "top_p": 0.9, "correct_from": 1.0},
+]  # fmt: skip
+
+
+def make_evaluated_run(tmp_path: Path, name: str = "r", steps: int = STEPS) -> RunFolder:
+    algorithm = {**JOB["algorithm"], "steps": steps}
+    run = make_run(tmp_path, name, evaluation=EVALUATION, algorithm=algorithm)
+    (run.files / "other.jsonl").write_text('{"prompt": "other 1"}\n{"prompt": "other 2"}\n')
+    (run.files / "other.py").write_text("def score(response): return (sum(map(ord, response)) % 5) / 4")
+    return run
+
+
+def evaluated(run: RunFolder) -> list[dict]:
+    return [json.loads(line) for line in run.evaluations.read_text().splitlines()]
+
+
+def eval_metrics(run: RunFolder) -> list[dict]:
+    return [{k: v for k, v in line.items() if k.startswith("eval_")} for line in lines(run)]
+
+
+def test_avg_and_pass_at_k_equal_a_direct_computation_over_the_kept_responses(tmp_path):
+    run = make_evaluated_run(tmp_path)
+    with Coordinator(run) as coordinator:
+        go(run)
+    kept = evaluated(run)
+    assert {(row["step"], row["evaluation"]) for row in kept} == {
+        (0, "own"), (2, "own"), (STEPS, "own"), (0, "held-out"), (STEPS, "held-out"),
+    }  # fmt: skip
+    for updates, row in ((0, 0), (2, 2), (STEPS, STEPS - 1)):
+        metrics = lines(run)[row]
+        assert metrics["eval_updates"] == updates
+        for name, ks, threshold in (("own", (1, 3, 6), 0.5), ("held-out", (2, 4), 1.0)):
+            by_prompt: dict[int, list[dict]] = {}
+            for each in kept:
+                if (each["step"], each["evaluation"]) == (updates, name):
+                    by_prompt.setdefault(each["prompt"], []).append(each)
+            if not by_prompt:
+                assert f"eval_{name}_reward_mean" not in metrics
+                continue
+            assert len(by_prompt) == 2
+            assert {len(group) for group in by_prompt.values()} == {max(ks)}
+            right = [[each["reward"] >= threshold for each in group] for group in by_prompt.values()]
+            assert any(map(any, right))
+            assert not all(map(all, right))
+            rates = {f"avg_at_{max(ks)}": np.mean(right)}
+            for k in ks:  # by looking at every choice of k responses
+                rates[f"pass_at_{k}"] = np.mean(
+                    [np.mean([any(some) for some in itertools.combinations(each, k)]) for each in right]
+                )
+            rows = list(itertools.chain.from_iterable(by_prompt.values()))
+            rates["reward_mean"] = np.mean([each["reward"] for each in rows])
+            rates["length_mean"] = np.mean([each["tokens"] for each in rows])
+            rates["truncated_share"] = np.mean([each["finish_reason"] == "length" for each in rows])
+            for metric, value in rates.items():
+                assert metrics[f"eval_{name}_{metric}"] == pytest.approx(value), (updates, name, metric)
+    first = coordinator.of(StepStartedMessage)[0]
+    asked = [(p.num_responses, p.max_tokens, p.sampling) for p in first.prompts[GROUPS:]]
+    assert asked == [(6, 9, Sampling(0.5))] * 2 + [(0, 0, Sampling(1.0, 0.9))] * 2
+    for request, line in zip(coordinator.of(StepStartedMessage), lines(run), strict=False):
+        groups = [coordinator._group(request, group) for group in range(GROUPS)]
+        tokens = sum(len(r.token_ids) // 4 for group in groups for r in group.responses)
+        assert line["tokens_trained"] == tokens, "none of an evaluation's"
+
+
+def test_a_trainer_that_comes_back_neither_repeats_nor_loses_an_evaluation(tmp_path, monkeypatch):
+    """It ends when it asks for step 1, for the final evaluation, and before it saves the final model."""
+    quiet, run = (make_evaluated_run(tmp_path, name, steps=2) for name in ("quiet", "r"))
+    with Coordinator(quiet):
+        wanted = go(quiet)
+
+    def die(*_: object) -> None:
+        raise RLBoostError("enough", "")
+
+    with Coordinator(run) as coordinator:
+        for coordinator.refuse_step in (1, 2):
+            with pytest.raises(RLBoostError, match="enough"):
+                go(run)
+        coordinator.refuse_step = None
+        with monkeypatch.context() as patch:
+            patch.setattr("rlboost_runtime.trainer.loop.checkpoint.replace_folder", die)
+            with pytest.raises(RLBoostError, match="enough"):
+                go(run)
+        final = go(run)
+    assert evaluated(run) == evaluated(quiet)
+    assert eval_metrics(run) == eval_metrics(quiet)
+    assert weights(final) == weights(wanted)
+    asked = [message.step for message in coordinator.of(StepStartedMessage)]
+    assert asked == [0, 1, 1, 2, 2], "the last process asks for nothing"
+    assert [each.metrics for each in coordinator.of(Evaluated)] == [eval_metrics(quiet)[-1]] * 2
+
+
+def test_named_rewards_are_in_metrics_samples_and_evaluations(tmp_path):
+    named = [
+        {"name": "own", "weight": 0.5, "python": "rewards.py:score"},
+        {"name": "even", "weight": 2.0, "python": "rewards.py:even"},
+    ]
+    group = "\ndef even(responses): return [1.0 - len(r) % 2 for r in responses]"
+    algorithm = {**JOB["algorithm"], "steps": 1}
+    run = make_run(
+        tmp_path, reward=REWARD + group, algorithm=algorithm,
+        evaluation={"prompts": 2, "at_start": False, "samples": 2},
+    )  # fmt: skip
+    job = json.loads(run.job_json.read_text()) | {"reward": named}
+    run.job_json.write_text(Job.model_validate_json(json.dumps(job)).canonical_json())
+    with Coordinator(run):
+        go(run)
+    (line,) = lines(run)
+    total = 0.5 * line["reward_own_mean"] + 2.0 * line["reward_even_mean"]
+    assert 0 < line["reward_even_mean"] < 1
+    assert line["reward_mean"] == pytest.approx(total)
+    samples = [json.loads(each) for each in run.samples.read_text().splitlines()]
+    for row in [*samples, *evaluated(run)]:
+        assert row["reward"] == pytest.approx(0.5 * row["rewards"]["own"] + 2.0 * row["rewards"]["even"])
+    assert "reward_even_mean" in history_of(run).chosen([])
 
 
 def test_curves_and_samples_follow_a_run_that_comes_back(tmp_path):

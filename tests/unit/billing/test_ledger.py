@@ -538,3 +538,15 @@ def test_a_ledger_of_an_earlier_version_is_checked_from_now_on(tmp_path: Path) -
         db.execute("UPDATE machines SET price_micro_usd_per_hour = 1")
     with pytest.raises(RuntimeFault, match="table machines"):
         Ledger(path)
+
+
+def test_metrics_are_added_to_a_trained_step_once(ledger: Ledger, tmp_path: Path) -> None:
+    ledger.record_step(3, started_at=T0, ended_at=T0 + 5, tokens=5, reward_mean=0.5, metrics={"loss": 1.0})
+    assert ledger.add_metrics(3, {"eval_avg_at_4": 0.25})
+    assert not ledger.add_metrics(3, {"eval_avg_at_4": 0.25}), "it is known"
+    assert not ledger.add_metrics(4, {"eval_avg_at_4": 0.25}), "no such step"
+    ledger.close()
+    again = Ledger(tmp_path / "ledger.sqlite")  # checks every row's checksum
+    (step,) = again.steps()
+    again.close()
+    assert (step.tokens, step.metrics) == (5, {"loss": 1.0, "eval_avg_at_4": 0.25})

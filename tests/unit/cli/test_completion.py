@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rlboost_runtime.health.glossary import GLOSSARY
 from rlboost_runtime.run.folder import RunFolder, write_json
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -86,8 +87,8 @@ def test_logs_offer_what_there_are_logs_of(home: Path) -> None:
 
 def test_metrics_are_offered_by_name_each_once(home: Path) -> None:
     offered = completed(home, "rlboost metrics slow eval_")
-    assert offered == ["eval_reward_mean", "eval_reward_best"]
-    assert completed(home, "rlboost metrics slow eval_reward_mean eval_") == ["eval_reward_best"]
+    assert offered == [name for name in GLOSSARY if name.startswith("eval_")]
+    assert completed(home, "rlboost metrics slow eval_reward_mean eval_reward") == ["eval_reward_best"]
 
 
 def test_a_broken_home_offers_nothing_and_says_nothing(home: Path) -> None:

@@ -7,6 +7,7 @@ import hashlib
 import http.client
 import json
 import re
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -157,6 +158,7 @@ def get(server: DashboardServer, path: str, key: str | None = None, method: str 
 
 
 PATHS = ("/", "/runs/demo/", "/runs/demo/events", "/runs/demo/samples", "/runs/demo/logs", "/static/app.js")
+PATHS += ("/compare", "/compare/data?run=demo")
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -186,7 +188,25 @@ def test_what_the_server_shows(server: DashboardServer, run: RunFolder) -> None:
     assert [row["response"] for row in found] == [HOSTILE]
 
 
-NOTHING = ("/runs/absent/", "/runs/absent/events", "/static/../data.py", "/runs/../../x/", "/x")
+def test_the_page_compares_what_the_command_compares(server: DashboardServer, run: RunFolder) -> None:
+    alone = json.loads(get(server, "/compare/data?run=demo", server.key).body)
+    assert alone == {"names": ["demo"], "found": None}
+    assert b"/compare" not in get(server, "/", server.key).body, "one run has nothing to be compared with"
+    shutil.copytree(run.path, run.path.with_name("other"))
+    found = json.loads(get(server, "/compare/data?run=demo&run=other", server.key).body)["found"]
+    assert found == json.loads(command("compare", "demo", "other", "--json"))
+    assert b'href="/compare"' in get(server, "/", server.key).body
+    assert b'src="/static/app.js"' in get(server, "/compare?run=demo&run=other", server.key).body
+
+
+NOTHING = (
+    "/compare/data?run=absent",
+    "/runs/absent/",
+    "/runs/absent/events",
+    "/static/../data.py",
+    "/runs/../../x/",
+    "/x",
+)
 
 
 @pytest.mark.parametrize("path", NOTHING)

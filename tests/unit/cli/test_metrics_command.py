@@ -71,7 +71,7 @@ def test_the_important_metrics_fit_eighty_columns(home: Path) -> None:
     assert [line.split()[0] for line in lines[3:] if not line.startswith("  ")] == list(IMPORTANT)
     reward = next(line for line in lines if line.startswith("reward_mean"))
     assert reward.split()[1:4] == ["0.0000", "0.7450", "0.7450"]
-    assert any("held-out prompts" in line for line in lines), "each has its meaning"
+    assert any("prompts that are never trained on" in line for line in lines), "each has its meaning"
     assert next(line for line in lines if line.startswith("tokens_per_s")).split()[1] == "12,346"
 
 
@@ -136,11 +136,11 @@ def test_resampling_keeps_the_ends_and_the_width() -> None:
 
 
 def unhealthy() -> Status:
-    monitor = HealthMonitor(
-        (n, {"reward_mean": 0.0, "reward_std": 0.0, "truncated_share": 1.0, "eval_reward_mean": 0.25})
-        for n in range(4)
-    )
-    return Status(run="r", state="training", step=4, warnings=monitor.active, evaluation=monitor.evaluation)
+    bad = {"reward_mean": 0.0, "reward_std": 0.0, "truncated_share": 1.0}
+    held_out = {"eval_aime_reward_mean": 0.25, "eval_aime_avg_at_8": 0.5}
+    monitor = HealthMonitor((n, bad | held_out | {"eval_updates": float(n)}) for n in range(4))
+    evaluations = list(monitor.evaluations.values())
+    return Status(run="r", state="training", step=4, warnings=monitor.active, evaluations=evaluations)
 
 
 def found() -> RunStatus:
@@ -154,7 +154,7 @@ def test_status_shows_warnings_with_advice_and_the_evaluation(home: Path) -> Non
     assert "warning  Rewards flat at 0: mean within 0.000 since step 1" in text
     assert "rlboost samples" in text
     assert "Length limit reached by 100%" in text
-    assert "eval     0.250 on held-out prompts at step 4" in text
+    assert "eval     aime: reward 0.250 after 3 updates, avg@8 0.500" in text
     data = status_json(RunFolder(home / "runs" / "empty"), found())
     assert [warning["code"] for warning in data["warnings"]] == ["reward_zero", "truncated"]
     assert data["warnings"][0]["advice"]

@@ -37,14 +37,31 @@ def test_each_step_and_event_is_told_once() -> None:
     new = NewLines()
     event = {"at": 5.0, "kind": "gone", "text": "spot-0 is gone"}
     assert new.of(live(step=0, steps=5)) == []
-    first = new.of(live(step=1, steps=5, reward_history=[0.25], events=[event], tokens_per_s=10))
+    first = new.of(
+        live(step=1, steps=5, reward_history=[0.25], events=[event], tokens_per_s=10, cost={"spent_usd": 2.0})
+    )
     assert first[0].endswith(" spot-0 is gone")
-    assert first[1].startswith("step 1/5  reward 0.250  10 tokens/s")
+    assert first[1].startswith("step 1/5  reward 0.250  $2.00")
     assert new.of(live(step=1, steps=5, reward_history=[0.25], events=[event])) == []
     later = new.of(live(step=3, steps=5, reward_history=[0.25, 0.5, 0.75]))
     assert later[0] == "step 2/5  reward 0.500"
     assert later[1].startswith("step 3/5  reward 0.750")
     assert len(later) == 2
+
+
+def test_a_steps_speed_is_its_own_and_not_the_moments() -> None:
+    new = NewLines()
+    said = []
+    for step, trained, at in (
+        (0, 0, 1000.0),
+        (1, 500, 1020.0),
+        (1, 500, 1024.0),
+        (2, 900, 1030.0),
+        (4, 9, 1090.0),
+    ):
+        said += new.of(live(step=step, steps=5, at=at, tokens={"trained": trained}, tokens_per_s=0))
+    assert ["40 tokens/s" in line for line in said] == [False, True, False, False], said
+    assert not any(" 0 tokens/s" in line for line in said)
 
 
 def test_a_late_watcher_is_not_told_the_whole_past() -> None:
@@ -81,7 +98,7 @@ def test_a_coordinator_that_leaves_at_a_normal_end_is_no_alarm(
 def test_a_step_is_told_as_a_step_and_not_as_an_event_again() -> None:
     event = {"at": 5.0, "kind": "step", "text": "step 1 trained from policy version 0"}
     (line,) = NewLines().of(live(step=1, steps=5, at=5.0, reward_history=[0.25], events=[event]))
-    assert line.endswith("step 1/5  reward 0.250  0 tokens/s  -")
+    assert line.endswith("step 1/5  reward 0.250  -")
     assert line[2] == line[5] == ":", "each line has its time"
 
 

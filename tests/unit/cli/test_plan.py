@@ -35,7 +35,7 @@ from rlboost_runtime.coordinator.status import OnDemand
 from rlboost_runtime.job import Job
 from rlboost_runtime.job.file.load import load_job
 from rlboost_runtime.run.create import prepare_run
-from rlboost_runtime.run.folder import RunFolder
+from rlboost_runtime.run.folder import RunFolder, write_json
 from rlboost_runtime.sim import SimResult, simulate
 from rlboost_runtime.sim.presets import Preset
 
@@ -504,6 +504,11 @@ def test_the_command_prints_one_json_object_and_hints_at_a_probe(home: Path) -> 
     assert found["forecast"]["usd"]["mean"] == 0.0
     assert [offer["pool"] for offer in found["offers"]] == ["reserved", "spot"]
     assert f"rlboost plan {path} --probe" in done.stderr
+    assert found["run"] == "demo"
+    ended = prepare_run(path, load_job(path), resume=False).run
+    write_json(ended.outcome, {"state": "done", "exit_code": 0})
+    again = CliRunner().invoke(app, ["plan", str(path), "--json"])
+    assert json.loads(again.stdout)["run"] == "demo-2", "the run that launch would make"
 
 
 def test_a_bad_job_is_bad_input_to_plan(home: Path) -> None:

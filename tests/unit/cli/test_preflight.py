@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from rlboost_cli.doctor import preflight
+from rlboost_cli.doctor import model, preflight
 from rlboost_cli.doctor.findings import DoctorContext, Verdict
 from rlboost_cli.main import app
 from rlboost_cli.runs import supervision
@@ -105,3 +108,87 @@ def test_an_engine_that_is_not_installed_is_found(job_file: Path) -> None:
     assert finding.verdict is Verdict.FAIL
     assert "/nowhere/python" in finding.found
     assert list(preflight.engine(context(job_file))) == []
+
+
+def named(job_file: Path, model: str) -> DoctorContext:
+    job_file.write_text(JOB.replace("{init: tiny}", model))
+    return DoctorContext(job_file.parent / "home", load_job(job_file), job_file)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str | None]]:
+    """A hub that knows acme/known, and acme/moved elsewhere; the tokens that it was shown."""
+    tokens: list[str | None] = []
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            tokens.append(self.headers["Authorization"])
+            status = {"known": 200, "moved": 307, "busy": 503}.get(self.path.split("/")[2], 401)
+            self.send_response(status)
+            self.send_header("Location", "http://127.0.0.1:1/elsewhere")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: Any) -> None: ...
+
+    server = HTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_TOKEN", "hf_mine")
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    yield tokens
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict"),
+    [("known", Verdict.OK), ("moved", Verdict.OK), ("busy", Verdict.WARN), ("typo", Verdict.FAIL)],
+)
+def test_the_hub_is_asked_for_the_model(
+    job_file: Path, hub: list[str | None], name: str, verdict: Verdict
+) -> None:
+    (finding,) = model.resolves(named(job_file, f"acme/{name}"))
+    assert finding.verdict is verdict
+    assert hub == ["Bearer hf_mine"], "once, and nobody else"
+
+
+def test_a_model_that_nobody_has_starts_nothing_and_the_folder_that_was_meant_is_named(
+    job_file: Path, hub: list[str | None]
+) -> None:
+    (job_file.parent / "small-llama").mkdir()
+    job_file.write_text(JOB.replace("{init: tiny}", "smal-llama").replace("'answr'", "'answer'"))
+    refused = CliRunner().invoke(app, ["launch", str(job_file), "--yes"])
+    assert refused.exit_code == 2
+    assert "the Hugging Face hub has no smal-llama" in refused.output
+    assert "write model: small-llama for the folder beside the job file" in refused.output
+    assert not (job_file.parent / "home" / "runs").exists()
+
+
+def test_without_the_hub_only_a_likely_mistake_starts_nothing(
+    job_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_CACHE", str(job_file.parent / "cache"))
+    (finding,) = model.resolves(named(job_file, "smal-llama"))
+    assert finding.verdict is Verdict.WARN
+    (job_file.parent / "small-llama").mkdir()
+    (finding,) = model.resolves(named(job_file, "smal-llama"))
+    assert finding.verdict is Verdict.FAIL
+    assert finding.remedy.startswith("write model: small-llama")
+
+
+def test_a_cached_model_needs_no_hub(job_file: Path, hub: list[str | None], tmp_path: Path) -> None:
+    kept = tmp_path / "cache" / "models--acme--typo" / "snapshots" / "1"
+    kept.mkdir(parents=True)
+    (kept / "config.json").write_text("{}")
+    (finding,) = model.resolves(named(job_file, "acme/typo"))
+    assert finding.verdict is Verdict.OK
+    assert hub == []
+
+
+def test_the_templates_bucket_is_nobodys(job_file: Path) -> None:
+    (finding,) = preflight.output(context(job_file, "output: s3://my-bucket/runs\n"))
+    assert finding.verdict is Verdict.FAIL
+    assert finding.found.startswith("output still names")
+    assert list(preflight.output(context(job_file, "output: s3://my-buckets/runs\n"))) == []

@@ -7,7 +7,7 @@ import pytest
 
 from rlboost_cli.runs.run_status import RunStatus
 from rlboost_cli.terminal.screen import ASCII, UNICODE, Glyphs, Size
-from rlboost_cli.views.fleet_table import fleet_rows
+from rlboost_cli.views.fleet_table import fleet_rows, fleet_table
 from rlboost_cli.views.run_view import PHASES, boot_times, live_lines, status_lines
 from rlboost_runtime.protocol.status import read_status
 
@@ -86,11 +86,18 @@ def test_the_view_shows_all_that_was_promised() -> None:
         "1,234 tokens/s",
         "3 preemptions survived: 8 responses migrated, about 4 tokens lost",
         "$1.50 of $10.00 so far, $18.00 per hour",
-        "reserved-0/0  reserved  reserved-0  ready        4          8     96  2m",
+        "reserved-0/0  reserved  ready        4          8     96  2m",
         "spot-1 was preempted without notice",
         "Ctrl-C detaches; the run continues",
     ):
         assert piece in text, f"{piece} is not in\n{text}"
+
+
+def test_what_migrated_when_seeding_ended_is_no_preemption() -> None:
+    changes = {"preemptions": {"total": 0}, "responses": {"migrated": 24}, "tokens": {"generated": 9}}
+    text = "\n".join(shown(found(**changes)))
+    assert "24 responses migrated; no preemption so far" in text
+    assert "survived" not in text
 
 
 def test_the_comparison_is_of_prices_per_token_and_waits_for_enough_steps() -> None:
@@ -170,6 +177,13 @@ def test_narrow_terminals_lose_columns_not_rows() -> None:
     assert "in flight" in header
 
 
+def test_a_machine_is_a_column_only_where_it_is_more_than_its_instances_name() -> None:
+    rows = fleet_rows(read_status({"instances": instances(2)}))
+    assert "machine" not in fleet_table(rows, 9, 120)[0].text
+    rows[0]["machine"] = "node-7"
+    assert "machine" in fleet_table(rows, 9, 120)[0].text
+
+
 def test_ascii_is_all_that_a_plain_terminal_gets() -> None:
     lines = shown(found(phase="x" * 300), glyphs=ASCII)
     assert all(line.isascii() for line in lines)
@@ -187,7 +201,7 @@ def test_machines_on_their_way_are_rows_too() -> None:
         {"id": "spot-4", "pool": "spot", "state": "gone", "joined": True},
     ]
     text = "\n".join(shown(found(machines=machines, instances=[])))
-    assert [line.split()[3] for line in text.splitlines() if line.startswith("spot-")] == [
+    assert [line.split()[2] for line in text.splitlines() if line.startswith("spot-")] == [
         "launching",
         "booting",
         "no",

@@ -130,9 +130,14 @@ def test_silence_is_the_same_word_as_a_reset(told: Told) -> None:
 
 def test_a_gpu_on_which_the_trainer_works_is_not_asleep() -> None:
     for lease in (LeaseState.TRAINER, LeaseState.RECALLING):
-        assert shown_state("asleep", lease) == "training"
-        assert shown_state("ready", lease) == "ready"
-    assert shown_state("asleep", LeaseState.CLOSING) == "asleep"
+        assert shown_state("asleep", lease, 1) == "training"
+        assert shown_state("ready", lease, 1) == "ready"
+    assert shown_state("asleep", LeaseState.CLOSING, 1) == "asleep"
+
+
+def test_an_engine_without_a_version_to_load_waits() -> None:
+    assert shown_state("loading", LeaseState.TRAINER, None) == "waiting"
+    assert shown_state("loading", LeaseState.TRAINER, 0) == "loading"
 
 
 def test_a_notice_a_migration_and_a_goodbye(told: Told) -> None:

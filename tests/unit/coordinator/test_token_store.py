@@ -15,7 +15,7 @@ STOP = 7
 
 def make_store(num_responses: int = 4, max_tokens: int = 10, first: int = 100) -> TokenStore:
     store = TokenStore()
-    store.open_step(3, range(first, first + num_responses), max_tokens, (STOP,))
+    store.open_step(3, range(first, first + num_responses), [max_tokens] * num_responses, (STOP,))
     return store
 
 
@@ -173,6 +173,21 @@ def test_tokens_beyond_the_limit_are_dropped_and_the_response_is_full_once():
     store.check()
 
 
+def test_each_response_has_its_own_limit():
+    store = TokenStore()
+    store.open_step(3, range(100, 103), [2, 5, 3], (STOP,))
+    for assignment, response in ((11, 100), (12, 101), (13, 102)):
+        store.assign(assignment, response, "i-a")
+    accepted = store.accept(make_frame((11, 0, [1, 2]), (12, 0, [1, 2, 3]), (13, 0, [1, 2])))
+    assert (counts(accepted), accepted.full) == ((7, 0, 0), (100,))
+    accepted = store.accept(make_frame((12, 3, [4]), (13, 2, [3, 4])))
+    assert (counts(accepted), accepted.full) == ((2, 1, 0), (102,))
+    assert store.is_complete(101) is None
+    assert store.accept(make_frame((12, 4, [5]))).full == (101,)
+    assert [store.length(response) for response in (100, 101, 102)] == [2, 5, 3]
+    store.check()
+
+
 def test_a_full_response_that_its_engine_ended_is_reported_as_ended_only():
     store = make_store(max_tokens=2)
     store.assign(11, 100, "i-a")
@@ -247,7 +262,7 @@ def test_a_new_step_forgets_the_former():
     store = make_store()
     store.assign(11, 100, "i-a")
     store.accept(make_frame((11, 0, [1, 2])))
-    store.open_step(4, range(100, 102), 10, ())
+    store.open_step(4, range(100, 102), [10] * 2, ())
     assert store.length(100) == 0
     assert counts(store.accept(make_frame((11, 2, [1])))) == (0, 1, 0)
     with pytest.raises(KeyError, match="response 102 is not one of step 4"):
@@ -260,7 +275,7 @@ def test_programming_errors_are_refused():
     with pytest.raises(ValueError, match="assignment 11 already belongs to another response than 101"):
         store.assign(11, 101, "i-a")
     with pytest.raises(ValueError, match="not consecutive"):
-        store.open_step(4, (1, 3), 10, ())
+        store.open_step(4, (1, 3), [10] * 2, ())
 
 
 def column(values: list[int], dtype: str) -> bytes:
@@ -348,7 +363,7 @@ def test_records_that_do_not_fit_are_refused():
     with pytest.raises(ProtocolError, match=r"responses outside 0\.\.3"):
         make_store(first=0).restore(second)
     other = TokenStore()
-    other.open_step(4, range(100, 104), 10, ())
+    other.open_step(4, range(100, 104), [10] * 4, ())
     with pytest.raises(ProtocolError, match="belongs to step 3, open is step 4"):
         other.restore(second)
     with pytest.raises(ProtocolError, match="journal record of 3 bytes"):
@@ -358,7 +373,7 @@ def test_records_that_do_not_fit_are_refused():
 def test_a_large_step_takes_no_memory_before_its_tokens_arrive():
     store = TokenStore()
     before = resident_bytes()
-    store.open_step(0, range(20_000), 16_384, ())
+    store.open_step(0, range(20_000), [16_384] * 20_000, ())
     for response in range(0, 20_000, 100):
         store.assign(response, response, "i-a")
         store.accept(make_frame((response, 0, [1])))

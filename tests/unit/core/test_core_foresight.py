@@ -310,6 +310,18 @@ def test_reserved_engines_even_out_among_themselves_while_no_spot_instance_serve
         assert 2 <= len(rebalance.assignments) <= 4
 
 
+def test_an_idle_instance_takes_pending_responses_together(new_run) -> None:
+    run = new_run(policy=RLBOOST, max_spot_instances=2)
+    run.publish()
+    run.spot("a", max_running=99, kv_tokens=100_000)
+    run.step(groups=8, limit=2_000)
+    run.send(Heartbeat(run.now, "a", run.epoch("a"), 1, (), 6))
+    run.now = 5.0
+    run.join("b", max_running=99, kv_tokens=100_000)
+    commands = run.ready("b")
+    assert 3 <= len([c for c in commands if isinstance(c, Abort)]) <= 4, "half of eight"
+
+
 def test_without_balance_nothing_moves(new_run) -> None:
     _, commands = crowded(new_run, replace(RLBOOST, balances=False))
     assert not [c for c in commands if isinstance(c, Abort)]
@@ -365,3 +377,24 @@ def test_a_window_longer_than_the_rollout_is_cut_until_it_teaches() -> None:
     seeding.learn(StepObservation(2.0, 2, 0.0, 60.0, 50.0, 40.0, 1_000, 100.0))
     assert seeding.train_s_per_token is None
     assert seeding.t_seed_s == 20.0
+
+
+def test_a_cache_that_nobody_has_measured_does_not_withhold_work(new_run) -> None:
+    run = new_run(policy=RLBOOST, max_spot_instances=2)
+    run.publish()
+    for name in "ab":
+        run.join(name, max_running=99, kv_tokens=1_000_000)  # what the agents guess before they have engines
+    run.step(groups=20, limit=1_000)
+    run.ready("a", kv_tokens=100_000)
+    assert 9 <= len(run.where()) <= 12, "about half, as if b's cache were as large"
+
+
+def test_an_engine_that_takes_long_to_start_is_not_waited_for(new_run) -> None:
+    run = new_run(policy=RLBOOST, max_spot_instances=2)
+    run.publish()
+    for name in "ab":
+        run.join(name, max_running=99, kv_tokens=100_000)
+    run.now = 30.0
+    run.step(groups=20, limit=1_000)
+    run.ready("a")
+    assert len(run.where()) == 20, "b has joined half a minute ago and still starts"

@@ -175,7 +175,9 @@ def test_any_flipped_bit_of_a_log_is_found_at_its_line(tmp_path: Path) -> None:
 def test_a_log_of_an_older_version_is_read_and_goes_on_with_checksums(tmp_path: Path) -> None:
     path = tmp_path / "events.log"
     path.write_bytes(b"".join(map(encode_event, EVENTS[:3])))
-    going_on = EventLog(path, SystemDisk())
+    old = EventReader(path)
+    assert list(old) == EVENTS[:3]
+    going_on = EventLog(path, SystemDisk(), old.place)
     going_on.append(EVENTS[3])
     reader = EventReader(path)
     assert (list(reader), reader.num_unchecked, reader.problem) == (EVENTS[:4], 3, "")

@@ -19,3 +19,10 @@ def test_an_event_costs_at_most_logarithmically_more_on_a_larger_fleet(policy: s
     small = calls_per_event(preset, SMALL, policy, RESPONSES_PER_MACHINE)
     large = calls_per_event(preset, LARGE, policy, RESPONSES_PER_MACHINE)
     assert large / small < LIMIT, "one call per instance and event would make it 1.3 already"
+
+
+def test_a_long_queue_does_not_make_events_dearer() -> None:
+    preset = presets()["paper-8b"]
+    small = calls_per_event(preset, SMALL, "rlboost", 10)
+    large = calls_per_event(preset, 250, "rlboost", 10)
+    assert large / small < 1.4, "1.5 where each look for one to give way goes through all that wait"

@@ -6,12 +6,19 @@ import ast
 import inspect
 from pathlib import Path
 
-from rlboost_runtime.health.glossary import GLOSSARY, IMPORTANT, described, similar
+from rlboost_runtime.health.glossary import (
+    GLOSSARY,
+    IMPORTANT,
+    described,
+    evaluation_metric,
+    is_important,
+    similar,
+)
 from rlboost_runtime.protocol.reward_failures import SCORED_METRIC, RewardFailure, metric_of
 from rlboost_runtime.trainer import loop
 from rlboost_runtime.trainer.learn.learner import StepSums
 from rlboost_runtime.trainer.learn.sample import GroupSelection
-from rlboost_runtime.trainer.rollout import metrics
+from rlboost_runtime.trainer.rollout import evaluation, metrics
 
 COMPUTED = {"tokens_per_s"}
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
@@ -38,7 +45,8 @@ def written() -> set[str]:
         *keys_in(of_loop, "_step"),
         *keys_in(of_loop, "_finish"),
         *keys_in(of_groups, "group_metrics"),
-        *keys_in(of_groups, "evaluation_metrics"),
+        *keys_in(inspect.getsource(evaluation), "_metrics"),
+        *("eval_updates", "eval_avg_at_K", "eval_pass_at_K", "reward_NAME_mean"),
         *StepSums().metrics(),
         *GroupSelection("keep", 1).metrics(),
         SCORED_METRIC,
@@ -57,6 +65,17 @@ def test_every_entry_is_a_sentence_and_is_on_the_page() -> None:
         assert metric.meaning.endswith((".", ")")), metric.name
         assert f"| `{metric.name}` |" in page
     assert set(IMPORTANT) <= GLOSSARY.keys()
+
+
+def test_metrics_of_a_named_evaluation_are_described_as_those_of_one_without_a_name() -> None:
+    found = described("eval_aime-24_pass_at_16")
+    assert (found.name, found.meaning) == ("eval_aime-24_pass_at_16", GLOSSARY["eval_pass_at_K"].meaning)
+    assert evaluation_metric("eval_reward_mean") == ("", "reward_mean")
+    assert evaluation_metric("eval_my_set_avg_at_4") == ("my_set", "avg_at_4")
+    assert evaluation_metric("eval_updates") is None
+    assert described("reward_format_mean").meaning == GLOSSARY["reward_NAME_mean"].meaning
+    assert [is_important(name) for name in ("reward_format_mean", "reward_std")] == [True, False]
+    assert [is_important(name) for name in ("eval_a_avg_at_4", "eval_a_length_mean")] == [True, False]
 
 
 def test_a_name_of_somebody_elses_trainer_is_described_too() -> None:

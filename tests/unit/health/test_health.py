@@ -11,6 +11,7 @@ import pytest
 from rlboost_runtime.health import limits
 from rlboost_runtime.health.monitor import FleetFacts, HealthMonitor
 from rlboost_runtime.health.rules import FLEET_KINDS, step_rules
+from rlboost_runtime.protocol.status import EvaluationStatus
 
 HEALTHY = {
     "reward_mean": 0.4,
@@ -228,7 +229,7 @@ def test_spot_that_does_not_pay_is_reported_from_the_tenth_step(saving: float | 
 
 def test_spot_that_pays_again_ends_the_warning() -> None:
     monitor = HealthMonitor()
-    savings = [-0.1] * 15 + [0.04] * 5 + [0.06] * 3
+    savings = [-0.1] * 15 + [0.01] * 5 + [0.03] * 3
     texts: list[str] = []
     for step, saving in enumerate(savings, 1):
         looked = monitor.look(facts(0.0, 8, steps=step, saving_fraction=saving))
@@ -238,13 +239,17 @@ def test_spot_that_pays_again_ends_the_warning() -> None:
 
 def test_evaluations_are_remembered() -> None:
     monitor = HealthMonitor()
-    assert monitor.evaluation is None
-    monitor.trained(0, {"eval_reward_mean": 0.1, "eval_reward_best": 0.2})
+    assert monitor.evaluations == {}
+    first = {"eval_reward_mean": 0.1, "eval_reward_best": 0.2, "eval_aime-24_pass_at_8": 0.5}
+    monitor.trained(0, first | {"eval_updates": 0.0})
     monitor.trained(1, {})
-    monitor.trained(2, {"eval_reward_mean": 0.3})
-    found = monitor.evaluation
-    assert found is not None
-    assert (found.step, found.reward_mean, found.reward_best, found.first_reward_mean) == (3, 0.3, None, 0.1)
+    monitor.trained(2, {"eval_reward_mean": 0.3, "eval_updates": 2.0})
+    monitor.evaluated(3, {"eval_aime-24_pass_at_8": 0.75, "eval_updates": 3.0})
+    before = {"reward_mean": 0.1, "reward_best": 0.2}
+    assert list(monitor.evaluations.values()) == [
+        EvaluationStatus("", 3, 2, {"reward_mean": 0.3}, before),
+        EvaluationStatus("aime-24", 3, 3, {"pass_at_8": 0.75}, {"pass_at_8": 0.5}),
+    ]
 
 
 def test_a_fleet_that_is_half_lost_is_a_storm_once_and_usual_losses_are_none() -> None:

@@ -52,8 +52,8 @@ def test_nothing_is_served_before_a_version_is_published(tmp_path: Path) -> None
 def test_a_model_has_its_runs_name_stops_and_context(run: RunFolder) -> None:
     model = load_model(run, job())
     assert (model.name, model.stop_token_ids, model.max_model_len) == ("served", (7, END_ID), 100)
-    assert model.sampling_of(None, None, (1,)) == Sampling(0.7, 0.9, (1,))
-    assert model.sampling_of(0.0, 0.5, ()) == Sampling(0.0, 0.5, ())
+    assert model.sampling_of(None, None, (1,)) == Sampling(0.7, 0.9, (1,), ignore_eos=True)
+    assert model.sampling_of(0.0, 0.5, ()) == Sampling(0.0, 0.5, (), ignore_eos=True)
     text = "naïve ☃"
     ids = model.encode(text)
     words = Words(model)

@@ -202,7 +202,9 @@ async def test_a_completion_streams_the_same_as_it_answers_whole(tmp_path: Path)
         assert [i for c in chunks[:-1] for i in c.choices[0].model_extra["token_ids"]] == wanted
         assert [c.choices[0].finish_reason for c in chunks[:-1] if c.choices[0].finish_reason] == ["length"]
         assert chunks[-1].usage == whole.usage
-        assert its.coordinator.asked[0].sampling == Sampling(0.7, 0.9, (STOP_ID,)), "the run's own"
+        assert its.coordinator.asked[0].sampling == Sampling(0.7, 0.9, (STOP_ID,), ignore_eos=True), (
+            "the run's own"
+        )
         assert not its.coordinator.open, "what is delivered is withdrawn"
 
 
@@ -302,7 +304,7 @@ async def test_ids_in_ids_and_logprobs_out(tmp_path: Path) -> None:
         assert choice["token_ids"] == wanted
         assert [e["token"] for e in choice["logprobs"]["content"]] == [f"token_id:{i}" for i in wanted]
         assert all(-100 < e["logprob"] <= 0 for e in choice["logprobs"]["content"])
-        assert its.coordinator.asked[0].sampling == Sampling(0.0, 0.9, (7, STOP_ID))
+        assert its.coordinator.asked[0].sampling == Sampling(0.0, 0.9, (7, STOP_ID), ignore_eos=True)
         ignoring = params | {"ignore_eos": True, "stop_token_ids": []}
         await its.post("/inference/v1/generate", token_ids=[1], sampling_params=ignoring)
         assert its.coordinator.asked[1].sampling.stop_token_ids == ()

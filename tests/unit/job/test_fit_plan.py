@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,12 @@ from typer.testing import CliRunner
 
 import rlboost_templates
 from rlboost_cli.main import app
-from rlboost_providers.registry import head_offer
+from rlboost_providers.aws.machines import head_pool
+from rlboost_providers.gcp.machines import head_pools
+from rlboost_providers.registry import head_offer, head_usd_per_hour
 from rlboost_runtime.fit.plan import GB, fit_plan, misfits, resolved
 from rlboost_runtime.fit.shape import KNOWN_MODELS, find_shape
-from rlboost_runtime.job import Job
+from rlboost_runtime.job import CloudOffer, Job, Trainer
 from rlboost_runtime.job.file.load import JobErrors, load_job
 
 BOUGHT = ["aws", "gcp", "multi-cloud"]
@@ -75,6 +78,48 @@ def test_throughput_that_a_disk_cannot_have_is_refused(
         load_job(write(tmp_path, template, "8B", f"disk_mib_per_s: {written}"))
 
 
+@pytest.mark.parametrize(
+    ("template", "written", "problem"),
+    [
+        ("aws", "reservation: h100s", "reservation: is h100s; write cr-0123456789abcdef0"),
+        (
+            "gcp",
+            "reservation: H100s",
+            "reservation: is H100s; write NAME or projects/PROJECT/reservations/NAME",
+        ),
+        ("aws", "flex_start_hours: 4", "flex_start_hours: is not asked for in aws; remove it"),
+        ("aws", "price_usd_per_hour: 4", "price_usd_per_hour: is for a machine of your own"),
+        (
+            "gcp",
+            "reservation: h100s\n  flex_start_hours: 4",
+            "reservation: and flex_start_hours exclude each other; remove one",
+        ),
+        ("aws", "reservation: cr-0123456789abcdef0\n  via: skypilot", "reservation: is for via: direct"),
+    ],
+)
+def test_capacity_that_a_cloud_does_not_sell_so_is_refused(
+    template: str, written: str, problem: str, tmp_path: Path
+) -> None:
+    with pytest.raises(JobErrors, match=re.escape(problem)):
+        load_job(write(tmp_path, template, "8B", written))
+
+
+def test_reserved_capacity_costs_what_the_job_says(tmp_path: Path) -> None:
+    written = "reservation: cr-0123456789abcdef0\n  price_usd_per_hour: 31.46"
+    job = load_job(write(tmp_path, "aws", "8B", written))
+    assert head_usd_per_hour(job) == 31.46
+    pool = head_pool(head_offer(job.trainer), job.trainer)
+    assert (pool.on_demand_micro_usd_per_hour, pool.reservation) == (31_460_000, "cr-0123456789abcdef0")
+    assert pool.storage_micro_usd_per_hour > 0, "its disk is billed beside it"
+    (pool_there,) = head_pools(*flexible(tmp_path))
+    assert (pool_there.flex_start_s, pool_there.spot) == (5400, False)
+
+
+def flexible(folder: Path) -> tuple[CloudOffer, Trainer]:
+    job = load_job(write(folder, "gcp", "8B", "flex_start_hours: 1.5"))
+    return head_offer(job.trainer), job.trainer
+
+
 REFUSED = [
     ("8B", "activation_checkpointing: false", "trainer.activation_checkpointing: found false: 14,848 tokens"),
     ("8B", "micro_batch_tokens: 900000", "trainer.micro_batch_tokens: found 900,000: 900,000 tokens"),
@@ -112,6 +157,26 @@ def test_too_many_tokens_are_refused_with_the_number_that_fits(tmp_path: Path) -
     load_job(write(tmp_path, "aws", "8B", max_response_tokens=str(most)))
     with pytest.raises(JobErrors):
         load_job(write(tmp_path, "aws", "8B", max_response_tokens=str(most + 1024)))
+
+
+def test_a_response_longer_than_the_models_context_is_refused(tmp_path: Path) -> None:
+    config = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 128, "num_hidden_layers": 2,
+              "vocab_size": 300, "max_position_embeddings": 512}  # fmt: skip
+    text = (
+        "name: demo\nmodel: small\ndata: {reasoning_gym: [basic_arithmetic]}\n"
+        "algorithm: {max_prompt_tokens: 96, max_response_tokens: 417}\n"
+    )
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "job.yaml").write_text(text)
+    with pytest.raises(JobErrors, match=r"yaml:4: algorithm\.max_response_tokens: .* write at most 416,"):
+        load_job(tmp_path / "job.yaml")
+    (tmp_path / "job.yaml").write_text(text.replace("417", "416"))
+    load_job(tmp_path / "job.yaml")
+    config["rope_scaling"] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    (tmp_path / "small" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "job.yaml").write_text(text.replace("417", "1952"))
+    load_job(tmp_path / "job.yaml")
 
 
 def test_an_engine_without_room_for_one_response_is_refused(tmp_path: Path) -> None:

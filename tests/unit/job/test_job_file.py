@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import textwrap
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rlboost_runtime.errors import ConfigError
-from rlboost_runtime.job import HttpReward, PromptFile, TinyModel
+from rlboost_runtime.job import HttpReward, Job, PromptFile, TinyModel
 from rlboost_runtime.job.file.load import JobErrors, describe_fields, hints, load_job
 from rlboost_runtime.job.file.shape import sections
 from rlboost_runtime.job.file.tree import MAX_NODES
@@ -224,6 +225,7 @@ def test_odd_yaml_is_a_mistake(check: Check, text: str, line: str) -> None:
         ),
         ("algorithm: {group-size: 4}\n", "4: algorithm.group-size: unknown field; did you mean group_size?"),
         ("steps: 3\n", "4: steps: unknown field here; did you mean algorithm.steps?"),
+        ("budget {max_usd: 3}\n", "4: budget {max_usd: a colon is missing after budget; write budget: ..."),
         ("budget: {eur: 3}\n", "4: budget.eur: unknown field; there are max_usd, max_usd_per_hour"),
         ("algorithm: {group_size: '8'}\n", "4: algorithm.group_size: found '8' (text); write 8"),
         (
@@ -327,7 +329,7 @@ def test_a_name_that_cannot_be_a_folder_is_refused(check: Check, name: str) -> N
             "model.hidden_size: found 100; write a whole number of at least 32, at most 16384, a multiple of 32",
         ),
         ("{hidden_size: 64}", "model.init: missing; add `init: tiny`"),
-        ("tiny", "model: found 'tiny', which is no folder here; write {init: tiny}"),
+        ("tiny", "model: found 'tiny', which is not a folder here; write {init: tiny}"),
         ("./gone", "model: found './gone', which does not exist; write a folder in HF format"),
         ("models/a/b", "model: found 'models/a/b', which does not exist; write a folder in HF format"),
         (
@@ -388,8 +390,14 @@ def test_data_has_one_message(check: Check, data: str, line: str) -> None:
 @pytest.mark.parametrize(
     ("reward", "problem"),
     [
-        ("8", "found 8 (a number); write FILE.py:FUNCTION, reasoning_gym, math, exact, or {http: URL}"),
-        ("{url: x}", "found a section; write FILE.py:FUNCTION, reasoning_gym, math, exact, or {http: URL}"),
+        (
+            "8",
+            "found 8 (a number); write FILE.py:FUNCTION, reasoning_gym, math, exact, {http: URL}, or a list of named ones",
+        ),
+        (
+            "{url: x}",
+            "found a section; write FILE.py:FUNCTION, reasoning_gym, math, exact, {http: URL}, or a list of named ones",
+        ),
         ("reasoning-gym", "found 'reasoning-gym'; did you mean reasoning_gym?"),
         ("score", "found 'score'; write FILE.py:FUNCTION or one of reasoning_gym, math, exact"),
         ("rewards:score", "found 'rewards:score'; write FILE.py:FUNCTION, such as rewards.py:score"),
@@ -830,6 +838,11 @@ def test_fields_that_disagree_show_the_arithmetic(check: Check, text: str, line:
             '{"chat": [{"role": "user", "content": "a"}]}\n',
             "found mine.jsonl:1: no prompt in field prompt (fields: chat); write messages_field: chat",
         ),
+        (
+            '{"prompt": "a"}\n{"promt": "a"}\n',
+            "found mine.jsonl:2: no text in field prompt (fields: promt); correct this line: those before it"
+            " have prompt",
+        ),
         ('{"q": "a"}\n', "found mine.jsonl:1: no text in field prompt (fields: q); set data.prompt_field"),
     ],
 )
@@ -853,7 +866,7 @@ def test_a_prompt_file_must_hold_prompts(
             "data[1].chat_template: found tokeniser, which",
         ),
         ("{source: prompts.jsonl, chat_template: none, system_prompt: x}", "data[1].system_prompt: is for a"),
-        ("{dataset: ./nowhere}", "data[1].dataset: found ./nowhere, which is no folder here"),
+        ("{dataset: ./nowhere}", "data[1].dataset: found ./nowhere, which is not a folder here"),
         ("nothing", "data[1]: found 'nothing' (text); write {source: FILE}, {dataset: ID} or"),
     ],
 )
@@ -1074,6 +1087,72 @@ def test_an_evaluation_leaves_prompts_to_train_on(check: Check) -> None:
     (line,) = check(data + "evaluation: {prompts: 32}\n")
     assert line.endswith("is 32, which leaves none of data.size 32 to train on; write at most 31")
     assert check(data + "evaluation: {prompts: 31}\n") == []
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "problem"),
+    [
+        ("[{prompts: 3}, {name: b, reasoning_gym: [spell_backward]}]",
+         "evaluation: has several entries, one of them without a name; add name: NAME"),
+        ("[{name: b, prompts: 3}, {name: b, reasoning_gym: [spell_backward]}]",
+         "evaluation: has b twice; each needs a name of its own"),
+        ("[{name: b}, {name: c}]",
+         "evaluation: holds prompts of the training data out twice; give all entries but one a source,"
+         " dataset or reasoning_gym"),
+        ("{reasoning_gym: [spell_backward], weight: 3}",
+         "evaluation.weight: is for prompts that are trained on; remove it"),
+        ("{sorce: a.jsonl}", "evaluation.sorce: unknown field; did you mean source?"),
+        ("{source: a.jsonl}",
+         "evaluation.source: found 'a.jsonl', which does not exist; write a JSON-lines or .parquet file"),
+        ("{samples: 4, pass_at: [8]}", "evaluation.pass_at: has 8, but samples is 4; raise samples"),
+        ("{pass_at: [16]}", "evaluation: asks for pass@16 of 8 samples; write samples: 16"),
+        ("{name: A}", "evaluation.name: found 'A'; write lower-case letters, digits, - and _ (at most 32), a"
+         " letter first, such as aime24"),
+        ("[{name: x, samples: two}]", "evaluation[0].samples: found 'two' (text); write a whole number of at"
+         " least 1, at most 1024, or null"),
+        ("[{name: x, reasoning_gym: [spel_backward]}]", "evaluation[0].reasoning_gym[0]: found 'spel_backward',"
+         " no such data set; did you mean spell_backward?"),
+    ],
+)  # fmt: skip
+def test_an_evaluation_is_checked_like_the_training_data(check: Check, evaluation: str, problem: str) -> None:
+    job = "name: a\nmodel: {init: tiny}\ndata: {reasoning_gym: [spell_backward]}\n"
+    assert check(job + f"evaluation: {evaluation}\n") == [f"job.yaml:4: {problem}"]
+
+
+@pytest.mark.parametrize(
+    ("reward", "problem"),
+    [
+        ("[{name: a, python: exact}, {name: a, python: math}]",
+         "reward: has a twice; give each a name of its own"),
+        ("[{name: a, pyton: exact}]", "reward[0].pyton: unknown field; did you mean python?"),
+        ("[{name: A, python: exact}]", "reward[0].name: found 'A'; write lower-case letters, digits, - and _"
+         " (at most 32), a letter first, such as format"),
+        ("[{name: a, python: missing.py:score}]",
+         "reward[0].python: found 'missing.py', which does not exist; write a Python file"),
+        ("[{name: a, http: 'ftp://x'}]",
+         "reward[0].http: found 'ftp://x'; write a URL such as https://HOST/score"),
+    ],
+)  # fmt: skip
+def test_each_of_several_rewards_is_checked(check: Check, reward: str, problem: str) -> None:
+    job = "name: a\nmodel: {init: tiny}\ndata: {reasoning_gym: [spell_backward]}\n"
+    assert check(job + f"reward: {reward}\n") == [f"job.yaml:4: {problem}"]
+
+
+def test_evaluations_are_read_in_every_form() -> None:
+    base = {"name": "a", "model": {"init": "tiny"}, "data": {"reasoning_gym": ["spell_backward"]}}
+
+    def read(evaluation: object) -> Job:
+        return Job.model_validate_json(json.dumps(base | {"evaluation": evaluation}))
+
+    job = read({"every_steps": 5, "prompts": 8})
+    assert (job.held_out and job.held_out.prompts, job.max_context_tokens) == (8, 512 + 4096)
+    assert [updates for updates in range(13) if job.evaluations[0].is_due(updates, 12)] == [0, 5, 10, 12]
+    job = read([{"name": "x", "source": "x.jsonl", "max_tokens": 9000, "at_start": False, "every_steps": 3},
+                {"name": "y", "at_end": False, "every_steps": None, "prompts": 2}])  # fmt: skip
+    assert [job.evaluations[0].is_due(n, 7) for n in range(8)] == [0, 0, 0, 1, 0, 0, 0, 1]
+    assert [job.evaluations[1].is_due(n, 7) for n in range(8)] == [1, 0, 0, 0, 0, 0, 0, 0]
+    assert job.max_context_tokens == 512 + 9000
+    assert Job.model_validate_json(job.canonical_json()) == job
 
 
 def test_an_evaluation_leaves_lines_of_a_prompt_file_to_train_on(check: Check, folder: Path) -> None:

@@ -28,7 +28,10 @@ PAGES = [
     *sorted(ROOT.glob("*.md")),
     *(path for path in FILES if path.suffix == ".md" and path.relative_to(ROOT).parts[0] != "tests"),
 ]
-PACKAGES = ("rlboost_cli", "rlboost_runtime", "rlboost_providers", "rlboost_templates", "benchmarks", "tests")
+PACKAGES = (
+    *("rlboost", "rlboost_cli", "rlboost_runtime", "rlboost_providers", "rlboost_templates"),
+    *("benchmarks", "tests"),
+)
 STARTS = ("", "runtime/", "providers/", "templates/", "runtime/rlboost_runtime/")
 """Where a path in prose may start: at the repository, or at what is on Python's path."""
 ALLOWED = {
@@ -50,7 +53,9 @@ DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
 PATH = re.compile(r"[\w.-]+(?:/[\w.-]+)*/?")
 OURS = re.compile(r"\brlboost_(?:cli|runtime|providers|templates)(?:\.[A-Za-z_]\w*)+")
 IMPORT = re.compile(r"^from (rlboost_[\w.]+) import ([\w, ]+)$", re.MULTILINE)
-DATA_FILE = re.compile(r"\.(py|json|jsonl|yaml|csv|md|log|svg|txt|sh|npz|pt|safetensors|weights|key|pem)$")
+DATA_FILE = re.compile(
+    r"\.(py|json|jsonl|yaml|csv|md|log|snapshot|svg|txt|sh|npz|pt|safetensors|weights|key|pem)$"
+)
 
 
 def module_of(path: Path) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = {
+    "rlboost": ROOT / "runtime" / "rlboost",
     "rlboost_cli": ROOT / "rlboost_cli",
     "rlboost_runtime": ROOT / "runtime" / "rlboost_runtime",
     "rlboost_providers": ROOT / "providers" / "rlboost_providers",
@@ -136,6 +137,12 @@ def test_the_runtime_knows_neither_the_cli_nor_a_cloud() -> None:
     outward = (e for e in edges("rlboost_runtime") if not within(e[1], "rlboost_runtime"))
     seams = ("rlboost_providers.base", "rlboost_providers.registry")
     assert shown(e for e in outward if not any(within(e[1], seam) for seam in seams)) == []
+
+
+def test_nothing_of_ours_uses_the_python_package() -> None:
+    assert any(within(name, "rlboost") for name in NAMES)
+    users = [name for name in NAMES if not within(name, "rlboost")]
+    assert shown((name, each) for name in users for each in MODULES[name] if within(each, "rlboost")) == []
 
 
 def test_providers_know_contracts_but_no_role_and_no_command() -> None:

@@ -1,4 +1,4 @@
-"""The wheel holds our four packages, all of them and nothing else."""
+"""The wheel holds our packages, all of them and nothing else."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = (
     "rlboost_cli",
+    "runtime/rlboost",
     "runtime/rlboost_runtime",
     "providers/rlboost_providers",
     "templates/rlboost_templates",
@@ -19,7 +20,7 @@ PACKAGES = (
 
 
 @pytest.mark.integration
-def test_the_wheel_holds_the_four_packages_as_they_are_in_the_tree(tmp_path: Path) -> None:
+def test_the_wheel_holds_the_packages_as_they_are_in_the_tree(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
     done = subprocess.run(build, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -42,7 +42,10 @@ STATUS: dict[str, Any] = {
     "started_at": 1790000000.25,
     "trainer": {"connected": True},
     "warnings": [{"code": "truncated"}, {"code": "stuck"}],
-    "evaluation": {"step": 6, "reward_mean": 0.5},
+    "evaluations": [
+        {"name": "", "step": 6, "values": {"reward_mean": 0.5}},
+        {"name": "aime", "step": 6, "values": {"reward_mean": 0.25, "avg_at_8": 0.125}},
+    ],
     "loop_lag_p99_ms": 2.5,
 }  # fmt: skip
 SAME = {
@@ -52,7 +55,6 @@ SAME = {
     "step_responses_requested": ("step_responses", "requested"),
     "policy_version": ("policy_version",),
     "reward_mean": ("reward_mean",),
-    "eval_reward_mean": ("evaluation", "reward_mean"),
     "rewards_scored_total": ("rewards", "scored"),
     "tokens_generated": ("tokens", "generated"),
     "tokens_trained_total": ("tokens", "trained"),
@@ -102,6 +104,8 @@ def test_prometheus_reads_the_figures_of_status_json() -> None:
     assert values(found["reward_failures_total"], "reason") == {"timeout": 2, "raised": 1}
     assert values(found["kv_cache_tokens"], "pool") == {"spot": 2000, "reserved": 50}
     assert values(found["kv_cache_booked_tokens"], "pool") == {"spot": 401, "reserved": 0}
+    assert values(found["eval_reward_mean"], "evaluation") == {"": 0.5, "aime": 0.25}
+    assert values(found["eval"], "metric") == {"reward_mean": 0.25, "avg_at_8": 0.125}
     assert values(found["warnings"], "code") == {"truncated": 1, "stuck": 1}
     assert values(found["instances"], "state") == {"serving": 2, "training": 1}
     assert values(found["machines"], "state") == {"running": 1, "ended": 1}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from rlboost_providers.base.traits import egress_micro_usd_per_gb, known_clouds
@@ -52,10 +54,12 @@ def test_the_jobs_own_price_counts_before_any_list() -> None:
     assert egress_micro_usd_per_gb(None, "aws/us-east-2", 0.05) == 50_000
 
 
-def test_clouds_that_bill_traffic_tell_where_the_prices_are_from() -> None:
+def test_prices_of_traffic_tell_where_and_when_they_are_from() -> None:
     billing = {name for name, cloud in known_clouds().items() if cloud.egress.origins}
     assert billing == {"aws", "gcp", "azure"}
-    assert all(known_clouds()[name].egress.source.startswith("https://") for name in billing)
+    for name in (*billing, "lambda", "nebius", "runpod"):
+        assert known_clouds()[name].egress.source.startswith("https://"), name
+        assert re.fullmatch(r"2\d{3}(-\d\d-\d\d)?", known_clouds()[name].egress.as_of), name
 
 
 def job(trainer: dict[str, object]) -> Job:

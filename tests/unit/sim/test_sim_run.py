@@ -107,6 +107,19 @@ def test_money_and_time_add_up() -> None:
         per_machine[interval.machine] = interval.end_s
 
 
+def test_a_version_travels_to_a_machine_once_however_many_engines_it_has() -> None:
+    still = Trace("still", "made for tests", (TraceEvent(0.0, "n0", "add"),), 3_600.0)
+    preset = replace(small(), egress_usd_per_gb=1.0)
+    single = replace(preset.spot[0], gpus=preset.spot[0].tensor_parallel)
+    gigabytes = preset.model.weight_bytes / 1e9
+    for shape in (single, replace(single, gpus=2 * single.gpus)):
+        result = simulate(replace(preset, spot=(shape,)), still, "rlboost", seed=0, hours=HOURS)
+        versions = result.bill["egress"] / gigabytes
+        assert result.steps - 1 <= versions <= result.steps + 1.01, (
+            "one of each, whatever the number of engines"
+        )
+
+
 def test_training_seconds_by_hand() -> None:
     preset = small()
     model, calibration = preset.model, preset.calibration

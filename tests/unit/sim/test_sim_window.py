@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
 
@@ -47,4 +48,5 @@ def test_one_step_after_machines_went_the_window_is_where_it_settles(
     first = next(row for row in after if row.started_s > changed_at)
     assert first.spot_instances == left
     assert first.seeded_s > 1.25 * before[first.step].seeded_s, "it has far to go"
-    assert first.seeded_s == pytest.approx(settled[first.step].seeded_s, rel=within)
+    windows = [row.seeded_s for row in settled[first.step :]]  # one of them is up to 9 % off their mean
+    assert first.seeded_s == pytest.approx(fmean(windows), rel=within)

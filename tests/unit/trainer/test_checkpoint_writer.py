@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from rlboost_runtime.errors import RuntimeFault
+from rlboost_runtime.run.checkpoints import saved_steps, step_folder
 from rlboost_runtime.trainer.artifacts import checkpoint
 from rlboost_runtime.trainer.artifacts.checkpoint import Checkpoint, CheckpointWriter, TrainedState
 from rlboost_runtime.trainer.learn.model_files import ModelSnapshot
@@ -37,7 +38,7 @@ def test_a_checkpoint_is_said_once_it_is_complete_and_training_goes_on_meanwhile
     monkeypatch.setattr(checkpoint, "replace_folder", slowly)
 
     def said(step: int) -> None:
-        durable.append((step, checkpoint.saved_steps(tmp_path)))
+        durable.append((step, saved_steps(tmp_path)))
 
     with CheckpointWriter(tmp_path, keep=2, on_durable=said) as writer:
         writer.submit(taken(0))  # returns although nothing is written yet
@@ -89,12 +90,12 @@ def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_is_used(
     assert checkpoint.newest_intact(tmp_path) is None
     for step in (1, 2):
         checkpoint.write(tmp_path, taken(step), keep=2)
-    newest, before = (checkpoint.step_folder(tmp_path, step) for step in (2, 1))
+    newest, before = (step_folder(tmp_path, step) for step in (2, 1))
     assert checkpoint.newest_intact(tmp_path) == newest
     damage(newest / name)
     assert checkpoint.newest_intact(tmp_path) == before
     assert str(newest) in str([record.__dict__ for record in caplog.records])
-    assert checkpoint.saved_steps(tmp_path) == [1]
+    assert saved_steps(tmp_path) == [1]
     damage(before / name)
     with pytest.raises(RuntimeFault, match="no checkpoint is intact"):
         checkpoint.newest_intact(tmp_path)
@@ -103,9 +104,9 @@ def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_is_used(
 def test_a_checkpoint_of_an_earlier_version_is_used_if_its_state_can_be_read(tmp_path: Path) -> None:
     for step in (1, 2):
         (checkpoint.write(tmp_path, taken(step), keep=2) / "digests.json").unlink()
-    assert checkpoint.newest_intact(tmp_path) == checkpoint.step_folder(tmp_path, 2)
-    (checkpoint.step_folder(tmp_path, 2) / "state.json").write_bytes(b'{"step')
-    assert checkpoint.newest_intact(tmp_path) == checkpoint.step_folder(tmp_path, 1)
+    assert checkpoint.newest_intact(tmp_path) == step_folder(tmp_path, 2)
+    (step_folder(tmp_path, 2) / "state.json").write_bytes(b'{"step')
+    assert checkpoint.newest_intact(tmp_path) == step_folder(tmp_path, 1)
 
 
 def write_one(writer: CheckpointWriter) -> None:
@@ -120,7 +121,7 @@ def test_no_damage_of_a_checkpoint_is_resumed_from(tmp_path: Path) -> None:
     """Seeded; FLIPS tries per file (`make soak-corruption`)."""
     for step in (0, 1):
         checkpoint.write(tmp_path, taken(step), keep=2)
-    before, newest = (checkpoint.step_folder(tmp_path, step) for step in (0, 1))
+    before, newest = (step_folder(tmp_path, step) for step in (0, 1))
     rng, intact, found = random.Random(23), tmp_path / "intact", 0
     shutil.copytree(newest, intact)
     content = {path.name: path.read_bytes() for path in intact.iterdir()}

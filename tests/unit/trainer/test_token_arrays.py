@@ -34,10 +34,11 @@ PROMPT = Prompt(0, "p", (1, 2), {})
 class Scorer:
     name = "rewards.py:score"
 
-    def submit(self, call: RewardCall, reward: str | None = None) -> Future[Reward]:
-        future: Future[Reward] = Future()
-        future.set_result(Reward(float(len(call.response))))
-        return future
+    def submit_group(self, calls: list[RewardCall], reward: str | None = None) -> list[Future[Reward]]:
+        futures: list[Future[Reward]] = [Future() for _ in calls]
+        for future, call in zip(futures, calls, strict=True):
+            future.set_result(Reward(float(len(call.response))))
+        return futures
 
 
 def delivered() -> DeliverGroupMessage:

@@ -12,6 +12,7 @@ from rlboost_runtime.errors import ProtocolError
 from rlboost_runtime.job import Algorithm, Kl, TinyModel
 from rlboost_runtime.protocol.messages import DeliverGroupMessage, FinishedResponse, Segment
 from rlboost_runtime.protocol.reward_failures import RewardFailure
+from rlboost_runtime.run.checkpoints import saved_steps, step_folder
 from rlboost_runtime.trainer.artifacts import checkpoint
 from rlboost_runtime.trainer.artifacts.checkpoint import TrainedState
 from rlboost_runtime.trainer.data.prompts import Prompt
@@ -162,7 +163,10 @@ class Scorer:
 
     name = "rewards.py:score"
 
-    def submit(self, call: RewardCall, reward: str | None = None) -> Future[Reward]:
+    def submit_group(self, calls: list[RewardCall], reward: str | None = None) -> list[Future[Reward]]:
+        return [self._submit(call) for call in calls]
+
+    def _submit(self, call: RewardCall) -> Future[Reward]:
         future: Future[Reward] = Future()
         failed = call.response.startswith("!")
         future.set_result(
@@ -309,7 +313,7 @@ def test_a_checkpoint_continues_bit_for_bit(tmp_path):
     trained_twice(straight, 2)  # what is written later is what was there then
     checkpoint.write(tmp_path, taken, keep=2)
 
-    folder = checkpoint.step_folder(tmp_path, checkpoint.saved_steps(tmp_path)[-1])
+    folder = step_folder(tmp_path, saved_steps(tmp_path)[-1])
     again = Learner(Policy.load(folder), ALGORITHM)
     checkpoint.restore_optimizer(folder, again.optimizer)
     assert checkpoint.read_state(folder) == state(1)
@@ -318,16 +322,30 @@ def test_a_checkpoint_continues_bit_for_bit(tmp_path):
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
+def test_a_fork_trains_with_its_own_hyperparameters(tmp_path):
+    parent = learner()
+    trained_twice(parent, 0)
+    checkpoint.write(tmp_path, checkpoint.take(parent.policy, parent.optimizer, state(1)), keep=1)
+    folder = step_folder(tmp_path, 1)
+    changed = ALGORITHM.model_copy(update={"adam_betas": [0.5, 0.6], "adam_eps": 1e-3})
+    fork = Learner(Policy.load(folder), changed)
+    checkpoint.restore_optimizer(folder, fork.optimizer)
+    assert {(group["betas"], group["eps"]) for group in fork.optimizer.param_groups} == {((0.5, 0.6), 1e-3)}
+    moments = [each["exp_avg"] for each in parent.optimizer.state.values()]
+    restored = [each["exp_avg"] for each in fork.optimizer.state.values()]
+    assert all(torch.equal(a, b) for a, b in zip(moments, restored, strict=True))
+
+
 def test_only_the_newest_checkpoints_stay_and_a_torn_one_is_never_seen(tmp_path):
     subject = learner()
     for step in range(4):
         checkpoint.write(tmp_path, checkpoint.take(subject.policy, subject.optimizer, state(step)), keep=2)
-    assert checkpoint.saved_steps(tmp_path) == [2, 3]
+    assert saved_steps(tmp_path) == [2, 3]
 
     def torn(folder):
         (folder / "half").write_text("x")
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        checkpoint.replace_folder(checkpoint.step_folder(tmp_path, 4), torn)
+        checkpoint.replace_folder(step_folder(tmp_path, 4), torn)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", "step-000003"]

@@ -20,16 +20,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import msgspec
 
 from rlboost_runtime.coordinator.driver.requests import RequestDesk
-from rlboost_runtime.coordinator.driver.totals import Observer, Recovered
+from rlboost_runtime.coordinator.driver.totals import Observer, Recovered, snapshot_code
 from rlboost_runtime.coordinator.storage.columns import renumbered
 from rlboost_runtime.coordinator.storage.journal import (
     EventLog,
@@ -38,6 +40,7 @@ from rlboost_runtime.coordinator.storage.journal import (
     SegmentReader,
     segment_path,
 )
+from rlboost_runtime.coordinator.storage.snapshot import SnapshotWriter
 from rlboost_runtime.coordinator.storage.token_store import TokenStore
 from rlboost_runtime.core.base.messages import (
     FIRST_REQUEST,
@@ -73,6 +76,7 @@ from rlboost_runtime.logs import event as log_event
 from rlboost_runtime.protocol.messages import (
     DeliverGroupMessage,
     FinishedResponse,
+    PromptSpec,
     StepStartedMessage,
     WorkItem,
 )
@@ -147,43 +151,51 @@ class OpenStep:
 
     request: StepStartedMessage
     first_response: int
+    _starts: tuple[int, ...] = field(init=False, repr=False)
+    """First response of each group, and the one after the last."""
+
+    def __post_init__(self) -> None:
+        sizes = (prompt.num_responses or self.request.group_size for prompt in self.request.prompts)
+        object.__setattr__(self, "_starts", tuple(accumulate(sizes, initial=self.first_response)))
 
     def requests(self) -> tuple[ResponseRequest, ...]:
         """Return one request per response, siblings next to each other."""
-        size = self.request.group_size
         return tuple(
-            ResponseRequest(
-                response=self.first_response + i * size + k,
-                group=prompt.group,
-                prompt_tokens=len(prompt.token_ids) // 4,
-                max_tokens=self.request.max_response_tokens,
-            )
-            for i, prompt in enumerate(self.request.prompts)
-            for k in range(size)
+            ResponseRequest(response, prompt.group, len(prompt.token_ids) // 4, self._limit_of(prompt))
+            for prompt in self.request.prompts
+            for response in self.responses_of(prompt.group)
         )
 
-    def group_of(self, response: int) -> int:
-        """Return the group of a response of this step."""
-        return (response - self.first_response) // self.request.group_size
+    def limits(self) -> list[int]:
+        """Return the most tokens of each response."""
+        return [request.max_tokens for request in self.requests()]
 
-    def prompt_of(self, response: int) -> bytes:
-        """Return the token ids (i32) of a response's prompt."""
-        return self.request.prompts[self.group_of(response)].token_ids
+    def _limit_of(self, prompt: PromptSpec) -> int:
+        return prompt.max_tokens or self.request.max_response_tokens
+
+    def work(self, response: int, assignment: int, kept: bytes) -> WorkItem:
+        """Return an assignment of a response that goes on after the `kept` token ids (i32)."""
+        prompt, offset = self.prompt_of(response), len(kept) // 4
+        return WorkItem(
+            assignment,
+            prompt.token_ids + kept,
+            offset,
+            self._limit_of(prompt) - offset,
+            self.request.policy_version,
+            prompt.sampling,
+        )
+
+    def prompt_of(self, response: int) -> PromptSpec:
+        """Return the prompt of a response of this step."""
+        return self.request.prompts[bisect_right(self._starts, response) - 1]
 
     def responses_of(self, group: int) -> range:
         """Return the responses of a group."""
-        size = self.request.group_size
-        start = self.first_response + group * size
-        return range(start, start + size)
+        return range(self._starts[group], self._starts[group + 1])
 
     def all_responses(self) -> range:
         """Return the responses of the step."""
-        return range(self.first_response, self.first_response + self.num_responses)
-
-    @property
-    def num_responses(self) -> int:
-        """Responses of the whole step."""
-        return len(self.request.prompts) * self.request.group_size
+        return range(self.first_response, self._starts[-1])
 
 
 class CoreDriver:
@@ -203,8 +215,8 @@ class CoreDriver:
         """`recovered`: from the run's event log. Each event reaches `observers`, in their order, once its
         commands have been carried out; nothing reaches them or `outlet` before `begin`."""
         self.run = run
-        self.core, self.totals, _ = recovered
-        self.repairs: list[str] = []
+        self.core, self.totals, *_ = recovered
+        self.repairs: list[str] = [recovered.problem] if recovered.problem else []
         """What of event log and journal was lost or damaged when this process began, for people."""
         self.store = TokenStore()
         self.journal_problem: str | None = None
@@ -220,6 +232,7 @@ class CoreDriver:
         self._pending: deque[Event] = deque()
         self._handling = False
         self._recover(clock, disk, recovered.log)
+        self._snapshots = SnapshotWriter(run.snapshot, snapshot_code(), clock, recovered.num_replayed)
 
     # --- events -------------------------------------------------------------------------------------------
 
@@ -236,6 +249,7 @@ class CoreDriver:
         try:
             while self._pending:
                 self._apply(self._pending.popleft())
+                self._snapshots.after_event((self.core, self.totals), self.events.place)
         finally:
             self._handling = False
 
@@ -287,15 +301,8 @@ class CoreDriver:
             return
         if self.totals.assigned[response] > 1:
             self.tokens_migrated += offset
-        request = self.step.request
-        item = WorkItem(
-            assignment=command.assignment,
-            token_ids=self.step.prompt_of(response) + self.store.token_ids(response),
-            offset=offset,
-            max_new_tokens=request.max_response_tokens - offset,
-            policy_version=request.policy_version,
-        )
-        self._outlet.work(command, item)
+        kept = self.store.token_ids(response)
+        self._outlet.work(command, self.step.work(response, command.assignment, kept))
 
     def _assign_request(self, command: Assign) -> None:
         version = self.core.instances[command.instance].version
@@ -391,12 +398,8 @@ class CoreDriver:
         return step, finished
 
     def _open_store(self, step: OpenStep) -> None:
-        first = step.first_response
         self.store.open_step(
-            step.request.step,
-            range(first, first + step.num_responses),
-            step.request.max_response_tokens,
-            step.request.stop_token_ids,
+            step.request.step, step.all_responses(), step.limits(), step.request.stop_token_ids
         )
 
     def step_checkpointed(self, step: int) -> None:
@@ -439,7 +442,7 @@ class CoreDriver:
         self.clock = RunClock(clock, known + away)
         if read.problem:
             shutil.copyfile(path, path.with_name("events.damaged.log"))
-        self.events = EventLog(path, disk, read.good_bytes)
+        self.events = EventLog(path, disk, read.place)
         self._late: list[Event] = []
         why = self._why_events_are_lost(read)
         if why:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from rlboost_runtime.coordinator.storage.journal import EventReader, encode_command
+from rlboost_runtime.coordinator.storage.journal import START, EventReader, encode_command
+from rlboost_runtime.coordinator.storage.snapshot import UnfitSnapshot, code_digest, read_snapshot
 from rlboost_runtime.core.base.messages import (
     FIRST_REQUEST,
     Assign,
@@ -71,12 +72,12 @@ class RunTotals:
     """The head's boot under which the last coordinator began; empty where it is unknown."""
     num_events: int = 0
     num_commands: int = 0
-    _digest: hashlib.blake2b = field(default_factory=lambda: hashlib.blake2b(digest_size=16))
+    _digest: bytes = b""
 
     @property
     def commands_digest(self) -> str:
         """Digest of all commands so far; replaying the event log through a new core gives the same one."""
-        return self._digest.hexdigest()
+        return self._digest.hex()
 
     def observe(self, event: Event, commands: Sequence[Command], core: Core) -> None:
         """Add one event and the commands that followed from it."""
@@ -118,7 +119,7 @@ class RunTotals:
             case _:
                 pass
         for command in commands:
-            self._digest.update(encode_command(command))
+            self._digest = hashlib.blake2b(self._digest + encode_command(command), digest_size=16).digest()
             if isinstance(command, Assign):
                 self.assigned[command.response] += 1
                 self.responses_migrated += self.assigned[command.response] == 2
@@ -131,11 +132,28 @@ class Recovered(NamedTuple):
     totals: RunTotals
     log: EventReader
     """How far the log could be read."""
+    num_replayed: int
+    """Events after the snapshot."""
+    problem: str = ""
+    """Why the snapshot was not used, in words."""
 
 
-def recover(events: Path) -> Recovered:
-    """Replay the event log through a new core, up to its first damaged line."""
-    core, totals, reader = Core(), RunTotals(), EventReader(events)
+def snapshot_code() -> str:
+    """Return what names the code that a snapshot must be of."""
+    return code_digest(__file__)
+
+
+def recover(events: Path, snapshot: Path | None = None) -> Recovered:
+    """Replay the event log through a new core, or from the snapshot on, up to its first damaged line."""
+    core, totals, start, problem = Core(), RunTotals(), START, ""
+    if snapshot is not None:
+        try:
+            (core, totals), start = read_snapshot(snapshot, snapshot_code(), events)
+        except FileNotFoundError:
+            pass
+        except (UnfitSnapshot, OSError) as error:
+            problem = f"{snapshot} is not used, the whole event log is replayed: {error}"
+    reader = EventReader(events, start)
     for event in reader:
         totals.observe(event, core.handle(event), core)
-    return Recovered(core, totals, reader)
+    return Recovered(core, totals, reader, reader.place.num_lines - start.num_lines, problem)

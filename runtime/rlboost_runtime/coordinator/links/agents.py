@@ -23,6 +23,7 @@ from rlboost_runtime.core.base.messages import (
     Abort,
     Assign,
     Command,
+    CoreConfig,
     Disconnected,
     Event,
     Evict,
@@ -217,13 +218,26 @@ class AgentLink:
             self._aborts = []
 
 
+FLUSH_S = 0.05
+"""Between two frames of an agent."""
+MAX_FRAMES_PER_S = 2_000
+"""Of all agents: above that they flush less often. A frame costs some 70 us of the event loop."""
+
+
 @dataclass(frozen=True, slots=True)
 class Timing:
     """The intervals that a `Welcome` gives to an agent, in seconds."""
 
     lease_s: float
     beat_s: float = 1.0
-    flush_s: float = 0.05
+    flush_s: float = FLUSH_S
+
+    @classmethod
+    def of(cls, config: CoreConfig) -> Timing:
+        """Return the intervals for a fleet of that size: a large one sends fewer, larger frames, as the
+        coordinator's time goes by frames, not by tokens."""
+        instances = config.max_spot_instances + config.reserved_instances
+        return cls(config.lease_s, flush_s=max(FLUSH_S, instances / MAX_FRAMES_PER_S))
 
 
 class AgentLinks:

@@ -155,6 +155,9 @@ class TrainerLink:
                 self._on_trained(message)
             case wire.Checkpointed(step=step):
                 driver.step_checkpointed(step)
+            case wire.Evaluated(step=step, metrics=metrics):
+                if self._ledger.add_metrics(step, metrics):
+                    self.health.evaluated(step + 1, metrics)
             case wire.RunFinished(model_path=path):
                 log_event(log, "run.trained", model=path)
                 self._end_run("done", "", "", 0)
@@ -242,6 +245,8 @@ def _check(request: wire.StepStartedMessage, newest_version: int | None) -> None
         problem = f"its groups are not 0, 1, 2, ... but {groups[:5]}"
     elif request.group_size < 1 or request.max_response_tokens < 1:
         problem = f"group_size {request.group_size}, max_response_tokens {request.max_response_tokens}"
+    elif any(prompt.num_responses < 0 or prompt.max_tokens < 0 for prompt in request.prompts):
+        problem = "a prompt asks for fewer than 0 responses or tokens"
     elif any(len(prompt.token_ids) == 0 or len(prompt.token_ids) % 4 for prompt in request.prompts):
         problem = "a prompt has no token ids, or not whole ones"
     elif newest_version is None or request.policy_version > newest_version:

@@ -37,7 +37,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, get_args
+from typing import BinaryIO, NamedTuple, get_args
 
 import msgspec
 
@@ -460,19 +460,38 @@ class SegmentReader:
         )
 
 
+class LogPlace(NamedTuple):
+    """A place between two lines of an event log, and what is before it."""
+
+    num_bytes: int = 0
+    num_lines: int = 0
+    crc: int = 0
+    """crc32 of all bytes before it."""
+
+    def after(self, line: bytes) -> LogPlace:
+        """Return the place behind one more line."""
+        return LogPlace(self.num_bytes + len(line), self.num_lines + 1, zlib.crc32(line, self.crc))
+
+
+START = LogPlace()
+
+
 class EventLog:
     """Append-only; one writer."""
 
-    def __init__(self, path: Path, disk: Disk, good_bytes: int | None = None) -> None:
-        """What is beyond the first `good_bytes` is cut off; None: only a torn last line."""
+    def __init__(self, path: Path, disk: Disk, end: LogPlace = START) -> None:
+        """What is beyond `end` is cut off."""
         self._disk = disk
-        if good_bytes is None:
-            drop_torn_tail(path)
-        elif path.exists():
-            os.truncate(path, good_bytes)
+        if path.exists():
+            os.truncate(path, end.num_bytes)
+        self.place = end
+        """Behind the last event."""
         self._fd = disk.append(path)
-        self.size = os.fstat(self._fd).st_size
+
+    @property
+    def size(self) -> int:
         """Length of the file in bytes."""
+        return self.place.num_bytes
 
     def append(self, event: Event) -> None:
         """Write one event. Raises `OSError` when the disk refuses; the event then did not happen."""
@@ -482,7 +501,7 @@ class EventLog:
         except OSError:
             os.ftruncate(self._fd, self.size)
             raise
-        self.size += len(line)
+        self.place = self.place.after(line)
 
     def close(self) -> None:
         """Close the file."""
@@ -503,15 +522,19 @@ class EventReader:
     What it tells is right once it has been read to its end.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, start: LogPlace = START) -> None:
         self.path = path
-        self.good_bytes = 0
-        """Length of the whole lines read so far."""
+        self.place = start
+        """Behind the last event that was read."""
         self.num_unchecked = 0
         """Lines of an older version, without a checksum."""
         self.problem = ""
         """Why reading ended before the end of the file, in words; a torn last line is no problem."""
-        self._num_read = 0
+
+    @property
+    def good_bytes(self) -> int:
+        """Where the last whole line that was read ends."""
+        return self.place.num_bytes
 
     def __iter__(self) -> Iterator[Event]:
         try:
@@ -519,6 +542,7 @@ class EventReader:
         except FileNotFoundError:
             return
         with file:
+            file.seek(self.good_bytes)
             for line in file:
                 if not line.endswith(b"\n"):
                     return
@@ -526,12 +550,11 @@ class EventReader:
                 if event is None:
                     left = os.fstat(file.fileno()).st_size - self.good_bytes
                     self.problem = (
-                        f"{self.path}: line {self._num_read + 1} at byte {self.good_bytes} is damaged:"
+                        f"{self.path}: line {self.place.num_lines + 1} at byte {self.good_bytes} is damaged:"
                         f" it and what follows ({left} bytes) is not used"
                     )
                     return
-                self._num_read += 1
-                self.good_bytes += len(line)
+                self.place = self.place.after(line)
                 yield event
 
     def _event(self, line: bytes) -> Event | None:
@@ -541,7 +564,7 @@ class EventReader:
             rest = line[check.end() :]
             if int(check[1], 16) != zlib.crc32(rest, self.good_bytes & 0xFFFFFFFF):
                 return None
-        elif self.num_unchecked < self._num_read or not line.startswith(b'{"event":"'):
+        elif self.num_unchecked < self.place.num_lines or not line.startswith(b'{"event":"'):
             return None  # no line without a checksum follows one that has one
         else:
             self.num_unchecked += 1
@@ -557,23 +580,3 @@ def read_events(path: Path) -> Iterator[Event]:
     yield from reader
     if reader.problem:
         raise RuntimeFault(reader.problem, "rlboost launch RUN --resume repairs it")
-
-
-def drop_torn_tail(path: Path) -> None:
-    """Cut a last line that a crash left without its end."""
-    if not path.exists():
-        return
-    with path.open("r+b") as file:
-        size = file.seek(0, os.SEEK_END)
-        block = 4096
-        end = size
-        while end > 0:
-            start = max(0, end - block)
-            file.seek(start)
-            newline = file.read(end - start).rfind(b"\n")
-            if newline >= 0:
-                end = start + newline + 1
-                break
-            end = start
-        if end != size:
-            file.truncate(end)

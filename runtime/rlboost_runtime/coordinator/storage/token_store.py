@@ -83,26 +83,29 @@ class TokenStore:
 
     def __init__(self) -> None:
         self._matrix = TokenMatrix()
-        self.open_step(0, (), 1, ())
+        self.open_step(0, (), (), ())
 
     def open_step(
-        self, step: int, responses: Sequence[int], max_tokens: int, stop_token_ids: tuple[int, ...]
+        self, step: int, responses: Sequence[int], limits: Sequence[int], stop_token_ids: tuple[int, ...]
     ) -> None:
-        """Forget the former step and hold `responses` (consecutive numbers), of at most `max_tokens` each."""
+        """Forget the former step and hold `responses` (consecutive numbers), each of at most so many tokens
+        as `limits` says."""
         num_rows = len(responses)
         first = responses[0] if num_rows else 0
         if num_rows and list(responses) != list(range(first, first + num_rows)):
             raise ValueError(
                 f"responses of step {step} are not consecutive numbers: {list(responses)[:10]}..."
             )
-        if not 0 < max_tokens < 2**31:
-            raise ValueError(f"max_tokens of step {step} is {max_tokens}")
+        if len(limits) != num_rows or not all(0 < limit < 2**31 for limit in limits):
+            raise ValueError(f"limits of step {step} are {list(limits)[:10]}... for {num_rows} responses")
+        longest = max(limits, default=1)
         self._step = step
         self._first = first
         self._num_rows = num_rows
-        self._max_tokens = max_tokens
+        self._least_limit = min(limits, default=1)
+        self._limits: NDArray[np.uint32] = np.array([*limits, longest], U32)
         self._stop_token_ids = frozenset(stop_token_ids)
-        self._matrix.reshape(num_rows, max_tokens)
+        self._matrix.reshape(num_rows, longest)
         # One row more than there are responses: that of all assignments that are not current.
         self._assignments = AssignmentTable(nowhere=num_rows)
         self._lengths: NDArray[np.uint32] = np.zeros(num_rows + 1, U32)
@@ -234,7 +237,7 @@ class TokenStore:
     def holds(self, response: int, num_tokens: int, reason: FinishReason) -> bool:
         """Return True if `response` is complete with so many tokens, for that reason."""
         found, length = self.is_complete(response), self.length(response)
-        is_full = reason is FinishReason.LENGTH and length == self._max_tokens
+        is_full = reason is FinishReason.LENGTH and length == self._limits[self._row(response)]
         return length == num_tokens and found is not None and (found is reason or is_full)
 
     def forget(self, response: int) -> None:
@@ -267,7 +270,8 @@ class TokenStore:
             return False
         if self._lengths.take(rows_N).tobytes() != deltas.offsets_N.tobytes():
             return False
-        return bool(lengths_N[lengths_N.argmax()] <= self._max_tokens)
+        is_short = lengths_N[lengths_N.argmax()] <= self._least_limit  # quick, and true of most frames
+        return bool(is_short or (lengths_N <= self._limits.take(rows_N)).all())
 
     def _trim(self, rows_N: Ints, deltas: TokenDeltas) -> tuple[Ints, TokenDeltas, int, int]:
         """Keep what may be added; return it with the number of duplicate and of dropped tokens.
@@ -284,7 +288,7 @@ class TokenStore:
             self._owed[assignment] = max(end, self._owed.get(assignment, 0))
         usable_N = current_N & ~gap_N
         firsts_N = np.maximum(offsets_N, lengths_N)
-        taken_N = np.where(usable_N, np.minimum(ends_N, self._max_tokens) - firsts_N, 0).clip(0)
+        taken_N = np.where(usable_N, np.minimum(ends_N, self._limits[rows_N]) - firsts_N, 0).clip(0)
         num_duplicate = int(np.where(usable_N, np.minimum(ends_N, lengths_N) - offsets_N, 0).sum())
         num_dropped = len(deltas.token_ids_T) - num_duplicate - int(taken_N.sum())
         kept_N = taken_N > 0
@@ -296,7 +300,9 @@ class TokenStore:
             return False
         self._matrix.scatter(rows_N, deltas)
         self._lengths[rows_N] = lengths_N  # of the same dtype: numpy is slow at assigning with a cast
-        return bool(lengths_N[lengths_N.argmax()] == self._max_tokens)
+        if lengths_N[lengths_N.argmax()] < self._least_limit:
+            return False
+        return bool((lengths_N == self._limits.take(rows_N)).any())
 
     def _open_segments(
         self, rows_N: Ints, deltas: TokenDeltas, policy_version: int
@@ -329,7 +335,7 @@ class TokenStore:
                 continue
             length = int(self._lengths[row])
             reason, problem = ending.reason, ending.problem
-            missing = min(self._owed.get(ending.assignment, 0), self._max_tokens) - length
+            missing = min(self._owed.get(ending.assignment, 0), int(self._limits[row])) - length
             if reason in _FINISHES and missing > 0:
                 problem = f"ends by {reason}, but {missing} tokens from {length} on never arrived"
                 reason = ReleaseReason.ENGINE_FAILED.value
@@ -344,7 +350,7 @@ class TokenStore:
         """Finish those of the rows that have reached the token limit, and return their responses."""
         full = [
             row
-            for row in rows_N[self._lengths[rows_N] == self._max_tokens].tolist()
+            for row in rows_N[self._lengths[rows_N] == self._limits[rows_N]].tolist()
             if row not in self._finished
         ]
         for row in full:
@@ -410,11 +416,11 @@ class TokenStore:
         """Keep what is new of a record. Raises `ProtocolError` for what could not have been accepted."""
         lengths_N = self._lengths[rows_N].astype(np.int64)
         ends_N = deltas.offsets_N.astype(np.int64) + deltas.counts_N
-        bad_N = (deltas.offsets_N > lengths_N) | (ends_N > self._max_tokens)
+        bad_N = (deltas.offsets_N > lengths_N) | (ends_N > self._limits[rows_N])
         if bad_N.any():
             at = int(bad_N.argmax())
             found = f"tokens {deltas.offsets_N[at]}..{ends_N[at] - 1} of response {deltas.owners_N[at]}"
-            raise _unfit(f"{found} come after {lengths_N[at]} (limit {self._max_tokens})")
+            raise _unfit(f"{found} come after {lengths_N[at]} (limit {self._limits[rows_N[at]]})")
         kept_N = ends_N > lengths_N
         return rows_N[kept_N], _part(deltas, kept_N, lengths_N, ends_N - lengths_N)
 
@@ -435,7 +441,7 @@ class TokenStore:
         assert all(segment.num_tokens > 0 for segment in segments), f"response {response}"
         for before, after in itertools.pairwise(segments):
             assert (before.instance, before.policy_version) != (after.instance, after.policy_version)
-        assert length < self._max_tokens or row in self._finished, f"response {response} is full"
+        assert length < self._limits[row] or row in self._finished, f"response {response} is full"
 
 
 def _ends(deltas: TokenDeltas) -> NDArray[np.uint32]:

@@ -160,8 +160,8 @@ class Assignments:
 
     def _yield_to_nearer_groups(self) -> None:
         """Take away running responses of groups that lack much where some of groups that lack little wait."""
-        book, now = self.book, self._context.now
-        if not self._context.config.policy.yields or book is None:
+        now = self._context.now
+        if not self._context.config.policy.yields or self.book is None:
             return
         if now < self._balance_at:
             self._context.timers.set(Timer.BALANCE, "", self._balance_at)
@@ -169,13 +169,15 @@ class Assignments:
         instances = list(self._eligible.values())
         if any(instance.aborting for instance in instances):
             return
-        waiting = sorted(self.dispatcher.lacks(response) for response in self.dispatcher.queued())
         running = sorted(
             (-self.dispatcher.lacks(r), r.num_tokens, assignment, instance.instance)
             for instance in instances
             for assignment, r in instance.assignments.items()
             if not r.has_yielded
         )
+        waiting: list[int] = []
+        if running and -running[0][0] - self.dispatcher.least_lacking() >= YIELD_MARGIN:
+            waiting = sorted(self.dispatcher.lacks(response) for response in self.dispatcher.queued())
         for lacks, (minus_lacks, _, assignment, name) in zip(waiting, running, strict=False):
             if -minus_lacks - lacks < YIELD_MARGIN:
                 break

@@ -1,8 +1,8 @@
 """Responses move from crowded instances to idle ones while they run, once no response waits.
 
-1. An instance with nothing pending takes one pending response from the one with the most (the paper's
-   CONTINUOUSLB of Algorithm 2), if it executes it at once by its booked KV tokens: else two full instances
-   would pass it to and fro.
+1. An instance with nothing pending takes pending responses from the one with the most (the paper's
+   CONTINUOUSLB of Algorithm 2, which takes one), until both are as full, if it executes them at once by
+   their booked KV tokens: else two full instances would pass them to and fro.
 2. The fullest spot instance gives running responses to the emptiest until both are as full, if that saves
    more than it costs; while no spot instance serves, reserved ones do. The paper's second rule is in
    `rlboost_runtime.sim.baselines`.
@@ -17,8 +17,10 @@ Cost: O(log instances) an event; a move looks at the responses of the instance t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 
 from rlboost_runtime.core.base.messages import Pool
 from rlboost_runtime.core.state.eligible import LoadIndex, Rank
@@ -47,10 +49,16 @@ class Rebalance:
 class Balancer:
     """Decides which running responses move to another instance. Another rule overrides `move_running`."""
 
+    moves_one = False
+    """True for a rule that moves pending responses one by one."""
+
     def __init__(self, eligible: Mapping[str, Instance], load_index: LoadIndex, lengths: Lengths) -> None:
         self.step_times = StepTimes()
         self._uneven = [
-            (LoadIndex(eligible, _fullest_of(pool)), LoadIndex(eligible, _emptiest_of(pool)))
+            (
+                LoadIndex(eligible, partial(_fullest_first, pool)),
+                LoadIndex(eligible, partial(_emptiest_first, pool)),
+            )
             for pool in (Pool.SPOT, Pool.RESERVED)
         ]
         """By pool: the fullest first, the emptiest first."""
@@ -69,9 +77,7 @@ class Balancer:
     def rebalance(self, now: float) -> Rebalance | None:
         """Return the next move, None if none helps. Only valid while no response waits."""
         source = self.longest_queue.best(lambda _: True)
-        if source is not None:
-            return self._of_pending(source)
-        return self.move_running(now)
+        return self.move_running(now) if source is None else self._of_pending(source)
 
     def learn(self, instance: Instance, batch: int, num_tokens: int, seconds: float) -> None:
         """Take in `num_tokens` generated within `seconds` by `batch` responses together: not used here."""
@@ -98,9 +104,7 @@ class Balancer:
         line = self.step_times.line(source.kind)
         if line is None or now < self._even_at:
             return None
-        excess = (source.share - target.share) / (
-            1.0 / max(1, source.kv_tokens) + 1.0 / max(1, target.kv_tokens)
-        )
+        excess = _excess(source, target)
         room = target.kv_room
         moved, load_index, guests = [], source.num_assigned, target.num_assigned
         for assignment, response in sorted(
@@ -136,36 +140,35 @@ class Balancer:
         return saved_s > PREFILL_SHARE * empty_s * (guests + 1)
 
     def _of_pending(self, source: Instance) -> Rebalance | None:
-        if source.aborting:
-            return None
-        assignment, response = _newest(source)
         target = self.load_index.best(lambda i: i is not source and not i.num_queued)
-        if target is None or not target.can_admit(response.kv_estimate):
+        if source.aborting or target is None:
             return None
-        return Rebalance(source, target, [assignment])
+        moved: list[int] = []
+        booked, excess = 0, _excess(source, target)
+        for assignment, response in islice(reversed(source.assignments.items()), source.num_queued):
+            booked += response.kv_estimate
+            if not target.can_admit(booked) or (moved and (booked > excess or self.moves_one)):
+                break
+            moved.append(assignment)
+        return Rebalance(source, target, moved) if moved else None
 
 
-def _newest(instance: Instance) -> tuple[int, Response]:
-    assignment = next(reversed(instance.assignments))
-    return assignment, instance.assignments[assignment]
+def _excess(source: Instance, target: Instance) -> float:
+    """Return the booked KV tokens after whose move both are as full."""
+    both = 1.0 / max(1, source.kv_tokens) + 1.0 / max(1, target.kv_tokens)
+    return (source.share - target.share) / both
 
 
-def _fullest_of(pool: Pool) -> Callable[[Instance], Rank | None]:
-    def rank(instance: Instance) -> Rank | None:
-        if instance.pool is not pool or not instance.assignments:
-            return None
-        return -instance.share, 0.0, instance.instance
-
-    return rank
+def _fullest_first(pool: Pool, instance: Instance) -> Rank | None:
+    if instance.pool is not pool or not instance.assignments:
+        return None
+    return -instance.share, 0.0, instance.instance
 
 
-def _emptiest_of(pool: Pool) -> Callable[[Instance], Rank | None]:
-    def rank(instance: Instance) -> Rank | None:
-        if instance.pool is not pool or instance.num_assigned >= max(1, instance.max_running):
-            return None
-        return instance.share, instance.fill, instance.instance
-
-    return rank
+def _emptiest_first(pool: Pool, instance: Instance) -> Rank | None:
+    if instance.pool is not pool or instance.num_assigned >= max(1, instance.max_running):
+        return None
+    return instance.share, instance.fill, instance.instance
 
 
 def _most_pending(instance: Instance) -> Rank | None:

@@ -40,7 +40,8 @@ from rlboost_runtime.core.state.responses import (
 COMING_S = {Pool.SPOT: 20.0, Pool.RESERVED: 60.0}
 """An instance that loads a step's version, or wakes for it, is waited for so long after the step's begin.
 Reserved engines wake for nothing if they are not waited for: what runs on spot instances does not move to
-them. With 30 s of waking a step of 8B on four machines takes a tenth longer if they are waited for 20 s."""
+them. With 30 s of waking a step of 8B on four machines takes a tenth longer if they are waited for 20 s. One
+that has never served is waited for since it joined: what starts its engine takes minutes to come."""
 FAIR_S = 1.0
 """Seconds for which a fair share is kept: computing it looks at every instance, and it hardly changes."""
 OVERDUE_GROWTH_SHARE = 0.25
@@ -126,6 +127,12 @@ class Dispatcher:
         """Return what is queued, in no order. Looks at all of it: for checks."""
         return self.queue.all()
 
+    def least_lacking(self) -> int:
+        """Return what the group lacks that lacks the least of those of waiting responses, 0 if that is not
+        known. Does not look at all of them."""
+        first = self.queue.peek() if self._by_group else None
+        return 0 if first is None else self.lacks(first)
+
     def touch(self, name: str) -> None:
         """Note that an instance's load or eligibility may have changed."""
         self.load_index.touch(name)
@@ -206,10 +213,13 @@ class Dispatcher:
         """Return how full an instance may get while others are about to serve: as full as all will be.
 
         Without that the first one ready at a step's begin draws all there is, and the last one, a second
-        later, nothing.
+        later, nothing. What an engine that has never served says of its cache is a guess, often several
+        times too large: it counts as no larger than the largest that serves.
         """
         book, now = self._book, self._context.now
-        if not self.fills_fairly or book is None or now >= book.started_at + max(COMING_S.values()):
+        if not self.fills_fairly or book is None or not self.eligible:
+            return math.inf
+        if now >= book.started_at + max(COMING_S.values()):
             return math.inf
         if now >= self._fair_at:
             self._fair_at = now + FAIR_S
@@ -224,13 +234,16 @@ class Dispatcher:
         first = self.queue.peek()
         if not coming or first is None or num_waiting <= len(self.eligible) + len(coming):
             return math.inf
+        measured = [i.kv_tokens for i in self.eligible.values()]
+        largest = max(measured)
         demand = sum(i.kv_load for i in self.eligible.values()) + num_waiting * self.kv_estimate(first)
-        room = sum(i.kv_tokens for i in self.eligible.values()) + sum(i.kv_tokens for i in coming)
+        room = sum(measured) + sum(i.kv_tokens if i.has_served else min(i.kv_tokens, largest) for i in coming)
         return demand / max(1, room)
 
     def _is_coming(self, instance: Instance, book: StepResponses) -> bool:
+        since = book.started_at if instance.has_served else min(book.started_at, instance.joined_at)
         return (
-            self._context.now < book.started_at + COMING_S[instance.pool]
+            self._context.now < since + COMING_S[instance.pool]
             and instance.is_awake
             and instance.is_connected
             and not instance.is_draining

@@ -249,9 +249,8 @@ class Child:
         sampling = msgspec.structs.replace(spec.sampling, stop_token_ids=tuple(sorted(stops)))
         running = spec.max_running or continuous_batch.running_in_memory(model, spec, folder)
         batch = continuous_batch.ContinuousBatch(
-            model, sampling, running, spec.max_context_tokens, is_measured=spec.max_running is None,
-            samples_per_request=spec.samples_per_request,
-        )  # fmt: skip
+            model, sampling, running, spec.max_context_tokens, is_measured=spec.max_running is None
+        )
         return model, batch
 
     def _probe(self, token_ids: list[int], num_new: int) -> tuple[list[int], list[float]]:

@@ -39,21 +39,12 @@ from transformers.generation.continuous_batching import (
     RequestStatus,
 )
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
-from transformers.generation.continuous_batching.cb_logits_processors import (
-    ContinuousBatchingLogitsProcessorList,
-)
-from transformers.generation.logits_process import (
-    LogitsProcessorList,
-    TemperatureLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from rlboost_runtime.engines.base import EngineOutput, EngineSpec, KvCache, Request
 from rlboost_runtime.engines.model_folder import Unreadable, kv_bytes_per_token, read_config
+from rlboost_runtime.engines.transformers.per_request import sample_per_request
 from rlboost_runtime.protocol.messages import Sampling
 
-LIKELIEST = 1e-6
-"""A request's temperature of 0, in a batch that samples: all but the likeliest token have no probability."""
 PAGE_TOKENS = 32
 """Cache is allocated in pages of so many tokens: what a response wastes at most."""
 GPU_MEMORY_SHARE = 0.7
@@ -84,10 +75,9 @@ class ContinuousBatch:
         max_context_tokens: int,
         *,
         is_measured: bool = False,
-        samples_per_request: bool = False,
     ) -> None:
         self._is_measured = is_measured
-        self._stop_ids = frozenset(sampling.stop_token_ids)
+        self._sampling = sampling
         self._vocabulary = model.config.get_text_config().vocab_size
         self._max_running = max_running
         self._max_context_tokens = max_context_tokens
@@ -95,9 +85,8 @@ class ContinuousBatch:
         self._manager = generating.init_continuous_batching(
             generation_config(sampling), batching_config(max_running, max_context_tokens)
         )
-        self._has_own_sampling = samples_per_request and sampling.temperature > 0
-        if self._has_own_sampling:
-            self._manager.logit_processor = own_processors(sampling)
+        if sampling.temperature > 0:
+            sample_per_request(self._manager, sampling)
         self._manager.warmup()  # allocates the cache
         self._keys = itertools.count()
         self._held: dict[str, _Held] = {}  # by the library's name for it: never the same twice
@@ -150,6 +139,8 @@ class ContinuousBatch:
         total = len(request.token_ids) + request.max_new_tokens
         if total > self._max_context_tokens:
             return f"{total} tokens with the new ones exceed the context of {self._max_context_tokens}"
+        if self._sampling.temperature == 0 and request.sampled(self._sampling).temperature > 0:
+            return "it is to be sampled, but this engine takes the likeliest tokens (temperature 0)"
         if request.request_id in self._key_of:
             return f"request {request.request_id} is already held"
         return None
@@ -157,13 +148,14 @@ class ContinuousBatch:
     def add(self, request: Request) -> None:
         """Queue a request for which `refusal` is None."""
         key = str(next(self._keys))
-        own = request.sampling
-        stop_ids = self._stop_ids if own is None else frozenset(own.stop_token_ids)
-        self._held[key] = _Held(request.request_id, stop_ids)
+        how = request.sampled(self._sampling)
+        self._held[key] = _Held(request.request_id, frozenset(how.stop_token_ids))
         self._key_of[request.request_id] = key
-        options: dict[str, Any] = {} if own is None else {"eos_token_id": sorted(stop_ids) or -1}
-        if own is not None and self._has_own_sampling:
-            options |= {"temperature": max(own.temperature, LIKELIEST), "top_p": own.top_p}
+        options: dict[str, Any] = {}
+        if request.sampling is not None:
+            options["eos_token_id"] = sorted(how.stop_token_ids) or -1
+        if request.sampling is not None and self._sampling.temperature > 0:
+            options |= {"temperature": how.temperature, "top_p": how.top_p}
         self._manager.add_request(
             request.token_ids,
             request_id=key,
@@ -249,19 +241,11 @@ def run_step(manager: ContinuousBatchingManager) -> None:
 
 
 def generation_config(sampling: Sampling) -> GenerationConfig:
-    """Return `sampling` as the library's configuration; temperature 0 takes the likeliest token."""
+    """Return the library's configuration; temperature 0 takes the likeliest token, any other is left to
+    `sample_per_request`."""
     stop: list[int] | int = list(sampling.stop_token_ids) or -1  # -1: none
-    if sampling.temperature == 0:
-        return GenerationConfig(do_sample=False, eos_token_id=stop)  # type: ignore[no-untyped-call] # theirs
-    return GenerationConfig(  # type: ignore[no-untyped-call] # theirs
-        do_sample=True, temperature=sampling.temperature, top_p=sampling.top_p, top_k=0, eos_token_id=stop
-    )
-
-
-def own_processors(sampling: Sampling) -> ContinuousBatchingLogitsProcessorList:
-    """Return what lets each request have a temperature and a top-p; `sampling` is for those without."""
-    processors = [TemperatureLogitsWarper(sampling.temperature), TopPLogitsWarper(sampling.top_p)]
-    return ContinuousBatchingLogitsProcessorList(LogitsProcessorList(processors), per_request_processors=True)
+    is_sampled = sampling.temperature > 0
+    return GenerationConfig(do_sample=is_sampled, top_k=0 if is_sampled else None, eos_token_id=stop)  # type: ignore[no-untyped-call] # theirs
 
 
 def batching_config(max_running: int, max_context_tokens: int) -> ContinuousBatchingConfig:

@@ -209,8 +209,10 @@ class Streams:
     async def _follow(self, stream: _Stream) -> None:
         """Read one request's stream from its start to its end."""
         name = str(stream.request.request_id)
-        sampling = stream.request.sampling or self.sampling
-        body = request_body(self.dialect, stream.request, name, sampling, stream.salt, stream.model)
+        body = request_body(
+            self.dialect, stream.request, name, stream.request.sampled(self.sampling), stream.salt,
+            stream.model,
+        )  # fmt: skip
         try:
             async for chunk in self._api.stream(self.dialect, body):
                 self.take_chunk(stream, chunk)

@@ -23,7 +23,7 @@ from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import BUILT_IN_REWARDS, CHAT_TEMPLATES
 from rlboost_runtime.job.data import prompt_problem
 from rlboost_runtime.job.file.shape import close_match, shown
-from rlboost_runtime.job.file.tree import FieldPath, Mistake
+from rlboost_runtime.job.file.tree import FieldPath, Mistake, dotted
 from rlboost_runtime.traces import load_trace
 
 PROMPT_LINES_CHECKED = 1000
@@ -81,7 +81,7 @@ def _check_model(data: dict[str, Any], base: Path) -> Iterator[Mistake]:
         yield Mistake(("model",), f"found {shown(model)}, which does not exist; {MODEL_FOLDER}")
         return
     if model == "tiny" and not is_folder:
-        yield Mistake(("model",), "found 'tiny', which is no folder here; write {init: tiny}")
+        yield Mistake(("model",), "found 'tiny', which is not a folder here; write {init: tiny}")
     elif is_folder:
         if not (folder / "config.json").is_file():
             yield Mistake(("model",), f"found folder {model} without config.json; {MODEL_FOLDER}")
@@ -90,26 +90,30 @@ def _check_model(data: dict[str, Any], base: Path) -> Iterator[Mistake]:
 
 
 def _sources(data: dict[str, Any]) -> Iterator[tuple[FieldPath, Any]]:  # any JSON value
-    """Yield the sources of prompts with their paths."""
-    found = _at(data, "data")
-    if isinstance(found, list):
-        yield from ((("data", number), one) for number, one in enumerate(found))
-    else:
-        yield ("data",), found
+    """Yield the sources of prompts with their paths, evaluations included."""
+    for name in ("data", "evaluation"):
+        found = _at(data, name)
+        if isinstance(found, list):
+            yield from (((name, number), one) for number, one in enumerate(found))
+        elif found is not None:
+            yield (name,), found
 
 
 def _check_prompts(data: dict[str, Any], base: Path) -> Iterator[Mistake]:
     for path, source in _sources(data):
         yield from _check_source(path, source, base)
-    source, held_out = _at(data, "data", "source"), _at(data, "evaluation", "prompts")
-    if not isinstance(source, str) or source.endswith(".parquet") or not isinstance(held_out, int):
-        return
-    if _file_problem(source, base, ""):
+    source = _at(data, "data", "source")
+    if not isinstance(source, str) or source.endswith(".parquet") or _file_problem(source, base, ""):
         return
     num = _num_prompts(base / source)
-    if num is not None and held_out >= num:
-        problem = f"found {held_out}, which leaves none of the {num} in {source} to train on; write less"
-        yield Mistake(("evaluation", "prompts"), problem)
+    for path, entry in _sources(data):
+        held_out = _at(entry, "prompts")
+        has_own = any(_at(entry, name) is not None for name in ("source", "dataset", "reasoning_gym"))
+        if path[0] == "data" or has_own or num is None or not isinstance(held_out, int):
+            continue
+        if held_out >= num:
+            problem = f"found {held_out}, which leaves none of the {num} in {source} to train on; write less"
+            yield Mistake((*path, "prompts"), problem)
 
 
 def _check_source(path: FieldPath, source: Any, base: Path) -> Iterator[Mistake]:  # any JSON value
@@ -121,7 +125,9 @@ def _check_source(path: FieldPath, source: Any, base: Path) -> Iterator[Mistake]
         if problem:
             yield Mistake((*path, "source"), problem)
     if isinstance(folder, str) and folder.startswith("./") and not (base / folder).is_dir():
-        yield Mistake((*path, "dataset"), f"found {folder}, which is no folder here; write a folder's path")
+        yield Mistake(
+            (*path, "dataset"), f"found {folder}, which is not a folder here; write a folder's path"
+        )
     if isinstance(template, str) and template not in CHAT_TEMPLATES:
         hint = _hint(template, CHAT_TEMPLATES) or f"write {', '.join(CHAT_TEMPLATES)} or a Jinja file"
         if _file_problem(template, base, "a Jinja file"):
@@ -148,14 +154,15 @@ def _prompt_file_problem(path: Path, name: str, source: Any) -> str | None:  # a
                     break
                 if line.strip():
                     num_prompts += 1
-                    if problem := _prompt_line_problem(line, source):
+                    if problem := _prompt_line_problem(line, source, is_first=num_prompts == 1):
                         return f"found {name}:{number}: {problem}"
     except UnicodeDecodeError:
         return f"found {name}, which is not UTF-8 text; write a JSON-lines file"
     return None if num_prompts else f"found {name} without a single prompt; write one JSON object per line"
 
 
-def _prompt_line_problem(line: str, source: Any) -> str | None:  # any JSON object
+def _prompt_line_problem(line: str, source: Any, *, is_first: bool) -> str | None:  # any JSON object
+    """Return what is wrong with a line: with it alone, where the lines before have the field."""
     try:
         row = json.loads(line)
     except ValueError:
@@ -169,28 +176,35 @@ def _prompt_line_problem(line: str, source: Any) -> str | None:  # any JSON obje
         return None
     close = close_match(field, list(row))
     is_misspelt = problem[1] == "set data.prompt_field" and close and close != field
+    if problem[1] == "set data.prompt_field" and not is_first:
+        return f"{problem[0]}; correct this line: those before it have {field}"
     return f"{problem[0]}; {f'set prompt_field: {close}' if is_misspelt else problem[1]}"
 
 
 def _check_gym(data: dict[str, Any]) -> Iterator[Mistake]:
-    names, options = _at(data, "data", "reasoning_gym"), _at(data, "data", "config")
+    for path, source in _sources(data):
+        yield from _check_gym_source(path, source)
+
+
+def _check_gym_source(path: FieldPath, source: Any) -> Iterator[Mistake]:  # any JSON value
+    names, options = _at(source, "reasoning_gym"), _at(source, "config")
     if not isinstance(names, list) or importlib.util.find_spec("reasoning_gym") is None:
         return
     options = options if isinstance(options, dict) else {}
-    yield from _options_of_another_type(names, options)
+    yield from _options_of_another_type(path, names, options)
     if _sources_agree(names, options):
         return
     known = _gym_options()
     for index, name in enumerate(names):
         if isinstance(name, str) and name not in known:
             hint = _hint(name, known) or f"there are {len(known)}, such as spell_backward"
-            yield Mistake(("data", "reasoning_gym", index), f"found {shown(name)}, no such data set; {hint}")
+            yield Mistake((*path, "reasoning_gym", index), f"found {shown(name)}, no such data set; {hint}")
     for name in names:
         for option in set(options) - known[name] if isinstance(name, str) and name in known else ():
             hint = _hint(option, known[name]) or f"there are {', '.join(sorted(known[name]))}"
             if option in {"size", "seed"}:
-                hint = f"write data.{option}"
-            yield Mistake(("data", "config", option), f"{name} has no such option; {hint}")
+                hint = f"write {dotted(path)}.{option}"
+            yield Mistake((*path, "config", option), f"{name} has no such option; {hint}")
 
 
 def _sources_agree(names: list[Any], options: dict[str, Any]) -> bool:
@@ -201,7 +215,7 @@ def _sources_agree(names: list[Any], options: dict[str, Any]) -> bool:
     )
 
 
-def _options_of_another_type(names: list[Any], options: dict[str, Any]) -> Iterator[Mistake]:
+def _options_of_another_type(path: FieldPath, names: list[Any], options: dict[str, Any]) -> Iterator[Mistake]:
     found = _gym_sources()
     for option, value in options.items():
         wanted = {found[name].get(option, "") for name in names if isinstance(name, str) and name in found}
@@ -209,7 +223,7 @@ def _options_of_another_type(names: list[Any], options: dict[str, Any]) -> Itera
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if type(value) is not _TYPES[one] and not (one == "float" and is_number):
                 problem = f"found {shown(value)}; write {_TYPE_WORDS[one]}"
-                yield Mistake(("data", "config", option), problem)
+                yield Mistake((*path, "config", option), problem)
 
 
 @functools.cache
@@ -251,7 +265,12 @@ def _check_reward(data: dict[str, Any], base: Path) -> Iterator[Mistake]:
 
 
 def _check_one_reward(path: FieldPath, reward: Any, sources: list[Any], base: Path) -> Iterator[Mistake]:
-    if isinstance(reward, dict):
+    if isinstance(reward, list):
+        for number, one in enumerate(reward):
+            yield from _check_one_reward((*path, number), one, sources, base)
+    elif isinstance(reward, dict) and "python" in reward:
+        yield from _check_one_reward((*path, "python"), reward["python"], sources, base)
+    elif isinstance(reward, dict):
         url = reward.get("http")
         if isinstance(url, str) and not _is_http_url(url):
             yield Mistake((*path, "http"), f"found {shown(url)}; write a URL such as https://HOST/score")

@@ -26,6 +26,7 @@ from rlboost_runtime.job.file.places import check_places, place_hints
 from rlboost_runtime.job.file.shape import field_type, sections, validate
 from rlboost_runtime.job.file.tree import FieldPath, Mistake, SyntaxMistake, Tree, dotted, parse
 from rlboost_runtime.job.file.vllm_args import check_vllm_args, vllm_args_hint
+from rlboost_runtime.job.task import reward_parts
 
 LORA_LEARNING_RATE = 1e-5
 """Below this, adapters learn hardly anything in a run of usual length (peers use 1e-5 to 2e-5)."""
@@ -71,8 +72,9 @@ def hints(job: Job) -> list[str]:
     found = []
     if isinstance(job.model, str) and not Path(job.model).is_dir():
         found.append(f"model: {job.model} is not a local folder; it is loaded from the Hugging Face Hub")
-    if isinstance(job.reward, HttpReward) and job.reward.http.startswith("http://"):
-        found.append(f"reward: {job.reward.http} is plain HTTP: prompts are sent unencrypted")
+    for _, _, source in reward_parts(job.reward):
+        if isinstance(source, HttpReward) and source.http.startswith("http://"):
+            found.append(f"reward: {source.http} is plain HTTP: prompts are sent unencrypted")
     if job.algorithm.temperature == 0:
         found.append("algorithm.temperature: 0 makes all responses of a group the same: nothing is learnt")
     if job.algorithm.lora is not None and job.algorithm.learning_rate < LORA_LEARNING_RATE:

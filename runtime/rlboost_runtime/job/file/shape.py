@@ -48,7 +48,13 @@ FORMS = {
     "model": "a folder in HF format, a Hugging Face id, or {init: tiny}",
     "data": "{source: FILE}, {dataset: ID}, {reasoning_gym: [NAME, ...]}, or a list of them",
     "data[]": "{source: FILE}, {dataset: ID} or {reasoning_gym: [NAME, ...]}",
-    "reward": "FILE.py:FUNCTION, reasoning_gym, math, exact, or {http: URL}",
+    "reward": "FILE.py:FUNCTION, reasoning_gym, math, exact, {http: URL}, or a list of named ones",
+    "reward[]": "{name: NAME, python: FILE.py:FUNCTION} or {name: NAME, http: URL}, and a weight",
+    "reward[].name": "lower-case letters, digits, - and _ (at most 32), a letter first, such as format",
+    "evaluation": "a section, or a list of sections, each with a name",
+    "evaluation[]": "{name: NAME} with source, dataset or reasoning_gym, or without one for held-out prompts",
+    "evaluation.name": "lower-case letters, digits, - and _ (at most 32), a letter first, such as aime24",
+    "evaluation[].name": "lower-case letters, digits, - and _ (at most 32), a letter first, such as aime24",
     "output": "s3://BUCKET/PREFIX, gs://..., az://..., or a folder by its whole path, such as /mnt/runs",
     "notify[]": "{webhook: URL} or {command: [PROGRAM, ...]}",
     "notify[].webhook": "https://..., or ${NAME} with NAME in secrets",
@@ -195,7 +201,7 @@ def _follow(loc: tuple[int | str, ...], data: Any) -> _Place | None:
                 place.is_unclear = True
                 return place
             name = r"list\[.*" if get_origin(chosen) is list else chosen.__name__
-            if not re.fullmatch(rf"(.*, )?{name}\]?", str(part)):  # or function-after[f(), NAME]
+            if not re.fullmatch(rf"(function-after\[\w+\(\), )*{name}\]*", str(part)):
                 return None
             place.annotation = chosen
             continue
@@ -263,6 +269,9 @@ def _explain(kind: str, place: _Place, error: ErrorDetails) -> tuple[FieldPath, 
 def _unknown(place: _Place) -> str:
     name = str(place.path[-1])
     known = list(place.owner.model_fields) if place.owner else []
+    word = name.partition(" ")[0]
+    if word != name and word in known:
+        return f"a colon is missing after {word}; write {word}: ..."
     if close := close_match(name, known):
         return f"unknown field; did you mean {close}?"
     elsewhere = sorted({dotted((*path, name)) for path, model in sections() if name in model.model_fields})

@@ -218,7 +218,9 @@ class RateProfile:
 
 
 class IdleBalancer(Balancer):
-    """Running responses move to idle instances only."""
+    """Running responses move to idle instances only, pending ones one by one."""
+
+    moves_one = True
 
     def __init__(self, eligible: Mapping[str, Instance], load_index: LoadIndex, lengths: Lengths) -> None:
         super().__init__(eligible, load_index, lengths)

@@ -19,7 +19,6 @@ from __future__ import annotations
 import copy
 import logging
 import os
-import re
 import shutil
 import tempfile
 import time
@@ -32,6 +31,7 @@ from blake3 import blake3
 
 from rlboost_runtime.errors import RLBoostError, RuntimeFault
 from rlboost_runtime.logs import event
+from rlboost_runtime.run.checkpoints import saved_steps, step_folder
 from rlboost_runtime.run.folder import read_json, sync_path, write_json
 from rlboost_runtime.trainer.artifacts.publisher import BackgroundWork
 from rlboost_runtime.trainer.learn.model_files import ModelSnapshot
@@ -39,7 +39,6 @@ from rlboost_runtime.trainer.learn.policy import Policy
 
 log = logging.getLogger(__name__)
 
-_NAME = re.compile(r"step-([0-9]{6,})")
 _BUILDING = ".building-"
 _DIGESTS = "digests.json"
 
@@ -58,19 +57,6 @@ class TrainedState:
     reward_mean: float
     line: dict[str, float]
     ahead: list[list[int]] = field(default_factory=list)
-
-
-def step_folder(checkpoints: Path, step: int) -> Path:
-    """Return the folder of the checkpoint after `step`; it need not exist."""
-    return checkpoints / f"step-{step:06d}"
-
-
-def saved_steps(checkpoints: Path) -> list[int]:
-    """Return the steps after which there is a checkpoint, ascending."""
-    if not checkpoints.is_dir():
-        return []
-    matches = (_NAME.fullmatch(path.name) for path in checkpoints.iterdir())
-    return sorted(int(match[1]) for match in matches if match)
 
 
 @dataclass(frozen=True, slots=True)

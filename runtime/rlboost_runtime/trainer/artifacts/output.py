@@ -4,7 +4,8 @@
 
     OUTPUT/RUN/job.json                         the resolved job: written before anything is trained
     OUTPUT/RUN/checkpoints/step-000012/FILE     the newest ones, as many as on the head's disk
-    OUTPUT/RUN/model/FILE                       the final model; metrics.jsonl and samples.jsonl beside it
+    OUTPUT/RUN/model/FILE                       the final model; metrics.jsonl, samples.jsonl and
+                                                evaluations.jsonl beside it
     OUTPUT/RUN/.../complete.json                size and SHA-256 of each file of its folder
 
 Guarantees: `complete.json` is written last and deleted first, so a folder that has it is whole; training
@@ -117,7 +118,7 @@ class OutputCopies:
         while True:
             try:
                 self._copy(model, "model")
-                for path in (self._run.metrics, self._run.samples):
+                for path in (self._run.metrics, self._run.samples, self._run.evaluations):
                     if path.exists():
                         obstore.put(self._bucket, path.name, path)
             except (exceptions.BaseError, OSError) as exc:

@@ -31,7 +31,14 @@ _FOLDER = "report"
 _LEDGER = "ledger.sqlite"
 _LAST = "outcome.json"
 _ENDED = "ended_ns"
-_WHOLE = ("status.json", "ending.json", "cloud/bought.json", "metrics.jsonl", "samples.jsonl")
+_WHOLE = (
+    "status.json",
+    "ending.json",
+    "cloud/bought.json",
+    "metrics.jsonl",
+    "samples.jsonl",
+    "evaluations.jsonl",
+)
 _FAILURES = (ProtocolError, exceptions.BaseError, OSError, ValueError, sqlite3.Error)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rlboost_runtime.errors import ConfigError
-from rlboost_runtime.job import HttpReward
+from rlboost_runtime.job import Evaluation, RewardSetting
 from rlboost_runtime.logs import event
 from rlboost_runtime.trainer.data.reading import Example, Row
 
@@ -31,14 +31,20 @@ CYCLE = 1000
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One prompt: `index` in the data set, what the model reads (`text`), the question that the reward
-    function gets with the row, and the reward; None: the job's."""
+    function gets with the row, and the reward; None: the job's. `evaluation`: what it is for, if it is not
+    trained on."""
 
     index: int
     text: str
     token_ids: tuple[int, ...]
     row: Row
     question: str = ""
-    reward: str | HttpReward | None = None
+    reward: RewardSetting | None = None
+    evaluation: Evaluation | None = None
+
+    def num_responses(self, group_size: int) -> int:
+        """Return how many responses it gets where those that are trained on get `group_size`."""
+        return (self.evaluation and self.evaluation.samples) or group_size
 
 
 class PromptSource:

@@ -19,11 +19,11 @@ from typing import Any
 
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import (
-    HttpReward,
     PromptData,
     PromptDataset,
     PromptFile,
     ReasoningGym,
+    RewardSetting,
     data_sources,
 )
 from rlboost_runtime.job.data import PromptSettings, RowSettings, find_prompt, prompt_problem
@@ -62,7 +62,7 @@ class Example:
     source: int = 0
     weight: float | None = None
     shuffle: bool = True
-    reward: str | HttpReward | None = None
+    reward: RewardSetting | None = None
     where: str = field(default="", compare=False)
 
 
@@ -227,8 +227,8 @@ def _example(where: str, row: Row, data: RowSettings, settings: dict[str, Any]) 
         if data.final_assistant == "refuse":
             raise ConfigError(
                 f"{where}: the messages in {name} end with the assistant's",
-                "write data.final_assistant: drop where it is the answer, continue where the model is to go"
-                " on writing it",
+                "write data.final_assistant: drop where it is the answer, continue where the model is to"
+                " complete it",
             )
         if data.final_assistant == "drop":
             messages = messages[:-1]

@@ -291,6 +291,9 @@ def _decayed_apart(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]: 
     ]
 
 
+_HYPERPARAMETERS = ("betas", "eps", "weight_decay")
+
+
 class Adam(torch.optim.AdamW):
     """AdamW whose `state_dict` holds whole tensors, so that it does not depend on the number of ranks.
 
@@ -360,9 +363,13 @@ class Adam(torch.optim.AdamW):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # torch's format
-        """Set the state from a whole one, saved by any number of ranks; rank 0 passes it."""
+        """Set the state from a whole one, saved by any number of ranks; rank 0 passes it. Hyperparameters but
+        the learning rate stay those of this optimizer: a fork may have others than its parent."""
         if self._ranks.control is None:
+            own = [{name: group[name] for name in _HYPERPARAMETERS} for group in self.param_groups]
             super().load_state_dict(state_dict)
+            for group, kept in zip(self.param_groups, own, strict=True):
+                group.update(kept)
             return
         parameters, states = self._parameters, state_dict["state"]
         steps = [float(states[i]["step"]) if i in states else None for i in range(len(parameters))]

@@ -53,9 +53,8 @@ def look_at_model(job: Job) -> ModelFacts:
 
 
 def _tiny(job: Job, tiny: TinyModel) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    algorithm = job.algorithm
     with torch.device("meta"):
-        model = make_model(tiny, algorithm.max_prompt_tokens + algorithm.max_response_tokens)
+        model = make_model(tiny, job.max_context_tokens)
     return model, make_tokenizer()
 
 

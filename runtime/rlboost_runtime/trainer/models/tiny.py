@@ -24,7 +24,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from rlboost_runtime.job import HttpReward, Job, TinyModel, data_files, data_sources
+from rlboost_runtime.job import Job, TinyModel, data_files, data_sources, reward_files
 from rlboost_runtime.run.folder import home, read_json, write_json
 from rlboost_runtime.trainer.learn.policy import Policy
 
@@ -119,8 +119,7 @@ def prepare(job: Job, tiny: TinyModel, files: Path, warm: Warm | None) -> tuple[
 
 
 def _make(job: Job, tiny: TinyModel, folder: Path, warm: Warm | None) -> None:
-    algorithm = job.algorithm
-    model = make_model(tiny, algorithm.max_prompt_tokens + algorithm.max_response_tokens)
+    model = make_model(tiny, job.max_context_tokens)
     policy = Policy(model, make_tokenizer())
     if tiny.warmup is not None:
         assert warm is not None
@@ -134,14 +133,14 @@ def _digest(job: Job, tiny: TinyModel, files: Path) -> str:
     parts: dict[str, object] = {
         "recipe": _RECIPE,
         "tiny": tiny.model_dump(),
-        "positions": algorithm.max_prompt_tokens + algorithm.max_response_tokens,
+        "positions": job.max_context_tokens,
         "torch": version("torch"),
         "transformers": version("transformers"),
     }
     if tiny.warmup is not None:
         parts |= {
             "data": _data_of(job),
-            "reward": job.reward.model_dump() if isinstance(job.reward, HttpReward) else job.reward,
+            "reward": job.model_dump(mode="json")["reward"],
             "files": _digest_of_files(job, files),
             "max_prompt_tokens": algorithm.max_prompt_tokens,
             "max_response_tokens": algorithm.max_response_tokens,
@@ -158,8 +157,7 @@ def _data_of(job: Job) -> object:
 def _digest_of_files(job: Job, files: Path) -> dict[str, str]:
     names = list(job.files)
     names += data_files(job.data)
-    if isinstance(job.reward, str) and ":" in job.reward:
-        names.append(job.reward.rpartition(":")[0])
+    names += reward_files([job.reward])
     found = {name: files / name for name in names}
     return {
         name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in found.items() if path.is_file()

@@ -3,21 +3,25 @@
 It may be killed at any moment, and nothing that it prints can harm the protocol: that runs over a socket of
 its own, inherited as the file descriptor given in argv; standard output and error belong to the user's code.
 
-Protocol, length-prefixed (u32, little-endian): the parent sends one pickled `Setup`, then pickled
-`RewardCall`s (from the trainer's process to its own child, so that rows arrive as the very objects that the
-data set made); the child answers each with one msgpack `Answer`, in order. Nothing from the child is ever
-unpickled.
+Protocol, length-prefixed (u32, little-endian): the parent sends one pickled `Setup`, then pickled lists of
+`RewardCall`s to one prompt (from the trainer's process to its own child, so that rows arrive as the very
+objects that the data set made); the child answers the setup with one msgpack `Answer`, then each list with a
+list of them, in order. Nothing from the child is ever unpickled.
 
 A user's function is called with those of `prompt` (str), `response` (str, without the end-of-text token) and
-`row` (dict: the line of the data file, or the reasoning-gym entry) that it has parameters for::
+`row` (dict: the line of the data file, or the reasoning-gym entry) that it has parameters for; one with a
+parameter `responses` is called once for all responses to a prompt. Both may be asynchronous: an asynchronous
+function of one response is awaited for all responses to a prompt at the same time::
 
     def score(prompt: str, response: str, row: dict) -> float: ...
+    def score_group(prompt: str, responses: list[str], row: dict) -> list[float]: ...
 
 Its memory is limited, if the setup says so, before anything of the user's is imported.
 """
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import inspect
 import math
@@ -30,16 +34,35 @@ import struct
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 
 from rlboost_runtime.trainer.rewards.builtin import built_in
-from rlboost_runtime.trainer.rewards.outcome import Answer, RewardCall, Score, Setup, explain_exception
+from rlboost_runtime.trainer.rewards.outcome import (
+    Answer,
+    RewardCall,
+    Score,
+    ScoreGroup,
+    Setup,
+    explain_exception,
+)
 
 OFFERED = ("prompt", "response", "row")
+GROUP_OFFERED = ("prompt", "responses", "row")
+_TOO_LATE = "no answer within reward_timeout_s"
+_runner = asyncio.Runner()
 _HEADER = struct.Struct("<I")
+
+
+class GroupCall(NamedTuple):
+    """The responses to one prompt."""
+
+    prompt: str
+    responses: list[str]
+    row: dict[str, Any]
 
 
 def send(connection: socket.socket, data: bytes) -> None:
@@ -74,14 +97,14 @@ def main(fd: int) -> None:
     try:
         if setup.memory_bytes is not None:
             resource.setrlimit(resource.RLIMIT_AS, (setup.memory_bytes, setup.memory_bytes))
-        score = load(setup)
+        score, takes_groups = load(setup)
     except BaseException as error:  # noqa: BLE001 - the edge of the process: a user's module may raise anything
-        _answer(connection, Answer(failure="load", problem=_explain(error, folder)))
+        send(connection, msgspec.msgpack.encode(Answer(failure="load", problem=_explain(error, folder))))
         return
-    _answer(connection, Answer())
+    send(connection, msgspec.msgpack.encode(Answer(takes_groups=takes_groups)))
     while True:
-        call: RewardCall = pickle.loads(inbox.get())  # noqa: S301 - from our own parent
-        _answer(connection, evaluate(score, call, folder))
+        calls: list[RewardCall] = pickle.loads(inbox.get())  # noqa: S301 - from our own parent
+        send(connection, msgspec.msgpack.encode(evaluate(score, calls, folder)))
 
 
 def _read(connection: socket.socket, inbox: queue.SimpleQueue[bytes]) -> None:
@@ -92,28 +115,39 @@ def _read(connection: socket.socket, inbox: queue.SimpleQueue[bytes]) -> None:
         os._exit(0)
 
 
-def _answer(connection: socket.socket, answer: Answer) -> None:
-    send(connection, msgspec.msgpack.encode(answer))
-
-
-def evaluate(score: Score, call: RewardCall, folder: Path) -> Answer:
-    """Return the reward, or which kind of failure it was. Never raises."""
+def evaluate(score: ScoreGroup, calls: Sequence[RewardCall], folder: Path) -> list[Answer]:
+    """Return the rewards of the responses to one prompt, or which kinds of failures they were. Never
+    raises."""
     try:
-        value = score(call)
-    except MemoryError as error:
-        return Answer(failure="memory", problem=_explain(error, folder))
+        values = score(calls)
     except BaseException as error:  # noqa: BLE001 - the edge of the process: also SystemExit of a user's function
-        return Answer(failure="raised", problem=_explain(error, folder))
+        values = [error] * len(calls)
+    return [_judged(value, folder) for value in values]
+
+
+def _finished(value: object) -> object:
+    """Return what `value` is, or comes to where it is to be awaited: always in the same event loop, so that
+    connections may be kept."""
+
+    async def wait() -> object:
+        return await value  # type: ignore[misc]  # that was asked
+
+    return _runner.run(wait()) if inspect.isawaitable(value) else value
+
+
+def _judged(value: object, folder: Path) -> Answer:
+    match value:
+        case MemoryError():
+            return Answer(failure="memory", problem=_explain(value, folder))
+        case TimeoutError() if value.args == (_TOO_LATE,):
+            return Answer(failure="timeout", problem=_TOO_LATE)
+        case BaseException():
+            return Answer(failure="raised", problem=_explain(value, folder))
     return judge(value)
 
 
 def judge(value: object) -> Answer:
     """Accept finite numbers only: int, float, bool, and scalars of numpy or torch."""
-    if inspect.iscoroutine(value):
-        value.close()
-        return Answer(
-            failure="not_a_number", problem="returned a coroutine: async functions are not supported"
-        )
     if isinstance(value, str | bytes | bytearray):
         return Answer(failure="not_a_number", problem=f"returned {value!r:.200}")
     try:
@@ -125,11 +159,60 @@ def judge(value: object) -> Answer:
     return Answer(reward=number)
 
 
-def load(setup: Setup) -> Score:
-    """Return the function that scores. Raises whatever importing the user's file raises, or `ValueError`."""
-    if ":" in setup.reward:
-        return adapt(_import(Path(setup.folder), setup.reward))
-    return built_in(setup.reward)
+def load(setup: Setup) -> tuple[ScoreGroup, bool]:
+    """Return the function that scores, and whether it gets all responses to a prompt at once. Raises
+    whatever importing the user's file raises, or `ValueError`."""
+    if ":" not in setup.reward:
+        return _one_by_one(built_in(setup.reward)), False
+    function = _import(Path(setup.folder), setup.reward)
+    if "responses" in inspect.signature(function).parameters:
+        return _group(adapt(function, GROUP_OFFERED)), True
+    score = adapt(function, OFFERED)
+    if inspect.iscoroutinefunction(function):
+        return _at_the_same_time(score, setup.timeout_s), True
+    return _one_by_one(score), False
+
+
+def _one_by_one(score: Score) -> ScoreGroup:
+    def each(call: RewardCall) -> object:
+        try:
+            return _finished(score(call))
+        except BaseException as error:  # noqa: BLE001 - as in `evaluate`
+            return error
+
+    return lambda calls: [each(call) for call in calls]
+
+
+def _at_the_same_time(score: Score, timeout_s: float | None) -> ScoreGroup:
+    """Await the coroutines of all responses together, each for `timeout_s`."""
+
+    async def one(call: RewardCall) -> object:
+        deadline = asyncio.timeout(timeout_s)
+        try:
+            async with deadline:
+                return await score(call)  # type: ignore[misc]  # a coroutine function
+        except TimeoutError:
+            if deadline.expired():
+                raise TimeoutError(_TOO_LATE) from None
+            raise
+
+    async def all_of(calls: Sequence[RewardCall]) -> list[object]:
+        return await asyncio.gather(*map(one, calls), return_exceptions=True)
+
+    return lambda calls: _runner.run(all_of(calls))
+
+
+def _group(score: Callable[[GroupCall], object]) -> ScoreGroup:
+    def at_once(calls: Sequence[RewardCall]) -> list[object]:
+        call = GroupCall(calls[0].prompt, [each.response for each in calls], calls[0].row)
+        values: Any = _finished(score(call))  # whatever the user's function returns
+        if isinstance(values, str | bytes | dict) or not hasattr(values, "__len__"):
+            raise TypeError(f"returned a {type(values).__name__}, not a list of rewards")
+        if len(values) != len(calls):
+            raise ValueError(f"returned {len(values)} rewards for {len(calls)} responses")
+        return list(values)
+
+    return at_once
 
 
 def _import(folder: Path, function: str) -> Callable[..., object]:
@@ -149,21 +232,19 @@ def _import(folder: Path, function: str) -> Callable[..., object]:
     return found
 
 
-def adapt(function: Callable[..., object]) -> Score:
-    """Return a caller that passes those of prompt, response and row that `function` has parameters for.
+def adapt(function: Callable[..., object], offered: tuple[str, ...]) -> Callable[[Any], object]:
+    """Return a caller that passes those fields of a call, all `offered`, that `function` has parameters for.
 
     Raises `ValueError` if it requires others.
     """
-    if inspect.iscoroutinefunction(function):
-        raise ValueError("async functions are not supported")
     parameters = inspect.signature(function).parameters.values()
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     required = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_ONLY]
-    required += [p.name for p in named if p.default is p.empty and p.name not in OFFERED]
+    required += [p.name for p in named if p.default is p.empty and p.name not in offered]
     if required:
-        raise ValueError(f"parameters {', '.join(required)} are unknown; there are {', '.join(OFFERED)}")
-    wanted = OFFERED if takes_all else tuple(p.name for p in named if p.name in OFFERED)
+        raise ValueError(f"parameters {', '.join(required)} are unknown; there are {', '.join(offered)}")
+    wanted = offered if takes_all else tuple(p.name for p in named if p.name in offered)
     return lambda call: function(**{name: getattr(call, name) for name in wanted})
 
 

@@ -24,7 +24,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -63,9 +63,9 @@ class HttpRewards:
         self._thread = threading.Thread(target=self._loop.run_forever, name="reward-http")
         self._thread.start()
 
-    def submit(self, call: RewardCall) -> Future[Reward]:
-        """Ask in the background; the future never raises unless it is cancelled by `close`."""
-        return asyncio.run_coroutine_threadsafe(self._score(call), self._loop)
+    def submit(self, calls: Sequence[RewardCall]) -> list[Future[Reward]]:
+        """Ask in the background; the futures never raise unless they are cancelled by `close`."""
+        return [asyncio.run_coroutine_threadsafe(self._score(call), self._loop) for call in calls]
 
     def close(self) -> None:
         """Drop what waits and close the connections. Idempotent."""

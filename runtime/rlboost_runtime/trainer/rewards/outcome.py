@@ -14,8 +14,8 @@ they reach the events in words, the status, and the cost report that is shown at
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +25,19 @@ from rlboost_runtime.errors import RuntimeFault
 from rlboost_runtime.protocol.reward_failures import WORDS, RewardFailure, metric_of
 
 Score = Callable[["RewardCall"], object]
+ScoreGroup = Callable[["Sequence[RewardCall]"], list[object]]
+"""Scores the responses to one prompt; an exception may stand for the value of one of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
     """What computes the reward: `file.py:name` in `folder`, or the name of a built-in one. `memory_bytes`
-    bounds the process's address space."""
+    bounds the process's address space; `timeout_s` an asynchronous call."""
 
     folder: str
     reward: str
     memory_bytes: int | None = None
+    timeout_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +50,13 @@ class RewardCall:
 
 
 class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`failure` is "" or one of raised, memory, not_finite, not_a_number; for the setup: `load`."""
+    """`failure` is "" or one of raised, memory, not_finite, not_a_number, timeout; for the setup: `load`."""
 
     reward: float = 0.0
     failure: str = ""
     problem: str = ""
+    takes_groups: bool = False
+    """For the setup: all responses to a prompt go into one call."""
 
 
 FAILED_SCORE = 0.0
@@ -69,6 +74,8 @@ class Reward:
     value: float
     failure: RewardFailure | None = None
     problem: str = ""
+    parts: dict[str, float] = field(default_factory=dict)
+    """Of several named rewards the value of each, without its weight."""
 
 
 def failed(kind: RewardFailure, problem: str) -> Reward:

@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO
@@ -36,7 +37,11 @@ LOAD_TIMEOUT_S = 120.0
 OUTPUT_LIMIT_BYTES = 1024 * 1024
 """Of what a child prints, so much is kept."""
 
-_answers = msgspec.msgpack.Decoder(Answer)
+GRACE_S = 1.0
+"""An asynchronous function is given so much longer than its own deadline before its process is killed."""
+
+_loaded = msgspec.msgpack.Decoder(Answer)
+_answers = msgspec.msgpack.Decoder(list[Answer])
 
 
 class RewardPool:
@@ -48,14 +53,17 @@ class RewardPool:
         """Raises `ConfigError` if the function cannot be loaded."""
         self._children = [_Child(setup, name, timeout_s, log_file) for _ in range(num_children)]
         self._children[0].start()  # here, so that a function that cannot be loaded is said at once
+        self._takes_groups = self._children[0].takes_groups
         self._idle: queue.SimpleQueue[_Child] = queue.SimpleQueue()
         for child in self._children:
             self._idle.put(child)
         self._pool = ThreadPoolExecutor(num_children, thread_name_prefix="reward")
 
-    def submit(self, call: RewardCall) -> Future[Reward]:
-        """Score in the background; the future never raises."""
-        return self._pool.submit(self._score, call)
+    def submit(self, calls: Sequence[RewardCall]) -> list[Future[Reward]]:
+        """Score the responses to one prompt in the background; the futures never raise."""
+        if self._takes_groups:
+            return _spread(self._pool.submit(self._score, calls), len(calls))
+        return [future for call in calls for future in _spread(self._pool.submit(self._score, [call]), 1)]
 
     def close(self) -> None:
         """End the children; what still waits is dropped."""
@@ -66,12 +74,27 @@ class RewardPool:
         for child in self._children:
             child.kill()  # a thread may have started one anew meanwhile
 
-    def _score(self, call: RewardCall) -> Reward:
+    def _score(self, calls: Sequence[RewardCall]) -> list[Reward]:
         child = self._idle.get()  # never empty: there are as many children as threads
         try:
-            return child.score(call)
+            return child.score(calls)
         finally:
             self._idle.put(child)
+
+
+def _spread(whole: Future[list[Reward]], num: int) -> list[Future[Reward]]:
+    """Return a future for each of the `num` rewards."""
+    parts: list[Future[Reward]] = [Future() for _ in range(num)]
+
+    def done(finished: Future[list[Reward]]) -> None:
+        for number, part in enumerate(parts):
+            if finished.cancelled():
+                part.cancel()
+            else:
+                part.set_result(finished.result()[number])
+
+    whole.add_done_callback(done)
+    return parts
 
 
 class _Child:
@@ -84,11 +107,18 @@ class _Child:
         self._log_file = log_file
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
+        self.takes_groups = False
+        """True once it has loaded a function that gets all responses to a prompt at once."""
 
-    def score(self, call: RewardCall) -> Reward:
-        """Return the reward of one response. Never raises."""
+    def score(self, calls: Sequence[RewardCall]) -> list[Reward]:
+        """Return the rewards of responses to one prompt. Never raises."""
+        found = self._answers(calls)
+        return [found] * len(calls) if isinstance(found, Reward) else [_reward(answer) for answer in found]
+
+    def _answers(self, calls: Sequence[RewardCall]) -> list[Answer] | Reward:
+        """Return the answers; else the failure of all."""
         try:
-            data = pickle.dumps(call)
+            data = pickle.dumps(list(calls))
         except Exception as problem:  # noqa: BLE001 - whatever the row's objects say to being pickled
             return failed(
                 RewardFailure.RAISED, f"the row cannot be sent to the reward process: {problem!r:.200}"
@@ -96,7 +126,7 @@ class _Child:
         try:
             if self._process is None or self._process.poll() is not None:
                 self.start()
-            answer = self._exchange(data)
+            return self._exchange(data)
         except TimeoutError:
             self._restart_after(RewardFailure.TIMEOUT)
             return failed(RewardFailure.TIMEOUT, f"no answer within {self._timeout_s:g} s")
@@ -105,9 +135,6 @@ class _Child:
             return failed(RewardFailure.DIED, f"its process ended: {how or exc}")
         except ConfigError as exc:  # it could be loaded before, but not this time
             return failed(RewardFailure.DIED, exc.problem)
-        if answer.failure:
-            return failed(RewardFailure(answer.failure), answer.problem)
-        return Reward(answer.reward)
 
     def start(self) -> None:
         """Start the process and let it load the function. Raises `ConfigError` if that fails."""
@@ -125,13 +152,13 @@ class _Child:
         threading.Thread(
             target=_keep_output, args=(self._process.stdout, self._log_file), daemon=True
         ).start()
-        self._load(ours)
+        self.takes_groups = self._load(ours)
 
-    def _load(self, connection: socket.socket) -> None:
+    def _load(self, connection: socket.socket) -> bool:
         try:
             connection.settimeout(LOAD_TIMEOUT_S)
             send(connection, pickle.dumps(self._setup))
-            answer = _answers.decode(receive(connection))
+            answer = _loaded.decode(receive(connection))
         except (EOFError, OSError) as exc:
             self.kill()
             raise ConfigError(
@@ -145,11 +172,12 @@ class _Child:
                 f"reward: {self._name} cannot be loaded: {answer.problem.strip()}",
                 "fix the file and try again",
             )
+        return answer.takes_groups
 
-    def _exchange(self, call: bytes) -> Answer:
+    def _exchange(self, calls: bytes) -> list[Answer]:
         assert self._socket is not None
-        self._socket.settimeout(self._timeout_s)
-        send(self._socket, call)
+        self._socket.settimeout(self._timeout_s + GRACE_S * self.takes_groups)
+        send(self._socket, calls)
         return _answers.decode(receive(self._socket))
 
     def _restart_after(self, failure: RewardFailure) -> str:
@@ -173,6 +201,10 @@ class _Child:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         return how
+
+
+def _reward(answer: Answer) -> Reward:
+    return failed(RewardFailure(answer.failure), answer.problem) if answer.failure else Reward(answer.reward)
 
 
 def _ending(process: subprocess.Popen[bytes]) -> str:

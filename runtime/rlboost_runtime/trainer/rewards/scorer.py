@@ -8,7 +8,8 @@ at the start.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Self
@@ -16,7 +17,14 @@ from typing import Self
 import psutil
 
 from rlboost_runtime.errors import ConfigError
-from rlboost_runtime.job import BUILT_IN_REWARDS, HttpReward, Job, data_sources
+from rlboost_runtime.job import (
+    BUILT_IN_REWARDS,
+    HttpReward,
+    Job,
+    RewardSetting,
+    RewardSource,
+    reward_parts,
+)
 from rlboost_runtime.trainer.rewards.http import HttpRewards
 from rlboost_runtime.trainer.rewards.outcome import Reward, RewardCall, Setup
 from rlboost_runtime.trainer.rewards.pool import RewardPool
@@ -33,28 +41,29 @@ class RewardScorer:
 
     def __init__(
         self,
-        reward: str | HttpReward,
+        reward: RewardSetting,
         files: Path,
         *,
         timeout_s: float,
         log_file: Path,
         num_children: int = 1,
         memory_bytes: int | None = None,
-        others: Iterable[str | HttpReward] = (),
+        others: Iterable[RewardSetting] = (),
     ) -> None:
         """`timeout_s` and `memory_bytes` are for one call and one process. `others`: what `submit` may name
         instead of `reward`. Raises `ConfigError`."""
-        self.name = name_of(reward)
+        self.name = " + ".join(name_of(source) for _, _, source in reward_parts(reward))
         self._reward = reward
-        self._backends: dict[str | HttpReward, RewardPool | HttpRewards] = {}
+        self._backends: dict[RewardSource, RewardPool | HttpRewards] = {}
+        sources = [source for each in (reward, *others) for _, _, source in reward_parts(each)]
         try:
-            for each in dict.fromkeys([reward, *others]):
+            for each in dict.fromkeys(sources):
                 if isinstance(each, HttpReward):
                     self._backends[each] = HttpRewards(each, timeout_s=timeout_s)
                 else:
                     self._backends[each] = RewardPool(
-                        _setup(each, files, memory_bytes), each, timeout_s=timeout_s, log_file=log_file,
-                        num_children=num_children,
+                        _setup(each, files, memory_bytes, timeout_s), each, timeout_s=timeout_s,
+                        log_file=log_file, num_children=num_children,
                     )  # fmt: skip
         except ConfigError:
             self.close()
@@ -68,7 +77,7 @@ class RewardScorer:
             job.reward, files, timeout_s=job.reward_timeout_s, log_file=log_file,
             num_children=job.reward_processes or max(1, min(8, (os.cpu_count() or 1) // 4)),
             memory_bytes=None if memory is None else memory << 20,
-            others=[each.reward for each in data_sources(job.data) if each.reward is not None],
+            others=job.rewards[1:],
         )  # fmt: skip
 
     def __enter__(self) -> Self:
@@ -77,9 +86,22 @@ class RewardScorer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def submit(self, call: RewardCall, reward: str | HttpReward | None = None) -> Future[Reward]:
-        """Score in the background, with the job's reward where `reward` is None; the future never raises."""
-        return self._backends[self._reward if reward is None else reward].submit(call)
+    def submit(self, call: RewardCall, reward: RewardSetting | None = None) -> Future[Reward]:
+        """Score one response in the background; see `submit_group`."""
+        return self.submit_group([call], reward)[0]
+
+    def submit_group(
+        self, calls: Sequence[RewardCall], reward: RewardSetting | None = None
+    ) -> list[Future[Reward]]:
+        """Score the responses to one prompt in the background, with the job's reward where `reward` is None;
+        the futures never raise."""
+        wanted = self._reward if reward is None else reward
+        parts = reward_parts(wanted)
+        futures = [self._backends[source].submit(calls) for _, _, source in parts]
+        if not isinstance(wanted, list):
+            return futures[0]
+        weights = {name: weight for name, weight, _ in parts}
+        return [_weighted_sum(weights, of_response) for of_response in zip(*futures, strict=True)]
 
     def score(self, calls: Iterable[RewardCall]) -> list[Reward]:
         """Score all and wait."""
@@ -91,17 +113,42 @@ class RewardScorer:
             backend.close()
 
 
-def name_of(reward: str | HttpReward) -> str:
+def _weighted_sum(weights: dict[str, float], futures: Sequence[Future[Reward]]) -> Future[Reward]:
+    """Return the sum of the named rewards of a response, each times its weight; one that failed counts as it
+    scored, and is told as the failure of the whole."""
+    whole: Future[Reward] = Future()
+    lock, left = threading.Lock(), [len(futures)]
+
+    def done(finished: Future[Reward]) -> None:
+        with lock:
+            left[0] -= 1
+        if left[0]:
+            return
+        if any(each.cancelled() for each in futures):
+            whole.cancel()
+            return
+        found = dict(zip(weights, (each.result() for each in futures), strict=True))
+        value = sum(weights[name] * each.value for name, each in found.items())
+        bad = next(((name, each) for name, each in found.items() if each.failure is not None), None)
+        failure, problem = (None, "") if bad is None else (bad[1].failure, f"{bad[0]}: {bad[1].problem}")
+        whole.set_result(Reward(value, failure, problem, {name: each.value for name, each in found.items()}))
+
+    for each in futures:
+        each.add_done_callback(done)
+    return whole
+
+
+def name_of(reward: RewardSource) -> str:
     """Return the reward's name, as people know it."""
     return reward.http if isinstance(reward, HttpReward) else reward
 
 
-def _setup(reward: str, files: Path, memory_bytes: int | None) -> Setup:
+def _setup(reward: str, files: Path, memory_bytes: int | None, timeout_s: float) -> Setup:
     folder = str(files.absolute())
     if memory_bytes is None:
         memory_bytes = max(MIN_MEMORY_BYTES, psutil.virtual_memory().total // 2)
     if reward in BUILT_IN_REWARDS:
-        return Setup(folder, reward, memory_bytes)
+        return Setup(folder, reward, memory_bytes, timeout_s)
     file, _, function = reward.rpartition(":")
     if not file.endswith(".py") or not function.isidentifier():
         raise ConfigError(
@@ -112,4 +159,4 @@ def _setup(reward: str, files: Path, memory_bytes: int | None) -> Setup:
         raise ConfigError(
             f"reward: file {file} does not exist", "check the path; it is relative to the job file"
         )
-    return Setup(folder, reward, memory_bytes)
+    return Setup(folder, reward, memory_bytes, timeout_s)

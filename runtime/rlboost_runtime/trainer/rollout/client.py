@@ -233,8 +233,8 @@ class RolloutClient:
             raise RuntimeFault("nothing was published yet", "call publish before roll_out")
         self._began = time.monotonic()
         self.request_step(
-            step, self.version, prompts, group_size=group_size, max_response_tokens=max_response_tokens,
-            stop_token_ids=self._stops,
+            step, self.version, prompt_specs(prompts), group_size=group_size,
+            max_response_tokens=max_response_tokens, stop_token_ids=self._stops,
         )  # fmt: skip
         done: dict[int, DeliverGroupMessage] = {}
         while groups := self.stream.next_groups(group_size * len(prompts)):
@@ -248,7 +248,7 @@ class RolloutClient:
         self,
         step: int,
         version: int,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[PromptSpec],
         *,
         group_size: int,
         max_response_tokens: int,
@@ -259,12 +259,8 @@ class RolloutClient:
 
         A version that is still on its way into the store is waited for by the request, not by the caller.
         """
-        specs = [
-            PromptSpec(group, np.asarray(token_ids, dtype="<i4").tobytes())
-            for group, token_ids in enumerate(prompts)
-        ]
         self.stream.request_step(
-            step, version, specs, group_size=group_size, max_response_tokens=max_response_tokens,
+            step, version, prompts, group_size=group_size, max_response_tokens=max_response_tokens,
             stop_token_ids=sorted(stop_token_ids), keep_lease=keep_lease,
             once_published=self.publisher.is_busy,
         )  # fmt: skip
@@ -310,6 +306,11 @@ class RolloutClient:
     def failed(self, problem: str, remedy: str) -> None:
         """Report why the run cannot continue and what a person should do; exit with status 78 afterwards."""
         self.stream.failed(problem, remedy)
+
+
+def prompt_specs(prompts: Sequence[Sequence[int]]) -> list[PromptSpec]:
+    """Return prompts that are all answered as their step says."""
+    return [PromptSpec(group, np.asarray(ids, dtype="<i4").tobytes()) for group, ids in enumerate(prompts)]
 
 
 def _completion(response: FinishedResponse) -> Completion:

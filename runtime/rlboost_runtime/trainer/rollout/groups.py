@@ -201,21 +201,26 @@ class GroupScorer:
         where = f"group {group.group} of step {group.step}"
         if group.step != step:
             raise ProtocolError(f"{where} came during step {step}", "see the coordinator's log")
-        if len(group.responses) != self._algorithm.group_size:
-            raise ProtocolError(
-                f"{where} has {len(group.responses)} responses, not {self._algorithm.group_size}",
-                "see the coordinator's log",
-            )
         prompt = prompts[group.group]
-        responses = [self._start(prompt, response, version, step) for response in group.responses]
+        wanted = prompt.num_responses(self._algorithm.group_size)
+        if len(group.responses) != wanted:
+            raise ProtocolError(
+                f"{where} has {len(group.responses)} responses, not {wanted}", "see the coordinator's log"
+            )
+        tokens = [
+            (np.frombuffer(each.token_ids, "<i4"), np.frombuffer(each.logprobs, "<f4"))
+            for each in group.responses
+        ]
+        for response, (token_ids, logprobs) in zip(group.responses, tokens, strict=True):
+            _check(response, len(token_ids), len(logprobs), version, f"step {step}")
+        asked = prompt.question or prompt.text
+        calls = [RewardCall(asked, self._decode(token_ids), prompt.row) for token_ids, _ in tokens]
+        rewards = self._scorer.submit_group(calls, prompt.reward)
+        responses = [
+            _PendingResponse(response, token_ids, logprobs, reward)
+            for response, (token_ids, logprobs), reward in zip(group.responses, tokens, rewards, strict=True)
+        ]
         return PendingGroup(group.group, prompt, responses)
-
-    def _start(self, prompt: Prompt, response: FinishedResponse, version: int, step: int) -> _PendingResponse:
-        token_ids = np.frombuffer(response.token_ids, "<i4")
-        logprobs = np.frombuffer(response.logprobs, "<f4")
-        _check(response, len(token_ids), len(logprobs), version, f"step {step}")
-        call = RewardCall(prompt.question or prompt.text, self._decode(token_ids), prompt.row)
-        return _PendingResponse(response, token_ids, logprobs, self._scorer.submit(call, prompt.reward))
 
     def finish(self, pending: PendingGroup, between: Callable[[], None]) -> ScoredGroup:
         """Return the scored group; waits for its rewards, calling `between` now and then meanwhile.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from rlboost_runtime.protocol.reward_failures import SCORED_METRIC
 from rlboost_runtime.run.folder import write_atomically
 from rlboost_runtime.trainer.data.prompts import Prompt
 from rlboost_runtime.trainer.learn.sample import TokenIds
-from rlboost_runtime.trainer.rewards.outcome import failure_metrics
+from rlboost_runtime.trainer.rewards.outcome import Reward, failure_metrics
 from rlboost_runtime.trainer.rollout.groups import ScoredGroup, ScoredResponse
 
 
@@ -55,18 +55,17 @@ def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         "length_max": float(lengths[-1]),
         SCORED_METRIC: float(len(responses)),
         **failure_metrics(response.reward for response in responses),
+        **_part_means([response.reward for response in responses]),
     }
 
 
-def evaluation_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Return rewards on held-out prompts: the mean, and that of each prompt's best response."""
-    if not groups:
-        return {}
-    rewards = [[response.reward.value for response in group.responses] for group in groups]
-    return {
-        "eval_reward_mean": statistics.fmean(value for values in rewards for value in values),
-        "eval_reward_best": statistics.fmean(max(values) for values in rewards),
-    }
+def _part_means(rewards: Sequence[Reward]) -> dict[str, float]:
+    """Return `reward_NAME_mean` of named rewards, each over the responses that it scored."""
+    values: dict[str, list[float]] = {}
+    for reward in rewards:
+        for name, value in reward.parts.items():
+            values.setdefault(name, []).append(value)
+    return {f"reward_{name}_mean": statistics.fmean(found) for name, found in values.items()}
 
 
 def percentile(ascending: Sequence[int], percent: int) -> float:
@@ -75,15 +74,16 @@ def percentile(ascending: Sequence[int], percent: int) -> float:
 
 
 class MetricsLog:
-    """`metrics.jsonl`: each step once, ascending. `samples.jsonl` is one, too, with several lines a step."""
+    """`metrics.jsonl`: each step once, ascending. `samples.jsonl` and `evaluations.jsonl` are ones, too, with
+    several lines a step."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def append(self, line: dict[str, Any]) -> None:  # JSON values
-        """Add a step's line."""
+    def append(self, *lines: Mapping[str, Any]) -> None:  # JSON values
+        """Add lines of a step."""
         with self._path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write("".join(json.dumps(line) + "\n" for line in lines))
             file.flush()
             os.fsync(file.fileno())
 
@@ -94,6 +94,10 @@ class MetricsLog:
         if self._path.exists():
             write_atomically(self._path, "".join(json.dumps(line) + "\n" for line in kept).encode())
         return kept[-1]["step"] if kept else None
+
+    def last(self) -> dict[str, Any]:  # JSON values
+        """Return the last line; {} where there is none."""
+        return next(reversed(self._lines()), {})
 
     def _lines(self) -> list[dict[str, Any]]:  # JSON values
         if not self._path.exists():
@@ -110,7 +114,7 @@ class MetricsLog:
 MAX_CHARACTERS = 2000
 """Of a prompt and of a response, so many are kept: the end of a prompt, the beginning of a response."""
 
-Sample = dict[str, str | float]
+Sample = dict[str, str | float | dict[str, float]]
 
 
 def pick_samples(
@@ -131,6 +135,7 @@ def _entry(step: int, prompt: Prompt, response: ScoredResponse, decode: Callable
         "prompt": prompt.text[-MAX_CHARACTERS:],
         "response": decode(response.sample.token_ids)[:MAX_CHARACTERS],
         "reward": response.reward.value,
+        **({"rewards": response.reward.parts} if response.reward.parts else {}),
         "tokens": float(len(response.sample.token_ids)),
         "finish_reason": str(response.finish_reason),
     }

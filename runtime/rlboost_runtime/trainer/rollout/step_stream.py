@@ -8,7 +8,7 @@ Guarantees, while the coordinator may restart at any moment:
 - every group of the requested step is returned exactly once, in the order of first arrival: as the message
   that it came as, or as what `on_group` makes of it the moment it arrives;
 - after a reconnect, what the coordinator may not know yet is sent again, in order: the newest
-  `VersionPublishedMessage`, the last `StepTrainedMessage` and `Checkpointed`, the current
+  `VersionPublishedMessage`, the last `StepTrainedMessage` and `Checkpointed`, `Evaluated`, the current
   `StepStartedMessage`, and how the run ended; all of these are idempotent there;
 - `lease`: from `GrantLeaseMessage` until `request_step` or until a recall is answered. A recall is answered
   by whichever blocking call the trainer is in, or by `answer_recall`: `on_recall` first (in the training
@@ -38,6 +38,7 @@ from rlboost_runtime.protocol.messages import (
     SCHEMA,
     Checkpointed,
     DeliverGroupMessage,
+    Evaluated,
     GrantLeaseMessage,
     LeaseReturnedMessage,
     Message,
@@ -111,6 +112,7 @@ class StepStream(Generic[Group]):
         self._published: VersionPublishedMessage | None = None
         self._trained: StepTrainedMessage | None = None
         self._checkpointed: Checkpointed | None = None
+        self._evaluated: Evaluated | None = None
         self._request: StepStartedMessage | None = None
         self._next_request: StepStartedMessage | None = None  # its version is being published
         self._final: RunFinished | RunFailed | None = None
@@ -231,6 +233,12 @@ class StepStream(Generic[Group]):
             self._checkpointed = Checkpointed(step)
             self._link.post(self._checkpointed)
 
+    def evaluated(self, evaluated: Evaluated) -> None:
+        """Report what the final weights' evaluation found."""
+        with self._changed:
+            self._evaluated = evaluated
+            self._link.post(evaluated)
+
     def finished(self, model_path: str, *, timeout_s: float = 60.0) -> bool:
         """Report that all steps are trained; return True if that was sent within `timeout_s`."""
         return self._end(RunFinished(model_path), timeout_s)
@@ -323,7 +331,7 @@ class StepStream(Generic[Group]):
         known = self._known_version = welcome.published_version
         is_news = self._published is not None and (known is None or known < self._published.version)
         published = self._published if is_news else None
-        all_said = (published, self._trained, self._checkpointed, self._request, self._final)
+        all_said = (published, self._trained, self._checkpointed, self._evaluated, self._request, self._final)
         return [message for message in all_said if message is not None]
 
     def _on_command(self, command: TrainerCommand) -> None:

@@ -1,0 +1,152 @@
+"""The trainer of the run, as `trainer.script`: it takes the simulator's seconds and checks every token.
+
+It requests steps, trains whole groups while it holds the lease, answers recalls between micro-batches, and
+publishes small weights, all through `RolloutClient`. Of each step it notes a line in the run's folder: when
+it began, how long it took, the lengths that responses had, and what was wrong with them.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.paper_scale.scenario import PROBE, STEPS, Checks, Scenario
+from rlboost_runtime.engines.emulated import emulated_response
+from rlboost_runtime.protocol.messages import DeliverGroupMessage, Sampling, StepTrainedMessage
+from rlboost_runtime.sim.trainer_model import MAX_SHARE, train_s
+from rlboost_runtime.trainer.artifacts.publisher import VersionContent
+from rlboost_runtime.trainer.rollout.client import RolloutClient, prompt_specs
+from rlboost_runtime.weights.manifest import Probe
+
+WEIGHTS = 262_144
+"""Parameters of the model that is published: 1 MB."""
+
+
+@dataclass(slots=True)
+class Lived:
+    """What is known of the open step."""
+
+    lengths: dict[int, list[list[int]]] = field(default_factory=dict)
+    """(prompt, response) tokens of each response, by group."""
+    problems: list[str] = field(default_factory=list)
+    migrated: int = 0
+    train_s: float = 0.0
+
+
+class ModelledTrainer:
+    """One trainer."""
+
+    def __init__(self, client: RolloutClient) -> None:
+        self._client = client
+        self._scenario = Scenario.of_run()
+        self._preset = self._scenario.preset
+        self._checks = Checks(self._scenario)
+        self._notes = client.run.path / STEPS
+
+    def train(self) -> None:
+        """Train until the run is ended."""
+        done = self._notes.read_text().count("\n") if self._notes.exists() else 0
+        self._publish(done)
+        step = done
+        while True:
+            self._step(step)
+            step += 1
+
+    def _publish(self, step: int) -> None:
+        ids, logprobs = emulated_response(list(PROBE), 4, Sampling())
+        weights = torch.full((WEIGHTS,), float(step))
+        content = VersionContent(
+            lambda: [("weights", weights)],
+            lambda: {"config.json": b"{}", "generation_config.json": b"{}"},
+            lambda: Probe(PROBE, tuple(ids), tuple(logprobs), 0.01),
+        )
+        self._client.begin_publication(content, step)
+        self._client.publisher.ready()
+
+    def _step(self, step: int) -> None:
+        workload, stream = self._preset.workload, self._client.stream
+        prompts = [self._scenario.prompt(step, group) for group in range(workload.prompts)]
+        began, began_wall = time.monotonic(), time.time()
+        self._client.request_step(
+            step, self._client.version, prompt_specs(prompts), group_size=workload.group_size,
+            max_response_tokens=workload.max_response_tokens, stop_token_ids=frozenset(),
+        )  # fmt: skip
+        lived = Lived()
+        self._train(prompts, lived)
+        assumed = self._preset.assumptions
+        time.sleep(assumed.optimizer_s + assumed.gather_s)
+        self._publish(step + 1)
+        waits, tokens = stream.waits, sum(n for group in lived.lengths.values() for _, n in group)
+        step_s = time.monotonic() - began
+        busy_s = lived.train_s + assumed.optimizer_s + assumed.gather_s
+        line = {
+            "step": float(step), "policy_version": float(self._client.version - 1), "reward_mean": 0.0,
+            "tokens_trained": float(tokens), "train_s": busy_s, "train_wait_s": waits.with_lease_s,
+            "rollout_wait_s": waits.without_lease_s + waits.for_lease_s, "step_s": step_s,
+        }  # fmt: skip
+        self._note(
+            step=step, began=began, began_wall=began_wall, seconds=step_s, tokens=tokens,
+            wait_s=waits.with_lease_s, train_s=lived.train_s, migrated=lived.migrated,
+            problems=lived.problems, lengths=[lived.lengths[group] for group in range(len(prompts))],
+        )  # fmt: skip
+        self._client.report(StepTrainedMessage(step, waits.with_lease_s, busy_s, tokens, 0.0, line))
+
+    def _train(self, prompts: list[list[int]], lived: Lived) -> None:
+        """Take micro-batches of the simulator's size, each for the simulator's seconds."""
+        stream, workload = self._client.stream, self._preset.workload
+        enough = self._preset.assumptions.micro_batch_responses
+        most = max(enough, int(MAX_SHARE * workload.responses))
+        left = workload.responses
+        ready: deque[list[int]] = deque()
+        while left:
+            if len(ready) < min(enough, left):
+                self._take(stream.next_groups(min(enough, left) - len(ready)), prompts, ready, lived)
+                continue
+            stream.hold_lease()
+            self._take(stream.next_groups(0), prompts, ready, lived)
+            batch = [ready.popleft() for _ in range(min(most, len(ready)))]
+            left -= len(batch)
+            seconds = train_s(self._preset, [(prompt, tokens) for prompt, tokens in batch])
+            time.sleep(seconds)
+            lived.train_s += seconds
+            if left:
+                stream.answer_recall()
+
+    def _take(
+        self,
+        groups: list[DeliverGroupMessage],
+        prompts: list[list[int]],
+        ready: deque[list[int]],
+        lived: Lived,
+    ) -> None:
+        for group in groups:
+            prompt = prompts[group.group]
+            lengths = []
+            for response in group.responses:
+                ids = np.frombuffer(response.token_ids, "<i4").tolist()
+                lengths.append([len(prompt), len(ids)])
+                lived.migrated += len({segment.instance for segment in response.segments}) > 1
+                if problem := self._checks.problem(prompt, ids, len(response.logprobs) // 4):
+                    lived.problems.append(f"group {group.group}, response {response.response}: {problem}")
+            lived.lengths[group.group] = lengths
+            ready.extend(lengths)
+
+    def _note(self, **values: Any) -> None:
+        with self._notes.open("a") as file:
+            file.write(json.dumps(values) + "\n")
+
+
+def main() -> None:
+    """Train the run that started this process."""
+    with RolloutClient.of_run() as client:
+        ModelledTrainer(client).train()
+
+
+if __name__ == "__main__":
+    main()
