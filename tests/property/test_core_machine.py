@@ -629,7 +629,8 @@ class CoreRun(RuleBasedStateMachine):
             number, self.next_own = self.next_own, self.next_own + 1
             if not self.is_ending:
                 self.own[number] = 0
-            self.send(RequestArrived(self.now, ResponseRequest(number, number, 5, MAX_TOKENS)))
+            session = FIRST_REQUEST + number % 2
+            self.send(RequestArrived(self.now, ResponseRequest(number, session, 5, MAX_TOKENS)))
 
     @rule(pick=PICK)
     def client_leaves(self, pick: int) -> None:

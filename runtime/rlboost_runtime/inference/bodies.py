@@ -24,6 +24,10 @@ class BadRequest(ConfigError):
         self.param = param
 
 
+class NoSuchModel(ConfigError):
+    """The request names a model that is not served."""
+
+
 class StreamOptions(BaseModel):
     """How a stream ends."""
 
@@ -55,6 +59,10 @@ class SamplingBody(BaseModel):
     guided_choice: Any = None
     guided_grammar: Any = None
     structured_outputs: Any = None
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
 
     def refuse_unsupported(self) -> None:
         """Raise `BadRequest` for what is asked for and cannot be done."""
@@ -63,6 +71,8 @@ class SamplingBody(BaseModel):
             "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,),
             "logit_bias": ({},), "prompt_logprobs": (), "guided_json": (), "guided_regex": (),
             "guided_choice": (), "guided_grammar": (), "structured_outputs": (),
+            "include_stop_str_in_output": (False,), "truncate_prompt_tokens": (), "allowed_token_ids": (),
+            "bad_words": ([],),
         }  # fmt: skip
         for name, values in harmless.items():
             value = getattr(self, name)

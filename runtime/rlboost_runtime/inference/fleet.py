@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -29,6 +29,9 @@ from rlboost_runtime.protocol.messages import (
 )
 from rlboost_runtime.protocol.session import Conversation, CoordinatorSession
 from rlboost_runtime.seams import Clock, Transport
+
+UNREAD_S = 5.0
+"""Readers come in the same moment, unless their client has left."""
 
 
 class RequestLost(RuntimeFault):
@@ -91,6 +94,7 @@ class Fleet:
         """The newest policy version when the coordinator was last reached."""
         self._open: dict[str, GrowingResponse] = {}
         self._readers: dict[str, int] = {}
+        self._unread: dict[str, asyncio.TimerHandle] = {}  # opened, and not read yet
         self._withdrawn: list[str] = []  # while there was no connection
         conversation: Conversation[EndpointWelcome, EndpointCommand] = Conversation(
             EndpointWelcome, endpoint_command_decoder, self._hello, self._welcomed, self._received
@@ -107,6 +111,10 @@ class Fleet:
         """Requests under way."""
         return len(self._open)
 
+    def num_open_with(self, requests: Sequence[GenerateMessage]) -> int:
+        """Return how many there would be with these, of which some may be under way."""
+        return len(self._open) + sum(each.request_id not in self._open for each in requests)
+
     def is_another(self, request: GenerateMessage) -> bool:
         """Return True if a request of that name is under way that asks for something else."""
         known = self._open.get(request.request_id)
@@ -116,18 +124,26 @@ class Fleet:
         """Keep the connection until cancelled. Raises `RLBoostError` when another attempt is pointless."""
         await self._session.run()
 
+    def open(self, requests: Sequence[GenerateMessage]) -> None:
+        """Request responses to be read; one that is not read within `UNREAD_S` is withdrawn."""
+        later = asyncio.get_running_loop().call_later
+        for request in requests:
+            name = request.request_id
+            if name not in self._open:
+                self._open[name], self._readers[name] = GrowingResponse(request), 0
+                self._unread[name] = later(UNREAD_S, self._withdraw, name)
+                self._session.post(request)
+
     @asynccontextmanager
-    async def generate(
-        self, request: GenerateMessage, linger_s: float = 0.0
-    ) -> AsyncIterator[GrowingResponse]:
-        """Request a response; it grows within the context, and is withdrawn after the last reader's: if it is
-        not delivered, `linger_s` later, so that its client may ask for it again."""
-        name = request.request_id
+    async def read(self, name: str, linger_s: float = 0.0) -> AsyncIterator[GrowingResponse]:
+        """Follow an open response; it grows within the context, and is withdrawn after the last reader's: if
+        it is not delivered, `linger_s` later, so that its client may ask for it again. Raises `RequestLost`."""
         response = self._open.get(name)
         if response is None:
-            response = self._open[name] = GrowingResponse(request)
-            self._session.post(request)
-        self._readers[name] = self._readers.get(name, 0) + 1
+            raise RequestLost("it was not read for too long", "send the request again")
+        if name in self._unread:
+            self._unread.pop(name).cancel()
+        self._readers[name] += 1
         try:
             yield response
         finally:
@@ -147,6 +163,7 @@ class Fleet:
         if self._readers.get(name, 1):
             return
         del self._readers[name], self._open[name]
+        self._unread.pop(name, None)
         if self.is_up:
             self._session.post(WithdrawMessage(name))
         else:

@@ -7,6 +7,7 @@ end. While nothing comes, comments keep it alive. Every route but `/health` requ
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 import re
@@ -28,6 +29,7 @@ from rlboost_runtime.inference.bodies import (
     CompletionBody,
     DetokenizeBody,
     GenerateBody,
+    NoSuchModel,
     SamplingBody,
     TokenizeBody,
 )
@@ -99,7 +101,7 @@ def make_app(service: Service, keys: Keys) -> FastAPI:
         body.check()
         service.named(body.model)
         name, params = _request_id(request), body.sampling_params
-        wanted = service.requests(
+        wanted = service.ask(
             name, [body.token_ids], params, params.max_tokens or DEFAULT_MAX_TOKENS, _session(request)
         )
         choices = await _whole(service, request, wanted, params)
@@ -113,7 +115,7 @@ def make_app(service: Service, keys: Keys) -> FastAPI:
         model = service.named(body.model)
         prompts = [model.encode(p) if isinstance(p, str) else p for p in body.prompts()]
         form = _form(request, service, body, prompts, has_logprobs=body.logprobs is not None)
-        wanted = service.requests(
+        wanted = service.ask(
             form.request_id, prompts, body, body.max_tokens or DEFAULT_MAX_TOKENS, _session(request)
         )
         return await _answer(service, request, form, wanted, body)
@@ -131,7 +133,7 @@ def make_app(service: Service, keys: Keys) -> FastAPI:
         prompt = service.named(body.model).render(body.conversation(), tools, **options)
         form = _form(request, service, body, [prompt], has_logprobs=body.logprobs)
         limit = body.max_completion_tokens or body.max_tokens
-        wanted = service.requests(form.request_id, [prompt], body, limit, _session(request))
+        wanted = service.ask(form.request_id, [prompt], body, limit, _session(request))
         return await _answer(service, request, form, wanted, body)
 
     @app.post("/tokenize")
@@ -251,13 +253,29 @@ async def _whole(
 ) -> list[ChoicePiece]:
     """Return all choices, complete. Ends early if the client leaves. Raises `RequestLost`."""
     choices = [ChoicePiece(index) for index in range(len(wanted))]
-    async with aclosing(service.pieces(wanted, body, may_return=_may_return(request))) as pieces:
-        async for piece in pieces:
-            if piece is not None:
-                choices[piece.index].add(piece)
-            if await request.is_disconnected():
-                break
+
+    async def gather() -> None:
+        async with aclosing(service.pieces(wanted, body, may_return=_may_return(request))) as pieces:
+            async for piece in pieces:
+                if piece is not None:
+                    choices[piece.index].add(piece)
+
+    gathering, leaving = asyncio.create_task(gather()), asyncio.create_task(_left(request))
+    try:
+        await asyncio.wait({gathering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if gathering.done():
+            gathering.result()
+    finally:
+        for task in (gathering, leaving):
+            task.cancel()
+        await asyncio.gather(gathering, leaving, return_exceptions=True)
     return choices
+
+
+async def _left(request: Request) -> None:
+    """Return when the client of a request whose body was read has left."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 async def _lines(
@@ -325,7 +343,7 @@ def _answer_errors(app: FastAPI) -> None:
     app.add_exception_handler(Unauthorised, denied)
     app.add_exception_handler(TooLong, too_long)
     app.add_exception_handler(BadRequest, answers(400, "invalid_request_error"))
-    app.add_exception_handler(LookupError, answers(404, "invalid_request_error"))
+    app.add_exception_handler(NoSuchModel, answers(404, "invalid_request_error"))
     app.add_exception_handler(404, elsewhere)
     app.add_exception_handler(405, elsewhere)
     app.add_exception_handler(Busy, answers(429, "rate_limit_error", RETRY_BUSY_S))

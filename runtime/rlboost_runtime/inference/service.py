@@ -7,7 +7,7 @@ from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
-from rlboost_runtime.inference.bodies import BadRequest, SamplingBody
+from rlboost_runtime.inference.bodies import BadRequest, NoSuchModel, SamplingBody
 from rlboost_runtime.inference.fleet import Fleet, RequestLost
 from rlboost_runtime.inference.model import EndpointModel, NotReady
 from rlboost_runtime.inference.replies import ChoicePiece
@@ -51,13 +51,13 @@ class Service:
         return self._model
 
     def named(self, name: str | None) -> EndpointModel:
-        """Return the model that a request names. Raises `LookupError` for another one."""
+        """Return the model that a request names. Raises `NoSuchModel`."""
         model = self.model()
         if name not in (None, "", model.name):
-            raise LookupError(f"the model {name!r} does not exist; this run serves {model.name!r}")
+            raise NoSuchModel(f"the model {name!r} does not exist", f"this run serves {model.name!r}")
         return model
 
-    def requests(
+    def ask(
         self,
         name: str,
         prompts: Sequence[list[int]],
@@ -65,16 +65,14 @@ class Service:
         max_tokens: int | None,
         session: str = "",
     ) -> list[GenerateMessage]:
-        """Return what to ask of the fleet: `body.n` per prompt. `max_tokens` None: what the context has room
-        for. Raises `BadRequest`, `Busy` and `NotReady`."""
+        """Ask the fleet for `body.n` responses per prompt; return what was asked, for `pieces`. `max_tokens`
+        None: what the context has room for. Raises `BadRequest`, `Busy` and `NotReady`."""
         model = self.model()
         if not self._fleet.is_up and self._fleet.version is None:
             raise NotReady("the coordinator cannot be reached", "try again in a moment")
         if len(prompts) * body.n > self._max_requests:
             text = f"{len(prompts) * body.n} responses are more than this run makes at once"
             raise BadRequest(text, f"ask for at most {self._max_requests} per request", "n")
-        if self._fleet.num_open + len(prompts) * body.n > self._max_requests:
-            raise Busy(f"{self._fleet.num_open} requests are under way", "try again later")
         ends = () if body.ignore_eos else model.stop_token_ids
         stops = tuple(sorted({*ends, *(body.stop_token_ids or ())}))
         sampling = model.sampling_of(body.temperature, body.top_p, stops)
@@ -102,6 +100,9 @@ class Service:
             raise BadRequest(
                 f"request {name} is known and asks for something else", "use another id", "X-Request-ID"
             )
+        if self._fleet.num_open_with(requests) > self._max_requests:
+            raise Busy(f"{self._fleet.num_open} requests are under way", "try again later")
+        self._fleet.open(requests)
         return requests
 
     async def pieces(
@@ -118,7 +119,7 @@ class Service:
                 ) as grown:
                     async for piece in grown:
                         await found.put(piece)
-            except RequestLost as problem:
+            except Exception as problem:  # whatever it is: whoever waits has to learn of it
                 await found.put(problem)
 
         readers = [asyncio.create_task(read(i, request)) for i, request in enumerate(requests)]
@@ -140,7 +141,7 @@ class Service:
     ) -> AsyncGenerator[ChoicePiece | None, None]:
         words = Words(self.model(), body.stops, skip_special_tokens=body.skip_special_tokens)
         sent, reason = 0, None
-        async with self._fleet.generate(request, linger_s) as response:
+        async with self._fleet.read(request.request_id, linger_s) as response:
             while reason is None:
                 if not await response.grown(sent, KEEP_ALIVE_S):
                     yield None

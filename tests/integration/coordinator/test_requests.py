@@ -327,6 +327,24 @@ async def test_what_nobody_wants_is_forgotten_after_a_while(
         assert made.aborts == [made.work_items[0][1].assignment]
 
 
+async def test_a_connection_that_ends_late_takes_no_request_from_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(desk_module, "KEEP_S", 0.0)
+    async with head(tmp_path) as made:
+        made.driver.apply(VersionPublished(0.0, 0))
+        old, new = await endpoint(made), await endpoint(made)
+        for client in (old, new):
+            client.say(ask())
+            await asyncio.sleep(0.1)
+        await old.hang_up()
+        made.driver.requests.drop_unwanted()
+        assert made.driver.requests.known("r")
+        await new.hang_up()
+        made.driver.requests.drop_unwanted()
+        assert not made.driver.requests.known("r")
+
+
 async def test_a_full_segment_is_replaced_by_what_is_open_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

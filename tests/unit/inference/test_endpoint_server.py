@@ -202,9 +202,8 @@ async def test_a_completion_streams_the_same_as_it_answers_whole(tmp_path: Path)
         assert [i for c in chunks[:-1] for i in c.choices[0].model_extra["token_ids"]] == wanted
         assert [c.choices[0].finish_reason for c in chunks[:-1] if c.choices[0].finish_reason] == ["length"]
         assert chunks[-1].usage == whole.usage
-        assert its.coordinator.asked[0].sampling == Sampling(0.7, 0.9, (STOP_ID,), ignore_eos=True), (
-            "the run's own"
-        )
+        sampling = its.coordinator.asked[0].sampling
+        assert sampling == Sampling(0.7, 0.9, (STOP_ID,), ignore_eos=True), "the run's own"
         assert not its.coordinator.open, "what is delivered is withdrawn"
 
 
@@ -314,7 +313,7 @@ async def test_a_client_that_left_comes_back_under_its_id(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service_module, "LINGER_S", 0.2)
-    async with rig(tmp_path) as its:
+    async with rig(tmp_path, max_requests=1) as its:
         its.coordinator.holds.clear()
 
         async def ask(**headers: str) -> httpx.Response:
@@ -340,6 +339,44 @@ async def test_a_client_that_left_comes_back_under_its_id(
             assert its.fleet.num_open == 0
 
 
+async def test_a_client_that_leaves_frees_its_whole_answer_at_once(tmp_path: Path) -> None:
+    async with rig(tmp_path) as its:
+        its.coordinator.holds.clear()
+        body = json.dumps({"prompt": "hello", "max_tokens": 20}).encode()
+        headers = [(b"authorization", its.key["Authorization"].encode())]
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
+        told = [{"type": "http.request", "body": body}]
+
+        async def receive() -> dict[str, Any]:
+            if told:
+                return told.pop()
+            while not its.coordinator.open:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict[str, Any]) -> None: ...
+
+        async with asyncio.timeout(service_module.KEEP_ALIVE_S / 2):
+            await its.http._transport.app(scope | {"query_string": b""}, receive, send)  # type: ignore[attr-defined]
+        assert its.fleet.num_open == 0
+        assert its.coordinator.withdrawn
+
+
+@pytest.mark.parametrize("streams", [True, False])
+async def test_no_more_than_allowed_are_under_way_in_a_burst(tmp_path: Path, streams: bool) -> None:
+    async with rig(tmp_path) as its:
+        its.coordinator.holds.clear()
+        ask = {"prompt": "hello", "max_tokens": 20, "n": 2, "stream": streams}
+        burst = [asyncio.create_task(its.post("/v1/completions", **ask)) for _ in range(20)]
+        async with asyncio.timeout(5):
+            while sum(task.done() for task in burst) < 16:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        assert its.fleet.num_open == 8
+        its.coordinator.holds.set()
+        answers = await asyncio.gather(*burst)
+        assert sorted(answer.status_code for answer in answers) == [200] * 4 + [429] * 16
+
+
 async def test_errors_have_openais_shape(tmp_path: Path) -> None:
     async with rig(tmp_path, max_requests=1) as its:
         ask: dict[str, Any] = {"model": "tiny", "prompt": "hello"}
@@ -360,6 +397,7 @@ async def test_errors_have_openais_shape(tmp_path: Path) -> None:
             ("max_tokens", {"max_tokens": LENGTH}), ("prompt", {"prompt": []}), ("prompt", {"prompt": [999]}),
             ("temperature", {"temperature": -1}), ("echo", {"echo": True}), ("logprobs", {"logprobs": 5}),
             ("top_k", {"extra_body": {"top_k": 5}}), ("guided_regex", {"extra_body": {"guided_regex": "a"}}),
+            ("bad_words", {"extra_body": {"bad_words": ["a"]}}),
             ("logit_bias", {"logit_bias": {"5": 1}}), ("n", {"n": 0}), ("n", {"n": 2}),
         ]  # fmt: skip
         for param, change in refused:

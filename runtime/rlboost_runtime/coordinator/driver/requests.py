@@ -6,7 +6,7 @@ The core decides where they run; here are their prompts and tokens. Guarantees:
 - a request that is known by its name continues, also in a later coordinator;
 - a request is kept until it is withdrawn, or for `KEEP_S` without anybody who wants it.
 
-Their journal is one of its own, in `requests/`: a step's segment begins anew when the step is requested
+Their journal is one of its own, in `requests/`: a step's segment is replaced when the step is requested
 again. When a segment has `ROTATE_BYTES`, the open requests are written to a new one, and it is deleted.
 """
 
@@ -50,6 +50,8 @@ _REQUEST, _TOKENS, _GONE = b"R", b"T", b"G"
 _token_decoder = msgspec.msgpack.Decoder(list[RequestRecord])
 _REASONS = {*map(str, FinishReason), *map(str, ReleaseReason)} - {str(FinishReason.QUARANTINED)}
 
+Listener = Callable[[RequestTokens], None]
+
 
 @dataclass(slots=True)
 class OwnTokens:
@@ -75,7 +77,7 @@ class RequestDesk:
 
     def __init__(self, folder: Path, make_journal: Callable[[Path], Journal]) -> None:
         self.open: dict[int, RequestTokens] = {}
-        self.listeners: set[Callable[[RequestTokens], None]] = set()
+        self.listeners: set[Listener] = set()
         """Called with a request of which more is on stable storage, or which is over."""
         self.problem = ""
         """Why no request is taken; "" while they are."""
@@ -88,6 +90,7 @@ class RequestDesk:
         self._now: Callable[[], float]
         self._next = FIRST_REQUEST
         self._segment = self._num_bytes = 0
+        self._reader_of: dict[int, Listener | None] = {}
         self._unwanted_since: dict[int, float] = {}
 
     # --- what clients ask for -----------------------------------------------------------------------------
@@ -97,9 +100,9 @@ class RequestDesk:
         number = self._by_name.get(name)
         return None if number is None else self.open[number]
 
-    async def take(self, request: GenerateMessage) -> RequestTokens:
-        """Return the request of that name, taken in if it is new. Raises `ProtocolError` if it is another one
-        of the same name, or if none is taken."""
+    async def take(self, request: GenerateMessage, reader: Listener | None = None) -> RequestTokens:
+        """Return the request of that name, taken in if it is new; `reader` waits for it. Raises
+        `ProtocolError` if it is another one of the same name, or if none is taken."""
         request = msgspec.structs.replace(request, offset=0)
         known = self.known(request.request_id)
         if known is not None:
@@ -109,11 +112,13 @@ class RequestDesk:
                     "give each request an id of its own",
                 )
             self._unwanted_since.pop(known.response, None)
+            self._reader_of[known.response] = reader
             return known
         if self.problem:
             raise ProtocolError(self.problem, "try again later")
         number, self._next = self._next, self._next + 1
         tokens = self._add(number, request)
+        self._reader_of[number] = reader
         self._append(_REQUEST + msgspec.msgpack.encode((number, request)))
         await self._started().flushed()
         if number in self.open:  # else it was withdrawn meanwhile
@@ -126,10 +131,10 @@ class RequestDesk:
         if number is not None:
             self._forget(number)
 
-    def unwanted(self, name: str) -> None:
-        """Note that nobody waits for a request at the moment."""
+    def unwanted(self, name: str, reader: Listener) -> None:
+        """Note that `reader` waits for a request no more, unless another has asked for it since."""
         number = self._by_name.get(name)
-        if number is not None:
+        if number is not None and self._reader_of.get(number) == reader:
             self._unwanted_since.setdefault(number, self._now())
 
     def drop_unwanted(self) -> None:
@@ -341,6 +346,7 @@ class RequestDesk:
     def _forget(self, number: int) -> None:
         tokens = self.open.pop(number)
         del self._by_name[tokens.request.request_id]
+        self._reader_of.pop(number, None)
         self._unwanted_since.pop(number, None)
         self._let_go(tokens)
         self._append(_GONE + msgspec.msgpack.encode([number]))

@@ -58,7 +58,7 @@ class RequestLink:
         finally:
             self._desk.listeners.discard(self._heard)
             for name in self._wanted:
-                self._desk.unwanted(name)
+                self._desk.unwanted(name, self._heard)
 
     async def _read(self, tasks: asyncio.TaskGroup) -> None:
         while True:
@@ -76,7 +76,7 @@ class RequestLink:
     async def _take(self, message: wire.GenerateMessage) -> None:
         name = message.request_id
         try:
-            tokens = await self._desk.take(message)
+            tokens = await self._desk.take(message, self._heard)
         except ProtocolError as refusal:
             self._say(name, wire.TokensMessage(name, message.offset, problem=refusal.problem))
             return
