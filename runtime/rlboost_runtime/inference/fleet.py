@@ -137,7 +137,10 @@ class Fleet:
     @asynccontextmanager
     async def read(self, name: str, linger_s: float = 0.0) -> AsyncIterator[GrowingResponse]:
         """Follow an open response; it grows within the context, and is withdrawn after the last reader's: if
-        it is not delivered, `linger_s` later, so that its client may ask for it again. Raises `RequestLost`."""
+        it is not delivered, `linger_s` later, so that its client may ask for it again.
+
+        Raises `RequestLost`.
+        """
         response = self._open.get(name)
         if response is None:
             raise RequestLost("it was not read for too long", "send the request again")

@@ -81,7 +81,7 @@ class Keys:
 def make_app(service: Service, keys: Keys) -> FastAPI:
     """Return the application."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-    _answer_errors(app)
+    _answer_errors(app, keys)
 
     @app.get("/health")
     async def health() -> Response:
@@ -314,7 +314,7 @@ def _line(value: dict[str, Any]) -> str:
 # --- errors ------------------------------------------------------------------------------------------------
 
 
-def _answer_errors(app: FastAPI) -> None:
+def _answer_errors(app: FastAPI, keys: Keys) -> None:
     """Answer every error in OpenAI's shape."""
 
     def answers(status: int, kind: str, retry_s: int | None = None) -> Callable[[Request, Any], Response]:
@@ -337,6 +337,8 @@ def _answer_errors(app: FastAPI) -> None:
         return JSONResponse(replies.error(text, "invalid_request_error"), 413)
 
     def elsewhere(request: Request, problem: Any) -> Response:
+        if not keys.opens(request.headers.get("authorization")):
+            return denied(request, problem)
         text = f"{request.method} {request.url.path} is not served here"
         return JSONResponse(replies.error(text, "invalid_request_error"), problem.status_code)
 

@@ -119,7 +119,7 @@ class Service:
                 ) as grown:
                     async for piece in grown:
                         await found.put(piece)
-            except Exception as problem:  # whatever it is: whoever waits has to learn of it
+            except Exception as problem:  # noqa: BLE001 - whatever it is, the client must not wait for ever
                 await found.put(problem)
 
         readers = [asyncio.create_task(read(i, request)) for i, request in enumerate(requests)]

@@ -15,6 +15,7 @@ import openai
 import pytest
 
 from rlboost_runtime.engines.emulated import emulated_response
+from rlboost_runtime.inference import fleet as fleet_module
 from rlboost_runtime.inference import service as service_module
 from rlboost_runtime.inference.fleet import Fleet
 from rlboost_runtime.inference.model import EndpointModel, NotReady
@@ -433,7 +434,7 @@ async def test_every_route_but_health_wants_a_key_and_tells_nothing_without(tmp_
         routes = {(method, route.path) for route in app.routes for method in route.methods}
         assert len(routes) >= 7
         bodies = set()
-        for method, path in routes - {("GET", "/health")}:
+        for method, path in routes - {("GET", "/health")} | {("GET", "/v1"), ("PUT", "/tokenize")}:
             for header in ({}, {"Authorization": "Bearer sk-"}, {"Authorization": "Bearer sk-onex"}):
                 answer = await its.http.request(method, path, content=b"nonsense", headers=header)
                 assert answer.status_code == 401, (path, header)
@@ -446,6 +447,26 @@ async def test_every_route_but_health_wants_a_key_and_tells_nothing_without(tmp_
         assert (await its.http.get("/v1/models", headers=its.key)).status_code == 401, (
             "a key can be taken out"
         )
+
+
+async def test_no_client_waits_for_ever_for_what_has_failed_inside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: Letters, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        raise KeyError("broken")
+
+    async with rig(tmp_path) as its, asyncio.timeout(5):
+        monkeypatch.setattr(Letters, "decode", broken)
+        with pytest.raises(KeyError):
+            await its.post("/v1/completions", prompt="hello", max_tokens=4)
+        assert its.fleet.num_open == 0
+        monkeypatch.setattr(fleet_module, "UNREAD_S", 0.0)
+        its.fleet.open([GenerateMessage("late", b"", 4, Sampling())])
+        await asyncio.sleep(0.05)
+        assert its.fleet.num_open == 0
+        with pytest.raises(fleet_module.RequestLost):
+            async with its.fleet.read("late"):
+                pass
 
 
 async def test_text_becomes_ids_and_back(tmp_path: Path) -> None:
