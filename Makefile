@@ -227,6 +227,10 @@ bench: bench-ingest bench-trainer bench-engines bench-learning bench-weights ben
 bench-engines: $(DEV) $(VLLM) ## vLLM through our agent's path against vLLM's own client, on one server
 	@$(BIN)/python -m benchmarks.engines
 
+.PHONY: bench-endpoint
+bench-endpoint: $(DEV) ## latency of the endpoint beside its engine alone, and a stream through 20 SIGKILLs (5 min)
+	@$(BIN)/python -m benchmarks.endpoint $(ARGS)
+
 .PHONY: bench-ingest
 bench-ingest: $(DEV) ## token ingest: tokens/s and CPU of the coordinator
 	@$(BIN)/python -m benchmarks.ingest
