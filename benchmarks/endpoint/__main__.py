@@ -2,7 +2,7 @@
 
     python -m benchmarks.endpoint --kills 20 --out endpoint.json
 
-Measured, with the tiny model on this machine's CPUs. `engine` generates one token per request in this
+Measured, with a random model on this machine's CPUs. `engine` generates one token per request in this
 process, without a fleet; `endpoint` does so through `/v1/completions` of a fleet of local machines. Between
 them are HTTPS, two syncs of the journal and the agent's flush interval. The engine has no HTTP server, so
 the difference is more than the overhead above one. The stream is greedy; its tokens are compared with those
@@ -33,12 +33,11 @@ from rlboost_runtime.engines.transformers import model_loading
 from rlboost_runtime.engines.transformers.continuous_batch import ContinuousBatch
 from rlboost_runtime.protocol.messages import Sampling
 from rlboost_runtime.run.folder import RunFolder
-from tests.e2e.e2e_rig import Cli, cli_of_its_own
+from tests.e2e.e2e_rig import Cli, cli_of_its_own, varied_model
 
 LIMIT_S = 0.25
 PROMPT, NUM_TOKENS, TOKENS_PER_S = "spell: cab", 1_500, 15.0
 JOB: dict[str, Any] = {
-    "model": {"init": "tiny", "warmup": None},
     "algorithm": {"temperature": 0.0, "max_prompt_tokens": 64, "max_response_tokens": NUM_TOKENS},
     "trainer": {"local_engines": 0},
     "endpoint": {"trains": False},
@@ -118,7 +117,7 @@ def storm(client: openai.OpenAI, cli: Cli, kills: int) -> tuple[list[int], dict[
     reader.start()
     while found["kills"] < kills and reader.is_alive():
         known = len(ids)
-        while reader.is_alive() and len(ids) < known + NUM_TOKENS // (kills + 5):
+        while reader.is_alive() and len(ids) < known + NUM_TOKENS // (3 * kills):
             time.sleep(0.05)
         status = json.loads(cli.run_folder("served").status.read_bytes())
         busy = [i["machine"] for i in status["instances"] if i["state"] == "ready" and i["in_flight"]]
@@ -132,7 +131,8 @@ def storm(client: openai.OpenAI, cli: Cli, kills: int) -> tuple[list[int], dict[
 
 def measure(cli: Cli, kills: int, number: int) -> dict[str, Any]:
     """Serve a run, and return what was found."""
-    cli("launch", cli.job("served", **JOB), "--yes", "--detach")
+    model = str(varied_model(cli.home / "model", 64 + NUM_TOKENS))
+    cli("launch", cli.job("served", model=model, **JOB), "--yes", "--detach")
     cli.wait("served", lambda s: sum(i["state"] == "ready" for i in s["instances"]) == 3, timeout_s=180)
     run = cli.run_folder("served")
     engine = Engine(max(run.weights.glob("v[0-9]*")))

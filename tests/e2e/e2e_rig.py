@@ -57,6 +57,27 @@ def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+def varied_model(folder: Path, length: int) -> Path:
+    """Write a random model whose likeliest tokens vary, for contexts of `length` tokens; the tiny one, whose
+    embeddings are tied, soon repeats one token, and so would hide a repetition or a gap."""
+    import torch
+
+    from rlboost_runtime.job import TinyModel
+    from rlboost_runtime.trainer.models import tiny
+
+    model = tiny.make_model(TinyModel(init="tiny"), length)
+    model.config.tie_word_embeddings = False
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
+        for weight in model.model.layers.parameters():
+            if weight.ndim > 1:
+                weight *= 5.0
+    model.save_pretrained(folder)
+    tiny.make_tokenizer().save_pretrained(folder)
+    return folder
+
+
 class Cli:
     """`rlboost` with a home of its own."""
 

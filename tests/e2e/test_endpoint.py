@@ -15,12 +15,11 @@ import httpx
 import openai
 import pytest
 
-from tests.e2e.e2e_rig import Cli, cli_of_its_own
+from tests.e2e.e2e_rig import Cli, cli_of_its_own, varied_model
 
 pytestmark = pytest.mark.e2e
 
 JOB: dict[str, Any] = {
-    "model": {"init": "tiny", "warmup": None},
     "algorithm": {"temperature": 0.0, "max_prompt_tokens": 64, "max_response_tokens": 192},
     "trainer": {"local_engines": 0},
     "endpoint": {"trains": False},
@@ -44,7 +43,8 @@ def cli(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cli]:
 
 @pytest.fixture(scope="module")
 def served(cli: Any) -> Iterator[openai.OpenAI]:
-    cli("launch", cli.job("served", **JOB), "--yes", "--detach")
+    model = str(varied_model(cli.home / "model", 256))
+    cli("launch", cli.job("served", model=model, **JOB), "--yes", "--detach")
     cli.wait("served", lambda s: sum(i["state"] == "ready" for i in s["instances"]) == 2, timeout_s=90)
     run = cli.run_folder("served")
     context = ssl.create_default_context(cafile=str(run.certificate))
@@ -76,6 +76,7 @@ def streamed(client: openai.OpenAI) -> tuple[str, list[int], list[str], str | No
 def test_a_stream_through_kills_has_the_bytes_of_a_quiet_one(served: openai.OpenAI, cli: Any) -> None:
     quiet = streamed(served)
     assert (len(quiet[1]), quiet[3]) == (160, "length")
+    assert len(set(quiet[1])) > 50, "in a monotonous stream no repetition would be seen"
     found: list[Any] = []
     reader = threading.Thread(target=lambda: found.append(streamed(served)))
     reader.start()
