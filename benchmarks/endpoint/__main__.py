@@ -23,7 +23,6 @@ from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
-import httpx
 import openai
 import torch
 
@@ -58,7 +57,7 @@ def connect(run: RunFolder) -> openai.OpenAI:
     return openai.OpenAI(
         base_url=json.loads(run.api_endpoint.read_bytes())["url"] + "/v1",
         api_key=run.api_keys.read_text().strip(),
-        http_client=httpx.Client(verify=context),
+        http_client=openai.DefaultHttpxClient(verify=context),
         timeout=600.0,
         max_retries=0,
     )

@@ -147,7 +147,8 @@ class Cli:
         deadline = time.monotonic() + PATIENCE * timeout_s
         while time.monotonic() < deadline:
             if self.run_folder(name).outcome.exists():
-                return json.loads(self.run_folder(name).outcome.read_bytes())
+                found: dict[str, Any] = json.loads(self.run_folder(name).outcome.read_bytes())
+                return found
             time.sleep(0.2)
         raise AssertionError(
             f"no outcome in {PATIENCE * timeout_s} s\n{self.status_text(name)}\n{self.tails()}"

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -51,7 +50,7 @@ def served(cli: Any) -> Iterator[openai.OpenAI]:
     client = openai.OpenAI(
         base_url=json.loads(run.api_endpoint.read_bytes())["url"] + "/v1",
         api_key=run.api_keys.read_text().strip(),
-        http_client=httpx.Client(verify=context),
+        http_client=openai.DefaultHttpxClient(verify=context),
         timeout=120.0,
         max_retries=0,
     )
