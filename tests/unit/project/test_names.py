@@ -50,7 +50,9 @@ DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
 PATH = re.compile(r"[\w.-]+(?:/[\w.-]+)*/?")
 OURS = re.compile(r"\brlboost_(?:cli|runtime|providers|templates)(?:\.[A-Za-z_]\w*)+")
 IMPORT = re.compile(r"^from (rlboost_[\w.]+) import ([\w, ]+)$", re.MULTILINE)
-DATA_FILE = re.compile(r"\.(py|json|jsonl|yaml|csv|md|log|svg|txt|sh|npz|pt|safetensors|weights|key|pem)$")
+DATA_FILE = re.compile(
+    r"\.(py|json|jsonl|yaml|csv|md|log|snapshot|svg|txt|sh|npz|pt|safetensors|weights|key|pem)$"
+)
 
 
 def module_of(path: Path) -> str:

@@ -18,6 +18,7 @@ Nothing here waits: effects are handed to the links and the fleet, which own the
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import shutil
 from collections import deque
@@ -376,6 +377,7 @@ class CoreDriver:
             range(first, first + step.num_responses),
             step.request.max_response_tokens,
             step.request.stop_token_ids,
+            _vocabulary(self.run.weights / f"v{step.request.policy_version:06d}" / "config.json"),
         )
 
     def step_checkpointed(self, step: int) -> None:
@@ -562,6 +564,12 @@ def _moved(record: bytes, shift: int) -> bytes:
         numbers = msgspec.msgpack.decode(record[1:], type=list[int])
         return FORGOTTEN + msgspec.msgpack.encode([number + shift for number in numbers])
     return TOKENS + renumbered(record[1:], shift)
+
+
+def _vocabulary(config: Path) -> int:
+    """Return how many token ids a version's model has; where it does not say, as many as a frame can hold."""
+    known = json.loads(config.read_bytes()) if config.exists() else {}
+    return int(known.get("vocab_size") or known.get("text_config", {}).get("vocab_size") or 2**31)
 
 
 def _boot() -> str:

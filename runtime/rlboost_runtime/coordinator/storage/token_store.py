@@ -34,6 +34,7 @@ from rlboost_runtime.coordinator.storage.columns import (
     TokenMatrix,
     decode_record,
     frame_deltas,
+    frame_owners,
     record_deltas,
     spans,
 )
@@ -86,9 +87,15 @@ class TokenStore:
         self.open_step(0, (), 1, ())
 
     def open_step(
-        self, step: int, responses: Sequence[int], max_tokens: int, stop_token_ids: tuple[int, ...]
+        self,
+        step: int,
+        responses: Sequence[int],
+        max_tokens: int,
+        stop_token_ids: tuple[int, ...],
+        vocabulary: int = 2**31,
     ) -> None:
-        """Forget the former step and hold `responses` (consecutive numbers), of at most `max_tokens` each."""
+        """Forget the former step and hold `responses` (consecutive numbers), of at most `max_tokens` each,
+        with token ids below `vocabulary`."""
         num_rows = len(responses)
         first = responses[0] if num_rows else 0
         if num_rows and list(responses) != list(range(first, first + num_rows)):
@@ -101,6 +108,7 @@ class TokenStore:
         self._first = first
         self._num_rows = num_rows
         self._max_tokens = max_tokens
+        self._vocabulary = vocabulary
         self._stop_token_ids = frozenset(stop_token_ids)
         self._matrix.reshape(num_rows, max_tokens)
         # One row more than there are responses: that of all assignments that are not current.
@@ -148,7 +156,7 @@ class TokenStore:
 
     def is_foreign(self, frame: wire.Frame, instance: str) -> bool:
         """Return True if `frame` holds a current assignment of another than `instance`."""
-        rows_N = self._assignments.rows(frame_deltas(frame).owners_N)
+        rows_N = self._assignments.rows(frame_owners(frame))
         ended = np.array([self._row_of(ending.assignment) for ending in frame.endings], np.int64)
         rows_N = np.concatenate([rows_N, ended]) if len(ended) else rows_N
         strange_N = self._holders[rows_N] != self._instances.get(instance, 0)
@@ -160,6 +168,12 @@ class TokenStore:
         Raises `ProtocolError`, and changes nothing, when the frame contradicts itself.
         """
         deltas = frame_deltas(frame)
+        ids_T = deltas.token_ids_T
+        if len(ids_T) and (highest := ids_T[ids_T.argmax()]) >= self._vocabulary:
+            raise ProtocolError(
+                f"frame {frame.seq}: token id {highest} is not of a vocabulary of {self._vocabulary}",
+                "deploy its sender again",
+            )
         if frame.endings:
             _check_endings(frame)
         rows_N = self._assignments.rows(deltas.owners_N)
