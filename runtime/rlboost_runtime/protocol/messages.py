@@ -32,6 +32,9 @@ MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 MAX_AGENT_MESSAGE_BYTES = 16 * 1024 * 1024
 """The same for an agent's: a frame of two million tokens."""
 
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError)
+"""What decoding raises for what is no message: text that is not UTF-8 is not a `DecodeError`."""
+
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Size = Annotated[int, msgspec.Meta(ge=1, le=2**48)]
 Number = Annotated[float, msgspec.Meta(ge=0, le=1e12)]

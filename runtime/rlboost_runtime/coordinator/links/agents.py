@@ -13,8 +13,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import msgspec
-
 from rlboost_runtime.coordinator.driver.core_driver import CoreDriver
 from rlboost_runtime.coordinator.driver.ingest import GATHER_S, Ingest
 from rlboost_runtime.coordinator.links.weights import WeightTracker
@@ -333,7 +331,7 @@ class AgentLinks:
                 tasks.create_task(link.write())
         except* (ConnectionError, TimeoutError) as group:
             log_event(log, "agent.disconnected", instance=link.instance, problem=repr(group.exceptions[0]))
-        except* (ProtocolError, msgspec.DecodeError) as group:
+        except* (ProtocolError, *wire.UNREADABLE) as group:
             link.fail(ProtocolError(str(group.exceptions[0]), "deploy the agent again"))
         finally:
             self.ingest.settle()

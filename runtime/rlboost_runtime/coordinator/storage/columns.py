@@ -81,7 +81,7 @@ def decode_record(data: bytes) -> JournalRecord:
     """Return the record in `data`. Raises `ProtocolError` when it is none."""
     try:
         return _record_decoder.decode(data)
-    except msgspec.DecodeError as exc:
+    except wire.UNREADABLE as exc:
         raise _malformed(f"journal record of {len(data)} bytes: {exc}") from exc
 
 

@@ -229,7 +229,12 @@ class TokenStore:
 
         A record that was applied before changes nothing. Raises `ProtocolError` where it does not fit.
         """
-        parts = decode_record(record)
+        try:
+            return self._restore(decode_record(record))
+        except (KeyError, OverflowError) as exc:
+            raise _unfit(str(exc)) from exc
+
+    def _restore(self, parts: JournalRecord) -> list[tuple[int, FinishReason]]:
         if parts.step != self._step:
             raise _unfit(f"it belongs to step {parts.step}, open is step {self._step}")
         deltas = record_deltas(parts)
