@@ -39,7 +39,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Size = Annotated[int, msgspec.Meta(ge=1, le=2**48)]
 Number = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 """Never NaN nor infinite: one NaN among the core's deadlines would spoil their order."""
-Text = Annotated[str, msgspec.Meta(max_length=10_000)]
+Text = Annotated[str, msgspec.Meta(max_length=100_000)]
 Numbers = Annotated[dict[Text, Number], msgspec.Meta(max_length=1_000)]
 
 

@@ -27,7 +27,7 @@ READY = wire.InstanceReadyMessage(3)
         (HELLO, {"max_running": 0}),
         (HELLO, {"kv_tokens": 2**60}),
         (HELLO, {"install_s": {"pip": math.nan}}),
-        (HELLO, {"engine": "x" * 10_001}),
+        (HELLO, {"engine": "x" * 100_001}),
         (HELLO, {"epoch": -1}),
         (BEAT, {"tokens_per_s": math.nan}),
         (BEAT, {"waiting": -1}),
@@ -35,8 +35,8 @@ READY = wire.InstanceReadyMessage(3)
         (READY, {"pull_s": math.inf}),
         (READY, {"kv_tokens": -5}),
         (READY, {"sources": {str(i): 1 for i in range(1_001)}}),
-        (wire.VersionRefusedMessage(1, "why"), {"problem": "x" * 10_001}),
-        (wire.Goodbye("noticed"), {"reason": "x" * 10_001}),
+        (wire.VersionRefusedMessage(1, "why"), {"problem": "x" * 100_001}),
+        (wire.Goodbye("noticed"), {"reason": "x" * 100_001}),
     ],
 )
 def test_a_number_or_a_text_that_makes_no_sense_is_refused(message: Any, changes: dict[str, Any]) -> None:
