@@ -47,6 +47,7 @@ from rlboost_runtime.core.base.messages import (
     Wake,
 )
 from rlboost_runtime.protocol.messages import (
+    AssignMessage,
     DeliverGroupMessage,
     PromptSpec,
     StepStartedMessage,
@@ -114,7 +115,9 @@ class Dispatches:
         if b"AssignMessage" not in message[:32]:
             return
         now, cpu_s = time.perf_counter(), time.process_time()
-        for item in agent_command_decoder.decode(message).items:
+        decoded = agent_command_decoder.decode(message)
+        assert isinstance(decoded, AssignMessage)
+        for item in decoded.items:
             applied_at, applied_cpu_s = self._pending.pop(item.assignment)
             self._taken_s.append((now - applied_at, cpu_s - applied_cpu_s))
 
@@ -155,7 +158,7 @@ class BenchedCoordinator:
             run, recovered, SystemClock(), SystemDisk(), self, (stats,), keep_journal=False
         )
         self.dispatches = Dispatches()
-        self.driver.apply = self.dispatches.timed(self.driver.apply)  # type: ignore[method-assign]
+        setattr(self.driver, "apply", self.dispatches.timed(self.driver.apply))  # noqa: B010 - a method
         ingest = Ingest(self.driver, (boot_times,))
         self.agents = AgentLinks(self.driver, ingest, weights, boot_times, stats, timing, frozenset())
         self._max_pending_bytes = 0

@@ -60,6 +60,7 @@ from rlboost_runtime.core.base.messages import (
     RunStarted,
     Sleep,
     StepStarted,
+    StepTrained,
     TerminateMachine,
     Tick,
     TokensLost,
@@ -234,8 +235,9 @@ class CoreDriver:
         self._handling = True
         try:
             while self._pending:
-                self._apply(self._pending.popleft())
-                self._snapshots.after_event((self.core, self.totals), self.events.place)
+                self._apply(first := self._pending.popleft())
+                is_quiet = isinstance(first, StepTrained)
+                self._snapshots.after_event((self.core, self.totals), self.events.place, is_quiet=is_quiet)
         finally:
             self._handling = False
 
