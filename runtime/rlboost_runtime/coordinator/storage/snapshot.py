@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 EVERY_EVENTS = 10_000
 """Events between two snapshots: at most a second or two of replay, even with a thousand responses."""
 LATEST_EVENTS = 100_000
-"""The same where snapshots take long, if no step ends before: only then does nobody wait for an assignment."""
+"""The same where snapshots take long, if no step ends before: nobody waits for an assignment then."""
 QUICK_S = 0.05
 """A snapshot that takes longer holds assignments up: some 25 us for each response of the step."""
 PAUSE_SHARE = 200
