@@ -133,8 +133,8 @@ class Fuzz:
         run.path.mkdir(parents=True)
         self.made = BenchedCoordinator(run, 3)
         still = replace(RLBOOST, balances=False)  # nothing is moved away from the honest agent
-        hours = {"lease_s": 36e3, "hang_after_s": 36e3}  # a busy machine is no fault of the coordinator's
-        self.made.config = replace(self.made.config, policy=still, **hours)
+        lease_s = 36_000.0  # a busy machine is no fault of the coordinator's
+        self.made.config = replace(self.made.config, policy=still, lease_s=lease_s, hang_after_s=lease_s)
         self.rss_mb = 0.0
         """After the first tenth."""
 
