@@ -214,6 +214,11 @@ soak-corruption: $(DEV) ## FLIPS=200 random flips, cuts and deletions of each: j
 soak-restarts: $(DEV) ## KILLS=50 kills of one run's coordinator: time until tokens flow again; replay of a day (20 min)
 	@$(BIN)/python -m benchmarks.restarts --kills $(or $(KILLS),50) $(ARGS)
 
+.PHONY: soak-fuzz
+soak-fuzz: $(DEV) ## MESSAGES=100000 mutated messages of an agent, FILES=10000 mutated files (SEED=0; 10 min)
+	@$(BIN)/python -m benchmarks.fuzz --messages $(or $(MESSAGES),100000) --files $(or $(FILES),10000) \
+		--seed $(or $(SEED),0)
+
 .PHONY: soak-cloud
 soak-cloud: cloudlab ## seeded storms over the real SkyPilot, machines of a head that is gone, a machine from EC2 itself
 	RLBOOST_SKY_SEEDS=5 $(BIN)/python -m pytest -q -rP --durations=0 -m "cloud and soak" tests/cloud
