@@ -1,4 +1,4 @@
-"""Writing a job file from a template, and what to say then.
+"""Writing a job file, and what to say then.
 
 Guarantee: a file that is there is replaced only when asked for, and whole.
 """
@@ -15,10 +15,10 @@ from rlboost_runtime.run.folder import write_atomically
 DEFAULT_NAME = "job.yaml"
 
 
-def write_job(path: Path, template: str, *, force: bool) -> Path:
-    """Write `template` to `path` (in a folder: as job.yaml) and return the file. Raises `ConfigError` for an
-    unknown template, a file that is there without `force`, and a place that cannot be written."""
-    data = template_text(template).encode()
+def write_job(path: Path, text: str, *, force: bool) -> Path:
+    """Write `text` to `path` (in a folder: as job.yaml) and return the file. Raises `ConfigError` for a file
+    that is there without `force`, and a place that cannot be written."""
+    data = text.encode()
     target = path / DEFAULT_NAME if path.is_dir() else path
     try:
         if force:
