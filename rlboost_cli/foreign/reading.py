@@ -22,6 +22,8 @@ from rlboost_cli.foreign.verl import VERL
 from rlboost_runtime.errors import ConfigError
 
 FRAMEWORKS = (VERL, TRL, PRIME_RL)
+_WHOLE = {"lr_scheduler_kwargs", "chat_template_kwargs", "data.apply_chat_template_kwargs"}
+"""Options whose value is a section."""
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 
@@ -80,8 +82,7 @@ def _flat(data: Mapping[str, Any], before: str = "") -> dict[str, Any]:
 
 
 def _leaves(data: Any, name: str) -> Iterator[tuple[str, Any]]:
-    keeps = name.endswith(("_kwargs", "apply_chat_template_kwargs")) and "." in name and "engine" not in name
-    if isinstance(data, dict) and (data or not name) and not (keeps and "reward" not in name):
+    if isinstance(data, dict) and (data or not name) and name not in _WHOLE:
         for key, value in data.items():
             yield from _leaves(value, f"{name}.{key}" if name else str(key))
     elif isinstance(data, list) and data and isinstance(data[0], dict):

@@ -248,7 +248,7 @@ RULES = (
         "reward",
         ("reward_funcs", "reward_weights"),
         _reward,
-        "`math` for accuracy_reward: it reads the row's `answer`, TRL's the `solution`; others are yours",
+        "`math` for accuracy_reward: it reads the row's `answer`, or TRL's `solution`; others are yours",
     ),
     OptionRule(
         "algorithm.loss",

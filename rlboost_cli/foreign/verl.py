@@ -269,9 +269,9 @@ RULES = (
         "reward",
         ("reward.custom_reward_function.path", "reward.custom_reward_function.name"),
         _reward,
-        "`math` until you write yours: veRL chooses a function by the row's data_source, and has the answer"
-        " in reward_model.ground_truth; ours reads the row's `answer`",
-        "chosen by the row's data_source; math reads the row's answer: write yours",
+        "`math` until you write yours: veRL chooses a function by the row's data_source, and reads"
+        " reward_model.ground_truth, as `math` does where there is no `answer`",
+        "chosen by the row's data_source: write yours, if it is not mathematics",
     ),
     OptionRule(
         "algorithm.loss",

@@ -89,6 +89,7 @@ TRL_ARGUMENTS = {
     "max_steps": 100,
     "warmup_ratio": 0.1,
     "lr_scheduler_type": "cosine",
+    "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
     "beta": 0.04,
     "epsilon_high": 0.28,
     "use_vllm": True,
@@ -274,6 +275,7 @@ def test_batches_of_trl_count_the_responses_of_all_devices(tmp_path: Path, name:
         5,
     )
     assert (algorithm.loss, algorithm.clip_low, algorithm.clip_high) == ("dapo", 0.2, 0.28)
+    assert (algorithm.learning_rate_schedule, algorithm.learning_rate_floor) == ("cosine", 0.1)
     assert (algorithm.dual_clip, algorithm.old_logprobs) == (None, "recompute")
     assert (algorithm.importance_sampling, algorithm.importance_cap) == ("sequence_mask", 3.0)
     assert algorithm.kl is not None
