@@ -166,7 +166,8 @@ rlboost check job.yaml
 - **TRL**: the arguments of its GRPO trainer as YAML or JSON. How many GPUs trained, they do not say:
   `--devices`.
 - **prime-rl**: the TOML file of a run.
-- **OpenRLHF** has no file of options to translate. PPO and DPO are not built.
+- **OpenRLHF** has no file of options to translate; `rlboost init --template reinforce-pp-8b` writes its
+  REINFORCE++. PPO and DPO are not built.
 
 Rewards are Python and stay yours: `reward: math` stands in for them, and
 [own_reward](../examples/own_reward/job.yaml) shows one. In the tables, an option

@@ -43,15 +43,16 @@ def template_text(name: str) -> str:
     try:
         return rlboost_templates.text(name)
     except KeyError:
-        known = [*rlboost_templates.names(), *rlboost_templates.ALIASES]
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(rlboost_templates.names())}"
+        known = [*rlboost_templates.names(), *rlboost_templates.recipes()]
+        close = difflib.get_close_matches(name, [*known, *rlboost_templates.ALIASES], n=1)
+        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
         raise ConfigError(f"no template {name}", hint) from None
 
 
 def template_rows() -> list[tuple[str, str]]:
-    """Return name and summary of every template."""
-    return [(name, rlboost_templates.summary(name)) for name in rlboost_templates.names()]
+    """Return name and summary of every template and recipe."""
+    names = [*rlboost_templates.names(), *rlboost_templates.recipes()]
+    return [(name, rlboost_templates.summary(name)) for name in names]
 
 
 def closing_words(path: Path, template: str) -> list[str]:
