@@ -10,6 +10,7 @@ from pathlib import Path
 import rlboost_templates
 from rlboost_cli.foreign.mapping import FieldLine, NotTaken, Translation, as_yaml, run_name, shown, translate
 from rlboost_cli.foreign.reading import read_foreign
+from rlboost_cli.foreign.trl import TRL
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import Algorithm
 
@@ -32,10 +33,14 @@ def translated_job(path: Path, template: str, devices: int | None) -> tuple[str,
     foreign = read_foreign(path)
     given = dict(foreign.options)
     if devices is not None:
+        if foreign.framework is not TRL:
+            raise ConfigError(
+                f"--devices is for TRL, but {path} is of {foreign.framework.name}", "leave it out"
+            )
         given["num_processes"] = devices
     found = translate(foreign.framework, given)
     found.not_taken[:0] = foreign.open
-    if foreign.framework.name == "TRL" and "num_processes" not in given:
+    if foreign.framework is TRL and "num_processes" not in given:
         found.not_taken.insert(0, NotTaken("num_processes", 1, "1 device is assumed: say --devices N"))
     return _text(path, found, machines_of(template)), found.not_taken
 

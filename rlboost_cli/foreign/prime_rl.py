@@ -75,7 +75,7 @@ def _staleness(options: OptionReader) -> int:
             "it bounds the age of a response there, and how far the fleet runs ahead here: 1 step; more with"
             " algorithm.max_staleness",
         )
-    return min(1, most)
+    return int(min(1, most))
 
 
 def _data(options: OptionReader) -> Any:

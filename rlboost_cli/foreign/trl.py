@@ -78,9 +78,14 @@ def _minibatches(options: OptionReader) -> int:
     return _responses(options)[1]
 
 
+def _steps_of(updates: float, options: OptionReader) -> int:
+    """Return our steps that have so many optimizer steps."""
+    return math.ceil(updates / _responses(options)[1])
+
+
 def _steps(options: OptionReader) -> int:
     if options["max_steps"] > 0:
-        return math.ceil(options["max_steps"] / _responses(options)[1])
+        return _steps_of(options["max_steps"], options)
     raise Untranslatable("write algorithm.steps: epochs x number of prompts / prompts_per_step")
 
 
@@ -89,12 +94,12 @@ def _warmup(options: OptionReader) -> int:
     if 0 < steps < 1:
         steps, share = 0, steps
     if steps:
-        return math.ceil(steps / _responses(options)[1])
+        return _steps_of(steps, options)
     if not share:
         return 0
     if most < 1:
         raise Untranslatable("write algorithm.learning_rate_warmup_steps: this share of all steps")
-    return math.ceil(share * most / _responses(options)[1])
+    return _steps_of(share * most, options)
 
 
 def _loss(options: OptionReader) -> str:
@@ -113,7 +118,7 @@ def _loss(options: OptionReader) -> str:
     wanted = "none" if nearest == "dr_grpo" else "group"
     if scale != wanted:
         options.leave("scale_rewards", f"{nearest} has the equivalent of {wanted}")
-    return nearest
+    return str(nearest)
 
 
 def _clip_low(options: OptionReader) -> Any:
@@ -197,7 +202,7 @@ def _evaluation(options: OptionReader) -> Any:
         return ...
     if options["eval_strategy"] != "steps":
         raise Untranslatable("evaluation is every n steps: write evaluation.every_steps")
-    return {"every_steps": math.ceil(options["eval_steps"] / _responses(options)[1])}
+    return {"every_steps": _steps_of(options["eval_steps"], options)}
 
 
 def _lora(options: OptionReader) -> Any:

@@ -294,6 +294,8 @@ def test_devices_of_trl_are_asked_for(tmp_path: Path) -> None:
     with_devices, left = translated_job(path, "aws", 8)
     assert checked(with_devices).algorithm.prompts_per_step == 4
     assert "num_processes" not in reasons(left)
+    with pytest.raises(ConfigError, match="--devices is for TRL"):
+        translated_job(written(tmp_path, "rl.toml", PRIME), "aws", 8)
 
 
 @pytest.mark.parametrize(
@@ -404,7 +406,8 @@ def text_of(framework: Framework, options: dict[str, Any], folder: Path) -> str:
         for section in sections:
             place = place.setdefault(section, {})
         place[name] = value
-    return translated_job(written(folder, "args.json", json.dumps(tree)), "aws", 1)[0]
+    path = written(folder, "args.json", json.dumps(tree))
+    return translated_job(path, "aws", 1 if framework is TRL else None)[0]
 
 
 @pytest.mark.parametrize("framework", [VERL, TRL], ids=lambda each: each.name)
