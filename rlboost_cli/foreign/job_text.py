@@ -38,8 +38,7 @@ def translated_job(path: Path, template: str, devices: int | None) -> tuple[str,
                 f"--devices is for TRL, but {path} is of {foreign.framework.name}", "leave it out"
             )
         given["num_processes"] = devices
-    found = translate(foreign.framework, given)
-    found.not_taken[:0] = foreign.open
+    found = translate(foreign.framework, given, foreign.unknown)
     if foreign.framework is TRL and "num_processes" not in given:
         found.not_taken.insert(0, NotTaken("num_processes", 1, "1 device is assumed: say --devices N"))
     return _text(path, found, machines_of(template)), found.not_taken

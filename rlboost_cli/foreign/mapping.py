@@ -90,12 +90,15 @@ class Translation:
 class OptionReader:
     """The options of a file, those that it does not set with their defaults."""
 
-    def __init__(self, framework: Framework, given: Options) -> None:
+    def __init__(self, framework: Framework, given: Options, unknown: Mapping[str, str]) -> None:
         self.given = given
+        self.unknown = unknown
         self.not_taken: list[NotTaken] = []
         self._defaults = framework.defaults
 
     def __getitem__(self, option: str) -> Any:  # any YAML value
+        if option in self.unknown:
+            raise Untranslatable(self.unknown[option])
         return self.given.get(option, self._defaults.get(option))
 
     def leave(self, option: str, reason: str) -> None:
@@ -107,10 +110,17 @@ class OptionReader:
         return option in self.given and not same(self.given[option], self._defaults.get(option))
 
 
-def translate(framework: Framework, given: Options) -> Translation:
-    """Return the fields and the list of what they do not express."""
-    present = {framework.renamed.get(option, option): option for option in given}
-    options = OptionReader(framework, {new: given[old] for new, old in present.items()})
+def translate(framework: Framework, given: Options, unknown: Mapping[str, str] | None = None) -> Translation:
+    """Return the fields and the list of what they do not express.
+
+    `unknown`: options that the file sets to values that it does not hold, and why.
+    """
+    unknown = unknown or {}
+    present = {framework.renamed.get(option, option): option for option in (*given, *unknown)}
+    values = {new: given[old] for new, old in present.items() if old in given}
+    options = OptionReader(
+        framework, values, {new: unknown[old] for new, old in present.items() if old in unknown}
+    )
     found = Translation(framework)
     for rule in framework.rules:
         _apply(rule, options, found)
@@ -123,6 +133,7 @@ def translate(framework: Framework, given: Options) -> Translation:
                 "has no effect with the other options" if option in read else reason_for(framework, option)
             )
             found.not_taken.append(NotTaken(option, value, reason))
+    found.not_taken[:0] = [NotTaken(option, ..., reason) for option, reason in options.unknown.items()]
     by_name = {each.option: each for each in [*options.not_taken, *found.not_taken]}
     found.not_taken = [each._replace(option=present.get(name, name)) for name, each in by_name.items()]
     return found
@@ -162,7 +173,8 @@ def _apply(rule: OptionRule, options: OptionReader, found: Translation) -> None:
 
 
 def _each(names: Iterable[str], options: OptionReader, reason: str) -> list[NotTaken]:
-    return [NotTaken(option, options[option], reason) for option in names]
+    known = [option for option in names if option not in options.unknown]
+    return [NotTaken(option, options[option], reason) for option in known]
 
 
 def _source(rule: OptionRule, options: OptionReader, value: Any) -> str:  # any YAML value

@@ -7,14 +7,14 @@ import json
 import os
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from rlboost_cli.foreign.mapping import Framework, NotTaken
+from rlboost_cli.foreign.mapping import Framework
 from rlboost_cli.foreign.prime_rl import PRIME_RL
 from rlboost_cli.foreign.shell import read_script
 from rlboost_cli.foreign.trl import TRL
@@ -29,11 +29,12 @@ _WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 @dataclass(frozen=True, slots=True)
 class ForeignFile:
-    """A file's options by dotted names, and those whose values the file does not hold."""
+    """A file's options by dotted names, and those whose values it does not hold."""
 
     framework: Framework
     options: dict[str, Any]
-    open: list[NotTaken]
+    unknown: dict[str, str] = field(default_factory=dict)
+    """Options without a value, and what it depends on."""
 
 
 def read_foreign(path: Path, environment: Mapping[str, str] = os.environ) -> ForeignFile:
@@ -48,7 +49,7 @@ def read_foreign(path: Path, environment: Mapping[str, str] = os.environ) -> For
         raise ConfigError(
             f"{path} is no {path.suffix.removeprefix('.')}: {line}", "correct the file"
         ) from exc
-    if not found.options and not found.open:
+    if not found.options and not found.unknown:
         raise ConfigError(
             f"{path} has no options of veRL, TRL or prime-rl",
             "give veRL's YAML or script with a.b=value, TRL's arguments as YAML or JSON, or prime-rl's TOML",
@@ -59,21 +60,21 @@ def read_foreign(path: Path, environment: Mapping[str, str] = os.environ) -> For
 def _read(path: Path, text: str, environment: Mapping[str, str]) -> ForeignFile:
     match path.suffix:
         case ".toml":
-            return ForeignFile(PRIME_RL, _flat(tomllib.loads(text)), [])
+            return ForeignFile(PRIME_RL, _flat(tomllib.loads(text)))
         case ".json":
             data = json.loads(text)
         case ".yaml" | ".yml":
             data = YAML(typ="safe").load(text)
         case _:
             script = read_script(text, environment)
-            asked = [NotTaken(name, ..., f"depends on {reason}") for name, reason in script.open.items()]
+            unknown = {name: f"depends on {reason}" for name, reason in script.open.items()}
             values = {name: _value(raw) for name, raw in script.options.items()}
-            return ForeignFile(VERL, _without_interpolations(values), asked if values else [])
+            return ForeignFile(VERL, _without_interpolations(values), unknown if values else {})
     options = _flat(data) if isinstance(data, dict) else {}
     if any(name.partition(".")[0] in ("actor_rollout_ref", "data", "algorithm") for name in options):
-        return ForeignFile(VERL, _without_interpolations(options), [])
+        return ForeignFile(VERL, _without_interpolations(options))
     known = {*TRL.defaults, *TRL.renamed}
-    return ForeignFile(TRL, options if known & set(options) else {}, [])
+    return ForeignFile(TRL, options if known & set(options) else {})
 
 
 def _flat(data: Mapping[str, Any], before: str = "") -> dict[str, Any]:

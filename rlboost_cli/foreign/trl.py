@@ -216,14 +216,14 @@ def _lora(options: OptionReader) -> Any:
 def _kl(options: OptionReader) -> Any:
     if not options["beta"]:
         return ...
-    place = "reward" if _loss(OptionReader(TRL, options.given)) == "reinforce_pp" else "loss"
+    place = "reward" if _loss(OptionReader(TRL, options.given, options.unknown)) == "reinforce_pp" else "loss"
     if place == "reward":
         options.leave("beta", "reinforce_pp has its KL in the reward, not in the loss")
     return {"coef": options["beta"], "estimator": "k3", "in": place}
 
 
 def _entropy(options: OptionReader) -> Any:
-    if options["entropy_coef"] and _loss(OptionReader(TRL, options.given)) == "reinforce_pp":
+    if options["entropy_coef"] and _loss(OptionReader(TRL, options.given, options.unknown)) == "reinforce_pp":
         raise Untranslatable("reinforce_pp has no entropy bonus")
     return {"coef": options["entropy_coef"]} if options["entropy_coef"] else ...
 

@@ -183,6 +183,17 @@ def test_the_environment_counts_as_for_the_script() -> None:
     assert unknown.open["actor_rollout_ref.actor.optim.lr"] == "lr, which the script sets under a condition"
 
 
+def test_an_option_that_stays_open_is_not_taken_for_the_default(tmp_path: Path) -> None:
+    script = SCRIPT.replace("    warm=3", "    batch=8")
+    text, left = translated_job(written(tmp_path, "run.sh", script), "aws", None)
+    assert "prompts_per_step" not in text.partition("# --- where")[0].replace(
+        "prompts / prompts_per_step", ""
+    )
+    assert (
+        reasons(left)["data.train_batch_size"] == "depends on batch, which the script sets under a condition"
+    )
+
+
 def test_the_yaml_of_a_script_means_the_same(tmp_path: Path) -> None:
     script = SCRIPT.replace("    actor_rollout_ref.actor.optim.lr_warmup_steps=${warm} \\\n", "")
     of_script = read_foreign(written(tmp_path, "run.sh", script))
