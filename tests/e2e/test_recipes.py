@@ -14,7 +14,7 @@ import rlboost_templates
 pytestmark = pytest.mark.soak
 
 SMALLER = {
-    "group_size": 4,
+    "group_size": 8,
     "prompts_per_step": 4,
     "steps": 3,
     "learning_rate": 1.0e-4,
@@ -33,8 +33,12 @@ def twin(recipe: str) -> dict[str, Any]:
             algorithm[name] = min(algorithm[name], most)
     if "lora" in algorithm:
         algorithm["lora"] = {"rank": 4, "alpha": 8}
-    evaluation = {"every_steps": 2, "prompts": 2}
-    return {"algorithm": algorithm, "evaluation": evaluation, "weights": fields.get("weights", {})}
+    return {
+        "model": {"warmup": {"reward": 0.1, "max_seconds": 30}},  # so that rewards differ, and it learns
+        "algorithm": algorithm,
+        "evaluation": {"every_steps": 2, "prompts": 2},
+        "weights": fields.get("weights", {}),
+    }
 
 
 @pytest.mark.parametrize("recipe", rlboost_templates.recipes())
