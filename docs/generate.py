@@ -164,7 +164,7 @@ rlboost check job.yaml
   (`DEVICE=gpu rlboost init ...`). What only a run would tell is listed. The whole configuration as YAML is
   printed by `python3 -m verl.trainer.main_ppo ... --cfg job`.
 - **TRL**: the arguments of its GRPO trainer as YAML or JSON. How many GPUs trained, they do not say:
-  `--devices`.
+  `--devices`. TRL's own trainer can also train, and the fleet generate ([own-trainer.md](own-trainer.md)).
 - **prime-rl**: the TOML file of a run.
 - **OpenRLHF** has no file of options to translate; `rlboost init --template reinforce-pp-8b` writes its
   REINFORCE++. PPO and DPO are not built.
