@@ -39,6 +39,7 @@ def init(
     """Write a commented job file to start from
 
     Example: rlboost init job.yaml --template laptop
+
     Example: rlboost init job.yaml --from run_grpo.sh
     """
     from rlboost_cli.foreign import job_text
