@@ -193,7 +193,7 @@ soak: $(DEV) ## 10,000 simulated runs with random faults; then all tests $(ROUND
 	for round in $$(seq $(ROUNDS)); do \
 		echo "round $$round of $(ROUNDS)"; \
 		RLBOOST_STORM_PULLS=1000 RLBOOST_STORM_SEED=$$round \
-			$(BIN)/python -m pytest -q -m "property or integration or e2e" tests; \
+			$(BIN)/python -m pytest -q -m "property or integration or e2e or (soak and not cloud)" tests; \
 	done
 	RLBOOST_FAULT_SEEDS=200 $(BIN)/python -m pytest -q tests/integration/providers/test_cloud_faults.py
 	@$(MAKE) soak-vllm
