@@ -11,7 +11,7 @@ from ruamel.yaml import YAML
 
 import rlboost_templates
 
-pytestmark = pytest.mark.soak
+pytestmark = [pytest.mark.e2e, pytest.mark.soak]
 
 SMALLER = {
     "group_size": 8,
