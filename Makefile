@@ -193,7 +193,7 @@ soak: $(DEV) ## 10,000 simulated runs with random faults; then all tests $(ROUND
 	for round in $$(seq $(ROUNDS)); do \
 		echo "round $$round of $(ROUNDS)"; \
 		RLBOOST_STORM_PULLS=1000 RLBOOST_STORM_SEED=$$round \
-			$(BIN)/python -m pytest -q -m "property or integration or e2e" tests; \
+			$(BIN)/python -m pytest -q -m "property or integration or e2e or (soak and not cloud)" tests; \
 	done
 	RLBOOST_FAULT_SEEDS=200 $(BIN)/python -m pytest -q tests/integration/providers/test_cloud_faults.py
 	@$(MAKE) soak-vllm
@@ -213,6 +213,11 @@ soak-corruption: $(DEV) ## FLIPS=200 random flips, cuts and deletions of each: j
 .PHONY: soak-restarts
 soak-restarts: $(DEV) ## KILLS=50 kills of one run's coordinator: time until tokens flow again; replay of a day (20 min)
 	@$(BIN)/python -m benchmarks.restarts --kills $(or $(KILLS),50) $(ARGS)
+
+.PHONY: soak-fuzz
+soak-fuzz: $(DEV) ## MESSAGES=100000 mutated messages of an agent, FILES=10000 mutated files (SEED=0; 10 min)
+	@$(BIN)/python -m benchmarks.fuzz --messages $(or $(MESSAGES),100000) --files $(or $(FILES),10000) \
+		--seed $(or $(SEED),0)
 
 .PHONY: soak-cloud
 soak-cloud: cloudlab ## seeded storms over the real SkyPilot, machines of a head that is gone, a machine from EC2 itself

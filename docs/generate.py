@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 import rlboost_templates
+from rlboost_cli.foreign.mapping import Framework, OptionRule, as_yaml
+from rlboost_cli.foreign.reading import FRAMEWORKS
 from rlboost_runtime.health import limits
 from rlboost_runtime.health.glossary import GLOSSARY, Metric
 from rlboost_runtime.health.rules import FLEET, FLEET_KINDS, STORM, STUCK, Kind, step_rules
@@ -151,7 +153,68 @@ def _metric_row(metric: Metric) -> str:
     )
 
 
-PAGES = {"job-file.md": job_file_page, "metrics.md": metrics_page}
+COMING_FROM = """\
+`rlboost init --from FILE` writes a job file from a configuration of veRL, TRL or prime-rl. Each line names
+the option that it comes from; a default of theirs that is not ours gets a line, too. What the job file does
+not express, or not exactly, is printed, and listed in its last lines, each option with the reason. Machines
+and budget are those of a template.
+
+```sh
+rlboost init job.yaml --from run_qwen3_8b.sh
+rlboost init job.yaml --from grpo.yaml --devices 8 --template own-machines
+rlboost init job.yaml --from rl.toml
+rlboost check job.yaml
+```
+
+- **veRL**: YAML, or a shell script or text with a.b=value. A script is read, not run: its variables,
+  arrays, sums and `case` are followed, and variables of your environment count as they would for it
+  (`DEVICE=gpu rlboost init ...`). What only a run would tell is listed. The whole configuration as YAML is
+  printed by `python3 -m verl.trainer.main_ppo ... --cfg job`.
+- **TRL**: the arguments of its GRPO trainer as YAML or JSON. How many GPUs trained, they do not say:
+  `--devices`. TRL's own trainer can also train, and the fleet generate ([own-trainer.md](own-trainer.md)).
+- **prime-rl**: the TOML file of a run.
+- **OpenRLHF** has no file of options to translate; `rlboost init --template reinforce-pp-8b` writes its
+  REINFORCE++. PPO and DPO are not built.
+
+Rewards are Python and stay yours: `reward: math` stands in for them, and
+[own_reward](../examples/own_reward/job.yaml) shows one. In the tables, an option
+without a default has none, and * stands for any text."""
+
+
+def coming_from_page() -> str:
+    """Return docs/coming-from.md."""
+    parts = [
+        "# Coming from veRL, TRL or prime-rl",
+        "<!-- Written by docs/generate.py from rlboost_cli/foreign/: do not edit. -->",
+        COMING_FROM,
+    ]
+    for framework in FRAMEWORKS:
+        rows = [_rule_row(rule, framework) for rule in framework.rules]
+        others = [f"| `{option}` | {_cell(reason)} |" for option, reason in framework.elsewhere.items()]
+        parts += [
+            f"## {framework.name}",
+            "\n".join(["| field | options (their defaults) | how |", "|---|---|---|", *rows]),
+            "Without a field of their own:",
+            "\n".join(["| option | what there is instead |", "|---|---|", *others]),
+        ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _rule_row(rule: OptionRule, framework: Framework) -> str:
+    options = [f"`{option}`{_their_default(framework, option)}" for option in rule.options]
+    return f"| `{rule.field}` | {', '.join(options)} | {_cell(rule.note or rule.unset)} |"
+
+
+def _their_default(framework: Framework, option: str) -> str:
+    default = framework.defaults[option]
+    return "" if default is None else f" ({as_yaml(default)})"
+
+
+PAGES = {
+    "job-file.md": job_file_page,
+    "metrics.md": metrics_page,
+    "coming-from.md": coming_from_page,
+}
 
 
 def outdated() -> list[str]:

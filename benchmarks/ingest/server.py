@@ -147,10 +147,10 @@ class BenchedCoordinator:
     """A coordinator with real agents; machines appear when asked for, and nobody trains."""
 
     def __init__(self, run: RunFolder, num_agents: int) -> None:
-        self._config = CoreConfig(max_spot_instances=num_agents, reserved_instances=0)
+        self.config = CoreConfig(max_spot_instances=num_agents, reserved_instances=0)
         run.journal.mkdir(parents=True)
         recovered = recover(run.events)
-        timing = Timing.of(self._config)
+        timing = Timing.of(self.config)
         weights = WeightTracker()
         stats = InstanceStats(weights, timing.flush_s)
         boot_times = BootTimes(lambda: recovered.core.machines)
@@ -189,7 +189,7 @@ class BenchedCoordinator:
 
     async def begin(self, num_responses: int, max_tokens: int) -> None:
         """Ask for one large step."""
-        self.driver.begin(self._config)
+        self.driver.begin(self.config)
         self.driver.apply(VersionPublished(self.driver.now(), 0))
         prompts = tuple(PromptSpec(group, _PROMPT) for group in range(num_responses // _GROUP_SIZE))
         await self.driver.open_step(StepStartedMessage(0, 0, prompts, _GROUP_SIZE, max_tokens))

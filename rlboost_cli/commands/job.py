@@ -21,8 +21,16 @@ def _templates(incomplete: str) -> list[tuple[str, str]]:
 def init(
     path: Annotated[Path, typer.Argument(help="The file to write, or a folder for it")] = Path("job.yaml"),
     template: Annotated[
-        str, typer.Option("--template", help="The template; --list shows them all", autocompletion=_templates)
-    ] = "laptop",
+        str | None,
+        typer.Option("--template", help="The template; --list shows them all", autocompletion=_templates),
+    ] = None,
+    foreign: Annotated[
+        Path | None,
+        typer.Option("--from", help="Translate a configuration of veRL, TRL or prime-rl"),
+    ] = None,
+    devices: Annotated[
+        int | None, typer.Option("--devices", min=1, help="GPUs that TRL trained on, for --from")
+    ] = None,
     list_templates: Annotated[
         bool, typer.Option("--list", help="List the templates and write nothing")
     ] = False,
@@ -31,15 +39,26 @@ def init(
     """Write a commented job file to start from
 
     Example: rlboost init job.yaml --template laptop
+
+    Example: rlboost init job.yaml --from run_grpo.sh
     """
+    from rlboost_cli.foreign import job_text
     from rlboost_cli.runs import new_job
     from rlboost_cli.terminal import output, text
 
     if list_templates:
         output.show(text.table(("template", "description"), new_job.template_rows()))
         return
-    written = new_job.write_job(path, template, force=force)
-    for line in new_job.closing_words(written, template):
+    if foreign is None:
+        template = template or "laptop"
+        written = new_job.write_job(path, new_job.template_text(template), force=force)
+        said = new_job.closing_words(written, template)
+    else:
+        new_job.template_text(template := template or job_text.TEMPLATE)
+        content, not_taken = job_text.translated_job(foreign, template, devices)
+        written = new_job.write_job(path, content, force=force)
+        said = [*job_text.summary(not_taken), *new_job.closing_words(written, template)]
+    for line in said:
         output.progress(line)
 
 

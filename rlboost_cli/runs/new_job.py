@@ -1,4 +1,4 @@
-"""Writing a job file from a template, and what to say then.
+"""Writing a job file, and what to say then.
 
 Guarantee: a file that is there is replaced only when asked for, and whole.
 """
@@ -15,10 +15,10 @@ from rlboost_runtime.run.folder import write_atomically
 DEFAULT_NAME = "job.yaml"
 
 
-def write_job(path: Path, template: str, *, force: bool) -> Path:
-    """Write `template` to `path` (in a folder: as job.yaml) and return the file. Raises `ConfigError` for an
-    unknown template, a file that is there without `force`, and a place that cannot be written."""
-    data = template_text(template).encode()
+def write_job(path: Path, text: str, *, force: bool) -> Path:
+    """Write `text` to `path` (in a folder: as job.yaml) and return the file. Raises `ConfigError` for a file
+    that is there without `force`, and a place that cannot be written."""
+    data = text.encode()
     target = path / DEFAULT_NAME if path.is_dir() else path
     try:
         if force:
@@ -43,15 +43,16 @@ def template_text(name: str) -> str:
     try:
         return rlboost_templates.text(name)
     except KeyError:
-        known = [*rlboost_templates.names(), *rlboost_templates.ALIASES]
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(rlboost_templates.names())}"
+        known = [*rlboost_templates.names(), *rlboost_templates.recipes()]
+        close = difflib.get_close_matches(name, [*known, *rlboost_templates.ALIASES], n=1)
+        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
         raise ConfigError(f"no template {name}", hint) from None
 
 
 def template_rows() -> list[tuple[str, str]]:
-    """Return name and summary of every template."""
-    return [(name, rlboost_templates.summary(name)) for name in rlboost_templates.names()]
+    """Return name and summary of every template and recipe."""
+    names = [*rlboost_templates.names(), *rlboost_templates.recipes()]
+    return [(name, rlboost_templates.summary(name)) for name in names]
 
 
 def closing_words(path: Path, template: str) -> list[str]:

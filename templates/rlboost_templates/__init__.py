@@ -1,7 +1,7 @@
 """Sample job files, shipped as data: `names()` lists them, `text(name)` returns one with its comments.
 
 `laptop` and `quickstart` run as they are, `own-machines` once its hosts are set, the others once
-their roles and buckets are.
+their roles and buckets are. `recipes/` has those of papers and other frameworks.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ ALIASES = {"local": "laptop", "ssh": "own-machines"}
 
 
 def names() -> list[str]:
-    """Return the names of all templates, those first that need no cloud."""
-    files = resources.files(__name__).iterdir()
-    found = sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
-    return sorted(found, key=needs_cloud)
+    """Return the names of all templates but the recipes, those first that need no cloud."""
+    return sorted(_found("."), key=needs_cloud)
+
+
+def recipes() -> list[str]:
+    """Return the names of the recipes: whole jobs of papers and other frameworks, each with its source."""
+    return _found("recipes")
 
 
 def needs_cloud(name: str) -> bool:
@@ -25,14 +28,19 @@ def needs_cloud(name: str) -> bool:
 
 
 def text(name: str) -> str:
-    """Return the template `name` as YAML. Raises `KeyError` where there is no such template."""
+    """Return the template or recipe `name` as YAML. Raises `KeyError` where there is none."""
     name = ALIASES.get(name, name)
-    files = resources.files(__name__)
-    if name not in (file.name.removesuffix(".yaml") for file in files.iterdir()):
-        raise KeyError(name)
-    return files.joinpath(f"{name}.yaml").read_text(encoding="utf-8")
+    for folder in (".", "recipes"):
+        if name in _found(folder):
+            return resources.files(__name__).joinpath(folder, f"{name}.yaml").read_text(encoding="utf-8")
+    raise KeyError(name)
 
 
 def summary(name: str) -> str:
     """Return the template's first line as a sentence."""
     return text(name).partition("\n")[0].removeprefix("# ")
+
+
+def _found(folder: str) -> list[str]:
+    files = resources.files(__name__).joinpath(folder).iterdir()
+    return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))

@@ -148,6 +148,7 @@ KNOWN_MODELS: Mapping[str, TransformerShape] = {
     "Qwen/Qwen2.5-1.5B": _plain(1536, 8960, 28, 12, 2, 128, 151_936, tied=True),
     "Qwen/Qwen2.5-3B": _plain(2048, 11_008, 36, 16, 2, 128, 151_936, tied=True),
     "Qwen/Qwen2.5-7B": _plain(3584, 18_944, 28, 28, 4, 128, 152_064),
+    "Qwen/Qwen2.5-Math-7B": _plain(3584, 18_944, 28, 28, 4, 128, 152_064),
     "Qwen/Qwen2.5-14B": _plain(5120, 13_824, 48, 40, 8, 128, 152_064),
     "Qwen/Qwen2.5-32B": _plain(5120, 27_648, 64, 40, 8, 128, 152_064),
     "meta-llama/Llama-3.2-1B": _plain(2048, 8192, 16, 32, 8, 64, 128_256, tied=True),

@@ -20,7 +20,7 @@ u16.
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -29,6 +29,20 @@ SCHEMA = (2, 3)
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """Upper bound of one WebSocket message: a step request of 1,024 prompts of 4,096 tokens takes 16 MiB."""
+
+
+MAX_AGENT_MESSAGE_BYTES = 16 * 1024 * 1024
+"""The same for an agent's: a frame of two million tokens."""
+
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError)
+"""What decoding raises for what is no message: text that is not UTF-8 is not a `DecodeError`."""
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Size = Annotated[int, msgspec.Meta(ge=1, le=2**48)]
+Number = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+"""Never NaN nor infinite: one NaN among the core's deadlines would spoil their order."""
+Text = Annotated[str, msgspec.Meta(max_length=100_000)]
+Numbers = Annotated[dict[Text, Number], msgspec.Meta(max_length=1_000)]
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=False, omit_defaults=True):
@@ -73,27 +87,27 @@ class AgentHello(Message, frozen=True, omit_defaults=True):
     """
 
     schema: tuple[int, int]
-    run: str
-    instance: str
-    machine: str
-    pool: str
-    max_running: int
-    kv_tokens: int
-    engine: str
-    epoch: int | None = None
-    assignments: tuple[int, ...] = ()
-    install_s: dict[str, float] = {}
+    run: Text
+    instance: Text
+    machine: Text
+    pool: Text
+    max_running: Size
+    kv_tokens: Size
+    engine: Text
+    epoch: Count | None = None
+    assignments: tuple[Count, ...] = ()
+    install_s: Numbers = {}
     """How long our installation took on its machine, by phase; {}: none was needed."""
-    age_s: float = 0.0
+    age_s: Number = 0.0
     """Since the agent's process began."""
 
 
 class AssignmentEnd(msgspec.Struct, frozen=True, array_like=True):
     """An assignment that ends with this frame. `reason` is a FinishReason or a ReleaseReason value."""
 
-    assignment: int
-    reason: str
-    problem: str = ""
+    assignment: Count
+    reason: Text
+    problem: Text = ""
 
 
 class Frame(Message, frozen=True, omit_defaults=True):
@@ -124,13 +138,13 @@ class HeartbeatMessage(Message, frozen=True, omit_defaults=True):
     `pulling`: the version that is being fetched, its bytes that are here, and all of them.
     """
 
-    engine_progress: int
-    running: int
-    waiting: int
-    tokens_per_s: float
-    pulling: tuple[int, int, int] | None = None
-    preempted: int = 0
-    kv_free_tokens: int | None = None
+    engine_progress: Count
+    running: Count
+    waiting: Count
+    tokens_per_s: Number
+    pulling: tuple[Count, Count, Count] | None = None
+    preempted: Count = 0
+    kv_free_tokens: Count | None = None
 
 
 class InstanceReadyMessage(Message, frozen=True, omit_defaults=True):
@@ -140,41 +154,41 @@ class InstanceReadyMessage(Message, frozen=True, omit_defaults=True):
     the engine's start, where it was started for this version.
     """
 
-    version: int
-    pulled_bytes: int = 0
-    pull_s: float = 0.0
-    apply_s: float = 0.0
-    load_s: float = 0.0
-    pause_s: float = 0.0
-    start_s: dict[str, float] = {}
-    how: str = ""
+    version: Count
+    pulled_bytes: Count = 0
+    pull_s: Number = 0.0
+    apply_s: Number = 0.0
+    load_s: Number = 0.0
+    pause_s: Number = 0.0
+    start_s: Numbers = {}
+    how: Text = ""
     """How it came: full, delta, linked (from a store on the same machine), here (it was never away)."""
-    full_bytes: int = 0
-    sources: dict[str, int] = {}
+    full_bytes: Count = 0
+    sources: Annotated[dict[Text, Count], msgspec.Meta(max_length=1_000)] = {}
     """Bytes that came over the network, by holder: head, bucket, or a peer's instance name."""
-    complaints: dict[str, str] = {}
+    complaints: Annotated[dict[Text, Text], msgspec.Meta(max_length=1_000)] = {}
     """Holders that were given up during the pull, and why."""
-    kv_tokens: int = 0
+    kv_tokens: Count = 0
     """KV cache capacity as the engine allocated it; 0: it does not report it."""
-    kv_block_tokens: int = 0
-    max_running: int = 0
+    kv_block_tokens: Count = 0
+    max_running: Count = 0
     """Responses decoded at once, as the engine chose by its cache; 0: as in the hello."""
 
 
 class PeerListening(Message, frozen=True, omit_defaults=True):
     """Others of the zone may pull from this instance; `certificate`: PEM text of its server."""
 
-    url: str
-    certificate: str
-    token: str = ""
+    url: Text
+    certificate: Text
+    token: Text = ""
     """Opens this instance's server and nothing else."""
 
 
 class VersionRefusedMessage(Message, frozen=True, omit_defaults=True):
     """`version` could not be pulled, applied or proved; the engine serves nothing until another load."""
 
-    version: int
-    problem: str
+    version: Count
+    problem: Text
 
 
 class SleptMessage(Message, frozen=True):
@@ -184,15 +198,15 @@ class SleptMessage(Message, frozen=True):
 class NoticeReceivedMessage(Message, frozen=True, omit_defaults=True):
     """The machine will be taken in `seconds`; `source` is where that is known from."""
 
-    seconds: float
-    source: str
+    seconds: Number
+    source: Text
 
 
 class Goodbye(Message, frozen=True, omit_defaults=True):
     """Last message. Every frame was sent before it; where the notice ran out first, some may not have been
     acknowledged, and the engine may have held work."""
 
-    reason: str
+    reason: Text
 
 
 # --- coordinator -> agent --------------------------------------------------------------------------------

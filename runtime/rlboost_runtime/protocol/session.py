@@ -23,6 +23,7 @@ from rlboost_runtime.errors import ProtocolError
 from rlboost_runtime.logs import event
 from rlboost_runtime.protocol.messages import (
     SCHEMA,
+    UNREADABLE,
     AgentHello,
     EndpointHello,
     Message,
@@ -127,7 +128,7 @@ class CoordinatorSession(Generic[W, C]):
             began = self._clock.now()
             try:
                 await self._connect()
-            except (ConnectionError, TimeoutError, OSError, msgspec.DecodeError) as exc:
+            except (ConnectionError, TimeoutError, OSError, *UNREADABLE) as exc:
                 event(log, "coordinator.lost", problem=repr(exc))
             if self._clock.now() - began >= SETTLED_S:
                 backoff.reset()
@@ -208,7 +209,7 @@ async def accept(
     try:
         async with asyncio.timeout(HELLO_TIMEOUT_S):
             hello = decoder.decode(await transport.receive())
-    except (TimeoutError, ConnectionError, msgspec.DecodeError) as problem:
+    except (TimeoutError, ConnectionError, *UNREADABLE) as problem:
         event(log, f"{peer}.hello_failed", problem=repr(problem))
         return None
     if not isinstance(hello, kind):

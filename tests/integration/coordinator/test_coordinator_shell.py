@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import random
 import shutil
@@ -443,6 +444,7 @@ async def test_what_was_acknowledged_survives_a_restart_and_goes_on_elsewhere(
 ) -> None:
     monkeypatch.setattr(snapshot, "EVERY_EVENTS", snapshot_every)
     monkeypatch.setattr(snapshot, "PAUSE_SHARE", 0)
+    monkeypatch.setattr(snapshot, "QUICK_S", math.inf)
     async with shell(tmp_path) as made:
         trainer = made.trainers()
         agent = await join(made, trainer)

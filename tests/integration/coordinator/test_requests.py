@@ -123,7 +123,7 @@ def frame(entries: list[tuple[int, int, list[int]]], *endings: AssignmentEnd, ve
         offsets=np.array([e[1] for e in entries if e[2]], "<u4").tobytes(),
         counts=np.array([len(e[2]) for e in entries if e[2]], "<u2").tobytes(),
         token_ids=np.array(tokens, "<i4").tobytes(),
-        logprobs=np.array(tokens, "<f4").tobytes(),
+        logprobs=(-np.array(tokens, "<f4")).tobytes(),
         endings=endings,
     )
 
@@ -198,7 +198,7 @@ async def test_tokens_of_a_request_are_shown_once_they_are_durable(tmp_path: Pat
         await made.tell("a", item, 0, [1, 2], version=3)
         told = await client.hear()
         assert (told.offset, ids_of(told.token_ids), told.versions) == (0, [1, 2], ((3, 2),))
-        assert np.frombuffer(told.logprobs, "<f4").tolist() == [1.0, 2.0]
+        assert np.frombuffer(told.logprobs, "<f4").tolist() == [-1.0, -2.0]
         await made.tell("a", item, 2, [9], "stop", version=3)
         told = await client.hear()
         assert (told.offset, ids_of(told.token_ids), told.finish_reason) == (2, [9], "stop")

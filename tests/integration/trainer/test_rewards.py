@@ -255,6 +255,17 @@ def test_answers_compared_as_text(tmp_path):
     assert [reward.value for reward in found] == [1.0, 0.0]
 
 
+def test_answers_are_found_where_verl_and_trl_have_them(tmp_path):
+    rows = [
+        {"reward_model": {"ground_truth": "yes"}},
+        {"solution": "yes"},
+        {"answer": "no", "solution": "yes"},
+    ]
+    with RewardScorer("exact", tmp_path, timeout_s=30, log_file=tmp_path / "log") as rewards:
+        found = rewards.score([RewardCall("q", "yes", row) for row in rows])
+    assert [reward.value for reward in found] == [1.0, 1.0, 0.0]
+
+
 def test_the_built_in_scorer(tmp_path):
     from rlboost_runtime.job import ReasoningGym
 

@@ -134,14 +134,22 @@ def test_snapshots_are_written_now_and_then_and_a_failure_is_no_problem(
 ) -> None:
     monkeypatch.setattr(snapshots, "EVERY_EVENTS", 100)
     monkeypatch.setattr(snapshots, "PAUSE_SHARE", 0)
+    monkeypatch.setattr(snapshots, "LATEST_EVENTS", 300)
+    monkeypatch.setattr(snapshots, "QUICK_S", 5.0)
     log, path = tmp_path / "events.log", tmp_path / "events.snapshot"
     places = written(log, [event for event, _ in history(1)])
     state = recover(log)
     writer = SnapshotWriter(path, snapshot_code(), SystemClock(), 30)
-    for number, place in enumerate(places):
-        writer.after_event((state.core, state.totals), place)
+    for number, place in enumerate(places[:200]):
+        writer.after_event((state.core, state.totals), place, is_quiet=number >= 75)
         writer.join()
-        assert path.exists() == (number >= 69), "what was replayed counts"
+        assert path.exists() == (number >= 75), "what was replayed counts; the first waits for a step to end"
+    path.unlink()
+    monkeypatch.setattr(snapshots, "QUICK_S", -1.0)
+    for number, place in enumerate(places[200:600]):
+        writer.after_event((state.core, state.totals), place, is_quiet=False)
+        writer.join()
+        assert path.exists() == (number >= 300 - 25), "where it takes long only after many events"
     path.unlink()
     path.mkdir()
     writer.write((state.core, state.totals), places[-1])

@@ -432,6 +432,8 @@ def test_a_reward_that_compares_answers_needs_them(check, tmp_path, reward):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1"}\n')
     told = f"{reward} compares with the field answer, which prompts.jsonl lacks; add it to every line"
     assert check(job + f"reward: {reward}\n") == [f"job.yaml:4: reward: {told}"]
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1", "reward_model": {"ground_truth": "2"}}\n')
+    assert check(job + f"reward: {reward}\n") == []
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,12 @@ from typer.testing import CliRunner, Result
 
 import rlboost_templates
 from rlboost_cli.main import app
+from rlboost_runtime.fit.plan import misfits
+from rlboost_runtime.fit.shape import find_shape
+from rlboost_runtime.job import Job
 from rlboost_runtime.job.file.load import hints, load_job
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
 
 def rlboost(*arguments: str, code: int = 0) -> Result:
@@ -33,6 +38,39 @@ def test_a_template_is_a_valid_job_with_comments(name: str, tmp_path: Path) -> N
     assert job.rollout.spot.max_instances > 0
     assert (job.budget.max_usd is None) == (name == "quickstart"), "only a demonstration has no budget"
     assert [hint for hint in hints(job) if not hint.startswith("model:")] == []
+
+
+def test_there_are_the_promised_recipes() -> None:
+    found = {load_recipe(name).algorithm.loss for name in rlboost_templates.recipes()}
+    assert found == {"dapo", "dr_grpo", "gspo", "reinforce_pp"}
+    papers = [
+        name for name in rlboost_templates.recipes() if "RLBoost paper" in rlboost_templates.summary(name)
+    ]
+    assert [load_recipe(name).model for name in papers] == [f"Qwen/Qwen3-{size}B" for size in (14, 32, 8)]
+
+
+def load_recipe(name: str) -> Job:
+    return load_job(EXAMPLES / "recipes" / f"{name}.yaml")
+
+
+@pytest.mark.parametrize("name", rlboost_templates.recipes())
+def test_a_recipe_is_a_valid_job_that_fits_its_machines_and_names_its_source(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))  # shapes of models are known without a cache
+    text = rlboost_templates.text(name)
+    assert all(len(line) <= 115 for line in text.splitlines())
+    head = text.partition("\nname: ")[0]
+    assert "\n# Source: " in head
+    assert all(line.startswith("#") for line in head.splitlines() if line)
+    job = load_recipe(name)
+    assert job.name == name
+    shape = find_shape(job.model)
+    assert shape is not None
+    assert misfits(job, shape) == []
+    assert [hint for hint in hints(job) if not hint.startswith("model:")] == []
+    rlboost("init", str(tmp_path), "--template", name)
+    assert (tmp_path / "job.yaml").read_text() == text
 
 
 def test_an_unknown_template_is_a_key_error() -> None:
@@ -98,6 +136,6 @@ def test_init_explains_what_it_cannot_do(
 def test_init_lists_templates_on_standard_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     lines = rlboost("init", "--list").stdout.splitlines()
-    assert [line.split()[0] for line in lines[1:]] == rlboost_templates.names()
+    assert [line.split()[0] for line in lines[1:]] == rlboost_templates.names() + rlboost_templates.recipes()
     assert "on AWS" in next(line for line in lines if line.startswith("aws"))
     assert list(tmp_path.iterdir()) == []

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from rlboost_cli.foreign.reading import FRAMEWORKS
 from rlboost_runtime.job.file.load import describe_fields
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -44,6 +45,7 @@ ALLOWED = {
     "agent.settle",  # attributes of what a docstring speaks of
     "state.step",
 }
+ALLOWED |= {option for each in FRAMEWORKS for option in (*each.defaults, *each.elsewhere)}
 EXAMPLES = re.compile(r"\b(acme|fewest)\b")
 """What the worked examples in CONTRIBUTING would add."""
 FOREIGN = {"ContinuousBatchProcessor", "GRPOTrainer", "MemoryBIO", "ProxyJump", "compute_v1", "np", "vllm"}

@@ -18,6 +18,7 @@ Nothing here waits: effects are handed to the links and the fleet, which own the
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import shutil
 from bisect import bisect_right
@@ -64,6 +65,7 @@ from rlboost_runtime.core.base.messages import (
     RunStarted,
     Sleep,
     StepStarted,
+    StepTrained,
     TerminateMachine,
     Tick,
     TokensLost,
@@ -248,8 +250,9 @@ class CoreDriver:
         self._handling = True
         try:
             while self._pending:
-                self._apply(self._pending.popleft())
-                self._snapshots.after_event((self.core, self.totals), self.events.place)
+                self._apply(first := self._pending.popleft())
+                is_quiet = isinstance(first, StepTrained)
+                self._snapshots.after_event((self.core, self.totals), self.events.place, is_quiet=is_quiet)
         finally:
             self._handling = False
 
@@ -399,7 +402,11 @@ class CoreDriver:
 
     def _open_store(self, step: OpenStep) -> None:
         self.store.open_step(
-            step.request.step, step.all_responses(), step.limits(), step.request.stop_token_ids
+            step.request.step,
+            step.all_responses(),
+            step.limits(),
+            step.request.stop_token_ids,
+            _vocabulary(self.run.weights / f"v{step.request.policy_version:06d}" / "config.json"),
         )
 
     def step_checkpointed(self, step: int) -> None:
@@ -594,6 +601,12 @@ def _moved(record: bytes, shift: int) -> bytes:
         numbers = msgspec.msgpack.decode(record[1:], type=list[int])
         return FORGOTTEN + msgspec.msgpack.encode([number + shift for number in numbers])
     return TOKENS + renumbered(record[1:], shift)
+
+
+def _vocabulary(config: Path) -> int:
+    """Return how many token ids a version's model has; where it does not say, as many as a frame can hold."""
+    known = json.loads(config.read_bytes()) if config.exists() else {}
+    return int(known.get("vocab_size") or known.get("text_config", {}).get("vocab_size") or 2**31)
 
 
 def _boot() -> str:

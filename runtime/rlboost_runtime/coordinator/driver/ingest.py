@@ -33,6 +33,9 @@ NO_OWN_TOKENS = OwnTokens()
 MAX_MERGED = 64
 """Most frames accepted as one: a few milliseconds of the event loop's time."""
 
+MAX_QUEUED = 256
+"""Frames of one sender that wait before its connection is left unread, which bounds memory."""
+
 
 class Sender(Protocol):
     """One agent's connection."""
@@ -77,6 +80,10 @@ class Ingest:
         self._arrived.setdefault(sender, deque()).append(frame)
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(GATHER_S, self._accept_some)
+
+    def is_behind(self, sender: Sender) -> bool:
+        """Return True if so much of a sender's waits that no more should be read from it for now."""
+        return len(self._arrived.get(sender, ())) >= MAX_QUEUED
 
     def settle(self) -> None:
         """Accept everything that has arrived, now."""

@@ -13,10 +13,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import msgspec
-
 from rlboost_runtime.coordinator.driver.core_driver import CoreDriver
-from rlboost_runtime.coordinator.driver.ingest import Ingest
+from rlboost_runtime.coordinator.driver.ingest import GATHER_S, Ingest
 from rlboost_runtime.coordinator.links.weights import WeightTracker
 from rlboost_runtime.coordinator.observers.boot_times import BootTimes
 from rlboost_runtime.core.base.messages import (
@@ -42,6 +40,7 @@ from rlboost_runtime.core.base.messages import (
     Wake,
 )
 from rlboost_runtime.core.core import Core
+from rlboost_runtime.deploy.bootstrap import instances_of
 from rlboost_runtime.errors import ProtocolError
 from rlboost_runtime.logs import event as log_event
 from rlboost_runtime.protocol import messages as wire
@@ -218,6 +217,8 @@ class AgentLink:
             self._aborts = []
 
 
+MAX_ENGINES = 64
+"""Of one machine: what it registers beyond that is refused."""
 FLUSH_S = 0.05
 """Between two frames of an agent."""
 MAX_FRAMES_PER_S = 2_000
@@ -316,7 +317,7 @@ class AgentLinks:
         run = self._driver.run.name
 
         def refusal_of(hello: wire.AgentHello) -> wire.Refused | None:
-            if machine not in (None, hello.machine) or not hello.instance.startswith(f"{hello.machine}/"):
+            if machine not in (None, hello.machine) or hello.instance not in _names(hello.machine):
                 return wire.Refused(f"this token is not for instance {hello.instance} of {hello.machine}")
             return self._refusal(hello)
 
@@ -330,7 +331,7 @@ class AgentLinks:
                 tasks.create_task(link.write())
         except* (ConnectionError, TimeoutError) as group:
             log_event(log, "agent.disconnected", instance=link.instance, problem=repr(group.exceptions[0]))
-        except* (ProtocolError, msgspec.DecodeError) as group:
+        except* (ProtocolError, *wire.UNREADABLE) as group:
             link.fail(ProtocolError(str(group.exceptions[0]), "deploy the agent again"))
         finally:
             self.ingest.settle()
@@ -397,11 +398,16 @@ class AgentLinks:
 
     async def _read(self, link: AgentLink, transport: Transport) -> None:
         while not link.closed:
-            message = wire.agent_message_decoder.decode(await transport.receive())
+            data = await transport.receive()
+            if len(data) > wire.MAX_AGENT_MESSAGE_BYTES:
+                raise ProtocolError(f"a message of {len(data)} bytes", "deploy the agent again")
+            message = wire.agent_message_decoder.decode(data)
             if link.closed:
                 break
             if isinstance(message, wire.Frame):
                 self.ingest.take(link, message)
+                while self.ingest.is_behind(link):  # noqa: ASYNC110 - rare, and a turn of 20 ms
+                    await asyncio.sleep(GATHER_S)
                 continue
             if isinstance(message, wire.HeartbeatMessage):
                 self._on_beat(link, message)
@@ -460,3 +466,8 @@ class AgentLinks:
         cause = LossCause.NOTICED if reason == LossCause.NOTICED else LossCause.STOPPED
         self._drop(link)
         self._driver.apply(InstanceLeft(self._driver.now(), link.instance, link.epoch, cause))
+
+
+def _names(machine: str) -> tuple[str, ...]:
+    """Return the instances that a machine may register: so many that no machine has more GPUs."""
+    return instances_of(machine, MAX_ENGINES)

@@ -10,8 +10,6 @@ import asyncio
 import logging
 from dataclasses import dataclass
 
-import msgspec
-
 from rlboost_runtime.coordinator.driver.core_driver import CoreDriver
 from rlboost_runtime.coordinator.storage.request_tokens import RequestTokens
 from rlboost_runtime.errors import ProtocolError
@@ -53,7 +51,7 @@ class RequestLink:
                 tasks.create_task(self._write())
         except* (ConnectionError, TimeoutError) as group:
             log_event(log, "endpoint.disconnected", problem=repr(group.exceptions[0]))
-        except* (ProtocolError, msgspec.DecodeError) as group:
+        except* (ProtocolError, *wire.UNREADABLE) as group:
             log_event(log, "endpoint.protocol_error", problem=str(group.exceptions[0]))
         finally:
             self._desk.listeners.discard(self._heard)

@@ -114,7 +114,7 @@ class TrainerLink:
                 tasks.create_task(self._write(transport, generation))
         except* (ConnectionError, TimeoutError) as group:
             log_event(log, "trainer.disconnected", problem=repr(group.exceptions[0]))
-        except* (ProtocolError, msgspec.DecodeError) as group:
+        except* (ProtocolError, *wire.UNREADABLE) as group:
             log_event(log, "trainer.protocol_error", problem=str(group.exceptions[0]))
             await refuse(transport, wire.Refused(str(group.exceptions[0])))
         finally:

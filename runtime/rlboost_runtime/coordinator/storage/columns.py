@@ -37,6 +37,9 @@ F32 = np.dtype("<f4")
 MAX_POLICY_VERSION = 2**31 - 1
 """Largest policy version that a frame may name; versions grow by one per step."""
 
+MAX_LOGPROB = 0.1
+"""A logprob is 0 at most; this is more than any rounding."""
+
 
 @dataclass(slots=True)  # not frozen: one per frame, and a frozen one takes a microsecond longer to make
 class TokenDeltas:
@@ -78,7 +81,7 @@ def decode_record(data: bytes) -> JournalRecord:
     """Return the record in `data`. Raises `ProtocolError` when it is none."""
     try:
         return _record_decoder.decode(data)
-    except msgspec.DecodeError as exc:
+    except wire.UNREADABLE as exc:
         raise _malformed(f"journal record of {len(data)} bytes: {exc}") from exc
 
 
@@ -103,7 +106,17 @@ def frame_deltas(frame: wire.Frame) -> TokenDeltas:
         raise _malformed(f"{what}: its number is negative")
     if not 0 <= frame.policy_version <= MAX_POLICY_VERSION:
         raise _malformed(f"{what}: policy version {frame.policy_version} is not in 0..{MAX_POLICY_VERSION}")
-    return _deltas(what, frame.assignments, frame.offsets, frame.counts, frame.token_ids, frame.logprobs)
+    deltas = _deltas(what, frame.assignments, frame.offsets, frame.counts, frame.token_ids, frame.logprobs)
+    if len(logprobs_T := deltas.logprobs_T):
+        highest = logprobs_T[logprobs_T.argmax()]  # NaN if there is one
+        if not highest <= MAX_LOGPROB or not logprobs_T[logprobs_T.argmin()] > -np.inf:
+            raise _malformed(f"{what}: a logprob is not a number, infinite or above {MAX_LOGPROB:g}")
+    return deltas
+
+
+def frame_owners(frame: wire.Frame) -> Dtyped:
+    """Return the assignments of an agent's frame, of which no more is looked at. Raises `ProtocolError`."""
+    return _column(f"frame {frame.seq}", "owners", frame.assignments, U32)
 
 
 def merge_frames(frames: Sequence[wire.Frame]) -> wire.Frame | None:

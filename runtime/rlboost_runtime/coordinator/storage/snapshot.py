@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import pickle
 import sys
 import threading
@@ -32,6 +33,10 @@ log = logging.getLogger(__name__)
 
 EVERY_EVENTS = 10_000
 """Events between two snapshots: at most a second or two of replay, even with a thousand responses."""
+LATEST_EVENTS = 100_000
+"""The same where snapshots take long, if no step ends before: nobody waits for an assignment then."""
+QUICK_S = 0.05
+"""A snapshot that takes longer holds assignments up: some 25 us for each response of the step."""
 PAUSE_SHARE = 200
 """Times what the last snapshot took passes before the next: it holds the event loop up for 0.5 % at most."""
 _BLOCK_BYTES = 1 << 20
@@ -92,12 +97,15 @@ class SnapshotWriter:
         self._clock = clock
         self._num_since = num_replayed
         self._not_before = clock.now()
+        self._took_s = math.inf  # not known yet
         self._thread: threading.Thread | None = None
 
-    def after_event(self, state: Any, place: LogPlace) -> None:
-        """Write a snapshot of `state`, which the events up to `place` led to, if it is time for one."""
+    def after_event(self, state: Any, place: LogPlace, *, is_quiet: bool) -> None:
+        """Write a snapshot of `state`, which the events up to `place` led to, if it is time for one;
+        `is_quiet`: a step has just been trained."""
         self._num_since += 1
-        if self._num_since >= EVERY_EVENTS and self._clock.now() >= self._not_before and not self.is_busy:
+        wanted = EVERY_EVENTS if is_quiet or self._took_s <= QUICK_S else LATEST_EVENTS
+        if self._num_since >= wanted and self._clock.now() >= self._not_before and not self.is_busy:
             self.write(state, place)
 
     @property
@@ -110,8 +118,8 @@ class SnapshotWriter:
         began = self._clock.now()
         pickled = pickle.dumps(state, pickle.HIGHEST_PROTOCOL)
         data = msgspec.msgpack.encode(_Snapshot(self._code, place, pickled))
-        self._num_since = 0
-        self._not_before = began + (1 + PAUSE_SHARE) * (self._clock.now() - began)
+        self._num_since, self._took_s = 0, self._clock.now() - began
+        self._not_before = began + (1 + PAUSE_SHARE) * self._took_s
         self._thread = threading.Thread(target=self._store, args=(data,), name="snapshot")
         self._thread.start()
 

@@ -34,6 +34,7 @@ from rlboost_runtime.coordinator.storage.columns import (
     TokenMatrix,
     decode_record,
     frame_deltas,
+    frame_owners,
     record_deltas,
     spans,
 )
@@ -86,10 +87,15 @@ class TokenStore:
         self.open_step(0, (), (), ())
 
     def open_step(
-        self, step: int, responses: Sequence[int], limits: Sequence[int], stop_token_ids: tuple[int, ...]
+        self,
+        step: int,
+        responses: Sequence[int],
+        limits: Sequence[int],
+        stop_token_ids: tuple[int, ...],
+        vocabulary: int = 2**31,
     ) -> None:
         """Forget the former step and hold `responses` (consecutive numbers), each of at most so many tokens
-        as `limits` says."""
+        as `limits` says, with token ids below `vocabulary`."""
         num_rows = len(responses)
         first = responses[0] if num_rows else 0
         if num_rows and list(responses) != list(range(first, first + num_rows)):
@@ -104,6 +110,7 @@ class TokenStore:
         self._num_rows = num_rows
         self._least_limit = min(limits, default=1)
         self._limits: NDArray[np.uint32] = np.array([*limits, longest], U32)
+        self._vocabulary = vocabulary
         self._stop_token_ids = frozenset(stop_token_ids)
         self._matrix.reshape(num_rows, longest)
         # One row more than there are responses: that of all assignments that are not current.
@@ -151,7 +158,7 @@ class TokenStore:
 
     def is_foreign(self, frame: wire.Frame, instance: str) -> bool:
         """Return True if `frame` holds a current assignment of another than `instance`."""
-        rows_N = self._assignments.rows(frame_deltas(frame).owners_N)
+        rows_N = self._assignments.rows(frame_owners(frame))
         ended = np.array([self._row_of(ending.assignment) for ending in frame.endings], np.int64)
         rows_N = np.concatenate([rows_N, ended]) if len(ended) else rows_N
         strange_N = self._holders[rows_N] != self._instances.get(instance, 0)
@@ -163,6 +170,12 @@ class TokenStore:
         Raises `ProtocolError`, and changes nothing, when the frame contradicts itself.
         """
         deltas = frame_deltas(frame)
+        ids_T = deltas.token_ids_T
+        if len(ids_T) and (highest := ids_T[ids_T.argmax()]) >= self._vocabulary:
+            raise ProtocolError(
+                f"frame {frame.seq}: token id {highest} is not of a vocabulary of {self._vocabulary}",
+                "deploy its sender again",
+            )
         if frame.endings:
             _check_endings(frame)
         rows_N = self._assignments.rows(deltas.owners_N)
@@ -218,7 +231,12 @@ class TokenStore:
 
         A record that was applied before changes nothing. Raises `ProtocolError` where it does not fit.
         """
-        parts = decode_record(record)
+        try:
+            return self._restore(decode_record(record))
+        except (KeyError, OverflowError) as exc:
+            raise _unfit(str(exc)) from exc
+
+    def _restore(self, parts: JournalRecord) -> list[tuple[int, FinishReason]]:
         if parts.step != self._step:
             raise _unfit(f"it belongs to step {parts.step}, open is step {self._step}")
         deltas = record_deltas(parts)

@@ -36,6 +36,9 @@ TRACE_FILE = "a file of `time_ms,add|remove,node` rows"
 _TYPES = {"int": int, "float": float, "str": str, "bool": bool}
 _TYPE_WORDS = {"int": "a whole number", "float": "a number", "str": "text", "bool": "true or false"}
 
+ANSWERS = (("answer",), ("reward_model", "ground_truth"), ("solution",))
+"""Where a row may have the answer that `math` and `exact` compare with: ours, veRL's and TRL's."""
+
 
 def check_disk(data: dict[str, Any], base: Path) -> list[Mistake]:
     """Return what is wrong with what `data` names; relative names start at `base`."""
@@ -300,7 +303,7 @@ def _reward_problem(reward: str, sources: list[Any], base: Path) -> str | None:
         return None
     if reward in {"math", "exact"}:
         for file in files:
-            if _first_lacks(base / file, "answer"):
+            if all(_first_lacks(base / file, *keys) for keys in ANSWERS):
                 return f"{reward} compares with the field answer, which {file} lacks; add it to every line"
         return None
     file, colon, function = reward.rpartition(":")

@@ -3,7 +3,7 @@
 - `reasoning_gym`: the data set's own scorer, for rows that reasoning-gym made.
 - `math`: 1.0 if the response's final answer equals the row's `answer` as mathematics (math-verify: LaTeX,
   boxed or not, fractions, sets, intervals, ...), else 0.0. Of an `answer` like GSM8K's, what follows `####`
-  counts.
+  counts. Without an `answer`, veRL's `ground_truth` in `reward_model` is taken, or TRL's `solution`.
 - `exact`: 1.0 if response and the row's `answer` are the same text, but for space around them, else 0.0.
 
 Deadlines are the pool's part: a process that takes too long is killed.
@@ -63,6 +63,12 @@ def _exact() -> Score:
 
 
 def _answer(call: RewardCall) -> str:
-    if call.row.get("answer") is None:
-        raise KeyError("the row has no field 'answer'")
-    return str(call.row["answer"])
+    verl = call.row.get("reward_model")
+    for found in (
+        call.row.get("answer"),
+        verl.get("ground_truth") if isinstance(verl, dict) else None,
+        call.row.get("solution"),
+    ):
+        if found is not None:
+            return str(found)
+    raise KeyError("the row has no field 'answer'")

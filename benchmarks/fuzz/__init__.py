@@ -1,0 +1,1 @@
+"""Mutated messages and files against the coordinator's parsers. Enter at `__main__`."""

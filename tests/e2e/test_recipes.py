@@ -1,0 +1,56 @@
+"""A tiny twin of each recipe runs here: its algorithm on a small model, generated data, and fewer prompts."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+import rlboost_templates
+
+pytestmark = [pytest.mark.e2e, pytest.mark.soak]
+
+SMALLER = {
+    "group_size": 8,
+    "prompts_per_step": 4,
+    "steps": 3,
+    "learning_rate": 1.0e-4,
+    "max_prompt_tokens": 128,
+    "max_response_tokens": 24,
+}
+AT_MOST = {"minibatches_per_step": 2, "spare_prompts": 4, "overlong_penalty_tokens": 8}
+
+
+def twin(recipe: str) -> dict[str, Any]:
+    """The sections of the recipe that a tiny job can have, smaller."""
+    fields = YAML(typ="safe").load(rlboost_templates.text(recipe))
+    algorithm = fields["algorithm"] | SMALLER
+    for name, most in AT_MOST.items():
+        if name in algorithm:
+            algorithm[name] = min(algorithm[name], most)
+    if "lora" in algorithm:
+        algorithm["lora"] = {"rank": 4, "alpha": 8}
+    return {
+        "model": {"warmup": {"reward": 0.1, "max_seconds": 30}},  # so that rewards differ, and it learns
+        "algorithm": algorithm,
+        "evaluation": {"every_steps": 2, "prompts": 2},
+        "weights": fields.get("weights", {}),
+    }
+
+
+@pytest.mark.parametrize("recipe", rlboost_templates.recipes())
+def test_a_twin_of_the_recipe_runs_to_its_end(cli: Any, recipe: str) -> None:
+    sections = twin(recipe)
+    cli("launch", cli.job(recipe, **sections), "--yes", timeout_s=240)
+    run = cli.run_folder(recipe)
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(SMALLER["steps"]))
+    numbers = [value for line in lines for value in line.values() if isinstance(value, float)]
+    assert all(math.isfinite(value) for value in numbers)
+    assert (lines[-1]["reference_kl"] != 0) == ("kl" in sections["algorithm"])
+    assert any("eval_reward_mean" in line for line in lines)
+    assert json.loads(run.job_json.read_text())["algorithm"]["loss"] == sections["algorithm"]["loss"]
+    cli.assert_gone(recipe)
