@@ -204,6 +204,11 @@ soak-vllm: $(DEV) $(VLLM) ## tests of a real vLLM that take minutes each
 	RLBOOST_REQUIRE_VLLM=1 RLBOOST_VLLM_PYTHON=$(abspath $(VLLM_VENV)/bin/python) \
 		$(BIN)/python -m pytest -q -m "vllm and soak" tests/vllm
 
+.PHONY: soak-chaos
+soak-chaos: $(DEV) ## MINUTES=15 of faults in a live run, over SEEDS=3 seeds, each audited
+	RLBOOST_CHAOS_MINUTES=$(or $(MINUTES),15) RLBOOST_CHAOS_SEEDS=$(or $(SEEDS),3) \
+		$(BIN)/python -m pytest -q -rP tests/e2e/test_chaos_run.py
+
 .PHONY: soak-corruption
 soak-corruption: $(DEV) ## FLIPS=200 random flips, cuts and deletions of each: journal, event log, ledger, version, checkpoint
 	@RLBOOST_FLIPS=$(or $(FLIPS),200) $(BIN)/python -m pytest -q -rP -k "no_damage_of or any_damage_of" --timeout 1800 \

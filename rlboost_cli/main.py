@@ -122,6 +122,7 @@ _MODULES: dict[str, dict[str, str]] = {
     },
     "end": {
         "preempt": "Preempt one instance, as its cloud would",
+        "chaos": "Kill and pause parts of a run at random, then audit what it made",
         "down": "Stop a run, release its machines and show what it cost",
         "rm": "Delete ended runs, with their checkpoints and logs",
         "gc": "Find and terminate orphaned machines",

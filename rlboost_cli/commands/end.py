@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -91,6 +92,82 @@ def _preempt_busiest(run: RunFolder, notice_s: float | None) -> str:
             continue
         return machine
     raise NotFound(f"run {run.name} has no spot machine now", "wait for one; rlboost status shows them")
+
+
+class Fault(StrEnum):
+    """What `chaos` does; `rlboost_cli.runs.chaos.FAULTS` has them at work."""
+
+    COORDINATOR = "coordinator"
+    TRAINER = "trainer"
+    WEIGHTS = "weights"
+    PROCESS = "process"
+    PAUSE = "pause"
+    PREEMPT = "preempt"
+    NOTICE = "notice"
+
+
+def chaos(
+    run: Annotated[
+        str,
+        typer.Argument(
+            help="The run", metavar="RUN", show_default=False, autocompletion=completion.open_runs
+        ),
+    ],
+    seed: Annotated[int, typer.Option(help="Draws kinds and times of the faults")] = 0,
+    minutes: Annotated[float, typer.Option(min=0.0, help="Stop making faults after M minutes")] = 15.0,
+    every: Annotated[float, typer.Option(min=1.0, help="Seconds between two faults, on average")] = 15.0,
+    only: Annotated[
+        list[Fault] | None, typer.Option(help="Only this kind of fault; may be repeated", show_default=False)
+    ] = None,
+    faults: Annotated[
+        int | None, typer.Option(min=1, help="Stop after N faults", metavar="N", show_default=False)
+    ] = None,
+    audit: Annotated[bool, typer.Option(help="Wait for the run's end, then audit it")] = True,
+    yes_this_costs: Annotated[
+        bool, typer.Option("--yes-this-costs", help="Also where machines are rented from a cloud")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Kill and pause parts of a run at random, then audit what it made
+
+    Example: rlboost chaos quickstart --seed 7 --minutes 5
+    """
+    from rlboost_cli.runs.chaos import FAULTS, make_faults, require_evidence, verdict, verdict_lines
+    from rlboost_cli.terminal import output
+    from rlboost_cli.views.live import follow
+    from rlboost_cli.views.screens import costs_money
+    from rlboost_runtime.errors import ConfigError
+    from rlboost_runtime.run.index import find_run
+
+    folder = find_run(run)
+    require_evidence(folder)
+    if costs_money(folder) and not yes_this_costs:
+        raise ConfigError(
+            f"{run} rents machines: for each that is preempted, another one is rented and starts up",
+            f"rlboost chaos {run} --yes-this-costs does it nevertheless",
+        )
+    done = make_faults(
+        folder,
+        seed=seed,
+        kinds=only or FAULTS,
+        every_s=every,
+        seconds=minutes * 60,
+        most=faults,
+        say=output.progress,
+    )
+    if audit:
+        with output.working(f"waiting for {run} to end (Ctrl-C stops the wait, not the run)"):
+            for _ in follow(folder):
+                pass
+        found = verdict(folder, done)
+    else:
+        found = {"run": run, "seed": seed, "faults": done.faults, "missed": done.missed}
+    if as_json:
+        output.as_json(found)
+    elif audit:
+        output.show("\n".join(verdict_lines(found)))
+    if audit and not found["pass"]:
+        raise typer.Exit(1)
 
 
 def down(

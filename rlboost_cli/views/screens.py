@@ -104,7 +104,7 @@ def found_run(found: FoundRun) -> None:
 
 def detached(run: RunFolder) -> None:
     """Print that the run goes on, and which commands apply to it."""
-    costs = ", and costs money until it ends" if _costs_money(run) else ""
+    costs = ", and costs money until it ends" if costs_money(run) else ""
     output.progress(f"detached; {run.name} is still running{costs}")
     output.progress(f"  rlboost launch {run.name}           re-attaches")
     output.progress(f"  rlboost status {run.name} --watch   watches without attaching")
@@ -127,7 +127,7 @@ def left_alone(run: RunFolder) -> bool:
         signal.signal(signal.SIGINT, before)
 
 
-def _costs_money(run: RunFolder) -> bool:
+def costs_money(run: RunFolder) -> bool:
     """Return True if a cloud sends a bill for machines of the run."""
     from rlboost_runtime.run.folder import read_json
 
@@ -149,7 +149,7 @@ def outcome(run: RunFolder, ended: Outcome, status: Status, report: CostReport) 
 
     output.show("\n".join(["", *ending_text.ended_lines(run.name, ended.state, status, report)]))
     model = text.tilde(run.checkpoints / "model")
-    is_local = not _costs_money(run)
+    is_local = not costs_money(run)
     output.show(
         "\n".join(ending_text.next_lines(run.name, ended.state, model, status.step, is_local=is_local))
     )
