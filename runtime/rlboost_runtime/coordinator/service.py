@@ -33,6 +33,7 @@ from rlboost_runtime.coordinator.driver.core_driver import CoreDriver
 from rlboost_runtime.coordinator.driver.ingest import Ingest
 from rlboost_runtime.coordinator.driver.totals import recover
 from rlboost_runtime.coordinator.fleet.controller import FleetController, MachineMaker
+from rlboost_runtime.coordinator.fleet.offer_rank import OfferRank
 from rlboost_runtime.coordinator.links.agents import AgentLinks, InstanceStats, Timing
 from rlboost_runtime.coordinator.links.server import Handlers, bind, make_app, make_server
 from rlboost_runtime.coordinator.links.trainer import TrainerLink
@@ -176,6 +177,7 @@ class Coordinator:
             job.rollout.spot.on_demand_floor,
             LaunchRecords(run.cloud / "bought.json"),
             LaunchBackup(run, job.output).put if _launches_elsewhere(job) else None,
+            OfferRank(job, lambda: self._driver.core, self._ledger.zone_of),
         )
         self.fleet = self._fleet.carry_out
         self._sources = StatusSources(

@@ -25,6 +25,7 @@ from rlboost_runtime.coordinator.driver.totals import recover
 from rlboost_runtime.coordinator.fleet import controller as fleet_module
 from rlboost_runtime.coordinator.fleet import offer_choice
 from rlboost_runtime.coordinator.fleet.controller import FleetController, MachineMaker
+from rlboost_runtime.coordinator.fleet.offer_rank import OfferRank
 from rlboost_runtime.coordinator.observers.waste import WasteMeter
 from rlboost_runtime.core.base.messages import (
     Command,
@@ -38,6 +39,7 @@ from rlboost_runtime.core.base.messages import (
 from rlboost_runtime.core.core import Core
 from rlboost_runtime.core.state import machines as core_machines
 from rlboost_runtime.errors import CredentialsRejected, NoCapacity, ProviderError
+from rlboost_runtime.job import Job, ReasoningGym, TinyModel
 from rlboost_runtime.run.folder import RunFolder
 from rlboost_runtime.seams import SystemClock, SystemDisk
 
@@ -85,7 +87,13 @@ class Made:
     """A fleet with a real core and ledger."""
 
     def __init__(
-        self, folder: Path, cloud: Provider, cap: int | None, num_machines: int, floor: int = 0
+        self,
+        folder: Path,
+        cloud: Provider,
+        cap: int | None,
+        num_machines: int,
+        floor: int = 0,
+        job: Job | None = None,
     ) -> None:
         self.run = RunFolder(folder)
         self.run.journal.mkdir()
@@ -98,8 +106,9 @@ class Made:
         logs = folder / "logs"
         maker = MachineMaker("run", lambda name: {"machine": name, "instances": [f"{name}/0"]}, logs)
         self.fleet = FleetController(
-            self.driver, self.ledger, cloud, maker, clock, cap, on_demand_floor=floor
-        )
+            self.driver, self.ledger, cloud, maker, clock, cap, on_demand_floor=floor,
+            rank=None if job is None else OfferRank(job, lambda: self.driver.core, self.ledger.zone_of),
+        )  # fmt: skip
 
     def observe(self, event: Event, commands: Sequence[Command], core: Core) -> None:
         self.events.append(event)
@@ -118,9 +127,14 @@ class Made:
 
 @asynccontextmanager
 async def fleet_on(
-    folder: Path, cloud: Provider, cap: int | None = None, num_machines: int = 1, floor: int = 0
+    folder: Path,
+    cloud: Provider,
+    cap: int | None = None,
+    num_machines: int = 1,
+    floor: int = 0,
+    job: Job | None = None,
 ) -> AsyncIterator[Made]:
-    made = Made(folder, cloud, cap, num_machines, floor)
+    made = Made(folder, cloud, cap, num_machines, floor, job)
     made.driver.journal.start(asyncio.get_running_loop())
     serving = asyncio.create_task(made.fleet.serve())
     try:
