@@ -36,10 +36,11 @@ from rlboost_runtime.core.base.messages import (
     RunEnding,
     TerminateMachine,
 )
+from rlboost_runtime.core.base.token_cost import MachineKind
 from rlboost_runtime.core.core import Core
 from rlboost_runtime.core.state import machines as core_machines
 from rlboost_runtime.errors import CredentialsRejected, NoCapacity, ProviderError
-from rlboost_runtime.job import Job, ReasoningGym, TinyModel
+from rlboost_runtime.job import Job
 from rlboost_runtime.run.folder import RunFolder
 from rlboost_runtime.seams import SystemClock, SystemDisk
 
@@ -746,3 +747,19 @@ async def test_only_billed_machines_are_charged_with_waste(tmp_path: Path) -> No
             meter.advance(float(second))
         meter.flush()
         assert refused.ledger.wasted_ns() == {}
+
+
+async def test_the_machine_whose_tokens_cost_least_is_bought_and_the_core_is_told_what_it_is(
+    tmp_path: Path,
+) -> None:
+    cloud = Cloud()
+    small = Offer("local", "zone", "L4:1", PRICE // 8, True, "test")
+    large = Offer("local", "zone", "H100:2", PRICE, True, "test", instance_type="large")
+    cloud.offers = lambda: [small, large]  # type: ignore[method-assign]
+    job = Job(name="j", model=TinyModel(init="tiny"), data=ReasoningGym(reasoning_gym=["spell_backward"]))
+    async with fleet_on(tmp_path, cloud, job=job) as made:
+        await until(lambda: made.core_state("spot-0") == "launched")
+        assert made.bill("spot-0").accelerator == "H100:2", "22 times the bandwidth for 8 times the price"
+        kind = made.driver.core.machines["spot-0"].kind
+        assert kind == MachineKind("H100", 2, 3.35e12, "local/zone")
+        assert made.driver.core.measured().places.keys() == {"local/zone"}
