@@ -188,6 +188,8 @@ class Coordinator:
         self._stay_micro_usd = 0 if head is None else stay_micro_usd(head)
         self._ending: RunEnd | None = None
         self._revoked, self._known_revoked = Revocations(run), frozenset[str]()
+        self._revoked_until = 0
+        """Up to where `Ledger.ended_since` was revoked."""
         self._paused_since: float | None = None
         self._end_asked = asyncio.Event()
         self._leave = asyncio.Event()
@@ -472,12 +474,12 @@ class Coordinator:
     def _revoke(self) -> None:
         """Revoke the credentials of machines that ended, for this process, the weight server and later
         coordinators. What the core forgot, or lost in a power cut, the ledger still names."""
-        billed = self._ledger.machines(self._clock.wall())
-        ended = {each.machine for each in billed if each.ended_at is not None} | self._ended()
-        ended -= {RESERVED_MACHINE}
+        booked, mark = self._ledger.ended_since(self._revoked_until)
+        ended = ({*booked} | self._ended()) - {RESERVED_MACHINE}
         try:
             self._revoked.add(ended)
             self._known_revoked = self._revoked.machines()
+            self._revoked_until = mark
         except (OSError, RuntimeFault) as problem:  # tried again a second later
             self._known_revoked |= ended
             log_event(log, "credentials.not_revoked", problem=str(problem))
