@@ -40,6 +40,7 @@ from rlboost_runtime.core.base.token_cost import MachineKind
 from rlboost_runtime.core.core import Core
 from rlboost_runtime.core.state import machines as core_machines
 from rlboost_runtime.errors import CredentialsRejected, NoCapacity, ProviderError
+from rlboost_runtime.job import Job, ReasoningGym, TinyModel
 from rlboost_runtime.run.folder import RunFolder
 from rlboost_runtime.seams import SystemClock, SystemDisk
 
