@@ -328,7 +328,7 @@ def test_every_template_pays_in_the_simulator_or_says_first_what_it_is_for(name:
     job.write_text(rlboost_templates.text(name))
     policies = ["--policy", "on_demand", "--policy", "rlboost"]
     has_own_market = name in ("laptop", "quickstart")
-    market = [] if has_own_market else ["--trace", "generated-p3", "--window", "0:2"]
+    market = ["--window", "0:0.1"] if has_own_market else ["--trace", "generated-p3", "--window", "0:2"]
     done = rlboost("simulate", str(job), *market, *policies, "--json")
     ratio = json.loads(done.stdout)["ratio"]["tokens_per_usd"]
     first = rlboost_templates.summary(name)
