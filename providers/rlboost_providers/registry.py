@@ -8,14 +8,20 @@ from __future__ import annotations
 import contextlib
 from operator import itemgetter
 
+from rlboost_providers.base.accelerators import bandwidth
 from rlboost_providers.base.provider import Ability, CanSweep, Provider
 from rlboost_providers.base.tags import owner_of
-from rlboost_providers.base.traits import egress_micro_usd_per_gb
+from rlboost_providers.base.traits import cloud_traits, egress_micro_usd_per_gb
 from rlboost_runtime.core.base.cost_model import Prices
+from rlboost_runtime.core.base.token_cost import MachineKind, Measured, usd_per_token
 from rlboost_runtime.errors import ConfigError, RLBoostError
+from rlboost_runtime.fit.shape import find_shape
 from rlboost_runtime.job import CloudOffer, Job, LocalOffer, SshOffer, Trainer
 from rlboost_runtime.money import MICRO_USD_PER_USD
 from rlboost_runtime.run.folder import RunFolder, home
+
+BYTES_PER_WEIGHT = 2
+"""Of a published version: bfloat16."""
 
 
 def provider_for(job: Job, run: RunFolder) -> Provider:
@@ -101,10 +107,43 @@ def expected_usd_per_hour(offer: LocalOffer | SshOffer | CloudOffer) -> float | 
 
 
 def cheapest_offer(job: Job) -> LocalOffer | SshOffer | CloudOffer:
-    """Return the offer of the job that is likely to cost least; the first where nobody knows a price."""
-    prices = [(expected_usd_per_hour(offer), offer) for offer in job.rollout.spot.any_of]
-    known = [(price, offer) for price, offer in prices if price is not None]
-    return min(known, key=itemgetter(0), default=prices[0])[1]
+    """Return the offer of the job whose tokens are likely to cost least; the first where nobody knows a
+    price."""
+    offers, before = job.rollout.spot.any_of, expected_before(job)
+    known = [
+        (usd_per_token(kind, price + storage_usd_per_hour(offer, spot=True), egress, before), offer)
+        for offer in offers
+        if (price := expected_usd_per_hour(offer)) is not None
+        for kind in (machine_kind(job, offer.accelerators, offer.infra),)
+        for egress in (egress_usd_per_gb(job, offer),)
+    ]
+    return min(known, key=itemgetter(0), default=(0.0, offers[0]))[1]
+
+
+def machine_kind(job: Job, accelerators: str | None, place: str) -> MachineKind:
+    """Return what a spot machine with `accelerators` is for the rank of offers."""
+    gpus = accelerators or ""
+    per_engine = job.rollout.tensor_parallel * bandwidth(gpus)
+    return MachineKind(gpus.partition(":")[0], job.rollout.engines_on(accelerators), per_engine, place)
+
+
+def expected_before(job: Job) -> Measured:
+    """Return what is known before a run of the job has measured anything: the size of its weights, where its
+    model's configuration is on this machine."""
+    try:
+        shape = find_shape(job.model)
+    except ConfigError:  # whoever loads the model reports it
+        shape = None
+    return Measured(whole_bytes=0.0 if shape is None else BYTES_PER_WEIGHT * shape.parameters)
+
+
+def storage_usd_per_hour(offer: LocalOffer | SshOffer | CloudOffer, *, spot: bool) -> float:
+    """Return what a machine's disk and public address cost at list prices."""
+    if not isinstance(offer, CloudOffer):
+        return 0.0
+    traits = cloud_traits(offer.cloud)
+    micro_usd = traits.storage_micro_usd_per_hour(offer.disk_gb, spot=spot, mib_per_s=offer.disk_mib_per_s)
+    return micro_usd / MICRO_USD_PER_USD
 
 
 def prices_of(job: Job) -> Prices:

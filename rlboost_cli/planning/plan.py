@@ -12,9 +12,9 @@ from typing import Any
 
 from msgspec import to_builtins
 
-from rlboost_cli.planning.projection import SEEDS, Option, Projection
+from rlboost_cli.planning.projection import SEEDS, EvaluationShare, Option, Projection
 from rlboost_cli.simulation.runs import Estimate
-from rlboost_cli.terminal.text import duration, table, usd
+from rlboost_cli.terminal.text import counted, duration, table, usd
 from rlboost_providers.registry import expected_usd_per_hour, head_usd_per_hour
 from rlboost_runtime.fit.plan import FitPlan, fit_plan_here
 from rlboost_runtime.job import Job
@@ -204,7 +204,10 @@ def _describe_projection(found: Projection, plan: LaunchPlan) -> list[str]:
         done = int(plan.steps * plan.max_usd / found.usd.mean)
         words = f"too small: {usd(plan.max_usd, 2)} ends the run after about {done} of {plan.steps} steps"
         lines += _labelled("budget", words)
-    lines += [*_labelled("parts", _parts(found)), *_labelled("spot", _pays(found))]
+    lines += _labelled("parts", _parts(found))
+    if found.evaluations.times:
+        lines += _labelled("evals", _evaluations(found.evaluations))
+    lines += _labelled("spot", _pays(found))
     if found.options:
         rows = [(each.what + (" *" if each.is_job else ""), *_option_cells(each)) for each in found.options]
         headers = ("alternative", "time", "cost", "per million tokens")
@@ -249,6 +252,11 @@ def _parts(found: Projection) -> str:
     return f"{', '.join(words[:-2])} ({', '.join(words[-2:])})"
 
 
+def _evaluations(found: EvaluationShare) -> str:
+    times, tokens = counted(found.times, "evaluation"), f"{found.tokens / 1e6:,.2f} million tokens"
+    return f"{times} with {tokens}: {duration(3600 * found.hours)} and {usd(found.usd, 2)} of it"
+
+
 def _pays(found: Projection) -> str:
     """Return a clause about whether spot instances pay."""
     saving, speedup = found.on_demand.saving_fraction, found.speedup
@@ -277,6 +285,7 @@ def _forecast_json(found: Projection) -> dict[str, Any]:
         "speedup": found.speedup,
         "spot_pays": None if found.on_demand.saving_fraction is None else found.on_demand.saving_fraction > 0,
         "simulated_steps": found.simulated_steps,
+        "evaluations": asdict(found.evaluations),
         "alternatives": [asdict(option) for option in found.options],
     }
 

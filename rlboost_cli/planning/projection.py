@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import fmean
 
 from rlboost_cli.planning.alternatives import Alternative, alternatives
+from rlboost_cli.planning.evaluations import PlannedEvaluations, planned_evaluations
 from rlboost_cli.simulation.job import SimulatedJob, simulated_job
 from rlboost_cli.simulation.market import market_of
 from rlboost_cli.simulation.runs import BASELINE, OURS, Estimate, estimate
@@ -63,6 +64,8 @@ class Projection:
     is_calibrated: bool
     """A run of such a job was measured here."""
     notes: tuple[str, ...]
+    evaluations: EvaluationShare
+    """In the figures above, without their tokens: those are what is trained on."""
     options: tuple[Option, ...] = ()
     """What else could be done, cheapest tokens first; the job as it is among them."""
 
@@ -70,6 +73,16 @@ class Projection:
     def speedup(self) -> float | None:
         """Hours without spot machines over hours with them."""
         return None if self.on_demand_hours is None else self.on_demand_hours / self.hours.mean
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationShare:
+    """What of a run is for its evaluations."""
+
+    times: int
+    tokens: float
+    hours: float
+    usd: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +105,8 @@ class _Run:
     tokens: float
     preemptions: float
     spot_hours: float
+    evaluation_s: float
+    evaluation_usd: float
     parts: PlannedParts
 
 
@@ -104,13 +119,16 @@ def project(
     """
     say("simulating the job")
     found = simulated_job(job, folder)
+    evaluations = planned_evaluations(job, folder, found.preset)
+    found = replace(found, notes=found.notes + evaluations.notes)
     num_steps = _num_steps(job)
     runs = []
     for seed in range(SEEDS):
         say(f"simulating the job, run {seed + 1} of {SEEDS}")
-        runs.append(_run(job, found, market_of(job, folder, seed), OURS, seed, num_steps))
-    alone = _alone(job, found, folder)
-    projection = _projection(job, found, runs, alone, num_steps)
+        market = market_of(job, folder, seed)
+        runs.append(_run(job, found, market, OURS, seed, num_steps, evaluations))
+    alone = _alone(job, found, folder, evaluations)
+    projection = _projection(job, found, runs, alone, num_steps, evaluations)
     if not with_options:
         return projection
     return replace(
@@ -124,14 +142,22 @@ def _num_steps(job: Job) -> int:
     return min(job.algorithm.steps, MOST_STEPS, max(FEWEST_STEPS, affordable))
 
 
-def _alone(job: Job, found: SimulatedJob, folder: Path) -> _Run | None:
+def _alone(job: Job, found: SimulatedJob, folder: Path, evaluations: PlannedEvaluations) -> _Run | None:
     if not found.preset.reserved_engines:
         return None
     steps = min(ALONE_STEPS, job.algorithm.steps)
-    return _run(job, found, market_of(job, folder, 0), BASELINE, 0, steps)
+    return _run(job, found, market_of(job, folder, 0), BASELINE, 0, steps, evaluations)
 
 
-def _run(job: Job, found: SimulatedJob, market: Trace, policy: str, seed: int, num_steps: int) -> _Run:
+def _run(
+    job: Job,
+    found: SimulatedJob,
+    market: Trace,
+    policy: str,
+    seed: int,
+    num_steps: int,
+    evaluations: PlannedEvaluations,
+) -> _Run:
     assumptions = replace(found.preset.assumptions, startup_s=found.startup_s)
     preset = replace(found.preset, assumptions=assumptions)
     turns, most = 0, _MOST_TURNS * preset.workload.responses * (num_steps + 1)
@@ -146,11 +172,13 @@ def _run(job: Job, found: SimulatedJob, market: Trace, policy: str, seed: int, n
         result = simulate(preset, market, policy, seed=seed, hours=1e6, max_steps=num_steps, progress=turn)
     except ValueError as exc:
         raise ConfigError(f"{job.name} cannot be simulated: {exc}", "see `rlboost simulate`") from None
-    return _continued(result, preset, found, job.algorithm.steps)
+    return _continued(result, preset, found, job.algorithm.steps, evaluations)
 
 
-def _continued(result: SimResult, preset: Preset, found: SimulatedJob, steps: int) -> _Run:
-    """Return the run of all `steps` that begins as simulated."""
+def _continued(
+    result: SimResult, preset: Preset, found: SimulatedJob, steps: int, evaluations: PlannedEvaluations
+) -> _Run:
+    """Return the run of all `steps`, and its evaluations, that begins as simulated."""
     rows, startup_usd = result.rows, result.bill["start-up"]
     starts = [row.started_s for row in rows] + [result.seconds]
     periods = [after - before for before, after in pairwise(starts)]
@@ -160,6 +188,9 @@ def _continued(result: SimResult, preset: Preset, found: SimulatedJob, steps: in
         return sum(values) + (steps - len(values)) * fmean(values[settled])
 
     body_s, usd = whole(periods), whole([row.usd for row in rows])
+    eval_s = evaluations.seconds(rows[settled], preset)
+    eval_usd = eval_s * usd / body_s
+    body_s, usd = body_s + eval_s, usd + eval_usd
     seconds, growth = rows[0].started_s + body_s, steps / len(rows)
     simulated = sum(row.usd for row in rows)
     reserved_usd = preset.reserved_usd_per_hour * seconds / 3600.0
@@ -177,6 +208,8 @@ def _continued(result: SimResult, preset: Preset, found: SimulatedJob, steps: in
         tokens=whole([float(row.tokens) for row in rows]),
         preemptions=result.preemptions * more,
         spot_hours=spot_hours,
+        evaluation_s=eval_s,
+        evaluation_usd=eval_usd,
         parts=PlannedParts(
             steps=steps,
             hours=seconds / 3600.0,
@@ -203,7 +236,12 @@ def _boot_s(result: SimResult) -> float:
 
 
 def _projection(
-    job: Job, found: SimulatedJob, runs: Sequence[_Run], alone: _Run | None, num_steps: int
+    job: Job,
+    found: SimulatedJob,
+    runs: Sequence[_Run],
+    alone: _Run | None,
+    num_steps: int,
+    evaluations: PlannedEvaluations,
 ) -> Projection:
     usd, tokens = fmean(run.usd for run in runs), fmean(run.tokens for run in runs)
     return Projection(
@@ -218,6 +256,12 @@ def _projection(
         simulated_steps=num_steps,
         is_calibrated=found.measured is not None,
         notes=found.notes,
+        evaluations=EvaluationShare(
+            times=evaluations.times,
+            tokens=evaluations.tokens,
+            hours=fmean(run.evaluation_s for run in runs) / 3600.0,
+            usd=fmean(run.evaluation_usd for run in runs),
+        ),
     )
 
 
@@ -279,7 +323,8 @@ def _try(each: Alternative, folder: Path, num_steps: int) -> _Run | None:
     """Return the alternative on the job's first stretch of the market; None where it cannot be simulated."""
     try:
         simulated = simulated_job(each.job, folder)
-        return _run(each.job, simulated, market_of(each.job, folder, 0), OURS, 0, num_steps)
+        evaluations = planned_evaluations(each.job, folder, simulated.preset)
+        return _run(each.job, simulated, market_of(each.job, folder, 0), OURS, 0, num_steps, evaluations)
     except RLBoostError:
         return None
 

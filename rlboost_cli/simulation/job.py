@@ -17,19 +17,18 @@ from rlboost_cli.simulation.calibration import calibrated, spot_pace, with_engin
 from rlboost_cli.simulation.market import has_own_market, market_in_words, market_of
 from rlboost_cli.simulation.rates import Rates, boots_here, measured_rates
 from rlboost_providers.base.prices import parse_accelerator
-from rlboost_providers.base.traits import cloud_traits
 from rlboost_providers.registry import (
     egress_usd_per_gb,
     expected_usd_per_hour,
     head_offer,
     head_usd_per_hour,
     prices_beside,
+    storage_usd_per_hour,
 )
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.fit.shape import KNOWN_MODELS, TransformerShape, find_shape
 from rlboost_runtime.job import CloudOffer, Job, LocalOffer, SshOffer, TinyModel
 from rlboost_runtime.job.rollout import num_devices
-from rlboost_runtime.money import MICRO_USD_PER_USD
 from rlboost_runtime.sim.presets import (
     GBIT,
     GPUS,
@@ -109,15 +108,13 @@ def simulated_job(job: Job, folder: Path) -> SimulatedJob:
         notes.append("steps are simulated one after the other: max_staleness makes the run faster")
     if isinstance(job.model, TinyModel) and preset.reserved.gpu is not CPU:
         notes.append("a tiny model on such machines is no forecast: it only demonstrates the command")
-    head_storage = (
-        _storage_usd_per_hour(head_offer(job.trainer), spot=False) if job.trainer.is_bought else 0.0
-    )
+    head_storage = storage_usd_per_hour(head_offer(job.trainer), spot=False) if job.trainer.is_bought else 0.0
     return SimulatedJob(
         preset=preset,
         notes=tuple(notes),
         startup_s=startup_s,
         reserved_storage_usd_per_hour=head_storage,
-        spot_storage_usd_per_hour=_storage_usd_per_hour(job.rollout.spot.any_of[0], spot=True),
+        spot_storage_usd_per_hour=storage_usd_per_hour(job.rollout.spot.any_of[0], spot=True),
         measured=None if found is None else found[0],
     )
 
@@ -156,7 +153,6 @@ def _preset(job: Job, model: ModelShape, machines: _Machines, head: float | None
         egress_usd_per_gb=prices_beside(job, head).egress_usd_per_gb,
         reserved_nodes=machines.reserved_nodes,
         engines_per_reserved_node=machines.reserved_engines,
-        max_spot_instances=job.rollout.spot.max_instances,
         seeding_initial_s=job.rollout.seeding_initial_s,
         workload=Workload(
             prompts=job.algorithm.prompts_per_step,
@@ -166,6 +162,8 @@ def _preset(job: Job, model: ModelShape, machines: _Machines, head: float | None
         ),
         assumptions=on_gpus,
     )
+    most = job.rollout.spot.max_instances * preset.best_spot.engines  # as live
+    preset = replace(preset, max_spot_instances=most)
     return _on_cores(job, preset) if machines.reserved.gpu is CPU else preset
 
 
@@ -216,14 +214,6 @@ def _startup_s(job: Job, preset: Preset) -> float:
     if job.trainer.is_bought:
         return RENTED_STARTUP_S
     return LOCAL_STARTUP_S if preset.reserved.gpu is CPU else GPU_STARTUP_S
-
-
-def _storage_usd_per_hour(offer: LocalOffer | SshOffer | CloudOffer, *, spot: bool) -> float:
-    if not isinstance(offer, CloudOffer):
-        return 0.0
-    traits = cloud_traits(offer.cloud)
-    micro_usd = traits.storage_micro_usd_per_hour(offer.disk_gb, spot=spot, mib_per_s=offer.disk_mib_per_s)
-    return micro_usd / MICRO_USD_PER_USD
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,9 +272,7 @@ def _of_clouds(job: Job, offers: list[CloudOffer], head: float | None) -> _Machi
         for offer, (name, count) in zip(offers, parts, strict=True)
     )
     ranks, nodes = job.trainer.ranks, job.trainer.nodes
-    head_storage = (
-        _storage_usd_per_hour(head_offer(job.trainer), spot=False) if job.trainer.is_bought else 0.0
-    )
+    head_storage = storage_usd_per_hour(head_offer(job.trainer), spot=False) if job.trainer.is_bought else 0.0
     reserved = MachineShape(
         GPUS[trainer_gpu],
         ranks,
@@ -308,7 +296,7 @@ def _of_clouds(job: Job, offers: list[CloudOffer], head: float | None) -> _Machi
 def _with_storage(offer: CloudOffer) -> float:
     """Return the likely price of a machine and what its disk and address cost; 0: nobody knows."""
     price = expected_usd_per_hour(offer)
-    return 0.0 if price is None else price + _storage_usd_per_hour(offer, spot=True)
+    return 0.0 if price is None else price + storage_usd_per_hour(offer, spot=True)
 
 
 def _as_in_the_paper(job: Job, head: float | None) -> _Machines:

@@ -67,3 +67,50 @@ def memory_bytes(accelerator: str | None) -> int | None:
     """Return the memory of one device of `accelerator`, such as H100:8; None where it is not listed."""
     gib = MEMORY_GIB.get((accelerator or "").partition(":")[0])
     return None if gib is None else gib * 2**30
+
+
+BANDWIDTH_GB_PER_S: Mapping[str, float] = {
+    "A10": 600,
+    "A10G": 600,
+    "A30": 933,
+    "A40": 696,
+    "A6000": 768,
+    "RTXA6000": 768,
+    "RTX6000-Ada": 960,
+    "A100": 1_555,
+    "A100-80GB": 2_039,
+    "A100-80GB-SXM": 2_039,
+    "A800": 2_039,
+    "B200": 8_000,
+    "B300": 8_000,
+    "GB200": 8_000,
+    "GH200": 4_000,
+    "RTXPRO6000": 1_792,
+    "H20": 4_000,
+    "H100": 3_350,
+    "H100-SXM": 3_350,
+    "H100-NVL": 3_900,
+    "H100-MEGA-80GB": 3_350,
+    "H800": 3_350,
+    "H200": 4_800,
+    "H200-SXM": 4_800,
+    "H200-NVL": 4_800,
+    "L4": 300,
+    "L40": 864,
+    "L40S": 864,
+    "T4": 320,
+    "V100": 900,
+    "V100-32GB": 900,
+    "P100": 732,
+    "RTX3090": 936,
+    "RTX4090": 1_008,
+    "RTX5090": 1_792,
+}
+"""Memory bandwidth of one GPU at its peak, from NVIDIA's data sheets, in GB per second."""
+
+
+def bandwidth(accelerator: str) -> float:
+    """Return the peak memory bandwidth of one device of `accelerator`, such as H100:8, in bytes per second;
+    that of the slowest GPU in the list where it is not listed."""
+    name = accelerator.partition(":")[0]
+    return 1e9 * BANDWIDTH_GB_PER_S.get(name, min(BANDWIDTH_GB_PER_S.values()))

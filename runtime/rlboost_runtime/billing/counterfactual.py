@@ -14,6 +14,8 @@ import msgspec
 from rlboost_runtime.money import MICRO_USD_PER_USD, cost_micro_usd
 
 _NS_PER_S = 1_000_000_000
+ALONE_RATE = "reserved_alone_tokens_per_s"
+"""Name of a step's metric: tokens per second of the reserved engines over a whole rollout of their own."""
 
 
 class Counterfactual(msgspec.Struct):

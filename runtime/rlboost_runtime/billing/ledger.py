@@ -61,6 +61,14 @@ class Ledger(StepLedger, NoteLedger, EgressLedger):
         self._closed: tuple[int, list[Account]] | None = None
         """Machines that failed or are gone, as of a version of the data that other connections change."""
         super().__init__(path, read_only=read_only)
+        self._ended = [
+            str(row[0]) for row in self._rows("SELECT machine FROM machines WHERE ended_at NOT NULL")
+        ]
+
+    def ended_since(self, mark: int) -> tuple[list[str], int]:
+        """Return the machines that ended or failed since `mark`, 0 for all, and the mark to go on from. Reads
+        no file; what other connections write is not seen."""
+        return self._ended[mark:], len(self._ended)
 
     def intend(self, record: MachineRecord) -> None:
         """Note that a machine is about to be launched. Launch only after this has returned."""
@@ -142,20 +150,22 @@ class Ledger(StepLedger, NoteLedger, EgressLedger):
         """Note that the launch did not happen. A machine that was launched already is left as it is."""
         with self._billing() as db:
             _must_know(db, machine)
-            db.execute(
+            changed = db.execute(
                 "UPDATE machines SET state = ?, ended_at = ?, detail = ? WHERE machine = ? AND state = ?",
                 (BilledState.FAILED, to_ns(at), problem, machine, BilledState.INTENDED),
             )
+        self._ended += [machine] * changed.rowcount
 
     def ended(self, machine: str, at: float, detail: str = "") -> None:
         """Note that the provider reports the machine gone since `at`: billing stops."""
         with self._billing() as db:
             _must_know(db, machine)
-            db.execute(
+            changed = db.execute(
                 "UPDATE machines SET state = ?, ended_at = max(?, coalesce(launched_at, ?)), detail = ?"
                 " WHERE machine = ? AND state IN (?, ?)",
                 (BilledState.GONE, to_ns(at), to_ns(at), detail, machine, *_OPEN_STATES),
             )
+        self._ended += [machine] * changed.rowcount
 
     def prolonged(self, machine: str, until: float) -> None:
         """Note that a machine that was taken to be gone existed, and was billed, until `until`.

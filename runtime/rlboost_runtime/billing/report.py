@@ -11,10 +11,11 @@ Pure: everything comes out of the ledger, the budget and the moment given. Guara
 What counts as waste, and how it is measured, is in `coordinator.observers.waste`.
 
 The counterfactual is what the run would have cost on its reserved machine alone: computed from what was
-measured, not run. It takes three figures from each step's metrics, where the coordinator put them:
-`reserved_tokens` (tokens that the reserved pool generated), `reserved_rollout_s` (seconds during which it was
-generating) and `train_busy_s` (training without waiting). Where they are missing the result is null, and
-`basis` gives the reason.
+measured, not run. It takes its figures from each step's metrics, where the coordinator put them:
+`train_busy_s` (training without waiting), and the rate at which the reserved engines would roll out whole
+steps. That is `reserved_alone_tokens_per_s`, with the slow tail in which few responses are left. In runs
+without it, it is `reserved_tokens` over `reserved_rollout_s`, as in seeding windows, without a tail. Where
+figures are missing the result is null, and `basis` gives the reason.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from dataclasses import dataclass
 import msgspec
 
 from rlboost_runtime.billing.accounts import BillParts, MachineBill, Spending, WasteKind, to_seconds
-from rlboost_runtime.billing.counterfactual import Counterfactual, on_demand_only
+from rlboost_runtime.billing.counterfactual import ALONE_RATE, Counterfactual, on_demand_only
 from rlboost_runtime.billing.ledger import Ledger
 from rlboost_runtime.billing.ledger_file import StepRecord
 from rlboost_runtime.billing.planned import PlanComparison, PlanDifference, PlannedParts
@@ -241,7 +242,12 @@ def counterfactual(
     reason = _why_unknown(bills, measured, price)
     if reason is not None:
         return Counterfactual(basis=f"not known: {reason}")
-    rate = measured.reserved_tokens / measured.reserved_rollout_s
+    rate = measured.alone_tokens_per_s or measured.reserved_tokens / measured.reserved_rollout_s
+    tail = (
+        "the slow tail included, by the step times and lengths measured in this run"
+        if measured.alone_tokens_per_s
+        else "as in its seeding windows, which have full batches and no slow tail: that favours this figure"
+    )
     rollout_s, billed = measured.tokens / rate, measured.spent_micro_usd
     return on_demand_only(
         tokens=measured.tokens,
@@ -251,10 +257,9 @@ def counterfactual(
         basis=(
             f"computed, not run: for the {measured.tokens:,} tokens of {measured.num_steps} measured steps"
             f" the reserved machine alone would need {rollout_s:,.1f} s of rollout (at {rate:,.0f} tokens/s,"
-            f" as in its seeding windows), {measured.train_busy_s:,.1f} s of training and"
+            f" {tail}), {measured.train_busy_s:,.1f} s of training and"
             f" {measured.between_s:,.1f} s between steps, at {format_usd(price, 2)} per hour; compared with"
-            f" the {format_usd(billed, money_places(_usd(billed)))} spent on these steps."
-            " Seeding windows have full batches and no slow tail, which favours the on-demand figure"
+            f" the {format_usd(billed, money_places(_usd(billed)))} spent on these steps"
         ),
     )
 
@@ -271,6 +276,8 @@ class _Measured:
     reserved_tokens: float
     reserved_rollout_s: float
     num_steps: int
+    alone_tokens_per_s: float
+    """Over whole rollouts, tails included; 0: not measured."""
 
 
 def _measured(steps: Sequence[StepRecord], spent: Sequence[int]) -> _Measured:
@@ -291,7 +298,14 @@ def _measured(steps: Sequence[StepRecord], spent: Sequence[int]) -> _Measured:
         reserved_tokens=total("reserved_tokens"),
         reserved_rollout_s=total("reserved_rollout_s"),
         num_steps=len(complete),
+        alone_tokens_per_s=_alone_tokens_per_s([step for step, _ in complete]),
     )
+
+
+def _alone_tokens_per_s(steps: Sequence[StepRecord]) -> float:
+    known = [(step.tokens, rate) for step in steps if (rate := step.metrics.get(ALONE_RATE, 0.0)) > 0]
+    seconds = sum(tokens / rate for tokens, rate in known)
+    return sum(tokens for tokens, _ in known) / seconds if seconds else 0.0
 
 
 def _between_s(step: StepRecord) -> float:
@@ -308,7 +322,7 @@ def _why_unknown(bills: Sequence[MachineBill], measured: _Measured, price: int) 
         return "the reserved machine has no price; set trainer.price_usd_per_hour in the job file"
     if measured.num_steps == 0 or measured.tokens == 0:
         return "no step has measured how fast the reserved machine generates and trains"
-    if measured.reserved_tokens <= 0 or measured.reserved_rollout_s <= 0:
+    if not measured.alone_tokens_per_s and min(measured.reserved_tokens, measured.reserved_rollout_s) <= 0:
         return "the reserved machine generated nothing, so its speed alone was not measured"
     return None
 

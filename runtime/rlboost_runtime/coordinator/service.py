@@ -34,6 +34,7 @@ from rlboost_runtime.coordinator.driver.core_driver import CoreDriver
 from rlboost_runtime.coordinator.driver.ingest import Ingest
 from rlboost_runtime.coordinator.driver.totals import recover
 from rlboost_runtime.coordinator.fleet.controller import FleetController, MachineMaker
+from rlboost_runtime.coordinator.fleet.offer_rank import OfferRank
 from rlboost_runtime.coordinator.links.agents import AgentLinks, InstanceStats, Timing
 from rlboost_runtime.coordinator.links.requests import serve_requests
 from rlboost_runtime.coordinator.links.server import Handlers, bind, make_app, make_server
@@ -178,6 +179,7 @@ class Coordinator:
             job.rollout.spot.on_demand_floor,
             LaunchRecords(run.cloud / "bought.json"),
             LaunchBackup(run, job.output).put if _launches_elsewhere(job) else None,
+            OfferRank(job, lambda: self._driver.core, self._ledger.zone_of),
         )
         self.fleet = self._fleet.carry_out
         self._sources = StatusSources(
@@ -188,6 +190,8 @@ class Coordinator:
         self._stay_micro_usd = 0 if head is None else stay_micro_usd(head)
         self._ending: RunEnd | None = None
         self._revoked, self._known_revoked = Revocations(run), frozenset[str]()
+        self._revoked_until = 0
+        """Up to where `Ledger.ended_since` was revoked."""
         self._paused_since: float | None = None
         self._end_asked = asyncio.Event()
         self._leave = asyncio.Event()
@@ -475,12 +479,12 @@ class Coordinator:
     def _revoke(self) -> None:
         """Revoke the credentials of machines that ended, for this process, the weight server and later
         coordinators. What the core forgot, or lost in a power cut, the ledger still names."""
-        billed = self._ledger.machines(self._clock.wall())
-        ended = {each.machine for each in billed if each.ended_at is not None} | self._ended()
-        ended -= {RESERVED_MACHINE}
+        booked, mark = self._ledger.ended_since(self._revoked_until)
+        ended = ({*booked} | self._ended()) - {RESERVED_MACHINE}
         try:
             self._revoked.add(ended)
             self._known_revoked = self._revoked.machines()
+            self._revoked_until = mark
         except (OSError, RuntimeFault) as problem:  # tried again a second later
             self._known_revoked |= ended
             log_event(log, "credentials.not_revoked", problem=str(problem))

@@ -38,6 +38,7 @@ from rlboost_runtime.core.base.messages import (
     MachineGone,
     MachineLaunched,
     NoticeReceived,
+    Pool,
     RecallLease,
     Reconnected,
     Released,
@@ -55,6 +56,7 @@ from rlboost_runtime.core.base.messages import (
     VersionRefused,
 )
 from rlboost_runtime.core.base.timers import INSTANCE_TIMERS, Context, Counters, Timer
+from rlboost_runtime.core.base.token_cost import Measured
 from rlboost_runtime.core.check import check_core
 from rlboost_runtime.core.dispatch.assignments import Assignments
 from rlboost_runtime.core.instance_controller import InstanceController
@@ -71,7 +73,6 @@ from rlboost_runtime.core.window.seeding_window import (
     StepObservation,
     SurplusWatch,
     desired_machines,
-    useful_instances,
     worthwhile_instances,
 )
 
@@ -92,6 +93,11 @@ class Core:
         self._has_started = False
         self._newest_version: int | None = None
         self._weight_bytes = 0
+        self._whole_bytes = 0
+        self._published_at: float | None = None
+        self._trained_at: float | None = None
+        self._step_s: float | None = None
+        self._rates: dict[str, tuple[float, float]] = {}
         self._presence = CountMeter()
         self._surplus = SurplusWatch()
         self._build(Context())
@@ -109,15 +115,18 @@ class Core:
         balancer_of = named("balance", rules.balance, policy.balance)
         balancer = balancer_of(eligible, dispatcher.load_index, lengths)
         self._work = Assignments(context, self._instance_table, eligible, lengths, dispatcher, balancer)
-        self._fleet = MachineTable(config.boot_deadline_s, context.timers, context.emit)
+        self._fleet = MachineTable(
+            config.boot_deadline_s, context.timers, context.emit, max(1, config.instances_per_machine)
+        )
         self._controller = InstanceController(context, self._instance_table, self._work, self._fleet)
         window_of = named("window", rules.windows, policy.window)
+        self._step_times = balancer.step_times
         self._seeding = window_of(config, lengths, self._work.pace, balancer.step_times)
         self._lease_controller = LeaseController(
             context, self._instance_table, self._work, self._controller, self._seeding
         )
         self._lease = self._lease_controller.lease
-        self._worthwhile = useful_instances(None, config)
+        self._worthwhile = worthwhile_instances(None, None, 0.0, config)
 
     # --- driving ------------------------------------------------------------------------------------------
 
@@ -214,6 +223,16 @@ class Core:
     def useful_instances(self) -> int:
         """Spot instances worth having."""
         return self._worthwhile
+
+    def measured(self) -> Measured:
+        """Return what the run has shown of engines, places, steps and versions: offers are ranked by it."""
+        return Measured(
+            engine_tokens_per_s=dict(self._rates),
+            places=self._fleet.places(self.now),
+            step_s=self._step_s,
+            version_bytes=self._weight_bytes,
+            whole_bytes=self._whole_bytes,
+        )
 
     @property
     def counters(self) -> Counters:
@@ -329,6 +348,7 @@ class Core:
         match event:
             case InstanceReady():
                 self._controller.ready(instance, event)
+                self._note_boot(instance, event.at)
             case VersionRefused():
                 self._controller.refused(instance, event)
             case Slept():
@@ -399,6 +419,7 @@ class Core:
             self._context.counters.duplicates += 1
             return
         book.trained = True
+        self._learn_step(event.at)
         seen = self.observation(event.at, event.wait_s, event.busy_s, event.handover_s)
         if seen is not None:
             self._seeding.learn(seen)
@@ -407,9 +428,34 @@ class Core:
             )
         self._shrink(event.at)
 
+    def _note_boot(self, instance: Instance, at: float) -> None:
+        machine = self._fleet.machines.get(instance.machine) if instance.pool is Pool.SPOT else None
+        if machine is not None and not machine.serves:
+            published_at = at if self._published_at is None else self._published_at
+            had_waited = machine.launched_at is None or machine.launched_at < published_at
+            self._fleet.serving(machine, at, had_waited=had_waited)
+
+    def _learn_step(self, at: float) -> None:
+        """A step is trained: its time and, while their machines are there, the speed of engines."""
+        if self._trained_at is not None:
+            last_s = at - self._trained_at
+            self._step_s = last_s if self._step_s is None else (self._step_s + last_s) / 2
+        self._trained_at = at
+        self._learn_rates()
+
+    def _learn_rates(self) -> None:
+        lengths = self._work.lengths
+        for instance in self._instance_table.spot() if lengths.is_known else ():
+            machine = self._fleet.machines.get(instance.machine)
+            if machine is None or machine.kind is None:
+                continue
+            tokens_per_s = self._step_times.full_tokens_per_s(instance.kind, lengths.mean_context)
+            if tokens_per_s is not None:
+                self._rates[machine.kind.gpu] = tokens_per_s, machine.kind.engine_bandwidth
+
     def _shrink(self, at: float) -> None:
-        count = self._surplus.after_step(self._fleet.num_counted, self._desired_machines())
-        for machine in self._fleet.least_busy(count, self._work_on):
+        surplus = self._fleet.superfluous(self.useful_instances, self._most_machines(), self._work_on)
+        for machine in surplus[: self._surplus.after_step(len(surplus))]:
             self._end_machine(machine, "more machines than are useful", at)
 
     def _work_on(self, machine: Machine) -> int:
@@ -419,6 +465,9 @@ class Core:
         newest = self._newest_version
         self._newest_version = event.version if newest is None else max(newest, event.version)
         self._weight_bytes = event.num_bytes
+        self._whole_bytes = max(self._whole_bytes, event.num_bytes)
+        if self._published_at is None:
+            self._published_at = event.at
 
     def _on_lease_returned(self, event: LeaseReturned) -> None:
         if self._lease.state is not LeaseState.RECALLING:
@@ -458,7 +507,7 @@ class Core:
             return
         match event:
             case MachineLaunched():
-                is_new = self._fleet.launched(machine, event.at)
+                is_new = self._fleet.launched(machine, event.at, event.kind)
             case LaunchFailed():
                 is_new = self._fleet.failed(machine, event.problem, event.retry_after_s, event.at)
             case MachineGone():
@@ -528,7 +577,7 @@ class Core:
         self._work.assign_waiting()
         self._work.balance()
         if self._has_started and not self._context.is_ending:
-            self._fleet.grow(self._desired_machines(), self.now)
+            self._fleet.grow(self.useful_instances, self._most_machines(), self.now)
 
     def _refresh_eligible(self) -> None:
         terms = Terms(
@@ -557,5 +606,5 @@ class Core:
             return book.policy_version
         return newest
 
-    def _desired_machines(self) -> int:
-        return desired_machines(self.useful_instances, self.config)
+    def _most_machines(self) -> int:
+        return desired_machines(self.config.max_spot_instances, self.config)

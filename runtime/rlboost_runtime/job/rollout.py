@@ -161,7 +161,7 @@ class Spot(Model):
     any_of: list[LocalOffer | SshOffer | CloudOffer] = Field(
         default=[LocalOffer(infra="local")], min_length=1
     )
-    """Offers; the cheapest available one is taken first."""
+    """Offers; of those available the one whose tokens cost least is taken first."""
     min_instances: int = Field(default=0, ge=0)
     """Fewest machines while the run generates."""
     max_instances: int = Field(default=3, ge=0, le=10_000)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rlboost_runtime.core.base.messages import Event, LaunchFailed, MachineGone, MachineLaunched
+from rlboost_runtime.core.base.token_cost import MachineKind
 from rlboost_runtime.sim.clock import Agenda
 from rlboost_runtime.sim.presets import MachineShape
 from rlboost_runtime.traces import Trace, TraceEvent
@@ -37,6 +38,12 @@ class CloudHost(Protocol):
 
     def send(self, event: Event) -> None:
         """Send the core an event."""
+
+    def usd_per_token(self, shape: MachineShape) -> float:
+        """Return what the tokens of a machine cost, for all that is known now."""
+
+    def kind_of(self, shape: MachineShape) -> MachineKind:
+        """Return what the core is told of a machine."""
 
     def machine_begins(self, rented: RentedMachine) -> None:
         """A machine is there: it boots."""
@@ -72,17 +79,18 @@ class SimCloud:
             self._host.agenda.at(event.at_s, self._handler(event))
 
     def launch(self, machine: str) -> None:
-        """Take the cheapest free node, if there is one."""
+        """Take the free node whose tokens cost least, if there is one."""
         now = self._host.agenda.now
-        free = (node for node in self._free if node not in self._noticed)
-        node = min(free, key=lambda node: self._free[node].usd_per_hour, default=None)
+        free = [node for node in self._free if node not in self._noticed]
+        cost = {shape: self._host.usd_per_token(shape) for shape in {self._free[node] for node in free}}
+        node = min(free, key=lambda node: cost[self._free[node]], default=None)
         if node is None:
             self._host.send(LaunchFailed(now, machine, "no spot capacity", self._retry_s))
             return
         rented = RentedMachine(machine, node, self._free.pop(node), now)
         self._rented[machine] = rented
         self._machine_of[node] = machine
-        self._host.send(MachineLaunched(now, machine))
+        self._host.send(MachineLaunched(now, machine, self._host.kind_of(rented.shape)))
         self._host.machine_begins(rented)
 
     def terminate(self, machine: str) -> None:
@@ -92,10 +100,10 @@ class SimCloud:
             self._end(rented, by_cloud=False)
             self._free[rented.node] = rented.shape
 
-    def egress_usd_per_gb(self, machine: str) -> float | None:
-        """Return what weights cost on their way to the machine, where its kind says so."""
+    def shape_of(self, machine: str) -> MachineShape | None:
+        """Return what kind of machine it is; None for one that is not there."""
         rented = self._rented.get(machine)
-        return None if rented is None else rented.shape.egress_usd_per_gb
+        return None if rented is None else rented.shape
 
     def billed(self) -> tuple[float, float]:
         """Return dollars and machine-seconds until now."""

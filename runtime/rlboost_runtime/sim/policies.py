@@ -147,13 +147,14 @@ def policy_setup(name: str, preset: Preset, switches: Switches) -> PolicySetup:
     is_published = name == POLYRL.name
     memory = PUBLISHED_WINDOWS.get(preset.model.name) if is_published else None
     rules = baseline_rules(memory, has_memory=switches.memory)
+    best = preset.best_spot
     config = CoreConfig(
         max_spot_instances=0 if name == ON_DEMAND.name else preset.max_spot_instances,
-        instances_per_machine=preset.spot[0].engines,
+        instances_per_machine=best.engines,
         reserved_instances=preset.reserved_engines,
         lease_s=LEASE_BEATS * BEAT_S,
         seeding_initial_s=preset.seeding_initial_s,
-        prices=Prices(preset.reserved_usd_per_hour, preset.spot[0].usd_per_hour, preset.egress_usd_per_gb),
+        prices=Prices(preset.reserved_usd_per_hour, best.usd_per_hour, preset.egress_of(best)),
         policy=_without(known, switches),
     )
     return PolicySetup(config, rules, FP32_WIRE_SHARE if is_published else preset.assumptions.wire_share)

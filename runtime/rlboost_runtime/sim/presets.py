@@ -20,6 +20,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from rlboost_providers.base.accelerators import bandwidth
+from rlboost_runtime.core.base.token_cost import MachineKind, Measured, usd_per_token
+
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
@@ -116,21 +119,26 @@ class GpuType:
 # NVIDIA data sheets: H100 SXM5 (2023), H200 SXM (2024), B200 (2024), GH200 (2023), A100 40GB and 80GB SXM
 # (2021), L40S (2023), L4 (2023), A10 (2021; AWS's A10G has 70 of its 125 Tflop/s), RTX A6000 (2021). Where a
 # sheet quotes bf16 with sparsity this is the dense half. Names are SkyPilot's.
-H100 = GpuType("H100", 989e12, 3.35e12, 80e9)
-L40S = GpuType("L40S", 362e12, 0.864e12, 48e9)
+# Bandwidths are `BANDWIDTH_GB_PER_S`.
+def _gpu(name: str, flops: float, memory_bytes: float) -> GpuType:
+    return GpuType(name, flops, bandwidth(name), memory_bytes)
+
+
+H100 = _gpu("H100", 989e12, 80e9)
+L40S = _gpu("L40S", 362e12, 48e9)
 GPUS = {
     gpu.name: gpu
     for gpu in (
         H100,
         L40S,
-        GpuType("H200", 989e12, 4.8e12, 141e9),
-        GpuType("B200", 2_250e12, 8.0e12, 180e9),
-        GpuType("GH200", 989e12, 4.0e12, 96e9),
-        GpuType("A100-80GB", 312e12, 2.039e12, 80e9),
-        GpuType("A100", 312e12, 1.555e12, 40e9),
-        GpuType("L4", 121e12, 0.3e12, 24e9),
-        GpuType("A10G", 70e12, 0.6e12, 24e9),
-        GpuType("A6000", 155e12, 0.768e12, 48e9),
+        _gpu("H200", 989e12, 141e9),
+        _gpu("B200", 2_250e12, 180e9),
+        _gpu("GH200", 989e12, 96e9),
+        _gpu("A100-80GB", 312e12, 80e9),
+        _gpu("A100", 312e12, 40e9),
+        _gpu("L4", 121e12, 24e9),
+        _gpu("A10G", 70e12, 24e9),
+        _gpu("A6000", 155e12, 48e9),
     )
 }
 
@@ -193,6 +201,11 @@ class MachineShape:
         """Engines (instances) of one machine."""
         return self.gpus // self.tensor_parallel
 
+    def kind(self, place: str) -> MachineKind:
+        """Return what it is for the rank of offers."""
+        bandwidth = self.tensor_parallel * self.gpu.bandwidth * self.engine_pace
+        return MachineKind(self.gpu.name, self.engines, bandwidth, place)
+
 
 @dataclass(frozen=True, slots=True)
 class Workload:
@@ -230,6 +243,26 @@ class Preset:
     workload: Workload = field(default_factory=Workload)
     calibration: Calibration = PAPER_CALIBRATION
     assumptions: Assumptions = field(default_factory=Assumptions)
+
+    def usd_per_token(self, shape: MachineShape, measured: Measured) -> float:
+        """Return what the tokens of a spot machine cost, by what a run has measured."""
+        egress = self.egress_of(shape)
+        if not measured.whole_bytes:
+            measured = replace(measured, whole_bytes=self.assumptions.wire_share * self.model.weight_bytes)
+        return usd_per_token(self.kind_of(shape), shape.usd_per_hour, egress, measured)
+
+    def kind_of(self, shape: MachineShape) -> MachineKind:
+        """Return what a spot machine is; machines of one shape are in one place."""
+        return shape.kind(f"offer {self.spot.index(shape)}")
+
+    def egress_of(self, shape: MachineShape) -> float:
+        """Return dollars per GB of weights on their way to a spot machine."""
+        return self.egress_usd_per_gb if shape.egress_usd_per_gb is None else shape.egress_usd_per_gb
+
+    @property
+    def best_spot(self) -> MachineShape:
+        """The kind of spot machine whose tokens cost least, for all that is known before the run."""
+        return min(self.spot, key=lambda shape: self.usd_per_token(shape, Measured()))
 
     @property
     def reserved_usd_per_hour(self) -> float:

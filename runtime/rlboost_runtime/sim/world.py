@@ -32,6 +32,7 @@ from rlboost_runtime.core.base.messages import (
     Tick,
     Wake,
 )
+from rlboost_runtime.core.base.token_cost import MachineKind
 from rlboost_runtime.core.core import Core
 from rlboost_runtime.core.lease_controller import LeaseState
 from rlboost_runtime.sim.agents import AgentCosts, SimAgent
@@ -207,8 +208,8 @@ class World:
         """An instance has a version, which weighs so much; to a machine it travels once."""
         if self._newest_on.get(machine) != version:
             self._newest_on[machine] = version
-            own = self.cloud.egress_usd_per_gb(machine)
-            price = self._preset.egress_usd_per_gb if own is None else own
+            shape = self.cloud.shape_of(machine)
+            price = 0.0 if shape is None else self._preset.egress_of(shape)
             self.egress_usd += price * num_bytes / 1e9
 
     def all_loaded(self) -> bool:
@@ -273,6 +274,14 @@ class World:
         return self.cloud.billed()[0] + reserved + self.egress_usd
 
     # --- spot machines ------------------------------------------------------------------------------------
+
+    def usd_per_token(self, shape: MachineShape) -> float:
+        """Return what the tokens of a machine cost, by what the core has measured so far."""
+        return self._preset.usd_per_token(shape, self.core.measured())
+
+    def kind_of(self, shape: MachineShape) -> MachineKind:
+        """Return what the core is told of a machine."""
+        return self._preset.kind_of(shape)
 
     def machine_begins(self, rented: RentedMachine) -> None:
         """A machine boots; its agents dial in when it is up."""

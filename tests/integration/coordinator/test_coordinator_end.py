@@ -199,3 +199,27 @@ async def test_warnings_on_the_bill_are_noted_and_shown_until_the_run_ends(
     coordinator._check_health()
     assert next(steps) == 16, "a run that is wound up has no fleet to judge"
     coordinator._ledger.close()
+
+
+def test_revoking_bills_nothing_and_misses_no_machine(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = Ledger(run.ledger)
+    for machine in ("spot-0", "spot-1", "spot-2"):
+        before.intend(intent(machine, "local"))
+    before.ended("spot-0", time.time())
+    before.close()
+    coordinator = coordinator_of(run, 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(Ledger, "machines", lambda *_: pytest.fail("every machine was billed"))
+        coordinator._revoke()
+        assert coordinator._known_revoked == {"spot-0"}
+        coordinator._ledger.ended("spot-1", time.time())
+        patched.setattr(coordinator._revoked, "add", lambda _: (_ for _ in ()).throw(OSError("full")))
+        coordinator._revoke()
+        assert coordinator._known_revoked == {"spot-0", "spot-1"}
+        patched.undo()
+    assert read_json(run.path / "revoked.json") == ["spot-0"]
+    coordinator._revoke()
+    assert read_json(run.path / "revoked.json") == ["spot-0", "spot-1"], "tried again"
+    coordinator._ledger.close()

@@ -86,6 +86,25 @@ def test_a_failed_launch_costs_nothing_unless_the_machine_turns_up(ledger: Ledge
     assert ledger.open_machines() == ["a"]
 
 
+def test_who_ended_is_told_once_and_anew_after_a_restart(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ended.sqlite")
+    for machine in "abcd":
+        intend(ledger, machine)
+    ledger.launched("a", T0 + 1)
+    ledger.failed("a", T0 + 2, "it had been launched: it is left as it is")
+    assert ledger.ended_since(0) == ([], 0)
+    ledger.ended("a", T0 + 3)
+    ledger.ended("a", T0 + 4)
+    ledger.failed("b", T0 + 4, "no capacity")
+    assert ledger.ended_since(0) == (["a", "b"], 2)
+    ledger.ended("c", T0 + 1)
+    assert ledger.ended_since(2) == (["c"], 3)
+    ledger.close()
+    again = Ledger(tmp_path / "ended.sqlite")
+    assert sorted(again.ended_since(0)[0]) == ["a", "b", "c"]
+    again.close()
+
+
 def test_a_launch_heard_of_after_its_end_is_billed_without_reopening(ledger: Ledger) -> None:
     intend(ledger, "a")
     ledger.ended("a", T0 + 4)

@@ -437,6 +437,47 @@ def test_a_plan_of_a_job_that_nobody_measured_is_simulated(home: Path) -> None:
     assert total == pytest.approx(found["usd"]["mean"])
 
 
+def test_a_plan_counts_evaluations(home: Path) -> None:
+    (home / "held.jsonl").write_text('{"prompt": "1 + 1"}\n' * 6)
+    every = {"every_steps": 5, "at_start": True, "at_end": True}
+    plain, some, twice = (
+        planned("demo", job(evaluation=each), home).forecast
+        for each in (
+            None,
+            {"prompts": 8, **every},
+            [
+                {"name": "held", "prompts": 8, **every},
+                {"name": "file", "source": "held.jsonl", "samples": 8, **every},
+            ],
+        )
+    )
+    assert plain is not None
+    assert some is not None
+    assert twice is not None
+    assert (plain.evaluations.times, plain.evaluations.tokens, plain.evaluations.usd) == (0, 0.0, 0.0)
+    assert some.evaluations.times == 5, "before update 1, after 5, 10, 15, and of the final weights"
+    per_response = some.evaluations.tokens / (5 * 8 * 4)
+    assert per_response == pytest.approx(some.tokens / (20 * 32), rel=0.1), "as long as those trained on"
+    assert twice.evaluations.tokens == pytest.approx(per_response * 5 * (8 * 4 + 6 * 8))
+    assert some.tokens == plain.tokens, "what is trained on"
+    for found in (some, twice):
+        assert found.hours.mean - found.evaluations.hours == pytest.approx(plain.hours.mean)
+        assert found.usd.mean - found.evaluations.usd == pytest.approx(plain.usd.mean)
+        assert found.parts.total_usd == pytest.approx(found.usd.mean)
+        share = found.evaluations.tokens / found.tokens
+        assert 0.2 * share < found.evaluations.hours / plain.hours.mean < 1.2 * share, "not trained on"
+    assert some.on_demand_hours is not None
+    assert plain.on_demand_hours is not None
+    assert some.on_demand_hours > plain.on_demand_hours, "on demand only has to evaluate too"
+    plan = planned("demo", job(evaluation={"prompts": 8, **every}), home)
+    assert any("5 evaluations with 0.0" in line for line in describe_plan(plan))
+    assert plan_json(plan)["forecast"]["evaluations"]["times"] == 5
+    unknown = planned("demo", job(evaluation={"name": "hub", "dataset": "a/b"}), home).forecast
+    assert unknown is not None
+    assert unknown.evaluations.times == 0
+    assert any("evaluation hub is not counted" in note for note in unknown.notes)
+
+
 def test_a_budget_that_ends_the_run_early_is_told(home: Path) -> None:
     whole = planned("demo", job(), home)
     assert whole.forecast is not None

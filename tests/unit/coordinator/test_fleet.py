@@ -25,6 +25,7 @@ from rlboost_runtime.coordinator.driver.totals import recover
 from rlboost_runtime.coordinator.fleet import controller as fleet_module
 from rlboost_runtime.coordinator.fleet import offer_choice
 from rlboost_runtime.coordinator.fleet.controller import FleetController, MachineMaker
+from rlboost_runtime.coordinator.fleet.offer_rank import OfferRank
 from rlboost_runtime.coordinator.observers.waste import WasteMeter
 from rlboost_runtime.core.base.messages import (
     Command,
@@ -35,9 +36,11 @@ from rlboost_runtime.core.base.messages import (
     RunEnding,
     TerminateMachine,
 )
+from rlboost_runtime.core.base.token_cost import MachineKind
 from rlboost_runtime.core.core import Core
 from rlboost_runtime.core.state import machines as core_machines
 from rlboost_runtime.errors import CredentialsRejected, NoCapacity, ProviderError
+from rlboost_runtime.job import Job, ReasoningGym, TinyModel
 from rlboost_runtime.run.folder import RunFolder
 from rlboost_runtime.seams import SystemClock, SystemDisk
 
@@ -85,7 +88,13 @@ class Made:
     """A fleet with a real core and ledger."""
 
     def __init__(
-        self, folder: Path, cloud: Provider, cap: int | None, num_machines: int, floor: int = 0
+        self,
+        folder: Path,
+        cloud: Provider,
+        cap: int | None,
+        num_machines: int,
+        floor: int = 0,
+        job: Job | None = None,
     ) -> None:
         self.run = RunFolder(folder)
         self.run.journal.mkdir()
@@ -98,8 +107,9 @@ class Made:
         logs = folder / "logs"
         maker = MachineMaker("run", lambda name: {"machine": name, "instances": [f"{name}/0"]}, logs)
         self.fleet = FleetController(
-            self.driver, self.ledger, cloud, maker, clock, cap, on_demand_floor=floor
-        )
+            self.driver, self.ledger, cloud, maker, clock, cap, on_demand_floor=floor,
+            rank=None if job is None else OfferRank(job, lambda: self.driver.core, self.ledger.zone_of),
+        )  # fmt: skip
 
     def observe(self, event: Event, commands: Sequence[Command], core: Core) -> None:
         self.events.append(event)
@@ -118,9 +128,14 @@ class Made:
 
 @asynccontextmanager
 async def fleet_on(
-    folder: Path, cloud: Provider, cap: int | None = None, num_machines: int = 1, floor: int = 0
+    folder: Path,
+    cloud: Provider,
+    cap: int | None = None,
+    num_machines: int = 1,
+    floor: int = 0,
+    job: Job | None = None,
 ) -> AsyncIterator[Made]:
-    made = Made(folder, cloud, cap, num_machines, floor)
+    made = Made(folder, cloud, cap, num_machines, floor, job)
     made.driver.journal.start(asyncio.get_running_loop())
     serving = asyncio.create_task(made.fleet.serve())
     try:
@@ -732,3 +747,19 @@ async def test_only_billed_machines_are_charged_with_waste(tmp_path: Path) -> No
             meter.advance(float(second))
         meter.flush()
         assert refused.ledger.wasted_ns() == {}
+
+
+async def test_the_machine_whose_tokens_cost_least_is_bought_and_the_core_is_told_what_it_is(
+    tmp_path: Path,
+) -> None:
+    cloud = Cloud()
+    small = Offer("local", "zone", "L4:1", PRICE // 8, True, "test")
+    large = Offer("local", "zone", "H100:2", PRICE, True, "test", instance_type="large")
+    cloud.offers = lambda: [small, large]  # type: ignore[method-assign]
+    job = Job(name="j", model=TinyModel(init="tiny"), data=ReasoningGym(reasoning_gym=["spell_backward"]))
+    async with fleet_on(tmp_path, cloud, job=job) as made:
+        await until(lambda: made.core_state("spot-0") == "launched")
+        assert made.bill("spot-0").accelerator == "H100:2", "22 times the bandwidth for 8 times the price"
+        kind = made.driver.core.machines["spot-0"].kind
+        assert kind == MachineKind("H100", 2, 3.35e12, "local/zone")
+        assert made.driver.core.measured().places.keys() == {"local/zone"}

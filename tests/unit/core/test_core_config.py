@@ -39,8 +39,10 @@ def test_prices_that_the_job_does_not_state_bound_no_machines() -> None:
         assert config.max_spot_instances == 32, "what is sold for less than expected can be bought"
 
 
-def test_of_unlike_machines_the_cheapest_counts() -> None:
+def test_of_unlike_machines_the_one_with_the_cheapest_tokens_counts() -> None:
     config = core_config(job_on(EIGHT, ONE))
+    assert (config.instances_per_machine, config.max_spot_instances) == (8, 32), "1.4 each, or up to 3"
+    config = core_config(job_on(EIGHT, ONE.model_copy(update={"max_price_usd_per_hour": 1.0})))
     assert (config.instances_per_machine, config.max_spot_instances) == (1, 4)
 
 

@@ -16,7 +16,7 @@ from rlboost_runtime.core.base.cost_model import (
     step_usd,
 )
 from rlboost_runtime.core.base.messages import RLBOOST, CoreConfig, SizeRule
-from rlboost_runtime.core.window.seeding_window import useful_instances, worthwhile_instances
+from rlboost_runtime.core.window.seeding_window import worthwhile_instances
 
 RATES = StepRates(tokens=1e6, shared_s=800.0, reserved_engines=4.0, train_s=100.0)
 PRICES = Prices(reserved_usd_per_hour=40.0, spot_usd_per_hour=4.0)
@@ -78,7 +78,11 @@ def test_the_rule_needs_prices_and_rates_and_never_wants_none() -> None:
     config = CoreConfig(max_spot_instances=12, instances_per_machine=2, prices=PRICES)
     assert RLBOOST.sizing is SizeRule.MARGINAL
     assert worthwhile_instances(3.0, RATES, 0.0, config) == 8
-    assert worthwhile_instances(3.0, None, 0.0, config) == useful_instances(3.0, config) == 3
+    assert worthwhile_instances(3.0, None, 0.0, config) == 2, "one machine is filled by three instances"
+    assert worthwhile_instances(1.0, None, 0.0, config) == 2
+    assert worthwhile_instances(None, None, 0.0, config) == 6, "of six machines, one instance for each"
+    assert worthwhile_instances(None, None, 0.0, replace(config, reserved_instances=8)) == 8
+    assert worthwhile_instances(None, None, 0.0, replace(config, max_spot_instances=0)) == 0
     assert worthwhile_instances(3.0, RATES, 0.0, replace(config, prices=Prices())) == 3
     dear = replace(config, prices=Prices(40.0, 400.0))
     assert worthwhile_instances(3.0, RATES, 0.0, dear) == 2, "one machine: else nothing teaches that it pays"

@@ -96,10 +96,10 @@ def test_machines_hold_the_useful_instances() -> None:
 
 def test_machines_are_ended_only_after_three_steps_in_a_row_agree() -> None:
     watch = SurplusWatch()
-    assert [watch.after_step(5, 3) for _ in range(2)] == [0, 0]
-    assert watch.after_step(5, 5) == 0
-    assert [watch.after_step(5, 3) for _ in range(3)] == [0, 0, 2]
-    assert watch.after_step(3, 3) == 0
+    assert [watch.after_step(2) for _ in range(2)] == [0, 0]
+    assert watch.after_step(0) == 0
+    assert [watch.after_step(2) for _ in range(3)] == [0, 0, 2]
+    assert watch.after_step(0) == 0
 
 
 def test_the_core_observes_a_step_as_the_paper_does(new_run) -> None:

@@ -41,6 +41,7 @@ from rlboost_runtime.billing.launch_records import LaunchRecords, MachineRecord,
 from rlboost_runtime.billing.ledger import Ledger
 from rlboost_runtime.coordinator.driver.core_driver import CoreDriver
 from rlboost_runtime.coordinator.fleet.offer_choice import ELSEWHERE_S, OfferChoice, problem_of
+from rlboost_runtime.coordinator.fleet.offer_rank import OfferRank
 from rlboost_runtime.coordinator.fleet.provider_calls import ProviderThreads, keep_console
 from rlboost_runtime.core.base.messages import (
     LaunchFailed,
@@ -49,6 +50,7 @@ from rlboost_runtime.core.base.messages import (
     MachineLaunched,
     TerminateMachine,
 )
+from rlboost_runtime.core.base.token_cost import MachineKind
 from rlboost_runtime.deploy.bootstrap import RESERVED_MACHINE
 from rlboost_runtime.errors import (
     ConfigError,
@@ -130,10 +132,12 @@ class FleetController:
         on_demand_floor: int = 0,
         bought: LaunchRecords | None = None,
         tell_intent: Callable[[], object] | None = None,
+        rank: OfferRank | None = None,
     ) -> None:
         """`room_micro_usd` returns what of the budget is neither spent nor committed; None: no budget.
 
         `tell_intent` copies what was bought to another machine; it may block for seconds and raises nothing.
+        `rank`: which offer comes first; None: the one with the lowest price.
         `on_demand_floor`: below so many machines, one is bought on demand while there is no spot capacity.
         """
         self._state = state
@@ -144,7 +148,8 @@ class FleetController:
         self._cap = cap_micro_usd_per_hour
         self._room = room_micro_usd
         self._floor = on_demand_floor
-        self._choice = OfferChoice()
+        self._rank = rank
+        self._choice = OfferChoice() if rank is None else OfferChoice(rank.usd_per_token)
         self._threads = ProviderThreads()
         self._is_closed = False
         self._commands: asyncio.Queue[LaunchMachine | TerminateMachine] = asyncio.Queue()
@@ -301,7 +306,11 @@ class FleetController:
         if not self._is_closed:  # else it is on its way out already
             self._ledger.note(self._clock.wall(), "launched", f"{machine} launched in {offer.zone}")
         log_event(log, "machine.launched", machine=machine, zone=view.zone or offer.zone)
-        state.apply(MachineLaunched(state.now(), machine))
+        state.apply(MachineLaunched(state.now(), machine, self._kind_of(machine)))
+
+    def _kind_of(self, machine: str) -> MachineKind | None:
+        offer = self._bought.get(machine)
+        return None if self._rank is None or offer is None else self._rank.kind_of(offer)
 
     def _as_before(self, machine: str, offers: list[Offer]) -> list[Offer]:
         """Return the offers from which `machine` may be bought: where its launch was intended before a
@@ -330,7 +339,7 @@ class FleetController:
         self._state.apply(LaunchFailed(self._state.now(), machine, problem, retry_after_s))
 
     def _choose(self, machine: str, offers: list[Offer]) -> Offer:
-        """Return the pool's cheapest open offer; where there is none and machines are few, the floor's.
+        """Return the pool's open offer that ranks first; without one, the floor's where machines are few.
 
         Raises `NoCapacity`.
         """
@@ -509,7 +518,8 @@ class FleetController:
             is_there and not known.is_alive
         ):
             log_event(log, "machine.found", machine=view.machine, state=str(known.state))
-            self._state.apply(MachineLaunched(self._state.now(), view.machine))  # unwanted: the core ends it
+            kind = self._kind_of(view.machine)  # of an unwanted one, too: the core ends it
+            self._state.apply(MachineLaunched(self._state.now(), view.machine, kind))
 
     def _too_young(self, unlisted: set[str]) -> set[str]:
         """Return those that an earlier coordinator launched so lately that lists may lack them."""

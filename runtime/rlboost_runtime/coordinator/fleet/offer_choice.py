@@ -1,16 +1,18 @@
 """Which offer is taken next, and which places are left alone for a while. Pure: the time comes with the call.
 
-Rules: the cheapest place that is not paused. A place without capacity is paused for `FIRST_PAUSE_S`, twice as
-long after each further failure in a row, at most `LONGEST_PAUSE_S`; where its cloud says when to come back,
-for that long. Without quota: `QUOTA_PAUSE_S`. A cloud that throttles or rejects our credentials is paused
-whole. What the job file has wrong is not asked for again. A machine that came makes its place as new.
+Rules: of the places that are not paused, the one whose tokens cost least. A place without capacity is paused
+for `FIRST_PAUSE_S`, twice as long after each further failure in a row, at most `LONGEST_PAUSE_S`; where its
+cloud says when to come back, for that long. Without quota: `QUOTA_PAUSE_S`. A cloud that throttles or rejects
+our credentials is paused whole. What the job file has wrong is not asked for again. A machine that came makes
+its place as new.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 
 from rlboost_providers.base.provider import Offer
 from rlboost_runtime.errors import (
@@ -52,7 +54,9 @@ class _Pause:
 class OfferChoice:
     """What is known of the places. `now`: any clock's seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, cost: Callable[[Offer], float] = attrgetter("price_micro_usd_per_hour")) -> None:
+        """`cost`: what offers are ranked by."""
+        self._cost = cost
         self._paused: dict[Place, _Pause] = {}
 
     def cheapest(self, offers: Iterable[Offer], now: float) -> Offer:
@@ -61,7 +65,7 @@ class OfferChoice:
         Raises `NoCapacity` with `retry_after_s` where there is none: nothing is offered, or all is paused.
         """
         listed = list(offers)
-        for offer in sorted(listed, key=lambda each: each.price_micro_usd_per_hour):
+        for offer in sorted(listed, key=self._cost):
             if self._open_at(offer) <= now:
                 return offer
         if not listed:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from rlboost_runtime.billing.counterfactual import ALONE_RATE
 from rlboost_runtime.coordinator.driver.core_driver import OpenStep
 from rlboost_runtime.coordinator.observers.timeline import Line
 from rlboost_runtime.coordinator.storage.token_store import TokenStore
+from rlboost_runtime.core.base.cost_model import rollout_s
 from rlboost_runtime.core.base.messages import Command, CoordinatorRestarted, Event, Pool, StepStarted
 from rlboost_runtime.core.core import Core
 from rlboost_runtime.core.lease_controller import LeaseState
@@ -19,7 +21,8 @@ from rlboost_runtime.protocol.reward_failures import FailureCount, RewardFailure
 class ReservedMeter:
     """Measures how long, and how much, the reserved engines roll out, one step at a time.
 
-    The rate that follows from it is that of the engines while the window is open.
+    The rate that follows from it is that of the engines while the window is open: without a tail. `alone` has
+    the one with it.
     """
 
     def __init__(self) -> None:
@@ -56,7 +59,16 @@ class ReservedMeter:
             if segment.instance in reserved
         )
         seconds = self._seconds + (0.0 if self._since is None else core.now - self._since)
-        return {"reserved_tokens": float(tokens), "reserved_rollout_s": seconds}
+        return {"reserved_tokens": float(tokens), "reserved_rollout_s": seconds} | alone(core)
+
+
+def alone(core: Core) -> dict[str, float]:
+    """Return the reserved engines' tokens per second over a whole rollout of their own, its tail included, by
+    the step times and lengths that the core has measured; {} while it has not."""
+    rates = core.seeding.rates()
+    if rates is None or rates.reserved_engines <= 0:
+        return {}
+    return {ALONE_RATE: rates.tokens / (rates.wake_s + rollout_s(rates, rates.reserved_engines))}
 
 
 class StepWarnings:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from rlboost_runtime.core.base.cost_model import Prices
+from rlboost_runtime.core.base.token_cost import MachineKind
 
 BOOKED = "booked"
 """Dispatch to the emptiest instance by booked KV tokens; a response that fits nowhere waits (`dispatch`)."""
@@ -417,6 +418,8 @@ class MachineLaunched(_Timed):
     """The provider accepted the launch: money runs."""
 
     machine: str
+    kind: MachineKind | None = None
+    """None: not known; it counts as `CoreConfig.instances_per_machine` instances."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from rlboost_runtime.core.base.messages import Command, LaunchMachine, LossCause, TerminateMachine
 from rlboost_runtime.core.base.state_machine import StateMachine
 from rlboost_runtime.core.base.timers import MACHINE_TIMERS, Timer, Timers
+from rlboost_runtime.core.base.token_cost import MachineKind, PlaceRecord
 
 TERMINATE_AGAIN_S = 5.0
 """Pause between two requests to end a machine: long against a provider call, short against a bill."""
@@ -76,6 +77,12 @@ class Machine:
     """Why it is being ended."""
     moved_at: float = 0.0
     """When it came into its present state, in seconds of the run."""
+    kind: MachineKind | None = None
+    """What was bought; None: not known."""
+    launched_at: float | None = None
+    """When the launch was accepted; None: not yet."""
+    serves: bool = False
+    """An agent of it has served a version at some time."""
 
     @property
     def state(self) -> MachineState:
@@ -106,8 +113,14 @@ class Machine:
 class MachineTable:
     """All spot machines of the run. `out` takes the commands, in order."""
 
-    def __init__(self, boot_deadline_s: float, timers: Timers, out: Callable[[Command], None]) -> None:
+    def __init__(
+        self, boot_deadline_s: float, timers: Timers, out: Callable[[Command], None], per_machine: int = 1
+    ) -> None:
+        """`per_machine`: instances of a machine of which nothing is known yet."""
         self.machines: dict[str, Machine] = {}
+        self._per_machine = per_machine
+        self._num_instances = 0
+        self._places: dict[str, PlaceRecord] = {}
         self._next_number = 0
         self._boot_deadline_s = boot_deadline_s
         self._timers = timers
@@ -122,20 +135,41 @@ class MachineTable:
         """Machines asked for or launched that are not about to go."""
         return self._num_counted
 
+    def instances_of(self, machine: Machine) -> int:
+        """Return how many instances a machine has once all are there."""
+        return self._per_machine if machine.kind is None else machine.kind.engines
+
+    def places(self, at: float) -> dict[str, PlaceRecord]:
+        """Return what machines have shown by place, those that are there until `at`."""
+        found = dict(self._places)
+        for machine in self.machines.values():
+            if machine.kind is not None and machine.state is MachineState.LAUNCHED:
+                place = machine.kind.place
+                found[place] = _lived(found.get(place, PlaceRecord()), machine, at)
+        return found
+
     # --- what we want -------------------------------------------------------------------------------------
 
-    def grow(self, desired: int, at: float) -> None:
-        """Ask for machines until as many as desired count, unless a pause after a failure is on."""
-        while self._num_counted < desired:
+    def grow(self, useful: int, most: int, at: float) -> None:
+        """Ask for machines until they have `useful` instances or `most` count, unless a pause after a failure
+        is on."""
+        while self._num_instances < useful and self._num_counted < most:
             if at < self._not_before:
                 self._timers.set(Timer.LAUNCH, "", self._not_before)
                 return
             self._request(at)
 
-    def least_busy(self, count: int, work: Callable[[Machine], int]) -> list[Machine]:
-        """Return the `count` launched machines with the least work, the newest first among equals."""
+    def superfluous(self, useful: int, most: int, work: Callable[[Machine], int]) -> list[Machine]:
+        """Return launched machines without which the others have `useful` instances, or that are more than
+        `most`: those with the least work first, the newest among equals."""
         launched = [m for m in self.machines.values() if m.counts and not m.is_requested]
-        return sorted(launched, key=lambda m: (work(m), -m.number))[:count]
+        instances, found = self._num_instances, list[Machine]()
+        for machine in sorted(launched, key=lambda m: (work(m), -m.number)):
+            left = instances - self.instances_of(machine)
+            if left >= useful or self._num_counted - len(found) > most:
+                instances = left
+                found.append(machine)
+        return found
 
     def terminate(self, machine: Machine, reason: str, at: float) -> None:
         """End a machine that is not being ended yet; asked again until it is gone."""
@@ -156,13 +190,18 @@ class MachineTable:
         """The cloud will take the machine in `seconds`."""
         if machine.counts:
             self._num_counted -= 1
+            self._num_instances -= self.instances_of(machine)
             machine.is_leaving = True
             self._timers.set(Timer.NOTICE, machine.machine, at + max(0.0, seconds) + NOTICE_SLACK_S)
 
     # --- what the provider reports ------------------------------------------------------------------------
 
-    def launched(self, machine: Machine, at: float) -> bool:
+    def launched(self, machine: Machine, at: float, kind: MachineKind | None = None) -> bool:
         """The launch was accepted. Returns False if that was known."""
+        if kind is not None and machine.kind is None:
+            more = kind.engines - self._per_machine
+            self._num_instances += more if machine.counts else 0
+            machine.kind = kind
         match machine.state:
             case MachineState.REQUESTED:
                 self._accept(machine, "launch accepted", at)
@@ -199,6 +238,7 @@ class MachineTable:
         """The provider reports that the machine does not exist. Returns False if that was known."""
         if not machine.is_alive:
             return False
+        self._learn_life(machine, at)
         self._move(machine, MachineState.GONE, "the provider says so", at)
         self._timers.cancel_all(MACHINE_TIMERS, machine.machine)
         if not machine.has_joined:
@@ -217,6 +257,17 @@ class MachineTable:
                 self._timers.set(Timer.REJOIN, machine.machine, at + REJOIN_S)
 
     # --- its instances ------------------------------------------------------------------------------------
+
+    def serving(self, machine: Machine, at: float, *, had_waited: bool) -> None:
+        """One of its agents serves a version. `had_waited`: there was none when it dialled in."""
+        if machine.serves:
+            return
+        machine.serves = True
+        if machine.kind is not None and machine.launched_at is not None and not had_waited:
+            place = machine.kind.place
+            known = self._places.get(place, PlaceRecord())
+            boot_s = known.boot_s + at - machine.launched_at
+            self._places[place] = replace(known, boots=known.boots + 1, boot_s=boot_s)
 
     def joined(self, machine: Machine, instance: str, at: float) -> None:
         """One of its agents dialled in."""
@@ -248,6 +299,8 @@ class MachineTable:
         assert self._num_counted == len(counted), (
             f"{self._num_counted} machines counted, these count: {counted}"
         )
+        instances = sum(self.instances_of(self.machines[name]) for name in counted)
+        assert self._num_instances == instances, f"{self._num_instances} instances counted, of {instances}"
         for machine in self.machines.values():
             timeline = machine.lifecycle
             terminating = machine.state is MachineState.TERMINATING
@@ -265,6 +318,7 @@ class MachineTable:
         machine = self._add(self._next_number, MachineState.REQUESTED, at)
         self._next_number += 1
         self._num_counted += 1
+        self._num_instances += self._per_machine
         self._timers.set(Timer.BOOT, machine.machine, at + self._boot_deadline_s)
         self._out(LaunchMachine(machine.machine))
 
@@ -294,13 +348,32 @@ class MachineTable:
 
     def _accept(self, machine: Machine, why: str, at: float) -> None:
         machine.was_accepted = True
+        machine.launched_at = at
         self._move(machine, MachineState.LAUNCHED, why, at)
         self._timers.set(Timer.BOOT, machine.machine, at + self._boot_deadline_s)
 
     def _move(self, machine: Machine, to: MachineState, why: str, at: float) -> None:
-        self._num_counted -= machine.counts
+        self._count(machine, -machine.counts)
         machine.lifecycle.move(to, why, at)
         machine.moved_at = at
-        self._num_counted += machine.counts
+        self._count(machine, machine.counts)
         if to is MachineState.GONE:
             self._gone_machines.append(machine)
+
+    def _count(self, machine: Machine, number: int) -> None:
+        self._num_counted += number
+        self._num_instances += number * self.instances_of(machine)
+
+    def _learn_life(self, machine: Machine, at: float) -> None:
+        """A machine goes: its cloud took it, unless we ended it without having been told that it would."""
+        if machine.kind is None or machine.launched_at is None:
+            return
+        place, ended_by_us = machine.kind.place, machine.state is MachineState.TERMINATING
+        lived = _lived(self._places.get(place, PlaceRecord()), machine, at)
+        was_taken = machine.is_leaving or not ended_by_us
+        self._places[place] = replace(lived, preemptions=lived.preemptions + was_taken)
+
+
+def _lived(record: PlaceRecord, machine: Machine, at: float) -> PlaceRecord:
+    since = at if machine.launched_at is None else machine.launched_at
+    return replace(record, machine_s=record.machine_s + at - since)

@@ -139,6 +139,16 @@ class StepTimes:
         line = self._lines.get(self._known_kind(kind))
         return None if line is None else line.slope_and_start()
 
+    def full_tokens_per_s(self, kind: Kind, mean_context: float) -> float | None:
+        """Return what a full engine of that kind decodes per second where responses have `mean_context`
+        tokens; None while beats have not shown it."""
+        line, (kv_tokens, max_running) = self.line(kind), kind
+        if line is None:
+            return None
+        per_token_s, empty_s = line
+        running = min(max_running, kv_tokens / max(1.0, mean_context))
+        return running / (empty_s + per_token_s * running * mean_context)
+
     def _known_kind(self, kind: Kind) -> Kind:
         """Return the known kind that this one is: engines on equal GPUs differ by a few blocks of cache."""
         tokens, max_running = kind

@@ -156,16 +156,30 @@ def worthwhile_instances(
 ) -> int:
     """Return the spot instances worth having under the run's rule.
 
-    `SizeRule.MARGINAL`: on the machines that give the most tokens per dollar; by N_prem while prices or rates
-    are not known. Never 0 unless the job forbids spot instances, like `useful_instances`.
+    `SizeRule.MARGINAL`: on the machines that give the most tokens per dollar; by N_prem while prices are not
+    known. While only rates are not known, it is those of the whole machines that N_prem fills. Before N_prem
+    it is as many as the reserved node has engines, at least one per machine that the job allows: all machines
+    with several engines each would be several times too many, for three steps until they are ended. Never 0
+    unless the job forbids spot instances, like `useful_instances`.
     """
     useful = useful_instances(n_prem, config)
-    if config.policy.sizing is not SizeRule.MARGINAL or rates is None or not config.prices.is_known:
+    if config.policy.sizing is not SizeRule.MARGINAL or not config.prices.is_known:
         return useful
+    if rates is None:
+        wanted = useful
+        if n_prem is None:
+            wanted = max(config.reserved_instances, desired_machines(config.max_spot_instances, config))
+        whole = max(config.instances_per_machine, _whole_machines(wanted, config))
+        return min(config.max_spot_instances, whole)
     per_machine = max(1, config.instances_per_machine)
     most = desired_machines(config.max_spot_instances, config)
     machines = cheapest_machines(rates, config.prices, most, per_machine, weight_bytes)
     return min(config.max_spot_instances, max(1, machines) * per_machine)
+
+
+def _whole_machines(instances: int, config: CoreConfig) -> int:
+    """Return the instances of the machines that so many instances fill."""
+    return instances - instances % max(1, config.instances_per_machine)
 
 
 def desired_machines(useful: int, config: CoreConfig) -> int:
@@ -179,9 +193,8 @@ class SurplusWatch:
 
     num_steps: int = 0
 
-    def after_step(self, num_machines: int, desired: int) -> int:
-        """Take in a step; return how many machines to end now."""
-        surplus = num_machines - desired
+    def after_step(self, surplus: int) -> int:
+        """Take in a step after which so many machines were superfluous; return how many to end now."""
         self.num_steps = self.num_steps + 1 if surplus > 0 else 0
         if self.num_steps < STEPS_BEFORE_SHRINKING:
             return 0
