@@ -167,7 +167,7 @@ def train(client: RolloutClient, ranks: Ranks = ALONE) -> Path:
         ranks.broadcast(LoadPolicy(str(policy.source), job.canonical_json(), files, folder, others))
         policy.set_up(job.trainer, job.algorithm, ranks, is_sent=bool(files))
         reference = None
-        if job.algorithm.kl is not None:
+        if job.algorithm.reference is not None:
             reference = Reference(policy, other, ranks, is_sent=bool(others))
         progress.finish()
         final = TrainerLoop(client, policy, source, scorer, ranks, reference, evaluated).train()
@@ -204,16 +204,16 @@ def load_reference(
     progress: StartupProgress,
     ranks: Ranks,
 ) -> Policy | None:
-    """Return the model of the KL's reference; None where there is no KL, or adapters serve."""
-    kl = client.job.algorithm.kl
-    if kl is None or not client.job.algorithm.has_reference_model:
+    """Return the reference's model; None where there is no reference, or the base under adapters serves."""
+    reference = client.job.algorithm.reference
+    if reference is None or not client.job.algorithm.has_reference_model:
         return None
     progress.report("loading the reference model")
-    if kl.reference == "start":
+    if reference == "start":
         return _start_policy(client, examples, scorer, progress, ranks)
-    if not Path(kl.reference).is_dir():
-        fetch(kl.reference, progress)
-    return Policy.load(kl.reference, ranks)
+    if not Path(reference).is_dir():
+        fetch(reference, progress)
+    return Policy.load(reference, ranks)
 
 
 def _start_policy(

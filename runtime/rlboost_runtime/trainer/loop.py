@@ -61,6 +61,7 @@ from rlboost_runtime.trainer.rollout.groups import (
 )
 from rlboost_runtime.trainer.rollout.metrics import (
     MetricsLog,
+    choice_metrics,
     group_metrics,
     pick_samples,
 )
@@ -222,7 +223,8 @@ class TrainerLoop:
             **group_metrics(groups),
             **selection.metrics(),
             **self._evaluation(requested, held_out),
-            **self._learner.sums.metrics(),
+            **self._learner.metrics(),
+            **choice_metrics(groups, self._job.algorithm),
             "learning_rate": self._learner.learning_rate(step),
             "prompts_skipped": float(self._source.num_skipped),
             "rollout_wait_s": waits.without_lease_s + waits.for_lease_s,
@@ -372,6 +374,8 @@ class TrainerLoop:
             if size:
                 samples = [sample for group in islice(chosen, size) for sample in group]
                 with self._on_gpu(seconds):
+                    if self._has_reference and any(each.reference_logprobs is None for each in samples):
+                        samples = self._learner.score_reference(samples)
                     self._learner.accumulate(samples)
                 if algorithm.max_staleness:
                     self._receive(requested.step, 0)
@@ -416,7 +420,8 @@ class TrainerLoop:
                 self._receive(requested.step, self._job.algorithm.micro_batch_responses)
             arrived = requested.arrived[given:]
             given += len(arrived)
-            yield from self._with_reference(arrived, seconds) if self._has_reference else arrived
+            needs_reference = self._job.algorithm.kl is not None  # also of what the loss does not choose
+            yield from self._with_reference(arrived, seconds) if needs_reference else arrived
 
     def _with_reference(self, arrived: list[PendingGroup], seconds: Seconds) -> list[PendingGroup]:
         """Return the groups with the reference's logprobs: in one pass for all that have arrived, while their
