@@ -132,10 +132,10 @@ class Algorithm(Model):
     """Penalty on the distance from a reference policy; null: none."""
     entropy_bonus: EntropyBonus | None = None
     """Bonus for entropy; null: none."""
-    dpo: Dpo = Dpo()
-    """Settings of loss dpo."""
-    rejection: Rejection = Rejection()
-    """Settings of loss rejection."""
+    dpo: Dpo | None = None
+    """Settings of loss dpo; null: its defaults."""
+    rejection: Rejection | None = None
+    """Settings of loss rejection; null: its defaults."""
     minibatches_per_step: int = Field(default=1, ge=1)
     """Optimizer steps per step; must divide prompts_per_step."""
     clip_low: float | None = Field(default=None, gt=0, lt=1)
@@ -239,8 +239,13 @@ class Algorithm(Model):
     def reference(self) -> str | None:
         """What the policy is held near, by a KL penalty or as dpo does; None: nothing."""
         if self.loss == "dpo":
-            return self.dpo.reference
+            return self.preference.reference
         return None if self.kl is None else self.kl.reference
+
+    @property
+    def preference(self) -> Dpo:
+        """`dpo`, its defaults filled in."""
+        return self.dpo or Dpo()
 
     @property
     def trained_temperature(self) -> float:

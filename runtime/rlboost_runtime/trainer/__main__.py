@@ -153,12 +153,15 @@ def train(client: RolloutClient, ranks: Ranks = ALONE) -> Path:
     with RewardScorer.for_job(job, run.files, run.logs / "reward.log") as scorer:
         policy = load_policy(client, examples, scorer, progress, ranks)
         progress.report("encoding the prompts")
+        encoder, imitates = PromptEncoder(policy.tokenizer), job.algorithm.loss == "sft"
         source = PromptSource(
-            examples, PromptEncoder(policy.tokenizer), prompts_per_step=job.algorithm.prompts_asked_per_step,
+            examples, encoder, prompts_per_step=job.algorithm.prompts_asked_per_step,
             max_prompt_tokens=job.algorithm.max_prompt_tokens, seed=job.algorithm.seed,
             num_held_out=0 if job.held_out is None else job.held_out.prompts,
+            encode_response=encoder.response if imitates else None,
+            max_response_tokens=job.algorithm.max_response_tokens,
         )  # fmt: skip
-        evaluated = evaluation_prompts(job, run.files, PromptEncoder(policy.tokenizer), source.held_out)
+        evaluated = evaluation_prompts(job, run.files, encoder, source.held_out)
         other = load_reference(client, examples, scorer, progress, ranks)
         client.job = job = fit_to_gpu(job, policy)
         files = _files_to_send(policy, job)

@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, get_origin
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.fit.plan import misfits, resolved
 from rlboost_runtime.fit.shape import TransformerShape, find_shape
-from rlboost_runtime.job import IMPORTANCE_CAPS, WITHOUT_RATIO, HttpReward, Job, num_devices
+from rlboost_runtime.job import IMPORTANCE_CAPS, WITHOUT_RATIO, Algorithm, HttpReward, Job, num_devices
 from rlboost_runtime.job.file.disk import check_disk, find_model
 from rlboost_runtime.job.file.places import check_places, place_hints
 from rlboost_runtime.job.file.shape import field_type, sections, validate
@@ -170,7 +170,9 @@ def _with_absolute_model(job: Job, base: Path) -> Job:
     name = job.algorithm.reference
     if name not in (None, "start") and (folder := find_model(str(name), base)).is_dir():
         field = "dpo" if job.algorithm.loss == "dpo" else "kl"
-        settings = getattr(job.algorithm, field).model_copy(update={"reference": str(folder.resolve())})
+        settings = job.algorithm.preference if field == "dpo" else job.algorithm.kl
+        assert settings is not None
+        settings = settings.model_copy(update={"reference": str(folder.resolve())})
         job = job.model_copy(update={"algorithm": job.algorithm.model_copy(update={field: settings})})
     if isinstance(job.model, str) and (folder := find_model(job.model, base)).is_dir():
         return job.model_copy(update={"model": str(folder.resolve())})
@@ -220,11 +222,12 @@ _OF_RATIOS = ("clip_low", "clip_high", "dual_clip", "importance_sampling", "impo
 def _of_other_losses(algorithm: Section) -> Iterator[Finding]:
     loss = algorithm.get("loss", "dapo")
     for name in ("dpo", "rejection"):
-        if name in algorithm and loss != name:
+        if algorithm.get(name) is not None and loss != name:
             yield name, f"found, but loss is {loss}; write loss: {name}, or remove it"
     if loss in WITHOUT_RATIO:
         for name in _OF_RATIOS:
-            if name in algorithm:
+            default = Algorithm.model_fields[name].default
+            if algorithm.get(name, default) != default:
                 yield name, f"found {algorithm[name]}, but {loss} has no probability ratio; remove it"
 
 

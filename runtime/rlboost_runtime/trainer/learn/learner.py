@@ -348,7 +348,7 @@ def loss_config(algorithm: Algorithm) -> LossConfig:
         kl_coef=0.0 if algorithm.kl is None or algorithm.kl.is_in_reward else algorithm.kl.coef,
         kl_estimator="k3" if algorithm.kl is None else algorithm.kl.estimator,
         entropy_coef=algorithm.entropy_coef_at(0),
-        beta=algorithm.dpo.beta,
+        beta=algorithm.preference.beta,
     )
 
 

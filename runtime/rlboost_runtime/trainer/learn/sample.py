@@ -27,7 +27,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from rlboost_runtime.job import Algorithm
+from rlboost_runtime.job import Algorithm, Rejection
 
 TokenIds = NDArray[np.int32]
 Logprobs = NDArray[np.float32]
@@ -85,9 +85,9 @@ def chosen_responses(rewards: Sequence[float], usable: Sequence[bool], algorithm
             worst = next(i for i in ranked if rewards[i] - rewards[ranked[-1]] <= _EQUAL)
             found[ranked[0]], found[worst] = 1.0, -1.0
         return found
-    above = algorithm.rejection.above
-    kept = [i for i in ranked if above is None or rewards[i] > above]
-    for i in kept[: algorithm.rejection.keep]:
+    settings = algorithm.rejection or Rejection()
+    kept = [i for i in ranked if settings.above is None or rewards[i] > settings.above]
+    for i in kept[: settings.keep]:
         found[i] = 1.0
     return found
 
