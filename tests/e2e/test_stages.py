@@ -39,9 +39,10 @@ def imitate(cli: Any) -> str:
     return str(cli.run_folder("warm").checkpoints / "model")
 
 
-def busy_machine(status: dict[str, Any]) -> str | None:
+def busy_machine(status: dict[str, Any], killed: list[str]) -> str | None:
     for each in status["instances"]:
-        if each["pool"] == "spot" and each["state"] == "ready" and each["in_flight"] >= 2:
+        is_busy = each["pool"] == "spot" and each["state"] == "ready" and each["in_flight"] >= 2
+        if is_busy and each["machine"] not in killed:
             return str(each["machine"])
     return None
 
@@ -63,10 +64,12 @@ def test_sft_then_dpo_through_kills(cli: Any) -> None:
         algorithm={"loss": "dpo", "dpo": {"beta": 0.2}, "steps": steps, "max_response_tokens": 30},
     )  # fmt: skip
     cli("launch", job, "--detach", "--yes")
-    for number in range(KILLS):
-        machine = busy_machine(cli.wait("pairs", busy_machine, timeout_s=120))
-        cli("preempt", "pairs", machine)
-        if number == 1:
+    killed: list[str] = []
+    while len(killed) < KILLS:
+        status = cli.wait("pairs", lambda s: busy_machine(s, killed), timeout_s=120)
+        killed.append(busy_machine(status, killed) or "")
+        cli("preempt", "pairs", killed[-1])
+        if len(killed) == 2:
             cli.process("pairs", "trainer").kill()
     outcome = cli.wait_outcome("pairs", timeout_s=100 + 20 * KILLS)
     assert outcome["exit_code"] == 0, outcome

@@ -151,12 +151,8 @@ class Learner:
 
     def metrics(self) -> dict[str, float]:
         """Return the step's metrics so far."""
-        found, sums = self.sums.metrics(), self.sums
-        if self._config.kind == "dpo":
-            pairs = max(sums.pairs, 1.0)
-            found |= {"pairs": sums.pairs, "pairs_ordered_share": sums.ordered / pairs,
-                      "pair_margin": sums.margin / pairs}  # fmt: skip
-        return found
+        pairs = _pair_metrics(self.sums) if self._config.kind == "dpo" else {}
+        return self.sums.metrics() | pairs
 
     def begin_step(self, step: int) -> None:
         """Reset sums and gradients; the weights are the step's policy until the first `apply`."""
@@ -363,6 +359,15 @@ def recomputes_old(algorithm: Algorithm) -> bool:
         and algorithm.minibatches_per_step > 1
         and (wanted == "recompute" or (wanted == "auto" and algorithm.loss == "gspo"))
     )
+
+
+def _pair_metrics(sums: StepSums) -> dict[str, float]:
+    pairs = max(sums.pairs, 1.0)
+    return {
+        "pairs": sums.pairs,
+        "pairs_ordered_share": sums.ordered / pairs,
+        "pair_margin": sums.margin / pairs,
+    }
 
 
 def _table(values: Sequence[Logprobs], like: Forward) -> Tensor:
