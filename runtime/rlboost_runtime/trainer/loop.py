@@ -267,9 +267,9 @@ class TrainerLoop:
         state.line["checkpoint_write_s"] = self._writer.last_write_s
         self._client.report(_report(state, checkpointed=False))
         self._trackers.log(state.line)
-        reward = {} if state.reward_mean is None else {"reward_mean": round(state.reward_mean, 4)}
         event(
-            log, "step.trained", **reward, loss=round(state.line["loss"], 4), tokens=state.tokens_trained,
+            log, "step.trained", reward_mean=state.reward_mean and round(state.reward_mean, 4),
+            loss=round(state.line["loss"], 4), tokens=state.tokens_trained,
             train_s=round(state.busy_s, 3), wait_s=round(state.wait_s, 3),
         )  # fmt: skip
         if taken is not None:
