@@ -280,7 +280,7 @@ soak-paper-scale: $(DEV) ## the real stack at the paper's scale, engines and tra
 
 .PHONY: soak-learning
 soak-learning: $(DEV) ## learning curves: each loss over 3 seeds, staleness 0 and 1 over 5 (40 min; may be stopped)
-	@for what in losses staleness; do \
+	@for what in losses stages staleness; do \
 		$(BIN)/python -m benchmarks.learning.losses $$what --out $(LEARNING_OUT)/$$what \
 			--result $(LEARNING_OUT)/$$what.json --picture $(LEARNING_OUT)/$$what.svg || exit; \
 	done

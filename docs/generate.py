@@ -174,7 +174,7 @@ rlboost check job.yaml
   `--devices`. TRL's own trainer can also train, and the fleet generate ([own-trainer.md](own-trainer.md)).
 - **prime-rl**: the TOML file of a run.
 - **OpenRLHF** has no file of options to translate; `rlboost init --template reinforce-pp-8b` writes its
-  REINFORCE++. PPO and DPO are not built.
+  REINFORCE++. Its SFT, rejection sampling and online DPO are in [stages](stages.md); PPO is not built.
 
 Rewards are Python and stay yours: `reward: math` stands in for them, and
 [own_reward](../examples/own_reward/job.yaml) shows one. In the tables, an option

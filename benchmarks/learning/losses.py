@@ -1,6 +1,7 @@
 """Does each loss learn, and does work ahead of training learn as well? Run by run, each finished one kept.
 
     python -m benchmarks.learning.losses losses --out FOLDER      # seven losses, 3 seeds each
+    python -m benchmarks.learning.losses stages --out FOLDER      # sft, rejection, dpo; 3 seeds each
     python -m benchmarks.learning.losses staleness --out FOLDER   # max_staleness 0 and 1, 5 seeds each
 
 The recipe is the quickstart's (spell_backward of reasoning-gym, 128 responses per step), **without a fleet**:
@@ -9,7 +10,8 @@ sampling happens in this process (`offline.py`). All runs of a seed begin with t
 finished run is not repeated; `--limit` makes a few and stops (exit code 3). Once all are there, the last line
 of stdout is one JSON object with every run's reward per step, and `--result` and `--picture` are written.
 
-- losses: passes if every run of every loss ends above its beginning (last five steps against first five).
+- losses, stages: passes if every run of every loss ends above its beginning (last five steps against first
+  five). The reward of an sft step is that of responses to its prompts, sampled before they are trained on.
 - staleness: passes if the mean rewards of the last five steps differ by at most two standard errors.
 """
 
@@ -36,12 +38,12 @@ from ruamel.yaml import YAML
 
 from benchmarks.learning.conditions import RECIPE, WARMUP_S
 from benchmarks.learning.offline import scorer_of, train, warmed_up
-from rlboost_runtime.job import Algorithm, Job
+from rlboost_runtime.job import WITHOUT_RATIO, Job, Loss
 from rlboost_runtime.run.folder import read_json, write_json
 from rlboost_runtime.trainer.artifacts.checkpoint import replace_folder
 from rlboost_runtime.trainer.learn.policy import Policy
 
-LOSSES: tuple[str, ...] = get_args(Algorithm.model_fields["loss"].annotation)
+LOSSES: tuple[str, ...] = tuple(loss for loss in get_args(Loss) if loss not in WITHOUT_RATIO)
 ENDS = 5
 """Steps of a beginning and of an end."""
 MORE_TO_DO = 3
@@ -73,6 +75,8 @@ def planned(what: str, seeds: int, steps: int) -> list[Planned]:
     """Return all runs, seed by seed, so that a stop leaves whole seeds."""
     if what == "losses":
         variants: dict[str, dict[str, Any]] = {loss: {"loss": loss} for loss in LOSSES}
+    elif what == "stages":
+        variants = {loss: {"loss": loss} for loss in WITHOUT_RATIO}
     else:
         variants = {f"staleness-{bound}": {"max_staleness": bound} for bound in (0, 1)}
     return [
@@ -87,6 +91,8 @@ def _job(seed: int, steps: int, changes: dict[str, Any]) -> Job:
     job["model"]["seed"] = seed
     job["model"]["warmup"]["max_seconds"] = WARMUP_S
     job["algorithm"] |= {"seed": seed, "steps": steps, **changes}
+    if changes.get("loss") == "sft":
+        job["rollout"]["spot"]["max_instances"] = 0
     return Job.model_validate_json(json.dumps(job))
 
 
@@ -142,12 +148,12 @@ def summary(what: str, records: Sequence[dict[str, Any]], steps: int) -> dict[st
     curves: dict[str, list[list[float]]] = {}
     for record in records:
         curves.setdefault(record["condition"], []).append(record["reward_mean"])
-    value, passed = (judge_losses if what == "losses" else judge_staleness)(curves)
+    value, passed = (judge_staleness if what == "staleness" else judge_losses)(curves)
     return {
         "name": f"learning-{what}",
         "value": round(value, 4),
-        "unit": "smallest lift of a run's reward" if what == "losses" else "standard errors apart",
-        "target": 0 if what == "losses" else 2,
+        "unit": "standard errors apart" if what == "staleness" else "smallest lift of a run's reward",
+        "target": 2 if what == "staleness" else 0,
         "pass": passed,
         "detail": {
             "what": "spell_backward, 128 responses per step, sampled in the trainer's process: no fleet",
@@ -169,8 +175,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("losses", "staleness"))
-    parser.add_argument("--seeds", type=int, default=None, help="3 for losses, 5 for staleness")
+    parser.add_argument("what", choices=("losses", "stages", "staleness"))
+    parser.add_argument("--seeds", type=int, default=None, help="5 for staleness, else 3")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--limit", type=int, default=None, help="make at most so many runs")
     parser.add_argument("--out", type=Path, required=True)
@@ -184,7 +190,7 @@ def main() -> int:
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
     ).stdout.strip()
     runs = planned(
-        arguments.what, arguments.seeds or {"losses": 3, "staleness": 5}[arguments.what], arguments.steps
+        arguments.what, arguments.seeds or (5 if arguments.what == "staleness" else 3), arguments.steps
     )
     missing = [run for run in runs if stored(run, arguments.out) is None]
     for run in missing[: arguments.limit]:

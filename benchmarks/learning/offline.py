@@ -16,6 +16,7 @@ them: which those are is decided by the trainer's own `RequestedSteps`, where a 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import logging
 import tempfile
@@ -28,14 +29,16 @@ import torch
 import transformers
 from ruamel.yaml import YAML
 
-from rlboost_runtime.job import Algorithm, Job, TinyModel
+from rlboost_runtime.job import WITHOUT_RATIO, Algorithm, Job, TinyModel
 from rlboost_runtime.trainer.data.chat import PromptEncoder
 from rlboost_runtime.trainer.data.prompts import Prompt, PromptSource
 from rlboost_runtime.trainer.data.reading import Example, read_examples
 from rlboost_runtime.trainer.learn.learner import Learner, recomputes_old
 from rlboost_runtime.trainer.learn.losses import group_advantages, overlong_penalty
 from rlboost_runtime.trainer.learn.policy import Policy
-from rlboost_runtime.trainer.learn.sample import Sample
+from rlboost_runtime.trainer.learn.reference import Reference
+from rlboost_runtime.trainer.learn.sample import Sample, chosen_responses
+from rlboost_runtime.trainer.loop import imitated
 from rlboost_runtime.trainer.models.tiny import WarmupReport, make_model, make_tokenizer
 from rlboost_runtime.trainer.models.warmup import Sampled, sample, warm_up, warmup_data
 from rlboost_runtime.trainer.rewards.outcome import require_some_reward
@@ -153,8 +156,13 @@ def train(policy: Policy, job: Job, files: Path, scorer: RewardScorer) -> list[d
         read_examples(job.data, files), PromptEncoder(policy.tokenizer),
         prompts_per_step=algorithm.prompts_per_step,
         max_prompt_tokens=algorithm.max_prompt_tokens, seed=algorithm.seed,
+        encode_response=PromptEncoder(policy.tokenizer).response if algorithm.loss == "sft" else None,
+        max_response_tokens=algorithm.max_response_tokens,
     )  # fmt: skip
-    learner = Learner(policy, algorithm)
+    reference = None
+    if algorithm.reference is not None:
+        reference = Reference(policy, Policy(copy.deepcopy(policy.model), policy.tokenizer))
+    learner = Learner(policy, algorithm, reference=reference)
     asked = RequestedSteps[int](algorithm.max_staleness, algorithm.steps)
     sampled: dict[int, list[Sampled]] = {}
     rows = []
@@ -204,13 +212,17 @@ def train_step(
         )
         for reward, response in zip(rewards, responses, strict=True)
     ]
-    rewards_GR = torch.tensor(shaped).view(-1, algorithm.group_size)
-    advantages = group_advantages(rewards_GR, kind=algorithm.loss).flatten().tolist()
     samples = [
-        Sample.of(prompt.token_ids, response.token_ids, response.logprobs, advantage)
-        for prompt, response, advantage in zip(asked, responses, advantages, strict=True)
+        Sample.of(prompt.token_ids, response.token_ids, response.logprobs, advantage, usable=usable)
+        for prompt, response, (advantage, usable) in zip(
+            asked, responses, _advantages(shaped, algorithm), strict=True
+        )
     ]
     learner.begin_step(step)
+    if algorithm.loss == "sft":
+        samples = [imitated(prompt) for prompt in prompts]
+    if algorithm.reference is not None:
+        samples = learner.score_reference(samples)
     if recomputes_old(algorithm):
         samples = learner.recompute(samples)
     per_minibatch = len(samples) // algorithm.minibatches_per_step
@@ -221,8 +233,19 @@ def train_step(
         "reward_mean": sum(reward.value for reward in rewards) / len(rewards),
         "length_mean": sum(len(response.token_ids) for response in responses) / len(responses),
         "truncated_share": sum(not response.stopped for response in responses) / len(responses),
-        **learner.sums.metrics(),
+        **learner.metrics(),
     }
+
+
+def _advantages(rewards: Sequence[float], algorithm: Algorithm) -> list[tuple[float, bool]]:
+    """Return each response's advantage, and whether it is trained on."""
+    size = algorithm.group_size
+    if algorithm.loss not in WITHOUT_RATIO:
+        found = group_advantages(torch.tensor(rewards).view(-1, size), kind=algorithm.loss)
+        return [(advantage, True) for advantage in found.flatten().tolist()]
+    groups = [rewards[i : i + size] for i in range(0, len(rewards), size)]
+    chosen = [sign for group in groups for sign in chosen_responses(group, [True] * size, algorithm)]
+    return [(sign, sign != 0) for sign in chosen]
 
 
 if __name__ == "__main__":

@@ -49,6 +49,8 @@ def prompts(context: DoctorContext) -> Iterator[Finding]:
     every = max(1, -(-len(examples) // MAX_PROMPTS_MEASURED))
     try:
         lengths = [len(facts.encode(example)[1]) for example in examples[::every]]
+        if job.algorithm.loss == "sft":
+            yield _judge_responses([len(facts.encode.response(each)) for each in examples[::every]], job)
     except ConfigError as error:
         yield failed("prompts", error)
         return
@@ -75,6 +77,19 @@ def data(context: DoctorContext) -> Iterator[Finding]:
         yield failed("prompts", error)
     else:
         yield ok("prompts", f"{len(examples):,} read")
+
+
+def _judge_responses(lengths: Sequence[int], job: Job) -> Finding:
+    """Judge the lengths in tokens of the responses that are learnt."""
+    limit = job.algorithm.max_response_tokens
+    found = f"of {min(lengths)} to {max(lengths)} tokens (limit {limit})"
+    too_long = sum(length > limit for length in lengths) / len(lengths)
+    remedy = "raise algorithm.max_response_tokens"
+    if too_long == 1:
+        return fail("responses", f"{found}; all are too long", remedy)
+    if too_long:
+        return warn("responses", f"{found}; {too_long:.1%} are too long and will be skipped", remedy)
+    return ok("responses", found)
 
 
 def judge_lengths(lengths: Sequence[int], num_examples: int, job: Job) -> Finding:
@@ -109,6 +124,9 @@ def judge_lengths(lengths: Sequence[int], num_examples: int, job: Job) -> Findin
 def reward(context: DoctorContext) -> Iterator[Finding]:
     """Score one response as the run will: in a child process, from copies of the files that the job names."""
     job = context.wanted
+    if not job.is_scored:
+        yield ok("reward", "none: loss sft learns the data's own responses")
+        return
     try:
         with tempfile.TemporaryDirectory(prefix="rlboost-doctor-") as folder:
             files, log = Path(folder) / "files", Path(folder) / "reward.log"

@@ -91,6 +91,7 @@ def launch_plan(run: str, job: Job, forecast: Projection | None = None, problem:
     offers = [
         PlanLine("spot", o.infra, spot.max_instances, _micro_or_none(expected_usd_per_hour(o)))
         for o in spot.any_of
+        if spot.max_instances
     ]
     return LaunchPlan(
         run=run,

@@ -117,6 +117,10 @@ def project(
 
     Raises `ConfigError` where its model or a GPU is unknown to the simulator, or its model does not fit.
     """
+    if job.algorithm.loss == "sft":
+        raise ConfigError(
+            "loss sft rolls nothing out, which is what is simulated", "a few steps tell its pace"
+        )
     say("simulating the job")
     found = simulated_job(job, folder)
     evaluations = planned_evaluations(job, folder, found.preset)

@@ -255,8 +255,11 @@ def _too_long(job: Job, shape: TransformerShape) -> list[FieldProblem]:
 
 
 def _largest_pass(job: Job, micro_batch_tokens: int) -> int:
-    """Return the positions of the largest forward pass: a response above the budget goes alone."""
-    return max(job.algorithm.max_prompt_tokens + job.algorithm.max_response_tokens, micro_batch_tokens)
+    """Return the positions of the largest forward pass: a response, or dpo's pair, above the budget goes
+    alone."""
+    together = 2 if job.algorithm.loss == "dpo" else 1
+    longest = job.algorithm.max_prompt_tokens + job.algorithm.max_response_tokens
+    return max(together * longest, micro_batch_tokens)
 
 
 def _setup(job: Job, shape: TransformerShape, *, on_gpu: bool) -> TrainingSetup:

@@ -7,7 +7,17 @@ The resolved job is stored as JSON beside the run and read back with `run.resolv
 
 from __future__ import annotations
 
-from rlboost_runtime.job.algorithm import IMPORTANCE_CAPS, Algorithm, EntropyBonus, Kl, Lora
+from rlboost_runtime.job.algorithm import (
+    IMPORTANCE_CAPS,
+    WITHOUT_RATIO,
+    Algorithm,
+    Dpo,
+    EntropyBonus,
+    Kl,
+    Lora,
+    Loss,
+    Rejection,
+)
 from rlboost_runtime.job.base import Model
 from rlboost_runtime.job.data import (
     CHAT_TEMPLATES,
@@ -38,10 +48,12 @@ __all__ = [
     "BUILT_IN_REWARDS",
     "CHAT_TEMPLATES",
     "IMPORTANCE_CAPS",
+    "WITHOUT_RATIO",
     "After",
     "Algorithm",
     "Budget",
     "CloudOffer",
+    "Dpo",
     "Endpoint",
     "EntropyBonus",
     "Evaluation",
@@ -51,12 +63,14 @@ __all__ = [
     "Kl",
     "LocalOffer",
     "Lora",
+    "Loss",
     "Market",
     "Model",
     "PromptData",
     "PromptDataset",
     "PromptFile",
     "ReasoningGym",
+    "Rejection",
     "RewardSetting",
     "RewardSource",
     "Rollout",

@@ -66,6 +66,29 @@ class EntropyBonus(Model):
     """Weight in the last step, reached linearly; null: it stays the same."""
 
 
+class Dpo(Model):
+    """Preference pairs of the `dpo` loss."""
+
+    beta: float = Field(default=0.1, gt=0)
+    """How strongly the policy is held near the reference."""
+    reference: str = "start"
+    """As in `kl`: start is the model that the run began with; else a folder, or an id of the hub."""
+
+
+class Rejection(Model):
+    """Which responses the `rejection` loss imitates."""
+
+    keep: int = Field(default=1, ge=1)
+    """At most so many of a group, those with the highest reward; equal ones in order of their numbers."""
+    above: float | None = 0.0
+    """Only responses whose reward is above this; null: any."""
+
+
+Loss = Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp", "dpo", "rejection", "sft"]
+WITHOUT_RATIO = ("dpo", "rejection", "sft")
+"""Losses without a probability ratio: clips and corrections of it have no meaning there."""
+
+
 IMPORTANCE_CAPS = {"token": 2.0, "icepop": 5.0, "sequence_mask": 3.0}
 """What `importance_cap: null` stands for: the caps of verl and SkyRL, of IcePop's authors, of TRL."""
 
@@ -73,11 +96,13 @@ IMPORTANCE_CAPS = {"token": 2.0, "icepop": 5.0, "sequence_mask": 3.0}
 class Algorithm(Model):
     """The RL algorithm."""
 
-    loss: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp"] = "dapo"
+    loss: Loss = "dapo"
     """grpo: mean per response (arXiv 2402.03300); dapo: mean over tokens, higher upper clip (2503.14476);
     dr_grpo: constant divisor, no std (2503.20783); gspo: one ratio per response (2507.18071); cispo: clipped
     weight, every token keeps its gradient (2506.13585); rloo: leave-one-out baseline (2402.14740);
-    reinforce_pp: group baseline, batch std (2501.03262)."""
+    reinforce_pp: group baseline, batch std (2501.03262); dpo: the best response of a group against the worst
+    (2305.18290, online as in 2405.07863); rejection: the best responses are imitated (2304.06767); sft: the
+    data's own responses are imitated, nothing is rolled out."""
     group_size: int = Field(default=8, ge=2, le=10_000)
     """Responses per prompt."""
     prompts_per_step: int = Field(default=128, ge=1, le=1_000_000)
@@ -107,6 +132,10 @@ class Algorithm(Model):
     """Penalty on the distance from a reference policy; null: none."""
     entropy_bonus: EntropyBonus | None = None
     """Bonus for entropy; null: none."""
+    dpo: Dpo | None = None
+    """Settings of loss dpo; null: its defaults."""
+    rejection: Rejection | None = None
+    """Settings of loss rejection; null: its defaults."""
     minibatches_per_step: int = Field(default=1, ge=1)
     """Optimizer steps per step; must divide prompts_per_step."""
     clip_low: float | None = Field(default=None, gt=0, lt=1)
@@ -187,6 +216,13 @@ class Algorithm(Model):
                 raise ValueError(
                     "entropy_bonus does not go with reinforce_pp; remove it, or write loss: grpo"
                 )
+        if self.loss == "dpo" and (self.kl is not None or self.entropy_bonus is not None):
+            name = "entropy_bonus" if self.kl is None else "kl"
+            raise ValueError(f"{name} does not go with dpo, which has dpo.beta for that; remove it")
+        if self.loss == "sft" and self.kl is not None and self.kl.is_in_reward:
+            raise ValueError("kl is in the reward, but sft has no rewards; write in: loss")
+        if self.loss == "sft" and self.max_staleness:
+            raise ValueError(f"max_staleness is {self.max_staleness}, but sft rolls nothing out; remove it")
         if self.learning_rate_decay_steps and self.learning_rate_schedule != "warmup_stable_decay":
             raise ValueError(
                 "learning_rate_decay_steps is for warmup_stable_decay, but learning_rate_schedule is"
@@ -196,8 +232,26 @@ class Algorithm(Model):
 
     @property
     def has_reference_model(self) -> bool:
-        """True if the KL penalty needs a model beside the policy: the base under adapters needs none."""
-        return self.kl is not None and (self.kl.reference != "start" or self.lora is None)
+        """True if the reference is a model beside the policy: the base under adapters is none."""
+        return self.reference is not None and (self.reference != "start" or self.lora is None)
+
+    @property
+    def reference(self) -> str | None:
+        """What the policy is held near, by a KL penalty or as dpo does; None: nothing."""
+        if self.loss == "dpo":
+            return self.preference.reference
+        return None if self.kl is None else self.kl.reference
+
+    @property
+    def preference(self) -> Dpo:
+        """`dpo`, its defaults filled in."""
+        return self.dpo or Dpo()
+
+    @property
+    def trained_temperature(self) -> float:
+        """The temperature of the distribution that is trained: the sampled one, but 1 where responses are
+        imitated; temperature 0 reads as 1."""
+        return 1.0 if self.loss in ("rejection", "sft") else self.temperature or 1.0
 
     def learning_rate_at(self, step: int) -> float:
         """Return the learning rate of `step`, from 0: a linear warm-up, then the schedule of that name in

@@ -57,8 +57,11 @@ class RowSettings(PromptSettings):
     """Field that holds a list of messages, each {role, content}; null: `prompt_field`, or else `messages`,
     where that is such a list."""
     final_assistant: Literal["refuse", "drop", "continue"] = "refuse"
-    """Messages that end with the assistant's: refuse: an error; drop: it is the answer, and left out;
-    continue: the model continues it."""
+    """Messages that end with the assistant's: refuse: an error; drop: it is the answer, and left out (with
+    loss sft it is learnt); continue: the model continues it."""
+    response_field: str | None = None
+    """Field with the response that loss sft learns; null: the last message where final_assistant is drop, or
+    else `answer`."""
     columns: list[str] = Field(default=[])
     """Fields that are kept of each row for the reward function, beside prompt and answer; []: all."""
 

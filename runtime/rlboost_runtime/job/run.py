@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -146,6 +146,37 @@ class Job(Model):
     """Where step metrics go beside `metrics.jsonl`."""
     evidence: Evidence = Evidence()
     """What is kept so that the run can be audited."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sft_needs_no_engine(cls, data: Any) -> Any:  # any JSON value
+        """Fill in that nothing rolls out, where the job does not say otherwise."""
+        if not isinstance(data, dict) or not isinstance(algorithm := data.get("algorithm"), dict):
+            return data
+        if algorithm.get("loss") != "sft":
+            return data
+        rollout, trainer = data.get("rollout", {}), data.get("trainer", {})
+        if isinstance(rollout, dict) and isinstance(spot := rollout.get("spot", {}), dict):
+            data = data | {"rollout": rollout | {"spot": {"max_instances": 0} | spot}}
+        if isinstance(trainer, dict) and data.get("evaluation") is None:
+            data = data | {"trainer": {"local_engines": 0} | trainer}
+        return data
+
+    @model_validator(mode="after")
+    def _sft_rents_nothing(self) -> Self:
+        most = self.rollout.spot.max_instances
+        if self.algorithm.loss == "sft" and most:
+            raise ValueError(
+                f"rollout.spot.max_instances is {most}, but loss sft rolls nothing out; write 0"
+                " (trainer.local_engines roll out an evaluation)"
+            )
+        return self
+
+    @property
+    def is_scored(self) -> bool:
+        """True if any response of the run gets a reward."""
+        warms_up = isinstance(self.model, TinyModel) and self.model.warmup is not None
+        return self.algorithm.loss != "sft" or bool(self.evaluations) or warms_up
 
     @model_validator(mode="after")
     def _head_is_told_all(self) -> Self:

@@ -388,7 +388,8 @@ class StepTrainedMessage(Message, frozen=True, omit_defaults=True):
     wait_s: float
     busy_s: float
     tokens_trained: int
-    reward_mean: float
+    reward_mean: float | None
+    """None: nothing was rolled out."""
     metrics: dict[str, float]
     checkpointed: bool = True
 

@@ -159,12 +159,15 @@ def train(client: RolloutClient, ranks: Ranks = ALONE) -> Path:
             progress.finish()
             serve_model(client, policy)
         progress.report("encoding the prompts")
+        encoder, imitates = PromptEncoder(policy.tokenizer), job.algorithm.loss == "sft"
         source = PromptSource(
-            examples, PromptEncoder(policy.tokenizer), prompts_per_step=job.algorithm.prompts_asked_per_step,
+            examples, encoder, prompts_per_step=job.algorithm.prompts_asked_per_step,
             max_prompt_tokens=job.algorithm.max_prompt_tokens, seed=job.algorithm.seed,
             num_held_out=0 if job.held_out is None else job.held_out.prompts,
+            encode_response=encoder.response if imitates else None,
+            max_response_tokens=job.algorithm.max_response_tokens,
         )  # fmt: skip
-        evaluated = evaluation_prompts(job, run.files, PromptEncoder(policy.tokenizer), source.held_out)
+        evaluated = evaluation_prompts(job, run.files, encoder, source.held_out)
         other = load_reference(client, examples, scorer, progress, ranks)
         client.job = job = fit_to_gpu(job, policy)
         files = _files_to_send(policy, job)
@@ -173,7 +176,7 @@ def train(client: RolloutClient, ranks: Ranks = ALONE) -> Path:
         ranks.broadcast(LoadPolicy(str(policy.source), job.canonical_json(), files, folder, others))
         policy.set_up(job.trainer, job.algorithm, ranks, is_sent=bool(files))
         reference = None
-        if job.algorithm.kl is not None:
+        if job.algorithm.reference is not None:
             reference = Reference(policy, other, ranks, is_sent=bool(others))
         progress.finish()
         final = TrainerLoop(client, policy, source, scorer, ranks, reference, evaluated).train()
@@ -218,16 +221,16 @@ def load_reference(
     progress: StartupProgress,
     ranks: Ranks,
 ) -> Policy | None:
-    """Return the model of the KL's reference; None where there is no KL, or adapters serve."""
-    kl = client.job.algorithm.kl
-    if kl is None or not client.job.algorithm.has_reference_model:
+    """Return the reference's model; None where there is no reference, or the base under adapters serves."""
+    reference = client.job.algorithm.reference
+    if reference is None or not client.job.algorithm.has_reference_model:
         return None
     progress.report("loading the reference model")
-    if kl.reference == "start":
+    if reference == "start":
         return _start_policy(client, examples, scorer, progress, ranks)
-    if not Path(kl.reference).is_dir():
-        fetch(kl.reference, progress)
-    return Policy.load(kl.reference, ranks)
+    if not Path(reference).is_dir():
+        fetch(reference, progress)
+    return Policy.load(reference, ranks)
 
 
 def _start_policy(

@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from rlboost_runtime.logs import bind, event
@@ -61,6 +62,7 @@ from rlboost_runtime.trainer.rollout.groups import (
 )
 from rlboost_runtime.trainer.rollout.metrics import (
     MetricsLog,
+    choice_metrics,
     group_metrics,
     pick_samples,
 )
@@ -106,6 +108,7 @@ class TrainerLoop:
         algorithm, trainer = self._job.algorithm, self._job.trainer
         self._policy = policy
         self._has_reference = reference is not None
+        self._imitates = algorithm.loss == "sft"
         self._source = source
         self._evaluated = evaluated
         self._reward_name = scorer.name
@@ -206,11 +209,13 @@ class TrainerLoop:
             self._job.algorithm.zero_variance_groups, self._job.algorithm.prompts_per_step
         )
         groups, held_out = self._train_as_they_arrive(requested, selection, seconds)
-        require_some_reward(
-            [response.reward for group in groups for response in group.responses], self._reward_name
-        )
+        if groups:
+            require_some_reward(
+                [response.reward for group in groups for response in group.responses], self._reward_name
+            )
         with seconds.timed("publish"):
-            self._client.begin_publication(self._content)
+            if self._is_rolled_out(step + 1):
+                self._client.begin_publication(self._content)
             if not self._stream.holds_lease:
                 self._residency.free()  # engines may load what is announced
         self._requested.remove(step)
@@ -219,10 +224,10 @@ class TrainerLoop:
             "step": float(step),
             "policy_version": float(requested.policy_version),
             "staleness": float(requested.staleness),
-            **group_metrics(groups),
-            **selection.metrics(),
+            **(group_metrics(groups) | selection.metrics() if groups else {}),
             **self._evaluation(requested, held_out),
-            **self._learner.sums.metrics(),
+            **self._learner.metrics(),
+            **choice_metrics(groups, self._job.algorithm),
             "learning_rate": self._learner.learning_rate(step),
             "prompts_skipped": float(self._source.num_skipped),
             "rollout_wait_s": waits.without_lease_s + waits.for_lease_s,
@@ -242,7 +247,7 @@ class TrainerLoop:
             wait_s=waits.with_lease_s,
             busy_s=line["train_s"],
             tokens_trained=self._learner.sums.tokens,
-            reward_mean=line["reward_mean"],
+            reward_mean=line.get("reward_mean"),
             line=line,
             ahead=self._requested.versions(),
         )
@@ -263,7 +268,8 @@ class TrainerLoop:
         self._client.report(_report(state, checkpointed=False))
         self._trackers.log(state.line)
         event(
-            log, "step.trained", reward_mean=round(state.reward_mean, 4), tokens=state.tokens_trained,
+            log, "step.trained", reward_mean=state.reward_mean and round(state.reward_mean, 4),
+            loss=round(state.line["loss"], 4), tokens=state.tokens_trained,
             train_s=round(state.busy_s, 3), wait_s=round(state.wait_s, 3),
         )  # fmt: skip
         if taken is not None:
@@ -285,7 +291,8 @@ class TrainerLoop:
         if version not in self._client.store.versions():
             version, updates = newest
         steps = self._job.algorithm.steps
-        prompts = self._source.batch(step) if step < steps else []  # or the final weights alone
+        trains = step < steps and not self._imitates  # or the final weights alone
+        prompts = self._source.batch(step) if trains else []
         prompts = prompts + due(self._evaluated, step, steps)
         requested = RequestedStep[PendingGroup](step, version, updates, prompts)
         self._requested.add(requested)
@@ -298,6 +305,11 @@ class TrainerLoop:
             stop_token_ids=self._policy.stop_token_ids, keep_lease=step != training,
         )  # fmt: skip
         return requested
+
+    def _is_rolled_out(self, updates: int) -> bool:
+        """Return True if engines need the weights with so many updates: sft's only where an evaluation is
+        due."""
+        return not self._imitates or bool(due(self._evaluated, updates, self._job.algorithm.steps))
 
     # --- evaluations ---------------------------------------------------------------------------------------
 
@@ -362,16 +374,21 @@ class TrainerLoop:
         groups: list[ScoredGroup] = []
         held_out: list[ScoredGroup] = []
         chosen = self._chosen(requested, selection, groups, held_out, seconds)
+        if self._imitates:
+            deque(chosen, maxlen=0)  # evaluations, whose engines may need the GPU
+            chosen = ([imitated(prompt)] for prompt in self._source.batch(requested.step))
         must_recompute = recomputes_old(algorithm)
         for size in micro_batch_sizes(
             algorithm.prompts_per_step,
             algorithm.minibatches_per_step,
-            algorithm.group_size,
+            1 if self._imitates else algorithm.group_size,
             algorithm.micro_batch_responses,
         ):
             if size:
                 samples = [sample for group in islice(chosen, size) for sample in group]
                 with self._on_gpu(seconds):
+                    if self._has_reference and any(each.reference_logprobs is None for each in samples):
+                        samples = self._learner.score_reference(samples)
                     self._learner.accumulate(samples)
                 if algorithm.max_staleness:
                     self._receive(requested.step, 0)
@@ -416,7 +433,8 @@ class TrainerLoop:
                 self._receive(requested.step, self._job.algorithm.micro_batch_responses)
             arrived = requested.arrived[given:]
             given += len(arrived)
-            yield from self._with_reference(arrived, seconds) if self._has_reference else arrived
+            needs_reference = self._job.algorithm.kl is not None  # also of what the loss does not choose
+            yield from self._with_reference(arrived, seconds) if needs_reference else arrived
 
     def _with_reference(self, arrived: list[PendingGroup], seconds: Seconds) -> list[PendingGroup]:
         """Return the groups with the reference's logprobs: in one pass for all that have arrived, while their
@@ -441,6 +459,12 @@ class TrainerLoop:
     def _recompute(self, samples: list[Sample], seconds: Seconds) -> list[Sample]:
         with self._on_gpu(seconds):
             return self._learner.recompute(samples)
+
+
+def imitated(prompt: Prompt) -> Sample:
+    """Return a prompt's own response as what sft trains on; no engine has logprobs of it."""
+    ids = np.array(prompt.response_ids, np.int32)
+    return Sample(np.array(prompt.token_ids, np.int32), ids, np.zeros(len(ids), np.float32), 1.0)
 
 
 def micro_batch_sizes(

@@ -736,10 +736,32 @@ async def test_a_step_asked_for_at_the_end_does_not_hide_the_last_one_from_a_res
         assert texts(await trainer.hear(DeliverGroupMessage)) == [[1, 9], [9]]
 
 
+async def test_a_step_without_groups_is_trained_like_any_other_also_after_a_restart(tmp_path: Path) -> None:
+    """sft rolls nothing out: the lease comes at once, and numbers of responses go on behind it."""
+    for boot, step in (("first", 0), ("again", 1)):
+        async with shell(tmp_path) as made:
+            trainer = made.trainers()
+            await trainer.say(TrainerHello(SCHEMA, "job", boot))
+            await trainer.say(VersionPublishedMessage(0, "digest", 1, 0.0))
+            await trainer.say(StepStartedMessage(step, 0, (), 2, 4))
+            assert (await trainer.hear(GrantLeaseMessage)).step == step
+            await trainer.say(StepTrainedMessage(step, 0.0, 0.1, 7, None, {}, checkpointed=False))
+            await trainer.hang_up()
+            assert made.driver.core.step is not None
+            assert made.driver.core.step.trained
+    async with shell(tmp_path) as made:
+        assert made.driver.totals.trained_step == 1
+        trainer = made.trainers()
+        await trainer.say(TrainerHello(SCHEMA, "job", "evaluates"))
+        await trainer.say(request(step=2))
+        await trainer.hang_up()
+        assert made.driver.step is not None
+        assert made.driver.step.all_responses().start == 0
+
+
 @pytest.mark.parametrize(
     "bad",
     [
-        StepStartedMessage(0, 0, (), 2, 4),
         StepStartedMessage(0, 0, (PromptSpec(1, b"\0" * 4),), 2, 4),
         StepStartedMessage(0, 0, (PromptSpec(0, b""),), 2, 4),
         StepStartedMessage(0, 0, (PromptSpec(0, b"\0" * 4),), 0, 4),

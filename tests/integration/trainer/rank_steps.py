@@ -8,13 +8,14 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from rlboost_runtime.job import Algorithm, EntropyBonus, Kl, Lora, TinyModel, Trainer
+from rlboost_runtime.job import Algorithm, Dpo, EntropyBonus, Kl, Lora, TinyModel, Trainer
 from rlboost_runtime.trainer.learn.learner import Learner
 from rlboost_runtime.trainer.learn.policy import Policy, Residency
 from rlboost_runtime.trainer.learn.rank_worker import serve
@@ -32,6 +33,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {},
     ),
     "kl_lora": ({"lora": Lora(rank=4), "kl": Kl(coef=0.3, estimator="k2")}, {}),
+    "sft": ({"loss": "sft"}, {}),
+    "rejection_kl": ({"loss": "rejection", "kl": Kl(coef=0.3)}, {}),
+    "dpo": ({"loss": "dpo", "dpo": Dpo(beta=0.3)}, {}),
+    "dpo_lora": ({"loss": "dpo", "lora": Lora(rank=4)}, {}),
     "checkpointing": ({}, {"activation_checkpointing": True}),
 }
 """Changes of the algorithm and of the trainer."""
@@ -51,13 +56,21 @@ def samples(seed: int, num: int = 12) -> list[Sample]:
     return found
 
 
-def split(found: list[Sample], seed: int) -> Iterator[list[Sample]]:
+def paired(found: list[Sample]) -> list[Sample]:
+    """The samples as best and worst of groups, one pair of them unusable."""
+    return [
+        replace(each, advantage=float(1 - 2 * (i % 2)), usable=i // 2 != 2) for i, each in enumerate(found)
+    ]
+
+
+def split(found: list[Sample], seed: int, together: int = 1) -> Iterator[list[Sample]]:
     """Any order, in up to four calls, also with one sample for two ranks."""
     draw = np.random.default_rng(seed)
-    order, cuts = draw.permutation(len(found)), sorted(draw.integers(1, len(found), 3).tolist())
-    for start, end in zip([0, *cuts], [*cuts, len(found)], strict=True):
+    units = [found[i : i + together] for i in range(0, len(found), together)]
+    order, cuts = draw.permutation(len(units)), sorted(draw.integers(1, len(units), 3).tolist())
+    for start, end in zip([0, *cuts], [*cuts, len(units)], strict=True):
         if start < end:
-            yield [found[i] for i in order[start:end]]
+            yield [sample for i in order[start:end] for sample in units[i]]
 
 
 def run_case(case: str, ranks: Ranks, seed: int | None) -> dict[str, Any]:
@@ -70,7 +83,7 @@ def run_case(case: str, ranks: Ranks, seed: int | None) -> dict[str, Any]:
     policy = Policy(make_model(TinyModel(init="tiny", hidden_size=32, num_layers=2), 64), make_tokenizer())
     policy.set_up(trainer, algorithm, ranks)
     reference = None
-    if algorithm.kl is not None:
+    if algorithm.reference is not None:
         model = make_model(TinyModel(init="tiny", hidden_size=32, num_layers=2, seed=5), 64)
         other = None if algorithm.lora is not None else Policy(model, make_tokenizer())
         reference = Reference(policy, other, ranks)
@@ -88,16 +101,17 @@ def run_case(case: str, ranks: Ranks, seed: int | None) -> dict[str, Any]:
         serve(ranks, policy, learner, Residency(policy, learner.optimizer))
         return {}
     learner.begin_step(3)
-    old = learner.recompute(samples(1))
-    for number, batch in enumerate((samples(0), old)):
-        for part in [batch] if seed is None else split(batch, seed + number):
+    is_paired = algorithm.loss == "dpo"
+    old = learner.recompute(paired(samples(1)) if is_paired else samples(1))
+    for number, batch in enumerate((paired(samples(0)) if is_paired else samples(0), old)):
+        for part in [batch] if seed is None else split(batch, seed + number, 1 + is_paired):
             learner.accumulate(part if reference is None else learner.score_reference(part))
         learner.apply()
     state = learner.optimizer.state_dict()
     result = {
         "gradients": gradients,
         "weights": policy.full_state(),
-        "metrics": learner.sums.metrics(),
+        "metrics": learner.metrics(),
         "moments": [state["state"][i]["exp_avg_sq"] for i in sorted(state["state"])],
         "old": [sample.old_logprobs for sample in old],
         "probe": policy.probe([1, 2, 3], "float32").logprobs,

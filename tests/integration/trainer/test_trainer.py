@@ -435,6 +435,8 @@ def test_held_out_prompts_are_answered_and_never_trained(tmp_path):
     assert not {p.token_ids for m in asked[:STEPS] for p in m.prompts[:GROUPS]} & set(tails[0])
     table = lines(run)
     general = {"eval_avg_at_K", "eval_pass_at_K", "reward_NAME_mean"}
+    general |= {"pairs", "pairs_tied", "pairs_ordered_share", "pair_margin"}  # dpo's
+    general |= {"responses_kept", "groups_without_kept"}  # of rejection
     assert {described(name).name for name in set().union(*table)} == (
         GLOSSARY.keys() - {"tokens_per_s", *general} | {"eval_avg_at_4", "eval_pass_at_2", "eval_pass_at_4"}
     )

@@ -268,7 +268,8 @@ def test_odd_yaml_is_a_mistake(check: Check, text: str, line: str) -> None:
         ("algorithm:\n", "4: algorithm: found nothing; indent its fields below it, or remove the line"),
         ("budget: 5\n", "4: budget: found 5 (a number); write a section with any of max_usd, max_usd_per_hour"),
         ("evidence: {keep_journal: yes}\n", "4: evidence.keep_journal: found 'yes' (text); write true"),
-        ("algorithm: {loss: grpoo}\n", "4: algorithm.loss: found 'grpoo'; write grpo or dapo or dr_grpo or gspo or cispo or rloo or reinforce_pp"),
+        ("algorithm: {loss: grpoo}\n", "4: algorithm.loss: found 'grpoo'; write grpo or dapo or dr_grpo"
+         " or gspo or cispo or rloo or reinforce_pp or dpo or rejection or sft"),
         ("files: rewards.py\n", "4: files: found 'rewards.py' (text); write [rewards.py]"),
         ("files: [rewards.py, 8]\n", "4: files[1]: found 8 (a number); write '8'"),
         (

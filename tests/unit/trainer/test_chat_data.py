@@ -254,3 +254,63 @@ def test_each_source_is_scored_by_its_own_reward(tmp_path: Path) -> None:
         call = RewardCall("q", "yes", {"answer": "yes"})
         assert scorer.submit(call).result().value == 7.0
         assert scorer.submit(call, "exact").result().value == 1.0
+
+
+# --- responses that sft learns -----------------------------------------------------------------------------
+
+
+def learnt(data: PromptFile, folder: Path, model: str) -> list[tuple[list[int], list[int]]]:
+    encoder = PromptEncoder(TOKENIZERS[model])
+    return [(encoder(each)[1], encoder.response(each)) for each in read_examples(data, folder)]
+
+
+@pytest.mark.parametrize("model", TOKENIZERS)
+def test_prompt_and_response_are_the_whole_conversation(tmp_path: Path, model: str) -> None:
+    """As TRL's SFTTrainer (1.16.0) has them for prompt and completion."""
+    write_rows(tmp_path, [{"messages": TURNS[:2]}, {"messages": TURNS[:1], "answer": 5}])
+    data = PromptFile(source="chat.jsonl", final_assistant="drop")
+    for prompt, response in learnt(data, tmp_path, model):
+        whole = TOKENIZERS[model].apply_chat_template(TURNS[:2], tokenize=True, return_dict=False)
+        assert prompt + response == whole
+        assert prompt == TOKENIZERS[model].apply_chat_template(
+            TURNS[:1], add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+
+
+def test_plain_text_ends_with_the_end_of_text(tmp_path: Path) -> None:
+    write_rows(tmp_path, [{"prompt": "2 + 3 = ", "solution": "5", "answer": "five"}])
+    plain = TOKENIZERS["llama"]
+    found = learnt(PromptFile(source="chat.jsonl", response_field="solution"), tmp_path, "llama")
+    assert found == [(plain.encode("2 + 3 = "), plain.encode("5", add_special_tokens=False))]  # it has no end
+    plain.eos_token = "<|eot|>"
+    try:
+        ((_, response),) = learnt(PromptFile(source="chat.jsonl"), tmp_path, "llama")
+    finally:
+        plain.eos_token = None
+    assert plain.convert_ids_to_tokens(response) == [*"five", "<|eot|>"]
+
+
+def test_a_row_without_a_response_is_told(tmp_path: Path) -> None:
+    write_rows(tmp_path, [{"prompt": "a", "answer": "b"}, {"prompt": "c"}])
+    with pytest.raises(ConfigError, match=r"chat\.jsonl:2: no response to learn"):
+        learnt(PromptFile(source="chat.jsonl"), tmp_path, "llama")
+
+
+def test_a_template_that_changes_the_prompt_is_refused(tmp_path: Path) -> None:
+    """This one writes that there is no thought only where none of it was written yet."""
+    write_rows(tmp_path, [{"messages": TURNS[:2]}])
+    data = PromptFile(source="chat.jsonl", final_assistant="drop", template_args={"enable_thinking": False})
+    with pytest.raises(ConfigError, match="renders the prompt otherwise"):
+        learnt(data, tmp_path, "chatml")
+
+
+def test_long_responses_are_left_out_and_counted(tmp_path: Path) -> None:
+    write_rows(tmp_path, [{"prompt": "a", "answer": "b" * n} for n in (3, 9, 5)])
+    encoder = PromptEncoder(TOKENIZERS["llama"])
+    examples = read_examples(PromptFile(source="chat.jsonl"), tmp_path)
+    settings = {"prompts_per_step": 2, "max_prompt_tokens": 9, "seed": 0, "encode_response": encoder.response}
+    source = PromptSource(examples, encoder, max_response_tokens=5, **settings)
+    assert (len(source), source.num_skipped) == (2, 1)
+    assert sorted(len(each.response_ids) for each in source.batch(0)) == [3, 5]
+    with pytest.raises(ConfigError, match="none of 3 responses has at most max_response_tokens 2"):
+        PromptSource(examples, encoder, max_response_tokens=2, **settings)

@@ -61,7 +61,7 @@ def test_prompt_file(tmp_path):
     rows = [{"q": "a?", "answer": 4, "more": [1]}, {"q": "b?"}]
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
     found = read_examples(PromptFile(source="p.jsonl", prompt_field="q"), tmp_path)
-    assert found == [Example("a?", "4", rows[0]), Example("b?", None, rows[1])]
+    assert found == [Example("a?", "4", rows[0], response="4"), Example("b?", None, rows[1])]
 
 
 @pytest.mark.parametrize("mark", ["\u2028", "\u2029", "\x85"])

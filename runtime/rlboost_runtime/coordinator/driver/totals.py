@@ -90,8 +90,9 @@ class RunTotals:
                         self.tokens_redone += self.tokens_in_step
                     self.open_step = (step, version)
                     self.requested += len(requests)
-                    self.first_response = requests[0].response
-                    self.next_response = max(self.next_response, requests[-1].response + 1)
+                    self.first_response = requests[0].response if requests else self.next_response
+                    if requests:
+                        self.next_response = max(self.next_response, requests[-1].response + 1)
                     self.tokens_in_step = 0
                     self.assigned = Counter()
             case RequestArrived(request=request):

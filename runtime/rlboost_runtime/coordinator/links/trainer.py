@@ -241,7 +241,7 @@ def _check(request: wire.StepStartedMessage, newest_version: int | None) -> None
     """Raise `ProtocolError` for a step that cannot be rolled out: nothing of it may reach the event log."""
     groups = [prompt.group for prompt in request.prompts]
     problem = None
-    if not groups or groups != list(range(len(groups))):
+    if groups != list(range(len(groups))):  # none: a step that is trained on data alone
         problem = f"its groups are not 0, 1, 2, ... but {groups[:5]}"
     elif request.group_size < 1 or request.max_response_tokens < 1:
         problem = f"group_size {request.group_size}, max_response_tokens {request.max_response_tokens}"

@@ -234,8 +234,8 @@ class Migrations:
     def update(self, event: Event, commands: Sequence[Command]) -> list[Migration]:
         """Take in an event and the commands that followed; return the migrations that this completed."""
         match event:
-            case StepStarted(requests=requests) if requests[0].response != self._first_response:
-                self._forget(requests[0].response)
+            case StepStarted(requests=[first, *_]) if first.response != self._first_response:
+                self._forget(first.response)
             case Finished(response=response):
                 self._held.pop(response, None)
                 self._settle(response)

@@ -256,8 +256,9 @@ def _gym_options() -> dict[str, set[str]]:
 
 
 def _check_reward(data: dict[str, Any], base: Path) -> Iterator[Mistake]:
-    if _at(data, "trainer", "script") is not None and _at(data, "reward") is None:
-        return  # it scores by itself
+    scores_itself = _at(data, "trainer", "script") is not None
+    if (scores_itself or _only_imitates(data)) and _at(data, "reward") is None:
+        return
     for path, source in _sources(data):
         if (own := _at(source, "reward")) is not None:
             yield from _check_one_reward((*path, "reward"), own, [source], base)
@@ -403,9 +404,17 @@ def _trace_problem(name: str, base: Path) -> str | None:
     return None
 
 
+def _only_imitates(data: dict[str, Any]) -> bool:
+    return _at(data, "algorithm", "loss") == "sft" and _at(data, "evaluation") is None
+
+
 def _check_somebody_generates(data: dict[str, Any]) -> Iterator[Mistake]:
+    if _only_imitates(data):
+        return
     engines = _at(data, "trainer", "local_engines")
     machines = _at(data, "rollout", "spot", "max_instances")
+    if machines is None and _at(data, "algorithm", "loss") == "sft":
+        machines = 0
     if engines == 0 and machines == 0:
         problem = "0 reserved engines + 0 rollout.spot.max_instances = no engine generates; raise one of them"
         yield Mistake(("trainer", "local_engines"), problem)

@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, get_origin
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.fit.plan import misfits, resolved
 from rlboost_runtime.fit.shape import TransformerShape, find_shape
-from rlboost_runtime.job import IMPORTANCE_CAPS, HttpReward, Job, num_devices
+from rlboost_runtime.job import IMPORTANCE_CAPS, WITHOUT_RATIO, Algorithm, HttpReward, Job, num_devices
 from rlboost_runtime.job.file.disk import check_disk, find_model
 from rlboost_runtime.job.file.places import check_places, place_hints
 from rlboost_runtime.job.file.shape import field_type, sections, validate
@@ -167,10 +167,13 @@ def _errors(path: Path, lines: list[str]) -> JobErrors:
 
 
 def _with_absolute_model(job: Job, base: Path) -> Job:
-    kl = job.algorithm.kl
-    if kl is not None and (folder := find_model(kl.reference, base)).is_dir() and kl.reference != "start":
-        kl = kl.model_copy(update={"reference": str(folder.resolve())})
-        job = job.model_copy(update={"algorithm": job.algorithm.model_copy(update={"kl": kl})})
+    name = job.algorithm.reference
+    if name not in (None, "start") and (folder := find_model(str(name), base)).is_dir():
+        field = "dpo" if job.algorithm.loss == "dpo" else "kl"
+        settings = job.algorithm.preference if field == "dpo" else job.algorithm.kl
+        assert settings is not None
+        settings = settings.model_copy(update={"reference": str(folder.resolve())})
+        job = job.model_copy(update={"algorithm": job.algorithm.model_copy(update={field: settings})})
     if isinstance(job.model, str) and (folder := find_model(job.model, base)).is_dir():
         return job.model_copy(update={"model": str(folder.resolve())})
     return job
@@ -185,8 +188,9 @@ def check_sense(data: Section) -> list[Mistake]:
     if not isinstance(algorithm, dict):
         return []
     transfer = [Mistake(("weights", "transfer"), problem) for problem in _transfer(data, algorithm)]
-    checks = (*_clips(algorithm), *_importance(algorithm), *_old_logprobs(algorithm), *_spares(algorithm))
-    return [*transfer, *(Mistake(("algorithm", name), problem) for name, problem in checks)]
+    checks = (_of_other_losses, _clips, _importance, _old_logprobs, _spares)
+    found = [Mistake(("algorithm", name), told) for check in checks for name, told in check(algorithm)]
+    return [*transfer, *found]
 
 
 def check_reach(job: Job) -> list[Mistake]:
@@ -209,6 +213,22 @@ def _transfer(data: Section, algorithm: Section) -> Iterator[str]:
 
 Finding = tuple[str, str]
 """Field of `algorithm`, and what is wrong with it."""
+
+
+_OF_RATIOS = ("clip_low", "clip_high", "dual_clip", "importance_sampling", "importance_cap",
+              "importance_floor", "old_logprobs")  # fmt: skip
+
+
+def _of_other_losses(algorithm: Section) -> Iterator[Finding]:
+    loss = algorithm.get("loss", "dapo")
+    for name in ("dpo", "rejection"):
+        if algorithm.get(name) is not None and loss != name:
+            yield name, f"found, but loss is {loss}; write loss: {name}, or remove it"
+    if loss in WITHOUT_RATIO:
+        for name in _OF_RATIOS:
+            default = Algorithm.model_fields[name].default
+            if algorithm.get(name, default) != default:
+                yield name, f"found {algorithm[name]}, but {loss} has no probability ratio; remove it"
 
 
 def _clips(algorithm: Section) -> Iterator[Finding]:

@@ -54,7 +54,7 @@ class TrainedState:
     wait_s: float
     busy_s: float
     tokens_trained: int
-    reward_mean: float
+    reward_mean: float | None
     line: dict[str, float]
     ahead: list[list[int]] = field(default_factory=list)
 

@@ -5,7 +5,7 @@ Ids of messages are exactly those of `tokenizer.apply_chat_template`; no prompt 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jinja2
@@ -47,17 +47,41 @@ class PromptEncoder:
             ) from exc
         return text, list(self.tokenizer.encode(text, add_special_tokens=False))
 
-    def _rendered(self, example: Example) -> str:
+    def response(self, example: Example) -> list[int]:
+        """Return the token ids of the example's own response, with what ends it: the template's end of the
+        assistant's turn, or the tokenizer's end of text. Raises `ConfigError`."""
+        where = example.where or "data"
+        if not example.response:
+            raise ConfigError(
+                f"{where}: no response to learn",
+                "set data.response_field, or final_assistant: drop where the messages end with it",
+            )
+        if example.messages is None and not example.chat.takes_text:
+            end = self.tokenizer.eos_token_id
+            ids = list(self.tokenizer.encode(example.response, add_special_tokens=False))
+            return ids if end is None else [*ids, int(end)]
+        before = self(example)[0]
+        asked = example.messages or ({"role": "user", "content": example.text},)
+        told = (*asked, {"role": "assistant", "content": example.response})
+        whole = self._rendered(replace(example, messages=told), is_whole=True)
+        if not whole.startswith(before):
+            raise ConfigError(
+                f"{where}: the chat template renders the prompt otherwise once a response follows",
+                "correct data.template_args, or give a chat_template that only adds to the prompt",
+            )
+        return list(self.tokenizer.encode(whole[len(before) :], add_special_tokens=False))
+
+    def _rendered(self, example: Example, *, is_whole: bool = False) -> str:
         chat = example.chat
         messages = list(example.messages or ({"role": "user", "content": example.text},))
         if chat.system_prompt is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": chat.system_prompt})
         variables: dict[str, Any] = dict(chat.args)
-        goes_on = messages[-1]["role"] == "assistant"
+        goes_on = messages[-1]["role"] == "assistant" and not is_whole
         return str(
             self.tokenizer.apply_chat_template(
-                messages, chat_template=chat.template, tokenize=False, add_generation_prompt=not goes_on,
-                continue_final_message=goes_on, **variables,
+                messages, chat_template=chat.template, tokenize=False, continue_final_message=goes_on,
+                add_generation_prompt=not goes_on and not is_whole, **variables,
             )
         )  # fmt: skip
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import Evaluation, RewardSetting
@@ -23,6 +23,9 @@ log = logging.getLogger(__name__)
 
 Encode = Callable[[Example], tuple[str, list[int]]]
 """What the model reads, as text and as token ids."""
+
+EncodeResponse = Callable[[Example], list[int]]
+"""The token ids of an example's own response."""
 
 CYCLE = 1000
 """Sources take turns in a pattern of so many prompts: weights are exact to a thousandth."""
@@ -41,6 +44,8 @@ class Prompt:
     question: str = ""
     reward: RewardSetting | None = None
     evaluation: Evaluation | None = None
+    response_ids: tuple[int, ...] = ()
+    """What sft learns to say."""
 
     def num_responses(self, group_size: int) -> int:
         """Return how many responses it gets where those that are trained on get `group_size`."""
@@ -59,10 +64,16 @@ class PromptSource:
         max_prompt_tokens: int,
         seed: int,
         num_held_out: int = 0,
+        encode_response: EncodeResponse | None = None,
+        max_response_tokens: int = 0,
     ) -> None:
-        """The last `num_held_out` usable prompts of every source's share are in no step. Raises
+        """The last `num_held_out` usable prompts of every source's share are in no step. With
+        `encode_response` prompts have their responses, and those with longer ones are skipped. Raises
         `ConfigError`."""
         usable, self.num_skipped = usable_prompts(examples, encode, max_prompt_tokens)
+        if encode_response is not None:
+            usable = _with_responses(usable, examples, encode_response, max_response_tokens)
+            self.num_skipped = len(examples) - len(usable)
         if num_held_out >= len(usable):
             raise ConfigError(
                 f"evaluation.prompts: {num_held_out} of {len(usable)} usable prompts leave none to train",
@@ -132,6 +143,28 @@ def _hold_out(sources: list[list[Prompt]], num: int) -> list[Prompt]:
         longest = max(range(len(sources)), key=lambda i: len(sources[i]))
         taken[longest].append(sources[longest].pop())
     return [prompt for each in taken for prompt in reversed(each)]
+
+
+def _with_responses(
+    prompts: Sequence[Prompt], examples: Sequence[Example], encode: EncodeResponse, max_tokens: int
+) -> list[Prompt]:
+    """Return the prompts with their responses, those without too long ones."""
+    found = [replace(each, response_ids=tuple(encode(examples[each.index]))) for each in prompts]
+    fitting = [each for each in found if len(each.response_ids) <= max_tokens]
+    longest = max(len(each.response_ids) for each in found)
+    if not fitting:
+        shortest = min(len(each.response_ids) for each in found)
+        raise ConfigError(
+            f"data: none of {len(found)} responses has at most max_response_tokens {max_tokens} tokens"
+            f" (the shortest has {shortest})",
+            "raise algorithm.max_response_tokens or shorten the responses",
+        )
+    if skipped := len(found) - len(fitting):
+        event(
+            log, "data.responses_skipped", level=logging.WARNING,
+            skipped=skipped, of=len(found), longest=longest, max_response_tokens=max_tokens,
+        )  # fmt: skip
+    return fitting
 
 
 def usable_prompts(

@@ -48,7 +48,7 @@ class ChatFormat:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A prompt with its row; `answer` is None where the data has none.
+    """A prompt with its row; `answer`, and `response`, which sft learns, are None where the data has none.
 
     `text`: the prompt, of messages the last user's. `source`: its number in the job's list of sources;
     `weight` and `shuffle` are that source's. `reward`: None is the job's. `where`: for error messages.
@@ -63,6 +63,7 @@ class Example:
     weight: float | None = None
     shuffle: bool = True
     reward: RewardSetting | None = None
+    response: str | None = None
     where: str = field(default="", compare=False)
 
 
@@ -204,8 +205,12 @@ def _columns(data: RowSettings, found: list[str]) -> list[str] | None:
         raise ConfigError(
             f"data.columns: there is no column {missing[0]} (columns: {', '.join(found)})", "correct it"
         )
-    wanted = {*data.columns, data.prompt_field, data.messages_field or "messages", "answer"}
-    return [name for name in found if name in wanted]
+    return [name for name in found if name in _kept(data)]
+
+
+def _kept(data: RowSettings) -> set[str]:
+    own = {data.prompt_field, data.messages_field or "messages", data.response_field or "answer", "answer"}
+    return {*data.columns, *own}
 
 
 # --- prompts of rows ----------------------------------------------------------------------------------------
@@ -215,11 +220,13 @@ def _example(where: str, row: Row, data: RowSettings, settings: dict[str, Any]) 
     answer = row.get("answer")
     told = None if answer is None else str(answer)
     if data.columns:
-        kept = {*data.columns, data.prompt_field, data.messages_field or "messages", "answer"}
+        kept = _kept(data)
         row = {name: value for name, value in row.items() if name in kept}
+    given = told if data.response_field is None else row.get(data.response_field)
+    response = None if given is None else str(given)
     name, prompt = find_prompt(row, data.prompt_field, data.messages_field)
     if isinstance(prompt, str):
-        return Example(prompt, told, row, where=where, **settings)
+        return Example(prompt, told, row, response=response, where=where, **settings)
     if problem := prompt_problem(row, data.prompt_field, data.messages_field):
         raise ConfigError(f"{where}: {problem[0]}", problem[1])
     messages = tuple(prompt)
@@ -231,11 +238,13 @@ def _example(where: str, row: Row, data: RowSettings, settings: dict[str, Any]) 
                 " complete it",
             )
         if data.final_assistant == "drop":
+            if data.response_field is None:
+                response = str(messages[-1]["content"])
             messages = messages[:-1]
     users = [str(each["content"]) for each in messages if each["role"] == "user"]
     if not users:
         raise ConfigError(f"{where}: no user message in {name}", "give one, or leave the row out")
-    return Example(users[-1], told, row, messages=messages, where=where, **settings)
+    return Example(users[-1], told, row, messages=messages, response=response, where=where, **settings)
 
 
 # --- reasoning-gym ------------------------------------------------------------------------------------------
@@ -268,7 +277,11 @@ def generate_examples(
             ) from exc
     entries = [entry for turn in zip(*columns, strict=True) for entry in turn][:size]
     end = "" if settings.get("chat", ChatFormat()).takes_text else "\n"
-    return [Example(f"{each['question']}{end}", str(each["answer"]), each, **settings) for each in entries]
+    answered = [(each, str(each["answer"])) for each in entries]
+    return [
+        Example(f"{each['question']}{end}", answer, each, response=answer, **settings)
+        for each, answer in answered
+    ]
 
 
 def import_reasoning_gym() -> ModuleType:

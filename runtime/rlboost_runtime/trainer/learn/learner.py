@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlboost_runtime.job import IMPORTANCE_CAPS, Algorithm, Trainer
+from rlboost_runtime.job import IMPORTANCE_CAPS, WITHOUT_RATIO, Algorithm, Trainer
 from rlboost_runtime.trainer.learn.logprobs import LogprobModel
 from rlboost_runtime.trainer.learn.losses import (
     LossConfig,
@@ -54,6 +54,8 @@ class PartSums:
     corrected: int = 0
     entropy: float = 0.0
     kl: float = 0.0
+    ordered: int = 0
+    margin: float = 0.0
     mismatch: MismatchSums = field(default_factory=MismatchSums)
 
 
@@ -67,6 +69,10 @@ class StepSums:
     corrected: int = 0
     entropy: float = 0.0
     kl: float = 0.0
+    pairs: float = 0.0
+    """dpo's; `ordered` and `margin` as in `LossSums`."""
+    ordered: int = 0
+    margin: float = 0.0
     grad_norms: list[float] = field(default_factory=list)
     empty_minibatches: int = 0
     not_finite_minibatches: int = 0
@@ -79,6 +85,9 @@ class StepSums:
         self.corrected += part.corrected
         self.entropy += part.entropy
         self.kl += part.kl
+        self.pairs += totals.responses / 2
+        self.ordered += part.ordered
+        self.margin += part.margin
         self.mismatch += part.mismatch
 
     def metrics(self) -> dict[str, float]:
@@ -109,7 +118,7 @@ class Learner:
         ranks: Ranks = ALONE,
         reference: Reference | None = None,
     ) -> None:
-        """`reference`: where the job has a KL penalty."""
+        """`reference`: where the job has one (`Algorithm.reference`)."""
         trainer = Trainer() if trainer is None else trainer
         self.policy = policy
         self._reference = reference
@@ -127,6 +136,9 @@ class Learner:
         self._totals = Totals()
         self._part = PartSums()
         self._updated = False
+        self._engine_agrees = algorithm.loss != "sft" and algorithm.trained_temperature == (
+            algorithm.temperature or 1.0
+        )  # its logprobs are of the distribution that is trained
 
     @property
     def divisor(self) -> float:
@@ -136,6 +148,11 @@ class Learner:
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of `step`."""
         return self._algorithm.learning_rate_at(step)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the step's metrics so far."""
+        pairs = _pair_metrics(self.sums) if self._config.kind == "dpo" else {}
+        return self.sums.metrics() | pairs
 
     def begin_step(self, step: int) -> None:
         """Reset sums and gradients; the weights are the step's policy until the first `apply`."""
@@ -193,18 +210,22 @@ class Learner:
         All ranks get the same number of passes.
         """
         usable = [i for i, sample in enumerate(samples) if sample.usable and len(sample.token_ids)]
-        sizes = [len(samples[i].prompt_ids) + len(samples[i].token_ids) - 1 for i in usable]
-        batches = micro_batches(usable, sizes, self._budget, self._ranks.num)
+        together = 2 if self._config.kind == "dpo" else 1  # a pair is never split
+        units = [usable[i : i + together] for i in range(0, len(usable), together)]
+        sizes = [
+            sum(len(samples[i].prompt_ids) + len(samples[i].token_ids) - 1 for i in unit) for unit in units
+        ]
+        batches = micro_batches(units, sizes, self._budget, self._ranks.num)
         for start in range(0, len(batches), self._ranks.num):
             mine = start + self._ranks.rank
-            numbers = batches[mine] if mine < len(batches) else []
-            yield numbers, [samples[i] for i in numbers] or [NOTHING]
+            numbers = [i for unit in batches[mine] for i in unit] if mine < len(batches) else []
+            yield numbers, [samples[i] for i in numbers] or [NOTHING] * together
 
     def _forward(self, samples: Sequence[Sample], scorer: LogprobModel | None = None) -> Forward:
         result = self.policy.forward(
             [sample.prompt_ids for sample in samples],
             [sample.token_ids for sample in samples],
-            self._algorithm.temperature,
+            self._algorithm.trained_temperature,
             scorer,
         )
         if samples[0].usable:
@@ -226,15 +247,17 @@ class Learner:
         self._part.loss += float(sums.loss.detach())
         self._part.clipped += sums.clipped
         self._part.corrected += sums.corrected
+        self._part.ordered += sums.ordered
+        self._part.margin += sums.margin
         self._part.entropy += float((result.entropy.detach() * result.mask).sum())
         if reference is not None:
             kl = kl_terms(result.logprobs.detach(), reference, self._config.kl_estimator)
             self._part.kl += float((kl * result.mask).sum())
-        if not bypass:
+        if not bypass and self._engine_agrees:
             self._part.mismatch += mismatch(old, mu, result.mask)
 
     def _reference_table(self, samples: Sequence[Sample], like: Forward) -> Tensor | None:
-        if self._algorithm.kl is None:
+        if self._algorithm.reference is None:
             return None
         known = [sample.reference_logprobs for sample in samples if sample.reference_logprobs is not None]
         assert len(known) == len(samples) or not samples[0].usable, "score_reference comes first"
@@ -280,13 +303,13 @@ class Learner:
         values = self._ranks.sum(
             [totals.tokens, totals.responses, totals.advantage_squares, part.loss, part.clipped,
              part.corrected, part.entropy, part.kl, far.tokens, far.k3, far.absolute, far.weight,
-             far.weight_squared]
+             far.weight_squared, part.ordered, part.margin]
         )  # fmt: skip
         (largest,) = self._ranks.largest([far.largest])
-        kl, tokens, k3, absolute, weight, squares = values[7:]
+        kl, tokens, k3, absolute, weight, squares, ordered, margin = values[7:]
         mismatches = MismatchSums(int(tokens), k3, absolute, largest, weight, squares)
         return Totals(*values[:3]), PartSums(
-            values[3], int(values[4]), int(values[5]), values[6], kl, mismatches
+            values[3], int(values[4]), int(values[5]), values[6], kl, int(ordered), margin, mismatches
         )
 
     def _reset(self) -> None:
@@ -305,6 +328,8 @@ def loss_config(algorithm: Algorithm) -> LossConfig:
     """Return the loss that the job asks for, its defaults filled in."""
     loss, low, high, cap = algorithm.loss, algorithm.clip_low, algorithm.clip_high, algorithm.importance_cap
     importance = algorithm.importance_sampling
+    if loss in WITHOUT_RATIO:
+        importance = "none"
     if importance != "none" and cap is None:
         cap = IMPORTANCE_CAPS[importance]
     return LossConfig(
@@ -319,6 +344,7 @@ def loss_config(algorithm: Algorithm) -> LossConfig:
         kl_coef=0.0 if algorithm.kl is None or algorithm.kl.is_in_reward else algorithm.kl.coef,
         kl_estimator="k3" if algorithm.kl is None else algorithm.kl.estimator,
         entropy_coef=algorithm.entropy_coef_at(0),
+        beta=algorithm.preference.beta,
     )
 
 
@@ -328,9 +354,20 @@ def recomputes_old(algorithm: Algorithm) -> bool:
     They never do with one mini-batch per step.
     """
     wanted = algorithm.old_logprobs
-    return algorithm.minibatches_per_step > 1 and (
-        wanted == "recompute" or (wanted == "auto" and algorithm.loss == "gspo")
+    return (
+        algorithm.loss not in WITHOUT_RATIO
+        and algorithm.minibatches_per_step > 1
+        and (wanted == "recompute" or (wanted == "auto" and algorithm.loss == "gspo"))
     )
+
+
+def _pair_metrics(sums: StepSums) -> dict[str, float]:
+    pairs = max(sums.pairs, 1.0)
+    return {
+        "pairs": sums.pairs,
+        "pairs_ordered_share": sums.ordered / pairs,
+        "pair_margin": sums.margin / pairs,
+    }
 
 
 def _table(values: Sequence[Logprobs], like: Forward) -> Tensor:

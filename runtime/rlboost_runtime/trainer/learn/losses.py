@@ -18,6 +18,11 @@ policy, A the advantage, T_i a response's length, N the mini-batch's tokens, R i
 | cispo | group mean, std | sg(clip(r)) A log pi | N | arXiv 2506.13585 |
 | rloo | mean of the others | min(r A, clip(r) A) | R | arXiv 2402.14740: the response is one action |
 | reinforce_pp | group mean | min(r A, clip(r) A) | N x std of the mini-batch | arXiv 2501.03262 |
+| rejection, sft | 1 | log pi | N | arXiv 2304.06767 |
+| dpo | 1 for the best, -1 for the worst | see below | pairs | arXiv 2305.18290 |
+
+- dpo: the objective of a pair is log sigmoid(beta x sum over both responses of A log(pi / pi_ref)); the rows
+  of a pair follow one another.
 
 - rloo: the paper has no ratio; ours is per token and clipped, and 1 where the data is on-policy.
 - reinforce_pp is the paper's variant with a group baseline. Its advantages are centred per group, so that
@@ -57,7 +62,9 @@ from typing import Literal, assert_never
 import torch
 from torch import Tensor
 
-LossKind = Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp"]
+from rlboost_runtime.job import Loss
+
+LossKind = Loss
 ImportanceKind = Literal["token", "icepop", "sequence_mask"]
 KlEstimator = Literal["k1", "k2", "k3"]
 
@@ -88,6 +95,8 @@ class LossConfig:
     """Of the KL to the reference, per token; 0: no such term."""
     kl_estimator: KlEstimator = "k3"
     entropy_coef: float = 0.0
+    beta: float = 0.1
+    """dpo's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +128,10 @@ class LossSums:
     """Tokens whose ratio was clipped: no gradient of theirs was left (cispo: their weight was bounded)."""
     corrected: int
     """Tokens whose importance weight was capped or that were dropped by it."""
+    ordered: int = 0
+    """dpo: pairs whose best response has the higher implicit reward, beta log(pi / pi_ref)."""
+    margin: float = 0.0
+    """dpo: sum over pairs by how much it is higher."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +190,7 @@ def group_advantages(rewards_GR: Tensor, valid_GR: Tensor | None = None, kind: L
     match kind:
         case "grpo" | "dapo" | "gspo" | "cispo":
             advantages_GR = centred_GR / (std_G1 + STD_EPSILON)
-        case "dr_grpo" | "reinforce_pp":
+        case "dr_grpo" | "reinforce_pp" | "dpo" | "rejection" | "sft":
             advantages_GR = centred_GR
         case "rloo":  # reward - mean of the others = (reward - mean) n / (n - 1)
             advantages_GR = centred_GR * count_G1 / others_G1
@@ -224,6 +237,11 @@ def policy_loss(
     """
     chosen_BT = mask_BT > 0
     current_BT = _only(chosen_BT, logprobs_BT)
+    if config.kind == "dpo":
+        assert reference_BT is not None
+        return _preference_loss(
+            current_BT - _only(chosen_BT, reference_BT), advantages_B, chosen_BT, config.beta
+        )
     mu_BT = _only(chosen_BT, mu_logprobs_BT)
     old_BT = mu_BT if bypass else _only(chosen_BT, old_logprobs_BT.detach())
     advantages_B1 = advantages_B.to(logprobs_BT.dtype).unsqueeze(1)
@@ -259,6 +277,21 @@ def policy_loss(
     return LossSums(-terms_BT.sum(), totals, counts[2], counts[3])
 
 
+def _preference_loss(ahead_BT: Tensor, signs_B: Tensor, chosen_BT: Tensor, beta: float) -> LossSums:
+    """Return dpo's loss; `ahead_BT`: log(pi / pi_ref), rows 2k and 2k + 1 are a pair."""
+    tokens_B = chosen_BT.sum(dim=1)
+    is_pair_P = (tokens_B > 0).view(-1, 2).all(dim=1)
+    margins_P = beta * (signs_B.to(ahead_BT.dtype) * ahead_BT.sum(dim=1)).view(-1, 2).sum(dim=1)
+    losses_P = torch.where(is_pair_P, -torch.nn.functional.logsigmoid(margins_P), 0.0)
+    margins_P = margins_P.detach()
+    num_pairs, tokens, ordered, margin = torch.stack(
+        [is_pair_P.sum(), tokens_B.sum(), ((margins_P > 0) & is_pair_P).sum(),
+         torch.where(is_pair_P, margins_P, 0.0).sum()]
+    ).tolist()  # fmt: skip
+    totals = Totals(tokens, 2 * num_pairs, 2 * num_pairs)
+    return LossSums(losses_P.sum(), totals, 0, 0, int(ordered), margin)
+
+
 def kl_terms(logprobs: Tensor, reference: Tensor, estimator: KlEstimator) -> Tensor:
     """Return each token's estimate of KL(policy || reference) in nats, with gradient by `logprobs`
     (http://joschu.net/blog/kl-approx.html)."""
@@ -279,8 +312,10 @@ def divisor(totals: Totals, config: LossConfig) -> float:
     if totals.responses == 0:
         return 0.0
     match config.kind:
-        case "dapo" | "cispo":
+        case "dapo" | "cispo" | "rejection" | "sft":
             return totals.tokens
+        case "dpo":
+            return totals.responses / 2
         case "grpo" | "gspo" | "rloo":
             return totals.responses
         case "dr_grpo":
@@ -337,6 +372,8 @@ def _terms(
     current_BT: Tensor, old_BT: Tensor, advantages_B1: Tensor, tokens_B: Tensor, config: LossConfig
 ) -> tuple[Tensor, Tensor]:
     """Return each token's objective, without correction and normalisation, and where it was clipped."""
+    if config.kind in ("rejection", "sft"):
+        return advantages_B1 * current_BT, torch.zeros_like(current_BT, dtype=torch.bool)
     log_ratio_BT = (current_BT - old_BT).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     if config.kind == "gspo":
         mean_B1 = (current_BT - old_BT).sum(dim=1, keepdim=True) / tokens_B.clamp(min=1).unsqueeze(1)

@@ -38,7 +38,7 @@ def run_worker(ranks: Ranks) -> None:
             policy = Policy.bare(files) if files else Policy.load(source, ranks)
             policy.set_up(job.trainer, job.algorithm, ranks, is_sent=bool(files))
             reference = None
-            if job.algorithm.kl is not None:
+            if job.algorithm.reference is not None:
                 few, folder = command.reference_files, command.reference
                 other = None if folder is None else Policy.bare(few) if few else Policy.load(folder, ranks)
                 reference = Reference(policy, other, ranks, is_sent=bool(few))

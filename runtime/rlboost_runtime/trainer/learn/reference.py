@@ -1,4 +1,4 @@
-"""The reference policy of a KL penalty: frozen, asked only for logprobs.
+"""The reference policy of a KL penalty or of dpo: frozen, asked only for logprobs.
 
 Under adapters the base weights are the reference and take no memory of their own. Otherwise a second model
 lies in main memory, sharded like the policy and in the dtype that the policy computes in; it is on the GPU

@@ -27,6 +27,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from rlboost_runtime.job import Algorithm, Rejection
+
 TokenIds = NDArray[np.int32]
 Logprobs = NDArray[np.float32]
 
@@ -68,6 +70,30 @@ class Sample:
 NOTHING = Sample.of([0], [0], [0.0], 0.0, usable=False)
 """What a rank without a share of a micro-batch computes: its peers need it in their collectives."""
 
+
+def chosen_responses(rewards: Sequence[float], usable: Sequence[bool], algorithm: Algorithm) -> list[float]:
+    """Return what each response of a group is to the losses that choose among them; 0: it is not trained.
+
+    dpo: 1 for the best, -1 for the worst, none where their rewards are equal. rejection: 1 for each that is
+    kept. Among equals the one with the lower number comes first, so that the choice does not depend on
+    arrival.
+    """
+    ranked = sorted((i for i, ok in enumerate(usable) if ok), key=lambda i: -rewards[i])
+    found = [0.0] * len(rewards)
+    if algorithm.loss == "dpo":
+        if ranked and rewards[ranked[0]] - rewards[ranked[-1]] > _EQUAL:
+            worst = next(i for i in ranked if rewards[i] - rewards[ranked[-1]] <= _EQUAL)
+            found[ranked[0]], found[worst] = 1.0, -1.0
+        return found
+    settings = algorithm.rejection or Rejection()
+    kept = [i for i in ranked if settings.above is None or rewards[i] > settings.above]
+    for i in kept[: settings.keep]:
+        found[i] = 1.0
+    return found
+
+
+_EQUAL = 1e-9
+"""Rewards that differ by no more are equal."""
 
 ZeroVariance = Literal["keep", "drop", "replace"]
 

@@ -6,7 +6,6 @@ The model is built on torch's meta device, so that even a large one costs no mem
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from transformers import (
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import Job, TinyModel
 from rlboost_runtime.trainer.data.chat import PromptEncoder
-from rlboost_runtime.trainer.data.reading import Example
 from rlboost_runtime.trainer.models.tiny import make_model, make_tokenizer
 
 
@@ -33,7 +31,7 @@ class ModelFacts:
 
     num_parameters: int
     """Tied ones once."""
-    encode: Callable[[Example], tuple[str, Sequence[int]]]
+    encode: PromptEncoder
     """What the model reads of a prompt, and its token ids."""
     has_chat_template: bool = False
 

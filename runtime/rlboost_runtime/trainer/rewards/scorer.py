@@ -49,13 +49,15 @@ class RewardScorer:
         num_children: int = 1,
         memory_bytes: int | None = None,
         others: Iterable[RewardSetting] = (),
+        is_used: bool = True,
     ) -> None:
         """`timeout_s` and `memory_bytes` are for one call and one process. `others`: what `submit` may name
-        instead of `reward`. Raises `ConfigError`."""
+        instead of `reward`. `is_used` False: nothing will be submitted. Raises `ConfigError`."""
         self.name = " + ".join(name_of(source) for _, _, source in reward_parts(reward))
         self._reward = reward
         self._backends: dict[RewardSource, RewardPool | HttpRewards] = {}
-        sources = [source for each in (reward, *others) for _, _, source in reward_parts(each)]
+        wanted = (reward, *others) if is_used else ()
+        sources = [source for each in wanted for _, _, source in reward_parts(each)]
         try:
             for each in dict.fromkeys(sources):
                 if isinstance(each, HttpReward):
@@ -77,7 +79,7 @@ class RewardScorer:
             job.reward, files, timeout_s=job.reward_timeout_s, log_file=log_file,
             num_children=job.reward_processes or max(1, min(8, (os.cpu_count() or 1) // 4)),
             memory_bytes=None if memory is None else memory << 20,
-            others=job.rewards[1:],
+            others=job.rewards[1:], is_used=job.is_scored,
         )  # fmt: skip
 
     def __enter__(self) -> Self:

@@ -25,11 +25,11 @@ import torch
 
 from rlboost_runtime.core.base.messages import FinishReason
 from rlboost_runtime.errors import ProtocolError
-from rlboost_runtime.job import Algorithm
+from rlboost_runtime.job import WITHOUT_RATIO, Algorithm
 from rlboost_runtime.protocol.messages import DeliverGroupMessage, FinishedResponse
 from rlboost_runtime.trainer.data.prompts import Prompt
 from rlboost_runtime.trainer.learn.losses import KlEstimator, group_advantages, kl_terms, overlong_penalty
-from rlboost_runtime.trainer.learn.sample import Logprobs, Sample, TokenIds
+from rlboost_runtime.trainer.learn.sample import Logprobs, Sample, TokenIds, chosen_responses
 from rlboost_runtime.trainer.rewards.outcome import Reward, RewardWatch
 from rlboost_runtime.trainer.rewards.scorer import RewardCall, RewardScorer
 
@@ -270,13 +270,18 @@ def score_group(pending: PendingGroup, algorithm: Algorithm) -> ScoredGroup:
         for reward, entry in zip(rewards, decoded, strict=True)
     ]
     prompt_ids = np.array(pending.prompt.token_ids, np.int32)
-    advantages = group_advantages(
-        torch.tensor([shaped], dtype=torch.float64), torch.tensor([usable]), algorithm.loss
-    )[0].tolist()
     trained = [
         ok and not (algorithm.mask_truncated and entry.response.finish_reason == FinishReason.LENGTH)
         for ok, entry in zip(usable, decoded, strict=True)
     ]
+    if algorithm.loss in WITHOUT_RATIO:
+        some = [ok and len(entry.token_ids) > 0 for ok, entry in zip(trained, decoded, strict=True)]
+        advantages = chosen_responses(shaped, some, algorithm)
+        trained = [sign != 0 for sign in advantages]
+    else:
+        advantages = group_advantages(
+            torch.tensor([shaped], dtype=torch.float64), torch.tensor([usable]), algorithm.loss
+        )[0].tolist()
     plain = [reward.value for reward, ok in zip(rewards, usable, strict=True) if ok]
     return ScoredGroup(
         pending.group,

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rlboost_runtime.core.base.messages import FinishReason
+from rlboost_runtime.job import Algorithm
 from rlboost_runtime.protocol.reward_failures import SCORED_METRIC
 from rlboost_runtime.run.folder import write_atomically
 from rlboost_runtime.trainer.data.prompts import Prompt
@@ -57,6 +58,19 @@ def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         **failure_metrics(response.reward for response in responses),
         **_part_means([response.reward for response in responses]),
     }
+
+
+def choice_metrics(groups: Sequence[ScoredGroup], algorithm: Algorithm) -> dict[str, float]:
+    """Return what the losses that choose among a group's responses found: dpo's `pairs_tied` are groups whose
+    best and worst reward are equal."""
+    chosen = [sum(response.sample.usable for response in group.responses) for group in groups]
+    match algorithm.loss:
+        case "dpo":
+            return {"pairs_tied": float(chosen.count(0))}
+        case "rejection":
+            return {"responses_kept": float(sum(chosen)), "groups_without_kept": float(chosen.count(0))}
+        case _:
+            return {}
 
 
 def _part_means(rewards: Sequence[Reward]) -> dict[str, float]:
