@@ -137,12 +137,11 @@ def _wasted(kind: str) -> Callable[[MachineCost], float]:
 def _on_demand(found: Counterfactual) -> list[str]:
     if found.saving_fraction is None:
         return _wrapped("on-demand ", found.basis)
-    saving = found.saving_fraction
+    saving, alone = found.saving_fraction, found.usd_per_million_tokens
     words = f"{saving:.1%} saved" if saving >= 0 else f"spot cost {-saving:.1%} more"
-    return [
-        f"on-demand {usd(found.usd_per_million_tokens, 2)} per million tokens: {words}",
-        *_wrapped(" " * 10, found.basis),
-    ]
+    ours = None if alone is None else usd(alone * (1 - saving), 2)
+    line = f"{usd(alone, 2)} per million tokens; these steps cost {ours}: {words}"
+    return [*_wrapped("on-demand ", line), *_wrapped(" " * 10, found.basis)]
 
 
 def _planned(found: PlanComparison | None, money: Usd) -> list[str]:

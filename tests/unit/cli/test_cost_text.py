@@ -8,13 +8,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from rlboost_cli.views.cost import MAX_STEP_LINES, cost_csv, cost_lines
 from rlboost_runtime.billing.accounts import WasteKind
 from rlboost_runtime.billing.launch_records import MachineRecord
 from rlboost_runtime.billing.ledger import Ledger
-from rlboost_runtime.billing.report import CostReport, cost_report
+from rlboost_runtime.billing.report import CostReport, Counterfactual, cost_report
 from rlboost_runtime.job import Budget
 from tests.fakes.books import bill_egress
 
@@ -113,3 +114,11 @@ def test_csv_times_are_utc_and_come_back(tmp_path: Path) -> None:
     assert next(row for row in rows if row["id"] == "reserved-0")["ended_at"] == ""
     step = next(row for row in rows if row["kind"] == "step")
     assert (step["id"], step["tokens"], step["usd"]) == ("1", "100000", "10.000000")
+
+
+def test_on_demand_is_compared_with_what_the_same_steps_cost(tmp_path: Path) -> None:
+    """Not with the whole run, which has start-up and end besides."""
+    figures = Counterfactual(usd_per_million_tokens=40.0, saving_fraction=0.25, basis="computed, not run")
+    made = msgspec.structs.replace(report(tmp_path, num_steps=3, num_spot=2), counterfactual=figures)
+    text = "\n".join(cost_lines(made))
+    assert "$40.00 per million tokens; these steps cost $30.00: 25.0% saved" in text
