@@ -1,8 +1,8 @@
 """Tables that map the options of another framework to fields of a job file, and what applies them.
 
-Guarantees: every option of a file that differs from its framework's default becomes a line of the job file,
-or is listed with a reason. A default of the framework that differs from ours becomes a line as well, so that
-the job means the same.
+Guarantees: every option of a file that a rule reads becomes a line of the job file; what does not and differs
+from its framework's default is listed with a reason. A default of the framework that differs from ours is a
+line as well, so that the job means the same.
 """
 
 from __future__ import annotations
@@ -165,7 +165,8 @@ def _apply(rule: OptionRule, options: OptionReader, found: Translation) -> None:
     except (TypeError, ValueError, ArithmeticError, AttributeError):
         found.not_taken += _each(sets or rule.options[:1], options, "no value of this option")
         return
-    if not sets and num_left == len(options.not_taken) and same(value, our_default(rule.field)):
+    is_silent = not any(option in options.given for option in rule.options)
+    if is_silent and num_left == len(options.not_taken) and same(value, our_default(rule.field)):
         return
     if value is not ...:
         comment = f"{found.framework.name}: {_source(rule, options, value)}"

@@ -129,7 +129,10 @@ def boots_here(job: Job) -> float | None:
 
 
 def _kinds(job: Job) -> tuple[object, ...]:
-    return job.rollout.engine, {(each.infra, getattr(each, "via", "")) for each in job.rollout.spot.any_of}
+    """Return what a boot depends on: engine and places, and what is there before the engine starts."""
+    parts = ("infra", "via", "preload", "image")
+    offers = {tuple(getattr(offer, part, None) for part in parts) for offer in job.rollout.spot.any_of}
+    return job.rollout.engine, offers
 
 
 def _boot_s(ledger: Ledger) -> float | None:

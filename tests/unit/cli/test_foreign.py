@@ -470,7 +470,8 @@ def test_init_translates_and_lists(tmp_path: Path) -> None:
     assert "inference.vllm.gpu_memory_utilization = 0.5: follows from your machines" in done.output
     text = (tmp_path / "job.yaml").read_text(encoding="utf-8")
     assert checked(text).trainer.infra == "ssh"
-    assert "temperature" not in text, "a default needs no line"
+    assert "temperature: 1.0                   # prime-rl:" in text, "a default that is said"
+    assert "top_p" not in text, "a default that it does not say has none"
     assert "group_size: 16                     # prime-rl: orchestrator.group_size" in text
 
 

@@ -23,7 +23,7 @@ from rlboost_cli.planning.projection import Projection, project
 from rlboost_cli.simulation.calibration import calibrated
 from rlboost_cli.simulation.job import simulated_job
 from rlboost_cli.simulation.market import market_of
-from rlboost_cli.simulation.rates import Rates, measured_rates
+from rlboost_cli.simulation.rates import Rates, boots_here, measured_rates
 from rlboost_cli.views.cost import cost_lines
 from rlboost_runtime.billing.accounts import WasteKind
 from rlboost_runtime.billing.books import report_of
@@ -387,6 +387,20 @@ def test_the_newest_run_that_is_alike_counts(home: Path) -> None:
 def test_a_run_without_complete_steps_is_passed_over(home: Path, changes: dict[str, Any]) -> None:
     trained(home, job(), **changes)
     assert measured_rates(job()) is None
+
+
+def test_boots_of_forked_engines_say_nothing_of_others(home: Path) -> None:
+    """A quickstart's machines boot in a second; a job without `preload` does not."""
+
+    def with_offer(**changes: object) -> Job:
+        offer = {"infra": "local", "price_usd_per_hour": 2.0, "market": MARKET, **changes}
+        return job(rollout={"spot": {"any_of": [offer], "max_instances": 3}})
+
+    run = trained(home, with_offer(preload=True))
+    with contextlib.closing(Ledger(run.ledger)) as ledger:
+        ledger.keep_boots({"spot-0": json.dumps({"requested_at": 0.0, "joined_at": 1.0, "ready_at": 1.5})})
+    assert boots_here(with_offer(preload=True)) == 1.5
+    assert boots_here(with_offer()) is None
 
 
 def test_runs_without_books_or_of_other_versions_do_not_hinder(home: Path) -> None:
