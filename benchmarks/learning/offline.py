@@ -33,7 +33,7 @@ from rlboost_runtime.job import WITHOUT_RATIO, Algorithm, Job, TinyModel
 from rlboost_runtime.trainer.data.chat import PromptEncoder
 from rlboost_runtime.trainer.data.prompts import Prompt, PromptSource
 from rlboost_runtime.trainer.data.reading import Example, read_examples
-from rlboost_runtime.trainer.learn.learner import Learner, recomputes_old
+from rlboost_runtime.trainer.learn.learner import Learner
 from rlboost_runtime.trainer.learn.losses import group_advantages, overlong_penalty
 from rlboost_runtime.trainer.learn.policy import Policy
 from rlboost_runtime.trainer.learn.reference import Reference
@@ -223,7 +223,7 @@ def train_step(
         samples = [imitated(prompt) for prompt in prompts]
     if algorithm.reference is not None:
         samples = learner.score_reference(samples)
-    if recomputes_old(algorithm):
+    if algorithm.recomputes_old_logprobs:
         samples = learner.recompute(samples)
     per_minibatch = len(samples) // algorithm.minibatches_per_step
     for start in range(0, len(samples), per_minibatch):

@@ -31,7 +31,7 @@ from benchmarks.checkout import REPOSITORY, commit
 from benchmarks.paper_scale.lived import Lived, read_lived
 from benchmarks.paper_scale.scenario import FILE, Scenario
 from benchmarks.paper_scale.watch import Watched, watch
-from rlboost_cli.runs.audit import audit_of
+from rlboost_cli.evidence.audit import audit_of
 from rlboost_runtime.agent.engine_host import ENGINE
 from rlboost_runtime.run.folder import RunFolder, home
 from rlboost_runtime.sim.presets import presets

@@ -95,7 +95,7 @@ def _preempt_busiest(run: RunFolder, notice_s: float | None) -> str:
 
 
 class Fault(StrEnum):
-    """What `chaos` does; `rlboost_cli.runs.chaos.FAULTS` has them at work."""
+    """What `chaos` does; `rlboost_cli.evidence.chaos.FAULTS` has them at work."""
 
     COORDINATOR = "coordinator"
     TRAINER = "trainer"
@@ -132,7 +132,7 @@ def chaos(
 
     Example: rlboost chaos quickstart --seed 7 --minutes 5
     """
-    from rlboost_cli.runs.chaos import FAULTS, make_faults, require_evidence, verdict, verdict_lines
+    from rlboost_cli.evidence.chaos import FAULTS, make_faults, require_evidence, verdict, verdict_lines
     from rlboost_cli.terminal import output
     from rlboost_cli.views.live import follow
     from rlboost_cli.views.screens import costs_money

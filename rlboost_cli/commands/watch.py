@@ -261,7 +261,7 @@ def audit(run: RunName, as_json: AsJson = False) -> None:
 
     Example: rlboost audit quickstart --json
     """
-    from rlboost_cli.runs.audit import audit_lines, audit_of
+    from rlboost_cli.evidence.audit import audit_lines, audit_of
     from rlboost_cli.terminal import output
     from rlboost_runtime.run.index import find_run
 

@@ -144,6 +144,7 @@ def _preset(job: Job, model: ModelShape, machines: _Machines, head: float | None
         spot_memory_share=share,
         reserved_memory_share=share,
         micro_batch_responses=job.algorithm.micro_batch_responses,
+        forward_passes=_forward_passes(job),
     )
     preset = Preset(
         name=job.name,
@@ -165,6 +166,14 @@ def _preset(job: Job, model: ModelShape, machines: _Machines, head: float | None
     most = job.rollout.spot.max_instances * preset.best_spot.engines  # as live
     preset = replace(preset, max_spot_instances=most)
     return _on_cores(job, preset) if machines.reserved.gpu is CPU else preset
+
+
+def _forward_passes(job: Job) -> float:
+    """Return what training a response costs: forward and twice that backward, recomputed activations unless
+    the job says that they are kept, and the log-probabilities that its objective needs beforehand."""
+    algorithm = job.algorithm
+    recomputed = job.trainer.activation_checkpointing is not False
+    return 3.0 + sum((recomputed, algorithm.reference is not None, algorithm.recomputes_old_logprobs))
 
 
 def _on_cores(job: Job, preset: Preset) -> Preset:

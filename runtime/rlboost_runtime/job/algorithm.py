@@ -243,6 +243,16 @@ class Algorithm(Model):
         return None if self.kl is None else self.kl.reference
 
     @property
+    def recomputes_old_logprobs(self) -> bool:
+        """Later mini-batches of a step need the trainer's own old logprobs."""
+        wanted = self.old_logprobs
+        return (
+            self.loss not in WITHOUT_RATIO
+            and self.minibatches_per_step > 1
+            and (wanted == "recompute" or (wanted == "auto" and self.loss == "gspo"))
+        )
+
+    @property
     def preference(self) -> Dpo:
         """`dpo`, its defaults filled in."""
         return self.dpo or Dpo()

@@ -58,6 +58,9 @@ class Assumptions:
     scripts for 8B."""
     micro_batch_responses: int = 16
     """`min_stream_batch_size` of the authors' scripts."""
+    forward_passes: float = 6.0
+    """Forward passes' worth of work per trained response: in the paper's recipe the old log-probabilities,
+    the reference's, and forward, recomputed forward and twice that backward in the update."""
     trains_whole_groups: bool = True
     """Micro-batches are made of complete groups, as in our live trainer and the published code; else of
     single responses in the order in which they finish, as the paper says (section 4.1)."""

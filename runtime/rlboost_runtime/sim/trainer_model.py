@@ -1,8 +1,7 @@
 """The trainer as seconds: it asks for steps, trains on finished groups in micro-batches while it has the
 GPUs, and publishes.
 
-A response of L tokens costs six forward passes: the old log-probabilities, the reference's, and forward,
-recomputed forward and twice that backward in the update (gradient checkpointing). A micro-batch takes whole
+A response costs some forward passes (`Assumptions.forward_passes`). A micro-batch takes whole
 groups, at least `micro_batch_responses` of them and whatever else is ready, up to `MAX_SHARE` of the step,
 so that a recall is answered soon.
 """
@@ -24,8 +23,6 @@ from rlboost_runtime.sim.presets import Preset
 from rlboost_runtime.sim.responses import ResponseStore, draw_lengths
 from rlboost_runtime.sim.result import Activity
 
-FORWARD_PASSES = 6.0
-"""Forward passes' worth of work per response."""
 MAX_SHARE = 1 / 16
 """Largest micro-batch, as a share of the step's responses."""
 LOOK_AGAIN_S = 0.5
@@ -59,7 +56,7 @@ def train_s(preset: Preset, lengths: list[tuple[int, int]]) -> float:
     shape, calibration = preset.reserved, preset.calibration
     rate = preset.reserved_nodes * shape.gpus * shape.gpu.flops * calibration.train_mfu
     work = sum(preset.model.forward_flops(prompt + tokens) for prompt, tokens in lengths)
-    return FORWARD_PASSES * work / rate + calibration.micro_batch_s
+    return preset.assumptions.forward_passes * work / rate + calibration.micro_batch_s
 
 
 class SimTrainer:

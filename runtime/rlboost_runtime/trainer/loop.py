@@ -43,7 +43,7 @@ from rlboost_runtime.trainer.artifacts.checkpoint import Checkpoint, CheckpointW
 from rlboost_runtime.trainer.artifacts.output import OutputCopies, copying
 from rlboost_runtime.trainer.artifacts.publisher import VersionContent
 from rlboost_runtime.trainer.data.prompts import Prompt, PromptSource
-from rlboost_runtime.trainer.learn.learner import Learner, recomputes_old
+from rlboost_runtime.trainer.learn.learner import Learner
 from rlboost_runtime.trainer.learn.model_files import version_configs
 from rlboost_runtime.trainer.learn.policy import Policy, Residency
 from rlboost_runtime.trainer.learn.ranks import ALONE, Ranks
@@ -377,7 +377,7 @@ class TrainerLoop:
         if self._imitates:
             deque(chosen, maxlen=0)  # evaluations, whose engines may need the GPU
             chosen = ([imitated(prompt)] for prompt in self._source.batch(requested.step))
-        must_recompute = recomputes_old(algorithm)
+        must_recompute = algorithm.recomputes_old_logprobs
         for size in micro_batch_sizes(
             algorithm.prompts_per_step,
             algorithm.minibatches_per_step,

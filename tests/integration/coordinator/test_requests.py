@@ -315,7 +315,9 @@ async def test_what_nobody_wants_is_forgotten_after_a_while(
         made.join("a")
         client = await endpoint(made)
         client.say(ask())
-        await asyncio.sleep(0.1)
+        async with asyncio.timeout(10):
+            while not made.work_items:  # noqa: ASYNC110 - the core gives no event
+                await asyncio.sleep(0.01)
         made.driver.requests.drop_unwanted()
         assert made.driver.requests.known("r")
         await client.hang_up()

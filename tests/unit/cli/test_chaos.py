@@ -17,8 +17,8 @@ import pytest
 from typer.testing import CliRunner
 
 from rlboost_cli.commands.end import Fault
+from rlboost_cli.evidence import chaos
 from rlboost_cli.main import app
-from rlboost_cli.runs import chaos
 from rlboost_runtime.errors import ConfigError, NotFound
 from rlboost_runtime.processes import run_environment, start_session, tags
 from rlboost_runtime.run.folder import RunFolder, write_json

@@ -389,6 +389,21 @@ def test_a_run_without_complete_steps_is_passed_over(home: Path, changes: dict[s
     assert measured_rates(job()) is None
 
 
+def test_training_takes_the_passes_that_the_objective_needs(tmp_path: Path) -> None:
+    def passes(**algorithm: Any) -> float:
+        cloud = {"infra": "aws/us-east-1", "accelerators": "H100:8"}
+        trainer = {"activation_checkpointing": algorithm.pop("checkpointing", "auto"), "local_engines": 8}
+        big = job(
+            model="Qwen/Qwen3-8B", algorithm=algorithm, trainer=trainer, rollout={"spot": {"any_of": [cloud]}}
+        )
+        return simulated_job(big, tmp_path).preset.assumptions.forward_passes
+
+    assert passes(checkpointing=False) == 3.0
+    assert passes() == 4.0
+    assert passes(kl={"coef": 0.001}) == 5.0
+    assert passes(kl={"coef": 0.001}, minibatches_per_step=4, old_logprobs="recompute") == 6.0, "the paper's"
+
+
 def test_boots_of_forked_engines_say_nothing_of_others(home: Path) -> None:
     """A quickstart's machines boot in a second; a job without `preload` does not."""
 

@@ -4,7 +4,7 @@ import pytest
 
 from rlboost_runtime.job import Algorithm
 from rlboost_runtime.job.file.load import check_sense
-from rlboost_runtime.trainer.learn.learner import loss_config, recomputes_old
+from rlboost_runtime.trainer.learn.learner import loss_config
 
 
 @pytest.mark.parametrize(
@@ -85,8 +85,8 @@ def test_defaults_of_each_loss():
 
 
 def test_old_logprobs_are_recomputed_only_where_the_algorithm_needs_them():
-    assert not recomputes_old(Algorithm(loss="gspo"))
-    assert recomputes_old(Algorithm(loss="gspo", minibatches_per_step=2))
-    assert not recomputes_old(Algorithm(loss="gspo", minibatches_per_step=2, old_logprobs="engine"))
-    assert not recomputes_old(Algorithm(minibatches_per_step=2))
-    assert recomputes_old(Algorithm(minibatches_per_step=2, old_logprobs="recompute"))
+    assert not Algorithm(loss="gspo").recomputes_old_logprobs
+    assert Algorithm(loss="gspo", minibatches_per_step=2).recomputes_old_logprobs
+    assert not Algorithm(loss="gspo", minibatches_per_step=2, old_logprobs="engine").recomputes_old_logprobs
+    assert not Algorithm(minibatches_per_step=2).recomputes_old_logprobs
+    assert Algorithm(minibatches_per_step=2, old_logprobs="recompute").recomputes_old_logprobs

@@ -348,19 +348,6 @@ def loss_config(algorithm: Algorithm) -> LossConfig:
     )
 
 
-def recomputes_old(algorithm: Algorithm) -> bool:
-    """Return True if later mini-batches need the trainer's own old logprobs.
-
-    They never do with one mini-batch per step.
-    """
-    wanted = algorithm.old_logprobs
-    return (
-        algorithm.loss not in WITHOUT_RATIO
-        and algorithm.minibatches_per_step > 1
-        and (wanted == "recompute" or (wanted == "auto" and algorithm.loss == "gspo"))
-    )
-
-
 def _pair_metrics(sums: StepSums) -> dict[str, float]:
     pairs = max(sums.pairs, 1.0)
     return {

@@ -18,8 +18,8 @@ from typing import Any
 
 import psutil
 
+from rlboost_cli.evidence.audit import audit_of
 from rlboost_cli.runs import client
-from rlboost_cli.runs.audit import audit_of
 from rlboost_cli.terminal.text import counted
 from rlboost_runtime.billing.books import unsettled
 from rlboost_runtime.errors import ConfigError, NotFound, RLBoostError
