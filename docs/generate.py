@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from pathlib import Path
 
@@ -210,10 +211,28 @@ def _their_default(framework: Framework, option: str) -> str:
     return "" if default is None else f" ({as_yaml(default)})"
 
 
+def losses_page() -> str:
+    """Return docs/losses.md: what the module of the losses says of them."""
+    module = DOCS.parent / "runtime/rlboost_runtime/trainer/learn/losses.py"
+    text = ast.get_docstring(ast.parse(module.read_text(encoding="utf-8"))) or ""
+    formulas = text[text.index("Losses (the objective") : text.index("Shape suffixes")].rstrip()
+    return f"""\
+# Losses
+
+<!-- Written by docs/generate.py from runtime/rlboost_runtime/trainer/learn/losses.py: do not edit. -->
+
+What `algorithm.loss` names. [The objective](objective.md) has what goes beside it: KL, entropy, learning rate.
+Tests compare value and gradient with TRL's.
+
+{formulas}
+"""
+
+
 PAGES = {
     "job-file.md": job_file_page,
     "metrics.md": metrics_page,
     "coming-from.md": coming_from_page,
+    "losses.md": losses_page,
 }
 
 

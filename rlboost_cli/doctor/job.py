@@ -159,6 +159,6 @@ def judge_reward(scored: Reward, example: Example) -> Finding:
         return warn(
             "reward",
             f"{scored.value:g} for {what}",
-            "check that the function accepts a response that is the answer's text alone",
+            "fine if the reward wants a format, such as \\boxed{}; else check the function",
         )
     return ok("reward", f"loads in its own process, {scored.value:g} for {what}")
