@@ -71,7 +71,12 @@ def test_where_a_head_cannot_end_itself_only_its_runs_are_ended(facts: Facts, en
     ("facts", "ends_itself", "age_s", "ends"),
     [
         (Facts(is_supervised=True, trains=True), True, 3599, False),
-        (Facts(is_supervised=True, trains=True), True, 3600, True),  # whatever its coordinator thinks of a budget
+        (
+            Facts(is_supervised=True, trains=True),
+            True,
+            3600,
+            True,
+        ),  # its coordinator may hang
         (Facts(ended="done"), True, 3600, True),
         (Facts(is_supervised=True, trains=True), False, 3600, True),
         (Facts(ended="done"), False, 3600, False),  # nothing is left to be ended there
