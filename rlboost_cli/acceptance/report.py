@@ -19,7 +19,7 @@ from typing import Any
 
 from rlboost_providers.base.traits import known_clouds
 from rlboost_runtime.errors import ConfigError
-from rlboost_runtime.run.folder import write_atomically
+from rlboost_runtime.run.folder import home, write_atomically
 
 _PLACES = (
     (re.compile(r"\b(?:\d{1,3}\.){3}\d{1,3}\b"), "<address>"),
@@ -92,7 +92,7 @@ def scrubbed(words: str, secrets: Iterable[str]) -> str:
     for value in sorted(values, key=len, reverse=True):
         if len(value) > 3:
             words = words.replace(value, "<secret>")
-    words = words.replace(str(Path.home()), "~")
+    words = words.replace(str(home()), "$RLBOOST_HOME").replace(str(Path.home()), "~")
     for pattern, place in _PLACES:
         words = pattern.sub(place, words)
     return words

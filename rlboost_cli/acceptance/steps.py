@@ -19,7 +19,6 @@ from rlboost_cli.doctor import checks
 from rlboost_cli.doctor import head as head_doctor
 from rlboost_cli.doctor.findings import DoctorContext, Finding, Verdict
 from rlboost_cli.head import control
-from rlboost_cli.head.connection import HeadUnreachable
 from rlboost_cli.head.renting import rate_of, rent
 from rlboost_cli.planning.launching import prepared
 from rlboost_cli.runs import sweep
@@ -210,7 +209,7 @@ def ports(contact: Contact) -> str:
         )
     words = f"{wanted[0]} and {wanted[1]} answer; of {len(others)} others"
     if contact.job.trainer.private_address:
-        return f"{words} {len(loose)} do, seen from within the network: not checked behind the firewall"
+        raise NotChecked(f"{words} {len(loose)} do, seen from within the network, not through its firewall")
     if loose:
         raise RuntimeFault(
             f"{words} these do: {', '.join(map(str, loose))}",
@@ -291,9 +290,11 @@ def end(contact: Contact) -> str:
     try:
         control.end_run(run, contact.say, keeps_model=False)
         end_run(run, contact.say)  # notes that it was stopped
-    except HeadUnreachable as silence:
+    except RLBoostError as failure:
         end_without_head(run, contact.say)
-        return f"from here, because its head did not answer: {silence.problem}"
+        raise RuntimeFault(
+            f"`down` failed, and everything was ended from here: {failure.problem}", failure.remedy
+        ) from failure
     return "run, spot machines and head"
 
 
@@ -356,7 +357,8 @@ def _judged(findings: Iterable[Finding]) -> str:
         error.exit_code = min(each.exit_code for each in failures)
         raise error
     doubts = [f"note: {each.found}; {each.remedy}" for each in told if each.verdict is Verdict.WARN]
-    return "\n".join(["; ".join(each.found for each in told if each.verdict is Verdict.OK), *doubts])
+    fine = (f"{each.check}: {each.found}" for each in told if each.verdict is Verdict.OK)
+    return "\n".join(["; ".join(fine), *doubts])
 
 
 def _room(job: Job, facts: dict[str, Any]) -> Iterator[Finding]:

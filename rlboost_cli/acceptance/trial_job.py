@@ -56,7 +56,7 @@ class Trial:
 
 def trial(infra: str, via: str | None, max_usd: float, changes: Path | None) -> Trial:
     """Return the trial of a cloud, its job file written in the home. `changes`: a YAML file with fields of a
-    job that replace ours. Raises `ConfigError`."""
+    job that replace ours, null to leave one out. Raises `ConfigError`."""
     cloud = infra.partition("/")[0]
     if cloud not in known_clouds():
         raise ConfigError(f"{cloud} is no known cloud", f"write one of {', '.join(known_clouds())}")
@@ -80,9 +80,12 @@ def trial(infra: str, via: str | None, max_usd: float, changes: Path | None) -> 
 
 
 def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> Json:
-    """Return `base` with `changes` laid over it, field by field."""
+    """Return `base` with `changes` laid over it, field by field; null removes a field."""
     result = dict(base)
     for name, value in changes.items():
+        if value is None:
+            result.pop(name, None)
+            continue
         both = isinstance(value, Mapping) and isinstance(result.get(name), Mapping)
         result[name] = merged(result[name], value) if both else value
     return result
