@@ -31,6 +31,8 @@ END_S = 900.0
 LEAST_S = 1500.0
 """Shortest trial that gets through its steps: installing takes minutes on each machine."""
 MOST_S = 5400.0
+IDLE_MINUTES = 5.0
+"""Until a head ends itself that nobody asks anything: after a command that was killed."""
 EXTRAS = 1.1
 """Disks and public addresses cost up to a tenth of the cheapest GPU machines (list prices, 2026-11)."""
 
@@ -62,7 +64,7 @@ def trial(infra: str, via: str | None, max_usd: float, changes: Path | None) -> 
         raise ConfigError(f"{cloud} is no known cloud", f"write one of {', '.join(known_clouds())}")
     wanted = {} if changes is None else _read(changes)
     seller = via or ("direct" if cloud_traits(cloud).is_direct else "skypilot")
-    fields = merged(merged(_fields(infra, seller), wanted), _ending(max_usd))
+    fields = merged(merged(_fields(infra, seller), wanted), _ending(max_usd, wanted))
     path = home() / "acceptance" / f"{fields['name']}.yaml"
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     loaded = _loaded(path, fields)
@@ -107,9 +109,12 @@ def _together(quote: Quote) -> float:
     return (quote.on_demand_usd_per_hour or 0) + NUM_SPOT * (quote.spot_usd_per_hour or 0)
 
 
-def _ending(max_usd: float) -> Json:
-    """Return the fields that nobody may change: they are what holds the budget."""
-    return {"budget": {"max_usd": max_usd}, "after": {"done": "down", "failed": "down", "idle_minutes": 5}}
+def _ending(max_usd: float, wanted: Json) -> Json:
+    """Return the fields that hold the budget; of these only a shorter idle time may be wanted."""
+    idle = (wanted.get("after") or {}).get("idle_minutes")
+    shorter = min(idle, IDLE_MINUTES) if isinstance(idle, int | float) else IDLE_MINUTES
+    after = {"done": "down", "failed": "down", "idle_minutes": shorter}
+    return {"budget": {"max_usd": max_usd}, "after": after}
 
 
 def _fields(infra: str, via: str) -> Json:

@@ -21,14 +21,21 @@ KILLS = int(os.environ.get("RLBOOST_ACCEPTANCE_KILLS", "3"))
 SEED = int(os.environ.get("RLBOOST_ACCEPTANCE_SEED", "1"))
 WHOLE_S = 900.0
 """A trial in the lab, on two busy cores."""
+IDLE_MINUTES = 1.0
 ENDS_ITSELF_S = 600.0
-"""From a kill until the machines are gone by themselves: five idle minutes, and the end of a run."""
+"""From a kill until the machines are gone by themselves: the run goes on to its end, then a minute idle."""
+KILLED_BY_S = float(os.environ.get("RLBOOST_ACCEPTANCE_KILLED_BY_S", "180"))
+"""Kills fall anywhere in this time of a trial."""
 MAX_USD = 5.0
 NO_GPU = {"driver"}
 """What the lab cannot show."""
 BEHIND = {"ports"}
 """Its machines have no firewall, and are reached by their private addresses."""
 SPOT = {"infra": "aws/us-east-1", "accelerators": "A10G:1", "via": "direct", "max_price_usd_per_hour": 0.5}
+
+
+SPOT_PRICE = 0.5
+"""At most: the bid."""
 
 
 def changes_for(laptop: Cli, api: str, **trainer: Any) -> Path:
@@ -68,6 +75,7 @@ def changes_for(laptop: Cli, api: str, **trainer: Any) -> Path:
             },
             "spot": {"any_of": [SPOT]},
         },
+        "after": {"idle_minutes": IDLE_MINUTES},
         "env": {"AWS_ENDPOINT_URL": api, "AWS_REGION": "us-east-1"},
         "secrets": None if trainer.get("role") else ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"],
     }
@@ -94,7 +102,7 @@ def check_report(laptop: Cli, lab: Lab, before: int) -> None:
     not_passed = {name for name, (result, _) in results.items() if result != "passed"}
     assert not_passed == NO_GPU | BEHIND, {name: results[name] for name in not_passed}
     assert results["driver"] == ("not checked", "not checked here: no GPU")
-    assert "step 10" in results["ten steps"][1] or results["ten steps"][1].startswith("10 steps")
+    assert results["ten steps"][1].startswith("10 steps of a tiny model")
     assert len(lab.machines()) >= before + 3, "a head and two spot machines"
     assert all_gone(lab), lab.machines()
     check_budget(lab, before)
@@ -113,9 +121,6 @@ def check_budget(lab: Lab, before: int) -> None:
     assert spent <= MAX_USD, spent
 
 
-SPOT_PRICE = 0.5
-
-
 def test_direct_every_step_passes_that_needs_no_gpu(lab: Lab, api: str, laptop: Cli) -> None:
     before = len(lab.machines())
     try:
@@ -124,3 +129,52 @@ def test_direct_every_step_passes_that_needs_no_gpu(lab: Lab, api: str, laptop: 
         print(said_there(lab, before))
         raise
     check_report(laptop, lab, before)
+
+
+def test_through_skypilot_every_step_passes_that_needs_no_gpu(
+    lab: Lab, api: str, sky_user: dict[str, str], laptop: Cli
+) -> None:
+    """The head is bought by the real SkyPilot; it buys its spot machines itself, with the rights of its role."""
+    laptop.environment |= {**sky_user, "RLBOOST_HOME": str(laptop.home)}
+    before = len(lab.machines())
+    changes = changes_for(laptop, api, role=catalogue.ROLE)
+    trying = laptop.start(*arguments(laptop, changes, "--via", "skypilot"))
+    try:
+        until(
+            lambda: any(each["booted_at"] for each in lab.machines()[before:]) or trying.poll() is not None,
+            WHOLE_S,
+            "no head",
+        )
+        if trying.poll() is None:
+            start_metadata_service(lab, lab.machines()[before]["id"])
+        out, err = trying.communicate(timeout=2 * WHOLE_S)
+    finally:
+        trying.kill()
+    assert trying.returncode == 0, f"{out}\n{err}\n{said_there(lab, before)}\n{laptop.tails()}"
+    check_report(laptop, lab, before)
+
+
+@pytest.mark.parametrize("number", range(KILLS))
+def test_killed_at_a_random_moment_it_leaves_nothing(lab: Lab, api: str, laptop: Cli, number: int) -> None:
+    """Every second time nobody types anything afterwards: the machines end themselves."""
+    rng = random.Random(1000 * SEED + number)
+    before = len(lab.machines())
+    typed = arguments(laptop, changes_for(laptop, api))
+    trying = laptop.start(*typed)
+    moment_s = rng.uniform(5, KILLED_BY_S)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        trying.wait(moment_s)
+    trying.kill()
+    trying.communicate()
+    reached = report_of(laptop)["steps"][-1]["step"] if (laptop.home / "report.json").exists() else "nothing"
+    is_left_alone = number % 2 == 1
+    print(f"killed after {moment_s:.0f} s, after {reached}{', left alone' if is_left_alone else ''}")
+    if is_left_alone:
+        until(lambda: all_gone(lab), ENDS_ITSELF_S, f"it does not end itself: {said_there(lab, before)}")
+    if (laptop.home / "runs/acceptance-aws/job.json").exists() and trying.returncode != 0:
+        again = laptop(*typed, timeout_s=WHOLE_S)
+        assert "this command only ends what it left" in again.stderr
+        ended = {step["step"]: step["result"] for step in report_of(laptop)["steps"][-len(CLEANING) :]}
+        assert ended["end"] == ended["nothing left"] == "passed"
+    assert all_gone(lab), lab.machines()
+    check_budget(lab, before)
