@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from bought_heads import PRICE, all_gone, said_there
+from bought_heads import PRICE, all_gone, said_there, until
 from cloudlab import catalogue
 from cloudlab.client import Lab
+from metadata_service import start_metadata_service
 from ruamel.yaml import YAML
 
 from rlboost_cli.acceptance.steps import CLEANING, STEPS
@@ -134,7 +138,7 @@ def test_direct_every_step_passes_that_needs_no_gpu(lab: Lab, api: str, laptop: 
 def test_through_skypilot_every_step_passes_that_needs_no_gpu(
     lab: Lab, api: str, sky_user: dict[str, str], laptop: Cli
 ) -> None:
-    """The head is bought by the real SkyPilot; it buys its spot machines itself, with the rights of its role."""
+    """The real SkyPilot buys the head, which buys its spot machines with the rights of its role."""
     laptop.environment |= {**sky_user, "RLBOOST_HOME": str(laptop.home)}
     before = len(lab.machines())
     changes = changes_for(laptop, api, role=catalogue.ROLE)
