@@ -148,7 +148,7 @@ def _fields(infra: str, via: str) -> Json:
             "engine_args": {"dtype": "bfloat16", "gpu_memory_utilization": 0.5},
             "spot": {"min_instances": NUM_SPOT, "max_instances": NUM_SPOT, "any_of": [spot]},
         },
-        "evidence": {"keep_journal": True, "count_tokens": True},
+        "evidence": {"keep_journal": True},
     }
 
 

@@ -46,7 +46,7 @@ def changes_for(laptop: Cli, api: str, **trainer: Any) -> Path:
     """Write what has to differ in the lab: its machine type, CPUs, a model that two cores can train."""
     path = laptop.home / "lab.yaml"
     changes = {
-        "model": {"init": "tiny"},
+        "model": {"init": "tiny", "warmup": None},
         "data": {
             "reasoning_gym": ["spell_backward"],
             "size": 64,

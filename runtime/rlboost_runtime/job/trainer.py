@@ -299,5 +299,5 @@ class After(Model):
     """It ends itself after this time without a running run and without commands: after the run, after a
     crash, and after an `up` without a `launch`."""
     max_hours: float | None = Field(default=None, gt=0)
-    """It ends itself, and with it the run and its machines, this long after its first boot, whatever goes on
-    there; null: no limit. This also holds where the coordinator, which enforces `budget`, hangs."""
+    """It ends itself, and with it the run and its machines, this long after its first boot, whatever runs
+    there; null: no limit. The coordinator enforces `budget`; this limit holds even if it hangs."""
