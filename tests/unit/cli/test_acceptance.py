@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -342,3 +343,32 @@ def test_a_report_has_no_secret_address_account_or_home_in_it(monkeypatch: pytes
         assert gone not in found, gone
     assert "user/x at <address>" in found
     assert found.endswith("~/.aws at 12:34:56")
+
+
+# --- what the pages say of it -------------------------------------------------------------------------------
+
+DOCS = Path(__file__).parents[3] / "docs"
+NAMES = [step.name for step in (*steps.STEPS, *steps.CLEANING)]
+
+
+def test_the_page_has_every_step_in_order() -> None:
+    page = (DOCS / "first-run.md").read_text()
+    rows = re.findall(r"^\| ([a-z ,]+) \| (?!shows)", page, re.MULTILINE)
+    assert ", ".join(rows).split(", ") == NAMES
+
+
+def test_each_limit_of_what_was_tried_names_a_step_or_says_that_there_is_none() -> None:
+    page = (DOCS / "limits.md").read_text().partition("## What only a real account can show")[2]
+    rows = re.findall(r"^\| [^|]+ \| ([^|]+) \|$", page.partition("\n## ")[0], re.MULTILINE)[1:]
+    named = {name for row in rows if not row.startswith("none: ") for name in row.split(", ")}
+    assert len(rows) > 10
+    assert named <= set(NAMES), named - set(NAMES)
+
+
+@pytest.mark.parametrize("tool", ["aws", "gcloud"])
+def test_set_up_commands_of_the_page_are_those_that_tests_type(tool: str) -> None:
+    """`tests/cloud/test_aws_setup.py` and `tests/integration/providers` type those of the other two pages."""
+    elsewhere = (DOCS / "clouds.md").read_text() + (DOCS / "head.md").read_text()
+    typed = [line for line in (DOCS / "first-run.md").read_text().splitlines() if line.startswith(f"{tool} ")]
+    assert len(typed) > 5
+    assert [line for line in typed if line not in elsewhere] == []
