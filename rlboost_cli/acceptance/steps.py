@@ -62,6 +62,8 @@ LAG_S = 5.0
 """Pause between two looks for what is left."""
 BILL_SLACK_S = 30.0
 """Between a cloud's clock of a machine and our books: polling, and how late a cloud reports an end."""
+MIN_BILLED_S = 60.0
+"""Clouds bill at most this much of a machine that ended sooner."""
 SLOW_DISK = 0.8
 """Share of the throughput asked for below which a disk fails."""
 
@@ -439,7 +441,8 @@ def _compared(machine: MachineCost, view: MachineView | None) -> tuple[str, bool
     if view.ended_at is None:
         return f"{words}; the cloud tells no end{told}", True
     there_s = view.ended_at - view.started_at
-    return f"{words}; the cloud: {there_s:.0f} s{told}", machine.billed_s >= there_s - BILL_SLACK_S
+    is_right = there_s - BILL_SLACK_S <= machine.billed_s <= max(there_s, MIN_BILLED_S) + BILL_SLACK_S
+    return f"{words}; the cloud: {there_s:.0f} s{told}", is_right
 
 
 def _total(report: CostReport) -> str:

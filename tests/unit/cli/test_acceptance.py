@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import convert
 
 from rlboost_cli.acceptance import runner as runner_module
 from rlboost_cli.acceptance import steps
@@ -22,7 +23,9 @@ from rlboost_cli.acceptance.runner import Runner, interruptible, left_over
 from rlboost_cli.acceptance.steps import Contact, NotChecked, Step
 from rlboost_cli.acceptance.trial_job import END_S, LEAST_S, Trial, cheapest_machine, trial
 from rlboost_cli.doctor import head as head_doctor
+from rlboost_providers.base.provider import MachineStatus, MachineView
 from rlboost_runtime.billing.launch_records import HeadMachine, keep_head_machine
+from rlboost_runtime.billing.report import MachineCost
 from rlboost_runtime.errors import ConfigError, QuotaExceeded
 from rlboost_runtime.remote import doctor as remote_doctor
 from rlboost_runtime.run.create import prepare_run
@@ -311,6 +314,35 @@ def test_a_port_that_is_open_besides_the_heads_two_fails(
         monkeypatch.setattr(steps, "CLOSED_PORTS", (1, stray.getsockname()[1]))
         with pytest.raises(Exception, match=f"these do: {stray.getsockname()[1]}"):
             steps.ports(contact)
+
+
+@pytest.mark.parametrize(
+    ("billed_s", "there_s", "agrees"),
+    [(300, 310, True), (300, 350, False), (60, 12, True), (300, 200, False), (300, None, True)],
+)
+def test_a_bill_agrees_with_the_clouds_own_clock_or_fails(
+    billed_s: float, there_s: float | None, agrees: bool
+) -> None:
+    ended_at = None if there_s is None else 1000.0 + there_s
+    view = MachineView("spot-0", MachineStatus.GONE, 1000.0, ended_at)
+    machine = convert(
+        {
+            **dict.fromkeys(MachineCost.__struct_fields__, ""),
+            "id": "spot-0",
+            "started_at": 1000.0,
+            "ended_at": None,
+            "num_lives": 1,
+            "billed_s": billed_s,
+            "price_usd_per_hour": 0.4,
+            "cost_usd": 0.0,
+            "useful_usd": 0.0,
+            "wasted_usd": {},
+        },
+        MachineCost,
+    )
+    words, found = steps._compared(machine, view)
+    assert found is agrees
+    assert f"{billed_s:.0f} s at $0.4000" in words
 
 
 def test_throughput_is_measured_and_the_file_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
