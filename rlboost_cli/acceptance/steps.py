@@ -211,7 +211,8 @@ def ports(contact: Contact) -> str:
         )
     words = f"{wanted[0]} and {wanted[1]} answer; of {len(others)} others"
     if contact.job.trainer.private_address:
-        raise NotChecked(f"{words} {len(loose)} do, seen from within the network, not through its firewall")
+        found = ", ".join(map(str, loose)) or "none"
+        raise NotChecked(f"{words} {found}, seen from within the network, not through its firewall")
     if loose:
         raise RuntimeFault(
             f"{words} these do: {', '.join(map(str, loose))}",
