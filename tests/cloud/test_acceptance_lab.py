@@ -25,9 +25,9 @@ KILLS = int(os.environ.get("RLBOOST_ACCEPTANCE_KILLS", "3"))
 SEED = int(os.environ.get("RLBOOST_ACCEPTANCE_SEED", "1"))
 WHOLE_S = 900.0
 """A trial in the lab, on two busy cores."""
-IDLE_MINUTES = 1.0
+IDLE_MINUTES = 2.0
 ENDS_ITSELF_S = 600.0
-"""From a kill until the machines are gone by themselves: the run goes on to its end, then a minute idle."""
+"""From a kill until the machines are gone by themselves: the run goes on to its end, then two minutes idle."""
 KILLED_BY_S = float(os.environ.get("RLBOOST_ACCEPTANCE_KILLED_BY_S", "180"))
 """Kills fall anywhere in this time of a trial."""
 MAX_USD = 5.0
@@ -79,7 +79,7 @@ def changes_for(laptop: Cli, api: str, **trainer: Any) -> Path:
             },
             "spot": {"any_of": [SPOT]},
         },
-        "after": {"idle_minutes": IDLE_MINUTES},
+        "after": {"idle_minutes": 5.0 if trainer else IDLE_MINUTES},  # SkyPilot is silent for minutes
         "env": {"AWS_ENDPOINT_URL": api, "AWS_REGION": "us-east-1"},
         "secrets": None if trainer.get("role") else ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"],
     }
