@@ -27,7 +27,7 @@ WHOLE_S = 900.0
 """A trial in the lab, on two busy cores."""
 IDLE_MINUTES = 2.0
 ENDS_ITSELF_S = 600.0
-"""From a kill until the machines are gone by themselves: the run goes on to its end, then two minutes idle."""
+"""From a kill until the machines are gone by themselves: the end of the run, then two idle minutes."""
 KILLED_BY_S = float(os.environ.get("RLBOOST_ACCEPTANCE_KILLED_BY_S", "180"))
 """Kills fall anywhere in this time of a trial."""
 MAX_USD = 5.0
