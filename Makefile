@@ -126,6 +126,11 @@ cloudlab: $(DEV) ## tools, machine image and SkyPilot for e2e (root, Linux; once
 e2e: cloudlab ## whole runs through the real SkyPilot on a cloud of network namespaces (root, Linux); none may be skipped
 	$(BIN)/python -m pytest -q -rP --durations=0 -m "cloud and not soak" tests/cloud
 
+.PHONY: e2e-acceptance
+e2e-acceptance: cloudlab ## rlboost acceptance in that cloud: whole, direct and through SkyPilot, and killed KILLS=3 times
+	RLBOOST_ACCEPTANCE_KILLS=$(or $(KILLS),3) RLBOOST_ACCEPTANCE_SEED=$(or $(SEED),1) \
+		$(BIN)/python -m pytest -q -rP --durations=0 -m cloud tests/cloud/test_acceptance_lab.py
+
 .PHONY: lint
 lint: $(DEV) ## format, lint rules and types
 	$(BIN)/ruff format --check .
@@ -226,7 +231,7 @@ soak-fuzz: $(DEV) ## MESSAGES=100000 mutated messages of an agent, FILES=10000 m
 
 .PHONY: soak-cloud
 soak-cloud: cloudlab ## seeded storms over the real SkyPilot, machines of a head that is gone, a machine from EC2 itself
-	RLBOOST_SKY_SEEDS=5 $(BIN)/python -m pytest -q -rP --durations=0 -m "cloud and soak" tests/cloud
+	RLBOOST_ACCEPTANCE_KILLS=20 RLBOOST_SKY_SEEDS=5 $(BIN)/python -m pytest -q -rP --durations=0 -m "cloud and soak" tests/cloud
 
 # --- measure ----------------------------------------------------------------------------------------------
 

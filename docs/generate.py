@@ -213,7 +213,7 @@ def _their_default(framework: Framework, option: str) -> str:
 
 def losses_page() -> str:
     """Return docs/losses.md: what the module of the losses says of them."""
-    module = DOCS.parent / "runtime/rlboost_runtime/trainer/learn/losses.py"
+    module = Path(__file__).resolve().parents[1] / "runtime/rlboost_runtime/trainer/learn/losses.py"
     text = ast.get_docstring(ast.parse(module.read_text(encoding="utf-8"))) or ""
     formulas = text[text.index("Losses (the objective") : text.index("Shape suffixes")].rstrip()
     return f"""\
@@ -221,8 +221,8 @@ def losses_page() -> str:
 
 <!-- Written by docs/generate.py from runtime/rlboost_runtime/trainer/learn/losses.py: do not edit. -->
 
-What `algorithm.loss` names. [The objective](objective.md) has what goes beside it: KL, entropy, learning rate.
-Tests compare value and gradient with TRL's.
+What `algorithm.loss` names. [The objective](objective.md) has what goes beside it: KL, entropy and learning
+rate. Tests compare value and gradient with TRL's.
 
 {formulas}
 """

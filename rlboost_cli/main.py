@@ -102,6 +102,9 @@ _MODULES: dict[str, dict[str, str]] = {
         "doctor": "Check this machine, the job and its remote head",
         "plan": "Forecast a job's time and cost, and compare alternatives",
     },
+    "account": {
+        "acceptance": "Try a cloud account with real machines, within a budget, and write a report",
+    },
     "start": {
         "up": "Start a run without its trainer",
         "launch": "Start or continue a run and watch it; Ctrl-C detaches",

@@ -57,7 +57,7 @@ def head(patient: DoctorContext) -> Iterator[Finding]:
     yield judge_gpu(facts["gpu"], facts["python"])
     if facts["gpu"]["gpus"] and fit_plan_here(job) is not None:
         yield judge_gpu_memory(job, facts["gpu"]["gpus"][0]["mib"] << 20, "head gpu memory")
-    yield from judge_room(facts["disk"], _wanted_bytes(job, facts["python"]))
+    yield from judge_room(facts["disk"], wanted_bytes(job, facts["python"]))
     yield judge_clock(facts["clock"]["ahead_s"], place.host)
     if _is_dialled_by_machines(job):
         yield judge_ports(facts.get("ports"), place)
@@ -106,13 +106,15 @@ def place_of(job: Job) -> HeadPlace | None:
     )
 
 
-def look(place: HeadPlace, *, listen: bool) -> dict[str, Any]:
-    """Return what `remote/doctor.py` says there, by what it looked at. Raises `RLBoostError`."""
+def look(place: HeadPlace, *, listen: bool, measure: bool = False) -> dict[str, Any]:
+    """Return what `remote/doctor.py` says there, by what it looked at. `measure`: its disk, too, by a file of
+    half a GiB. Raises `RLBoostError`."""
     program = resources.files("rlboost_runtime.remote").joinpath("doctor.py").read_bytes()
     request = {
         "folder": place.folder,
         "python": place.python,
         "listen": listen,
+        "measure": measure,
         "clouds": credential_places(known_clouds()),
     }
     with contextlib.closing(ssh_to(place)) as ssh:
@@ -299,6 +301,7 @@ def _is_dialled_by_machines(job: Job) -> bool:
     return any(not isinstance(offer, LocalOffer) for offer in _offers(job))
 
 
-def _wanted_bytes(job: Job, python: Json) -> int:
+def wanted_bytes(job: Job, python: Json) -> int:
+    """Return the room that the run needs on the head's disk. `python`: what is installed there."""
     runtime, plan = 0 if python["is_there"] else ROOM_BYTES, fit_plan_here(job)
     return runtime + (BESIDE_BYTES if plan is None else plan.disk)

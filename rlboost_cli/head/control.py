@@ -125,11 +125,14 @@ def preempt(run: RunFolder, instance: str | None, notice_s: float | None) -> str
         return head.rlboost(*arguments).out.strip()
 
 
-def end_run(run: RunFolder, say: Say) -> None:
+def end_run(run: RunFolder, say: Say, *, keeps_model: bool = True) -> None:
     """End the run on its head, with all its machines, and fetch what it leaves. Raises `HeadUnreachable`
-    where the head does not answer: nothing is known then of what runs there."""
+    where the head does not answer: nothing is known then of what runs there.
+
+    `keeps_model`: False gives up model and checkpoints on a head that is bought.
+    """
     if stored_job(run).trainer.is_bought:
-        _end_bought(run, say)
+        _end_bought(run, say, keeps_model)
     else:
         with _steering(run, say):
             _end_there(run, say)
@@ -149,7 +152,7 @@ def _note_stopped(run: RunFolder, problem: str, remedy: str) -> None:
         write_json(run.outcome, {"state": "stopped", "problem": problem, "remedy": remedy, "exit_code": 0})
 
 
-def _end_bought(run: RunFolder, say: Say) -> None:
+def _end_bought(run: RunFolder, say: Say, keeps_model: bool) -> None:
     """End the run on its head, then the head. Where the head is gone, the machines that it launched are ended
     from here. A head on which the run was never started has launched nothing, and need not answer."""
     is_there = head_is_there(run)
@@ -157,7 +160,7 @@ def _end_bought(run: RunFolder, say: Say) -> None:
         if not was_started(run):
             _note_not_started(run)
         elif is_there:
-            _end_there(run, say)
+            _end_there(run, say, keeps_model)
     if is_there:
         give_back(run, say)
     elif was_started(run):
@@ -177,7 +180,7 @@ def end_fleet(run: RunFolder, say: Say) -> None:
     close_mirror(run)
 
 
-def _end_there(run: RunFolder, say: Say) -> None:
+def _end_there(run: RunFolder, say: Say, keeps_model: bool = True) -> None:
     with Head(run) as head:
         try:
             there, _ = head.ask("look")
@@ -196,7 +199,7 @@ def _end_there(run: RunFolder, say: Say) -> None:
             head.ask("keep", on=False)
             forget_former_outcome(run)
             if stored_job(run).trainer.is_bought:
-                _fetch_before_it_goes(run, head, say)
+                _fetch_before_it_goes(run, head, say, keeps_model)
             else:
                 refresh_and_close(run, head)
                 _fetch_model_and_checkpoint(run, head, say)
@@ -209,7 +212,7 @@ def _end_there(run: RunFolder, say: Say) -> None:
         )
 
 
-def _fetch_before_it_goes(run: RunFolder, head: Head, say: Say) -> None:
+def _fetch_before_it_goes(run: RunFolder, head: Head, say: Say, keeps_model: bool) -> None:
     """Fetch what the run leaves on a bought head that is about to end. Missing copies do not delay that:
     the head costs money. Raises `RuntimeFault` where the head has the only copy of the model."""
     is_refreshed = False
@@ -219,7 +222,8 @@ def _fetch_before_it_goes(run: RunFolder, head: Head, say: Say) -> None:
     except (HeadUnreachable, RuntimeFault) as silence:
         output.progress(f"note: {silence.problem}; costs and logs of {run.name} are as of the last fetch")
     try:
-        _fetch_model_and_checkpoint(run, head, say)
+        if keeps_model:
+            _fetch_model_and_checkpoint(run, head, say)
     except (HeadUnreachable, RuntimeFault) as failure:
         raise RuntimeFault(
             f"{failure.problem}; {run.name} has ended, but its model is still on its head, which costs money",

@@ -76,6 +76,7 @@ def watch_settings(job: Job) -> dict[str, object]:
         "cloud": job.trainer.cloud if is_direct else job.trainer.via,
         "deletion": None if deletion is None else asdict(deletion),
         "idle_s": job.after.idle_minutes * 60,
+        "max_s": None if job.after.max_hours is None else job.after.max_hours * 3600,
         "done": job.after.done,
         "failed": job.after.failed,
         "ends_itself": job.trainer.ends_itself,

@@ -7,8 +7,10 @@ it again changes nothing. Where a cloud does not answer, the error names what ma
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import psutil
@@ -18,7 +20,7 @@ from rlboost_cli.terminal.text import left_lines
 from rlboost_runtime.billing.books import close_books, unsettled
 from rlboost_runtime.errors import RLBoostError
 from rlboost_runtime.processes import end_all, tagged
-from rlboost_runtime.run.create import stored_job
+from rlboost_runtime.run.create import kept, stored_job
 from rlboost_runtime.run.folder import RunFolder, write_json
 from rlboost_runtime.run.index import is_supervised
 
@@ -79,12 +81,25 @@ def _end_here(run: RunFolder, progress: Callable[[str], None]) -> Teardown:
     from rlboost_runtime.supervisor.machines import end_machines
 
     try:
-        ended = end_machines(stored_job(run), run, progress)
+        with _its_environment(run):
+            ended = end_machines(stored_job(run), run, progress)
     except RLBoostError as error:
         raise _naming_machines(run, error) from error
     close_books(run, ended.views, "ended by rlboost down")
     _note_stopped(run)
     return Teardown(tuple(processes), ended.machines)
+
+
+@contextlib.contextmanager
+def _its_environment(run: RunFolder) -> Iterator[None]:
+    """Have the keys of clouds that the run was given: on a head elsewhere nobody else has any."""
+    before = dict(os.environ)
+    os.environ.update(kept(run))
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _naming_machines(run: RunFolder, error: RLBoostError) -> RLBoostError:

@@ -298,3 +298,6 @@ class After(Model):
     idle_minutes: float = Field(default=15.0, gt=0)
     """It ends itself after this time without a running run and without commands: after the run, after a
     crash, and after an `up` without a `launch`."""
+    max_hours: float | None = Field(default=None, gt=0)
+    """It ends itself, and with it the run and its machines, this long after its first boot, whatever runs
+    there; null: no limit. The coordinator enforces `budget`; this limit holds even if it hangs."""

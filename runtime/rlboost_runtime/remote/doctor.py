@@ -7,6 +7,7 @@ says where some are, never what they are.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -24,6 +25,8 @@ Json = Dict[str, Any]  # noqa: UP006
 RUN_S = 60.0
 """Longest wait for a program: torch takes seconds to import from a cold disk."""
 DIALLED_S = 10.0
+MEASURED_BYTES = 512 << 20
+"""Four seconds of the slowest disk that clouds give."""
 METADATA_S = 1.0
 """A metadata service is on the machine's own link."""
 METADATA = "http://169.254.169.254"
@@ -53,6 +56,8 @@ def main() -> None:
     tell("python", **python_facts(python))
     tell("gpu", **gpu_facts())
     tell("disk", **disk_facts(root))
+    if request.get("measure"):
+        tell("throughput", **throughput(root))
     if request["listen"]:
         listen()
     tell("credentials", found=credentials(request["clouds"]))
@@ -106,6 +111,25 @@ def disk_facts(root: Path) -> Json:
         "free_bytes": shutil.disk_usage(str(place)).free,
         "can_write": os.access(str(place), os.W_OK | os.X_OK),
     }
+
+
+def throughput(root: Path) -> Json:
+    """Return how fast the disk takes a file of `MEASURED_BYTES` with its fsync, in MiB/s; it is removed."""
+    place = next(folder for folder in [root, *root.parents] if folder.exists())
+    path, block = place / f".rlboost-measured-{os.getpid()}", os.urandom(1 << 20)
+    try:
+        began = time.monotonic()
+        with path.open("wb") as file:
+            for _ in range(MEASURED_BYTES >> 20):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+        return {"write_mib_per_s": (MEASURED_BYTES >> 20) / (time.monotonic() - began), "problem": ""}
+    except OSError as problem:
+        return {"write_mib_per_s": 0.0, "problem": str(problem)}
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
 
 
 def listen() -> None:

@@ -4,14 +4,16 @@ rest.
 Standard library only, Python 3.8 and later, Linux; sent in the machine's start-up script, with its settings
 as JSON in the file that is its only argument: `cloud`, `folder` (of our runtime there), `idle_s`, `done` and
 `failed`: what is to become of the machine after a run that ended so, "down" or "stay"; `ends_itself`:
-whether shutting down ends it there, or leaves a machine that costs on and cannot be reached; and `deletion`:
-how it deletes itself where a machine that shut down stays (`rlboost_providers.base.traits.SelfDeletion`).
+whether shutting down ends it there, or leaves a machine that costs on and cannot be reached; `max_s`: its
+longest life, or null; and `deletion`: how it deletes itself where a machine that shut down stays
+(`rlboost_providers.base.traits.SelfDeletion`).
 
 Guarantee: once no run has gone on there for `idle_s`, and nobody has asked the machine anything, it shuts
 down, unless its run ended in a way after which it is to stay; at once, where the run's supervisor says that
 all of the run is safe elsewhere. Neither needs the laptop, nor our runtime, nor an end of the run: a crash
 and an installation that was given up count as idle. A supervisor that still lives is asked to end first: it
-ends the run's other machines.
+ends the run's other machines. After `max_s` the same happens whatever goes on there; the time counts from the
+machine's first boot, by the file `began` beside the settings.
 
 On a machine that SkyPilot bought, SkyPilot's own code ends it, as far as the machine's role or the run's
 secrets have the right to. SkyPilot's autodown there is the second line: it follows once this part no longer
@@ -70,12 +72,14 @@ class Facts(NamedTuple):
     """Whether its supervisor has put everything of it where the job's `output` says."""
 
 
-def reason_to_end(settings: Json, facts: Facts, quiet_s: float) -> str:
+def reason_to_end(settings: Json, facts: Facts, quiet_s: float, age_s: float) -> str:
     """Return why the machine, or its runs where it cannot end itself, must end now; else empty. Pure."""
-    if is_busy(facts):
-        return ""
     if not settings["ends_itself"] and not facts.is_supervised:
         return ""  # nothing is left to be ended from there
+    if settings["max_s"] is not None and age_s >= settings["max_s"]:
+        return f"it is {age_s:.0f} s old, and may live {settings['max_s']:.0f} s"
+    if is_busy(facts):
+        return ""
     if facts.ended is not None:
         if settings["done" if facts.ended == "done" else "failed"] == "stay":
             return ""
@@ -95,6 +99,7 @@ def main() -> None:
     """Look until the machine is to end, then end it."""
     settings = json.loads(Path(sys.argv[1]).read_text())
     folder, account = Path(settings["folder"]), Path(sys.argv[1]).with_name("skypilot-account")
+    began = mtime_of(Path(sys.argv[1]).with_name("began")) or time.time()
     quiet_since, asked = time.monotonic(), None
     awake_until = 0.0
     while True:
@@ -104,7 +109,7 @@ def main() -> None:
         facts, now_asked = facts_of(folder), mtime_of(folder / "asked")
         if is_busy(facts) or now_asked != asked:
             quiet_since, asked = time.monotonic(), now_asked
-        why = reason_to_end(settings, facts, time.monotonic() - quiet_since)
+        why = reason_to_end(settings, facts, time.monotonic() - quiet_since, time.time() - began)
         if why:
             print(f"ending {'this machine' if settings['ends_itself'] else 'its runs'}: {why}", flush=True)
             end_runs(folder)

@@ -7,6 +7,7 @@ umask 077
 root=/opt/rlboost-head
 account=@ACCOUNT@
 mkdir -p "$root"
+[ -e "$root/began" ] || touch "$root/began"
 
 base64 -d <<'END' | gunzip > "$root/watch.py"
 @WATCH@

@@ -219,7 +219,7 @@ class Machine:
         run("ip", "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", namespace)
         run("ip", "link", "set", link, "master", BRIDGE, "up")
         inside = ("ip", "-n", namespace)
-        run(*inside, "addr", "add", f"{self.address}/16", "dev", "eth0")
+        run(*inside, "addr", "add", f"{self.address}/8", "dev", "eth0")  # all machines are on one link
         run(*inside, "link", "set", "eth0", "up")
         run(*inside, "link", "set", "lo", "up")
         run(*inside, "route", "add", "default", "via", GATEWAY, "dev", "eth0", "onlink")

@@ -3,7 +3,7 @@ set -eu
 folder=$1 name=$2 user=$3 uid=$4 home_layers=$5 wheels=$6 has_python=$7
 
 mount --make-rprivate /
-mount -t tmpfs -o size=12g tmpfs "$folder"
+mount -t tmpfs -o size=100g tmpfs "$folder" # as large as a head asks its disk to be, and as empty
 mkdir "$folder"/{upper,work,root,home,home.work}
 root=$folder/root
 mount -t overlay -o lowerdir=/,upperdir="$folder/upper",workdir="$folder/work" overlay "$root"

@@ -55,6 +55,7 @@ COMMANDS = (
     ("gc", "--dry-run"),
     ("gc", "--dry-run", "--cloud", "aws"),
     ("gc", "--dry-run", "--cloud", "gcp"),
+    ("acceptance", "aws/us-east-1"),
     ("prices",),
     ("prices", "--live"),
     ("simulate", "--preset", "paper-8b", "--window", "0:0.2", "--policy", "on_demand"),

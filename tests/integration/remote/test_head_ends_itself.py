@@ -33,7 +33,7 @@ def watching(folder: Path, **settings: Any) -> Iterator[subprocess.Popen[str]]:
     (tools / "shutdown").write_text(f"#!/bin/sh\necho $* > {folder}/off\n")
     (tools / "shutdown").chmod(0o755)
     told = {"folder": str(folder), "cloud": "aws", "idle_s": 3.0, "done": "down", "failed": "down"}
-    told["ends_itself"] = True
+    told |= {"ends_itself": True, "max_s": None}
     (folder / "watch.json").write_text(json.dumps({**told, **settings}))
     environment = {**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}
     program = [sys.executable, watch.__file__, str(folder / "watch.json")]

@@ -18,7 +18,7 @@ from rlboost_providers.base.traits import cloud_traits
 from rlboost_runtime.remote import watch
 from rlboost_runtime.remote.watch import Facts, facts_of, reason_to_end
 
-SETTINGS = {"idle_s": 900.0, "done": "down", "failed": "down", "ends_itself": True}
+SETTINGS = {"idle_s": 900.0, "done": "down", "failed": "down", "ends_itself": True, "max_s": None}
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ SETTINGS = {"idle_s": 900.0, "done": "down", "failed": "down", "ends_itself": Tr
     ],
 )
 def test_a_head_ends_once_nothing_goes_on_there(facts: Facts, quiet_s: float, ends: bool) -> None:
-    assert bool(reason_to_end(SETTINGS, facts, quiet_s)) is ends
+    assert bool(reason_to_end(SETTINGS, facts, quiet_s, 1e6)) is ends
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_a_head_ends_once_nothing_goes_on_there(facts: Facts, quiet_s: float, en
 def test_only_after_a_run_that_ended_so_it_stays_where_it_is_to(ended: str | None, stays: bool) -> None:
     settings = {**SETTINGS, "done": "stay"}
     facts = Facts(ended=ended, is_safe=True)
-    assert (reason_to_end(settings, facts, 10_000) == "") is stays
+    assert (reason_to_end(settings, facts, 10_000, 1e6) == "") is stays
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,29 @@ def test_only_after_a_run_that_ended_so_it_stays_where_it_is_to(ended: str | Non
 )
 def test_where_a_head_cannot_end_itself_only_its_runs_are_ended(facts: Facts, ends: bool) -> None:
     settings = {**SETTINGS, "ends_itself": False}
-    assert bool(reason_to_end(settings, facts, 10_000)) is ends
+    assert bool(reason_to_end(settings, facts, 10_000, 1e6)) is ends
+
+
+@pytest.mark.parametrize(
+    ("facts", "ends_itself", "age_s", "ends"),
+    [
+        (Facts(is_supervised=True, trains=True), True, 3599, False),
+        (
+            Facts(is_supervised=True, trains=True),
+            True,
+            3600,
+            True,
+        ),  # its coordinator may hang
+        (Facts(ended="done"), True, 3600, True),
+        (Facts(is_supervised=True, trains=True), False, 3600, True),
+        (Facts(ended="done"), False, 3600, False),  # nothing is left to be ended there
+    ],
+)
+def test_a_head_with_a_longest_life_ends_then_whatever_goes_on_there(
+    facts: Facts, ends_itself: bool, age_s: float, ends: bool
+) -> None:
+    settings = {**SETTINGS, "done": "stay", "ends_itself": ends_itself, "max_s": 3600.0}
+    assert bool(reason_to_end(settings, facts, 0.0, age_s)) is ends
 
 
 @pytest.fixture

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from rlboost_cli.runs.teardown import end_run
+from rlboost_providers.base.terminate import Terminated
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import Job
 from rlboost_runtime.run.create import gather, keep, kept, prepare_run, resume_run
 from rlboost_runtime.run.folder import RunFolder, write_json
+from rlboost_runtime.supervisor import machines
 
 JOB = """\
 name: demo
@@ -79,3 +83,22 @@ def test_what_the_job_does_not_name_any_more_is_not_kept(tmp_path: Path, job_fil
     write_json(run.environment, {"JUDGE_KEY": "old"})
     keep(run, job)
     assert kept(run) == {"MARKS": "10"} == gather(job)
+
+
+def test_a_run_is_ended_with_the_keys_that_it_was_given(
+    job_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`down` on a head elsewhere: nobody has typed keys of a cloud there."""
+    monkeypatch.setenv("JUDGE_KEY", "of-the-judge")
+    run = prepare_run(job_file, load(job_file)).run
+    monkeypatch.delenv("JUDGE_KEY")
+    had: list[str | None] = []
+
+    def end_machines(job: Job, run: RunFolder, say: object) -> Terminated:
+        had.append(os.environ.get("JUDGE_KEY"))
+        return Terminated((), ())
+
+    monkeypatch.setattr(machines, "end_machines", end_machines)
+    end_run(run, lambda words: None)
+    assert had == ["of-the-judge"]
+    assert "JUDGE_KEY" not in os.environ
