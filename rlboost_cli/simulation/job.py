@@ -16,7 +16,7 @@ from pathlib import Path
 from rlboost_cli.simulation.calibration import calibrated, spot_pace, with_engine_pace
 from rlboost_cli.simulation.market import has_own_market, market_in_words, market_of
 from rlboost_cli.simulation.rates import Rates, boots_here, measured_rates
-from rlboost_providers.base.prices import parse_accelerator
+from rlboost_providers.base.prices import parse_accelerator, shipped_book
 from rlboost_providers.registry import (
     egress_usd_per_gb,
     expected_usd_per_hour,
@@ -295,6 +295,14 @@ def _of_clouds(job: Job, offers: list[CloudOffer], head: float | None) -> _Machi
         f"the trainer is assumed to have {nodes * ranks} {trainer_gpu}, one per rank",
         f"a machine's link is assumed to be {GBIT_PER_GPU:g} Gbit/s per GPU",
     ]
+    days = [quote.as_of for offer in offers for quote in shipped_book().of(offer)]
+    if days:
+        notes.append(f"prices are those shipped with rlboost, of {min(days)}; rlboost prices --live asks EC2")
+    if job.trainer.place is None:
+        notes.append(
+            "the head is in no known cloud: its weights reach the machines at that speed and free of egress;"
+            " trainer.location says where it is"
+        )
     if any(expected_usd_per_hour(offer) is None for offer in offers):
         notes.append("an offer without a known price counts as free: give it max_price_usd_per_hour")
     if len(offers) < len(job.rollout.spot.any_of):

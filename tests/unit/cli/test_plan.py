@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -402,6 +403,24 @@ def test_training_takes_the_passes_that_the_objective_needs(tmp_path: Path) -> N
     assert passes() == 4.0
     assert passes(kl={"coef": 0.001}) == 5.0
     assert passes(kl={"coef": 0.001}, minibatches_per_step=4, old_logprobs="recompute") == 6.0, "the paper's"
+
+
+def test_a_plan_dates_its_prices_and_doubts_a_head_of_ones_own(tmp_path: Path) -> None:
+    def notes(**trainer: Any) -> str:
+        cloud = {"infra": "aws/us-east-1", "accelerators": "H100:8"}
+        own = {
+            "infra": "ssh",
+            "hosts": ["me@box"],
+            "price_usd_per_hour": 20.0,
+            "accelerators": "H100:8",
+            **trainer,
+        }
+        spot = {"spot": {"any_of": [cloud]}}
+        return " ".join(simulated_job(job(model="Qwen/Qwen3-8B", trainer=own, rollout=spot), tmp_path).notes)
+
+    assert re.search(r"prices are those shipped with rlboost, of 20\d\d-\d\d-\d\d", notes())
+    assert "the head is in no known cloud" in notes()
+    assert "no known cloud" not in notes(location="aws/us-east-1")
 
 
 def test_boots_of_forked_engines_say_nothing_of_others(home: Path) -> None:
