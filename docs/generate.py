@@ -177,8 +177,15 @@ rlboost check job.yaml
 - **OpenRLHF** has no file of options to translate; `rlboost init --template reinforce-pp-8b` writes its
   REINFORCE++. Its SFT, rejection sampling and online DPO are in [stages](stages.md); PPO is not built.
 
-Rewards are Python and stay yours: `reward: math` stands in for them, and
-[own_reward](../examples/own_reward/job.yaml) shows one. In the tables, an option
+What differs even where all options agree:
+
+- With several mini-batches per step, the groups that finish first form the first update; veRL's are drawn
+  from the whole step.
+- `weight_decay` is for matrices, not for norms and biases.
+- KL estimates are not clamped; veRL clamps its low_var_kl to +-10.
+
+Paths of data files are those of copies beside the job file. Rewards are Python and stay yours:
+`reward: math` stands in for them, and [own_reward](../examples/own_reward/job.yaml) shows one. In the tables, an option
 without a default has none, and * stands for any text."""
 
 

@@ -57,7 +57,12 @@ def init(
         new_job.template_text(template := template or job_text.TEMPLATE)
         content, not_taken = job_text.translated_job(foreign, template, devices)
         written = new_job.write_job(path, content, force=force)
-        said = [*job_text.summary(not_taken), *new_job.closing_words(written, template)]
+        said = [
+            *job_text.summary(not_taken),
+            f"machines and budget are those of template {template}; --template NAME takes others, and"
+            " rlboost init --list names them",
+            *new_job.closing_words(written, template),
+        ]
     for line in said:
         output.progress(line)
 
