@@ -10,6 +10,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Con
 
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import Algorithm, Lora, TinyModel, Trainer
+from rlboost_runtime.trainer.artifacts import checkpoint
+from rlboost_runtime.trainer.artifacts.checkpoint import TrainedState, TrainingState
 from rlboost_runtime.trainer.artifacts.publisher import WeightsCopy
 from rlboost_runtime.trainer.learn import logprobs as heads
 from rlboost_runtime.trainer.learn import lora as adapters
@@ -257,17 +259,18 @@ def test_fresh_adapters_are_the_plain_model():
 
 def test_a_checkpoint_with_adapters_goes_on_exactly(tmp_path):
     policy = make_policy()
-    train(policy, Trainer(), lora=Lora(rank=4))
-    policy.save(tmp_path)
-    again = Policy.load(tmp_path)
+    learner = train(policy, Trainer(), lora=Lora(rank=4))
+    state = TrainedState(0, 0, 0.0, 0.0, 0, 0.0, {})
+    folder = checkpoint.write(tmp_path, TrainingState(learner).take(tmp_path), state, keep=1)
+    again = Policy.load(folder)
     again.set_up(Trainer(), Algorithm(lora=Lora(rank=4)))
     stored, loaded = policy.model.state_dict(), again.model.state_dict()
     assert stored.keys() == loaded.keys()
     assert all(torch.equal(stored[name], loaded[name]) for name in stored)
     with pytest.raises(ConfigError, match="other shapes"):
-        Policy.load(tmp_path).set_up(Trainer(), Algorithm(lora=Lora(rank=8)))
+        Policy.load(folder).set_up(Trainer(), Algorithm(lora=Lora(rank=8)))
     with pytest.raises(ConfigError, match="the job asks for none"):
-        Policy.load(tmp_path).set_up(Trainer(), Algorithm())
+        Policy.load(folder).set_up(Trainer(), Algorithm())
 
 
 def test_merging_is_the_formula():
