@@ -124,13 +124,14 @@ class StateSaver:
             write.result()
 
     def _state(self) -> Iterator[tuple[str, Tensor]]:
+        buffers = list(stored_buffers(self._model))  # on all ranks: it brings FSDP back to shards
         for name, parameter in self._model.named_parameters():
             yield f"model.{name}", parameter.detach()
             for moment in MOMENTS:
                 if moment in self._optimizer.state.get(parameter, {}):
                     yield f"{moment}.{name}", self._optimizer.state[parameter][moment]
         if self._ranks.leads:
-            yield from ((f"model.{name}", buffer) for name, buffer in stored_buffers(self._model))
+            yield from ((f"model.{name}", buffer) for name, buffer in buffers)
 
     def _copied(self, name: str, tensor: Tensor) -> _Rows:
         """Copy into memory that is kept from one checkpoint to the next."""
