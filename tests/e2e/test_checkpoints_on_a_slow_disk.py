@@ -29,12 +29,11 @@ def start(folder: Path, what: str, num: int) -> list[subprocess.Popen[bytes]]:
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num),
     }  # fmt: skip
     command = [sys.executable, str(SCRIPT), str(folder), what]
-    return [
-        subprocess.Popen(
-            command, env={**common, "RANK": str(r)}, stderr=(folder / f"{what}{r}.log").open("wb")
-        )
-        for r in range(num)
-    ]
+    processes = []
+    for rank in range(num):
+        with (folder / f"{what}{rank}.log").open("wb") as log:
+            processes.append(subprocess.Popen(command, env={**common, "RANK": str(rank)}, stderr=log))
+    return processes
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,8 @@
 
 Each rank copies its own rows and writes them beside training, so that no rank ever gathers the model, and
 training stands still for the copy alone. Any number of ranks reads them: `StoredState.rows` returns whatever
-rows a rank keeps. Names: `model.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME`, float32, tied weights once.
+rows a rank keeps. A weight's name there is its own after "model.", its moments' after "exp_avg." and
+"exp_avg_sq."; all are float32, tied ones once.
 
 Guarantees: a file is durable when it is complete, and on its way there at most `SYNC_BYTES` wait for the
 disk, so that an fsync of another file, such as the journal's, never waits for a whole checkpoint. Digests are
@@ -26,18 +27,9 @@ import torch
 import torch.distributed as dist
 from blake3 import blake3
 from torch import Tensor
-from torch.distributed.checkpoint import (
-    CheckpointException,
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
-    FileSystemReader,
-    FileSystemWriter,
-    LoadPlan,
-    SavePlan,
-    SavePlanner,
-    save,
-)
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -45,8 +37,16 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
