@@ -30,7 +30,7 @@ from rlboost_runtime.trainer.learn.sample import Sample
 from rlboost_runtime.trainer.models.tiny import make_model, make_tokenizer
 
 DISK_BYTES_PER_S = 50e6
-WARM_STEPS, TRAIN_S = 3, 30.0
+WARM_STEPS, SAVES = 2, 2
 MODEL = TinyModel(init="tiny", hidden_size=1024, num_layers=2)
 ALGORITHM = Algorithm(learning_rate=1e-3, learning_rate_warmup_steps=0, max_response_tokens=8)
 
@@ -104,7 +104,7 @@ class Memory:
 
 
 def lead(learner: Learner, ranks: Ranks, folder: Path) -> None:
-    """Train on for `TRAIN_S` with checkpoints as the clock allows; wait for the kill in the last one."""
+    """Train on until `SAVES` checkpoints are durable, as the clock allows; then wait for the kill in one."""
     checkpoints, losses, stood_still, saved = folder / "checkpoints", {}, 0.0, dict[int, int]()
     memory = Memory()
     state = TrainingState(learner, ranks)
@@ -115,9 +115,9 @@ def lead(learner: Learner, ranks: Ranks, folder: Path) -> None:
     shard = sum(each.nbytes for each in rows(learner).values())
     memory.peak = 0
     step = WARM_STEPS
-    while time.monotonic() < started + TRAIN_S or len(saved) < 2 or writer.is_busy:
+    while len(saved) < SAVES or writer.is_busy:
         losses[step] = train(learner, step)
-        if time.monotonic() < started + TRAIN_S and writer.is_due(step):
+        if len(saved) < SAVES and writer.is_due(step):
             write_s.append(writer.last_write_s)
             torch.save(rows(learner), folder / f"truth-{len(saved)}-0.pt")
             at = time.monotonic()

@@ -17,7 +17,7 @@ import torch
 SCRIPT = Path(__file__).with_name("checkpoint_steps.py")
 DISK_BYTES_PER_S = 50e6
 
-pytestmark = [pytest.mark.e2e, pytest.mark.soak, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.soak, pytest.mark.timeout(900)]
 
 
 def start(folder: Path, what: str, num: int) -> list[subprocess.Popen[bytes]]:
@@ -40,7 +40,7 @@ def start(folder: Path, what: str, num: int) -> list[subprocess.Popen[bytes]]:
 def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """The folder of a run of four ranks that was killed in mid-write, and what it measured before."""
     folder = tmp_path_factory.mktemp("run")
-    processes, deadline = start(folder, "train", 4), time.monotonic() + 400
+    processes, deadline = start(folder, "train", 4), time.monotonic() + 500
     try:
         while not (folder / "found.json").exists():
             assert all(each.poll() is None for each in processes), (folder / "train0.log").read_text()
