@@ -118,6 +118,31 @@ def test_left_to_itself_it_saves_when_the_disk_and_the_clock_allow_it(
         assert not found.is_due(2), "the disk is not done with the one before"
 
 
+def test_other_files_never_wait_for_a_whole_checkpoint(
+    tmp_path: Path, training: TrainingState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits for the disk is bounded, whatever the size of a tensor."""
+    waiting, most = dict[int, int](), [0]
+    write_all, sync = sharded_state._HashedFile._write_all, os.fdatasync
+
+    def noting(self: sharded_state._HashedFile, piece: memoryview) -> None:
+        waiting[self.fileno()] = waiting.get(self.fileno(), 0) + len(piece)
+        most[0] = max(most[0], *waiting.values())
+        write_all(self, piece)
+
+    def synced(descriptor: int) -> None:
+        waiting.pop(descriptor, None)
+        sync(descriptor)
+
+    monkeypatch.setattr(sharded_state, "SYNC_BYTES", 1000)
+    monkeypatch.setattr(sharded_state._HashedFile, "_write_all", noting)
+    monkeypatch.setattr(sharded_state.os, "fdatasync", synced)
+    folder = write(tmp_path, training, 0)
+    assert (folder / "__0_0.distcp").stat().st_size > 20_000
+    assert 0 < most[0] < 2000
+    assert not waiting, "all is durable in the end"
+
+
 def damaged(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1

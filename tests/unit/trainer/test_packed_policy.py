@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
 
 from rlboost_runtime.errors import ConfigError
@@ -248,6 +250,17 @@ def test_fresh_adapters_change_nothing_and_trained_ones_merge_to_the_same_logits
         merged = Policy.load(folder)
         assert not any("lora" in name for name, _ in merged.model.named_parameters())
         torch.testing.assert_close(merged.forward(PROMPTS, RESPONSES, 1.0).logprobs, after, rtol=0, atol=1e-4)
+
+
+def test_the_final_model_is_what_engines_serve_under_the_names_that_transformers_writes(tmp_path):
+    policy = make_policy()
+    policy.export(tmp_path / "found", "bfloat16")
+    policy.model.to(torch.bfloat16).save_pretrained(tmp_path / "wanted")
+    found, wanted = (load_file(tmp_path / name / "model.safetensors") for name in ("found", "wanted"))
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    assert json.loads((tmp_path / "found" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert (tmp_path / "found" / "tokenizer.json").exists()
 
 
 def test_fresh_adapters_are_the_plain_model():
