@@ -5,10 +5,10 @@ training stands still for the copy alone. Any number of ranks reads them: `Store
 rows a rank keeps. A weight's name there is its own after "model.", its moments' after "exp_avg." and
 "exp_avg_sq."; all are float32, tied ones once.
 
-Guarantees: a file is durable when it is complete, and on its way there at most `SYNC_BYTES` wait for the
-disk, so that an fsync of another file, such as the journal's, never waits for a whole checkpoint. Digests are
-computed of what was meant to be written. Ranks on other machines send their rows to rank 0, which writes
-them: a checkpoint survives the loss of any other node.
+Guarantees: a file is durable when it is complete, and on its way there at most `SYNC_S` worth of it waits for
+the disk, so that an fsync of another file, such as the journal's, never waits for a whole checkpoint.
+Digests are computed of what was meant to be written. Ranks on other machines send their rows to rank 0, which
+writes them: a checkpoint survives the loss of any other node.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import io
 import os
+import time
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -64,8 +65,10 @@ from rlboost_runtime.trainer.learn.ranks import (
 
 METADATA = ".metadata"
 """The file that says which rows are where: its folder holds such a state."""
-SYNC_BYTES = 32 << 20
-"""Bytes of a file that wait for the disk at a time: 0.6 s at 50 MB/s."""
+LEAST_BYTES, MOST_BYTES = 1 << 18, 32 << 20
+"""Bytes of a file that wait for the disk at a time: at least and at most."""
+SYNC_S = 0.02
+"""Seconds for which they wait, between these bounds."""
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process is no mistake
 
@@ -177,6 +180,7 @@ class _HashedFile(io.RawIOBase):
         super().__init__()
         self._file = path.open("wb", buffering=0)
         self._hash = blake3()
+        self._piece_bytes = LEAST_BYTES
         self._unsynced = 0
 
     @property
@@ -185,12 +189,14 @@ class _HashedFile(io.RawIOBase):
 
     def write(self, data: Any) -> int:  # a buffer
         view = memoryview(data).cast("B")
-        for start in range(0, len(view), SYNC_BYTES):
-            piece = view[start : start + SYNC_BYTES]
+        start = 0
+        while start < len(view):
+            piece = view[start : start + self._piece_bytes - self._unsynced]
+            start += len(piece)
             self._hash.update(piece)
             self._write_all(piece)
             self._unsynced += len(piece)
-            if self._unsynced >= SYNC_BYTES:
+            if self._unsynced >= self._piece_bytes:
                 self.sync()
         return len(view)
 
@@ -199,7 +205,14 @@ class _HashedFile(io.RawIOBase):
             piece = piece[self._file.write(piece) :]
 
     def sync(self) -> None:
+        """Wait for the disk, and learn how much it takes in `SYNC_S`."""
+        started = time.monotonic()
         os.fdatasync(self._file.fileno())
+        took = time.monotonic() - started
+        if took > 2 * SYNC_S:
+            self._piece_bytes = max(LEAST_BYTES, self._piece_bytes // 2)
+        elif took < SYNC_S / 2:
+            self._piece_bytes = min(MOST_BYTES, self._piece_bytes * 2)
         self._unsynced = 0
 
     def tell(self) -> int:
@@ -243,8 +256,8 @@ class _Sent(io.RawIOBase):
 
     def write(self, data: Any) -> int:  # a buffer
         view = memoryview(data).cast("B")
-        for start in range(0, len(view), SYNC_BYTES):
-            piece = torch.frombuffer(bytearray(view[start : start + SYNC_BYTES]), dtype=torch.uint8)
+        for start in range(0, len(view), MOST_BYTES):
+            piece = torch.frombuffer(bytearray(view[start : start + MOST_BYTES]), dtype=torch.uint8)
             dist.send(torch.tensor([len(piece)]), 0, group=self._group)
             dist.send(piece, 0, group=self._group)
         self._place += len(view)
