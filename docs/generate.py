@@ -185,8 +185,8 @@ What differs even where all options agree:
 - KL estimates are not clamped; veRL clamps its low_var_kl to +-10.
 
 Paths of data files are those of copies beside the job file. Rewards are Python and stay yours:
-`reward: math` stands in for them, and [own_reward](../examples/own_reward/job.yaml) shows one. In the tables, an option
-without a default has none, and * stands for any text."""
+`reward: math` stands in for them, and [own_reward](../examples/own_reward/job.yaml) shows one. In the
+tables, an option without a default has none, and * stands for any text."""
 
 
 def coming_from_page() -> str:

@@ -30,7 +30,7 @@ _MACHINES = "follows from your machines: trainer, rollout.spot"
 _FSDP = "FSDP2 over trainer.ranks and trainer.nodes"
 _WEIGHTS = "weights"
 _VLLM = "an option of vLLM's: rollout.vllm_args"
-_CHECKPOINTS = "trainer.checkpoint_every_steps; every step by default, so that a restart loses nothing"
+_CHECKPOINTS = "trainer.checkpoint_every_steps; as often as the disk keeps up by default"
 
 
 def _loss(options: OptionReader) -> str:

@@ -586,7 +586,7 @@ ELSEWHERE = {
     "trainer.n_gpus_per_node": _MACHINES,
     "trainer.nnodes": _MACHINES,
     "trainer.device": _MACHINES,
-    "trainer.save_freq": "trainer.checkpoint_every_steps: every step, so that a restart loses nothing",
+    "trainer.save_freq": "trainer.checkpoint_every_steps: as often as the disk keeps up",
     "trainer.max_*_ckpt_to_keep": "trainer.keep_checkpoints",
     "trainer.resume_*": "a run is resumed by rlboost launch NAME",
     "trainer.default_*_dir": "output",

@@ -95,7 +95,7 @@ class FitPlan:
 
     @property
     def host(self) -> int:
-        """Main memory of all ranks, with what rank 0 gathers for a checkpoint and a version."""
+        """Main memory of all ranks, with each one's copy for a checkpoint, and the version of rank 0."""
         each = self.host_per_rank if self.setup.on_gpu else sum(self.gpu_parts.values())
         beside = self.checkpoint + self.version + self.setup.reference
         return self.setup.ranks * (PROCESS_BYTES + each) + beside
@@ -106,6 +106,11 @@ class FitPlan:
         setup = self.setup
         moved = WEIGHT * setup.all_parameters + (0 if setup.offload else MOMENTS * setup.trained)
         return moved / setup.ranks / COPY_BYTES_PER_S
+
+    @property
+    def checkpoint_copy_s(self) -> float:
+        """Seconds for which training stands still while each rank copies its part of a checkpoint."""
+        return self.checkpoint / self.setup.ranks / COPY_BYTES_PER_S
 
     @property
     def publication_s(self) -> float:
@@ -134,6 +139,8 @@ class FitPlan:
             "disk_gb": round(self.disk / GB, 2), "disk_mb_per_s": round(self.disk_bytes_per_s / 1e6, 1),
             "version_gb": round(self.version / GB, 2), "checkpoint_gb": round(self.checkpoint / GB, 2),
             "handover_s": round(self.handover_s, 2), "publication_s": round(self.publication_s, 2),
+            "checkpoint_copy_s": round(self.checkpoint_copy_s, 2),
+            "checkpoint_write_s": round(self.checkpoint / self.disk_bytes_per_s, 2),
         }  # fmt: skip
 
     def lines(self) -> list[str]:
@@ -157,8 +164,9 @@ class FitPlan:
             f"  disk     {self.disk / GB:,.0f} GB; at {self.disk_bytes_per_s / 1e6:,.0f} MB/s a version of"
             f" {self.version / GB:.1f} GB takes {self.version / self.disk_bytes_per_s:.0f} s, a checkpoint of"
             f" {self.checkpoint / GB:.1f} GB {self.checkpoint / self.disk_bytes_per_s:.0f} s",
-            f"  seconds  hand-over {self.handover_s:.1f} each way, publication {self.publication_s:.0f}"
-            " (this and the above: computed from config.json, not measured)",
+            f"  seconds  hand-over {self.handover_s:.1f} each way, publication {self.publication_s:.0f},"
+            f" copy for a checkpoint {self.checkpoint_copy_s:.1f}",
+            "           (this and the above: computed from config.json, not measured)",
         ]
 
 

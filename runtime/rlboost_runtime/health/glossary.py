@@ -165,7 +165,7 @@ _TABLE: tuple[Metric, ...] = (
     Metric("checkpoint_s", _TIME, "s", "Copying the checkpoint while training waits.", "seconds",
            better="low"),
     Metric("checkpoint_write_s", _TIME, "s", "Writing the previous checkpoint, beside the rollout.",
-           "below step_s", "Raise checkpoint_every_steps, or use a faster disk.", "low"),
+           "below step_s", "Leave checkpoint_every_steps to auto, or use a faster disk.", "low"),
     Metric("step_s", _TIME, "s", "The whole step.", better="low"),
     Metric("gpu_peak_bytes", _TIME, "bytes", "Most GPU memory that the trainer has held.",
            "below the GPU's memory"),

@@ -128,8 +128,9 @@ class Trainer(Model):
     optimizer_offload: Literal["auto"] | bool = "auto"
     """Keep the optimizer's state in main memory between its steps; auto: only where GPU memory requires it,
     or where it saves activation checkpointing."""
-    checkpoint_every_steps: int = Field(default=1, ge=1)
-    """Steps from one checkpoint to the next; a restarted trainer repeats the steps since the last."""
+    checkpoint_every_steps: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
+    """Steps from one checkpoint to the next; a restarted trainer repeats the steps since the last. auto: as
+    often as the disk keeps up and training stands still for at most 2% of the time."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Newest checkpoints kept on disk."""
 

@@ -39,7 +39,7 @@ from rlboost_runtime.logs import bind, event
 from rlboost_runtime.protocol.messages import Evaluated, StepTrainedMessage
 from rlboost_runtime.run.checkpoints import saved_steps, step_folder
 from rlboost_runtime.trainer.artifacts import checkpoint
-from rlboost_runtime.trainer.artifacts.checkpoint import Checkpoint, CheckpointWriter, TrainedState
+from rlboost_runtime.trainer.artifacts.checkpoint import CheckpointWriter, TrainedState, TrainingState
 from rlboost_runtime.trainer.artifacts.output import OutputCopies, copying
 from rlboost_runtime.trainer.artifacts.publisher import VersionContent
 from rlboost_runtime.trainer.data.prompts import Prompt, PromptSource
@@ -132,9 +132,12 @@ class TrainerLoop:
         self._evaluations = MetricsLog(self._run.evaluations)
         self._output = OutputCopies.for_run(self._run, self._job)
         self._copy_out: Callable[[Path], None] = lambda folder: None
+        self._state = TrainingState(self._learner, ranks)
+        every = trainer.checkpoint_every_steps
         self._writer = CheckpointWriter(
-            self._run.checkpoints, keep=trainer.keep_checkpoints, on_durable=self._durable
-        )
+            self._run.checkpoints, self._state.take, every_steps=None if every == "auto" else every,
+            keep=trainer.keep_checkpoints, on_durable=self._durable,
+        )  # fmt: skip
         self._requested = RequestedSteps[PendingGroup](algorithm.max_staleness, algorithm.steps)
         self._requested_before: dict[int, tuple[int, int]] = {}
         self._past_waits = Waits()
@@ -154,7 +157,8 @@ class TrainerLoop:
                     self._step(step)
                 self._evaluate_final()
         final = self._run.checkpoints / "model"
-        checkpoint.replace_folder(final, self._policy.export)
+        dtype = self._job.rollout.engine_args.dtype
+        checkpoint.replace_folder(final, lambda folder: self._policy.export(folder, dtype))
         if self._output is not None:
             self._output.finish(final)
         event(log, "run.trained", model=str(final))
@@ -178,7 +182,7 @@ class TrainerLoop:
             return 0
         folder = step_folder(self._run.checkpoints, saved[-1])
         state = checkpoint.read_state(folder)
-        checkpoint.restore_optimizer(folder, self._learner.optimizer)
+        self._state.restore(folder)
         self._samples.rewind(state.step + 1)
         if self._client.metrics.rewind(state.step + 1) != state.step:
             self._client.metrics.append(dict(state.line))
@@ -256,13 +260,10 @@ class TrainerLoop:
 
     def _finish(self, state: TrainedState, seconds: Seconds) -> None:
         """Copy the checkpoint where it is due, report, and have the copy written meanwhile."""
-        every, steps = self._job.trainer.checkpoint_every_steps, self._job.algorithm.steps
-        is_due = (state.step + 1) % every == 0 or state.step + 1 == steps
-        taken: Checkpoint | None = None
+        is_due = self._writer.is_due(state.step) or state.step + 1 == self._job.algorithm.steps
         with seconds.timed("checkpoint"):
             if is_due:
-                self._writer.ready()
-                taken = checkpoint.take(self._policy, self._learner.optimizer, state)
+                self._writer.copy()
         state.line["checkpoint_s"] = seconds.spent["checkpoint"]
         state.line["checkpoint_write_s"] = self._writer.last_write_s
         self._client.report(_report(state, checkpointed=False))
@@ -272,9 +273,8 @@ class TrainerLoop:
             loss=round(state.line["loss"], 4), tokens=state.tokens_trained,
             train_s=round(state.busy_s, 3), wait_s=round(state.wait_s, 3),
         )  # fmt: skip
-        if taken is not None:
-            taken.state.line.update(state.line)
-            self._writer.submit(taken)
+        if is_due:
+            self._writer.submit(state)
 
     def _request(self, step: int, training: int) -> RequestedStep[PendingGroup]:
         """Request a step's groups, while step `training` is the oldest that is not trained.

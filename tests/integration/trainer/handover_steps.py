@@ -25,14 +25,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3ForCausalLM
 
 from rlboost_runtime.job import Algorithm, Lora, TinyModel, Trainer
+from rlboost_runtime.run.checkpoints import step_folder
+from rlboost_runtime.trainer.artifacts import checkpoint
+from rlboost_runtime.trainer.artifacts.checkpoint import TrainedState, TrainingState
 from rlboost_runtime.trainer.artifacts.publisher import Publisher, VersionContent
 from rlboost_runtime.trainer.learn.learner import Learner
+from rlboost_runtime.trainer.learn.loading import hollow_model
 from rlboost_runtime.trainer.learn.model_files import version_configs
 from rlboost_runtime.trainer.learn.mover import Mover
 from rlboost_runtime.trainer.learn.policy import Policy, Residency
 from rlboost_runtime.trainer.learn.rank_worker import serve
 from rlboost_runtime.trainer.learn.ranks import End, Ranks
 from rlboost_runtime.trainer.learn.sample import Sample
+from rlboost_runtime.trainer.learn.sharded_state import StoredState
 from rlboost_runtime.trainer.models.tiny import make_model, make_tokenizer
 from rlboost_runtime.weights.manifest import read_manifest
 from rlboost_runtime.weights.store.store import WeightStore
@@ -157,6 +162,7 @@ class Run:
     """A trainer's life as far as `Residency` is concerned."""
 
     def __init__(self, case: str, ranks: Ranks, model: PreTrainedModel, source: Path | None = None) -> None:
+        """`source`: the checkpoint that a hollow `model` goes on from."""
         _, changes, setup = CASES.get(case, (0, {}, {}))
         algorithm = Algorithm(
             learning_rate=1e-2, learning_rate_warmup_steps=0, max_response_tokens=8, **changes
@@ -165,6 +171,7 @@ class Run:
         self.ranks, self.device = ranks, FakeDevice()
         self.device.__enter__()
         self.policy = Policy(model, make_tokenizer(), source, mover=self.device)
+        self.policy.stored = None if source is None else StoredState(source)
         self.policy.set_up(trainer, algorithm, ranks)
         self.learner = Learner(self.policy, algorithm, trainer, ranks)
         kind = OldResidency if case == OLD_MOVER else WatchedResidency
@@ -250,8 +257,8 @@ def cycles(case: str, ranks: Ranks, num: int, folder: Path) -> list[dict[str, An
                 run.residency.free()
             found.append(run.publish(store, step + 1))
         run.residency.free()
-        run.policy.save(folder)
-        torch.save(run.learner.optimizer.state_dict(), folder / "optimizer.pt")
+        taken = TrainingState(run.learner, ranks).take(folder)
+        checkpoint.write(folder, taken, TrainedState(0, 0, 0.0, 0.0, 0, 0.0, {}), keep=1)
         run.train(num, recalled=False)
         torch.save(run.policy.full_state(), folder / "next.pt")
     run.end()
@@ -262,17 +269,17 @@ def resumed(case: str, ranks: Ranks, folder: Path) -> dict[str, Any]:
     """Resume from what `cycles` saved; return the first publication and the distance after one step."""
     names = [str(folder)]
     torch.distributed.broadcast_object_list(names)
-    source = Path(names[0])
-    run = Run(case, ranks, AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32), source)
+    source = step_folder(Path(names[0]), 0)
+    run = Run(case, ranks, hollow_model(source), source)
     found: dict[str, Any] = {}
     if ranks.leads:
-        run.learner.optimizer.load_state_dict(torch.load(source / "optimizer.pt"))
+        TrainingState(run.learner, ranks).restore(source)
         run.residency.free()
         with_probe = run.policy.probe(PROBE_IDS, "float32")
         assert with_probe.next_token_ids
         assert run.device.num_moved == run.device.live_bytes() == 0, "nothing there before the first take"
         run.train(CASES[case][0], recalled=True)
-        state, wanted = run.policy.full_state(), torch.load(source / "next.pt")
+        state, wanted = run.policy.full_state(), torch.load(folder / "next.pt")
         found["distance"] = max(float((state[name] - wanted[name]).abs().max()) for name in wanted)
     run.end()
     return found

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,12 +17,15 @@ import numpy as np
 import torch
 
 from rlboost_runtime.job import Algorithm, Dpo, EntropyBonus, Kl, Lora, TinyModel, Trainer
+from rlboost_runtime.trainer.artifacts import checkpoint
+from rlboost_runtime.trainer.artifacts.checkpoint import TrainedState, TrainingState
 from rlboost_runtime.trainer.learn.learner import Learner
 from rlboost_runtime.trainer.learn.policy import Policy, Residency
 from rlboost_runtime.trainer.learn.rank_worker import serve
-from rlboost_runtime.trainer.learn.ranks import ALONE, End, Ranks, full_tensor
+from rlboost_runtime.trainer.learn.ranks import ALONE, MOMENTS, End, Ranks, full_tensor
 from rlboost_runtime.trainer.learn.reference import Reference
 from rlboost_runtime.trainer.learn.sample import Sample
+from rlboost_runtime.trainer.learn.sharded_state import StoredState
 from rlboost_runtime.trainer.models.tiny import make_model, make_tokenizer
 
 LOSSES = ["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp"]
@@ -38,8 +42,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dpo": ({"loss": "dpo", "dpo": Dpo(beta=0.3)}, {}),
     "dpo_lora": ({"loss": "dpo", "lora": Lora(rank=4)}, {}),
     "checkpointing": ({}, {"activation_checkpointing": True}),
+    "far": ({}, {}),
 }
-"""Changes of the algorithm and of the trainer."""
+"""Changes of the algorithm and of the trainer. "far": rank 1 does not see rank 0's files."""
+
+AT = TrainedState(0, 0, 0.0, 0.0, 0, 0.0, {})
 
 
 def samples(seed: int, num: int = 12) -> list[Sample]:
@@ -107,18 +114,27 @@ def run_case(case: str, ranks: Ranks, seed: int | None) -> dict[str, Any]:
         for part in [batch] if seed is None else split(batch, seed + number, 1 + is_paired):
             learner.accumulate(part if reference is None else learner.score_reference(part))
         learner.apply()
-    state = learner.optimizer.state_dict()
+    with tempfile.TemporaryDirectory() as name:
+        training = TrainingState(learner, ranks)
+        folder = checkpoint.write(Path(name), training.take(Path(name)), AT, keep=1)
+        stored = StoredState(folder)
+        trained = {
+            name: each.shape[0] for name, each in policy.model.named_parameters() if each.requires_grad
+        }
+        moments = {kind: [stored.rows(each, 0, n, kind) for each, n in trained.items()] for kind in MOMENTS}
+        training.restore(folder)
+        again = StoredState(checkpoint.write(Path(name), training.take(Path(name)), AT, keep=1))
+        for kind, found in moments.items():
+            rows = (again.rows(each, 0, n, kind) for each, n in trained.items())
+            assert all(torch.equal(one, other) for one, other in zip(found, rows, strict=True))
     result = {
         "gradients": gradients,
         "weights": policy.full_state(),
         "metrics": learner.metrics(),
-        "moments": [state["state"][i]["exp_avg_sq"] for i in sorted(state["state"])],
+        "moments": moments["exp_avg_sq"],
         "old": [sample.old_logprobs for sample in old],
         "probe": policy.probe([1, 2, 3], "float32").logprobs,
     }
-    learner.optimizer.load_state_dict(state)
-    again = learner.optimizer.state_dict()["state"]
-    assert all(torch.equal(again[i]["exp_avg"], state["state"][i]["exp_avg"]) for i in again)
     ranks.broadcast(End())
     return result
 
@@ -171,7 +187,8 @@ def load_case(case: str, ranks: Ranks, folder: Path) -> dict[str, Any]:
 def main(path: str) -> None:
     torch.set_num_threads(1)
     ranks = Ranks.join()
-    found = {case: run_case(case, ranks, seed=7) for case in CASES}
+    far = replace(ranks, num_here=1)
+    found = {case: run_case(case, far if case == "far" else ranks, seed=7) for case in CASES}
     for case in LOADED:
         folder = Path(path).parent / case
         if ranks.leads:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 
@@ -50,6 +51,7 @@ from rlboost_runtime.run import security
 from rlboost_runtime.run.folder import RunFolder, write_json
 from rlboost_runtime.trainer.__main__ import EXIT_CANNOT_GO_ON, train
 from rlboost_runtime.trainer.artifacts.output import OutputCopies
+from rlboost_runtime.trainer.learn.sharded_state import StoredState
 from rlboost_runtime.trainer.rollout.client import RolloutClient
 from rlboost_runtime.trainer.rollout.metrics import MetricsLog
 from rlboost_runtime.weights.manifest import read_manifest
@@ -67,6 +69,7 @@ JOB = {
     "data": {"source": "prompts.jsonl"},
     "reward": "rewards.py:score",
     "reward_timeout_s": 20.0,
+    "trainer": {"checkpoint_every_steps": 1},
     "algorithm": {
         "group_size": SIZE, "prompts_per_step": GROUPS, "steps": STEPS, "learning_rate": 1e-3,
         "minibatches_per_step": 2, "micro_batch_responses": 4, "max_response_tokens": 6,
@@ -177,6 +180,7 @@ def make_run(tmp_path: Path, name: str = "r", reward: str = REWARD, **changes) -
     rows = [{"prompt": f"question {i}", "bonus": i % 2} for i in range(9)]
     (run.files / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (run.files / "rewards.py").write_text(reward)
+    changes["trainer"] = {**JOB["trainer"], **changes.get("trainer", {})}
     run.job_json.write_text(Job.model_validate_json(json.dumps({**JOB, **changes})).canonical_json())
     return run
 
@@ -367,9 +371,8 @@ def test_checkpoints_and_model_are_copied_to_the_output(tmp_path):
         final = go(run)
         assert weights(copies / "r" / "model") == weights(final)
         newest = copies / "r" / "checkpoints" / "step-000003"
-        assert (newest / "optimizer.pt").read_bytes() == (
-            run.checkpoints / newest.name / "optimizer.pt"
-        ).read_bytes()
+        for name in (".metadata", "__0_0.distcp", "trainer.pt"):
+            assert (newest / name).read_bytes() == (run.checkpoints / newest.name / name).read_bytes()
         assert (copies / "r" / "metrics.jsonl").read_bytes() == run.metrics.read_bytes()
         (copies / "r" / "model").rename(tmp_path / "gone")
         (copies / "r" / "model").write_text("no folder any more")
@@ -713,9 +716,11 @@ class Killer:
 
 def last_state(run: RunFolder, steps: int) -> dict:
     folder = run.checkpoints / f"step-{steps - 1:06d}"
-    stored = torch.load(folder / "optimizer.pt", weights_only=True)
-    moments = flat({"optimizer": stored["optimizer"]["state"], "rng": stored["rng"]})
-    return {**load_file(folder / "model.safetensors"), **moments}
+    stored, found = StoredState(folder), {}
+    for name, tensor in FileSystemReader(folder).read_metadata().state_dict_metadata.items():
+        kind, _, of = name.partition(".")
+        found[name] = stored.rows(of, 0, tensor.size[0], kind)
+    return {**found, **flat(torch.load(folder / "trainer.pt", weights_only=True))}
 
 
 def flat(value: object, name: str = "") -> dict:

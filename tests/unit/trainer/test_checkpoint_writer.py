@@ -12,59 +12,136 @@ from pathlib import Path
 
 import pytest
 
-from rlboost_runtime.errors import RuntimeFault
+from rlboost_runtime.errors import ConfigError, RuntimeFault
+from rlboost_runtime.job import Algorithm, TinyModel
 from rlboost_runtime.run.checkpoints import saved_steps, step_folder
 from rlboost_runtime.trainer.artifacts import checkpoint
-from rlboost_runtime.trainer.artifacts.checkpoint import Checkpoint, CheckpointWriter, TrainedState
-from rlboost_runtime.trainer.learn.model_files import ModelSnapshot
+from rlboost_runtime.trainer.artifacts.checkpoint import (
+    STANDSTILL,
+    CheckpointWriter,
+    TrainedState,
+    TrainingState,
+)
+from rlboost_runtime.trainer.learn import sharded_state
+from rlboost_runtime.trainer.learn.learner import Learner
+from rlboost_runtime.trainer.learn.policy import Policy
+from rlboost_runtime.trainer.models.tiny import make_model, make_tokenizer
 from tests.fakes.damage import spoil
 
 
-def taken(step: int) -> Checkpoint:
-    state = TrainedState(step, step + 1, 0.0, 0.0, 1, 0.5, {"step": float(step)})
-    return Checkpoint(ModelSnapshot({}, {"config.json": b"{}"}), {}, state)
+@pytest.fixture(scope="module")
+def training() -> TrainingState:
+    model = make_model(TinyModel(init="tiny", hidden_size=32, num_layers=1), 32)
+    return TrainingState(Learner(Policy(model, make_tokenizer()), Algorithm()))
+
+
+def state(step: int) -> TrainedState:
+    return TrainedState(step, step + 1, 0.0, 0.0, 1, 0.5, {"step": float(step)})
+
+
+def write(checkpoints: Path, training: TrainingState, step: int) -> Path:
+    return checkpoint.write(checkpoints, training.take(checkpoints), state(step), keep=2)
+
+
+def writer(checkpoints: Path, training: TrainingState, said: Callable[[int], None]) -> CheckpointWriter:
+    return CheckpointWriter(checkpoints, training.take, every_steps=1, keep=2, on_durable=said)
+
+
+def save(into: CheckpointWriter, step: int) -> None:
+    into.copy()
+    into.submit(state(step))
 
 
 def test_a_checkpoint_is_said_once_it_is_complete_and_training_goes_on_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, training: TrainingState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_go_on, durable = threading.Event(), []
-    replace_folder = checkpoint.replace_folder
+    sync = os.fdatasync
 
-    def slowly(*arguments):
+    def slowly(descriptor: int) -> None:
         assert may_go_on.wait(10)
-        replace_folder(*arguments)
+        sync(descriptor)
 
-    monkeypatch.setattr(checkpoint, "replace_folder", slowly)
+    monkeypatch.setattr(sharded_state.os, "fdatasync", slowly)
 
     def said(step: int) -> None:
         durable.append((step, saved_steps(tmp_path)))
 
-    with CheckpointWriter(tmp_path, keep=2, on_durable=said) as writer:
-        writer.submit(taken(0))  # returns although nothing is written yet
+    with writer(tmp_path, training, said) as found:
+        save(found, 0)  # returns although nothing is written yet
         assert durable == []
+        assert found.is_busy
         may_go_on.set()
         for step in (1, 2):
-            writer.submit(taken(step))
+            save(found, step)
     assert durable == [(0, [0]), (1, [0, 1]), (2, [1, 2])]
-    assert writer.last_write_s > 0
+    assert found.last_write_s > 0
 
 
 def test_what_goes_wrong_is_raised_at_the_next_checkpoint_and_nothing_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, training: TrainingState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*arguments: object) -> None:
+    def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "replace_folder", full)
+    monkeypatch.setattr(sharded_state.os, "fdatasync", full)
     durable: list[int] = []
-    with CheckpointWriter(tmp_path, keep=2, on_durable=durable.append) as writer:
-        writer.submit(taken(0))
+    with writer(tmp_path, training, durable.append) as found:
+        save(found, 0)
         with pytest.raises(OSError, match="No space left"):
-            writer.submit(taken(1))
-    with pytest.raises(OSError, match="No space left"):  # the last one's mistake is raised at the end
-        write_one(CheckpointWriter(tmp_path, keep=2, on_durable=durable.append))
+            found.copy()
+    with pytest.raises(OSError, match="No space left"), writer(tmp_path, training, durable.append) as last:
+        save(last, 2)  # the last one's mistake is raised at the end
     assert durable == []
+    assert saved_steps(tmp_path) == []
+
+
+def test_left_to_itself_it_saves_when_the_disk_and_the_clock_allow_it(
+    tmp_path: Path, training: TrainingState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, copies_take = [0.0], 1.0
+    monkeypatch.setattr(checkpoint.time, "monotonic", lambda: now[0])
+
+    def take(checkpoints: Path) -> checkpoint.Checkpoint:
+        now[0] += copies_take
+        return training.take(checkpoints)
+
+    with CheckpointWriter(tmp_path, take, every_steps=None, keep=2, on_durable=lambda step: None) as found:
+        assert found.is_due(0), "a run begins with one"
+        save(found, 0)
+        found.ready()
+        now[0] += 0.99 * copies_take / STANDSTILL
+        assert not found.is_due(1)
+        now[0] += 0.02 * copies_take / STANDSTILL
+        assert found.is_due(2)
+        monkeypatch.setattr(CheckpointWriter, "is_busy", True)
+        assert not found.is_due(2), "the disk is not done with the one before"
+
+
+def test_other_files_never_wait_for_a_whole_checkpoint(
+    tmp_path: Path, training: TrainingState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits for the disk is bounded, whatever the size of a tensor."""
+    waiting, most = dict[int, int](), [0]
+    write_all, sync = sharded_state._HashedFile._write_all, os.fdatasync
+
+    def noting(self: sharded_state._HashedFile, piece: memoryview) -> None:
+        waiting[self.fileno()] = waiting.get(self.fileno(), 0) + len(piece)
+        most[0] = max(most[0], *waiting.values())
+        write_all(self, piece)
+
+    def synced(descriptor: int) -> None:
+        waiting.pop(descriptor, None)
+        sync(descriptor)
+
+    monkeypatch.setattr(sharded_state, "LEAST_BYTES", 500)
+    monkeypatch.setattr(sharded_state, "MOST_BYTES", 1000)
+    monkeypatch.setattr(sharded_state._HashedFile, "_write_all", noting)
+    monkeypatch.setattr(sharded_state.os, "fdatasync", synced)
+    folder = write(tmp_path, training, 0)
+    assert (folder / "__0_0.distcp").stat().st_size > 20_000
+    assert 0 < most[0] <= 1000
+    assert not waiting, "all is durable in the end"
 
 
 def damaged(path: Path) -> None:
@@ -76,20 +153,27 @@ def damaged(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
-        ("optimizer.pt", damaged),
+        ("__0_0.distcp", damaged),
+        (".metadata", damaged),
+        ("trainer.pt", damaged),
         ("state.json", damaged),
         ("config.json", damaged),
         ("digests.json", damaged),
         ("state.json", lambda path: path.write_bytes(path.read_bytes()[:20])),
-        ("optimizer.pt", lambda path: path.unlink()),
+        ("__0_0.distcp", lambda path: path.unlink()),
+        ("digests.json", lambda path: path.unlink()),
     ],
 )
 def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_is_used(
-    tmp_path: Path, name: str, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    training: TrainingState,
+    name: str,
+    damage: Callable[[Path], None],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     assert checkpoint.newest_intact(tmp_path) is None
     for step in (1, 2):
-        checkpoint.write(tmp_path, taken(step), keep=2)
+        write(tmp_path, training, step)
     newest, before = (step_folder(tmp_path, step) for step in (2, 1))
     assert checkpoint.newest_intact(tmp_path) == newest
     damage(newest / name)
@@ -101,26 +185,25 @@ def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_is_used(
         checkpoint.newest_intact(tmp_path)
 
 
-def test_a_checkpoint_of_an_earlier_version_is_used_if_its_state_can_be_read(tmp_path: Path) -> None:
-    for step in (1, 2):
-        (checkpoint.write(tmp_path, taken(step), keep=2) / "digests.json").unlink()
-    assert checkpoint.newest_intact(tmp_path) == step_folder(tmp_path, 2)
-    (step_folder(tmp_path, 2) / "state.json").write_bytes(b'{"step')
-    assert checkpoint.newest_intact(tmp_path) == step_folder(tmp_path, 1)
-
-
-def write_one(writer: CheckpointWriter) -> None:
-    with writer:
-        writer.submit(taken(2))
+def test_a_checkpoint_of_an_earlier_version_is_refused_with_what_to_do(
+    tmp_path: Path, training: TrainingState
+) -> None:
+    folder = write(tmp_path, training, 2)
+    for name in (".metadata", "__0_0.distcp", "digests.json"):
+        (folder / name).unlink()
+    (folder / "optimizer.pt").write_bytes(b"moments")
+    with pytest.raises(ConfigError, match="earlier version") as caught:
+        checkpoint.newest_intact(tmp_path)
+    assert f"model: {folder}" in caught.value.remedy
 
 
 FLIPS = int(os.environ.get("RLBOOST_FLIPS", "4"))
 
 
-def test_no_damage_of_a_checkpoint_is_resumed_from(tmp_path: Path) -> None:
+def test_no_damage_of_a_checkpoint_is_resumed_from(tmp_path: Path, training: TrainingState) -> None:
     """Seeded; FLIPS tries per file (`make soak-corruption`)."""
     for step in (0, 1):
-        checkpoint.write(tmp_path, taken(step), keep=2)
+        write(tmp_path, training, step)
     before, newest = (step_folder(tmp_path, step) for step in (0, 1))
     rng, intact, found = random.Random(23), tmp_path / "intact", 0
     shutil.copytree(newest, intact)

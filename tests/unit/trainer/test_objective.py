@@ -203,9 +203,9 @@ def test_all_of_it_goes_on_bit_for_bit_after_a_kill(tmp_path: Path) -> None:
         loss_and_gradient(whole, samples(step), step)
         if step == 2:
             state = checkpoint.TrainedState(2, 0, 0.0, 0.0, 0, 0.0, {})
-            folder = checkpoint.write(tmp_path, checkpoint.take(whole.policy, whole.optimizer, state), keep=1)
+            folder = checkpoint.write(tmp_path, checkpoint.TrainingState(whole).take(tmp_path), state, keep=1)
     resumed = learner_of(Policy.load(folder))
-    checkpoint.restore_optimizer(folder, resumed.optimizer)
+    checkpoint.TrainingState(resumed).restore(folder)
     for step in range(3, 6):
         loss_and_gradient(resumed, samples(step), step)
     for mine, theirs in zip(resumed.policy.model.parameters(), whole.policy.model.parameters(), strict=True):

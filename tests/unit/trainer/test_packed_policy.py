@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
 
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import Algorithm, Lora, TinyModel, Trainer
+from rlboost_runtime.trainer.artifacts import checkpoint
+from rlboost_runtime.trainer.artifacts.checkpoint import TrainedState, TrainingState
 from rlboost_runtime.trainer.artifacts.publisher import WeightsCopy
 from rlboost_runtime.trainer.learn import logprobs as heads
 from rlboost_runtime.trainer.learn import lora as adapters
@@ -248,6 +252,17 @@ def test_fresh_adapters_change_nothing_and_trained_ones_merge_to_the_same_logits
         torch.testing.assert_close(merged.forward(PROMPTS, RESPONSES, 1.0).logprobs, after, rtol=0, atol=1e-4)
 
 
+def test_the_final_model_is_what_engines_serve_under_the_names_that_transformers_writes(tmp_path):
+    policy = make_policy()
+    policy.export(tmp_path / "found", "bfloat16")
+    policy.model.to(torch.bfloat16).save_pretrained(tmp_path / "wanted")
+    found, wanted = (load_file(tmp_path / name / "model.safetensors") for name in ("found", "wanted"))
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    assert json.loads((tmp_path / "found" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert (tmp_path / "found" / "tokenizer.json").exists()
+
+
 def test_fresh_adapters_are_the_plain_model():
     policy, plain = make_policy(), make_policy()
     policy.set_up(Trainer(), Algorithm(lora=Lora(rank=4)))
@@ -257,17 +272,18 @@ def test_fresh_adapters_are_the_plain_model():
 
 def test_a_checkpoint_with_adapters_goes_on_exactly(tmp_path):
     policy = make_policy()
-    train(policy, Trainer(), lora=Lora(rank=4))
-    policy.save(tmp_path)
-    again = Policy.load(tmp_path)
+    learner = train(policy, Trainer(), lora=Lora(rank=4))
+    state = TrainedState(0, 0, 0.0, 0.0, 0, 0.0, {})
+    folder = checkpoint.write(tmp_path, TrainingState(learner).take(tmp_path), state, keep=1)
+    again = Policy.load(folder)
     again.set_up(Trainer(), Algorithm(lora=Lora(rank=4)))
     stored, loaded = policy.model.state_dict(), again.model.state_dict()
     assert stored.keys() == loaded.keys()
     assert all(torch.equal(stored[name], loaded[name]) for name in stored)
     with pytest.raises(ConfigError, match="other shapes"):
-        Policy.load(tmp_path).set_up(Trainer(), Algorithm(lora=Lora(rank=8)))
+        Policy.load(folder).set_up(Trainer(), Algorithm(lora=Lora(rank=8)))
     with pytest.raises(ConfigError, match="the job asks for none"):
-        Policy.load(tmp_path).set_up(Trainer(), Algorithm())
+        Policy.load(folder).set_up(Trainer(), Algorithm())
 
 
 def test_merging_is_the_formula():

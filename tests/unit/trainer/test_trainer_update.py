@@ -3,18 +3,19 @@
 import json
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from rlboost_runtime.errors import ProtocolError
-from rlboost_runtime.job import Algorithm, Kl, TinyModel
+from rlboost_runtime.job import Algorithm, Kl, TinyModel, Trainer
 from rlboost_runtime.protocol.messages import DeliverGroupMessage, FinishedResponse, Segment
 from rlboost_runtime.protocol.reward_failures import RewardFailure
 from rlboost_runtime.run.checkpoints import saved_steps, step_folder
 from rlboost_runtime.trainer.artifacts import checkpoint
-from rlboost_runtime.trainer.artifacts.checkpoint import TrainedState
+from rlboost_runtime.trainer.artifacts.checkpoint import TrainedState, TrainingState
 from rlboost_runtime.trainer.data.prompts import Prompt
 from rlboost_runtime.trainer.learn.learner import Learner, Sample
 from rlboost_runtime.trainer.learn.policy import Policy
@@ -306,16 +307,23 @@ def trained_twice(subject: Learner, start: int) -> None:
         subject.apply()
 
 
+def resumed(folder: Path, algorithm: Algorithm) -> Learner:
+    policy = Policy.load(folder)
+    policy.set_up(Trainer(), algorithm)
+    found = Learner(policy, algorithm)
+    TrainingState(found).restore(folder)
+    return found
+
+
 def test_a_checkpoint_continues_bit_for_bit(tmp_path):
     straight = learner()
     trained_twice(straight, 0)
-    taken = checkpoint.take(straight.policy, straight.optimizer, state(1))
+    taken = TrainingState(straight).take(tmp_path)
     trained_twice(straight, 2)  # what is written later is what was there then
-    checkpoint.write(tmp_path, taken, keep=2)
+    checkpoint.write(tmp_path, taken, state(1), keep=2)
 
     folder = step_folder(tmp_path, saved_steps(tmp_path)[-1])
-    again = Learner(Policy.load(folder), ALGORITHM)
-    checkpoint.restore_optimizer(folder, again.optimizer)
+    again = resumed(folder, ALGORITHM)
     assert checkpoint.read_state(folder) == state(1)
     trained_twice(again, 2)
     pairs = zip(straight.policy.model.parameters(), again.policy.model.parameters(), strict=True)
@@ -325,11 +333,9 @@ def test_a_checkpoint_continues_bit_for_bit(tmp_path):
 def test_a_fork_trains_with_its_own_hyperparameters(tmp_path):
     parent = learner()
     trained_twice(parent, 0)
-    checkpoint.write(tmp_path, checkpoint.take(parent.policy, parent.optimizer, state(1)), keep=1)
-    folder = step_folder(tmp_path, 1)
+    folder = checkpoint.write(tmp_path, TrainingState(parent).take(tmp_path), state(1), keep=1)
     changed = ALGORITHM.model_copy(update={"adam_betas": [0.5, 0.6], "adam_eps": 1e-3})
-    fork = Learner(Policy.load(folder), changed)
-    checkpoint.restore_optimizer(folder, fork.optimizer)
+    fork = resumed(folder, changed)
     assert {(group["betas"], group["eps"]) for group in fork.optimizer.param_groups} == {((0.5, 0.6), 1e-3)}
     moments = [each["exp_avg"] for each in parent.optimizer.state.values()]
     restored = [each["exp_avg"] for each in fork.optimizer.state.values()]
@@ -339,7 +345,7 @@ def test_a_fork_trains_with_its_own_hyperparameters(tmp_path):
 def test_only_the_newest_checkpoints_stay_and_a_torn_one_is_never_seen(tmp_path):
     subject = learner()
     for step in range(4):
-        checkpoint.write(tmp_path, checkpoint.take(subject.policy, subject.optimizer, state(step)), keep=2)
+        checkpoint.write(tmp_path, TrainingState(subject).take(tmp_path), state(step), keep=2)
     assert saved_steps(tmp_path) == [2, 3]
 
     def torn(folder):

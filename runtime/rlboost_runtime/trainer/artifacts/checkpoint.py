@@ -1,46 +1,51 @@
 """Checkpoints: everything that is needed to go on after step k as if nothing had happened.
 
-`checkpoints/step-000012/` holds the model in HF format (float32, exactly), `optimizer.pt` (AdamW state and
-random number generators), `state.json` and `digests.json`, the BLAKE3 digest of every other file. A folder of
-that name is complete and durable: it is built under another name, synced and renamed. A damaged one is put
-aside when a trainer starts, which goes on from the one before (`newest_intact`). Loading one on a CPU goes on
-bit for bit, and on any number of ranks.
+`checkpoints/step-000012/` holds weights and moments as each rank had them (`learn/sharded_state.py`),
+`trainer.pt` (random number generators, and each parameter's number of updates), config and tokenizer,
+`state.json`, and `digests.json`, the BLAKE3 digest of every other file. A folder of that name is complete and
+durable: it is built under another name, synced and renamed. A damaged one is put aside when a trainer starts,
+which goes on from the one before (`newest_intact`). Loading one on a CPU goes on bit for bit, on any number
+of ranks.
 The data cursor is the step itself (`data/prompts.py`); what the window has learned is in the coordinator's
 event log.
 
-Taking a checkpoint (`take`) copies; writing it (`write`) touches nothing that training changes, so that the
-two may overlap: `CheckpointWriter` writes beside training, in order. It calls `on_durable`, on its thread,
-only once the checkpoint would survive a power cut; failures and bounds are those of `BackgroundWork`: memory
-holds two copies at most.
+Training stands still while each rank copies its rows (`CheckpointWriter.copy`); everything else is beside
+training, in order: memory holds one copy. `on_durable` is called on the writer's thread, only once the
+checkpoint would survive a power cut; failures are those of `BackgroundWork`.
 """
 
 from __future__ import annotations
 
-import copy
 import logging
+import math
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 from blake3 import blake3
 
-from rlboost_runtime.errors import RLBoostError, RuntimeFault
+from rlboost_runtime.errors import ConfigError, RLBoostError, RuntimeFault
 from rlboost_runtime.logs import event
 from rlboost_runtime.run.checkpoints import saved_steps, step_folder
 from rlboost_runtime.run.folder import read_json, sync_path, write_json
 from rlboost_runtime.trainer.artifacts.publisher import BackgroundWork
-from rlboost_runtime.trainer.learn.model_files import ModelSnapshot
-from rlboost_runtime.trainer.learn.policy import Policy
+from rlboost_runtime.trainer.learn.learner import Learner
+from rlboost_runtime.trainer.learn.ranks import ALONE, Ranks
+from rlboost_runtime.trainer.learn.sharded_state import METADATA, StateSaver, restore_moments
 
 log = logging.getLogger(__name__)
 
 _BUILDING = ".building-"
 _DIGESTS = "digests.json"
+_TRAINER = "trainer.pt"
+STANDSTILL = 0.02
+"""`checkpoint_every_steps: auto`: the share of the time for which training stands still to copy, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,29 +66,63 @@ class TrainedState:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What is written: all of it copies, in main memory."""
+    """One that is being written, in `folder`, whose name is not yet a checkpoint's."""
 
-    model: ModelSnapshot
-    optimizer: dict[str, object]
-    state: TrainedState
-
-
-def take(policy: Policy, optimizer: torch.optim.Optimizer, state: TrainedState) -> Checkpoint:
-    """Copy everything as it is now; the policy is the one after `state.step`."""
-    return Checkpoint(policy.snapshot(), _resumable(optimizer), copy.deepcopy(state))
+    folder: Path
+    shards: Future[dict[str, str]]
+    """The digests of the files that the ranks write."""
+    files: Mapping[str, bytes]
+    trainer: dict[str, object]
+    """What `trainer.pt` holds."""
 
 
-def write(checkpoints: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
-    """Write a checkpoint, then delete all but the newest `keep`; return its folder."""
+class TrainingState:
+    """What a checkpoint is taken of, and restored to; on rank 0."""
 
-    def fill(folder: Path) -> None:
-        checkpoint.model.write(folder)
-        torch.save(checkpoint.optimizer, folder / "optimizer.pt")
-        write_json(folder / "state.json", asdict(checkpoint.state))
-        write_json(folder / _DIGESTS, _digests(folder))
+    def __init__(self, learner: Learner, ranks: Ranks = ALONE) -> None:
+        self._model, self._optimizer = learner.policy.model, learner.optimizer
+        self._small_files = learner.policy.small_files
+        self._ranks = ranks
+        self._saver = StateSaver(self._model, self._optimizer, ranks)
 
-    final = step_folder(checkpoints, checkpoint.state.step)
-    replace_folder(final, fill)
+    def take(self, checkpoints: Path) -> Checkpoint:
+        """Copy everything as it is now, and begin to write the copy. Waits for the write before."""
+        self._saver.wait()
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        _clear(checkpoints)
+        folder = Path(tempfile.mkdtemp(dir=checkpoints, prefix=_BUILDING))
+        states = ((name, self._optimizer.state.get(each)) for name, each in self._model.named_parameters())
+        trainer: dict[str, object] = {
+            "steps": {name: float(state["step"]) for name, state in states if state},
+            "rng": torch.get_rng_state(),
+            "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        }
+        return Checkpoint(folder, self._saver.begin(folder), self._small_files(), trainer)
+
+    def restore(self, folder: Path) -> None:
+        """Load moments and random number generators; the policy has been loaded from `folder`."""
+        stored = torch.load(folder / _TRAINER, map_location="cpu", weights_only=True)
+        restore_moments(self._model, self._optimizer, folder, stored["steps"], self._ranks)
+        torch.set_rng_state(stored["rng"])
+        if stored["cuda_rng"] and torch.cuda.is_available():
+            torch.cuda.set_rng_state_all(stored["cuda_rng"])
+
+
+def write(checkpoints: Path, taken: Checkpoint, state: TrainedState, *, keep: int) -> Path:
+    """Complete a checkpoint, then delete all but the newest `keep`; return its folder. `state` is that of
+    when it was taken."""
+    try:
+        digests = taken.shards.result()
+        for name, content in taken.files.items():
+            (taken.folder / name).write_bytes(content)
+        torch.save(taken.trainer, taken.folder / _TRAINER)
+        write_json(taken.folder / "state.json", asdict(state))
+        small = (path for path in taken.folder.iterdir() if path.name not in digests)
+        write_json(taken.folder / _DIGESTS, {**digests, **{path.name: _digest(path) for path in small}})
+        final = step_folder(checkpoints, state.step)
+        _put_in_place(taken.folder, final)
+    finally:
+        shutil.rmtree(taken.folder, ignore_errors=True)
     for step in saved_steps(checkpoints)[:-keep]:
         _remove(step_folder(checkpoints, step))
     return final
@@ -125,15 +164,19 @@ def _digest(path: Path) -> str:
 
 
 def _problem(folder: Path) -> str | None:
-    """Return what is damaged in a checkpoint; one of an earlier version has no digests: its state must be
-    readable."""
+    """Return what is damaged in a checkpoint. Raises `ConfigError` for one of another format."""
     try:
         written = read_json(folder / _DIGESTS)
-        if written is None:
-            read_state(folder)
-            return None
-    except (RLBoostError, TypeError) as problem:
+    except RLBoostError as problem:
         return str(problem)
+    if not (folder / METADATA).exists() and (folder / "optimizer.pt").exists():
+        raise ConfigError(
+            f"{folder} was written by an earlier version of RLBoost, in a format that is no longer read",
+            f"start a new run with model: {folder}: its weights are in Hugging Face format; its moments are"
+            " lost",
+        )
+    if written is None:
+        return f"{folder / _DIGESTS} is missing"
     found = _digests(folder)
     wrong = [name for name in written if found.get(name) != written[name]]
     if not wrong:
@@ -146,40 +189,32 @@ def read_state(folder: Path) -> TrainedState:
     return TrainedState(**(read_json(folder / "state.json") or {}))
 
 
-def restore_optimizer(folder: Path, optimizer: torch.optim.Optimizer) -> None:
-    """Load optimizer state and random number generators."""
-    stored = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
-    optimizer.load_state_dict(stored["optimizer"])
-    torch.set_rng_state(stored["rng"])
-    if stored["cuda_rng"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(stored["cuda_rng"])
-
-
-def _resumable(optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    return {
-        "optimizer": copy.deepcopy(optimizer.state_dict()),
-        "rng": torch.get_rng_state(),
-        "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-    }
-
-
 def replace_folder(final: Path, write: Callable[[Path], None]) -> None:
     """Give `final` the content that `write` puts into an empty folder: whole, or not at all."""
     final.parent.mkdir(parents=True, exist_ok=True)
-    for left in final.parent.glob(f"{_BUILDING}*"):
-        shutil.rmtree(left, ignore_errors=True)  # of a killed process: there is one trainer
+    _clear(final.parent)
     building = Path(tempfile.mkdtemp(dir=final.parent, prefix=_BUILDING))
     try:
         write(building)
-        for path in sorted(building.rglob("*")):
-            sync_path(path)
-        sync_path(building)
-        if final.exists():
-            _remove(final)
-        os.rename(building, final)
-        sync_path(final.parent)
+        _put_in_place(building, final)
     finally:
         shutil.rmtree(building, ignore_errors=True)
+
+
+def _clear(parent: Path) -> None:
+    """Delete what a killed process was building: there is one trainer."""
+    for left in parent.glob(f"{_BUILDING}*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _put_in_place(building: Path, final: Path) -> None:
+    for path in sorted(building.rglob("*")):
+        sync_path(path)
+    sync_path(building)
+    if final.exists():
+        _remove(final)
+    os.rename(building, final)
+    sync_path(final.parent)
 
 
 def _remove(folder: Path) -> None:
@@ -192,22 +227,52 @@ def _remove(folder: Path) -> None:
 class CheckpointWriter(BackgroundWork):
     """Writes checkpoints beside training."""
 
-    def __init__(self, checkpoints: Path, *, keep: int, on_durable: Callable[[int], None]) -> None:
-        """`on_durable` gets the step that a checkpoint follows."""
+    def __init__(
+        self,
+        checkpoints: Path,
+        take: Callable[[Path], Checkpoint],
+        *,
+        every_steps: int | None,
+        keep: int,
+        on_durable: Callable[[int], None],
+    ) -> None:
+        """`take`: as `TrainingState.take`. `every_steps`: None for whenever the one before is durable and the
+        copies take at most `STANDSTILL` of the time. `on_durable` gets the step that a checkpoint follows."""
         super().__init__("checkpoint")
         self.last_write_s = 0.0
         """Seconds that the last finished write took; training went on meanwhile."""
         self._checkpoints = checkpoints
+        self._take = take
+        self._every_steps = every_steps
         self._keep = keep
         self._on_durable = on_durable
+        self._taken: Checkpoint | None = None
+        self._taken_at = -math.inf
+        self._copy_s = 0.0
 
-    def submit(self, taken: Checkpoint) -> None:
-        """Write a checkpoint; returns at once if nothing else is being written."""
-        self.start(lambda: self._write(taken))
+    def is_due(self, step: int) -> bool:
+        """Return True if a checkpoint should follow `step`."""
+        if self._every_steps is not None:
+            return (step + 1) % self._every_steps == 0
+        return not self.is_busy and self._copy_s <= STANDSTILL * (time.monotonic() - self._taken_at)
 
-    def _write(self, taken: Checkpoint) -> None:
+    def copy(self) -> None:
+        """Take a checkpoint, once the one before is written: training stands still until this returns."""
         started = time.monotonic()
-        write(self._checkpoints, taken, keep=self._keep)
+        self.ready()
+        self._taken = self._take(self._checkpoints)
+        self._taken_at = time.monotonic()
+        self._copy_s = self._taken_at - started
+
+    def submit(self, state: TrainedState) -> None:
+        """Complete the checkpoint that was taken in `state`; returns at once."""
+        taken, self._taken = self._taken, None
+        assert taken is not None
+        started = self._taken_at
+        self.start(lambda: self._write(taken, state, started))
+
+    def _write(self, taken: Checkpoint, state: TrainedState, started: float) -> None:
+        write(self._checkpoints, taken, state, keep=self._keep)
         self.last_write_s = time.monotonic() - started
-        event(log, "checkpoint.written", step=taken.state.step, seconds=round(self.last_write_s, 3))
-        self._on_durable(taken.state.step)
+        event(log, "checkpoint.written", step=state.step, seconds=round(self.last_write_s, 3))
+        self._on_durable(state.step)

@@ -125,7 +125,7 @@ class Learner:
         self.optimizer = Adam(
             [parameter for parameter in policy.model.parameters() if parameter.requires_grad],
             lr=algorithm.learning_rate, betas=(algorithm.adam_betas[0], algorithm.adam_betas[1]),
-            eps=algorithm.adam_eps, weight_decay=algorithm.weight_decay, ranks=ranks,
+            eps=algorithm.adam_eps, weight_decay=algorithm.weight_decay,
             offload=trainer.offloads_optimizer, mover=policy.mover,
         )  # fmt: skip
         self.sums = StepSums()

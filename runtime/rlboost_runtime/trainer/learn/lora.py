@@ -11,10 +11,8 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from safetensors.torch import save as to_bytes
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -22,9 +20,6 @@ from transformers import PreTrainedModel
 from rlboost_runtime.engines.base import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import Lora
-
-FILE = "adapter.safetensors"
-"""Beside a checkpoint's model, which then holds the frozen weights."""
 
 _NAME = "default"
 _A = re.compile(rf"(.*)\.lora_A\.{_NAME}\.weight")
@@ -99,22 +94,11 @@ def version_files(state: Mapping[str, Tensor], lora: Lora, dtype: str) -> dict[s
     return {ADAPTER_WEIGHTS: to_bytes(tensors), ADAPTER_CONFIG: json.dumps(config, indent=1).encode()}
 
 
-def save(state: Mapping[str, Tensor], folder: Path) -> None:
-    """Write the adapters of `state`."""
-    save_file({name: tensor.contiguous() for name, tensor in adapters(state).items()}, folder / FILE)
-
-
-def load(model: PreTrainedModel, folder: Path) -> None:
-    """Load adapters that fit those of `model`. Raises `ConfigError`."""
-    stored = load_file(folder / FILE)
-    wanted = adapters(model.state_dict())
-    if {name: tensor.shape for name, tensor in stored.items()} != {
-        name: tensor.shape for name, tensor in wanted.items()
-    }:
+def check_shapes(model: PreTrainedModel, stored: Mapping[str, torch.Size], source: object) -> None:
+    """Raise `ConfigError` unless the adapters of `source`, by name, fit those of `model`."""
+    wanted = {name: tensor.shape for name, tensor in adapters(model.state_dict()).items()}
+    if dict(stored) != wanted:
         raise ConfigError(
-            f"algorithm.lora: the adapters in {folder} have other shapes than the job's",
+            f"algorithm.lora: the adapters in {source} have other shapes than the job's",
             "use the rank that the run began with",
         )
-    with torch.no_grad():
-        for name, tensor in stored.items():
-            wanted[name].copy_(tensor)

@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlboost_runtime.engines.base import greedy_continuation
-from rlboost_runtime.trainer.learn import lora as adapters
 from rlboost_runtime.weights.manifest import Probe, Tied
 
 PROBE_TOKENS = 8
@@ -28,28 +25,6 @@ PROBE_TOKENS = 8
 PROBE_TOLERANCE = {"float32": 5e-3, "bfloat16": 0.25}
 """Nats by which an engine's probe logprobs may differ: kernels sum in another order; bfloat16 rounds to 8
 bits."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSnapshot:
-    """A model as it was at one moment, in main memory: it can be written while training goes on.
-
-    What is written is what `Policy.load` reads: HF format, float32, exactly; with LoRA the frozen model and
-    its adapters beside it. It shares no memory with the model. `state`: weights by name, whole, tied ones
-    once; `files`: the small files of the folder.
-    """
-
-    state: Mapping[str, Tensor]
-    files: Mapping[str, bytes]
-
-    def write(self, folder: Path) -> None:
-        """Write everything into `folder`."""
-        for name, content in self.files.items():
-            (folder / name).write_bytes(content)
-        if adapters.adapters(self.state):
-            adapters.save(self.state, folder)
-        model = {name: tensor.contiguous() for name, tensor in adapters.frozen(self.state).items()}
-        save_file(model, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def small_files(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:

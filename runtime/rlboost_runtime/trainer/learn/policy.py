@@ -11,6 +11,7 @@ Shape suffixes: B responses, T tokens of the longest one.
 from __future__ import annotations
 
 import copy
+import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +20,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed import broadcast
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -33,7 +36,6 @@ from rlboost_runtime.trainer.learn import lora as adapters
 from rlboost_runtime.trainer.learn.loading import StoredWeights, find_stored, hollow_model
 from rlboost_runtime.trainer.learn.logprobs import LogprobModel
 from rlboost_runtime.trainer.learn.model_files import (
-    ModelSnapshot,
     find_tied,
     greedy_probe,
     small_files,
@@ -54,6 +56,7 @@ from rlboost_runtime.trainer.learn.ranks import (
     shard,
 )
 from rlboost_runtime.trainer.learn.ranks import RunProbe as ProbeCommand
+from rlboost_runtime.trainer.learn.sharded_state import StoredState, stored_buffers
 from rlboost_runtime.weights.manifest import Probe, Tied
 
 
@@ -79,7 +82,7 @@ class Policy:
         folder: str | Path | None = None,
         mover: Mover | None = None,
     ) -> None:
-        """`folder`: the folder that the model was loaded from, or its hub name; it may hold adapters.
+        """`folder`: the folder that the model was loaded from, or its hub name.
         `mover`: None for this process's GPU, if it has one."""
         self.source = folder
         self.model = model
@@ -94,10 +97,9 @@ class Policy:
         self.stop_token_ids = stop_token_ids(model, tokenizer)
         self.scorer = LogprobModel(model)
         self._tied = find_tied(model)
-        self.stored: StoredWeights | None = None
-        """The files from which sharding reads the weights of a hollow model; None: the model has them."""
+        self.stored: StoredWeights | StoredState | None = None
+        """The files from which `spread` reads the weights of a hollow model; None: the model has them."""
         self._lora: Lora | None = None
-        self._adapter_folder = _adapter_folder(folder)
         self._small_files: dict[str, bytes] = {}
         self._ranks = ALONE
 
@@ -108,13 +110,17 @@ class Policy:
 
     @classmethod
     def load(cls, folder: str | Path, ranks: Ranks = ALONE) -> Policy:
-        """Load from a folder in HF format (or a hub name). Raises `ConfigError`.
+        """Load from a checkpoint, or a folder in HF format (or a hub name). Raises `ConfigError`.
 
-        With several `ranks` the model is hollow until `set_up` reads each rank's part, unless `transformers`
-        has to rename what is stored: then it is whole.
+        From a checkpoint, and with several `ranks`, the model is hollow until `set_up` reads each rank's
+        part, unless `transformers` has to rename what is stored: then it is whole.
         """
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder)
+            if StoredState.is_in(folder):
+                policy = cls(hollow_model(folder), tokenizer, folder)
+                policy.stored = StoredState(Path(folder))
+                return policy
             if ranks.num > 1 and (stored := find_stored(folder, hollow := hollow_model(folder))) is not None:
                 policy = cls(hollow, tokenizer, folder)
                 policy.stored = stored
@@ -153,9 +159,9 @@ class Policy:
         self.scorer.entropy_has_gradient = algorithm.entropy_bonus is not None
         if algorithm.lora is not None:
             self._attach(algorithm.lora, algorithm.seed)
-        elif self._adapter_folder is not None:
+        elif isinstance(self.stored, StoredState) and self.stored.adapters:
             raise ConfigError(
-                f"algorithm.lora: {self._adapter_folder} has adapters, but the job asks for none",
+                f"algorithm.lora: {self.source} has adapters, but the job asks for none",
                 "use the `lora` that the run began with",
             )
         if trainer.dtype == "bfloat16" or (trainer.dtype == "auto" and self.mover.device.type == "cuda"):
@@ -166,11 +172,19 @@ class Policy:
         self.spread(ranks, is_sent=is_sent)
 
     def spread(self, ranks: Ranks, *, is_sent: bool) -> None:
-        """Give each rank its rows of the weights; with one rank they stay as they are. `is_sent` as in
-        `set_up`, which calls this."""
+        """Give each rank its rows of the weights; with one rank that is all. `is_sent` as in `set_up`, which
+        calls this."""
         self._ranks = ranks
         if ranks.num > 1:
             shard(self.scorer, ranks, self.mover.device, self._sent_rows if is_sent else self._own_rows)
+        elif self.stored is not None:
+            for name, weight in self.model.named_parameters():
+                weight.data = self._own_rows(name, weight.detach()).clone()
+        for name, buffer in stored_buffers(self.model):
+            if self.stored is not None and name in self.stored:
+                buffer.copy_(self.stored.rows(name, 0, len(buffer)))
+            if is_sent:
+                broadcast(buffer, 0)
         if self.stored is not None:
             self.stored.close()
 
@@ -180,7 +194,9 @@ class Policy:
         return self._stored_rows(name, weight, start, stop)
 
     def _stored_rows(self, name: str, weight: Tensor, start: int, stop: int) -> Tensor:
-        name = name.removeprefix("model.").replace(".base_layer.", ".")
+        name = name.removeprefix("model.") if self._ranks.num > 1 else name  # the scorer's, the model's
+        if self.stored is not None and name not in self.stored:
+            name = name.replace(".base_layer.", ".")  # trained whole until now
         if self.stored is not None and name in self.stored:
             return self.stored.rows(name, start, stop)
         return weight[start:stop]
@@ -195,8 +211,8 @@ class Policy:
         torch.nn.Module.to(self.model, self.device)
         torch.nn.Module.eval(self.model)
         self._lora = lora
-        if self._adapter_folder is not None:
-            adapters.load(self.model, self._adapter_folder)
+        if isinstance(self.stored, StoredState) and self.stored.adapters:
+            adapters.check_shapes(self.model, self.stored.adapters, self.source)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a prompt."""
@@ -206,11 +222,11 @@ class Policy:
         """Return a response's text, as rewards see it: without end-of-text."""
         return str(self.tokenizer.decode(np.asarray(token_ids, np.int32), skip_special_tokens=True))
 
-    def full_state(self, *, copy: bool = False) -> dict[str, Tensor]:
+    def full_state(self) -> dict[str, Tensor]:
         """Return all weights by name, whole and on the CPU, tied ones once; on ranks other than 0 nothing.
 
-        They may share the model's memory unless `copy` is set."""
-        return {name: tensor.to("cpu", copy=copy) for name, tensor in self._gathered()}
+        They may share the model's memory."""
+        return {name: tensor.to("cpu") for name, tensor in self._gathered()}
 
     def _gathered(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all weights by name, whole, tied ones once; on ranks other than 0 nothing.
@@ -225,18 +241,23 @@ class Policy:
                 if self._ranks.leads:
                     yield name, gathered
 
-    def snapshot(self) -> ModelSnapshot:
-        """Return a copy of what `load` and `set_up` need to go on: model (float32, exactly), tokenizer, and
-        the adapters beside the frozen model. On ranks other than 0 it is empty."""
-        return ModelSnapshot(self.full_state(copy=True), self.small_files())
-
     def save(self, folder: Path) -> None:
-        """Write what `load` and `set_up` need to go on."""
-        self.snapshot().write(folder)
+        """Write the model in HF format, float32, exactly; without adapters."""
+        for name, content in self.small_files().items():
+            (folder / name).write_bytes(content)
+        model = {name: tensor.contiguous() for name, tensor in adapters.frozen(self.full_state()).items()}
+        save_file(model, folder / "model.safetensors", metadata={"format": "pt"})
 
-    def export(self, folder: Path) -> None:
-        """Write the trained model for others: HF format, float32, adapters merged."""
-        self.model.save_pretrained(folder, state_dict=self._merged_state())
+    def export(self, folder: Path, dtype: str = "float32") -> None:
+        """Write the trained model for others: HF format in `dtype`, adapters merged."""
+        kind = getattr(torch, dtype)
+        state = {
+            name: tensor.to("cpu", kind if tensor.is_floating_point() else tensor.dtype)
+            for name, tensor in self.weights()
+        }
+        self.model.save_pretrained(folder, state_dict=state)
+        config = json.loads((folder / "config.json").read_bytes())
+        (folder / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n")
         self.tokenizer.save_pretrained(folder)
 
     def _merged_state(self) -> dict[str, Tensor]:
@@ -359,10 +380,6 @@ class Residency:
         self._policy.scorer._apply(how)  # type: ignore[no-untyped-call]
         if not self._optimizer.offload:  # else its state is never here but for a step
             self._optimizer.move(how)
-
-
-def _adapter_folder(folder: str | Path | None) -> Path | None:
-    return Path(folder) if folder is not None and (Path(folder) / adapters.FILE).is_file() else None
 
 
 def _checkpoint_activations(model: PreTrainedModel) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import assert_never
 
 import torch
@@ -16,17 +17,18 @@ from rlboost_runtime.trainer.learn.ranks import (
     End,
     Free,
     GatherModel,
-    GatherOptimizer,
     LoadPolicy,
     RankCommand,
     Ranks,
     Recompute,
+    RestoreMoments,
     RunProbe,
-    ScatterOptimizer,
+    SaveState,
     ScoreReference,
     Take,
 )
 from rlboost_runtime.trainer.learn.reference import Reference
+from rlboost_runtime.trainer.learn.sharded_state import StateSaver, restore_moments
 
 
 def run_worker(ranks: Ranks) -> None:
@@ -52,8 +54,16 @@ def run_worker(ranks: Ranks) -> None:
 
 def serve(ranks: Ranks, policy: Policy, learner: Learner, residency: Residency) -> None:
     """Serve rank 0's commands with a policy that is set up; return at `End`."""
+    saver = StateSaver(policy.model, learner.optimizer, ranks)
     while not isinstance(command := ranks.receive(), End):
-        _execute(command, policy, learner, residency)
+        match command:
+            case SaveState(folder=folder):
+                saver.begin(Path(folder))
+            case RestoreMoments(folder=folder, steps=steps):
+                restore_moments(policy.model, learner.optimizer, Path(folder), steps, ranks)
+            case _:
+                _execute(command, policy, learner, residency)
+    saver.wait()
 
 
 def _execute(command: RankCommand, policy: Policy, learner: Learner, residency: Residency) -> None:
@@ -70,17 +80,13 @@ def _execute(command: RankCommand, policy: Policy, learner: Learner, residency: 
             learner.apply()
         case GatherModel():
             policy.full_state()
-        case GatherOptimizer():
-            learner.optimizer.state_dict()
-        case ScatterOptimizer(steps=steps):
-            learner.optimizer.receive_state(steps)
         case RunProbe(token_ids=token_ids, dtype=dtype):
             policy.probe(token_ids, dtype)
         case Free():
             residency.free()
         case Take():
             residency.take()
-        case LoadPolicy() | End():
+        case SaveState() | RestoreMoments() | LoadPolicy() | End():
             raise AssertionError(f"{command} is not expected here")
         case _:
             assert_never(command)

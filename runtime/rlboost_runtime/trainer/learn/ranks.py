@@ -1,4 +1,4 @@
-"""The processes (ranks) over which one policy is sharded, and an AdamW whose state is read and set whole.
+"""The processes (ranks) over which one policy is sharded, and their AdamW.
 
 Rank 0 runs the trainer's loop and alone talks to the coordinator. Every method that all ranks have to enter
 together, such as a forward pass of a sharded model, begins with `Ranks.broadcast`: on rank 0 it sends the
@@ -94,14 +94,17 @@ class GatherModel(msgspec.Struct, tag="gather_model", frozen=True):
     """`Policy.full_state`."""
 
 
-class GatherOptimizer(msgspec.Struct, tag="gather_optimizer", frozen=True):
-    """`Adam.state_dict`."""
+class SaveState(msgspec.Struct, tag="save_state", frozen=True):
+    """`StateSaver.begin`."""
+
+    folder: str
 
 
-class ScatterOptimizer(msgspec.Struct, tag="scatter_optimizer", frozen=True):
-    """`Adam.load_state_dict`; `steps` of each parameter, None where it has no state."""
+class RestoreMoments(msgspec.Struct, tag="restore_moments", frozen=True):
+    """`restore_moments`; `steps` of each parameter that has any, by name."""
 
-    steps: list[float | None]
+    folder: str
+    steps: dict[str, float]
 
 
 class RunProbe(msgspec.Struct, tag="probe", frozen=True):
@@ -124,8 +127,8 @@ class End(msgspec.Struct, tag="end", frozen=True):
 
 
 RankCommand = (
-    LoadPolicy | BeginStep | Accumulate | Recompute | ScoreReference | Apply | GatherModel | GatherOptimizer
-    | ScatterOptimizer | RunProbe | Free | Take | End
+    LoadPolicy | BeginStep | Accumulate | Recompute | ScoreReference | Apply | GatherModel | SaveState
+    | RestoreMoments | RunProbe | Free | Take | End
 )  # fmt: skip
 
 
@@ -151,6 +154,10 @@ class Ranks:
     control: ProcessGroup | None = None
     """A gloo group with a long deadline, for commands only: collectives of a step must notice a lost machine
     sooner. None with one rank."""
+    files: ProcessGroup | None = None
+    """As `control`, for the threads that write checkpoints beside training."""
+    num_here: int | None = None
+    """Ranks on each machine; None: all of them are on one."""
 
     @classmethod
     def join(cls) -> Ranks:
@@ -162,8 +169,8 @@ class Ranks:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
-        control = dist.new_group(backend="gloo", timeout=COMMAND_TIMEOUT)
-        return cls(dist.get_rank(), num, control)
+        control, files = (dist.new_group(backend="gloo", timeout=COMMAND_TIMEOUT) for _ in range(2))
+        return cls(dist.get_rank(), num, control, files, int(os.environ.get("LOCAL_WORLD_SIZE", num)))
 
     def leave(self) -> None:
         """Leave the group."""
@@ -174,6 +181,15 @@ class Ranks:
     def leads(self) -> bool:
         """True on rank 0."""
         return self.rank == 0
+
+    def is_beside_first(self, rank: int) -> bool:
+        """Return True if `rank` is on rank 0's machine, and so sees its files."""
+        return self.num_here is None or rank < self.num_here
+
+    @property
+    def share_files(self) -> bool:
+        """True if all ranks see rank 0's files."""
+        return self.is_beside_first(self.num - 1)
 
     def broadcast(self, command: RankCommand) -> None:
         """Make the other ranks enter the method that the caller is in; does nothing on these."""
@@ -254,7 +270,7 @@ def shard(scorer: LogprobModel, ranks: Ranks, device: torch.device, rows: Rows |
     for module, name, buffer in buffers:
         setattr(module, name, buffer)
     for name, parameter in scorer.named_parameters():
-        _local(parameter).copy_(rows(name, weights.pop(name)))
+        local_part(parameter).copy_(rows(name, weights.pop(name)))
 
 
 def _leave_for_meta(scorer: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
@@ -291,18 +307,12 @@ def _decayed_apart(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]: 
     ]
 
 
-_HYPERPARAMETERS = ("betas", "eps", "weight_decay")
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What AdamW keeps of each parameter, in its shape, beside the number of its steps."""
 
 
 class Adam(torch.optim.AdamW):
-    """AdamW whose `state_dict` holds whole tensors, so that it does not depend on the number of ranks.
-
-    `offload` keeps the moments in main memory, except during the step itself.
-
-    The state is keyed by parameter number, as torch.optim's is, on any number of ranks.
-    (`torch.distributed.checkpoint.state_dict` keys it by name, and creates missing state by an optimizer step
-    without gradients, which counts as one.)
-    """
+    """AdamW; `offload` keeps the moments in main memory, except during the step itself."""
 
     def __init__(
         self,
@@ -312,7 +322,6 @@ class Adam(torch.optim.AdamW):
         betas: tuple[float, float],
         eps: float = 1e-8,
         weight_decay: float = 0.0,
-        ranks: Ranks = ALONE,
         offload: bool = False,
         mover: Mover = IN_MAIN_MEMORY,
     ) -> None:
@@ -322,7 +331,6 @@ class Adam(torch.optim.AdamW):
             weight_decay=weight_decay, fused=True,
         )  # fmt: skip
         self.offload = offload
-        self._ranks = ranks
         self._mover = mover
 
     def update(self) -> None:
@@ -339,71 +347,6 @@ class Adam(torch.optim.AdamW):
             for name, value in state.items():  # step counts too: the fused kernel reads them on the device
                 if isinstance(value, Tensor):
                     state[name] = how(value)
-
-    @property
-    def _parameters(self) -> list[nn.Parameter]:
-        return [parameter for group in self.param_groups for parameter in group["params"]]
-
-    def state_dict(self) -> dict[str, Any]:  # torch's format
-        """Return the whole state, gathered from all ranks, on the CPU; without moments on ranks other than 0.
-
-        With one rank on a CPU it shares the optimizer's memory."""
-        self._ranks.broadcast(GatherOptimizer())
-        found = super().state_dict()
-        found["state"] = {number: self._gathered(each) for number, each in found["state"].items()}
-        return found
-
-    def _gathered(self, state: dict[str, Any]) -> dict[str, Any]:  # torch's format
-        """Gather one parameter's state; called for one at a time, so that no GPU ever holds all moments."""
-        found = {}
-        for name, value in state.items():
-            gathered = full_tensor(value) if isinstance(value, Tensor) else value
-            if self._ranks.leads:
-                found[name] = gathered.to("cpu") if isinstance(gathered, Tensor) else gathered
-        return found
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # torch's format
-        """Set the state from a whole one, saved by any number of ranks; rank 0 passes it. Hyperparameters but
-        the learning rate stay those of this optimizer: a fork may have others than its parent."""
-        if self._ranks.control is None:
-            own = [{name: group[name] for name in _HYPERPARAMETERS} for group in self.param_groups]
-            super().load_state_dict(state_dict)
-            for group, kept in zip(self.param_groups, own, strict=True):
-                group.update(kept)
-            return
-        parameters, states = self._parameters, state_dict["state"]
-        steps = [float(states[i]["step"]) if i in states else None for i in range(len(parameters))]
-        self._ranks.broadcast(ScatterOptimizer(steps))
-        for group, stored in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group["lr"] = stored["lr"]
-        self._scatter(steps, states)
-
-    def receive_state(self, steps: list[float | None]) -> None:
-        """Receive this rank's part of what rank 0 loads."""
-        self._scatter(steps, {})
-
-    @torch.no_grad()
-    def _scatter(self, steps: list[float | None], states: dict[int, dict[str, Tensor]]) -> None:
-        for number, (parameter, step) in enumerate(zip(self._parameters, steps, strict=True)):
-            if step is None:
-                continue
-            whole_state = states.get(number, {})
-            state: dict[str, Tensor] = {"step": torch.tensor(step, device=parameter.device)}
-            for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = _part(whole_state.get(name), parameter, self._ranks)
-            self.state[parameter] = state
-        if self.offload:
-            self.move(self._mover.off)
-
-
-def _part(tensor: Tensor | None, parameter: nn.Parameter, ranks: Ranks) -> Tensor:
-    """Return this rank's part of rank 0's whole tensor, sharded like the parameter and where it is.
-
-    It travels through main memory. (`distribute_tensor` would put it on the device of the mesh.)
-    """
-    part = torch.zeros_like(parameter, dtype=torch.float32)
-    _local(part).copy_(scatter_rows(None if tensor is None else tensor.float(), parameter.shape, ranks))
-    return part
 
 
 def scatter_rows(whole: Tensor | None, shape: torch.Size, ranks: Ranks) -> Tensor:
@@ -432,6 +375,6 @@ def rows_by_rank(whole: Tensor, ranks: Ranks) -> list[Tensor]:
     return [whole[start:stop] for start, stop in ranges]
 
 
-def _local(tensor: Tensor) -> Tensor:
-    assert isinstance(tensor, DTensor)
-    return tensor.to_local()
+def local_part(tensor: Tensor) -> Tensor:
+    """Return what this rank has of a tensor; all of it if it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
