@@ -105,6 +105,7 @@ except RuntimeError:
 """
 
 
+@pytest.mark.e2e  # a quarter of a minute
 def test_a_machine_that_vanishes_without_a_word_is_noticed():
     """Its connections stay open and say nothing, as those of a stopped process do."""
     common = {

@@ -29,6 +29,7 @@ def job_with(tracked: dict[str, object]) -> Job:
     return Job.model_validate_json(json.dumps(job))
 
 
+@pytest.mark.e2e  # twelve seconds
 def test_wandb_that_cannot_be_reached_is_kept_for_later(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

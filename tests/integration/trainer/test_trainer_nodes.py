@@ -86,6 +86,7 @@ def start_node(machine: Machine, run: str, folder: Path) -> subprocess.Popen[byt
     return subprocess.Popen(command, env=environment, cwd=folder, stderr=subprocess.PIPE)
 
 
+@pytest.mark.e2e  # half a minute
 def test_two_machines_train_what_one_would(machine: Machine, tmp_path: Path) -> None:
     alone = make_run(tmp_path, "alone")
     with Coordinator(alone):
