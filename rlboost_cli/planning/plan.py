@@ -199,6 +199,9 @@ def _describe_projection(found: Projection, plan: LaunchPlan) -> list[str]:
         took = f"{found.hours.mean * 60:,.1f}{_half(found.hours, '', 60)} min"
     else:
         took = f"{found.hours.mean:,.1f}{_half(found.hours)} h"
+    if not found.usd.mean:
+        words = f"{plan.steps} steps in {took}; the job has no prices"
+        return [*_labelled("forecast", words), *_labelled("basis", basis_of(found))]
     per_million = f"{usd(found.usd_per_million_tokens, 2)} per million tokens"
     lines = _labelled("forecast", f"{plan.steps} steps in {took} for {cost}, {per_million}")
     if plan.max_usd is not None and found.usd.mean > plan.max_usd:

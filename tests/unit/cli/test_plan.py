@@ -405,6 +405,18 @@ def test_training_takes_the_passes_that_the_objective_needs(tmp_path: Path) -> N
     assert passes(kl={"coef": 0.001}, minibatches_per_step=4, old_logprobs="recompute") == 6.0, "the paper's"
 
 
+def test_a_job_without_prices_is_planned_in_time_only(home: Path) -> None:
+    free = {"infra": "local", "market": MARKET}
+    path = home / "free.json"
+    spot = {"spot": {"any_of": [free], "max_instances": 3}}
+    path.write_text(
+        job(trainer={"price_usd_per_hour": 0.0}, rollout=spot).model_dump_json(exclude_unset=True)
+    )
+    said = CliRunner().invoke(app, ["plan", str(path)])
+    assert "min; the job has no prices" in said.output
+    assert "$0.00 per million" not in said.output
+
+
 def test_a_plan_dates_its_prices_and_doubts_a_head_of_ones_own(tmp_path: Path) -> None:
     def notes(**trainer: Any) -> str:
         cloud = {"infra": "aws/us-east-1", "accelerators": "H100:8"}
