@@ -10,7 +10,7 @@ from rlboost_providers.registry import provider_for
 from rlboost_runtime.coordinator.audit import audit
 from rlboost_runtime.run.resolved import read_resolved
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.soak]
 
 
 def test_all_spot_machines_lost_at_once_and_back_two_steps_later(cli: Any) -> None:

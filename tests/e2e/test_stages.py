@@ -9,7 +9,7 @@ import pytest
 
 from rlboost_runtime.coordinator.audit import audit
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.soak]
 
 
 def lines_of(cli: Any, run: str) -> list[dict[str, float]]:
@@ -55,7 +55,6 @@ def test_sft_through_a_killed_trainer_rents_nothing(cli: Any) -> None:
 KILLS = 20
 
 
-@pytest.mark.soak
 def test_sft_then_dpo_through_kills(cli: Any) -> None:
     steps = 4 + KILLS
     spot = {"any_of": [{"infra": "local", "price_usd_per_hour": 2.66, "preload": True}]}

@@ -9,7 +9,7 @@ import pytest
 
 from rlboost_runtime.coordinator.audit import audit
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.soak]
 
 STEPS = 6
 

@@ -67,6 +67,7 @@ def test_a_run_through_kills_and_notices_keeps_every_promise(cli: Any) -> None:
     cli.assert_gone("storm")
 
 
+@pytest.mark.soak
 def test_notice_loses_nothing(cli: Any) -> None:
     job = cli.job("notice", algorithm={"steps": 2, "max_response_tokens": 60})
     cli("launch", job, "--detach", "--yes")
