@@ -89,8 +89,15 @@ sshd:
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
 			openssh-server openssh-client > /dev/null; }
 
+.PHONY: bubblewrap
+bubblewrap:
+	@[ "$$(uname -s)" != "Linux" ] || command -v bwrap > /dev/null || { \
+		echo "installing bubblewrap, the sandbox of reward functions"; \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+			bubblewrap > /dev/null; }
+
 .PHONY: test
-test: $(DEV) sshd ## unit, property and integration tests
+test: $(DEV) sshd bubblewrap ## unit, property and integration tests
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not e2e and not vllm and not cloud" tests
 
 .PHONY: test-vllm
@@ -106,7 +113,7 @@ chromium:
 			chromium > /dev/null; }
 
 .PHONY: e2e-local
-e2e-local: $(DEV) sshd chromium ## the CLI from launch to down, with real kills
+e2e-local: $(DEV) sshd bubblewrap chromium ## the CLI from launch to down, with real kills
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "e2e and not soak" tests
 
 .PHONY: cloudlab

@@ -9,10 +9,11 @@ from pathlib import Path
 from rlboost_cli.doctor.findings import DoctorContext, Finding, fail, failed, ok, warn
 from rlboost_cli.doctor.model import resolves
 from rlboost_runtime.errors import ConfigError, RLBoostError
-from rlboost_runtime.job import Job, TinyModel, data_sources
+from rlboost_runtime.job import Job, TinyModel, data_sources, reward_files
 from rlboost_runtime.run.create import copy_files
 from rlboost_runtime.trainer.data.reading import Example, read_examples
 from rlboost_runtime.trainer.rewards.outcome import Reward
+from rlboost_runtime.trainer.rewards.sandbox import INSTALL, Sandbox
 from rlboost_runtime.trainer.rewards.scorer import RewardCall, RewardScorer
 
 MAX_PROMPTS_MEASURED = 2000
@@ -144,6 +145,26 @@ def reward(context: DoctorContext) -> Iterator[Finding]:
 def _score(scorer: RewardScorer, example: Example) -> Reward:
     response = "" if example.answer is None else example.answer
     return scorer.submit(RewardCall(example.text, response, example.row), example.reward).result()
+
+
+def sandbox(context: DoctorContext) -> Iterator[Finding]:
+    """What keeps the job's own reward functions apart, if it has any and they run on this machine."""
+    job = context.wanted
+    if reward_files(job.rewards) and not job.trainer.is_elsewhere:
+        try:
+            yield judge_sandbox(job, Sandbox.of(job).problem())
+        except ConfigError as error:
+            yield failed("sandbox", error)
+
+
+def judge_sandbox(job: Job, problem: str) -> Finding:
+    """Judge what keeps the job's reward functions apart; `problem` as `Sandbox.problem` returns it."""
+    if job.reward_sandbox == "off":
+        return ok("sandbox", "off: reward functions may do whatever you may")
+    if problem:
+        return warn("sandbox", f"{problem}: reward functions may do whatever you may", INSTALL)
+    network = "with a network" if job.reward_network else "without a network"
+    return ok("sandbox", f"reward functions run in bubblewrap, {network}")
 
 
 def judge_reward(scored: Reward, example: Example) -> Finding:

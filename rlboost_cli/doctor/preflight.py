@@ -54,6 +54,7 @@ def _findings(context: DoctorContext) -> Iterator[Finding]:
 
         if is_here:  # elsewhere it may need packages and hosts that only the head has
             yield from of_job.reward(context)
+            yield from of_job.sandbox(context)
         else:
             yield from of_job.data(context)
 

@@ -111,6 +111,11 @@ class Job(Model):
     reward_memory_mib: int | None = Field(default=None, ge=256)
     """Memory limit (address space) of one reward process, in MiB; null: half the machine's memory, at least
     4096."""
+    reward_sandbox: Literal["auto", "required", "off"] = "auto"
+    """Whether your reward functions run in bubblewrap's sandbox: auto, where the machine has it; required, or
+    the run does not start."""
+    reward_network: bool = False
+    """Whether reward functions in the sandbox have a network, and the job's secrets in their environment."""
     algorithm: Algorithm = Algorithm()
     """The RL algorithm."""
     trainer: Trainer = Trainer()

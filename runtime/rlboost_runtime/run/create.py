@@ -43,6 +43,7 @@ _MAX_NAME = 63  # as `job.Name` allows
 _WORKSHOP = ".new-"  # beginning of the names of folders in which runs are made
 _MAY_CHANGE = (
     *("budget.", "algorithm.steps:", "reward_timeout_s:", "reward_processes:", "reward_memory_mib:"),
+    *("reward_sandbox:", "reward_network:"),
     *("algorithm.micro_batch_responses:", "rollout.engine_args.max_running:", "rollout.vllm_args"),
     *("trainer.keep_checkpoints:", "trainer.checkpoint_every_steps:", "trainer.disk_gb:", "output:"),
     *("trainer.activation_checkpointing:", "trainer.optimizer_offload:", "trainer.micro_batch_tokens:"),

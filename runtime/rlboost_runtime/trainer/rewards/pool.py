@@ -29,6 +29,7 @@ from rlboost_runtime.logs import event
 from rlboost_runtime.protocol.reward_failures import RewardFailure
 from rlboost_runtime.trainer.rewards.child import receive, send
 from rlboost_runtime.trainer.rewards.outcome import Answer, Reward, RewardCall, Setup, failed
+from rlboost_runtime.trainer.rewards.sandbox import OFF, Sandbox
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,8 @@ OUTPUT_LIMIT_BYTES = 1024 * 1024
 GRACE_S = 1.0
 """An asynchronous function is given so much longer than its own deadline before its process is killed."""
 
+_SIGNALS = {each.value for each in signal.Signals}
+
 _loaded = msgspec.msgpack.Decoder(Answer)
 _answers = msgspec.msgpack.Decoder(list[Answer])
 
@@ -48,10 +51,20 @@ class RewardPool:
     """Scores responses in child processes; `submit` may be called from any thread. Close it at the end."""
 
     def __init__(
-        self, setup: Setup, name: str, *, timeout_s: float, log_file: Path, num_children: int
+        self,
+        setup: Setup,
+        name: str,
+        *,
+        timeout_s: float,
+        log_file: Path,
+        num_children: int,
+        sandbox: Sandbox = OFF,
     ) -> None:
-        """Raises `ConfigError` if the function cannot be loaded."""
-        self._children = [_Child(setup, name, timeout_s, log_file) for _ in range(num_children)]
+        """Raises `ConfigError` if the function cannot be loaded, or the sandbox is required and missing."""
+        if problem := sandbox.problem():
+            event(log, "reward.no_sandbox", level=logging.WARNING, reward=name, problem=problem)
+            sandbox = OFF
+        self._children = [_Child(setup, name, timeout_s, log_file, sandbox) for _ in range(num_children)]
         self._children[0].start()  # here, so that a function that cannot be loaded is said at once
         self._takes_groups = self._children[0].takes_groups
         self._idle: queue.SimpleQueue[_Child] = queue.SimpleQueue()
@@ -100,8 +113,9 @@ def _spread(whole: Future[list[Reward]], num: int) -> list[Future[Reward]]:
 class _Child:
     """One child process and its replacement after each death. Used by one thread."""
 
-    def __init__(self, setup: Setup, name: str, timeout_s: float, log_file: Path) -> None:
+    def __init__(self, setup: Setup, name: str, timeout_s: float, log_file: Path, sandbox: Sandbox) -> None:
         self._setup = setup
+        self._sandbox = sandbox
         self._name = name
         self._timeout_s = timeout_s
         self._log_file = log_file
@@ -143,9 +157,13 @@ class _Child:
         with theirs:
             module = "rlboost_runtime.trainer.rewards.child"
             command = [sys.executable, "-P", "-m", module, str(theirs.fileno())]
+            environment = _environment()
+            if self._sandbox.mode != "off":
+                command = self._sandbox.wrapped(command, Path(self._setup.folder))
+                environment = self._sandbox.environment(environment)
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()], start_new_session=True, env=_environment(),
+                pass_fds=[theirs.fileno()], start_new_session=True, env=environment,
             )  # fmt: skip
         self._socket = ours
         assert self._process.stdout is not None
@@ -212,7 +230,8 @@ def _ending(process: subprocess.Popen[bytes]) -> str:
         code = process.wait(timeout=0.2)  # its socket closes a moment before it can be waited for
     except subprocess.TimeoutExpired:
         return ""
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    number = -code if code < 0 else code - 128  # as a shell, and bubblewrap, put it
+    return f"signal {signal.Signals(number).name}" if number in _SIGNALS else f"exit code {code}"
 
 
 def _environment() -> dict[str, str]:

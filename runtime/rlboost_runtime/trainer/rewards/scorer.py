@@ -28,6 +28,7 @@ from rlboost_runtime.job import (
 from rlboost_runtime.trainer.rewards.http import HttpRewards
 from rlboost_runtime.trainer.rewards.outcome import Reward, RewardCall, Setup
 from rlboost_runtime.trainer.rewards.pool import RewardPool
+from rlboost_runtime.trainer.rewards.sandbox import OFF, Sandbox
 
 __all__ = ["RewardCall", "RewardScorer"]
 
@@ -50,9 +51,11 @@ class RewardScorer:
         memory_bytes: int | None = None,
         others: Iterable[RewardSetting] = (),
         is_used: bool = True,
+        sandbox: Sandbox = OFF,
     ) -> None:
         """`timeout_s` and `memory_bytes` are for one call and one process. `others`: what `submit` may name
-        instead of `reward`. `is_used` False: nothing will be submitted. Raises `ConfigError`."""
+        instead of `reward`. `is_used` False: nothing will be submitted. `sandbox` is that of a user's
+        functions. Raises `ConfigError`."""
         self.name = " + ".join(name_of(source) for _, _, source in reward_parts(reward))
         self._reward = reward
         self._backends: dict[RewardSource, RewardPool | HttpRewards] = {}
@@ -66,6 +69,7 @@ class RewardScorer:
                     self._backends[each] = RewardPool(
                         _setup(each, files, memory_bytes, timeout_s), each, timeout_s=timeout_s,
                         log_file=log_file, num_children=num_children,
+                        sandbox=OFF if each in BUILT_IN_REWARDS else sandbox,
                     )  # fmt: skip
         except ConfigError:
             self.close()
@@ -79,7 +83,7 @@ class RewardScorer:
             job.reward, files, timeout_s=job.reward_timeout_s, log_file=log_file,
             num_children=job.reward_processes or max(1, min(8, (os.cpu_count() or 1) // 4)),
             memory_bytes=None if memory is None else memory << 20,
-            others=job.rewards[1:], is_used=job.is_scored,
+            others=job.rewards[1:], is_used=job.is_scored, sandbox=Sandbox.of(job),
         )  # fmt: skip
 
     def __enter__(self) -> Self:
