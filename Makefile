@@ -253,6 +253,10 @@ bench-engines: $(DEV) $(VLLM) ## vLLM through our agent's path against vLLM's ow
 bench-endpoint: $(DEV) ## latency of the endpoint beside its engine alone, and a stream through 20 SIGKILLs (5 min)
 	@$(BIN)/python -m benchmarks.endpoint $(ARGS)
 
+.PHONY: bench-dashboard
+bench-dashboard: $(DEV) ## what five viewers of a head's page cost its coordinator (3 min)
+	@$(BIN)/python -m benchmarks.dashboard $(ARGS)
+
 .PHONY: bench-ingest
 bench-ingest: $(DEV) ## token ingest: tokens/s and CPU of the coordinator
 	@$(BIN)/python -m benchmarks.ingest

@@ -29,6 +29,9 @@ def dashboard(
         typer.Option("--host", help="Address to listen on; others than this machine's own are plain HTTP"),
     ] = "127.0.0.1",
     is_opened: Annotated[bool, typer.Option("--open/--no-open", help="Open a browser")] = True,
+    is_link: Annotated[
+        bool, typer.Option("--link", help="Only print the address of the page that the run's head serves")
+    ] = False,
 ) -> None:
     """Show runs in a browser: curves, machines, samples and the bill, live
 
@@ -42,6 +45,15 @@ def dashboard(
     from rlboost_runtime.run.index import find_run
 
     name = None if run is None else find_run(run).name
+    if is_link:
+        from rlboost_cli.dashboard.head_page import head_page
+
+        if run is None:
+            raise ConfigError("--link is for one run", "name it: rlboost dashboard RUN --link")
+        address, note = head_page(find_run(run))
+        output.show(address)
+        output.progress(note)
+        return
     try:
         server = DashboardServer(host, port)
     except OSError as problem:

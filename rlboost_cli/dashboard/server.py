@@ -11,6 +11,7 @@ import hmac
 import json
 import secrets
 import socket
+import ssl
 import threading
 import time
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from rlboost_cli.runs.files import Tail, log_names, sample_rows
 from rlboost_cli.runs.refresh import look_at
 from rlboost_cli.runs.run_status import runs_table
 from rlboost_cli.views.log_lines import LogLines
-from rlboost_runtime.errors import RLBoostError
+from rlboost_runtime.errors import NotFound, RLBoostError
 from rlboost_runtime.run.folder import RunFolder
 from rlboost_runtime.run.index import all_runs, find_run
 
@@ -68,24 +69,54 @@ class DashboardServer(ThreadingHTTPServer):
     daemon_threads = True
     allow_reuse_address = True
 
-    def __init__(self, host: str, port: int) -> None:
-        """Raises `OSError` where the address cannot be taken. Port 0 takes a free one."""
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        key: str | None = None,
+        only: str | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """`key`: None for a new one. `only`: the run that alone is shown. `tls`: None for plain HTTP.
+
+        Raises `OSError` where the address cannot be taken. Port 0 takes a free one."""
         if ":" in host:
             self.address_family = socket.AF_INET6
         super().__init__((host, port), _Handler)
         self._host = host
-        self.key = secrets.token_urlsafe(24)
+        self.key = secrets.token_urlsafe(24) if key is None else key
+        self._only = only
+        self._tls = tls
         self._readings: dict[str, _Reading] = {}
         self._lock = threading.Lock()
 
     def url(self, run: str | None = None) -> str:
         """Return the address of a run's page, or of the list, with the key."""
         shown = f"[{self._host}]" if ":" in self._host else self._host
-        return f"http://{shown}:{self.server_port}/{f'runs/{run}/' if run else ''}?key={self.key}"
+        scheme = "http" if self._tls is None else "https"
+        return f"{scheme}://{shown}:{self.server_port}/{f'runs/{run}/' if run else ''}?key={self.key}"
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Return the next connection; its TLS handshake is its own thread's."""
+        connection, address = super().get_request()
+        if self._tls is not None:
+            connection = self._tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+        return connection, address
+
+    def find(self, name: str) -> RunFolder:
+        """Return a run that may be shown. Raises `NotFound`."""
+        if self._only is not None and name != self._only:
+            raise NotFound(f"this page is that of {self._only} alone", "open the one of the other run")
+        return find_run(name)
+
+    def shown(self) -> list[RunFolder]:
+        """Return all runs that may be shown, oldest first."""
+        return [run for run in all_runs() if self._only in (None, run.name)]
 
     def reading(self, name: str) -> _Reading:
         """Return the shared reading of a run. Raises `NotFound`."""
-        run = find_run(name)
+        run = self.find(name)
         with self._lock:
             return self._readings.setdefault(run.name, _Reading(run))
 
@@ -113,7 +144,7 @@ class _Handler(BaseHTTPRequestHandler):
             )
         try:
             if url.path == "/compare/data":
-                self._send_json(_comparison(query.get("run", [])))
+                self._send_json(self._comparison(query.get("run", [])))
             else:
                 self._answer(url.path.strip("/").split("/"), asked)
         except RLBoostError as error:
@@ -125,22 +156,23 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, parts: list[str], asked: dict[str, str]) -> None:
         match parts:
             case [""]:
-                self._send_page(runs_page(runs_table()))
+                shown = {run.name for run in self.server.shown()}
+                self._send_page(runs_page([row for row in runs_table() if row["run"] in shown]))
             case ["static", *rest] if "/".join(rest) in {*STYLES, *SCRIPTS}:
                 name = "/".join(rest)
                 self._send(HTTPStatus.OK, _TYPES[name.rpartition(".")[2]], asset(name).encode())
             case ["compare"]:
                 self._send_page(served_page("Runs compared"))
             case ["runs", name]:
-                self._send_page(served_page(find_run(name).name))
+                self._send_page(served_page(self.server.find(name).name))
             case ["runs", name, "events"]:
                 self._stream(self.server.reading(name))
             case ["runs", name, "samples"]:
-                self._send_json(sample_rows(find_run(name), MAX_SAMPLES, asked.get("text", "")))
+                self._send_json(sample_rows(self.server.find(name), MAX_SAMPLES, asked.get("text", "")))
             case ["runs", name, "logs"] if "name" in asked:
-                self._send_json(_log_lines(find_run(name), asked["name"]))
+                self._send_json(_log_lines(self.server.find(name), asked["name"]))
             case ["runs", name, "logs"]:
-                self._send_json(log_names(find_run(name)))
+                self._send_json(log_names(self.server.find(name)))
             case _:
                 self._send(HTTPStatus.NOT_FOUND, "text/plain", b"There is no such page.\n")
 
@@ -161,6 +193,14 @@ class _Handler(BaseHTTPRequestHandler):
                 silent_since = time.monotonic()
             self.wfile.flush()
             time.sleep(EVERY_S)
+
+    def _comparison(self, names: list[str]) -> dict[str, Any]:
+        """Return the runs that can be compared, and how those of `names` compare, as `compare --json`."""
+        folders = [self.server.find(name) for name in dict.fromkeys(names)]
+        for folder in folders:
+            look_at(folder, lambda words: None, ledger=True, logs=True)
+        found = to_builtins(compare_runs(folders)) if len(folders) > 1 else None
+        return {"names": [run.name for run in reversed(self.server.shown())], "found": found}
 
     def _let_in(self, path: str) -> None:
         """Keep the key in the browser and out of its address line."""
@@ -201,15 +241,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if body is not None:
             self.wfile.write(body)
-
-
-def _comparison(names: list[str]) -> dict[str, Any]:
-    """Return the runs that can be compared, and how those of `names` compare, as `compare --json`."""
-    folders = [find_run(name) for name in dict.fromkeys(names)]
-    for folder in folders:
-        look_at(folder, lambda words: None, ledger=True, logs=True)
-    found = to_builtins(compare_runs(folders)) if len(folders) > 1 else None
-    return {"names": [run.name for run in reversed(all_runs())], "found": found}
 
 
 def _log_lines(run: RunFolder, name: str) -> list[str]:

@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
+from rlboost_runtime.run.folder import RunFolder
 from tests.e2e import browser
 from tests.e2e.e2e_rig import PATIENCE, Cli
 
@@ -40,6 +42,32 @@ def dashboard(cli: Cli, *arguments: str) -> Iterator[str]:
         _, errors = process.communicate(timeout=30)
         assert process.returncode == 0, errors
         assert "Traceback" not in errors
+
+
+def test_the_page_on_the_head_survives_kills_of_itself_and_of_the_coordinator(cli: Cli) -> None:
+    job = cli.job("served", algorithm={"steps": 5}, dashboard={})
+    launched = cli.start("launch", job, "--yes")
+    cli.wait("served", lambda status: status["step"] >= 1, 120)
+    address = cli("dashboard", "served", "--link").stdout.strip()
+    run = cli.run_folder("served")
+    with browser.page() as page:
+        page.open(address)
+        page.wait("!!document.querySelector('.tile')", PATIENCE * 5)
+        assert "key=" not in page.evaluate("location.href")
+        kill(run, "dashboard")
+        step = cli.wait("served", lambda status: status["step"] >= 2, 120)["step"]
+        page.wait(f"parseInt({TILES}['Step']) >= {step}", PATIENCE * 10)
+        kill(run, "coordinator")
+        step = cli.wait("served", lambda status: status["step"] >= 3, 120)["step"]
+        page.wait(f"parseInt({TILES}['Step']) >= {step}", PATIENCE * 10)
+        assert page.evaluate("location.href").startswith(address.partition("?")[0])
+    launched.communicate(timeout=PATIENCE * 120)
+    assert launched.returncode == 0
+
+
+def kill(run: RunFolder, role: str) -> None:
+    """End a process of the run by SIGKILL."""
+    psutil.Process(json.loads((run.processes / f"{role}.json").read_bytes())["pid"]).kill()
 
 
 def check_page(page: browser.Page, host: str) -> None:

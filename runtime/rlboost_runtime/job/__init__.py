@@ -30,7 +30,7 @@ from rlboost_runtime.job.data import (
 )
 from rlboost_runtime.job.evaluation import Evaluation, HeldOut, sources_of
 from rlboost_runtime.job.rollout import CloudOffer, LocalOffer, Market, Rollout, Spot, SshOffer, num_devices
-from rlboost_runtime.job.run import Budget, Endpoint, Job, Wandb
+from rlboost_runtime.job.run import Budget, Dashboard, Endpoint, Job, Wandb
 from rlboost_runtime.job.task import (
     BUILT_IN_REWARDS,
     HttpReward,
@@ -53,6 +53,7 @@ __all__ = [
     "Algorithm",
     "Budget",
     "CloudOffer",
+    "Dashboard",
     "Dpo",
     "Endpoint",
     "EntropyBonus",

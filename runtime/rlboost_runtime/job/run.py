@@ -88,6 +88,16 @@ class Endpoint(Model):
     """false: the model is only served, without steps or rewards, until `rlboost down`."""
 
 
+class Dashboard(Model):
+    """The run's page, served by the head itself."""
+
+    port: int = Field(default=0, ge=0, lt=65536)
+    """Port on the head; 0: a free one, kept through restarts (dashboard.json in the run's folder)."""
+    host: str = "127.0.0.1"
+    """Address to listen on. The head's loopback has plain HTTP, to be reached by an SSH tunnel; any other has
+    HTTPS with the run's own certificate."""
+
+
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
 
 
@@ -147,6 +157,8 @@ class Job(Model):
     evaluations; null: none."""
     endpoint: Endpoint | None = None
     """Serve the model to OpenAI clients while the run is open; null: no endpoint."""
+    dashboard: Dashboard | None = None
+    """Serve the run's page on the head while the run is open; null: `rlboost dashboard` alone serves it."""
     tracking: Tracking = Tracking()
     """Where step metrics go beside `metrics.jsonl`."""
     evidence: Evidence = Evidence()

@@ -30,6 +30,11 @@ def make_credential(token: str, machine: str) -> str:
     return f"{machine}.{digest.hex()}"
 
 
+def make_viewer_key(token: str) -> str:
+    """Return the key that shows the page of the run with this token, and opens nothing else."""
+    return hmac.digest(token.encode(), b"rlboost dashboard 1", "sha256").hex()
+
+
 def holder_of(header: str | None, token: str) -> str | None:
     """Return the machine whose credential an `Authorization` header carries, `RUN`, or None for nobody's."""
     if header is None or not token or len(header) > MAX_HEADER_CHARS:

@@ -13,6 +13,7 @@ there is named below; everybody else only reads it.
     endpoint.json     {"url"}: where the coordinator listens; kept through restarts      coordinator
     weights_endpoint.json  {"url"}: where the weight server listens; likewise       weight server
     api_endpoint.json {"url"}: where the endpoint listens; likewise         endpoint
+    dashboard.json    {"url"}: where the run's page is served; likewise     dashboard
     tokenizer/        the model's, for the endpoint                         trainer
     reserved/         the reserved agents' working folders                  supervisor
     plan.json         what the plan said of time and cost at the first launch                 CLI
@@ -130,6 +131,7 @@ class RunFolder:
     api_endpoint = _Place("api_endpoint.json")
     api_keys = _Place("secrets/api_keys")
     """Keys of the endpoint's clients, one a line."""
+    dashboard = _Place("dashboard.json")
     tokenizer = _Place("tokenizer")
     reserved = _Place("reserved")
     wanted = _Place("wanted.json")

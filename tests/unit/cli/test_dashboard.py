@@ -9,6 +9,8 @@ import json
 import re
 import shutil
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -18,14 +20,20 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from rlboost_cli.dashboard import __main__ as page_process
 from rlboost_cli.dashboard.data import encoded, run_data
+from rlboost_cli.dashboard.head_page import head_page
 from rlboost_cli.dashboard.page import frozen_page, runs_page
 from rlboost_cli.dashboard.server import DashboardServer
 from rlboost_cli.main import app
 from rlboost_cli.runs.files import sample_rows
 from rlboost_runtime.billing.launch_records import MachineRecord
 from rlboost_runtime.billing.ledger import Ledger
+from rlboost_runtime.errors import NotFound
+from rlboost_runtime.job import Dashboard
+from rlboost_runtime.run.credentials import holder_of
 from rlboost_runtime.run.folder import RunFolder, write_json
+from rlboost_runtime.run.security import client_context, create_secrets, read_token
 
 HOSTILE = '</script><script>alert(1)</script><img src=x onerror="alert(2)"> \u2028 & <!--'
 
@@ -228,3 +236,38 @@ def test_the_stream_begins_with_everything_and_goes_on_with_what_changed(
         second = json.loads(answer.readline().removeprefix(b"data: "))
     assert second["metrics"]["steps"] == [1, 2, 3]
     assert not second.keys() & {"run", "version", "events", "machines"}
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_the_page_of_a_head_shows_its_run_alone_under_the_same_address(run: RunFolder, host: str) -> None:
+    """As the head's own process serves it: plain on loopback, else under the run's certificate."""
+    create_secrets(run)
+    shutil.copytree(run.path, run.path.with_name("other"))
+    with pytest.raises(NotFound, match="the head of demo serves no page"):
+        head_page(run)
+    addresses = set()
+    for _ in range(2):  # a restart
+        with page_process.start(run, Dashboard(host=host)) as server:
+            threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+            address = head_page(run)[0]
+            addresses.add(address)
+            where, _, key = address.partition("/runs/demo/?key=")
+            context = client_context(run.certificate.read_text()) if where.startswith("https") else None
+            assert (context is None) == (host == "127.0.0.1")
+
+            def ask(path: str, key: str) -> int:
+                request = urllib.request.Request(where + path, headers={"Cookie": f"rlboost={key}"})  # noqa: B023
+                try:
+                    with urllib.request.urlopen(request, timeout=10, context=context) as answer:  # noqa: B023
+                        return int(answer.status)
+                except urllib.error.HTTPError as refused:
+                    return refused.code
+
+            assert ask("/runs/demo/", key) == 200
+            assert ask("/runs/other/", key) == 404
+            assert ask("/compare/data?run=demo&run=other", key) == 404
+            assert ask("/runs/demo/", read_token(run)) == 401, "it is not the run's token"
+            assert ask("/runs/demo/", "") == 401
+            server.shutdown()
+    assert len(addresses) == 1
+    assert holder_of(f"Bearer {key}", read_token(run)) is None, "the key opens the page only"
